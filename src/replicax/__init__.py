@@ -1,0 +1,29 @@
+"""Data-parallel training for JAX that proves itself."""
+
+from replicax.data.batch import Batch as Batch
+from replicax.data.feed import Feed as Feed
+from replicax.errors import ConfigError as ConfigError
+from replicax.errors import DataError as DataError
+from replicax.errors import LossError as LossError
+from replicax.errors import MissingDependencyError as MissingDependencyError
+from replicax.errors import ReplicaxError as ReplicaxError
+from replicax.errors import StateError as StateError
+from replicax.parallel.loss import Weighted as Weighted
+from replicax.parallel.mesh import make_mesh as make_mesh
+from replicax.parallel.step import DataParallel as DataParallel
+from replicax.parallel.update import TrainState as TrainState
+
+__all__ = [
+    "Batch",
+    "ConfigError",
+    "DataError",
+    "DataParallel",
+    "Feed",
+    "LossError",
+    "MissingDependencyError",
+    "ReplicaxError",
+    "StateError",
+    "TrainState",
+    "Weighted",
+    "make_mesh",
+]

@@ -1,0 +1,1 @@
+"""Host batches -> padded, masked, split, prefetched global arrays."""

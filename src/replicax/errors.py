@@ -1,0 +1,61 @@
+"""What a user can do wrong, and the fix.
+
+- ReplicaxError
+  - ConfigError             a flag, an argument, or a combination of them
+  - DataError               a file or a batch
+  - LossError               what the loss function returned
+  - StateError              a train state used twice or with the wrong DataParallel
+  - MissingDependencyError  an optional package that is not installed
+
+Every message is one line: the numbers that disagree, the rule, and the fix.
+"""
+
+import difflib
+import importlib
+from collections.abc import Iterable
+from types import ModuleType
+
+
+class ReplicaxError(Exception):
+    """Base of every error that Replicax raises on purpose. `exit_code` is the CLI's."""
+
+    exit_code = 2
+
+
+class ConfigError(ReplicaxError, ValueError):
+    """A flag or argument that cannot work, alone or beside another."""
+
+
+class DataError(ReplicaxError, ValueError):
+    """A data file or a batch that is not what it should be."""
+
+
+class LossError(ReplicaxError, ValueError):
+    """A loss function that returned something the loss contract does not allow."""
+
+
+class StateError(ReplicaxError, RuntimeError):
+    """A train state that was already consumed, or belongs to another model."""
+
+    exit_code = 1
+
+
+class MissingDependencyError(ReplicaxError, ImportError):
+    """An optional package that the call needs and that is not installed."""
+
+
+def require(module: str, extra: str) -> ModuleType:
+    """Import an optional `module`, or raise `MissingDependencyError` naming the `extra` it is in."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise MissingDependencyError(
+            f"{package} is not installed and this needs it; pip install 'replicax[{extra}]'"
+        ) from error
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The nearest known name as a suggestion to append to a message, or an empty string."""
+    nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {nearest[0]!r}?)" if nearest else ""

@@ -1,0 +1,1 @@
+"""The heart: one update, lifted four ways."""

@@ -1,0 +1,335 @@
+"""`DataParallel`: a loss, an optimizer and a mesh -> init, feed, step, evaluate."""
+
+import math
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from replicax.data.batch import Batch, host_rows, pad, place, row_count
+from replicax.data.feed import Feed, Split
+from replicax.data.source import as_source
+from replicax.errors import ConfigError, LossError, StateError
+from replicax.parallel.gradients import LossFunction, Objective
+from replicax.parallel.layout import Layout, check_layout, state_shardings
+from replicax.parallel.lift import check_mode, lift
+from replicax.parallel.loss import LOSS, scalars
+from replicax.parallel.mesh import by_rows, check_mesh, make_mesh, replica_count, replicated
+from replicax.parallel.model import Definition, PyTree, split
+from replicax.parallel.precision import Precision
+from replicax.parallel.update import Metrics, TrainState, create, score, update
+
+
+class DataParallel:
+    """A training step on every device of a mesh.
+
+    Example:
+        >>> dp = DataParallel(loss, optax.adamw(3e-4))
+        >>> state = dp.init(model)
+        >>> for batch in dp.feed(source, batch_size=256):
+        ...     state, metrics = dp.step(state, batch)
+        >>> model = dp.model(state)
+
+    Args:
+        loss: `loss(model, batch, key) -> values`, with `batch` the user's pytree of arrays
+            `[rows, ...]` and `values` floats `[rows, ...]`, an `rx.Weighted`, or a pair of either
+            and a dict of metrics of the same kinds. The step minimises their global weighted mean.
+            A scalar is taken as the mean over rows that all count alike, and refused where they do
+            not. In evaluation `key` is None, and NNX and Equinox models are in evaluation mode.
+        optimizer: an optax gradient transformation.
+        mesh: the devices, with an axis named `data`; all attached devices by default, the first
+            one in mode `single`.
+        mode: `jit`, `shard_map`, `pmap` or `single`; see `replicax.parallel.lift`.
+        layout: `replicated`, `zero1`, `fsdp` or rules; see `replicax.parallel.layout.Layout`.
+        accumulate: micro-batches a replica's rows are computed in, one after the other.
+        precision: `float32` or `bfloat16`; see `replicax.parallel.precision.Precision`.
+        donate: whether `step` reuses the memory of the state it is given, which is then gone.
+
+    Raises:
+        ConfigError: arguments that cannot work, alone or together.
+    """
+
+    def __init__(
+        self,
+        loss: LossFunction,
+        optimizer: optax.GradientTransformation,
+        *,
+        mesh: Mesh | None = None,
+        mode: str = "jit",
+        layout: Layout = "replicated",
+        accumulate: int = 1,
+        precision: str = "float32",
+        donate: bool = True,
+    ) -> None:
+        if mesh is None:
+            mesh = make_mesh(devices=jax.devices()[:1] if mode == "single" else None)
+        self.mesh = check_mesh(mesh)
+        self.mode = mode
+        self.layout = layout
+        self.accumulate = accumulate
+        self.precision = Precision(precision)
+        self.donate = donate
+        check_mode(mode, self.mesh)
+        check_layout(layout, mode)
+        if accumulate < 1:
+            raise ConfigError(f"accumulate={accumulate}; a step has at least 1 micro-batch")
+        self._loss = loss
+        self._optimizer = optimizer
+        self._definition: Definition | None = None
+        self._step: Any = None
+        self._score: Any = None
+        self._scalars: tuple[str, ...] | None = None
+        self._finite = False
+
+    @property
+    def split(self) -> Split:
+        """How a batch is divided: replicas and micro-batches."""
+        return Split(replica_count(self.mesh), self.accumulate)
+
+    def init(self, model: Any, *, seed: int = 0) -> TrainState:
+        """The state before the first step, each array placed where its layout wants it.
+
+        Args:
+            model: a pytree of arrays, an Equinox module, a Flax NNX module, or a bound Linen one.
+                It is copied; the caller's stays as it is.
+            seed: of all random numbers in the run, 0 <= seed < 2**32.
+
+        Raises:
+            ConfigError: nothing to train, or another structure than this object already trains.
+        """
+        if not 0 <= seed < 2**32:
+            raise ConfigError(f"seed={seed}; it is at least 0 and below 2**32")
+        params, extras = self._adopt(model)
+        create_state = partial(create, optimizer=self._optimizer)
+        shapes = jax.eval_shape(create_state, params, extras, np.uint32(seed))
+        shardings = self._shardings(shapes, self.mesh)
+        if self._step is None:
+            self._step = self._lift_update(shapes, self.mesh)
+            self._score = self._lift_score(shapes)
+        return jax.jit(create_state, out_shardings=shardings)(params, extras, np.uint32(seed))
+
+    def feed(
+        self,
+        source: Any,
+        batch_size: int | None = None,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        epoch: int = 0,
+        prefetch: int = 2,
+    ) -> Feed:
+        """One epoch of `source` as batches for `step` and `evaluate`.
+
+        Args:
+            source: a dict or tuple of arrays `[rows, ...]`, a Grain dataset of rows, or an iterable
+                of host batches.
+            batch_size: rows of a global batch; the last one is padded to it. An iterable may leave
+                it out.
+            shuffle: whether the order is drawn from `seed` and `epoch`.
+            seed: of the order.
+            epoch: which epoch, from 0.
+            prefetch: batches made ahead in the background.
+
+        Raises:
+            ConfigError: a batch that has fewer rows than there are micro-batches over all replicas,
+                or a source that cannot do what is asked.
+            DataError: leaves that disagree on the number of rows.
+        """
+        opened = as_source(source, batch_size, shuffle=shuffle, seed=seed)
+        return Feed(opened, self.split, by_rows(self.mesh), epoch=epoch, prefetch=prefetch)
+
+    def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """One update. Returns at once; the devices work on.
+
+        Args:
+            state: the state before; with `donate` it cannot be used afterwards.
+            batch: from `feed`, or a pytree of arrays `[rows, ...]`.
+
+        Returns:
+            The state after, and float32 scalars on the device, `"loss"` among them: each the exact
+            weighted mean over the real rows of the global batch.
+
+        Raises:
+            LossError: the loss does not keep its contract, or is not finite in the first step.
+            StateError: the state was given to `step` before.
+        """
+        if type(batch) is not Batch:
+            batch = self._placed(batch)
+        if self._scalars is None:
+            self._scalars = self._inspect(state, batch)
+        if self._scalars:
+            self._refuse_padding(batch)
+        try:
+            state, metrics = self._step(state, batch)
+        except (RuntimeError, ValueError) as error:
+            if "deleted" not in str(error):
+                raise
+            raise StateError(
+                "this state was consumed by an earlier step; use the one that step returned, or "
+                "DataParallel(donate=False)"
+            ) from error
+        if not self._finite:
+            self._finite = _check_finite(metrics)
+        return state, metrics
+
+    def evaluate(self, state: TrainState, batches: Iterable[Any]) -> dict[str, float]:
+        """The loss and the metrics over all rows of `batches`, each row counted once.
+
+        Args:
+            state: used as it is; nothing in it changes.
+            batches: from `feed`, or any pytrees of arrays `[rows, ...]`.
+
+        Returns:
+            The exact weighted mean of each, and `"rows"`, the number of rows.
+        """
+        totals: dict[str, np.ndarray] = {}
+        pending: list[Any] = []
+        for batch in batches:
+            placed = batch if type(batch) is Batch else self._placed(batch)
+            if self._scalars is None:
+                self._scalars = self._inspect(state, placed)
+            if self._scalars:
+                self._refuse_padding(placed)
+            pending.append(self._score(state, placed))
+            if len(pending) > 2:
+                _add(totals, pending.pop(0))
+        for sums in pending:
+            _add(totals, sums)
+        if not totals:
+            raise ConfigError("evaluate was given 0 batches; give at least 1")
+        rows = int(totals.pop("rows")[0])
+        means = {name: float(total / weight) for name, (total, weight) in totals.items()}
+        return {**means, "rows": rows}
+
+    def model(self, state: TrainState) -> Any:
+        """The user's model with the arrays of `state`, which it shares."""
+        if self._definition is None:
+            raise StateError("this DataParallel has no model yet; call init(model) first")
+        return self._definition.merge(state.params, state.extras)
+
+    def lower(self, model: Any, batch: Any, *, mesh: Mesh | None = None) -> jax.stages.Lowered:
+        """The step for `mesh`, attached or described, without running or placing anything.
+
+        Args:
+            model: as for `init`, or a `TrainState`; arrays or their shapes.
+            batch: a `Batch` or a pytree `[rows, ...]`; arrays or their shapes.
+            mesh: this object's by default.
+
+        Returns:
+            A lowered step: `.compile()` it, and read it with `replicax.parallel.compiled.inspect`.
+        """
+        mesh = self.mesh if mesh is None else check_mesh(mesh)
+        if isinstance(model, TrainState):
+            shapes = jax.eval_shape(lambda state: state, model)
+        else:
+            params, extras = self._adopt(model)
+            shapes = jax.eval_shape(
+                partial(create, optimizer=self._optimizer), params, extras, np.uint32(0)
+            )
+        if not isinstance(batch, Batch):
+            parts = Split(replica_count(mesh), self.accumulate)
+            batch = _abstract(batch, parts.padded(row_count(batch)))
+        return self._lift_update(shapes, mesh).lower(shapes, jax.eval_shape(lambda b: b, batch))
+
+    def _adopt(self, model: Any) -> tuple[PyTree, PyTree]:
+        """The arrays of `model`, whose structure becomes, or already is, this object's."""
+        definition, params, extras = split(model)
+        if self._definition is not None and definition != self._definition:
+            raise ConfigError(
+                "init was given a model of another structure than before; one DataParallel trains "
+                "one: make a second DataParallel"
+            )
+        self._definition = definition
+        return params, extras
+
+    @property
+    def _objective(self) -> Objective:
+        if self._definition is None:
+            raise StateError("this DataParallel has no model yet; call init(model) first")
+        return Objective(self._definition, self._loss, self.precision)
+
+    def _shardings(self, shapes: TrainState, mesh: Mesh) -> TrainState:
+        return state_shardings(shapes, mesh, self.layout)
+
+    def _lift_update(self, shapes: TrainState, mesh: Mesh) -> Any:
+        function = partial(
+            update,
+            objective=self._objective,
+            optimizer=self._optimizer,
+            micro_batches=self.accumulate,
+        )
+        shardings = self._shardings(shapes, mesh)
+        out = (shardings, replicated(mesh))
+        return lift(function, self.mode, mesh, shardings, out, donate=self.donate)
+
+    def _lift_score(self, shapes: TrainState) -> Any:
+        function = partial(score, objective=self._objective)
+        shardings = self._shardings(shapes, self.mesh)
+        return lift(function, self.mode, self.mesh, shardings, replicated(self.mesh))
+
+    def _placed(self, data: PyTree) -> Batch:
+        rows = row_count(data)
+        size = self.split.padded(rows)
+        if rows < size or not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(data)):
+            data = host_rows(data)
+        return place(pad(data, size, np.arange(rows)), by_rows(self.mesh))
+
+    def _inspect(self, state: TrainState, batch: Batch) -> tuple[str, ...]:
+        """Names of scalar outputs; raises what is wrong with the loss before anything compiles."""
+        objective = self._objective
+        found: list[tuple[str, ...]] = []
+
+        def observed(model: Any, data: PyTree, key: jax.Array | None) -> Any:
+            returned = self._loss(model, data, key)
+            found.append(scalars(returned))
+            return returned
+
+        watching = Objective(objective.definition, observed, objective.precision)
+        jax.eval_shape(
+            partial(watching.means, axis=None),
+            state.params,
+            state.extras,
+            batch,
+            jax.random.key(0),
+        )
+        return found[0]
+
+    def _refuse_padding(self, batch: Batch) -> None:
+        rows = int(np.sum(batch.mask)) if batch.rows is None else batch.rows
+        if rows == batch.size:
+            return
+        name = (self._scalars or (LOSS,))[0]
+        raise LossError(
+            f"{name} is one number for a batch of {batch.size} rows of which {rows} are real and "
+            f"{batch.size - rows} padding; it cannot leave the padding out: return one value a row"
+        )
+
+
+def _check_finite(metrics: Metrics) -> bool:
+    loss = float(metrics[LOSS])
+    if not math.isfinite(loss):
+        raise LossError(
+            f"the loss is {loss} in the first step; a run cannot recover from it: look at the "
+            "batch and the initial parameters (jax_debug_nans finds the operation)"
+        )
+    return True
+
+
+def _add(totals: dict[str, np.ndarray], sums: dict[str, Any]) -> None:
+    """Add float32 sums of a batch to the float64 ones of all."""
+    for name, value in jax.device_get(sums).items():
+        pair = np.asarray([value.total, value.weight], np.float64)
+        totals[name] = totals.get(name, np.zeros(2)) + pair
+
+
+def _abstract(data: PyTree, size: int) -> Batch:
+    def leaf_shape(leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((size, *leaf.shape[1:]), jax.dtypes.canonicalize_dtype(leaf.dtype))
+
+    mask, index = (jax.ShapeDtypeStruct((size,), dtype) for dtype in (jnp.float32, jnp.int32))
+    return Batch(jax.tree.map(leaf_shape, data), mask, index)

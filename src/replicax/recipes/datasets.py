@@ -1,0 +1,240 @@
+"""The data sets that recipes train on, found on this machine or brought to it, and checked."""
+
+import gzip
+import hashlib
+import logging
+import math
+import os
+import struct
+import threading
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from replicax.errors import DataError, MissingDependencyError, require
+
+
+@dataclass(frozen=True, eq=False)
+class ImageDataset:
+    """Images and their labels, in host memory and read-only.
+
+    `train` and `test` each hold `image`, uint8 [rows, 28, 28, 1], and `label`, int32 [rows] in
+    0..9. `source` says in words where they come from, for printing.
+    """
+
+    name: str
+    source: str
+    train: dict[str, np.ndarray]
+    test: dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class IdxFile:
+    """One published idx file of uint8: its shape and the SHA-256 of its bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    sha256: str
+    sha256_gz: str
+    """Of the compressed file as its authors publish it; others compress it differently."""
+
+
+FASHION_MNIST = {
+    ("train", "image"): IdxFile(
+        "train-images-idx3-ubyte",
+        (60000, 28, 28),
+        "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
+        "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
+    ),
+    ("train", "label"): IdxFile(
+        "train-labels-idx1-ubyte",
+        (60000,),
+        "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
+        "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
+    ),
+    ("test", "image"): IdxFile(
+        "t10k-images-idx3-ubyte",
+        (10000, 28, 28),
+        "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
+        "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
+    ),
+    ("test", "label"): IdxFile(
+        "t10k-labels-idx1-ubyte",
+        (10000,),
+        "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
+        "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
+    ),
+}
+DEBIAN_DIR = Path("/usr/share/datasets/fashion-mnist")
+UPSTREAM = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/"
+ANSWER_WITHIN_SECONDS = 4.0
+
+
+def fashion_mnist(data_dir: Path | None = None) -> ImageDataset:
+    """Fashion-MNIST: 60,000 images to train on and 10,000 to test on, in 10 classes.
+
+    Looked for in `data_dir` alone if it is given; otherwise in Debian's package
+    dataset-fashion-mnist, then in the cache (`$REPLICAX_CACHE`, `$XDG_CACHE_HOME/replicax` or
+    `~/.cache/replicax`), then downloaded into the cache. Where none of these has it, the answer is
+    scikit-learn's embedded digits, with `name` "digits" and a `source` that says why.
+
+    Raises:
+        DataError: a file is missing from `data_dir`, or is not byte for byte the published one;
+            or there is neither Fashion-MNIST nor scikit-learn.
+    """
+    if data_dir is not None:
+        missing = [file.name for file in FASHION_MNIST.values() if _find(data_dir, file) is None]
+        if missing:
+            raise DataError(
+                f"{data_dir / missing[0]}[.gz] is missing; that folder must hold "
+                f"{', '.join(file.name for file in FASHION_MNIST.values())}, each plain or .gz"
+            )
+        return _read_fashion_mnist(data_dir, str(data_dir))
+
+    cache = _cache_dir() / "fashion-mnist"
+    for folder, owner in ((DEBIAN_DIR, "Debian's dataset-fashion-mnist"), (cache, "the cache")):
+        if all(_find(folder, file) for file in FASHION_MNIST.values()):
+            return _read_fashion_mnist(folder, f"{owner} in {folder}")
+    try:
+        _download(cache)
+    # No pooch, no network, no room, a wrong checksum: there is something else to train on, and
+    # its `source` says what happened.
+    except (MissingDependencyError, OSError, ValueError) as error:
+        return _digits(
+            f"Fashion-MNIST is neither in {DEBIAN_DIR} nor in {cache}, and the download failed "
+            f"({_in_one_line(error)})"
+        )
+    return _read_fashion_mnist(cache, f"downloaded from {UPSTREAM} to {cache}")
+
+
+def _cache_dir() -> Path:
+    if own := os.environ.get("REPLICAX_CACHE"):
+        return Path(own)
+    shared = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(shared) / "replicax"
+
+
+def _find(folder: Path, file: IdxFile) -> Path | None:
+    candidates = (folder / file.name, folder / f"{file.name}.gz")
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def _read_fashion_mnist(folder: Path, source: str) -> ImageDataset:
+    splits: dict[str, dict[str, np.ndarray]] = {"train": {}, "test": {}}
+    for (split, field), file in FASHION_MNIST.items():
+        path = _find(folder, file)
+        assert path is not None, "the caller has looked"
+        array = _read_idx(path, file)
+        splits[split][field] = array[..., None] if field == "image" else array.astype(np.int32)
+    return _dataset("fashion-mnist", source, **splits)
+
+
+def _read_idx(path: Path, file: IdxFile) -> np.ndarray:
+    """The uint8 array in `path`, once its bytes have proved to be those of `file`."""
+    try:
+        content = path.read_bytes()
+        if path.suffix == ".gz":
+            content = gzip.decompress(content)
+    except (OSError, EOFError, zlib.error) as error:
+        raise _wrong(path, "a readable file", _in_one_line(error)) from error
+
+    magic = 0x0800 + len(file.shape)  # 08 is idx for uint8, and the last byte counts the dims
+    header = struct.pack(f">{1 + len(file.shape)}i", magic, *file.shape)
+    size = len(header) + math.prod(file.shape)
+    if content[:4] != header[:4]:
+        raise _wrong(path, f"magic number {header[:4].hex()}", content[:4].hex() or "nothing")
+    if len(content) != size:
+        raise _wrong(path, f"{size:,} bytes", f"{len(content):,}")
+    sha256 = hashlib.sha256(content).hexdigest()
+    if sha256 != file.sha256:
+        raise _wrong(path, f"SHA-256 {file.sha256}", sha256)
+    return np.frombuffer(content, np.uint8, offset=len(header)).reshape(file.shape)
+
+
+def _wrong(path: Path, expected: str, found: str) -> DataError:
+    return DataError(
+        f"{path} is corrupt: expected {expected}, found {found}; delete it and run again"
+    )
+
+
+def _download(folder: Path) -> None:
+    """Bring the files that `folder` lacks, each complete and checked, or raise."""
+    pooch = require("pooch", "data")
+    pooch.get_logger().setLevel(logging.WARNING)
+    _await_answer(UPSTREAM, ANSWER_WITHIN_SECONDS)
+    for file in FASHION_MNIST.values():
+        pooch.retrieve(
+            f"{UPSTREAM}{file.name}.gz",
+            known_hash=f"sha256:{file.sha256_gz}",
+            fname=f"{file.name}.gz",
+            path=folder,
+            downloader=pooch.HTTPDownloader(timeout=ANSWER_WITHIN_SECONDS),
+        )
+
+
+def _await_answer(url: str, seconds: float) -> None:
+    """Raise unless `url` answers, with any status, within `seconds`.
+
+    A thread, because the time-out of a request counts anew for each address of a host and not at
+    all for the look-up of its name: behind a silent firewall they add up to minutes.
+    """
+    requests = require("requests", "data")
+    outcome = f"silent for {seconds:g} s"
+
+    def ask() -> None:
+        nonlocal outcome
+        try:
+            requests.head(url, timeout=seconds)
+            outcome = ""
+        except Exception as error:  # a thread has nobody to raise to
+            outcome = type(error).__name__
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if outcome:
+        raise OSError(f"no answer from {urlsplit(url).hostname}: {outcome}")
+
+
+def _digits(why: str) -> ImageDataset:
+    """scikit-learn's 1,797 handwritten digits, the last 297 to test on, enlarged to 28x28."""
+    try:
+        bunch = require("sklearn.datasets", "data").load_digits()
+    except MissingDependencyError as error:
+        raise DataError(
+            f"{why}, and scikit-learn, whose digits would do, is not installed; "
+            'pip install "replicax[data]"'
+        ) from error
+    image = np.rint(_resize(bunch.images * (255 / 16), 28)).astype(np.uint8)[..., None]
+    label = bunch.target.astype(np.int32)
+    return _dataset(
+        "digits",
+        f"{why}; these are scikit-learn's digits instead, 1,797 images of 8x8 resized to 28x28",
+        train={"image": image[:1500], "label": label[:1500]},
+        test={"image": image[1500:], "label": label[1500:]},
+    )
+
+
+def _resize(images: np.ndarray, size: int) -> np.ndarray:
+    """[rows, s, s] to [rows, size, size], bilinear between pixel centres."""
+    old = images.shape[-1]
+    centre = np.clip((np.arange(size) + 0.5) * old / size - 0.5, 0, old - 1)
+    weight = np.maximum(0, 1 - np.abs(centre[:, None] - np.arange(old)))  # [size, old]
+    resized: np.ndarray = weight @ images @ weight.T
+    return resized
+
+
+def _dataset(
+    name: str, source: str, train: dict[str, np.ndarray], test: dict[str, np.ndarray]
+) -> ImageDataset:
+    for array in (*train.values(), *test.values()):
+        array.flags.writeable = False
+    return ImageDataset(name, source, train, test)
+
+
+def _in_one_line(error: Exception) -> str:
+    """The error's message, or its type where it has none, cut where it stops helping."""
+    return " ".join(str(error).split())[:160] or type(error).__name__
