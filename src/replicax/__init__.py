@@ -12,6 +12,8 @@ from replicax.parallel.loss import Weighted as Weighted
 from replicax.parallel.mesh import make_mesh as make_mesh
 from replicax.parallel.step import DataParallel as DataParallel
 from replicax.parallel.update import TrainState as TrainState
+from replicax.train.fit import Fit as Fit
+from replicax.train.fit import fit as fit
 
 __all__ = [
     "Batch",
@@ -19,11 +21,13 @@ __all__ = [
     "DataError",
     "DataParallel",
     "Feed",
+    "Fit",
     "LossError",
     "MissingDependencyError",
     "ReplicaxError",
     "StateError",
     "TrainState",
     "Weighted",
+    "fit",
     "make_mesh",
 ]

@@ -4,6 +4,7 @@
   - ConfigError             a flag, an argument, or a combination of them
   - DataError               a file or a batch
   - LossError               what the loss function returned
+  - DivergedError           a loss that is no longer finite
   - StateError              a train state used twice or with the wrong DataParallel
   - MissingDependencyError  an optional package that is not installed
 
@@ -34,6 +35,12 @@ class LossError(ReplicaxError, ValueError):
     """A loss function that returned something the loss contract does not allow."""
 
 
+class DivergedError(ReplicaxError, ArithmeticError):
+    """A run whose loss stopped being finite."""
+
+    exit_code = 1
+
+
 class StateError(ReplicaxError, RuntimeError):
     """A train state that was already consumed, or belongs to another model."""
 
@@ -45,7 +52,7 @@ class MissingDependencyError(ReplicaxError, ImportError):
 
 
 def require(module: str, extra: str) -> ModuleType:
-    """Import an optional `module`, or raise `MissingDependencyError` naming the `extra` it is in."""
+    """Import an optional `module`, or raise `MissingDependencyError` naming its `extra`."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

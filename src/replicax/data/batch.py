@@ -16,7 +16,7 @@ PyTree = Any
     jax.tree_util.register_dataclass,
     data_fields=["data", "mask", "index"],
     meta_fields=[],
-    drop_fields=["rows"],
+    drop_fields=["rows", "feed_padding"],
 )
 @dataclasses.dataclass(frozen=True)
 class Batch:
@@ -34,6 +34,8 @@ class Batch:
     """int32 `[rows]`: the row's index in its source. Padding has the index of what it repeats."""
     rows: int | None = None
     """Real rows, known on the host without asking the device; None where nobody counted."""
+    feed_padding: int | None = None
+    """Most padding rows in any batch of the same feed, where that is known beforehand."""
 
     @property
     def size(self) -> int:
@@ -98,7 +100,7 @@ def pad(data: PyTree, size: int, index: np.ndarray) -> Batch:
 def place(batch: Batch, sharding: jax.sharding.Sharding) -> Batch:
     """Split `batch` by rows over the devices of `sharding`, without waiting for the transfer."""
     arrays = jax.device_put((batch.data, batch.mask, batch.index), sharding)
-    return Batch(*arrays, rows=batch.rows)
+    return dataclasses.replace(batch, **dict(zip(("data", "mask", "index"), arrays, strict=True)))
 
 
 def _host_leaf(path: tuple[Any, ...], leaf: Any) -> np.ndarray:

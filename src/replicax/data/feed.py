@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import jax
 
@@ -88,7 +88,7 @@ class Feed:
         """Share of the newest pass's wall time that its loop waited for a batch."""
         return self.wait_seconds / self._elapsed_seconds if self._elapsed_seconds else 0.0
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Generator[Batch]:
         self._items = items = Prefetch(self._batches, self._prefetch)
         started = time.perf_counter()
         try:
@@ -99,7 +99,7 @@ class Feed:
             items.close()
             self._elapsed_seconds = time.perf_counter() - started
 
-    def _batches(self) -> Iterator[Batch]:
+    def _batches(self) -> Generator[Batch]:
         size = self.source.batch_size
         for data, index in self.source.epoch(self.epoch):
             size = size or len(index)
@@ -108,4 +108,5 @@ class Feed:
                     f"a batch has {len(index)} rows and the batch size is {size}; no batch may be "
                     "larger: raise batch_size or cut the loader's batches"
                 )
-            yield place(pad(data, self.split.padded(size), index), self._sharding)
+            batch = pad(data, self.split.padded(size), index)
+            yield place(dataclasses.replace(batch, feed_padding=self.padding), self._sharding)

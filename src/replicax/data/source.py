@@ -33,8 +33,8 @@ def as_source(data: Any, batch_size: int | None, *, shuffle: bool, seed: int) ->
     """The `Source` for `data`.
 
     Args:
-        data: a dict or tuple of arrays with one leading row dim, or one array; a Grain dataset; or
-            an iterable of host batches.
+        data: a dict or tuple of arrays with one leading row dim, or one array; a Grain dataset; an
+            iterable of host batches; or a source already, which is given back.
         batch_size: rows of a batch. Only an iterable may leave it out: its first batch decides.
         shuffle: whether each epoch has an order of its own, drawn from `seed` and its number.
         seed: any int.
@@ -44,10 +44,11 @@ def as_source(data: Any, batch_size: int | None, *, shuffle: bool, seed: int) ->
     """
     if batch_size is not None and batch_size < 1:
         raise ConfigError(f"batch_size={batch_size}; a batch has at least 1 row: raise it")
-    grain = sys.modules.get("grain")
-    if isinstance(data, (Mapping, tuple, np.ndarray, jax.Array)):
+    if isinstance(data, (ArraySource, GrainSource, IterableSource)):
+        return data
+    if _is_arrays(data):
         return ArraySource(data, _known(batch_size, "arrays"), shuffle, seed)
-    if grain and isinstance(data, (grain.MapDataset, grain.IterDataset)):
+    if _is_grain(data, "MapDataset", "IterDataset"):
         return GrainSource(data, _known(batch_size, "a Grain dataset of rows"), shuffle, seed)
     if not isinstance(data, Iterable):
         raise ConfigError(
@@ -132,6 +133,20 @@ class IterableSource:
                 if number
                 else "the source gave no batch; give at least 1"
             )
+
+
+def can_shuffle(data: Any) -> bool:
+    """Whether the rows of `data` can be had in any order."""
+    return _is_arrays(data) or _is_grain(data, "MapDataset")
+
+
+def _is_arrays(data: Any) -> bool:
+    return isinstance(data, (Mapping, tuple, np.ndarray, jax.Array))
+
+
+def _is_grain(data: Any, *kinds: str) -> bool:
+    grain = sys.modules.get("grain")  # a dataset cannot be here unless its library is
+    return grain is not None and isinstance(data, tuple(getattr(grain, kind) for kind in kinds))
 
 
 def _counted(batches: Iterable[Any]) -> Iterator[Rows]:

@@ -18,9 +18,7 @@ LossFunction = Callable[[Any, PyTree, jax.Array | None], Any]
 """`loss(model, batch, key)`; see `replicax.parallel.loss.sums` for what it may return."""
 
 
-@partial(
-    jax.tree_util.register_dataclass, data_fields=["gradient", "means"], meta_fields=[]
-)
+@partial(jax.tree_util.register_dataclass, data_fields=["gradient", "means"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Sums:
     """What one reduction carries: everything of a step that is summed over rows."""

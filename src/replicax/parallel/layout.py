@@ -95,9 +95,7 @@ def state_shardings(state: TrainState, mesh: Mesh, layout: Layout) -> TrainState
     )
 
 
-def _shardings(
-    tree: Any, mesh: Mesh, rule: Callable[[str, tuple[int, ...]], PartitionSpec]
-) -> Any:
+def _shardings(tree: Any, mesh: Mesh, rule: Callable[[str, tuple[int, ...]], PartitionSpec]) -> Any:
     def sharding(path: Any, leaf: Any) -> NamedSharding:
         return NamedSharding(mesh, rule(jax.tree_util.keystr(path), tuple(leaf.shape)))
 

@@ -103,5 +103,3 @@ def _pmap(function: ReplicaFunction, mesh: Mesh) -> Lifted:
         return leaf.reshape(replicas, leaf.shape[0] // replicas, *leaf.shape[1:])
 
     return lambda state, batch: mapped(state, jax.tree.map(stack, batch))
-
-

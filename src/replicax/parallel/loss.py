@@ -14,9 +14,7 @@ LOSS = "loss"
 RESERVED = (LOSS, "rows")
 
 
-@partial(
-    jax.tree_util.register_dataclass, data_fields=["values", "weights"], meta_fields=[]
-)
+@partial(jax.tree_util.register_dataclass, data_fields=["values", "weights"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Weighted:
     """Values that do not count alike: their mean is sum(values * weights) / sum(weights).
@@ -27,7 +25,7 @@ class Weighted:
     values: Any
     """Float array `[rows, ...]`."""
     weights: Any
-    """Array of the values' shape or of its leading dims, `[rows]` at least; 0 leaves an entry out."""
+    """Array of the values' shape or its leading dims, `[rows]` at least; 0 leaves an entry out."""
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["total", "weight"], meta_fields=[])

@@ -135,7 +135,7 @@ class PytreeDefinition:
         extras: PyTree,
         *,
         key: jax.Array | None,
-        axis: str | None,  # noqa: ARG002  a pytree has nowhere to write statistics
+        axis: str | None,
     ) -> tuple[Any, PyTree]:
         model = self.merge(params, extras)
         if key is None and "equinox" in sys.modules:

@@ -111,7 +111,9 @@ class DataParallel:
         if self._step is None:
             self._step = self._lift_update(shapes, self.mesh)
             self._score = self._lift_score(shapes)
-        return jax.jit(create_state, out_shardings=shardings)(params, extras, np.uint32(seed))
+        place_state = jax.jit(create_state, out_shardings=shardings)
+        state: TrainState = place_state(params, extras, np.uint32(seed))
+        return state
 
     def feed(
         self,
@@ -234,7 +236,9 @@ class DataParallel:
         if not isinstance(batch, Batch):
             parts = Split(replica_count(mesh), self.accumulate)
             batch = _abstract(batch, parts.padded(row_count(batch)))
-        return self._lift_update(shapes, mesh).lower(shapes, jax.eval_shape(lambda b: b, batch))
+        batch = jax.eval_shape(lambda arrays: arrays, batch)
+        lowered: jax.stages.Lowered = self._lift_update(shapes, mesh).lower(shapes, batch)
+        return lowered
 
     def _adopt(self, model: Any) -> tuple[PyTree, PyTree]:
         """The arrays of `model`, whose structure becomes, or already is, this object's."""
@@ -301,12 +305,21 @@ class DataParallel:
 
     def _refuse_padding(self, batch: Batch) -> None:
         rows = int(np.sum(batch.mask)) if batch.rows is None else batch.rows
-        if rows == batch.size:
-            return
+        padding = batch.feed_padding or batch.size - rows
+        if padding:
+            raise self._scalar_with_padding(batch.size, padding)
+
+    def check(self, feed: Feed) -> None:
+        """Raise `LossError` where the loss, once seen by `step`, cannot be exact on `feed`."""
+        if self._scalars and feed.padding:
+            raise self._scalar_with_padding(feed.split.padded(feed.source.batch_size), feed.padding)
+
+    def _scalar_with_padding(self, size: int, padding: int) -> LossError:
         name = (self._scalars or (LOSS,))[0]
-        raise LossError(
-            f"{name} is one number for a batch of {batch.size} rows of which {rows} are real and "
-            f"{batch.size - rows} padding; it cannot leave the padding out: return one value a row"
+        return LossError(
+            f"{name} is one number a batch, and {padding} of {size} rows in a batch of this feed "
+            "are padding, which one number cannot leave out: return one value a row, or choose a "
+            "batch size that divides the rows"
         )
 
 
@@ -329,7 +342,9 @@ def _add(totals: dict[str, np.ndarray], sums: dict[str, Any]) -> None:
 
 def _abstract(data: PyTree, size: int) -> Batch:
     def leaf_shape(leaf: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((size, *leaf.shape[1:]), jax.dtypes.canonicalize_dtype(leaf.dtype))
+        return jax.ShapeDtypeStruct(
+            (size, *leaf.shape[1:]), jax.dtypes.canonicalize_dtype(leaf.dtype)
+        )
 
     mask, index = (jax.ShapeDtypeStruct((size,), dtype) for dtype in (jnp.float32, jnp.int32))
     return Batch(jax.tree.map(leaf_shape, data), mask, index)

@@ -23,9 +23,12 @@ from replicax.parallel.reduction import reduce
 )
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """All that a step changes, and the seed that it draws from: a plain pytree."""
+    """All that a step changes, and the seed that it draws from: a plain pytree.
 
-    step: jax.Array
+    The same tree with shapes or shardings for leaves describes a state.
+    """
+
+    step: Any
     """int32 scalar: updates done."""
     params: PyTree
     """Trainable arrays."""
@@ -33,7 +36,7 @@ class TrainState:
     """The optimizer's state."""
     extras: PyTree
     """The model's other arrays: BatchNorm's statistics, say."""
-    seed: jax.Array
+    seed: Any
     """uint32 scalar: all random numbers of the run follow from it and the step."""
 
 
@@ -91,9 +94,11 @@ def update(
     params = optax.apply_updates(state.params, updates)
     new = (params, opt_state, extras)
     old = (state.params, state.opt_state, state.extras)
-    kept = jax.tree.map(lambda a, b: jnp.where(loss.weight > 0, a, b), new, old)
+    params, opt_state, extras = jax.tree.map(
+        lambda after, before: jnp.where(loss.weight > 0, after, before), new, old
+    )
     metrics = {name: value.mean() for name, value in total.means.items()}
-    return TrainState(state.step + 1, *kept, state.seed), metrics
+    return TrainState(state.step + 1, params, opt_state, extras, state.seed), metrics
 
 
 def score(
@@ -105,7 +110,8 @@ def score(
     """
     means, _ = objective.means(state.params, state.extras, batch, None, axis)
     rows = jnp.sum(batch.mask)
-    return reduce({**means, "rows": Sum(rows, jnp.zeros_like(rows))}, axis)
+    totals: dict[str, Sum] = reduce({**means, "rows": Sum(rows, jnp.zeros_like(rows))}, axis)
+    return totals
 
 
 def step_key(state: TrainState, axis: str | None) -> jax.Array:

@@ -1,0 +1,82 @@
+# `make help` lists the targets. Everything runs in .venv, which is made when it is needed.
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+UV_VERSION := 0.13.8
+
+# The first that is Python 3.11 or newer and can make a virtual environment.
+PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$python -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' \
+	2>/dev/null && echo $$python && break; done)
+
+# Also appended to the command of `train`, `test`, `test-fast` and `lock`.
+ARGS ?=
+
+.PHONY: help train data test test-fast check bench lock clean
+
+help:
+	@echo 'make train      set up, get the data and train LeNet on two devices (ARGS="--epochs 1")'
+	@echo 'make data       get Fashion-MNIST from Debian where that is possible'
+	@echo 'make test       every test'
+	@echo 'make test-fast  the tests that take seconds'
+	@echo 'make check      lint, formatting, types'
+	@echo 'make bench      what Replicax costs over hand-written JAX'
+	@echo 'make lock       resolve the dependencies again (ARGS=--upgrade for the newest)'
+	@echo 'make clean      remove what these targets made, .venv included; runs/ stays'
+
+$(STAMP): requirements.lock pyproject.toml
+	@test -n "$(PYTHON)" || { echo 'Replicax needs Python 3.11 or newer with its venv module' \
+		'(Debian: apt-get install python3-venv); or name one: make PYTHON=/path/to/python3' >&2; \
+		exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes \
+		--requirement requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		--no-build-isolation --editable .
+	@: > $@
+
+train: $(STAMP) data
+	$(BIN)/replicax train lenet --devices 2 $(ARGS)
+
+FASHION_MNIST := /usr/share/datasets/fashion-mnist/train-images-idx3-ubyte.gz
+INSTEAD := the recipe will download it or fall back to scikit-learn's digits
+
+data:
+	@if test -e $(FASHION_MNIST); then \
+		echo "data: Fashion-MNIST is in $(dir $(FASHION_MNIST))"; \
+	elif command -v apt-get >/dev/null && test "$$(id -u 2>/dev/null)" = 0; then \
+		echo "data: installing Debian's package dataset-fashion-mnist"; \
+		{ apt-get update && DEBIAN_FRONTEND=noninteractive \
+			apt-get install --yes --no-install-recommends dataset-fashion-mnist; } \
+			</dev/null >/dev/null 2>&1 \
+			|| echo "data: that failed; $(INSTEAD)"; \
+	else \
+		echo "data: no Debian package can be installed here; $(INSTEAD)"; \
+	fi
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+test-fast: $(STAMP)
+	$(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/lenet.py
+
+# One lock for Python 3.11 and newer: environment markers choose among the versions.
+lock:
+	$(PYTHON) -m venv build/lock
+	build/lock/bin/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
+	build/lock/bin/uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 \
+		--generate-hashes --no-config --custom-compile-command 'make lock' --quiet \
+		--output-file requirements.lock $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

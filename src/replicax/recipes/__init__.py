@@ -1,0 +1,1 @@
+"""Whole training jobs, each readable from top to bottom."""

@@ -1,0 +1,82 @@
+"""A convolutional network with BatchNorm and Dropout, in Flax NNX."""
+
+import dataclasses
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+
+from replicax.errors import require
+from replicax.recipes.datasets import ImageDataset, fashion_mnist
+from replicax.recipes.images import cross_entropy, unit_interval
+
+nnx = require("flax.nnx", "flax")
+
+
+class Network(nnx.Module):  # type: ignore[misc, name-defined]
+    """Two blocks of convolution, BatchNorm, relu, max pool; Dropout; a linear layer."""
+
+    def __init__(self, dropout: float, rngs: Any) -> None:
+        # No bias before BatchNorm, which takes it out again.
+        self.conv1 = nnx.Conv(1, 32, kernel_size=(3, 3), use_bias=False, rngs=rngs)
+        self.norm1 = nnx.BatchNorm(32, rngs=rngs)
+        self.conv2 = nnx.Conv(32, 64, kernel_size=(3, 3), use_bias=False, rngs=rngs)
+        self.norm2 = nnx.BatchNorm(64, rngs=rngs)
+        self.dropout = nnx.Dropout(dropout, rngs=rngs)
+        self.linear = nnx.Linear(64 * 7 * 7, 10, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Logits `[rows, 10]` of images `[rows, 28, 28, 1]`."""
+        for conv, norm in ((self.conv1, self.norm1), (self.conv2, self.norm2)):
+            x = nnx.relu(norm(conv(x)))
+            x = nnx.max_pool(x, window_shape=(2, 2), strides=(2, 2))
+        return self.linear(self.dropout(x.reshape(x.shape[0], -1)))  # type: ignore[no-any-return]
+
+
+@dataclasses.dataclass(frozen=True)
+class CNN:
+    """A small CNN with BatchNorm and Dropout (Flax NNX) on Fashion-MNIST."""
+
+    batch_size: int = 256
+    """Images of a global batch."""
+    epochs: int = 3
+    """Passes over the training images."""
+    learning_rate: float = 1e-3
+    """Of Adam."""
+    dropout: float = 0.25
+    """Share of features dropped before the linear layer."""
+    data_dir: Path | None = None
+    """Folder with the four files of Fashion-MNIST; looked for by default."""
+
+    def model(self, key: jax.Array) -> Network:
+        """A new network."""
+        return Network(self.dropout, nnx.Rngs(key))
+
+    def loss(
+        self, model: Network, batch: dict[str, jax.Array], key: jax.Array | None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Cross-entropy `[rows]`, and accuracy."""
+        images = unit_interval(batch["image"], model.linear.kernel.dtype)
+        return cross_entropy(model(images), batch["label"])
+
+    def optimizer(self) -> optax.GradientTransformation:
+        """Adam."""
+        return optax.adam(self.learning_rate)
+
+    def train_source(self) -> dict[str, Any]:
+        """`image` uint8 `[rows, 28, 28, 1]` and `label` int32 `[rows]`."""
+        return self._data.train
+
+    def eval_source(self) -> dict[str, Any]:
+        """The test images."""
+        return self._data.test
+
+    def data_description(self) -> str:
+        """Which images were found, and where."""
+        return f"{self._data.name}: {self._data.source}"
+
+    @cached_property
+    def _data(self) -> ImageDataset:
+        return fashion_mnist(self.data_dir)

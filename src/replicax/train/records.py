@@ -1,0 +1,90 @@
+"""A run's history: records in memory, and in the run folder as they come.
+
+config.json     what was run, and on what
+records.jsonl   one JSON object a line: kind "train" or "eval", step, epoch, metrics, ...
+curves.png      drawn at the end
+"""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import IO, Any
+
+from replicax.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """Metrics of one step, or of one evaluation."""
+
+    kind: str
+    """`"train"` or `"eval"`."""
+    step: int
+    """Updates done before the metrics were taken (train: the update they belong to included)."""
+    epoch: int
+    """Counted from 0."""
+    metrics: dict[str, float]
+    rows: int
+    """Real rows since the previous record of this kind."""
+    seconds: float
+    """Wall time of those rows; for the first train record, without the first step."""
+    input_wait_fraction: float | None = None
+    """Share of that time in which the loop waited for a batch."""
+
+    @property
+    def rows_per_second(self) -> float:
+        """Real rows over wall time."""
+        return self.rows / self.seconds if self.seconds > 0 else math.nan
+
+    def to_json(self) -> str:
+        """One line; a number that is not finite becomes null, as JSON has none."""
+        fields = {**dataclasses.asdict(self), "rows_per_second": self.rows_per_second}
+        return json.dumps(_finite(fields))
+
+
+class RunFolder:
+    """Writes a run's files.
+
+    Raises:
+        ConfigError: the folder holds another run, or cannot be made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lines: IO[str] | None = None
+        if (path / "records.jsonl").exists():
+            raise ConfigError(
+                f"{path} holds the records of another run; a run has a folder of its own: choose "
+                "another name, or remove it"
+            )
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lines = (path / "records.jsonl").open("w", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"{path} cannot be written ({error.strerror}); choose another"
+            ) from error
+
+    def write_config(self, config: dict[str, Any]) -> None:
+        """Write `config.json`; what JSON does not know is written as text."""
+        text = json.dumps(config, indent=2, default=str)
+        (self.path / "config.json").write_text(text + "\n", encoding="utf-8")
+
+    def append(self, record: Record) -> None:
+        """Add a line to `records.jsonl`, at once visible to a reader."""
+        if self._lines is not None:
+            self._lines.write(record.to_json() + "\n")
+            self._lines.flush()
+
+    def close(self) -> None:
+        """Close `records.jsonl`."""
+        if self._lines is not None:
+            self._lines.close()
+            self._lines = None
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,117 @@
+"""What a run says about itself: what was derived, how each epoch went, how it ended."""
+
+import importlib.metadata
+import platform
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+import optax
+
+from replicax.data.feed import Feed
+from replicax.parallel.layout import layout_name
+from replicax.parallel.mesh import replica_count
+from replicax.parallel.step import DataParallel
+from replicax.parallel.update import TrainState
+from replicax.train.progress import duration, figures
+from replicax.train.records import Record
+
+if TYPE_CHECKING:
+    from replicax.train.fit import Fit
+
+
+def describe(dp: DataParallel, state: TrainState, feed: Feed) -> list[str]:
+    """The derived figures of a run, a line each."""
+    arrays = jax.tree.leaves(state.params)
+    parameters = sum(int(np.prod(array.shape)) for array in arrays)
+    devices = dp.mesh.devices.size
+    micro = dp.accumulate
+    lines = [
+        f"model  {parameters:,} parameters in {len(arrays)} arrays · {dp.precision.name}",
+        f"mesh   {_count(devices, dp.mesh.devices.flat[0].device_kind + ' device')} · "
+        f"{_count(replica_count(dp.mesh), 'replica')} · mode {dp.mode} · "
+        f"layout {layout_name(dp.layout)}",
+    ]
+    size = feed.source.batch_size
+    if size:
+        padded = dp.split.padded(size)
+        split = f" x {_count(micro, 'micro-batch')}" if micro > 1 else ""
+        rows = padded // replica_count(dp.mesh) // micro
+        lines.append(
+            f"batch  {size} rows, {_padding(size, padded)}"
+            f"{_count(replica_count(dp.mesh), 'replica')}{split} x {rows} rows"
+        )
+    if feed.source.rows is not None and feed.padding is not None:
+        last = feed.source.rows - (len(feed) - 1) * size
+        short = "" if last == size else f", the last with {last} rows and {feed.padding} of padding"
+        lines.append(f"epoch  {feed.source.rows:,} rows in {_count(len(feed), 'batch')}{short}")
+    return lines
+
+
+def derived(dp: DataParallel, feed: Feed) -> dict[str, Any]:
+    """The same for `config.json`, with versions."""
+    return {
+        "parallel": {
+            "mode": dp.mode,
+            "layout": layout_name(dp.layout),
+            "precision": dp.precision.name,
+            "accumulate": dp.accumulate,
+            "mesh": dict(dp.mesh.shape),
+            "device_kind": dp.mesh.devices.flat[0].device_kind,
+        },
+        "data": {
+            "rows": feed.source.rows,
+            "batch_size": feed.source.batch_size,
+            "padding": feed.padding,
+        },
+        "versions": {
+            "replicax": importlib.metadata.version("replicax"),
+            "python": platform.python_version(),
+            "jax": jax.__version__,
+            "numpy": np.__version__,
+            "optax": optax.__version__,
+        },
+    }
+
+
+def epoch_line(
+    epoch: int, epochs: int | None, step: int, trained: Record | None, scored: Record | None
+) -> str:
+    """How an epoch went."""
+    parts = [f"epoch {epoch + 1}{f'/{epochs}' if epochs else ''}", f"step {step:,}"]
+    if trained:
+        parts.append(figures(trained))
+    if scored:
+        parts.append(f"eval {_metrics(scored.metrics)}")
+    return " · ".join(parts)
+
+
+def summary(result: "Fit", total: int | None) -> str:
+    """How the run ended."""
+    of = f" of {total:,}" if result.interrupted and total else ""
+    word = "stopped by Ctrl-C after" if result.interrupted else "done:"
+    rates = [(r.rows, r.seconds) for r in result.records if r.kind == "train" and r.seconds > 0]
+    parts = [
+        f"{word} {result.steps:,}{of} steps, {result.rows:,} rows in {duration(result.seconds)}",
+    ]
+    if rates:
+        rows, seconds = (sum(column) for column in zip(*rates, strict=True))
+        parts.append(f"{rows / seconds:,.0f} rows/s")
+    if result.metrics:
+        kind = "eval" if any(r.kind == "eval" for r in result.records) else "train"
+        parts.append(f"{kind} {_metrics(result.metrics)}")
+    return " · ".join(parts)
+
+
+def _metrics(metrics: dict[str, float]) -> str:
+    names = sorted(metrics, key=lambda name: name != "loss")
+    return " ".join(f"{name} {metrics[name]:.4f}" for name in names)
+
+
+def _padding(size: int, padded: int) -> str:
+    return "" if size == padded else f"padded to {padded}, "
+
+
+def _count(number: int, noun: str) -> str:
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}{plural}"
