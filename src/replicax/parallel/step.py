@@ -160,21 +160,14 @@ class DataParallel:
             LossError: the loss does not keep its contract, or is not finite in the first step.
             StateError: the state was given to `step` before.
         """
+        _check_alive(state)
         if type(batch) is not Batch:
             batch = self._placed(batch)
         if self._scalars is None:
             self._scalars = self._inspect(state, batch)
         if self._scalars:
             self._refuse_padding(batch)
-        try:
-            state, metrics = self._step(state, batch)
-        except (RuntimeError, ValueError) as error:
-            if "deleted" not in str(error):
-                raise
-            raise StateError(
-                "this state was consumed by an earlier step; use the one that step returned, or "
-                "DataParallel(donate=False)"
-            ) from error
+        state, metrics = self._step(state, batch)
         if not self._finite:
             self._finite = _check_finite(metrics)
         return state, metrics
@@ -189,6 +182,7 @@ class DataParallel:
         Returns:
             The exact weighted mean of each, and `"rows"`, the number of rows.
         """
+        _check_alive(state)
         totals: dict[str, np.ndarray] = {}
         pending: list[Any] = []
         for batch in batches:
@@ -320,6 +314,15 @@ class DataParallel:
             f"{name} is one number a batch, and {padding} of {size} rows in a batch of this feed "
             "are padding, which one number cannot leave out: return one value a row, or choose a "
             "batch size that divides the rows"
+        )
+
+
+def _check_alive(state: TrainState) -> None:
+    # jax 0.10 does not raise for donated arrays on several devices: it kills the process.
+    if isinstance(state.step, jax.Array) and state.step.is_deleted():
+        raise StateError(
+            "this state was consumed by an earlier step; use the one that step returned, or "
+            "DataParallel(donate=False)"
         )
 
 

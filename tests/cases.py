@@ -1,0 +1,160 @@
+"""Models of every kind with a batch, a loss, and what may differ: the subjects of parity tests."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import replicax as rx
+from replicax.recipes.cnn import CNN
+
+# from replicax.recipes.lenet import LeNet
+from replicax.recipes.linear_regression import LinearRegression
+
+ROWS = 51
+BATCH = 64
+CLASSES = 3
+KEY = jax.random.key(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model, its loss, and rows to train on."""
+
+    model: Callable[[], Any]
+    loss: Callable[..., Any]
+    source: dict[str, np.ndarray]
+
+
+def _vectors(weights: bool = False) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(1)
+    source = {
+        "x": random.normal(size=(ROWS, 6)).astype(np.float32),
+        "label": random.integers(0, CLASSES, ROWS),
+    }
+    if weights:  # from 0.03 to 30: three orders of magnitude
+        source["weight"] = (10 ** random.uniform(-1.5, 1.5, ROWS)).astype(np.float32)
+    return source
+
+
+def _images() -> dict[str, np.ndarray]:
+    random = np.random.default_rng(2)
+    return {
+        "image": random.integers(0, 256, (ROWS, 28, 28, 1)).astype(np.uint8),
+        "label": random.integers(0, 10, ROWS).astype(np.int32),
+    }
+
+
+def _cross_entropy(logits: jax.Array, label: jax.Array) -> Any:
+    values = optax.softmax_cross_entropy_with_integer_labels(logits, label)
+    return values, {"accuracy": jnp.argmax(logits, -1) == label}
+
+
+def _pytree_model() -> Any:
+    first, second = jax.random.split(KEY)
+    return {
+        "hidden": {"kernel": jax.random.normal(first, (6, 16)) / 3, "bias": jnp.zeros(16)},
+        "out": {"kernel": jax.random.normal(second, (16, CLASSES)) / 4, "bias": jnp.zeros(CLASSES)},
+        "classes": np.arange(CLASSES),
+    }
+
+
+def _logits(model: Any, x: jax.Array) -> jax.Array:
+    hidden = jnp.tanh(x @ model["hidden"]["kernel"] + model["hidden"]["bias"])
+    return hidden @ model["out"]["kernel"] + model["out"]["bias"]
+
+
+def _pytree_loss(model: Any, batch: Any, key: Any) -> Any:
+    return _cross_entropy(_logits(model, batch["x"]), batch["label"])
+
+
+def _weighted_loss(model: Any, batch: Any, key: Any) -> Any:
+    values, metrics = _pytree_loss(model, batch, key)
+    return rx.Weighted(values, batch["weight"]), metrics
+
+
+def _rnn_loss(model: Any, batch: Any, key: Any) -> Any:
+    """A scan that starts from zeros, over the six features as a sequence."""
+
+    def cell(carry: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
+        return jnp.tanh(x[:, None] * model["hidden"]["kernel"][0] + carry), None
+
+    rows = batch["x"].shape[0]
+    hidden, _ = jax.lax.scan(cell, jnp.zeros((rows, 16)), batch["x"].T)
+    logits = hidden @ model["out"]["kernel"] + model["out"]["bias"]
+    return _cross_entropy(logits + model["hidden"]["bias"][:CLASSES], batch["label"])
+
+
+def _equinox_model() -> Any:
+    return eqx.nn.MLP(6, CLASSES, 16, 1, activation=jnp.tanh, key=KEY)
+
+
+def _equinox_loss(model: Any, batch: Any, key: Any) -> Any:
+    return _cross_entropy(jax.vmap(model)(batch["x"]), batch["label"])
+
+
+class LinenNetwork(nn.Module):
+    """Dense, BatchNorm, relu, Dense."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        x = nn.Dense(16, use_bias=False)(x)
+        x = nn.relu(nn.BatchNorm(use_running_average=not train)(x))
+        return nn.Dense(CLASSES)(x)
+
+
+def _linen_model() -> Any:
+    network = LinenNetwork()
+    return network.bind(network.init(KEY, jnp.zeros((1, 6)), train=False))
+
+
+def _linen_loss(model: Any, batch: Any, key: Any) -> Any:
+    return _cross_entropy(model(batch["x"], train=key is not None), batch["label"])
+
+
+class NNXNetwork(nnx.Module):
+    """Linear, BatchNorm, relu, Dropout, Linear."""
+
+    def __init__(self, dropout: float, rngs: nnx.Rngs) -> None:
+        self.hidden = nnx.Linear(6, 16, use_bias=False, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.dropout = nnx.Dropout(dropout, rngs=rngs)
+        self.out = nnx.Linear(16, CLASSES, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.out(self.dropout(nnx.relu(self.norm(self.hidden(x)))))
+
+
+def _nnx_loss(model: Any, batch: Any, key: Any) -> Any:
+    return _cross_entropy(model(batch["x"]), batch["label"])
+
+
+def _recipe(recipe: Any, source: dict[str, np.ndarray]) -> Case:
+    return Case(lambda: recipe.model(KEY), recipe.loss, source)
+
+
+CASES = {
+    "pytree": Case(_pytree_model, _pytree_loss, _vectors()),
+    "weighted": Case(_pytree_model, _weighted_loss, _vectors(weights=True)),
+    "rnn": Case(_pytree_model, _rnn_loss, _vectors()),
+    "equinox": Case(_equinox_model, _equinox_loss, _vectors()),
+    "linen": Case(_linen_model, _linen_loss, _vectors()),
+    "nnx": Case(lambda: NNXNetwork(0.0, nnx.Rngs(0)), _nnx_loss, _vectors()),
+    "linear_regression": _recipe(LinearRegression(), LinearRegression(points=ROWS).train_source()),
+    #    "lenet": _recipe(LeNet(), _images()),
+    "cnn": _recipe(CNN(dropout=0.0), _images()),
+}
+"""Without Dropout, whose masks the per-replica modes draw for each replica."""
+
+DROPOUT_CASES = {
+    "nnx": Case(lambda: NNXNetwork(0.5, nnx.Rngs(0)), _nnx_loss, _vectors()),
+    "cnn": _recipe(CNN(dropout=0.5), _images()),
+}
+"""With Dropout: for the modes in which every device count draws the same masks."""

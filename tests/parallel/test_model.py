@@ -1,0 +1,224 @@
+"""Models of every kind: what trains, what is carried along, and what comes back."""
+
+import copy
+from typing import Any
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from cases import BATCH, CASES, DROPOUT_CASES
+from flax import nnx
+
+import replicax as rx
+from replicax.parallel.model import split
+
+X = np.linspace(-1, 1, 48, dtype=np.float32).reshape(8, 6)
+
+
+def trained(kind: str, mode: str = "jit", **options: Any) -> tuple[rx.DataParallel, Any]:
+    case = CASES[kind]
+    dp = rx.DataParallel(case.loss, optax.sgd(0.1), mode=mode, **options)
+    state = dp.init(case.model())
+    (batch,) = dp.feed(case.source, BATCH)
+    state, _ = dp.step(state, batch)
+    return dp, state
+
+
+@pytest.mark.parametrize("kind", ["pytree", "equinox", "linen", "nnx"])
+def test_the_model_comes_back_as_the_user_gave_it(kind: str) -> None:
+    model = CASES[kind].model()
+    dp, state = trained(kind)
+    back = dp.model(state)
+    assert type(back) is type(model)
+    call = {
+        "pytree": lambda m: X @ m["hidden"]["kernel"],
+        "equinox": lambda m: jax.vmap(m)(X),
+        "linen": lambda m: m(X, train=False),
+        "nnx": lambda m: (m.eval(), m(X))[1],
+    }[kind]
+    assert call(back).shape == call(model).shape
+    assert not np.allclose(call(back), call(model))
+
+
+@pytest.mark.parametrize("kind", ["pytree", "equinox", "linen", "nnx"])
+def test_training_leaves_the_callers_model_alone(kind: str) -> None:
+    case = CASES[kind]
+    model = case.model()
+    arrays = jax.tree.leaves(split(model)[1])
+    before = [np.array(array) for array in arrays]
+    dp = rx.DataParallel(case.loss, optax.sgd(0.1))
+    state = dp.init(model)
+    (batch,) = dp.feed(case.source, BATCH)
+    dp.step(state, batch)
+    for array, old in zip(arrays, before, strict=True):
+        np.testing.assert_array_equal(array, old)
+
+
+def test_only_floating_arrays_of_a_pytree_train() -> None:
+    model = {
+        "w": np.ones(3, np.float32),
+        "table": np.arange(3),
+        "name": "a",
+        "rate": 0.5,
+        "n": None,
+    }
+    definition, params, extras = split(model)
+    assert jax.tree.leaves(params)[0].shape == (3,)
+    assert len(jax.tree.leaves(params)) == len(jax.tree.leaves(extras)) == 1
+    merged = definition.merge(params, extras)
+    assert merged["name"] == "a"
+    assert merged["rate"] == 0.5
+    assert merged["n"] is None
+
+
+@pytest.mark.parametrize(
+    "model", [{}, {"w": 1.0}, {"ids": np.arange(3)}, nnx.Dropout(0.5), {"f": jnp.tanh}]
+)
+def test_nothing_to_train_is_refused(model: Any) -> None:
+    with pytest.raises(rx.ConfigError, match="0 trainable arrays"):
+        split(model)
+
+
+def test_an_unbound_linen_module_is_refused() -> None:
+    with pytest.raises(rx.ConfigError, match=r"model\.bind\(model\.init"):
+        split(nn.Dense(3))
+
+
+def test_an_equinox_state_is_refused() -> None:
+    model = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, axis_name="batch", mode="ema")
+    with pytest.raises(rx.ConfigError, match="Equinox State"):
+        split(model)
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+@pytest.mark.parametrize("mode", ["jit", "shard_map", "pmap"])
+def test_batch_norm_moves_by_the_global_batch(kind: str, mode: str) -> None:
+    _, state = trained(kind, mode)
+    _, reference = trained(kind, "single")
+    initial = split(CASES[kind].model())[2]
+    for found, expected, start in zip(
+        *(
+            jax.tree.leaves(rest)
+            for rest in map(_statistics, (state.extras, reference.extras, initial))
+        ),
+        strict=True,
+    ):
+        assert not np.allclose(expected, start)
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
+
+
+def _statistics(extras: Any) -> Any:
+    return extras["norm"] if "norm" in extras else extras["batch_stats"]
+
+
+class Counter(nnx.Module):
+    """Writes a mean of its rows, as no BatchNorm does."""
+
+    def __init__(self) -> None:
+        self.weight = nnx.Param(jnp.ones(()))
+        self.seen = nnx.BatchStat(jnp.zeros(()))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.seen.set_value(jnp.mean(x))
+        return self.weight * x
+
+
+class LinenCounter(nn.Module):
+    """The same in Linen."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        weight = self.param("weight", nn.initializers.ones, ())
+        seen = self.variable("batch_stats", "seen", jnp.zeros, ())
+        if self.is_mutable_collection("batch_stats"):
+            seen.value = jnp.mean(x)
+        return weight * x
+
+
+COUNTERS = {
+    "nnx": Counter,
+    "linen": lambda: LinenCounter().bind(LinenCounter().init(jax.random.key(0), jnp.zeros(1))),
+}
+
+
+@pytest.mark.parametrize("kind", COUNTERS)
+@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
+def test_statistics_that_would_differ_by_replica_are_refused(kind: str, mode: str) -> None:
+    dp = rx.DataParallel(lambda m, b, k: m(b["x"]), optax.sgd(0.1), mode=mode)
+    with pytest.raises(rx.ConfigError, match="use mode='jit'"):
+        dp.step(dp.init(COUNTERS[kind]()), {"x": np.arange(8, dtype=np.float32)})
+
+
+@pytest.mark.parametrize("kind", COUNTERS)
+def test_statistics_of_any_kind_are_global_in_jit(kind: str) -> None:
+    dp = rx.DataParallel(lambda m, b, k: m(b["x"]), optax.sgd(0.1), mode="jit")
+    state, _ = dp.step(dp.init(COUNTERS[kind]()), {"x": np.arange(8, dtype=np.float32)})
+    assert [float(leaf) for leaf in jax.tree.leaves(state.extras)] == [3.5]
+
+
+@pytest.mark.parametrize("mode", ["jit", "shard_map", "pmap"])
+def test_dropout_masks_depend_on_seed_and_step_alone(mode: str) -> None:
+    case = DROPOUT_CASES["nnx"]
+
+    def losses(seed: int) -> list[float]:
+        dp = rx.DataParallel(case.loss, optax.sgd(0.0), mode=mode)
+        state = dp.init(case.model(), seed=seed)
+        found = []
+        for batch in [next(iter(dp.feed(case.source, BATCH)))] * 2:
+            state, metrics = dp.step(state, batch)
+            found.append(float(metrics["loss"]))
+        return found
+
+    assert losses(0) == losses(0)
+    assert losses(0)[0] != losses(0)[1]
+    assert losses(0) != losses(1)
+
+
+def test_replicas_draw_different_masks() -> None:
+    """All rows are the same, so that only the masks can tell replicas apart."""
+
+    def loss(model: Any, batch: Any, key: Any) -> Any:
+        return model["w"] * batch["x"] * jax.random.normal(key, batch["x"].shape), {}
+
+    for mode in ("shard_map", "pmap"):
+        dp = rx.DataParallel(loss, optax.sgd(1.0), mode=mode)
+        state = dp.init({"w": jnp.zeros(())})
+        state, _ = dp.step(state, {"x": np.ones(8, np.float32)})
+        shared = jax.random.fold_in(jax.random.key(jnp.uint32(0)), 0)
+        draws = [
+            jax.random.normal(jax.random.fold_in(jax.random.fold_in(shared, replica), 0), (1,))
+            for replica in range(8)
+        ]
+        np.testing.assert_allclose(state.params["w"], -np.mean(draws), rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["nnx", "equinox"])
+def test_evaluation_draws_no_masks(kind: str) -> None:
+    if kind == "nnx":
+        case = DROPOUT_CASES["nnx"]
+        model, loss, source = case.model(), case.loss, case.source
+    else:
+        model = eqx.nn.Sequential([eqx.nn.Linear(6, 1, key=jax.random.key(0)), eqx.nn.Dropout(0.5)])
+        source = {"x": X}
+
+        def loss(model: Any, batch: Any, key: Any) -> Any:
+            keys = None if key is None else jax.random.split(key, len(batch["x"]))
+            return jax.vmap(lambda x, k: model(x, key=k))(batch["x"], keys)
+
+    dp = rx.DataParallel(loss, optax.sgd(0.1))
+    state = dp.init(model)
+    first, second = (dp.evaluate(state, dp.feed(source, 8)) for _ in range(2))
+    assert first == second
+
+
+def test_one_object_trains_one_structure() -> None:
+    dp, _ = trained("pytree")
+    dp.init(CASES["pytree"].model())
+    other = copy.deepcopy(CASES["pytree"].model())
+    other["more"] = jnp.ones(2)
+    with pytest.raises(rx.ConfigError, match="another structure"):
+        dp.init(other)

@@ -1,0 +1,189 @@
+"""`DataParallel`: placement, reuse, and what is said when it is used wrongly."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from cases import BATCH, CASES
+
+import replicax as rx
+
+MODEL = {"w": jnp.float32(2.0), "b": jnp.zeros(3)}
+SOURCE = {"x": np.arange(24, dtype=np.float32).reshape(8, 3)}
+
+
+def loss(model: Any, batch: Any, key: Any) -> Any:
+    return jnp.mean((model["w"] * batch["x"] - model["b"]) ** 2, axis=1)
+
+
+def make(**options: Any) -> rx.DataParallel:
+    return rx.DataParallel(loss, optax.adam(0.1), **options)
+
+
+@pytest.mark.parametrize("mode", ["jit", "shard_map", "pmap"])
+def test_state_and_metrics_lie_on_every_device(mode: str) -> None:
+    dp = make(mode=mode)
+    state, metrics = dp.step(dp.init(MODEL), SOURCE)
+    for leaf in jax.tree.leaves((state, metrics)):
+        assert leaf.is_fully_replicated
+        assert len(leaf.sharding.device_set) == 8
+
+
+@pytest.mark.parametrize("mode", ["single", "jit", "shard_map", "pmap"])
+def test_a_second_step_and_a_padded_batch_compile_nothing(mode: str) -> None:
+    dp = make(mode=mode)
+    state = dp.init(MODEL)
+    rows = {"x": np.ones((20, 3), np.float32)}
+    seen = 0
+    for batch in dp.feed(rows, 8):
+        state, _ = dp.step(state, batch)
+        seen += 1
+    assert seen == 3
+    assert dp._step._cache_size() == 1
+
+
+def test_step_takes_a_plain_batch_and_pads_it() -> None:
+    dp = make(mode="shard_map")
+    _, metrics = dp.step(dp.init(MODEL), {"x": np.ones((13, 3), np.float32)})
+    assert float(metrics["loss"]) == 4.0
+
+
+def test_step_takes_arrays_that_are_on_the_device() -> None:
+    dp = make()
+    _, metrics = dp.step(dp.init(MODEL), {"x": jnp.ones((16, 3))})
+    assert float(metrics["loss"]) == 4.0
+
+
+def test_a_state_that_was_consumed_says_so() -> None:
+    dp = make()
+    state = dp.init(MODEL)
+    dp.step(state, SOURCE)
+    with pytest.raises(rx.StateError, match="consumed by an earlier step"):
+        dp.step(state, SOURCE)
+
+
+def test_without_donation_a_state_can_be_used_again() -> None:
+    dp = make(donate=False)
+    state = dp.init(MODEL)
+    first, second = (dp.step(state, SOURCE)[0] for _ in range(2))
+    np.testing.assert_array_equal(first.params["w"], second.params["w"])
+
+
+def test_a_batch_without_weight_changes_nothing_but_the_step() -> None:
+    def weightless(model: Any, batch: Any, key: Any) -> Any:
+        return rx.Weighted(loss(model, batch, key), batch["weight"])
+
+    dp = rx.DataParallel(weightless, optax.adamw(0.1), donate=False)
+    state = dp.init(MODEL)
+    state, _ = dp.step(state, {**SOURCE, "weight": np.ones(8, np.float32)})
+    after, metrics = dp.step(state, {**SOURCE, "weight": np.zeros(8, np.float32)})
+    assert np.isnan(metrics["loss"])
+    assert int(after.step) == 2
+    for old, new in zip(
+        jax.tree.leaves((state.params, state.opt_state)),
+        jax.tree.leaves((after.params, after.opt_state)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(old, new)
+
+
+@pytest.mark.parametrize("mode", ["single", "jit", "shard_map", "pmap"])
+def test_evaluation_counts_every_row_once(mode: str) -> None:
+    dp = make(mode=mode)
+    rows = {"x": np.random.default_rng(0).normal(size=(10_007, 3)).astype(np.float32)}
+    found = dp.evaluate(dp.init(MODEL), dp.feed(rows, 256))
+    assert found["rows"] == 10_007
+    np.testing.assert_allclose(
+        found["loss"], np.mean((2 * rows["x"].astype(float)) ** 2), rtol=1e-6
+    )
+
+
+def test_bfloat16_computes_low_and_keeps_float32() -> None:
+    seen = []
+
+    def watching(model: Any, batch: Any, key: Any) -> Any:
+        seen.append((model["w"].dtype, batch["x"].dtype))
+        return loss(model, batch, key)
+
+    dp = rx.DataParallel(watching, optax.adam(0.1), precision="bfloat16")
+    state, metrics = dp.step(dp.init(MODEL), SOURCE)
+    assert set(seen) == {(np.dtype(jnp.bfloat16),) * 2}
+    floats = [leaf for leaf in jax.tree.leaves(state) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    assert {leaf.dtype for leaf in floats} == {np.dtype(np.float32)}
+    assert metrics["loss"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("mode", ["jit", "shard_map", "pmap"])
+@pytest.mark.parametrize("kind", ["pytree", "nnx"])
+def test_bfloat16_is_near_float32(mode: str, kind: str) -> None:
+    case = CASES[kind]
+    found = {}
+    for precision in ("float32", "bfloat16"):
+        dp = rx.DataParallel(case.loss, optax.sgd(0.1), mode=mode, precision=precision)
+        (batch,) = dp.feed(case.source, BATCH)
+        _, metrics = dp.step(dp.init(case.model()), batch)
+        found[precision] = float(metrics["loss"])
+    assert found["bfloat16"] == pytest.approx(found["float32"], rel=0.02)
+    assert found["bfloat16"] != found["float32"]
+
+
+def test_optimizers_that_want_the_loss_get_it() -> None:
+    optimizer = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1))
+    dp = rx.DataParallel(loss, optimizer)
+    state, _ = dp.step(dp.init(MODEL), SOURCE)
+    assert float(state.opt_state[1].best_value) == pytest.approx(
+        float(np.mean((2 * SOURCE["x"]) ** 2))
+    )
+
+
+def test_lower_takes_shapes_and_another_mesh() -> None:
+    dp = make(mode="shard_map")
+    shapes = {"x": jax.ShapeDtypeStruct((16, 3), jnp.float32)}
+    mesh = rx.make_mesh(devices=jax.devices()[:4])
+    abstract = jax.eval_shape(lambda: MODEL)
+    text = dp.lower(abstract, shapes, mesh=mesh).as_text()
+    assert "num_partitions = 4" in text or 'data"=4' in text or "'data'=4" in text
+
+
+def test_a_mesh_of_explicit_axes_works() -> None:
+    mesh = jax.make_mesh((8,), ("data",))
+    dp = make(mesh=mesh)
+    _, metrics = dp.step(dp.init(MODEL), SOURCE)
+    assert np.isfinite(metrics["loss"])
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"mode": "jti"}, "did you mean 'jit'"),
+        ({"layout": "zero"}, "did you mean 'zero1'"),
+        ({"mode": "pmap", "layout": "fsdp"}, "use mode='jit'"),
+        ({"mode": "shard_map", "layout": "zero1"}, "use mode='jit'"),
+        ({"accumulate": 0}, "accumulate=0"),
+        ({"precision": "float16"}, "float32, bfloat16"),
+        ({"mesh": jax.sharding.Mesh(jax.devices(), ("batch",))}, "none named 'data'"),
+        ({"mode": "single", "mesh": jax.sharding.Mesh(jax.devices(), ("data",))}, "runs on 1"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused(options: Any, says: str) -> None:
+    with pytest.raises(rx.ConfigError) as caught:
+        make(**options)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_a_seed_out_of_range_is_refused(seed: int) -> None:
+    with pytest.raises(rx.ConfigError, match="below 2"):
+        make().init(MODEL, seed=seed)
+
+
+@pytest.mark.parametrize("call", ["model", "lower_state"])
+def test_a_model_is_needed_first(call: str) -> None:
+    dp, other = make(), make()
+    state = other.init(MODEL)
+    with pytest.raises(rx.StateError, match="call init"):
+        dp.model(state) if call == "model" else dp.lower(state, SOURCE)

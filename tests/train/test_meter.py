@@ -1,0 +1,90 @@
+"""The meter: records every so many steps, each row and each wait in exactly one of them."""
+
+import time
+
+import jax.numpy as jnp
+import pytest
+
+from replicax.train.meter import STEPS_IN_FLIGHT, Meter
+from replicax.train.records import Record
+
+
+def metered(meter: Meter, steps: range, rows: int = 10) -> list[Record]:
+    return [
+        record for step in steps for record in meter.add(step, 0, rows, {"loss": jnp.float32(step)})
+    ]
+
+
+def test_the_first_step_has_a_record_of_its_own_without_its_time() -> None:
+    (first,) = Meter(50).add(1, 0, 10, {"loss": jnp.float32(7)})
+    assert (first.kind, first.step, first.rows, first.seconds) == ("train", 1, 10, 0.0)
+    assert first.metrics == {"loss": 7.0}
+    assert first.input_wait_fraction is None
+
+
+def test_records_come_every_log_every_steps_and_late() -> None:
+    meter = Meter(3)
+    assert [record.step for record in metered(meter, range(1, 10))] == [1, 3]
+    assert 9 + STEPS_IN_FLIGHT == 13
+    assert [record.step for record in metered(meter, range(10, 14))] == [6, 9]
+
+
+def test_a_flush_waits_for_the_last_step() -> None:
+    meter = Meter(3)
+    records = metered(meter, range(1, 9)) + meter.flush()
+    assert [record.step for record in records] == [1, 3, 6, 8]
+    assert [record.metrics["loss"] for record in records] == [1, 3, 6, 8]
+    assert meter.flush() == []
+
+
+def test_a_last_step_on_the_beat_is_recorded_once() -> None:
+    meter = Meter(3)
+    records = metered(meter, range(1, 7)) + meter.flush()
+    assert [record.step for record in records] == [1, 3, 6]
+
+
+@pytest.mark.parametrize("log_every", [1, 2, 7, 100])
+def test_every_row_is_in_one_record(log_every: int) -> None:
+    meter = Meter(log_every)
+    records = metered(meter, range(1, 12)) + meter.flush()
+    records += metered(meter, range(12, 23)) + meter.flush()
+    assert sum(record.rows for record in records) == 220
+    steps = [record.step for record in records]
+    assert steps == sorted(set(steps))
+    assert steps[-1] == 22
+
+
+def test_waiting_is_a_share_of_the_time_it_belongs_to() -> None:
+    meter = Meter(1)
+    meter.add_wait(5.0)  # for the first batch: not in any rate
+    metered(meter, range(1, 2))
+    started = time.perf_counter()
+    time.sleep(0.04)
+    meter.add_wait(0.02)
+    metered(meter, range(2, 3))
+    (record,) = meter.flush()
+    assert 0.04 <= record.seconds <= time.perf_counter() - started + 0.01
+    assert record.input_wait_fraction == pytest.approx(0.02 / record.seconds)
+    metered(meter, range(3, 4))
+    (record,) = meter.flush()
+    assert record.input_wait_fraction == 0.0
+
+
+def test_waiting_is_never_more_than_all_the_time() -> None:
+    meter = Meter(1)
+    metered(meter, range(1, 2))
+    meter.add_wait(1000.0)
+    metered(meter, range(2, 3))
+    (record,) = meter.flush()
+    assert record.input_wait_fraction == 1.0
+
+
+def test_an_evaluation_is_left_out_of_the_rate() -> None:
+    meter = Meter(100)
+    metered(meter, range(1, 2))
+    before = time.perf_counter()
+    time.sleep(0.1)
+    meter.leave_out(time.perf_counter() - before)
+    metered(meter, range(2, 3))
+    (record,) = meter.flush()
+    assert 0 <= record.seconds < 0.09

@@ -1,0 +1,227 @@
+"""What a run shows: nothing, plain lines, or a live line that fits the terminal."""
+
+import fcntl
+import os
+import pty
+import struct
+import sys
+import termios
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from replicax.train import progress as module
+from replicax.train.progress import (
+    PlainProgress,
+    SilentProgress,
+    duration,
+    figures,
+    open_progress,
+)
+from replicax.train.records import Record
+
+
+def record(step: int = 3, seconds: float = 1.5, wait: float | None = 0.25) -> Record:
+    return Record("train", step, 0, {"loss": 0.123456}, 96000, seconds, wait)
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        (record(), "loss 0.1235 · 64,000 rows/s · input wait 25%"),
+        (record(seconds=0.0, wait=None), "loss 0.1235"),
+    ],
+)
+def test_figures_are_the_loss_the_rate_and_the_wait(given: Record, shown: str) -> None:
+    assert figures(given) == shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (0, "0.0 s"),
+        (9.94, "9.9 s"),
+        (10, "10 s"),
+        (59.4, "59 s"),
+        (60, "1 min 00 s"),
+        (3599.9, "1 h 00 min"),
+        (3725, "1 h 02 min"),
+        (90061, "25 h 01 min"),
+    ],
+)
+def test_durations_read_well(seconds: float, shown: str) -> None:
+    assert duration(seconds) == shown
+
+
+def test_without_progress_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    display = open_progress(False, 10)
+    assert isinstance(display, SilentProgress)
+    display.line("a line")
+    display.status("a status")
+    display.step(1)
+    display.record(record())
+    display.close()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_without_a_terminal_there_are_plain_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    display = open_progress(True, 10)
+    assert isinstance(display, PlainProgress)
+    display.line("batch  64 rows")
+    display.step(1)
+    display.record(record())
+    assert capsys.readouterr().out == "batch  64 rows\n"  # figures only once in a while
+    monkeypatch.setattr(module, "SECONDS_BETWEEN_LINES", 0.0)
+    display.step(6)
+    display.record(record(step=6))
+    out = capsys.readouterr().out
+    assert out.startswith("step 6/10 · loss 0.1235 · 64,000 rows/s · input wait 25% · ")
+    assert out.endswith(" left\n")
+    assert "\x1b" not in out
+    display.close()
+
+
+def test_an_unknown_length_has_no_time_left(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SECONDS_BETWEEN_LINES", 0.0)
+    display = PlainProgress(None)
+    display.step(1)
+    display.step(2)
+    display.record(record(step=2))
+    assert capsys.readouterr().out == "step 2 · loss 0.1235 · 64,000 rows/s · input wait 25%\n"
+
+
+Terminal = Callable[[Callable[[], None]], bytes]
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+    """Runs a function with standard output on a pseudo-terminal of 80 columns; what it printed."""
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    printed = bytearray()
+
+    def read() -> None:
+        while True:
+            try:
+                printed.extend(os.read(leader, 4096))
+            except OSError:  # the other end is closed
+                return
+
+    def run(function: Callable[[], None]) -> bytes:
+        reader = threading.Thread(target=read)
+        reader.start()
+        with (
+            os.fdopen(follower, "w", encoding="utf-8") as stream,
+            monkeypatch.context() as patch,
+        ):
+            # Rich asks the standard streams' descriptors for the size: give it this one's.
+            patch.setattr(sys, "stdout", stream)
+            patch.setattr(sys, "__stdout__", stream)
+            patch.setattr(sys, "__stderr__", stream)
+            patch.setattr(sys, "__stdin__", stream)
+            function()
+        reader.join()
+        return bytes(printed)
+
+    yield run
+    os.close(leader)
+
+
+def screen(printed: bytes, columns: int = 80) -> tuple[list[str], list[str]]:
+    """What is on a terminal at the end, and every line that was ever on it."""
+    lines, row, column, ever = [""], 0, 0, set()
+    text = printed.decode()
+    at = 0
+    while at < len(text):
+        char = text[at]
+        if char == "\x1b":
+            end = at + 2
+            while not text[end].isalpha():
+                end += 1
+            number = text[at + 2 : end]
+            if text[end] == "A":
+                row = max(row - int(number or 1), 0)
+            elif text[end] == "K":
+                ever.add(lines[row])
+                lines[row] = "" if number == "2" else lines[row][:column]
+            at = end
+        elif char == "\r":
+            column = 0
+        elif char == "\n":
+            ever.add(lines[row])
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        else:
+            if column == columns:
+                row, column = row + 1, 0
+                lines += [""] * (row + 1 - len(lines))
+            lines[row] = lines[row].ljust(column)[:column] + char + lines[row][column + 1 :]
+            column += 1
+        at += 1
+    return [line.rstrip() for line in lines], sorted(line.rstrip() for line in ever)
+
+
+def test_on_a_terminal_the_live_line_fits_and_goes_away(terminal: Terminal) -> None:
+    total = 12_345
+
+    def show() -> None:
+        display = open_progress(True, total)
+        display.line("epoch  60,000 rows in 235 batches, the last with 96 rows and 160 of padding")
+        display.status("compiling the step")
+        for step in (1, 6_000, total):
+            display.step(step)
+            display.record(record(step))
+        display.line("epoch 1 " + "with a long line " * 8)
+        display.close()
+
+    end, ever = screen(terminal(show))
+    kept = [line for line in end if line]
+    assert kept[0].startswith("epoch  60,000 rows")
+    assert kept[1].startswith("epoch 1 with a long line")
+    assert not [line for line in kept if "━" in line or "/12345" in line]
+    live = [line for line in ever if "12345" in line]
+    assert live
+    assert [line for line in live if "loss 0.1235 · 64,000 rows/s · input wait 25%" in line]
+    assert all("━" in line for line in live)
+
+
+def test_an_unknown_total_shows_no_fraction(terminal: Terminal) -> None:
+    def show() -> None:
+        display = open_progress(True, None)
+        display.step(7)
+        display.record(record(7))
+        display.close()
+
+    _, ever = screen(terminal(show))
+    (live,) = {line for line in ever if "loss 0.1235" in line}
+    assert "7" in live
+
+
+def test_markup_in_a_line_is_text(terminal: Terminal) -> None:
+    def show() -> None:
+        display = open_progress(True, 3)
+        display.line("params ['w'] and [bold]")
+        display.close()
+
+    assert "params ['w'] and [bold]" in screen(terminal(show))[0]
+
+
+def test_without_rich_a_terminal_gets_plain_lines(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+
+    def show() -> None:
+        display = open_progress(True, 3)
+        assert isinstance(display, PlainProgress)
+        display.line("a line")
+
+    assert screen(terminal(show))[0][0] == "a line"

@@ -1,0 +1,108 @@
+"""Records: one JSON object a line, and a folder for each run."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replicax.errors import ConfigError
+from replicax.train.records import Record, RunFolder
+
+
+def record(**changes: Any) -> Record:
+    fields: dict[str, Any] = {
+        "kind": "train",
+        "step": 3,
+        "epoch": 0,
+        "metrics": {"loss": 0.5, "accuracy": 0.75},
+        "rows": 96,
+        "seconds": 1.5,
+        "input_wait_fraction": 0.25,
+    }
+    return Record(**{**fields, **changes})
+
+
+def strict(text: str) -> Any:
+    """JSON as the standard has it, without Python's NaN and Infinity."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_a_record_is_one_line_of_json() -> None:
+    line = record().to_json()
+    assert "\n" not in line
+    assert strict(line) == {
+        "kind": "train",
+        "step": 3,
+        "epoch": 0,
+        "metrics": {"loss": 0.5, "accuracy": 0.75},
+        "rows": 96,
+        "seconds": 1.5,
+        "input_wait_fraction": 0.25,
+        "rows_per_second": 64.0,
+    }
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_becomes_null(value: float) -> None:
+    written = strict(record(metrics={"loss": value, "accuracy": 1.0}).to_json())
+    assert written["metrics"] == {"loss": None, "accuracy": 1.0}
+
+
+def test_a_record_without_time_has_no_rate() -> None:
+    first = record(seconds=0.0, input_wait_fraction=None)
+    assert math.isnan(first.rows_per_second)
+    assert strict(first.to_json())["rows_per_second"] is None
+
+
+def test_records_are_visible_as_they_come(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "deep" / "run")
+    for step in (1, 2):
+        folder.append(record(step=step))
+        lines = (tmp_path / "deep" / "run" / "records.jsonl").read_text().splitlines()
+        assert [strict(line)["step"] for line in lines] == list(range(1, step + 1))
+    folder.close()
+    folder.close()
+
+
+def test_the_config_is_json_and_what_json_does_not_know_is_text(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.write_config({"path": Path("a/b"), "rate": 0.1, "none": None})
+    folder.close()
+    text = (tmp_path / "run" / "config.json").read_text()
+    assert strict(text) == {"path": "a/b", "rate": 0.1, "none": None}
+
+
+def test_the_config_has_null_for_what_is_not_finite(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.write_config({"fields": {"clip": math.inf}})
+    folder.close()
+    assert strict((tmp_path / "run" / "config.json").read_text()) == {"fields": {"clip": None}}
+
+
+def test_a_folder_with_another_run_is_refused_and_left_alone(tmp_path: Path) -> None:
+    first = RunFolder(tmp_path / "run")
+    first.append(record())
+    first.close()
+    with pytest.raises(ConfigError, match=r"another run.*choose another name") as caught:
+        RunFolder(tmp_path / "run")
+    assert str(tmp_path / "run") in str(caught.value)
+    assert len((tmp_path / "run" / "records.jsonl").read_text().splitlines()) == 1
+
+
+def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
+    RunFolder(tmp_path).close()
+    assert (tmp_path / "records.jsonl").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    for path in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(ConfigError, match="cannot be written") as caught:
+            RunFolder(path)
+        assert str(path) in str(caught.value)
