@@ -1,0 +1,98 @@
+"""LeNet: two convolutions with average pools and two dense layers, on a plain pytree."""
+
+import dataclasses
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from replicax.recipes.convolution import average_pool, conv2d
+from replicax.recipes.datasets import ImageDataset, fashion_mnist
+from replicax.recipes.images import cross_entropy, unit_interval
+
+Params = dict[str, dict[str, jax.Array]]
+
+# Of a kernel [height, width, in, out], or [in, out]: the variance that keeps that of a relu layer.
+_he = jax.nn.initializers.he_normal(in_axis=-2, out_axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class LeNet:
+    """LeNet on Fashion-MNIST, as a plain pytree of arrays."""
+
+    batch_size: int = 256
+    """Images of a global batch."""
+    epochs: int = 10
+    """Passes over the training images."""
+    learning_rate: float = 0.1
+    """At its height, after a tenth of the steps; it then falls to 0 along a cosine."""
+    momentum: float = 0.9
+    """Of gradient descent (Nesterov's)."""
+    data_dir: Path | None = None
+    """Folder with the four files of Fashion-MNIST; looked for by default."""
+
+    def model(self, key: jax.Array) -> Params:
+        """Kernels `[height, width, in, out]` and `[in, out]` after He, biases of 0."""
+        shapes = {
+            "conv1": (3, 3, 1, 20),
+            "conv2": (5, 5, 20, 50),
+            "dense1": (50 * 4 * 4, 128),
+            "dense2": (128, 10),
+        }
+        keys = jax.random.split(key, len(shapes))
+        return {
+            name: {"kernel": _he(layer_key, shape), "bias": jnp.zeros(shape[-1])}
+            for layer_key, (name, shape) in zip(keys, shapes.items(), strict=True)
+        }
+
+    def loss(
+        self, model: Params, batch: dict[str, jax.Array], key: jax.Array | None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Cross-entropy `[rows]`, and accuracy."""
+        return cross_entropy(logits(model, batch["image"]), batch["label"])
+
+    def optimizer(self) -> optax.GradientTransformation:
+        """Gradient descent with momentum, warmed up and cooled down."""
+        rows = len(self._data.train["label"])
+        steps = self.epochs * -(-rows // self.batch_size)
+        rate = optax.warmup_cosine_decay_schedule(0.0, self.learning_rate, steps // 10, steps)
+        return optax.sgd(rate, momentum=self.momentum, nesterov=True)
+
+    def train_source(self) -> dict[str, Any]:
+        """`image` uint8 `[rows, 28, 28, 1]` and `label` int32 `[rows]`."""
+        return self._data.train
+
+    def eval_source(self) -> dict[str, Any]:
+        """The test images."""
+        return self._data.test
+
+    def data_description(self) -> str:
+        """Which images were found, and where."""
+        return f"{self._data.name}: {self._data.source}"
+
+    @cached_property
+    def _data(self) -> ImageDataset:
+        return fashion_mnist(self.data_dir)
+
+
+def logits(params: Params, images: jax.Array) -> jax.Array:
+    """Logits `[rows, 10]` of uint8 images `[rows, 28, 28, 1]`.
+
+    Activations are `[channels, height, width, rows]`; see `replicax.recipes.convolution`.
+    """
+    conv1, conv2, dense1, dense2 = (params[name] for name in ("conv1", "conv2", "dense1", "dense2"))
+    x = unit_interval(images, conv1["kernel"].dtype).transpose(3, 1, 2, 0)
+    x = average_pool(jax.nn.relu(conv2d(x, conv1["kernel"]) + _per_channel(conv1["bias"])), 2)
+    # The next pool drops the ninth row and column of what it is given: do not compute them.
+    x = x[:, :12, :12]
+    x = average_pool(jax.nn.relu(conv2d(x, conv2["kernel"]) + _per_channel(conv2["bias"])), 2)
+    x = x.reshape(-1, x.shape[-1])
+    x = jax.nn.relu(dense1["kernel"].T @ x + dense1["bias"][:, None])
+    return (dense2["kernel"].T @ x + dense2["bias"][:, None]).T
+
+
+def _per_channel(bias: jax.Array) -> jax.Array:
+    return bias[:, None, None, None]

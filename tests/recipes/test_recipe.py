@@ -1,0 +1,177 @@
+"""Finding a recipe by its name, its file or its module, or being told what is missing."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from replicax.errors import ConfigError
+from replicax.recipes.linear_regression import LinearRegression
+from replicax.recipes.recipe import BUILT_IN, find_recipe, recipe_name
+
+MINE = """
+import dataclasses
+from replicax.recipes.linear_regression import LinearRegression
+
+@dataclasses.dataclass(frozen=True)
+class Mine(LinearRegression):
+    extra: int = 3
+"""
+PLAIN = """
+class Plain:
+    batch_size = 8
+    epochs = 1
+    def model(self, key): ...
+    def loss(self, model, batch, key): ...
+    def optimizer(self): ...
+    def train_source(self): ...
+    def eval_source(self): ...
+"""
+HALF = """
+import dataclasses
+
+@dataclasses.dataclass
+class Half:
+    batch_size: int = 8
+    def model(self, key): ...
+    def loss(self, model, batch, key): ...
+    def train_source(self): ...
+"""
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
+    """Writes a file below `tmp_path`, the working directory; what it loads is forgotten again."""
+    modules, paths = dict(sys.modules), list(sys.path)
+    monkeypatch.chdir(tmp_path)
+
+    def write(text: str, name: str = "my_recipe.py") -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return path
+
+    yield write
+    sys.path[:] = paths
+    for name in set(sys.modules) - set(modules):
+        if name.startswith(("my_", "my.")):
+            del sys.modules[name]
+    for name, module in modules.items():
+        sys.modules[name] = module
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_built_in_name_is_a_recipe(name: str) -> None:
+    recipe = find_recipe(name)
+    assert recipe_name(recipe) == name
+    assert recipe.__doc__
+    assert recipe().batch_size > 0
+
+
+def test_a_file_and_a_name_is_a_recipe(write: Write) -> None:
+    path = write(MINE)
+    for spec in (f"{path}:Mine", "my_recipe.py:Mine", "./my_recipe.py:Mine"):
+        recipe = find_recipe(spec)
+        assert issubclass(recipe, LinearRegression)
+        assert recipe().extra == 3
+        assert recipe_name(recipe) == "Mine"
+
+
+def test_a_file_with_one_recipe_needs_no_name(write: Write) -> None:
+    write(MINE + PLAIN)
+    assert find_recipe("my_recipe.py").__name__ == "Mine"
+
+
+def test_a_module_and_a_name_is_a_recipe(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    write("", "my_package/__init__.py")
+    path = write(MINE, "my_package/inner.py")
+    monkeypatch.syspath_prepend(str(path.parent.parent))
+    assert find_recipe("my_package.inner:Mine").__name__ == "Mine"
+
+
+def test_a_module_may_give_a_recipe_on_from_another(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(MINE, "my_inner.py")
+    write("from my_inner import Mine", "my_outer.py")
+    monkeypatch.syspath_prepend(str(path.parent))
+    assert find_recipe("my_outer:Mine").__name__ == "Mine"
+
+
+def test_a_file_finds_its_neighbours(write: Write) -> None:
+    write("EXTRA = 7\n", "sub/my_neighbour.py")
+    write("from my_neighbour import EXTRA\n" + MINE.replace("= 3", "= EXTRA"), "sub/my_recipe.py")
+    assert find_recipe("sub/my_recipe.py:Mine")().extra == 7
+
+
+def test_a_file_may_have_the_name_of_a_module_in_use(write: Write) -> None:
+    import json
+
+    write(MINE, "json.py")
+    assert find_recipe("json.py:Mine")().extra == 3
+    assert sys.modules["json"] is json
+
+
+def test_two_files_of_one_name_are_two_recipes(write: Write) -> None:
+    for folder, extra in (("a", 1), ("b", 2)):
+        write(MINE.replace("= 3", f"= {extra}"), f"{folder}/my_recipe.py")
+    first, second = (find_recipe(f"{folder}/my_recipe.py:Mine") for folder in "ab")
+    assert (first().extra, second().extra) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("linear_regresion", ["'linear_regresion'", "cnn", "mean 'linear_regression'"]),
+        ("zzz", ["'zzz'", "cnn, lenet, linear_regression", "file.py:Name"]),
+        ("", ["cnn, lenet, linear_regression"]),
+        ("no_such.py:Mine", ["no_such.py is no file"]),
+        ("no_such_module:Mine", ["no module 'no_such_module'"]),
+        ("my_recipe.inner:Mine", ["no module 'my_recipe.inner'"]),
+        (":Mine", ["':Mine'"]),
+        (".my_recipe:Mine", [".my_recipe"]),
+        ("my_recipe.py:Mime", ["no class 'Mime'", "mean 'Mine'"]),
+        ("my_recipe.py:LinearRegression", ["no class 'LinearRegression'", "Mine"]),
+        ("my_recipe.py:", ["my_recipe.py has 2 recipes", "Mine, Other", "name one"]),
+        ("my_empty.py", ["my_empty.py has 0 recipes", "none"]),
+        ("my_empty.py:Mine", ["no class 'Mine'", "none"]),
+        ("my_plain.py:Plain", ["Plain", "lacks batch_size, epochs", "dataclass"]),
+        ("my_half.py:Half", ["Half", "lacks epochs, optimizer, eval_source", "dataclass"]),
+        ("my_half.py", ["0 recipes"]),
+        (".", ["'.'"]),
+    ],
+)
+def test_what_is_no_recipe_is_refused_with_what_is_missing(
+    spec: str, words: list[str], write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(MINE + "class Other(Mine): ...\n")
+    write("", "my_empty.py")
+    write(PLAIN, "my_plain.py")
+    write(HALF, "my_half.py")
+    monkeypatch.syspath_prepend(str(path.parent))
+    with pytest.raises(ConfigError) as caught:
+        find_recipe(spec)
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def test_an_import_that_fails_inside_a_recipe_is_its_own_error(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write("import no_such_dependency\n", "my_broken.py")
+    monkeypatch.syspath_prepend(str(path.parent))
+    for spec in ("my_broken:Mine", "my_broken.py:Mine"):
+        with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
+            find_recipe(spec)
+
+
+def test_a_file_that_could_not_be_loaded_leaves_nothing_behind(write: Write) -> None:
+    write("raise RuntimeError('half way')\n", "my_half_way.py")
+    with pytest.raises(RuntimeError, match="half way"):
+        find_recipe("my_half_way.py:Mine")
+    assert "my_half_way" not in sys.modules

@@ -1,0 +1,404 @@
+"""The command line: what it prints, and that every user error is one line and exit code 2."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from replicax import cli
+
+RECIPE = """
+import dataclasses
+from replicax.recipes.linear_regression import LinearRegression
+
+@dataclasses.dataclass(frozen=True)
+class Mine(LinearRegression):
+    "A line of mine."
+
+    points: int = 48
+    epochs: int = 2
+    batch_size: int = 16
+    offset: float = 0.0
+    "Added to nothing."
+"""
+REGRESSION = ["train", "linear_regression", "--points", "48", "--epochs", "1"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty working directory; recipes that a test has loaded are forgotten."""
+    modules, paths = set(sys.modules), list(sys.path)
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    sys.path[:] = paths
+    for name in set(sys.modules) - modules:
+        if name.startswith("my_"):
+            del sys.modules[name]
+
+
+Main = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def main(capsys: pytest.CaptureFixture[str]) -> Main:
+    """Runs the command line; its exit code, and what it printed."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        try:
+            code = cli.main([str(argument) for argument in arguments])
+        except SystemExit as stop:  # as --help does
+            code = int(stop.code or 0)
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def one_line(err: str) -> str:
+    """The one line on standard error that a user error is."""
+    assert "Traceback" not in err
+    (line,) = err.splitlines()
+    assert line.startswith("replicax: ")
+    return line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["trian"], ["'trian'", "train, recipes", "mean 'train'"]),
+        (["train"], ["needs a recipe", "replicax recipes"]),
+        (["train", "--devices", "2"], ["needs a recipe", "replicax recipes"]),
+        (["train", "linear_regresion"], ["'linear_regresion'", "mean 'linear_regression'"]),
+        (["train", "no_such.py:Mine"], ["no_such.py is no file"]),
+        (["train", "no_such_module:Mine"], ["no module 'no_such_module'"]),
+        (["train", ":Mine"], ["':Mine'"]),
+        (["recipes", "extra"], ["'extra'"]),
+        ([*REGRESSION, "--epocs", "3"], ["'--epocs'", "mean '--epochs'", "--help"]),
+        ([*REGRESSION, "--learning-rte=3"], ["'--learning-rte=3'", "mean '--learning-rate'"]),
+        ([*REGRESSION, "--zzz"], ["'--zzz'", "--help"]),
+        ([*REGRESSION, "stray"], ["'stray'", "--help"]),
+        ([*REGRESSION, "--points", "many"], ["--points", "'many'", "--help"]),
+        ([*REGRESSION, "--learning-rate", "x"], ["--learning-rate", "'x'", "--help"]),
+        ([*REGRESSION, "--points"], ["--points", "--help"]),
+        ([*REGRESSION, "--mode", "both"], ["'both'", "--mode", "jit", "shard_map", "--help"]),
+        ([*REGRESSION, "--layout", "fdsp"], ["'fdsp'", "--layout", "fsdp", "--help"]),
+        ([*REGRESSION, "--precision", "float8"], ["'float8'", "bfloat16", "--help"]),
+        ([*REGRESSION, "--mode", "shard_map", "--layout", "fsdp"], ["shard_map", "fsdp", "'jit'"]),
+        ([*REGRESSION, "--mode", "pmap", "--layout", "zero1"], ["pmap", "zero1", "'jit'"]),
+        ([*REGRESSION, "--mode", "single", "--devices", "2"], ["single", "2 devices", "1"]),
+        ([*REGRESSION, "--devices", "16"], ["16", "8 attached", "at most 8"]),
+        ([*REGRESSION, "--devices", "0"], ["--devices 0", "at least 1"]),
+        ([*REGRESSION, "--devices", "-1"], ["--devices -1", "at least 1"]),
+        ([*REGRESSION, "--batch-size", "0"], ["batch_size=0", "at least 1"]),
+        ([*REGRESSION, "--batch-size", "-8"], ["batch_size=-8", "at least 1"]),
+        ([*REGRESSION, "--batch-size", "7"], ["7 rows", "8 replicas", "at least 8"]),
+        ([*REGRESSION, "--batch-size", "16", "--accumulate", "4"], ["16 rows", "4 micro", "32"]),
+        ([*REGRESSION, "--accumulate", "0"], ["accumulate=0", "at least 1"]),
+        ([*REGRESSION, "--points", "0"], ["0 rows"]),
+        ([*REGRESSION, "--steps", "0"], ["steps=0", "at least 1"]),
+        ([*REGRESSION, "--epochs", "0"], ["epochs=0", "at least 1"]),
+        ([*REGRESSION, "--log-every", "0"], ["log_every=0", "at least 1"]),
+        ([*REGRESSION, "--seed", "-1"], ["seed=-1", "at least 0"]),
+    ],
+    ids=lambda value: " ".join(value[1:]).replace("linear_regression --points 48", "…")[:48],
+)
+def test_a_user_error_is_one_line_and_exit_code_2(
+    arguments: list[str], words: list[str], main: Main, folder: Path
+) -> None:
+    code, _, err = main(*arguments)
+    line = one_line(err)
+    assert code == 2
+    for word in words:
+        assert word in line
+    assert not (folder / "runs").exists()
+
+
+HALF = """
+import dataclasses
+@dataclasses.dataclass
+class Half:
+    batch_size: int = 8
+class Plain:
+    batch_size = 8
+    epochs = 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (":Mime", ["no class 'Mime'", "mean 'Mine'"]),
+        (":Half", ["Half", "lacks epochs, model, loss", "methods"]),
+        (":Plain", ["Plain", "dataclass"]),
+    ],
+)
+def test_a_file_without_the_recipe_is_a_user_error(
+    name: str, words: list[str], main: Main, folder: Path
+) -> None:
+    (folder / "my_recipe.py").write_text(RECIPE + HALF)
+    code, _, err = main("train", f"my_recipe.py{name}")
+    assert code == 2
+    for word in words:
+        assert word in one_line(err)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00\x00\x08\x03 and no images"])
+def test_a_corrupt_data_file_is_a_user_error(content: bytes, main: Main, folder: Path) -> None:
+    data = folder / "data"
+    data.mkdir()
+    for split in ("train", "t10k"):
+        (data / f"{split}-images-idx3-ubyte").write_bytes(content)
+        (data / f"{split}-labels-idx1-ubyte").write_bytes(content)
+    code, _, err = main("train", "cnn", "--data-dir", data)
+    assert code == 2
+    assert "train-images-idx3-ubyte" in one_line(err)
+    assert "corrupt" in err
+
+
+def test_a_missing_data_file_is_a_user_error(main: Main, folder: Path) -> None:
+    code, _, err = main("train", "cnn", "--data-dir", folder / "nowhere")
+    assert code == 2
+    assert "missing" in one_line(err)
+
+
+def test_a_recipe_of_ones_own_trains(main: Main, folder: Path) -> None:
+    (folder / "my_recipe.py").write_text(RECIPE)
+    code, out, err = main(
+        "train", "my_recipe.py:Mine", "--offset", "0.5", "--log-every", "1", "--run", "mine"
+    )
+    assert (code, err) == (0, "")
+    assert "epoch  48 rows in 3 batches" in out
+    assert "\ndone: 6 steps, 96 rows in " in out
+    assert out.endswith("see    runs/mine/ (config.json, records.jsonl, curves.png)\n")
+    assert "\x1b" not in out
+    config = json.loads((folder / "runs/mine/config.json").read_text())
+    assert config["recipe"] == "my_recipe.py:Mine"
+    assert config["fields"]["offset"] == 0.5
+    assert config["options"]["log_every"] == 1
+    records = (folder / "runs/mine/records.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in records if '"train"' in line]
+    assert steps == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("flags", "mesh"),
+    [
+        (["--devices", "3"], "3 cpu devices · 3 replicas · mode jit"),
+        (["--mode", "single"], "1 cpu device · 1 replica · mode single"),
+        (["--mode", "shard_map", "--accumulate", "2"], "8 replicas · mode shard_map"),
+        (["--layout", "fsdp"], "layout fsdp"),
+    ],
+)
+def test_flags_choose_devices_mode_and_layout(flags: list[str], mesh: str, main: Main) -> None:
+    code, out, err = main(*REGRESSION, "--batch-size", "48", *flags)
+    assert (code, err) == (0, "")
+    assert mesh in out
+    assert "done: 1 steps, 48 rows" in out
+
+
+def test_underscores_in_flags_are_dashes(main: Main) -> None:
+    code, out, _ = main("train", "linear_regression", "--batch_size=24", "--steps=2")
+    assert code == 0
+    assert "batch  24 rows" in out
+    assert "done: 2 steps, 48 rows" in out
+
+
+def test_a_run_folder_is_not_written_twice(main: Main, folder: Path) -> None:
+    assert main(*REGRESSION, "--run", "once")[0] == 0
+    before = (folder / "runs/once/records.jsonl").read_bytes()
+    code, _, err = main(*REGRESSION, "--run", "once")
+    assert code == 2
+    assert "runs/once" in one_line(err)
+    assert (folder / "runs/once/records.jsonl").read_bytes() == before
+
+
+def test_the_default_run_folder_has_the_recipes_name(main: Main, folder: Path) -> None:
+    assert main(*REGRESSION)[0] == 0
+    (run,) = (folder / "runs").iterdir()
+    assert re.fullmatch(r"linear_regression-\d{8}-\d{6}", run.name)
+
+
+def test_a_run_that_diverges_fails_with_its_cause(main: Main) -> None:
+    code, _, err = main(*REGRESSION, "--epochs", "50", "--learning-rate", "1e6", "--log-every", "1")
+    assert code == 1
+    assert re.search(r"the (train|eval) loss is (nan|inf) at step \d+", one_line(err))
+
+
+CRASH = (
+    RECIPE
+    + """
+    def loss(self, model, batch, key):
+        return batch["no such leaf"]
+"""
+)
+
+
+def test_a_crash_in_a_recipe_shows_where_and_ends_with_the_cause(main: Main, folder: Path) -> None:
+    (folder / "my_crash.py").write_text(CRASH)
+    code, _, err = main("train", "my_crash.py:Mine")
+    assert code == 1
+    assert err.startswith("Traceback (most recent call last):\n")
+    assert "my_crash.py" in err
+    assert err.splitlines()[-1] == "replicax: KeyError: 'no such leaf'"
+
+
+def test_a_syntax_error_in_a_recipe_shows_where(main: Main, folder: Path) -> None:
+    (folder / "my_syntax.py").write_text("class Mine\n")
+    code, _, err = main("train", "my_syntax.py:Mine")
+    assert code == 1
+    assert err.splitlines()[-1].startswith("replicax: SyntaxError: ")
+    assert "my_syntax.py" in err
+
+
+@pytest.mark.parametrize("field", ["seed", "steps", "mode"])
+def test_a_field_named_as_an_option_is_refused(field: str, main: Main, folder: Path) -> None:
+    (folder / "my_clash.py").write_text(RECIPE + f"    {field}: int = 5\n")
+    code, _, err = main("train", "my_clash.py:Mine", "--steps", "1")
+    assert code == 2
+    assert field in one_line(err)
+
+
+def test_a_field_without_a_default_is_asked_for(main: Main, folder: Path) -> None:
+    (folder / "my_need.py").write_text(
+        RECIPE.replace("offset: float = 0.0", "offset: float = dataclasses.field(kw_only=True)")
+    )
+    code, _, err = main("train", "my_need.py:Mine")
+    assert code == 2
+    assert "--offset" in one_line(err)
+    assert main("train", "my_need.py:Mine", "--offset", "1")[0] == 0
+
+
+def test_recipes_lists_each_with_what_it_is(main: Main) -> None:
+    code, out, err = main("recipes")
+    assert (code, err) == (0, "")
+    lines = {line.split()[0]: line for line in out.splitlines()}
+    assert set(lines) == {"cnn", "lenet", "linear_regression", "file.py:Name"}
+    assert "A line fitted to noisy points" in lines["linear_regression"]
+    assert "not available" not in out
+    assert all(len(line) <= 100 for line in out.splitlines())
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"]])
+def test_help_lists_the_commands(arguments: list[str], main: Main) -> None:
+    code, out, err = main(*arguments)
+    assert (code, err) == (0, "")
+    for word in ("usage: replicax", "train RECIPE", "recipes", "--version"):
+        assert word in out
+
+
+def test_nothing_is_help_and_exit_code_2(main: Main) -> None:
+    code, out, err = main()
+    assert code == 2
+    assert "usage: replicax" in out + err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["train", "--help"], "usage: replicax train RECIPE"),
+        (["train", "-h"], "replicax recipes"),
+        (["recipes", "--help"], "linear_regression"),
+    ],
+)
+def test_every_command_has_help(arguments: list[str], word: str, main: Main) -> None:
+    code, out, err = main(*arguments)
+    assert (code, err) == (0, "")
+    assert word in out
+
+
+def test_help_of_a_recipe_lists_its_flags_and_the_options(main: Main, folder: Path) -> None:
+    (folder / "my_recipe.py").write_text(RECIPE)
+    code, out, err = main("train", "my_recipe.py:Mine", "--help")
+    assert (code, err) == (0, "")
+    for word in ("A line of mine.", "--offset", "Added to nothing", "--batch-size", "--devices"):
+        assert word in out
+
+
+def test_help_is_a_code_and_no_exit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "linear_regression", "--help"]) == 0
+    assert "--points" in capsys.readouterr().out
+
+
+def test_version(main: Main) -> None:
+    code, out, err = main("--version")
+    assert (code, err) == (0, "")
+    assert re.fullmatch(r"replicax \d+\.\d+\.\d+\n", out)
+
+
+@pytest.mark.slow
+class TestProcess:
+    """What needs a process of its own."""
+
+    @pytest.fixture
+    def environment(self) -> dict[str, str]:
+        return {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
+
+    def test_devices_are_made_to_order(self, environment: dict[str, str], folder: Path) -> None:
+        (folder / "my_recipe.py").write_text(RECIPE)
+        done = subprocess.run(
+            [sys.executable, "-m", "replicax", "train", "my_recipe.py:Mine", "--devices", "6"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "mesh   6 cpu devices · 6 replicas" in done.stdout
+        assert "batch  16 rows, padded to 18, 6 replicas x 3 rows" in done.stdout
+        assert "\x1b" not in done.stdout
+        assert "\r" not in done.stdout
+
+    def test_a_user_error_is_the_exit_code_of_the_process(
+        self, environment: dict[str, str]
+    ) -> None:
+        done = subprocess.run(
+            [sys.executable, "-m", "replicax", *REGRESSION, "--devices", "0"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 2
+        assert "--devices 0" in one_line(done.stderr)
+        assert done.stdout == ""
+
+    def test_ctrl_c_ends_a_run_with_everything_written(
+        self, environment: dict[str, str], folder: Path
+    ) -> None:
+        run = folder / "runs" / "long"
+        command = ["train", "linear_regression", "--epochs", "1000000", "--run", "long"]
+        with subprocess.Popen(
+            [sys.executable, "-m", "replicax", *command, "--devices", "2"],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process:
+            try:
+                deadline = time.monotonic() + 60
+                while not (run / "records.jsonl").exists() or not (
+                    (run / "records.jsonl").read_text().count("eval") > 2
+                ):
+                    assert time.monotonic() < deadline
+                    assert process.poll() is None
+                    time.sleep(0.05)
+                process.send_signal(signal.SIGINT)
+                out, err = process.communicate(timeout=20)
+            finally:
+                process.kill()
+        assert (process.returncode, err) == (0, "")
+        *_, summary, see = out.splitlines()
+        assert summary.startswith("stopped by Ctrl-C after ")
+        assert see.startswith("see    runs/long/")
+        records = [json.loads(line) for line in (run / "records.jsonl").read_text().splitlines()]
+        steps = [record["step"] for record in records if record["kind"] == "train"]
+        assert steps == sorted(set(steps))
+        assert f"{steps[-1]:,} of 16,000,000 steps" in summary
+        assert (run / "curves.png").read_bytes().endswith(b"IEND\xaeB`\x82")

@@ -1,0 +1,82 @@
+"""Errors: one family, with the exit code of the command line and a builtin kin each."""
+
+import importlib
+import sys
+
+import pytest
+
+from replicax import errors
+from replicax.errors import MissingDependencyError, ReplicaxError, did_you_mean, require
+
+
+@pytest.mark.parametrize(
+    ("name", "kin", "exit_code"),
+    [
+        ("ConfigError", ValueError, 2),
+        ("DataError", ValueError, 2),
+        ("LossError", ValueError, 2),
+        ("DivergedError", ArithmeticError, 1),
+        ("StateError", RuntimeError, 1),
+        ("MissingDependencyError", ImportError, 2),
+    ],
+)
+def test_every_error_has_an_exit_code_and_a_builtin_kin(
+    name: str, kin: type[Exception], exit_code: int
+) -> None:
+    error = getattr(errors, name)
+    assert issubclass(error, ReplicaxError)
+    assert issubclass(error, kin)
+    assert error.exit_code == exit_code
+    assert str(error("two numbers")) == "two numbers"
+
+
+def test_the_family_tree_in_the_docstring_is_complete() -> None:
+    own = {
+        name
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, ReplicaxError)
+    }
+    assert own == {name for name in own if name in (errors.__doc__ or "")}
+
+
+def test_a_package_that_is_there_is_imported() -> None:
+    assert require("json.decoder", "data") is importlib.import_module("json.decoder")
+
+
+@pytest.mark.parametrize("module", ["no_such_package", "no_such_package.inner"])
+def test_a_missing_package_is_named_with_how_to_install_it(module: str) -> None:
+    with pytest.raises(MissingDependencyError) as caught:
+        require(module, "data")
+    message = str(caught.value)
+    assert message.startswith("no_such_package is not installed")
+    assert "pip install 'replicax[data]'" in message
+    assert "\n" not in message
+
+
+def test_a_package_that_is_there_and_broken_is_not_called_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("packages")
+    (folder / "broken_package.py").write_text("from json import no_such_name\n")
+    monkeypatch.syspath_prepend(str(folder))
+    with pytest.raises(ImportError) as caught:
+        require("broken_package", "data")
+    assert "is not installed" not in str(caught.value)
+    sys.modules.pop("broken_package", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "suggestion"),
+    [
+        ("shard_mpa", " (did you mean 'shard_map'?)"),
+        ("singel", " (did you mean 'single'?)"),
+        ("xyz", ""),
+        ("", ""),
+    ],
+)
+def test_the_nearest_name_is_suggested(name: str, suggestion: str) -> None:
+    assert did_you_mean(name, ["single", "jit", "shard_map", "pmap"]) == suggestion
+
+
+def test_nothing_is_near_nothing() -> None:
+    assert did_you_mean("jit", []) == ""
