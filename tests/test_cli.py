@@ -78,7 +78,7 @@ def one_line(err: str) -> str:
         (["train", "linear_regresion"], ["'linear_regresion'", "mean 'linear_regression'"]),
         (["train", "no_such.py:Mine"], ["no_such.py is no file"]),
         (["train", "no_such_module:Mine"], ["no module 'no_such_module'"]),
-        (["train", ":Mine"], ["':Mine'"]),
+        (["train", ":Mine"], ["file.py:Name"]),
         (["recipes", "extra"], ["'extra'"]),
         ([*REGRESSION, "--epocs", "3"], ["'--epocs'", "mean '--epochs'", "--help"]),
         ([*REGRESSION, "--learning-rte=3"], ["'--learning-rte=3'", "mean '--learning-rate'"]),

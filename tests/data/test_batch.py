@@ -65,12 +65,20 @@ def test_leaves_without_one_row_dim_are_refused_by_name(data: Any, words: list[s
     ],
 )
 def test_host_rows_have_the_dtype_that_a_device_holds(given: str, held: str) -> None:
-    assert host_rows({"x": np.ones(3, given)})["x"].dtype == held
+    assert host_rows({"x": np.ones(3, given)}, copy=False)["x"].dtype == held
 
 
 def test_arrays_of_a_device_dtype_are_not_copied() -> None:
     x = np.ones(3, np.float32)
-    assert host_rows([x])[0] is x
+    assert host_rows([x], copy=False)[0] is x
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "uint8"])
+def test_a_copy_is_not_written_to_by_others(dtype: str) -> None:
+    buffer = np.ones(3, dtype)
+    copied = host_rows({"x": buffer}, copy=True)
+    buffer[:] = 7
+    assert copied["x"].tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -85,14 +93,14 @@ def test_integers_that_do_not_fit_are_refused_with_their_range(
     array: np.ndarray, words: list[str]
 ) -> None:
     with pytest.raises(DataError) as caught:
-        host_rows({"x": array})
+        host_rows({"x": array}, copy=False)
     for word in words:
         assert word in str(caught.value)
 
 
 @pytest.mark.parametrize("value", [2**31 - 1, -(2**31)])
 def test_integers_at_the_limit_fit(value: int) -> None:
-    assert host_rows(np.array([value])).tolist() == [value]
+    assert host_rows(np.array([value]), copy=False).tolist() == [value]
 
 
 @pytest.mark.parametrize(
@@ -109,21 +117,21 @@ def test_integers_at_the_limit_fit(value: int) -> None:
 )
 def test_what_is_no_number_is_refused_by_name(array: np.ndarray) -> None:
     with pytest.raises(DataError, match=r"\['label'\].*numbers only"):
-        host_rows({"label": array})
+        host_rows({"label": array}, copy=False)
 
 
 def test_float64_too_large_for_float32_is_refused() -> None:
     with pytest.raises(DataError, match=r"\['x'\].*float64"):
-        host_rows({"x": np.array([1e300])})
+        host_rows({"x": np.array([1e300])}, copy=False)
 
 
 def test_infinity_and_nan_stay() -> None:
     given = np.array([np.inf, -np.inf, np.nan])
-    np.testing.assert_array_equal(host_rows(given), given.astype(np.float32))
+    np.testing.assert_array_equal(host_rows(given, copy=False), given.astype(np.float32))
 
 
 def test_bfloat16_stays() -> None:
-    assert host_rows(np.ones(2, jax.numpy.bfloat16)).dtype == jax.numpy.bfloat16
+    assert host_rows(np.ones(2, jax.numpy.bfloat16), copy=False).dtype == jax.numpy.bfloat16
 
 
 class TensorLike:
@@ -140,7 +148,7 @@ class TensorLike:
 def test_whatever_asarray_reads_is_a_leaf() -> None:
     data = {"x": TensorLike([1.0, 2.0])}
     assert row_count(data) == 2
-    assert host_rows(data)["x"].tolist() == [1.0, 2.0]
+    assert host_rows(data, copy=False)["x"].tolist() == [1.0, 2.0]
 
 
 def test_place_splits_rows_over_all_devices() -> None:

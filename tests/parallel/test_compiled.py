@@ -1,5 +1,6 @@
 """What a step takes, read from its compiled text and checked against a count by hand."""
 
+import re
 from functools import cache
 from typing import Any
 
@@ -145,6 +146,7 @@ class Compiled:
             32,
         ),
     ],
+    ids=lambda value: re.sub(r".* ([\w-]+)\((.*)\).*", r"\1 \2", str(value)).replace(" ", "-"),
 )
 def test_a_collective_moves_its_result(line: str, kind: str, size: int) -> None:
     read: CompiledStep = inspect(Compiled(line))  # type: ignore[arg-type]

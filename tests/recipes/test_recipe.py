@@ -131,7 +131,7 @@ def test_two_files_of_one_name_are_two_recipes(write: Write) -> None:
         ("no_such.py:Mine", ["no_such.py is no file"]),
         ("no_such_module:Mine", ["no module 'no_such_module'"]),
         ("my_recipe.inner:Mine", ["no module 'my_recipe.inner'"]),
-        (":Mine", ["':Mine'"]),
+        (":Mine", ["file.py:Name"]),
         (".my_recipe:Mine", [".my_recipe"]),
         ("my_recipe.py:Mime", ["no class 'Mime'", "mean 'Mine'"]),
         ("my_recipe.py:LinearRegression", ["no class 'LinearRegression'", "Mine"]),

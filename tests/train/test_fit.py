@@ -339,10 +339,18 @@ class TestScalarLoss:
         assert int(state.step) == 0  # not consumed
 
     def test_padding_of_the_evaluation_is_refused_after_one_step(
-        self, scalar: rx.DataParallel
+        self, scalar: rx.DataParallel, tmp_path: Path
     ) -> None:
         with pytest.raises(LossError, match=r"12 of 16 rows"):
-            fit(scalar, line(160), epochs=1, eval_source=line(20, 1))
+            fit(
+                scalar,
+                line(160),
+                epochs=1,
+                log_every=1,
+                eval_source=line(20, 1),
+                run_dir=tmp_path / "run",
+            )
+        assert len((tmp_path / "run" / "records.jsonl").read_text().splitlines()) == 1
 
     def test_padding_that_nobody_could_foresee_is_refused_when_it_comes(
         self, scalar: rx.DataParallel

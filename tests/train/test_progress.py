@@ -190,7 +190,7 @@ def test_on_a_terminal_the_live_line_fits_and_goes_away(terminal: Terminal) -> N
     live = [line for line in ever if "12345" in line]
     assert live
     assert [line for line in live if "loss 0.1235 · 64,000 rows/s · input wait 25%" in line]
-    assert all("━" in line for line in live)
+    assert all("━" in line and len(line) == 80 for line in live)
 
 
 def test_an_unknown_total_shows_no_fraction(terminal: Terminal) -> None:

@@ -68,8 +68,11 @@ def row_count(data: PyTree) -> int:
     return int(np.shape(first)[0])
 
 
-def host_rows(data: PyTree) -> PyTree:
+def host_rows(data: PyTree, *, copy: bool) -> PyTree:
     """`data` as NumPy arrays in the dtypes that the device will hold.
+
+    A device may read an array long after it was handed over, or keep it as its own memory: what
+    somebody may write to again must be copied.
 
     64-bit leaves become 32-bit ones unless `jax_enable_x64` is set, as everywhere in JAX; an
     integer that does not fit is refused.
@@ -77,7 +80,7 @@ def host_rows(data: PyTree) -> PyTree:
     Raises:
         DataError: a leaf is not numeric, or an integer does not fit 32 bits.
     """
-    return jax.tree_util.tree_map_with_path(_host_leaf, data)
+    return jax.tree_util.tree_map_with_path(partial(_host_leaf, copy=copy), data)
 
 
 def pad(data: PyTree, size: int, index: np.ndarray) -> Batch:
@@ -103,8 +106,8 @@ def place(batch: Batch, sharding: jax.sharding.Sharding) -> Batch:
     return dataclasses.replace(batch, **dict(zip(("data", "mask", "index"), arrays, strict=True)))
 
 
-def _host_leaf(path: tuple[Any, ...], leaf: Any) -> np.ndarray:
-    array = np.asarray(leaf)
+def _host_leaf(path: tuple[Any, ...], leaf: Any, copy: bool) -> np.ndarray:
+    array = np.array(leaf, copy=True) if copy else np.asarray(leaf)
     if array.dtype.kind in "OSU":
         raise DataError(
             f"batch{_name(path)} has dtype {array.dtype}; a device holds numbers only: "

@@ -6,6 +6,7 @@ most `batch_size` rows, and the index of each row in the source.
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -80,7 +81,8 @@ class ArraySource:
             order = np.random.default_rng([self._seed, number]).permutation(rows)
         for start in range(0, rows, self.batch_size):
             index = order[start : start + self.batch_size]
-            yield host_rows(jax.tree.map(lambda leaf: np.asarray(leaf)[index], self._data)), index  # noqa: B023
+            taken = jax.tree.map(partial(_take, index=index), self._data)
+            yield host_rows(taken, copy=False), index
 
 
 class GrainSource:
@@ -107,7 +109,7 @@ class GrainSource:
             seed = np.random.SeedSequence([self._seed, number]).generate_state(1)[0]
             rows = rows.shuffle(seed=int(seed))
         for data, index in rows.batch(self.batch_size, drop_remainder=False).to_iter_dataset():
-            yield host_rows(data), np.asarray(index)
+            yield host_rows(data, copy=True), np.asarray(index)
 
 
 class IterableSource:
@@ -125,7 +127,7 @@ class IterableSource:
         empty = True
         for data, index in _counted(self._batches):
             empty = False
-            yield jax.tree.map(lambda leaf: np.array(leaf, copy=True), data), index
+            yield data, index
         if empty:
             raise DataError(
                 f"the source gave no batch in epoch {number}; a generator can be read once: "
@@ -138,6 +140,11 @@ class IterableSource:
 def can_shuffle(data: Any) -> bool:
     """Whether the rows of `data` can be had in any order."""
     return _is_arrays(data) or _is_grain(data, "MapDataset")
+
+
+def _take(leaf: Any, index: np.ndarray) -> np.ndarray:
+    """A fresh array of the rows `index`."""
+    return np.asarray(leaf)[index]
 
 
 def _is_arrays(data: Any) -> bool:
@@ -153,7 +160,7 @@ def _counted(batches: Iterable[Any]) -> Iterator[Rows]:
     """Batches with running row indices."""
     first = 0
     for batch in batches:
-        data = host_rows(batch)
+        data = host_rows(batch, copy=True)
         rows = row_count(data)
         if not rows:
             raise DataError(f"a batch after row {first} has 0 rows; give at least 1")

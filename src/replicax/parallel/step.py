@@ -274,7 +274,7 @@ class DataParallel:
         rows = row_count(data)
         size = self.split.padded(rows)
         if rows < size or not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(data)):
-            data = host_rows(data)
+            data = host_rows(data, copy=True)
         return place(pad(data, size, np.arange(rows)), by_rows(self.mesh))
 
     def _inspect(self, state: TrainState, batch: Batch) -> tuple[str, ...]:
