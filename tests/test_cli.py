@@ -393,8 +393,9 @@ class TestProcess:
                 out, err = process.communicate(timeout=20)
             finally:
                 process.kill()
-        assert (process.returncode, err) == (0, "")
-        *_, summary, see = out.splitlines()
+        assert process.returncode == 1
+        assert re.fullmatch(r"replicax: interrupted after \d+ steps; .*\n", err)
+        *_, summary, _, see = out.splitlines()
         assert summary.startswith("stopped by Ctrl-C after ")
         assert see.startswith("see    runs/long/")
         records = [json.loads(line) for line in (run / "records.jsonl").read_text().splitlines()]

@@ -63,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         return _dispatch(arguments)
+    except SystemExit as stop:  # --help
+        return int(stop.code or 0)
     except ReplicaxError as error:
         return _failed(str(error), error.exit_code)
     except KeyboardInterrupt:
@@ -117,11 +119,10 @@ def _train(arguments: list[str]) -> int:
     recipe_class = find_recipe(spec)
     options, recipe = _parse(recipe_class, flags, f"replicax train {spec}")
     name = recipe_name(recipe_class)
-    _run_training(name, spec, recipe, options)
-    return 0
+    return _run_training(name, spec, recipe, options)
 
 
-def _run_training(name: str, spec: str, recipe: Any, options: TrainOptions) -> None:
+def _run_training(name: str, spec: str, recipe: Any, options: TrainOptions) -> int:
     import jax
 
     import replicax as rx
@@ -129,7 +130,7 @@ def _run_training(name: str, spec: str, recipe: Any, options: TrainOptions) -> N
     dp = rx.DataParallel(
         recipe.loss,
         recipe.optimizer(),
-        mesh=rx.make_mesh(devices=_devices(options)),
+        mesh=_mesh(options),
         mode=options.mode,
         layout=options.layout,
         accumulate=options.accumulate,
@@ -139,7 +140,7 @@ def _run_training(name: str, spec: str, recipe: Any, options: TrainOptions) -> N
     if hasattr(recipe, "data_description"):
         print(f"data   {recipe.data_description()}", flush=True)
     folder = Path("runs") / (options.run or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    rx.fit(
+    result = rx.fit(
         dp,
         state,
         recipe.train_source(),
@@ -157,12 +158,17 @@ def _run_training(name: str, spec: str, recipe: Any, options: TrainOptions) -> N
         },
         title=f"{name} · {dp.mesh.devices.size} devices · {options.mode}",
     )
-    print(f"see    {folder}{'/'} (config.json, records.jsonl, curves.png)")
+    print(f"see    {folder}/ (config.json, records.jsonl, curves.png)")
+    if result.interrupted:
+        return _failed(f"interrupted after {result.steps} steps; what was recorded is kept", 1)
+    return 0
 
 
-def _devices(options: TrainOptions) -> list[Any]:
-    """The first `--devices` devices; host devices are made to order."""
+def _mesh(options: TrainOptions) -> Any:
+    """A mesh of the first `--devices` devices; host devices are made to order."""
     import jax
+
+    import replicax as rx
 
     wanted = options.devices
     if wanted is not None and wanted < 1:
@@ -170,20 +176,20 @@ def _devices(options: TrainOptions) -> list[Any]:
     if wanted is not None:
         with contextlib.suppress(RuntimeError):  # the backend is up: its devices are what they are
             jax.config.update("jax_num_cpu_devices", wanted)
-    devices = jax.devices()
     if wanted is None:
-        return devices[:1] if options.mode == "single" else devices
-    if wanted > len(devices):
-        raise ConfigError(
-            f"--devices {wanted} and {len(devices)} attached ({devices[0].platform}); use at most "
-            f"{len(devices)}, or JAX_PLATFORMS=cpu for host devices"
-        )
-    return devices[:wanted]
+        wanted = 1 if options.mode == "single" else -1
+    return rx.make_mesh(data=wanted)
 
 
 def _parse(recipe_class: type[Any], flags: list[str], program: str) -> tuple[TrainOptions, Any]:
     """Flags -> options and recipe, by way of one dataclass that has both."""
     tyro = require("tyro", "cli")
+    taken = set(_field_names(recipe_class)) & set(_field_names(TrainOptions))
+    if taken:
+        raise ConfigError(
+            f"{recipe_class.__name__} has a field {min(taken)!r}, which is a flag of every recipe; "
+            "rename the field"
+        )
     unprefixed = tyro.conf.arg(name="")
     both = dataclasses.make_dataclass(
         "Train",

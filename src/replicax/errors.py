@@ -55,8 +55,10 @@ def require(module: str, extra: str) -> ModuleType:
     """Import an optional `module`, or raise `MissingDependencyError` naming its `extra`."""
     try:
         return importlib.import_module(module)
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         package = module.partition(".")[0]
+        if (error.name or "").partition(".")[0] != package:
+            raise
         raise MissingDependencyError(
             f"{package} is not installed and this needs it; pip install 'replicax[{extra}]'"
         ) from error

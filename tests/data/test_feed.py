@@ -222,3 +222,10 @@ def test_a_slow_loop_on_a_fast_source_hardly_waits() -> None:
 def test_a_feed_that_was_not_read_has_not_waited() -> None:
     made = feed(np.arange(64))
     assert (made.wait_seconds, made.input_wait_fraction) == (0.0, 0.0)
+
+
+def test_a_source_without_a_batch_is_refused() -> None:
+    rows = grain.MapDataset.source(np.arange(8))
+    for empty in ([], rows[8:], rows.filter(lambda _: False).to_iter_dataset()):
+        with pytest.raises(DataError, match="give at least 1"):
+            list(feed(empty))

@@ -62,7 +62,7 @@ def test_any_history_is_drawn(records: list[Record], tmp_path: Path) -> None:
     draw_curves(records, tmp_path / "curves.png", "a run · 8 devices")
     width, height, pixels = png(tmp_path / "curves.png")
     names = {name for record in records for name in record.metrics}
-    assert (width, height) == ((len(names) + 1) * 630, 510)
+    assert (width, height) == ((len(names) + 1) * 630, 495)
     assert coloured(pixels) > 1000
 
 

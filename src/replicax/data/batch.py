@@ -58,7 +58,7 @@ def row_count(data: PyTree) -> int:
         if not shape:
             raise DataError(
                 f"batch{_name(path)} is a scalar; every leaf needs a leading row dim: "
-                "repeat it once a row, or keep it out of the batch"
+                "make a list an array with np.asarray, or repeat a constant once a row"
             )
         if shape[0] != np.shape(first)[0]:
             raise DataError(
@@ -108,7 +108,7 @@ def place(batch: Batch, sharding: jax.sharding.Sharding) -> Batch:
 
 def _host_leaf(path: tuple[Any, ...], leaf: Any, copy: bool) -> np.ndarray:
     array = np.array(leaf, copy=True) if copy else np.asarray(leaf)
-    if array.dtype.kind in "OSU":
+    if array.dtype.kind in "OSUMm" or array.dtype.names:
         raise DataError(
             f"batch{_name(path)} has dtype {array.dtype}; a device holds numbers only: "
             "encode it as numbers, or keep it out of the batch"
@@ -123,7 +123,14 @@ def _host_leaf(path: tuple[Any, ...], leaf: Any, copy: bool) -> np.ndarray:
                 f"batch{_name(path)} has {array.dtype} values from {low} to {high}; {dtype} holds "
                 f"{limits.min} to {limits.max}: make them smaller or set jax_enable_x64"
             )
-    return array.astype(dtype)
+    with np.errstate(over="ignore"):
+        narrow = array.astype(dtype)
+    if array.dtype.kind == "f" and np.isfinite(array).sum() > np.isfinite(narrow).sum():
+        raise DataError(
+            f"batch{_name(path)} has {array.dtype} values up to {np.nanmax(np.abs(array))}; "
+            f"{dtype} holds {np.finfo(dtype).max}: scale them or set jax_enable_x64"
+        )
+    return narrow
 
 
 def _name(path: tuple[Any, ...]) -> str:

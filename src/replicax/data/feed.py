@@ -100,9 +100,9 @@ class Feed:
             self._elapsed_seconds = time.perf_counter() - started
 
     def _batches(self) -> Generator[Batch]:
-        size = self.source.batch_size
+        size, empty = self.source.batch_size, True
         for data, index in self.source.epoch(self.epoch):
-            size = size or len(index)
+            size, empty = size or len(index), False
             if len(index) > size:
                 raise DataError(
                     f"a batch has {len(index)} rows and the batch size is {size}; no batch may be "
@@ -110,3 +110,5 @@ class Feed:
                 )
             batch = pad(data, self.split.padded(size), index)
             yield place(dataclasses.replace(batch, feed_padding=self.padding), self._sharding)
+        if empty:
+            raise DataError("the source gave no batch; give at least 1")

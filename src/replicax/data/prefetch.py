@@ -57,7 +57,7 @@ class Prefetch(Generic[T]):
         self._stop.set()
         while not self._queue.empty():
             self._queue.get_nowait()
-        self._thread.join()
+        self._thread.join(timeout=5.0)  # a loader that hangs must not hang its reader
 
     def __del__(self) -> None:
         self._stop.set()

@@ -70,7 +70,8 @@ class ArraySource:
     def __init__(self, data: PyTree, batch_size: int, shuffle: bool, seed: int) -> None:
         self.rows: int | None = row_count(data)
         self.batch_size = batch_size
-        self._data, self._shuffle, self._seed = data, shuffle, seed
+        self._data = jax.tree.map(np.asarray, data)
+        self._shuffle, self._seed = shuffle, seed
         if not self.rows:
             raise DataError("the source has 0 rows; give at least 1")
 
@@ -122,19 +123,19 @@ class IterableSource:
         self.rows: int | None = None
         self.batch_size = batch_size
         self._batches = batches
+        self._was_read = False
 
     def epoch(self, number: int) -> Iterator[Rows]:
         empty = True
-        for data, index in _counted(self._batches):
+        for rows in _counted(self._batches):
             empty = False
-            yield data, index
-        if empty:
+            yield rows
+        if empty and self._was_read:
             raise DataError(
-                f"the source gave no batch in epoch {number}; a generator can be read once: "
-                "give a list or a loader that can be iterated again"
-                if number
-                else "the source gave no batch; give at least 1"
+                f"the source gave no batch when read again in epoch {number}; a generator can be "
+                "read once: give a list, or a loader that can be iterated again"
             )
+        self._was_read = True
 
 
 def can_shuffle(data: Any) -> bool:
@@ -142,9 +143,10 @@ def can_shuffle(data: Any) -> bool:
     return _is_arrays(data) or _is_grain(data, "MapDataset")
 
 
-def _take(leaf: Any, index: np.ndarray) -> np.ndarray:
+def _take(leaf: np.ndarray, index: np.ndarray) -> np.ndarray:
     """A fresh array of the rows `index`."""
-    return np.asarray(leaf)[index]
+    taken: np.ndarray = leaf[index]
+    return taken
 
 
 def _is_arrays(data: Any) -> bool:

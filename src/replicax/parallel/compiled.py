@@ -92,10 +92,12 @@ def _memory(compiled: jax.stages.Compiled) -> Memory | None:
 
 
 def _result_bytes(instruction: hlo.Instruction) -> int:
-    """Bytes of the result. An asynchronous start gives its operands back beside its results."""
+    """Bytes of the result, without the operands and context of an asynchronous start."""
     if not instruction.opcode.endswith("-start") or instruction.opcode == "all-reduce-start":
         return instruction.bytes
-    return instruction.bytes - sum(hlo.shape_bytes(operand) for operand in instruction.operands)
+    context = 4 * hlo.arrays(instruction.shape).count(("u32", ()))
+    operands = sum(hlo.shape_bytes(operand) for operand in instruction.operands)
+    return instruction.bytes - operands - context
 
 
 def _dot_flops(dot: hlo.Instruction) -> int:

@@ -14,7 +14,9 @@ _INSTRUCTION = re.compile(
     r"(?P<shape>\(.*?\)|\S+) (?P<opcode>[\w\-]+)\((?P<rest>.*)$"
 )
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
-_CALLED = re.compile(r"(?:body|condition|calls|to_apply|async_execution_thread)=%?([\w.\-]+)")
+_CALLED = re.compile(
+    r"(?:body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)"
+)
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _BITS = re.compile(r"\d+")

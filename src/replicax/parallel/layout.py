@@ -1,5 +1,6 @@
 """Abstract state + mesh + rule -> where each array lives."""
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +24,8 @@ Layout = str | Rules
 - rules       each parameter, and the optimizer's copies of it, as its rule says
 """
 
+Rule = Callable[[str, tuple[int, ...]], PartitionSpec]
+
 MODES_OF_LAYOUT = {
     "replicated": ("single", "jit", "shard_map", "pmap"),
     "zero1": ("jit",),
@@ -38,6 +41,7 @@ def layout_name(layout: Layout) -> str:
         ConfigError: no such layout.
     """
     if not isinstance(layout, str):
+        _check_rules(layout)
         return "rules"
     if layout not in LAYOUTS:
         raise ConfigError(
@@ -77,9 +81,7 @@ def state_shardings(state: TrainState, mesh: Mesh, layout: Layout) -> TrainState
     def over_replicas(_path: str, shape: tuple[int, ...]) -> PartitionSpec:
         return _split_largest(shape, replica_count(mesh))
 
-    def by_rule(path: str, shape: tuple[int, ...]) -> PartitionSpec:
-        return _first_match(path, shape, mesh, layout if not isinstance(layout, str) else ())
-
+    by_rule = _by_rule(state.params, mesh, layout) if not isinstance(layout, str) else everywhere
     params, opt_state = {
         "replicated": (everywhere, everywhere),
         "zero1": (everywhere, over_replicas),
@@ -95,7 +97,7 @@ def state_shardings(state: TrainState, mesh: Mesh, layout: Layout) -> TrainState
     )
 
 
-def _shardings(tree: Any, mesh: Mesh, rule: Callable[[str, tuple[int, ...]], PartitionSpec]) -> Any:
+def _shardings(tree: Any, mesh: Mesh, rule: Rule) -> Any:
     def sharding(path: Any, leaf: Any) -> NamedSharding:
         return NamedSharding(mesh, rule(jax.tree_util.keystr(path), tuple(leaf.shape)))
 
@@ -111,25 +113,74 @@ def _split_largest(shape: tuple[int, ...], parts: int) -> PartitionSpec:
     return PartitionSpec(*(DATA if dim == largest else None for dim in range(len(shape))))
 
 
-def _first_match(path: str, shape: tuple[int, ...], mesh: Mesh, rules: Rules) -> PartitionSpec:
-    """The spec of the first rule found in `path`; replicated where none is, or for a scalar."""
-    spec = next((spec for regex, spec in rules if re.search(regex, path)), PartitionSpec())
-    if not shape:
-        return PartitionSpec()
+def _check_rules(rules: Any) -> None:
+    if not isinstance(rules, Sequence):
+        raise ConfigError(
+            f"layout={rules!r}; it is one of {', '.join(LAYOUTS)}, or a list of "
+            "(path regex, PartitionSpec)"
+        )
+    for rule in rules:
+        if not (isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[1], PartitionSpec)):
+            raise ConfigError(
+                f"the layout rule {rule!r} is no pair (path regex, PartitionSpec); write it as one"
+            )
+        try:
+            re.compile(rule[0])
+        except (re.error, TypeError) as error:
+            raise ConfigError(
+                f"the layout rule {rule[0]!r} is no regex ({error}); mend it"
+            ) from error
+
+
+def _by_rule(params: Any, mesh: Mesh, rules: Rules) -> Rule:
+    """The specs of params by their rules; the optimizer's arrays follow the param they end in."""
+    shapes = {
+        jax.tree_util.keystr(keys): tuple(leaf.shape)
+        for keys, leaf in jax.tree_util.tree_leaves_with_path(params)
+    }
+    for regex, _ in rules:
+        if not any(re.search(regex, path) for path in shapes):
+            raise ConfigError(
+                f"the layout rule {regex!r} is found in none of the {len(shapes)} parameters, such "
+                f"as {', '.join(list(shapes)[:3])}; mend the rule, or take it out"
+            )
+    specs: dict[str, PartitionSpec] = {}
+    for path, shape in shapes.items():
+        found = (spec for regex, spec in rules if re.search(regex, path))
+        specs[path] = next(found, PartitionSpec()) if shape else PartitionSpec()
+        _check_spec(path, shape, specs[path], mesh)
+
+    def rule(path: str, shape: tuple[int, ...]) -> PartitionSpec:
+        owners = [each for each in specs if path.endswith(each) and shapes[each] == shape]
+        return specs[max(owners, key=len)] if owners else PartitionSpec()
+
+    return rule
+
+
+def _check_spec(path: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> None:
+    """Raise `ConfigError` where `spec` cannot split `shape` over `mesh`."""
+    if len(spec) > len(shape):
+        raise ConfigError(
+            f"the rule for {path} has {len(spec)} dims and the array {len(shape)}; a spec has at "
+            "most the array's: shorten it, or give this path a rule of its own"
+        )
+    used: list[str] = []
     for size, axes in zip(shape, spec, strict=False):
-        names = (axes,) if isinstance(axes, str) else tuple(axes or ())
+        names = [axes] if isinstance(axes, str) else list(axes or ())
         missing = [axis for axis in names if axis not in mesh.axis_names]
         if missing:
             raise ConfigError(
                 f"the rule for {path} names the axis {missing[0]!r}; the mesh has "
                 f"{', '.join(mesh.axis_names)}: rename one of them"
             )
-        devices = 1
-        for axis in names:
-            devices *= mesh.shape[axis]
+        devices = math.prod(mesh.shape[axis] for axis in names)
         if size % devices:
             raise ConfigError(
                 f"the rule for {path} splits a dim of {size} over {devices} devices; the devices "
                 "must divide it: change the rule or the mesh"
             )
-    return spec
+        used += names
+    if len(set(used)) < len(used):
+        raise ConfigError(
+            f"the rule for {path} uses an axis twice ({spec}); an axis splits one dim: change it"
+        )

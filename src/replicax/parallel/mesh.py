@@ -34,6 +34,8 @@ def make_mesh(
     for name, size in (("model", model), ("stage", stage)):
         if size < 1:
             raise ConfigError(f"{name}={size}; an axis has at least 1 device: raise it")
+    if not devices:
+        raise ConfigError("devices=[] has 0 devices; a mesh has at least 1: name some")
     others = model * stage
     if data == -1:
         if len(devices) % others:
@@ -90,5 +92,5 @@ def by_rows(mesh: Mesh) -> NamedSharding:
 
 def _more_host_devices(device: jax.Device, needed: int) -> str:
     if device.platform != "cpu":
-        return ""
-    return f", or start with JAX_NUM_CPU_DEVICES={needed} for host devices"
+        return ", or JAX_PLATFORMS=cpu for host devices"
+    return f", or start with JAX_NUM_CPU_DEVICES={needed} for more host devices"

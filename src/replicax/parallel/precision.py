@@ -24,7 +24,9 @@ class Precision:
 
     def __post_init__(self) -> None:
         if self.name not in ("float32", "bfloat16"):
-            raise ConfigError(f"precision={self.name!r}; it is one of float32, bfloat16")
+            raise ConfigError(
+                f"precision={self.name!r}; it is one of float32, bfloat16: choose one"
+            )
 
     def to_compute(self, tree: PyTree) -> PyTree:
         """`tree` with its floating-point arrays in the dtype of the computation."""

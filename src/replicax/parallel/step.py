@@ -77,7 +77,9 @@ class DataParallel:
         check_mode(mode, self.mesh)
         check_layout(layout, mode)
         if accumulate < 1:
-            raise ConfigError(f"accumulate={accumulate}; a step has at least 1 micro-batch")
+            raise ConfigError(
+                f"accumulate={accumulate}; a step has at least 1 micro-batch: raise it"
+            )
         self._loss = loss
         self._optimizer = optimizer
         self._definition: Definition | None = None
@@ -103,7 +105,7 @@ class DataParallel:
             ConfigError: nothing to train, or another structure than this object already trains.
         """
         if not 0 <= seed < 2**32:
-            raise ConfigError(f"seed={seed}; it is at least 0 and below 2**32")
+            raise ConfigError(f"seed={seed}; it is at least 0 and below 2**32: choose another")
         params, extras = self._adopt(model)
         create_state = partial(create, optimizer=self._optimizer)
         shapes = jax.eval_shape(create_state, params, extras, np.uint32(seed))

@@ -72,26 +72,26 @@ def find_recipe(spec: str) -> type[Any]:
             f"file.py:Name{did_you_mean(spec, BUILT_IN)}"
         )
     module = _load_file(Path(where)) if where.endswith(".py") else _load_module(where)
-    classes = {key: value for key, value in vars(module).items() if _is_own_class(value, module)}
+    classes = {key: value for key, value in vars(module).items() if inspect.isclass(value)}
     if not name:
-        recipes = [key for key, value in classes.items() if not _missing(value)]
-        if len(recipes) != 1:
-            raise ConfigError(
-                f"{where} has {len(recipes)} recipes ({', '.join(recipes) or 'none'}); name one: "
-                f"{where}:Name"
-            )
-        name = recipes[0]
+        name = _only_recipe(module, where)
     if name not in classes:
+        own = [key for key, value in classes.items() if value.__module__ == module.__name__]
         raise ConfigError(
-            f"{where} has no class {name!r}; it has {', '.join(classes) or 'none'}"
-            f"{did_you_mean(name, classes)}"
+            f"{where} has no class {name!r}; it has {', '.join(own) or 'none'}"
+            f"{did_you_mean(name, own)}"
         )
-    if missing := _missing(classes[name]):
+    recipe: type[Any] = classes[name]
+    if not dataclasses.is_dataclass(recipe):
+        raise ConfigError(
+            f"{name} in {where} is no dataclass; a recipe is one, with its hyperparameters for "
+            "fields: put @dataclasses.dataclass(frozen=True) above it"
+        )
+    if missing := _missing(recipe):
         raise ConfigError(
             f"{name} in {where} lacks {', '.join(missing)}; a recipe is a dataclass with the "
             f"fields {', '.join(_FIELDS)} and the methods {', '.join(_MEMBERS)}: add them"
         )
-    recipe: type[Any] = classes[name]
     return recipe
 
 
@@ -101,43 +101,59 @@ def recipe_name(recipe: type[Any]) -> str:
     return next((name for name, spec in BUILT_IN.items() if spec == path), recipe.__name__)
 
 
-def _missing(recipe: type[Any]) -> list[str]:
-    fields = (
-        {field.name for field in dataclasses.fields(recipe)} if _is_dataclass(recipe) else set()
-    )
+def _only_recipe(module: ModuleType, where: str) -> str:
+    """The name of the one recipe that `module` defines."""
+    recipes = [
+        key
+        for key, value in vars(module).items()
+        if inspect.isclass(value)
+        and value.__module__ == module.__name__
+        and dataclasses.is_dataclass(value)
+        and not _missing(value)
+    ]
+    if len(recipes) != 1:
+        raise ConfigError(
+            f"{where} has {len(recipes)} recipes ({', '.join(recipes) or 'none'}); name one: "
+            f"{where}:Name"
+        )
+    return recipes[0]
+
+
+def _missing(recipe: Any) -> list[str]:
+    fields = {field.name for field in dataclasses.fields(recipe)}
     return [name for name in _FIELDS if name not in fields] + [
         name for name in _MEMBERS if not hasattr(recipe, name)
     ]
 
 
-def _is_dataclass(value: Any) -> bool:
-    return isinstance(value, type) and dataclasses.is_dataclass(value)
-
-
-def _is_own_class(value: Any, module: ModuleType) -> bool:
-    return inspect.isclass(value) and value.__module__ == module.__name__
-
-
 def _load_module(name: str) -> ModuleType:
+    refusal = ConfigError(
+        f"no module {name!r}; a recipe is package.module:Name, file.py:Name, or one of "
+        f"{', '.join(BUILT_IN)}"
+    )
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise refusal
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
-        raise ConfigError(
-            f"no module {name!r}; a recipe is package.module:Name, file.py:Name, or one of "
-            f"{', '.join(BUILT_IN)}"
-        ) from error
+        raise refusal from error
 
 
 def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise ConfigError(f"{path} is no file; give the path of a recipe as file.py:Name")
-    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
+    name = f"replicax_recipe_{path.stem}"  # a file named json.py must not replace json
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
     if spec is None or spec.loader is None:
         raise ConfigError(f"{path} cannot be loaded as Python; rename it to end in .py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses look their module up
+    sys.modules[name] = module  # dataclasses look their module up
     sys.path.insert(0, str(path.resolve().parent))  # the file's neighbours, as python file.py has
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module

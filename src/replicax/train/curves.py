@@ -2,12 +2,17 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from replicax.errors import require
 from replicax.train.records import Record
 
 # Okabe and Ito's colours, told apart with any kind of colour vision.
-TRAIN, EVAL = "#0072B2", "#D55E00"
+COLOURS = {"train": "#0072B2", "eval": "#D55E00"}
+COLUMNS = 4
+MOST_MARKERS = 20
+LOG_SCALE_FROM = 30.0
+"""Largest loss over smallest from which a linear axis would hide the end of a run."""
 
 
 def draw_curves(records: Sequence[Record], path: Path, title: str) -> None:
@@ -20,29 +25,57 @@ def draw_curves(records: Sequence[Record], path: Path, title: str) -> None:
     names = list(dict.fromkeys(name for record in records for name in record.metrics))
     names.sort(key=lambda name: name != "loss")
     panels = len(names) + 1
-    figure = figure_module.Figure(figsize=(4.2 * panels, 3.4), layout="constrained")
+    rows, columns = -(-panels // COLUMNS), min(panels, COLUMNS)
+    figure = figure_module.Figure(figsize=(4.2 * columns, 3.3 * rows), layout="constrained")
     figure.suptitle(title)
-    axes = figure.subplots(1, panels, squeeze=False)[0]
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axis, name in zip(axes, names, strict=False):
-        for kind, colour, marker in (("train", TRAIN, None), ("eval", EVAL, "o")):
-            points = [
-                (record.step, record.metrics[name])
-                for record in records
-                if record.kind == kind and name in record.metrics
-            ]
-            if points:
-                thin = {"linewidth": 1.2, "markersize": 4}
-                axis.plot(
-                    *zip(*points, strict=True), color=colour, marker=marker, label=kind, **thin
-                )
-        axis.set(xlabel="step", ylabel=name)
+        for kind in COLOURS:
+            _plot(axis, kind, [(r.step, r.metrics[name]) for r in _having(records, kind, name)])
+        axis.set_ylabel(name)
         axis.legend(frameon=False)
+    _use_log_scale(axes[0], [r.metrics["loss"] for r in records if "loss" in r.metrics])
     rates = [(r.step, r.rows_per_second) for r in records if r.kind == "train" and r.seconds > 0]
-    if rates:
-        axes[-1].plot(*zip(*rates, strict=True), color=TRAIN, linewidth=1.2)
-    axes[-1].set(xlabel="step", ylabel="rows per second")
-    axes[-1].set_ylim(bottom=0)
-    for axis in axes:
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(alpha=0.25)
+    _plot(axes[panels - 1], "train", rates)
+    axes[panels - 1].set_ylabel("rows per second")
+    axes[panels - 1].set_ylim(bottom=0)
+    axes[panels - 1].yaxis.set_major_formatter("{x:,.0f}")
+    for axis in axes[:panels]:
+        _dress(axis)
+    for axis in axes[panels:]:
+        axis.set_visible(False)
     figure.savefig(path, dpi=150)
+
+
+def _having(records: Sequence[Record], kind: str, name: str) -> list[Record]:
+    return [record for record in records if record.kind == kind and name in record.metrics]
+
+
+def _plot(axis: Any, kind: str, points: list[tuple[int, float]]) -> None:
+    if not points:
+        return
+    # One point has no line, and many markers hide theirs.
+    few = len(points) == 1 or (kind == "eval" and len(points) <= MOST_MARKERS)
+    steps, values = zip(*points, strict=True)
+    axis.plot(
+        steps,
+        values,
+        color=COLOURS[kind],
+        label=kind,
+        marker="o" if few else None,
+        linewidth=1.2,
+        markersize=4,
+    )
+
+
+def _use_log_scale(axis: Any, losses: list[float]) -> None:
+    if losses and min(losses) > 0 and max(losses) / min(losses) > LOG_SCALE_FROM:
+        axis.set_yscale("log")
+
+
+def _dress(axis: Any) -> None:
+    axis.set_xlabel("step")
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.xaxis.set_major_formatter("{x:,.0f}")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(alpha=0.25)

@@ -86,6 +86,8 @@ def fit(
         DivergedError: the loss is no longer finite.
     """
     _check_length(epochs, steps, log_every)
+    if eval_batch_size is None:
+        eval_batch_size = batch_size
     if shuffle is None:
         shuffle = can_shuffle(source)
     opened = as_source(source, batch_size, shuffle=shuffle, seed=seed)
@@ -94,9 +96,7 @@ def fit(
     loop = _Loop(
         dp=dp,
         source=opened,
-        eval_feed=None
-        if eval_source is None
-        else dp.feed(eval_source, eval_batch_size or batch_size),
+        eval_feed=None if eval_source is None else dp.feed(eval_source, eval_batch_size),
         epochs=epochs,
         total=total,
         meter=Meter(log_every),
@@ -108,10 +108,13 @@ def fit(
             loop.display.line(line)
         if loop.folder:
             loop.folder.write_config({**(config or {}), **derived(dp, first)})
-        result = loop.run(state)
-    if loop.folder:
-        _draw(result, loop.folder.path, title, loop.display)
-    loop.display.line(summary(result, total))
+        try:
+            result = loop.run(state)
+        finally:
+            if loop.folder and loop.records:
+                _draw(loop.records, loop.folder.path, title, loop.display)
+        for line in summary(result, total):
+            loop.display.line(line)
     return result
 
 
@@ -166,7 +169,7 @@ class _Loop:
                 self.rows += batch.rows or 0
                 self.display.step(self.step)
                 self._keep(self.meter.add(self.step, epoch, batch.rows or 0, metrics))
-                if self.step == 1 and self.eval_feed:
+                if self.step == 1 and self.eval_feed is not None:
                     self.dp.check(self.eval_feed)
                 if interrupt.wanted or self._all_steps_done():
                     break
@@ -178,7 +181,7 @@ class _Loop:
         self.evaluated_at = self.step
         started = time.perf_counter()
         record = None
-        if self.eval_feed:
+        if self.eval_feed is not None:
             metrics = self.dp.evaluate(state, self.eval_feed)
             rows = int(metrics.pop("rows"))
             seconds = time.perf_counter() - started
@@ -219,8 +222,8 @@ def _total_steps(feed: Feed, epochs: int | None) -> int | None:
     return None if epochs is None or feed.padding is None else epochs * len(feed)
 
 
-def _draw(result: Fit, folder: Path, title: str, display: Progress) -> None:
+def _draw(records: list[Record], folder: Path, title: str, display: Progress) -> None:
     try:
-        draw_curves(result.records, folder / "curves.png", title)
+        draw_curves(records, folder / "curves.png", title)
     except MissingDependencyError as error:
         display.line(f"no curves.png: {error}")

@@ -60,7 +60,6 @@ class RunFolder:
             )
         try:
             path.mkdir(parents=True, exist_ok=True)
-            self._lines = (path / "records.jsonl").open("w", encoding="utf-8")
         except OSError as error:
             raise ConfigError(
                 f"{path} cannot be written ({error.strerror}); choose another"
@@ -68,14 +67,15 @@ class RunFolder:
 
     def write_config(self, config: dict[str, Any]) -> None:
         """Write `config.json`; what JSON does not know is written as text."""
-        text = json.dumps(config, indent=2, default=str)
+        text = json.dumps(_finite(config), indent=2, default=str)
         (self.path / "config.json").write_text(text + "\n", encoding="utf-8")
 
     def append(self, record: Record) -> None:
         """Add a line to `records.jsonl`, at once visible to a reader."""
-        if self._lines is not None:
-            self._lines.write(record.to_json() + "\n")
-            self._lines.flush()
+        if self._lines is None:  # a run that fails before it has a record leaves the name free
+            self._lines = (self.path / "records.jsonl").open("a", encoding="utf-8")
+        self._lines.write(record.to_json() + "\n")
+        self._lines.flush()
 
     def close(self) -> None:
         """Close `records.jsonl`."""

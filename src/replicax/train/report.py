@@ -13,7 +13,7 @@ from replicax.parallel.layout import layout_name
 from replicax.parallel.mesh import replica_count
 from replicax.parallel.step import DataParallel
 from replicax.parallel.update import TrainState
-from replicax.train.progress import duration, figures
+from replicax.train.progress import duration
 from replicax.train.records import Record
 
 if TYPE_CHECKING:
@@ -43,7 +43,11 @@ def describe(dp: DataParallel, state: TrainState, feed: Feed) -> list[str]:
         )
     if feed.source.rows is not None and feed.padding is not None:
         last = feed.source.rows - (len(feed) - 1) * size
-        short = "" if last == size else f", the last with {last} rows and {feed.padding} of padding"
+        short = (
+            ""
+            if last == size
+            else f", the last with {_count(last, 'row')} and {feed.padding} of padding"
+        )
         lines.append(f"epoch  {feed.source.rows:,} rows in {_count(len(feed), 'batch')}{short}")
     return lines
 
@@ -77,35 +81,40 @@ def derived(dp: DataParallel, feed: Feed) -> dict[str, Any]:
 def epoch_line(
     epoch: int, epochs: int | None, step: int, trained: Record | None, scored: Record | None
 ) -> str:
-    """How an epoch went."""
-    parts = [f"epoch {epoch + 1}{f'/{epochs}' if epochs else ''}", f"step {step:,}"]
+    """How an epoch went, in 80 columns with two metrics."""
+    parts = [f"epoch {epoch + 1}/{epochs}" if epochs else f"epoch {epoch + 1} · step {step:,}"]
     if trained:
-        parts.append(figures(trained))
+        parts.append(f"loss {trained.metrics['loss']:.4g}")
     if scored:
         parts.append(f"eval {_metrics(scored.metrics)}")
+    if trained and trained.seconds > 0:
+        parts.append(f"{trained.rows_per_second:,.0f} rows/s")
     return " · ".join(parts)
 
 
-def summary(result: "Fit", total: int | None) -> str:
+def summary(result: "Fit", total: int | None) -> list[str]:
     """How the run ended."""
     of = f" of {total:,}" if result.interrupted and total else ""
     word = "stopped by Ctrl-C after" if result.interrupted else "done:"
-    rates = [(r.rows, r.seconds) for r in result.records if r.kind == "train" and r.seconds > 0]
+    timed = [r for r in result.records if r.kind == "train" and r.seconds > 0]
+    seconds = sum(record.seconds for record in timed)
     parts = [
-        f"{word} {result.steps:,}{of} steps, {result.rows:,} rows in {duration(result.seconds)}",
+        f"{word} {result.steps:,}{of} steps, {result.rows:,} rows in {duration(result.seconds)}"
     ]
-    if rates:
-        rows, seconds = (sum(column) for column in zip(*rates, strict=True))
-        parts.append(f"{rows / seconds:,.0f} rows/s")
+    if seconds:
+        waited = sum((record.input_wait_fraction or 0) * record.seconds for record in timed)
+        parts.append(f"{sum(record.rows for record in timed) / seconds:,.0f} rows/s")
+        parts.append(f"input wait {waited / seconds:.0%}")
+    lines = [" · ".join(parts)]
     if result.metrics:
         kind = "eval" if any(r.kind == "eval" for r in result.records) else "train"
-        parts.append(f"{kind} {_metrics(result.metrics)}")
-    return " · ".join(parts)
+        lines.append(f"{kind:<6} {_metrics(result.metrics)}")
+    return lines
 
 
 def _metrics(metrics: dict[str, float]) -> str:
     names = sorted(metrics, key=lambda name: name != "loss")
-    return " ".join(f"{name} {metrics[name]:.4f}" for name in names)
+    return " ".join(f"{name} {metrics[name]:.4g}" for name in names)
 
 
 def _padding(size: int, padded: int) -> str:
