@@ -101,6 +101,25 @@ def test_evaluation_counts_every_row_once(mode: str) -> None:
     )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["jit", "shard_map", "pmap"])
+def test_a_loop_that_reads_nothing_does_not_run_too_far_ahead(mode: str) -> None:
+    """Steps of some milliseconds, more of them than XLA's CPU backend lets wait without a hang."""
+
+    def slow(model: Any, batch: Any, key: Any) -> Any:
+        x = batch["x"]
+        for _ in range(4):
+            x = jnp.tanh(x @ model["w"])
+        return x.sum(1)
+
+    dp = rx.DataParallel(slow, optax.sgd(0.01), mode=mode)
+    state = dp.init({"w": jnp.full((256, 256), 0.01)})
+    batch = next(iter(dp.feed({"x": np.ones((1024, 256), np.float32)}, 1024)))
+    for _ in range(80):
+        state, metrics = dp.step(state, batch)
+    assert np.isfinite(metrics["loss"])
+
+
 def test_bfloat16_computes_low_and_keeps_float32() -> None:
     seen = []
 

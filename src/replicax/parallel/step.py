@@ -1,6 +1,7 @@
 """`DataParallel`: a loss, an optimizer and a mesh -> init, feed, step, evaluate."""
 
 import math
+from collections import deque
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -23,6 +24,12 @@ from replicax.parallel.mesh import by_rows, check_mesh, make_mesh, replica_count
 from replicax.parallel.model import Definition, PyTree, split
 from replicax.parallel.precision import Precision
 from replicax.parallel.update import Metrics, TrainState, create, score, update
+
+STEPS_IN_FLIGHT = 4
+"""How far `step` lets the host run ahead of the devices: far enough that they never wait for it,
+and near enough that the batches of unfinished steps fit in memory. XLA's CPU backend admits 32
+programs a device; where several devices have a reduction in common, a host that goes on to the
+33rd stops them all for good."""
 
 
 class DataParallel:
@@ -87,6 +94,7 @@ class DataParallel:
         self._score: Any = None
         self._scalars: tuple[str, ...] | None = None
         self._finite = False
+        self._in_flight: deque[jax.Array] = deque()
 
     @property
     def split(self) -> Split:
@@ -148,7 +156,7 @@ class DataParallel:
         return Feed(opened, self.split, by_rows(self.mesh), epoch=epoch, prefetch=prefetch)
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        """One update. Returns at once; the devices work on.
+        """One update. Returns at once, unless the devices are `STEPS_IN_FLIGHT` steps behind.
 
         Args:
             state: the state before; with `donate` it cannot be used afterwards.
@@ -170,6 +178,9 @@ class DataParallel:
         if self._scalars:
             self._refuse_padding(batch)
         state, metrics = self._step(state, batch)
+        self._in_flight.append(metrics[LOSS])
+        if len(self._in_flight) > STEPS_IN_FLIGHT:
+            self._in_flight.popleft().block_until_ready()
         if not self._finite:
             self._finite = _check_finite(metrics)
         return state, metrics

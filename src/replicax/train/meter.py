@@ -6,12 +6,9 @@ from collections import deque
 
 import jax
 
+from replicax.parallel.step import STEPS_IN_FLIGHT
 from replicax.parallel.update import Metrics
 from replicax.train.records import Record
-
-STEPS_IN_FLIGHT = 4
-"""How far the host may be ahead of the devices: far enough that they never wait for it, near enough
-that the batches of unfinished steps fit beside the one at hand."""
 
 
 @dataclasses.dataclass(frozen=True)
