@@ -14,7 +14,7 @@ from cases import BATCH, CASES, DROPOUT_CASES
 from flax import nnx
 
 import replicax as rx
-from replicax.parallel.model import split
+from replicax.parallel.model import split_model
 
 X = np.linspace(-1, 1, 48, dtype=np.float32).reshape(8, 6)
 
@@ -48,7 +48,7 @@ def test_the_model_comes_back_as_the_user_gave_it(kind: str) -> None:
 def test_training_leaves_the_callers_model_alone(kind: str) -> None:
     case = CASES[kind]
     model = case.model()
-    arrays = jax.tree.leaves(split(model)[1])
+    arrays = jax.tree.leaves(split_model(model)[1])
     before = [np.array(array) for array in arrays]
     dp = rx.DataParallel(case.loss, optax.sgd(0.1))
     state = dp.init(model)
@@ -66,7 +66,7 @@ def test_only_floating_arrays_of_a_pytree_train() -> None:
         "rate": 0.5,
         "n": None,
     }
-    definition, params, extras = split(model)
+    definition, params, extras = split_model(model)
     assert jax.tree.leaves(params)[0].shape == (3,)
     assert len(jax.tree.leaves(params)) == len(jax.tree.leaves(extras)) == 1
     merged = definition.merge(params, extras)
@@ -80,18 +80,18 @@ def test_only_floating_arrays_of_a_pytree_train() -> None:
 )
 def test_nothing_to_train_is_refused(model: Any) -> None:
     with pytest.raises(rx.ConfigError, match="0 trainable arrays"):
-        split(model)
+        split_model(model)
 
 
 def test_an_unbound_linen_module_is_refused() -> None:
     with pytest.raises(rx.ConfigError, match=r"model\.bind\(model\.init"):
-        split(nn.Dense(3))
+        split_model(nn.Dense(3))
 
 
 def test_an_equinox_state_is_refused() -> None:
     model = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, axis_name="batch", mode="ema")
     with pytest.raises(rx.ConfigError, match="Equinox State"):
-        split(model)
+        split_model(model)
 
 
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
@@ -99,7 +99,7 @@ def test_an_equinox_state_is_refused() -> None:
 def test_batch_norm_moves_by_the_global_batch(kind: str, mode: str) -> None:
     _, state = trained(kind, mode)
     _, reference = trained(kind, "single")
-    initial = split(CASES[kind].model())[2]
+    initial = split_model(CASES[kind].model())[2]
     for found, expected, start in zip(
         *(
             jax.tree.leaves(rest)

@@ -49,7 +49,7 @@ class Definition(Protocol):
         """
 
 
-def split(model: Any) -> tuple[Definition, PyTree, PyTree]:
+def split_model(model: Any) -> tuple[Definition, PyTree, PyTree]:
     """The definition, params and extras of a plain pytree, Equinox, NNX, or bound Linen model.
 
     Raises:
@@ -146,7 +146,7 @@ class PytreeDefinition:
 
 
 def split_pytree(model: PyTree) -> tuple[PytreeDefinition, PyTree, PyTree]:
-    """`split` for a plain pytree: arrays of a floating dtype train, all else is constant."""
+    """`split_model` for a plain pytree: arrays of a floating dtype train, all else is constant."""
     leaves, treedef = jax.tree.flatten(model)
     params = jax.tree.map(lambda leaf: leaf if is_trainable(leaf) else None, model)
     extras = jax.tree.map(

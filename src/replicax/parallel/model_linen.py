@@ -13,7 +13,7 @@ PARAMS = "params"
 
 
 def split_linen(model: nn.Module) -> tuple["LinenDefinition", PyTree, PyTree]:
-    """`replicax.parallel.model.split` for Linen: the collection `params` trains.
+    """`split_model` for Linen: the collection `params` trains.
 
     Raises:
         ConfigError: the module is not bound to its variables.

@@ -14,7 +14,7 @@ def _is_param(_path: Any, node: Any) -> bool:
 
 
 def split_nnx(model: nnx.Module) -> tuple["NNXDefinition", PyTree, PyTree]:
-    """`replicax.parallel.model.split` for NNX: `nnx.Param` trains, all other state is extras."""
+    """`split_model` for NNX: `nnx.Param` trains, all other state is extras."""
     graphdef, params, extras = nnx.split(model, _is_param, ...)  # type: ignore[misc]
     definition = NNXDefinition(graphdef, jax.tree.structure(params), jax.tree.structure(extras))
     return definition, nnx.to_pure_dict(params), nnx.to_pure_dict(extras)

@@ -21,7 +21,7 @@ from replicax.parallel.layout import Layout, check_layout, state_shardings
 from replicax.parallel.lift import check_mode, lift
 from replicax.parallel.loss import LOSS, scalars
 from replicax.parallel.mesh import by_rows, check_mesh, make_mesh, replica_count, replicated
-from replicax.parallel.model import Definition, PyTree, split
+from replicax.parallel.model import Definition, PyTree, split_model
 from replicax.parallel.precision import Precision
 from replicax.parallel.update import Metrics, TrainState, create, score, update
 
@@ -193,7 +193,8 @@ class DataParallel:
             batches: from `feed`, or any pytrees of arrays `[rows, ...]`.
 
         Returns:
-            The exact weighted mean of each, and `"rows"`, the number of rows.
+            The exact weighted mean of each, NaN where nothing has any weight, and `"rows"`, the
+            number of rows.
         """
         _check_alive(state)
         totals: dict[str, np.ndarray] = {}
@@ -212,8 +213,16 @@ class DataParallel:
         if not totals:
             raise ConfigError("evaluate was given 0 batches; give at least 1")
         rows = int(totals.pop("rows")[0])
-        means = {name: float(total / weight) for name, (total, weight) in totals.items()}
+        means = {
+            name: float(total / weight) if weight else math.nan
+            for name, (total, weight) in totals.items()
+        }
         return {**means, "rows": rows}
+
+    def check(self, feed: Feed) -> None:
+        """Raise `LossError` where the loss, once seen by `step`, cannot be exact on `feed`."""
+        if self._scalars and feed.padding:
+            raise self._scalar_with_padding(feed.split.padded(feed.source.batch_size), feed.padding)
 
     def model(self, state: TrainState) -> Any:
         """The user's model with the arrays of `state`, which it shares."""
@@ -249,7 +258,7 @@ class DataParallel:
 
     def _adopt(self, model: Any) -> tuple[PyTree, PyTree]:
         """The arrays of `model`, whose structure becomes, or already is, this object's."""
-        definition, params, extras = split(model)
+        definition, params, extras = split_model(model)
         if self._definition is not None and definition != self._definition:
             raise ConfigError(
                 "init was given a model of another structure than before; one DataParallel trains "
@@ -315,11 +324,6 @@ class DataParallel:
         padding = batch.feed_padding or batch.size - rows
         if padding:
             raise self._scalar_with_padding(batch.size, padding)
-
-    def check(self, feed: Feed) -> None:
-        """Raise `LossError` where the loss, once seen by `step`, cannot be exact on `feed`."""
-        if self._scalars and feed.padding:
-            raise self._scalar_with_padding(feed.split.padded(feed.source.batch_size), feed.padding)
 
     def _scalar_with_padding(self, size: int, padding: int) -> LossError:
         name = (self._scalars or (LOSS,))[0]

@@ -27,7 +27,7 @@ class LeNet:
     """Images of a global batch."""
     epochs: int = 10
     """Passes over the training images."""
-    learning_rate: float = 0.1
+    learning_rate: float = 0.2
     """At its height, after a tenth of the steps; it then falls to 0 along a cosine."""
     momentum: float = 0.9
     """Of gradient descent (Nesterov's)."""
