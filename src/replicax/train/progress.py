@@ -124,7 +124,7 @@ class LiveProgress:
 
 def figures(record: Record) -> str:
     """The figures of a train record on one line."""
-    parts = [f"loss {record.metrics['loss']:.4g}"]
+    parts = [f"epoch {record.epoch + 1}", f"loss {record.metrics['loss']:.4g}"]
     if record.seconds > 0:
         parts.append(f"{record.rows_per_second:,.0f} rows/s")
     if record.input_wait_fraction is not None:
