@@ -25,6 +25,7 @@ from timing import environment, ratios, save, spread
 import replicax as rx
 from replicax.recipes.datasets import fashion_mnist
 from replicax.recipes.lenet import LeNet
+from replicax.train.host_memory import keep_freed_memory
 
 
 def replicax(mode: str, data: dict[str, Any]) -> Any:
@@ -59,6 +60,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", DEVICES)
+    keep_freed_memory()  # as `replicax train` does; the loop by hand has it too
     data = fashion_mnist()
     images, labels = data.train["image"], data.train["label"]
     print(f"data: {data.name}, {data.source}, {len(labels):,} rows")

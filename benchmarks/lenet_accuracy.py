@@ -20,7 +20,7 @@ RUNS = [
 
 
 def train(mode: str, devices: int, epochs: int) -> dict[str, Any]:
-    """The last evaluation of one run of the command line, and its rows per second."""
+    """The last evaluation of one run of the command line."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "replicax", "train", "lenet", "--run", "accuracy"]
         command += ["--mode", mode, "--devices", str(devices), "--epochs", str(epochs)]
@@ -28,15 +28,12 @@ def train(mode: str, devices: int, epochs: int) -> dict[str, Any]:
         lines = (Path(folder) / "runs/accuracy/records.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     (*_, last) = (record for record in records if record["kind"] == "eval")
-    timed = [record for record in records if record["kind"] == "train" and record["seconds"]]
-    seconds = sum(record["seconds"] for record in timed)
     return {
         "mode": mode,
         "devices": devices,
         "accuracy": last["metrics"]["accuracy"],
         "loss": last["metrics"]["loss"],
         "evaluated_rows": last["rows"],
-        "rows_per_second": round(sum(record["rows"] for record in timed) / seconds),
     }
 
 
@@ -44,14 +41,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=10, help="of each run (default: 10)")
     epochs = parser.parse_args().epochs
-    print("mode       devices  accuracy    loss  rows evaluated  rows per second")
+    print("mode       devices  accuracy    loss  rows evaluated")
     runs = []
     for mode, devices in RUNS:
         found = train(mode, devices, epochs)
         runs.append(found)
         print(
             f"{mode:<10} {devices:>7}  {found['accuracy']:>8.4f}  {found['loss']:.4f}"
-            f"  {found['evaluated_rows']:>14,}  {found['rows_per_second']:>15,}",
+            f"  {found['evaluated_rows']:>14,}",
             flush=True,
         )
     accuracies = [run["accuracy"] for run in runs]

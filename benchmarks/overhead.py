@@ -20,6 +20,7 @@ from timing import environment, interleaved, ratios, save, spread
 import replicax as rx
 from replicax.parallel.mesh import by_rows, replicated
 from replicax.recipes.lenet import LeNet, logits
+from replicax.train.host_memory import keep_freed_memory
 
 BATCH = 256
 OPTIMIZER = optax.sgd(0.1, momentum=0.9, nesterov=True)
@@ -175,6 +176,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40, help="interleaved rounds (default: 40)")
     rounds = parser.parse_args().rounds
     jax.config.update("jax_num_cpu_devices", 2)
+    # Or page faults on either side, by luck of the allocator, hide what is to be seen.
+    keep_freed_memory()
     result = {"environment": environment(), "batch": BATCH, "rounds": rounds}
     print("median [quartiles]")
     for devices in (1, 2):

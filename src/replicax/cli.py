@@ -126,11 +126,15 @@ def _run_training(name: str, spec: str, recipe: Any, options: TrainOptions) -> i
     import jax
 
     import replicax as rx
+    from replicax.train.host_memory import keep_freed_memory
 
+    mesh = _mesh(options)
+    if mesh.devices.flat[0].platform == "cpu":
+        keep_freed_memory()
     dp = rx.DataParallel(
         recipe.loss,
         recipe.optimizer(),
-        mesh=_mesh(options),
+        mesh=mesh,
         mode=options.mode,
         layout=options.layout,
         accumulate=options.accumulate,
