@@ -173,7 +173,7 @@ def tiny(rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=40, help="interleaved rounds (default: 40)")
+    parser.add_argument("--rounds", type=int, default=100, help="interleaved rounds (default: 100)")
     rounds = parser.parse_args().rounds
     jax.config.update("jax_num_cpu_devices", 2)
     # Or page faults on either side, by luck of the allocator, hide what is to be seen.

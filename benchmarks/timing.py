@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -17,15 +18,15 @@ RESULTS = Path(__file__).parent / "results"
 def interleaved(
     runs: Mapping[str, Callable[[], None]], rounds: int, warmups: int = 2
 ) -> dict[str, list[float]]:
-    """Seconds of each run in each round. Every round runs them all, in an order that rotates."""
+    """Seconds of each run in each round. Every round runs them all, in an order of its own."""
     names = list(runs)
     for _ in range(warmups):
         for name in names:
             runs[name]()
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(rounds):
-        start = turn % len(names)
-        for name in names[start:] + names[:start]:
+    order = random.Random(0)
+    for _ in range(rounds):
+        for name in order.sample(names, len(names)):
             started = time.perf_counter()
             runs[name]()
             seconds[name].append(time.perf_counter() - started)
