@@ -14,8 +14,7 @@ from flax import nnx
 
 import replicax as rx
 from replicax.recipes.cnn import CNN
-
-# from replicax.recipes.lenet import LeNet
+from replicax.recipes.lenet import LeNet
 from replicax.recipes.linear_regression import LinearRegression
 
 ROWS = 51
@@ -148,7 +147,7 @@ CASES = {
     "linen": Case(_linen_model, _linen_loss, _vectors()),
     "nnx": Case(lambda: NNXNetwork(0.0, nnx.Rngs(0)), _nnx_loss, _vectors()),
     "linear_regression": _recipe(LinearRegression(), LinearRegression(points=ROWS).train_source()),
-    #    "lenet": _recipe(LeNet(), _images()),
+    "lenet": _recipe(LeNet(), _images()),
     "cnn": _recipe(CNN(dropout=0.0), _images()),
 }
 """Without Dropout, whose masks the per-replica modes draw for each replica."""

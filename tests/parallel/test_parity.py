@@ -13,14 +13,24 @@ import numpy as np
 import optax
 import pytest
 from cases import BATCH, CASES, DROPOUT_CASES, Case
+from flax import nnx
 
 import replicax as rx
 
 STEPS = 5
-SGD_BOUND = 1e-6
-ADAMW_BOUND = 1e-5
-"""Adam divides every gradient by its own size, so that what is near zero by cancellation, and so
-carries few exact digits, moves its parameter as far as any other."""
+BOUNDS = {"sgd": 1e-6, "adamw": 1e-5}
+ROUNDING_DECIDES = {
+    # Adam divides every gradient by its own size: one that is near zero by cancellation, and so
+    # carries few exact digits, moves its parameter as far as any other. conv2's kernel has some.
+    ("lenet", "adamw"): 1e-3,
+    # Two million activations pass relu and max pool, whose gradient jumps where two candidates are
+    # a rounding apart; BatchNorm's gradient is what is left of sums that cancel.
+    ("cnn", "sgd"): 1e-2,
+    ("cnn", "adamw"): 1e-2,
+}
+"""Wider bounds in float32. That it is rounding and nothing else, float64 shows: there these too
+agree, to FLOAT64_BOUND."""
+FLOAT64_BOUND = 1e-9
 BATCH_NORM = ("linen", "nnx", "cnn")
 
 LAYOUTS = [
@@ -51,7 +61,8 @@ def run(case: Case, optimizer: str, mode: str, devices: int, accumulate: int) ->
     dp = rx.DataParallel(
         case.loss, OPTIMIZERS[optimizer](), mesh=mesh, mode=mode, accumulate=accumulate
     )
-    state = dp.init(case.model())
+    model = case.model()
+    state = dp.init(in_float64(model) if jax.config.jax_enable_x64 else model)
     found: dict[str, Any] = {}
     for epoch in range(STEPS):
         (batch,) = dp.feed(case.source, BATCH, shuffle=True, epoch=epoch)
@@ -63,6 +74,17 @@ def run(case: Case, optimizer: str, mode: str, devices: int, accumulate: int) ->
     found["params"] = jax.device_get(state.params)
     found["extras"] = without_keys(state.extras)
     return found
+
+
+def in_float64(model: Any) -> Any:
+    def widened(leaf: Any) -> Any:
+        floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+        return jnp.asarray(leaf, jnp.float64) if floating else leaf
+
+    if not isinstance(model, nnx.Module):
+        return jax.tree.map(widened, model)
+    nnx.update(model, jax.tree.map(widened, nnx.state(model)))
+    return model
 
 
 def without_keys(extras: Any) -> list[np.ndarray]:
@@ -86,7 +108,10 @@ def largest_difference(tree: Any, reference: Any) -> tuple[float, str]:
 
 
 @functools.cache
-def reference(kind: str, dropout: bool, optimizer: str, accumulate: int) -> dict[str, Any]:
+def reference(
+    kind: str, dropout: bool, optimizer: str, accumulate: int, float64: bool = False
+) -> dict[str, Any]:
+    assert bool(jax.config.jax_enable_x64) == float64
     cases = DROPOUT_CASES if dropout else CASES
     return run(cases[kind], optimizer, "single", 1, accumulate)
 
@@ -104,8 +129,20 @@ def test_agrees_with_one_device(
     kind: str, optimizer: str, mode: str, devices: int, accumulate: int
 ) -> None:
     found = run(CASES[kind], optimizer, mode, devices, accumulate)
-    bound = SGD_BOUND if optimizer == "sgd" else ADAMW_BOUND
+    bound = ROUNDING_DECIDES.get((kind, optimizer), BOUNDS[optimizer])
     check(found, reference(kind, False, optimizer, accumulate), bound)
+
+
+@pytest.mark.parametrize(
+    ("mode", "devices", "accumulate"), [layout for layout in LAYOUTS if layout[1] > 1]
+)
+@pytest.mark.parametrize(("kind", "optimizer"), ROUNDING_DECIDES)
+def test_agrees_in_float64_where_rounding_decides(
+    kind: str, optimizer: str, mode: str, devices: int, accumulate: int
+) -> None:
+    with jax.enable_x64(True):
+        found = run(CASES[kind], optimizer, mode, devices, accumulate)
+        check(found, reference(kind, False, optimizer, accumulate, True), FLOAT64_BOUND)
 
 
 @pytest.mark.parametrize("devices", [2, 8])
@@ -113,13 +150,14 @@ def test_agrees_with_one_device(
 @pytest.mark.parametrize("kind", DROPOUT_CASES)
 def test_jit_draws_the_masks_of_one_device(kind: str, devices: int, accumulate: int) -> None:
     found = run(DROPOUT_CASES[kind], "sgd", "jit", devices, accumulate)
-    check(found, reference(kind, True, "sgd", accumulate), SGD_BOUND)
+    bound = ROUNDING_DECIDES.get((kind, "sgd"), BOUNDS["sgd"])
+    check(found, reference(kind, True, "sgd", accumulate), bound)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in CASES if kind not in BATCH_NORM])
 def test_micro_batches_agree_with_one(kind: str) -> None:
     """Not so with BatchNorm, whose statistics are those of a micro-batch."""
-    check(reference(kind, False, "sgd", 4), reference(kind, False, "sgd", 1), SGD_BOUND)
+    check(reference(kind, False, "sgd", 4), reference(kind, False, "sgd", 1), BOUNDS["sgd"])
 
 
 @pytest.mark.parametrize("kind", [kind for kind in CASES if kind not in BATCH_NORM])
@@ -139,6 +177,6 @@ def test_padded_rows_count_for_nothing(kind: str) -> None:
 
     loss, gradient = jax.value_and_grad(mean_loss)(state.params)
     expected = reference(kind, False, "sgd", 1)
-    assert largest_difference(loss, expected["metrics"]["loss"])[0] <= SGD_BOUND
+    assert largest_difference(loss, expected["metrics"]["loss"])[0] <= BOUNDS["sgd"]
     difference, path = largest_difference(gradient, expected["gradient"])
-    assert difference <= SGD_BOUND, path
+    assert difference <= BOUNDS["sgd"], path

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from replicax.parallel.precision import to_sum
+
 
 def unit_interval(images: jax.Array, dtype: Any) -> jax.Array:
     """uint8 pixels as `dtype` from 0 to 1: on the device, so that the host moves bytes."""
@@ -14,6 +16,6 @@ def unit_interval(images: jax.Array, dtype: Any) -> jax.Array:
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Softmax cross-entropy `[rows]` of logits `[rows, classes]`, and the accuracy as a metric."""
-    logits = logits.astype(jnp.float32)
+    logits = to_sum(logits)
     values = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     return values, {"accuracy": jnp.argmax(logits, axis=-1) == labels}
