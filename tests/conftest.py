@@ -1,6 +1,7 @@
 """Every test sees eight CPU devices, and nothing of the caller's Replicax settings."""
 
 import os
+import signal
 
 import pytest
 
@@ -11,6 +12,10 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
+
+# A shell's background jobs are born deaf to Ctrl-C, and tests of it with them.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -47,7 +47,8 @@ def test_a_handler_that_is_no_function_comes_back_too(before: signal.Handlers) -
     own = signal.signal(signal.SIGINT, before)
     try:
         with Interrupt():
-            pass
+            changed = signal.getsignal(signal.SIGINT) is not before
+        assert changed == (before is signal.SIG_DFL)  # who ignores SIGINT goes on ignoring it
         assert signal.getsignal(signal.SIGINT) is before
     finally:
         signal.signal(signal.SIGINT, own)

@@ -8,7 +8,8 @@ from types import FrameType, TracebackType
 class Interrupt:
     """Within this context the first Ctrl-C sets `wanted`, and the second interrupts at once.
 
-    Outside the main thread, where Python hands out no signals, it does nothing.
+    Outside the main thread, where Python hands out no signals, and where SIGINT is ignored, it does
+    nothing.
     """
 
     def __init__(self) -> None:
@@ -16,7 +17,8 @@ class Interrupt:
         self._previous: object = None
 
     def __enter__(self) -> "Interrupt":
-        if threading.current_thread() is threading.main_thread():
+        ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # a job in the background
+        if threading.current_thread() is threading.main_thread() and not ignored:
             self._previous = signal.signal(signal.SIGINT, self._note)
         return self
 
