@@ -31,6 +31,8 @@ class LeNet:
     """At its height, after a tenth of the steps; it then falls to 0 along a cosine."""
     momentum: float = 0.9
     """Of gradient descent (Nesterov's)."""
+    clip_norm: float = 1.0
+    """Largest norm of the gradient; longer ones are shortened to it."""
     data_dir: Path | None = None
     """Folder with the four files of Fashion-MNIST; looked for by default."""
 
@@ -55,11 +57,12 @@ class LeNet:
         return cross_entropy(logits(model, batch["image"]), batch["label"])
 
     def optimizer(self) -> optax.GradientTransformation:
-        """Gradient descent with momentum, warmed up and cooled down."""
+        """Gradient descent with momentum, warmed up and cooled down, its gradient clipped."""
         rows = len(self._data.train["label"])
         steps = self.epochs * -(-rows // self.batch_size)
         rate = optax.warmup_cosine_decay_schedule(0.0, self.learning_rate, steps // 10, steps)
-        return optax.sgd(rate, momentum=self.momentum, nesterov=True)
+        descent = optax.sgd(rate, momentum=self.momentum, nesterov=True)
+        return optax.chain(optax.clip_by_global_norm(self.clip_norm), descent)
 
     def train_source(self) -> dict[str, Any]:
         """`image` uint8 `[rows, 28, 28, 1]` and `label` int32 `[rows]`."""
