@@ -55,7 +55,7 @@ data:
 		echo "data: no Debian package can be installed here; $(INSTEAD)"; \
 	fi
 
-test: $(STAMP)
+test: $(STAMP) data
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 test-fast: $(STAMP)

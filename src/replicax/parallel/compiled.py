@@ -52,7 +52,8 @@ class CompiledStep:
     memory: Memory | None
     """None where the backend does not tell."""
     flops: int
-    """Of matrix products and convolutions, loops multiplied out, padding included."""
+    """Of matrix products and convolutions, loops multiplied out, padding included. Products that a
+    backend hides in custom calls (cuBLAS on a GPU) are not among them."""
     collectives: tuple[Collectives, ...]
 
     def count(self, kind: str) -> int:
