@@ -29,7 +29,7 @@ def record(step: int = 3, seconds: float = 1.5, wait: float | None = 0.25) -> Re
 @pytest.mark.parametrize(
     ("given", "shown"),
     [
-        (record(), "epoch 1 · loss 0.1235 · 64,000 rows/s · input wait 25%"),
+        (record(), "epoch 1 · loss 0.1235 · 64,000 rows/s · wait 25%"),
         (record(seconds=0.0, wait=None), "epoch 1 · loss 0.1235"),
     ],
 )
@@ -78,7 +78,7 @@ def test_without_a_terminal_there_are_plain_lines(
     display.step(6)
     display.record(record(step=6))
     out = capsys.readouterr().out
-    assert out.startswith("step 6/10 · epoch 1 · loss 0.1235 · 64,000 rows/s · input wait 25% · ")
+    assert out.startswith("step 6/10 · epoch 1 · loss 0.1235 · 64,000 rows/s · wait 25% · ")
     assert out.endswith(" left\n")
     assert "\x1b" not in out
     display.close()
@@ -92,10 +92,7 @@ def test_an_unknown_length_has_no_time_left(
     display.step(1)
     display.step(2)
     display.record(record(step=2))
-    assert (
-        capsys.readouterr().out
-        == "step 2 · epoch 1 · loss 0.1235 · 64,000 rows/s · input wait 25%\n"
-    )
+    assert capsys.readouterr().out == "step 2 · epoch 1 · loss 0.1235 · 64,000 rows/s · wait 25%\n"
 
 
 Terminal = Callable[[Callable[[], None]], bytes]
@@ -192,9 +189,7 @@ def test_on_a_terminal_the_live_line_fits_and_goes_away(terminal: Terminal) -> N
     assert not [line for line in kept if "━" in line or "/12345" in line]
     live = [line for line in ever if "12345" in line]
     assert live
-    assert [
-        line for line in live if "epoch 1 · loss 0.1235 · 64,000 rows/s · input wait 25%" in line
-    ]
+    assert [line for line in live if "epoch 1 · loss 0.1235 · 64,000 rows/s · wait 25%" in line]
     assert all("━" in line and len(line) == 80 for line in live)
 
 

@@ -93,9 +93,11 @@ class LiveProgress:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
+        from rich.table import Column
 
+        width = 2 * len(str(total_steps)) + 1  # where room is short, the bar gives way
         self._bar: Any = Bar(
-            MofNCompleteColumn(),
+            MofNCompleteColumn(table_column=Column(min_width=width)),
             BarColumn(bar_width=None),
             TextColumn("{task.fields[figures]}"),
             TimeRemainingColumn(compact=True, elapsed_when_finished=True),
@@ -123,12 +125,12 @@ class LiveProgress:
 
 
 def figures(record: Record) -> str:
-    """The figures of a train record on one line."""
+    """The figures of a train record on one line; "wait" is the time spent waiting for input."""
     parts = [f"epoch {record.epoch + 1}", f"loss {record.metrics['loss']:.4g}"]
     if record.seconds > 0:
         parts.append(f"{record.rows_per_second:,.0f} rows/s")
     if record.input_wait_fraction is not None:
-        parts.append(f"input wait {record.input_wait_fraction:.0%}")
+        parts.append(f"wait {record.input_wait_fraction:.0%}")
     return " · ".join(parts)
 
 

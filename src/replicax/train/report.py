@@ -27,7 +27,8 @@ def describe(dp: DataParallel, state: TrainState, feed: Feed) -> list[str]:
     devices = dp.mesh.devices.size
     micro = dp.accumulate
     lines = [
-        f"model  {parameters:,} parameters in {len(arrays)} arrays · {dp.precision.name}",
+        f"model  {_count(parameters, 'parameter')} in {_count(len(arrays), 'array')} · "
+        f"{dp.precision.name}",
         f"mesh   {_count(devices, dp.mesh.devices.flat[0].device_kind + ' device')} · "
         f"{_count(replica_count(dp.mesh), 'replica')} · mode {dp.mode} · "
         f"layout {layout_name(dp.layout)}",
