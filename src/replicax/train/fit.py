@@ -187,7 +187,7 @@ class _Loop:
             seconds = time.perf_counter() - started
             record = Record("eval", self.step, epoch, metrics, rows, seconds)
             self._keep([record])
-        trained = next((r for r in reversed(self.records) if r.kind == "train"), None)
+        trained = [r for r in self.records if r.kind == "train" and r.epoch == epoch]
         self.display.line(epoch_line(epoch, self.epochs, self.step, trained, record))
         self.meter.leave_out(time.perf_counter() - started)
 

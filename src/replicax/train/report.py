@@ -80,16 +80,16 @@ def derived(dp: DataParallel, feed: Feed) -> dict[str, Any]:
 
 
 def epoch_line(
-    epoch: int, epochs: int | None, step: int, trained: Record | None, scored: Record | None
+    epoch: int, epochs: int | None, step: int, trained: list[Record], scored: Record | None
 ) -> str:
-    """How an epoch went, in 80 columns with two metrics."""
+    """How an epoch went, in 80 columns with two metrics: its last train loss, its mean rate."""
     parts = [f"epoch {epoch + 1}/{epochs}" if epochs else f"epoch {epoch + 1} · step {step:,}"]
     if trained:
-        parts.append(f"loss {trained.metrics['loss']:.4g}")
+        parts.append(f"loss {trained[-1].metrics['loss']:.4g}")
     if scored:
         parts.append(f"eval {_metrics(scored.metrics)}")
-    if trained and trained.seconds > 0:
-        parts.append(f"{trained.rows_per_second:,.0f} rows/s")
+    if rate := _rows_per_second(trained):
+        parts.append(f"{rate:,.0f} rows/s")
     return " · ".join(parts)
 
 
@@ -102,15 +102,22 @@ def summary(result: "Fit", total: int | None) -> list[str]:
     parts = [
         f"{word} {result.steps:,}{of} steps, {result.rows:,} rows in {duration(result.seconds)}"
     ]
-    if seconds:
+    if rate := _rows_per_second(timed):
         waited = sum((record.input_wait_fraction or 0) * record.seconds for record in timed)
-        parts.append(f"{sum(record.rows for record in timed) / seconds:,.0f} rows/s")
+        parts.append(f"{rate:,.0f} rows/s")
         parts.append(f"input wait {waited / seconds:.0%}")
     lines = [" · ".join(parts)]
     if result.metrics:
         kind = "eval" if any(r.kind == "eval" for r in result.records) else "train"
         lines.append(f"{kind:<6} {_metrics(result.metrics)}")
     return lines
+
+
+def _rows_per_second(records: list[Record]) -> float:
+    """Over the records that were timed; 0 where none was."""
+    timed = [record for record in records if record.seconds > 0]
+    seconds = sum(record.seconds for record in timed)
+    return sum(record.rows for record in timed) / seconds if seconds else 0.0
 
 
 def _metrics(metrics: dict[str, float]) -> str:
