@@ -196,23 +196,47 @@ def test_replicas_draw_different_masks() -> None:
         np.testing.assert_allclose(state.params["w"], -np.mean(draws), rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["nnx", "equinox"])
-def test_evaluation_draws_no_masks(kind: str) -> None:
-    if kind == "nnx":
-        case = DROPOUT_CASES["nnx"]
-        model, loss, source = case.model(), case.loss, case.source
-    else:
-        model = eqx.nn.Sequential([eqx.nn.Linear(6, 1, key=jax.random.key(0)), eqx.nn.Dropout(0.5)])
-        source = {"x": X}
+def equinox_loss(model: Any, batch: Any, key: Any) -> Any:
+    keys = None if key is None else jax.random.split(key, len(batch["x"]))
+    return jax.vmap(lambda x, key: model(x, key=key))(batch["x"], keys)
 
-        def loss(model: Any, batch: Any, key: Any) -> Any:
-            keys = None if key is None else jax.random.split(key, len(batch["x"]))
-            return jax.vmap(lambda x, k: model(x, key=k))(batch["x"], keys)
 
-    dp = rx.DataParallel(loss, optax.sgd(0.1))
-    state = dp.init(model)
-    first, second = (dp.evaluate(state, dp.feed(source, 8)) for _ in range(2))
-    assert first == second
+def equinox_model(dropout: float) -> Any:
+    linear = eqx.nn.Linear(6, 1, key=jax.random.key(0))
+    return eqx.nn.Sequential([linear, eqx.nn.Dropout(dropout)])
+
+
+@pytest.mark.parametrize(
+    ("dropped", "whole", "loss", "source"),
+    [
+        (
+            DROPOUT_CASES["nnx"].model,
+            CASES["nnx"].model,
+            CASES["nnx"].loss,
+            CASES["nnx"].source,
+        ),
+        (lambda: equinox_model(0.5), lambda: equinox_model(0.0), equinox_loss, {"x": X}),
+    ],
+    ids=["nnx", "equinox"],
+)
+def test_evaluation_is_that_of_a_model_without_dropout(
+    dropped: Any, whole: Any, loss: Any, source: Any
+) -> None:
+    found = []
+    for model in (dropped(), whole()):
+        dp = rx.DataParallel(loss, optax.sgd(0.1))
+        found.append(dp.evaluate(dp.init(model), dp.feed(source, 8)))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_evaluation_uses_the_statistics_it_has(kind: str) -> None:
+    """One row at a time gives what all rows give: nothing is taken from the batch."""
+    case = CASES[kind]
+    dp = rx.DataParallel(case.loss, optax.sgd(0.1), mode="single")
+    state = dp.init(case.model())
+    one, all_rows = (dp.evaluate(state, dp.feed(case.source, size)) for size in (1, 51))
+    assert one["loss"] == pytest.approx(all_rows["loss"], rel=1e-6)
 
 
 def test_one_object_trains_one_structure() -> None:
