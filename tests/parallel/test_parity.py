@@ -28,8 +28,8 @@ ROUNDING_DECIDES = {
     ("cnn", "sgd"): 1e-2,
     ("cnn", "adamw"): 1e-2,
 }
-"""Wider bounds in float32. That it is rounding and nothing else, float64 shows: there these too
-agree, to FLOAT64_BOUND."""
+"""Wider bounds for gradient and params in float32. That it is rounding and nothing else, float64
+shows: there these too agree, to FLOAT64_BOUND."""
 FLOAT64_BOUND = 1e-9
 BATCH_NORM = ("linen", "nnx", "cnn")
 
@@ -117,9 +117,11 @@ def reference(
 
 
 def check(found: dict[str, Any], expected: dict[str, Any], bound: float) -> None:
+    """The loss and the metrics of the first step have no excuse."""
+    bounds = dict.fromkeys(expected, bound) | {"metrics": min(bound, BOUNDS["sgd"])}
     for part in expected:
         difference, path = largest_difference(found[part], expected[part])
-        assert difference <= bound, f"{part}{path} differs by {difference:.1e}"
+        assert difference <= bounds[part], f"{part}{path} differs by {difference:.1e}"
 
 
 @pytest.mark.parametrize(("mode", "devices", "accumulate"), LAYOUTS)
