@@ -30,7 +30,7 @@ class Split:
             micro = f" x {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
             raise ConfigError(
                 f"a batch of {batch_size} rows on {self.replicas} replicas{micro}; each needs a "
-                f"row: raise the batch size to at least {parts}, or use fewer"
+                f"row: raise the batch size to at least {parts}, or use fewer devices"
             )
         return -(-batch_size // parts) * parts
 
