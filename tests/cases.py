@@ -16,6 +16,7 @@ import replicax as rx
 from replicax.recipes.cnn import CNN
 from replicax.recipes.lenet import LeNet
 from replicax.recipes.linear_regression import LinearRegression
+from replicax.recipes.mlp import MLP
 
 ROWS = 51
 BATCH = 64
@@ -139,6 +140,8 @@ def _recipe(recipe: Any, source: dict[str, np.ndarray]) -> Case:
     return Case(lambda: recipe.model(KEY), recipe.loss, source)
 
 
+_SMALL_MLP = MLP(layers=3, hidden=16, inputs=6, rows=ROWS)
+
 CASES = {
     "pytree": Case(_pytree_model, _pytree_loss, _vectors()),
     "weighted": Case(_pytree_model, _weighted_loss, _vectors(weights=True)),
@@ -147,6 +150,7 @@ CASES = {
     "linen": Case(_linen_model, _linen_loss, _vectors()),
     "nnx": Case(lambda: NNXNetwork(0.0, nnx.Rngs(0)), _nnx_loss, _vectors()),
     "linear_regression": _recipe(LinearRegression(), LinearRegression(points=ROWS).train_source()),
+    "mlp": _recipe(_SMALL_MLP, _SMALL_MLP.train_source()),
     "lenet": _recipe(LeNet(), _images()),
     "cnn": _recipe(CNN(dropout=0.0), _images()),
 }

@@ -23,6 +23,7 @@ ROWS = (
     "bench",
     "",
     "recipes",
+    "flags",
     "cli",
     "__main__",
 )
@@ -55,6 +56,7 @@ OPTIONAL = (
     "ray",
     "requests",
     "rich",
+    "safetensors",
     "scipy",
     "sklearn",
     "tensorboardX",

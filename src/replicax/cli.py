@@ -6,16 +6,14 @@
 import contextlib
 import dataclasses
 import importlib.metadata
-import io
-import re
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Any, Literal
 
-from replicax.errors import ConfigError, ReplicaxError, did_you_mean, require
+from replicax.errors import ConfigError, ReplicaxError, did_you_mean
 
 USAGE = """\
 usage: replicax COMMAND ...
@@ -54,6 +52,8 @@ class TrainOptions:
     """Of the initial model, the order of the data, and all else that is random."""
     log_every: int = 50
     """Steps between two records."""
+    show_sharding: bool = False
+    """Draw where the parameters and the batch live, before training."""
     run: str | None = None
     """Name of the run's folder in runs/; recipe and time by default."""
 
@@ -113,20 +113,29 @@ def _train(arguments: list[str]) -> int:
             print("replicax recipes lists the recipes; replicax train RECIPE --help the flags.")
             return 0
         raise ConfigError("train needs a recipe before its flags; replicax recipes lists them")
+    from replicax.flags import parse_flags
     from replicax.recipes.recipe import find_recipe, recipe_name
 
     spec, *flags = arguments
     recipe_class = find_recipe(spec)
-    options, recipe = _parse(recipe_class, flags, f"replicax train {spec}")
-    name = recipe_name(recipe_class)
-    return _run_training(name, spec, recipe, options)
+    program = f"replicax train {spec}"
+    options, recipe, preset = parse_flags(recipe_class, TrainOptions, flags, program)
+    config = {
+        "recipe": spec,
+        "preset": preset,
+        "fields": dataclasses.asdict(recipe),
+        "options": dataclasses.asdict(options),
+    }
+    return _run_training(recipe_name(recipe_class), recipe, options, config)
 
 
-def _run_training(name: str, spec: str, recipe: Any, options: TrainOptions) -> int:
+def _run_training(name: str, recipe: Any, options: TrainOptions, config: dict[str, Any]) -> int:
     import jax
 
     import replicax as rx
+    from replicax.parallel.mesh import by_rows
     from replicax.train.host_memory import keep_freed_memory
+    from replicax.train.sharding_view import abstract_batch, sharding_view
 
     mesh = _mesh(options)
     if mesh.devices.flat[0].platform == "cpu":
@@ -143,11 +152,15 @@ def _run_training(name: str, spec: str, recipe: Any, options: TrainOptions) -> i
     state = dp.init(recipe.model(jax.random.key(options.seed)), seed=options.seed)
     if hasattr(recipe, "data_description"):
         print(f"data   {recipe.data_description()}", flush=True)
+    source = recipe.train_source()
+    if options.show_sharding:
+        batch = abstract_batch(source, dp.split.padded(recipe.batch_size), by_rows(dp.mesh))
+        print(*sharding_view(state, batch), sep="\n", flush=True)
     folder = Path("runs") / (options.run or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
     result = rx.fit(
         dp,
         state,
-        recipe.train_source(),
+        source,
         batch_size=recipe.batch_size,
         epochs=None if options.steps is not None else recipe.epochs,
         steps=options.steps,
@@ -155,16 +168,16 @@ def _run_training(name: str, spec: str, recipe: Any, options: TrainOptions) -> i
         seed=options.seed,
         log_every=options.log_every,
         run_dir=folder,
-        config={
-            "recipe": spec,
-            "fields": dataclasses.asdict(recipe),
-            "options": dataclasses.asdict(options),
-        },
+        config=config,
         title=f"{name} · {dp.mesh.devices.size} devices · {options.mode}",
     )
     print(f"see    {folder}/ (config.json, records.jsonl, curves.png)")
     if result.interrupted:
         return _failed(f"interrupted after {result.steps} steps; what was recorded is kept", 1)
+    if hasattr(recipe, "after_training") and (
+        said := recipe.after_training(dp.model(result.state))
+    ):
+        print(f"\n{said}")
     return 0
 
 
@@ -183,57 +196,6 @@ def _mesh(options: TrainOptions) -> Any:
     if wanted is None:
         wanted = 1 if options.mode == "single" else -1
     return rx.make_mesh(data=wanted)
-
-
-def _parse(recipe_class: type[Any], flags: list[str], program: str) -> tuple[TrainOptions, Any]:
-    """Flags -> options and recipe, by way of one dataclass that has both."""
-    tyro = require("tyro", "cli")
-    taken = set(_field_names(recipe_class)) & set(_field_names(TrainOptions))
-    if taken:
-        raise ConfigError(
-            f"{recipe_class.__name__} has a field {min(taken)!r}, which is a flag of every recipe; "
-            "rename the field"
-        )
-    unprefixed = tyro.conf.arg(name="")
-    both = dataclasses.make_dataclass(
-        "Train",
-        [
-            ("recipe", Annotated[recipe_class, unprefixed]),
-            ("options", Annotated[TrainOptions, unprefixed]),
-        ],
-    )
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            parsed, unknown = tyro.cli(
-                both,
-                args=flags,
-                prog=program,
-                description=recipe_class.__doc__,
-                return_unknown_args=True,
-            )
-    except SystemExit as stop:
-        if stop.code:
-            _refuse_flags(said.getvalue(), program)
-        raise
-    if unknown:
-        known = [f"--{name.replace('_', '-')}" for name in _field_names(recipe_class, TrainOptions)]
-        raise ConfigError(
-            f"unknown flag {unknown[0]!r}{did_you_mean(unknown[0], known)}; {program} --help lists "
-            "the flags"
-        )
-    return parsed.options, parsed.recipe
-
-
-def _field_names(*classes: type[Any]) -> list[str]:
-    return [field.name for each in classes for field in dataclasses.fields(each)]
-
-
-def _refuse_flags(box: str, program: str) -> NoReturn:
-    """Raise what tyro said in its box, as one line."""
-    body = re.split(r"─{20,} *│|Got errors:", "\n".join(box.splitlines()[1:]))[0]
-    text = " ".join(re.sub("[│─╭╮╰╯]", " ", body).split())
-    raise ConfigError(f"{text.rstrip('.')}; {program} --help lists the flags")
 
 
 def _failed(message: str, code: int) -> int:

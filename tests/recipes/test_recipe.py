@@ -8,7 +8,7 @@ import pytest
 
 from replicax.errors import ConfigError
 from replicax.recipes.linear_regression import LinearRegression
-from replicax.recipes.recipe import BUILT_IN, find_recipe, recipe_name
+from replicax.recipes.recipe import BUILT_IN, find_recipe, presets_of, recipe_name
 
 MINE = """
 import dataclasses
@@ -126,8 +126,8 @@ def test_two_files_of_one_name_are_two_recipes(write: Write) -> None:
     ("spec", "words"),
     [
         ("linear_regresion", ["'linear_regresion'", "cnn", "mean 'linear_regression'"]),
-        ("zzz", ["'zzz'", "cnn, lenet, linear_regression", "file.py:Name"]),
-        ("", ["cnn, lenet, linear_regression"]),
+        ("zzz", ["'zzz'", "cnn, lenet, linear_regression, mlp", "file.py:Name"]),
+        ("", ["cnn, lenet, linear_regression, mlp"]),
         ("no_such.py:Mine", ["no_such.py is no file"]),
         ("no_such_module:Mine", ["no module 'no_such_module'"]),
         ("my_recipe.inner:Mine", ["no module 'my_recipe.inner'"]),
@@ -174,3 +174,45 @@ def test_a_file_that_could_not_be_loaded_leaves_nothing_behind(write: Write) -> 
     with pytest.raises(RuntimeError, match="half way"):
         find_recipe("my_half_way.py:Mine")
     assert "my_half_way" not in sys.modules
+
+
+PRESETS = """
+    presets: ClassVar = {"big": {"points": 9, "extra": 5}, "none": {}}
+"""
+
+
+def test_presets_are_names_with_values_of_fields(write: Write) -> None:
+    write("from typing import ClassVar\n" + MINE + PRESETS)
+    recipe = find_recipe("my_recipe.py:Mine")
+    assert presets_of(recipe) == {"big": {"points": 9, "extra": 5}, "none": {}}
+    assert presets_of(LinearRegression) == {}
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_built_in_preset_makes_a_recipe(name: str) -> None:
+    recipe = find_recipe(name)
+    for values in presets_of(recipe).values():
+        made = recipe(**values)
+        assert {field: getattr(made, field) for field in values} == values
+
+
+@pytest.mark.parametrize(
+    ("presets", "words"),
+    [
+        (PRESETS.replace("points", "pints"), ["'big'", "'pints'", "Mine", "mean 'points'"]),
+        (PRESETS.replace("extra", "presets"), ["'big'", "'presets'", "batch_size, epochs"]),
+        ('    presets: ClassVar = ["big"]', ["no mapping", "Mine", "ClassVar[Mapping"]),
+        ('    presets: ClassVar = {"big": 3}', ["no mapping", "Mine", "ClassVar[Mapping"]),
+        ("    presets: int = 3", ["no mapping", "Mine", "ClassVar[Mapping", "rename"]),
+    ],
+)
+def test_presets_that_fit_no_recipe_are_refused(
+    presets: str, words: list[str], write: Write
+) -> None:
+    write("from typing import ClassVar\n" + MINE + presets)
+    with pytest.raises(ConfigError) as caught:
+        find_recipe("my_recipe.py:Mine")
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message

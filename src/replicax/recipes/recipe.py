@@ -18,8 +18,10 @@ from replicax.errors import ConfigError, did_you_mean
 BUILT_IN: Mapping[str, str] = MappingProxyType(
     {
         "cnn": "replicax.recipes.cnn:CNN",
+        "gpt2": "replicax.recipes.gpt2:GPT2",
         "lenet": "replicax.recipes.lenet:LeNet",
         "linear_regression": "replicax.recipes.linear_regression:LinearRegression",
+        "mlp": "replicax.recipes.mlp:MLP",
     }
 )
 
@@ -27,7 +29,13 @@ BUILT_IN: Mapping[str, str] = MappingProxyType(
 class Recipe(Protocol):
     """A frozen dataclass: its fields are the hyperparameters, and the flags of the CLI.
 
-    It may have a method `data_description() -> str`, which says what data was found.
+    It may have as well
+
+    - `data_description() -> str`: what data was found;
+    - `after_training(model) -> str | None`: what to show of the trained model;
+    - `tokens_per_row: int`: what a row counts for where tokens are counted;
+    - `presets: ClassVar[Mapping[str, Mapping[str, Any]]]`: names for `--preset`, each with values
+      of fields.
     """
 
     batch_size: int
@@ -92,6 +100,7 @@ def find_recipe(spec: str) -> type[Any]:
             f"{name} in {where} lacks {', '.join(missing)}; a recipe is a dataclass with the "
             f"fields {', '.join(_FIELDS)} and the methods {', '.join(_MEMBERS)}: add them"
         )
+    _check_presets(recipe, where)
     return recipe
 
 
@@ -99,6 +108,30 @@ def recipe_name(recipe: type[Any]) -> str:
     """The name a recipe's class is known by: the built-in one, or the class's."""
     path = f"{recipe.__module__}:{recipe.__name__}"
     return next((name for name, spec in BUILT_IN.items() if spec == path), recipe.__name__)
+
+
+def presets_of(recipe: type[Any]) -> Mapping[str, Mapping[str, Any]]:
+    """The recipe's presets: names, each with values of fields; empty where it has none."""
+    presets: Mapping[str, Mapping[str, Any]] = getattr(recipe, "presets", {})
+    return presets
+
+
+def _check_presets(recipe: type[Any], where: str) -> None:
+    fields = {field.name: field for field in dataclasses.fields(recipe)}
+    presets = presets_of(recipe)
+    maps = (presets, *(presets.values() if isinstance(presets, Mapping) else ()))
+    if "presets" in fields or not all(isinstance(each, Mapping) for each in maps):
+        raise ConfigError(
+            f"presets of {recipe.__name__} in {where} is no mapping of names to values of fields; "
+            "write presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {...}, or rename it"
+        )
+    settable = [name for name, field in fields.items() if field.init]
+    for preset, values in presets.items():
+        if unknown := [name for name in values if name not in settable]:
+            raise ConfigError(
+                f"the preset {preset!r} of {recipe.__name__} in {where} sets {unknown[0]!r}; its "
+                f"fields are {', '.join(settable)}{did_you_mean(unknown[0], settable)}: rename it"
+            )
 
 
 def _only_recipe(module: ModuleType, where: str) -> str:

@@ -1,0 +1,133 @@
+"""The flags of one command -> its options and its recipe."""
+
+import contextlib
+import dataclasses
+import io
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, NoReturn, TypeVar
+
+from replicax.errors import ConfigError, did_you_mean, require
+from replicax.recipes.recipe import presets_of
+
+Options = TypeVar("Options")
+
+PRESET = "--preset"
+
+
+def parse_flags(
+    recipe_class: type[Any], options_class: type[Options], flags: Sequence[str], program: str
+) -> tuple[Options, Any, str | None]:
+    """The options, the recipe, and the name of the preset it starts from, or None.
+
+    Args:
+        recipe_class: from `find_recipe`; its fields are flags.
+        options_class: a dataclass whose fields are flags with every recipe.
+        flags: the arguments after the recipe.
+        program: the command and the recipe, as help and errors call them.
+
+    Raises:
+        ConfigError: a wrong flag or preset, or a field of the recipe with an option's name.
+        SystemExit: the flags ask for help, and it was printed.
+    """
+    tyro = require("tyro", "cli")
+    presets = presets_of(recipe_class)
+    preset, flags = _take_preset(recipe_class, flags, program)
+    reserved = [*_field_names(options_class), *(["preset"] if presets else [])]
+    if taken := set(_field_names(recipe_class)) & set(reserved):
+        raise ConfigError(
+            f"{recipe_class.__name__} has a field {min(taken)!r}, which is a flag of every recipe; "
+            "rename the field"
+        )
+    unprefixed = tyro.conf.arg(name="")
+    start = dataclasses.field()
+    if preset is not None:
+        recipe = _from_preset(recipe_class, presets[preset], tyro.MISSING)
+        start = dataclasses.field(default_factory=lambda: recipe)
+    fields: list[Any] = [
+        ("recipe", Annotated[recipe_class, unprefixed], start),
+        ("options", Annotated[options_class, unprefixed]),
+    ]
+    if presets:
+        choice = tyro.conf.arg(
+            metavar=f"{{{','.join(presets)}}}",
+            help="Values to start from; the other flags go on top.",
+        )
+        fields.insert(0, ("preset", Annotated[str | None, choice], preset))
+    both = dataclasses.make_dataclass("Flags", fields, kw_only=True)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            parsed, unknown = tyro.cli(
+                both,
+                args=flags,
+                prog=program,
+                description=recipe_class.__doc__,
+                return_unknown_args=True,
+            )
+    except SystemExit as stop:
+        if stop.code:
+            _refuse_flags(said.getvalue(), program)
+        raise
+    if unknown:
+        names = [*reserved, *_field_names(recipe_class)]
+        known = [f"--{name.replace('_', '-')}" for name in names]
+        raise ConfigError(
+            f"unknown flag {unknown[0]!r}{did_you_mean(unknown[0], known)}; {program} --help lists "
+            "the flags"
+        )
+    return parsed.options, parsed.recipe, preset
+
+
+def _take_preset(
+    recipe_class: type[Any], flags: Sequence[str], program: str
+) -> tuple[str | None, list[str]]:
+    """The preset that `flags` name, and the flags without it: tyro is given it as the defaults."""
+    presets = presets_of(recipe_class)
+    rest = list(flags)
+    places = [place for place, flag in enumerate(rest) if flag.partition("=")[0] == PRESET]
+    if not places or (not presets and "preset" in _field_names(recipe_class)):
+        return None, rest
+    if not presets:
+        raise ConfigError(
+            f"unknown flag {PRESET!r}: {recipe_class.__name__} has no presets; {program} --help "
+            "lists the flags"
+        )
+    if len(places) > 1:
+        raise ConfigError(
+            f"{PRESET} is given {len(places)} times; a run starts from one: leave the others out"
+        )
+    (place,) = places
+    _, equals, name = rest.pop(place).partition("=")
+    if not equals:
+        name = rest.pop(place) if rest[place:] and not rest[place].startswith("-") else ""
+    if name not in presets:
+        said = f"no preset {name!r}" if name else f"{PRESET} comes without the name of a preset"
+        raise ConfigError(
+            f"{said}; those of {recipe_class.__name__} are {', '.join(presets)}"
+            f"{did_you_mean(name, presets)}"
+        )
+    return name, rest
+
+
+def _from_preset(recipe_class: type[Any], values: Mapping[str, Any], missing: Any) -> Any:
+    """The preset's recipe; `missing` in fields that have no default, for a flag to fill."""
+    unset = {
+        field.name: missing
+        for field in dataclasses.fields(recipe_class)
+        if field.init
+        and field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+    }
+    return recipe_class(**{**unset, **values})
+
+
+def _field_names(each: type[Any]) -> list[str]:
+    return [field.name for field in dataclasses.fields(each)]
+
+
+def _refuse_flags(box: str, program: str) -> NoReturn:
+    """Raise what tyro said in its box, as one line."""
+    body = re.split(r"─{20,} *│|Got errors:", "\n".join(box.splitlines()[1:]))[0]
+    text = " ".join(re.sub("[│─╭╮╰╯]", " ", body).split())
+    raise ConfigError(f"{text.rstrip('.')}; {program} --help lists the flags")

@@ -1,0 +1,170 @@
+"""GPT-2 on text, from a network a CPU trains in minutes to the published 1.5 billion parameters."""
+
+import dataclasses
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import replicax as rx
+from replicax.errors import ConfigError
+from replicax.recipes import transformer
+from replicax.recipes.corpus import Document
+from replicax.recipes.gpt2_weights import load_weights
+from replicax.recipes.sampling import sample
+from replicax.recipes.text import TextDataset, text_dataset
+
+
+def _published(layers: int, heads: int, width: int, **fields: Any) -> Mapping[str, Any]:
+    """A preset of a published size, trained as GPT-3's of that size (arXiv:2005.14165)."""
+    size = {"layers": layers, "heads": heads, "width": width}
+    return MappingProxyType({**size, "context": 1024, "vocab_size": 50257, **fields})
+
+
+@dataclasses.dataclass(frozen=True)
+class GPT2:
+    """GPT-2 on text: your own, or the source of Python's standard library."""
+
+    batch_size: int = 32
+    """Rows of a global batch, each of `context` tokens."""
+    epochs: int = 1
+    """Passes over the training text."""
+    layers: int = 4
+    """Blocks of attention and MLP."""
+    heads: int = 4
+    """Of each attention."""
+    width: int = 128
+    """Dims of the residual stream."""
+    context: int = 128
+    """Tokens a prediction may look back on."""
+    vocab_size: int | None = None
+    """Rows of the embedding, and tokens of a BPE that is trained; the tokenizer's by default."""
+    data: Path | None = None
+    """File or folder of text; by default the source of Python's standard library."""
+    tokenizer: str = "bytes"
+    """bytes; bpe, which is trained on the text; or the path of a tokenizer.json."""
+    learning_rate: float = 2e-3
+    """At its height, after a hundredth of the steps; it then falls to a tenth along a cosine."""
+    weight_decay: float = 0.1
+    """Of AdamW, on the matrices."""
+    clip_norm: float = 1.0
+    """Largest norm of the gradient; longer ones are shortened to it."""
+    remat: transformer.Remat = "selective"
+    """What the backward pass computes again to save memory: nothing, norms and GELU (which is also
+    the fastest on a CPU), or whole blocks."""
+    init_from: Path | None = None
+    """Weights to start from: a .safetensors file with the published names."""
+    sample: str | None = None
+    """Text to continue after training."""
+    sample_tokens: int = 200
+    """Tokens to continue it by."""
+    temperature: float = 0.8
+    """Of the continuation: below 1 for likelier tokens, 0 for the likeliest."""
+
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+        {
+            "nano": MappingProxyType({}),
+            "124m": _published(12, 12, 768, learning_rate=6e-4, remat="none"),
+            "350m": _published(24, 16, 1024, learning_rate=3e-4),
+            "774m": _published(36, 20, 1280, learning_rate=2.5e-4),
+            "1.5b": _published(48, 25, 1600, learning_rate=2e-4, remat="full"),
+        }
+    )
+
+    def model(self, key: jax.Array) -> transformer.Params:
+        """New parameters, or those of `init_from`."""
+        if self.init_from is not None:
+            return load_weights(self.init_from, self._shape)
+        return transformer.init(self._shape, key)
+
+    def loss(
+        self, model: transformer.Params, batch: dict[str, jax.Array], key: jax.Array | None
+    ) -> tuple[rx.Weighted, dict[str, rx.Weighted]]:
+        """Cross-entropy `[rows, context]` in nats a token, and bits a byte of text.
+
+        Positions beyond a row's `length` have no weight.
+        """
+        tokens = batch["tokens"].astype(jnp.int32)
+        logits = transformer.logits(model, tokens[:, :-1], self.heads, self.remat)
+        nats = optax.softmax_cross_entropy_with_integer_labels(
+            logits.astype(jnp.float32), tokens[:, 1:]
+        )
+        real = jnp.arange(self.context) < batch["length"][:, None]
+        nats_of_row = jnp.sum(jnp.where(real, nats, 0), axis=1)
+        bytes_of_row = batch["bytes"].astype(jnp.float32)
+        bits_per_byte = nats_of_row / jnp.log(2.0) / jnp.maximum(bytes_of_row, 1)
+        return rx.Weighted(nats, real), {"bits_per_byte": rx.Weighted(bits_per_byte, bytes_of_row)}
+
+    def optimizer(self) -> optax.GradientTransformation:
+        """AdamW, warmed up and cooled down, its gradient clipped."""
+        steps = self.epochs * -(-len(self._text.train["length"]) // self.batch_size)
+        rate = optax.warmup_cosine_decay_schedule(
+            0.0, self.learning_rate, steps // 100, steps, self.learning_rate / 10
+        )
+        descent = optax.adamw(rate, b2=0.95, weight_decay=self.weight_decay, mask=_matrices)
+        return optax.chain(optax.clip_by_global_norm(self.clip_norm), descent)
+
+    def train_source(self) -> dict[str, np.ndarray]:
+        """`tokens` `[rows, context + 1]`, `length` and `bytes` `[rows]`; see `TextDataset`."""
+        return self._text.train
+
+    def eval_source(self) -> dict[str, np.ndarray]:
+        """The same of the held-out text."""
+        return self._text.heldout
+
+    def data_description(self) -> str:
+        """Which text was found, and how it became tokens."""
+        return self._text.source
+
+    @property
+    def tokens_per_row(self) -> int:
+        """Tokens predicted in a full row."""
+        return self.context
+
+    def after_training(self, model: transformer.Params) -> str | None:
+        """The continuation of `sample`, with it."""
+        if self.sample is None:
+            return None
+        params = jax.device_put(model, jax.devices()[0])
+        tokenizer = self._text.tokenizer
+        drawn = sample(
+            lambda tokens: transformer.logits(params, tokens, self.heads),
+            tokenizer.encode(Document("--sample", self.sample.encode())).tolist(),
+            count=self.sample_tokens,
+            context=self.context,
+            end=tokenizer.end_of_text,
+            temperature=self.temperature,
+        )
+        return self.sample + tokenizer.decode(drawn)
+
+    @cached_property
+    def _text(self) -> TextDataset:
+        trained_size = self.vocab_size if self.tokenizer == "bpe" else None
+        return text_dataset(self.data, self.tokenizer, trained_size, self.context)
+
+    @cached_property
+    def _shape(self) -> transformer.Shape:
+        tokens = self._text.tokenizer.vocab_size
+        vocab_size = tokens if self.vocab_size is None else self.vocab_size
+        if vocab_size < tokens:
+            raise ConfigError(
+                f"vocab_size={vocab_size} and the tokenizer has {tokens} tokens; each needs a row "
+                f"of the embedding: raise it to {tokens}, or leave it out"
+            )
+        return transformer.Shape(self.layers, self.heads, self.width, self.context, vocab_size)
+
+
+def _matrices(params: transformer.Params) -> Any:
+    """Which parameters decay: all but biases and norms."""
+
+    def decays(path: tuple[Any, ...], _: Any) -> bool:
+        *_, parent, name = (entry.key for entry in path)
+        return name == "weight" and not parent.startswith("ln_")
+
+    return jax.tree.map_with_path(decays, params)
