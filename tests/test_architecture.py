@@ -24,6 +24,7 @@ ROWS = (
     "",
     "recipes",
     "flags",
+    "commands",
     "cli",
     "__main__",
 )
@@ -39,9 +40,11 @@ PARALLEL = (
     "update",
     "layout",
     "lift",
-    "step",
+    "flops",
     "hlo",
     "compiled",
+    "capacity",
+    "step",
     "",
 )
 MOST_LINES = 500

@@ -167,6 +167,44 @@ def test_lower_takes_shapes_and_another_mesh() -> None:
     assert "num_partitions = 4" in text or 'data"=4' in text or "'data'=4" in text
 
 
+@pytest.mark.parametrize("mode", ["single", "jit", "shard_map", "pmap"])
+def test_step_runs_what_lower_compiled_and_the_state_may_be_of_another_mode(mode: str) -> None:
+    mesh = rx.make_mesh(1 if mode == "single" else 4)
+    state = make(mesh=mesh).init(MODEL)
+    dp = make(mesh=mesh, mode=mode)
+    described = dp.abstract_state(MODEL)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), described) == (
+        jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), state)
+    )
+    (batch,) = dp.feed(SOURCE, 8)
+    jax.block_until_ready(jax.random.key(0))  # has small programs of its own
+    compiled: list[str] = []
+
+    def listener(event: str, _seconds: float, **_: Any) -> None:
+        if event.endswith("backend_compile_duration"):
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        dp.lower(state, batch).compile()
+        assert len(compiled) == 1
+        state, metrics = dp.step(state, batch)
+        jax.block_until_ready(metrics)
+        dp.step(state, batch)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)
+    assert compiled[1:] == []
+
+
+def test_lower_takes_a_state_and_a_batch_that_lie_elsewhere() -> None:
+    elsewhere = make(mesh=rx.make_mesh(2))
+    state = elsewhere.init(MODEL)
+    (batch,) = elsewhere.feed(SOURCE, 8)
+    dp = make(mesh=rx.make_mesh(4))
+    dp.init(MODEL)
+    assert "num_partitions = 4" in dp.lower(state, batch).as_text()
+
+
 def test_a_mesh_of_explicit_axes_works() -> None:
     mesh = jax.make_mesh((8,), ("data",))
     dp = make(mesh=mesh)

@@ -16,6 +16,7 @@ from replicax.data.batch import Batch, host_rows, pad, place, row_count
 from replicax.data.feed import Feed, Split
 from replicax.data.source import as_source
 from replicax.errors import ConfigError, LossError, StateError
+from replicax.parallel.capacity import check_fits
 from replicax.parallel.gradients import LossFunction, Objective
 from replicax.parallel.layout import Layout, check_layout, state_shardings
 from replicax.parallel.lift import check_mode, lift
@@ -114,16 +115,32 @@ class DataParallel:
         """
         if not 0 <= seed < 2**32:
             raise ConfigError(f"seed={seed}; it is at least 0 and below 2**32: choose another")
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state(model))
         params, extras = self._adopt(model)
         create_state = partial(create, optimizer=self._optimizer)
-        shapes = jax.eval_shape(create_state, params, extras, np.uint32(seed))
-        shardings = self._shardings(shapes, self.mesh)
-        if self._step is None:
-            self._step = self._lift_update(shapes, self.mesh)
-            self._score = self._lift_score(shapes)
         place_state = jax.jit(create_state, out_shardings=shardings)
         state: TrainState = place_state(params, extras, np.uint32(seed))
         return state
+
+    def abstract_state(self, model: Any) -> TrainState:
+        """What `init(model)` gives, as shapes with shardings; `step` then takes such a state.
+
+        Args:
+            model: as for `init`; arrays or their shapes.
+
+        Raises:
+            ConfigError: as for `init`.
+        """
+        params, extras = self._adopt(model)
+        shapes = self._state_shapes(params, extras)
+        if self._step is None:
+            self._step = self._lift_update(shapes, self.mesh)
+            self._score = self._lift_score(shapes)
+        shardings = self._shardings(shapes, self.mesh)
+        abstract: TrainState = jax.tree.map(
+            lambda leaf, sharding: leaf.update(sharding=sharding), shapes, shardings
+        )
+        return abstract
 
     def feed(
         self,
@@ -167,6 +184,7 @@ class DataParallel:
             weighted mean over the real rows of the global batch.
 
         Raises:
+            ConfigError: the first step needs more memory than there is.
             LossError: the loss does not keep its contract, or is not finite in the first step.
             StateError: the state was given to `step` before.
         """
@@ -177,6 +195,8 @@ class DataParallel:
             self._scalars = self._inspect(state, batch)
         if self._scalars:
             self._refuse_padding(batch)
+        if not self._finite and self._are_placed(state, batch):
+            check_fits(self.lower(state, batch).compile(), self.mesh, batch.size)
         state, metrics = self._step(state, batch)
         self._in_flight.append(metrics[LOSS])
         if len(self._in_flight) > STEPS_IN_FLIGHT:
@@ -236,25 +256,31 @@ class DataParallel:
         Args:
             model: as for `init`, or a `TrainState`; arrays or their shapes.
             batch: a `Batch` or a pytree `[rows, ...]`; arrays or their shapes.
-            mesh: this object's by default.
+            mesh: this object's by default. `step` then runs what is compiled here, if `model` is a
+                state and `batch` a batch of `feed`; nothing is compiled twice.
 
         Returns:
             A lowered step: `.compile()` it, and read it with `replicax.parallel.compiled.inspect`.
         """
+        lowered: jax.stages.Lowered = self.trace(model, batch, mesh=mesh).lower()
+        return lowered
+
+    def trace(self, model: Any, batch: Any, *, mesh: Mesh | None = None) -> jax.stages.Traced:
+        """What `lower` lowers: read its `jaxpr` with `replicax.parallel.flops.count_flops`."""
+        if mesh is None and self._step is not None and self._are_placed(model, batch):
+            own: jax.stages.Traced = self._step.trace(model, batch)
+            return own
         mesh = self.mesh if mesh is None else check_mesh(mesh)
         if isinstance(model, TrainState):
             shapes = jax.eval_shape(lambda state: state, model)
         else:
-            params, extras = self._adopt(model)
-            shapes = jax.eval_shape(
-                partial(create, optimizer=self._optimizer), params, extras, np.uint32(0)
-            )
+            shapes = self._state_shapes(*self._adopt(model))
         if not isinstance(batch, Batch):
             parts = Split(replica_count(mesh), self.accumulate)
             batch = _abstract(batch, parts.padded(row_count(batch)))
         batch = jax.eval_shape(lambda arrays: arrays, batch)
-        lowered: jax.stages.Lowered = self._lift_update(shapes, mesh).lower(shapes, batch)
-        return lowered
+        traced: jax.stages.Traced = self._lift_update(shapes, mesh).trace(shapes, batch)
+        return traced
 
     def _adopt(self, model: Any) -> tuple[PyTree, PyTree]:
         """The arrays of `model`, whose structure becomes, or already is, this object's."""
@@ -272,6 +298,11 @@ class DataParallel:
         if self._definition is None:
             raise StateError("this DataParallel has no model yet; call init(model) first")
         return Objective(self._definition, self._loss, self.precision)
+
+    def _state_shapes(self, params: PyTree, extras: PyTree) -> TrainState:
+        create_state = partial(create, optimizer=self._optimizer)
+        shapes: TrainState = jax.eval_shape(create_state, params, extras, np.uint32(0))
+        return shapes
 
     def _shardings(self, shapes: TrainState, mesh: Mesh) -> TrainState:
         return state_shardings(shapes, mesh, self.layout)
@@ -291,6 +322,17 @@ class DataParallel:
         function = partial(score, objective=self._objective)
         shardings = self._shardings(shapes, self.mesh)
         return lift(function, self.mode, self.mesh, shardings, replicated(self.mesh))
+
+    def _are_placed(self, state: Any, batch: Any) -> bool:
+        """Whether these are a state and a batch that lie where `step` has them."""
+        if not (isinstance(state, TrainState) and isinstance(batch, Batch)):
+            return False
+        rows = jax.tree.map(lambda _: by_rows(self.mesh), batch)
+        wanted = jax.tree.leaves((self._shardings(state, self.mesh), rows))
+        return all(
+            isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+            for leaf, sharding in zip(jax.tree.leaves((state, batch)), wanted, strict=True)
+        )
 
     def _placed(self, data: PyTree) -> Batch:
         rows = row_count(data)

@@ -10,7 +10,7 @@ import optax
 from jax import lax
 
 from replicax.data.batch import Batch
-from replicax.parallel.gradients import Objective, replica_sums
+from replicax.parallel.gradients import Objective, Sums, replica_sums
 from replicax.parallel.loss import LOSS, Sum
 from replicax.parallel.model import PyTree
 from replicax.parallel.reduction import reduce
@@ -72,16 +72,26 @@ def update(
         optimizer: turns the gradient of the global mean loss into an update.
         micro_batches: parts the rows are computed in, one after the other.
     """
-    local, extras = replica_sums(
-        objective,
-        state.params,
-        state.extras,
-        batch,
-        step_key(state, axis),
-        micro_batches=micro_batches,
-        axis=axis,
-    )
-    total = reduce(local, axis)
+    with jax.named_scope("gradient"):
+        local, extras = replica_sums(
+            objective,
+            state.params,
+            state.extras,
+            batch,
+            step_key(state, axis),
+            micro_batches=micro_batches,
+            axis=axis,
+        )
+    with jax.named_scope("reduction"):
+        total = reduce(local, axis)
+    with jax.named_scope("update"):
+        return _apply(state, total, extras, optimizer)
+
+
+def _apply(
+    state: TrainState, total: Sums, extras: PyTree, optimizer: optax.GradientTransformation
+) -> tuple[TrainState, Metrics]:
+    """The state and the metrics after the global sums."""
     loss = total.means[LOSS]
     gradient = jax.tree.map(
         lambda leaf, param: (leaf / loss.weight).astype(jnp.promote_types(leaf.dtype, param.dtype)),

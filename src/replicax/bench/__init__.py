@@ -1,0 +1,1 @@
+"""The same step in every mode: time, scaling, memory; tables and plots."""

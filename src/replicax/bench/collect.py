@@ -1,0 +1,116 @@
+"""Runners that have run -> results, each compared with its mode's fewest devices."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from replicax.bench.cases import STRONG, WEAK, Case
+from replicax.bench.measurement import Measurement
+from replicax.bench.peak import peak_flops_per_second
+from replicax.bench.result import CaseResult
+from replicax.bench.runner import Runner
+from replicax.bench.timing import ratios
+
+
+def case_results(
+    measurement: Measurement, rates: Mapping[int, float], tokens_per_row: int | None
+) -> tuple[CaseResult, ...]:
+    """The figures of every runner, in their order.
+
+    Args:
+        measurement: after its rounds.
+        rates: FLOP/s of a plain matrix product, by device count.
+        tokens_per_row: for the throughput.
+    """
+    subject, runners = measurement.subject, measurement.runners
+    least = None
+    if subject.layout == "replicated":
+        least = _gradient_bytes(next(iter(measurement.states.values())).params)
+    efficiency = _efficiency_of_cases(runners)
+    return tuple(
+        _result(
+            runner,
+            tokens_per_row=tokens_per_row,
+            product_rate=rates.get(runner.case.devices),
+            least=0 if runner.case.devices == 1 else least,
+            efficiency=efficiency[runner.case],
+        )
+        for runner in runners
+    )
+
+
+def efficiencies(scaling: str, runs: Sequence[tuple[int, Sequence[float]]]) -> list[list[float]]:
+    """Each run's efficiency, round by round, relative to the run on the fewest devices.
+
+    Args:
+        scaling: strong is `(n0 t(n0)) / (n t(n))`, weak `t(n0) / t(n)`.
+        runs: devices, and seconds per step in each round, of one mode.
+    """
+    fewest, base = min(runs, key=lambda run: run[0], default=(1, []))
+    return [
+        [
+            ratio * (fewest / devices if scaling == STRONG else 1.0)
+            for ratio in ratios(base, seconds)
+        ]
+        for devices, seconds in runs
+    ]
+
+
+def _efficiency_of_cases(runners: Sequence[Runner]) -> dict[Case, dict[str, tuple[float, ...]]]:
+    """By case and scaling."""
+    found: dict[Case, dict[str, tuple[float, ...]]] = {runner.case: {} for runner in runners}
+    for scaling in (STRONG, WEAK):
+        for mode in dict.fromkeys(runner.case.mode for runner in runners):
+            own = [r for r in runners if r.case.mode == mode and scaling in r.case.scalings]
+            timed = [(runner.case.devices, runner.seconds_per_step) for runner in own]
+            for runner, values in zip(own, efficiencies(scaling, timed), strict=True):
+                found[runner.case][scaling] = tuple(values)
+    return found
+
+
+def _result(
+    runner: Runner,
+    *,
+    tokens_per_row: int | None,
+    product_rate: float | None,
+    least: int | None,
+    efficiency: dict[str, tuple[float, ...]],
+) -> CaseResult:
+    case, dp, compiled = runner.case, runner.dp, runner.compiled
+    assert compiled is not None, "a runner is prepared before it runs"
+    padded = dp.split.padded(case.global_batch)
+    peak = peak_flops_per_second(dp.mesh.devices.flat[0].device_kind, dp.precision.name)
+    memory = compiled.step.memory
+    return CaseResult(
+        mode=case.mode,
+        devices=case.devices,
+        global_batch=case.global_batch,
+        rows_per_device=padded // case.devices,
+        padded_rows=padded - case.global_batch,
+        scalings=case.scalings,
+        steps_per_round=runner.steps,
+        seconds_per_step=tuple(runner.seconds_per_step),
+        rows_per_second=tuple(runner.rows_per_second),
+        tokens_per_row=tokens_per_row,
+        input_wait_fraction=tuple(runner.input_wait_fraction),
+        trace_seconds=compiled.trace_seconds,
+        compile_seconds=compiled.compile_seconds,
+        peak_bytes_per_device=None if memory is None else memory.peak,
+        measured_peak_bytes_per_device=runner.measured_peak_bytes,
+        flops_per_step=compiled.flops,
+        peak_flops_per_second=None if peak is None else peak * case.devices,
+        product_flops_per_second=product_rate,
+        collectives=compiled.step.collectives,
+        least_collective_bytes=least,
+        efficiency=efficiency,
+    )
+
+
+def _gradient_bytes(params: Any) -> int:
+    """Of one gradient in the dtype it is summed in: float32, or wider where a parameter is."""
+    return sum(
+        leaf.size * jnp.promote_types(leaf.dtype, jnp.float32).itemsize
+        for leaf in jax.tree.leaves(params)
+    )

@@ -1,0 +1,199 @@
+"""A bench as a picture: throughput and efficiency by device count."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from replicax.bench.cases import STRONG, WEAK
+from replicax.bench.result import Bench, CaseResult
+from replicax.bench.timing import spread
+from replicax.errors import require
+
+# Okabe and Ito's colours, told apart with any kind of colour vision, and markers without one.
+STYLES = {
+    "single": ("#000000", "X"),
+    "jit": ("#0072B2", "o"),
+    "shard_map": ("#D55E00", "s"),
+    "pmap": ("#009E73", "^"),
+}
+IDEAL = "#7F7F7F"
+BESIDE = 0.02
+"""Of the width, between neighbouring modes on the same devices: or they would hide each other."""
+
+Values = Callable[[CaseResult], Sequence[float]]
+
+
+def draw_scaling(bench: Bench, path: Path) -> None:
+    """Draw throughput and efficiency by device count; bars where there is one count.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+    """
+    figure_module = require("matplotlib.figure", "cli")
+    figure = figure_module.Figure(figsize=(9.0, 4.4), layout="constrained")
+    figure.suptitle(_title(bench), fontsize=11)
+    left, right = figure.subplots(1, 2)
+    if len({case.devices for case in bench.cases}) == 1:
+        _draw_bars(left, bench, _rate, f"{_unit(bench)} per second")
+        _draw_bars(right, bench, _milliseconds, "milliseconds per step")
+    else:
+        _draw_throughput(left, bench)
+        _draw_efficiency(right, bench)
+    for axis in (left, right):
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.25, axis="y")
+        axis.set_axisbelow(True)
+    figure.savefig(path, dpi=150)
+
+
+def _draw_throughput(axis: Any, bench: Bench) -> None:
+    """Of the strong scaling, with the line that the fastest on the fewest devices would follow."""
+    cases = bench.scaling(STRONG)
+    counts = _counts(cases)
+    first = max(spread(_rate(case))[0] for case in cases if case.devices == counts[0])
+    axis.plot(
+        counts,
+        [first * count / counts[0] for count in counts],
+        color=IDEAL,
+        linestyle="--",
+        linewidth=1.2,
+        label="ideal",
+    )
+    _draw_modes(axis, cases, _rate, linestyle="-")
+    axis.set_ylabel(f"{_unit(bench)} per second")
+    _use_log_scale(axis)  # on which what is ideal is a straight line
+    axis.set_title(f"strong: {bench.batch_size:,} rows a batch", fontsize=10)
+    _dress_counts(axis, counts)
+    axis.legend(frameon=False, loc="upper left")
+
+
+def _draw_efficiency(axis: Any, bench: Bench) -> None:
+    """Of both scalings: strong in solid lines, weak in dashed ones."""
+    axis.axhline(100, color=IDEAL, linestyle=":", linewidth=1.2)
+    for scaling, linestyle in ((STRONG, "-"), (WEAK, "--")):
+        cases = [case for case in bench.scaling(scaling) if case.mode != "single"]
+        _draw_modes(axis, cases, _efficiency(scaling), linestyle=linestyle, labelled=False)
+        if cases:
+            axis.plot([], [], color="#404040", linestyle=linestyle, label=scaling)
+    axis.set_ylabel("efficiency in %")
+    axis.set_ylim(0, max(110, axis.get_ylim()[1]))
+    weak = bench.scaling(WEAK)
+    rows = f"; weak: {weak[0].rows_per_device:,} rows a device" if weak else ""
+    axis.set_title(f"relative to {_devices(_counts(bench.cases)[0])}{rows}", fontsize=10)
+    _dress_counts(axis, _counts(bench.cases))
+    axis.legend(frameon=False, loc="lower left")
+
+
+def _draw_modes(
+    axis: Any, cases: Sequence[CaseResult], values: Values, *, linestyle: str, labelled: bool = True
+) -> None:
+    """A line for each mode: medians, with bars from quartile to quartile."""
+    modes = list(dict.fromkeys(case.mode for case in cases))
+    span = max(2.0, *(case.devices / cases[0].devices for case in cases)) if cases else 1.0
+    for place, mode in enumerate(modes):
+        own = [case for case in cases if case.mode == mode]
+        aside = span ** (BESIDE * (place - (len(modes) - 1) / 2 + (linestyle == "--") / 2))
+        middles, lows, highs = zip(*(spread(values(case)) for case in own), strict=True)
+        colour, marker = STYLES[mode]
+        axis.errorbar(
+            [case.devices * aside for case in own],
+            middles,
+            yerr=_beside(middles, lows, highs),
+            color=colour,
+            marker=marker,
+            markersize=6,
+            markerfacecolor=colour if linestyle == "-" else "white",
+            linestyle=linestyle,
+            linewidth=1.4,
+            capsize=3,
+            label=mode if labelled else None,
+        )
+
+
+def _draw_bars(axis: Any, bench: Bench, values: Values, label: str) -> None:
+    """A bar for each mode."""
+    cases = bench.scaling(STRONG)
+    middles, lows, highs = zip(*(spread(values(case)) for case in cases), strict=True)
+    axis.bar(
+        [case.mode for case in cases],
+        middles,
+        yerr=_beside(middles, lows, highs),
+        color=[STYLES[case.mode][0] for case in cases],
+        width=0.6,
+        capsize=4,
+        ecolor="#404040",
+    )
+    axis.set_ylabel(label)
+    axis.set_xlabel("mode")
+    axis.set_title(f"{bench.batch_size:,} rows on {_devices(cases[0].devices)}", fontsize=10)
+    axis.yaxis.set_major_formatter(_thousands(axis.get_ylim()[1]))
+
+
+def _dress_counts(axis: Any, counts: Sequence[int]) -> None:
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(counts, [str(count) for count in counts], minor=False)
+    axis.set_xticks([], minor=True)
+    axis.set_xlim(counts[0] / 1.2, counts[-1] * 1.2)
+    axis.set_xlabel("devices")
+
+
+def _use_log_scale(axis: Any) -> None:
+    """A logarithmic y axis with plain numbers, as many as there is room for."""
+    ticker = require("matplotlib.ticker", "cli")
+    axis.set_yscale("log")
+    low, high = axis.get_ylim()
+    is_wide = high / low > 12
+    subs = (1, 2, 5) if is_wide else (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)
+    axis.yaxis.set_major_locator(ticker.LogLocator(10, subs=subs))
+    axis.yaxis.set_major_formatter(_thousands(high))
+    axis.yaxis.set_minor_locator(ticker.NullLocator())
+
+
+def _beside(
+    middles: Sequence[float], lows: Sequence[float], highs: Sequence[float]
+) -> list[list[float]]:
+    """How far the quartiles are from the medians, below and above."""
+    return [
+        [middle - low for middle, low in zip(middles, lows, strict=True)],
+        [high - middle for middle, high in zip(middles, highs, strict=True)],
+    ]
+
+
+def _rate(case: CaseResult) -> Sequence[float]:
+    return case.tokens_per_second or case.rows_per_second
+
+
+def _milliseconds(case: CaseResult) -> Sequence[float]:
+    return [1e3 * seconds for seconds in case.seconds_per_step]
+
+
+def _efficiency(scaling: str) -> Values:
+    return lambda case: [100 * value for value in case.efficiency[scaling]]
+
+
+def _thousands(highest: float) -> str:
+    """A format for ticks: thousands parted, decimals where the numbers are small."""
+    return "{x:,.0f}" if highest >= 10 else "{x:.2g}"
+
+
+def _unit(bench: Bench) -> str:
+    return "tokens" if all(case.tokens_per_second for case in bench.cases) else "rows"
+
+
+def _counts(cases: Sequence[CaseResult]) -> list[int]:
+    return sorted({case.devices for case in cases})
+
+
+def _devices(count: int) -> str:
+    return f"{count} device{'s' if count > 1 else ''}"
+
+
+def _title(bench: Bench) -> str:
+    cores = bench.environment["cores"]
+    shared = ""
+    if bench.platform == "cpu":
+        shared = ", one core a device" if bench.pinned else f" that share {cores} cores"
+    return (
+        f"{bench.parameters:,} parameters · {bench.device_kind} devices{shared} · "
+        f"{bench.precision} · layout {bench.layout}"
+    )

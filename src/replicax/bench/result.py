@@ -1,0 +1,123 @@
+"""What was measured, case by case, and what follows from it."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from replicax.bench.timing import spread
+from replicax.parallel.compiled import Collectives
+
+
+@dataclasses.dataclass(frozen=True)
+class CaseResult:
+    """One step: a mode on some devices with a global batch. Sequences have a value a round."""
+
+    mode: str
+    devices: int
+    global_batch: int
+    """Rows of a batch, before padding."""
+    rows_per_device: int
+    """With the padding."""
+    padded_rows: int
+    """Padding of a full batch, on all devices together."""
+    scalings: tuple[str, ...]
+    """`strong`, `weak`, or both."""
+    steps_per_round: int
+    seconds_per_step: tuple[float, ...]
+    rows_per_second: tuple[float, ...]
+    """Real rows, on all devices together."""
+    tokens_per_row: int | None
+    input_wait_fraction: tuple[float, ...]
+    """Share of the measured time that the loop waited for a batch."""
+    trace_seconds: float
+    """Of tracing and lowering the step."""
+    compile_seconds: float
+    peak_bytes_per_device: int | None
+    """What the compiler says it needs, arguments included; None where it does not say."""
+    measured_peak_bytes_per_device: int | None
+    """Of the first device in the first steps; None where the device does not count, or an earlier
+    case needed more."""
+    flops_per_step: int
+    """Of matrix products and convolutions, on all devices, recomputation included: what a CPU runs,
+    and elsewhere what the step asks for."""
+    peak_flops_per_second: float | None
+    """Of all devices, by the data sheet; None where it is unknown."""
+    product_flops_per_second: float | None
+    """Of a plain matrix product on the same cores; None where the device is no CPU."""
+    collectives: tuple[Collectives, ...]
+    least_collective_bytes: int | None
+    """The bytes of one gradient, which every step must reduce; 0 on one device, and None where the
+    layout reduces otherwise."""
+    efficiency: dict[str, tuple[float, ...]]
+    """By scaling, each round's; relative to the fewest devices of the same mode."""
+
+    @property
+    def tokens_per_second(self) -> tuple[float, ...] | None:
+        """Of real rows; None where a row has no known number of tokens."""
+        tokens = self.tokens_per_row
+        return None if tokens is None else tuple(tokens * rate for rate in self.rows_per_second)
+
+    @property
+    def flops_per_second(self) -> float:
+        """On all devices, in the median round."""
+        return self.flops_per_step / spread(self.seconds_per_step)[0]
+
+    @property
+    def share_of_peak(self) -> float | None:
+        """Of the data sheet's peak."""
+        return _share(self.flops_per_second, self.peak_flops_per_second)
+
+    @property
+    def share_of_product(self) -> float | None:
+        """Of a plain matrix product's rate on the same cores."""
+        return _share(self.flops_per_second, self.product_flops_per_second)
+
+    @property
+    def collective_count(self) -> int:
+        """Collectives of every kind in a step."""
+        return sum(each.count for each in self.collectives)
+
+    @property
+    def collective_bytes(self) -> int:
+        """Their result bytes on one device."""
+        return sum(each.bytes for each in self.collectives)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """Every mode on every device count, side by side."""
+
+    cases: tuple[CaseResult, ...]
+    environment: dict[str, Any]
+    """Date, processor, cores, versions."""
+    platform: str
+    device_kind: str
+    parameters: int
+    parameter_bytes: int
+    """Of the trainable arrays."""
+    batch_size: int
+    layout: str
+    accumulate: int
+    precision: str
+    rounds: int
+    pinned: bool
+    """Whether each host device had a core of its own."""
+    seed: int
+    seconds: float
+    """Of the whole measurement."""
+    notes: tuple[str, ...]
+    """What is not as asked, or must be known to read the figures."""
+
+    def scaling(self, name: str) -> list[CaseResult]:
+        """The cases of `strong` or `weak`, by mode and then by devices."""
+        return by_mode([case for case in self.cases if name in case.scalings])
+
+
+def by_mode(cases: Sequence[CaseResult]) -> list[CaseResult]:
+    """Mode by mode in the order they came in, each by devices and batch."""
+    modes = list(dict.fromkeys(case.mode for case in cases))
+    return sorted(cases, key=lambda case: (modes.index(case.mode), case.devices, case.global_batch))
+
+
+def _share(rate: float, whole: float | None) -> float | None:
+    return None if whole is None else rate / whole

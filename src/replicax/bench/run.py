@@ -1,0 +1,141 @@
+"""`bench`: one training step in every mode on every device count, side by side."""
+
+import contextlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import optax
+
+from replicax.bench.cases import (
+    all_cases,
+    check_devices,
+    default_devices,
+    modes_with_layout,
+)
+from replicax.bench.collect import case_results
+from replicax.bench.cores import Neighbours, check_pinning, own_cores
+from replicax.bench.display import Display
+from replicax.bench.epochs import check_source
+from replicax.bench.measurement import Measurement, Subject
+from replicax.bench.notes import (
+    notes_on_cases,
+    notes_on_machine,
+    notes_on_neighbours,
+    notes_on_source,
+)
+from replicax.bench.result import Bench
+from replicax.bench.timing import environment
+from replicax.errors import ConfigError
+from replicax.parallel.gradients import LossFunction
+from replicax.parallel.layout import Layout, layout_name
+from replicax.parallel.lift import MODES, check_mode
+from replicax.parallel.mesh import make_mesh
+
+
+def bench(
+    loss: LossFunction,
+    optimizer: optax.GradientTransformation,
+    model: Any,
+    source: Any,
+    *,
+    batch_size: int,
+    devices: Sequence[int] | None = None,
+    modes: Sequence[str] = MODES,
+    layout: Layout = "replicated",
+    accumulate: int = 1,
+    precision: str = "float32",
+    rounds: int = 5,
+    pin: bool = False,
+    seed: int = 0,
+    tokens_per_row: int | None = None,
+    progress: bool = True,
+) -> Bench:
+    """Measure one training step in every mode on every device count, side by side.
+
+    Two scalings: strong has `batch_size` rows on every count; weak has the same rows on every
+    device, `batch_size` in all on the most of them. Each round runs every step for about a quarter
+    of a second, in an order of its own; input is part of it.
+
+    On host devices call `replicax.train.host_memory.keep_freed_memory()` before, as
+    `replicax train` does, or the allocator is a part of what is measured.
+
+    Args:
+        loss: as for `DataParallel`.
+        optimizer: as for `DataParallel`.
+        model: as for `DataParallel.init`.
+        source: as for `DataParallel.feed`, but it must be readable again and again.
+        batch_size: rows of a global batch.
+        devices: counts; by default the powers of two up to all attached devices, and these.
+        modes: any of `single` (on one device only), `jit`, `shard_map` and `pmap`.
+        layout: as for `DataParallel`. A mode that cannot hold it is left out, with a note.
+        accumulate: as for `DataParallel`.
+        precision: as for `DataParallel`.
+        rounds: at least 1.
+        pin: whether a host device has one processor core to itself; without it one device uses all
+            of them, and a second one adds nothing.
+        seed: of the initial state, the order of the rows, and that of the cases in a round.
+        tokens_per_row: where throughput is wanted in tokens, too.
+        progress: whether to print what is going on.
+
+    Raises:
+        ConfigError: arguments that cannot work, a batch too small for the devices among them.
+        LossError: see `DataParallel.step`.
+    """
+    attached = jax.devices()
+    platform = attached[0].platform
+    _check(modes, rounds, tokens_per_row)
+    counts = default_devices(len(attached)) if devices is None else devices
+    counts = check_devices(counts, len(attached), platform)
+    kept, notes = modes_with_layout(modes, layout, counts)
+    if pin:
+        check_pinning(max(counts), platform)
+    can_be_cut = check_source(source, batch_size)
+    cases = all_cases(batch_size, counts, kept, weak=can_be_cut)
+    notes += notes_on_cases(batch_size, cases, accumulate)
+    notes += notes_on_source(can_be_cut, counts)
+    notes += notes_on_machine(max(counts), platform, pin)
+
+    started = time.perf_counter()
+    subject = Subject(loss, optimizer, model, source, layout, accumulate, precision, seed)
+    display = Display(progress, len(cases), rounds)
+    measurement = Measurement(subject, own_cores() if pin else [], display)
+    with contextlib.closing(measurement):
+        measurement.prepare(cases)
+        rates = measurement.product_rates() if platform == "cpu" else {}
+        neighbours = Neighbours()
+        measurement.measure(rounds)
+        if platform == "cpu":
+            notes += notes_on_neighbours(neighbours.cores())
+    params = jax.tree.leaves(measurement.states[cases[0].devices].params)
+    return Bench(
+        cases=case_results(measurement, rates, tokens_per_row),
+        environment=environment(),
+        platform=platform,
+        device_kind=attached[0].device_kind,
+        parameters=sum(leaf.size for leaf in params),
+        parameter_bytes=sum(leaf.nbytes for leaf in params),
+        batch_size=batch_size,
+        layout=layout_name(layout),
+        accumulate=accumulate,
+        precision=precision,
+        rounds=rounds,
+        pinned=pin,
+        seed=seed,
+        seconds=time.perf_counter() - started,
+        notes=tuple(notes),
+    )
+
+
+def _check(modes: Sequence[str], rounds: int, tokens_per_row: int | None) -> None:
+    """Raise `ConfigError` for what is wrong whatever the devices."""
+    if jax.process_count() > 1:
+        raise ConfigError(
+            f"bench in {jax.process_count()} processes; it measures the devices of 1: start one"
+        )
+    for name, value in (("rounds", rounds), ("tokens_per_row", tokens_per_row)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name}={value}; it is at least 1: raise it")
+    for mode in modes:
+        check_mode(mode, make_mesh(devices=jax.devices()[:1]))

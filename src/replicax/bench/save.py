@@ -1,0 +1,70 @@
+"""A bench as files."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from replicax.bench.plots import draw_scaling
+from replicax.bench.report import to_markdown
+from replicax.bench.result import Bench, CaseResult
+from replicax.bench.timing import spread
+from replicax.errors import MissingDependencyError
+
+
+def write_bench(bench: Bench, folder: str | Path, *, pictures: Sequence[str] = ()) -> list[Path]:
+    """Write `bench.json`, `bench.md` and `scaling.png`; returns their paths.
+
+    Without matplotlib there is no `scaling.png`, and `bench.md` says so.
+
+    Args:
+        bench: what was measured.
+        folder: made where it is not there yet.
+        pictures: file names of others in the folder, for `bench.md` to show.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / "bench.json", folder / "bench.md", folder / "scaling.png"]
+    paths[0].write_text(json.dumps(to_json(bench), indent=2) + "\n", encoding="utf-8")
+    try:
+        draw_scaling(bench, paths[2])
+        text = to_markdown(bench, [paths[2].name, *pictures])
+    except MissingDependencyError as error:
+        del paths[2]
+        text = f"{to_markdown(bench, pictures)}- no scaling.png: {error}\n"
+    paths[1].write_text(text, encoding="utf-8")
+    return paths
+
+
+def to_json(bench: Bench) -> dict[str, Any]:
+    """Everything that was measured, all rounds of it, and the medians with their quartiles."""
+    plain = dataclasses.asdict(bench)
+    plain["notes"] = list(bench.notes)
+    plain["cases"] = [_case_to_json(case) for case in bench.cases]
+    return plain
+
+
+def _case_to_json(case: CaseResult) -> dict[str, Any]:
+    rounds: dict[str, Any] = {
+        "seconds_per_step": case.seconds_per_step,
+        "rows_per_second": case.rows_per_second,
+        "tokens_per_second": case.tokens_per_second,
+        "input_wait_fraction": case.input_wait_fraction,
+        **{f"{name}_efficiency": values for name, values in case.efficiency.items()},
+    }
+    single = dataclasses.asdict(case)
+    for name in ("seconds_per_step", "rows_per_second", "input_wait_fraction", "efficiency"):
+        del single[name]
+    return {
+        **single,
+        "scalings": list(case.scalings),
+        "collectives": [dataclasses.asdict(each) for each in case.collectives],
+        "flops_per_second": case.flops_per_second,
+        "share_of_peak": case.share_of_peak,
+        "share_of_product": case.share_of_product,
+        "rounds": {name: values and list(values) for name, values in rounds.items()},
+        "median_and_quartiles": {
+            name: values and list(spread(values)) for name, values in rounds.items()
+        },
+    }

@@ -1,0 +1,151 @@
+"""`replicax bench`: a recipe's step in every mode, side by side."""
+
+import dataclasses
+import itertools
+import tempfile
+import time
+from pathlib import Path
+from typing import Literal
+
+import jax
+
+import replicax as rx
+from replicax.bench.memory import measure_timeline
+from replicax.bench.memory_plot import draw_memory
+from replicax.bench.report import table
+from replicax.bench.result import Bench
+from replicax.bench.run import bench as run_bench
+from replicax.bench.save import write_bench
+from replicax.commands.arguments import Arguments, parse_arguments
+from replicax.commands.devices import make_host_devices
+from replicax.errors import ConfigError, MissingDependencyError
+from replicax.parallel.lift import MODES
+from replicax.train.host_memory import keep_freed_memory
+
+MEMORY = "memory.png"
+TRACES = "trace"
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchOptions:
+    """What to measure of a recipe, whichever it is."""
+
+    devices: str | None = None
+    """Device counts, as 1,2,4,8; by default the powers of two up to all. On a CPU: host devices."""
+    modes: str = ",".join(MODES)
+    """Modes, as jit,shard_map."""
+    layout: Literal["replicated", "zero1", "fsdp"] = "replicated"
+    """Where the training state lives."""
+    accumulate: int = 1
+    """Micro-batches that each device computes one after the other."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Dtype the model computes in; parameters and optimizer stay in float32."""
+    rounds: int = 5
+    """Times that every step is measured, for about a quarter of a second each."""
+    pin: bool = False
+    """Give each host device a processor core of its own."""
+    profile: bool = False
+    """Leave a trace of two steps for a trace viewer."""
+    seed: int = 0
+    """Of the initial model, the order of the data, and that of the measurements."""
+    run: str | None = None
+    """Name of the folder in runs/; bench, recipe and time by default."""
+
+
+def bench(arguments: list[str]) -> None:
+    """Run the command."""
+    parsed = parse_arguments("bench", BenchOptions, arguments)
+    if parsed is None:
+        return
+    options, recipe = parsed.options, parsed.recipe
+    devices = _counts(options.devices)
+    if devices:
+        make_host_devices(max(devices))
+    if jax.devices()[0].platform == "cpu":
+        keep_freed_memory()
+    folder = _folder(options.run or f"bench-{parsed.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    if hasattr(recipe, "data_description"):
+        print(f"data   {recipe.data_description()}", flush=True)
+    result = run_bench(
+        recipe.loss,
+        recipe.optimizer(),
+        recipe.model(jax.random.key(options.seed)),
+        recipe.train_source(),
+        batch_size=recipe.batch_size,
+        devices=devices,
+        modes=_words(options.modes),
+        layout=options.layout,
+        accumulate=options.accumulate,
+        precision=options.precision,
+        rounds=options.rounds,
+        pin=options.pin,
+        seed=options.seed,
+        tokens_per_row=getattr(recipe, "tokens_per_row", None),
+    )
+    print(*table(result), sep="\n", flush=True)
+    pictures = [_draw_memory(parsed, result, folder)]
+    paths = write_bench(result, folder, pictures=[name for name in pictures if name])
+    print(f"see    {folder}/ ({', '.join(path.name for path in paths)})")
+    if options.profile:
+        print(f"trace  {_perfetto_trace(folder)}: open it in https://ui.perfetto.dev")
+
+
+def _draw_memory(parsed: Arguments[BenchOptions], result: Bench, folder: Path) -> str | None:
+    """Draw the memory of one of the steps through two executions; the name of the picture.
+
+    It is the step on the most devices, in the mode whose program is nearest to its source.
+    """
+    options, recipe = parsed.options, parsed.recipe
+    devices = max(case.devices for case in result.cases)
+    measured = [case.mode for case in result.cases if case.devices == devices]
+    mode = "shard_map" if "shard_map" in measured else measured[0]
+    dp = rx.DataParallel(
+        recipe.loss,
+        recipe.optimizer(),
+        mesh=rx.make_mesh(devices, devices=jax.devices()),
+        mode=mode,
+        layout=options.layout,
+        accumulate=options.accumulate,
+        precision=options.precision,
+    )
+    state = dp.init(recipe.model(jax.random.key(options.seed)), seed=options.seed)
+    (batch, *_) = itertools.islice(dp.feed(recipe.train_source(), recipe.batch_size), 1)
+    with tempfile.TemporaryDirectory() as temporary:
+        traces = folder / TRACES if options.profile else Path(temporary)
+        try:
+            _, timeline = measure_timeline(dp, state, batch, traces, perfetto=options.profile)
+            title = f"{parsed.name} · {devices} device{'s' if devices > 1 else ''} · {mode}"
+            draw_memory(timeline, folder / MEMORY, title)
+        except (ConfigError, MissingDependencyError) as error:
+            print(f"no {MEMORY}: {error}")
+            return None
+    return MEMORY
+
+
+def _perfetto_trace(folder: Path) -> Path:
+    (trace,) = (folder / TRACES).glob("plugins/profile/*/perfetto_trace.json.gz")
+    return trace
+
+
+def _counts(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    words = _words(text)
+    if not words or not all(word.isdecimal() for word in words):
+        raise ConfigError(f"--devices {text!r}; it is a list of counts: write 1,2,4")
+    return [int(word) for word in words]
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _folder(name: str) -> Path:
+    folder = Path("runs") / name
+    if folder.exists():
+        raise ConfigError(f"{folder} exists; a bench has a folder of its own: choose another name")
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be made ({error.strerror}); choose another") from error
+    return folder

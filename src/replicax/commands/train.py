@@ -1,0 +1,115 @@
+"""`replicax train`: a recipe, trained, evaluated and recorded."""
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+
+import replicax as rx
+from replicax.commands.arguments import parse_arguments
+from replicax.commands.devices import make_host_devices
+from replicax.errors import ConfigError
+from replicax.parallel.mesh import by_rows
+from replicax.train.fit import Fit
+from replicax.train.host_memory import keep_freed_memory
+from replicax.train.sharding_view import abstract_batch, sharding_view
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainOptions:
+    """How to run a recipe, whichever it is."""
+
+    devices: int | None = None
+    """Devices to train on; all by default. On a CPU: that many host devices."""
+    mode: Literal["jit", "shard_map", "pmap", "single"] = "jit"
+    """How the step is lifted to the devices."""
+    layout: Literal["replicated", "zero1", "fsdp"] = "replicated"
+    """Where the training state lives."""
+    accumulate: int = 1
+    """Micro-batches that each device computes one after the other."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Dtype the model computes in; parameters and optimizer stay in float32."""
+    steps: int | None = None
+    """Updates, instead of epochs."""
+    seed: int = 0
+    """Of the initial model, the order of the data, and all else that is random."""
+    log_every: int = 50
+    """Steps between two records."""
+    show_sharding: bool = False
+    """Draw where the parameters and the batch live, before training."""
+    run: str | None = None
+    """Name of the run's folder in runs/; recipe and time by default."""
+
+
+def train(arguments: list[str]) -> str | None:
+    """Run the command; returns why it ended early, or None."""
+    parsed = parse_arguments("train", TrainOptions, arguments)
+    if parsed is None:
+        return None
+    options, recipe = parsed.options, parsed.recipe
+    config = {**parsed.to_config(), "options": dataclasses.asdict(options)}
+    result = _run(parsed.name, recipe, options, config)
+    if result.interrupted:
+        return f"interrupted after {result.steps} steps; what was recorded is kept"
+    return None
+
+
+def _run(name: str, recipe: Any, options: TrainOptions, config: dict[str, Any]) -> Fit:
+    mesh = _mesh(options)
+    if mesh.devices.flat[0].platform == "cpu":
+        keep_freed_memory()
+    dp = rx.DataParallel(
+        recipe.loss,
+        recipe.optimizer(),
+        mesh=mesh,
+        mode=options.mode,
+        layout=options.layout,
+        accumulate=options.accumulate,
+        precision=options.precision,
+    )
+    state = dp.init(recipe.model(jax.random.key(options.seed)), seed=options.seed)
+    if hasattr(recipe, "data_description"):
+        print(f"data   {recipe.data_description()}", flush=True)
+    source = recipe.train_source()
+    if options.show_sharding:
+        batch = abstract_batch(source, dp.split.padded(recipe.batch_size), by_rows(dp.mesh))
+        print(*sharding_view(state, batch), sep="\n", flush=True)
+    folder = Path("runs") / (options.run or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    result = rx.fit(
+        dp,
+        state,
+        source,
+        batch_size=recipe.batch_size,
+        epochs=None if options.steps is not None else recipe.epochs,
+        steps=options.steps,
+        eval_source=recipe.eval_source(),
+        seed=options.seed,
+        log_every=options.log_every,
+        run_dir=folder,
+        config=config,
+        title=f"{name} · {dp.mesh.devices.size} devices · {options.mode}",
+    )
+    print(f"see    {folder}/ (config.json, records.jsonl, curves.png)")
+    if not result.interrupted:
+        _show(recipe, dp.model(result.state))
+    return result
+
+
+def _show(recipe: Any, model: Any) -> None:
+    """Print what the recipe has to show of the trained model, if anything."""
+    said = recipe.after_training(model) if hasattr(recipe, "after_training") else None
+    if said:
+        print(f"\n{said}")
+
+
+def _mesh(options: TrainOptions) -> jax.sharding.Mesh:
+    """A mesh of the first `--devices` devices."""
+    wanted = options.devices
+    if wanted is None:
+        return rx.make_mesh(data=1 if options.mode == "single" else -1)
+    if wanted < 1:
+        raise ConfigError(f"--devices {wanted}; a run needs at least 1: raise it")
+    make_host_devices(wanted)
+    return rx.make_mesh(data=wanted)

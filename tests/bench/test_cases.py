@@ -1,0 +1,126 @@
+"""Which cases are measured, and what is said of those that are not."""
+
+import pytest
+
+from replicax.bench.cases import (
+    Case,
+    all_cases,
+    check_devices,
+    default_devices,
+    modes_with_layout,
+)
+from replicax.bench.notes import (
+    notes_on_cases,
+    notes_on_machine,
+    notes_on_neighbours,
+    notes_on_source,
+)
+from replicax.errors import ConfigError
+
+
+def test_the_scalings_meet_on_the_most_devices() -> None:
+    cases = all_cases(32, (1, 4), ["single", "jit"], weak=True)
+    assert cases == [
+        Case("single", 1, 32, ("strong",)),
+        Case("jit", 1, 32, ("strong",)),
+        Case("jit", 1, 8, ("weak",)),
+        Case("jit", 4, 32, ("strong", "weak")),
+    ]
+    assert notes_on_cases(32, cases, 1) == []
+
+
+def test_rows_that_do_not_divide_are_rounded_up_and_noted() -> None:
+    cases = all_cases(30, (1, 4), ["pmap"], weak=True)
+    assert cases == [
+        Case("pmap", 1, 30, ("strong",)),
+        Case("pmap", 1, 8, ("weak",)),
+        Case("pmap", 4, 30, ("strong",)),
+        Case("pmap", 4, 32, ("weak",)),
+    ]
+    assert notes_on_cases(30, cases, 1) == [
+        "30 rows do not divide over 4 devices: the weak scaling has 8 rows on each, 32 on 4",
+        "30 rows are padded to 32 on 4 devices",
+    ]
+
+
+def test_one_device_count_has_no_weak_scaling() -> None:
+    assert all_cases(30, (4,), ["jit"], weak=True) == [Case("jit", 4, 30, ("strong",))]
+
+
+def test_a_source_that_cannot_be_cut_has_no_weak_scaling() -> None:
+    cases = all_cases(32, (1, 2), ["jit"], weak=False)
+    assert {case.scalings for case in cases} == {("strong",)}
+    assert len(cases) == 2
+    assert "no weak scaling" in notes_on_source(False, (1, 2))[0]
+    assert notes_on_source(True, (1, 2)) == []
+
+
+def test_a_batch_too_small_for_the_micro_batches_is_refused() -> None:
+    cases = all_cases(8, (1, 4), ["jit"], weak=True)
+    with pytest.raises(ConfigError, match="8 rows on 4 replicas x 3 micro-batches"):
+        notes_on_cases(8, cases, 3)
+
+
+@pytest.mark.parametrize(
+    ("attached", "counts"), [(1, (1,)), (2, (1, 2)), (6, (1, 2, 4, 6)), (8, (1, 2, 4, 8))]
+)
+def test_default_devices_are_powers_of_two_and_all(attached: int, counts: tuple[int, ...]) -> None:
+    assert default_devices(attached) == counts
+
+
+@pytest.mark.parametrize(
+    ("devices", "says"),
+    [
+        ((), "at least 1"),
+        ((0, 1), "devices=0"),
+        ((1, 9), "devices=9 and 8 attached (cpu); use at most 8, or start with JAX_NUM_CPU_DEV"),
+    ],
+)
+def test_device_counts_that_cannot_be_are_refused(devices: tuple[int, ...], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_devices(devices, 8, "cpu")
+    assert says in str(caught.value)
+
+
+def test_device_counts_are_sorted_and_unique() -> None:
+    assert check_devices([4, 1, 4], 8, "cpu") == (1, 4)
+
+
+def test_modes_that_cannot_hold_a_layout_are_left_out_with_the_reason() -> None:
+    kept, notes = modes_with_layout(["single", "jit", "pmap"], "fsdp", (1, 2))
+    assert kept == ["jit"]
+    assert [note.partition(":")[0] for note in notes] == ["single is left out", "pmap is left out"]
+    assert "mode='pmap' with layout='fsdp'" in notes[1]
+
+
+def test_single_is_left_out_where_one_device_is_not_measured() -> None:
+    kept, notes = modes_with_layout(["single", "jit"], "replicated", (2, 4))
+    assert kept == ["jit"]
+    assert notes == ["single is left out: it runs on 1 device, and devices are 2, 4"]
+
+
+def test_no_mode_left_is_refused() -> None:
+    with pytest.raises(ConfigError, match="leaves nothing to measure"):
+        modes_with_layout(["pmap"], "zero1", (1, 2))
+
+
+def test_shared_cores_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replicax.bench.notes.core_count", lambda: 4)
+    assert notes_on_machine(4, "cpu", pinned=False) == [
+        "4 devices share 4 cores: efficiency is not that of 4 machines; --pin gives each device a "
+        "core"
+    ]
+    assert notes_on_machine(8, "cpu", pinned=False)[0].endswith("needs 8")
+    assert notes_on_machine(4, "cpu", pinned=True) == []
+    assert notes_on_machine(1, "cpu", pinned=False) == []
+
+
+def test_a_busy_machine_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert "used 1.3 of the machine's 2 cores" in notes_on_neighbours(1.26)[0]
+    assert notes_on_neighbours(0.05) == []
+    assert notes_on_neighbours(None) == []
+
+
+def test_what_a_gpu_hides_is_noted() -> None:
+    assert "not counted on a GPU" in notes_on_machine(8, "gpu", pinned=False)[0]

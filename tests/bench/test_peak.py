@@ -1,0 +1,48 @@
+"""What devices can do at most, as far as that is known."""
+
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from replicax.bench.peak import peak_flops_per_second, product_flops_per_second
+
+
+@pytest.mark.parametrize(
+    ("kind", "bfloat16", "float32"),
+    [
+        ("Tesla V100-SXM2-16GB", None, 15.7e12),
+        ("Tesla T4", None, 8.1e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12, 156e12),
+        ("NVIDIA A100 80GB PCIe", 312e12, 156e12),
+        ("NVIDIA A10G", 70e12, 35e12),
+        ("NVIDIA H100 80GB HBM3", 989.4e12, 494.7e12),
+        ("NVIDIA H100 PCIe", 756e12, 378e12),
+        ("NVIDIA H200", 989.4e12, 494.7e12),
+        ("NVIDIA L4", 121e12, 60e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12, 82.6e12),
+        ("TPU v4", 275e12, 275e12),
+        ("TPU v5 lite", 197e12, 197e12),
+        ("TPU v5", 459e12, 459e12),
+        ("TPU v6 lite", 918e12, 918e12),
+    ],
+)
+def test_data_sheets(kind: str, bfloat16: float | None, float32: float) -> None:
+    assert peak_flops_per_second(kind, "bfloat16") == bfloat16
+    assert peak_flops_per_second(kind, "float32") == float32
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["cpu", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA GeForce RTX 4090 D", "NVIDIA L40S", ""],
+)
+def test_a_device_that_only_looks_like_a_known_one_has_no_figure(kind: str) -> None:
+    assert peak_flops_per_second(kind, "float32") is None
+
+
+def test_a_product_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 9.0, *(time for start in range(5) for time in (start, start + 0.5))])
+    stopwatch = SimpleNamespace(perf_counter=lambda: next(clock))
+    monkeypatch.setattr("replicax.bench.peak.time", stopwatch)
+    monkeypatch.setattr("replicax.bench.peak.SIZE", 8)
+    assert product_flops_per_second(jax.devices()[0], "float32") == 2 * 8**3 / 0.5

@@ -1,0 +1,102 @@
+"""Tables: what stands in them, and that a terminal of 80 columns holds them."""
+
+import dataclasses
+
+import pytest
+from bench.results import CASE, extreme, make_bench, scaled
+
+from replicax.bench.report import around, digits, percent_around, short, table, to_markdown
+from replicax.bench.result import Bench
+
+
+def test_a_line_has_medians_quartiles_and_efficiency() -> None:
+    lines = table(scaled(1, 2, modes=("jit",)))
+    strong = lines[lines.index("strong scaling: 256 rows a batch on any number of devices") :]
+    assert strong[1].split() == [
+        "mode",
+        "devices",
+        "batch",
+        "rows/s",
+        "ms/step",
+        "efficiency",
+        "wait",
+    ]
+    assert strong[2].split() == ["jit", "1", "256", "12,800", "20.0", "±", "5.0", "100%", "2%"]
+    assert strong[3].split()[:4] == ["jit", "2", "256", "23,886"]
+
+
+def test_resources_have_memory_compilation_reductions_and_flops() -> None:
+    lines = table(scaled(1, 2, modes=("jit",)))
+    each = lines[lines.index("each step") :]
+    assert each[2].split()[:4] == ["mode", "devices", "batch", "MiB"]
+    assert each[3].split() == ["jit", "1", "256", "3.00", "1.25", "0", "0", "B", "100", "25%"]
+    assert each[4].split()[:8] == ["jit", "2", "256", "3.00", "1.25", "1", "4.01", "kB"]
+    assert any("one gradient is 4.00 kB" in line for line in lines)
+
+
+def test_what_is_not_known_is_no_number() -> None:
+    case = dataclasses.replace(
+        CASE, flops_per_step=0, product_flops_per_second=None, peak_bytes_per_device=None
+    )
+    text = "\n".join(table(make_bench(case)))
+    assert "GFLOP" not in text
+    assert "product" not in text
+    assert " - " in text
+
+
+def test_tokens_stand_in_the_place_of_rows() -> None:
+    text = "\n".join(table(make_bench(dataclasses.replace(CASE, tokens_per_row=100))))
+    assert "tokens/s" in text
+    assert "1.280M" in text
+
+
+@pytest.mark.parametrize("bench", [extreme(), scaled(1, 2, 4, 8)], ids=["extreme", "usual"])
+def test_no_line_is_wider_than_a_terminal(bench: Bench) -> None:
+    assert max(map(len, table(bench))) <= 80
+
+
+def test_notes_are_said_in_text_and_markdown() -> None:
+    bench = make_bench(CASE, notes=("two devices share a core",))
+    assert table(bench)[-1] == "note: two devices share a core"
+    assert "- note: two devices share a core\n" in to_markdown(bench)
+
+
+def test_markdown_has_the_tables_and_the_picture() -> None:
+    text = to_markdown(scaled(1, 2), ["scaling.png"])
+    assert "![scaling.png](scaling.png)" in text
+    assert "| mode | devices | batch | rows/s | ms/step | efficiency | wait |" in text
+    assert "| jit | 1 | 256 | 12,800 | 20.0 ± 5.0 | 100% | 2% |" in text
+    assert "## Weak scaling" in text
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert len(rows) == 3 * (2 + 6)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (64, "64"),
+        (999_999, "999,999"),
+        (999_999.6, "1.000M"),
+        (12_345_678, "12.3M"),
+        (1.5e14, "150.0T"),
+        (8e18, "8e+18"),
+    ],
+)
+def test_counts_are_short(value: float, text: str) -> None:
+    assert short(value) == text
+    assert len(text) <= 7
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.0123, "0.0123"), (1.234, "1.23"), (99.94, "99.9"), (12_345, "12,345")]
+)
+def test_three_digits(value: float, text: str) -> None:
+    assert digits(value) == text
+
+
+def test_around_has_the_digits_of_the_median() -> None:
+    assert around([10.0, 20.0, 30.0]) == "20.0 ± 5.0"
+    assert around([0.25]) == "0.250 ± 0.000"
+    assert percent_around([0.5, 0.52, 0.54]) == "52% ± 1"
+    assert percent_around([1.0, 1.0]) == "100%"

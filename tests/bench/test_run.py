@@ -1,0 +1,203 @@
+"""A real, small bench on simulated devices."""
+
+import itertools
+import os
+import sys
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from replicax.bench import cores, runner
+from replicax.bench.result import Bench
+from replicax.bench.run import bench
+from replicax.bench.runner import own_peak, steps_in_a_run
+from replicax.errors import ConfigError, LossError
+
+ROWS = 20
+SOURCE = {"x": np.random.default_rng(0).normal(size=(ROWS, 6)).astype(np.float32)}
+MODEL = {"w": jnp.full((6, 4), 0.1), "b": jnp.zeros(4)}
+GRADIENT_BYTES = 4 * (6 * 4 + 4)
+
+
+def loss(model: Any, batch: Any, key: Any) -> Any:
+    return jnp.sum((batch["x"] @ model["w"] + model["b"]) ** 2, axis=1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _short() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "RUN_SECONDS", 0.0)
+        patch.setattr("replicax.bench.peak.SIZE", 32)
+        yield
+
+
+def run(**options: Any) -> Bench:
+    given = {"batch_size": 8, "devices": (1, 2), "rounds": 2, "progress": False, **options}
+    return bench(loss, optax.sgd(0.01), MODEL, given.pop("source", SOURCE), **given)
+
+
+@pytest.fixture(scope="module")
+def result() -> Bench:
+    return run()
+
+
+def test_every_mode_is_measured_in_every_round(result: Bench) -> None:
+    found = [(case.mode, case.devices, case.global_batch) for case in result.cases]
+    assert sorted(found) == sorted(
+        [
+            ("single", 1, 8),
+            *itertools.product(("jit", "shard_map", "pmap"), (1,), (8, 4)),
+            *itertools.product(("jit", "shard_map", "pmap"), (2,), (8,)),
+        ]
+    )
+    for case in result.cases:
+        assert len(case.seconds_per_step) == len(case.rows_per_second) == 2
+        assert min(case.seconds_per_step) > 0
+        assert all(0 <= wait <= 1 for wait in case.input_wait_fraction)
+        assert min(case.trace_seconds, case.compile_seconds) > 0
+        assert case.rows_per_device * case.devices == case.global_batch
+        assert case.tokens_per_second is None
+
+
+def test_collectives_are_counted_beside_the_least(result: Bench) -> None:
+    (two,) = [case for case in result.cases if (case.mode, case.devices) == ("shard_map", 2)]
+    assert two.collective_count == 1
+    assert two.collective_bytes == GRADIENT_BYTES + 8  # and the loss with its weight
+    assert two.least_collective_bytes == GRADIENT_BYTES == result.parameter_bytes
+    single = result.cases[0]
+    assert (single.mode, single.collectives, single.least_collective_bytes) == ("single", (), 0)
+
+
+def test_flops_are_of_all_devices(result: Bench) -> None:
+    forward_and_weights = 2 * (2 * 8 * 6 * 4)
+    strong = {case.flops_per_step for case in result.scaling("strong") if case.mode != "jit"}
+    assert strong == {forward_and_weights}
+    assert all(case.share_of_peak is None for case in result.cases)
+    assert all(case.share_of_product for case in result.cases)
+
+
+def test_efficiency_is_relative_to_one_device_of_the_same_mode(result: Bench) -> None:
+    strong = {(case.mode, case.devices): case for case in result.scaling("strong")}
+    one, two = strong["jit", 1], strong["jit", 2]
+    expected = [
+        a / (2 * b) for a, b in zip(one.seconds_per_step, two.seconds_per_step, strict=True)
+    ]
+    assert two.efficiency["strong"] == pytest.approx(expected)
+    assert one.efficiency["strong"] == (1.0, 1.0)
+    assert [case.global_batch for case in result.scaling("weak") if case.mode == "jit"] == [4, 8]
+
+
+def test_only_real_rows_are_counted() -> None:
+    """Epochs of 8, 8 and 4 rows: a run of 3 steps has each of them once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "FEWEST_STEPS", 3)
+        (case,) = run(devices=(2,), modes=["jit"], tokens_per_row=5).cases
+    assert case.steps_per_round == 3
+    for seconds, rate in zip(case.seconds_per_step, case.rows_per_second, strict=True):
+        assert rate * seconds * 3 == pytest.approx(ROWS)
+    assert case.tokens_per_second == tuple(5 * rate for rate in case.rows_per_second)
+
+
+def test_a_batch_that_does_not_divide_is_padded_and_noted() -> None:
+    result = run(batch_size=7, devices=(2,), modes=["jit", "shard_map"])
+    assert [(case.rows_per_device, case.padded_rows) for case in result.cases] == [(4, 1)] * 2
+    assert "7 rows are padded to 8 on 2 devices" in result.notes
+
+
+def test_a_layout_leaves_modes_out_with_a_note() -> None:
+    result = run(layout="zero1", devices=(2,), modes=["single", "jit"])
+    assert [case.mode for case in result.cases] == ["jit"]
+    assert result.cases[0].least_collective_bytes is None
+    assert result.notes[0].startswith("single is left out: mode='single' with layout='zero1'")
+
+
+def test_batches_that_cannot_be_cut_have_no_weak_scaling() -> None:
+    result = run(source=[SOURCE, SOURCE], batch_size=ROWS, modes=["jit"])
+    assert result.scaling("weak") == []
+    assert any("no weak scaling" in note for note in result.notes)
+
+
+def test_progress_is_plain_lines_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    run(modes=["jit"], progress=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "compiling 1/3: jit on 1 device"
+    assert lines[2].startswith("compiling 3/3: jit on 2 devices · about ")
+    assert [line.split(" · ")[0] for line in lines[3:]] == ["round 1/2", "round 2/2"]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"rounds": 0}, "rounds=0"),
+        ({"tokens_per_row": 0}, "tokens_per_row=0"),
+        ({"modes": ["jti"]}, "did you mean 'jit'"),
+        ({"devices": (1, 9)}, "devices=9 and 8 attached"),
+        ({"batch_size": 1}, "a batch of 1 rows on 2 replicas"),
+        ({"layout": "fdsp"}, "did you mean 'fsdp'"),
+        ({"source": iter([SOURCE])}, "can be read once"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_compiles(
+    options: Any, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replicax.bench.run.Measurement", None)
+    with pytest.raises(ConfigError) as caught:
+        run(**options)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="cores are given out on Linux")
+def test_pinned_runs_have_as_many_cores_as_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = cores.own_cores()
+    before, seen = os.sched_getaffinity(0), set()
+    step = runner.Runner.run
+
+    def watched(self: Any, state: Any) -> Any:
+        seen.add((self.case.devices, len(os.sched_getaffinity(0))))
+        return step(self, state)
+
+    monkeypatch.setattr(runner.Runner, "run", watched)
+    counts = (1, 2) if len(own) > 1 else (1,)
+    result = run(devices=counts, modes=["jit"], pin=True)
+    assert seen == {(count, count) for count in counts}
+    assert os.sched_getaffinity(0) == before
+    assert result.pinned
+    assert not any("share" in note for note in result.notes)
+
+
+def test_an_error_ends_threads_and_frees_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    def broken(model: Any, batch: Any, key: Any) -> Any:
+        return loss(model, batch, key) * jnp.nan
+
+    before = set(threading.enumerate())
+    with pytest.raises(LossError, match="the loss is nan"):
+        bench(broken, optax.sgd(0.1), MODEL, SOURCE, batch_size=4, devices=(1,), progress=False)
+    assert {thread for thread in threading.enumerate() if thread.is_alive()} <= before
+
+
+@pytest.mark.parametrize(("seconds", "steps"), [(1.0, 2), (0.025, 10), (1e-5, 50)])
+def test_a_run_takes_about_a_quarter_of_a_second(
+    seconds: float, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "RUN_SECONDS", 0.25)
+    assert steps_in_a_run(seconds) == steps
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ((100, 300), 360, 360 - (100 - 30)),  # 70 bytes of others lay there
+        ((100, 300), 300, None),
+        (None, None, None),
+    ],
+)
+def test_the_measured_peak_is_the_steps_own(before: Any, after: Any, expected: int | None) -> None:
+    stats = None if before is None else {"bytes_in_use": before[0], "peak_bytes_in_use": before[1]}
+    later = None if after is None else {"bytes_in_use": 0, "peak_bytes_in_use": after}
+    assert own_peak(stats, later, arguments=30) == expected
