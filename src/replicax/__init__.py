@@ -1,5 +1,7 @@
 """Data-parallel training for JAX that proves itself."""
 
+from replicax.bench.result import Bench as Bench
+from replicax.bench.run import bench as bench
 from replicax.data.batch import Batch as Batch
 from replicax.data.feed import Feed as Feed
 from replicax.errors import ConfigError as ConfigError
@@ -17,6 +19,7 @@ from replicax.train.fit import fit as fit
 
 __all__ = [
     "Batch",
+    "Bench",
     "ConfigError",
     "DataError",
     "DataParallel",
@@ -28,6 +31,7 @@ __all__ = [
     "StateError",
     "TrainState",
     "Weighted",
+    "bench",
     "fit",
     "make_mesh",
 ]

@@ -2,6 +2,7 @@
 
 import pytest
 
+from replicax.bench import notes
 from replicax.bench.cases import (
     Case,
     all_cases,
@@ -105,7 +106,7 @@ def test_no_mode_left_is_refused() -> None:
 
 
 def test_shared_cores_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replicax.bench.notes.core_count", lambda: 4)
+    monkeypatch.setattr(notes, "core_count", lambda: 4)
     assert notes_on_machine(4, "cpu", pinned=False) == [
         "4 devices share 4 cores: efficiency is not that of 4 machines; --pin gives each device a "
         "core"

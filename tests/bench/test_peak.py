@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
+from replicax.bench import peak
 from replicax.bench.peak import peak_flops_per_second, product_flops_per_second
 
 
@@ -43,6 +44,6 @@ def test_a_device_that_only_looks_like_a_known_one_has_no_figure(kind: str) -> N
 def test_a_product_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 9.0, *(time for start in range(5) for time in (start, start + 0.5))])
     stopwatch = SimpleNamespace(perf_counter=lambda: next(clock))
-    monkeypatch.setattr("replicax.bench.peak.time", stopwatch)
-    monkeypatch.setattr("replicax.bench.peak.SIZE", 8)
+    monkeypatch.setattr(peak, "time", stopwatch)
+    monkeypatch.setattr(peak, "SIZE", 8)
     assert product_flops_per_second(jax.devices()[0], "float32") == 2 * 8**3 / 0.5

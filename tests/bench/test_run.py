@@ -10,7 +10,8 @@ import numpy as np
 import optax
 import pytest
 
-from replicax.bench import cores, runner
+from replicax.bench import cores, peak, runner
+from replicax.bench import run as run_module
 from replicax.bench.result import Bench
 from replicax.bench.run import bench
 from replicax.bench.runner import own_peak, steps_in_a_run
@@ -30,7 +31,7 @@ def loss(model: Any, batch: Any, key: Any) -> Any:
 def _short() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "RUN_SECONDS", 0.0)
-        patch.setattr("replicax.bench.peak.SIZE", 32)
+        patch.setattr(peak, "SIZE", 32)
         yield
 
 
@@ -143,7 +144,7 @@ def test_progress_is_plain_lines_without_a_terminal(capsys: pytest.CaptureFixtur
 def test_what_cannot_be_measured_is_refused_before_anything_compiles(
     options: Any, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replicax.bench.run.Measurement", None)
+    monkeypatch.setattr(run_module, "Measurement", None)
     with pytest.raises(ConfigError) as caught:
         run(**options)
     assert says in str(caught.value)

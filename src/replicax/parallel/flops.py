@@ -63,7 +63,8 @@ def _dot_flops(dot: JaxprEqn) -> int:
     """2 for each element of the result and each index summed over."""
     (contracted, _), _ = dot.params["dimension_numbers"]
     left, result = _dims(dot.invars[0]), _dims(dot.outvars[0])
-    return 2 * math.prod(result) * math.prod(left[dim] for dim in contracted)
+    summed: int = math.prod(left[dim] for dim in contracted)
+    return 2 * math.prod(result) * summed
 
 
 def _convolution_flops(convolution: JaxprEqn) -> int:

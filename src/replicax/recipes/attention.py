@@ -9,13 +9,15 @@ the keys from the output.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.backend import get_backend
+
+from replicax.parallel.precision import to_sum
 
 SAVED = "attention"
 """The name, for `jax.checkpoint` policies, of what the backward pass on a CPU wants kept."""
@@ -48,7 +50,7 @@ def _attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 def _attention_on_cuda(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     # JAX never chooses cuDNN by itself, and raises where cuDNN does not take the inputs.
-    implementation = "cudnn" if _cudnn_takes(q) else None
+    implementation: Literal["cudnn"] | None = "cudnn" if _cudnn_takes(q) else None
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
 
 
@@ -63,7 +65,7 @@ def _cudnn_takes(q: jax.Array) -> bool:
 
 def _attention_on_cpu(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     # XLA:CPU has no fast products of 16-bit floats.
-    heads_first = (jnp.moveaxis(x, 1, 2).astype(jnp.float32) for x in (q, k, v))
+    heads_first = (to_sum(jnp.moveaxis(x, 1, 2)) for x in (q, k, v))
     return jnp.moveaxis(_blocked(*heads_first), 1, 2).astype(q.dtype)
 
 

@@ -1,6 +1,7 @@
 """GPT-2 on text, from a network a CPU trains in minutes to the published 1.5 billion parameters."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -14,10 +15,11 @@ import optax
 
 import replicax as rx
 from replicax.errors import ConfigError
+from replicax.parallel.precision import to_sum
 from replicax.recipes import transformer
 from replicax.recipes.corpus import Document
 from replicax.recipes.gpt2_weights import load_weights
-from replicax.recipes.sampling import sample
+from replicax.recipes.sampling import check_sampling, sample
 from replicax.recipes.text import TextDataset, text_dataset
 
 
@@ -77,6 +79,13 @@ class GPT2:
         }
     )
 
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "epochs"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}; it is at least 1: raise it")
+        if self.sample is not None:  # now, and not when the training is over
+            check_sampling(self.sample, self.sample_tokens, self.temperature)
+
     def model(self, key: jax.Array) -> transformer.Params:
         """New parameters, or those of `init_from`."""
         if self.init_from is not None:
@@ -92,14 +101,13 @@ class GPT2:
         """
         tokens = batch["tokens"].astype(jnp.int32)
         logits = transformer.logits(model, tokens[:, :-1], self.heads, self.remat)
-        nats = optax.softmax_cross_entropy_with_integer_labels(
-            logits.astype(jnp.float32), tokens[:, 1:]
-        )
+        nats = optax.softmax_cross_entropy_with_integer_labels(to_sum(logits), tokens[:, 1:])
         real = jnp.arange(self.context) < batch["length"][:, None]
-        nats_of_row = jnp.sum(jnp.where(real, nats, 0), axis=1)
-        bytes_of_row = batch["bytes"].astype(jnp.float32)
-        bits_per_byte = nats_of_row / jnp.log(2.0) / jnp.maximum(bytes_of_row, 1)
-        return rx.Weighted(nats, real), {"bits_per_byte": rx.Weighted(bits_per_byte, bytes_of_row)}
+        bits_of_row = jnp.sum(jnp.where(real, nats, 0), axis=1) / math.log(2)
+        # A row that only ends a text has no bytes, but its bits count: hardly a byte, not none.
+        bytes_of_row = jnp.maximum(batch["bytes"].astype(jnp.float32), 2**-20)
+        bits_per_byte = rx.Weighted(bits_of_row / bytes_of_row, bytes_of_row)
+        return rx.Weighted(nats, real), {"bits_per_byte": bits_per_byte}
 
     def optimizer(self) -> optax.GradientTransformation:
         """AdamW, warmed up and cooled down, its gradient clipped."""
@@ -131,10 +139,15 @@ class GPT2:
         """The continuation of `sample`, with it."""
         if self.sample is None:
             return None
-        params = jax.device_put(model, jax.devices()[0])
         tokenizer = self._text.tokenizer
+        known = tokenizer.vocab_size  # of the rows beyond, no text has trained any
+
+        def logits(params: transformer.Params, tokens: jax.Array) -> jax.Array:
+            return transformer.logits(params, tokens, self.heads)[..., :known]
+
         drawn = sample(
-            lambda tokens: transformer.logits(params, tokens, self.heads),
+            logits,
+            jax.device_put(model, jax.devices()[0]),
             tokenizer.encode(Document("--sample", self.sample.encode())).tolist(),
             count=self.sample_tokens,
             context=self.context,

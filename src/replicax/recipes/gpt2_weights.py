@@ -1,7 +1,7 @@
 """Published GPT-2 weights (a .safetensors file) -> the parameters of the network."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,11 @@ from replicax.recipes.transformer import Params, Shape, init
 # What some exports hold beside the parameters: the causal mask, and the output's copy of `wte`.
 _BUFFER = re.compile(r"h\.\d+\.attn\.(masked_)?bias")
 _OUTPUT = "lm_head.weight"
+_EMBEDDING = "wte.weight"
 _PREFIX = "transformer."
-_LAYER = re.compile(r"h\.\d+\.")
+_LAYER = re.compile(r"h\.(\d+)\.")
+# Those that float32 holds exactly.
+_DTYPES = ("F32", "F16", "BF16")
 
 
 def load_weights(path: Path, shape: Shape) -> Params:
@@ -27,21 +30,19 @@ def load_weights(path: Path, shape: Shape) -> Params:
 
     Raises:
         ConfigError: no such file.
-        DataError: it is no .safetensors file, or a tensor is missing, unknown, or of another shape
-            than the network's.
+        DataError: it is no .safetensors file; a tensor is missing, unknown, of another shape than
+            the network's or of another dtype than float32, float16 and bfloat16; or the output's
+            weights are not the embedding's.
+        MissingDependencyError: safetensors is not installed.
     """
-    tensors = _read(path)
-    wanted = _names(shape)
-    _drop_output(path, tensors)
-    _check(path, {name: each.shape for name, each in tensors.items()}, wanted)
-
-    def parameter(path_of_array: tuple[Any, ...], array: Any) -> jax.Array:
-        names = _published_names(path_of_array, shape.layers)
-        host = [tensors[name].astype(np.float32) for name in names]
-        return jnp.asarray(np.stack(host) if _is_stacked(path_of_array) else host[0])
-
-    params: Params = jax.tree.map_with_path(parameter, _abstract(shape))
-    return params
+    safetensors = require("safetensors", "text")
+    if not path.is_file():
+        raise ConfigError(f"{path} is no file; give the path of a .safetensors file")
+    try:
+        with safetensors.safe_open(path, framework="np") as file:
+            return _parameters(path, file, shape)
+    except (safetensors.SafetensorError, OSError) as error:
+        raise DataError(f"{path} is no .safetensors file ({error}); convert it to one") from error
 
 
 def save_weights(params: Params, path: Path) -> None:
@@ -49,57 +50,68 @@ def save_weights(params: Params, path: Path) -> None:
     numpy_format = require("safetensors.numpy", "text")
     tensors: dict[str, np.ndarray] = {}
     for path_of_array, array in jax.tree.leaves_with_path(params):
-        host = np.asarray(array, np.float32)
+        host = np.ascontiguousarray(array, np.float32)  # of other arrays it writes the wrong order
         layers = host if _is_stacked(path_of_array) else [host]
         tensors |= dict(zip(_published_names(path_of_array, len(layers)), layers, strict=True))
     numpy_format.save_file(tensors, path)
 
 
-def _read(path: Path) -> dict[str, np.ndarray]:
-    numpy_format = require("safetensors.numpy", "text")
-    if not path.is_file():
-        raise ConfigError(f"{path} is no file; give the path of a .safetensors file")
-    try:
-        tensors = numpy_format.load_file(path)
-    except (numpy_format.SafetensorError, OSError) as error:
-        raise DataError(f"{path} is no .safetensors file ({error}); convert it to one") from error
-    named = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
-    return {name: tensor for name, tensor in named.items() if not _BUFFER.fullmatch(name)}
-
-
-def _drop_output(path: Path, tensors: dict[str, np.ndarray]) -> None:
-    """Take out the output's weights, which must be the embedding's."""
-    output = tensors.pop(_OUTPUT, None)
-    embedding = tensors.get("wte.weight")
-    if output is None or embedding is None or np.array_equal(output, embedding):
-        return
-    raise DataError(
-        f"{path}: {_OUTPUT} differs from wte.weight; this network's output is its embedding: "
-        "give weights that were trained so"
+def _parameters(path: Path, file: Any, shape: Shape) -> Params:
+    stored = {name.removeprefix(_PREFIX): name for name in file.keys()}  # noqa: SIM118
+    stored = {name: key for name, key in stored.items() if not _BUFFER.fullmatch(name)}
+    output = stored.pop(_OUTPUT, None)
+    headers = {name: file.get_slice(key) for name, key in stored.items()}
+    wrong = {name: each.get_dtype() for name, each in headers.items()}
+    wrong = {name: dtype for name, dtype in wrong.items() if dtype not in _DTYPES}
+    _check(path, {name: tuple(each.get_shape()) for name, each in headers.items()}, shape)
+    _refuse(
+        path,
+        [f"{name} is {dtype}" for name, dtype in wrong.items()],
+        f"weights are {', '.join(_DTYPES)}: convert them",
     )
 
+    def tensor(name: str) -> np.ndarray:
+        array: np.ndarray = file.get_tensor(stored[name])
+        return array
 
-def _check(
-    path: Path, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]
-) -> None:
-    def refuse(kind: str, names: list[str], rule: str) -> None:
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise DataError(f"{path}: {kind} {names[0]}{more}; {rule}")
+    if output is not None and not np.array_equal(file.get_tensor(output), tensor(_EMBEDDING)):
+        raise DataError(
+            f"{path}: {_OUTPUT} differs from {_EMBEDDING}; this network's output is its embedding: "
+            "give weights that were trained so"
+        )
 
-    layers = 1 + max((int(name.split(".")[1]) for name in found if _LAYER.match(name)), default=-1)
-    fits = f"it has {layers} layers: give a file of this network, or its size (--preset, --layers)"
-    refuse("lacks the tensor", [name for name in wanted if name not in found], fits)
-    refuse("has an unknown tensor", [name for name in found if name not in wanted], fits)
-    refuse(
-        "misshapen tensor",
-        [
-            f"{name} is {list(found[name])}, and this network wants {list(dims)}"
-            for name, dims in wanted.items()
-            if found[name] != dims
-        ],
-        "choose the network's sizes after the file (--preset, --width, --context, --vocab-size)",
+    def parameter(path_of_array: tuple[Any, ...], _: Any) -> jax.Array:
+        layers = [tensor(name) for name in _published_names(path_of_array, shape.layers)]
+        host = np.stack(layers) if _is_stacked(path_of_array) else layers[0]
+        return jnp.asarray(host, jnp.float32)
+
+    params: Params = jax.tree.map_with_path(parameter, _abstract(shape))
+    return params
+
+
+def _check(path: Path, found: Mapping[str, tuple[int, ...]], shape: Shape) -> None:
+    """Refuse other names and shapes than the network's."""
+    wanted = _names(shape)
+    layers = {match[1] for name in found if (match := _LAYER.match(name))}
+    fits = (
+        f"the file has {len(layers)} layers and this network {shape.layers}: give a file of this "
+        "network, or its size (--preset, --layers)"
     )
+    _refuse(path, [f"{name} is missing" for name in wanted if name not in found], fits)
+    _refuse(path, [f"{name} is not of this network" for name in found if name not in wanted], fits)
+    misshapen = [
+        f"{name} is {list(found[name])}, and this network's {list(dims)}"
+        for name, dims in wanted.items()
+        if found[name] != dims
+    ]
+    sizes = "--preset, --width, --context, --vocab-size"
+    _refuse(path, misshapen, f"choose the network's sizes after the file ({sizes})")
+
+
+def _refuse(path: Path, faults: Sequence[str], rule: str) -> None:
+    if faults:
+        others = f" (and {len(faults) - 1:,} more such tensors)" if len(faults) > 1 else ""
+        raise DataError(f"{path}: {faults[0]}{others}; {rule}")
 
 
 def _names(shape: Shape) -> dict[str, tuple[int, ...]]:

@@ -1,6 +1,7 @@
 """Continuing a text with a trained network."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,8 @@ SMALLEST_WINDOW = 32
 
 
 def sample(
-    logits: Callable[[jax.Array], jax.Array],
+    logits: Callable[[Any, jax.Array], jax.Array],
+    params: Any,
     prompt: Sequence[int],
     *,
     count: int,
@@ -24,7 +26,8 @@ def sample(
     """Tokens drawn one after the other, each from what the network expects after those before it.
 
     Args:
-        logits: of ints `[1, tokens]`, `[1, tokens, vocab_size]`.
+        logits: of `params` and ints `[1, tokens]`, `[1, tokens, vocab_size]`.
+        params: arrays that lie on one device.
         prompt: at least one token.
         count: tokens to draw at most.
         context: the most tokens `logits` takes; of more, the last ones are used.
@@ -33,16 +36,13 @@ def sample(
         seed: of the draws.
 
     Raises:
-        ConfigError: an empty prompt, or a temperature below 0.
+        ConfigError: an empty prompt, or a count or temperature below 0.
     """
-    if not prompt:
-        raise ConfigError("the text to continue is empty; give at least one character")
-    if temperature < 0:
-        raise ConfigError(f"temperature={temperature}; it is at least 0: raise it")
+    check_sampling(prompt, count, temperature)
 
-    @jax.jit
-    def draw(window: jax.Array, filled: jax.Array, key: jax.Array) -> jax.Array:
-        last = logits(window[None])[0, filled - 1].astype(jnp.float32)
+    @jax.jit  # `params` as an argument: what is closed over becomes part of the program
+    def draw(params: Any, window: jax.Array, filled: jax.Array, key: jax.Array) -> jax.Array:
+        last = logits(params, window[None])[0, filled - 1].astype(jnp.float32)
         if temperature == 0:
             return jnp.argmax(last)
         return jax.random.categorical(key, last / temperature)
@@ -54,8 +54,17 @@ def sample(
         size = min(max(SMALLEST_WINDOW, 1 << (len(seen) - 1).bit_length()), context)
         window = np.zeros(size, np.int32)
         window[: len(seen)] = seen
-        drawn = int(draw(jnp.asarray(window), jnp.asarray(len(seen)), key))
+        drawn = int(draw(params, window, np.int32(len(seen)), key))
         if drawn == end:
             break
         tokens.append(drawn)
     return tokens[len(prompt) :]
+
+
+def check_sampling(prompt: Sized, count: int, temperature: float) -> None:
+    """Raise `ConfigError` for what `sample` cannot do."""
+    if not len(prompt):
+        raise ConfigError("the text to continue is empty; give at least one character")
+    for name, value in (("count", count), ("temperature", temperature)):
+        if not value >= 0:
+            raise ConfigError(f"{name}={value}; it is at least 0: raise it")

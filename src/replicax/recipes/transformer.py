@@ -18,6 +18,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from replicax.errors import ConfigError
+from replicax.parallel.precision import to_sum
 from replicax.recipes import attention
 
 Params = dict[str, Any]
@@ -106,7 +107,8 @@ def logits(params: Params, tokens: jax.Array, heads: int, remat: Remat = "none")
 
     x, _ = lax.scan(_keep(layer, remat), x, params["h"])
     x = _layer_norm(params["ln_f"], x)
-    return (x @ embedding.T).reshape(rows, count, -1)
+    scores: jax.Array = x @ embedding.T
+    return scores.reshape(rows, count, -1)
 
 
 def _keep(layer: Any, remat: Remat) -> Any:
@@ -136,12 +138,14 @@ def _block(params: Params, x: jax.Array, sizes: tuple[int, int, int]) -> jax.Arr
 
 
 def _product(params: Params, x: jax.Array) -> jax.Array:
-    return checkpoint_name(x @ params["weight"] + params["bias"], PRODUCT)
+    product: jax.Array = checkpoint_name(x @ params["weight"] + params["bias"], PRODUCT)
+    return product
 
 
 def _layer_norm(params: Params, x: jax.Array) -> jax.Array:
-    wide = x.astype(jnp.float32)
+    wide = to_sum(x)
     mean = jnp.mean(wide, axis=-1, keepdims=True)
     variance = jnp.mean(jnp.square(wide - mean), axis=-1, keepdims=True)
     normal = ((wide - mean) * lax.rsqrt(variance + EPSILON)).astype(x.dtype)
-    return normal * params["weight"] + params["bias"]
+    scaled: jax.Array = normal * params["weight"] + params["bias"]
+    return scaled
