@@ -13,7 +13,9 @@ import optax
 from flax import nnx
 
 import replicax as rx
+from replicax.recipes import transformer
 from replicax.recipes.cnn import CNN
+from replicax.recipes.gpt2 import GPT2
 from replicax.recipes.lenet import LeNet
 from replicax.recipes.linear_regression import LinearRegression
 from replicax.recipes.mlp import MLP
@@ -49,6 +51,19 @@ def _images() -> dict[str, np.ndarray]:
     return {
         "image": random.integers(0, 256, (ROWS, 28, 28, 1)).astype(np.uint8),
         "label": random.integers(0, 10, ROWS).astype(np.int32),
+    }
+
+
+def _text(context: int, vocab_size: int) -> dict[str, np.ndarray]:
+    """Rows of which every fourth is short, down to one target."""
+    random = np.random.default_rng(3)
+    length = np.full(ROWS, context, np.int32)
+    length[::4] = random.integers(1, context, len(length[::4]))
+    length[0] = 1
+    return {
+        "tokens": random.integers(0, vocab_size, (ROWS, context + 1)).astype(np.uint16),
+        "length": length,
+        "bytes": random.integers(0, 4 * length).astype(np.int32),
     }
 
 
@@ -141,6 +156,7 @@ def _recipe(recipe: Any, source: dict[str, np.ndarray]) -> Case:
 
 
 _SMALL_MLP = MLP(layers=3, hidden=16, inputs=6, rows=ROWS)
+_SMALL_GPT2 = transformer.Shape(layers=2, heads=2, width=16, context=12, vocab_size=37)
 
 CASES = {
     "pytree": Case(_pytree_model, _pytree_loss, _vectors()),
@@ -153,6 +169,11 @@ CASES = {
     "mlp": _recipe(_SMALL_MLP, _SMALL_MLP.train_source()),
     "lenet": _recipe(LeNet(), _images()),
     "cnn": _recipe(CNN(dropout=0.0), _images()),
+    "gpt2": Case(  # the recipe's own model would look for a text
+        lambda: transformer.init(_SMALL_GPT2, KEY),
+        GPT2(heads=_SMALL_GPT2.heads, context=_SMALL_GPT2.context).loss,
+        _text(_SMALL_GPT2.context, _SMALL_GPT2.vocab_size),
+    ),
 }
 """Without Dropout, whose masks the per-replica modes draw for each replica."""
 

@@ -2,6 +2,9 @@
 
 import os
 import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -10,8 +13,10 @@ import pytest
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
+from command_line import Main, runner
 
 jax.config.update("jax_num_cpu_devices", 8)
+jax.devices()  # now, before a command makes others
 
 # A shell's background jobs are born deaf to Ctrl-C, and tests of it with them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -22,3 +27,21 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def _no_replicax_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("REPLICAX_")]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty working directory; recipes that a test has loaded are forgotten."""
+    modules, paths = set(sys.modules), list(sys.path)
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    sys.path[:] = paths
+    for name in set(sys.modules) - modules:
+        if name.startswith("my_"):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def main(folder: Path, capsys: pytest.CaptureFixture[str]) -> Main:
+    """Runs the command line in an empty folder; its exit code, and what it printed."""
+    return runner(capsys)

@@ -7,10 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from command_line import Main, one_line
 
 from replicax import cli
 
@@ -31,48 +31,13 @@ class Mine(LinearRegression):
 REGRESSION = ["train", "linear_regression", "--points", "48", "--epochs", "1"]
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty working directory; recipes that a test has loaded are forgotten."""
-    modules, paths = set(sys.modules), list(sys.path)
-    monkeypatch.chdir(tmp_path)
-    yield tmp_path
-    sys.path[:] = paths
-    for name in set(sys.modules) - modules:
-        if name.startswith("my_"):
-            del sys.modules[name]
-
-
-Main = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def main(capsys: pytest.CaptureFixture[str]) -> Main:
-    """Runs the command line; its exit code, and what it printed."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        try:
-            code = cli.main([str(argument) for argument in arguments])
-        except SystemExit as stop:  # as --help does
-            code = int(stop.code or 0)
-        return code, *capsys.readouterr()
-
-    return run
-
-
-def one_line(err: str) -> str:
-    """The one line on standard error that a user error is."""
-    assert "Traceback" not in err
-    (line,) = err.splitlines()
-    assert line.startswith("replicax: ")
-    return line
+pytestmark = pytest.mark.usefixtures("folder")
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["trian"], ["'trian'", "train, recipes", "mean 'train'"]),
+        (["trian"], ["'trian'", "train, bench, recipes", "mean 'train'"]),
         (["train"], ["needs a recipe", "replicax recipes"]),
         (["train", "--devices", "2"], ["needs a recipe", "replicax recipes"]),
         (["train", "linear_regresion"], ["'linear_regresion'", "mean 'linear_regression'"]),
@@ -399,7 +364,7 @@ def test_recipes_lists_each_with_what_it_is(main: Main) -> None:
     code, out, err = main("recipes")
     assert (code, err) == (0, "")
     lines = {line.split()[0]: line for line in out.splitlines()}
-    assert set(lines) == {"cnn", "lenet", "linear_regression", "mlp", "file.py:Name"}
+    assert set(lines) == {*("cnn", "gpt2", "lenet", "linear_regression", "mlp", "file.py:Name")}
     assert "A line fitted to noisy points" in lines["linear_regression"]
     assert "not available" not in out
     assert all(len(line) <= 100 for line in out.splitlines())

@@ -116,7 +116,7 @@ def memory_timeline(
 
 
 def measure_timeline(
-    dp: DataParallel, state: TrainState, batch: Batch, folder: Path
+    dp: DataParallel, state: TrainState, batch: Batch, folder: Path, *, perfetto: bool = False
 ) -> tuple[TrainState, Timeline]:
     """Run a step to warm up and two under the profiler, and say what memory these two took when.
 
@@ -125,6 +125,7 @@ def measure_timeline(
         state: consumed as by `DataParallel.step`.
         batch: from `DataParallel.feed`; every step gets the same.
         folder: where the profiler writes; TensorBoard and xprof can show it too.
+        perfetto: whether it writes a `perfetto_trace.json.gz` there as well.
 
     Returns:
         The state after three steps, and the timeline.
@@ -136,7 +137,7 @@ def measure_timeline(
     state, _ = jax.block_until_ready(compiled(state, batch))
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # it would slow down what is measured
-    with jax.profiler.trace(folder, profiler_options=options):
+    with jax.profiler.trace(folder, create_perfetto_trace=perfetto, profiler_options=options):
         for _ in range(STEPS):
             state, _ = jax.block_until_ready(compiled(state, batch))
     events = traced_events(folder, read_module(compiled).name)

@@ -83,15 +83,16 @@ def bench(arguments: list[str]) -> None:
         tokens_per_row=getattr(recipe, "tokens_per_row", None),
     )
     print(*table(result), sep="\n", flush=True)
-    pictures = [_draw_memory(parsed, result, folder)]
-    paths = write_bench(result, folder, pictures=[name for name in pictures if name])
-    print(f"see    {folder}/ ({', '.join(path.name for path in paths)})")
+    folder.mkdir(parents=True)
+    pictures = [MEMORY] if _draw_memory(parsed, result, folder) else []
+    names = [path.name for path in write_bench(result, folder, pictures=pictures)]
+    print(f"see    {folder}/ ({', '.join([*names, *pictures])})")
     if options.profile:
         print(f"trace  {_perfetto_trace(folder)}: open it in https://ui.perfetto.dev")
 
 
-def _draw_memory(parsed: Arguments[BenchOptions], result: Bench, folder: Path) -> str | None:
-    """Draw the memory of one of the steps through two executions; the name of the picture.
+def _draw_memory(parsed: Arguments[BenchOptions], result: Bench, folder: Path) -> bool:
+    """Draw the memory of one of the steps through two executions, where that can be known.
 
     It is the step on the most devices, in the mode whose program is nearest to its source.
     """
@@ -118,8 +119,8 @@ def _draw_memory(parsed: Arguments[BenchOptions], result: Bench, folder: Path) -
             draw_memory(timeline, folder / MEMORY, title)
         except (ConfigError, MissingDependencyError) as error:
             print(f"no {MEMORY}: {error}")
-            return None
-    return MEMORY
+            return False
+    return True
 
 
 def _perfetto_trace(folder: Path) -> Path:
@@ -144,8 +145,4 @@ def _folder(name: str) -> Path:
     folder = Path("runs") / name
     if folder.exists():
         raise ConfigError(f"{folder} exists; a bench has a folder of its own: choose another name")
-    try:
-        folder.mkdir(parents=True)
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be made ({error.strerror}); choose another") from error
     return folder

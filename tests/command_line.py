@@ -1,0 +1,30 @@
+"""Running the command line in this process."""
+
+from collections.abc import Callable
+
+import pytest
+
+from replicax import cli
+
+Main = Callable[..., tuple[int, str, str]]
+"""Arguments -> exit code, standard output, standard error."""
+
+
+def runner(capsys: pytest.CaptureFixture[str]) -> Main:
+    def run(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        try:
+            code = cli.main([str(argument) for argument in arguments])
+        except SystemExit as stop:  # as --help does
+            code = int(stop.code or 0)
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def one_line(err: str) -> str:
+    """The one line on standard error that a user error is."""
+    assert "Traceback" not in err
+    (line,) = err.splitlines()
+    assert line.startswith("replicax: ")
+    return line

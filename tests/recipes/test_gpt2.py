@@ -1,0 +1,318 @@
+"""GPT-2 on a small text: it learns, counts what is text and nothing else, and reduces once."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from command_line import Main, one_line
+
+import replicax as rx
+from replicax.commands.train import TrainOptions
+from replicax.errors import ConfigError
+from replicax.flags import parse_flags
+from replicax.parallel.compiled import Collectives, inspect
+from replicax.recipes import transformer
+from replicax.recipes.gpt2 import GPT2
+from replicax.recipes.gpt2_weights import save_weights
+from replicax.recipes.transformer import Params, Shape
+
+LINE = b"one two three four five six seven eight nine ten\n"
+HELD_OUT = LINE * 3 + b"one two three"  # 160 bytes, and an end of text that is no byte
+CONTEXT = 16
+TINY = {"layers": 1, "width": 16, "heads": 2, "context": CONTEXT}
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """20 documents; the last is held out."""
+    path = tmp_path_factory.mktemp("text")
+    for i in range(19):
+        (path / f"{i:02}.txt").write_bytes(LINE * 20)
+    (path / "19.txt").write_bytes(HELD_OUT + b"!")
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(texts: Path) -> tuple[GPT2, Params, dict[str, float]]:
+    """A recipe, its model after the training, and the metrics of the held-out text."""
+    recipe = GPT2(
+        data=texts, **TINY, epochs=8, learning_rate=1e-2, sample="one two th", temperature=0
+    )
+    dp = rx.DataParallel(recipe.loss, recipe.optimizer(), mode="single")
+    result = rx.fit(
+        dp,
+        dp.init(recipe.model(jax.random.key(0))),
+        recipe.train_source(),
+        batch_size=recipe.batch_size,
+        epochs=recipe.epochs,
+        eval_source=recipe.eval_source(),
+        progress=False,
+    )
+    return recipe, dp.model(result.state), result.metrics
+
+
+def test_it_learns(trained: tuple[GPT2, Params, dict[str, float]]) -> None:
+    recipe, model, metrics = trained
+    untrained = math.log2(257)
+    assert metrics["bits_per_byte"] < untrained / 4
+    continued = recipe.after_training(model)
+    assert continued is not None
+    assert continued.startswith((LINE * 2).decode()[:60])
+
+
+def test_bits_per_byte_are_those_of_a_hand_count(
+    trained: tuple[GPT2, Params, dict[str, float]],
+) -> None:
+    recipe, model, found = trained
+    source = recipe.eval_source()
+    assert source["length"].tolist() == [16] * 10 + [1]
+    # The last row's one target ends the text: no byte, and yet it takes bits to say.
+    assert source["bytes"].tolist() == [16] * 10 + [0]
+    tokens = source["tokens"].astype(np.int32)
+    logits = np.asarray(transformer.logits(model, tokens[:, :-1], recipe.heads, "none"), np.float64)
+    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    nats = -sum(
+        log_p[row, at, tokens[row, at + 1]]
+        for row, length in enumerate(source["length"])
+        for at in range(length)
+    )
+    targets = len(HELD_OUT) + 1  # all but the first byte, which nothing predicts
+    assert found["loss"] == pytest.approx(nats / targets, rel=1e-6)
+    assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / len(HELD_OUT), rel=1e-6)
+    dp = rx.DataParallel(recipe.loss, optax.sgd(0.1))  # on eight devices, and padded
+    padded = dp.evaluate(dp.init(model), dp.feed(source, 9))
+    assert padded == pytest.approx(found, rel=1e-6)
+
+
+def weighted_mean(recipe: GPT2, batch: dict[str, np.ndarray]) -> Callable[[Params], Any]:
+    def mean(params: Params) -> Any:
+        loss, metrics = recipe.loss(params, batch, None)
+        bits = metrics["bits_per_byte"]
+        means = [(x.values * x.weights).sum() / x.weights.sum() for x in (loss, bits)]
+        return means[0], means[1]
+
+    return mean
+
+
+def test_padding_never_counts() -> None:
+    recipe = GPT2(**TINY)
+    params = transformer.init(Shape(1, 2, 16, CONTEXT, 257), jax.random.key(0))
+    random = np.random.default_rng(0)
+    length = np.array([16, 1, 7, 15], np.int32)
+    batch = {
+        "tokens": random.integers(0, 257, (4, CONTEXT + 1)).astype(np.uint16),
+        "length": length,
+        "bytes": 2 * length,
+    }
+    padding = np.arange(CONTEXT + 1) > length[:, None]
+    other = batch | {"tokens": np.where(padding, 256 - batch["tokens"], batch["tokens"])}
+    step = jax.jit(
+        lambda params, batch: jax.value_and_grad(weighted_mean(recipe, batch), has_aux=True)(params)
+    )
+    found, expected = step(params, other), step(params, batch)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    # And text does.
+    changed = batch | {"tokens": np.where(padding, batch["tokens"], 256 - batch["tokens"])}
+    assert step(params, changed)[0][0] != expected[0][0]
+
+
+def test_the_embedding_has_a_row_for_every_token(texts: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        GPT2(data=texts, vocab_size=256, **TINY).model(jax.random.key(0))
+    assert str(caught.value) == (
+        "vocab_size=256 and the tokenizer has 257 tokens; each needs a row of the embedding: raise "
+        "it to 257, or leave it out"
+    )
+    recipe = GPT2(data=texts, vocab_size=400, **TINY, sample="one", temperature=1e6)
+    model = recipe.model(jax.random.key(0))
+    assert model["wte"]["weight"].shape == (400, 16)
+    # Tokens that are no token's are not drawn, however little the network knows.
+    assert (recipe.after_training(model) or "").startswith("one")
+
+
+def test_a_bpe_that_is_trained_has_the_size_asked_for(texts: Path) -> None:
+    recipe = GPT2(data=texts, tokenizer="bpe", vocab_size=270, **TINY)
+    assert recipe.model(jax.random.key(0))["wte"]["weight"].shape == (270, 16)
+    assert "(vocabulary 270)" in recipe.data_description()
+
+
+def test_what_decays_are_the_matrices(texts: Path) -> None:
+    recipe = GPT2(data=texts, **TINY, weight_decay=0.5, learning_rate=0.1)
+    optimizer = recipe.optimizer()
+    shapes = jax.eval_shape(recipe.model, jax.random.key(0))
+    ones = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), shapes)
+    zeros = jax.tree.map(jnp.zeros_like, ones)
+    updates, _ = optimizer.update(zeros, optimizer.init(ones), ones)
+    decayed = {
+        ".".join(entry.key for entry in path)
+        for path, leaf in jax.tree.leaves_with_path(updates)
+        if leaf.any()
+    }
+    assert decayed == {
+        "wte.weight",
+        "wpe.weight",
+        *(f"h.{name}.weight" for name in ("attn.c_attn", "attn.c_proj")),
+        *(f"h.{name}.weight" for name in ("mlp.c_fc", "mlp.c_proj")),
+    }
+
+
+def test_the_rate_rises_and_falls_over_the_run(texts: Path) -> None:
+    recipe = GPT2(data=texts, **TINY, epochs=7, batch_size=23, weight_decay=1.0)
+    rows = len(recipe.train_source()["length"])
+    steps = 7 * math.ceil(rows / 23)
+    assert 300 < steps < 400
+    optimizer = recipe.optimizer()
+    params = {"wte": {"weight": jnp.ones(1)}}
+    gradient = {"wte": {"weight": jnp.zeros(1)}}  # so that an update is the decay: rate x 1
+
+    def step(state: Any, _: Any) -> Any:
+        updates, state = optimizer.update(gradient, state, params)
+        return state, -updates["wte"]["weight"][0]
+
+    _, rates = jax.lax.scan(step, optimizer.init(params), length=steps + 1)
+    assert np.argmax(rates) == 3
+    assert rates[0] == 0
+    assert rates[3] == pytest.approx(recipe.learning_rate, rel=1e-5)
+    assert (np.diff(rates[3:]) < 0).all()
+    assert rates[steps] == pytest.approx(recipe.learning_rate / 10, rel=1e-4)
+
+
+def test_a_long_gradient_is_shortened(texts: Path) -> None:
+    optimizer = GPT2(data=texts, **TINY, clip_norm=0.5).optimizer()
+    params = {"wte": {"weight": jnp.ones(4)}}
+    for norm, expected in ((30.0, 0.5), (0.3, 0.3)):
+        gradient = {"wte": {"weight": jnp.full(4, norm / 2)}}
+        _, state = optimizer.update(gradient, optimizer.init(params), params)
+        (mean,) = jax.tree.leaves(optax.tree.get(state, "mu"))
+        assert float(jnp.linalg.norm(mean)) == pytest.approx(expected / 10, rel=1e-5)
+
+
+def test_without_a_sample_nothing_is_said() -> None:
+    assert GPT2(**TINY).after_training({}) is None
+
+
+def test_it_starts_from_a_file(texts: Path, tmp_path: Path) -> None:
+    other = transformer.init(Shape(1, 2, 16, CONTEXT, 257), jax.random.key(5))
+    save_weights(other, tmp_path / "model.safetensors")
+    recipe = GPT2(data=texts, **TINY, init_from=tmp_path / "model.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, recipe.model(jax.random.key(0)), other)
+
+
+@pytest.mark.parametrize("name", GPT2.presets)
+def test_the_presets_parse(name: str) -> None:
+    flags = ["--preset", name, "--epochs", "3"]
+    _, recipe, preset = parse_flags(GPT2, TrainOptions, flags, "replicax train gpt2")
+    assert preset == name
+    assert recipe == GPT2(**{**GPT2.presets[name], "epochs": 3})
+    assert recipe.tokens_per_row == (1024 if name != "nano" else 128)
+
+
+@pytest.mark.parametrize("devices", [2, 8])
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_the_tied_embedding_is_reduced_once(devices: int, accumulate: int) -> None:
+    """Its two gradients, of the input and of the output, are one before they travel."""
+    shapes = jax.eval_shape(lambda: transformer.init(Shape(1, 2, 16, 8, 257), jax.random.key(0)))
+    parameters = 257 * 16 + 8 * 16 + 12 * 16 * 16 + 13 * 16 + 2 * 16
+    assert parameters == sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    rows = {"tokens": np.zeros((32, 9), np.uint16), "length": np.full(32, 8, np.int32)}
+    batch = {**rows, "bytes": np.full(32, 8, np.int32)}
+    mesh = rx.make_mesh(devices=jax.devices()[:devices])
+
+    def reductions(mode: str) -> Collectives:
+        loss = GPT2(heads=2, context=8).loss
+        dp = rx.DataParallel(loss, optax.sgd(0.1), mesh=mesh, mode=mode, accumulate=accumulate)
+        (found,) = inspect(dp.lower(shapes, batch).compile()).collectives
+        return found
+
+    # A total and a weight of the loss, and of bits_per_byte.
+    least = 4 * (parameters + 4)
+    assert reductions("shard_map") == Collectives("all-reduce", 1, least)
+    by_the_compiler = reductions("jit")
+    assert by_the_compiler.kind == "all-reduce"
+    assert by_the_compiler.bytes >= least
+
+
+TRAIN = ["train", "gpt2", *(f"--{name}={size}" for name, size in TINY.items())]
+
+
+def empty(folder: Path) -> list[object]:
+    (folder / "empty.txt").touch()
+    return ["--data", folder / "empty.txt"]
+
+
+def latin(folder: Path) -> list[object]:
+    (folder / "latin.txt").write_bytes("naïve, ".encode("latin-1") * 200)
+    return ["--data", folder / "latin.txt"]
+
+
+def text(folder: Path) -> list[object]:
+    (folder / "text.txt").write_bytes(LINE * 20)
+    return ["--data", folder / "text.txt"]
+
+
+def weights(folder: Path) -> list[object]:
+    params = transformer.init(Shape(1, 2, 16, CONTEXT, 300), jax.random.key(0))
+    save_weights(params, folder / "model.safetensors")
+    return [*text(folder), "--init-from", folder / "model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("files", "flags", "words"),
+    [
+        (empty, [], ["no text in", "empty.txt", "give a file"]),
+        (latin, ["--tokenizer", "bpe"], ["latin.txt is not UTF-8", "0xef at offset 2"]),
+        (text, ["--context", "1024"], ["context 1,024 takes 1,025", "has 932", "--context"]),
+        (text, ["--context", "0"], ["context 0", "at least 1"]),
+        (text, ["--data", "nowhere"], ["nowhere does not exist", "give a file or a folder"]),
+        (text, ["--tokenizer", "bites"], ["'bites'", "mean 'bytes'"]),
+        (text, ["--vocab-size", "10"], ["vocab_size=10", "257 tokens", "raise it to 257"]),
+        (text, ["--heads", "3"], ["width=16 and heads=3", "multiple"]),
+        (text, ["--layers", "0"], ["layers=0", "at least 1"]),
+        (text, ["--epochs", "0"], ["epochs=0", "at least 1"]),
+        (text, ["--batch-size", "0"], ["batch_size=0", "at least 1"]),
+        (text, ["--sample", ""], ["text to continue is empty"]),
+        (text, ["--sample", "a", "--temperature", "-1"], ["temperature=-1.0", "at least 0"]),
+        (text, ["--sample", "a", "--sample-tokens", "-1"], ["count=-1", "at least 0"]),
+        (text, ["--remat", "some"], ["'some'", "--remat", "selective"]),
+        (text, ["--preset", "125m"], ["'125m'", "nano, 124m", "mean '124m'"]),
+        (text, ["--init-from", "nowhere"], ["nowhere is no file", ".safetensors"]),
+        (
+            weights,
+            [],
+            ["wte.weight is [300, 16], and this network's [257, 16]", "--vocab-size"],
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else value.__name__,
+)
+def test_a_user_error_is_one_line_and_exit_code_2(
+    files: Callable[[Path], list[object]],
+    flags: list[object],
+    words: list[str],
+    main: Main,
+    folder: Path,
+) -> None:
+    code, _, err = main(*TRAIN, *files(folder), *flags)
+    line = one_line(err)
+    assert code == 2
+    for word in words:
+        assert word in line
+    assert not (folder / "runs").exists()
+
+
+def test_bytes_of_any_kind_can_be_trained_on(main: Main, folder: Path) -> None:
+    code, out, err = main(
+        *TRAIN, *latin(folder), "--steps", "2", "--sample", "na", "--sample-tokens", 3
+    )
+    assert (code, err) == (0, "")
+    assert "latin.txt: 1 file, 1,400 bytes; bytes (vocabulary 257)" in out
+    assert "bits_per_byte" in out
+    *_, see, blank, continued = out.splitlines()
+    assert see.startswith("see    runs/gpt2-")
+    assert blank == ""
+    assert continued.startswith("na")

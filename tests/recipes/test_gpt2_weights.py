@@ -1,0 +1,272 @@
+"""Weights from a file: the network is GPT-2 as published, and a file of another one is refused."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from replicax.errors import ConfigError, DataError
+from replicax.recipes.gpt2_weights import load_weights, save_weights
+from replicax.recipes.transformer import Params, Shape, init, logits
+
+SHAPE = Shape(layers=2, heads=1, width=4, context=8, vocab_size=11)
+PARAMS = init(SHAPE, jax.random.key(0))
+Tensors = dict[str, np.ndarray]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A file of `PARAMS`."""
+    save_weights(PARAMS, tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+def change(path: Path, changed: Callable[[Tensors], Any]) -> None:
+    """Write the file again, after `changed` had its tensors."""
+    tensors = load_file(path)
+    changed(tensors)
+    save_file(tensors, path)
+
+
+def assert_same(found: Params, expected: Params) -> None:
+    for (place, leaf), wanted in zip(
+        jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True
+    ):
+        assert leaf.dtype == jnp.float32
+        np.testing.assert_array_equal(leaf, wanted, err_msg=jax.tree_util.keystr(place))
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+
+
+@pytest.mark.parametrize("shape", [SHAPE, Shape(3, 2, 6, 5, 7)])
+def test_what_was_saved_is_loaded(shape: Shape, tmp_path: Path) -> None:
+    params = init(shape, jax.random.key(1))
+    save_weights(params, tmp_path / "model.safetensors")
+    assert_same(load_weights(tmp_path / "model.safetensors", shape), params)
+
+
+def test_the_names_are_the_published_ones(path: Path) -> None:
+    tensors = load_file(path)
+    of_layer = [
+        f"{part}.{kind}"
+        for part in ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
+        for kind in ("weight", "bias")
+    ]
+    names = {f"h.{layer}.{name}" for layer in range(2) for name in of_layer}
+    assert set(tensors) == names | {"wte.weight", "wpe.weight", "ln_f.weight", "ln_f.bias"}
+    assert tensors["h.1.attn.c_attn.weight"].shape == (4, 12)  # inputs first, as published
+    np.testing.assert_array_equal(
+        tensors["h.1.attn.c_attn.weight"], PARAMS["h"]["attn"]["c_attn"]["weight"][1]
+    )
+
+
+def test_arrays_of_any_layout_are_saved_in_order(tmp_path: Path) -> None:
+    columns_first = jax.tree.map(lambda leaf: np.asfortranarray(np.asarray(leaf)), PARAMS)
+    save_weights(columns_first, tmp_path / "model.safetensors")
+    assert_same(load_weights(tmp_path / "model.safetensors", SHAPE), PARAMS)
+
+
+def with_prefix(tensors: Tensors) -> None:
+    for name in list(tensors):
+        tensors[f"transformer.{name}"] = tensors.pop(name)
+
+
+def with_output(tensors: Tensors) -> None:
+    with_prefix(tensors)
+    tensors["lm_head.weight"] = tensors["transformer.wte.weight"]
+
+
+def with_buffers(tensors: Tensors) -> None:
+    for layer in range(2):
+        tensors[f"h.{layer}.attn.bias"] = np.tri(8, dtype=bool)[None, None]
+        tensors[f"h.{layer}.attn.masked_bias"] = np.float32([-1e4])
+
+
+@pytest.mark.parametrize("changed", [with_prefix, with_output, with_buffers])
+def test_what_exports_add_is_left_out(changed: Callable[[Tensors], None], path: Path) -> None:
+    change(path, changed)
+    assert_same(load_weights(path, SHAPE), PARAMS)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_halves_become_float32(dtype: Any, path: Path) -> None:
+    def halve(tensors: Tensors) -> None:
+        tensors |= {name: each.astype(dtype) for name, each in tensors.items()}
+
+    change(path, halve)
+    expected = jax.tree.map(lambda leaf: np.asarray(leaf).astype(dtype).astype(np.float32), PARAMS)
+    assert_same(load_weights(path, SHAPE), expected)
+
+
+def other_output(tensors: Tensors) -> None:
+    tensors["lm_head.weight"] = tensors["wte.weight"] + 1
+
+
+def without_one(tensors: Tensors) -> None:
+    del tensors["h.1.mlp.c_fc.bias"]
+
+
+def without_the_embedding(tensors: Tensors) -> None:
+    tensors["lm_head.weight"] = tensors.pop("wte.weight")
+
+
+def without_a_layer(tensors: Tensors) -> None:
+    for name in [name for name in tensors if name.startswith("h.1.")]:
+        del tensors[name]
+
+
+def with_one_more(tensors: Tensors) -> None:
+    tensors["h.0.attn.rotary.inv_freq"] = np.zeros(2, np.float32)
+
+
+def with_a_third_layer(tensors: Tensors) -> None:
+    third = {name: each for name, each in tensors.items() if name.startswith("h.1.")}
+    tensors |= {name.replace("h.1.", "h.2."): each for name, each in third.items()}
+
+
+def outputs_first(tensors: Tensors) -> None:
+    name = "h.1.mlp.c_fc.weight"
+    tensors[name] = np.ascontiguousarray(tensors[name].T)
+
+
+def of_twice_the_width(tensors: Tensors) -> None:
+    tensors |= {name: np.repeat(each, 2, axis=-1) for name, each in tensors.items()}
+
+
+def in_float64(tensors: Tensors) -> None:
+    tensors["wpe.weight"] = tensors["wpe.weight"].astype(np.float64)
+
+
+SIZE = "give a file of this network, or its size (--preset, --layers)"
+SIZES = "choose the network's sizes after the file (--preset, --width, --context, --vocab-size)"
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            other_output,
+            "lm_head.weight differs from wte.weight; this network's output is its embedding: "
+            "give weights that were trained so",
+        ),
+        (
+            without_one,
+            f"h.1.mlp.c_fc.bias is missing; the file has 2 layers and this network 2: {SIZE}",
+        ),
+        (
+            without_the_embedding,
+            f"wte.weight is missing; the file has 2 layers and this network 2: {SIZE}",
+        ),
+        (
+            without_a_layer,
+            "h.1.attn.c_attn.bias is missing (and 11 more such tensors); the file has 1 layers "
+            f"and this network 2: {SIZE}",
+        ),
+        (
+            with_one_more,
+            "h.0.attn.rotary.inv_freq is not of this network; the file has 2 layers and this "
+            f"network 2: {SIZE}",
+        ),
+        (
+            with_a_third_layer,
+            "h.2.attn.c_attn.bias is not of this network (and 11 more such tensors); the file has "
+            f"3 layers and this network 2: {SIZE}",
+        ),
+        (
+            outputs_first,
+            f"h.1.mlp.c_fc.weight is [16, 4], and this network's [4, 16]; {SIZES}",
+        ),
+        (
+            of_twice_the_width,
+            "h.0.attn.c_attn.bias is [24], and this network's [12] (and 27 more such tensors); "
+            f"{SIZES}",
+        ),
+        (in_float64, "wpe.weight is F64; weights are F32, F16, BF16: convert them"),
+        (
+            dict.clear,
+            "h.0.attn.c_attn.bias is missing (and 27 more such tensors); the file has 0 "
+            f"layers and this network 2: {SIZE}",
+        ),
+    ],
+)
+def test_another_networks_file_is_refused(
+    changed: Callable[[Tensors], None], message: str, path: Path
+) -> None:
+    change(path, changed)
+    with pytest.raises(DataError) as caught:
+        load_weights(path, SHAPE)
+    assert str(caught.value) == f"{path}: {message}"
+
+
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
+    for path in (tmp_path / "nowhere", tmp_path):
+        with pytest.raises(ConfigError) as caught:
+            load_weights(path, SHAPE)
+        assert str(caught.value) == f"{path} is no file; give the path of a .safetensors file"
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 of torch", b"\xff" * 100, None])
+def test_a_file_of_another_kind_is_an_error(content: bytes | None, path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-4] if content is None else content)
+    with pytest.raises(DataError) as caught:
+        load_weights(path, SHAPE)
+    message = str(caught.value)
+    assert message.startswith(f"{path} is no .safetensors file (")
+    assert message.endswith("); convert it to one")
+    assert "\n" not in message
+
+
+@pytest.mark.slow
+def test_the_network_is_gpt2_as_published(tmp_path: Path) -> None:
+    """Logits and every gradient are those of an implementation that everybody uses."""
+    how = "no torch and transformers to compare with: `make peers` installs them"
+    torch = pytest.importorskip("torch", reason=how)
+    transformers = pytest.importorskip("transformers", reason=how)
+
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_layer=3,
+        n_head=4,
+        n_embd=32,
+        n_positions=64,
+        vocab_size=97,
+        bos_token_id=0,
+        eos_token_id=0,
+        attn_implementation="eager",
+    )
+    theirs = transformers.GPT2LMHeadModel(config).eval()  # without dropout
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            if parameter.ndim == 1:  # biases and norms, which start at 0 and 1
+                parameter += 0.3 * torch.randn_like(parameter)
+    theirs.save_pretrained(tmp_path)
+    tokens = np.random.default_rng(0).integers(0, 97, (5, 64))
+    their_logits = theirs(torch.tensor(tokens)).logits
+    their_loss = torch.nn.functional.cross_entropy(
+        their_logits[:, :-1].reshape(-1, 97), torch.tensor(tokens[:, 1:]).reshape(-1)
+    )
+    their_loss.backward()
+
+    def loss(params: Params) -> tuple[jax.Array, jax.Array]:
+        found = logits(params, tokens, heads=4)
+        nats = optax.softmax_cross_entropy_with_integer_labels(found[:, :-1], tokens[:, 1:])
+        return jnp.mean(nats), found
+
+    params = load_weights(tmp_path / "model.safetensors", Shape(3, 4, 32, 64, 97))
+    (value, found), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+    np.testing.assert_allclose(found, their_logits.detach().numpy(), rtol=0, atol=1e-5)
+    assert float(value) == pytest.approx(their_loss.item(), rel=1e-6)
+
+    save_weights(gradient, tmp_path / "gradient.safetensors")
+    ours = load_file(tmp_path / "gradient.safetensors")
+    for name, parameter in theirs.named_parameters():
+        expected = parameter.grad.numpy()
+        difference = np.abs(ours.pop(name.removeprefix("transformer.")) - expected).max()
+        assert difference <= 1e-5 * np.abs(expected).max(), name
+    assert not ours

@@ -1,0 +1,150 @@
+"""The network: the published sizes, three ways to spend memory on one gradient, and its start."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from replicax.errors import ConfigError
+from replicax.recipes import transformer
+from replicax.recipes.gpt2 import GPT2
+from replicax.recipes.transformer import Shape, init, logits
+
+SMALL = Shape(layers=3, heads=2, width=16, context=32, vocab_size=31)
+TOKENS = np.random.default_rng(0).integers(0, 31, (4, 32))
+
+
+def parameters(shape: Shape) -> int:
+    shapes = jax.eval_shape(lambda key: init(shape, key), jax.random.key(0))
+    return sum(leaf.size for leaf in jax.tree.leaves(shapes))
+
+
+@pytest.mark.parametrize(
+    ("preset", "count"),
+    [
+        ("124m", 124_439_808),
+        ("350m", 354_823_168),
+        ("774m", 774_030_080),
+        ("1.5b", 1_557_611_200),
+    ],
+)
+def test_the_presets_have_the_published_sizes(preset: str, count: int) -> None:
+    recipe = GPT2(**GPT2.presets[preset])
+    assert recipe.vocab_size == 50257
+    assert count == parameters(
+        Shape(recipe.layers, recipe.heads, recipe.width, recipe.context, recipe.vocab_size)
+    )
+
+
+def test_remat_changes_nothing_but_what_is_computed_again() -> None:
+    params = init(SMALL, jax.random.key(0))
+
+    def step(remat: Any) -> Any:
+        def mean(params: Any) -> jax.Array:
+            return jnp.mean(jax.nn.logsumexp(logits(params, TOKENS, 2, remat), axis=-1) ** 2)
+
+        lowered = jax.jit(jax.value_and_grad(mean)).lower(params)
+        return lowered.compile()(params), lowered.as_text().count("stablehlo.tanh")
+
+    (expected, once), *others = (step(remat) for remat in ("none", "selective", "full"))
+    assert once == 1
+    for found, tanhs in others:
+        assert tanhs == 2  # of GELU
+        for value, wanted in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+            assert np.abs(value - wanted).max() <= 1e-6 * np.abs(wanted).max()
+
+
+def test_a_logit_depends_on_the_tokens_up_to_it_and_their_places() -> None:
+    params = init(SMALL, jax.random.key(0))
+    compute = jax.jit(lambda tokens: logits(params, tokens, 2))
+    before = compute(TOKENS)
+    changed = TOKENS.copy()
+    changed[:, 20] = (changed[:, 20] + 1) % 31
+    after = compute(changed)
+    assert before.shape == (4, 32, 31)
+    np.testing.assert_array_equal(after[:, :20], before[:, :20])
+    assert (after[:, 20:] != before[:, 20:]).any(-1).all()
+    same = compute(np.zeros_like(TOKENS))
+    assert np.abs(np.diff(same, axis=1)).max(-1).min() > 1e-4
+    np.testing.assert_allclose(compute(TOKENS[:, :9]), before[:, :9], atol=1e-5)
+
+
+@pytest.mark.parametrize("remat", ["none", "selective", "full"])
+def test_it_computes_in_the_dtype_of_its_parameters(remat: Any) -> None:
+    params = init(SMALL, jax.random.key(0))
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    shapes = jax.eval_shape(lambda params: logits(params, TOKENS, 2, remat), half)
+    assert shapes.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"layers": 0}, "layers=0; it is at least 1: raise it"),
+        ({"heads": 0}, "heads=0; it is at least 1: raise it"),
+        ({"width": -16}, "width=-16; it is at least 1: raise it"),
+        ({"context": 0}, "context=0; it is at least 1: raise it"),
+        ({"vocab_size": 0}, "vocab_size=0; it is at least 1: raise it"),
+        (
+            {"heads": 3},
+            "width=16 and heads=3; each head has width / heads dims: make the width a multiple of "
+            "the heads",
+        ),
+    ],
+)
+def test_sizes_that_cannot_work_are_refused(sizes: dict[str, int], message: str) -> None:
+    good = {"layers": 3, "heads": 2, "width": 16, "context": 32, "vocab_size": 31}
+    with pytest.raises(ConfigError) as caught:
+        Shape(**good | sizes)
+    assert str(caught.value) == message
+
+
+def test_it_starts_as_gpt2_does() -> None:
+    params = init(
+        Shape(layers=8, heads=4, width=128, context=256, vocab_size=300), jax.random.key(3)
+    )
+    deviations = {
+        "wte.weight": 0.02,
+        "wpe.weight": 0.01,
+        "h.attn.c_attn.weight": 0.02,
+        "h.attn.c_proj.weight": 0.02 / math.sqrt(2 * 8),
+        "h.mlp.c_fc.weight": 0.02,
+        "h.mlp.c_proj.weight": 0.02 / math.sqrt(2 * 8),
+    }
+    draws = []
+    for path, leaf in jax.tree.leaves_with_path(params):
+        name = ".".join(entry.key for entry in path)
+        assert leaf.dtype == jnp.float32
+        if name not in deviations:
+            assert (leaf == (0.0 if name.endswith(".bias") else 1.0)).all(), name
+            continue
+        expected = deviations.pop(name)
+        assert float(jnp.std(leaf)) == pytest.approx(expected, rel=0.02), name
+        assert abs(float(jnp.mean(leaf))) < expected / 50, name
+        draws.append(np.asarray(leaf).ravel()[: 128 * 128] / expected)
+    assert not deviations
+    # Each its own draw, and each layer.
+    assert np.abs(np.corrcoef(draws) - np.eye(len(draws))).max() < 0.05
+    layers = np.asarray(params["h"]["mlp"]["c_fc"]["weight"]).reshape(8, -1)
+    assert np.abs(np.corrcoef(layers) - np.eye(8)).max() < 0.05
+
+
+def test_at_first_every_token_is_as_likely() -> None:
+    params = init(SMALL, jax.random.key(0))
+    found = jax.nn.log_softmax(jax.jit(lambda tokens: logits(params, tokens, 2))(TOKENS))
+    assert float(-found.mean()) == pytest.approx(math.log(31), rel=0.02)
+
+
+def test_the_layer_norm_is_exact_in_bfloat16() -> None:
+    """Its statistics are sums, and sums are in float32."""
+    x = jnp.asarray(100 + np.random.default_rng(0).normal(size=(4, 4096)), jnp.bfloat16)
+    unit = {"weight": jnp.ones(4096, jnp.bfloat16), "bias": jnp.zeros(4096, jnp.bfloat16)}
+    wide = np.asarray(x, np.float64)
+    expected = wide - wide.mean(-1, keepdims=True)
+    expected /= np.sqrt(wide.var(-1, keepdims=True) + transformer.EPSILON)
+    found = transformer._layer_norm(unit, x)
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=2**-8, atol=1e-3)
