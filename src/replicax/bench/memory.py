@@ -193,7 +193,8 @@ def _phase_by_name(module: Module) -> dict[str, str | None]:
     """The phase of each instruction.
 
     Where the forward and the backward pass compute the same, XLA does it once and keeps one of the
-    two names. What a forward instruction reads belongs to the forward pass, whatever its name.
+    two names. What a forward instruction reads belongs to the forward pass, whatever its name. And
+    XLA runs ahead what needs no activation, or no gradient (Adam's powers, say): that has no phase.
     """
     phase: dict[str, str | None] = {}
     for instructions in module.computations.values():
@@ -205,6 +206,23 @@ def _phase_by_name(module: Module) -> dict[str, str | None]:
             phase[instruction.name] = own
             if own == FORWARD:
                 read_forward.update(instruction.operands)
+    before: dict[str, set[str | None]] = {}
+    """Phases of all that an instruction of the entry depends on."""
+    for instruction in module.computations[module.entry]:
+        name = instruction.name
+        before[name] = {each for operand in instruction.operands for each in before[operand]}
+        if (phase[name] == BACKWARD and FORWARD not in before[name]) or (
+            phase[name] == UPDATE and not before[name] & {BACKWARD, REDUCTION}
+        ):
+            phase[name] = None
+        before[name].add(phase[name])
+        for called in instruction.called:
+            before[name] |= {
+                phase[each.name]
+                for inner, path in module.path.items()
+                if called in path
+                for each in module.computations[inner]
+            }
     return phase
 
 
@@ -324,17 +342,10 @@ def _phases(module: Module, events: Sequence[Event], times: _Times) -> list[tupl
     turns: list[tuple[float, str]] = []
     for step, start in enumerate(times.starts(module.entry)):
         turns.append((start if step else 0.0, FORWARD))
-        seen = set[str | None]()
         for event in steps[step]:
             phase = own[event.name]
-            # XLA moves ahead what needs no activations and no gradient: Adam's powers, say.
-            early = FORWARD not in seen or (
-                phase == UPDATE and not seen & {BACKWARD, REDUCTION, UPDATE}
-            )
-            if phase is not None and (phase == FORWARD or not early):
-                seen.add(phase)
-                if phase != turns[-1][1]:
-                    turns.append((event.start, phase))
+            if phase is not None and phase != turns[-1][1]:
+                turns.append((event.start, phase))
         turns.append((times.ends[step], IDLE))
     return turns
 
