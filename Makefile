@@ -3,6 +3,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PEERS := $(VENV)/.peers
 UV_VERSION := 0.13.8
 
 # The first that is Python 3.11 or newer and can make a virtual environment.
@@ -13,11 +14,12 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 # Also appended to the command of `train`, `test`, `test-fast` and `lock`.
 ARGS ?=
 
-.PHONY: help train data test test-fast check bench lock clean
+.PHONY: help train data peers test test-fast check bench lock clean
 
 help:
 	@echo 'make train      set up, get the data and train LeNet on two devices (ARGS="--epochs 1")'
 	@echo 'make data       get Fashion-MNIST from Debian where that is possible'
+	@echo 'make peers      install torch and transformers, which some tests compare with'
 	@echo 'make test       every test'
 	@echo 'make test-fast  the tests that take seconds'
 	@echo 'make check      lint, formatting, types'
@@ -55,7 +57,17 @@ data:
 		echo "data: no Debian package can be installed here; $(INSTEAD)"; \
 	fi
 
-test: $(STAMP) data
+peers: $(PEERS)
+
+# Of the lock the versions alone: pip would ask for hashes of every package if it saw one.
+$(PEERS): requirements-peers.txt $(STAMP)
+	@echo "peers: installing $(shell sed '/^#/d' requirements-peers.txt)"
+	@sed -n 's/^\([a-z].*\) \\$$/\1/p' requirements.lock >$(VENV)/constraints.txt
+	@{ $(BIN)/python -m pip install --requirement requirements-peers.txt \
+		--constraint $(VENV)/constraints.txt </dev/null >/dev/null 2>&1 && : > $@; } \
+		|| echo 'peers: that failed; the tests that compare with them will be skipped'
+
+test: $(STAMP) data peers
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 test-fast: $(STAMP)

@@ -18,9 +18,9 @@ from lenet_peers import (
     MOMENTUM,
     pmap_by_hand,
     pytorch,
-    torch_version,
 )
 from timing import environment, ratios, save, spread
+from torch_peer import torch_version
 
 import replicax as rx
 from replicax.recipes.datasets import fashion_mnist

@@ -5,12 +5,9 @@ epoch over full batches, shuffled on the host; the rows that do not fill a batch
 """
 
 import functools
-import json
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from torch_peer import Peer
 
 BATCH = 256
 DEVICES = 2
@@ -105,33 +103,17 @@ def pmap_by_hand(images: np.ndarray, labels: np.ndarray) -> Epoch:
 
 
 def pytorch(images: np.ndarray, labels: np.ndarray, python: str, how: str) -> Epoch:
-    """`how`: eager or compile (one process, two threads), or ddp (two processes, one each).
-
-    Every epoch is a process of its own, by `python`, an interpreter that has torch; it warms up
-    before it looks at the clock.
-    """
+    """`how`: eager or compile (one process, two threads), or ddp (two processes, one each)."""
+    with tempfile.TemporaryDirectory() as folder:
+        np.save(f"{folder}/images.npy", images)
+        np.save(f"{folder}/labels.npy", labels)
+        options = [f"--batch-size={BATCH}", f"--learning-rate={LEARNING_RATE}"]
+        options += [f"--momentum={MOMENTUM}"]
+        peer = Peer(python, "lenet_torch.py", [*options, folder, how])
 
     def epoch(number: int) -> tuple[float, float]:
-        with tempfile.TemporaryDirectory() as folder:
-            np.save(f"{folder}/images.npy", images)
-            np.save(f"{folder}/labels.npy", labels)
-            command = [python, str(Path(__file__).with_name("lenet_torch.py")), folder, how]
-            command += [f"--batch-size={BATCH}", f"--learning-rate={LEARNING_RATE}"]
-            command += [f"--momentum={MOMENTUM}", f"--seed={number}"]
-            run = subprocess.run(command, capture_output=True, text=True, check=False)
-        if run.returncode:
-            cause = (run.stderr.strip().splitlines() or ["no output"])[-1]
-            raise RuntimeError(f"PyTorch ({how}) failed: {cause}")
-        found = json.loads(run.stdout.splitlines()[-1])
-        return found["seconds"], found["loss"]
+        started = time.perf_counter()
+        loss = peer(number)
+        return time.perf_counter() - started, loss
 
     return epoch
-
-
-def torch_version(python: str) -> str | None:
-    """Version of torch that `python` has; None where it has none."""
-    command = [python, "-c", "import torch; print(torch.__version__)"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None

@@ -1,21 +1,17 @@
-"""One epoch of LeNet in PyTorch, for lenet_peers.py: prints its seconds and mean loss as JSON.
+"""Epochs of LeNet in PyTorch, for lenet_peers.py: the answer to a seed is the epoch's mean loss.
 
 FOLDER holds images.npy and labels.npy, of uint8 and integers. Rows are shuffled on the host, and
 become floats in the step.
 """
 
 import argparse
-import json
-import os
-import socket
-import time
+import functools
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
+from torch_peer import Run, serve
 
 WORKERS = 2
 WARM_UP_BATCHES = 5
@@ -29,12 +25,18 @@ def lenet() -> nn.Module:
     )
 
 
-def train(model: nn.Module, args: argparse.Namespace, rank: int = 0, workers: int = 1) -> dict:
+def prepare(args: argparse.Namespace, processes: int, rank: int) -> Run:
     """Every process draws the same order and takes its own rows."""
     images = np.load(args.folder / "images.npy")
     labels = np.load(args.folder / "labels.npy").astype(np.int64)
+    torch.manual_seed(0)
+    model = lenet()
+    if processes > 1:
+        model = nn.parallel.DistributedDataParallel(model)
+    if args.how == "compile":
+        model = torch.compile(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.learning_rate, momentum=args.momentum)
-    rows = args.batch_size // workers
+    rows = args.batch_size // processes
 
     def step(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         images = images.reshape(-1, 1, 28, 28).float() / 255
@@ -44,7 +46,7 @@ def train(model: nn.Module, args: argparse.Namespace, rank: int = 0, workers: in
         optimizer.step()
         return loss.detach()
 
-    def epoch(seed: int, batches: int) -> float:
+    def epoch(seed: int, batches: int = len(images) // args.batch_size) -> float:
         order = np.random.default_rng(seed).permutation(len(images))
         losses = []
         for first in range(0, batches * args.batch_size, args.batch_size):
@@ -53,50 +55,19 @@ def train(model: nn.Module, args: argparse.Namespace, rank: int = 0, workers: in
         return torch.stack(losses).mean().item()
 
     epoch(0, WARM_UP_BATCHES)
-    started = time.perf_counter()
-    loss = epoch(args.seed, len(images) // args.batch_size)
-    return {"seconds": time.perf_counter() - started, "loss": loss}
-
-
-def train_worker(rank: int, args: argparse.Namespace, results: mp.SimpleQueue) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(args.port))
-    dist.init_process_group("gloo", rank=rank, world_size=WORKERS)
-    torch.manual_seed(0)
-    result = train(nn.parallel.DistributedDataParallel(lenet()), args, rank, WORKERS)
-    if rank == 0:
-        results.put(result)
-    dist.destroy_process_group()
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    return epoch
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("how", choices=["eager", "compile", "ddp"])
     parser.add_argument("--batch-size", type=int, required=True)
     parser.add_argument("--learning-rate", type=float, required=True)
     parser.add_argument("--momentum", type=float, required=True)
-    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("how", choices=["eager", "compile", "ddp"])
     args = parser.parse_args()
-    if args.how == "ddp":
-        args.port = free_port()
-        results = mp.get_context("spawn").SimpleQueue()
-        workers = mp.spawn(train_worker, (args, results), WORKERS, join=False)
-        result = results.get()
-        while not workers.join():
-            pass
-    else:
-        torch.set_num_threads(WORKERS)
-        torch.manual_seed(0)
-        model = lenet()
-        result = train(torch.compile(model) if args.how == "compile" else model, args)
-    print(json.dumps(result))
+    processes = WORKERS if args.how == "ddp" else 1
+    serve(functools.partial(prepare, args, processes), processes, threads=WORKERS // processes)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,10 @@ the place in the schedule.
 
 import bisect
 import dataclasses
+import warnings
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -159,17 +160,26 @@ def traced_events(folder: Path, module: str) -> list[Event]:
         return []
     newest = [path for path in traces if path.parent == traces[-1].parent]
     found: dict[tuple[bool, str, int], list[Event]] = defaultdict(list)
-    for path in newest:
-        for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+    with warnings.catch_warnings():
+        # jaxlib 0.11 makes a type that Python warns of, and aborts where warnings are errors.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for plane, event in (pair for path in newest for pair in _trace(path)):
             # The host's plane may also show how a GPU's kernels were launched.
-            on_host = not plane.name.startswith("/device:")
-            for event in (event for line in plane.lines for event in line.events):
-                stats: dict[str | None, Any] = dict(event.stats)
-                if stats.get("hlo_module") == module and stats.get("hlo_op"):
-                    device = (on_host, plane.name, int(stats.get("device_ordinal", 0)))
-                    start, end = event.start_ns, event.start_ns + event.duration_ns
-                    found[device].append(Event(str(stats["hlo_op"]), start / 1e9, end / 1e9))
+            on_host = not plane.startswith("/device:")
+            stats: dict[str | None, Any] = dict(event.stats)
+            if stats.get("hlo_module") == module and stats.get("hlo_op"):
+                device = (on_host, plane, int(stats.get("device_ordinal", 0)))
+                start, end = event.start_ns, event.start_ns + event.duration_ns
+                found[device].append(Event(str(stats["hlo_op"]), start / 1e9, end / 1e9))
     return found[min(found)] if found else []
+
+
+def _trace(path: Path) -> Iterator[tuple[str, Any]]:
+    """The events in a file of the profiler, each with the name of its plane."""
+    data = jax.profiler.ProfileData.from_file(str(path))
+    for plane in data.planes:
+        for line in plane.lines:
+            yield from ((plane.name, event) for event in line.events)
 
 
 def phase_of(instruction: Instruction) -> str | None:
