@@ -92,6 +92,17 @@ def test_a_batch_without_weight_has_gradient_0() -> None:
         np.testing.assert_allclose(want, new, rtol=1e-6)
 
 
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 1), (2, 8)])
+def test_a_model_goes_on_on_other_devices(before: int, after: int) -> None:
+    first, second = (make(mesh=rx.make_mesh(count)) for count in (before, after))
+    state, _ = first.step(first.init(MODEL), SOURCE)
+    model = first.model(state)
+    moved = second.init(model)
+    np.testing.assert_array_equal(moved.params["w"], model["w"])
+    second.step(moved, SOURCE)
+    assert not model["w"].is_deleted()
+
+
 @pytest.mark.parametrize("mode", ["single", "jit", "shard_map", "pmap"])
 def test_evaluation_counts_every_row_once(mode: str) -> None:
     dp = make(mode=mode)

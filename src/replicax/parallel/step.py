@@ -116,7 +116,9 @@ class DataParallel:
         if not 0 <= seed < 2**32:
             raise ConfigError(f"seed={seed}; it is at least 0 and below 2**32: choose another")
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state(model))
-        params, extras = self._adopt(model)
+        params, extras = jax.tree.map(
+            _on_devices_of, self._adopt(model), (shardings.params, shardings.extras)
+        )
         create_state = partial(create, optimizer=self._optimizer)
         place_state = jax.jit(create_state, out_shardings=shardings)
         state: TrainState = place_state(params, extras, np.uint32(seed))
@@ -374,6 +376,13 @@ class DataParallel:
             "are padding, which one number cannot leave out: return one value a row, or choose a "
             "batch size that divides the rows"
         )
+
+
+def _on_devices_of(leaf: Any, sharding: jax.sharding.Sharding) -> Any:
+    """`leaf`, moved where it lives on other devices than those of `sharding`."""
+    if isinstance(leaf, jax.Array) and leaf.sharding.device_set != sharding.device_set:
+        return jax.device_put(leaf, sharding)
+    return leaf
 
 
 def _check_alive(state: TrainState) -> None:
