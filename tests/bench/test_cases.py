@@ -124,4 +124,4 @@ def test_a_busy_machine_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_a_gpu_hides_is_noted() -> None:
-    assert "not counted on a GPU" in notes_on_machine(8, "gpu", pinned=False)[0]
+    assert "a GPU's compiler hides" in notes_on_machine(8, "gpu", pinned=False)[0]

@@ -7,8 +7,8 @@ the place in the schedule.
 
 import bisect
 import dataclasses
-import warnings
 import re
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path

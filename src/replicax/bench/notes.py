@@ -73,7 +73,10 @@ def notes_on_machine(most: int, platform: str, pinned: bool) -> list[str]:
             f"{most} devices share {cores} cores: efficiency is not that of {most} machines; {pin}"
         )
     if platform != "cpu":
-        notes.append(f"FLOP/s are not counted on a {platform.upper()}: its compiler hides products")
+        notes.append(
+            f"FLOP/s are of the work that the step asks for: a {platform.upper()}'s compiler hides "
+            "what it makes of it"
+        )
     if getattr(jax.config, "jax_compilation_cache_dir", None):
         notes.append("JAX's compilation cache is on: a compile time may be that of reading it")
     return notes
