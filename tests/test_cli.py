@@ -13,6 +13,7 @@ import pytest
 from command_line import Main, one_line
 
 from replicax import cli
+from replicax.parallel import capacity
 
 RECIPE = """
 import dataclasses
@@ -140,6 +141,33 @@ def test_a_missing_data_file_is_a_user_error(main: Main, folder: Path) -> None:
     code, _, err = main("train", "cnn", "--data-dir", folder / "nowhere")
     assert code == 2
     assert "missing" in one_line(err)
+
+
+REFUSED = """
+    def model(self, key):
+        raise RuntimeError("RESOURCE_EXHAUSTED: %s 43200000900 bytes.\\nThis is how: ...")
+"""
+
+
+@pytest.mark.parametrize("said", ["Out of memory allocating", "Out of memory while trying to"])
+def test_what_an_allocator_refuses_is_one_line(said: str, main: Main, folder: Path) -> None:
+    (folder / "my_recipe.py").write_text(RECIPE + REFUSED % said)
+    code, _, err = main("train", "my_recipe.py:Mine")
+    assert code == 1
+    line = one_line(err)
+    assert f"{said} 43200000900 bytes" in line
+    assert "lower --batch-size" in line
+
+
+def test_a_step_that_cannot_fit_is_refused_before_it_runs(
+    main: Main, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capacity, "_free_host_bytes", lambda: 16)
+    code, _, err = main(*REGRESSION, "--run", "it")
+    assert code == 2
+    line = one_line(err)
+    assert "a step of 64 rows needs " in line
+    assert "lower the batch size" in line
 
 
 def test_a_recipe_of_ones_own_trains(main: Main, folder: Path) -> None:
