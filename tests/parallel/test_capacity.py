@@ -13,6 +13,24 @@ def wide(model: Any, batch: Any, key: Any) -> Any:
     return jnp.sum(jnp.tanh(batch[:, :, None] * model), axis=(1, 2))
 
 
+def test_a_state_that_cannot_fit_is_refused_with_the_figures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(capacity, "_free_host_bytes", lambda: 2**20 - 1)
+    monkeypatch.setattr(capacity, "GIB", 2**20)
+    model = jnp.ones(2**17)  # with Adam's two moments 1.5 MiB
+    halves = rx.make_mesh(2)
+    with pytest.raises(rx.ConfigError) as caught:
+        rx.DataParallel(wide, optax.adam(0.1), mesh=rx.make_mesh(1)).init(model)
+    text = str(caught.value)
+    assert "the training state needs 1.5 GiB on a device, and 1.0 GiB are free" in text
+    assert "fsdp" in text
+    with pytest.raises(rx.ConfigError, match=r"1\.5 GiB on 2 host devices together"):
+        rx.DataParallel(wide, optax.adam(0.1), mesh=halves, layout="fsdp").init(model)
+    with pytest.raises(rx.ConfigError, match=r"3\.0 GiB on 2 host devices together"):
+        rx.DataParallel(wide, optax.adam(0.1), mesh=halves).init(model)
+
+
 def first_step(**options: Any) -> None:
     dp = rx.DataParallel(wide, optax.sgd(0.1), **options)
     state = dp.init(jnp.ones(256))

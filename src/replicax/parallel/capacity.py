@@ -1,6 +1,8 @@
-"""Whether a compiled step fits into the memory that is free."""
+"""Whether a train state, and then a compiled step, fits into the memory that is free."""
 
+import math
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -9,6 +11,29 @@ from replicax.errors import ConfigError
 from replicax.parallel.compiled import inspect
 
 GIB = 2**30
+
+
+def check_state_fits(state: Any, mesh: Mesh) -> None:
+    """Raise where a train state needs more memory than there is, before it is placed.
+
+    Args:
+        state: shapes with shardings.
+        mesh: whose devices it is for.
+
+    Raises:
+        ConfigError: it cannot fit.
+    """
+    free = _free_bytes(mesh)
+    each = sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(state)
+    )
+    needed = _sharing(mesh) * each
+    if free is not None and needed > free:
+        raise ConfigError(
+            f"the training state needs {needed / GIB:.1f} GiB{_where(mesh)}, and "
+            f"{free / GIB:.1f} GiB are free: train a smaller model, or split it with layout fsdp"
+        )
 
 
 def check_fits(compiled: jax.stages.Compiled, mesh: Mesh, rows: int) -> None:
@@ -26,15 +51,23 @@ def check_fits(compiled: jax.stages.Compiled, mesh: Mesh, rows: int) -> None:
     free = _free_bytes(mesh)
     if memory is None or free is None:
         return
-    device = mesh.local_devices[0]
-    sharing = len(mesh.local_devices) if device.platform == "cpu" else 1
-    needed = sharing * (memory.peak - memory.arguments)
+    needed = _sharing(mesh) * (memory.peak - memory.arguments)
     if needed > free:
-        each = f" on {sharing} host devices together" if sharing > 1 else " on a device"
         raise ConfigError(
-            f"a step of {rows} rows needs {needed / GIB:.1f} GiB{each} beside the training state, "
-            f"and {free / GIB:.1f} GiB are free: lower the batch size, or raise accumulate"
+            f"a step of {rows} rows needs {needed / GIB:.1f} GiB{_where(mesh)} beside the training "
+            f"state, and {free / GIB:.1f} GiB are free: lower the batch size, or raise accumulate"
         )
+
+
+def _sharing(mesh: Mesh) -> int:
+    """Devices that share one memory."""
+    devices = mesh.local_devices
+    return len(devices) if devices[0].platform == "cpu" else 1
+
+
+def _where(mesh: Mesh) -> str:
+    sharing = _sharing(mesh)
+    return f" on {sharing} host devices together" if sharing > 1 else " on a device"
 
 
 def _free_bytes(mesh: Mesh) -> int | None:

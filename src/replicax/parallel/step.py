@@ -16,7 +16,7 @@ from replicax.data.batch import Batch, host_rows, pad, place, row_count
 from replicax.data.feed import Feed, Split
 from replicax.data.source import as_source
 from replicax.errors import ConfigError, LossError, StateError
-from replicax.parallel.capacity import check_fits
+from replicax.parallel.capacity import check_fits, check_state_fits
 from replicax.parallel.gradients import LossFunction, Objective
 from replicax.parallel.layout import Layout, check_layout, state_shardings
 from replicax.parallel.lift import check_mode, lift
@@ -111,11 +111,14 @@ class DataParallel:
             seed: of all random numbers in the run, 0 <= seed < 2**32.
 
         Raises:
-            ConfigError: nothing to train, or another structure than this object already trains.
+            ConfigError: nothing to train, another structure than this object already trains, or
+                more than the memory that is free.
         """
         if not 0 <= seed < 2**32:
             raise ConfigError(f"seed={seed}; it is at least 0 and below 2**32: choose another")
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state(model))
+        abstract = self.abstract_state(model)
+        check_state_fits(abstract, self.mesh)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
         params, extras = jax.tree.map(
             _on_devices_of, self._adopt(model), (shardings.params, shardings.extras)
         )
