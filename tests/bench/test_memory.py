@@ -167,7 +167,9 @@ def test_micro_batches_go_forward_and_backward_in_turn() -> None:
 
 
 def test_activations_are_built_up_forward_and_released_backward() -> None:
-    timeline = memory_timeline(compiled("plain"))
+    many = {"x": np.ones((4096, WIDTH), np.float32)}  # more activations than parameters
+    step = data_parallel("plain", mode="shard_map").lower(model(), many).compile()
+    timeline = memory_timeline(step)
     phase = np.asarray(timeline.phase)
     forward, backward = (timeline.bytes[phase == name] for name in (FORWARD, BACKWARD))
     assert forward[-1] - forward[0] > 0.5 * (timeline.peak - forward[0])
@@ -185,11 +187,12 @@ def test_steps_follow_one_another() -> None:
 def test_several_kernels_of_an_instruction_are_one_execution() -> None:
     step = compiled("scan, remat")
     run = list(read_module(step).in_order())
+    some = sorted({each.name for each in run if "fusion" in each.name})[::3]  # most are one
     whole = [Event(each.name, at, at + 1) for at, each in enumerate(run * 2)]
     halves = [
         dataclasses.replace(event, start=event.start + half / 2, end=event.start + (half + 1) / 2)
         for event in whole
-        for half in range(2 if "fusion" in event.name else 1)
+        for half in range(2 if event.name in some else 1)
     ]
     expected = memory_timeline(step, whole)
     timeline = memory_timeline(step, halves)
