@@ -117,11 +117,10 @@ class DataParallel:
         if not 0 <= seed < 2**32:
             raise ConfigError(f"seed={seed}; it is at least 0 and below 2**32: choose another")
         abstract = self.abstract_state(model)
-        check_state_fits(abstract, self.mesh)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-        params, extras = jax.tree.map(
-            _on_devices_of, self._adopt(model), (shardings.params, shardings.extras)
-        )
+        arrays = jax.block_until_ready(self._adopt(model))  # it takes its memory before we look
+        check_state_fits(abstract, self.mesh)
+        params, extras = jax.tree.map(_on_devices_of, arrays, (shardings.params, shardings.extras))
         create_state = partial(create, optimizer=self._optimizer)
         place_state = jax.jit(create_state, out_shardings=shardings)
         state: TrainState = place_state(params, extras, np.uint32(seed))
