@@ -84,11 +84,15 @@ def bench(arguments: list[str]) -> None:
     )
     print(*table(result), sep="\n", flush=True)
     folder.mkdir(parents=True)
-    pictures = [MEMORY] if _draw_memory(parsed, result, folder) else []
-    names = [path.name for path in write_bench(result, folder, pictures=pictures)]
+    pictures = []
+    try:
+        if _draw_memory(parsed, result, folder):
+            pictures = [MEMORY]
+    finally:  # what was measured is kept, whatever becomes of the picture
+        names = [path.name for path in write_bench(result, folder, pictures=pictures)]
     print(f"see    {folder}/ ({', '.join([*names, *pictures])})")
-    if options.profile:
-        print(f"trace  {_perfetto_trace(folder)}: open it in https://ui.perfetto.dev")
+    for trace in (folder / TRACES).glob("plugins/profile/*/perfetto_trace.json.gz"):
+        print(f"trace  {trace}: open it in https://ui.perfetto.dev")
 
 
 def _draw_memory(parsed: Arguments[BenchOptions], result: Bench, folder: Path) -> bool:
@@ -121,11 +125,6 @@ def _draw_memory(parsed: Arguments[BenchOptions], result: Bench, folder: Path) -
             print(f"no {MEMORY}: {error}")
             return False
     return True
-
-
-def _perfetto_trace(folder: Path) -> Path:
-    (trace,) = (folder / TRACES).glob("plugins/profile/*/perfetto_trace.json.gz")
-    return trace
 
 
 def _counts(text: str | None) -> list[int] | None:
