@@ -28,3 +28,20 @@ def one_line(err: str) -> str:
     (line,) = err.splitlines()
     assert line.startswith("replicax: ")
     return line
+
+
+RECIPE = """
+import dataclasses
+from replicax.recipes.linear_regression import LinearRegression
+
+@dataclasses.dataclass(frozen=True)
+class Mine(LinearRegression):
+    "A line of mine."
+
+    points: int = 48
+    epochs: int = 2
+    batch_size: int = 16
+    offset: float = 0.0
+    "Added to nothing."
+"""
+REGRESSION = ["train", "linear_regression", "--points", "48", "--epochs", "1"]

@@ -10,27 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
-from command_line import Main, one_line
+from command_line import RECIPE, REGRESSION, Main, one_line
 
 from replicax import cli
 from replicax.parallel import capacity
-
-RECIPE = """
-import dataclasses
-from replicax.recipes.linear_regression import LinearRegression
-
-@dataclasses.dataclass(frozen=True)
-class Mine(LinearRegression):
-    "A line of mine."
-
-    points: int = 48
-    epochs: int = 2
-    batch_size: int = 16
-    offset: float = 0.0
-    "Added to nothing."
-"""
-REGRESSION = ["train", "linear_regression", "--points", "48", "--epochs", "1"]
-
 
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -257,107 +240,6 @@ def test_a_syntax_error_in_a_recipe_shows_where(main: Main, folder: Path) -> Non
     assert code == 1
     assert err.splitlines()[-1].startswith("replicax: SyntaxError: ")
     assert "my_syntax.py" in err
-
-
-@pytest.mark.parametrize("field", ["seed", "steps", "mode"])
-def test_a_field_named_as_an_option_is_refused(field: str, main: Main, folder: Path) -> None:
-    (folder / "my_clash.py").write_text(RECIPE + f"    {field}: int = 5\n")
-    code, _, err = main("train", "my_clash.py:Mine", "--steps", "1")
-    assert code == 2
-    assert field in one_line(err)
-
-
-def test_a_field_without_a_default_is_asked_for(main: Main, folder: Path) -> None:
-    (folder / "my_need.py").write_text(
-        RECIPE.replace("offset: float = 0.0", "offset: float = dataclasses.field(kw_only=True)")
-    )
-    code, _, err = main("train", "my_need.py:Mine")
-    assert code == 2
-    assert "--offset" in one_line(err)
-    assert main("train", "my_need.py:Mine", "--offset", "1")[0] == 0
-
-
-PRESETS = """
-    presets: ClassVar = {"small": {"points": 16, "epochs": 1}, "odd": {"offset": 3.5}}
-"""
-
-
-@pytest.fixture
-def with_presets(folder: Path) -> str:
-    (folder / "my_presets.py").write_text("from typing import ClassVar\n" + RECIPE + PRESETS)
-    return "my_presets.py:Mine"
-
-
-@pytest.mark.parametrize(
-    ("flags", "preset", "fields"),
-    [
-        (["--preset", "small"], "small", {"points": 16, "epochs": 1, "offset": 0.0}),
-        (["--preset=odd", "--points", "32"], "odd", {"points": 32, "epochs": 2, "offset": 3.5}),
-        (["--epochs", "3", "--preset", "small"], "small", {"points": 16, "epochs": 3}),
-        ([], None, {"points": 48, "epochs": 2, "offset": 0.0}),
-    ],
-)
-def test_flags_go_on_top_of_a_preset(
-    flags: list[str],
-    preset: str | None,
-    fields: dict[str, float],
-    with_presets: str,
-    main: Main,
-    folder: Path,
-) -> None:
-    assert main("train", with_presets, *flags, "--run", "run")[0] == 0
-    config = json.loads((folder / "runs/run/config.json").read_text())
-    assert config["preset"] == preset
-    assert {name: config["fields"][name] for name in fields} == fields
-
-
-def test_help_shows_the_presets_and_their_values(with_presets: str, main: Main) -> None:
-    def defaults(*arguments: str) -> dict[str, str]:
-        code, out, err = main("train", *arguments, "--help")
-        assert (code, err) == (0, "")
-        text = " ".join(out.replace("│", " ").split())
-        return dict(re.findall(r"(--[a-z-]+ [^ ]+)(?: (?!--)[^ ]+)*? \(default: ([^)]*)\)", text))
-
-    plain, small = defaults(with_presets), defaults(with_presets, "--preset", "small")
-    changed = {flag: value for flag, value in small.items() if plain[flag] != value}
-    assert changed == {"--preset {small,odd}": "small", "--points INT": "16", "--epochs INT": "1"}
-    assert plain["--points INT"] == "48"
-    assert not [flag for flag in defaults("linear_regression") if "--preset" in flag]
-
-
-def test_a_preset_may_fill_a_field_without_a_default(main: Main, folder: Path) -> None:
-    needs = RECIPE.replace(
-        "offset: float = 0.0",
-        "offset: float = dataclasses.field(kw_only=True)\n"
-        "    shift: float = dataclasses.field(kw_only=True)",
-    )
-    (folder / "my_need.py").write_text("from typing import ClassVar\n" + needs + PRESETS)
-    code, _, err = main("train", "my_need.py:Mine", "--preset", "odd")
-    assert code == 2
-    assert "--shift" in one_line(err)
-    assert "--offset" not in err
-    assert main("train", "my_need.py:Mine", "--preset", "odd", "--shift", "1")[0] == 0
-
-
-def test_a_field_may_be_named_preset_where_there_are_none(main: Main, folder: Path) -> None:
-    field = "    preset: int = 5\n"
-    (folder / "my_field.py").write_text(RECIPE + field)
-    assert main("train", "my_field.py:Mine", "--preset", "7", "--run", "run")[0] == 0
-    config = json.loads((folder / "runs/run/config.json").read_text())
-    assert (config["preset"], config["fields"]["preset"]) == (None, 7)
-    (folder / "my_both.py").write_text("from typing import ClassVar\n" + RECIPE + field + PRESETS)
-    code, _, err = main("train", "my_both.py:Mine")
-    assert code == 2
-    assert "'preset'" in one_line(err)
-
-
-def test_a_preset_of_no_field_is_a_user_error(main: Main, folder: Path) -> None:
-    text = "from typing import ClassVar\n" + RECIPE + PRESETS.replace("offset", "offzet")
-    (folder / "my_typo.py").write_text(text)
-    code, _, err = main("train", "my_typo.py:Mine")
-    assert code == 2
-    for word in ("'odd'", "'offzet'", "mean 'offset'"):
-        assert word in one_line(err)
 
 
 def test_show_sharding_draws_state_and_batch(main: Main) -> None:

@@ -92,7 +92,7 @@ def bench(arguments: list[str]) -> None:
         names = [path.name for path in write_bench(result, folder, pictures=pictures)]
     print(f"see    {folder}/ ({', '.join([*names, *pictures])})")
     for trace in (folder / TRACES).glob("plugins/profile/*/perfetto_trace.json.gz"):
-        print(f"trace  {trace}: open it in https://ui.perfetto.dev")
+        print(f"trace  {trace}\n       open it in https://ui.perfetto.dev")
 
 
 def _draw_memory(parsed: Arguments[BenchOptions], result: Bench, folder: Path) -> bool:

@@ -112,9 +112,11 @@ def logits(params: Params, tokens: jax.Array, heads: int, remat: Remat = "none")
 
 
 def _keep(layer: Any, remat: Remat) -> Any:
-    """`layer`, keeping for its backward pass all that it computes ("none" computed again), the
-    products and the attention's output ("selective": norms and GELU again), or its input alone
-    ("full").
+    """`layer` with what its backward pass computes again.
+
+    - none: nothing; all that it needs is kept
+    - selective: norms and GELU; the products and the attention's output are kept
+    - full: everything; only the input is kept
     """
     if remat == "none":
         return layer
