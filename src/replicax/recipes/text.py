@@ -78,9 +78,8 @@ def text_dataset(
 
 
 def _target_bytes(rows: dict[str, np.ndarray], token_bytes: np.ndarray) -> np.ndarray:
-    targets = rows["tokens"][:, 1:]
-    real = np.arange(targets.shape[1]) < rows["length"][:, None]
-    counted: np.ndarray = np.where(real, token_bytes[targets], 0).sum(axis=1, dtype=np.int32)
+    # What fills the last row is the end of text, which has no bytes.
+    counted: np.ndarray = token_bytes[rows["tokens"][:, 1:]].sum(axis=1, dtype=np.int32)
     counted.flags.writeable = False
     return counted
 
