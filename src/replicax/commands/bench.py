@@ -17,6 +17,7 @@ from replicax.bench.result import Bench
 from replicax.bench.run import bench as run_bench
 from replicax.bench.save import write_bench
 from replicax.commands.arguments import Arguments, parse_arguments
+from replicax.commands.data import print_data
 from replicax.commands.devices import make_host_devices
 from replicax.errors import ConfigError, MissingDependencyError
 from replicax.parallel.lift import MODES
@@ -64,8 +65,7 @@ def bench(arguments: list[str]) -> None:
     if jax.devices()[0].platform == "cpu":
         keep_freed_memory()
     folder = _folder(options.run or f"bench-{parsed.name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    if hasattr(recipe, "data_description"):
-        print(f"data   {recipe.data_description()}", flush=True)
+    print_data(recipe)
     result = run_bench(
         recipe.loss,
         recipe.optimizer(),

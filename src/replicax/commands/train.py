@@ -9,6 +9,7 @@ import jax
 
 import replicax as rx
 from replicax.commands.arguments import parse_arguments
+from replicax.commands.data import print_data
 from replicax.commands.devices import make_host_devices
 from replicax.errors import ConfigError
 from replicax.parallel.mesh import by_rows
@@ -70,8 +71,7 @@ def _run(name: str, recipe: Any, options: TrainOptions, config: dict[str, Any]) 
         precision=options.precision,
     )
     state = dp.init(recipe.model(jax.random.key(options.seed)), seed=options.seed)
-    if hasattr(recipe, "data_description"):
-        print(f"data   {recipe.data_description()}", flush=True)
+    print_data(recipe)
     source = recipe.train_source()
     if options.show_sharding:
         batch = abstract_batch(source, dp.split.padded(recipe.batch_size), by_rows(dp.mesh))
