@@ -314,7 +314,8 @@ def test_bytes_of_any_kind_can_be_trained_on(main: Main, folder: Path) -> None:
     flags = ["--mode", "single", "--steps", "2", "--sample", "na", "--sample-tokens", "3"]
     code, out, err = main(*TRAIN, *latin(folder), *flags)
     assert (code, err) == (0, "")
-    assert "latin.txt: 1 file, 1,400 bytes; bytes (vocabulary 257)" in out
+    unwrapped = " ".join(out.split())
+    assert "latin.txt: 1 file, 1,400 bytes; bytes (vocabulary 257)" in unwrapped
     assert "bits_per_byte" in out
     *_, see, blank, continued = out.splitlines()
     assert see.startswith("see    runs/gpt2-")
