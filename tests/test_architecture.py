@@ -14,10 +14,12 @@ SOURCE = Path(__file__).resolve().parents[1] / "src"
 # From the bottom up. "" is `replicax/__init__.py`, the public names.
 ROWS = (
     "errors",
+    "cluster",
     "data",
     "parallel",
-    "cluster",
     "train",
+    "launch",
+    "doctor",
     "plan",
     "verify",
     "bench",
@@ -44,6 +46,7 @@ PARALLEL = (
     "hlo",
     "compiled",
     "capacity",
+    "agreed",
     "step",
     "",
 )

@@ -2,8 +2,13 @@
 
 from replicax.bench.result import Bench as Bench
 from replicax.bench.run import bench as bench
+from replicax.cluster.join import initialize as initialize
+from replicax.cluster.patience import Patience as Patience
 from replicax.data.batch import Batch as Batch
 from replicax.data.feed import Feed as Feed
+from replicax.data.per_process import PerProcess as PerProcess
+from replicax.errors import AgreementError as AgreementError
+from replicax.errors import ClusterError as ClusterError
 from replicax.errors import ConfigError as ConfigError
 from replicax.errors import DataError as DataError
 from replicax.errors import LossError as LossError
@@ -18,8 +23,10 @@ from replicax.train.fit import Fit as Fit
 from replicax.train.fit import fit as fit
 
 __all__ = [
+    "AgreementError",
     "Batch",
     "Bench",
+    "ClusterError",
     "ConfigError",
     "DataError",
     "DataParallel",
@@ -27,11 +34,14 @@ __all__ = [
     "Fit",
     "LossError",
     "MissingDependencyError",
+    "Patience",
+    "PerProcess",
     "ReplicaxError",
     "StateError",
     "TrainState",
     "Weighted",
     "bench",
     "fit",
+    "initialize",
     "make_mesh",
 ]

@@ -1,6 +1,7 @@
 """The command line: argv -> calls -> exit code.
 
 0 done · 1 the run failed, with its cause in one line · 2 a wrong flag or configuration
+75 stopped early with everything saved; launch: the first failure's own code
 """
 
 import importlib.metadata
@@ -9,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 
+from replicax.cluster.failure import end
 from replicax.errors import ConfigError, ReplicaxError, did_you_mean
 
 USAGE = """\
@@ -19,6 +21,8 @@ Data-parallel training for JAX that proves itself.
 commands:
   train RECIPE [FLAGS]   train a recipe; replicax train RECIPE --help lists its flags
   bench RECIPE [FLAGS]   measure its step in every mode, on several device counts
+  launch --processes N -- COMMAND
+                         run COMMAND as N processes that train together
   recipes                list the built-in recipes
 
 A recipe is a built-in name, your own as file.py:Name, or package.module:Name.
@@ -41,21 +45,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _dispatch(arguments)
     except SystemExit as stop:  # --help
         return int(stop.code or 0)
-    except ReplicaxError as error:
+    except (Exception, KeyboardInterrupt) as error:
+        code = _explain(error)
+        end(error, code)
+        return code
+
+
+def _explain(error: BaseException) -> int:
+    """Say in one line what ended the command; returns its exit code."""
+    if isinstance(error, ReplicaxError):
         return _failed(str(error), error.exit_code)
-    except KeyboardInterrupt:
+    if isinstance(error, KeyboardInterrupt):
         return _failed("interrupted", 1)
-    except Exception as error:
-        if refused := _OUT_OF_MEMORY.search(str(error)):
-            return _failed(f"{refused[0]}; {SMALLER}", 1)
-        traceback.print_exc()  # a recipe's own: its author needs it
-        return _failed(f"{type(error).__name__}: {error}", 1)
+    if refused := _OUT_OF_MEMORY.search(str(error)):
+        return _failed(f"{refused[0]}; {SMALLER}", 1)
+    traceback.print_exception(error)  # a recipe's own: its author needs it
+    return _failed(f"{type(error).__name__}: {error}", 1)
 
 
 def _dispatch(arguments: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": _train,
         "bench": _bench,
+        "launch": _launch,
         "recipes": _recipes,
     }
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -100,6 +112,13 @@ def _bench(arguments: list[str]) -> int:
 
     bench(arguments)
     return 0
+
+
+def _launch(arguments: list[str]) -> int:
+    from replicax.commands.launch import launch
+
+    code, said = launch(arguments)
+    return _failed(said, code) if said else code
 
 
 def _failed(message: str, code: int) -> int:

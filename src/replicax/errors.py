@@ -6,6 +6,8 @@
   - LossError               what the loss function returned
   - DivergedError           a loss that is no longer finite
   - StateError              a train state used twice or with the wrong DataParallel
+  - ClusterError            processes that cannot find or join each other
+  - AgreementError          processes that differ in what all must have the same of
   - MissingDependencyError  an optional package that is not installed
 
 Every message is one line: the numbers that disagree, the rule, and the fix.
@@ -45,6 +47,16 @@ class StateError(ReplicaxError, RuntimeError):
     """A train state that was already consumed, or belongs to another model."""
 
     exit_code = 1
+
+
+class ClusterError(ReplicaxError, RuntimeError):
+    """A process that cannot find or join the others of its job."""
+
+    exit_code = 1
+
+
+class AgreementError(ReplicaxError, RuntimeError):
+    """Processes that differ in what all must have the same of: code, configuration, data."""
 
 
 class MissingDependencyError(ReplicaxError, ImportError):

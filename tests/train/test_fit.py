@@ -257,6 +257,7 @@ class TestRunFolder:
             "accumulate": 1,
             "mesh": {"data": 8, "model": 1, "stage": 1},
             "device_kind": "cpu",
+            "processes": 1,
         }
         assert config["data"] == {"rows": 40, "batch_size": 16, "padding": 8}
         assert config["versions"]["jax"] == jax.__version__

@@ -10,7 +10,7 @@ import jax
 import replicax as rx
 from replicax.commands.arguments import parse_arguments
 from replicax.commands.data import print_data
-from replicax.commands.devices import make_host_devices
+from replicax.commands.devices import make_host_devices, of_this_process
 from replicax.errors import ConfigError
 from replicax.parallel.mesh import by_rows
 from replicax.train.fit import Fit
@@ -23,7 +23,8 @@ class TrainOptions:
     """How to run a recipe, whichever it is."""
 
     devices: int | None = None
-    """Devices to train on; all by default. On a CPU: that many host devices."""
+    """Devices to train on, of all processes together; all by default. On a CPU: that many host
+    devices."""
     mode: Literal["jit", "shard_map", "pmap", "single"] = "jit"
     """How the step is lifted to the devices."""
     layout: Literal["replicated", "zero1", "fsdp"] = "replicated"
@@ -50,6 +51,7 @@ def train(arguments: list[str]) -> str | None:
     if parsed is None:
         return None
     options, recipe = parsed.options, parsed.recipe
+    rx.initialize()
     config = {**parsed.to_config(), "options": dataclasses.asdict(options)}
     result = _run(parsed.name, recipe, options, config)
     if result.interrupted:
@@ -71,9 +73,11 @@ def _run(name: str, recipe: Any, options: TrainOptions, config: dict[str, Any]) 
         precision=options.precision,
     )
     state = dp.init(recipe.model(jax.random.key(options.seed)), seed=options.seed)
-    print_data(recipe)
+    speaks = jax.process_index() == 0
+    if speaks:
+        print_data(recipe)
     source = recipe.train_source()
-    if options.show_sharding:
+    if options.show_sharding and speaks:
         batch = abstract_batch(source, dp.split.padded(recipe.batch_size), by_rows(dp.mesh))
         print(*sharding_view(state, batch), sep="\n", flush=True)
     folder = Path("runs") / (options.run or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -91,17 +95,13 @@ def _run(name: str, recipe: Any, options: TrainOptions, config: dict[str, Any]) 
         config=config,
         title=f"{name} · {dp.mesh.devices.size} devices · {options.mode}",
     )
-    print(f"see    {folder}/ (config.json, records.jsonl, curves.png)")
-    if not result.interrupted:
-        _show(recipe, dp.model(result.state))
+    if speaks:
+        print(f"see    {folder}/ (config.json, records.jsonl, curves.png)")
+    if not result.interrupted and hasattr(recipe, "after_training"):
+        shown = recipe.after_training(dp.model(result.state))  # on the devices of all processes
+        if shown and speaks:
+            print(f"\n{shown}")
     return result
-
-
-def _show(recipe: Any, model: Any) -> None:
-    """Print what the recipe has to show of the trained model, if anything."""
-    said = recipe.after_training(model) if hasattr(recipe, "after_training") else None
-    if said:
-        print(f"\n{said}")
 
 
 def _mesh(options: TrainOptions) -> jax.sharding.Mesh:
@@ -111,5 +111,5 @@ def _mesh(options: TrainOptions) -> jax.sharding.Mesh:
         return rx.make_mesh(data=1 if options.mode == "single" else -1)
     if wanted < 1:
         raise ConfigError(f"--devices {wanted}; a run needs at least 1: raise it")
-    make_host_devices(wanted)
+    make_host_devices(of_this_process(wanted))
     return rx.make_mesh(data=wanted)

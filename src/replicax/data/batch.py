@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from replicax.data.share import Share
 from replicax.errors import DataError
 
 PyTree = Any
@@ -92,18 +93,30 @@ def pad(data: PyTree, size: int, index: np.ndarray) -> Batch:
         index: int `[rows]`, where each row comes from.
     """
     rows = row_count(data)
-    mask = (np.arange(size) < rows).astype(np.float32)
-    index = np.asarray(index, np.int32)
     if rows < size:
         repeat = np.arange(size) % rows
         data, index = jax.tree.map(lambda leaf: leaf[repeat], (data, index))
-    return Batch(data, mask, index, rows)
+    return masked(data, index, np.arange(size) < rows, rows)
 
 
-def place(batch: Batch, sharding: jax.sharding.Sharding) -> Batch:
-    """Split `batch` by rows over the devices of `sharding`, without waiting for the transfer."""
-    arrays = jax.device_put((batch.data, batch.mask, batch.index), sharding)
-    return dataclasses.replace(batch, **dict(zip(("data", "mask", "index"), arrays, strict=True)))
+def masked(data: PyTree, index: np.ndarray, real: np.ndarray, rows: int) -> Batch:
+    """A host batch of which only the rows where `real` is true count, `rows` of all processes."""
+    return Batch(data, real.astype(np.float32), np.asarray(index, np.int32), rows)
+
+
+def place(batch: Batch, share: Share) -> Batch:
+    """`batch` on the devices, without waiting for the transfer.
+
+    Args:
+        batch: of host arrays `[held rows, ...]`, those of this process.
+        share: of this process in the global batch.
+    """
+    arrays = (batch.data, batch.mask, batch.index)
+    if share.sharding.is_fully_addressable:
+        placed = jax.device_put(arrays, share.sharding)
+    else:
+        placed = jax.tree.map(share.place, arrays)
+    return dataclasses.replace(batch, **dict(zip(("data", "mask", "index"), placed, strict=True)))
 
 
 def _host_leaf(path: tuple[Any, ...], leaf: Any, copy: bool) -> np.ndarray:

@@ -1,14 +1,22 @@
 """One epoch of batches on the devices: padded to one size, split, and prefetched."""
 
 import dataclasses
+import itertools
+import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from functools import partial
 
 import jax
+import numpy as np
 
-from replicax.data.batch import Batch, pad, place
+from replicax.cluster.agreement import agree
+from replicax.cluster.link import current_link
+from replicax.cluster.pulse import PULSE
+from replicax.data.batch import Batch, masked, pad, place
 from replicax.data.prefetch import Prefetch
-from replicax.data.source import Source
+from replicax.data.share import Share
+from replicax.data.source import PerProcessSource, Source
 from replicax.errors import ConfigError, DataError
 
 
@@ -40,7 +48,8 @@ class Feed:
 
     Every batch has the same size: a short one is padded by repeating rows, with mask 0. Host work
     and transfers run in a background thread, at most `prefetch` batches ahead. Iterating again
-    gives the same epoch again.
+    gives the same epoch again. In a job of several processes all must iterate alike; each reads the
+    rows that lie on its devices.
     """
 
     def __init__(
@@ -89,26 +98,111 @@ class Feed:
         return self.wait_seconds / self._elapsed_seconds if self._elapsed_seconds else 0.0
 
     def __iter__(self) -> Generator[Batch]:
-        self._items = items = Prefetch(self._batches, self._prefetch)
+        topic = self._agree()
+        closing = threading.Event()
+        self._items = items = Prefetch(partial(self._batches, topic, closing), self._prefetch)
         started = time.perf_counter()
+        PULSE.move()
         try:
             for batch in items:
                 self._elapsed_seconds = time.perf_counter() - started
                 yield batch
         finally:
+            closing.set()
             items.close()
+            PULSE.rest()
             self._elapsed_seconds = time.perf_counter() - started
 
-    def _batches(self) -> Generator[Batch]:
-        size, empty = self.source.batch_size, True
-        for data, index in self.source.epoch(self.epoch):
-            size, empty = size or len(index), False
-            if len(index) > size:
-                raise DataError(
-                    f"a batch has {len(index)} rows and the batch size is {size}; no batch may be "
-                    "larger: raise batch_size or cut the loader's batches"
-                )
-            batch = pad(data, self.split.padded(size), index)
-            yield place(dataclasses.replace(batch, feed_padding=self.padding), self._sharding)
-        if empty:
+    def _agree(self) -> str:
+        """That all processes read the same; returns a name for this pass, the same in all."""
+        link = current_link()
+        if link is None:
+            return ""
+        agree("the data", {**self.source.fingerprint(), "epoch": self.epoch})
+        return link.unique("a pass over the data")
+
+    def _batches(self, topic: str, closing: threading.Event) -> Generator[Batch]:
+        if isinstance(self.source, PerProcessSource):
+            parts = self._joint(self.source, topic, closing)
+        elif self._sharding.is_fully_addressable:
+            parts = self._whole()
+        else:
+            parts = self._shared()
+        share = None
+        for batch, size in parts:
+            share = share or Share(self._sharding, size)
+            yield place(dataclasses.replace(batch, feed_padding=self.padding), share)
+        if share is None:
             raise DataError("the source gave no batch; give at least 1")
+
+    def _whole(self) -> Iterator[tuple[Batch, int]]:
+        """Batches of which this process holds every row, each with its padded size."""
+        size = self.source.batch_size
+        for data, index in self.source.epoch(self.epoch):
+            size = size or len(index)
+            padded = self.split.padded(size)
+            yield pad(data, padded, _fitting(index, size)), padded
+
+    def _shared(self) -> Iterator[tuple[Batch, int]]:
+        """Of batches that every process could read, the rows that this one holds."""
+        padded = self.split.padded(self.source.batch_size)
+        held = Share(self._sharding, padded).held
+        counts: list[int] = []
+
+        def pick(rows: int) -> np.ndarray:
+            counts.append(rows)
+            return held % rows
+
+        for number, (data, index) in enumerate(self.source.epoch(self.epoch, pick)):
+            yield masked(data, index, held < counts[number], counts[number]), padded
+
+    def _joint(
+        self, source: PerProcessSource, topic: str, closing: threading.Event
+    ) -> Iterator[tuple[Batch, int]]:
+        """Batches that each process has a part of, until the last one has no more."""
+        processes, process = jax.process_count(), jax.process_index()
+        size, last = source.batch_size, None
+        for number, part in enumerate(itertools.chain(source.epoch(self.epoch), _NOTHING)):
+            if part is not None:
+                data, index = part
+                size = size or len(index) * processes
+                last = data, _fitting(index, size // processes) * processes + process
+            if last is None:
+                raise DataError("this process's source gave no batch; each needs at least 1")
+            rows = len(last[1]) if part is not None else 0
+            counts = _gather(f"{topic}, batch {number}", rows, closing)
+            if not any(counts):
+                return
+            padded = self.split.padded(size)
+            _check_parts(Share(self._sharding, padded), processes)
+            batch = pad(last[0], padded // processes, last[1])
+            real = np.arange(padded // processes) < rows
+            yield masked(batch.data, batch.index, real, sum(counts)), padded
+
+
+_NOTHING = itertools.repeat(None)
+
+
+def _gather(topic: str, value: int, closing: threading.Event) -> list[int]:
+    """`value` of every process; nothing once the pass is broken off."""
+    link = current_link()
+    return [value] if link is None else link.gather(topic, value, closing.is_set)
+
+
+def _check_parts(share: Share, processes: int) -> None:
+    if len(share.held) * processes != share.size:
+        raise ConfigError(
+            f"this process holds {len(share.held)} of {share.size} rows and there are {processes} "
+            "processes; rx.PerProcess needs as many replicas on each and none on two: change the "
+            "mesh, or give all the data to every process"
+        )
+
+
+def _fitting(index: np.ndarray, size: int) -> np.ndarray:
+    """`index`, of no more than `size` rows."""
+    if len(index) > size:
+        raise DataError(
+            f"a batch has {len(index)} rows and the batch size is {size}; no batch may be "
+            "larger: raise batch_size or cut the loader's batches"
+        )
+    return index

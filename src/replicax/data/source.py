@@ -5,7 +5,7 @@ most `batch_size` rows, and the index of each row in the source.
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -13,9 +13,16 @@ import jax
 import numpy as np
 
 from replicax.data.batch import PyTree, host_rows, row_count
+from replicax.data.digest import describe_leaves
+from replicax.data.per_process import PerProcess
 from replicax.errors import ConfigError, DataError, require
 
 Rows = tuple[PyTree, np.ndarray]
+
+_SAMPLED_ROWS = 16
+
+Pick = Callable[[int], np.ndarray]
+"""Rows in a batch -> which of them are wanted, by position in the batch; some may be repeated."""
 
 
 class Source(Protocol):
@@ -26,8 +33,11 @@ class Source(Protocol):
     batch_size: int
     """Rows of every batch but the last; 0 where only the first batch will tell."""
 
-    def epoch(self, number: int) -> Iterator[Rows]:
-        """The batches of epoch `number`, counted from 0."""
+    def epoch(self, number: int, pick: Pick | None = None) -> Iterator[Rows]:
+        """The batches of epoch `number`, counted from 0, or of each the rows that `pick` wants."""
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What processes that read the same data have the same of."""
 
 
 def as_source(data: Any, batch_size: int | None, *, shuffle: bool, seed: int) -> Source:
@@ -35,7 +45,8 @@ def as_source(data: Any, batch_size: int | None, *, shuffle: bool, seed: int) ->
 
     Args:
         data: a dict or tuple of arrays with one leading row dim, or one array; a Grain dataset; an
-            iterable of host batches; or a source already, which is given back.
+            iterable of host batches; any of these in a `PerProcess`; or a source already, which is
+            given back.
         batch_size: rows of a batch. Only an iterable may leave it out: its first batch decides.
         shuffle: whether each epoch has an order of its own, drawn from `seed` and its number.
         seed: any int.
@@ -45,8 +56,11 @@ def as_source(data: Any, batch_size: int | None, *, shuffle: bool, seed: int) ->
     """
     if batch_size is not None and batch_size < 1:
         raise ConfigError(f"batch_size={batch_size}; a batch has at least 1 row: raise it")
-    if isinstance(data, (ArraySource, GrainSource, IterableSource)):
+    if isinstance(data, (ArraySource, GrainSource, IterableSource, PerProcessSource)):
         return data
+    if isinstance(data, PerProcess):
+        part = None if batch_size is None else data.part(batch_size)
+        return PerProcessSource(as_source(data.data, part, shuffle=shuffle, seed=seed), batch_size)
     if _is_arrays(data):
         return ArraySource(data, _known(batch_size, "arrays"), shuffle, seed)
     if _is_grain(data, "MapDataset", "IterDataset"):
@@ -75,15 +89,27 @@ class ArraySource:
         if not self.rows:
             raise DataError("the source has 0 rows; give at least 1")
 
-    def epoch(self, number: int) -> Iterator[Rows]:
+    def epoch(self, number: int, pick: Pick | None = None) -> Iterator[Rows]:
         rows = self.rows or 0
         order = np.arange(rows)
         if self._shuffle:
             order = np.random.default_rng([self._seed, number]).permutation(rows)
         for start in range(0, rows, self.batch_size):
             index = order[start : start + self.batch_size]
+            if pick is not None:
+                index = index[pick(len(index))]
             taken = jax.tree.map(partial(_take, index=index), self._data)
             yield host_rows(taken, copy=False), index
+
+    def fingerprint(self) -> dict[str, Any]:
+        some = np.unique(np.linspace(0, (self.rows or 1) - 1, _SAMPLED_ROWS).astype(np.int64))
+        return {
+            "rows": self.rows,
+            "batch_size": self.batch_size,
+            "shuffle": self._shuffle,
+            "seed": self._seed,
+            "leaves": describe_leaves(jax.tree.map(partial(_take, index=some), self._data)),
+        }
 
 
 class GrainSource:
@@ -101,16 +127,31 @@ class GrainSource:
                 "shuffle the MapDataset it is made from"
             )
 
-    def epoch(self, number: int) -> Iterator[Rows]:
+    def epoch(self, number: int, pick: Pick | None = None) -> Iterator[Rows]:
         if not self._random_access:
+            _refuse_pick(pick, "a Grain IterDataset")
             yield from _counted(self._dataset.batch(self.batch_size, drop_remainder=False))
             return
-        rows = self._dataset.map_with_index(lambda index, row: (row, index))
+        rows, size = self._dataset.map_with_index(lambda index, row: (row, index)), self.batch_size
         if self._shuffle:
             seed = np.random.SeedSequence([self._seed, number]).generate_state(1)[0]
             rows = rows.shuffle(seed=int(seed))
-        for data, index in rows.batch(self.batch_size, drop_remainder=False).to_iter_dataset():
+        if pick is not None:
+            starts = range(0, len(rows), size)
+            parts = [start + pick(min(size, len(rows) - start)) for start in starts]
+            rows, size = self._grain.MapDataset.source(_Picked(rows, parts)), len(parts[0])
+        for data, index in rows.batch(size, drop_remainder=False).to_iter_dataset():
             yield host_rows(data, copy=True), np.asarray(index)
+
+    def fingerprint(self) -> dict[str, Any]:
+        first = self._dataset[0] if self._random_access else None
+        return {
+            "rows": self.rows,
+            "batch_size": self.batch_size,
+            "shuffle": self._shuffle,
+            "seed": self._seed,
+            "leaves": describe_leaves(first),
+        }
 
 
 class IterableSource:
@@ -125,7 +166,8 @@ class IterableSource:
         self._batches = batches
         self._was_read = False
 
-    def epoch(self, number: int) -> Iterator[Rows]:
+    def epoch(self, number: int, pick: Pick | None = None) -> Iterator[Rows]:
+        _refuse_pick(pick, "an iterable of batches")
         empty = True
         for rows in _counted(self._batches):
             empty = False
@@ -137,9 +179,49 @@ class IterableSource:
             )
         self._was_read = True
 
+    def fingerprint(self) -> dict[str, Any]:
+        return {"batch_size": self.batch_size}
+
+
+class PerProcessSource:
+    """Rows of this process's own: its part of each global batch.
+
+    The processes may have different numbers of rows: an epoch lasts as long as one of them has any.
+    """
+
+    rows: int | None = None
+    """Of all processes: known once they have read them."""
+
+    def __init__(self, own: Source, batch_size: int | None) -> None:
+        self.own = own
+        self.batch_size = batch_size or own.batch_size * jax.process_count()
+
+    def epoch(self, number: int, pick: Pick | None = None) -> Iterator[Rows]:
+        """The batches of this process alone; `Feed` joins them with those of the others."""
+        del pick
+        yield from self.own.epoch(number)
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"batch_size": self.batch_size, "per_process": True}
+
+
+class _Picked:
+    """The rows of a Grain dataset at given places, in that order."""
+
+    def __init__(self, rows: Any, parts: list[np.ndarray]) -> None:
+        self._rows, self._places = rows, np.concatenate(parts)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, number: int) -> Any:
+        return self._rows[int(self._places[number])]
+
 
 def can_shuffle(data: Any) -> bool:
     """Whether the rows of `data` can be had in any order."""
+    if isinstance(data, PerProcess):
+        return can_shuffle(data.data)
     return _is_arrays(data) or _is_grain(data, "MapDataset")
 
 
@@ -168,6 +250,14 @@ def _counted(batches: Iterable[Any]) -> Iterator[Rows]:
             raise DataError(f"a batch after row {first} has 0 rows; give at least 1")
         yield data, np.arange(first, first + rows)
         first += rows
+
+
+def _refuse_pick(pick: Pick | None, source: str) -> None:
+    if pick is not None:
+        raise ConfigError(
+            f"{source} in a job of several processes; each would read all of it: wrap what is this "
+            "process's own in rx.PerProcess(...), or give arrays or a Grain MapDataset"
+        )
 
 
 def _known(batch_size: int | None, source: str) -> int:

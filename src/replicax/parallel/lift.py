@@ -37,6 +37,11 @@ def check_mode(mode: str, mesh: Mesh) -> None:
             f"mode='single' with a mesh of {mesh.devices.size} devices; it runs on 1: use "
             "mode='jit', or a mesh of one device"
         )
+    if mode == "pmap" and jax.process_count() > 1:
+        raise ConfigError(
+            f"mode='pmap' on {jax.process_count()} processes; it knows the devices of one: use "
+            "mode='shard_map', which computes the same"
+        )
     if mode in PER_REPLICA and not is_data_only(mesh):
         raise ConfigError(
             f"mode={mode!r} with a mesh of {mesh.devices.size} devices and {replica_count(mesh)} "

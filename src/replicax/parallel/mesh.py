@@ -1,5 +1,6 @@
 """Devices -> a named mesh."""
 
+import collections
 import math
 from collections.abc import Sequence
 
@@ -7,6 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from replicax.cluster.link import current_link
 from replicax.errors import ConfigError
 
 DATA = "data"
@@ -30,6 +32,7 @@ def make_mesh(
     Raises:
         ConfigError: more devices asked for than there are, or an axis that does not divide them.
     """
+    attached = devices is None
     devices = jax.devices() if devices is None else list(devices)
     for name, size in (("model", model), ("stage", stage)):
         if size < 1:
@@ -52,7 +55,8 @@ def make_mesh(
             f"{needed} devices asked for and {len(devices)} attached ({devices[0].platform}); "
             f"use at most {len(devices)}{_more_host_devices(devices[0], needed)}"
         )
-    grid = np.asarray(devices[:needed]).reshape(data, model, stage)
+    taken = _of_every_process(devices, needed) if attached else devices[:needed]
+    grid = np.asarray(taken).reshape(data, model, stage)
     return Mesh(grid, (DATA, "model", "stage"))
 
 
@@ -68,6 +72,25 @@ def check_mesh(mesh: Mesh) -> Mesh:
             "lie along 'data': rename an axis or use rx.make_mesh()"
         )
     return Mesh(mesh.devices, mesh.axis_names)
+
+
+def check_processes(mesh: Mesh) -> None:
+    """Raise `ConfigError` where the processes cannot compute together on `mesh`."""
+    count = jax.process_count()
+    if count == 1:
+        return
+    if current_link() is None:
+        raise ConfigError(
+            f"{count} processes joined by jax.distributed.initialize(); Replicax also checks that "
+            "they agree and that none is stuck: call rx.initialize() instead"
+        )
+    owned = collections.Counter(device.process_index for device in mesh.devices.flat)
+    if len(owned) < count or len(set(owned.values())) > 1:
+        shares = ", ".join(f"{owned[process]} of process {process}" for process in range(count))
+        raise ConfigError(
+            f"the mesh has {shares}; each of {count} processes takes part with as many devices: "
+            "use all devices, or as many of each"
+        )
 
 
 def replica_count(mesh: Mesh) -> int:
@@ -88,6 +111,18 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def by_rows(mesh: Mesh) -> NamedSharding:
     """The sharding of an array whose leading dim is split over the replicas."""
     return NamedSharding(mesh, PartitionSpec(DATA))
+
+
+def _of_every_process(devices: Sequence[jax.Device], needed: int) -> list[jax.Device]:
+    """The first devices, as many of each process."""
+    count = jax.process_count()
+    if needed % count:
+        raise ConfigError(
+            f"{needed} devices on {count} processes leaves a remainder; each takes part with as "
+            f"many: use a multiple of {count}"
+        )
+    own = needed // count
+    return [d for p in range(count) for d in [d for d in devices if d.process_index == p][:own]]
 
 
 def _more_host_devices(device: jax.Device, needed: int) -> str:

@@ -12,16 +12,27 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from replicax.cluster.link import current_link
+from replicax.cluster.pulse import PULSE
 from replicax.data.batch import Batch, host_rows, pad, place, row_count
 from replicax.data.feed import Feed, Split
+from replicax.data.share import Share
 from replicax.data.source import as_source
 from replicax.errors import ConfigError, LossError, StateError
+from replicax.parallel.agreed import agree_on_model, agree_on_step
 from replicax.parallel.capacity import check_fits, check_state_fits
 from replicax.parallel.gradients import LossFunction, Objective
-from replicax.parallel.layout import Layout, check_layout, state_shardings
+from replicax.parallel.layout import Layout, check_layout, layout_name, state_shardings
 from replicax.parallel.lift import check_mode, lift
 from replicax.parallel.loss import LOSS, scalars
-from replicax.parallel.mesh import by_rows, check_mesh, make_mesh, replica_count, replicated
+from replicax.parallel.mesh import (
+    by_rows,
+    check_mesh,
+    check_processes,
+    make_mesh,
+    replica_count,
+    replicated,
+)
 from replicax.parallel.model import Definition, PyTree, split_model
 from replicax.parallel.precision import Precision
 from replicax.parallel.update import Metrics, TrainState, create, score, update
@@ -82,6 +93,7 @@ class DataParallel:
         self.accumulate = accumulate
         self.precision = Precision(precision)
         self.donate = donate
+        check_processes(self.mesh)
         check_mode(mode, self.mesh)
         check_layout(layout, mode)
         if accumulate < 1:
@@ -95,6 +107,7 @@ class DataParallel:
         self._score: Any = None
         self._scalars: tuple[str, ...] | None = None
         self._finite = False
+        self._agreed: set[Any] = set()
         self._in_flight: deque[jax.Array] = deque()
 
     @property
@@ -120,6 +133,7 @@ class DataParallel:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
         arrays = jax.block_until_ready(self._adopt(model))  # it takes its memory before we look
         check_state_fits(abstract, self.mesh)
+        agree_on_model(arrays, seed)
         params, extras = jax.tree.map(_on_devices_of, arrays, (shardings.params, shardings.extras))
         create_state = partial(create, optimizer=self._optimizer)
         place_state = jax.jit(create_state, out_shardings=shardings)
@@ -199,9 +213,12 @@ class DataParallel:
             self._scalars = self._inspect(state, batch)
         if self._scalars:
             self._refuse_padding(batch)
+        if current_link() is not None:
+            self._agree(state, batch)
         if not self._finite and self._are_placed(state, batch):
             check_fits(self.lower(state, batch).compile(), self.mesh, batch.size)
         state, metrics = self._step(state, batch)
+        PULSE.step(metrics[LOSS])
         self._in_flight.append(metrics[LOSS])
         if len(self._in_flight) > STEPS_IN_FLIGHT:
             self._in_flight.popleft().block_until_ready()
@@ -230,6 +247,7 @@ class DataParallel:
             if self._scalars:
                 self._refuse_padding(placed)
             pending.append(self._score(state, placed))
+            PULSE.move()
             if len(pending) > 2:
                 _add(totals, pending.pop(0))
         for sums in pending:
@@ -338,12 +356,23 @@ class DataParallel:
             for leaf, sharding in zip(jax.tree.leaves((state, batch)), wanted, strict=True)
         )
 
+    def _agree(self, state: TrainState, batch: Batch) -> None:
+        """That all processes are about to run the same program, once for each shape of a batch."""
+        shapes = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(batch))
+        if shapes in self._agreed:
+            return
+        settings = {name: getattr(self, name) for name in ("mode", "accumulate", "donate")}
+        settings |= {"layout": layout_name(self.layout), "precision": self.precision.name}
+        agree_on_step(settings, self.mesh, state, batch, self.lower(state, batch))
+        self._agreed.add(shapes)
+
     def _placed(self, data: PyTree) -> Batch:
         rows = row_count(data)
         size = self.split.padded(rows)
         if rows < size or not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(data)):
             data = host_rows(data, copy=True)
-        return place(pad(data, size, np.arange(rows)), by_rows(self.mesh))
+        share = Share(by_rows(self.mesh), size)
+        return place(share.part(pad(data, size, np.arange(rows))), share)
 
     def _inspect(self, state: TrainState, batch: Batch) -> tuple[str, ...]:
         """Names of scalar outputs; raises what is wrong with the loss before anything compiles."""
@@ -382,6 +411,10 @@ class DataParallel:
 
 def _on_devices_of(leaf: Any, sharding: jax.sharding.Sharding) -> Any:
     """`leaf`, moved where it lives on other devices than those of `sharding`."""
+    if not sharding.is_fully_addressable and getattr(leaf, "is_fully_addressable", True):
+        # device_put would compare the whole array with every process's once more.
+        host = np.asarray(leaf)
+        return jax.make_array_from_callback(host.shape, sharding, lambda part: host[part])
     if isinstance(leaf, jax.Array) and leaf.sharding.device_set != sharding.device_set:
         return jax.device_put(leaf, sharding)
     return leaf

@@ -8,6 +8,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
+
+from replicax.cluster.agreement import agree
+from replicax.cluster.pulse import PULSE
 from replicax.data.feed import Feed
 from replicax.data.source import Source, as_source, can_shuffle
 from replicax.errors import ConfigError, DivergedError, MissingDependencyError
@@ -19,6 +23,7 @@ from replicax.train.meter import Meter
 from replicax.train.progress import Progress, open_progress
 from replicax.train.records import Record, RunFolder
 from replicax.train.report import derived, describe, epoch_line, summary
+from replicax.train.stopping import Stopping
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +68,8 @@ def fit(
 ) -> Fit:
     """Train for some epochs or steps, evaluating after each epoch.
 
+    In a job of several processes all call it alike, and process 0 prints and records.
+
     Args:
         dp: what to step with.
         state: from `dp.init`; consumed where `dp` donates.
@@ -82,6 +89,7 @@ def fit(
 
     Raises:
         ConfigError: arguments that cannot work.
+        AgreementError: processes that were given different ones.
         LossError: see `DataParallel.step`.
         DivergedError: the loss is no longer finite.
     """
@@ -91,6 +99,9 @@ def fit(
     if shuffle is None:
         shuffle = can_shuffle(source)
     opened = as_source(source, batch_size, shuffle=shuffle, seed=seed)
+    wanted = {"epochs": epochs, "steps": steps, "batch_size": batch_size, "log_every": log_every}
+    agree("the run", {**wanted, "evaluation": eval_source is not None, **(config or {})})
+    speaks = jax.process_index() == 0
     first = dp.feed(opened)
     total = steps if steps is not None else _total_steps(first, epochs)
     loop = _Loop(
@@ -100,8 +111,8 @@ def fit(
         epochs=epochs,
         total=total,
         meter=Meter(log_every),
-        folder=RunFolder(Path(run_dir)) if run_dir is not None else None,
-        display=open_progress(progress, total),
+        folder=RunFolder(Path(run_dir)) if run_dir is not None and speaks else None,
+        display=open_progress(progress and speaks, total),
     )
     with contextlib.closing(loop):
         for line in describe(dp, state, first):
@@ -139,14 +150,16 @@ class _Loop:
         """All epochs, or as many steps as there are to be, or until Ctrl-C."""
         started = time.perf_counter()
         with Interrupt() as interrupt:
+            stopping = Stopping(interrupt)
             for epoch in itertools.count() if self.epochs is None else range(self.epochs):
-                state = self._train(state, epoch, interrupt)
-                if self.step != self.evaluated_at and not interrupt.wanted:
+                state = self._train(state, epoch, stopping)
+                if self.step != self.evaluated_at and not stopping.wanted:
                     self._evaluate(state, epoch)
-                if interrupt.wanted or self._all_steps_done():
+                if stopping.wanted or self._all_steps_done():
                     break
+        PULSE.rest()
         seconds = time.perf_counter() - started
-        return Fit(state, self.records, self.step, self.rows, seconds, interrupt.wanted)
+        return Fit(state, self.records, self.step, self.rows, seconds, stopping.wanted)
 
     def close(self) -> None:
         """Give the terminal and the files back."""
@@ -154,7 +167,7 @@ class _Loop:
         if self.folder:
             self.folder.close()
 
-    def _train(self, state: TrainState, epoch: int, interrupt: Interrupt) -> TrainState:
+    def _train(self, state: TrainState, epoch: int, stopping: Stopping) -> TrainState:
         """One epoch, or what is left of the steps."""
         feed = self.dp.feed(self.source, epoch=epoch)
         waited = 0.0
@@ -171,7 +184,7 @@ class _Loop:
                 self._keep(self.meter.add(self.step, epoch, batch.rows or 0, metrics))
                 if self.step == 1 and self.eval_feed is not None:
                     self.dp.check(self.eval_feed)
-                if interrupt.wanted or self._all_steps_done():
+                if stopping.vote(self.step) or self._all_steps_done():
                     break
         self._keep(self.meter.flush())
         return state

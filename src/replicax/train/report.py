@@ -29,8 +29,8 @@ def describe(dp: DataParallel, state: TrainState, feed: Feed) -> list[str]:
     lines = [
         f"model  {_count(parameters, 'parameter')} in {_count(len(arrays), 'array')} · "
         f"{dp.precision.name}",
-        f"mesh   {_count(devices, dp.mesh.devices.flat[0].device_kind + ' device')} · "
-        f"{_count(replica_count(dp.mesh), 'replica')} · mode {dp.mode} · "
+        f"mesh   {_count(devices, dp.mesh.devices.flat[0].device_kind + ' device')}"
+        f"{_processes()} · {_count(replica_count(dp.mesh), 'replica')} · mode {dp.mode} · "
         f"layout {layout_name(dp.layout)}",
     ]
     size = feed.source.batch_size
@@ -63,6 +63,7 @@ def derived(dp: DataParallel, feed: Feed) -> dict[str, Any]:
             "accumulate": dp.accumulate,
             "mesh": dict(dp.mesh.shape),
             "device_kind": dp.mesh.devices.flat[0].device_kind,
+            "processes": jax.process_count(),
         },
         "data": {
             "rows": feed.source.rows,
@@ -111,6 +112,11 @@ def summary(result: "Fit", total: int | None) -> list[str]:
         kind = "eval" if any(r.kind == "eval" for r in result.records) else "train"
         lines.append(f"{kind:<6} {_metrics(result.metrics)}")
     return lines
+
+
+def _processes() -> str:
+    count = jax.process_count()
+    return f" of {count} processes" if count > 1 else ""
 
 
 def _rows_per_second(records: list[Record]) -> float:

@@ -1,0 +1,183 @@
+"""Which GPUs a process sees, told without starting CUDA, and which of them each process takes."""
+
+import re
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from replicax.errors import ConfigError
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+LIST_SECONDS = 30.0
+"""How long `nvidia-smi -L` may take; without its persistence daemon, seconds for each GPU."""
+_LISTED = re.compile(r"^(\s*)(GPU|MIG)\b.*\(UUID:\s*([^)\s]+)\)", re.MULTILINE)
+
+
+@dataclass
+class _Gpu:
+    uuid: str
+    parts: list[str] = field(default_factory=list)
+    """UUIDs of the MIG devices it is divided into."""
+
+
+def list_gpus() -> str:
+    """What `nvidia-smi -L` prints; `""` where it is not installed or finds no driver.
+
+    Raises:
+        ConfigError: it does not answer.
+    """
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=LIST_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"nvidia-smi -L did not answer in {LIST_SECONDS:.0f} s; the driver of a GPU hangs: "
+            "reset or drain this host"
+        ) from error
+    except OSError:
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def visible_gpus(
+    env: Mapping[str, str], list_gpus: Callable[[], str] = list_gpus
+) -> tuple[str, ...]:
+    """UUIDs of the GPUs that CUDA will show this process, in CUDA's order.
+
+    CUDA_VISIBLE_DEVICES is read as CUDA reads it: an entry that fits no GPU ends the list, one
+    given twice empties it, and of MIG devices a process sees one. Numbers count as nvidia-smi
+    does, which CUDA shares on hosts whose GPUs are all of one model, and everywhere under
+    CUDA_DEVICE_ORDER=PCI_BUS_ID.
+
+    Args:
+        env: the environment.
+        list_gpus: gives the output of `nvidia-smi -L`.
+
+    Raises:
+        ConfigError: nvidia-smi does not answer.
+    """
+    entries = env[VISIBLE].split(",") if VISIBLE in env else None
+    if entries is not None and not entries[0].strip():
+        return ()
+    gpus = _parse(list_gpus())
+    if entries is None:
+        chosen = [_shown(gpu) for gpu in gpus]
+    else:
+        chosen = []
+        for entry in entries:
+            uuid = _find(entry.strip(), gpus)
+            if uuid is None:
+                break
+            if uuid in chosen:
+                return ()
+            chosen.append(uuid)
+    # CUDA shows one MIG device to a process, and no whole GPU beside it.
+    parts = [uuid for uuid in chosen if any(uuid in gpu.parts for gpu in gpus)]
+    return tuple(parts[:1] or chosen)
+
+
+def deal(gpus_of: Sequence[tuple[str, Sequence[str]]]) -> list[tuple[int, ...] | None]:
+    """Which of its visible GPUs each process takes; `None` for all of them.
+
+    Processes of one host that see different GPUs keep what they see. Those that see the same
+    ones share them evenly, in blocks, in the order of the processes.
+
+    Args:
+        gpus_of: for every process in order, its host and the UUIDs it sees, in CUDA's order.
+
+    Raises:
+        ConfigError: the GPUs of a host do not divide, are too few, or overlap in part.
+    """
+    taken: list[tuple[int, ...] | None] = [None] * len(gpus_of)
+    for host in dict.fromkeys(host for host, _ in gpus_of):
+        there = [i for i, (other, _) in enumerate(gpus_of) if other == host]
+        seen = {i: gpus_of[i][1] for i in there}
+        if len(there) == 1 or not any(seen.values()):
+            continue
+        if all(set(gpus) == set(seen[there[0]]) for gpus in seen.values()):
+            blocks = _deal_evenly(host, there, list(seen[there[0]]))
+            for process in there:
+                # Each names its share by its own order, should the lists be in different ones.
+                mine = list(seen[process])
+                taken[process] = tuple(mine.index(uuid) for uuid in blocks[process])
+        else:
+            _check_apart(host, seen)
+    return taken
+
+
+def _deal_evenly(host: str, processes: list[int], gpus: list[str]) -> dict[int, list[str]]:
+    """Process -> its block of `gpus`."""
+    each, left = divmod(len(gpus), len(processes))
+    those = f"processes {_join(processes)} on {host} see the same {_count(gpus)}"
+    if not each:
+        raise ConfigError(
+            f"{those}, fewer than the {len(processes)} processes; each needs one of its own: "
+            f"start at most {len(gpus)} there, or correct {VISIBLE}"
+        )
+    if left:
+        fitting = [n for n in range(1, len(gpus) + 1) if len(gpus) % n == 0]
+        raise ConfigError(
+            f"{those}, which {len(processes)} processes cannot share evenly; start "
+            f"{_join(fitting, 'or')} there, or give each its own {VISIBLE}"
+        )
+    return {process: gpus[i * each : (i + 1) * each] for i, process in enumerate(processes)}
+
+
+def _check_apart(host: str, seen: Mapping[int, Sequence[str]]) -> None:
+    """Raise where two processes share a GPU, or one has none while others do."""
+    owner: dict[str, int] = {}
+    for process, gpus in seen.items():
+        if not gpus:
+            other = next(i for i, theirs in seen.items() if theirs)
+            raise ConfigError(
+                f"process {process} on {host} sees no GPU and process {other} sees "
+                f"{_count(seen[other])}; all processes run on GPUs or none: correct {VISIBLE}"
+            )
+        for gpu in gpus:
+            if gpu in owner:
+                first = owner[gpu]
+                raise ConfigError(
+                    f"processes {first} and {process} on {host} see {len(seen[first])} and "
+                    f"{_count(gpus)}, {gpu} among both; processes of one host see all the same "
+                    f"GPUs or none in common: correct {VISIBLE}"
+                )
+            owner[gpu] = process
+
+
+def _parse(listing: str) -> list[_Gpu]:
+    gpus: list[_Gpu] = []
+    for indent, kind, uuid in _LISTED.findall(listing):
+        if kind == "GPU" and not indent:
+            gpus.append(_Gpu(uuid))
+        elif kind == "MIG" and gpus:
+            gpus[-1].parts.append(uuid)
+    return gpus
+
+
+def _shown(gpu: _Gpu) -> str:
+    """What CUDA shows of a GPU: its first MIG device where it is divided."""
+    return gpu.parts[0] if gpu.parts else gpu.uuid
+
+
+def _find(entry: str, gpus: list[_Gpu]) -> str | None:
+    """The UUID that one entry of CUDA_VISIBLE_DEVICES means, or `None` for none."""
+    if entry.startswith("MIG-"):
+        # Older drivers list and take them as MIG-GPU-<uuid>/<instance>/<compute instance>.
+        found = [uuid for gpu in gpus for uuid in gpu.parts if uuid.startswith(entry)]
+    elif entry.startswith("GPU-"):
+        found = [_shown(gpu) for gpu in gpus if gpu.uuid.startswith(entry)]
+    else:
+        # CUDA reads the leading digits, as C's strtoul does.
+        number = re.match(r"\+?(\d+)", entry, re.ASCII)
+        found = [_shown(gpu) for gpu in gpus[int(number[1]) :][:1]] if number else []
+    return found[0] if len(found) == 1 else None
+
+
+def _count(gpus: Sequence[str]) -> str:
+    return f"{len(gpus)} GPU" + ("" if len(gpus) == 1 else "s")
+
+
+def _join(numbers: Sequence[int], last: str = "and") -> str:
+    texts = [str(number) for number in numbers]
+    return f" {last} ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)

@@ -1,0 +1,55 @@
+"""Who differs from the others, in words."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_LONGEST = 80
+
+
+def differences(values: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A phrase for each field that is not the same in all of `values`, one of each process."""
+    flat = [_flat(value) for value in values]
+    names = list(dict.fromkeys(name for fields in flat for name in fields))
+    phrases = []
+    for name in names:
+        groups: dict[str, list[int]] = {}
+        for process, fields in enumerate(flat):
+            groups.setdefault(json.dumps(fields.get(name, "nothing")), []).append(process)
+        if len(groups) > 1:
+            phrases.append(f"{name} is {_by_group(groups)}")
+    return phrases
+
+
+def processes_text(processes: Sequence[int]) -> str:
+    """`process 1`, `processes 0 and 2`, `processes 0 to 5`."""
+    ordered = sorted(processes)
+    if len(ordered) == 1:
+        return f"process {ordered[0]}"
+    if len(ordered) > 2 and ordered[-1] - ordered[0] == len(ordered) - 1:
+        return f"processes {ordered[0]} to {ordered[-1]}"
+    shown = [str(process) for process in ordered[:8]]
+    if len(ordered) > 8:
+        return f"processes {', '.join(shown)} and {len(ordered) - 8} more"
+    return f"processes {', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def _by_group(groups: dict[str, list[int]]) -> str:
+    """The odd ones out first: they are what one looks for."""
+    rarest = sorted(groups.items(), key=lambda item: (len(item[1]), -item[1][0]))
+    return ", ".join(f"{_short(value)} on {processes_text(who)}" for value, who in rarest)
+
+
+def _short(value: str) -> str:
+    text = value.strip('"')
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+def _flat(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            flat.update(_flat(value, f"{prefix}{name}."))
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat

@@ -1,0 +1,1 @@
+"""What each launcher of processes tells them about their place, read from the environment."""

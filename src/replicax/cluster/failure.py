@@ -1,0 +1,116 @@
+"""How a process ends that cannot go on: it says why, tells the others, and waits for nobody."""
+
+import contextlib
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import Any
+
+from replicax.cluster import variables
+from replicax.cluster.link import Link, current_link
+from replicax.cluster.patience import Patience
+from replicax.cluster.pulse import PULSE
+from replicax.cluster.verdict import Verdict
+from replicax.errors import AgreementError
+
+# What a device says when its peers are gone; the types are jaxlib's and have no public name.
+_COLLATERAL_TYPES = ("JaxRuntimeError", "XlaRuntimeError")
+
+
+def stop_now(process: int, verdict: Verdict) -> None:
+    """End this process because of `verdict`, whatever its main thread waits for."""
+    if verdict.stacks:
+        _print(f"replicax: process {process} {PULSE.stand(Patience())}; its Python stacks:")
+        with contextlib.suppress(Exception):  # a stderr without a file, in a notebook
+            faulthandler.dump_traceback(sys.stderr, all_threads=True)
+    if process in verdict.blames:
+        _print(f"replicax: process {process} stops, as the others do: {verdict.reason}")
+    else:
+        _print(f"replicax: process {process} stops: {verdict.reason}")
+    write_failure(process, verdict.reason, blames=list(verdict.blames))
+    leave_at_once(1)
+
+
+def report(error: BaseException) -> None:
+    """Tell the other processes, if there are any, that this one fails with `error`."""
+    link = current_link()
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    if isinstance(error, AgreementError) or link is None:  # then the others know, or cannot
+        write_failure(_own_process(link), text, blames=None)
+        if link is not None:
+            link.part()
+        return
+    collateral = type(error).__name__ in _COLLATERAL_TYPES
+    verdict = link.verdict or link.fail(text, collateral=collateral)
+    if verdict and link.process not in verdict.blames:
+        _print(f"replicax: process {link.process} stops: {verdict.reason}")
+        write_failure(link.process, verdict.reason, blames=list(verdict.blames))
+    else:
+        write_failure(link.process, text, blames=None)
+
+
+def end(error: BaseException, code: int) -> None:
+    """Report `error`, and where others would be waited for, end the process with `code`."""
+    report(error)
+    if current_link() is not None:
+        leave_at_once(code)
+
+
+def watch_exceptions() -> None:
+    """Report an exception that ends the program, and end it without waiting for the others."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        before(kind, error, trace)
+        end(error, 130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    sys.excepthook = hook
+
+
+def write_failure(process: int, error: str, *, blames: list[int] | None) -> None:
+    """Leave word for whoever started this process, where it asked for that.
+
+    The first word stands: what comes later is a consequence.
+    """
+    path = os.environ.get(variables.FAILURE_FILE)
+    if not path:
+        return
+    word: dict[str, Any] = {
+        "process": process,
+        "time": time.time(),
+        "error": error,
+        "step": PULSE.stand(Patience()).finished,
+        "blames": blames,
+    }
+    with contextlib.suppress(OSError), open(path, "x") as file:
+        json.dump(word, file)
+
+
+def leave_at_once(code: int) -> None:
+    """End the process without its exit handlers, among them JAX's, which wait for the others."""
+    flushing = threading.Thread(target=_flush, daemon=True)
+    flushing.start()
+    flushing.join(timeout=0.5)  # the main thread may hold the lock of a stream, for good
+    os._exit(code)
+
+
+def _own_process(link: Link | None) -> int:
+    if link is not None:
+        return link.process
+    told = os.environ.get(variables.PROCESS_ID, "0")
+    return int(told) if told.isdigit() else 0
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+
+
+def _print(line: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        print(line, file=sys.stderr, flush=True)

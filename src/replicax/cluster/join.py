@@ -1,0 +1,174 @@
+"""`initialize`: from a process on its own to one of a job, with JAX's runtime underneath."""
+
+import atexit
+import importlib.metadata
+import os
+import platform
+import socket
+import sys
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+
+from replicax.cluster.accelerators import deal, visible_gpus
+from replicax.cluster.address import join_address, split_address
+from replicax.cluster.failure import leave_at_once, stop_now, watch_exceptions
+from replicax.cluster.link import Link, current_link, set_link
+from replicax.cluster.meeting import is_loopback, meet, open_hub
+from replicax.cluster.patience import Patience, find_patience
+from replicax.cluster.place import Place, find_place
+from replicax.cluster.wire import Message
+from replicax.errors import ClusterError
+
+_PACKAGES = ("replicax", "jax", "jaxlib", "numpy", "optax", "flax")
+_DAY_SECONDS = 86_400
+
+_place: Place | None = None
+
+
+def initialize(
+    *,
+    coordinator: str | None = None,
+    processes: int | None = None,
+    process: int | None = None,
+    job: str | None = None,
+    local_devices: Sequence[int] | None = None,
+    timeout_seconds: float = 300.0,
+    patience: Patience | None = None,
+    verbose: bool = True,
+) -> Place:
+    """Join the other processes of this job, wherever the environment says that there are some.
+
+    Call it first in the program. It reads Slurm, Open MPI, Kubernetes (indexed jobs), TPU pods,
+    `RANK`/`WORLD_SIZE`/`MASTER_ADDR` and `REPLICAX_*`, in a lone process it does nothing, and a
+    second call gives back what the first one found. Afterwards `jax.devices()` are those of all
+    processes. From then on a process that is lost, stuck, or different from the others ends all of
+    them, each with the cause on stderr.
+
+    Args:
+        coordinator: `host:port` where process 0 listens and the others find it.
+        processes: how many there are.
+        process: which one this is, from 0.
+        job: any text; a process with another one is refused.
+        local_devices: which of the visible accelerators this process takes. By default all, or its
+            share where processes on a host see the same ones.
+        timeout_seconds: until all must have come.
+        patience: with a process that makes no progress.
+        verbose: whether process 0 says on stderr what was found, and from where.
+
+    Raises:
+        ConfigError: a variable or an argument that is missing, wrong, or contradicts another.
+        ClusterError: another process cannot be reached, never came, or refuses this one.
+        AgreementError: the processes have different versions of Python, JAX or Replicax.
+    """
+    global _place
+    if _place is not None:
+        return _place
+    patience = find_patience(os.environ) if patience is None else patience
+    place = find_place(
+        os.environ,
+        coordinator=coordinator,
+        processes=processes,
+        process=process,
+        job=job,
+        local_devices=local_devices,
+    )
+    if verbose and place.process == 0 and place.engine != "nothing":
+        _say(place.line())
+    if place.processes > 1:
+        _join(place, patience, timeout_seconds)
+    _place = place
+    return place
+
+
+def _join(place: Place, patience: Patience, timeout_seconds: float) -> None:
+    if jax.distributed.is_initialized():
+        raise ClusterError(
+            "jax.distributed.initialize() was called before rx.initialize(), which calls it "
+            "itself: leave out the former"
+        )
+    held: list[socket.socket] = []
+    if place.process == 0:
+        prepare = partial(_prepare, place=place, held=held)
+        open_hub(place, patience, timeout_seconds, prepare)
+    told = {
+        "versions": _versions(),
+        "gpus": visible_gpus(os.environ),
+        "local_devices": place.local_devices,
+    }
+    wire, prepared = meet(place, told, timeout_seconds, _say)
+    stop = partial(stop_now, place.process)
+    link = Link(wire, place.process, place.processes, patience, stop)
+    set_link(link)
+    watch_exceptions()
+    _start_jax(place, prepared, timeout_seconds)
+    for held_port in held:
+        held_port.close()
+    atexit.register(_leave)  # after JAX's own, hence before it: that one waits for everybody
+
+
+def _start_jax(place: Place, prepared: Message, timeout_seconds: float) -> None:
+    host, port = split_address(str(place.coordinator))[0], prepared["port"]
+    # A signal to end is to end the process; JAX's own handler would swallow it.
+    jax.config.update("jax_enable_preemption_service", False)
+    try:
+        jax.distributed.initialize(
+            join_address(host, port),
+            place.processes,
+            place.process,
+            local_device_ids=prepared["local_devices"][place.process],
+            cluster_detection_method="deactivate",
+            initialization_timeout=int(timeout_seconds),
+            shutdown_timeout_seconds=_DAY_SECONDS,  # who is lost or stuck is found out otherwise
+            coordinator_bind_address=join_address(host if is_loopback(host) else "::", port),
+        )
+    except RuntimeError as error:
+        raise ClusterError(f"jax.distributed did not start: {error}") from error
+
+
+def _prepare(hellos: list[Message], place: Place, held: list[socket.socket]) -> Message:
+    """What all are told once they are there: process 0's port for JAX, and everybody's devices."""
+    local_devices = [hello["local_devices"] for hello in hellos]
+    if not any(local_devices):
+        local_devices = deal([(hello["host"], tuple(hello["gpus"])) for hello in hellos])
+    holder = _hold_port(split_address(str(place.coordinator))[0])
+    held.append(holder)
+    return {"port": holder.getsockname()[1], "local_devices": local_devices}
+
+
+def _hold_port(host: str) -> socket.socket:
+    """A port that nobody else is given until JAX's service, which shares ports, listens on it."""
+    holder = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    holder.bind((host if is_loopback(host) else "", 0))
+    return holder
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        module = sys.modules.get(package)
+        version = getattr(module, "__version__", None)
+        versions[package] = str(version or _installed(package))
+    return versions
+
+
+def _installed(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _leave() -> None:
+    link = current_link()
+    if link is None:
+        return
+    if link.verdict is not None:
+        leave_at_once(1)
+    link.leave()
+
+
+def _say(line: str) -> None:
+    print(f"replicax: {line}", file=sys.stderr, flush=True)

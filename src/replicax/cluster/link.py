@@ -1,0 +1,158 @@
+"""This process's connection to the others of its job, by way of process 0."""
+
+import collections
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from replicax.cluster.patience import Patience
+from replicax.cluster.pulse import PULSE
+from replicax.cluster.verdict import Verdict
+from replicax.cluster.wire import Message, Wire
+
+_ACKNOWLEDGE_SECONDS = 3.0
+"""How long a process that fails waits to learn that all know of it, or whose fault it is."""
+
+_PART_SECONDS = 0.5
+
+
+class Link:
+    """Tells the others where this process stands, and learns when they stop.
+
+    Args:
+        wire: connected, and welcomed.
+        process: this one.
+        processes: of the job.
+        patience: with the others.
+        on_stop: called once, in the link's thread, with why all stop.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        process: int,
+        processes: int,
+        patience: Patience,
+        on_stop: Callable[[Verdict], None],
+    ) -> None:
+        self.process, self.processes = process, processes
+        self.verdict: Verdict | None = None
+        self._wire, self._patience, self._on_stop = wire, patience, on_stop
+        self._gathered: dict[str, list[Any]] = {}
+        self._uses: collections.Counter[str] = collections.Counter()
+        self._changed = threading.Condition()
+        self._leaving = self._failing = False
+        self._thread = threading.Thread(target=self._run, name="replicax-link", daemon=True)
+        self._thread.start()
+
+    def gather(
+        self, topic: str, value: Any, cancelled: Callable[[], bool] = lambda: False
+    ) -> list[Any]:
+        """`value` of every process, in order, once all have given theirs on `topic`.
+
+        Args:
+            topic: used once in a job.
+            value: what JSON can hold.
+            cancelled: asked now and then; when it is true, the result is empty.
+        """
+        self._wire.send({"gather": topic, "value": value})
+        with self._changed:
+            while topic not in self._gathered and not cancelled():
+                self._changed.wait(timeout=0.1)
+            return self._gathered.pop(topic, [])
+
+    def unique(self, topic: str) -> str:
+        """`topic` with a number: the same in all processes that ask as often, in the same order."""
+        self._uses[topic] += 1
+        return f"{topic} ({self._uses[topic]})"
+
+    def fail(self, error: str, *, collateral: bool) -> Verdict | None:
+        """Tell the others that this process fails with `error`.
+
+        Args:
+            error: one line.
+            collateral: whether it looks like another's fault.
+
+        Returns:
+            Why all stop, where that was known in time.
+        """
+        self._failing = True
+        with contextlib.suppress(OSError):  # process 0 is gone, which the verdict will say
+            self._wire.send({"failed": error, "collateral": collateral})
+        with self._changed:
+            self._changed.wait_for(lambda: self.verdict is not None, _ACKNOWLEDGE_SECONDS)
+        return self.verdict
+
+    def part(self) -> None:
+        """Leave together with all others, for a reason that each knows."""
+        self._failing = True
+        self.leave()
+        if self.process == 0:
+            time.sleep(_PART_SECONDS)  # the others have yet to read what they were told
+
+    def leave(self) -> None:
+        """Tell the others that this process is done."""
+        self._leaving = True
+        with contextlib.suppress(OSError):  # process 0 left before us
+            self._wire.send({"bye": True})
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._leaving = True
+        self._wire.close()
+        self._thread.join(timeout=2.0)
+
+    def _run(self) -> None:
+        heard_at = looked_at = time.monotonic()
+        beat_at = 0.0
+        while self.verdict is None:
+            now = time.monotonic()
+            if now - looked_at > self._patience.silent_seconds / 2:
+                heard_at += now - looked_at  # we were frozen ourselves
+            looked_at = now
+            try:
+                if now > beat_at:
+                    beat_at = now + self._patience.beat_seconds
+                    self._wire.send({"beat": dataclasses.asdict(PULSE.stand(self._patience))})
+                for message in self._wire.receive(self._patience.beat_seconds / 4):
+                    heard_at = time.monotonic()
+                    self._take(message)
+            except (OSError, ValueError):
+                if not self._leaving:
+                    self._stop(Verdict("process 0 is gone without a word: killed or crashed", [0]))
+                return
+            if time.monotonic() - heard_at > self._patience.silent_seconds:
+                silent = f"process 0 gave no sign of life for {time.monotonic() - heard_at:.0f} s"
+                self._stop(Verdict(f"{silent}: frozen, out of memory, or cut off", [0], True))
+
+    def _take(self, message: Message) -> None:
+        if "gathered" in message:
+            with self._changed:
+                self._gathered[message["gathered"]] = message["values"]
+                self._changed.notify_all()
+        elif "stop" in message:
+            self._stop(Verdict(**message["stop"]))
+
+    def _stop(self, verdict: Verdict) -> None:
+        with self._changed:
+            self.verdict = verdict
+            self._changed.notify_all()
+        if not self._failing:
+            self._on_stop(verdict)
+
+
+_current: Link | None = None
+
+
+def current_link() -> Link | None:
+    """The link of this process, once it has joined others."""
+    return _current
+
+
+def set_link(link: Link | None) -> None:
+    """Make `link` that of this process."""
+    global _current
+    _current = link

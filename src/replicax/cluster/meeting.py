@@ -1,0 +1,164 @@
+"""How the processes of a job come together, before any of them touches a device."""
+
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from replicax.cluster.address import split_address
+from replicax.cluster.differences import processes_text
+from replicax.cluster.hub import Hub
+from replicax.cluster.patience import Patience
+from replicax.cluster.place import Place
+from replicax.cluster.verdict import Verdict
+from replicax.cluster.wire import Message, Wire
+from replicax.errors import AgreementError, ClusterError
+
+_CONNECT_SECONDS = 5.0
+_AGAIN_SECONDS = 0.2
+_LOOPBACK = ("localhost", "127.", "::1")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes on the same host can reach `host`."""
+    return host.startswith(_LOOPBACK)
+
+
+def open_hub(
+    place: Place,
+    patience: Patience,
+    timeout_seconds: float,
+    prepare: Callable[[list[Message]], Message],
+) -> Hub:
+    """Listen where the others will come.
+
+    Raises:
+        ClusterError: the port is taken, or the host is not this one.
+    """
+    host, port = split_address(str(place.coordinator))
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host if is_loopback(host) else "", port))
+        listening.listen(1024)
+    except OSError as error:
+        listening.close()
+        raise ClusterError(
+            f"process 0 cannot listen at {place.coordinator}: {error.strerror}{_whose(place)}; "
+            "one job has one port: stop the other one, or set REPLICAX_COORDINATOR to another port"
+        ) from None
+    return Hub(
+        listening,
+        place.job,
+        place.processes,
+        silent_seconds=patience.silent_seconds,
+        timeout_seconds=timeout_seconds,
+        prepare=prepare,
+    )
+
+
+def meet(
+    place: Place, told: Mapping[str, Any], timeout_seconds: float, say: Callable[[str], None]
+) -> tuple[Wire, Message]:
+    """Go to the hub and wait there until all have come.
+
+    Args:
+        place: of this process.
+        told: of itself, to the hub.
+        timeout_seconds: until it gives up.
+        say: called with a line while others are waited for.
+
+    Returns:
+        The connection, and what the hub has prepared for all.
+
+    Raises:
+        ClusterError: the hub cannot be reached, refuses this process, or somebody never came.
+        AgreementError: the processes have different versions.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    wire = _reach(str(place.coordinator), deadline, say)
+    hello = {
+        "job": place.job,
+        "process": place.process,
+        "processes": place.processes,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        **told,
+    }
+    try:
+        wire.send(hello)
+        # The hub's own deadline is the better informed one: wait a little longer than it.
+        return wire, _wait(wire, deadline + 5.0, say)
+    except (OSError, ValueError) as error:
+        wire.close()
+        raise ClusterError(
+            f"{place.coordinator} was reached, and what listens there is no process 0 of a "
+            f"Replicax job, or it just ended ({error}); see its output, or use another port"
+        ) from None
+    except BaseException:
+        wire.close()
+        raise
+
+
+def _reach(coordinator: str, deadline: float, say: Callable[[str], None]) -> Wire:
+    host, port = split_address(coordinator)
+    said_at = started = time.monotonic()
+    while True:
+        try:
+            return Wire(socket.create_connection((host, port), timeout=_CONNECT_SECONDS))
+        except OSError as error:
+            now = time.monotonic()
+            why = _why(host, error)
+            if now > deadline:
+                raise ClusterError(
+                    f"{socket.gethostname()} cannot reach process 0 at {coordinator} within "
+                    f"{now - started:.0f} s: {why}"
+                ) from None
+            if now - said_at > 10.0:
+                said_at = now
+                say(f"cannot reach process 0 at {coordinator} since {now - started:.0f} s: {why}")
+            time.sleep(_AGAIN_SECONDS)
+
+
+def _wait(wire: Wire, deadline: float, say: Callable[[str], None]) -> Message:
+    said_at = started = time.monotonic()
+    while time.monotonic() < deadline:
+        for message in wire.receive(timeout_seconds=1.0):
+            if "refused" in message:
+                raise ClusterError(f"refused by process 0: {message['refused']}")
+            if "stop" in message:
+                verdict = Verdict(**message["stop"])
+                raise (ClusterError if verdict.blames else AgreementError)(verdict.reason)
+            if "go" in message:
+                prepared: Message = message["go"]
+                return prepared
+            now = time.monotonic()
+            if message.get("tick") and now - said_at > 10.0:
+                said_at = now
+                say(f"waiting for {processes_text(message['tick'])} since {now - started:.0f} s")
+    raise ClusterError("process 0 did not start the job in time; see its output")
+
+
+def _why(host: str, error: OSError) -> str:
+    if isinstance(error, socket.gaierror):
+        return f"the name {host!r} is not known here ({error.strerror})"
+    if isinstance(error, ConnectionRefusedError):
+        return "nothing listens there: process 0 has not started, or failed"
+    proxies = [name for name in os.environ if name.lower() in ("http_proxy", "https_proxy")]
+    proxy = f"; {', '.join(proxies)} set, which must not cover it" if proxies else ""
+    return f"{error.strerror or error}: a firewall, another network, or a wrong address{proxy}"
+
+
+def _whose(place: Place) -> str:
+    """Which job has the port, where it is one of ours."""
+    try:
+        connection = socket.create_connection(split_address(str(place.coordinator)), timeout=1.0)
+        wire = Wire(connection)
+        wire.send({"job": place.job, "process": -1, "processes": 0})
+        said: Sequence[Message] = list(wire.receive(timeout_seconds=1.0))
+        wire.close()
+        return f" ({said[0]['refused']})"
+    except (OSError, ValueError, LookupError):
+        return ""

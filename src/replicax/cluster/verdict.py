@@ -1,0 +1,106 @@
+"""Who keeps the others waiting: the decision that ends a job instead of a hang."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from replicax.cluster.differences import processes_text
+from replicax.cluster.pulse import Standing
+
+
+@dataclasses.dataclass
+class Member:
+    """A process as process 0 sees it. Times are process 0's clock, in seconds."""
+
+    process: int
+    host: str
+    pid: int
+    heard_at: float
+    standing: Standing = dataclasses.field(default_factory=Standing)
+    ended: bool = False
+    """It said that it is done, and nothing more is expected of it."""
+
+    def __str__(self) -> str:
+        return f"process {self.process} ({self.host}, pid {self.pid})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Waiting:
+    """Processes that wait for others to say something on a topic."""
+
+    topic: str
+    since: float
+    missing: Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """Why all processes stop."""
+
+    reason: str
+    blames: Sequence[int]
+    stacks: bool = False
+    """Whether each process is to print where it stands."""
+
+
+def judge(
+    members: Mapping[int, Member], waiting: Sequence[Waiting], now: float, silent_seconds: float
+) -> Verdict | None:
+    """Whether somebody is stuck, and who; None where all is well."""
+    running = [member for member in members.values() if not member.ended]
+    silent = [member for member in running if now - member.heard_at > silent_seconds]
+    if silent:
+        return _silent(silent, now)
+    for topic in waiting:
+        missing = [members[process] for process in topic.missing]
+        patience = max(member.standing.allowed_seconds for member in missing)
+        if all(member.ended for member in missing) or now - topic.since > patience:
+            return _missing(topic, missing, now)
+    busy = [member for member in running if member.standing.doing != "idle"]
+    patience = max((member.standing.allowed_seconds for member in busy), default=0.0)
+    stuck = [member for member in busy if member.standing.seconds > patience]
+    if stuck:
+        return _stalled(list(members.values()), stuck, patience)
+    return None
+
+
+def _silent(silent: Sequence[Member], now: float) -> Verdict:
+    seconds = max(now - member.heard_at for member in silent)
+    they = ", ".join(map(str, silent))
+    return Verdict(
+        f"{they} gave no sign of life for {seconds:.0f} s, last at step "
+        f"{silent[0].standing.begun}: frozen, out of memory, or cut off",
+        [member.process for member in silent],
+        stacks=True,
+    )
+
+
+def _missing(topic: Waiting, missing: Sequence[Member], now: float) -> Verdict:
+    they = processes_text([member.process for member in missing])
+    ended = ", which ended already," if all(member.ended for member in missing) else ""
+    return Verdict(
+        f"the others wait for {they}{ended} on {topic.topic} since {now - topic.since:.0f} s; "
+        f"{missing[0]} {missing[0].standing}",
+        [member.process for member in missing],
+        stacks=True,
+    )
+
+
+def _stalled(members: Sequence[Member], stuck: Sequence[Member], patience: float) -> Verdict:
+    """Blame whoever has begun the fewest steps; among equals, whoever is in a callback."""
+    fewest = min(member.standing.begun for member in members)
+    behind = [member for member in members if member.standing.begun == fewest]
+    if len(behind) > 1:
+        behind = [m for m in behind if m.standing.doing == "in a callback"] or behind
+    seconds = max(member.standing.seconds for member in stuck)
+    rest = f"no step for {seconds:.0f} s, and {patience:.0f} s are allowed"
+    if len(behind) == len(members):
+        return Verdict(f"{rest}; all processes are at step {fewest}", [], stacks=True)
+    they = processes_text([member.process for member in behind])
+    farthest = max(member.standing.begun for member in members)
+    ended = " and ended" if all(member.ended for member in behind) else ""
+    return Verdict(
+        f"{rest}; {they} {'is' if len(behind) == 1 else 'are'} behind: {behind[0]} "
+        f"{behind[0].standing}{ended}; the others are at step {farthest}",
+        [member.process for member in behind],
+        stacks=True,
+    )

@@ -1,0 +1,189 @@
+"""What wins over what, and what a contradiction says."""
+
+import pytest
+
+from replicax.cluster.engines import tpu_metadata
+from replicax.cluster.place import Place, find_place
+from replicax.errors import ConfigError
+
+OWN = {
+    "REPLICAX_PROCESS_ID": "1",
+    "REPLICAX_PROCESSES": "4",
+    "REPLICAX_COORDINATOR": "node017:29400",
+}
+STEP = {
+    "SLURM_JOB_ID": "123",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NODELIST": "node[017-018]",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_NODEID": "1",
+    "SLURM_LOCALID": "1",
+}
+TORCH = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "MASTER_ADDR": "10.0.0.7",
+    "MASTER_PORT": "29500",
+}
+MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "1544159233",
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tpu_metadata, "is_tpu_vm", lambda: False)
+
+
+def test_alone_where_nothing_tells() -> None:
+    place = find_place({})
+    assert place == Place(
+        process=0,
+        processes=1,
+        coordinator=None,
+        job="",
+        local_process=None,
+        local_processes=None,
+        local_devices=None,
+        engine="nothing",
+        reasons={"process": "no launcher detected"},
+    )
+    assert place.line() == "process 0 of 1 (no launcher detected)"
+
+
+def test_own_variables() -> None:
+    place = find_place({**OWN, "REPLICAX_JOB_ID": "a b=c, d", "REPLICAX_LOCAL_DEVICES": "2,3"})
+    assert (place.process, place.processes, place.coordinator) == (1, 4, "node017:29400")
+    assert (place.job, place.local_devices, place.engine) == ("a b=c, d", (2, 3), "REPLICAX_*")
+    assert place.line() == (
+        "process 1 of 4 (REPLICAX_PROCESS_ID, REPLICAX_PROCESSES); coordinator node017:29400 "
+        "(REPLICAX_COORDINATOR); job a b=c, d (REPLICAX_JOB_ID); "
+        "local devices 2,3 (REPLICAX_LOCAL_DEVICES)"
+    )
+
+
+def test_arguments_win_over_variables() -> None:
+    place = find_place(
+        {**OWN, "REPLICAX_JOB_ID": "theirs", "REPLICAX_LOCAL_DEVICES": "2"},
+        coordinator="[::1]:2000",
+        processes=9,
+        process=8,
+        job="mine",
+        local_devices=[0],
+    )
+    assert (place.process, place.processes, place.coordinator) == (8, 9, "[::1]:2000")
+    assert (place.job, place.local_devices, place.engine) == ("mine", (0,), "arguments")
+    assert place.reasons["process"] == "argument process=8"
+
+
+def test_own_variables_win_over_engines_however_broken() -> None:
+    place = find_place({**OWN, **STEP, **TORCH, "SLURM_PROCID": "x", "RANK": "y"})
+    assert (place.process, place.processes, place.engine) == (1, 4, "REPLICAX_*")
+
+
+@pytest.mark.parametrize("missing", list(OWN))
+def test_one_of_the_three_missing_is_named(missing: str) -> None:
+    env = {name: value for name, value in OWN.items() if name != missing}
+    with pytest.raises(ConfigError, match=f"without {missing};.*set {missing}"):
+        find_place(env)
+
+
+def test_one_variable_overrides_one_field_of_an_engine() -> None:
+    place = find_place({**STEP, "REPLICAX_COORDINATOR": "10.0.0.1:700"})
+    assert (place.process, place.coordinator, place.engine) == (3, "10.0.0.1:700", "Slurm")
+    assert place.reasons["coordinator"] == "REPLICAX_COORDINATOR=10.0.0.1:700"
+    assert place.reasons["process"] == "SLURM_PROCID=3"
+
+
+def test_one_process_on_purpose_needs_nothing_else() -> None:
+    place = find_place({**STEP, "REPLICAX_PROCESSES": "1"})
+    assert (place.process, place.processes, place.coordinator) == (0, 1, None)
+    assert place.line() == "process 0 of 1 (REPLICAX_PROCESSES)"
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"REPLICAX_PROCESS_ID": "4"},
+            "REPLICAX_PROCESS_ID=4 with REPLICAX_PROCESSES=4; processes count from 0 to 3",
+        ),
+        ({"REPLICAX_PROCESS_ID": "-1"}, "REPLICAX_PROCESS_ID=-1 is not a whole number from 0"),
+        ({"REPLICAX_PROCESS_ID": "²"}, "REPLICAX_PROCESS_ID=² is not a whole number"),
+        ({"REPLICAX_PROCESSES": "0"}, "REPLICAX_PROCESSES=0 is not a whole number from 1"),
+        ({"REPLICAX_PROCESSES": ""}, "REPLICAX_PROCESSES= is not a whole number"),
+        ({"REPLICAX_PROCESSES": "4.0"}, "REPLICAX_PROCESSES=4.0 is not"),
+        ({"REPLICAX_COORDINATOR": ""}, "REPLICAX_COORDINATOR='' is not host:port"),
+        ({"REPLICAX_COORDINATOR": ":99"}, "REPLICAX_COORDINATOR=':99' is not host:port"),
+        ({"REPLICAX_COORDINATOR": "node017"}, "REPLICAX_COORDINATOR='node017' is not host:port"),
+        ({"REPLICAX_COORDINATOR": "http://a:9"}, "is not host:port"),
+        ({"REPLICAX_COORDINATOR": "a:0"}, "REPLICAX_COORDINATOR=a:0 has the port '0'"),
+        ({"REPLICAX_COORDINATOR": "a:65536"}, "has the port '65536'"),
+        ({"REPLICAX_COORDINATOR": "::1:900"}, r"IPv6 without brackets.*\[host\]:port"),
+        ({"REPLICAX_LOCAL_DEVICES": "0,0"}, "REPLICAX_LOCAL_DEVICES='0,0' is not a list"),
+        ({"REPLICAX_LOCAL_DEVICES": "0,x"}, "REPLICAX_LOCAL_DEVICES='0,x' is not a list"),
+        ({"REPLICAX_LOCAL_DEVICES": ""}, "REPLICAX_LOCAL_DEVICES='' is not a list"),
+    ],
+)
+def test_a_bad_value_is_named(changed: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        find_place({**OWN, **changed})
+    assert "\n" not in str(caught.value)
+
+
+def test_a_bad_argument_is_named() -> None:
+    with pytest.raises(ConfigError, match="argument process=-1 is not a whole number"):
+        find_place({}, processes=2, process=-1, coordinator="a:1")
+
+
+def test_two_engines_that_agree_fill_each_others_gaps() -> None:
+    place = find_place({**STEP, **TORCH})
+    assert (place.engine, place.coordinator) == ("RANK/WORLD_SIZE", "10.0.0.7:29500")
+    assert (place.job, place.local_process, place.local_processes) == ("123.0", 1, 2)
+    without_address = {"RANK": "3", "WORLD_SIZE": "4"}
+    place = find_place({**STEP, **without_address})
+    assert place.coordinator == find_place(STEP).coordinator
+
+
+def test_two_engines_that_disagree_are_both_named() -> None:
+    with pytest.raises(ConfigError, match=r"RANK=0 of WORLD_SIZE=4.*SLURM_PROCID=3 of SLURM_STEP"):
+        find_place({**STEP, **TORCH, "RANK": "0"})
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE=8.*OMPI_COMM_WORLD_SIZE=2.*disagree"):
+        find_place({**MPIRUN, **TORCH, "WORLD_SIZE": "8"})
+
+
+def test_torchrun_inside_a_step_or_mpirun_is_the_innermost() -> None:
+    torchrun = {**TORCH, "RANK": "5", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "a"}
+    for outer in (STEP, MPIRUN):
+        place = find_place({**outer, **torchrun})
+        assert (place.process, place.processes, place.engine) == (5, 8, "RANK/WORLD_SIZE")
+
+
+def test_mpirun_inside_an_allocation_or_a_step() -> None:
+    for outer in ({"SLURM_JOB_ID": "123"}, STEP):
+        place = find_place({**outer, **MPIRUN})
+        assert (place.process, place.processes, place.engine) == (1, 2, "Open MPI")
+
+
+def test_srun_inside_mpirun() -> None:
+    place = find_place({**STEP, **MPIRUN, "PMIX_NAMESPACE": "slurm.pmix.123.0"})
+    assert (place.process, place.processes, place.engine) == (3, 4, "Slurm")
+    one = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
+    assert find_place({**STEP, **one}).engine == "Slurm"
+
+
+def test_variables_left_for_torch_do_not_hide_slurm() -> None:
+    left = {"WORLD_SIZE": "4", "MASTER_ADDR": "node017", "MASTER_PORT": "29500"}
+    assert find_place({**STEP, **left}).engine == "Slurm"
+
+
+def test_one_process_by_an_engine_and_several_by_own_variables() -> None:
+    own = {name: OWN[name] for name in ("REPLICAX_PROCESSES", "REPLICAX_COORDINATOR")}
+    with pytest.raises(ConfigError, match="without REPLICAX_PROCESS_ID"):
+        find_place({"SLURM_JOB_ID": "123", **own})

@@ -1,0 +1,374 @@
+"""Each engine's variables, as it really sets them, and its traps."""
+
+import http.server
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from replicax.cluster.engines import tpu_metadata
+from replicax.cluster.place import find_place
+from replicax.errors import ConfigError
+
+STEP = {
+    "SLURM_JOB_ID": "4108",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "6",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_NTASKS": "7",
+    "SLURM_STEP_NODELIST": "node[017-019],gpu[1,5]",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1(x3)",
+    "SLURM_NODEID": "4",
+    "SLURM_LOCALID": "0",
+}
+# Open MPI 4.1.4, two hosts.
+MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_MCA_ess_base_jobid": "1090060289",
+    "PMIX_NAMESPACE": "1090060289",
+    "OMPI_MCA_orte_hnp_uri": "1090060288.0;tcp://192.0.2.2:37589;tcp6://[fd00::2]:57603",
+    "OMPI_MCA_orte_local_daemon_uri": "1090060288.1;tcp://192.0.2.3:41111",
+}
+POD = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "JOB_COMPLETION_INDEX": "2"}
+TORCH = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "::1", "MASTER_PORT": "29500"}
+IS_TPU_VM = tpu_metadata.is_tpu_vm
+TPU = {"TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "t-0.t,t-1.t"}
+
+
+def _name_this_host(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(socket, "getfqdn", lambda host="": name)
+    monkeypatch.setattr(socket, "gethostname", lambda: name.partition(".")[0])
+
+
+@pytest.fixture(autouse=True)
+def _this_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tpu_metadata, "is_tpu_vm", lambda: False)
+    _name_this_host(monkeypatch, "here")
+
+
+def test_slurm_step() -> None:
+    place = find_place(STEP)
+    assert (place.process, place.processes, place.engine) == (6, 7, "Slurm")
+    assert (place.local_process, place.local_processes) == (0, 1)
+    assert place.line() == (
+        "process 6 of 7 (SLURM_PROCID, SLURM_STEP_NUM_TASKS); coordinator node017:61452 "
+        "(first host of SLURM_STEP_NODELIST); job 4108.0 (SLURM_JOB_ID, SLURM_STEP_ID)"
+    )
+
+
+def test_slurm_step_on_one_host_needs_no_name_service() -> None:
+    place = find_place(
+        {
+            **STEP,
+            "SLURM_STEP_NODELIST": "node017",
+            "SLURM_STEP_TASKS_PER_NODE": "7",
+            "SLURM_NODEID": "0",
+        }
+    )
+    assert place.coordinator == "127.0.0.1:61452"
+    assert place.local_processes == 7
+
+
+def test_steps_of_one_slurm_job_have_ports_of_their_own() -> None:
+    ports = {find_place({**STEP, "SLURM_STEP_ID": str(i)}).coordinator for i in range(50)}
+    assert len(ports) == 50
+
+
+@pytest.mark.parametrize(
+    "step",
+    [{}, {"SLURM_STEP_ID": str(2**32 - 6), "SLURM_STEP_NUM_TASKS": "7"}],
+    ids=["batch script", "shell of salloc"],
+)
+def test_slurm_without_srun_is_alone_and_says_so(step: dict[str, str]) -> None:
+    batch = {"SLURM_JOB_ID": "4108", "SLURM_NTASKS": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    place = find_place({**batch, "SLURM_STEP_NODELIST": "node017", **step})
+    assert (place.processes, place.coordinator, place.engine) == (1, None, "Slurm")
+    assert place.line() == "process 0 of 1 (in a Slurm allocation but not started by srun)"
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"SLURM_PROCID": "7"}, "SLURM_PROCID=7 with SLURM_STEP_NUM_TASKS=7; .* from 0 to 6"),
+        ({"SLURM_PROCID": "six"}, "SLURM_PROCID='six' is not a whole number"),
+        ({"SLURM_STEP_NUM_TASKS": "8"}, r"is 7 processes on 5 hosts, SLURM_STEP_NUM_TASKS=8"),
+        ({"SLURM_STEP_NODELIST": "node017"}, "7 processes on 5 hosts.* has 1 hosts"),
+        ({"SLURM_STEP_NODELIST": "node[3-1]"}, r"SLURM_STEP_NODELIST='node\[3-1\]' is not a list"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2x"}, "SLURM_STEP_TASKS_PER_NODE='2x' is not a list"),
+        ({"SLURM_NODEID": "5"}, "SLURM_NODEID=5 and .* has 5 hosts"),
+        (
+            {"SLURM_HET_SIZE": "2", "SLURM_STEP_NUM_TASKS": "9"},
+            "SLURM_STEP_NUM_TASKS=9 processes of this heterogeneous step.*set REPLICAX_COORDINATOR",
+        ),
+    ],
+)
+def test_slurm_contradictions(changed: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        find_place({**STEP, **changed})
+
+
+def test_heterogeneous_slurm_steps() -> None:
+    # The step may be in one component only; then its variables are those of the whole.
+    assert find_place({**STEP, "SLURM_HET_SIZE": "2"}).coordinator == "node017:61452"
+    across = {"SLURM_HET_SIZE": "2", "SLURM_STEP_NUM_TASKS": "9", "SLURM_PROCID": "8"}
+    place = find_place({**STEP, **across, "REPLICAX_COORDINATOR": "node017:1"})
+    assert (place.process, place.processes, place.local_processes) == (8, 9, None)
+
+
+def test_mpirun_on_one_host() -> None:
+    place = find_place({**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"})
+    assert (place.process, place.processes, place.engine) == (3, 4, "Open MPI")
+    assert (place.local_process, place.local_processes) == (1, 4)
+    assert place.coordinator is not None
+    assert place.coordinator.startswith("127.0.0.1:")
+    assert place.job == "1090060289"
+
+
+def test_mpirun_version_5_on_one_host() -> None:
+    version_5 = {name: value for name, value in MPIRUN.items() if "MCA" not in name}
+    place = find_place(
+        {
+            **version_5,
+            "PMIX_NAMESPACE": "prterun-node017-2143@1",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+        }
+    )
+    assert place.job == "prterun-node017-2143@1"
+    other = find_place(
+        {
+            **version_5,
+            "PMIX_NAMESPACE": "prterun-node017-2144@1",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+        }
+    )
+    assert place.coordinator != other.coordinator
+
+
+def test_mpirun_on_several_hosts() -> None:
+    coordinator = find_place(MPIRUN).coordinator
+    assert coordinator is not None
+    assert coordinator.startswith("192.0.2.2:")
+    named = find_place({**MPIRUN, "MASTER_ADDR": "node017", "MASTER_PORT": "700"})
+    assert named.coordinator == "node017:700"
+
+
+def test_mpirun_whose_address_is_only_ipv6() -> None:
+    uri = "1314521088.0;tcp6://[fe80::b9b:ac5d,2620:10d:c083::2]:43370"
+    coordinator = find_place({**MPIRUN, "OMPI_MCA_orte_hnp_uri": uri}).coordinator
+    assert coordinator is not None
+    assert coordinator.startswith("[2620:10d:c083::2]:")
+
+
+def test_mpirun_that_does_not_say_where_process_0_is() -> None:
+    no_uri = {name: value for name, value in MPIRUN.items() if "uri" not in name}
+    fix = r"OMPI_COMM_WORLD_SIZE=4 on several hosts.*mpirun -x MASTER_ADDR=HOST"
+    with pytest.raises(ConfigError, match=fix):
+        find_place(no_uri)
+    # mpirun on a login node: process 0 is under another daemon.
+    with pytest.raises(ConfigError, match=fix):
+        find_place({**MPIRUN, "OMPI_COMM_WORLD_RANK": "0"})
+    assert find_place({**no_uri, "REPLICAX_COORDINATOR": "a:1"}).coordinator == "a:1"
+
+
+def test_mpirun_with_half_of_its_variables() -> None:
+    with pytest.raises(ConfigError, match="OMPI_COMM_WORLD_RANK is set and OMPI_COMM_WORLD_SIZE"):
+        find_place({"OMPI_COMM_WORLD_RANK": "0"})
+
+
+def test_kubernetes_with_own_variables() -> None:
+    own = {"REPLICAX_PROCESSES": "4", "REPLICAX_COORDINATOR": "t-workers-0-0.t:29400"}
+    place = find_place({**POD, **own})
+    assert (place.process, place.processes, place.engine) == (2, 4, "Kubernetes")
+    assert place.line().startswith("process 2 of 4 (JOB_COMPLETION_INDEX, REPLICAX_PROCESSES);")
+
+
+def test_kubernetes_coordinator_from_the_pods_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    _name_this_host(monkeypatch, "big-run-2.pods.ns.svc.cluster.local")
+    place = find_place({**POD, "WORLD_SIZE": "3"})
+    assert place.coordinator == "big-run-0.pods.ns.svc.cluster.local:29400"
+    assert place.job == "big-run"
+    _name_this_host(monkeypatch, "a-deployment.pods.local")
+    with pytest.raises(ConfigError, match="without REPLICAX_COORDINATOR"):
+        find_place({**POD, "WORLD_SIZE": "3"})
+
+
+def test_kubernetes_with_an_address_for_torch() -> None:
+    address = {"WORLD_SIZE": "3", "MASTER_ADDR": "a.b"}
+    assert find_place({**POD, **address}).coordinator == "a.b:29400"
+    assert find_place({**POD, **address, "MASTER_PORT": "700"}).coordinator == "a.b:700"
+
+
+def test_kubernetes_asks_no_name_service_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "getfqdn", lambda host="": pytest.fail("asked"))
+    own = {"REPLICAX_PROCESSES": "4", "REPLICAX_COORDINATOR": "a:1"}
+    assert find_place({**POD, **own}).coordinator == "a:1"
+
+
+def test_kubernetes_pod_told_to_train_alone() -> None:
+    for name in ("WORLD_SIZE", "REPLICAX_PROCESSES"):
+        place = find_place({**POD, name: "1"})
+        assert (place.process, place.processes) == (0, 1)
+
+
+def test_kubernetes_says_what_the_manifest_lacks() -> None:
+    with pytest.raises(ConfigError, match=r"without REPLICAX_PROCESSES; .* the Job's completions"):
+        find_place(POD)
+    with pytest.raises(
+        ConfigError, match=r"without REPLICAX_COORDINATOR, .*pod here has no domain"
+    ):
+        find_place({**POD, "REPLICAX_PROCESSES": "4"})
+    with pytest.raises(ConfigError, match="JOB_COMPLETION_INDEX=2 with REPLICAX_PROCESSES=2"):
+        find_place({**POD, "REPLICAX_PROCESSES": "2", "REPLICAX_COORDINATOR": "a:1"})
+
+
+def test_a_pod_without_an_index_is_alone() -> None:
+    assert find_place({"KUBERNETES_SERVICE_HOST": "10.96.0.1"}).engine == "nothing"
+
+
+def test_rank_and_world_size() -> None:
+    place = find_place({**TORCH, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"})
+    assert (place.process, place.processes, place.engine) == (0, 2, "RANK/WORLD_SIZE")
+    assert (place.local_process, place.local_processes) == (0, 2)
+    assert place.coordinator == "[::1]:29500"
+
+
+def test_torchrun_keeps_its_port() -> None:
+    torchrun = {"TORCHELASTIC_RUN_ID": "r7", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    place = find_place({**TORCH, **torchrun})
+    assert (place.coordinator, place.job) == ("[::1]:29501", "r7")
+    assert find_place({**TORCH, **torchrun, "MASTER_PORT": "65535"}).coordinator == "[::1]:65534"
+    assert find_place({**TORCH, **torchrun, "TORCHELASTIC_RUN_ID": "none"}).job == ""
+
+
+@pytest.mark.parametrize("missing", list(TORCH))
+def test_rank_and_the_rest_go_together(missing: str) -> None:
+    env = {name: value for name, value in TORCH.items() if name != missing}
+    with pytest.raises(ConfigError, match=f"without {missing};.*set {missing}"):
+        find_place(env)
+
+
+def test_a_world_of_one_needs_no_address() -> None:
+    place = find_place({"RANK": "0", "WORLD_SIZE": "1"})
+    assert (place.processes, place.engine) == (1, "RANK/WORLD_SIZE")
+
+
+def test_an_address_alone_claims_nothing() -> None:
+    assert find_place({"MASTER_ADDR": "node1", "MASTER_PORT": "1"}).engine == "nothing"
+
+
+def test_bad_addresses_for_torch() -> None:
+    for name, value in (("MASTER_PORT", "70000"), ("MASTER_PORT", "x"), ("MASTER_ADDR", "")):
+        with pytest.raises(ConfigError, match=f"{name}="):
+            find_place({**TORCH, name: value})
+
+
+def test_tpu_pod_from_the_environment() -> None:
+    place = find_place(TPU)
+    assert (place.process, place.processes, place.engine) == (1, 2, "TPU")
+    assert place.coordinator == "t-0.t:8482"
+    assert find_place({"TPU_WORKER_HOSTNAMES": "localhost"}).processes == 1
+    ports = {"TPU_WORKER_ID": "1", "TPU_PROCESS_ADDRESSES": "[::1]:8476,[::1]:8477"}
+    assert find_place(ports).coordinator == "[::1]:8482"
+
+
+def test_tpu_slices() -> None:
+    slices = {
+        "MEGASCALE_NUM_SLICES": "2",
+        "MEGASCALE_SLICE_ID": "1",
+        "MEGASCALE_COORDINATOR_ADDRESS": "s0-0.t:8080",
+    }
+    # One indexed Job a slice: its index is the worker's, not the process's.
+    place = find_place({**TPU, **slices, **POD, "JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "2"})
+    assert (place.process, place.processes, place.coordinator) == (3, 4, "s0-0.t:8482")
+    del slices["MEGASCALE_COORDINATOR_ADDRESS"]
+    with pytest.raises(ConfigError, match="without MEGASCALE_COORDINATOR_ADDRESS"):
+        find_place({**TPU, **slices})
+
+
+def test_tpu_contradictions() -> None:
+    with pytest.raises(ConfigError, match="TPU_WORKER_ID=2 and TPU_WORKER_HOSTNAMES lists 2"):
+        find_place({**TPU, "TPU_WORKER_ID": "2"})
+    with pytest.raises(ConfigError, match="lists 2 hosts and TPU_WORKER_ID is not set"):
+        find_place({"TPU_WORKER_HOSTNAMES": "a,b"})
+
+
+class _Metadata(http.server.BaseHTTPRequestHandler):
+    ATTRIBUTES: ClassVar[dict[str, str]] = {}
+
+    def do_GET(self) -> None:
+        value = self.ATTRIBUTES.get(self.path.rpartition("/")[2])
+        flavored = self.headers["Metadata-Flavor"] == "Google"
+        self.send_response(404 if value is None else 200 if flavored else 403)
+        self.end_headers()
+        self.wfile.write((value or "").encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def metadata_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(tpu_metadata, "is_tpu_vm", lambda: True)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # must not be used
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Metadata) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+def test_tpu_pod_from_its_metadata_server(
+    metadata_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attributes = {
+        "agent-worker-number": "1",
+        "worker-network-endpoints": "w:0:10.0.0.4,w:1:10.0.0.5",
+        "tpu-env": "ACCELERATOR_TYPE: 'v5e-8'\nMEGASCALE_NUM_SLICES: '2'\n"
+        "MEGASCALE_SLICE_ID: '1'\nMEGASCALE_COORDINATOR_ADDRESS: '10.0.0.1:8080'\n",
+    }
+    monkeypatch.setattr(_Metadata, "ATTRIBUTES", attributes)
+    place = find_place({"GCE_METADATA_IP": metadata_server})
+    assert (place.process, place.processes, place.coordinator) == (3, 4, "10.0.0.1:8482")
+    attributes["tpu-env"] = ""
+    place = find_place({"GCE_METADATA_IP": metadata_server})
+    assert (place.process, place.processes, place.coordinator) == (1, 2, "10.0.0.4:8482")
+    skipped = find_place({"GCE_METADATA_IP": metadata_server, "TPU_SKIP_MDS_QUERY": "1"})
+    assert skipped.engine == "nothing"
+
+
+def test_a_tpu_that_is_in_no_pod_is_alone(
+    metadata_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_Metadata, "ATTRIBUTES", {})
+    assert find_place({"GCE_METADATA_IP": metadata_server}).engine == "nothing"
+
+
+def test_a_tpu_whose_metadata_server_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tpu_metadata, "is_tpu_vm", lambda: True)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=f"{address}/.* did not answer .*TPU_WORKER_ID"):
+            find_place({"GCE_METADATA_IP": address})
+
+
+def test_what_counts_as_a_tpu(tmp_path: Path) -> None:
+    card = tmp_path / "sys/bus/pci/devices/0"
+    card.mkdir(parents=True)
+    (card / "vendor").write_text("0x1ae0\n")
+    (card / "device").write_text("0x0042\n")  # Google's network card
+    (tmp_path / "dev/accel").mkdir(parents=True)  # other makers' accelerators
+    assert not IS_TPU_VM(tmp_path)
+    (card / "device").write_text("0x0063\n")
+    assert IS_TPU_VM(tmp_path)
+    (card / "device").unlink()
+    assert not IS_TPU_VM(tmp_path)
+    (tmp_path / "dev/accel0").touch()
+    assert IS_TPU_VM(tmp_path)
