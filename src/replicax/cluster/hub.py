@@ -134,7 +134,8 @@ class Hub:
     def _start(self) -> None:
         hellos = [self._hellos[process] for process in range(self._processes)]
         if found := differences([hello["versions"] for hello in hellos]):
-            self._stop(Verdict(f"the processes differ: {'; '.join(found)}", []))
+            text = f"the processes differ: {'; '.join(found)}: start all in the same environment"
+            self._stop(Verdict(text, []))
             return
         try:
             prepared = self._prepare(hellos)
@@ -145,7 +146,8 @@ class Hub:
         now = time.monotonic()
         for member in self._members.values():
             member.heard_at = now
-        self._send_all({"go": prepared})
+        names = [str(self._members[process]) for process in range(self._processes)]
+        self._send_all({"go": {**prepared, "names": names}})
 
     def _take(self, process: int, message: Message) -> None:
         member = self._members[process]
@@ -183,7 +185,7 @@ class Hub:
         if not self._started:
             del self._members[process]  # it may come again; until then it is missing
             return
-        end = f"{member} is gone without a word, at step {member.standing.begun}"
+        end = f"{member} is gone without a word, last heard of at step {member.standing.begun}"
         self._stop(Verdict(f"{end}: killed, crashed, or cut off", [process]))
 
     async def _watch(self) -> None:

@@ -77,6 +77,7 @@ def initialize(
     if verbose and place.process == 0 and place.engine != "nothing":
         _say(place.line())
     if place.processes > 1:
+        watch_exceptions()
         _join(place, patience, timeout_seconds)
     _place = place
     return place
@@ -99,9 +100,8 @@ def _join(place: Place, patience: Patience, timeout_seconds: float) -> None:
     }
     wire, prepared = meet(place, told, timeout_seconds, _say)
     stop = partial(stop_now, place.process)
-    link = Link(wire, place.process, place.processes, patience, stop)
+    link = Link(wire, place.process, prepared["names"], patience, stop)
     set_link(link)
-    watch_exceptions()
     _start_jax(place, prepared, timeout_seconds)
     for held_port in held:
         held_port.close()

@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from replicax.cluster.patience import Patience
@@ -25,7 +25,7 @@ class Link:
     Args:
         wire: connected, and welcomed.
         process: this one.
-        processes: of the job.
+        names: of all processes, in order, as people would want them named.
         patience: with the others.
         on_stop: called once, in the link's thread, with why all stop.
     """
@@ -34,13 +34,14 @@ class Link:
         self,
         wire: Wire,
         process: int,
-        processes: int,
+        names: Sequence[str],
         patience: Patience,
         on_stop: Callable[[Verdict], None],
     ) -> None:
-        self.process, self.processes = process, processes
+        self.process, self.processes = process, len(names)
         self.verdict: Verdict | None = None
         self._wire, self._patience, self._on_stop = wire, patience, on_stop
+        self._hub = names[0]
         self._gathered: dict[str, list[Any]] = {}
         self._uses: collections.Counter[str] = collections.Counter()
         self._changed = threading.Condition()
@@ -122,10 +123,12 @@ class Link:
                     self._take(message)
             except (OSError, ValueError):
                 if not self._leaving:
-                    self._stop(Verdict("process 0 is gone without a word: killed or crashed", [0]))
+                    self._stop(
+                        Verdict(f"{self._hub} is gone without a word: killed or crashed", [0])
+                    )
                 return
             if time.monotonic() - heard_at > self._patience.silent_seconds:
-                silent = f"process 0 gave no sign of life for {time.monotonic() - heard_at:.0f} s"
+                silent = f"{self._hub} gave no sign of life for {time.monotonic() - heard_at:.0f} s"
                 self._stop(Verdict(f"{silent}: frozen, out of memory, or cut off", [0], True))
 
     def _take(self, message: Message) -> None:

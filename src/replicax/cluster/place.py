@@ -3,7 +3,6 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from replicax.cluster.address import split_address
 from replicax.cluster.engines.detected import Detected
@@ -135,7 +134,7 @@ def find_place(
         local_processes=detected.local_processes if detected else None,
         local_devices=_local_devices(env, local_devices, reasons),
         engine=_engine(told, detected),
-        reasons=MappingProxyType(_known(reasons, counted, job, detected)),
+        reasons=_known(reasons, counted, job, detected),
     )
 
 
@@ -172,8 +171,7 @@ def _process(
 ) -> int:
     if "process" in told:
         number = _number(told["process"])
-    elif counted == 1:
-        # A pod of an indexed Job that is told to train alone keeps its index for itself.
+    elif counted == 1 and (detected is None or detected.process is None):
         if "processes" in told:
             reasons["process"] = told["processes"].reason
         return 0

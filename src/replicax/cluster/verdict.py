@@ -3,8 +3,10 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from replicax.cluster.differences import processes_text
 from replicax.cluster.pulse import Standing
+
+_UNHEARD_SECONDS = 2.0
+"""Silence worth a word, where a process is to blame; processes give a sign of life a second."""
 
 
 @dataclasses.dataclass
@@ -59,7 +61,7 @@ def judge(
     patience = max((member.standing.allowed_seconds for member in busy), default=0.0)
     stuck = [member for member in busy if member.standing.seconds > patience]
     if stuck:
-        return _stalled(list(members.values()), stuck, patience)
+        return _stalled(list(members.values()), stuck, patience, now)
     return None
 
 
@@ -75,17 +77,17 @@ def _silent(silent: Sequence[Member], now: float) -> Verdict:
 
 
 def _missing(topic: Waiting, missing: Sequence[Member], now: float) -> Verdict:
-    they = processes_text([member.process for member in missing])
-    ended = ", which ended already," if all(member.ended for member in missing) else ""
+    they = "; ".join(f"{member}, which {_state(member, now)}" for member in missing)
     return Verdict(
-        f"the others wait for {they}{ended} on {topic.topic} since {now - topic.since:.0f} s; "
-        f"{missing[0]} {missing[0].standing}",
+        f"the others wait since {now - topic.since:.0f} s to hear of {topic.topic} from {they}",
         [member.process for member in missing],
         stacks=True,
     )
 
 
-def _stalled(members: Sequence[Member], stuck: Sequence[Member], patience: float) -> Verdict:
+def _stalled(
+    members: Sequence[Member], stuck: Sequence[Member], patience: float, now: float
+) -> Verdict:
     """Blame whoever has begun the fewest steps; among equals, whoever is in a callback."""
     fewest = min(member.standing.begun for member in members)
     behind = [member for member in members if member.standing.begun == fewest]
@@ -95,12 +97,19 @@ def _stalled(members: Sequence[Member], stuck: Sequence[Member], patience: float
     rest = f"no step for {seconds:.0f} s, and {patience:.0f} s are allowed"
     if len(behind) == len(members):
         return Verdict(f"{rest}; all processes are at step {fewest}", [], stacks=True)
-    they = processes_text([member.process for member in behind])
+    they = "; ".join(f"{member}, which {_state(member, now)}" for member in behind)
     farthest = max(member.standing.begun for member in members)
-    ended = " and ended" if all(member.ended for member in behind) else ""
     return Verdict(
-        f"{rest}; {they} {'is' if len(behind) == 1 else 'are'} behind: {behind[0]} "
-        f"{behind[0].standing}{ended}; the others are at step {farthest}",
+        f"{rest}: the others, at step {farthest}, wait for {they}",
         [member.process for member in behind],
         stacks=True,
     )
+
+
+def _state(member: Member, now: float) -> str:
+    if member.ended:
+        return f"ended after step {member.standing.begun}"
+    unheard = now - member.heard_at
+    if unheard > _UNHEARD_SECONDS:
+        return f"gave no sign of life for {unheard:.0f} s: frozen, or cut off"
+    return str(member.standing)

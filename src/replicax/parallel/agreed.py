@@ -67,7 +67,7 @@ def _agree_on_program(text: str) -> None:
     shortest = min(map(len, checksums))
     differing = (n for n in range(shortest) if len({sums[n] for sums in checksums}) > 1)
     first = next(differing, shortest)
-    agree("the program", {"line": lines[first].strip() if first < len(lines) else "its end"})
+    agree("the program", {f"line {first + 1}": lines[first].strip() if first < len(lines) else "its end"})
 
 
 def _shapes(tree: Any) -> dict[str, str]:
