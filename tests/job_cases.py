@@ -1,0 +1,133 @@
+"""Trains the cases below; process 0 writes what came out. With `PATH`, as a job of processes.
+
+Imported, it gives the same results on the devices at hand.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import replicax as rx
+
+ROWS, FEATURES, STEPS_OF_AN_EPOCH = 51, 6, 4
+BATCH = 16
+UNEVEN = ([8, 8, 8, 5], [8, 3])
+"""Rows of each batch that a process's own loader gives: process 0's, process 1's."""
+
+_random = np.random.default_rng(5)
+DATA = {
+    "x": _random.normal(size=(ROWS, FEATURES)).astype(np.float32),
+    "y": _random.normal(size=ROWS).astype(np.float32),
+    "weight": _random.uniform(0.1, 10, ROWS).astype(np.float32),
+}
+Results = dict[str, dict[str, Any]]
+
+
+def loss(model: Any, batch: Any, key: Any) -> Any:
+    """A weighted regression whose rows count differently."""
+    out = jnp.tanh(batch["x"] @ model["in"]) @ model["out"]
+    return rx.Weighted((out - batch["y"]) ** 2, batch["weight"]), {"size": jnp.abs(out)}
+
+
+def model() -> dict[str, Any]:
+    """Two layers."""
+    random = np.random.default_rng(6)
+    return {
+        "in": random.normal(size=(FEATURES, 16)).astype(np.float32),
+        "out": random.normal(size=16).astype(np.float32),
+    }
+
+
+def train(source: Any, mesh: Any = None, **options: Any) -> dict[str, Any]:
+    """Two epochs: weights, the last loss, and the evaluation."""
+    dp = rx.DataParallel(loss, optax.adamw(1e-2), mesh=mesh, **options)
+    state = dp.init(model())
+    rows = []
+    for epoch in range(2):
+        for batch in dp.feed(source, BATCH, shuffle=source is DATA, seed=3, epoch=epoch):
+            state, metrics = dp.step(state, batch)
+            rows.append(batch.rows)
+    evaluated = dp.evaluate(state, dp.feed(source, BATCH))
+    gathered = jax.jit(lambda tree: tree, out_shardings=_everywhere(dp))(state.params)
+    weights = {name: np.asarray(leaf).tolist() for name, leaf in gathered.items()}
+    last = {name: float(value) for name, value in metrics.items()}
+    return {"weights": weights, "last": last, "evaluated": evaluated, "rows": rows}
+
+
+def _everywhere(dp: rx.DataParallel) -> Any:
+    return jax.sharding.NamedSharding(dp.mesh, jax.sharding.PartitionSpec())
+
+
+class Rows:
+    """Rows as a Grain source."""
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, number: int) -> dict[str, np.ndarray]:
+        return {name: leaf[number] for name, leaf in DATA.items()}
+
+
+def own_batches(process: int) -> Iterator[dict[str, np.ndarray]]:
+    """What process `process` reads by itself."""
+    first = sum(UNEVEN[0]) * process
+    for rows in UNEVEN[process]:
+        yield {name: leaf[first : first + rows] for name, leaf in DATA.items()}
+        first += rows
+
+
+class Own:
+    """A loader that can be read again."""
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        return own_batches(jax.process_index())
+
+
+def joined_batches() -> list[dict[str, np.ndarray]]:
+    """The batches of both processes, side by side, for one process that has it all."""
+    parts: list[list[dict[str, np.ndarray]]] = [list(own_batches(process)) for process in (0, 1)]
+    joined = []
+    for number in range(max(map(len, parts))):
+        here = [part[number] for part in parts if number < len(part)]
+        joined.append({name: np.concatenate([p[name] for p in here]) for name in DATA})
+    return joined
+
+
+def own_arrays() -> dict[str, np.ndarray]:
+    """The rows that this process has in memory: 35 or 16."""
+    cut = slice(0, 35) if jax.process_index() == 0 else slice(35, None)
+    return {name: leaf[cut] for name, leaf in DATA.items()}
+
+
+CASES: dict[str, Callable[[], dict[str, Any]]] = {
+    "jit": lambda: train(DATA),
+    "shard_map": lambda: train(DATA, mode="shard_map"),
+    "micro-batches": lambda: train(DATA, accumulate=3),
+    "micro-batches, shard_map": lambda: train(DATA, accumulate=3, mode="shard_map"),
+    "zero1": lambda: train(DATA, layout="zero1"),
+    "fsdp": lambda: train(DATA, layout="fsdp"),
+    "grain": lambda: train(grain.MapDataset.source(Rows())),
+    "uneven loaders": lambda: train(rx.PerProcess(Own())),
+    "uneven loaders, shard_map": lambda: train(rx.PerProcess(Own()), mode="shard_map"),
+    "own arrays": lambda: train(rx.PerProcess(own_arrays())),
+}
+
+
+def main() -> None:
+    """As one process of a job."""
+    rx.initialize(verbose=False)
+    results = {name: case() for name, case in CASES.items()}
+    if jax.process_index() == 0:
+        Path(sys.argv[1]).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
