@@ -1,0 +1,52 @@
+"""`fit` in a job: `STEPS FOLDER INTERRUPTED`; a process prints `{"steps": ..., "rows": ...}`."""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+from job_cases import DATA, loss, model
+
+import replicax as rx
+from replicax.cluster.pulse import PULSE
+
+
+def interrupt(steps: int) -> None:
+    """Send this process a Ctrl-C after so many steps."""
+    while PULSE.stand(rx.Patience()).begun < steps:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def main() -> None:
+    """Steps of this process from `STEPS` (of each process, by commas), Ctrl-C in `INTERRUPTED`."""
+    rx.initialize(verbose=False)
+    process = jax.process_index()
+    steps = [int(number) for number in sys.argv[1].split(",")][process]
+    if sys.argv[3] == str(process):
+        threading.Thread(target=interrupt, args=[20], daemon=True).start()
+    dp = rx.DataParallel(loss, optax.adamw(1e-3))
+    state = dp.init(model())
+    result = rx.fit(
+        dp,
+        state,
+        DATA,
+        batch_size=16,
+        steps=steps,
+        eval_source=DATA,
+        run_dir=Path(sys.argv[2]) / "run",
+        log_every=1000,
+    )
+    norm = float(np.linalg.norm(np.asarray(dp.model(result.state)["in"])))
+    ended = {"steps": result.steps, "interrupted": result.interrupted, "norm": norm}
+    print(json.dumps({**ended, **result.metrics}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""`fit` in a job of two processes: one decision, one record, one voice."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import TESTS, Ended, run_job
+
+pytestmark = pytest.mark.slow
+
+
+def fit(folder: Path, steps: str, interrupted: str = "nobody") -> list[Ended]:
+    return run_job(TESTS / "job_fit.py", steps, folder, interrupted)
+
+
+def said(ended: Ended) -> dict[str, Any]:
+    assert ended.code == 0, ended.err
+    result: dict[str, Any] = json.loads(ended.out.splitlines()[-1])
+    return result
+
+
+def test_processes_end_alike_and_process_0_speaks_for_all(folder: Path) -> None:
+    first, second = fit(folder, "40,40")
+    assert said(first) == said(second)
+    assert said(first)["steps"] == 40
+    assert "2 cpu devices of 2 processes" in first.out
+    own = [line for line in second.out.splitlines() if "Gloo" not in line]
+    assert len(own) == 1
+    config = json.loads((folder / "run" / "config.json").read_text())
+    assert config["parallel"]["processes"] == 2
+
+
+@pytest.mark.parametrize("process", ["0", "1"])
+def test_ctrl_c_in_one_process_stops_all_after_the_same_step(folder: Path, process: str) -> None:
+    first, second = fit(folder, "1000000,1000000", process)
+    assert said(first) == said(second)
+    assert said(first)["interrupted"]
+    assert 20 <= said(first)["steps"] < 1_000_000
+
+
+def test_a_different_number_of_steps_stops_all_before_the_first(folder: Path) -> None:
+    for ended in fit(folder, "40,41"):
+        assert ended.code == 1
+        assert "steps is 41 on process 1, 40 on process 0" in ended.err.splitlines()[-1]
+    assert not (folder / "run").exists()
