@@ -59,7 +59,15 @@ def train(source: Any, mesh: Any = None, **options: Any) -> dict[str, Any]:
     gathered = jax.jit(lambda tree: tree, out_shardings=_everywhere(dp))(state.params)
     weights = {name: np.asarray(leaf).tolist() for name, leaf in gathered.items()}
     last = {name: float(value) for name, value in metrics.items()}
-    return {"weights": weights, "last": last, "evaluated": evaluated, "rows": rows}
+    known = dp.feed(source, BATCH)
+    told = {"rows": known.source.rows, "padding": known.padding}
+    return {
+        "weights": weights,
+        "last": last,
+        "evaluated": evaluated,
+        "rows": rows,
+        "told": told,
+    }
 
 
 def _everywhere(dp: rx.DataParallel) -> Any:

@@ -61,3 +61,8 @@ def test_processes_compute_what_one_device_does(
     for part in ("weights", "last", "evaluated"):
         for key, value in wanted[part].items():
             np.testing.assert_allclose(got[part][key], value, rtol=2e-6, atol=1e-6, err_msg=key)
+
+
+def test_arrays_of_each_process_have_a_known_length(results: dict[str, Any]) -> None:
+    told = results["own arrays"]["told"]
+    assert told == {"rows": 51, "padding": 16 - 3}  # 35 and 16: five batches, the last of 3 rows

@@ -14,9 +14,10 @@ from replicax.cluster.agreement import agree
 from replicax.cluster.link import current_link
 from replicax.cluster.pulse import PULSE
 from replicax.data.batch import Batch, masked, pad, place
+from replicax.data.per_process import PerProcessSource
 from replicax.data.prefetch import Prefetch
 from replicax.data.share import Share
-from replicax.data.source import PerProcessSource, Source
+from replicax.data.source import Source
 from replicax.errors import ConfigError, DataError
 
 
@@ -74,18 +75,15 @@ class Feed:
 
     def __len__(self) -> int:
         """Batches in the epoch. A `TypeError` where the source cannot tell."""
-        if self.source.rows is None:
+        if self.source.batches is None:
             raise TypeError("this source does not know its length")
-        return -(-self.source.rows // self.source.batch_size)
+        return self.source.batches
 
     @property
     def padding(self) -> int | None:
         """Most padding rows in any batch of the epoch; None where the source cannot tell."""
-        if self.source.rows is None:
-            return None
-        size = self.source.batch_size
-        last = self.source.rows - (len(self) - 1) * size
-        return self.split.padded(size) - min(last, size)
+        last = self.source.last_rows
+        return None if last is None else self.split.padded(self.source.batch_size) - last
 
     @property
     def wait_seconds(self) -> float:

@@ -1,11 +1,16 @@
 """`PerProcess`: data of which each process has rows of its own."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import jax
 
+from replicax.cluster.link import current_link
 from replicax.errors import ConfigError
+
+if TYPE_CHECKING:
+    from replicax.data.source import Pick, Rows, Source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,3 +39,46 @@ class PerProcess:
                 f"remainder; each gives as many rows: use a multiple of {processes}"
             )
         return batch_size // processes
+
+
+class PerProcessSource:
+    """Rows of this process's own: its part of each global batch.
+
+    The processes may have different numbers of rows: an epoch lasts as long as one of them has any.
+    """
+
+    def __init__(self, own: "Source", batch_size: int | None) -> None:
+        self.own = own
+        self.batch_size = batch_size or own.batch_size * jax.process_count()
+        self._rows = _of_all(own.rows)
+
+    @property
+    def rows(self) -> int | None:
+        return sum(self._rows) if self._rows else None
+
+    @property
+    def batches(self) -> int | None:
+        return -(-max(self._rows) // self.own.batch_size) if self._rows else None
+
+    @property
+    def last_rows(self) -> int | None:
+        if self.batches is None:
+            return None
+        before = (self.batches - 1) * self.own.batch_size
+        return sum(max(rows - before, 0) for rows in self._rows)
+
+    def epoch(self, number: int, pick: "Pick | None" = None) -> "Iterator[Rows]":
+        """The batches of this process alone; `Feed` joins them with those of the others."""
+        del pick
+        yield from self.own.epoch(number)
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"batch_size": self.batch_size, "per_process": True}
+
+
+def _of_all(rows: int | None) -> list[int]:
+    """The rows of each process; nothing where one cannot tell."""
+    link = current_link()
+    told = [rows] if link is None else link.gather(link.unique("rows of each process"), rows)
+    known = [count for count in told if count is not None]
+    return known if len(known) == len(told) else []

@@ -14,7 +14,7 @@ import numpy as np
 
 from replicax.data.batch import PyTree, host_rows, row_count
 from replicax.data.digest import describe_leaves
-from replicax.data.per_process import PerProcess
+from replicax.data.per_process import PerProcess, PerProcessSource
 from replicax.errors import ConfigError, DataError, require
 
 Rows = tuple[PyTree, np.ndarray]
@@ -28,10 +28,20 @@ Pick = Callable[[int], np.ndarray]
 class Source(Protocol):
     """One pass over the data at a time."""
 
-    rows: int | None
-    """Rows in an epoch, where that is known beforehand."""
     batch_size: int
     """Rows of every batch but the last; 0 where only the first batch will tell."""
+
+    @property
+    def rows(self) -> int | None:
+        """Rows in an epoch, where that is known beforehand."""
+
+    @property
+    def batches(self) -> int | None:
+        """Batches in an epoch, where that is known beforehand."""
+
+    @property
+    def last_rows(self) -> int | None:
+        """Rows of the last batch, which has the fewest, where that is known beforehand."""
 
     def epoch(self, number: int, pick: Pick | None = None) -> Iterator[Rows]:
         """The batches of epoch `number`, counted from 0, or of each the rows that `pick` wants."""
@@ -78,11 +88,26 @@ def as_source(data: Any, batch_size: int | None, *, shuffle: bool, seed: int) ->
     return IterableSource(data, batch_size or 0)
 
 
-class ArraySource:
+class _Sized:
+    """What follows from the number of rows."""
+
+    rows: int | None
+    batch_size: int
+
+    @property
+    def batches(self) -> int | None:
+        return None if self.rows is None else -(-self.rows // self.batch_size)
+
+    @property
+    def last_rows(self) -> int | None:
+        return None if self.rows is None else (self.rows - 1) % self.batch_size + 1
+
+
+class ArraySource(_Sized):
     """Arrays in memory (or memory-mapped): any row at any time."""
 
     def __init__(self, data: PyTree, batch_size: int, shuffle: bool, seed: int) -> None:
-        self.rows: int | None = row_count(data)
+        self.rows = row_count(data)
         self.batch_size = batch_size
         self._data = jax.tree.map(np.asarray, data)
         self._shuffle, self._seed = shuffle, seed
@@ -112,13 +137,13 @@ class ArraySource:
         }
 
 
-class GrainSource:
+class GrainSource(_Sized):
     """A Grain dataset whose elements are rows; Grain shuffles, reads ahead and batches them."""
 
     def __init__(self, dataset: Any, batch_size: int, shuffle: bool, seed: int) -> None:
         self._grain = require("grain", "data")
         self._random_access = isinstance(dataset, self._grain.MapDataset)
-        self.rows: int | None = len(dataset) if self._random_access else None
+        self.rows = len(dataset) if self._random_access else None
         self.batch_size = batch_size
         self._dataset, self._shuffle, self._seed = dataset, shuffle, seed
         if shuffle and not self._random_access:
@@ -154,14 +179,14 @@ class GrainSource:
         }
 
 
-class IterableSource:
+class IterableSource(_Sized):
     """Host batches from anything that can be iterated, in its own order.
 
     The batches are copied, so that a loader may reuse its buffers.
     """
 
     def __init__(self, batches: Iterable[Any], batch_size: int) -> None:
-        self.rows: int | None = None
+        self.rows = None
         self.batch_size = batch_size
         self._batches = batches
         self._was_read = False
@@ -181,28 +206,6 @@ class IterableSource:
 
     def fingerprint(self) -> dict[str, Any]:
         return {"batch_size": self.batch_size}
-
-
-class PerProcessSource:
-    """Rows of this process's own: its part of each global batch.
-
-    The processes may have different numbers of rows: an epoch lasts as long as one of them has any.
-    """
-
-    rows: int | None = None
-    """Of all processes: known once they have read them."""
-
-    def __init__(self, own: Source, batch_size: int | None) -> None:
-        self.own = own
-        self.batch_size = batch_size or own.batch_size * jax.process_count()
-
-    def epoch(self, number: int, pick: Pick | None = None) -> Iterator[Rows]:
-        """The batches of this process alone; `Feed` joins them with those of the others."""
-        del pick
-        yield from self.own.epoch(number)
-
-    def fingerprint(self) -> dict[str, Any]:
-        return {"batch_size": self.batch_size, "per_process": True}
 
 
 class _Picked:

@@ -42,8 +42,8 @@ def describe(dp: DataParallel, state: TrainState, feed: Feed) -> list[str]:
             f"batch  {size} rows, {_padding(size, padded)}"
             f"{_count(replica_count(dp.mesh), 'replica')}{split} x {rows} rows"
         )
-    if feed.source.rows is not None and feed.padding is not None:
-        last = feed.source.rows - (len(feed) - 1) * size
+    last = feed.source.last_rows
+    if feed.source.rows is not None and last is not None:
         short = (
             ""
             if last == size
