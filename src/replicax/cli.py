@@ -23,6 +23,7 @@ commands:
   bench RECIPE [FLAGS]   measure its step in every mode, on several device counts
   launch --processes N -- COMMAND
                          run COMMAND as N processes that train together
+  doctor                 check versions, devices, and a job's processes
   recipes                list the built-in recipes
 
 A recipe is a built-in name, your own as file.py:Name, or package.module:Name.
@@ -68,6 +69,7 @@ def _dispatch(arguments: list[str]) -> int:
         "train": _train,
         "bench": _bench,
         "launch": _launch,
+        "doctor": _doctor,
         "recipes": _recipes,
     }
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -119,6 +121,12 @@ def _launch(arguments: list[str]) -> int:
 
     code, said = launch(arguments)
     return _failed(said, code) if said else code
+
+
+def _doctor(arguments: list[str]) -> int:
+    from replicax.commands.doctor import doctor
+
+    return doctor(arguments)
 
 
 def _failed(message: str, code: int) -> int:

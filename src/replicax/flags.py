@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import inspect
 import io
 import re
 from collections.abc import Mapping, Sequence
@@ -55,14 +56,45 @@ def parse_flags(
         )
         fields.insert(0, ("preset", Annotated[str | None, choice], preset))
     both = dataclasses.make_dataclass("Flags", fields, kw_only=True)
+    names = [*reserved, *_field_names(recipe_class)]
+    parsed = _parsed(both, flags, program, recipe_class.__doc__, names)
+    return parsed.options, parsed.recipe, preset
+
+
+def parse_options(options_class: type[Options], flags: Sequence[str], program: str) -> Options:
+    """The options of a command that takes no recipe.
+
+    Args:
+        options_class: a dataclass whose fields are the flags, and whose docstring is the help.
+        flags: the arguments of the command.
+        program: the command, as help and errors call it.
+
+    Raises:
+        ConfigError: a wrong flag.
+        SystemExit: the flags ask for help, and it was printed.
+    """
+    names = _field_names(options_class)
+    parsed: Options = _parsed(options_class, flags, program, inspect.getdoc(options_class), names)
+    return parsed
+
+
+def _parsed(
+    fields_class: type[Any],
+    flags: Sequence[str],
+    program: str,
+    description: str | None,
+    names: Sequence[str],
+) -> Any:
+    """What tyro makes of `flags`; `names` are the fields that a wrong flag may have meant."""
+    tyro = require("tyro", "cli")
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
             parsed, unknown = tyro.cli(
-                both,
+                fields_class,
                 args=flags,
                 prog=program,
-                description=recipe_class.__doc__,
+                description=description,
                 return_unknown_args=True,
             )
     except SystemExit as stop:
@@ -70,13 +102,12 @@ def parse_flags(
             _refuse_flags(said.getvalue(), program)
         raise
     if unknown:
-        names = [*reserved, *_field_names(recipe_class)]
         known = [f"--{name.replace('_', '-')}" for name in names]
         raise ConfigError(
             f"unknown flag {unknown[0]!r}{did_you_mean(unknown[0], known)}; {program} --help lists "
             "the flags"
         )
-    return parsed.options, parsed.recipe, preset
+    return parsed
 
 
 def _take_preset(

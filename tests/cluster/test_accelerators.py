@@ -109,6 +109,7 @@ def test_without_gpus_there_is_nothing_to_deal() -> None:
 def test_the_same_gpus_are_dealt_in_blocks() -> None:
     assert deal([("a", G)] * 2) == [(0, 1), (2, 3)]
     assert deal([("a", G)] * 4) == [(0,), (1,), (2,), (3,)]
+    assert deal([("a", [f"GPU-{i}" for i in range(6)])] * 3) == [(0, 1), (2, 3), (4, 5)]
     # By host, in the order of the processes.
     assert deal([("a", G), ("b", G), ("a", G), ("b", G)]) == [(0, 1), (0, 1), (2, 3), (2, 3)]
 
@@ -119,6 +120,8 @@ def test_the_same_gpus_in_another_order_are_not_taken_twice() -> None:
 
 def test_different_gpus_are_kept() -> None:
     assert deal([("a", G[:1]), ("a", G[1:])]) == [None, None]
+    with pytest.raises(ConfigError, match=r"processes 1 and 2 on a see"):
+        deal([("a", G[:1]), ("a", G[1:]), ("a", G[1:])])
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,9 @@ def test_torchrun_inside_a_step_or_mpirun_is_the_innermost() -> None:
 
 
 def test_mpirun_inside_an_allocation_or_a_step() -> None:
-    for outer in ({"SLURM_JOB_ID": "123"}, STEP):
+    one = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
+    one = {**STEP, **one, "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "node017"}
+    for outer in ({"SLURM_JOB_ID": "123"}, STEP, one):
         place = find_place({**outer, **MPIRUN})
         assert (place.process, place.processes, place.engine) == (1, 2, "Open MPI")
 

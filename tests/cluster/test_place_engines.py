@@ -75,6 +75,26 @@ def test_slurm_step_on_one_host_needs_no_name_service() -> None:
     assert place.local_processes == 7
 
 
+def test_slurm_step_of_one_process() -> None:
+    one = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
+    place = find_place({**STEP, **one, "SLURM_STEP_NODELIST": "node017", "SLURM_NODEID": "0"})
+    assert place.line() == "process 0 of 1 (SLURM_PROCID, SLURM_STEP_NUM_TASKS)"
+
+
+def test_slurm_step_that_tells_less() -> None:
+    def without(*names: str) -> dict[str, str]:
+        return {name: value for name, value in STEP.items() if name not in names}
+
+    assert find_place(without("SLURM_NODEID")).local_processes is None
+    assert find_place(without("SLURM_STEP_TASKS_PER_NODE")).local_processes is None
+    assert find_place(without("SLURM_LOCALID")).local_process is None
+    one_host = {"SLURM_STEP_NODELIST": "node017", "SLURM_STEP_TASKS_PER_NODE": "7"}
+    assert find_place({**without("SLURM_NODEID"), **one_host}).local_processes == 7
+    older = {**without("SLURM_STEP_ID"), "SLURM_STEPID": "3"}
+    assert find_place(older).job == "4108.3"
+    assert find_place(without("SLURM_STEP_ID")).job == "4108.0"
+
+
 def test_steps_of_one_slurm_job_have_ports_of_their_own() -> None:
     ports = {find_place({**STEP, "SLURM_STEP_ID": str(i)}).coordinator for i in range(50)}
     assert len(ports) == 50
@@ -156,6 +176,11 @@ def test_mpirun_on_several_hosts() -> None:
     assert coordinator.startswith("192.0.2.2:")
     named = find_place({**MPIRUN, "MASTER_ADDR": "node017", "MASTER_PORT": "700"})
     assert named.coordinator == "node017:700"
+    assert named.reasons["coordinator"] == "MASTER_ADDR, MASTER_PORT"
+    derived = find_place({**MPIRUN, "MASTER_ADDR": "node017"})
+    assert derived.coordinator is not None
+    assert 61440 <= int(derived.coordinator.removeprefix("node017:")) <= 65535
+    assert derived.reasons["coordinator"] == "MASTER_ADDR"
 
 
 def test_mpirun_whose_address_is_only_ipv6() -> None:
@@ -176,6 +201,11 @@ def test_mpirun_that_does_not_say_where_process_0_is() -> None:
     assert find_place({**no_uri, "REPLICAX_COORDINATOR": "a:1"}).coordinator == "a:1"
 
 
+def test_mpirun_with_one_process_on_each_host() -> None:
+    one_each = {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+    assert find_place({**MPIRUN, **one_each}).local_processes == 1
+
+
 def test_mpirun_with_half_of_its_variables() -> None:
     with pytest.raises(ConfigError, match="OMPI_COMM_WORLD_RANK is set and OMPI_COMM_WORLD_SIZE"):
         find_place({"OMPI_COMM_WORLD_RANK": "0"})
@@ -193,6 +223,7 @@ def test_kubernetes_coordinator_from_the_pods_own_name(monkeypatch: pytest.Monke
     place = find_place({**POD, "WORLD_SIZE": "3"})
     assert place.coordinator == "big-run-0.pods.ns.svc.cluster.local:29400"
     assert place.job == "big-run"
+    assert place.reasons["coordinator"] == "index 0 in the pod's name big-run-2"
     _name_this_host(monkeypatch, "a-deployment.pods.local")
     with pytest.raises(ConfigError, match="without REPLICAX_COORDINATOR"):
         find_place({**POD, "WORLD_SIZE": "3"})
@@ -200,6 +231,7 @@ def test_kubernetes_coordinator_from_the_pods_own_name(monkeypatch: pytest.Monke
 
 def test_kubernetes_with_an_address_for_torch() -> None:
     address = {"WORLD_SIZE": "3", "MASTER_ADDR": "a.b"}
+    assert find_place({**POD, **address}).reasons["coordinator"] == "MASTER_ADDR"
     assert find_place({**POD, **address}).coordinator == "a.b:29400"
     assert find_place({**POD, **address, "MASTER_PORT": "700"}).coordinator == "a.b:700"
 
@@ -258,6 +290,11 @@ def test_a_world_of_one_needs_no_address() -> None:
     assert (place.processes, place.engine) == (1, "RANK/WORLD_SIZE")
 
 
+def test_one_process_of_several_is_not_alone() -> None:
+    with pytest.raises(ConfigError, match="RANK=3 with WORLD_SIZE=1; processes count from 0 to 0"):
+        find_place({**TORCH, "RANK": "3", "WORLD_SIZE": "1"})
+
+
 def test_an_address_alone_claims_nothing() -> None:
     assert find_place({"MASTER_ADDR": "node1", "MASTER_PORT": "1"}).engine == "nothing"
 
@@ -286,12 +323,28 @@ def test_tpu_slices() -> None:
     # One indexed Job a slice: its index is the worker's, not the process's.
     place = find_place({**TPU, **slices, **POD, "JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "2"})
     assert (place.process, place.processes, place.coordinator) == (3, 4, "s0-0.t:8482")
+    assert place.reasons["process"] == "TPU_WORKER_ID=1, MEGASCALE_SLICE_ID"
+    assert place.reasons["processes"] == "TPU_WORKER_HOSTNAMES, MEGASCALE_NUM_SLICES"
     del slices["MEGASCALE_COORDINATOR_ADDRESS"]
     with pytest.raises(ConfigError, match="without MEGASCALE_COORDINATOR_ADDRESS"):
         find_place({**TPU, **slices})
 
 
+def test_one_tpu_slice_is_not_mentioned() -> None:
+    line = "process 1 of 2 (TPU_WORKER_ID, TPU_WORKER_HOSTNAMES); coordinator t-0.t:8482 ("
+    assert find_place(TPU).line() == line + "first host of TPU_WORKER_HOSTNAMES)"
+
+
 def test_tpu_contradictions() -> None:
+    with pytest.raises(ConfigError, match="TPU_WORKER_HOSTNAMES is empty"):
+        find_place({**TPU, "TPU_WORKER_HOSTNAMES": ""})
+    with pytest.raises(ConfigError, match="TPU_WORKER_ID='one' is not a whole number"):
+        find_place({**TPU, "TPU_WORKER_ID": "one"})
+    with pytest.raises(ConfigError, match="TPU_WORKER_ID='²' is not a whole number"):
+        find_place({**TPU, "TPU_WORKER_ID": "²"})
+    slices = {"MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": "2"}
+    with pytest.raises(ConfigError, match="MEGASCALE_SLICE_ID=2 with MEGASCALE_NUM_SLICES=2"):
+        find_place({**TPU, **slices})
     with pytest.raises(ConfigError, match="TPU_WORKER_ID=2 and TPU_WORKER_HOSTNAMES lists 2"):
         find_place({**TPU, "TPU_WORKER_ID": "2"})
     with pytest.raises(ConfigError, match="lists 2 hosts and TPU_WORKER_ID is not set"):

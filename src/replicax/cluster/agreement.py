@@ -1,6 +1,7 @@
 """What every process must have the same of, and who differs in what."""
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,4 +37,9 @@ def agree(topic: str, fields: Mapping[str, Any]) -> None:
 
 def _plain(fields: Any) -> Any:
     """`fields` as JSON has them, so that a tuple here equals the list that comes back."""
-    return json.loads(json.dumps(fields, default=str))
+    return json.loads(json.dumps(fields, default=_text))
+
+
+def _text(value: Any) -> str:
+    """`value` without where it lies in memory, which is another place in each process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))

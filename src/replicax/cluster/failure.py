@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -21,6 +22,14 @@ from replicax.errors import AgreementError
 _COLLATERAL_TYPES = ("JaxRuntimeError", "XlaRuntimeError")
 
 
+_last_words: list[Callable[[Verdict], None]] = []
+
+
+def before_stopping(say: Callable[[Verdict], None]) -> None:
+    """Have `say` called, in another thread, just before the others end this process."""
+    _last_words.append(say)
+
+
 def stop_now(process: int, verdict: Verdict) -> None:
     """End this process because of `verdict`, whatever its main thread waits for."""
     if verdict.stacks:
@@ -32,6 +41,9 @@ def stop_now(process: int, verdict: Verdict) -> None:
     else:
         _print(f"replicax: process {process} stops: {verdict.reason}")
     write_failure(process, verdict.reason, blames=list(verdict.blames))
+    for say in _last_words:
+        with contextlib.suppress(Exception):
+            say(verdict)
     leave_at_once(1)
 
 

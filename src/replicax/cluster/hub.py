@@ -18,6 +18,8 @@ from replicax.cluster.pulse import Standing
 from replicax.cluster.verdict import Member, Verdict, Waiting, judge
 from replicax.cluster.wire import LONGEST_LINE_BYTES, Message, decode, encode
 
+HELLO_SECONDS = 10.0
+"""How long who connects may take to say who it is."""
 LOOK_SECONDS = 0.1
 """Between two looks at who is stuck."""
 _COLLATERAL_SECONDS = 1.0
@@ -55,6 +57,8 @@ class Hub:
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._gathers: dict[str, _Gather] = {}
         self._started = False
+        self._suspecting = False
+        """Whether a process failed that may be a victim: nobody waits for it any more."""
         self._verdict: Verdict | None = None
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
@@ -68,8 +72,8 @@ class Hub:
         self._thread.join(timeout=2.0)
 
     def _run(self) -> None:
-        self._loop.run_until_complete(self._serve())
-        self._loop.close()
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve())
 
     async def _serve(self) -> None:
         server = await asyncio.start_server(
@@ -78,21 +82,18 @@ class Hub:
         watching = asyncio.ensure_future(self._watch())
         await self._closing.wait()
         watching.cancel()
-        server.close()
-        for writer in self._writers.values():
-            writer.close()
+        server.close()  # each connection is closed by its own task, which the runner cancels
 
     async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection from its first word to its last."""
         process = None
         try:
-            hello = decode(await asyncio.wait_for(reader.readline(), timeout=10.0))
+            hello = decode(await asyncio.wait_for(reader.readline(), HELLO_SECONDS))
             refusal = self._refusal(hello)
             if refusal:
                 writer.write(encode({"refused": refusal}))
                 return
-            process = hello["process"]
-            self._admit(hello, writer)
+            process = self._admit(hello, writer)
             while line := await reader.readline():
                 self._take(process, decode(line))
         except (TimeoutError, OSError, ValueError, KeyError, TypeError):
@@ -107,26 +108,28 @@ class Hub:
         process, processes, job = hello["process"], hello["processes"], hello["job"]
         if job != self._job:
             return f"job {self._job!r} has this port, and this process belongs to job {job!r}"
+        if hello.get("asks"):
+            return f"job {self._job!r} of {self._processes} processes has it already"
         if processes != self._processes:
             return f"the job has {self._processes} processes, and this one was told {processes}"
+        if type(process) is not int or not 0 <= process < self._processes:
+            return f"processes count from 0 to {self._processes - 1}, and this one is {process!r}"
         if process in self._members:
             return f"{self._members[process]} is already in the job"
-        if self._started:
-            return "the job has started already"
         if self._verdict:
             return self._verdict.reason
         return None
 
-    def _admit(self, hello: Message, writer: asyncio.StreamWriter) -> None:
-        process = int(hello["process"])
-        self._hellos[process] = hello
+    def _admit(self, hello: Message, writer: asyncio.StreamWriter) -> int:
+        process: int = hello["process"]
         self._members[process] = Member(
             process, str(hello["host"]), int(hello["pid"]), time.monotonic()
         )
-        self._writers[process] = writer
+        self._hellos[process], self._writers[process] = hello, writer
         self._send(process, {"welcome": self._missing()})
         if not self._missing():
             self._start()
+        return process
 
     def _missing(self) -> list[int]:
         return [p for p in range(self._processes) if p not in self._members]
@@ -156,6 +159,10 @@ class Hub:
             member.standing = Standing(**message["beat"])
         elif "gather" in message:
             self._gather(process, message["gather"], message["value"])
+        elif "withdraw" in message:
+            self._withdraw(process, message["withdraw"])
+        elif "accuse" in message:
+            self._stop(Verdict(**message["accuse"]))
         elif "failed" in message:
             member.ended = True
             self._failed(member, message)
@@ -170,9 +177,17 @@ class Hub:
             values = [gather.values[p] for p in range(self._processes)]
             self._send_all({"gathered": topic, "values": values})
 
+    def _withdraw(self, process: int, topic: str) -> None:
+        gather = self._gathers.get(topic)
+        if gather is not None:
+            gather.values.pop(process, None)
+            if not gather.values:
+                del self._gathers[topic]
+
     def _failed(self, member: Member, message: Message) -> None:
         verdict = Verdict(f"{member} failed: {message['failed']}", [member.process])
         if message.get("collateral"):
+            self._suspecting = True
             self._loop.call_later(_COLLATERAL_SECONDS, self._stop, verdict)
         else:
             self._stop(verdict)
@@ -180,7 +195,7 @@ class Hub:
     def _lost(self, process: int) -> None:
         member = self._members[process]
         del self._writers[process]
-        if member.ended or self._verdict:
+        if member.ended or self._verdict or self._closing.is_set():
             return
         if not self._started:
             del self._members[process]  # it may come again; until then it is missing
@@ -198,8 +213,10 @@ class Hub:
                 # We were frozen ourselves, and cannot know who else was.
                 for member in self._members.values():
                     member.heard_at += now - looked_at
+                for gather in self._gathers.values():
+                    gather.since += now - looked_at
             looked_at = now
-            if self._verdict:
+            if self._verdict or self._suspecting:
                 continue
             if self._started:
                 self._judge(now)
@@ -232,7 +249,8 @@ class Hub:
             self._send_all({"stop": dataclasses.asdict(verdict)})
 
     def _send_all(self, message: Message) -> None:
-        for process in list(self._writers):
+        # This process last: it may be about to exit, and the others are to know why.
+        for process in sorted(self._writers, reverse=True):
             self._send(process, message)
 
     def _send(self, process: int, message: Message) -> None:

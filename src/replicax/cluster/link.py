@@ -42,6 +42,7 @@ class Link:
         self.verdict: Verdict | None = None
         self._wire, self._patience, self._on_stop = wire, patience, on_stop
         self._hub = names[0]
+        self._awaited: set[str] = set()
         self._gathered: dict[str, list[Any]] = {}
         self._uses: collections.Counter[str] = collections.Counter()
         self._changed = threading.Condition()
@@ -59,11 +60,20 @@ class Link:
             value: what JSON can hold.
             cancelled: asked now and then; when it is true, the result is empty.
         """
+        with self._changed:
+            self._awaited.add(topic)
         self._wire.send({"gather": topic, "value": value})
         with self._changed:
             while topic not in self._gathered and not cancelled():
                 self._changed.wait(timeout=0.1)
-            return self._gathered.pop(topic, [])
+            self._awaited.discard(topic)
+            values = self._gathered.pop(topic, None)
+        if values is not None:
+            return values
+        # Else nobody else's silence on it would ever be forgiven.
+        with contextlib.suppress(OSError):
+            self._wire.send({"withdraw": topic})
+        return []
 
     def unique(self, topic: str) -> str:
         """`topic` with a number: the same in all processes that ask as often, in the same order."""
@@ -113,6 +123,7 @@ class Link:
             now = time.monotonic()
             if now - looked_at > self._patience.silent_seconds / 2:
                 heard_at += now - looked_at  # we were frozen ourselves
+                PULSE.forgive(now - looked_at)
             looked_at = now
             try:
                 if now > beat_at:
@@ -129,13 +140,17 @@ class Link:
                 return
             if time.monotonic() - heard_at > self._patience.silent_seconds:
                 silent = f"{self._hub} gave no sign of life for {time.monotonic() - heard_at:.0f} s"
-                self._stop(Verdict(f"{silent}: frozen, out of memory, or cut off", [0], True))
+                verdict = Verdict(f"{silent}: frozen, out of memory, or cut off", [0], True)
+                with contextlib.suppress(OSError):  # it reads this if it ever wakes up
+                    self._wire.send({"accuse": dataclasses.asdict(verdict)})
+                self._stop(verdict)
 
     def _take(self, message: Message) -> None:
         if "gathered" in message:
             with self._changed:
-                self._gathered[message["gathered"]] = message["values"]
-                self._changed.notify_all()
+                if message["gathered"] in self._awaited:
+                    self._gathered[message["gathered"]] = message["values"]
+                    self._changed.notify_all()
         elif "stop" in message:
             self._stop(Verdict(**message["stop"]))
 

@@ -1,5 +1,6 @@
 """How the processes of a job come together, before any of them touches a device."""
 
+import contextlib
 import os
 import socket
 import time
@@ -17,6 +18,8 @@ from replicax.errors import AgreementError, ClusterError
 
 _CONNECT_SECONDS = 5.0
 _AGAIN_SECONDS = 0.2
+_SAY_SECONDS = 10.0
+"""Between two lines on who is waited for."""
 _LOOPBACK = ("localhost", "127.", "::1")
 
 
@@ -36,19 +39,12 @@ def open_hub(
     Raises:
         ClusterError: the port is taken, or the host is not this one.
     """
-    host, port = split_address(str(place.coordinator))
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listening = bind(place)
     try:
-        listening.bind((host if is_loopback(host) else "", port))
         listening.listen(1024)
     except OSError as error:
         listening.close()
-        raise ClusterError(
-            f"process 0 cannot listen at {place.coordinator}: {error.strerror}{_whose(place)}; "
-            "one job has one port: stop the other one, or set REPLICAX_COORDINATOR to another port"
-        ) from None
+        raise _cannot_listen(place, error) from None
     return Hub(
         listening,
         place.job,
@@ -57,6 +53,23 @@ def open_hub(
         timeout_seconds=timeout_seconds,
         prepare=prepare,
     )
+
+
+def bind(place: Place) -> socket.socket:
+    """A socket of process 0 at the coordinator's port, which does not listen yet.
+
+    Raises:
+        ClusterError: the port is taken, or the host is not this one.
+    """
+    host, port = split_address(str(place.coordinator))
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host if is_loopback(host) else "", port))
+    except OSError as error:
+        bound.close()
+        raise _cannot_listen(place, error) from None
+    return bound
 
 
 def meet(
@@ -78,7 +91,7 @@ def meet(
         AgreementError: the processes have different versions.
     """
     deadline = time.monotonic() + timeout_seconds
-    wire = _reach(str(place.coordinator), deadline, say)
+    wire = reach(str(place.coordinator), deadline, say)
     hello = {
         "job": place.job,
         "process": place.process,
@@ -102,12 +115,18 @@ def meet(
         raise
 
 
-def _reach(coordinator: str, deadline: float, say: Callable[[str], None]) -> Wire:
+def reach(coordinator: str, deadline: float, say: Callable[[str], None]) -> Wire:
+    """A connection to process 0, tried again until `deadline` on the monotonic clock.
+
+    Raises:
+        ClusterError: there is none by then, with why; its `__context__` is the system's error.
+    """
     host, port = split_address(coordinator)
     said_at = started = time.monotonic()
     while True:
         try:
-            return Wire(socket.create_connection((host, port), timeout=_CONNECT_SECONDS))
+            patience = min(_CONNECT_SECONDS, max(deadline - time.monotonic(), 0.1))
+            return Wire(socket.create_connection((host, port), timeout=patience))
         except OSError as error:
             now = time.monotonic()
             why = _why(host, error)
@@ -116,7 +135,7 @@ def _reach(coordinator: str, deadline: float, say: Callable[[str], None]) -> Wir
                     f"{socket.gethostname()} cannot reach process 0 at {coordinator} within "
                     f"{now - started:.0f} s: {why}"
                 ) from None
-            if now - said_at > 10.0:
+            if now - said_at > _SAY_SECONDS:
                 said_at = now
                 say(f"cannot reach process 0 at {coordinator} since {now - started:.0f} s: {why}")
             time.sleep(_AGAIN_SECONDS)
@@ -135,7 +154,7 @@ def _wait(wire: Wire, deadline: float, say: Callable[[str], None]) -> Message:
                 prepared: Message = message["go"]
                 return prepared
             now = time.monotonic()
-            if message.get("tick") and now - said_at > 10.0:
+            if message.get("tick") and now - said_at > _SAY_SECONDS:
                 said_at = now
                 say(f"waiting for {processes_text(message['tick'])} since {now - started:.0f} s")
     raise ClusterError("process 0 did not start the job in time; see its output")
@@ -151,14 +170,20 @@ def _why(host: str, error: OSError) -> str:
     return f"{error.strerror or error}: a firewall, another network, or a wrong address{proxy}"
 
 
+def _cannot_listen(place: Place, error: OSError) -> ClusterError:
+    return ClusterError(
+        f"process 0 cannot listen at {place.coordinator}: {error.strerror}{_whose(place)}; "
+        "one job has one port: stop the other one, or set REPLICAX_COORDINATOR to another port"
+    )
+
+
 def _whose(place: Place) -> str:
     """Which job has the port, where it is one of ours."""
     try:
         connection = socket.create_connection(split_address(str(place.coordinator)), timeout=1.0)
-        wire = Wire(connection)
-        wire.send({"job": place.job, "process": -1, "processes": 0})
-        said: Sequence[Message] = list(wire.receive(timeout_seconds=1.0))
-        wire.close()
+        with contextlib.closing(Wire(connection)) as wire:
+            wire.send({"job": place.job, "process": -1, "processes": 0, "asks": True})
+            said: Sequence[Message] = list(wire.receive(timeout_seconds=1.0))
         return f" ({said[0]['refused']})"
     except (OSError, ValueError, LookupError):
         return ""

@@ -59,7 +59,9 @@ class Wire:
             ConnectionError: the other end has closed.
             ValueError: it does not speak this language.
         """
-        while b"\n" not in self._unread:
+        searched = 0
+        while self._unread.find(b"\n", searched) < 0:
+            searched = len(self._unread)
             # A timeout of the socket itself would also be that of a `send` in another thread.
             if not _readable(self._socket, timeout_seconds):
                 return
@@ -69,9 +71,10 @@ class Wire:
             self._unread += arrived
             if len(self._unread) > LONGEST_LINE_BYTES:
                 raise ValueError("a message without an end")
-        *lines, rest = bytes(self._unread).split(b"\n")
-        self._unread = bytearray(rest)
-        yield from map(decode, lines)
+        while (end := self._unread.find(b"\n")) >= 0:
+            line = bytes(self._unread[:end])
+            del self._unread[: end + 1]  # before it is used: who stops here gets the rest later
+            yield decode(line)
 
     def close(self) -> None:
         """Close this end; a `receive` in another thread then ends as well."""
@@ -81,6 +84,7 @@ class Wire:
 
 
 def _readable(connected: socket.socket, timeout_seconds: float) -> bool:
-    with selectors.DefaultSelector() as selector:
+    # An epoll would sleep on when another thread closes the socket.
+    with selectors.PollSelector() as selector:
         selector.register(connected, selectors.EVENT_READ)
         return bool(selector.select(timeout_seconds))

@@ -1,0 +1,1 @@
+"""Outside the processes: starts them, on this host or through an engine, and watches over them."""

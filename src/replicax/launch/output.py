@@ -1,0 +1,217 @@
+"""What the processes write: whole lines, each under its process's number, and raw to files."""
+
+import contextlib
+import os
+import re
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+MOST_QUEUED_BYTES = 4 << 20
+MOST_LINE_BYTES = 1 << 20
+PROGRESS_SECONDS = 1.0
+HURRY_SECONDS = 0.5
+TAIL_LINES = 200
+_COLORS = (36, 33, 35, 32, 34, 31)
+_THROUGH_LAST_BREAK = re.compile(rb".*[\r\n]", re.DOTALL)
+
+
+class Echo:
+    """The launcher's own output, written by a thread so that a slow reader blocks nothing else.
+
+    Args:
+        processes: how many there are.
+        quiet: write nothing.
+        on_change: called from the thread when room was made, or a stream turned out closed.
+    """
+
+    def __init__(self, processes: int, quiet: bool, on_change: Callable[[], None]) -> None:
+        self.closed = False
+        self._until = float("inf")
+        self._width = len(str(processes - 1))
+        self._quiet = quiet
+        self._on_change = on_change
+        self._queue: deque[tuple[TextIO, bytes]] = deque()
+        self._bytes = 0
+        self._ready = threading.Condition()
+        self._ended = False
+        self._thread = threading.Thread(target=self._write_all, name="echo", daemon=True)
+        self._thread.start()
+
+    @property
+    def full(self) -> bool:
+        """Whether so much waits to be written that no more should be read."""
+        return self._bytes > MOST_QUEUED_BYTES and not self._over
+
+    @property
+    def _over(self) -> bool:
+        return self.closed or time.monotonic() >= self._until
+
+    def say(self, line: str, *, error: bool = False) -> None:
+        """A line of the launcher's own."""
+        self._put(sys.stderr if error else sys.stdout, f"{line}\n".encode(errors="replace"))
+
+    def lines(self, process: int, lines: list[bytes], *, error: bool) -> None:
+        """Lines of a process, without their ends."""
+        stream = sys.stderr if error else sys.stdout
+        prefix = f"[{process:{self._width}}] ".encode()
+        if _colored(stream):
+            color = _COLORS[process % len(_COLORS)]
+            prefix = f"\x1b[{color}m".encode() + prefix.rstrip() + b"\x1b[0m "
+        self._put(stream, b"".join(prefix + line + b"\n" for line in lines))
+
+    def hurry(self) -> None:
+        """Wait for no reader any more, but for a moment; the logs have what is not shown."""
+        self._until = time.monotonic() + HURRY_SECONDS
+
+    def close(self, interrupted: Callable[[], bool] = lambda: False) -> None:
+        """Return once all is written, or cannot be, or `interrupted` says so."""
+        with self._ready:
+            self._ended = True
+            self._ready.notify()
+        while self._thread.is_alive() and not self._over:
+            if interrupted():
+                self.hurry()
+            self._thread.join(timeout=0.1)
+
+    def _put(self, stream: TextIO, data: bytes) -> None:
+        if self._quiet or self._over:
+            return
+        with self._ready:
+            self._queue.append((stream, data))
+            self._bytes += len(data)
+            self._ready.notify()
+
+    def _write_all(self) -> None:
+        while True:
+            with self._ready:
+                while not self._queue and not self._ended:
+                    self._ready.wait()
+                if not self._queue:
+                    return
+                stream, data = self._queue.popleft()
+            if not self.closed and not _written(stream, data):
+                self.closed = True
+                self._on_change()
+            with self._ready:
+                was_full = self.full
+                self._bytes -= len(data)
+            if was_full and not self.full:
+                self._on_change()
+
+
+def _written(stream: TextIO, data: bytes) -> bool:
+    """Write all of it; False where nobody reads the stream any more."""
+    try:
+        try:
+            number = stream.fileno()
+        except (AttributeError, OSError, ValueError):  # a notebook's, a test's
+            stream.write(data.decode(errors="backslashreplace"))
+            stream.flush()
+            return True
+        stream.flush()
+        view = memoryview(data)
+        while view:
+            view = view[os.write(number, view) :]
+        return True
+    except (OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):  # or Python complains as it exits
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
+        return False
+
+
+def _colored(stream: TextIO) -> bool:
+    try:
+        return stream.isatty() and not os.environ.get("NO_COLOR")
+    except (AttributeError, ValueError):
+        return False
+
+
+class Log:
+    """The file of one process, with both of its streams."""
+
+    def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
+        self.path = path
+        self._warn = warn
+        self._file = path.open("wb", buffering=0)
+
+    def write(self, data: bytes) -> None:
+        """Append; a disk that is full ends the log and not the job."""
+        if self._file.closed:
+            return
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self._warn(f"{self.path}: {error.strerror}; this log ends here, the job goes on")
+            self.close()
+
+    def close(self) -> None:
+        """Let go of the file."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+class Output:
+    """One stream of one process: bytes as they are read -> lines of the echo and the log.
+
+    What a progress bar draws over itself (after a carriage return) is shown as it stands once a
+    second; the log has all of it.
+    """
+
+    def __init__(self, process: int, echo: Echo, log: Log, *, error: bool) -> None:
+        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._process = process
+        self._echo = echo
+        self._log = log
+        self._error = error
+        self._rest = b""
+        self._unlogged = b""
+        self._shown = time.monotonic()
+
+    def feed(self, data: bytes) -> None:
+        """Take in what was read."""
+        self._write_log(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        drawing = self._rest.rpartition(b"\r")[0].rpartition(b"\r")[2]
+        if len(self._rest) > MOST_LINE_BYTES:
+            if not drawing:
+                lines.append(self._rest)
+            self._rest = b""
+        if lines:
+            self._show([_last_drawn(line) for line in lines])
+        elif drawing and time.monotonic() - self._shown > PROGRESS_SECONDS:
+            self._show([drawing])
+
+    def end(self) -> None:
+        """Show the last line, which had no end."""
+        if self._rest:
+            self._show([_last_drawn(self._rest)])
+            self._log.write(self._unlogged)
+        self._rest = self._unlogged = b""
+
+    def _show(self, lines: list[bytes]) -> None:
+        self._shown = time.monotonic()
+        self.tail.extend(line[:4096].decode(errors="replace") for line in lines[-TAIL_LINES:])
+        self._echo.lines(self._process, lines, error=self._error)
+
+    def _write_log(self, data: bytes) -> None:
+        """Up to the last break: the other stream's lines do not come amid one of this."""
+        self._unlogged += data
+        through = _THROUGH_LAST_BREAK.match(self._unlogged)
+        size = through.end() if through else 0
+        if len(self._unlogged) - size > MOST_LINE_BYTES:
+            size = len(self._unlogged)
+        if size:
+            self._log.write(self._unlogged[:size])
+            self._unlogged = self._unlogged[size:]
+
+
+def _last_drawn(line: bytes) -> bytes:
+    """What is seen of a line that was drawn over itself."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2]

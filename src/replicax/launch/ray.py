@@ -1,0 +1,227 @@
+"""A job on a Ray cluster: Ray Train places the processes and starts them again after a failure."""
+
+import dataclasses
+import os
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from replicax.cluster.address import split_address
+from replicax.errors import ClusterError, ConfigError, require
+from replicax.launch.cause import Ended, first_failure
+from replicax.launch.job import Job
+from replicax.launch.process import SAVED, End
+from replicax.launch.ray_process import ProcessError, run_process
+from replicax.launch.supervisor import check_numbers
+
+REACH_SECONDS = 5.0
+FORWARDED = ("JAX_", "XLA_", "LIBTPU_", "NCCL_", "GLOO_", "REPLICAX_")
+"""What the command gets of this process's environment: variables that begin so."""
+
+# Read by Ray as it is imported, or by what it starts; a value of the user's stands.
+_SETTINGS = {
+    "RAY_TRAIN_V2_ENABLED": "1",
+    "RAY_DEDUP_LOGS": "0",  # equal lines of two processes are both shown
+    "RAY_COLOR_PREFIX": "0",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # the default to come, without its warning
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class RayOptions:
+    """Which Ray cluster to run on, and what to ask it for."""
+
+    address: str | None = None
+    """Address of the cluster, host:port; RAY_ADDRESS or a cluster that runs on this host where it
+    is not given."""
+    gpus_per_process: int = 0
+    """GPUs that each process takes."""
+    cpus_per_process: int = 1
+    """CPU cores that each process takes, as Ray counts them."""
+
+
+def launch_on_ray(job: Job, options: RayOptions) -> tuple[int, str | None]:
+    """Run `job` on a Ray cluster that is up, and return once it has ended.
+
+    Ray places the processes, and after a failure starts all of them again, `job.restarts` times.
+    What they write is shown here, each line under Ray's name for the process and its number. The
+    command runs in this process's working directory where the node has it, with the node's
+    environment; of this process's, variables that begin with one of `FORWARDED` are added.
+
+    Args:
+        job: the command and how many processes run it.
+        options: which cluster, and what each process takes of it.
+
+    Returns:
+        The exit code: 0 where all processes are done, 75 where they stopped early with everything
+        saved, else the first failure's. And what there is to say of the end in one line, or None.
+
+    Raises:
+        ConfigError: a number that cannot be meant, or an option that Ray has no counterpart of.
+        ClusterError: no cluster can be reached.
+        MissingDependencyError: Ray is not installed.
+    """
+    _check(job, options)
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
+    ray = require("ray", "ray")
+    train = require("ray.train", "ray")
+    address = _connect(ray, options)
+    try:
+        _say(_started(job, options, address))
+        _say_if_short(ray, job, options)
+        with tempfile.TemporaryDirectory(prefix="replicax-ray-") as storage:
+            return _fit(train, job, options, storage)
+    finally:
+        ray.shutdown()
+
+
+def _check(job: Job, options: RayOptions) -> None:
+    check_numbers(job)
+    if job.pin:
+        raise ConfigError(
+            "--pin with --on ray; Ray places the processes: leave out --pin, and say with "
+            "--cpus-per-process how many cores each takes"
+        )
+    for name, lowest in (("gpus_per_process", 0), ("cpus_per_process", 1)):
+        if (value := getattr(options, name)) < lowest:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} {value}; it is at least {lowest}: raise it")
+
+
+def _connect(ray: ModuleType, options: RayOptions) -> str:
+    """Join the cluster; its address."""
+    address = options.address or os.environ.get("RAY_ADDRESS") or "auto"
+    named = "--address" if options.address else "RAY_ADDRESS"
+    if "://" in address:
+        raise ConfigError(
+            f"{named}={address}; Ray Train runs from a node of the cluster: give host:port there, "
+            "or submit the command with `ray job submit`"
+        )
+    if address != "auto":
+        _reach(address, named)
+    try:
+        context = ray.init(address=address, logging_level="WARNING", log_to_driver=True)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        if address == "auto":
+            raise ClusterError(
+                "no Ray cluster runs on this host and none is named; start one with `ray start "
+                "--head`, or give --address host:port"
+            ) from error
+        first = str(error).strip().partition("\n")[0]
+        raise ClusterError(f"{named}={address}: Ray cannot join that cluster: {first}") from error
+    return str(context.address_info["address"])
+
+
+def _reach(address: str, named: str) -> None:
+    """Raise where nothing listens; Ray would try for a minute."""
+    try:
+        place = split_address(address)
+    except ValueError as error:
+        raise ConfigError(f"{named}={address}; a Ray cluster is at host:port") from error
+    try:
+        socket.create_connection(place, timeout=REACH_SECONDS).close()
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise ClusterError(
+            f"{named}={address} cannot be reached ({why}); is the cluster up? start one with "
+            f"`ray start --head --port={place[1]}`"
+        ) from error
+
+
+def _say_if_short(ray: ModuleType, job: Job, options: RayOptions) -> None:
+    """A cluster that is too small may grow; until then the job waits, and says so."""
+    have = ray.cluster_resources()
+    for kind, each in (("CPU", options.cpus_per_process), ("GPU", options.gpus_per_process)):
+        needed, there = job.processes * each, int(have.get(kind, 0))
+        if needed > there:
+            _say(
+                f"waits  {job.processes} × {each} {kind} needed and the cluster has {there}: "
+                "waiting for it to grow"
+            )
+
+
+def _fit(train: ModuleType, job: Job, options: RayOptions, storage: str) -> tuple[int, str | None]:
+    """Hand the job to Ray Train, and judge what came of it."""
+    trainer_module = require("ray.train.v2.api.data_parallel_trainer", "ray")
+    resources = {"CPU": options.cpus_per_process}
+    if options.gpus_per_process:
+        resources["GPU"] = options.gpus_per_process
+    trainer = trainer_module.DataParallelTrainer(
+        run_process,
+        train_loop_config={
+            "job": job,
+            "env": _forwarded(job, os.environ),
+            "folder": os.getcwd(),
+        },
+        scaling_config=train.ScalingConfig(
+            num_workers=job.processes,
+            use_gpu=options.gpus_per_process > 0,
+            resources_per_worker=resources,
+        ),
+        run_config=train.RunConfig(
+            name=job.name,
+            storage_path=storage,
+            failure_config=train.FailureConfig(max_failures=job.restarts),
+            # Its own tracebacks of an error that the command has told already.
+            logging_config=train.LoggingConfig(log_level="CRITICAL"),
+        ),
+    )
+    try:
+        result = trainer.fit()
+    except train.WorkerGroupError as error:
+        return _failed(job, error.worker_failures)
+    except train.TrainingFailedError as error:
+        return 1, f"Ray Train failed: {_one_line(error)}"
+    if result.return_value == SAVED:
+        return SAVED, "stopped early with everything saved; start it again to go on"
+    return 0, None
+
+
+def _failed(job: Job, failures: Mapping[int, BaseException]) -> tuple[int, str]:
+    """The exit code, and which process failed first."""
+    # Ray keeps a process's error inside one of its own.
+    own = {rank: getattr(error, "_base_exc", error) for rank, error in failures.items()}
+    if not any(isinstance(error, ProcessError) for error in own.values()):
+        lost = [f"process {rank}: {_one_line(error)}" for rank, error in sorted(own.items())]
+        return 1, lost[0] if lost else "Ray lost the processes; `ray status` says more"
+    failure = first_failure([_ended(own.get(rank)) for rank in range(job.processes)])
+    assert failure is not None
+    return failure.exit_code, f"process {failure.process} failed first: {failure.cause}"
+
+
+def _ended(error: BaseException | None) -> Ended:
+    """How a process ended: as it told, or lost with its worker, or stopped by Ray."""
+    if isinstance(error, ProcessError):
+        return error.ended
+    return Ended(End(-signal.SIGKILL, time.time(), forced=error is None), None, (), Path())
+
+
+def _forwarded(job: Job, env: Mapping[str, str]) -> dict[str, Any]:
+    added = {name: value for name, value in env.items() if name.startswith(FORWARDED)}
+    if job.devices_per_process is not None:
+        added["JAX_NUM_CPU_DEVICES"] = str(job.devices_per_process)
+    return added
+
+
+def _started(job: Job, options: RayOptions, address: str) -> str:
+    takes = f"{options.cpus_per_process} CPU"
+    if options.gpus_per_process:
+        takes += f" and {options.gpus_per_process} GPU"
+    noun = "process" if job.processes == 1 else "processes"
+    return f"launch {job.processes} {noun} of {takes} · Ray at {address}"
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())

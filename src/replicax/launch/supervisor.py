@@ -1,0 +1,201 @@
+"""A job on this host, from its start to its end, with its restarts."""
+
+import contextlib
+import dataclasses
+import os
+import secrets
+import shutil
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from replicax.errors import ConfigError
+from replicax.launch.attempt import Attempt, Files, environments
+from replicax.launch.cause import Ended, Failure, first_failure, signal_name
+from replicax.launch.cores import core_blocks
+from replicax.launch.job import Job
+from replicax.launch.output import Echo
+from replicax.launch.port import free_port
+from replicax.launch.process import SAVED
+from replicax.launch.restarts import Restarts
+from replicax.launch.signals import Signals
+
+GRACE_SECONDS = 30.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What became of a job.
+
+    Args:
+        exit_code: 0 where all processes are done; 75 where they stopped early with everything
+            saved; else the first failure's, 128 and the number for a signal.
+        failure: the first failure of the last start, if it failed.
+        stopped_by: the signal that ended it, if one did.
+        message: what there is to say of its end, in one line, or None.
+        seconds: from the start to the end.
+        logs: the folder with what the processes wrote.
+        attempts: how often all were started.
+    """
+
+    exit_code: int
+    failure: Failure | None
+    stopped_by: str | None
+    message: str | None
+    seconds: float
+    logs: Path
+    attempts: int
+
+
+def launch(
+    job: Job,
+    *,
+    env: Mapping[str, str] | None = None,
+    logs: str | Path | None = None,
+    quiet: bool = False,
+    grace_seconds: float = GRACE_SECONDS,
+) -> Outcome:
+    """Start the processes of `job` on this host and return once all of them are gone.
+
+    Signals to this process are passed on to them meanwhile.
+
+    Args:
+        job: what to start.
+        env: the environment that the processes get, with their place in the job added; this
+            process's by default.
+        logs: a folder for what they write; by default a new one in `runs/`.
+        quiet: show nothing of it.
+        grace_seconds: that they have to end after a SIGINT or SIGTERM.
+
+    Raises:
+        ConfigError: a job that cannot be started as it is described.
+        ClusterError: the system does not let so many processes start.
+    """
+    base = dict(os.environ if env is None else env)
+    check(job, base)
+    cores = core_blocks(job.processes) if job.pin else [()] * job.processes
+    first_id = secrets.token_hex(8)
+    folder = _folder(logs, first_id)
+    began = time.monotonic()
+    restarts = Restarts(job.restarts)
+    attempts = 0
+    with Signals() as signals, _echo(job, quiet, signals) as echo:
+        echo.say(_started(job, first_id, folder))
+        while True:
+            attempts += 1
+            job_id = first_id if attempts == 1 else secrets.token_hex(8)
+            files = _files(job, folder, attempts)
+            places = environments(job, base, free_port(), job_id, files)
+            attempt = Attempt(job, places, cores, files, echo, signals, grace_seconds)
+            start = time.monotonic()
+            ended = attempt.run()
+            exit_code, failure, message = _judge(attempt, ended)
+            if failure and attempt.stopped_by is None:
+                refused = restarts.refused(failure, time.monotonic() - start)
+                if refused is None:
+                    echo.say(f"replicax: {failure}; {restarts.progress}", error=True)
+                    continue
+                message = f"{failure}; {refused}" if refused else str(failure)
+            break
+    return Outcome(
+        exit_code=exit_code,
+        failure=failure,
+        stopped_by=None if attempt.stopped_by is None else signal_name(attempt.stopped_by),
+        message=message,
+        seconds=time.monotonic() - began,
+        logs=folder,
+        attempts=attempts,
+    )
+
+
+def check(job: Job, env: Mapping[str, str]) -> None:
+    """Raise `ConfigError` where `job` cannot be started on this host."""
+    check_numbers(job)
+    program = job.command[0]
+    if shutil.which(program, path=env.get("PATH", os.defpath)):
+        return
+    if not os.path.isfile(program):
+        where = "is no file" if os.path.dirname(program) else "is not on the PATH"
+        raise ConfigError(f"command {program!r} {where}; check its name after --")
+    fix = f"write -- python {program}" if program.endswith(".py") else f"chmod +x {program}"
+    raise ConfigError(f"command {program!r} is a file that cannot be run by itself: {fix}")
+
+
+def check_numbers(job: Job) -> None:
+    """Raise `ConfigError` where the description of `job` cannot be meant, on any engine."""
+    if not job.command:
+        raise ConfigError("no command to launch; it comes last, after --: -- python train.py")
+    if job.processes < 1:
+        raise ConfigError(f"--processes {job.processes}; a job has at least 1: raise it")
+    if job.devices_per_process is not None and job.devices_per_process < 1:
+        raise ConfigError(
+            f"--devices-per-process {job.devices_per_process}; each process has at least 1: raise "
+            "it, or leave it out"
+        )
+    if job.restarts < 0:
+        raise ConfigError(f"--restarts {job.restarts}; it counts from 0: raise it")
+
+
+def _judge(attempt: Attempt, ended: Sequence[Ended]) -> tuple[int, Failure | None, str | None]:
+    """The exit code, the first failure if one is to blame, and what to say."""
+    statuses = {each.end.status for each in ended}
+    if statuses <= {0, SAVED}:
+        if SAVED not in statuses:
+            return 0, None, None
+        return SAVED, None, "stopped early with everything saved; start it again to go on"
+    failure = first_failure(ended)
+    stopped_by = attempt.stopped_by
+    if stopped_by is None:
+        return (failure.exit_code if failure else 1), failure, str(failure) if failure else None
+    why = f"stopped by {signal_name(stopped_by)}"
+    if stopped_by == signal.SIGPIPE:
+        why = "stopped: nothing reads its output any more"
+    if failure is None or attempt.natural(ended[failure.process]):
+        return 128 + stopped_by, None, why
+    told = f"{why}; process {failure.process}: {failure.cause} (see {failure.log})"
+    return failure.exit_code, failure, told
+
+
+@contextlib.contextmanager
+def _echo(job: Job, quiet: bool, signals: Signals) -> Iterator[Echo]:
+    echo = Echo(job.processes, quiet, signals.wake)
+    try:
+        yield echo
+    finally:
+        echo.close(lambda: signal.SIGINT in signals.take())
+
+
+def _started(job: Job, job_id: str, folder: Path) -> str:
+    parts = [_counted(job.processes, "process", "processes")]
+    if job.devices_per_process is not None:
+        parts.append(f"{_counted(job.devices_per_process, 'device', 'devices')} each")
+    if job.pin:
+        parts.append("pinned")
+    return f"launch {' · '.join([*parts, f'job {job_id}'])}\nlogs   {folder}/"
+
+
+def _counted(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
+
+
+def _folder(logs: str | Path | None, job_id: str) -> Path:
+    """A folder that is there, can be written, and holds the logs of no other job."""
+    default = Path("runs") / f"launch-{time.strftime('%Y%m%d-%H%M%S')}-{job_id[:4]}"
+    folder = default if logs is None else Path(logs)
+    fix = "choose another folder with --logs"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"logs cannot go to {folder}: {error.strerror}; {fix}") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"logs cannot go to {folder}: it cannot be written; {fix}")
+    if other := next(folder.glob("process-*.*"), None):
+        raise ConfigError(f"{folder} has the logs of another job ({other.name}); {fix}")
+    return folder
+
+
+def _files(job: Job, folder: Path, attempt: int) -> list[Files]:
+    again = "" if attempt == 1 else f"-attempt-{attempt}"
+    names = [f"process-{number}{again}" for number in range(job.processes)]
+    return [Files(folder / f"{name}.log", folder / f"{name}.failure.json") for name in names]

@@ -1,0 +1,257 @@
+"""Who is admitted to a job, who is refused, and what a stranger can do to it."""
+
+import socket
+import time
+from typing import Any
+
+import pytest
+from cluster.jobs import VERSIONS, Job, opened, until
+
+from replicax.cluster import hub as hub_module
+from replicax.cluster.patience import Patience
+from replicax.cluster.verdict import Verdict
+from replicax.cluster.wire import encode
+from replicax.errors import AgreementError, ClusterError
+
+HELLO = {"job": "ours", "process": 1, "processes": 2, "host": "h", "pid": 1, "versions": VERSIONS}
+
+
+def works(job: Job, processes: list[Any]) -> bool:
+    """Whether the job goes on as if nothing had been."""
+    values = [job.call(p.link.gather, "still there", p.process) for p in processes]
+    return [v.result(timeout=5.0) for v in values] == [list(range(job.processes))] * job.processes
+
+
+def refusal(job: Job, process: int, **more: Any) -> str:
+    with pytest.raises(ClusterError) as caught:
+        job.come(process, **more).result(timeout=5.0)
+    return str(caught.value)
+
+
+def ends(stranger: socket.socket) -> bool:
+    """Whether the hub closes the connection, whatever it says before."""
+    try:
+        while stranger.recv(1 << 16):
+            pass
+    except ConnectionResetError:
+        pass
+    return True
+
+
+def test_all_come_and_learn_the_same() -> None:
+    with opened(3) as job:
+        processes = job.start()
+        names = [f"process {p} ({socket.gethostname()}, pid " for p in range(3)]
+        for process in processes:
+            assert all(
+                told.startswith(name) for told, name in zip(process.go["names"], names, strict=True)
+            )
+        assert works(job, processes)
+
+
+def test_what_is_prepared_reaches_all() -> None:
+    job = Job(2, Patience(), 5.0)
+    job.open(lambda hellos: {"order": [hello["process"] for hello in hellos]})
+    try:
+        assert [p.go["order"] for p in job.start()] == [[0, 1], [0, 1]]
+    finally:
+        job.close()
+
+
+def test_what_cannot_be_prepared_ends_all() -> None:
+    def prepare(hellos: list[Any]) -> dict[str, Any]:
+        raise ValueError("2 GPUs for 3 processes")
+
+    job = Job(2, Patience(), 5.0)
+    job.open(prepare)
+    try:
+        for coming in [job.come(0), job.come(1)]:
+            with pytest.raises(AgreementError, match="2 GPUs for 3 processes"):
+                coming.result(timeout=5.0)
+    finally:
+        job.close()
+
+
+def test_an_id_that_exists_before_the_start() -> None:
+    with opened(2) as job:
+        first = job.come(0)
+        until(lambda: job.hub._members)  # type: ignore[union-attr]
+        assert "process 0 (" in refusal(job, 0)
+        second = job.come(1)
+        assert works(job, [first.result(timeout=5.0), second.result(timeout=5.0)])
+
+
+def test_an_id_that_exists_after_the_start() -> None:
+    with opened(2) as job:
+        processes = job.start()
+        said = refusal(job, 1)
+        assert said.startswith("refused by process 0: process 1 (")
+        assert said.endswith(") is already in the job")
+        assert works(job, processes)
+
+
+def test_another_job() -> None:
+    with opened(2) as job:
+        processes = job.start()
+        assert refusal(job, 1, job="theirs") == (
+            "refused by process 0: job 'ours' has this port, and this process belongs to job "
+            "'theirs'"
+        )
+        assert works(job, processes)
+
+
+def test_another_number_of_processes() -> None:
+    with opened(2) as job:
+        assert refusal(job, 2, processes=3) == (
+            "refused by process 0: the job has 2 processes, and this one was told 3"
+        )
+        assert works(job, job.start())
+
+
+@pytest.mark.parametrize("process", [-1, 2, 1.0, True, "1", None, [1]])
+def test_an_id_that_cannot_be(process: Any) -> None:
+    with opened(2) as job:
+        stranger = job.stranger()
+        stranger.sendall(encode({**HELLO, "process": process}))
+        said = stranger.recv(1 << 16).decode()
+        assert "processes count from 0 to 1, and this one is" in said
+        assert works(job, job.start())
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        b"GET / HTTP/1.1\r\nHost: node\r\n\r\n",
+        b"\x16\x03\x01\x00\xff\xfe\n",
+        b"[]\n",
+        b"{}\n",
+        b'{"job":"ours"}\n',
+        encode({**HELLO, "pid": "many"}),
+        encode({"job": "ours", "process": 1, "processes": 2}),
+        b"\n",
+    ],
+)
+def test_a_stranger_that_sends_noise(noise: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    with opened(2) as job:
+        before, after = job.stranger(), job.stranger()
+        before.sendall(noise)
+        assert ends(before)
+        processes = job.start()
+        after.sendall(noise)
+        assert ends(after)
+        assert works(job, processes)
+    assert not caplog.records  # asyncio logs what no task expected
+
+
+def test_a_stranger_that_leaves(caplog: pytest.LogCaptureFixture) -> None:
+    with opened(2) as job:
+        job.stranger().close()
+        half = job.stranger()
+        half.sendall(b'{"job":')
+        half.close()
+        assert works(job, job.start())
+    assert not caplog.records
+
+
+def test_a_stranger_that_never_ends_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "LONGEST_LINE_BYTES", 10_000)
+    with opened(2) as job:
+        stranger = job.stranger()
+        with pytest.raises(OSError, match=r"."):  # it is cut off while it sends
+            for _ in range(10_000):
+                stranger.sendall(b"x" * 10_000)
+        assert works(job, job.start())
+
+
+def test_a_stranger_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "HELLO_SECONDS", 0.2)
+    with opened(2) as job:
+        stranger = job.stranger()
+        processes = job.start()
+        assert ends(stranger)
+        assert works(job, processes)
+
+
+def test_a_stranger_is_cut_off_when_the_hub_closes() -> None:
+    with opened(2) as job:
+        stranger = job.stranger()
+        time.sleep(0.05)
+    assert stranger.fileno() < 0  # closed by the test; the hub left no open socket, which warns
+
+
+def test_one_that_leaves_before_the_start_may_come_again() -> None:
+    with opened(2) as job:
+        stranger = job.stranger()
+        stranger.sendall(encode(HELLO))
+        assert b"welcome" in stranger.recv(1 << 16)
+        assert "is already in the job" in refusal(job, 1)
+        stranger.close()
+        time.sleep(0.1)
+        assert works(job, job.start())
+
+
+def test_one_that_never_comes_is_named_to_all_that_came() -> None:
+    with opened(4, timeout_seconds=0.4) as job:
+        started = time.monotonic()
+        for coming in [job.come(0), job.come(2)]:
+            with pytest.raises(ClusterError) as caught:
+                coming.result(timeout=5.0)
+            assert str(caught.value) == (
+                "processes 1 and 3 of 4 did not come within 0 s: see why in their output"
+            )
+        assert 0.3 < time.monotonic() - started < 2.0
+        assert "processes 1 and 3 of 4 did not come" in refusal(job, 1)  # who comes too late
+
+
+def test_versions_that_differ_end_all() -> None:
+    with opened(3) as job:
+        coming = [
+            job.come(p, versions={"python": "3.13.1", "jax": "0.10.2" if p != 1 else "0.11.0"})
+            for p in range(3)
+        ]
+        for each in coming:
+            with pytest.raises(AgreementError) as caught:
+                each.result(timeout=5.0)
+            assert str(caught.value) == (
+                "the processes differ: jax is 0.11.0 on process 1, 0.10.2 on processes 0 and 2: "
+                "start all in the same environment"
+            )
+
+
+def test_one_that_is_gone_without_a_word() -> None:
+    with opened(3) as job:
+        processes = job.start()
+        processes[1].link.close()
+        for process in (processes[0], processes[2]):
+            verdict = process.stopped.result(timeout=2.0)
+            assert list(verdict.blames) == [1]
+            assert verdict.reason.startswith(processes[0].go["names"][1])
+            assert "is gone without a word, last heard of at step 0" in verdict.reason
+
+
+def test_one_that_was_done_may_go() -> None:
+    with opened(2) as job:
+        first, second = job.start()
+        second.link.leave()
+        second.link.close()
+        time.sleep(0.3)
+        assert not first.stopped.done()
+
+
+def test_the_first_verdict_stands() -> None:
+    with opened(3) as job:
+        processes = job.start()
+        processes[1].wire.send({"failed": "ValueError: one", "collateral": False})
+        processes[2].wire.send({"accuse": {"reason": "late", "blames": [0], "stacks": False}})
+        for process in processes:
+            assert process.stopped.result(timeout=2.0).blames in ([1], [0])
+        assert len({p.stopped.result().reason for p in processes}) == 1
+
+
+def test_what_a_process_says_of_the_hub_that_slept() -> None:
+    with opened(2) as job:
+        first, second = job.start()
+        said = Verdict("process 0 gave no sign of life for 5 s", [0], True)
+        second.wire.send({"accuse": {"reason": said.reason, "blames": [0], "stacks": True}})
+        second.wire.close()
+        assert first.stopped.result(timeout=2.0) == said

@@ -1,0 +1,114 @@
+"""`replicax launch`: its flags, and how a job looks to who starts it."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import Main, one_line
+
+PYTHON = [sys.executable, "-S", "-c"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ["--processes"]),
+        (["--processes", "2"], ["without a command", "-- python train.py"]),
+        (["--processes", "2", "--"], ["nothing after --", "-- python train.py"]),
+        (["--processes", "2", "python", "train.py"], ["without a command", "-- python train.py"]),
+        (["--processes", "0", "--", "true"], ["--processes 0", "at least 1"]),
+        (["--processes", "two", "--", "true"], ["--processes", "'two'"]),
+        (["--", "true"], ["--processes"]),
+        (["--proceses", "2", "--", "true"], ["'--proceses'", "mean '--processes'"]),
+        (["--processes", "2", "--pinned", "--", "true"], ["'--pinned'", "mean '--pin'"]),
+        (
+            ["--processes", "1", "--devices-per-process", "0", "--", "true"],
+            ["--devices-per-process 0", "at least 1"],
+        ),
+        (["--processes", "1", "--restarts", "-1", "--", "true"], ["--restarts -1"]),
+        (["--processes", "1", "--grace", "-1", "--", "true"], ["--grace -1"]),
+        (["--processes", "1", "--on", "slrum", "--", "true"], ["--on", "slurm"]),
+        (["--processes", "1", "--", "no-such-program"], ["'no-such-program'", "PATH"]),
+        (["--processes", "1", "--logs", "file/logs", "--", "true"], ["file/logs", "--logs"]),
+        (["--processes", "9999", "--pin", "--", "true"], ["--processes 9999", "cores"]),
+    ],
+)
+def test_a_wrong_flag_is_one_line_and_exit_code_2(
+    arguments: list[str], words: list[str], main: Main, folder: Path
+) -> None:
+    (folder / "file").write_text("")
+    code, out, err = main("launch", *arguments)
+    line = one_line(err)
+    assert (code, out) == (2, "")
+    for word in words:
+        assert word in line
+    assert not (folder / "runs").exists()
+
+
+def test_help_shows_where_the_command_goes(main: Main) -> None:
+    code, out, _ = main("launch", "--help")
+    assert code == 0
+    assert "--processes N [OPTIONS] -- COMMAND" in out
+    assert "--devices-per-process" in out
+
+
+def test_a_job_as_it_is_shown(main: Main, folder: Path) -> None:
+    code, out, err = main(
+        "launch", "--processes", 2, "--devices-per-process", 1, "--", *PYTHON, "print('--help')"
+    )
+    assert (code, err) == (0, "")
+    started, logs, *lines = out.splitlines()
+    assert started.startswith("launch 2 processes · 1 device each · job ")
+    (made,) = (folder / "runs").iterdir()
+    assert logs == f"logs   runs/{made.name}/"
+    assert max(map(len, (started, logs))) <= 80
+    assert sorted(lines) == ["[0] --help", "[1] --help"]
+    assert sorted(path.name for path in made.iterdir()) == ["process-0.log", "process-1.log"]
+
+
+def test_the_first_failure_is_the_last_line(main: Main) -> None:
+    script = "import os; 1 / int(os.environ['REPLICAX_PROCESS_ID'])"
+    code, _, err = main("launch", "--processes", 2, "--logs", "mine", "--", *PYTHON, script)
+    assert code == 1
+    assert err.splitlines()[-1] == (
+        "replicax: process 0 failed first: ZeroDivisionError: division by zero "
+        "(see mine/process-0.log)"
+    )
+
+
+def test_a_restart_is_told_in_one_line(main: Main) -> None:
+    arguments = ["--processes", 1, "--restarts", 1, "--logs", "mine"]
+    code, _, err = main("launch", *arguments, "--", *PYTHON, "import sys; sys.exit(3)")
+    assert code == 3
+    assert err.splitlines() == [
+        "replicax: process 0 failed first: exit code 3 (see mine/process-0.log); restart 1 of 1",
+        "replicax: process 0 failed first: exit code 3 (see mine/process-0-attempt-2.log); all 1 "
+        "restarts are used up",
+    ]
+
+
+def test_an_engine_has_flags_of_its_own(main: Main) -> None:
+    code, out, _ = main("launch", "--on", "slurm", "--help")
+    assert code == 0
+    assert "--partition" in out
+    assert "--grace" not in out
+    code, _, err = main("launch", "--partition", "x", "--processes", 1, "--", "true")
+    assert (code, "'--partition'" in one_line(err)) == (2, True)
+
+
+def test_a_script_for_slurm_is_printed(main: Main, folder: Path) -> None:
+    code, out, _ = main("launch", "--on=slurm", "--processes", 4, "--nodes", 2, "--", "true")
+    assert code == 0
+    assert out.startswith("#!")
+    assert "#SBATCH --nodes=2" in out
+    assert not (folder / "runs").exists()
+
+
+def test_a_manifest_for_kubernetes_is_printed(main: Main) -> None:
+    code, out, _ = main(
+        "launch", "--on", "kubernetes", "--processes", 4, "--image", "mine:1", "--", "true"
+    )
+    assert code == 0
+    assert "kind: JobSet" in out
+    code, _, err = main("launch", "--on", "kubernetes", "--processes", 4, "--", "true")
+    assert (code, "--image" in one_line(err)) == (2, True)

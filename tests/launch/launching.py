@@ -1,0 +1,106 @@
+"""Jobs of tiny commands, for the tests."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from replicax.launch.job import Job
+from replicax.launch.supervisor import Outcome, launch
+
+PROLOGUE = """
+import json, os, signal, sys, time
+me = int(os.environ["REPLICAX_PROCESS_ID"])
+def fail(error, blames=None, step=None, late=0.0):
+    with open(os.environ["REPLICAX_FAILURE_FILE"], "x") as file:
+        json.dump({"process": me, "time": time.time() + late, "error": error, "step": step,
+                   "blames": blames}, file)
+"""
+
+
+def python(script: str) -> tuple[str, ...]:
+    """A command that runs `script`, which knows `me`, and `fail` to leave a report."""
+    return (sys.executable, "-S", "-c", PROLOGUE + textwrap.dedent(script))
+
+
+def run(command: Sequence[str], processes: int, folder: Path, **more: Any) -> Outcome:
+    """Launch in `folder`, in silence."""
+    of_job = {"pin", "restarts", "devices_per_process"} & more.keys()
+    fields = {name: more.pop(name) for name in of_job}
+    job = Job(tuple(command), processes, **fields)
+    return launch(job, logs=folder, **{"quiet": True, **more})
+
+
+@contextlib.contextmanager
+def launcher(
+    folder: Path, processes: int, command: Sequence[str], **more: Any
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A launcher in a process of its own, gone at the latest when the block is left.
+
+    Replicax's public names, which load jax, are left out.
+    """
+    src = Path(__file__).resolve().parents[2] / "src"
+    script = f"""
+import sys, types
+package = types.ModuleType("replicax")
+package.__path__ = [{str(src / "replicax")!r}]
+sys.modules["replicax"] = package
+from replicax.launch.job import Job
+from replicax.launch.supervisor import launch
+outcome = launch(Job({tuple(command)!r}, {processes}), logs={str(folder)!r}, **{more!r})
+print(outcome.message, file=sys.stderr)
+sys.exit(outcome.exit_code)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    ) as started:
+        try:
+            yield started
+        finally:
+            started.kill()
+
+
+def until(true: Callable[[], Any], seconds: float = 5.0) -> Any:
+    """What `true` gives once that is true; an error after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not (value := true()):
+        assert time.monotonic() < deadline, "it did not come true in time"
+        time.sleep(0.01)
+    return value
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs, or is stopped; not what is dead and waited for by nobody."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+def pids(folder: Path, count: int) -> list[int]:
+    """What `count` processes wrote to files `pid-*` in `folder`."""
+
+    def written() -> list[int]:
+        found = [path.read_text() for path in folder.glob("pid-*")]
+        complete = [int(text) for text in found if text.endswith("\n")]
+        return complete if len(complete) == count else []
+
+    found: list[int] = until(written)
+    return found
+
+
+def log(outcome: Outcome, process: int) -> str:
+    return (outcome.logs / f"process-{process}.log").read_text()
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, **more}

@@ -1,0 +1,51 @@
+"""Cores, dealt out."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from replicax.errors import ConfigError
+from replicax.launch import cores
+from replicax.launch.cores import core_blocks
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no cores to give out")
+
+
+@pytest.fixture
+def eight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four cores of two threads each: core 0 has the threads 0 and 4."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(cores, "TOPOLOGY", tmp_path)
+    for core in range(8):
+        folder = tmp_path / f"cpu{core}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{core % 4},{core % 4 + 4}\n")
+
+
+@pytest.mark.usefixtures("eight")
+@pytest.mark.parametrize(
+    ("processes", "blocks"),
+    [
+        (1, [(0, 4, 1, 5, 2, 6, 3, 7)]),
+        (2, [(0, 4, 1, 5), (2, 6, 3, 7)]),
+        (3, [(0, 4), (1, 5), (2, 6)]),
+        (8, [(0,), (4,), (1,), (5,), (2,), (6,), (3,), (7,)]),
+    ],
+)
+def test_blocks_are_equal_and_keep_threads_of_a_core_together(
+    processes: int, blocks: list[tuple[int, ...]]
+) -> None:
+    assert core_blocks(processes) == blocks
+
+
+@pytest.mark.usefixtures("eight")
+def test_more_processes_than_cores_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--processes 9 on 8 cores"):
+        core_blocks(9)
+
+
+def test_a_system_without_affinity_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity")
+    with pytest.raises(ConfigError, match="leave it out"):
+        core_blocks(1)

@@ -1,0 +1,188 @@
+"""The first failure, named with its cause, and how fast the others are gone."""
+
+import time
+from pathlib import Path
+
+import pytest
+from launch.launching import alive, pids, python, run
+
+
+def message(script: str, folder: Path, processes: int = 3) -> str:
+    outcome = run(python(script), processes, folder)
+    assert outcome.exit_code != 0
+    assert outcome.failure
+    return str(outcome.message)
+
+
+def named(process: int, cause: str, folder: Path) -> str:
+    return f"process {process} failed first: {cause} (see {folder}/process-{process}.log)"
+
+
+def test_its_own_report_comes_first(tmp_path: Path) -> None:
+    script = """
+        if me == 0: fail("PeerFailed: process 1 failed", blames=[1], late=-5.0)
+        if me == 1: fail("ValueError: bad\\n  value", step=12)
+        if me == 2: fail("KeyError: later", late=5.0)
+        time.sleep(0.2 if me == 1 else 0.05)
+        print("RuntimeError: something else", file=sys.stderr)
+        sys.exit(3 + me)
+    """
+    outcome = run(python(script), 3, tmp_path)
+    assert outcome.message == named(1, "ValueError: bad value", tmp_path)
+    assert outcome.exit_code == 4
+    assert outcome.failure
+    assert outcome.failure.step == 12
+
+
+def test_one_killed_without_a_word_is_named_by_those_that_blame_it(tmp_path: Path) -> None:
+    script = """
+        if me == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.2)
+        fail("PeerFailed: process 2 was lost", blames=[2], step=4)
+        sys.exit(1)
+    """
+    outcome = run(python(script), 3, tmp_path)
+    assert outcome.message == named(2, "killed by SIGKILL (out of memory?)", tmp_path)
+    assert outcome.exit_code == 137
+    assert outcome.failure
+    assert outcome.failure.step == 4
+
+
+def test_one_killed_before_the_others_fail_of_it_comes_first(tmp_path: Path) -> None:
+    script = """
+        if me == 1:
+            sys.exit(7)
+        time.sleep(0.2)
+        fail("JaxRuntimeError: connection reset")
+        sys.exit(1)
+    """
+    assert message(script, tmp_path) == named(1, "exit code 7", tmp_path)
+
+
+def test_a_frozen_process_is_named(tmp_path: Path) -> None:
+    script = """
+        if me == 2:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(0.2)
+        fail("nothing from process 2 for 10 s", blames=[2])
+        sys.exit(9)
+    """
+    outcome = run(python(script), 3, tmp_path)
+    assert outcome.message == named(
+        2, "it made no progress (nothing from process 2 for 10 s)", tmp_path
+    )
+    assert outcome.exit_code == 1
+    assert outcome.seconds < 3
+
+
+def test_one_that_blames_itself_is_named_with_its_words(tmp_path: Path) -> None:
+    script = """
+        fail("process 1 stands in step 5 for 20 s", blames=[1])
+        sys.exit(1)
+    """
+    assert message(script, tmp_path) == named(1, "process 1 stands in step 5 for 20 s", tmp_path)
+
+
+def test_one_that_left_early_is_named(tmp_path: Path) -> None:
+    script = """
+        if me == 1:
+            sys.exit(0)
+        time.sleep(0.1)
+        fail("process 1 left", blames=[1])
+        sys.exit(1)
+    """
+    assert message(script, tmp_path) == named(
+        1, "it ended early, exit code 0 (process 1 left)", tmp_path
+    )
+
+
+@pytest.mark.parametrize(
+    ("fails", "cause"),
+    [
+        ("raise ValueError('bad value')", "ValueError: bad value"),
+        (
+            "try: {}[1]\n    except KeyError as error: raise ValueError('two\\nlines') from error",
+            "ValueError: two",
+        ),
+        ("exec('1 +')", "SyntaxError: invalid syntax"),
+        ("print('replicax: no such flag', file=sys.stderr); sys.exit(2)", "no such flag"),
+        ("sys.exit('said at the end')", "exit code 1 (said at the end)"),
+        ("sys.exit(7)", "exit code 7"),
+        ("os.kill(os.getpid(), signal.SIGTERM)", "killed by SIGTERM"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL (out of memory?)"),
+        (
+            "print('Traceback (most recent call last):\\nOld: logged', file=sys.stderr)\n"
+            "    os.kill(os.getpid(), signal.SIGKILL)",
+            "killed by SIGKILL (out of memory?)",
+        ),
+    ],
+)
+def test_without_reports_the_first_that_ended_badly(fails: str, cause: str, tmp_path: Path) -> None:
+    script = f"time.sleep(0.1 if me else 0.02)\nif me == 0:\n    {fails}\nsys.exit(5)"
+    assert message(script, tmp_path, processes=2) == named(0, cause, tmp_path)
+
+
+def test_a_report_that_makes_no_sense_is_none(tmp_path: Path) -> None:
+    script = """
+        open(os.environ["REPLICAX_FAILURE_FILE"], "w").write('{"process": [')
+        sys.exit(7)
+    """
+    assert message(script, tmp_path, processes=1) == named(0, "exit code 7", tmp_path)
+
+
+def test_within_2_seconds_all_are_gone(tmp_path: Path) -> None:
+    """Deaf ones, stopped ones, grandchildren, and those in groups of their own."""
+    script = f"""
+        def note(name):
+            with open(f"{tmp_path}/pid-{{me}}-{{name}}", "w") as file:
+                print(os.getpid(), file=file)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if me == 0:
+            while len([name for name in os.listdir({str(tmp_path)!r}) if "pid-" in name]) < 6:
+                time.sleep(0.01)
+            open({str(tmp_path / "failed")!r}, "w").write(str(time.time()))
+            sys.exit(7)
+        if os.fork() == 0:
+            if os.fork() == 0:
+                os.setsid()
+                note("grandchild")
+                time.sleep(60)
+            note("child")
+            time.sleep(60)
+        note("itself")
+        if me == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(60)
+    """
+    outcome = run(python(script), 3, tmp_path)
+    ended = time.time()
+    assert outcome.message == named(0, "exit code 7", tmp_path)
+    assert not [pid for pid in pids(tmp_path, 6) if alive(pid)]
+    assert ended - float((tmp_path / "failed").read_text()) < 2
+
+
+def test_the_others_may_end_by_themselves(tmp_path: Path) -> None:
+    script = """
+        if me == 0:
+            sys.exit(7)
+        time.sleep(0.6)
+        print("in peace")
+    """
+    run(python(script), 2, tmp_path)
+    assert (tmp_path / "process-1.log").read_text() == "in peace\n"
+
+
+def test_what_a_command_leaves_behind_is_ended(tmp_path: Path) -> None:
+    script = f"""
+        if os.fork() == 0:
+            os.setsid()
+            print(os.getpid(), file=open("{tmp_path}/pid-left", "w"))
+            time.sleep(60)
+        while not os.path.exists("{tmp_path}/pid-left"): time.sleep(0.01)
+    """
+    outcome = run(python(script), 1, tmp_path)
+    assert outcome.exit_code == 0
+    assert outcome.seconds < 2
+    (left,) = pids(tmp_path, 1)
+    assert not alive(left)

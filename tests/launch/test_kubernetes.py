@@ -1,0 +1,185 @@
+"""The manifest against JobSet's own schema, and what a pod makes of it."""
+
+import gzip
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replicax.cluster.place import find_place
+from replicax.errors import ConfigError
+from replicax.launch.job import Job
+from replicax.launch.kubernetes import KubernetesOptions, jobset_manifest
+
+yaml = pytest.importorskip("yaml", reason="PyYAML reads the manifest back")
+jsonschema = pytest.importorskip("jsonschema", reason="jsonschema checks the manifest")
+
+DEFINITION = Path(__file__).parent / "data" / "jobset-v0.12.0-crd.yaml.gz"
+ODD = (
+    "python",
+    "a b",
+    "it's",
+    'say "x"',
+    "$HOME $(HOME) $$",
+    "line\nbreak",
+    "back\\slash",
+    "\t: #",
+)
+ODDER = ("- x", "", "{}", "yes", "é😀", "\x7f\u2028\x85", "%s", "'", "--flag=[1, 2]")
+
+
+def _job(**changes: Any) -> Job:
+    fields: dict[str, Any] = {"command": ("replicax", "train", "mlp"), "processes": 4}
+    return Job(**{**fields, "name": "run-7", **changes})
+
+
+@pytest.fixture(scope="module")
+def schema() -> Mapping[str, Any]:
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast
+    definition = yaml.load(gzip.decompress(DEFINITION.read_bytes()), loader)
+    (version,) = definition["spec"]["versions"]
+    assert version["name"] == "v1alpha2"
+    return dict(_strict(version["schema"]["openAPIV3Schema"]))
+
+
+def _strict(node: Any) -> Any:
+    """The schema with unknown fields refused, as `kubectl --validate=strict` does."""
+    if isinstance(node, list):
+        return [_strict(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    strict = {key: _strict(value) for key, value in node.items()}
+    if isinstance(node.get("properties"), dict) and node.get("type") == "object":
+        strict["additionalProperties"] = False
+    return strict
+
+
+def _expand(text: str, env: Mapping[str, str]) -> str:
+    """Kubernetes' own replacement of $(NAME) and $$ in commands and values."""
+    return re.sub(
+        r"\$(?:\$|\(([^)]*)\))",
+        lambda m: "$" if m[0] == "$$" else env.get(m[1], m[0]),
+        text,
+    )
+
+
+def _container(manifest: str) -> Any:
+    (workers,) = yaml.safe_load(manifest)["spec"]["replicatedJobs"]
+    (container,) = workers["template"]["spec"]["template"]["spec"]["containers"]
+    return container
+
+
+@pytest.mark.parametrize(
+    ("changes", "options"),
+    [
+        ({}, KubernetesOptions(image="registry/app:1")),
+        (
+            {"restarts": 3, "devices_per_process": 2, "processes": 16},
+            KubernetesOptions(
+                image="registry/app@sha256:00",
+                namespace="research",
+                gpus_per_process=8,
+                cpu="96",
+                memory="1.5Ti",
+                shared_memory="64Gi",
+            ),
+        ),
+        ({"command": ODD + ODDER, "name": "a"}, KubernetesOptions(image="x")),
+    ],
+    ids=["least", "most", "odd"],
+)
+def test_fits_the_schema_of_jobset(
+    changes: dict[str, Any], options: KubernetesOptions, schema: Mapping[str, Any]
+) -> None:
+    manifest = yaml.safe_load(jobset_manifest(_job(**changes), options))
+    metadata = manifest["metadata"]
+    manifest["metadata"] = {}  # Kubernetes checks it apart from the schema
+    jsonschema.Draft202012Validator(schema).validate(manifest)
+    assert (manifest["apiVersion"], manifest["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    assert metadata["name"] == changes.get("name", "run-7")
+    assert metadata.get("namespace") == options.namespace
+
+
+def test_a_misspelt_field_would_be_found(schema: Mapping[str, Any]) -> None:
+    manifest = yaml.safe_load(
+        jobset_manifest(_job(), KubernetesOptions(image="x")).replace("maxRestarts", "maxRestart")
+    )
+    manifest["metadata"] = {}
+    with pytest.raises(jsonschema.ValidationError, match="maxRestart"):
+        jsonschema.Draft202012Validator(schema).validate(manifest)
+
+
+def test_odd_words_of_the_command_arrive_as_they_were() -> None:
+    command = ODD + ODDER
+    container = _container(jobset_manifest(_job(command=command), KubernetesOptions(image="x")))
+    assert tuple(_expand(word, {"HOME": "wrong"}) for word in container["command"]) == command
+
+
+def test_a_pod_finds_its_place() -> None:
+    manifest = jobset_manifest(_job(), KubernetesOptions(image="x"))
+    labels = {"jobset.sigs.k8s.io/jobset-uid": "u-1", "jobset.sigs.k8s.io/restart-attempt": "2"}
+    env = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "3"}
+    for variable in _container(manifest)["env"]:
+        if "value" in variable:
+            env[variable["name"]] = _expand(variable["value"], env)
+        else:
+            path = variable["valueFrom"]["fieldRef"]["fieldPath"]
+            env[variable["name"]] = labels[re.fullmatch(r"metadata\.labels\['(.*)'\]", path)[1]]  # type: ignore[index]
+    place = find_place(env)
+    assert (place.process, place.processes, place.engine) == (3, 4, "Kubernetes")
+    assert place.coordinator == "run-7-workers-0-0.run-7:29400"
+    assert place.job == "u-1.2"
+
+
+def test_nothing_is_asked_for_that_was_not_given() -> None:
+    container = _container(jobset_manifest(_job(), KubernetesOptions(image="x")))
+    assert "resources" not in container
+    assert "JAX_NUM_CPU_DEVICES" not in {variable["name"] for variable in container["env"]}
+
+
+def test_what_the_job_asks_for() -> None:
+    options = KubernetesOptions(
+        image="app", gpus_per_process=8, cpu="4", memory="8Gi", shared_memory="2Gi"
+    )
+    manifest = yaml.safe_load(jobset_manifest(_job(restarts=5, devices_per_process=2), options))
+    assert manifest["spec"]["failurePolicy"]["maxRestarts"] == 5
+    job = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
+    assert (job["completions"], job["parallelism"], job["backoffLimit"]) == (4, 4, 0)
+    pod = job["template"]["spec"]
+    (container,) = pod["containers"]
+    limits = {"cpu": "4", "memory": "8Gi", "nvidia.com/gpu": "8"}
+    assert container["resources"] == {"limits": limits}
+    assert pod["volumes"][0]["emptyDir"] == {"medium": "Memory", "sizeLimit": "2Gi"}
+    assert {"name": "JAX_NUM_CPU_DEVICES", "value": "2"} in container["env"]
+
+
+@pytest.mark.parametrize("name", ["", "Run", "7run", "run_7", "run.7", "run-", "é", "a\n"])
+def test_a_name_that_is_no_label(name: str) -> None:
+    with pytest.raises(ConfigError, match="is no DNS label"):
+        jobset_manifest(_job(name=name), KubernetesOptions(image="x"))
+
+
+def test_a_name_that_is_too_long() -> None:
+    jobset_manifest(_job(name="a" * 45, processes=10), KubernetesOptions(image="x"))
+    with pytest.raises(ConfigError, match=r"shorten it to 44$"):
+        jobset_manifest(_job(name="a" * 45, processes=11), KubernetesOptions(image="x"))
+    with pytest.raises(ConfigError, match=r"shorten it to 45$"):
+        jobset_manifest(_job(name="a" * 46), KubernetesOptions(image="x"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"image": " "}, "the pods need a container image"),
+        ({"namespace": "A"}, "namespace='A' is no DNS label"),
+        ({"memory": "64 GB"}, "memory='64 GB' is no quantity"),
+        ({"cpu": "4\nx: 1"}, "cpu=.* is no quantity"),
+        ({"shared_memory": "8gi"}, "shared_memory='8gi' is no quantity"),
+        ({"gpus_per_process": -1}, "gpus_per_process=-1; it is at least 0"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        jobset_manifest(_job(), KubernetesOptions(**{"image": "x", **options}))

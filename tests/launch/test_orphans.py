@@ -1,0 +1,210 @@
+"""Nothing outlives a launcher or a guard that is killed; signals are passed on."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launch.launching import alive, launcher, pids, python, run, until
+
+NOTE = """
+def note(name):
+    with open(f"{folder}/pid-{{me}}-{{name}}", "w") as file:
+        print(os.getpid(), file=file)
+"""
+FAMILY = """
+if os.fork() == 0:
+    if me == 1: os.setsid()
+    note("child")
+    time.sleep(60)
+note("itself")
+print("started", flush=True)
+time.sleep(60)
+"""
+
+
+def family(folder: Path, rest: str = FAMILY) -> tuple[str, ...]:
+    return python(NOTE.format(folder=folder) + rest)
+
+
+def guard_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_kill_9_of_the_launcher_leaves_no_orphan(stopped: bool, tmp_path: Path) -> None:
+    with launcher(tmp_path, 2, family(tmp_path)) as started:
+        running = pids(tmp_path, 4)
+        guards = {guard_of(int((tmp_path / f"pid-{p}-itself").read_text())) for p in range(2)}
+        if stopped:
+            os.kill(running[0], signal.SIGSTOP)
+        started.kill()
+    until(lambda: not [pid for pid in [*running, *guards] if alive(pid)])
+
+
+def test_a_shell_and_its_program_do_not_outlive_the_launcher(tmp_path: Path) -> None:
+    inner = f"echo $$ > {tmp_path}/pid-inner; exec sleep 60"
+    with launcher(tmp_path, 1, ("bash", "-c", f"bash -c '{inner}'; echo after")) as started:
+        (running,) = pids(tmp_path, 1)
+        started.kill()
+    until(lambda: not alive(running))
+
+
+def test_kill_9_of_a_guard_leaves_no_orphan(tmp_path: Path) -> None:
+    with launcher(tmp_path, 2, family(tmp_path, FAMILY.replace("me == 1", "False"))) as started:
+        running = pids(tmp_path, 4)
+        os.kill(guard_of(int((tmp_path / "pid-1-itself").read_text())), signal.SIGKILL)
+        _, err = started.communicate(timeout=10)
+    assert started.returncode == 137
+    assert "process 1 failed first: killed by SIGKILL" in err.decode()
+    assert not [pid for pid in running if alive(pid)]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of Linux alone")
+def test_kill_9_of_a_guard_is_enough_where_the_launcher_is_stopped(tmp_path: Path) -> None:
+    with launcher(tmp_path, 1, family(tmp_path, "note('itself'); time.sleep(60)")) as started:
+        (running,) = pids(tmp_path, 1)
+        started.send_signal(signal.SIGSTOP)
+        os.kill(guard_of(running), signal.SIGKILL)
+        until(lambda: not alive(running))
+        started.kill()
+
+
+@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"])
+def test_signals_are_passed_on(number: str, tmp_path: Path) -> None:
+    script = f"""
+def heard(*_):
+    print("heard {number}")
+    sys.exit(75)
+signal.signal(signal.{number}, heard)
+note("itself")
+time.sleep(60)
+"""
+    with launcher(tmp_path, 2, family(tmp_path, script), quiet=True) as started:
+        pids(tmp_path, 2)
+        started.send_signal(getattr(signal, number))
+        assert started.wait(10) == 75
+    for process in range(2):
+        assert (tmp_path / f"process-{process}.log").read_text() == f"heard {number}\n"
+
+
+@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"])
+def test_a_signal_that_ends_them_ends_the_job(number: str, tmp_path: Path) -> None:
+    script = "signal.signal(signal.SIGINT, signal.SIG_DFL); note('itself'); time.sleep(60)"
+    with launcher(tmp_path, 2, family(tmp_path, script)) as started:
+        pids(tmp_path, 2)
+        started.send_signal(getattr(signal, number))
+        _, err = started.communicate(timeout=10)
+    assert started.returncode == 128 + getattr(signal, number)
+    assert err.decode().splitlines()[-1] == f"stopped by {number}"
+
+
+def test_a_program_in_a_shell_hears_of_sigterm_once(tmp_path: Path) -> None:
+    script = """
+def heard(*_):
+    print("heard", flush=True)
+    time.sleep(0.5)
+    print("saved", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, heard)
+note("itself")
+time.sleep(60)
+"""
+    command = ("bash", "-c", '"$@"; echo after', "-", *family(tmp_path, script))
+    with launcher(tmp_path, 1, command) as started:
+        pids(tmp_path, 1)
+        started.terminate()
+        started.communicate(timeout=10)
+    assert started.returncode == 143
+    assert (tmp_path / "process-0.log").read_text() == "heard\nsaved\n"
+
+
+DEAF = """
+for each in (signal.SIGINT, signal.SIGTERM): signal.signal(each, signal.SIG_IGN)
+note("itself")
+time.sleep(60)
+"""
+
+
+def test_a_second_ctrl_c_ends_them_at_once(tmp_path: Path) -> None:
+    with launcher(tmp_path, 2, family(tmp_path, DEAF)) as started:
+        running = pids(tmp_path, 2)
+        started.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+        assert all(map(alive, running))
+        started.send_signal(signal.SIGINT)
+        _, err = started.communicate(timeout=2)
+    assert started.returncode == 130
+    assert "SIGINT passed on; all have 30 s to end, Ctrl-C ends them now" in err.decode()
+    assert not any(map(alive, running))
+
+
+def test_after_the_grace_they_are_ended(tmp_path: Path) -> None:
+    with launcher(tmp_path, 2, family(tmp_path, DEAF), grace_seconds=0.3) as started:
+        running = pids(tmp_path, 2)
+        started.terminate()
+        assert started.wait(3) == 143
+    assert not any(map(alive, running))
+
+
+def test_a_failure_while_stopping_is_named(tmp_path: Path) -> None:
+    script = """
+def heard(*_):
+    raise OSError("no space left") if me == 1 else SystemExit(75)
+signal.signal(signal.SIGTERM, heard)
+note("itself")
+time.sleep(60)
+"""
+    with launcher(tmp_path, 2, family(tmp_path, script)) as started:
+        pids(tmp_path, 2)
+        started.terminate()
+        _, err = started.communicate(timeout=10)
+    assert started.returncode == 1
+    last = err.decode().splitlines()[-1]
+    assert last.startswith("stopped by SIGTERM; process 1: OSError: no space left (see ")
+
+
+def test_a_closed_output_stops_the_job(tmp_path: Path) -> None:
+    script = 'note("itself")\nwhile True: print("line", flush=True); time.sleep(0.01)'
+    with launcher(tmp_path, 2, family(tmp_path, script)) as started:
+        running = pids(tmp_path, 2)
+        assert started.stdout
+        assert started.stderr
+        started.stdout.readline()
+        started.stdout.close()
+        assert started.wait(5) == 141
+        assert b"nothing reads its output any more" in started.stderr.read()
+    assert not any(map(alive, running))
+
+
+def test_a_signal_comes_through_while_nobody_reads(tmp_path: Path) -> None:
+    script = 'note("itself")\nwhile True: os.write(1, b"x" * 999 + b"\\n")'
+    with launcher(tmp_path, 2, family(tmp_path, script)) as started:
+        running = pids(tmp_path, 2)
+        time.sleep(0.3)
+        started.send_signal(signal.SIGINT)
+        until(lambda: not any(map(alive, running)))
+        started.send_signal(signal.SIGINT)  # what waits to be shown is given up
+        assert started.wait(5) == 130
+
+
+def test_the_guard_is_fast(tmp_path: Path) -> None:
+    assert min(run(("true",), 1, tmp_path / str(n)).seconds for n in range(3)) < 0.3
+
+
+def test_the_launcher_needs_no_jax() -> None:
+    src = Path(__file__).resolve().parents[2] / "src" / "replicax"
+    script = (
+        "import sys, types\n"
+        "sys.modules['replicax'] = types.ModuleType('replicax')\n"
+        f"sys.modules['replicax'].__path__ = [{str(src)!r}]\n"
+        "import replicax.launch.supervisor\n"
+        "print(*{'jax', 'numpy'} & set(sys.modules))"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert loaded.stdout.split() == []

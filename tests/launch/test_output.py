@@ -1,0 +1,171 @@
+"""What the processes write: whole, under their numbers, and in files."""
+
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launch.launching import launcher, python, run
+
+from replicax.launch import output
+
+
+def shown(
+    script: str, folder: Path, capfdbinary: pytest.CaptureFixture[bytes], processes: int = 1
+) -> tuple[list[bytes], list[bytes]]:
+    """The lines that processes that run `script` leave on the launcher's stdout and stderr."""
+    outcome = run(python(script), processes, folder, quiet=False)
+    assert outcome.exit_code == 0
+    out, err = capfdbinary.readouterr()
+    started, logs, *lines = out.splitlines(keepends=True)
+    assert started.startswith(b"launch %d process" % processes)
+    assert logs == f"logs   {folder}/\n".encode()
+    return lines, err.splitlines(keepends=True)
+
+
+def raw(folder: Path, process: int = 0) -> bytes:
+    return (folder / f"process-{process}.log").read_bytes()
+
+
+def test_lines_have_the_number_of_their_process(
+    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    script = "print('out', me); print('err', me, file=sys.stderr)"
+    out, err = shown(script, tmp_path, capfdbinary, processes=11)
+    numbers = [*(b"[ %d]" % number for number in range(10)), b"[10]"]
+    assert sorted(out) == sorted(
+        b"%b out %d\n" % (number, place) for place, number in enumerate(numbers)
+    )
+    assert sorted(err) == sorted(
+        b"%b err %d\n" % (number, place) for place, number in enumerate(numbers)
+    )
+    assert sorted(raw(tmp_path, 10).splitlines()) == [b"err 10", b"out 10"]
+
+
+@pytest.mark.parametrize(
+    ("written", "lines"),
+    [
+        (b"no end", [b"no end"]),
+        (b"\n\nthree\n", [b"", b"", b"three"]),
+        (b"\xff\xfe not UTF-8\n", [b"\xff\xfe not UTF-8"]),
+        (b"of Windows\r\n", [b"of Windows"]),
+        (b"\r 10%\r 50%\r100%\n", [b"100%"]),
+        (b"\r 10%\r 50%", [b" 50%"]),
+        (b"50%\r", [b"50%"]),
+    ],
+)
+def test_what_is_shown_of_what_is_written(
+    written: bytes,
+    lines: list[bytes],
+    tmp_path: Path,
+    capfdbinary: pytest.CaptureFixture[bytes],
+) -> None:
+    out, err = shown(f"os.write(1, {written!r})", tmp_path, capfdbinary)
+    assert out == [b"[0] " + line + b"\n" for line in lines]
+    assert not err
+    assert raw(tmp_path) == written
+
+
+def test_a_progress_bar_is_shown_now_and_then(
+    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "PROGRESS_SECONDS", 0.1)
+    script = """
+        for step in range(50):
+            os.write(1, b"\\rstep %d" % step)
+            time.sleep(0.01)
+    """
+    out, _ = shown(script, tmp_path, capfdbinary)
+    assert 3 <= len(out) <= 25  # of the 50 that were drawn; a busy machine takes longer
+    assert all(re.fullmatch(rb"\[0\] step \d+\n", line) for line in out)
+    assert out[-1] == b"[0] step 49\n"
+    assert raw(tmp_path).count(b"\r") == 50
+
+
+def test_a_line_that_is_written_in_pieces_is_whole(
+    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    script = """
+        for _ in range(20):
+            os.write(1, b"one ")
+            os.write(2, b"three ")
+            time.sleep(0.005)
+            os.write(2, b"four\\n")
+            os.write(1, b"two\\n")
+    """
+    out, err = shown(script, tmp_path, capfdbinary)
+    assert out == [b"[0] one two\n"] * 20
+    assert err == [b"[0] three four\n"] * 20
+    assert set(raw(tmp_path).splitlines()) == {b"one two", b"three four"}
+
+
+def test_much_of_it_is_fast_and_no_line_is_torn(tmp_path: Path) -> None:
+    script = """
+        for line in range(5000):
+            print(f"{me} {line} {'x' * 90}", file=(sys.stdout, sys.stderr)[line % 2])
+    """
+    began = time.monotonic()
+    with launcher(tmp_path, 4, python(script)) as started:
+        out, err = started.communicate(timeout=20)
+    assert time.monotonic() - began < 5
+    for stream, first in ((out.splitlines()[2:], 0), (err.splitlines()[:-1], 1)):
+        for process in range(4):
+            mine = [line for line in stream if line.startswith(b"[%d] " % process)]
+            wanted = [
+                b"[%d] %d %d %b" % (process, process, n, b"x" * 90) for n in range(first, 5000, 2)
+            ]
+            assert mine == wanted
+        assert len(stream) == 10000
+
+
+def test_a_line_without_an_end_does_not_fill_the_memory(
+    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    out, _ = shown("for _ in range(50): os.write(1, b'x' * 100000)", tmp_path, capfdbinary)
+    assert max(map(len, out)) < 2 * output.MOST_LINE_BYTES
+    assert sum(line.count(b"x") for line in out) == 5_000_000
+    assert raw(tmp_path) == b"x" * 5_000_000
+
+
+@pytest.mark.parametrize("no_color", [False, True])
+def test_numbers_have_colors_on_a_terminal(
+    no_color: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if no_color:
+        monkeypatch.setenv("NO_COLOR", "1")
+    ours, theirs = os.openpty()
+    with os.fdopen(theirs, "w") as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        run(python("print('out')"), 2, tmp_path, quiet=False)
+        read = os.read(ours, 4096).splitlines()
+    os.close(ours)
+    numbers = [b"[0]", b"[1]"] if no_color else [b"\x1b[36m[0]\x1b[0m", b"\x1b[33m[1]\x1b[0m"]
+    assert sorted(read[2:]) == sorted(number + b" out" for number in numbers)
+
+
+def test_quiet_shows_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run(python("print('out'); print('err', file=sys.stderr)"), 1, tmp_path)
+    assert capfd.readouterr() == ("", "")
+    assert b"out" in raw(tmp_path)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_full_disk_ends_the_log_and_not_the_job(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = Path.open
+
+    def full(path: Path, *arguments: object, **more: object) -> object:
+        path = Path("/dev/full") if path.suffix == ".log" else path
+        return opened(path, *arguments, **more)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(Path, "open", full)
+    outcome = run(python("print('one'); print('two')"), 1, tmp_path, quiet=False)
+    assert outcome.exit_code == 0
+    out, err = capfd.readouterr()
+    assert out.endswith("[0] one\n[0] two\n")
+    (line,) = err.splitlines()
+    assert line.startswith(f"replicax: {tmp_path}/process-0.log: No space left")

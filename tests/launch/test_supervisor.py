@@ -1,0 +1,189 @@
+"""A job on this host: what its processes get, how it ends, and when it is started again."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from launch.launching import environment, log, python, run
+
+from replicax.errors import ConfigError
+from replicax.launch.supervisor import Outcome
+
+FAILS_AT_STEP = """
+attempt = len([name for name in os.listdir({folder!r}) if name.startswith(f"process-{{me}}")])
+fail("ValueError: bad value", step={step})
+sys.exit(1)
+"""
+
+
+def test_each_process_gets_its_place(tmp_path: Path) -> None:
+    script = """
+        for name in sorted(os.environ):
+            if name.startswith(("REPLICAX_", "JAX_", "PYTHONUNB", "MINE")):
+                print(f"{name}={os.environ[name]}")
+    """
+    env = {**environment(MINE="kept"), "REPLICAX_PROCESS_ID": "7", "JAX_NUM_CPU_DEVICES": "9"}
+    outcome = run(python(script), 3, tmp_path, devices_per_process=2, env=env)
+    assert outcome.exit_code == 0
+    assert outcome.message is None
+    assert outcome.attempts == 1
+    told = [dict(line.split("=", 1) for line in log(outcome, p).splitlines()) for p in range(3)]
+    assert [each.pop("REPLICAX_PROCESS_ID") for each in told] == ["0", "1", "2"]
+    files = [Path(each.pop("REPLICAX_FAILURE_FILE")) for each in told]
+    assert all(path.is_absolute() and path.parent == tmp_path for path in files)
+    assert len(set(files)) == 3
+    assert told[0] == told[1] == told[2]
+    assert told[0].pop("MINE") == "kept"
+    host, port = told[0].pop("REPLICAX_COORDINATOR").split(":")
+    assert host == "127.0.0.1"
+    assert 1024 < int(port) < 65536
+    assert len(told[0].pop("REPLICAX_JOB_ID")) == 16
+    assert told[0] == {
+        "REPLICAX_PROCESSES": "3",
+        "JAX_NUM_CPU_DEVICES": "2",
+        "PYTHONUNBUFFERED": "1",
+        **{name: value for name, value in os.environ.items() if name == "JAX_PLATFORMS"},
+    }
+
+
+def test_the_command_has_no_input_no_descriptor_and_signals_as_by_default(tmp_path: Path) -> None:
+    script = """
+        print(repr(sys.stdin.read()))
+        print(sorted(int(fd) for fd in os.listdir("/proc/self/fd"))[:-1])
+        print(open("/proc/self/status").read().partition("SigIgn:")[2].split()[0])
+        print(os.getpgid(0) == os.getpid(), os.getsid(0) == os.getppid())
+    """
+    command = ("sh", "-c", f'exec "{sys.executable}" -S "$@"', "-", *python(script)[2:])
+    lines = log(run(command, 2, tmp_path), 1).splitlines()
+    assert lines[0] == "''"
+    assert lines[1] == "[0, 1, 2]"
+    assert int(lines[2], 16) & ~0x1001000 == 0  # but for SIGPIPE and SIGXFSZ: Python's own doing
+    assert lines[3] == "True True"
+
+
+def test_pipes_break_as_in_a_shell(tmp_path: Path) -> None:
+    outcome = run(("sh", "-c", "kill -PIPE $$; echo ignored"), 1, tmp_path)
+    assert outcome.exit_code == 128 + 13
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "words"),
+    [
+        ([0, 0], 0, None),
+        ([75, 75], 75, "everything saved"),
+        ([0, 75], 75, "everything saved"),
+        ([0, 7], 7, "process 1 failed first: exit code 7"),
+        ([75, 7], 7, "process 1 failed first: exit code 7"),
+    ],
+)
+def test_the_exit_code(ends: list[int], code: int, words: str | None, tmp_path: Path) -> None:
+    outcome = run(python(f"sys.exit({ends}[me])"), 2, tmp_path, restarts=0)
+    assert outcome.exit_code == code
+    assert words is None or words in (outcome.message or "")
+    assert (outcome.message is None) == (words is None)
+
+
+def test_a_signal_that_ends_a_process_is_in_the_exit_code(tmp_path: Path) -> None:
+    script = "os.kill(os.getpid(), signal.SIGSEGV) if me == 1 else time.sleep(0.3)"
+    outcome = run(python(script), 2, tmp_path)
+    assert outcome.exit_code == 128 + 11
+    assert "process 1 failed first: killed by SIGSEGV" in str(outcome.message)
+
+
+def again_and_again(tmp_path: Path, script: str, restarts: int, processes: int = 2) -> Outcome:
+    return run(python(script), processes, tmp_path / "logs", restarts=restarts)
+
+
+COUNTED = """
+    path = {path!r} + str(me)
+    with open(path, "a") as file:
+        file.write(os.environ["REPLICAX_JOB_ID"] + " " + os.environ["REPLICAX_COORDINATOR"] + "\\n")
+    starts = len(open(path).readlines())
+"""
+
+
+def test_all_are_started_again_as_another_job(tmp_path: Path) -> None:
+    script = COUNTED.format(path=str(tmp_path / "starts"))
+    script += """
+    if me == 1 and starts < 3:
+        fail(f"ValueError: bad value in {'abc'[starts]}")
+        sys.exit(4)
+    """
+    outcome = again_and_again(tmp_path, script, restarts=5)
+    assert (outcome.exit_code, outcome.attempts, outcome.message) == (0, 3, None)
+    for process in range(2):
+        starts = (tmp_path / f"starts{process}").read_text().splitlines()
+        ids, places = zip(*(line.split() for line in starts), strict=True)
+        assert len(set(ids)) == len(set(places)) == 3
+    names = {path.name for path in (tmp_path / "logs").glob("*.log")}
+    tries = ["", "-attempt-2", "-attempt-3"]
+    assert names == {f"process-{process}{each}.log" for process in range(2) for each in tries}
+
+
+def test_restarts_are_used_up(tmp_path: Path) -> None:
+    script = COUNTED.format(path=str(tmp_path / "starts"))
+    script += "    fail(f\"ValueError: {'abc'[starts - 1]}\"); sys.exit(4)"
+    outcome = again_and_again(tmp_path, script, restarts=2, processes=1)
+    assert (outcome.exit_code, outcome.attempts) == (4, 3)
+    assert "ValueError: c" in str(outcome.message)
+    assert "process-0-attempt-3.log" in str(outcome.message)
+    assert "all 2 restarts are used up" in str(outcome.message)
+
+
+def test_a_crash_loop_ends(tmp_path: Path) -> None:
+    script = "fail(f'ValueError: bad value at {hex(os.getpid())}', step=12); sys.exit(4)"
+    outcome = again_and_again(tmp_path, script, restarts=9, processes=1)
+    assert (outcome.exit_code, outcome.attempts) == (4, 3)
+    assert "the same failure 3 times in a row: a restart will not help" in str(outcome.message)
+
+
+@pytest.mark.parametrize("code", [2, 75])
+def test_what_a_restart_cannot_help_is_not_started_again(code: int, tmp_path: Path) -> None:
+    outcome = again_and_again(tmp_path, f"sys.exit({code})", restarts=3, processes=1)
+    assert (outcome.exit_code, outcome.attempts) == (code, 1)
+    assert ("a wrong flag or configuration" in str(outcome.message)) == (code == 2)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no cores to give out")
+def test_each_process_has_cores_of_its_own(tmp_path: Path) -> None:
+    count = min(len(os.sched_getaffinity(0)), 4)
+    outcome = run(python("print(*os.sched_getaffinity(0))"), count, tmp_path, pin=True)
+    blocks = [set(log(outcome, process).split()) for process in range(count)]
+    assert all(blocks)
+    assert len(set.union(*blocks)) == sum(map(len, blocks))
+    assert {int(core) for core in set.union(*blocks)} <= os.sched_getaffinity(0)
+
+
+def refusal(tmp_path: Path, command: tuple[str, ...] = ("true",), **more: object) -> str:
+    processes = more.pop("processes", 1)
+    with pytest.raises(ConfigError) as refused:
+        run(command, processes, tmp_path, **more)  # type: ignore[arg-type]
+    return str(refused.value)
+
+
+def test_what_cannot_be_started_is_refused_before_anything_is(tmp_path: Path) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text("")
+    text = tmp_path / "mine"
+    text.write_text("")
+    logs = tmp_path / "logs"
+    assert "no command" in refusal(logs, ())
+    assert "'no-such-program' is not on the PATH" in refusal(logs, ("no-such-program",))
+    assert "is no file" in refusal(logs, ("./no/such",))
+    assert f"python {script}" in refusal(logs, (str(script),))
+    assert "chmod +x" in refusal(logs, (str(text),))
+    assert "--processes 0" in refusal(logs, processes=0)
+    assert "--devices-per-process 0" in refusal(logs, devices_per_process=0)
+    assert "--restarts -1" in refusal(logs, restarts=-1)
+    most = len(os.sched_getaffinity(0))
+    assert f"{most + 1} on {most} cores" in refusal(logs, processes=most + 1, pin=True)
+    assert not logs.exists()
+
+
+def test_logs_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "--logs" in refusal(tmp_path / "file" / "logs")
+    (tmp_path / "process-0.log").write_text("kept")
+    assert "has the logs of another job (process-0.log)" in refusal(tmp_path)
+    assert (tmp_path / "process-0.log").read_text() == "kept"
