@@ -1,4 +1,4 @@
-"""What all processes must have the same of before they compute together: the model and the step."""
+"""What all processes must have the same of before they compute: the model and the program."""
 
 import hashlib
 import zlib
@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from replicax.cluster.agreement import agree
-from replicax.cluster.link import current_link
+from replicax.cluster.link import Link, current_link
 from replicax.data.digest import describe_leaves
 from replicax.parallel.model import PyTree
 
@@ -28,46 +28,48 @@ def agree_on_model(model: PyTree, seed: int) -> None:
     agree("the initial model", {"seed": seed, **describe_leaves(jax.tree.map(np.asarray, model))})
 
 
-def agree_on_step(
-    settings: Mapping[str, Any], mesh: Mesh, state: Any, batch: Any, lowered: jax.stages.Lowered
+def agree_on_program(
+    what: str,
+    settings: Mapping[str, Any],
+    mesh: Mesh,
+    arguments: tuple[Any, Any],
+    lowered: jax.stages.Lowered,
 ) -> None:
     """Raise `AgreementError` where the processes are about to run different programs.
 
     Args:
+        what: the program, in words.
         settings: what the user chose.
         mesh: of all processes' devices.
-        state: the arrays of the state.
-        batch: the arrays of the batch.
-        lowered: the step.
+        arguments: the state and the batch.
+        lowered: the program.
     """
-    if current_link() is None:
+    link = current_link()
+    if link is None:
         return
-    text = lowered.as_text()
+    state, batch = arguments
     fields = {
         **settings,
         "mesh": {**mesh.shape, "devices": [device.id for device in mesh.devices.flat]},
         "state": _shapes(state),
         "batch": _shapes(batch),
     }
-    agree("the step", fields)
-    _agree_on_program(text)
+    agree(what, fields)
+    text = lowered.as_text()
+    digests = link.gather(link.unique(what), hashlib.sha256(text.encode()).hexdigest())
+    if len(set(digests)) > 1:
+        _name_the_line(what, text.splitlines(), link)
 
 
-def _agree_on_program(text: str) -> None:
-    """Name the first line that differs: a constant, most often."""
-    link = current_link()
-    assert link is not None
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    if len(set(link.gather(link.unique("the program"), digest))) == 1:
-        return
-    lines = text.splitlines()
-    checksums = link.gather(
-        link.unique("the program's lines"), [zlib.crc32(line.encode()) for line in lines]
-    )
+def _name_the_line(what: str, lines: list[str], link: Link) -> None:
+    """Raise `AgreementError` with the first line that differs: a constant, most often."""
+    own = [zlib.crc32(line.encode()) for line in lines]
+    checksums = link.gather(link.unique(f"{what}, line by line"), own)
     shortest = min(map(len, checksums))
     differing = (n for n in range(shortest) if len({sums[n] for sums in checksums}) > 1)
     first = next(differing, shortest)
-    agree("the program", {f"line {first + 1}": lines[first].strip() if first < len(lines) else "its end"})
+    line = lines[first].strip() if first < len(lines) else "its end"
+    agree(f"the program of {what}", {f"line {first + 1}": line})
 
 
 def _shapes(tree: Any) -> dict[str, str]:

@@ -19,7 +19,7 @@ from replicax.data.feed import Feed, Split
 from replicax.data.share import Share
 from replicax.data.source import as_source
 from replicax.errors import ConfigError, LossError, StateError
-from replicax.parallel.agreed import agree_on_model, agree_on_step
+from replicax.parallel.agreed import agree_on_model, agree_on_program
 from replicax.parallel.capacity import check_fits, check_state_fits
 from replicax.parallel.gradients import LossFunction, Objective
 from replicax.parallel.layout import Layout, check_layout, layout_name, state_shardings
@@ -214,7 +214,7 @@ class DataParallel:
         if self._scalars:
             self._refuse_padding(batch)
         if current_link() is not None:
-            self._agree(state, batch)
+            self._agree("the step", self.lower, state, batch)
         if not self._finite and self._are_placed(state, batch):
             check_fits(self.lower(state, batch).compile(), self.mesh, batch.size)
         state, metrics = self._step(state, batch)
@@ -246,6 +246,8 @@ class DataParallel:
                 self._scalars = self._inspect(state, placed)
             if self._scalars:
                 self._refuse_padding(placed)
+            if current_link() is not None:
+                self._agree("the evaluation", self._score.lower, state, placed)
             pending.append(self._score(state, placed))
             PULSE.move()
             if len(pending) > 2:
@@ -356,14 +358,14 @@ class DataParallel:
             for leaf, sharding in zip(jax.tree.leaves((state, batch)), wanted, strict=True)
         )
 
-    def _agree(self, state: TrainState, batch: Batch) -> None:
+    def _agree(self, what: str, lower: Any, state: TrainState, batch: Batch) -> None:
         """That all processes are about to run the same program, once for each shape of a batch."""
-        shapes = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(batch))
+        shapes = (what, *((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(batch)))
         if shapes in self._agreed:
             return
         settings = {name: getattr(self, name) for name in ("mode", "accumulate", "donate")}
         settings |= {"layout": layout_name(self.layout), "precision": self.precision.name}
-        agree_on_step(settings, self.mesh, state, batch, self.lower(state, batch))
+        agree_on_program(what, settings, self.mesh, (state, batch), lower(state, batch))
         self._agreed.add(shapes)
 
     def _placed(self, data: PyTree) -> Batch:
