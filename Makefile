@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEERS := $(VENV)/.peers
+ENGINES := $(VENV)/.engines
 UV_VERSION := 0.13.8
 
 # The first that is Python 3.11 or newer and can make a virtual environment.
@@ -14,12 +15,13 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 # Also appended to the command of `train`, `test`, `test-fast` and `lock`.
 ARGS ?=
 
-.PHONY: help train data peers test test-fast check bench lock clean
+.PHONY: help train data peers engines test test-fast check bench lock clean
 
 help:
 	@echo 'make train      set up, get the data and train LeNet on two devices (ARGS="--epochs 1")'
 	@echo 'make data       get Fashion-MNIST from Debian where that is possible'
 	@echo 'make peers      install torch and transformers, which some tests compare with'
+	@echo 'make engines    install Slurm, Open MPI and Ray, which some tests run under'
 	@echo 'make test       every test'
 	@echo 'make test-fast  the tests that take seconds'
 	@echo 'make check      lint, formatting, types'
@@ -67,7 +69,33 @@ $(PEERS): requirements-peers.txt $(STAMP)
 		--constraint $(VENV)/constraints.txt </dev/null >/dev/null 2>&1 && : > $@; } \
 		|| echo 'peers: that failed; the tests that compare with them will be skipped'
 
-test: $(STAMP) data peers
+ENGINE_PACKAGES := slurm-wlm munge openmpi-bin
+SKIPPED := the tests that run under them will be skipped
+
+# Debian's daemons are in sbin, which a PATH may lack.
+engines: $(ENGINES)
+	@export PATH="$$PATH:/usr/sbin:/sbin"; \
+	if command -v srun >/dev/null && command -v munged >/dev/null && \
+		command -v mpirun >/dev/null; then \
+		echo "engines: $(ENGINE_PACKAGES) are installed"; \
+	elif command -v apt-get >/dev/null && test "$$(id -u 2>/dev/null)" = 0; then \
+		echo "engines: installing Debian's packages $(ENGINE_PACKAGES)"; \
+		{ apt-get update && DEBIAN_FRONTEND=noninteractive \
+			apt-get install --yes --no-install-recommends $(ENGINE_PACKAGES); } \
+			</dev/null >/dev/null 2>&1 \
+			|| echo "engines: that failed; $(SKIPPED)"; \
+	else \
+		echo "engines: no Debian package can be installed here; $(SKIPPED)"; \
+	fi
+
+$(ENGINES): requirements-engines.txt $(STAMP)
+	@echo "engines: installing $(shell sed '/^#/d' requirements-engines.txt)"
+	@sed -n 's/^\([a-z].*\) \\$$/\1/p' requirements.lock >$(VENV)/constraints.txt
+	@{ $(BIN)/python -m pip install --requirement requirements-engines.txt \
+		--constraint $(VENV)/constraints.txt </dev/null >/dev/null 2>&1 && : > $@; } \
+		|| echo 'engines: that failed; $(SKIPPED)'
+
+test: $(STAMP) data peers engines
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 test-fast: $(STAMP)

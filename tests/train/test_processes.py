@@ -29,6 +29,8 @@ def test_processes_end_alike_and_process_0_speaks_for_all(folder: Path) -> None:
     assert len(own) == 1
     config = json.loads((folder / "run" / "config.json").read_text())
     assert config["parallel"]["processes"] == 2
+    records = (folder / "run" / "records.jsonl").read_text().splitlines()
+    assert [json.loads(record)["kind"] for record in records].count("eval") == 10
 
 
 @pytest.mark.parametrize("process", ["0", "1"])

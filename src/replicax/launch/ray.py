@@ -39,8 +39,7 @@ class RayOptions:
     """Which Ray cluster to run on, and what to ask it for."""
 
     address: str | None = None
-    """Address of the cluster, host:port; RAY_ADDRESS or a cluster that runs on this host where it
-    is not given."""
+    """Address of the cluster, host:port; by default RAY_ADDRESS, or one that runs on this host."""
     gpus_per_process: int = 0
     """GPUs that each process takes."""
     cpus_per_process: int = 1
@@ -102,7 +101,7 @@ def _connect(ray: ModuleType, options: RayOptions) -> str:
     named = "--address" if options.address else "RAY_ADDRESS"
     if "://" in address:
         raise ConfigError(
-            f"{named}={address}; Ray Train runs from a node of the cluster: give host:port there, "
+            f"{named} {address}; Ray Train runs from a node of the cluster: give host:port there, "
             "or submit the command with `ray job submit`"
         )
     if address != "auto":
@@ -170,6 +169,8 @@ def _fit(train: ModuleType, job: Job, options: RayOptions, storage: str) -> tupl
             name=job.name,
             storage_path=storage,
             failure_config=train.FailureConfig(max_failures=job.restarts),
+            # Or a worker that ends kills the guard first, which then ends nothing.
+            worker_runtime_env={"env_vars": {"RAY_kill_child_processes_on_worker_exit": "0"}},
             # Its own tracebacks of an error that the command has told already.
             logging_config=train.LoggingConfig(log_level="CRITICAL"),
         ),
@@ -180,6 +181,8 @@ def _fit(train: ModuleType, job: Job, options: RayOptions, storage: str) -> tupl
         return _failed(job, error.worker_failures)
     except train.TrainingFailedError as error:
         return 1, f"Ray Train failed: {_one_line(error)}"
+    except SystemExit:  # Ray's own answer to Ctrl-C
+        return 128 + signal.SIGINT, "stopped by SIGINT"
     if result.return_value == SAVED:
         return SAVED, "stopped early with everything saved; start it again to go on"
     return 0, None

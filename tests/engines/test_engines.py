@@ -1,0 +1,237 @@
+"""The same training, unchanged, under real engines on this host, each started by its test."""
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engines.commands import HERE, PYTHON, REPLICAX, SECONDS, run, said
+from engines.leftovers import leftovers
+from engines.openmpi import missing_openmpi, mpirun
+from engines.ray import missing_ray, ray_cluster
+from engines.slurm import missing_slurm, slurm
+
+from replicax.launch.job import Job
+from replicax.launch.slurm import SlurmOptions, slurm_script
+
+SCRIPT = [PYTHON, str(HERE / "train_job.py")]
+FLAGS = ["--devices", "2", "--steps", "5", "--run", "tiny"]
+TRAIN = [REPLICAX, "train", f"{HERE / 'tiny_recipe.py'}:Tiny", *FLAGS]
+ONE_DEVICE = {"JAX_NUM_CPU_DEVICES": "1"}
+ABSOLUTE_DIFFERENCE = 1e-6
+
+pytestmark = pytest.mark.slow
+needs_mpirun = pytest.mark.skipif(missing_openmpi() is not None, reason=str(missing_openmpi()))
+needs_slurm = pytest.mark.skipif(missing_slurm() is not None, reason=str(missing_slurm()))
+needs_ray = pytest.mark.skipif(missing_ray() is not None, reason=str(missing_ray()))
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
+    """Those of one process with two devices."""
+    folder = tmp_path_factory.mktemp("one")
+    done = run([*SCRIPT, "weights.npz"], folder, {"JAX_NUM_CPU_DEVICES": "2"})
+    assert done.returncode == 0, said(done)
+    return _load(folder)
+
+
+@pytest.fixture(scope="module")
+def recipe_weights(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Those of `replicax train` in one process with two devices."""
+    done = run(TRAIN, tmp_path_factory.mktemp("one"))
+    assert done.returncode == 0, said(done)
+    return _printed(done)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The variables of a Slurm cluster of one node."""
+    folder = tmp_path_factory.mktemp("slurm")
+    with slurm(folder) as env:
+        yield env
+    assert leftovers(folder) == []
+
+
+@pytest.fixture(scope="module")
+def ray_address() -> Iterator[str]:
+    """Where a Ray cluster with two CPUs is."""
+    with ray_cluster(cpus=2) as (address, folder):
+        yield address
+    assert leftovers(folder) == []
+
+
+def test_processes_under_launch_train_the_same_weights(
+    weights: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    launch = [REPLICAX, "launch", "--processes", "2", "--devices-per-process", "1", "--"]
+    _check(run([*launch, *SCRIPT, "weights.npz"], tmp_path), tmp_path, weights)
+
+
+@needs_mpirun
+def test_processes_under_mpirun_train_the_same_weights(
+    weights: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    done = run([*mpirun(2), *SCRIPT, "weights.npz"], tmp_path, ONE_DEVICE)
+    assert "process 0 of 2 (OMPI_COMM_WORLD_RANK" in done.stderr
+    _check(done, tmp_path, weights)
+
+
+@needs_slurm
+def test_processes_under_srun_train_the_same_weights(
+    cluster: dict[str, str], weights: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    done = run(["srun", "-n", "2", *SCRIPT, "weights.npz"], tmp_path, {**ONE_DEVICE, **cluster})
+    assert "process 0 of 2 (SLURM_PROCID" in done.stderr, said(done)
+    _check(done, tmp_path, weights)
+
+
+@needs_ray
+def test_processes_under_ray_train_the_same_weights(
+    ray_address: str, weights: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    _check(_on_ray(ray_address, [*SCRIPT, "weights.npz"], tmp_path), tmp_path, weights)
+
+
+@needs_mpirun
+def test_replicax_train_runs_unchanged_under_mpirun(
+    recipe_weights: list[float], tmp_path: Path
+) -> None:
+    _check_printed(run([*mpirun(2), *TRAIN], tmp_path), recipe_weights)
+
+
+@needs_slurm
+def test_replicax_train_runs_unchanged_under_srun(
+    cluster: dict[str, str], recipe_weights: list[float], tmp_path: Path
+) -> None:
+    _check_printed(run(["srun", "-n", "2", *TRAIN], tmp_path, cluster), recipe_weights)
+
+
+@needs_slurm
+def test_a_batch_script_is_one_that_slurm_takes_and_runs(
+    cluster: dict[str, str], weights: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    job = Job((*SCRIPT, "weights.npz"), processes=2, devices_per_process=1, name="tiny")
+    script = tmp_path / "job.sh"
+    script.write_text(slurm_script(job, SlurmOptions(nodes=1, time="5")))
+    tested = run(["sbatch", "--test-only", "job.sh"], tmp_path, cluster)
+    assert tested.returncode == 0, said(tested)
+    assert "to start at" in tested.stderr  # where, and on how many processors
+    _check(run(["sbatch", "--wait", "job.sh"], tmp_path, cluster), tmp_path, weights)
+
+
+@needs_slurm
+def test_a_process_that_fails_ends_the_step_with_its_cause(
+    cluster: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "fails.py").write_text(
+        "import replicax as rx\n"
+        "if rx.initialize().process == 1:\n"
+        "    raise ValueError('a bad value')\n"
+        "import time; time.sleep(60)\n"
+    )
+    done = run(["srun", "-n", "2", PYTHON, "fails.py"], tmp_path, cluster)
+    assert done.returncode != 0
+    assert "process 0 stops: process 1" in done.stderr, said(done)
+    assert "ValueError: a bad value" in done.stderr
+
+
+@needs_ray
+def test_ray_starts_all_again_after_a_failure(ray_address: str, tmp_path: Path) -> None:
+    """The first time process 1 fails, and the second time it does not."""
+    script = (
+        "import os, pathlib, sys\n"
+        "if os.environ['REPLICAX_PROCESS_ID'] == '1':\n"
+        "    again = pathlib.Path('again')\n"
+        "    if not again.exists():\n"
+        "        again.touch()\n"
+        "        raise ValueError('a bad value')\n"
+        "else:\n"
+        "    pathlib.Path(os.environ['REPLICAX_JOB_ID']).touch()\n"
+    )
+    done = _on_ray(ray_address, [PYTHON, "-c", script], tmp_path, "--restarts", "1")
+    assert done.returncode == 0, said(done)
+    assert "[1] ValueError: a bad value" in done.stdout + done.stderr
+    jobs = {path.name for path in tmp_path.iterdir()} - {"again"}
+    assert len(jobs) == 2, jobs  # a job that is started again has an id of its own
+
+
+@needs_ray
+def test_the_first_failure_under_ray_is_named(ray_address: str, tmp_path: Path) -> None:
+    script = (
+        "import os, sys, time\n"
+        "if os.environ['REPLICAX_PROCESS_ID'] == '1': sys.exit('a bad value')\n"
+        "time.sleep(60)"
+    )
+    done = _on_ray(ray_address, [PYTHON, "-c", script], tmp_path)
+    assert done.returncode == 1, said(done)
+    assert "process 1 failed first: exit code 1 (a bad value)" in done.stderr
+
+
+@needs_ray
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_nothing_outlives_a_launcher_on_ray(
+    ray_address: str, tmp_path: Path, number: int, exit_code: int
+) -> None:
+    """What the command started itself, too."""
+    sleep = f"{PYTHON} -S -c 'import time; time.sleep(300)' {tmp_path}"
+    command = ["sh", "-c", f"{sleep} & touch $REPLICAX_PROCESS_ID; wait"]
+    launch = [REPLICAX, "launch", "--on", "ray", "--address", ray_address, "--processes", "2"]
+    with (tmp_path / "out").open("wb") as out:
+        launcher = subprocess.Popen(
+            [*launch, "--", *command],
+            cwd=tmp_path,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+        )
+    try:
+        deadline = time.monotonic() + SECONDS
+        while not ((tmp_path / "0").exists() and (tmp_path / "1").exists()):
+            assert launcher.poll() is None, (tmp_path / "out").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        launcher.send_signal(number)
+        assert launcher.wait(SECONDS) == exit_code
+    finally:
+        launcher.kill()
+        launcher.wait()
+    assert leftovers(tmp_path) == []
+
+
+def _on_ray(
+    address: str, command: Sequence[str], folder: Path, *flags: str
+) -> subprocess.CompletedProcess[str]:
+    launch = [REPLICAX, "launch", "--on", "ray", "--processes", "2", "--devices-per-process", "1"]
+    return run([*launch, *flags, "--", *command], folder, {"RAY_ADDRESS": address})
+
+
+def _check(
+    done: subprocess.CompletedProcess[str], folder: Path, expected: dict[str, np.ndarray]
+) -> None:
+    assert done.returncode == 0, said(done)
+    got = _load(folder)
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(got[name], value, rtol=0, atol=ABSOLUTE_DIFFERENCE)
+
+
+def _check_printed(done: subprocess.CompletedProcess[str], expected: list[float]) -> None:
+    assert done.returncode == 0, said(done)
+    np.testing.assert_allclose(_printed(done), expected, rtol=0, atol=ABSOLUTE_DIFFERENCE)
+
+
+def _load(folder: Path) -> dict[str, np.ndarray]:
+    with np.load(folder / "weights.npz") as saved:
+        return dict(saved)
+
+
+def _printed(done: subprocess.CompletedProcess[str]) -> list[float]:
+    """The weights, which process 0 alone prints."""
+    lines = [line for line in done.stdout.splitlines() if line.startswith("weights ")]
+    assert len(lines) == 1, said(done)
+    numbers: list[float] = json.loads(lines[0].removeprefix("weights "))
+    return numbers

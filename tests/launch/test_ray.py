@@ -1,0 +1,86 @@
+"""What is decided about a job on Ray without a cluster; tests/engines runs one."""
+
+import pickle
+from pathlib import Path
+
+import pytest
+
+from replicax.errors import ClusterError, ConfigError
+from replicax.launch import ray
+from replicax.launch.cause import Ended, Report
+from replicax.launch.job import Job
+from replicax.launch.port import free_port
+from replicax.launch.process import End
+from replicax.launch.ray import RayOptions, launch_on_ray
+from replicax.launch.ray_process import ProcessError
+
+JOB = Job(("true",), 2)
+
+
+def _error(process: int, status: int, report: Report | None) -> ProcessError:
+    ended = Ended(End(status, 10.0, forced=False), report, (), Path("log"))
+    return ProcessError(f"process {process} ended with {status}", ended)
+
+
+def test_cores_are_not_pinned_on_ray() -> None:
+    with pytest.raises(ConfigError, match=r"--pin with --on ray; .*--cpus-per-process"):
+        launch_on_ray(Job(("true",), 2, pin=True), RayOptions())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (RayOptions(gpus_per_process=-1), "--gpus-per-process -1; it is at least 0"),
+        (RayOptions(cpus_per_process=0), "--cpus-per-process 0; it is at least 1"),
+    ],
+)
+def test_numbers_that_cannot_be_meant(options: RayOptions, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        launch_on_ray(JOB, options)
+
+
+def test_an_address_where_nothing_listens_is_named() -> None:
+    address = f"127.0.0.1:{free_port()}"
+    with pytest.raises(ClusterError, match=f"RAY_ADDRESS={address} cannot be reached .*ray start"):
+        ray._reach(address, "RAY_ADDRESS")
+
+
+def test_an_address_without_a_port_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--address=here; a Ray cluster is at host:port"):
+        ray._reach("here", "--address")
+
+
+def test_the_first_failure_is_the_one_that_is_blamed() -> None:
+    own = Report(1, 5.0, "ValueError: a bad value", 3, ())
+    other = Report(0, 5.1, "process 1 failed", 3, (1,))
+    code, said = ray._failed(JOB, {0: _error(0, 1, other), 1: _error(1, 4, own)})
+    assert (code, said) == (4, "process 1 failed first: ValueError: a bad value")
+
+
+def test_a_process_that_is_lost_with_its_worker_is_named_by_the_others() -> None:
+    blaming = Report(0, 5.1, "process 1 is lost", 3, (1,))
+    code, said = ray._failed(JOB, {0: _error(0, 1, blaming), 1: RuntimeError("actor died")})
+    assert code == 137
+    assert said.startswith("process 1 failed first: killed by SIGKILL")
+
+
+def test_workers_that_are_all_lost_say_what_ray_said() -> None:
+    assert ray._failed(JOB, {1: RuntimeError("the actor\n died")}) == (
+        1,
+        "process 1: the actor died",
+    )
+
+
+def test_variables_of_jax_go_along_and_others_stay() -> None:
+    env = {"JAX_PLATFORMS": "cpu", "NCCL_DEBUG": "INFO", "HOME": "/root"}
+    job = Job(("true",), 2, devices_per_process=3)
+    assert ray._forwarded(job, env) == {
+        "JAX_PLATFORMS": "cpu",
+        "NCCL_DEBUG": "INFO",
+        "JAX_NUM_CPU_DEVICES": "3",
+    }
+
+
+def test_an_error_keeps_what_it_knows_on_its_way_to_the_launcher() -> None:
+    error = pickle.loads(pickle.dumps(_error(1, 4, None)))
+    assert (str(error), error.ended.end.status) == ("process 1 ended with 4", 4)
