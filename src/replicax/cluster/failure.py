@@ -21,6 +21,9 @@ from replicax.errors import AgreementError
 # What a device says when its peers are gone; the types are jaxlib's and have no public name.
 _COLLATERAL_TYPES = ("JaxRuntimeError", "XlaRuntimeError")
 
+_SERVING_SECONDS = 0.3
+"""How long process 0 outlives its verdict: JAX's own service goes with it, and that aborts whoever has
+not yet said why it stops."""
 
 _last_words: list[Callable[[Verdict], None]] = []
 
@@ -44,6 +47,8 @@ def stop_now(process: int, verdict: Verdict) -> None:
     for say in _last_words:
         with contextlib.suppress(Exception):
             say(verdict)
+    if process == 0:
+        time.sleep(_SERVING_SECONDS)
     leave_at_once(1)
 
 

@@ -120,14 +120,9 @@ class Link:
         heard_at = looked_at = time.monotonic()
         beat_at = 0.0
         while self.verdict is None:
-            now = time.monotonic()
-            if now - looked_at > self._patience.silent_seconds / 2:
-                heard_at += now - looked_at  # we were frozen ourselves
-                PULSE.forgive(now - looked_at)
-            looked_at = now
             try:
-                if now > beat_at:
-                    beat_at = now + self._patience.beat_seconds
+                if looked_at > beat_at:
+                    beat_at = looked_at + self._patience.beat_seconds
                     self._wire.send({"beat": dataclasses.asdict(PULSE.stand(self._patience))})
                 for message in self._wire.receive(self._patience.beat_seconds / 4):
                     heard_at = time.monotonic()
@@ -138,8 +133,13 @@ class Link:
                         Verdict(f"{self._hub} is gone without a word: killed or crashed", [0])
                     )
                 return
-            if time.monotonic() - heard_at > self._patience.silent_seconds:
-                silent = f"{self._hub} gave no sign of life for {time.monotonic() - heard_at:.0f} s"
+            now = time.monotonic()
+            if now - looked_at > self._patience.silent_seconds / 2:  # we were frozen ourselves
+                heard_at += now - looked_at
+                PULSE.forgive(now - looked_at)
+            looked_at = now
+            if now - heard_at > self._patience.silent_seconds:
+                silent = f"{self._hub} gave no sign of life for {now - heard_at:.0f} s"
                 verdict = Verdict(f"{silent}: frozen, out of memory, or cut off", [0], True)
                 with contextlib.suppress(OSError):  # it reads this if it ever wakes up
                     self._wire.send({"accuse": dataclasses.asdict(verdict)})

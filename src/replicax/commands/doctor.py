@@ -1,0 +1,197 @@
+"""`replicax doctor`: is everything right with this machine, this installation, and this job?"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+from replicax.cluster.failure import leave_at_once, write_failure
+from replicax.cluster.variables import FAILURE_FILE, PROCESS_ID
+from replicax.doctor.examination import PART_SECONDS, Examination
+from replicax.doctor.row import PROBLEM, WARNING
+from replicax.doctor.table import print_table, summary, to_json
+from replicax.errors import ConfigError, require
+from replicax.flags import parse_options
+
+PROGRAM = "replicax doctor"
+WIDTH = 80
+LAUNCHERS_PREFIX = 4
+SPEAK_SECONDS = 2.0
+"""For process 0: who starts processes often ends them all after the first exit."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DoctorOptions:
+    """Checks the installation, the devices, and the processes of a job and what connects them.
+
+    Run it alone, or as the job that has trouble would be run: under replicax launch, srun, mpirun,
+    or in the pods. Process 0 then shows what all have found. The exit code is 1 where there is a
+    problem.
+    """
+
+    json: bool = False
+    """Print one JSON object instead of the table, with the figures."""
+    largest_mb: float = 64.0
+    """The largest all-reduce to measure, in MB (of 2^20 bytes) a device."""
+    folders: tuple[str, ...] = ()
+    """Folders that all processes are to share, such as those of checkpoints and data."""
+    timeout: float = 60.0
+    """Seconds until all processes must have come."""
+
+
+class _Terminated(BaseException):
+    """SIGTERM: a launcher ends this process, most often because another one failed."""
+
+
+def doctor(arguments: list[str]) -> int:
+    """Run the command; its exit code."""
+    options = parse_options(DoctorOptions, arguments, PROGRAM)  # exits where help is asked for
+    _check(options)
+    require("rich", "cli")
+    standard_output = _StandardOutput()
+    with standard_output, _live(not options.json and sys.stderr.isatty()) as show:
+
+        def finish(done: Examination) -> None:
+            show(None)
+            standard_output.give_back()
+            _report(done, options)
+
+        examination = Examination(
+            named_folders=options.folders,
+            largest_bytes=int(options.largest_mb * 2**20),
+            timeout_seconds=options.timeout,
+            show=show,
+            say=_say,
+            finish=finish,
+        )
+        try:
+            with _terminable(unless=lambda: examination.is_finishing):
+                examination.run()
+        except _Terminated:
+            examination.terminate()
+    code = 1 if examination.verdict == PROBLEM else 0
+    if code:
+        _leave_word(examination)
+    if examination.parted:
+        if examination.peers is None or examination.peers.process == 0:
+            time.sleep(PART_SECONDS)
+        leave_at_once(code)  # an exit would wait for processes that have given up
+    return code
+
+
+def _check(options: DoctorOptions) -> None:
+    if not options.largest_mb * 2**20 >= 4:
+        raise ConfigError(
+            f"--largest-mb {options.largest_mb:g}; a device contributes at least one number of "
+            "4 bytes: raise it"
+        )
+    if not options.timeout > 0:
+        raise ConfigError(f"--timeout {options.timeout:g}; it is in seconds, above 0: raise it")
+
+
+def _report(done: Examination, options: DoctorOptions) -> None:
+    place = done.place
+    if place is not None and place.process > 0:
+        # Process 0 speaks for all, where it has heard of what they found.
+        for row in done.rows:
+            untold = done.peers is None or (done.parted and row.check == done.running)
+            if untold and row.verdict in (WARNING, PROBLEM):
+                fix = f": {row.fix}" if row.fix else ""
+                _say(f"process {place.process}, {row.check}: {row.found}{fix}")
+        return
+    about = {
+        "replicax_doctor": 1,
+        "host": socket.gethostname(),
+        "time": time.time(),
+        "process": place and place.process,
+        "processes": place and place.processes,
+    }
+    if options.json:
+        print(json.dumps(to_json(done.rows, done.verdict, about), indent=2), flush=True)
+        return
+    # Under `replicax launch` each line has the number of its process in front.
+    print_table(done.rows, WIDTH - (LAUNCHERS_PREFIX if os.environ.get(FAILURE_FILE) else 0))
+
+
+def _leave_word(done: Examination) -> None:
+    """For the launcher, which names the first failure, and lets process 0 speak."""
+    number = done.place.process if done.place else _own_number()
+    if number == 0:
+        write_failure(0, f"the doctor found {summary(done.rows)}", blames=None)
+    elif done.peers is not None and not done.parted:
+        write_failure(number, "process 0 reports for all", blames=[0])
+    else:
+        if not done.parted:
+            time.sleep(SPEAK_SECONDS)
+        write_failure(number, f"the doctor found {summary(done.rows)}", blames=None)
+
+
+def _own_number() -> int:
+    """This process, as far as that can be told where its place is not known."""
+    told = os.environ.get(PROCESS_ID, "0").strip()
+    return int(told) if told.isdecimal() else 0
+
+
+class _StandardOutput:
+    """Standard output, kept from JAX's C++, which prints there of itself: that goes to stderr."""
+
+    def __enter__(self) -> None:
+        sys.stdout.flush()
+        self._kept = os.dup(1)
+        self._taken = True
+        os.dup2(2, 1)
+
+    def __exit__(self, *error: object) -> None:
+        self.give_back()
+        os.close(self._kept)
+
+    def give_back(self) -> None:
+        if self._taken:
+            self._taken = False
+            sys.stdout.flush()
+            os.dup2(self._kept, 1)
+
+
+@contextlib.contextmanager
+def _terminable(unless: Callable[[], bool]) -> Iterator[None]:
+    """SIGTERM raises `_Terminated` here, so that what was found can still be told."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if not unless():
+            raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _live(shown: bool) -> Iterator[Any]:
+    """A function that shows the name of the check that runs, on a terminal; None ends that."""
+    if not shown:
+        yield lambda check: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True, highlight=False).status("") as status:
+
+        def show(check: str | None) -> None:
+            if check is None:
+                status.stop()
+            else:
+                status.update(f"checking {check}")
+
+        yield show
+
+
+def _say(line: str) -> None:
+    print(f"replicax: {line}", file=sys.stderr, flush=True)

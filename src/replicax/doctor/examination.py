@@ -1,0 +1,218 @@
+"""All checks, in an order that all processes share."""
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from replicax.cluster.failure import before_stopping
+from replicax.cluster.link import current_link
+from replicax.cluster.place import Place
+from replicax.cluster.verdict import Verdict
+from replicax.doctor import (
+    clocks,
+    coordinator,
+    devices,
+    folders,
+    joining,
+    limits,
+    position,
+    reduction,
+    surroundings,
+    versions,
+)
+from replicax.doctor.peers import Peers
+from replicax.doctor.row import OK, PROBLEM, SKIPPED, Row, combined, failed, guarded, worst
+
+PART_SECONDS = 0.5
+"""For the others to read why from process 0; once it is gone, JAX's runtime aborts them."""
+_TOGETHER = (
+    surroundings.CHECK,
+    clocks.CHECK,
+    folders.CHECK,
+    devices.DEVICES,
+    devices.MESH,
+    reduction.CHECK,
+)
+_ITS_OUTPUT = "see the output of that process"
+_ITS_LAUNCHER = "see what started it"
+_ON_DEVICES = (devices.MESH, reduction.CHECK)
+_COLLATERAL_TYPES = ("JaxRuntimeError", "XlaRuntimeError")
+
+
+class Examination:
+    """Runs the checks of this process; process 0 has the rows of all.
+
+    First comes what a process finds out by itself, then what goes over the processes' own link,
+    and last the devices: a check that hangs or fails there hides none of the others.
+
+    Args:
+        named_folders: to look at beside the usual ones.
+        largest_bytes: of the all-reduce.
+        timeout_seconds: until all processes must have come.
+        show: called with the name of the check that is next.
+        say: called with a line while something is waited for.
+        finish: called with the rows, once: at the end, or just before the others end this process.
+    """
+
+    def __init__(
+        self,
+        *,
+        named_folders: Sequence[str],
+        largest_bytes: int,
+        timeout_seconds: float,
+        show: Callable[[str], None],
+        say: Callable[[str], None],
+        finish: Callable[["Examination"], None],
+    ) -> None:
+        self.rows: list[Row] = []
+        self.place: Place | None = None
+        self.peers: Peers | None = None
+        self.verdict: str = PROBLEM
+        """Of the whole job, the same in all processes; a problem until it is known."""
+        self.running = versions.CHECK
+        """The check that runs, or the last one that did."""
+        self.parted = False
+        """Whether a check failed that the others wait in: then no exit may wait for them."""
+        self._folders, self._largest = named_folders, largest_bytes
+        self._timeout, self._show, self._say = timeout_seconds, show, say
+        self._finish = finish
+        self._finishing = threading.Lock()
+
+    def run(self) -> None:
+        """Fill `rows`, and finish."""
+        self._by_itself()
+        self._join()
+        if self.peers is not None:
+            self._in_company(self.peers)
+        elif not self.parted:
+            self._unjoined()
+        self._finishing.acquire()  # and keep it: whoever has it finishes
+        self._finish(self)
+
+    @property
+    def is_finishing(self) -> bool:
+        """Whether all there is to find has been found."""
+        return self._finishing.locked()
+
+    def terminate(self) -> None:
+        """Finish at once, since who started this process ends it, and tell the others."""
+        self._cut_short(
+            "ended by SIGTERM, as launchers do once a process has failed", _ITS_LAUNCHER
+        )
+        self._part(self.rows)
+
+    def _cut_short(self, why: str, fix: str) -> None:
+        """Finish with `why` as what the running check has found."""
+        if not self._finishing.acquire(blocking=False):
+            return
+        self.rows.append(Row(self.running, why, PROBLEM, fix))
+        self._skip_the_rest("not done: the processes had stopped")
+        self._finish(self)
+
+    def _by_itself(self) -> None:
+        env = os.environ
+        self._check(versions.CHECK, versions.check_versions)
+        self._check(limits.CHECK, lambda: limits.check_limits(env))
+        self._begin(position.CHECK)
+        try:
+            rows, self.place = position.check_place(env)
+        except Exception as error:
+            rows = [failed(position.CHECK, error)]
+        self.rows += rows
+        self._check(
+            coordinator.CHECK,
+            lambda: coordinator.check_coordinator(self.place, env, self._timeout, self._say),
+        )
+
+    def _join(self) -> None:
+        self._begin(joining.CHECK)
+        if self.place is not None and self.place.processes > 1:
+            before_stopping(self._stopped)
+        before = [row for row in self.rows if row.check == coordinator.CHECK]
+        rows, self.peers = joining.check_joining(self.place, before, self._timeout)
+        self.rows += rows
+        if self.peers is None:
+            self._part(rows)
+            if self.parted:
+                self._skip_the_rest("not done: the processes have not joined")
+
+    def _in_company(self, peers: Peers) -> None:
+        """What needs all processes; each runs all of it, in this order."""
+        env = os.environ
+        checks: dict[str, Callable[[], Sequence[Row]]] = {
+            surroundings.CHECK: lambda: surroundings.check_surroundings(peers, env),
+            clocks.CHECK: lambda: clocks.check_clocks(peers),
+            folders.CHECK: lambda: folders.check_folders(peers, self._folders),
+            devices.DEVICES: lambda: self._shared(peers, devices.check_devices(env)),
+            devices.MESH: devices.check_mesh,
+            reduction.CHECK: lambda: reduction.check_reduction(peers, self._largest),
+        }
+        self._begin(joining.CHECK)
+        try:
+            self.rows = self._shared(peers, self.rows)
+            for check, function in checks.items():
+                self._begin(check)
+                if peers.link is not None:
+                    self.rows += function()
+                elif check in _ON_DEVICES and not self._has_devices():
+                    self.rows.append(Row(check, "not done: there are no devices", SKIPPED))
+                else:
+                    self.rows += guarded(check, function)
+            self.verdict = peers.gather("verdict", worst(self.rows))[0]
+        except Exception as error:  # the others wait in this check, and need to be told
+            self.rows.append(failed(self.running, error))
+            self._part(self.rows[-1:], collateral=type(error).__name__ in _COLLATERAL_TYPES)
+            self._skip_the_rest("not done: a check before it failed, and the processes parted")
+
+    def _unjoined(self) -> None:
+        """What is left to find out for a process that could not join."""
+        alone = Peers()
+        why = "not done: the processes have not joined"
+        self.rows += [Row(check, why, SKIPPED) for check in (surroundings.CHECK, clocks.CHECK)]
+        self._check(folders.CHECK, lambda: folders.check_folders(alone, self._folders))
+        self._check(devices.DEVICES, lambda: devices.check_devices(os.environ))
+        self._skip_the_rest(why)
+
+    def _check(self, check: str, function: Callable[[], Sequence[Row]]) -> None:
+        self._begin(check)
+        self.rows += guarded(check, function)
+
+    def _begin(self, check: str) -> None:
+        self.running = check
+        self._show(check)
+
+    def _shared(self, peers: Peers, rows: Sequence[Row]) -> list[Row]:
+        """The rows of all processes as one list."""
+        values: list[list[dict[str, Any]]] = peers.gather("rows", [vars(row) for row in rows])
+        return combined([[Row(**value) for value in values_of] for values_of in values])
+
+    def _part(self, rows: Sequence[Row], *, collateral: bool = False) -> None:
+        """Tell the others, where there is a link, that this process fails."""
+        link = current_link()
+        if link is None:
+            return
+        self.parted = True
+        problem = next((row for row in rows if row.verdict == PROBLEM), None)
+        text = f"{problem.check}: {problem.found}" if problem else "the doctor failed"
+        verdict = link.fail(text, collateral=collateral)
+        if verdict is not None and link.process not in verdict.blames:
+            # What failed here only followed from that.
+            if collateral:
+                self.rows.pop()
+            self.rows.append(Row(self.running, verdict.reason, PROBLEM, _ITS_OUTPUT))
+
+    def _has_devices(self) -> bool:
+        return any(row.check == devices.DEVICES and row.verdict == OK for row in self.rows)
+
+    def _skip_the_rest(self, why: str) -> None:
+        done = {row.check for row in self.rows}
+        self.rows += [Row(check, why, SKIPPED) for check in _TOGETHER if check not in done]
+
+    def _stopped(self, verdict: Verdict) -> None:
+        with contextlib.suppress(Exception):
+            self._cut_short(verdict.reason, _ITS_OUTPUT)
+        if self.place is not None and self.place.process == 0:
+            time.sleep(PART_SECONDS)

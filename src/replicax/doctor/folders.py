@@ -1,0 +1,153 @@
+"""Whether what a run writes can be written, and whether all hosts see the same folders."""
+
+import contextlib
+import dataclasses
+import os
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from replicax.cluster.differences import processes_text
+from replicax.doctor.peers import Peers
+from replicax.doctor.row import OK, PROBLEM, WARNING, Row, Verdict
+
+CHECK = "folder"
+LEAST_FREE_BYTES = 10**9
+_SEE_SECONDS = 3.0
+"""Network file systems show what another host wrote a little later."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Seen:
+    """A folder as one process sees it."""
+
+    path: str
+    host: str
+    exists: bool
+    trouble: str | None
+    """Why nothing can be written there, or None."""
+    free_bytes: int
+    sees_token: bool = False
+
+
+def check_folders(peers: Peers, named: Sequence[str]) -> list[Row]:
+    """The working directory, `runs/` and the folders that the user named. All processes call it.
+
+    Process 0 writes a file with random contents into each, the others look for it, and then it is
+    removed.
+    """
+    rows = []
+    for folder in dict.fromkeys([".", "runs", *named]):
+        seen = _look_at(peers, Path(folder))
+        rows += judge_folder(folder, seen, is_named=folder in named)
+    return rows
+
+
+def judge_folder(folder: str, seen: Sequence["_Seen"], *, is_named: bool) -> list[Row]:
+    """The row of one folder.
+
+    Args:
+        folder: as it was named.
+        seen: what each process sees of it.
+        is_named: whether the user asked for it; then it has to be there for all.
+    """
+    first = seen[0]
+    severe: Verdict = PROBLEM if is_named or folder == "runs" else WARNING
+    text = f"{folder} ({first.path})" if folder != first.path else folder
+    figures = {"folder": folder, "processes": [dataclasses.asdict(each) for each in seen]}
+
+    def row(found: str, verdict: Verdict = OK, fix: str = "") -> list[Row]:
+        return [Row(CHECK, f"{text}: {found}", verdict, fix, figures)]
+
+    troubled = [n for n, each in enumerate(seen) if each.trouble]
+    if troubled:
+        who = "" if len(troubled) == len(seen) else f"{processes_text(troubled)}: "
+        reason = seen[troubled[0]].trouble
+        return row(f"{who}{reason}", severe, "give this user the right to write, or use another")
+    free = min(each.free_bytes for each in seen)
+    space = f"{free / 1e9:,.1f} GB free"
+    if free < LEAST_FREE_BYTES:
+        return row(f"only {space}", WARNING, "make room, or use another folder")
+    if not first.exists:
+        return row(f"is made by the first run; {space}")
+    shared, verdict, fix = _sharing(seen, PROBLEM if is_named else WARNING)
+    return row(f"can be written, {space}{shared}", verdict, fix)
+
+
+def _sharing(seen: Sequence["_Seen"], severe: Verdict) -> tuple[str, Verdict, str]:
+    """Whether all processes see what process 0 writes."""
+    if len(seen) == 1:
+        return "", OK, ""
+    hosts = len({each.host for each in seen})
+    blind = [n for n, each in enumerate(seen) if not each.sees_token]
+    if not blind:
+        where = "on this one host" if hosts == 1 else f"on all {hosts} hosts"
+        return f", the same for all {len(seen)} processes {where}", OK, ""
+    one = len(blind) == 1
+    found = f"; {processes_text(blind)} {'does' if one else 'do'} not see what process 0 writes"
+    other = seen[blind[0]]
+    if other.path != seen[0].path:
+        return f"{found}: it looks at {other.path}", severe, "start all in the same folder"
+    return found, severe, "use a folder on a file system that all hosts share"
+
+
+def _look_at(peers: Peers, folder: Path) -> list["_Seen"]:
+    """What all processes see of `folder`."""
+    token, contents = None, ""
+    try:
+        seen = _own_view(folder)
+        if peers.process == 0 and seen.exists and not seen.trouble:
+            with contextlib.suppress(OSError):
+                token, contents = _write_token(folder)
+        written = peers.gather("token", token and [token.name, contents])[0]
+        if written:
+            name, contents = written
+            seen = dataclasses.replace(seen, sees_token=_sees(folder / name, contents))
+        gathered: list[dict[str, Any]] = peers.gather("folder", dataclasses.asdict(seen))
+        return [_Seen(**each) for each in gathered]
+    finally:
+        if token is not None:
+            token.unlink(missing_ok=True)
+
+
+def _own_view(folder: Path) -> _Seen:
+    """What this process sees of `folder`; whatever goes wrong is what it sees."""
+    host, text = socket.gethostname(), str(folder)
+    try:
+        path = Path(os.path.abspath(folder))
+        text = str(path)
+        there = next(each for each in (path, *path.parents) if each.exists())
+        if not there.is_dir():
+            return _Seen(text, host, False, f"{there} is a file", 0)
+        # What the rights say is not what a read-only or a network file system does.
+        _write_token(there)[0].unlink()
+        return _Seen(text, host, there == path, None, shutil.disk_usage(there).free)
+    except OSError as error:
+        return _Seen(text, host, False, f"cannot be written ({error.strerror})", 0)
+
+
+def _write_token(folder: Path) -> tuple[Path, str]:
+    """A new file in `folder`, and what is in it."""
+    token, contents = folder / f".replicax-doctor-{secrets.token_hex(8)}", secrets.token_hex(16)
+    try:
+        token.write_text(contents)
+    except OSError:
+        with contextlib.suppress(OSError):
+            token.unlink()  # the disk is full: its name is there, its contents not
+        raise
+    return token, contents
+
+
+def _sees(token: Path, contents: str) -> bool:
+    deadline = time.monotonic() + _SEE_SECONDS
+    while True:
+        with contextlib.suppress(OSError):
+            if token.read_text() == contents:
+                return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)

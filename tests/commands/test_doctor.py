@@ -1,0 +1,257 @@
+"""`replicax doctor` as it is run: alone, and as two processes that go wrong in every way."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import Main, one_line
+
+CHECKS = [
+    "versions",
+    "limits",
+    "place",
+    "coordinator",
+    "joined",
+    "differences",
+    "clocks",
+    "folder",
+    "devices",
+    "mesh",
+    "all-reduce",
+]
+FAST = ["--largest-mb", "0.1", "--timeout", "30"]
+
+
+def verdicts(out: str) -> list[str]:
+    """Of the rows of a table."""
+    return re.findall(r" (ok|warning|problem|skipped)$", out, re.MULTILINE)
+
+
+def test_alone(main: Main, folder: Path) -> None:
+    code, out, err = main("doctor", *FAST)
+    assert (code, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 80
+    assert [line.split()[0] for line in out.splitlines() if line[:1].isalpha()][:-1] == CHECKS
+    assert out.splitlines()[-1] == "no problem found"
+    assert "8 cpu devices" in out
+    assert list(folder.iterdir()) == []
+
+
+def test_json_has_the_verdicts_of_the_table(main: Main, folder: Path) -> None:
+    (folder / "file").write_text("")
+    arguments = ["doctor", *FAST, "--folders", "file", "."]
+    code, out, _ = main(*arguments)
+    assert code == 1
+    json_code, text, _ = main(*arguments, "--json")
+    said = json.loads(text)
+    assert json_code == code
+    assert [row["verdict"] for row in said["rows"]] == verdicts(out)
+    assert said["verdict"] == "problem"
+    assert said["rows"][-1]["figures"]["devices"] == 8
+    assert out.splitlines()[-1] == "1 problem (folder)"
+
+
+def test_contradicting_variables_hide_no_other_check(
+    main: Main, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REPLICAX_PROCESS_ID", "4")
+    monkeypatch.setenv("REPLICAX_PROCESSES", "4")
+    monkeypatch.setenv("REPLICAX_COORDINATOR", "localhost:29400")
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    code, out, _ = main("doctor", "--json")
+    rows = {row["check"]: row for row in json.loads(out)["rows"]}
+    assert code == 1
+    assert list(rows) == CHECKS
+    assert rows["place"]["verdict"] == "problem"
+    assert "REPLICAX_PROCESS_ID=4" in rows["place"]["found"]
+    assert rows["devices"]["verdict"] == "ok"
+
+
+def test_a_check_that_breaks_hides_no_other(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(*_: Any) -> None:
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr("replicax.doctor.versions.check_versions", breaks)
+    monkeypatch.setattr("replicax.doctor.folders.check_folders", breaks)
+    code, out, _ = main("doctor", "--json", *FAST)
+    rows = {row["check"]: row for row in json.loads(out)["rows"]}
+    assert code == 1
+    assert [check for check in rows if rows[check]["verdict"] == "problem"] == [
+        "versions",
+        "folder",
+    ]
+    assert rows["folder"]["found"] == "ZeroDivisionError: division by zero"
+    assert rows["all-reduce"]["verdict"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--largest-mb", "0"], ["--largest-mb 0", "4 bytes"]),
+        (["--timeout", "-1"], ["--timeout -1"]),
+        (["--timeout", "nan"], ["--timeout nan"]),
+        (["--jsno"], ["'--jsno'", "mean '--json'"]),
+    ],
+)
+def test_a_wrong_flag_is_one_line(arguments: list[str], words: list[str], main: Main) -> None:
+    code, out, err = main("doctor", *arguments)
+    assert (code, out) == (2, "")
+    for word in words:
+        assert word in one_line(err)
+
+
+class Doctors:
+    """Two processes of one job, each with changes to its environment."""
+
+    def __init__(self, folder: Path, first: dict[str, str], second: dict[str, str], *more: str):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.folder = folder
+        self.processes = []
+        for number, changes in enumerate((first, second)):
+            env = {
+                **os.environ,
+                "REPLICAX_PROCESS_ID": str(number),
+                "REPLICAX_PROCESSES": "2",
+                "REPLICAX_COORDINATOR": f"127.0.0.1:{self.port}",
+                "REPLICAX_JOB_ID": "doctors",
+                "JAX_NUM_CPU_DEVICES": "2",
+                **changes,
+            }
+            with (folder / f"err{number}").open("w") as err:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "replicax", "doctor", "--json", *FAST, *more],
+                    env=env,
+                    cwd=folder,
+                    stdout=subprocess.PIPE,
+                    stderr=err,
+                    text=True,
+                )
+            self.processes.append(process)
+
+    def err(self, number: int) -> str:
+        return (self.folder / f"err{number}").read_text()
+
+    def end(self) -> tuple[dict[str, Any], list[int]]:
+        """What process 0 said, by check, and the exit codes; process 1 prints no report."""
+        try:
+            out, silence = [process.communicate(timeout=60)[0] for process in self.processes]
+        finally:
+            for process in self.processes:
+                process.kill()
+        assert silence == ""
+        rows: dict[str, Any] = {}
+        for row in json.loads(out)["rows"]:
+            known = rows.setdefault(row["check"], row)
+            if row["verdict"] in ("warning", "problem"):
+                rows[row["check"]] = {**known, **row}
+        assert list(rows) == CHECKS
+        return rows, [process.returncode for process in self.processes]
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def not_well(rows: dict[str, Any]) -> list[str]:
+    return [check for check, row in rows.items() if row["verdict"] in ("warning", "problem")]
+
+
+@pytest.mark.slow
+def test_two_processes_that_are_well(tmp_path: Path) -> None:
+    rows, codes = Doctors(tmp_path, {}, {}).end()
+    assert (codes, not_well(rows)) == ([0, 0], [])
+    assert all(row["verdict"] == "ok" for row in rows.values())
+    assert rows["devices"]["found"].startswith("4 cpu devices of 2 processes")
+    assert rows["all-reduce"]["found"].startswith("sums over 4 devices are exact")
+    assert "the same for all 2 processes on this one host" in rows["folder"]["found"]
+    pids = [process["pid"] for process in rows["joined"]["figures"]["processes"]]
+    assert len(set(pids)) == 2
+
+
+@pytest.mark.slow
+def test_two_processes_that_differ(tmp_path: Path) -> None:
+    rows, codes = Doctors(tmp_path, {}, {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}).end()
+    assert (codes, not_well(rows)) == ([0, 0], ["differences"])
+    assert "JAX_DEFAULT_MATMUL_PRECISION is highest on process 1" in rows["differences"]["found"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_process_without_devices_keeps_nobody_waiting(broken: int, tmp_path: Path) -> None:
+    changes: list[dict[str, str]] = [{}, {}]
+    changes[broken] = {"JAX_PLATFORMS": "cuda"}
+    rows, codes = Doctors(tmp_path, *changes).end()
+    assert codes == [1, 1]
+    assert not_well(rows) == ["differences", "devices"]
+    assert "JAX_PLATFORMS=cuda" in rows["devices"]["found"]
+    assert ("process 1" in rows["devices"]["found"]) == (broken == 1)
+    assert rows["all-reduce"]["verdict"] == "skipped"
+
+
+@pytest.mark.slow
+def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        address = {"REPLICAX_COORDINATOR": f"127.0.0.1:{other.getsockname()[1]}"}
+        rows, codes = Doctors(tmp_path, address, address, "--timeout", "1").end()
+    assert codes == [1, 1]
+    assert not_well(rows) == ["coordinator"]
+    assert "Address already in use" in rows["coordinator"]["found"]
+    assert rows["joined"]["verdict"] == "skipped"
+
+
+@pytest.mark.slow
+def test_a_process_with_the_wrong_coordinator(tmp_path: Path) -> None:
+    wrong = {"REPLICAX_COORDINATOR": "127.0.0.1:1"}
+    doctors = Doctors(tmp_path, {}, wrong, "--timeout", "4")
+    rows, codes = doctors.end()
+    assert codes == [1, 1]
+    assert not_well(rows) == ["joined"]
+    assert "process 1 of 2 did not come within 4 s" in rows["joined"]["found"]
+    assert "process 1, coordinator:" in doctors.err(1)
+    assert "nothing listens there" in doctors.err(1)
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed(tmp_path: Path) -> None:
+    doctors = Doctors(tmp_path, {}, {}, "--largest-mb", "512")
+    deadline = time.monotonic() + 30
+    while "Gloo" not in doctors.err(1):  # its devices are joined
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    doctors.processes[1].send_signal(signal.SIGKILL)
+    rows, codes = doctors.end()
+    assert codes == [1, -signal.SIGKILL]
+    (check,) = not_well(rows)
+    assert check in ("devices", "mesh", "all-reduce")
+    assert "process 1" in rows[check]["found"]
+    assert "is gone without a word" in rows[check]["found"]
+
+
+@pytest.mark.slow
+def test_a_launcher_that_ends_it_still_gets_the_report(tmp_path: Path) -> None:
+    doctors = Doctors(tmp_path, {}, {"REPLICAX_COORDINATOR": "127.0.0.1:1"})
+    deadline = time.monotonic() + 30
+    while not listens(doctors.port):  # then it waits for process 1
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    for process in doctors.processes:
+        process.terminate()
+    out = doctors.processes[0].communicate(timeout=20)[0]
+    doctors.processes[1].communicate(timeout=20)
+    (row,) = [row for row in json.loads(out)["rows"] if row["verdict"] == "problem"]
+    assert row["check"] == "joined"
+    assert "SIGTERM" in row["found"]
+    assert [process.returncode for process in doctors.processes] == [1, 1]

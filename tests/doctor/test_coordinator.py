@@ -1,0 +1,119 @@
+"""Whether process 0 can listen, and the others can reach it."""
+
+import dataclasses
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from replicax.cluster.place import Place
+from replicax.doctor.coordinator import check_coordinator, check_proxies
+from replicax.doctor.row import OK, PROBLEM, SKIPPED, WARNING, Row
+
+
+@pytest.fixture
+def listening() -> Iterator[int]:
+    """A port that something listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+@pytest.fixture
+def free() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+    return port
+
+
+def place(process: int, address: str | None, **changed: object) -> Place:
+    found = Place(process, 4, address, "ours", None, None, None, "test", {})
+    return dataclasses.replace(found, **changed)  # type: ignore[arg-type]
+
+
+def check(place: Place | None, timeout_seconds: float = 0.1) -> list[Row]:
+    return check_coordinator(place, {}, timeout_seconds, lambda line: None)
+
+
+def test_there_is_nothing_to_reach() -> None:
+    for nowhere in (None, place(0, None, processes=1)):
+        (row,) = check(nowhere)
+        assert row.verdict == SKIPPED
+
+
+def test_a_free_port_of_process_0_stays_free(free: int) -> None:
+    for _ in range(2):
+        (row,) = check(place(0, f"localhost:{free}"))
+        assert row.verdict == OK
+        assert f"port {free} is free" in row.found
+    assert "127.0.0.1" in row.figures["addresses"]
+
+
+def test_a_port_that_is_taken(listening: int) -> None:
+    (row,) = check(place(0, f"127.0.0.1:{listening}"))
+    assert row.verdict == PROBLEM
+    assert f"127.0.0.1:{listening}: Address already in use" in row.found
+    assert "another port" in row.fix
+
+
+def test_process_0_on_another_host_than_its_name_says(free: int) -> None:
+    (row,) = check(place(0, f"192.0.2.1:{free}"))  # an address for documentation
+    assert row.verdict == WARNING
+    assert "192.0.2.1 is no address of this host" in row.found
+    assert socket.gethostname() in row.found
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_name_that_nobody_knows(process: int) -> None:
+    (row,) = check(place(process, "no-such-host.invalid:29400"))
+    assert row.verdict == PROBLEM
+    assert "'no-such-host.invalid' is not known here" in row.found
+    assert "address" in row.fix
+
+
+def test_the_way_to_process_0(listening: int) -> None:
+    (row,) = check(place(1, f"127.0.0.1:{listening}"))
+    assert row.verdict == OK
+    assert 0 < row.figures["milliseconds"] < 5000
+
+
+def test_nobody_listens(free: int) -> None:
+    started = time.monotonic()
+    (row,) = check(place(3, f"127.0.0.1:{free}"), timeout_seconds=0.3)
+    assert 0.3 <= time.monotonic() - started < 3
+    assert row.verdict == PROBLEM
+    assert "nothing listens there" in row.found
+    assert "start process 0" in row.fix
+
+
+def test_a_loopback_name_for_several_hosts(free: int) -> None:
+    (row,) = check(place(0, f"localhost:{free}", local_processes=2))
+    assert row.verdict == PROBLEM
+    assert "4 processes are not all on one host (2 here)" in row.found
+    (row,) = check(place(0, f"localhost:{free}", local_processes=4))
+    assert row.verdict == OK
+
+
+@pytest.mark.parametrize(
+    ("env", "host", "named"),
+    [
+        ({}, "node017", None),
+        ({"https_proxy": ""}, "node017", None),
+        ({"https_proxy": "http://p:3128"}, "node017", "https_proxy is set:"),
+        ({"grpc_proxy": "p", "HTTP_PROXY": "p"}, "node017", "grpc_proxy, HTTP_PROXY are set"),
+        ({"http_proxy": "p", "no_proxy": "a,node017"}, "node017", None),
+        ({"http_proxy": "p", "no_proxy": ".cluster"}, "node017.cluster", None),
+        ({"http_proxy": "p", "no_proxy": ""}, "node017", "http_proxy is set"),
+        ({"HTTP_PROXY": "p", "NO_PROXY": "node018"}, "node017", "NO_PROXY=node018 does not exempt"),
+        ({"http_proxy": "p"}, "localhost", None),
+    ],
+)
+def test_proxies(env: dict[str, str], host: str, named: str | None) -> None:
+    rows = check_proxies(host, env)
+    assert [row.verdict for row in rows] == ([WARNING] if named else [])
+    if named:
+        assert named in rows[0].found
+        assert host in rows[0].fix
