@@ -22,7 +22,7 @@ from replicax.errors import AgreementError
 _COLLATERAL_TYPES = ("JaxRuntimeError", "XlaRuntimeError")
 
 _SERVING_SECONDS = 0.3
-"""How long process 0 outlives its verdict: JAX's own service goes with it, and that aborts whoever has
+"""How long process 0 outlives its verdict: JAX's own service goes with it, which aborts whoever has
 not yet said why it stops."""
 
 _last_words: list[Callable[[Verdict], None]] = []
