@@ -104,13 +104,12 @@ def test_as_many_devices_as_cores_can_be_pinned(monkeypatch: pytest.MonkeyPatch)
     check_pinning(2, "cpu")
 
 
-def test_neighbours_are_all_that_is_busy_but_this_process(
+def test_neighbours_are_all_that_is_busy_but_this_process_and_its_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = SimpleNamespace(
-        monotonic=iter([10.0, 14.0]).__next__, process_time=iter([1.0, 3.0]).__next__
-    )
-    monkeypatch.setattr(cores, "time", clock)
+    monkeypatch.setattr(cores, "time", SimpleNamespace(monotonic=iter([10.0, 14.0]).__next__))
+    own = iter([(0.5, 0.5, 0.0, 0.0, 10.0), (1.0, 0.5, 1.0, 0.5, 14.0)])
+    monkeypatch.setattr(os, "times", lambda: next(own))
     monkeypatch.setattr(cores, "STATISTICS", tmp_path / "stat")
     monkeypatch.setattr(os, "sysconf", lambda _: 100)
     (tmp_path / "stat").write_text("cpu  100 0 100 9000 9000 0 0 0 50 0\ncpu0 1\n")

@@ -5,6 +5,7 @@ import os
 import sys
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -149,6 +150,23 @@ def test_what_cannot_be_measured_is_refused_before_anything_compiles(
         run(**options)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"devices": (1, 8)}, "devices=1,8 in 2 processes with 8 devices"),
+        ({"devices": None, "pin": True, "modes": ["jit"]}, "pin in 2 processes"),
+        ({"devices": None, "modes": ["pmap"]}, "mode='pmap' on 2 processes"),
+    ],
+)
+def test_several_processes_measure_all_devices_and_nothing_else(
+    options: Any, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ConfigError) as caught:
+        run(**{"modes": ["jit"], **options})
+    assert says in str(caught.value)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="cores are given out on Linux")

@@ -1,4 +1,6 @@
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,14 @@ def test_profile_leaves_a_trace_and_says_how_to_open_it(main: Main, folder: Path
         (["--batch-size", "4", "--devices", "8"], ["4 rows", "8"]),
         (["--layout", "zero1", "--modes", "pmap"], ["pmap", "zero1"]),
         (["--devices", "8", "--pin"], ["8 devices", "cores"]),
+        (["--processes", "1,two"], ["--processes '1,two'", "1,2,4"]),
+        (["--processes", "0,1"], ["--processes 0", "at least 1"]),
+        (["--processes", "1,4096"], ["--processes 4096", "cores"]),
+        (["--processes", "1", "--devices", "1,2"], ["--processes 1 with --devices", "one"]),
+        (["--processes", "1", "--profile"], ["--processes 1 with --profile"]),
+        (["--processes", "1", "--modes", "pmap"], ["'pmap'", "jit or shard_map"]),
+        (["--processes", "1", "--rounds", "0"], ["rounds=0", "at least 1"]),
+        (["--processes", "1", "--batch-size", "1", "--accumulate", "2"], ["1 rows", "2"]),
         (["--precision", "float8"], ["'float8'", "--help"]),
     ],
 )
@@ -64,3 +74,42 @@ def test_a_folder_that_is_there_is_refused_before_anything_runs(main: Main, fold
     code, _, err = main(*BENCH, "--run", "it")
     assert code == 2
     assert "runs/it exists" in one_line(err)
+
+
+def test_in_a_job_of_several_processes_it_is_refused(
+    main: Main, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    code, _, err = main(*BENCH)
+    assert code == 2
+    assert "bench as process 1 of 2" in one_line(err)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2, reason="needs two cores on Linux"
+)
+def test_processes_are_measured_with_a_core_each(main: Main, folder: Path) -> None:
+    code, out, err = main(*BENCH, "--processes", "1,2", "--modes", "shard_map", "--run", "it")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert "weak scaling: 8 rows a process" in lines
+    assert max(len(line) for line in lines) <= 80
+    assert lines[-1] == "see    runs/it/ (bench.json, bench.md, scaling.png, jobs/)"
+    result = json.loads((folder / "runs/it/bench.json").read_text())
+    assert (result["scaled_over"], result["pinned"]) == ("processes", True)
+    assert result["environment"]["cores"] == len(os.sched_getaffinity(0))
+    one, two = result["cases"]
+    assert [case["devices"] for case in (one, two)] == [1, 2]
+    assert [case["global_batch"] for case in (one, two)] == [8, 16]
+    expected = one["rounds"]["seconds_per_step"][0] / two["rounds"]["seconds_per_step"][0]
+    assert two["rounds"]["weak_efficiency"] == [pytest.approx(expected)]
+    # The gradient of two numbers, the loss and its weight.
+    assert two["collectives"] == [{"kind": "all-reduce", "count": 1, "bytes": 16}]
+    cores = [
+        json.loads(part.read_text())["environment"]["cores"]
+        for part in sorted((folder / "runs/it/jobs").glob("*/part.json"))
+    ]
+    assert cores == [1, 1]

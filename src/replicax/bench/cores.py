@@ -66,7 +66,10 @@ def only_cores(cores: Sequence[int]) -> Generator[None]:
 
 
 class Neighbours:
-    """How much of the machine's cores other processes have had since this was made."""
+    """How much of the machine's cores other processes have had since this was made.
+
+    Children count as this process, once they have ended.
+    """
 
     def __init__(self) -> None:
         self._started, self._busy, self._own = _clocks()
@@ -80,8 +83,8 @@ class Neighbours:
 
 
 def _clocks() -> tuple[float, float | None, float]:
-    """Seconds: of the wall, of all processes on all cores, of this process."""
-    return time.monotonic(), _busy_seconds(), time.process_time()
+    """Seconds: of the wall, of all processes on all cores, of this one and those it has started."""
+    return time.monotonic(), _busy_seconds(), sum(os.times()[:4])
 
 
 def _busy_seconds() -> float | None:

@@ -29,6 +29,14 @@ class Display:
         seconds = run_seconds * (self._rounds - number)
         self._show(f"round {number + 1}/{self._rounds} · about {duration(seconds)} left")
 
+    def part(self, number: int, parts: int, text: str) -> None:
+        """Part `number` of `parts` that take as long as each other, counted from 0, is next."""
+        left = ""
+        if number:
+            each = (time.monotonic() - self._started) / number
+            left = f" · about {duration(each * (parts - number))} left"
+        self._show(f"{text}{left}")
+
     def close(self) -> None:
         """The end; the live line goes."""
         if self._live is not None:

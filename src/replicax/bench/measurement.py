@@ -93,7 +93,9 @@ class Measurement:
                 rates[devices] = next(iter(rates.values()))
                 continue
             with self._on_cores_of(devices):
-                rates[devices] = product_flops_per_second(jax.devices()[0], self.subject.precision)
+                rates[devices] = product_flops_per_second(
+                    jax.local_devices()[0], self.subject.precision
+                )
         return rates
 
     def close(self) -> None:

@@ -47,8 +47,12 @@ def draw_scaling(bench: Bench, path: Path) -> None:
 
 
 def _draw_throughput(axis: Any, bench: Bench) -> None:
-    """Of the strong scaling, with the line that the fastest on the fewest devices would follow."""
-    cases = bench.scaling(STRONG)
+    """Of the strong scaling, with the line that the fastest on the fewest devices would follow.
+
+    Of the weak one where there is no other.
+    """
+    strong = bench.scaling(STRONG)
+    cases = strong or bench.scaling(WEAK)
     counts = _counts(cases)
     first = max(spread(_rate(case))[0] for case in cases if case.devices == counts[0])
     axis.plot(
@@ -62,8 +66,9 @@ def _draw_throughput(axis: Any, bench: Bench) -> None:
     _draw_modes(axis, cases, _rate, linestyle="-")
     axis.set_ylabel(f"{_unit(bench)} per second")
     _use_log_scale(axis)  # on which what is ideal is a straight line
-    axis.set_title(f"strong: {bench.batch_size:,} rows a batch", fontsize=10)
-    _dress_counts(axis, counts)
+    weak = f"weak: {cases[0].rows_per_device:,} rows a {bench.replica}"
+    axis.set_title(f"strong: {bench.batch_size:,} rows a batch" if strong else weak, fontsize=10)
+    _dress_counts(axis, counts, bench.scaled_over)
     axis.legend(frameon=False, loc="upper left")
 
 
@@ -78,9 +83,9 @@ def _draw_efficiency(axis: Any, bench: Bench) -> None:
     axis.set_ylabel("efficiency in %")
     axis.set_ylim(0, max(110, axis.get_ylim()[1]))
     weak = bench.scaling(WEAK)
-    rows = f"; weak: {weak[0].rows_per_device:,} rows a device" if weak else ""
-    axis.set_title(f"relative to {_devices(_counts(bench.cases)[0])}{rows}", fontsize=10)
-    _dress_counts(axis, _counts(bench.cases))
+    rows = f"; weak: {weak[0].rows_per_device:,} rows a {bench.replica}" if weak else ""
+    axis.set_title(f"relative to {_counted(bench, _counts(bench.cases)[0])}{rows}", fontsize=10)
+    _dress_counts(axis, _counts(bench.cases), bench.scaled_over)
     axis.legend(frameon=False, loc="lower left")
 
 
@@ -125,16 +130,16 @@ def _draw_bars(axis: Any, bench: Bench, values: Values, label: str) -> None:
     )
     axis.set_ylabel(label)
     axis.set_xlabel("mode")
-    axis.set_title(f"{bench.batch_size:,} rows on {_devices(cases[0].devices)}", fontsize=10)
+    axis.set_title(f"{bench.batch_size:,} rows on {_counted(bench, cases[0].devices)}", fontsize=10)
     axis.yaxis.set_major_formatter(_thousands(axis.get_ylim()[1]))
 
 
-def _dress_counts(axis: Any, counts: Sequence[int]) -> None:
+def _dress_counts(axis: Any, counts: Sequence[int], label: str) -> None:
     axis.set_xscale("log", base=2)
     axis.set_xticks(counts, [str(count) for count in counts], minor=False)
     axis.set_xticks([], minor=True)
     axis.set_xlim(counts[0] / 1.2, counts[-1] * 1.2)
-    axis.set_xlabel("devices")
+    axis.set_xlabel(label)
 
 
 def _use_log_scale(axis: Any) -> None:
@@ -184,15 +189,15 @@ def _counts(cases: Sequence[CaseResult]) -> list[int]:
     return sorted({case.devices for case in cases})
 
 
-def _devices(count: int) -> str:
-    return f"{count} device{'s' if count > 1 else ''}"
+def _counted(bench: Bench, count: int) -> str:
+    return f"{count} {bench.scaled_over if count > 1 else bench.replica}"
 
 
 def _title(bench: Bench) -> str:
     cores = bench.environment["cores"]
     shared = ""
     if bench.platform == "cpu":
-        shared = ", one core a device" if bench.pinned else f" that share {cores} cores"
+        shared = f", one core a {bench.replica}" if bench.pinned else f" that share {cores} cores"
     return (
         f"{bench.parameters:,} parameters · {bench.device_kind} devices{shared} · "
         f"{bench.precision} · layout {bench.layout}"

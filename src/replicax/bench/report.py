@@ -52,7 +52,7 @@ def header(bench: Bench) -> list[str]:
     micro = f" · {bench.accumulate} micro-batches" if bench.accumulate > 1 else ""
     return [
         f"{where['date']} · {bench.device_kind} devices · {where['processor']}, "
-        f"{where['cores']} cores{', one a device' if bench.pinned else ''}",
+        f"{where['cores']} cores{f', one a {bench.replica}' if bench.pinned else ''}",
         " · ".join(packages),
         f"{bench.parameters:,} parameters, {traffic(bench.parameter_bytes)} · {bench.precision} · "
         f"layout {bench.layout}",
@@ -71,8 +71,9 @@ def title(bench: Bench, scaling: str) -> str:
     if len({case.devices for case in bench.cases}) == 1:
         return f"speed: {bench.batch_size:,} rows a batch"
     if scaling == STRONG:
-        return f"strong scaling: {bench.batch_size:,} rows a batch on any number of devices"
-    return f"weak scaling: {bench.scaling(WEAK)[0].rows_per_device:,} rows a device"
+        rows = f"{bench.batch_size:,} rows a batch"
+        return f"strong scaling: {rows} on any number of {bench.scaled_over}"
+    return f"weak scaling: {bench.scaling(WEAK)[0].rows_per_device:,} rows a {bench.replica}"
 
 
 def speed_columns(bench: Bench, scaling: str) -> list[Column]:
@@ -84,7 +85,7 @@ def speed_columns(bench: Bench, scaling: str) -> list[Column]:
 
     return [
         ("mode", lambda case: case.mode),
-        ("devices", lambda case: f"{case.devices}"),
+        (bench.scaled_over, lambda case: f"{case.devices}"),
         ("batch", lambda case: short(case.global_batch)),
         (f"{unit}/s", rate),
         ("ms/step", lambda case: around([1e3 * value for value in case.seconds_per_step])),
@@ -97,7 +98,7 @@ def resource_columns(bench: Bench) -> list[Column]:
     """What the steps take, whatever their speed."""
     columns: list[Column] = [
         ("mode", lambda case: case.mode),
-        ("devices", lambda case: f"{case.devices}"),
+        (bench.scaled_over, lambda case: f"{case.devices}"),
         ("batch", lambda case: short(case.global_batch)),
         ("peak\nMiB", lambda case: mebibytes(case.peak_bytes_per_device)),
         ("compile\ns", lambda case: hundredths(case.trace_seconds + case.compile_seconds)),
@@ -123,7 +124,7 @@ def footnotes(bench: Bench) -> list[str]:
     if least:
         lines.append(
             f"reductions: one gradient is {traffic(least)}, which a step on more than one "
-            "device must reduce"
+            f"{bench.replica} must reduce"
         )
     rates = {case.devices: case.product_flops_per_second for case in bench.cases}
     if any(case.share_of_product for case in bench.cases):

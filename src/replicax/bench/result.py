@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from replicax.bench.timing import spread
 from replicax.parallel.compiled import Collectives
@@ -107,6 +107,13 @@ class Bench:
     """Of the whole measurement."""
     notes: tuple[str, ...]
     """What is not as asked, or must be known to read the figures."""
+    scaled_over: Literal["devices", "processes"] = "devices"
+    """What there are more of from case to case; each process has one device."""
+
+    @property
+    def replica(self) -> str:
+        """What holds one replica: a device, or a process with its only one."""
+        return "device" if self.scaled_over == "devices" else "process"
 
     def scaling(self, name: str) -> list[CaseResult]:
         """The cases of `strong` or `weak`, by mode and then by devices."""

@@ -56,7 +56,8 @@ def bench(
 
     Two scalings: strong has `batch_size` rows on every count; weak has the same rows on every
     device, `batch_size` in all on the most of them. Each round runs every step for about a quarter
-    of a second, in an order of its own; input is part of it.
+    of a second, in an order of its own; input is part of it. In a job of several processes all call
+    this, and all of their devices are measured.
 
     On host devices call `replicax.train.host_memory.keep_freed_memory()` before, as
     `replicax train` does, or the allocator is a part of what is measured.
@@ -67,7 +68,8 @@ def bench(
         model: as for `DataParallel.init`.
         source: as for `DataParallel.feed`, but it must be readable again and again.
         batch_size: rows of a global batch.
-        devices: counts; by default the powers of two up to all attached devices, and these.
+        devices: counts; by default the powers of two up to all attached devices, and these. In a
+            job of several processes only all of them.
         modes: any of `single` (on one device only), `jit`, `shard_map` and `pmap`.
         layout: as for `DataParallel`. A mode that cannot hold it is left out, with a note.
         accumulate: as for `DataParallel`.
@@ -86,8 +88,12 @@ def bench(
     attached = jax.devices()
     platform = attached[0].platform
     _check(modes, rounds, tokens_per_row)
-    counts = default_devices(len(attached)) if devices is None else devices
-    counts = check_devices(counts, len(attached), platform)
+    lone = jax.process_count() == 1
+    if devices is None:
+        devices = default_devices(len(attached)) if lone else [len(attached)]
+    counts = check_devices(devices, len(attached), platform)
+    if not lone:
+        _check_job(counts, pin)
     kept, notes = modes_with_layout(modes, layout, counts)
     if pin:
         check_pinning(max(counts), platform)
@@ -95,7 +101,8 @@ def bench(
     cases = all_cases(batch_size, counts, kept, weak=can_be_cut)
     notes += notes_on_cases(batch_size, cases, accumulate)
     notes += notes_on_source(can_be_cut, counts)
-    notes += notes_on_machine(max(counts), platform, pin)
+    if lone:
+        notes += notes_on_machine(max(counts), platform, pin)
 
     started = time.perf_counter()
     subject = Subject(loss, optimizer, model, source, layout, accumulate, precision, seed)
@@ -106,7 +113,7 @@ def bench(
         rates = measurement.product_rates() if platform == "cpu" else {}
         neighbours = Neighbours()
         measurement.measure(rounds)
-        if platform == "cpu":
+        if platform == "cpu" and lone:
             notes += notes_on_neighbours(neighbours.cores())
     params = jax.tree.leaves(measurement.states[cases[0].devices].params)
     return Bench(
@@ -130,12 +137,23 @@ def bench(
 
 def _check(modes: Sequence[str], rounds: int, tokens_per_row: int | None) -> None:
     """Raise `ConfigError` for what is wrong whatever the devices."""
-    if jax.process_count() > 1:
-        raise ConfigError(
-            f"bench in {jax.process_count()} processes; it measures the devices of 1: start one"
-        )
     for name, value in (("rounds", rounds), ("tokens_per_row", tokens_per_row)):
         if value is not None and value < 1:
             raise ConfigError(f"{name}={value}; it is at least 1: raise it")
     for mode in modes:
         check_mode(mode, make_mesh(devices=jax.devices()[:1]))
+
+
+def _check_job(counts: Sequence[int], pin: bool) -> None:
+    """Raise `ConfigError` for what several processes cannot do."""
+    processes, attached = jax.process_count(), jax.device_count()
+    if counts != (attached,):
+        raise ConfigError(
+            f"devices={','.join(map(str, counts))} in {processes} processes with {attached} "
+            "devices; all processes take part in every step: leave devices out"
+        )
+    if pin:
+        raise ConfigError(
+            f"pin in {processes} processes; what starts them gives them cores: use replicax "
+            "launch --pin"
+        )

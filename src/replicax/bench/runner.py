@@ -9,6 +9,7 @@ import jax
 
 from replicax.bench.cases import Case
 from replicax.bench.epochs import Epochs
+from replicax.cluster.link import current_link
 from replicax.parallel.compiled import CompiledStep, inspect
 from replicax.parallel.flops import count_flops
 from replicax.parallel.step import DataParallel
@@ -50,14 +51,14 @@ class Runner:
         """Compile the step, take `UNMEASURED_STEPS`, and see how many a run has."""
         batch = next(self.batches)
         self.compiled = _compile(self.dp, state, batch)
-        device = self.dp.mesh.devices.flat[0]
+        device = self.dp.mesh.local_devices[0]
         before = device.memory_stats()
         state, _ = jax.block_until_ready(self.dp.step(state, batch))
         for _ in range(UNMEASURED_STEPS - 1):
             started = time.perf_counter()
             state, _ = jax.block_until_ready(self.dp.step(state, next(self.batches)))
         seconds = time.perf_counter() - started
-        self.steps = steps_in_a_run(seconds)
+        self.steps = _agreed(steps_in_a_run(seconds))
         self.run_seconds = (UNMEASURED_STEPS + self.steps) * seconds
         memory = self.compiled.step.memory
         if memory is not None:
@@ -88,6 +89,12 @@ class Runner:
 def steps_in_a_run(seconds_per_step: float) -> int:
     """As many as take about `RUN_SECONDS`."""
     return min(max(round(RUN_SECONDS / seconds_per_step), FEWEST_STEPS), MOST_STEPS)
+
+
+def _agreed(steps: int) -> int:
+    """Process 0's, in all processes of a job: their steps wait for each other."""
+    link = current_link()
+    return steps if link is None else int(link.gather(link.unique("steps in a run"), steps)[0])
 
 
 def own_peak(

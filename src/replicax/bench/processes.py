@@ -1,0 +1,191 @@
+"""Weak scaling over processes with a processor core each: jobs on this host, one after the other.
+
+Counts cannot be measured in one program, so each round starts a job of every count in turn: what
+disturbs a round disturbs all of them. In a job `bench` measures as it does anywhere.
+"""
+
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from replicax.bench.cases import STRONG, WEAK
+from replicax.bench.collect import efficiencies
+from replicax.bench.cores import Neighbours, only_cores, own_cores
+from replicax.bench.display import Display
+from replicax.bench.notes import notes_on_neighbours
+from replicax.bench.result import Bench, CaseResult
+from replicax.bench.timing import environment
+from replicax.errors import ClusterError, ConfigError, did_you_mean
+from replicax.launch.job import Job
+from replicax.launch.supervisor import launch
+from replicax.parallel.compiled import Collectives
+
+RUNS = 4
+"""Of every step in one job; their median is what the round has measured."""
+MODES = ("jit", "shard_map")
+"""Those that several processes can run."""
+
+Measure = Callable[[int, int], Bench]
+"""`measure(processes, round)`: what a job of so many processes has measured."""
+
+
+def check_counts(counts: Sequence[int], modes: Sequence[str]) -> tuple[int, ...]:
+    """`counts` in ascending order, each once.
+
+    Raises:
+        ConfigError: a count that this host cannot give a core each, or a mode that several
+            processes cannot run.
+    """
+    for mode in modes:
+        if mode not in MODES:
+            raise ConfigError(
+                f"mode {mode!r} with --processes; several processes run {' or '.join(MODES)}"
+                f"{did_you_mean(mode, MODES)}: leave it out"
+            )
+    if not sys.platform.startswith("linux"):
+        raise ConfigError(
+            f"--processes on {sys.platform}; each has a core, and cores are given out on Linux: "
+            "use --devices"
+        )
+    ordered = tuple(sorted(set(counts)))
+    if ordered[0] < 1:
+        raise ConfigError(f"--processes {ordered[0]}; a job has at least 1: raise it")
+    cores = len(own_cores())
+    if ordered[-1] > cores:
+        raise ConfigError(
+            f"--processes {ordered[-1]} on {cores} cores; each process has a core of its own: use "
+            f"at most {cores}"
+        )
+    return ordered
+
+
+def bench_processes(
+    measure: Measure,
+    counts: Sequence[int],
+    *,
+    rounds: int,
+    notes: Sequence[str] = (),
+    progress: bool = True,
+) -> Bench:
+    """Measure jobs of `counts` processes in turn, `rounds` times, and put them side by side.
+
+    Args:
+        measure: measures one of them, `job_measure` say.
+        counts: from `check_counts`.
+        rounds: at least 1.
+        notes: on what is measured, for the result.
+        progress: whether to print what is going on.
+
+    Raises:
+        ConfigError: no round.
+    """
+    if rounds < 1:
+        raise ConfigError(f"rounds={rounds}; it is at least 1: raise it")
+    started = time.perf_counter()
+    measured: dict[int, list[Bench]] = {count: [] for count in counts}
+    display = Display(progress, len(counts), rounds)
+    neighbours = Neighbours()
+    try:
+        for number in range(rounds):
+            for place, count in enumerate(counts):
+                text = f"round {number + 1}/{rounds}: {count} process{'es' if count > 1 else ''}"
+                display.part(number * len(counts) + place, rounds * len(counts), text)
+                measured[count].append(measure(count, number))
+    finally:
+        display.close()
+    most = measured[counts[-1]][0]
+    return dataclasses.replace(
+        most,
+        cases=_merged(measured),
+        environment=environment(),
+        rounds=rounds,
+        pinned=True,
+        seconds=time.perf_counter() - started,
+        notes=(*notes, *notes_on_neighbours(neighbours.cores())),
+        scaled_over="processes",
+    )
+
+
+def job_measure(command: Sequence[str], folder: Path) -> Measure:
+    """A `Measure` that launches `command`, with the path of a file for `write_part` added to it.
+
+    Args:
+        command: a program that calls `replicax.initialize` and `bench`, and writes its result.
+        folder: for that file, and what the processes write.
+    """
+
+    def measure(processes: int, number: int) -> Bench:
+        own = folder / f"{processes}-processes-round-{number + 1}"
+        part = own.absolute() / "part.json"
+        job = Job((*command, str(part)), processes, devices_per_process=1, pin=True)
+        # As many cores as processes, or a lone one would have them all.
+        with only_cores(own_cores()[:processes]):
+            outcome = launch(job, env={**os.environ, "JAX_PLATFORMS": "cpu"}, logs=own, quiet=True)
+        if outcome.stopped_by == "SIGINT":
+            raise KeyboardInterrupt
+        if outcome.exit_code or not part.exists():
+            raise ClusterError(
+                f"{own.name}: {outcome.message or f'no {part.name} was written; see {own}'}"
+            )
+        return read_part(part)
+
+    return measure
+
+
+def write_part(bench: Bench, path: Path) -> None:
+    """Write what one job has measured, for the process that launched it."""
+    path.write_text(json.dumps(dataclasses.asdict(bench)), encoding="utf-8")
+
+
+def read_part(path: Path) -> Bench:
+    """What `write_part` wrote."""
+    fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    cases = [_case(case) for case in fields["cases"]]
+    return Bench(**{**fields, "cases": tuple(cases), "notes": tuple(fields["notes"])})
+
+
+def _case(fields: Mapping[str, Any]) -> CaseResult:
+    plain: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
+    }
+    plain["collectives"] = tuple(Collectives(**each) for each in fields["collectives"])
+    plain["efficiency"] = {name: tuple(each) for name, each in fields["efficiency"].items()}
+    return CaseResult(**plain)
+
+
+def _merged(measured: Mapping[int, Sequence[Bench]]) -> tuple[CaseResult, ...]:
+    """Every mode on every count, with a value a round."""
+    scaling = WEAK if len(measured) > 1 else STRONG
+    merged: list[CaseResult] = []
+    for mode in [case.mode for case in next(iter(measured.values()))[0].cases]:
+        cases = [_over_rounds([_of_mode(part, mode) for part in p]) for p in measured.values()]
+        found = efficiencies(scaling, [(case.devices, case.seconds_per_step) for case in cases])
+        merged += [
+            dataclasses.replace(case, scalings=(scaling,), efficiency={scaling: tuple(values)})
+            for case, values in zip(cases, found, strict=True)
+        ]
+    return tuple(merged)
+
+
+def _of_mode(part: Bench, mode: str) -> CaseResult:
+    (case,) = [case for case in part.cases if case.mode == mode]
+    return case
+
+
+def _over_rounds(cases: Sequence[CaseResult]) -> CaseResult:
+    """The same case in every round as one: of each round, the median of its runs."""
+    rates = [case.product_flops_per_second for case in cases]
+    known = [rate for rate in rates if rate is not None]
+    return dataclasses.replace(
+        cases[0],
+        seconds_per_step=tuple(statistics.median(case.seconds_per_step) for case in cases),
+        rows_per_second=tuple(statistics.median(case.rows_per_second) for case in cases),
+        input_wait_fraction=tuple(statistics.median(case.input_wait_fraction) for case in cases),
+        product_flops_per_second=max(known) if known else None,
+    )

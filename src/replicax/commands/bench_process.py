@@ -1,0 +1,52 @@
+"""One process of a job that `replicax bench RECIPE --processes` has launched.
+
+`python -m replicax.commands.bench_process RECIPE FLAGS PATH`: the flags of the bench, and where
+process 0 writes what the job has measured.
+"""
+
+import sys
+from pathlib import Path
+
+import jax
+
+import replicax as rx
+from replicax.bench.cases import weak_rows
+from replicax.bench.processes import RUNS, write_part
+from replicax.bench.run import bench
+from replicax.commands.arguments import parse_arguments
+from replicax.commands.bench import BenchOptions, counts_of, modes_of
+from replicax.train.host_memory import keep_freed_memory
+
+
+def main(arguments: list[str]) -> None:
+    """Measure on the devices of all processes."""
+    *own, path = arguments
+    parsed = parse_arguments("bench", BenchOptions, own)
+    assert parsed is not None, "the launcher has no use for help"
+    options, recipe = parsed.options, parsed.recipe
+    counts = counts_of("--processes", options.processes)
+    assert counts
+    rx.initialize(verbose=False)
+    keep_freed_memory()
+    result = bench(
+        recipe.loss,
+        recipe.optimizer(),
+        recipe.model(jax.random.key(options.seed)),
+        recipe.train_source(),
+        batch_size=weak_rows(recipe.batch_size, counts) * jax.device_count(),
+        devices=[jax.device_count()],
+        modes=modes_of(options),
+        layout=options.layout,
+        accumulate=options.accumulate,
+        precision=options.precision,
+        rounds=RUNS,
+        seed=options.seed,
+        tokens_per_row=getattr(recipe, "tokens_per_row", None),
+        progress=False,
+    )
+    if jax.process_index() == 0:
+        write_part(result, Path(path))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
