@@ -16,6 +16,7 @@ import numpy as np
 import optax
 
 import replicax as rx
+from replicax.parallel.hlo import instructions
 
 ROWS, FEATURES, STEPS_OF_AN_EPOCH = 51, 6, 4
 BATCH = 16
@@ -129,10 +130,20 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+def reductions() -> list[str]:
+    """The shape of each reduction in a step of mode `shard_map`."""
+    dp = rx.DataParallel(loss, optax.adamw(1e-2), mode="shard_map")
+    compiled = dp.lower(model(), {name: leaf[:BATCH] for name, leaf in DATA.items()}).compile()
+    return [
+        each.shape for each in instructions(compiled.as_text()) if each.opcode.startswith("all-")
+    ]
+
+
 def main() -> None:
     """As one process of a job."""
     rx.initialize(verbose=False)
-    results = {name: case() for name, case in CASES.items()}
+    results: dict[str, Any] = {name: case() for name, case in CASES.items()}
+    results["reductions"] = reductions()
     if jax.process_index() == 0:
         Path(sys.argv[1]).write_text(json.dumps(results))
 

@@ -398,3 +398,12 @@ class TestProcess:
         assert steps == sorted(set(steps))
         assert f"{steps[-1]:,} of 16,000,000 steps" in summary
         assert (run / "curves.png").read_bytes().endswith(b"IEND\xaeB`\x82")
+
+
+def test_a_reader_that_has_gone_ends_the_command_in_silence() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "replicax", "recipes"]
+    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (141, "")

@@ -5,7 +5,9 @@
 """
 
 import importlib.metadata
+import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -43,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _dispatch(arguments)
+        code = _dispatch(arguments)
+        sys.stdout.flush()
+        return code
     except SystemExit as stop:  # --help
         return int(stop.code or 0)
     except (Exception, KeyboardInterrupt) as error:
@@ -58,10 +62,22 @@ def _explain(error: BaseException) -> int:
         return _failed(str(error), error.exit_code)
     if isinstance(error, KeyboardInterrupt):
         return _failed("interrupted", 1)
+    if isinstance(error, BrokenPipeError) and _nobody_reads():
+        return 128 + signal.SIGPIPE
     if refused := _OUT_OF_MEMORY.search(str(error)):
         return _failed(f"{refused[0]}; {SMALLER}", 1)
     traceback.print_exception(error)  # a recipe's own: its author needs it
     return _failed(f"{type(error).__name__}: {error}", 1)
+
+
+def _nobody_reads() -> bool:
+    """Whether whoever read the output has closed it, as `head` does; what is left of it is lost."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -66,3 +66,9 @@ def test_processes_compute_what_one_device_does(
 def test_arrays_of_each_process_have_a_known_length(results: dict[str, Any]) -> None:
     told = results["own arrays"]["told"]
     assert told == {"rows": 51, "padding": 16 - 3}  # 35 and 16: five batches, the last of 3 rows
+
+
+def test_shard_map_reduces_one_vector(results: dict[str, Any]) -> None:
+    numbers = 6 * 16 + 16 + 2 * 2  # the gradient, and total and weight of the loss and the metric
+    (shape,) = results["reductions"]
+    assert shape.startswith(f"f32[{numbers}]")
