@@ -7,6 +7,7 @@
 import importlib.metadata
 import os
 import re
+import select
 import signal
 import sys
 import traceback
@@ -72,12 +73,12 @@ def _explain(error: BaseException) -> int:
 
 def _nobody_reads() -> bool:
     """Whether whoever read the output has closed it, as `head` does; what is left of it is lost."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)
+    if not output.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def _dispatch(arguments: list[str]) -> int:
