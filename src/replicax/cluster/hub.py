@@ -98,6 +98,8 @@ class Hub:
                 self._take(process, decode(line))
         except (TimeoutError, OSError, ValueError, KeyError, TypeError):
             pass  # a stranger's noise, or a connection that broke: both end below
+        except asyncio.CancelledError:
+            pass  # the hub closes, and Python 3.11 would log that as an error
         finally:
             if process is not None:
                 self._lost(process)

@@ -1,0 +1,150 @@
+"""What becomes of a job when one of its processes goes wrong: every fault, many times.
+
+Writes `results/faults.json` and the table in `docs/faults.md`. The outcomes are checked by the
+rules in `tests/cluster/faults.py`, which the tests share.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from timing import environment, save
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from cluster.faults import FAULTS, PATIENCE, Trial, run_trial  # noqa: E402
+
+PAGE = ROOT / "docs" / "faults.md"
+AT_A_TIME = 2
+CLEAR = "\r\x1b[K" if sys.stdout.isatty() else ""
+"""Empties the line that tells the progress, where there is one."""
+
+INTRODUCTION = """\
+# When a process goes wrong
+
+Whatever happens to one process of a job, the others learn of it, say which one it was and why, and
+end with a non-zero exit code. Nobody waits for ever. This page is written by
+
+```
+python benchmarks/faults.py --trials {trials}
+```
+
+which starts real jobs, of 2 and 3 processes in turn and one CPU device each, makes any one of the
+processes go wrong at any step, and checks by rules, not by eye, how the others end: the exit codes,
+the last line on each survivor's stderr, how long it took, and that no process is left.
+`--faults kill,freeze` chooses among them; `tests/cluster/faults.py` holds the rules."""
+
+SECONDS = """\
+Seconds run from the fault until all others are gone. For a process that never comes, and for those
+that are refused, they run from the start of the program; for processes that differ, from the end of
+the first to the end of the last."""
+
+
+def measured(fault: str, trials: int) -> list[Trial]:
+    """All trials of one fault, with a line for each that went otherwise than expected."""
+    done = []
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        for number, trial in enumerate(pool.map(lambda n: run_trial(fault, n), range(trials))):
+            done.append(trial)
+            for wrong in trial.wrong:
+                print(
+                    f"{CLEAR}{fault}, trial {number} (process {trial.victim}): {wrong}", flush=True
+                )
+            if CLEAR:
+                print(f"{CLEAR}{fault}: {number + 1} of {trials}", end="", flush=True)
+    return done
+
+
+def summed(trials: list[Trial]) -> dict[str, Any]:
+    """What the table says of a fault's trials."""
+    seconds = [trial.seconds for trial in trials]
+    shown = max(trials, key=lambda trial: (not trial.wrong, trial.processes))
+    return {
+        "trials": len(trials),
+        "as_expected": sum(not trial.wrong for trial in trials),
+        "seconds_median": round(statistics.median(seconds), 2),
+        "seconds_worst": round(max(seconds), 2),
+        "line": shown.line,
+        "seconds": [round(each, 3) for each in seconds],
+        "unexpected": [
+            {"processes": t.processes, "process": t.victim, "step": t.step, "what": t.wrong}
+            for t in trials
+            if t.wrong
+        ],
+    }
+
+
+def page(result: dict[str, Any]) -> str:
+    """The Markdown page: how it was measured, the table, and what users see."""
+    faults, of = result["faults"], result["environment"]
+    patience = " and ".join(f"`{name}={value}`" for name, value in result["patience"].items())
+    lines = [
+        *INTRODUCTION.format(trials=result["trials"]).splitlines(),
+        "",
+        f"Measured on {of['date']}: {of['cores']} cores of {of['processor']}, Python "
+        f"{of['python']}, jax {of['jax']},",
+        f"{AT_A_TIME} trials at a time, with {patience} (60 and 30 by default).",
+        "",
+        "| What goes wrong | What is expected | As expected | Seconds, median | Worst |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {FAULTS[name].what} | {FAULTS[name].expected} | {fault['as_expected']} of "
+        f"{fault['trials']} | {fault['seconds_median']:.2f} | {fault['seconds_worst']:.2f} |"
+        for name, fault in faults.items()
+    ]
+    lines += [
+        "",
+        *SECONDS.splitlines(),
+        "",
+        "## What one sees",
+        "",
+        "The last line on the stderr of a process that had to stop, or was refused:",
+        "",
+    ]
+    for name, fault in faults.items():
+        if fault["line"]:
+            lines += [f"{FAULTS[name].what}:", "", "```", fault["line"], "```", ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--trials", type=int, default=20, help="of each fault (20)")
+    parser.add_argument("--faults", default=",".join(FAULTS), help=f"some of {','.join(FAULTS)}")
+    parser.add_argument("--dry", action="store_true", help="write no files")
+    options = parser.parse_args()
+    chosen = options.faults.split(",")
+    if unknown := [name for name in chosen if name not in FAULTS]:
+        parser.error(f"no such fault: {', '.join(unknown)}; there are {', '.join(FAULTS)}")
+    result = {
+        "environment": environment(),
+        "patience": PATIENCE,
+        "trials": options.trials,
+        "faults": {},
+    }
+    for name in chosen:
+        started = time.monotonic()
+        fault = summed(measured(name, options.trials))
+        result["faults"][name] = fault
+        print(
+            f"{CLEAR}{name:<14}{fault['as_expected']:>3} of {fault['trials']:<3} as expected, gone "
+            f"after {fault['seconds_median']:5.2f} s, worst {fault['seconds_worst']:5.2f} s "
+            f"({time.monotonic() - started:.0f} s)",
+            flush=True,
+        )
+        if not options.dry:
+            save("faults", result)
+            PAGE.write_text(page(result), encoding="utf-8")
+    sys.exit(any(fault["unexpected"] for fault in result["faults"].values()))
+
+
+if __name__ == "__main__":
+    main()

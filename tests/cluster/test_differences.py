@@ -1,0 +1,55 @@
+"""Who differs from the others, in words."""
+
+import pytest
+
+from replicax.cluster.differences import differences, processes_text
+
+
+def test_all_the_same() -> None:
+    assert differences([{"a": 1, "b": {"c": [1, 2]}}, {"b": {"c": [1, 2]}, "a": 1}]) == []
+
+
+def test_the_odd_one_out_comes_first() -> None:
+    found = differences([{"jax": "0.11"}, {"jax": "0.10"}, {"jax": "0.11"}, {"jax": "0.11"}])
+    assert found == ["jax is 0.10 on process 1, 0.11 on processes 0, 2 and 3"]
+
+
+def test_of_two_the_later_one_comes_first() -> None:
+    assert differences([{"a": 1}, {"a": 2}]) == ["a is 2 on process 1, 1 on process 0"]
+
+
+def test_only_the_fields_that_differ_by_their_path() -> None:
+    found = differences([{"m": {"x": 1, "y": 2}, "n": 0}, {"m": {"x": 1, "y": 3}, "n": 0}])
+    assert found == ["m.y is 3 on process 1, 2 on process 0"]
+
+
+def test_a_field_that_one_lacks() -> None:
+    assert differences([{}, {"a": None}]) == ["a is null on process 1, nothing on process 0"]
+
+
+def test_kinds_of_numbers_are_told_apart() -> None:
+    assert differences([{"a": 1}, {"a": 1.0}])
+    assert differences([{"a": 1}, {"a": True}])
+    assert differences([{"a": 1}, {"a": "1"}])
+
+
+def test_long_values_are_cut() -> None:
+    (found,) = differences([{"a": "x" * 500}, {"a": "y" * 500}])
+    assert len(found) < 250
+    assert f"{'x' * 77}..." in found
+
+
+@pytest.mark.parametrize(
+    ("processes", "text"),
+    [
+        ([1], "process 1"),
+        ([2, 0], "processes 0 and 2"),
+        ([0, 1], "processes 0 and 1"),
+        ([3, 4, 5], "processes 3 to 5"),
+        ([0, 2, 5], "processes 0, 2 and 5"),
+        (list(range(0, 20, 2)), "processes 0, 2, 4, 6, 8, 10, 12, 14 and 2 more"),
+        (list(range(1, 1000)), "processes 1 to 999"),
+    ],
+)
+def test_processes_in_words(processes: list[int], text: str) -> None:
+    assert processes_text(processes) == text

@@ -1,0 +1,165 @@
+"""What a process says as it ends, and leaves for whoever started it."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster.jobs import opened
+
+from replicax.cluster import failure, link
+from replicax.cluster.verdict import Verdict
+from replicax.errors import AgreementError
+
+
+class JaxRuntimeError(RuntimeError):
+    """As jaxlib calls what a device says."""
+
+
+class Left(BaseException):
+    """Instead of the end of this process."""
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The failure file."""
+
+    def leave(code: int) -> None:
+        raise Left(code)
+
+    monkeypatch.setattr(failure, "leave_at_once", leave)
+    monkeypatch.setenv("REPLICAX_FAILURE_FILE", str(tmp_path / "failure.json"))
+    return tmp_path / "failure.json"
+
+
+def written(path: Path) -> dict[str, Any]:
+    word: dict[str, Any] = json.loads(path.read_text())
+    assert word.pop("time") > 1.7e9
+    return word
+
+
+def test_the_first_word_stands(path: Path) -> None:
+    failure.write_failure(3, "ValueError: bad value", blames=None)
+    failure.write_failure(3, "later", blames=[1])
+    error = "ValueError: bad value"
+    assert written(path) == {"process": 3, "error": error, "step": 0, "blames": None}
+
+
+def test_nobody_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    failure.write_failure(0, "x", blames=None)
+    monkeypatch.setenv("REPLICAX_FAILURE_FILE", str(tmp_path / "missing" / "file"))
+    failure.write_failure(0, "x", blames=None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lone_process_fails(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REPLICAX_PROCESS_ID", "2")
+    failure.end(ValueError("two\nlines"), 1)  # and goes on to end as Python does
+    word = written(path)
+    assert (word["process"], word["error"]) == (2, "ValueError: two lines")
+
+
+@pytest.mark.parametrize(("process", "said"), [(0, " stops: "), (1, " stops, as the others do: ")])
+def test_a_verdict_is_said_and_written(
+    process: int, said: str, path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(Left, match="1"):
+        failure.stop_now(process, Verdict("process 1 is late", [1]))
+    assert capsys.readouterr().err == f"replicax: process {process}{said}process 1 is late\n"
+    assert written(path)["blames"] == [1]
+
+
+def test_the_stacks_come_with_it(path: Path) -> None:
+    script = (
+        "from replicax.cluster.failure import stop_now\n"
+        "from replicax.cluster.verdict import Verdict\n"
+        "def waiting_here(): stop_now(0, Verdict('late', [1], stacks=True))\n"
+        "waiting_here()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "replicax: process 0 has begun 0 steps" in done.stderr
+    assert "in waiting_here" in done.stderr
+    assert done.stderr.endswith("replicax: process 0 stops: late\n")
+
+
+def test_a_failure_of_its_own(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with opened(2) as job:
+        first, second = job.start()
+        link.set_link(second.link)
+        with pytest.raises(Left, match="7"):
+            failure.end(ValueError("bad value"), 7)
+        assert first.reason().endswith(" failed: ValueError: bad value")
+    assert written(path) == {
+        "process": 1,
+        "error": "ValueError: bad value",
+        "step": 0,
+        "blames": None,
+    }
+    assert capsys.readouterr().err == ""  # Python has printed the exception
+
+
+def test_a_victim_says_who_was_killed(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with opened(3) as job:
+        processes = job.start()
+        link.set_link(processes[0].link)
+        job.call(lambda: processes[2].link.close())
+        failure.report(JaxRuntimeError("connection reset by peer"))
+    assert written(path)["blames"] == [2]
+    error = capsys.readouterr().err
+    assert error.startswith("replicax: process 0 stops: process 2 (")
+    assert "is gone without a word" in error
+
+
+@pytest.mark.parametrize("name", ["JaxRuntimeError", "XlaRuntimeError"])
+def test_what_looks_like_another_s_fault(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[bool] = []
+
+    class Recorder:
+        verdict, process = None, 0
+
+        def fail(self, error: str, *, collateral: bool) -> None:
+            told.append(collateral)
+
+    monkeypatch.setattr(failure, "current_link", Recorder)
+    failure.report(type(name, (RuntimeError,), {})("x"))
+    failure.report(RuntimeError("x"))
+    assert told == [True, False]
+
+
+def test_a_disagreement_blames_nobody(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(2) as job:
+        first, second = job.start()
+        link.set_link(second.link)
+        failure.report(AgreementError("steps is 2 on process 1, 1 on process 0"))
+        second.link.close()  # the process ends
+        time.sleep(0.2)
+        assert not first.stopped.done()
+        link.set_link(first.link)
+        failure.report(AgreementError("steps is 2 on process 1, 1 on process 0"))
+        assert not first.stopped.done()
+    assert written(path)["blames"] is None
+
+
+def test_an_exception_ends_a_process_at_once(tmp_path: Path) -> None:
+    """With others to wait for, even where a thread of its own would go on."""
+    script = (
+        "import sys, threading, time\n"
+        "from replicax.cluster import failure\n"
+        "class Link:\n"
+        "    verdict, process = None, 0\n"
+        "    def fail(self, error, *, collateral): print('told', error, flush=True)\n"
+        "failure.current_link = Link\n"
+        "failure.watch_exceptions()\n"
+        "threading.Thread(target=time.sleep, args=(60,)).start()\n"
+        "raise ValueError('bad value')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == 1
+    assert done.stdout == "told ValueError: bad value\n"
+    assert done.stderr.strip().endswith("ValueError: bad value")

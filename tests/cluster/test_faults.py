@@ -1,0 +1,11 @@
+"""Each fault once, in real jobs; `benchmarks/faults.py` tries each many times."""
+
+import pytest
+from cluster.faults import FAULTS, run_trial
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_others_learn_what_happened(fault: str) -> None:
+    trial = run_trial(fault, 0)
+    assert not trial.wrong, trial

@@ -1,0 +1,92 @@
+"""Joining a job, as far as it goes without other processes; `test_faults.py` has real ones."""
+
+import socket
+from typing import Any
+
+import jax
+import pytest
+from cluster.jobs import free_port, place
+
+from replicax.cluster import join
+from replicax.cluster.join import initialize
+from replicax.errors import ClusterError, ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(join, "_place", None)
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_a_lone_process_joins_nobody(capsys: pytest.CaptureFixture[str]) -> None:
+    found = initialize()
+    assert (found.process, found.processes) == (0, 1)
+    assert initialize(processes=4) is found  # a second call gives what the first found
+    assert capsys.readouterr().err == ""
+
+
+def test_one_process_says_what_was_found(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REPLICAX_PROCESSES", "1")
+    monkeypatch.setenv("REPLICAX_PROCESS_ID", "0")
+    initialize()
+    assert capsys.readouterr().err.startswith("replicax: process 0 of 1 (REPLICAX_PROCESS_ID")
+
+
+def test_a_wrong_place_is_told_before_anything_is_waited_for() -> None:
+    with pytest.raises(ConfigError, match="lower it"):
+        initialize(coordinator="127.0.0.1:1", processes=2, process=2)
+    assert join._place is None
+
+
+def test_a_wrong_patience_is_told_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REPLICAX_STALL_SECONDS", "soon")
+    with pytest.raises(ConfigError, match="REPLICAX_STALL_SECONDS=soon"):
+        initialize()
+
+
+def test_jax_was_started_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(join, "watch_exceptions", lambda: None)
+    with pytest.raises(ClusterError, match=r"jax\.distributed\.initialize\(\) was called before"):
+        initialize(coordinator=f"127.0.0.1:{free_port()}", processes=2, process=1)
+
+
+def test_versions_as_they_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = join._versions()
+    assert versions["jax"] == jax.__version__
+    assert set(versions) == {"python", *join._PACKAGES}
+    monkeypatch.setattr(jax, "__version__", "0.0.1")
+    assert join._versions()["jax"] == "0.0.1"
+    assert join._installed("no-such-package") == "not installed"
+
+
+def hello(host: str, gpus: tuple[str, ...], told: tuple[int, ...] | None = None) -> dict[str, Any]:
+    return {"host": host, "gpus": gpus, "local_devices": told}
+
+
+def test_devices_are_dealt_unless_told() -> None:
+    held: list[socket.socket] = []
+    own = place(0, 2, free_port())
+    hellos = [hello("a", ("x", "y")), hello("a", ("x", "y"))]
+    prepared = join._prepare(hellos, own, held)
+    assert [tuple(each) for each in prepared["local_devices"]] == [(0,), (1,)]
+    hellos[0]["local_devices"] = (1,)
+    assert join._prepare(hellos, own, held)["local_devices"] == [(1,), None]
+    for each in held:
+        each.close()
+
+
+def test_the_port_for_jax_is_kept_until_it_listens() -> None:
+    held: list[socket.socket] = []
+    own = place(0, 2, free_port())
+    port = join._prepare([hello("a", ())] * 2, own, held)["port"]
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", port))
+    with socket.socket() as service:
+        service.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        service.bind(("127.0.0.1", port))
+        service.listen()
+    held[0].close()

@@ -1,0 +1,248 @@
+"""What processes tell each other, and how each learns why all stop."""
+
+import time
+from typing import Any
+
+import pytest
+from cluster.jobs import Job, Process, opened, until
+
+from replicax.cluster import hub as hub_module
+from replicax.cluster import link as link_module
+from replicax.cluster import pulse as pulse_module
+from replicax.cluster.patience import Patience
+from replicax.cluster.pulse import PULSE, Standing
+
+
+def gathered(job: Job, processes: list[Process], topic: str, values: list[Any]) -> list[Any]:
+    waiting = [job.call(p.gather, topic, values[p.process]) for p in processes]
+    return [each.result(timeout=5.0) for each in waiting]
+
+
+def test_values_come_in_the_order_of_the_processes() -> None:
+    with opened(3) as job:
+        processes = job.start()
+        values: list[Any] = [{"a": [1, None]}, "zwei", 3.5]
+        assert gathered(job, processes[::-1], "t", values) == [values] * 3
+
+
+def test_many_topics_at_once_and_in_any_order() -> None:
+    with opened(3) as job:
+        processes = job.start()
+        futures = [
+            (topic, job.call(p.gather, f"t{topic}", (p.process, topic)))
+            for p in processes
+            for topic in (range(5) if p.process % 2 else reversed(range(5)))
+        ]
+        for topic, future in futures:
+            assert future.result(timeout=5.0) == [[p, topic] for p in range(3)]
+
+
+def test_a_large_value() -> None:
+    with opened(2) as job:
+        values = ["x" * 3_000_000, list(range(300_000))]
+        assert gathered(job, job.start(), "large", values) == [values] * 2
+
+
+def test_a_topic_waits_for_the_last_one() -> None:
+    with opened(2) as job:
+        first, second = job.start()
+        waiting = job.call(first.gather, "t", 1)
+        time.sleep(0.3)
+        assert not waiting.done()
+        second.link.gather("t", 2)
+        assert waiting.result(timeout=5.0) == [1, 2]
+
+
+def test_names_that_are_used_once() -> None:
+    with opened(2) as job:
+        first, second = job.start()
+        assert [first.link.unique("a"), first.link.unique("b"), first.link.unique("a")] == [
+            "a (1)",
+            "b (1)",
+            "a (2)",
+        ]
+        assert second.link.unique("a") == "a (1)"
+
+
+def hub_topics(job: Job) -> dict[str, Any]:
+    return job.hub._gathers  # type: ignore[union-attr]
+
+
+def test_a_gather_that_is_cancelled_is_not_waited_for() -> None:
+    """Process 0 read one batch further ahead than process 1 when both broke the pass off."""
+    with opened(2) as job:
+        first, second = job.start()
+        assert first.link.gather("batch 7", 1, lambda: bool(hub_topics(job))) == []
+        until(lambda: not hub_topics(job))
+        # Who withdraws may come again.
+        assert gathered(job, [first, second], "batch 7", ["a", "b"]) == [["a", "b"]] * 2
+
+
+def test_who_withdraws_takes_only_its_own_value() -> None:
+    with opened(3) as job:
+        first, second, third = job.start()
+        waiting = job.call(second.gather, "t", "b")
+        until(lambda: hub_topics(job))
+        assert first.link.gather("t", "early", lambda: len(hub_topics(job)["t"].values) > 1) == []
+        until(lambda: list(hub_topics(job)["t"].values) == [1])
+        assert gathered(job, [first, third], "t", ["a", "", "c"]) == [["a", "b", "c"]] * 2
+        assert waiting.result(timeout=5.0) == ["a", "b", "c"]
+
+
+def test_values_that_come_too_late_are_not_kept() -> None:
+    with opened(2) as job:
+        first, second = job.start()
+        assert first.link.gather("t", 1, lambda: True) == []
+        first.wire.send({"gather": "t", "value": 1})  # as if it had crossed the withdrawal
+        second.link.gather("t", 2)
+        time.sleep(0.1)
+        assert first.link._gathered == {}
+
+
+def test_one_that_is_waited_for_has_ended() -> None:
+    with opened(3) as job:
+        processes = job.start()
+        for p in processes[:2]:
+            job.call(p.gather, "t", 0)
+        processes[2].link.leave()
+        for process in processes[:2]:
+            verdict = process.stopped.result(timeout=5.0)
+            assert list(verdict.blames) == [2]
+            assert "to hear of t from process 2 (" in verdict.reason
+            assert "which ended after step 0" in verdict.reason
+
+
+def test_a_failure_is_told_to_all() -> None:
+    with opened(3) as job:
+        processes = job.start()
+        verdict = processes[1].link.fail("ValueError: bad value", collateral=False)
+        assert verdict is not None
+        assert list(verdict.blames) == [1]
+        for process in (processes[0], processes[2]):
+            assert process.stopped.result(timeout=0.5).reason == (
+                f"{processes[0].go['names'][1]} failed: ValueError: bad value"
+            )
+        assert not processes[1].stopped.done()  # it ends by itself
+
+
+def test_a_victim_does_not_take_the_blame() -> None:
+    with opened(3) as job:
+        processes = job.start()
+        failing = job.call(fail_as_victim, processes[0])
+        time.sleep(0.2)
+        processes[1].link.close()  # as a kill -9 does
+        verdict = failing.result(timeout=5.0)
+        assert list(verdict.blames) == [1]
+        assert list(processes[2].stopped.result(timeout=5.0).blames) == [1]
+
+
+def fail_as_victim(process: Process) -> Any:
+    return process.link.fail("JaxRuntimeError: reset by peer", collateral=True)
+
+
+def test_what_looks_like_a_victim_may_be_the_cause() -> None:
+    """The others wait for it meanwhile, which is not to be the reason that is given."""
+    with opened(2) as job:
+        first, second = job.start()
+        job.call(first.gather, "t", 0)
+        until(lambda: hub_topics(job))
+        started = time.monotonic()
+        verdict = fail_as_victim(second)
+        assert 0.9 < time.monotonic() - started < 2.0
+        assert verdict is not None
+        assert "failed: JaxRuntimeError: reset by peer" in verdict.reason
+        assert first.reason() == verdict.reason
+
+
+def test_process_0_vanishes() -> None:
+    with opened(3) as job:
+        processes = job.start()
+        assert job.hub is not None
+        job.hub.close()
+        for process in processes[1:]:
+            verdict = process.stopped.result(timeout=2.0)
+            assert list(verdict.blames) == [0]
+            assert verdict.reason == (
+                f"{processes[0].go['names'][0]} is gone without a word: killed or crashed"
+            )
+        assert processes[1].link.fail("late", collateral=True) is not None
+
+
+def test_process_0_leaves_after_all_are_done() -> None:
+    with opened(2) as job:
+        processes = job.start()
+        for process in processes:
+            process.link.leave()
+        assert job.hub is not None
+        job.hub.close()
+        time.sleep(0.2)
+        assert not any(process.stopped.done() for process in processes)
+
+
+def test_a_process_falls_silent() -> None:
+    with opened(3, silent_seconds=0.8) as job:
+        processes = job.start()
+        freeze(processes[2])
+        for process in processes[:2]:
+            verdict = process.stopped.result(timeout=3.0)
+            assert list(verdict.blames) == [2]
+            assert "gave no sign of life for 1 s, last at step 0: frozen" in verdict.reason
+
+
+def freeze(process: Process) -> None:
+    """Its link's thread sleeps on, as in a process that was stopped."""
+    process.wire.receive = lambda timeout_seconds: time.sleep(1.5) or iter([])  # type: ignore
+
+
+def test_process_0_falls_silent() -> None:
+    with opened(2, silent_seconds=0.8) as job:
+        _, second = job.start()
+        started = time.monotonic()
+        job.hub._loop.call_soon_threadsafe(time.sleep, 2.0)  # type: ignore[union-attr]
+        verdict = second.stopped.result(timeout=3.0)
+        assert 0.7 < time.monotonic() - started < 1.9
+        assert list(verdict.blames) == [0]
+        assert "process 0" in verdict.reason
+        assert "gave no sign of life for 1 s: frozen, out of memory, or cut off" in verdict.reason
+        assert verdict.stacks
+
+
+def test_who_was_frozen_itself_alarms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All clocks jump, as after Ctrl-Z and fg."""
+    patience = Patience(silent_seconds=1.0, stall_seconds=5.0, start_seconds=5.0)
+    offset = [0.0]
+    monotonic = time.monotonic
+
+    class Clock:
+        sleep = staticmethod(time.sleep)
+
+        @staticmethod
+        def monotonic() -> float:
+            return monotonic() + offset[0]
+
+    for module in (link_module, hub_module, pulse_module):
+        monkeypatch.setattr(module, "time", Clock)
+    PULSE.reset()
+    with opened(2, silent_seconds=1.0) as job:
+        job.patience = patience
+        processes = job.start()
+        job.call(processes[0].gather, "t", 0)
+        until(lambda: hub_topics(job))
+        PULSE.move()
+        time.sleep(0.3)
+        offset[0] += 100.0
+        time.sleep(1.0)
+        assert not any(process.stopped.done() for process in processes)
+
+
+def test_who_is_stuck_is_found_out() -> None:
+    """From pulses to verdict, across threads."""
+    stands = {0: Standing(12, 11, "stepping", 7.0, 6.0), 1: Standing(11, 11, "stepping", 7.5, 6.0)}
+    with opened(2) as job:
+        processes = job.start()
+        for process, stand in stands.items():
+            processes[process].wire.send({"beat": vars(stand)})
+        for each in processes:
+            verdict = each.stopped.result(timeout=2.0)
+            assert list(verdict.blames) == [1]
+            assert "the others, at step 12, wait for process 1 (" in verdict.reason

@@ -1,0 +1,143 @@
+"""How a process finds the hub, and what it says where it does not."""
+
+import socket
+import threading
+import time
+
+import pytest
+from cluster.jobs import Job, free_port, opened, place
+
+from replicax.cluster import meeting
+from replicax.cluster.meeting import is_loopback, meet, open_hub
+from replicax.cluster.patience import Patience
+from replicax.cluster.place import Place
+from replicax.errors import ClusterError
+
+
+def opening(port: int, job: str = "theirs") -> str:
+    with pytest.raises(ClusterError) as caught:
+        open_hub(place(0, 2, port, job), Patience(), 5.0, lambda hellos: {})
+    return str(caught.value)
+
+
+def going(coordinator: str, seconds: float, said: list[str] | None = None) -> str:
+    there = Place(1, 2, coordinator, "ours", None, None, None, "test", {})
+    with pytest.raises(ClusterError) as caught:
+        meet(there, {}, seconds, (said if said is not None else []).append)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [("127.0.0.1", True), ("localhost", True), ("::1", True), ("10.0.0.1", False), ("n1", False)],
+)
+def test_loopback(host: str, loopback: bool) -> None:
+    assert is_loopback(host) == loopback
+
+
+@pytest.mark.parametrize("job", ["theirs", "ours"])
+def test_the_port_is_another_job_s(job: str) -> None:
+    with opened(2) as ours:
+        processes = ours.start()
+        assert opening(ours.port, job) == (
+            f"process 0 cannot listen at 127.0.0.1:{ours.port}: Address already in use (job "
+            + (
+                "'ours' has this port, and this process belongs to job 'theirs'"
+                if job == "theirs"
+                else "'ours' of 2 processes has it already"
+            )
+            + "); one job has one port: stop the other one, or set REPLICAX_COORDINATOR to "
+            "another port"
+        )
+        assert not any(process.stopped.done() for process in processes)
+
+
+def test_the_port_is_something_else_s() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        said = opening(port)
+    assert said.startswith(f"process 0 cannot listen at 127.0.0.1:{port}: Address already in use; ")
+
+
+def test_nothing_listens() -> None:
+    port = free_port()
+    started = time.monotonic()
+    said = going(f"127.0.0.1:{port}", 0.5)
+    assert 0.4 < time.monotonic() - started < 2.0
+    assert f"cannot reach process 0 at 127.0.0.1:{port} within " in said
+    assert said.endswith("nothing listens there: process 0 has not started, or failed")
+
+
+def test_process_0_comes_later() -> None:
+    job = Job(2, Patience(), 5.0)
+    early = job.come(1)
+    time.sleep(0.3)
+    job.open()
+    assert [p.result(timeout=5.0).process for p in (job.come(0), early)] == [0, 1]
+    job.close()
+
+
+def test_a_host_that_nobody_knows() -> None:
+    said = going("no-such-host.invalid:29400", 0.3)
+    assert "the name 'no-such-host.invalid' is not known here (" in said
+
+
+def test_a_host_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect(address: tuple[str, int], timeout: float) -> None:
+        time.sleep(timeout)
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    for name in ("http_proxy", "HTTPS_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    started = time.monotonic()
+    said = going("10.255.255.1:29400", 0.4)
+    assert time.monotonic() - started < 2.0
+    assert said.endswith("timed out: a firewall, another network, or a wrong address")
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
+    assert "HTTPS_PROXY set, which must not cover it" in going("10.255.255.1:29400", 0.1)
+
+
+def test_what_listens_speaks_another_language() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connected, _ = server.accept()
+            with connected:
+                connected.recv(100)
+                connected.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        said = going(f"127.0.0.1:{server.getsockname()[1]}", 2.0)
+        thread.join()
+    assert "was reached, and what listens there is no process 0 of a Replicax job" in said
+
+
+def test_what_listens_hangs_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def hang_up() -> None:
+            server.accept()[0].close()
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        said = going(f"127.0.0.1:{server.getsockname()[1]}", 2.0)
+        thread.join()
+    assert "no process 0 of a Replicax job, or it just ended" in said
+
+
+def test_it_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_SAY_SECONDS", 0.1)
+    with opened(3, silent_seconds=0.8, timeout_seconds=0.6) as job:
+        with pytest.raises(ClusterError):
+            job.come(0).result(timeout=5.0)
+        assert any(line.startswith("waiting for processes 1 and 2 since ") for line in job.said)
+
+
+def test_it_says_that_it_cannot_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_SAY_SECONDS", 0.1)
+    said: list[str] = []
+    going(f"127.0.0.1:{free_port()}", 0.7, said)
+    assert said
+    assert "cannot reach process 0 at 127.0.0.1:" in said[0]

@@ -1,0 +1,145 @@
+"""Who is to blame, judged by a clock that the tests set."""
+
+import math
+from typing import Any
+
+import pytest
+
+from replicax.cluster.pulse import Standing
+from replicax.cluster.verdict import Member, Verdict, Waiting, judge
+
+NOW = 1000.0
+SILENT = 30.0
+
+
+def member(
+    process: int, begun: int, doing: str = "stepping", seconds: float = 0.0, **more: Any
+) -> Member:
+    allowed = more.pop("allowed", 60.0)
+    standing = Standing(begun, begun - 1, doing, seconds, allowed)
+    heard_at = NOW - more.pop("unheard", 0.5)
+    return Member(process, "node", 100 + process, heard_at, standing, **more)
+
+
+def judged(*members: Member, waiting: tuple[Waiting, ...] = ()) -> Verdict | None:
+    return judge({m.process: m for m in members}, waiting, NOW, SILENT)
+
+
+def blamed(*members: Member, waiting: tuple[Waiting, ...] = ()) -> list[int]:
+    verdict = judged(*members, waiting=waiting)
+    assert verdict is not None
+    return list(verdict.blames)
+
+
+def test_all_is_well() -> None:
+    assert judged(member(0, 20, seconds=59.0), member(1, 18, seconds=59.0)) is None
+
+
+def test_nothing_is_known_yet() -> None:
+    assert judged(Member(0, "a", 1, NOW), Member(1, "b", 2, NOW)) is None
+    waiting = (Waiting("the data", NOW - 5.0, [1]),)
+    assert judged(member(0, 0), Member(1, "b", 2, NOW), waiting=waiting) is None
+    assert Standing().allowed_seconds == math.inf
+
+
+def test_who_has_begun_the_fewest_steps() -> None:
+    verdict = judged(
+        member(0, 21, seconds=61.0), member(1, 20, seconds=61.5), member(2, 22, seconds=59.0)
+    )
+    assert verdict == Verdict(
+        "no step for 62 s, and 60 s are allowed: the others, at step 22, wait for process 1 "
+        "(node, pid 101), which has begun 20 steps and finished 19, stepping for 61.5 s",
+        [1],
+        stacks=True,
+    )
+
+
+def test_several_that_are_behind() -> None:
+    stuck = [member(p, 20 if p in (1, 3) else 25, seconds=70.0) for p in range(4)]
+    assert blamed(*stuck) == [1, 3]
+
+
+def test_one_that_waits_for_another_that_is_still_in_time() -> None:
+    # Process 1 has just moved, after a pause that was too long for process 0.
+    assert blamed(member(0, 21, seconds=61.0), member(1, 20, seconds=1.0)) == [1]
+
+
+def test_a_tie_blames_nobody() -> None:
+    verdict = judged(member(0, 7, seconds=61.0), member(1, 7, seconds=60.5))
+    assert verdict is not None
+    assert list(verdict.blames) == []
+    assert verdict.reason == "no step for 61 s, and 60 s are allowed; all processes are at step 7"
+    assert verdict.stacks
+
+
+def test_among_equals_the_one_in_a_callback() -> None:
+    stuck = member(1, 7, "in a callback", 61.0)
+    assert blamed(member(0, 7, seconds=61.0), stuck, member(2, 7, seconds=61.0)) == [1]
+
+
+def test_a_callback_of_one_that_is_ahead_is_not_the_cause() -> None:
+    assert blamed(member(0, 7, seconds=61.0), member(1, 8, "in a callback", 61.0)) == [0]
+
+
+def test_one_that_rests_while_the_others_wait() -> None:
+    assert blamed(member(0, 7, seconds=61.0), member(1, 6, "idle", 500.0)) == [1]
+
+
+def test_all_rest() -> None:
+    assert judged(member(0, 7, "idle", 9e9), member(1, 6, "idle", 9e9)) is None
+
+
+def test_one_that_has_ended() -> None:
+    verdict = judged(member(0, 7, seconds=61.0), member(1, 6, seconds=900.0, ended=True))
+    assert verdict is not None
+    assert list(verdict.blames) == [1]
+    assert "process 1 (node, pid 101), which ended after step 6" in verdict.reason
+
+
+def test_the_last_one_that_runs() -> None:
+    assert judged(member(0, 7, seconds=59.0), member(1, 7, ended=True, unheard=900.0)) is None
+
+
+@pytest.mark.parametrize("doing", ["compiling", "starting"])
+def test_whoever_compiles_has_longer_and_so_have_those_who_wait(doing: str) -> None:
+    compiling = member(1, 6, doing, 300.0, allowed=1800.0)
+    assert judged(member(0, 7, seconds=300.0), compiling) is None
+    compiling = member(1, 6, doing, 1801.0, allowed=1800.0)
+    assert blamed(member(0, 7, seconds=1801.0), compiling) == [1]
+
+
+def test_silence_comes_first() -> None:
+    verdict = judged(member(0, 7, seconds=61.0), member(1, 9, unheard=31.0))
+    assert verdict is not None
+    assert list(verdict.blames) == [1]
+    assert verdict.reason.startswith(
+        "process 1 (node, pid 101) gave no sign of life for 31 s, last at step 9"
+    )
+
+
+def test_silence_that_is_shorter_than_the_limit_is_said() -> None:
+    verdict = judged(member(0, 9, seconds=61.0), member(1, 7, unheard=29.0))
+    assert verdict is not None
+    assert "gave no sign of life for 29 s: frozen, or cut off" in verdict.reason
+
+
+def test_who_is_waited_for() -> None:
+    waiting = (Waiting("the step (1)", NOW - 61.0, [1, 2]),)
+    verdict = judged(member(0, 0), member(1, 0), member(2, 0), waiting=waiting)
+    assert verdict is not None
+    assert list(verdict.blames) == [1, 2]
+    assert verdict.reason.startswith("the others wait since 61 s to hear of the step (1) from ")
+    waiting = (Waiting("the step (1)", NOW - 59.0, [1]),)
+    assert judged(member(0, 0), member(1, 0), waiting=waiting) is None
+
+
+def test_who_is_waited_for_may_be_compiling() -> None:
+    waiting = (Waiting("the step (1)", NOW - 61.0, [1]),)
+    assert judged(member(0, 0), member(1, 0, allowed=1800.0), waiting=waiting) is None
+
+
+def test_who_has_ended_is_not_waited_for() -> None:
+    waiting = (Waiting("the step (1)", NOW - 0.1, [1]),)
+    assert blamed(member(0, 0), member(1, 5, ended=True), waiting=waiting) == [1]
+    waiting = (Waiting("the step (1)", NOW - 0.1, [1, 2]),)
+    assert judged(member(0, 0), member(1, 5, ended=True), member(2, 5), waiting=waiting) is None

@@ -1,0 +1,130 @@
+"""Lines of JSON over a connection."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from replicax.cluster import wire as wire_module
+from replicax.cluster.wire import Wire, decode, encode
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Wire, Wire]]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        there = socket.create_connection(server.getsockname())
+        here, _ = server.accept()
+    ends = Wire(here), Wire(there)
+    yield ends
+    for end in ends:
+        end.close()
+
+
+def receive_all(wire: Wire, count: int) -> list[object]:
+    found: list[object] = []
+    while len(found) < count:
+        found += wire.receive(timeout_seconds=5.0)
+    return found
+
+
+def test_there_and_back() -> None:
+    message = {"text": "zwölf\nlines", "numbers": [1, 2.5, None]}
+    assert encode(message).count(b"\n") == 1
+    assert decode(encode(message)) == message
+
+
+@pytest.mark.parametrize("line", [b"[1]\n", b"3\n", b"GET / HTTP/1.1\n", b"\xff\xfe\n", b"\n"])
+def test_what_is_no_message(line: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        decode(line)
+
+
+def test_messages_keep_their_order_and_their_bounds(pair: tuple[Wire, Wire]) -> None:
+    here, there = pair
+    sent = [{"number": n, "text": "x" * (n * 7919)} for n in range(40)]
+
+    def send() -> None:
+        for message in sent:
+            there.send(message)
+
+    sending = threading.Thread(target=send)
+    sending.start()
+    assert receive_all(here, len(sent)) == sent
+    sending.join()
+
+
+def test_threads_do_not_mix_their_messages(pair: tuple[Wire, Wire]) -> None:
+    here, there = pair
+    texts = [letter * 100_000 for letter in "abcd"]
+
+    def send(text: str) -> None:
+        for _ in range(5):
+            there.send({"text": text})
+
+    threads = [threading.Thread(target=send, args=(text,)) for text in texts]
+    for thread in threads:
+        thread.start()
+    found = receive_all(here, 20)
+    for thread in threads:
+        thread.join()
+    assert sorted(message["text"] for message in found) == sorted(texts * 5)  # type: ignore[index]
+
+
+def test_who_stops_reading_finds_the_rest_later(pair: tuple[Wire, Wire]) -> None:
+    here, there = pair
+    there._socket.sendall(encode({"go": 1}) + encode({"stop": 2}) + b'{"half":')
+    assert next(here.receive(5.0)) == {"go": 1}
+    assert list(here.receive(5.0)) == [{"stop": 2}]
+    there._socket.sendall(b"3}\n")
+    assert list(here.receive(5.0)) == [{"half": 3}]
+
+
+def test_nothing_comes_in_time(pair: tuple[Wire, Wire]) -> None:
+    started = time.monotonic()
+    assert list(pair[0].receive(0.05)) == []
+    assert 0.04 < time.monotonic() - started < 2.0
+
+
+def test_the_other_end_closes(pair: tuple[Wire, Wire]) -> None:
+    here, there = pair
+    there.send({"last": "word"})
+    there.close()
+    assert list(here.receive(5.0)) == [{"last": "word"}]
+    with pytest.raises(ConnectionError):
+        list(here.receive(5.0))
+
+
+def test_a_message_without_an_end(pair: tuple[Wire, Wire], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire_module, "LONGEST_LINE_BYTES", 1000)
+    here, there = pair
+    there._socket.sendall(b"x" * 5000)
+    with pytest.raises(ValueError, match="without an end"):
+        receive_all(here, 1)
+
+
+def test_a_reader_that_takes_nothing(
+    pair: tuple[Wire, Wire], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, there = pair
+    there._socket.settimeout(0.1)
+    with pytest.raises(TimeoutError):
+        there.send({"text": "x" * 50_000_000})
+
+
+def test_closing_ends_a_receive_in_another_thread(pair: tuple[Wire, Wire]) -> None:
+    here, _ = pair
+    ended = threading.Event()
+
+    def receive() -> None:
+        with pytest.raises((OSError, ValueError)):
+            receive_all(here, 1)
+        ended.set()
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    time.sleep(0.05)
+    here.close()
+    assert ended.wait(2.0)
+    thread.join()
