@@ -21,6 +21,9 @@ from replicax.errors import AgreementError
 # What a device says when its peers are gone; the types are jaxlib's and have no public name.
 _COLLATERAL_TYPES = ("JaxRuntimeError", "XlaRuntimeError")
 
+_LONGEST = 500
+"""Characters of an error that the others repeat; its own process has printed it whole."""
+
 _SERVING_SECONDS = 0.3
 """How long process 0 outlives its verdict: JAX's own service goes with it, which aborts whoever has
 not yet said why it stops."""
@@ -55,7 +58,7 @@ def stop_now(process: int, verdict: Verdict) -> None:
 def report(error: BaseException) -> None:
     """Tell the other processes, if there are any, that this one fails with `error`."""
     link = current_link()
-    text = " ".join(f"{type(error).__name__}: {error}".split())
+    text = _one_line(f"{type(error).__name__}: {error}")
     if isinstance(error, AgreementError) or link is None:  # then the others know, or cannot
         write_failure(_own_process(link), text, blames=None)
         if link is not None:
@@ -113,6 +116,11 @@ def leave_at_once(code: int) -> None:
     flushing.start()
     flushing.join(timeout=0.5)  # the main thread may hold the lock of a stream, for good
     os._exit(code)
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}..."
 
 
 def _own_process(link: Link | None) -> int:

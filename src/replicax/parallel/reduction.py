@@ -19,13 +19,17 @@ def reduce(sums: PyTree, axis: str | None) -> PyTree:
 
 
 def _reduce_flat(sums: PyTree, axis: str) -> PyTree:
-    """As one vector of each dtype: XLA:CPU has Gloo send every array of a tuple by itself."""
-    leaves, tree = jax.tree.flatten(sums)
+    """As one vector of each dtype: XLA:CPU has Gloo send every array of a tuple by itself.
+
+    The barriers keep XLA from computing the gradient inside the loop that packs it, which is slow.
+    """
+    leaves, tree = jax.tree.flatten(lax.optimization_barrier(sums))
     places_of: dict[Any, list[int]] = {}
     for place, leaf in enumerate(leaves):
         places_of.setdefault(leaf.dtype, []).append(place)
     for places in places_of.values():
-        vector, back = ravel_pytree([leaves[place] for place in places])
-        for place, total in zip(places, back(lax.psum(vector, axis)), strict=True):
+        vector, unpack = ravel_pytree([leaves[place] for place in places])
+        totals = unpack(lax.optimization_barrier(lax.psum(vector, axis)))
+        for place, total in zip(places, totals, strict=True):
             leaves[place] = total
     return jax.tree.unflatten(tree, leaves)
