@@ -18,9 +18,14 @@ from command_line import Main, runner
 jax.config.update("jax_num_cpu_devices", 8)
 jax.devices()  # now, before a command makes others
 
-# A shell's background jobs are born deaf to Ctrl-C, and tests of it with them.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell's background jobs are born deaf to Ctrl-C, those of nohup to SIGHUP, and tests with them.
+for _number, _default in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGQUIT, signal.SIG_DFL),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _default)
 
 
 @pytest.fixture(autouse=True)
