@@ -254,4 +254,6 @@ def test_a_launcher_that_ends_it_still_gets_the_report(tmp_path: Path) -> None:
     (row,) = [row for row in json.loads(out)["rows"] if row["verdict"] == "problem"]
     assert row["check"] == "joined"
     assert "SIGTERM" in row["found"]
-    assert [process.returncode for process in doctors.processes] == [1, 1]
+    first, second = (process.returncode for process in doctors.processes)
+    assert first == 1
+    assert second in (1, -15)  # the latter where it had not got as far as to catch the signal
