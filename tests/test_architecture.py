@@ -39,6 +39,7 @@ PARALLEL = (
     "loss",
     "gradients",
     "reduction",
+    "summation",
     "update",
     "layout",
     "lift",

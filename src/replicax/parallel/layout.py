@@ -27,7 +27,7 @@ Layout = str | Rules
 Rule = Callable[[str, tuple[int, ...]], PartitionSpec]
 
 MODES_OF_LAYOUT = {
-    "replicated": ("single", "jit", "shard_map", "pmap"),
+    "replicated": ("single", "jit", "shard_map", "pmap", "exact"),
     "zero1": ("jit",),
     "fsdp": ("jit",),
     "rules": ("jit",),

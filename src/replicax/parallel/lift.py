@@ -1,11 +1,12 @@
-"""Four ways to run one function of a replica's view on a mesh.
+"""Five ways to run one function of a replica's view on a mesh.
 
 | mode      | lift                   | the function sees                                   |
 |-----------|------------------------|-----------------------------------------------------|
 | single    | jit on one device      | the whole batch                                     |
 | jit       | jit with shardings     | the whole batch; the compiler splits the work       |
 | shard_map | jit of jax.shard_map   | one replica's rows, and the axis to reduce over     |
-| pmap      | jit of jax.pmap        | the same, through the classic API                   |
+| exact     | the same               | the same; what it sums, it sums in a fixed order    |
+| pmap      | jit of jax.pmap        | the same as shard_map's, through the classic API    |
 """
 
 from collections.abc import Callable
@@ -19,8 +20,8 @@ from replicax.errors import ConfigError, did_you_mean
 from replicax.parallel.mesh import DATA, by_rows, is_data_only, replica_count
 from replicax.parallel.update import TrainState
 
-MODES = ("single", "jit", "shard_map", "pmap")
-PER_REPLICA = ("shard_map", "pmap")
+MODES = ("single", "jit", "shard_map", "pmap", "exact")
+PER_REPLICA = ("shard_map", "pmap", "exact")
 
 ReplicaFunction = Callable[[TrainState, Batch, str | None], Any]
 Lifted = Callable[[TrainState, Batch], Any]
@@ -68,6 +69,7 @@ def lift(
         "jit": _global_view,
         "shard_map": _shard_map,
         "pmap": _pmap,
+        "exact": _shard_map,
     }
     return jax.jit(
         views[mode](function, mesh),

@@ -31,6 +31,7 @@ class Definition(Protocol):
         *,
         key: jax.Array | None,
         axis: str | None,
+        alone: bool,
     ) -> tuple[Any, PyTree]:
         """Call `function(model)`.
 
@@ -40,12 +41,15 @@ class Definition(Protocol):
             extras: the other arrays.
             key: source of the model's own random numbers in training; None in evaluation.
             axis: the replica axis that batch statistics are to be averaged over, if one is bound.
+            alone: whether the rows are a part of a batch and no statistics are averaged with those
+                of other parts.
 
         Returns:
             What the function returned, and the extras after the call.
 
         Raises:
-            ConfigError: the call changed an array on each replica by itself.
+            ConfigError: the rows are not the whole batch, and the call changed an array that
+                batch statistics are no part of.
         """
 
 
@@ -136,6 +140,7 @@ class PytreeDefinition:
         *,
         key: jax.Array | None,
         axis: str | None,
+        alone: bool,
     ) -> tuple[Any, PyTree]:
         model = self.merge(params, extras)
         if key is None and "equinox" in sys.modules:

@@ -51,6 +51,7 @@ class LinenDefinition:
         *,
         key: jax.Array | None,
         axis: str | None,
+        alone: bool,
     ) -> tuple[Any, PyTree]:
         # Linen draws every stream that is not named here from "params".
         rngs = {} if key is None else {PARAMS: key}
@@ -75,7 +76,7 @@ class LinenDefinition:
             if new is old:
                 return old
             owner = tuple(entry.key for entry in path[1:-1])
-            if axis is not None and owner not in synchronised:
+            if (alone or axis is not None) and owner not in synchronised:
                 raise changed_alone(jax.tree_util.keystr(path))
             return new.astype(old.dtype)
 

@@ -48,6 +48,7 @@ class NNXDefinition:
         *,
         key: jax.Array | None,
         axis: str | None,
+        alone: bool,
     ) -> tuple[Any, PyTree]:
         model = self.merge(params, extras)
         if key is None:
@@ -65,7 +66,7 @@ class NNXDefinition:
             new = after[name]
             if new is before[name] or name in random:
                 return old
-            if axis is not None and name not in synchronised:
+            if (alone or axis is not None) and name not in synchronised:
                 raise changed_alone(".".join(map(str, name)))
             return new.astype(old.dtype)
 

@@ -35,6 +35,7 @@ from replicax.parallel.mesh import (
 )
 from replicax.parallel.model import Definition, PyTree, split_model
 from replicax.parallel.precision import Precision
+from replicax.parallel.summation import Canonical, Running, Summation
 from replicax.parallel.update import Metrics, TrainState, create, score, update
 
 STEPS_IN_FLIGHT = 4
@@ -63,9 +64,12 @@ class DataParallel:
         optimizer: an optax gradient transformation.
         mesh: the devices, with an axis named `data`; all attached devices by default, the first
             one in mode `single`.
-        mode: `jit`, `shard_map`, `pmap` or `single`; see `replicax.parallel.lift`.
+        mode: `jit`, `shard_map`, `pmap`, `exact` or `single`; see `replicax.parallel.lift`.
         layout: `replicated`, `zero1`, `fsdp` or rules; see `replicax.parallel.layout.Layout`.
         accumulate: micro-batches a replica's rows are computed in, one after the other.
+        micro_shards: in mode `exact`, the parts that a global batch is cut into on any number of
+            devices, each computed alone; a power of two. Devices that share them out equally, at
+            least `accumulate` for each, compute the same bits.
         precision: `float32` or `bfloat16`; see `replicax.parallel.precision.Precision`.
         donate: whether `step` reuses the memory of the state it is given, which is then gone.
 
@@ -82,6 +86,7 @@ class DataParallel:
         mode: str = "jit",
         layout: Layout = "replicated",
         accumulate: int = 1,
+        micro_shards: int = 8,
         precision: str = "float32",
         donate: bool = True,
     ) -> None:
@@ -91,6 +96,7 @@ class DataParallel:
         self.mode = mode
         self.layout = layout
         self.accumulate = accumulate
+        self.micro_shards = micro_shards
         self.precision = Precision(precision)
         self.donate = donate
         check_processes(self.mesh)
@@ -99,6 +105,14 @@ class DataParallel:
         if accumulate < 1:
             raise ConfigError(
                 f"accumulate={accumulate}; a step has at least 1 micro-batch: raise it"
+            )
+        canonical = Canonical(micro_shards)
+        self._summation: Summation = canonical if mode == "exact" else Running(accumulate)
+        if self.split.micro_batches < accumulate:
+            raise ConfigError(
+                f"mode='exact' with accumulate={accumulate} on {self.split.replicas} replicas and "
+                f"micro_shards={micro_shards}; each replica has {self.split.micro_batches} of "
+                f"them: raise micro_shards to {accumulate * self.split.replicas}"
             )
         self._loss = loss
         self._optimizer = optimizer
@@ -110,10 +124,22 @@ class DataParallel:
         self._agreed: set[Any] = set()
         self._in_flight: deque[jax.Array] = deque()
 
+    def replace(self, **changes: Any) -> "DataParallel":
+        """Another one, without a model, with some of the constructor's arguments changed.
+
+        Args:
+            changes: by name.
+        """
+        names = ("mesh", "mode", "layout", "accumulate", "micro_shards", "donate")
+        arguments = {name: getattr(self, name) for name in names}
+        arguments |= {"loss": self._loss, "optimizer": self._optimizer}
+        arguments |= {"precision": self.precision.name, **changes}
+        return DataParallel(arguments.pop("loss"), arguments.pop("optimizer"), **arguments)
+
     @property
     def split(self) -> Split:
         """How a batch is divided: replicas and micro-batches."""
-        return Split(replica_count(self.mesh), self.accumulate)
+        return self._split(self.mesh)
 
     def init(self, model: Any, *, seed: int = 0) -> TrainState:
         """The state before the first step, each array placed where its layout wants it.
@@ -188,7 +214,8 @@ class DataParallel:
             DataError: leaves that disagree on the number of rows.
         """
         opened = as_source(source, batch_size, shuffle=shuffle, seed=seed)
-        return Feed(opened, self.split, by_rows(self.mesh), epoch=epoch, prefetch=prefetch)
+        where = by_rows(self.mesh)
+        return Feed(opened, self.split, where, epoch=epoch, prefetch=prefetch)
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """One update. Returns at once, unless the devices are `STEPS_IN_FLIGHT` steps behind.
@@ -328,6 +355,10 @@ class DataParallel:
         shapes: TrainState = jax.eval_shape(create_state, params, extras, np.uint32(0))
         return shapes
 
+    def _split(self, mesh: Mesh) -> Split:
+        replicas = replica_count(mesh)
+        return Split(replicas, self._summation.micro_batches(replicas))
+
     def _shardings(self, shapes: TrainState, mesh: Mesh) -> TrainState:
         return state_shardings(shapes, mesh, self.layout)
 
@@ -336,14 +367,15 @@ class DataParallel:
             update,
             objective=self._objective,
             optimizer=self._optimizer,
-            micro_batches=self.accumulate,
+            summation=self._summation,
         )
         shardings = self._shardings(shapes, mesh)
         out = (shardings, replicated(mesh))
         return lift(function, self.mode, mesh, shardings, out, donate=self.donate)
 
     def _lift_score(self, shapes: TrainState) -> Any:
-        function = partial(score, objective=self._objective)
+        summation = self._summation if self.mode == "exact" else Running()
+        function = partial(score, objective=self._objective, summation=summation)
         shardings = self._shardings(shapes, self.mesh)
         return lift(function, self.mode, self.mesh, shardings, replicated(self.mesh))
 

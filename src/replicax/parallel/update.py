@@ -7,13 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from replicax.data.batch import Batch
-from replicax.parallel.gradients import Objective, Sums, replica_sums
+from replicax.parallel.gradients import Objective, Sums
 from replicax.parallel.loss import LOSS, Sum
 from replicax.parallel.model import PyTree
-from replicax.parallel.reduction import reduce
+from replicax.parallel.summation import Summation
 
 
 @partial(
@@ -57,7 +56,7 @@ def update(
     *,
     objective: Objective,
     optimizer: optax.GradientTransformation,
-    micro_batches: int,
+    summation: Summation,
 ) -> tuple[TrainState, Metrics]:
     """One step: local sums, one reduction, one division, one optimizer update.
 
@@ -69,59 +68,72 @@ def update(
         axis: the name of the replica axis, or None where the batch is the whole one.
         objective: the loss on the model.
         optimizer: turns the gradient of the global mean loss into an update.
-        micro_batches: parts the rows are computed in, one after the other.
+        summation: how the rows are summed.
     """
-    with jax.named_scope("gradient"):
-        local, extras = replica_sums(
-            objective,
-            state.params,
-            state.extras,
-            batch,
-            step_key(state, axis),
-            micro_batches=micro_batches,
-            axis=axis,
-        )
-    with jax.named_scope("reduction"):
-        total = reduce(local, axis)
+    total, extras = summation(
+        objective.sums, state.params, state.extras, batch, step_key(state), axis
+    )
+
+    def apply(carry: tuple[TrainState, jax.Array]) -> tuple[TrainState, jax.Array]:
+        state, weight = carry
+        return _apply(state, total, weight, optimizer), weight + 1
+
     with jax.named_scope("update"):
-        return _apply(state, total, extras, optimizer)
+        once = 1 + (state.step < 0).astype(jnp.int32)
+        state = dataclasses.replace(state, extras=extras)
+        state, _ = summation.finish(apply, (state, total.means[LOSS].weight), once)
+    return state, {name: value.mean() for name, value in total.means.items()}
 
 
 def _apply(
-    state: TrainState, total: Sums, extras: PyTree, optimizer: optax.GradientTransformation
-) -> tuple[TrainState, Metrics]:
-    """The state and the metrics after the global sums."""
-    loss = total.means[LOSS]
+    state: TrainState, total: Sums, weight: jax.Array, optimizer: optax.GradientTransformation
+) -> TrainState:
+    """The state after the optimizer has seen the gradient of the global mean loss.
+
+    Args:
+        state: the one before, with the extras after.
+        total: sums over the global batch.
+        weight: of its loss.
+        optimizer: see `update`.
+    """
     # Where there is no weight the sum is 0. Choosing between two states instead would cost a tenth
     # of a step that is mostly optimizer.
-    weight = jnp.where(loss.weight > 0, loss.weight, 1)
+    divisor = jnp.where(weight > 0, weight, 1)
     gradient = jax.tree.map(
-        lambda leaf, param: (leaf / weight).astype(jnp.promote_types(leaf.dtype, param.dtype)),
+        lambda leaf, param: (leaf / divisor).astype(jnp.promote_types(leaf.dtype, param.dtype)),
         total.gradient,
         state.params,
     )
     updates, opt_state = optax.with_extra_args_support(optimizer).update(
-        gradient, state.opt_state, state.params, value=loss.mean()
+        gradient, state.opt_state, state.params, value=total.means[LOSS].total / weight
     )
     params = optax.apply_updates(state.params, updates)
-    metrics = {name: value.mean() for name, value in total.means.items()}
-    return TrainState(state.step + 1, params, opt_state, extras, state.seed), metrics
+    return dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state)
 
 
 def score(
-    state: TrainState, batch: Batch, axis: str | None, *, objective: Objective
+    state: TrainState,
+    batch: Batch,
+    axis: str | None,
+    *,
+    objective: Objective,
+    summation: Summation,
 ) -> dict[str, Sum]:
     """The sums of loss and metrics over the global batch, with the model in evaluation mode.
 
     `"rows"` counts the real rows: its total, with weight 1.
     """
-    means, _ = objective.means(state.params, state.extras, batch, None, axis)
-    rows = jnp.sum(batch.mask)
-    totals: dict[str, Sum] = reduce({**means, "rows": Sum(rows, jnp.zeros_like(rows))}, axis)
+
+    def means(params: PyTree, extras: PyTree, rows: Batch, *view: Any) -> Any:
+        found, extras = objective.means(params, extras, rows, *view)
+        count = jnp.sum(rows.mask)
+        return {**found, "rows": Sum(count, jnp.zeros_like(count))}, extras
+
+    totals: dict[str, Sum]
+    totals, _ = summation(means, state.params, state.extras, batch, None, axis)
     return totals
 
 
-def step_key(state: TrainState, axis: str | None) -> jax.Array:
-    """The key of a step: a function of seed and step, and of the replica where each has its own."""
-    key = jax.random.fold_in(jax.random.key(state.seed), state.step)
-    return key if axis is None else jax.random.fold_in(key, lax.axis_index(axis))
+def step_key(state: TrainState) -> jax.Array:
+    """The key of a step: a function of seed and step."""
+    return jax.random.fold_in(jax.random.key(state.seed), state.step)
