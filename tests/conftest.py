@@ -11,6 +11,7 @@ import pytest
 # Before jax is imported: a device count cannot change once the devices have been looked at, and
 # child processes take the platform from the environment.
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["NPROC"] = "8"  # threads of XLA, which would be more on a machine with more cores
 
 import jax
 from command_line import Main, runner

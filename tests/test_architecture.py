@@ -39,6 +39,7 @@ PARALLEL = (
     "loss",
     "gradients",
     "reduction",
+    "threads",
     "summation",
     "update",
     "layout",
@@ -48,7 +49,9 @@ PARALLEL = (
     "compiled",
     "capacity",
     "agreed",
+    "fingerprint",
     "step",
+    "guarded",
     "",
 )
 MOST_LINES = 500

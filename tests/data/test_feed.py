@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from replicax.data.batch import Batch
 from replicax.data.feed import Feed, Split
+from replicax.data.per_process import PerProcess
 from replicax.data.source import as_source
 from replicax.errors import ConfigError, DataError
 from replicax.parallel.mesh import by_rows, make_mesh
@@ -29,11 +30,13 @@ def feed(
     micro_batches: int = 1,
     shuffle: bool = False,
     epoch: int = 0,
+    first: int = 0,
     prefetch: int = 2,
 ) -> Feed:
     source = as_source(data, batch_size, shuffle=shuffle, seed=0)
     split = Split(replicas, micro_batches)
-    return Feed(source, split, by_rows(MESHES[replicas]), epoch=epoch, prefetch=prefetch)
+    where = by_rows(MESHES[replicas])
+    return Feed(source, split, where, epoch=epoch, first=first, prefetch=prefetch)
 
 
 def counted(batches: list[Batch]) -> list[int]:
@@ -134,6 +137,46 @@ def test_iterating_again_gives_the_epoch_again_and_another_epoch_another_order()
     first = feed(np.arange(64), shuffle=True)
     assert counted(list(first)) == counted(list(first))
     assert counted(list(first)) != counted(list(feed(np.arange(64), shuffle=True, epoch=1)))
+
+
+@pytest.mark.parametrize("first", [0, 1, 2, 3])
+@pytest.mark.parametrize("kind", ["arrays", "map dataset", "iter dataset", "batches", "unsized"])
+def test_a_pass_can_begin_at_any_batch_of_its_epoch(kind: str, first: int) -> None:
+    rows = np.arange(40)
+    dataset = grain.MapDataset.source(rows)
+    batches = [rows[:16], rows[16:32], rows[32:]]
+    data: Any = {
+        "arrays": rows,
+        "map dataset": dataset,
+        "iter dataset": dataset.to_iter_dataset(),
+        "batches": batches,
+        "unsized": batches,
+    }[kind]
+    size = None if kind == "unsized" else 16
+    shuffle = kind in ("arrays", "map dataset")
+    whole = list(feed(data, size, shuffle=shuffle, epoch=3))
+    part = list(feed(data, size, shuffle=shuffle, epoch=3, first=first))
+    assert len(part) == 3 - first
+    for expected, found in zip(whole[first:], part, strict=True):
+        assert counted([expected]) == counted([found])
+        assert (np.asarray(expected.data) == np.asarray(found.data)).all()
+        assert (expected.size, expected.rows) == (found.size, found.rows)
+
+
+def test_a_pass_of_ones_own_rows_can_begin_at_any_batch() -> None:
+    own = PerProcess({"x": np.arange(40)})
+    assert counted(list(feed(own, 16, first=1))) == list(range(16, 40))
+    assert list(feed(own, 16, first=3)) == []
+
+
+@pytest.mark.parametrize("first", [-1, 4])
+def test_a_pass_cannot_begin_outside_its_epoch(first: int) -> None:
+    with pytest.raises(ConfigError, match=f"first={first} of an epoch with 3 batches"):
+        feed(np.arange(40), first=first)
+
+
+def test_the_length_is_what_is_left() -> None:
+    assert len(feed(np.arange(40), first=1)) == 2
 
 
 def test_every_batch_knows_the_most_padding_of_its_feed() -> None:

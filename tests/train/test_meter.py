@@ -88,3 +88,32 @@ def test_an_evaluation_is_left_out_of_the_rate() -> None:
     metered(meter, range(2, 3))
     (record,) = meter.flush()
     assert 0 <= record.seconds < 0.09
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 4, 7])
+def test_what_is_done_again_after_a_rewind_is_recorded_once(step: int) -> None:
+    meter = Meter(3)
+    records = metered(meter, range(1, step + 1))
+    due, rows = meter.settle()
+    records += due
+    metered(meter, range(step + 1, step + 3))  # done for nothing
+    meter.rewind(step, rows)
+    records += metered(meter, range(step + 1, 11)) + meter.flush()
+    assert [record.step for record in records] == [1, 3, 6, 9, 10]
+    assert [record.rows for record in records] == [10, 20, 30, 30, 10]
+
+
+def test_a_settled_meter_can_go_on() -> None:
+    meter = Meter(3)
+    records = metered(meter, range(1, 6))
+    records += meter.settle()[0] + metered(meter, range(6, 9)) + meter.flush()
+    assert [record.step for record in records] == [1, 3, 6, 8]
+    assert sum(record.rows for record in records) == 80
+
+
+def test_a_rewind_to_the_start_is_a_start() -> None:
+    meter = Meter(50)
+    metered(meter, range(1, 4))
+    meter.rewind(0, 0)
+    (first,) = meter.add(1, 0, 10, {"loss": jnp.float32(7)})
+    assert (first.step, first.rows, first.seconds) == (1, 10, 0.0)

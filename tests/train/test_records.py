@@ -109,3 +109,22 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="cannot be written") as caught:
             RunFolder(path)
         assert str(path) in str(caught.value)
+
+
+def test_a_rewind_takes_out_what_came_later_and_goes_on(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.rewind(3)
+    for step in (1, 3, 5, 7):
+        folder.append(record(step=step))
+    folder.rewind(3)
+    folder.append(record(kind="restore", step=3))
+    folder.append(record(step=5))
+    folder.close()
+    lines = (tmp_path / "records.jsonl").read_text().splitlines()
+    assert [(strict(line)["kind"], strict(line)["step"]) for line in lines] == [
+        ("train", 1),
+        ("train", 3),
+        ("restore", 3),
+        ("train", 5),
+    ]
+    assert [path.name for path in tmp_path.iterdir()] == ["records.jsonl"]

@@ -13,6 +13,7 @@ from replicax.commands.data import print_data
 from replicax.commands.devices import make_host_devices, of_this_process
 from replicax.errors import ConfigError
 from replicax.parallel.mesh import by_rows
+from replicax.parallel.threads import fix_threads
 from replicax.train.fit import Fit
 from replicax.train.host_memory import keep_freed_memory
 from replicax.train.sharding_view import abstract_batch, sharding_view
@@ -25,12 +26,15 @@ class TrainOptions:
     devices: int | None = None
     """Devices to train on, of all processes together; all by default. On a CPU: that many host
     devices."""
-    mode: Literal["jit", "shard_map", "pmap", "single"] = "jit"
-    """How the step is lifted to the devices."""
+    mode: Literal["jit", "shard_map", "pmap", "single", "exact"] = "jit"
+    """How the step is lifted to the devices; exact gives the same bits on any number of them."""
     layout: Literal["replicated", "zero1", "fsdp"] = "replicated"
     """Where the training state lives."""
     accumulate: int = 1
     """Micro-batches that each device computes one after the other."""
+    micro_shards: int = 8
+    """In mode exact: the parts of a global batch, which all device counts must share; a power of
+    two."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Dtype the model computes in; parameters and optimizer stay in float32."""
     steps: int | None = None
@@ -39,6 +43,11 @@ class TrainOptions:
     """Of the initial model, the order of the data, and all else that is random."""
     log_every: int = 50
     """Steps between two records."""
+    audit_every: int | None = None
+    """Steps between two audits, which compare the bits of all replicas; none by default."""
+    on_divergence: Literal["stop", "restore"] = "stop"
+    """What to do when an audit finds a device with other bits: stop, or go back to the state of the
+    last clean audit and on from there."""
     show_sharding: bool = False
     """Draw where the parameters and the batch live, before training."""
     run: str | None = None
@@ -51,6 +60,8 @@ def train(arguments: list[str]) -> str | None:
     if parsed is None:
         return None
     options, recipe = parsed.options, parsed.recipe
+    if options.mode == "exact":
+        fix_threads(options.micro_shards)
     rx.initialize()
     config = {**parsed.to_config(), "options": dataclasses.asdict(options)}
     result = _run(parsed.name, recipe, options, config)
@@ -70,6 +81,7 @@ def _run(name: str, recipe: Any, options: TrainOptions, config: dict[str, Any]) 
         mode=options.mode,
         layout=options.layout,
         accumulate=options.accumulate,
+        micro_shards=options.micro_shards,
         precision=options.precision,
     )
     state = dp.init(recipe.model(jax.random.key(options.seed)), seed=options.seed)
@@ -91,6 +103,8 @@ def _run(name: str, recipe: Any, options: TrainOptions, config: dict[str, Any]) 
         eval_source=recipe.eval_source(),
         seed=options.seed,
         log_every=options.log_every,
+        audit_every=options.audit_every,
+        on_divergence=options.on_divergence,
         run_dir=folder,
         config=config,
         title=f"{name} · {dp.mesh.devices.size} devices · {options.mode}",

@@ -1,9 +1,11 @@
-"""Arrays in a few characters, to compare them across processes."""
+"""Arrays in a few characters, to compare them across processes and runs."""
 
+import hashlib
 import zlib
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -16,3 +18,15 @@ def describe_leaves(data: Any) -> dict[str, str]:
         checksum = f"{zlib.crc32(array.tobytes()):08x}"
         described[name] = f"{array.dtype}{list(array.shape)} {checksum}"
     return described
+
+
+def sha256(data: Any) -> str:
+    """SHA-256, in hex, of the path, dtype, shape and bits of each array in `data`."""
+    digest = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(data):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        array = np.ascontiguousarray(leaf)
+        digest.update(f"{jax.tree_util.keystr(path)} {array.dtype}{array.shape}".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()

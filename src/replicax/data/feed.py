@@ -49,8 +49,8 @@ class Feed:
 
     Every batch has the same size: a short one is padded by repeating rows, with mask 0. Host work
     and transfers run in a background thread, at most `prefetch` batches ahead. Iterating again
-    gives the same epoch again. In a job of several processes all must iterate alike; each reads the
-    rows that lie on its devices.
+    gives the same epoch again. It begins with the epoch's batch `first`, counted from 0. In a job
+    of several processes all must iterate alike; each reads the rows that lie on its devices.
     """
 
     def __init__(
@@ -60,11 +60,13 @@ class Feed:
         sharding: jax.sharding.Sharding,
         *,
         epoch: int = 0,
+        first: int = 0,
         prefetch: int = 2,
     ) -> None:
         self.source = source
         self.split = split
         self.epoch = epoch
+        self.first = first
         self._sharding, self._prefetch = sharding, prefetch
         self._items: Prefetch[Batch] | None = None
         self._elapsed_seconds = 0.0
@@ -72,12 +74,17 @@ class Feed:
             raise ConfigError(f"prefetch={prefetch}; at least 1 batch is made ahead: raise it")
         if source.batch_size:
             split.padded(source.batch_size)
+        if not 0 <= first <= (first if source.batches is None else source.batches):
+            raise ConfigError(
+                f"first={first} of an epoch with {source.batches} batches; it is from 0 to "
+                f"{source.batches}: change it"
+            )
 
     def __len__(self) -> int:
-        """Batches in the epoch. A `TypeError` where the source cannot tell."""
+        """Batches from `first` on. A `TypeError` where the source cannot tell."""
         if self.source.batches is None:
             raise TypeError("this source does not know its length")
-        return self.source.batches
+        return self.source.batches - self.first
 
     @property
     def padding(self) -> int | None:
@@ -116,7 +123,8 @@ class Feed:
         link = current_link()
         if link is None:
             return ""
-        agree("the data", {**self.source.fingerprint(), "epoch": self.epoch})
+        place = {"epoch": self.epoch, "first": self.first}
+        agree("the data", {**self.source.fingerprint(), **place})
         return link.unique("a pass over the data")
 
     def _batches(self, topic: str, closing: threading.Event) -> Generator[Batch]:
@@ -130,14 +138,18 @@ class Feed:
         for batch, size in parts:
             share = share or Share(self._sharding, size)
             yield place(dataclasses.replace(batch, feed_padding=self.padding), share)
-        if share is None:
+        if share is None and not self.first:
             raise DataError("the source gave no batch; give at least 1")
 
     def _whole(self) -> Iterator[tuple[Batch, int]]:
         """Batches of which this process holds every row, each with its padded size."""
         size = self.source.batch_size
-        for data, index in self.source.epoch(self.epoch):
+        skipped = self.first if size else 0  # else the epoch's first batch has to tell
+        epoch = self.source.epoch(self.epoch, first=skipped)
+        for number, (data, index) in enumerate(epoch, skipped):
             size = size or len(index)
+            if number < self.first:
+                continue
             padded = self.split.padded(size)
             yield pad(data, padded, _fitting(index, size)), padded
 
@@ -151,7 +163,8 @@ class Feed:
             counts.append(rows)
             return held % rows
 
-        for number, (data, index) in enumerate(self.source.epoch(self.epoch, pick)):
+        epoch = self.source.epoch(self.epoch, pick, self.first)
+        for number, (data, index) in enumerate(epoch):
             yield masked(data, index, held < counts[number], counts[number]), padded
 
     def _joint(
@@ -160,11 +173,17 @@ class Feed:
         """Batches that each process has a part of, until the last one has no more."""
         processes, process = jax.process_count(), jax.process_index()
         size, last = source.batch_size, None
-        for number, part in enumerate(itertools.chain(source.epoch(self.epoch), _NOTHING)):
+        # Where this process's rows end before `first`, its last batch gives the shapes.
+        own = source.own.batches
+        skipped = 0 if own is None else min(self.first, max(own - 1, 0))
+        epoch = itertools.chain(source.epoch(self.epoch, first=skipped), _NOTHING)
+        for number, part in enumerate(epoch, skipped):
             if part is not None:
                 data, index = part
                 size = size or len(index) * processes
                 last = data, _fitting(index, size // processes) * processes + process
+            if number < self.first:
+                continue
             if last is None:
                 raise DataError("this process's source gave no batch; each needs at least 1")
             rows = len(last[1]) if part is not None else 0

@@ -67,10 +67,10 @@ class PerProcessSource:
         before = (self.batches - 1) * self.own.batch_size
         return sum(max(rows - before, 0) for rows in self._rows)
 
-    def epoch(self, number: int, pick: "Pick | None" = None) -> "Iterator[Rows]":
+    def epoch(self, number: int, pick: "Pick | None" = None, first: int = 0) -> "Iterator[Rows]":
         """The batches of this process alone; `Feed` joins them with those of the others."""
         del pick
-        yield from self.own.epoch(number)
+        yield from self.own.epoch(number, first=first)
 
     def fingerprint(self) -> dict[str, Any]:
         return {"batch_size": self.batch_size, "per_process": True}

@@ -4,6 +4,7 @@ A source gives one epoch at a time as `(data, index)` pairs: a pytree of fresh h
 most `batch_size` rows, and the index of each row in the source.
 """
 
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -43,8 +44,11 @@ class Source(Protocol):
     def last_rows(self) -> int | None:
         """Rows of the last batch, which has the fewest, where that is known beforehand."""
 
-    def epoch(self, number: int, pick: Pick | None = None) -> Iterator[Rows]:
-        """The batches of epoch `number`, counted from 0, or of each the rows that `pick` wants."""
+    def epoch(self, number: int, pick: Pick | None = None, first: int = 0) -> Iterator[Rows]:
+        """The batches of epoch `number`, counted from 0, from its batch `first` on.
+
+        With `pick`, of each the rows that it wants.
+        """
 
     def fingerprint(self) -> dict[str, Any]:
         """What processes that read the same data have the same of."""
@@ -114,12 +118,12 @@ class ArraySource(_Sized):
         if not self.rows:
             raise DataError("the source has 0 rows; give at least 1")
 
-    def epoch(self, number: int, pick: Pick | None = None) -> Iterator[Rows]:
+    def epoch(self, number: int, pick: Pick | None = None, first: int = 0) -> Iterator[Rows]:
         rows = self.rows or 0
         order = np.arange(rows)
         if self._shuffle:
             order = np.random.default_rng([self._seed, number]).permutation(rows)
-        for start in range(0, rows, self.batch_size):
+        for start in range(first * self.batch_size, rows, self.batch_size):
             index = order[start : start + self.batch_size]
             if pick is not None:
                 index = index[pick(len(index))]
@@ -152,15 +156,19 @@ class GrainSource(_Sized):
                 "shuffle the MapDataset it is made from"
             )
 
-    def epoch(self, number: int, pick: Pick | None = None) -> Iterator[Rows]:
+    def epoch(self, number: int, pick: Pick | None = None, first: int = 0) -> Iterator[Rows]:
         if not self._random_access:
             _refuse_pick(pick, "a Grain IterDataset")
-            yield from _counted(self._dataset.batch(self.batch_size, drop_remainder=False))
+            batches = self._dataset.batch(self.batch_size, drop_remainder=False)
+            yield from itertools.islice(_counted(batches), first, None)
             return
         rows, size = self._dataset.map_with_index(lambda index, row: (row, index)), self.batch_size
         if self._shuffle:
             seed = np.random.SeedSequence([self._seed, number]).generate_state(1)[0]
             rows = rows.shuffle(seed=int(seed))
+        rows = rows[first * size :]
+        if not len(rows):
+            return
         if pick is not None:
             starts = range(0, len(rows), size)
             parts = [start + pick(min(size, len(rows) - start)) for start in starts]
@@ -188,15 +196,17 @@ class IterableSource(_Sized):
     def __init__(self, batches: Iterable[Any], batch_size: int) -> None:
         self.rows = None
         self.batch_size = batch_size
+        self.is_iterator = isinstance(batches, Iterator)
         self._batches = batches
         self._was_read = False
 
-    def epoch(self, number: int, pick: Pick | None = None) -> Iterator[Rows]:
+    def epoch(self, number: int, pick: Pick | None = None, first: int = 0) -> Iterator[Rows]:
         _refuse_pick(pick, "an iterable of batches")
         empty = True
-        for rows in _counted(self._batches):
+        for place, rows in enumerate(_counted(self._batches)):
             empty = False
-            yield rows
+            if place >= first:
+                yield rows
         if empty and self._was_read:
             raise DataError(
                 f"the source gave no batch when read again in epoch {number}; a generator can be "
@@ -206,6 +216,12 @@ class IterableSource(_Sized):
 
     def fingerprint(self) -> dict[str, Any]:
         return {"batch_size": self.batch_size}
+
+
+def can_repeat(source: Source) -> bool:
+    """Whether an epoch of `source` can be read again; an iterator is read once."""
+    own = source.own if isinstance(source, PerProcessSource) else source
+    return not isinstance(own, IterableSource) or not own.is_iterator
 
 
 class _Picked:

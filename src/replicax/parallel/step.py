@@ -35,7 +35,7 @@ from replicax.parallel.mesh import (
 )
 from replicax.parallel.model import Definition, PyTree, split_model
 from replicax.parallel.precision import Precision
-from replicax.parallel.summation import Canonical, Running, Summation
+from replicax.parallel.summation import Running, summation_for
 from replicax.parallel.update import Metrics, TrainState, create, score, update
 
 STEPS_IN_FLIGHT = 4
@@ -43,6 +43,8 @@ STEPS_IN_FLIGHT = 4
 and near enough that the batches of unfinished steps fit in memory. XLA's CPU backend admits 32
 programs a device; where several devices have a reduction in common, a host that goes on to the
 33rd stops them all for good."""
+
+SETTINGS = ("mode", "accumulate", "micro_shards", "donate")
 
 
 class DataParallel:
@@ -106,14 +108,7 @@ class DataParallel:
             raise ConfigError(
                 f"accumulate={accumulate}; a step has at least 1 micro-batch: raise it"
             )
-        canonical = Canonical(micro_shards)
-        self._summation: Summation = canonical if mode == "exact" else Running(accumulate)
-        if self.split.micro_batches < accumulate:
-            raise ConfigError(
-                f"mode='exact' with accumulate={accumulate} on {self.split.replicas} replicas and "
-                f"micro_shards={micro_shards}; each replica has {self.split.micro_batches} of "
-                f"them: raise micro_shards to {accumulate * self.split.replicas}"
-            )
+        self._summation = summation_for(mode, accumulate, micro_shards, self.mesh)
         self._loss = loss
         self._optimizer = optimizer
         self._definition: Definition | None = None
@@ -123,6 +118,7 @@ class DataParallel:
         self._finite = False
         self._agreed: set[Any] = set()
         self._in_flight: deque[jax.Array] = deque()
+        self._guard = False  # see replicax.parallel.guarded
 
     def replace(self, **changes: Any) -> "DataParallel":
         """Another one, without a model, with some of the constructor's arguments changed.
@@ -130,8 +126,7 @@ class DataParallel:
         Args:
             changes: by name.
         """
-        names = ("mesh", "mode", "layout", "accumulate", "micro_shards", "donate")
-        arguments = {name: getattr(self, name) for name in names}
+        arguments = {name: getattr(self, name) for name in ("mesh", "layout", *SETTINGS)}
         arguments |= {"loss": self._loss, "optimizer": self._optimizer}
         arguments |= {"precision": self.precision.name, **changes}
         return DataParallel(arguments.pop("loss"), arguments.pop("optimizer"), **arguments)
@@ -194,6 +189,7 @@ class DataParallel:
         shuffle: bool = False,
         seed: int = 0,
         epoch: int = 0,
+        first: int = 0,
         prefetch: int = 2,
     ) -> Feed:
         """One epoch of `source` as batches for `step` and `evaluate`.
@@ -206,6 +202,7 @@ class DataParallel:
             shuffle: whether the order is drawn from `seed` and `epoch`.
             seed: of the order.
             epoch: which epoch, from 0.
+            first: which of its batches to begin with, from 0.
             prefetch: batches made ahead in the background.
 
         Raises:
@@ -215,7 +212,7 @@ class DataParallel:
         """
         opened = as_source(source, batch_size, shuffle=shuffle, seed=seed)
         where = by_rows(self.mesh)
-        return Feed(opened, self.split, where, epoch=epoch, prefetch=prefetch)
+        return Feed(opened, self.split, where, epoch=epoch, first=first, prefetch=prefetch)
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """One update. Returns at once, unless the devices are `STEPS_IN_FLIGHT` steps behind.
@@ -368,6 +365,7 @@ class DataParallel:
             objective=self._objective,
             optimizer=self._optimizer,
             summation=self._summation,
+            guard=self._guard,
         )
         shardings = self._shardings(shapes, mesh)
         out = (shardings, replicated(mesh))
@@ -395,7 +393,7 @@ class DataParallel:
         shapes = (what, *((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(batch)))
         if shapes in self._agreed:
             return
-        settings = {name: getattr(self, name) for name in ("mode", "accumulate", "donate")}
+        settings = {name: getattr(self, name) for name in SETTINGS}
         settings |= {"layout": layout_name(self.layout), "precision": self.precision.name}
         agree_on_program(what, settings, self.mesh, (state, batch), lower(state, batch))
         self._agreed.add(shapes)

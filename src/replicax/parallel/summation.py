@@ -8,10 +8,13 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
 from replicax.data.batch import Batch
 from replicax.errors import ConfigError
+from replicax.parallel.mesh import replica_count
 from replicax.parallel.reduction import reduce, reduce_by_tree
+from replicax.parallel.threads import check_threads
 
 PyTree = Any
 Function = Callable[[PyTree], PyTree]
@@ -197,6 +200,33 @@ class Canonical:
         changes in it, and keeps one of which it does not know how often it runs.
         """
         return lax.fori_loop(0, once, lambda _, before: function(before), carry)
+
+
+def summation_for(mode: str, accumulate: int, micro_shards: int, mesh: Mesh) -> Summation:
+    """The one of a mode.
+
+    Args:
+        mode: one of `replicax.parallel.lift.MODES`.
+        accumulate: micro-batches of each replica; in `exact` the least.
+        micro_shards: of `Canonical`.
+        mesh: the devices.
+
+    Raises:
+        ConfigError: a mesh that cannot share out the micro-shards, or a CPU on which their number
+            does not fix the bits.
+    """
+    if mode != "exact":
+        return Running(accumulate)
+    canonical, replicas = Canonical(micro_shards), replica_count(mesh)
+    own = canonical.micro_batches(replicas)
+    if own < accumulate:
+        raise ConfigError(
+            f"mode='exact' with accumulate={accumulate} on {replicas} replicas and "
+            f"micro_shards={micro_shards}; each replica has {own} of them: raise micro_shards to "
+            f"{accumulate * replicas}"
+        )
+    check_threads(mesh, micro_shards)
+    return canonical
 
 
 def _tree_sum(part: Callable[[Any], PyTree], first: Any, count: int) -> PyTree:

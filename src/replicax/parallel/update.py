@@ -41,6 +41,12 @@ class TrainState:
 
 Metrics = dict[str, jax.Array]
 
+NOT_FINITE = "not_finite"
+"""The metric of a guarded step: whether its loss, or what is looked at of its gradient, is not."""
+
+_LARGEST_UPDATE = 1e19
+"""A larger one would make all replicas equal by drowning what they differ in."""
+
 
 def create(
     params: PyTree, extras: PyTree, seed: jax.Array, optimizer: optax.GradientTransformation
@@ -57,6 +63,7 @@ def update(
     objective: Objective,
     optimizer: optax.GradientTransformation,
     summation: Summation,
+    guard: bool = False,
 ) -> tuple[TrainState, Metrics]:
     """One step: local sums, one reduction, one division, one optimizer update.
 
@@ -69,6 +76,8 @@ def update(
         objective: the loss on the model.
         optimizer: turns the gradient of the global mean loss into an update.
         summation: how the rows are summed.
+        guard: whether an update that is not finite leaves its parameter as it was, and the metrics
+            have `NOT_FINITE`. See `replicax.parallel.guarded`.
     """
     total, extras = summation(
         objective.sums, state.params, state.extras, batch, step_key(state), axis
@@ -80,13 +89,30 @@ def update(
 
     with jax.named_scope("update"):
         once = 1 + (state.step < 0).astype(jnp.int32)
-        state = dataclasses.replace(state, extras=extras)
-        state, _ = summation.finish(apply, (state, total.means[LOSS].weight), once)
-    return state, {name: value.mean() for name, value in total.means.items()}
+        before = dataclasses.replace(state, extras=extras)
+        state, _ = summation.finish(apply, (before, total.means[LOSS].weight), once)
+        if guard:
+            params = jax.tree.map(_new_or_old, state.params, before.params)
+            state = dataclasses.replace(state, params=params)
+    metrics = {name: value.mean() for name, value in total.means.items()}
+    return state, {**metrics, NOT_FINITE: ~_seems_finite(total)} if guard else metrics
+
+
+def _seems_finite(total: Sums) -> jax.Array:
+    """Whether the loss and the first element of each gradient are.
+
+    To look at all of them would cost a hundredth of a step, and what is not finite seldom is alone.
+    """
+    firsts = [leaf.ravel()[:1] for leaf in jax.tree.leaves(total.gradient)]
+    looked_at = [total.means[LOSS].total, *(jnp.sum(jnp.abs(first)) for first in firsts)]
+    return jnp.isfinite(jnp.stack([each.astype(jnp.float32) for each in looked_at])).all()
 
 
 def _apply(
-    state: TrainState, total: Sums, weight: jax.Array, optimizer: optax.GradientTransformation
+    state: TrainState,
+    total: Sums,
+    weight: jax.Array,
+    optimizer: optax.GradientTransformation,
 ) -> TrainState:
     """The state after the optimizer has seen the gradient of the global mean loss.
 
@@ -109,6 +135,11 @@ def _apply(
     )
     params = optax.apply_updates(state.params, updates)
     return dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state)
+
+
+def _new_or_old(new: jax.Array, old: jax.Array) -> jax.Array:
+    """`new`, and where the update was not finite `old`."""
+    return jnp.where(jnp.abs(new - old) < _LARGEST_UPDATE, new, old)
 
 
 def score(

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import itertools
 import math
 import time
 from pathlib import Path
@@ -12,11 +11,14 @@ import jax
 
 from replicax.cluster.agreement import agree
 from replicax.cluster.pulse import PULSE
+from replicax.data.digest import sha256
 from replicax.data.feed import Feed
 from replicax.data.source import Source, as_source, can_shuffle
 from replicax.errors import ConfigError, DivergedError, MissingDependencyError
+from replicax.parallel.guarded import guarded
 from replicax.parallel.step import DataParallel
-from replicax.parallel.update import TrainState
+from replicax.parallel.update import NOT_FINITE, TrainState
+from replicax.train.audit import Audit, Place, Restored
 from replicax.train.curves import draw_curves
 from replicax.train.interrupt import Interrupt
 from replicax.train.meter import Meter
@@ -40,11 +42,16 @@ class Fit:
     """Wall time, compilation and evaluation included."""
     interrupted: bool
     """Whether Ctrl-C ended it early."""
+    clean_audits: int | None = None
+    """Audits that found all replicas equal; None where none was asked for."""
+    restores: int = 0
+    """Times that it went back to the state of a clean audit."""
 
     @property
     def metrics(self) -> dict[str, float]:
         """Of the last evaluation, or of the last recorded step where there was none."""
-        kinds = [r for r in self.records if r.kind == "eval"] or self.records
+        steps = [r for r in self.records if r.kind != "restore"]
+        kinds = [r for r in steps if r.kind == "eval"] or steps
         return kinds[-1].metrics if kinds else {}
 
 
@@ -61,6 +68,8 @@ def fit(
     shuffle: bool | None = None,
     seed: int = 0,
     log_every: int = 50,
+    audit_every: int | None = None,
+    on_divergence: str = "stop",
     run_dir: str | Path | None = None,
     config: dict[str, Any] | None = None,
     title: str = "run",
@@ -82,6 +91,10 @@ def fit(
         shuffle: whether each epoch has an order of its own; by default wherever the source can.
         seed: of that order.
         log_every: steps between two train records.
+        audit_every: steps between two audits, which compare the bits of all that the devices hold
+            copies of; None for none. See `replicax.train.audit`.
+        on_divergence: what an audit does that finds a device with other bits: `stop`, or `restore`
+            the state of the last clean audit and go on from there.
         run_dir: a new folder for `config.json`, `records.jsonl` and `curves.png`; None for none.
         config: what `config.json` is to hold beside what is derived here.
         title: of the curves.
@@ -92,6 +105,7 @@ def fit(
         AgreementError: processes that were given different ones.
         LossError: see `DataParallel.step`.
         DivergedError: the loss is no longer finite.
+        DivergenceError: the replicas are no longer equal.
     """
     _check_length(epochs, steps, log_every)
     if eval_batch_size is None:
@@ -99,11 +113,17 @@ def fit(
     if shuffle is None:
         shuffle = can_shuffle(source)
     opened = as_source(source, batch_size, shuffle=shuffle, seed=seed)
-    wanted = {"epochs": epochs, "steps": steps, "batch_size": batch_size, "log_every": log_every}
+    wanted: dict[str, Any] = {"epochs": epochs, "steps": steps, "batch_size": batch_size}
+    wanted |= {"log_every": log_every, "audit_every": audit_every, "on_divergence": on_divergence}
     agree("the run", {**wanted, "evaluation": eval_source is not None, **(config or {})})
     speaks = jax.process_index() == 0
     first = dp.feed(opened)
     total = steps if steps is not None else _total_steps(first, epochs)
+    audit = None
+    if audit_every is not None:
+        dp = guarded(dp, state)
+        audit = Audit(dp, state, opened, audit_every, on_divergence)
+        audit.begin(state, Place(0, 0, 0))
     loop = _Loop(
         dp=dp,
         source=opened,
@@ -111,11 +131,12 @@ def fit(
         epochs=epochs,
         total=total,
         meter=Meter(log_every),
+        audit=audit,
         folder=RunFolder(Path(run_dir)) if run_dir is not None and speaks else None,
         display=open_progress(progress and speaks, total),
     )
     with contextlib.closing(loop):
-        for line in describe(dp, state, first):
+        for line in [*describe(dp, state, first), *(audit.describe() if audit else ())]:
             loop.display.line(line)
         if loop.folder:
             loop.folder.write_config({**(config or {}), **derived(dp, first)})
@@ -126,6 +147,8 @@ def fit(
                 _draw(loop.records, loop.folder.path, title, loop.display)
         for line in summary(result, total):
             loop.display.line(line)
+        if dp.mode == "exact":
+            loop.display.line(f"bits   sha256 of the weights {sha256(result.state.params)[:16]}")
     return result
 
 
@@ -139,27 +162,39 @@ class _Loop:
     epochs: int | None
     total: int | None
     meter: Meter
+    audit: Audit | None
     folder: RunFolder | None
     display: Progress
     records: list[Record] = dataclasses.field(default_factory=list)
     step: int = 0
     rows: int = 0
     evaluated_at: int = 0
+    rows_when_good: tuple[int, int] = (0, 0)
+    """Rows trained on, and those in no record, when the state was found good that is kept."""
 
     def run(self, state: TrainState) -> Fit:
         """All epochs, or as many steps as there are to be, or until Ctrl-C."""
         started = time.perf_counter()
         with Interrupt() as interrupt:
             stopping = Stopping(interrupt)
-            for epoch in itertools.count() if self.epochs is None else range(self.epochs):
-                state = self._train(state, epoch, stopping)
+            epoch, first = 0, 0
+            while self.epochs is None or epoch < self.epochs:
+                state, back = self._train(state, epoch, first, stopping)
+                if back is not None:
+                    epoch, first = back.epoch, back.batch
+                    continue
                 if self.step != self.evaluated_at and not stopping.wanted:
                     self._evaluate(state, epoch)
                 if stopping.wanted or self._all_steps_done():
                     break
+                epoch, first = epoch + 1, 0
         PULSE.rest()
         seconds = time.perf_counter() - started
-        return Fit(state, self.records, self.step, self.rows, seconds, stopping.wanted)
+        result = Fit(state, self.records, self.step, self.rows, seconds, stopping.wanted)
+        if self.audit is None:
+            return result
+        clean, restores = self.audit.clean, self.audit.restores
+        return dataclasses.replace(result, clean_audits=clean, restores=restores)
 
     def close(self) -> None:
         """Give the terminal and the files back."""
@@ -167,10 +202,16 @@ class _Loop:
         if self.folder:
             self.folder.close()
 
-    def _train(self, state: TrainState, epoch: int, stopping: Stopping) -> TrainState:
-        """One epoch, or what is left of the steps."""
-        feed = self.dp.feed(self.source, epoch=epoch)
-        waited = 0.0
+    def _train(
+        self, state: TrainState, epoch: int, first: int, stopping: Stopping
+    ) -> tuple[TrainState, Place | None]:
+        """One epoch from its batch `first` on, or what is left of the steps.
+
+        Returns:
+            The state, and where to go on from, where that is not after it.
+        """
+        feed = self.dp.feed(self.source, epoch=epoch, first=first)
+        place, waited = Place(self.step, epoch, first), 0.0
         with contextlib.closing(iter(feed)) as batches:
             for batch in batches:
                 self.meter.add_wait(feed.wait_seconds - waited)
@@ -181,13 +222,50 @@ class _Loop:
                 self.step += 1
                 self.rows += batch.rows or 0
                 self.display.step(self.step)
-                self._keep(self.meter.add(self.step, epoch, batch.rows or 0, metrics))
+                not_finite = metrics.pop(NOT_FINITE, None)
+                records = self.meter.add(self.step, epoch, batch.rows or 0, metrics)
+                place = Place(self.step, epoch, place.batch + 1)
+                if not_finite is not None and self.audit is not None:
+                    restored = self.audit.after(state, not_finite, place)
+                    if restored is not None:
+                        return self._go_back(restored)
+                self._keep(records)
+                self._note_good(place)
                 if self.step == 1 and self.eval_feed is not None:
                     self.dp.check(self.eval_feed)
                 if stopping.vote(self.step) or self._all_steps_done():
                     break
+        if self.audit is not None:
+            last = stopping.wanted or self._all_steps_done() or epoch + 1 == self.epochs
+            look = last or self.eval_feed is not None
+            restored = self.audit.settle(state, place, audit=look)
+            if restored is not None:
+                return self._go_back(restored)
         self._keep(self.meter.flush())
-        return state
+        self._note_good(place)
+        return state, None
+
+    def _note_good(self, place: Place) -> None:
+        """Where this is a place to come back to, note what is to be counted on from then."""
+        if self.audit is not None and self.audit.keeps and self.audit.good == place:
+            records, unrecorded = self.meter.settle()
+            self._keep(records)
+            self.rows_when_good = self.rows, unrecorded
+
+    def _go_back(self, restored: Restored) -> tuple[TrainState, Place]:
+        """Go on from an earlier step: what came after it has not been."""
+        lost, place = self.step - restored.place.step, restored.place
+        self.display.line(f"restored step {place.step:,}, {lost} steps back: {restored.text}")
+        self.step, self.evaluated_at = place.step, min(self.evaluated_at, place.step)
+        self.rows, unrecorded = self.rows_when_good
+        self.meter.rewind(place.step, unrecorded)
+        self.records[:] = [record for record in self.records if record.step <= place.step]
+        if self.folder:
+            self.folder.rewind(place.step)
+        told = {"steps_lost": float(lost)}
+        told |= {f"device_{device}": 1.0 for device in restored.devices}
+        self._keep([Record("restore", place.step, place.epoch, told, 0, 0.0)])
+        return restored.state, place
 
     def _evaluate(self, state: TrainState, epoch: int) -> None:
         """Evaluate where there is something to evaluate on, and say how the epoch went."""
@@ -211,7 +289,7 @@ class _Loop:
                 self.folder.append(record)
             if record.kind == "train":
                 self.display.record(record)
-            if not math.isfinite(record.metrics["loss"]):
+            if not math.isfinite(record.metrics.get("loss", 0.0)):
                 raise DivergedError(
                     f"the {record.kind} loss is {record.metrics['loss']} at step {record.step}; "
                     "training cannot go on from it: lower the learning rate, or clip the gradient"
@@ -237,6 +315,7 @@ def _total_steps(feed: Feed, epochs: int | None) -> int | None:
 
 def _draw(records: list[Record], folder: Path, title: str, display: Progress) -> None:
     try:
-        draw_curves(records, folder / "curves.png", title)
+        measured = [record for record in records if record.kind != "restore"]
+        draw_curves(measured, folder / "curves.png", title)
     except MissingDependencyError as error:
         display.line(f"no curves.png: {error}")

@@ -44,6 +44,19 @@ class Meter:
         """Wait for all steps; their records, one of the last step among them."""
         return self._finish(0)
 
+    def settle(self) -> tuple[list[Record], int]:
+        """Wait for all steps; the records that are due, and the rows that no record has yet."""
+        records = self._finish(1)
+        if self._in_flight and self._in_flight[0].step % self._log_every == 0:
+            records += self._finish(0)
+        return records, self._rows + sum(done.rows for done in self._in_flight)
+
+    def rewind(self, step: int, rows: int) -> None:
+        """Forget what came after `step`, where `settle` returned `rows`."""
+        self._in_flight.clear()
+        self._rows, self._wait_seconds = rows, 0.0
+        self._started = time.perf_counter() if step else None
+
     def leave_out(self, seconds: float) -> None:
         """Take what has just lasted `seconds`, an evaluation say, out of the steps' time."""
         if self._started is not None:

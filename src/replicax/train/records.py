@@ -1,7 +1,7 @@
 """A run's history: records in memory, and in the run folder as they come.
 
 config.json     what was run, and on what
-records.jsonl   one JSON object a line: kind "train" or "eval", step, epoch, metrics, ...
+records.jsonl   one JSON object a line: kind "train", "eval" or "restore", step, epoch, metrics, ...
 curves.png      drawn at the end
 """
 
@@ -19,7 +19,7 @@ class Record:
     """Metrics of one step, or of one evaluation."""
 
     kind: str
-    """`"train"` or `"eval"`."""
+    """`"train"`, `"eval"`, or `"restore"`: the run went back to `step`, and on from there."""
     step: int
     """Updates done before the metrics were taken (train: the update they belong to included)."""
     epoch: int
@@ -76,6 +76,18 @@ class RunFolder:
             self._lines = (self.path / "records.jsonl").open("a", encoding="utf-8")
         self._lines.write(record.to_json() + "\n")
         self._lines.flush()
+
+    def rewind(self, step: int) -> None:
+        """Take what was recorded after `step` out of `records.jsonl`: it is to be done again."""
+        self.close()
+        path = self.path / "records.jsonl"
+        if not path.exists():
+            return
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if json.loads(line)["step"] <= step]
+        beside = path.with_name("records.jsonl.new")  # a reader, or a crash, meets all or nothing
+        beside.write_text("".join(kept), encoding="utf-8")
+        beside.replace(path)
 
     def close(self) -> None:
         """Close `records.jsonl`."""

@@ -25,7 +25,7 @@ def describe(dp: DataParallel, state: TrainState, feed: Feed) -> list[str]:
     arrays = jax.tree.leaves(state.params)
     parameters = sum(int(np.prod(array.shape)) for array in arrays)
     devices = dp.mesh.devices.size
-    micro = dp.accumulate
+    micro, word = dp.split.micro_batches, "micro-shard" if dp.mode == "exact" else "micro-batch"
     lines = [
         f"model  {_count(parameters, 'parameter')} in {_count(len(arrays), 'array')} · "
         f"{dp.precision.name}",
@@ -36,7 +36,7 @@ def describe(dp: DataParallel, state: TrainState, feed: Feed) -> list[str]:
     size = feed.source.batch_size
     if size:
         padded = dp.split.padded(size)
-        split = f" x {_count(micro, 'micro-batch')}" if micro > 1 else ""
+        split = f" x {_count(micro, word)}" if micro > 1 else ""
         rows = padded // replica_count(dp.mesh) // micro
         lines.append(
             f"batch  {size} rows, {_padding(size, padded)}"
@@ -61,6 +61,7 @@ def derived(dp: DataParallel, feed: Feed) -> dict[str, Any]:
             "layout": layout_name(dp.layout),
             "precision": dp.precision.name,
             "accumulate": dp.accumulate,
+            "micro_shards": dp.micro_shards if dp.mode == "exact" else None,
             "mesh": dict(dp.mesh.shape),
             "device_kind": dp.mesh.devices.flat[0].device_kind,
             "processes": jax.process_count(),
@@ -111,6 +112,10 @@ def summary(result: "Fit", total: int | None) -> list[str]:
     if result.metrics:
         kind = "eval" if any(r.kind == "eval" for r in result.records) else "train"
         lines.append(f"{kind:<6} {_metrics(result.metrics)}")
+    if result.clean_audits is not None:
+        clean = "1 audit, clean" if result.clean_audits == 1 else f"{result.clean_audits:,} clean"
+        back = f" · went back {_count(result.restores, 'time')}" if result.restores else ""
+        lines.append(f"audit  {clean}{back}")
     return lines
 
 

@@ -1,0 +1,375 @@
+"""Whether all replicas still hold the same bits, and which device errs where they do not."""
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from replicax.data.batch import Batch
+from replicax.data.source import Source, can_repeat
+from replicax.errors import ConfigError, DivergedError, DivergenceError, did_you_mean
+from replicax.parallel.fingerprint import Difference, Fingerprint
+from replicax.parallel.mesh import replica_count
+from replicax.parallel.step import STEPS_IN_FLIGHT, DataParallel
+from replicax.parallel.update import TrainState
+from replicax.train.snapshot import Snapshot
+
+ON_DIVERGENCE = ("stop", "restore")
+
+RESTORES = 3
+"""Times in a row that a run goes back to the same step before it gives up."""
+
+_STEPS_LATE = 2
+"""Steps that are begun before an audit is read: by then it is done, and the devices have work."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A point in a run."""
+
+    step: int
+    """Updates done."""
+    epoch: int
+    """Counted from 0."""
+    batch: int
+    """Batches of the epoch that were done."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """Where a run goes on after a divergence."""
+
+    state: TrainState
+    place: Place
+    devices: tuple[int, ...]
+    """Ids of those that erred; none where that cannot be told."""
+    text: str
+
+
+class Audit:
+    """Compares the replicas every so many steps, while the devices go on.
+
+    Where it may have to go back it keeps the state of the last clean audit in host memory, and then
+    waits for the devices at each audit.
+
+    Args:
+        dp: what steps; of `replicax.parallel.guarded`.
+        state: its state.
+        source: what it is fed from.
+        every: steps between two audits.
+        on_divergence: `stop` or `restore`.
+
+    Raises:
+        ConfigError: nothing to compare, or a source that cannot go back.
+    """
+
+    def __init__(
+        self, dp: DataParallel, state: TrainState, source: Source, every: int, on_divergence: str
+    ) -> None:
+        _check(dp, source, every, on_divergence)
+        self.clean = 0
+        self.restores = 0
+        self.good: Place | None = None
+        self._dp, self._source = dp, source
+        self._every, self._restores = every, on_divergence == "restore"
+        self._fingerprint = Fingerprint(state)
+        self._devices = list(dp.mesh.devices.flat)
+        self.keeps = self._restores or (replica_count(dp.mesh) == 2 and can_repeat(source))
+        self._snapshot: Snapshot | None = None
+        self._pending: deque[tuple[Place, jax.Array]] = deque()
+        self._suspect: deque[tuple[Place, jax.Array]] = deque()
+        self._audited_step = -1
+        self._in_a_row = 0
+        self._restored_from: Place | None = None
+        self._never_finite: set[str] = set()
+        if {"step", "seed"}.issuperset(self._fingerprint.compared):
+            raise ConfigError(
+                f"audit_every={every} with a layout that has each array on one device alone; an "
+                "audit compares copies: leave it out, or use layout='replicated' or 'zero1'"
+            )
+
+    def describe(self) -> list[str]:
+        """What is audited, a line each."""
+        of = self._fingerprint
+        steps = "every step" if self._every == 1 else f"every {self._every:,} steps"
+        lines = [
+            f"audit  {steps}: {len(of.compared)} leaves, {_megabytes(of.compared_bytes)} on each "
+            f"of {len(self._devices)} devices"
+        ]
+        if of.alone_bytes:
+            alone = _megabytes(of.alone_bytes)
+            lines.append(f"       {alone} more are on no other device: nothing to compare with")
+        if self._snapshot is not None:
+            lines.append(
+                f"       the last good state is kept: {_megabytes(self._snapshot.nbytes)} of host "
+                "memory"
+            )
+        elif replica_count(self._dp.mesh) == 2:
+            lines.append("       of 2 replicas, which one is wrong cannot be told: the source")
+            lines.append("       is an iterator, and steps cannot be replayed")
+        return lines
+
+    def begin(self, state: TrainState, place: Place) -> None:
+        """Audit the state that the run starts from.
+
+        Raises:
+            DivergenceError: its copies are not equal.
+        """
+        table = self._fingerprint.take(state)
+        if differences := self._fingerprint.differences(table):
+            raise DivergenceError(self._text(differences, self._outvoted(differences), place))
+        self._never_finite = set(self._fingerprint.not_finite(table))
+        self._note_good(place, state)
+
+    def after(self, state: TrainState, not_finite: jax.Array, place: Place) -> Restored | None:
+        """Look at the state after a step; where to go on from, where that is not here.
+
+        Args:
+            state: not yet given to the next step.
+            not_finite: the step's `replicax.parallel.update.NOT_FINITE`.
+            place: after the step.
+
+        Raises:
+            DivergenceError: the replicas differ, and the run is to stop, or has gone back too
+                often.
+            DivergedError: a loss or gradient is not finite, and it is no device's fault.
+        """
+        not_finite.copy_to_host_async()
+        self._suspect.append((place, not_finite))
+        if place.step % self._every == 0:
+            self._pending.append((place, self._fingerprint.take(state)))
+            self._audited_step = place.step
+        late = 0 if self.keeps else _STEPS_LATE
+        return self._read(state, place, late) or self._look(state, place, STEPS_IN_FLIGHT)
+
+    def settle(self, state: TrainState, place: Place, *, audit: bool) -> Restored | None:
+        """As `after`, with nothing left to be read later; with one more `audit` if need be."""
+        if audit and self._audited_step != place.step:
+            self._pending.append((place, self._fingerprint.take(state)))
+            self._audited_step = place.step
+        return self._read(state, place, 0) or self._look(state, place, 0)
+
+    def _read(self, state: TrainState, place: Place, late: int) -> Restored | None:
+        """Read the audits that are `late` steps old."""
+        while self._pending and place.step - self._pending[0][0].step >= late:
+            audited, table = self._pending.popleft()
+            differences = self._fingerprint.differences(table)
+            if differences:
+                return self._diverged(differences, state, audited, place)
+            self._check_finite(table, audited)
+            self.clean += 1
+            self._note_good(audited, state)
+        return None
+
+    def _look(self, state: TrainState, place: Place, late: int) -> Restored | None:
+        """Audit at once after a step that was not finite: a device may be to blame."""
+        while len(self._suspect) > late:
+            at, not_finite = self._suspect[0]
+            if not bool(not_finite):
+                self._suspect.popleft()
+                continue
+            differences = self._fingerprint.differences(self._fingerprint.take(state))
+            if not differences:
+                raise DivergedError(
+                    f"the loss or its gradient is not finite at step {at.step}{_CANNOT_GO_ON}"
+                )
+            return self._diverged(differences, state, place, place)
+        return None
+
+    def _check_finite(self, table: jax.Array, place: Place) -> None:
+        """That the state is finite where it was at first: the guard keeps the loss so for long."""
+        leaves = [x for x in self._fingerprint.not_finite(table) if x not in self._never_finite]
+        if leaves:
+            raise DivergedError(
+                f"{_several(leaves)} is not finite at step {place.step}{_CANNOT_GO_ON}"
+            )
+
+    def _note_good(self, place: Place, state: TrainState) -> None:
+        self.good = place
+        if self.keeps:
+            self._snapshot = Snapshot(state)
+
+    def _diverged(
+        self, differences: list[Difference], state: TrainState, audited: Place, now: Place
+    ) -> Restored:
+        """Name the devices; stop, or go back."""
+        wrong, how = self._outvoted(differences), ""
+        if not wrong:
+            wrong, how = self._replayed(differences, state, now.step)
+        text = self._text(differences, wrong, audited, how)
+        if not self._restores:
+            raise DivergenceError(f"{text}: {self._advice(wrong)}")
+        assert self._snapshot is not None
+        assert self.good is not None
+        self._in_a_row = 1 if self._restored_from != self.good else self._in_a_row + 1
+        self._restored_from = self.good
+        if self._in_a_row > RESTORES:
+            raise DivergenceError(
+                f"{text}, again after {RESTORES} restores of step {self.good.step}: "
+                f"{self._advice(wrong)}"
+            )
+        self.restores += 1
+        self._pending.clear()
+        self._suspect.clear()
+        self._audited_step = self.good.step
+        devices = tuple(self._devices[place].id for place in wrong)
+        return Restored(self._snapshot.restore(), self.good, devices, text)
+
+    def _outvoted(self, differences: list[Difference]) -> tuple[int, ...]:
+        """Places of the devices that most others contradict."""
+        return tuple(sorted({place for each in differences for place in each.wrong or ()}))
+
+    def _replayed(
+        self, differences: list[Difference], state: TrainState, step: int
+    ) -> tuple[tuple[int, ...], str]:
+        """Places of the devices that a replay from the last good state contradicts, and its words.
+
+        What one replica computed from wrong weights is in the gradient that all were given. So none
+        may be where the replay is, but the right one is the nearest: it has not the fault itself.
+        """
+        if self._snapshot is None or self.good is None:
+            return (), "no state to replay from is kept"
+        # From a step that was not finite on, most of the state has stood still.
+        stopped = (at.step - 1 for at, not_finite in self._suspect if bool(not_finite))
+        count = next(stopped, step) - self.good.step
+        steps = f"{count} steps" if count > 1 else "the step"
+        source = f"a replay of {steps} since" if count else "the last good state"
+        replay = self._snapshot.restore()
+        for batch in self._batches(self.good, count):
+            replay, _ = self._dp.step(replay, batch)
+        if self._fingerprint.differences(self._fingerprint.take(replay)):
+            return (), f"{source} makes them differ again"
+        votes, exact = self._votes(differences, state, replay)
+        best = max(votes.values())
+        wrong = tuple(sorted(place for place, count in votes.items() if count < best))
+        right = self._names([place for place in votes if place not in wrong])
+        if not wrong:
+            return (), f"{source} is as near to each"
+        verb = "gives the bits of" if exact else "comes nearest to"
+        return wrong, f"{source} {verb} {right}"
+
+    def _votes(
+        self, differences: list[Difference], state: TrainState, replay: TrainState
+    ) -> tuple[dict[int, int], bool]:
+        """Elements in which each device is nearest to the replay, and whether the best equals it.
+
+        Only those count in which devices differ from each other.
+        """
+        votes: dict[int, int] = {place: 0 for each in differences for place in sum(each.groups, ())}
+        exact = True
+        for each in differences:
+            held = self._fingerprint.gather(state, each.leaf)
+            again = self._fingerprint.gather(replay, each.leaf)
+            places = [group[0] for group in each.groups]
+            distance = np.stack([_distance(held[place], again[place]) for place in places])
+            apart = distance[:, (distance != distance[:1]).any(0)]
+            nearest = apart == apart.min(0)
+            exact &= not apart.min(0, initial=np.inf).any()
+            for group, count in zip(each.groups, nearest.sum(1), strict=True):
+                for place in group:
+                    votes[place] += int(count)
+        return votes, exact
+
+    def _batches(self, since: Place, count: int) -> Iterator[Batch]:
+        """The batches of `count` steps after `since`, once more."""
+        epoch, first = since.epoch, since.batch
+        while count:
+            for batch in self._dp.feed(self._source, epoch=epoch, first=first):
+                yield batch
+                count -= 1
+                if not count:
+                    return
+            epoch, first = epoch + 1, 0
+
+    def _text(
+        self, differences: list[Difference], wrong: Sequence[int], at: Place, how: str = ""
+    ) -> str:
+        """Who differs in what, and since when."""
+        what = _several(list(dict.fromkeys(each.leaf for each in differences)))
+        when = f"after step {at.step}" if at.step else "before the first step"
+        if self.good is not None:
+            when += f"; all were equal after step {self.good.step}"
+        if how:
+            when += f"; {how}"
+        if wrong:
+            verb = "holds" if len(wrong) == 1 else "hold"
+            return f"{self._names(wrong)} {verb} wrong bits in {what} {when}"
+        places = sorted({place for each in differences for place in sum(each.groups, ())})
+        return f"{self._names(places)} hold different bits in {what} {when}; who is right is open"
+
+    def _advice(self, wrong: Sequence[int]) -> str:
+        """What to do about it."""
+        assert self.good is not None
+        whom = "without it" if len(wrong) == 1 else "without them"
+        start = f"start again from a checkpoint of step {self.good.step} or before"
+        return f"{start}, {whom if wrong else 'and test these devices'}"
+
+    def _names(self, places: Sequence[int]) -> str:
+        """`devices 4 and 5 of process 1`."""
+        of: dict[int, list[str]] = {}
+        for device in (self._devices[place] for place in places):
+            of.setdefault(device.process_index, []).append(str(device.id))
+        names = [f"device{'s' * (len(of[p]) > 1)} {_and(of[p])} of process {p}" for p in of]
+        return _and(names)
+
+
+_CANNOT_GO_ON = (
+    ", and all replicas hold the same bits: no device is at fault, and training cannot go on from "
+    "it: lower the learning rate, or clip the gradient"
+)
+
+
+def _several(leaves: list[str]) -> str:
+    first, *more = leaves
+    return f"{first} and {len(more)} more" if more else first
+
+
+def _check(dp: DataParallel, source: Source, every: int, on_divergence: str) -> None:
+    if on_divergence not in ON_DIVERGENCE:
+        raise ConfigError(
+            f"on_divergence={on_divergence!r}; it is one of {', '.join(ON_DIVERGENCE)}"
+            f"{did_you_mean(on_divergence, ON_DIVERGENCE)}"
+        )
+    if every < 1:
+        raise ConfigError(f"audit_every={every}; it is at least 1 step: raise it")
+    if dp.mesh.devices.size == 1:
+        raise ConfigError(
+            f"audit_every={every} on 1 device; an audit compares the copies of several, and there "
+            "is nothing to compare with one device: leave it out, or use more devices"
+        )
+    if on_divergence == "restore" and not can_repeat(source):
+        raise ConfigError(
+            "on_divergence='restore' with an iterator of batches, which cannot go back to an "
+            "earlier one; give a list, a loader that can be iterated again, or arrays"
+        )
+
+
+def _distance(held: np.ndarray, again: np.ndarray) -> Any:
+    """How far each element is from what it should be: 0 for the same bits alone."""
+    same = _bits(held) == _bits(again)
+    with np.errstate(invalid="ignore", over="ignore"):
+        kind: Any = np.complex128 if held.dtype.kind == "c" else np.float64
+        apart = np.abs(held.astype(kind) - again.astype(kind))
+    apart = np.where(np.isnan(apart), np.inf, np.maximum(apart, np.finfo(np.float64).tiny))
+    return np.where(same, 0.0, apart).reshape(-1)
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    """Unsigned integers of the elements' bits; for complex ones, all that compares equal."""
+    if array.dtype.kind in "cb":
+        return array
+    return array.view(f"u{array.dtype.itemsize}")
+
+
+def _and(words: Sequence[str]) -> str:
+    """`a, b and c`."""
+    *most, last = words
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def _megabytes(count: int) -> str:
+    """Bytes as a person reads them."""
+    return f"{count / 1e6:.1f} MB" if count >= 1e5 else f"{count:,} bytes"

@@ -1,0 +1,309 @@
+"""Audits in `fit`: a flipped bit is found, its device named, and the run stops or goes back."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from audit_trials import SUBJECTS, Subject, differing
+from bit_flips import before_step, flip_leaf, leaf_names
+from cases import CASES
+from command_line import Main
+from processes import TESTS, Ended, run_job
+
+import replicax as rx
+from replicax.errors import ConfigError, DivergedError, DivergenceError
+from replicax.train.snapshot import Snapshot
+
+CASE = CASES["linen"]
+OTHER_MODES = ("shard_map", "pmap", "exact")
+TOP = 30
+"""The highest bit of a float32's exponent: with it, weights are about 1e37."""
+
+
+def make(devices: int, **options: Any) -> rx.DataParallel:
+    mesh = rx.make_mesh(data=devices)
+    return rx.DataParallel(CASE.loss, optax.adamw(1e-3), mesh=mesh, **options)
+
+
+@pytest.fixture(scope="module")
+def eight() -> rx.DataParallel:
+    return make(8)
+
+
+@pytest.fixture(scope="module")
+def two() -> rx.DataParallel:
+    return make(2, mode="shard_map")
+
+
+def fit(dp: rx.DataParallel, **settings: Any) -> rx.Fit:
+    settings = {"batch_size": 16, "steps": 30, "audit_every": 10, "progress": False, **settings}
+    return rx.fit(dp, dp.init(CASE.model()), settings.pop("source", CASE.source), **settings)
+
+
+def flipping(device: int, bit: int = 0, leaf: str = "params") -> Callable[[Any], Any]:
+    """Flips a bit in the last leaf of that name."""
+
+    def change(state: Any) -> Any:
+        number = [n for n, name in enumerate(leaf_names(state)) if leaf in name][-1]
+        return flip_leaf(state, number, jax.devices()[device], bit // 8, bit % 8)
+
+    return change
+
+
+def message(dp: rx.DataParallel, step: int, change: Any, times: int = 1, **settings: Any) -> str:
+    with before_step(step, change, times), pytest.raises(DivergenceError) as stopped:
+        fit(dp, **settings)
+    assert stopped.value.exit_code == 1
+    return str(stopped.value)
+
+
+def same(one: Any, other: Any) -> bool:
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
+
+
+def told(result: rx.Fit) -> list[Any]:
+    """What the records say of the training."""
+    return [(r.kind, r.step, r.epoch, r.metrics, r.rows) for r in result.records]
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("mode", ["jit", *(pytest.param(m, marks=SLOW) for m in OTHER_MODES)])
+def test_clean_audits_are_counted_in_every_mode(mode: str) -> None:
+    result = fit(make(8, mode=mode), steps=25)
+    assert (result.clean_audits, result.restores, result.steps) == (3, 0, 25)
+    assert all(set(record.metrics) == {"loss", "accuracy"} for record in result.records)
+
+
+def test_without_audits_nothing_is_counted(eight: rx.DataParallel) -> None:
+    assert fit(eight, audit_every=None).clean_audits is None
+
+
+@pytest.mark.parametrize("device", [0, 5])
+@pytest.mark.parametrize("leaf", ["params", "opt_state", "step"])
+def test_a_flipped_bit_stops_the_run_and_names_the_device(
+    eight: rx.DataParallel, device: int, leaf: str
+) -> None:
+    said = message(eight, 13, flipping(device, 22, leaf))
+    first = "params" if leaf == "opt_state" else leaf  # a wrong moment has moved its parameter
+    assert said.startswith(f"device {device} of process 0 holds wrong bits in {first}")
+    assert "after step 20; all were equal after step 10: start again" in said
+    assert "checkpoint of step 10 or before, without it" in said
+
+
+@pytest.mark.parametrize("optimizer", [optax.sgd(0.1, momentum=0.9), optax.adamw(0.1)])
+def test_a_bit_that_makes_everything_nan_is_found_at_once(optimizer: Any) -> None:
+    def loss(model: Any, batch: Any, key: Any) -> Any:
+        return (model["w"] * batch["x"] - batch["y"]) ** 2
+
+    x = np.linspace(-1, 1, 32).astype(np.float32)
+    dp = rx.DataParallel(loss, optimizer, mode="shard_map")
+    state = dp.init({"w": jnp.float32(0.5)})
+    with (
+        before_step(12, flipping(3, TOP)),
+        pytest.raises(DivergenceError, match="device 3 of process 0 holds wrong bits in params"),
+    ):
+        rx.fit(
+            dp,
+            state,
+            {"x": x, "y": 2 * x},
+            batch_size=16,
+            steps=30,
+            audit_every=1000,
+            progress=False,
+        )
+
+
+def test_the_last_state_is_audited_too(eight: rx.DataParallel) -> None:
+    assert "after step 25; all were equal after step 20" in message(
+        eight, 25, flipping(3), steps=25
+    )
+
+
+def test_a_state_that_differs_before_the_first_step_is_refused(eight: rx.DataParallel) -> None:
+    state = flipping(7)(eight.init(CASE.model()))
+    with pytest.raises(DivergenceError, match=r"device 7 of process 0 .* before the first step"):
+        rx.fit(eight, state, CASE.source, batch_size=16, steps=3, audit_every=1, progress=False)
+
+
+@pytest.mark.parametrize("device", [0, 1])
+@pytest.mark.parametrize("bit", [0, 20, TOP])
+def test_with_two_replicas_a_replay_decides(two: rx.DataParallel, device: int, bit: int) -> None:
+    said = message(two, 13, flipping(device, bit))
+    assert said.startswith(f"device {device} of process 0 holds wrong bits in params")
+    assert f"device {1 - device} of process 0: start again" in said
+
+
+def test_with_two_replicas_and_an_iterator_nobody_is_named(two: rx.DataParallel) -> None:
+    batches = ({name: leaf[:16] for name, leaf in CASE.source.items()} for _ in range(99))
+    said = message(two, 13, flipping(1), source=batches)
+    assert said.startswith("devices 0 and 1 of process 0 hold different bits in params")
+    assert "who is right is open: start again" in said
+
+
+@pytest.mark.parametrize("devices", [pytest.param(8, marks=SLOW), 2])
+@pytest.mark.parametrize("step", [4, 13, 20, 21, 30])
+def test_a_restored_run_is_the_undisturbed_one(
+    devices: int, step: int, eight: rx.DataParallel, two: rx.DataParallel, folder: Path
+) -> None:
+    dp = eight if devices == 8 else two
+    settings = {"on_divergence": "restore", "log_every": 3, "eval_source": CASE.source}
+    undisturbed = fit(dp, **settings)
+    with before_step(step, flipping(1, 21)):
+        result = fit(dp, run_dir=folder / "run", **settings)
+    assert (undisturbed.restores, result.restores) == (0, 1)
+    assert same(undisturbed.state, result.state)
+    assert (result.steps, result.rows) == (30, undisturbed.rows)
+    back = [record for record in told(result) if record[0] == "restore"]
+    assert [each for each in told(result) if each not in back] == told(undisturbed)
+    ((_, good, _, metrics, _),) = back
+    assert good == (step - 1) // 4 * 4 or good == (step - 1) // 10 * 10  # epochs end too
+    assert metrics["device_1"] == 1.0
+    lines = (folder / "run" / "records.jsonl").read_text().splitlines()
+    written = [json.loads(line) for line in lines]
+    assert [(r["kind"], r["step"]) for r in written] == [each[:2] for each in told(result)]
+    assert result.metrics == undisturbed.metrics
+
+
+def test_a_fault_that_stays_ends_the_run_after_three_restores(eight: rx.DataParallel) -> None:
+    said = message(eight, 13, flipping(6), times=1000, on_divergence="restore")
+    assert said.startswith("device 6 of process 0 holds wrong bits in params")
+    assert "again after 3 restores of step" in said
+
+
+def test_a_run_that_is_nan_by_itself_is_no_devices_fault(eight: rx.DataParallel) -> None:
+    def to_nan(state: Any) -> Any:
+        params = jax.tree.map(lambda leaf: leaf * jnp.nan, state.params)
+        return type(state)(state.step, params, state.opt_state, state.extras, state.seed)
+
+    with (
+        before_step(13, to_nan),
+        pytest.raises(DivergedError, match="at step 13, and all replicas hold the same bits"),
+    ):
+        fit(eight)
+
+
+def test_a_moment_that_is_nan_on_all_replicas_ends_the_run(eight: rx.DataParallel) -> None:
+    def to_nan(state: Any) -> Any:
+        moments = jax.tree.map(lambda leaf: leaf * jnp.float32(jnp.nan), state.opt_state[0].mu)
+        first = state.opt_state[0]._replace(mu=moments)
+        rest = state.opt_state[1:]
+        return type(state)(state.step, state.params, (first, *rest), state.extras, state.seed)
+
+    with (
+        before_step(13, to_nan),
+        pytest.raises(DivergedError, match=r"opt_state.*mu.* is not finite at step 20, and all"),
+    ):
+        fit(eight)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"audit_every": 0}, "audit_every=0; it is at least 1 step"),
+        ({"on_divergence": "restor"}, "did you mean 'restore'"),
+        ({"on_divergence": "restore", "source": iter([])}, "an iterator of batches"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused(
+    eight: rx.DataParallel, settings: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        fit(eight, **settings)
+
+
+def test_one_device_has_nothing_to_compare_with() -> None:
+    with pytest.raises(ConfigError, match="nothing to compare with one device"):
+        fit(rx.DataParallel(CASE.loss, optax.sgd(0.1), mode="single"))
+
+
+def test_a_split_optimizer_is_not_compared_and_that_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fit(make(2, layout="zero1"), progress=True)
+    lines = capsys.readouterr().out.splitlines()
+    (said,) = [number for number, line in enumerate(lines) if line.startswith("audit  every")]
+    assert lines[said].endswith("on each of 2 devices")
+    assert "bytes more are on no other device: nothing to compare with" in lines[said + 1]
+    assert "bytes of host memory" in lines[said + 2]
+    assert all(len(line) <= 80 for line in lines)
+    assert lines[-1] == "audit  3 clean"
+
+
+def test_a_snapshot_has_the_bits_and_memory_of_its_own(eight: rx.DataParallel) -> None:
+    state = eight.init(CASES["linen"].model())
+    snapshot = Snapshot(state)
+    again = snapshot.restore()
+    assert same(state, again)
+    assert differing(again) == []
+    jax.block_until_ready(
+        jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)(again)
+    )
+    assert same(state, snapshot.restore())
+
+
+def test_the_flags_of_the_command_line(main: Main) -> None:
+    flags = ["--devices", "2", "--steps", "6", "--audit-every", "3", "--run", "one"]
+    code, out, _ = main("train", "linear_regression", *flags)
+    assert code == 0
+    assert "audit  every 3 steps: " in out
+    assert out.splitlines()[-2] == "audit  2 clean"
+
+
+@pytest.mark.slow
+def test_random_flips_are_found_in_time() -> None:
+    seed = int(np.random.SeedSequence().generate_state(1)[0])
+    print(f"seed {seed}")
+    draw = np.random.default_rng(seed)
+    for subject in (Subject(*each) for each in SUBJECTS):
+        for part, trials in (("params", 40), ("opt_state", 10)):
+            for _ in range(trials):
+                trial = subject.trial(part, draw)
+                assert trial.outcome in ("detected", "healed"), trial
+
+
+def job(*arguments: object) -> list[Ended]:
+    return run_job(TESTS / "job_audit.py", *arguments, devices=2)
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[Ended]:
+    """Two processes of one device each, by the process whose weights change."""
+    return [
+        ended
+        for process in (0, 1)
+        for ended in run_job(TESTS / "job_audit.py", process, 6, "stop", devices=1)
+    ]
+
+
+@pytest.mark.slow
+def test_both_processes_name_the_device_of_one() -> None:
+    first, second = job(1, 6, "stop")
+    assert first.code == second.code == 1
+    assert first.err == second.err
+    assert "of process 1 holds wrong bits in params['in'] after step 8; all were" in first.err
+
+
+@pytest.mark.slow
+def test_a_replay_decides_between_two_processes(alone: list[Ended]) -> None:
+    for process, (first, second) in enumerate((alone[:2], alone[2:])):
+        assert first.code == second.code == 1
+        assert first.err == second.err
+        assert f"of process {process} holds wrong bits in params['in']" in first.err
+        assert f"of process {1 - process}: start again" in first.err
+
+
+@pytest.mark.slow
+def test_processes_go_back_together() -> None:
+    disturbed, undisturbed = job(1, 6, "restore"), job(1, 99, "restore")
+    norms = [ended.out.splitlines()[-1].split() for ended in (*disturbed, *undisturbed)]
+    assert len({norm[1] for norm in norms}) == 1
+    assert [norm[3] for norm in norms] == ["1", "1", "0", "0"]
