@@ -1,0 +1,1 @@
+"""The same numbers on any number of devices, and proof of it."""

@@ -1,0 +1,394 @@
+"""Small data-parallel programs, each with an error.
+
+A line that ends with `#! rule` is one where that rule must speak; everywhere else none may.
+"""
+
+BROKEN = {
+    "pmap without pmean": """
+@partial(jax.pmap, axis_name="i")
+def step(state, batch):
+    grads = jax.grad(loss_fn)(state.params, batch)
+    return state.apply_gradients(grads=grads)  #! no-reduction
+""",
+    "pmap without axis name and an unseen gradient": """
+@jax.pmap
+def step(state, batch):
+    grads = compute_gradients(state, batch)
+    state = state.apply_gradients(grads=grads)  #! no-reduction
+    return state
+""",
+    "only the loss is reduced": """
+def step(params, opt_state, batch):
+    loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+    loss = lax.pmean(loss, "i")
+    updates, opt_state = tx.update(grads, opt_state, params)
+    params = optax.apply_updates(params, updates)  #! no-reduction
+    return params, opt_state, loss
+
+p_step = jax.pmap(step, axis_name="i")
+""",
+    "written out SGD": """
+def step(params, x, y):
+    def loss(p):
+        return jnp.mean((x @ p - y) ** 2)
+    g = jax.grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, g)  #! no-reduction
+
+step = jax.pmap(step, axis_name="i", in_axes=(None, 0, 0))
+""",
+    "a gradient of a helper that forgets": """
+def gradients(params, batch):
+    (loss, aux), grads = jax.value_and_grad(lambda p: (loss_fn(p, batch), 1), has_aux=True)(params)
+    return loss, grads
+
+def make():
+    def step(state, batch):
+        loss, grads = gradients(state.params, batch)
+        state = state.apply_gradients(grads=grads)  #! no-reduction
+        return state, lax.pmean(loss, "i")
+    return jax.pmap(step, "i")
+
+step = make()
+""",
+    "nnx without pmean": """
+@nnx.pmap(axis_name="data", in_axes=(None, 0), out_axes=None)
+def step(optimizer, batch):
+    def loss(model):
+        return ((model(batch["x"]) - batch["y"]) ** 2).mean()
+    value, grads = nnx.value_and_grad(loss)(optimizer.model)
+    optimizer.update(grads)  #! no-reduction
+    return lax.pmean(value, "data")
+""",
+    "pmean over another axis": """
+def step(params, batch):
+    grads = jax.grad(loss_fn)(params, batch)
+    grads = lax.pmean(grads, "batch")
+    return optax.apply_updates(params, grads)  #! no-reduction
+
+step = jax.pmap(jax.vmap(step, axis_name="batch"), axis_name="devices")
+""",
+    "shard_map unchecked without pmean": """
+@partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
+def step(params, batch):
+    grads = jax.grad(loss_fn)(params, batch)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)  #! no-reduction
+""",
+    "the loss is reduced where that does not reduce its gradient": """
+def step(params, batch):
+    loss = lambda p: lax.pmean(loss_fn(p, batch), "data")
+    grads = jax.grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)  #! no-reduction
+
+step = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
+""",
+    "local gradients returned as replicated": """
+def gradients(params, batch):
+    return jax.grad(loss_fn)(params, batch)  #! no-reduction
+
+gradients = jax.shard_map(
+    gradients, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False
+)
+""",
+    "pmean of a summed gradient": """
+def step(params, batch):
+    loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+    grads = lax.pmean(grads, "data")  #! reduced-twice
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), lax.pmean(loss, "data")
+
+step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=(P(), P())))
+""",
+    "psum of a summed gradient": """
+def total(params, batch):
+    return ((batch["x"] @ params - batch["y"]) ** 2).sum()
+
+@jax.jit
+@partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+def step(params, batch):
+    grads = jax.grad(total)(params, batch)
+    grads = jax.tree.map(lambda g: lax.psum(g, "data") / 1024, grads)  #! reduced-twice
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+""",
+    "a summed gradient of a local mean": """
+replicated = P()
+
+@partial(jax.shard_map, mesh=mesh, in_specs=(replicated, P("data")), out_specs=replicated)
+def step(params, batch):
+    grads = jax.grad(loss_fn)(params, batch)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)  #! reduced-twice
+""",
+    "the same in the old shard_map": """
+from jax.experimental.shard_map import shard_map  #! old-api
+
+def step(params, batch):
+    return lax.pmean(jax.grad(loss_fn)(params, batch), "data")  #! reduced-twice
+
+step = shard_map(step, mesh, (P(), P("data")), P())
+""",
+    "psum where the mean is meant": """
+@partial(jax.pmap, axis_name="i")
+def step(state, batch):
+    grads = jax.grad(loss_fn)(state.params, batch)
+    grads = jax.lax.psum(grads, axis_name="i")
+    return state.apply_gradients(grads=grads)  #! sum-for-mean
+""",
+    "psum by tree.map and partial": """
+from jax.lax import psum as add_up
+
+def step(params, opt_state, batch):
+    grads = jax.grad(loss_fn)(params, batch)
+    grads = jax.tree_util.tree_map(partial(add_up, axis_name="i"), grads)
+    updates, opt_state = tx.update(grads, opt_state)
+    return optax.apply_updates(params, updates), opt_state  #! sum-for-mean
+
+step = jax.pmap(step, axis_name="i", donate_argnums=(0, 1))
+""",
+    "the output is not stacked": """
+step = jax.pmap(lambda w, x: lax.pmean(jnp.mean(w * x), "i"), axis_name="i", out_axes=None)
+loss = step(jnp.ones(8), jnp.ones(8))
+print(loss[0])  #! index-not-stacked
+""",
+    "one output of two is not stacked": """
+@partial(jax.pmap, axis_name="i", out_axes=(0, None))
+def step(params, batch):
+    loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+    grads = lax.pmean(grads, "i")
+    return optax.apply_updates(params, grads), {"loss": lax.pmean(loss, "i")}
+
+def main(params, batch):
+    params, metrics = step(params, batch)
+    return params, float(metrics["loss"][0])  #! index-not-stacked
+""",
+    "index of the stacked axis": """
+step = jax.pmap(lambda x: lax.pmean(jnp.mean(x), "i"), axis_name="i")
+loss = step(jnp.ones((8, 2)))
+print(float(loss[0]))  #! index-gathers
+""",
+    "what JAX no longer has": """
+from jax.experimental import maps  #! removed-api
+from jax.sharding import PmapSharding  #! removed-api
+
+params = jax.device_put_replicated({}, jax.devices())  #! removed-api
+batch = jax.device_put_sharded([], jax.devices())  #! removed-api
+leaves = jax.tree_map(lambda x: x, params)  #! removed-api
+""",
+    "what there are better ways for": """
+from flax import jax_utils
+from flax.jax_utils import unreplicate  #! old-api
+
+state = jax_utils.replicate({})  #! old-api
+with mesh:  #! old-api
+    pass
+with Mesh(np.array(jax.devices()), ("d",)) as m:  #! old-api
+    pass
+""",
+    "options of the other shard_map": """
+split = P("data")
+f = jax.shard_map(jnp.sum, mesh=mesh, in_specs=split, check_rep=False)  #! removed-api
+""",
+    "the module is called": """
+from jax.experimental import shard_map  #! old-api
+f = shard_map(jnp.sum, mesh=mesh, in_specs=P("data"), out_specs=P("data"))  #! removed-api
+""",
+    "masked mean per device": """
+@partial(jax.pmap, axis_name="devices")
+def step(state, batch, mask):
+    def loss_fn(model):
+        loss = optax.softmax_cross_entropy(model(batch["image"]), batch["onehot"])
+        return (loss * mask).sum() / mask.sum()  #! mean-of-means
+    loss, grads = nnx.value_and_grad(loss_fn)(state.model)
+    grads = jax.lax.pmean(grads, axis_name="devices")
+    state.update(grads)
+    return state, jax.lax.pmean(loss, axis_name="devices")
+""",
+    "masked mean, guarded, of a mask made of labels": """
+def masked(params, batch):
+    per_row = optax.softmax_cross_entropy_with_integer_labels(params @ batch["x"], batch["y"])
+    valid = batch["y"] >= 0
+    total = jnp.sum(jnp.where(valid, per_row, 0.0))
+    return total / jnp.maximum(jnp.sum(valid), 1)  #! mean-of-means
+
+@partial(jax.pmap, axis_name="i")
+def step(state, batch):
+    grads = lax.pmean(jax.grad(masked)(state.params, batch), "i")
+    return state.apply_gradients(grads=grads)
+""",
+    "masked metrics": """
+@partial(jax.pmap, axis_name="i")
+def evaluate(params, batch):
+    right = (jnp.argmax(batch["x"] @ params, -1) == batch["y"]) * batch["mask"]
+    accuracy = right.sum() / (batch["mask"].sum() + 1e-8)  #! mean-of-means
+    return lax.pmean({"accuracy": accuracy}, "i")
+""",
+    "mean where and weighted average": """
+@partial(jax.pmap, axis_name="i")
+def evaluate(params, batch):
+    loss = (batch["x"] @ params) ** 2
+    one = jnp.mean(loss, where=batch["mask"])  #! mean-of-means
+    two = jnp.average(loss, weights=batch["weights"])  #! mean-of-means
+    return lax.pmean((one, two), "i")
+""",
+    "a key by in_axes None": """
+def step(state, batch, key):
+    def loss(p):
+        out = state.apply_fn({"params": p}, batch["x"], rngs={"dropout": key})  #! shared-key
+        return jnp.mean((out - batch["y"]) ** 2)
+    grads = lax.pmean(jax.grad(loss)(state.params), "i")
+    return state.apply_gradients(grads=grads)
+
+step = jax.pmap(step, axis_name="i", in_axes=(0, 0, None))
+""",
+    "a key from a constant": """
+@partial(jax.pmap, axis_name="i")
+def step(state, batch):
+    key = jax.random.PRNGKey(0)
+    noise = jax.random.normal(key, batch["x"].shape)  #! shared-key
+    def loss(p):
+        return jnp.mean((batch["x"] + noise) @ p)
+    grads = lax.pmean(jax.grad(loss)(state.params), "i")
+    return state.apply_gradients(grads=grads)
+""",
+    "a key by P() and the step": """
+specs = (P(), P("data"), P(), P())
+
+@partial(jax.shard_map, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+def step(params, batch, rng, number):
+    rng = jax.random.fold_in(rng, number)
+    noise_rng, _ = jax.random.split(rng)
+    def loss(p):
+        x = batch + jax.random.normal(noise_rng, batch.shape)  #! shared-key
+        return jnp.mean(x @ p)
+    grads = lax.pmean(jax.grad(loss)(params), "data")
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+""",
+    "metrics fetched every step": """
+@partial(jax.pmap, axis_name="i", out_axes=(0, None))
+def step(params, batch):
+    loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+    return optax.apply_updates(params, lax.pmean(grads, "i")), lax.pmean(loss, "i")
+
+def train(params, loader):
+    losses = []
+    for number, batch in enumerate(loader):
+        params, loss = step(params, batch)
+        losses.append(float(loss))  #! fetched-every-step
+        print(f"step {number}: {loss:.3f}")  #! fetched-every-step
+    for batch in loader:
+        params, loss = step(params, batch)
+        losses.append(loss.item())  #! fetched-every-step
+        losses.append(np.asarray(loss))  #! fetched-every-step
+        losses += [jax.device_get(loss)]  #! fetched-every-step
+""",
+    "metrics fetched by a helper": """
+step = jax.jit(lambda params, batch: jax.value_and_grad(loss_fn)(params, batch))
+
+def log(value):
+    print("loss", value)  #! fetched-every-step
+
+def once(params, batch):
+    batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
+    return step(params, batch)
+
+while True:
+    loss, grads = once({}, {})
+    log(loss)
+""",
+    "BatchNorm of each replica's own": """
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        norm = partial(nn.BatchNorm, use_running_average=not train)  #! local-batch-norm
+        return norm()(nn.Dense(10)(x))
+
+@partial(jax.pmap, axis_name="i")
+def step(state, batch):
+    def loss(p):
+        variables = {"params": p, "batch_stats": state.batch_stats}
+        out, new = state.apply_fn(variables, batch["x"], train=True, mutable=["batch_stats"])
+        return jnp.mean(out), new
+    (value, new), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
+    grads = lax.pmean(grads, "i")
+    return state.apply_gradients(grads=grads, batch_stats=new["batch_stats"])
+""",
+    "a reshape that a remainder breaks": """
+n_devices = jax.local_device_count()
+
+def shard(batch):
+    return jax.tree.map(lambda x: x.reshape(n_devices, -1, *x.shape[1:]), batch)  #! remainder
+
+def shard_two(x):
+    n = len(jax.devices())
+    return jnp.reshape(x, (n, x.shape[0] // n) + x.shape[1:])  #! remainder
+
+step = jax.pmap(lambda x: x)
+""",
+    "the whole batch on every device": """
+replicated = NamedSharding(mesh, P())
+
+@jax.jit
+def step(params, batch):
+    grads = jax.grad(loss_fn)(params, batch)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+def train(params, loader):
+    params = jax.device_put(params, replicated)
+    for batch in loader:
+        batch = jax.device_put(batch, replicated)
+        params = step(params, batch)  #! batch-not-sharded
+""",
+    "in_shardings that replicate the batch": """
+whole = NamedSharding(mesh, P())
+
+def step(params, batch):
+    grads = jax.grad(loss_fn)(params, batch)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+step = jax.jit(step, in_shardings=(whole, whole), out_shardings=whole)  #! batch-not-sharded
+""",
+    "compiled at every turn": """
+def train(params, loader):
+    for batch in loader:
+        step = jax.jit(lambda p: jax.grad(loss_fn)(p, batch))  #! compiled-in-loop
+        grads = step(params)
+        params = jax.pmap(partial(jnp.add, 1))(params)  #! compiled-in-loop
+    while params:
+        f = jax.shard_map(jnp.sin, mesh=mesh, in_specs=P(), out_specs=P())  #! compiled-in-loop
+        params = f(params)
+""",
+    "accumulated in a Python loop": """
+@partial(jax.pmap, axis_name="i")
+def step(state, batches):
+    total = None
+    for batch in batches:
+        grads = jax.grad(loss_fn)(state.params, batch)
+        if total is None:
+            total = grads
+        else:
+            total = jax.tree.map(lambda a, g: a + g, total, grads)  #! accumulated-not-divided
+    total = lax.pmean(total, "i")
+    return state.apply_gradients(grads=total)
+""",
+    "accumulated in a scan": """
+def step(params, batches):
+    def one(total, batch):
+        grads = jax.grad(loss_fn)(params, batch)
+        return jax.tree.map(jnp.add, total, grads), None  #! accumulated-not-divided
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    total, _ = lax.scan(one, zeros, batches)
+    total = lax.pmean(total, "i")
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, total)
+
+step = jax.pmap(step, axis_name="i")
+""",
+    "MultiSteps of a masked mean": """
+opt = optax.MultiSteps(optax.adam(1e-3), every_k_schedule=4)
+
+@jax.jit
+def step(params, opt_state, batch):
+    def loss(p):
+        rows = (batch["x"] @ p - batch["y"]) ** 2
+        return (rows * batch["mask"]).sum() / batch["mask"].sum()  #! mean-of-means
+    grads = jax.grad(loss)(params)
+    updates, opt_state = opt.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+""",
+}
