@@ -255,6 +255,7 @@ class TestRunFolder:
             "layout": "replicated",
             "precision": "float32",
             "accumulate": 1,
+            "micro_shards": None,
             "mesh": {"data": 8, "model": 1, "stage": 1},
             "device_kind": "cpu",
             "processes": 1,
