@@ -1,6 +1,6 @@
 """Mode `exact`: one SHA-256 on every layout, and what it costs.
 
-1. Bits: LeNet, the NNX CNN and GPT `nano` for 200 steps, with dropout, AdamW, a clipped gradient and
+1. Bits: LeNet, the NNX CNN and GPT `nano`, 200 steps with dropout, AdamW, a clipped gradient and
    padded last batches, on 15 layouts of devices and processes, and carried over from 8 devices to 2
    half-way.
 2. Time of a step against `shard_map` on the same devices, in turn, each with `--rounds` rounds.

@@ -21,6 +21,9 @@ from replicax.parallel.step import DataParallel as DataParallel
 from replicax.parallel.update import TrainState as TrainState
 from replicax.train.fit import Fit as Fit
 from replicax.train.fit import fit as fit
+from replicax.verify.check import Verification as Verification
+from replicax.verify.step import verify_step as verify_step
+from replicax.verify.verify import verify as verify
 
 __all__ = [
     "AgreementError",
@@ -39,9 +42,12 @@ __all__ = [
     "ReplicaxError",
     "StateError",
     "TrainState",
+    "Verification",
     "Weighted",
     "bench",
     "fit",
     "initialize",
     "make_mesh",
+    "verify",
+    "verify_step",
 ]

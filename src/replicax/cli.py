@@ -24,6 +24,8 @@ Data-parallel training for JAX that proves itself.
 commands:
   train RECIPE [FLAGS]   train a recipe; replicax train RECIPE --help lists its flags
   bench RECIPE [FLAGS]   measure its step in every mode, on several device counts
+  verify RECIPE [FLAGS]  check that N devices compute what one does, in every mode;
+                         or a step of your own, without a recipe
   launch --processes N -- COMMAND
                          run COMMAND as N processes that train together
   doctor                 check versions, devices, and a job's processes
@@ -85,6 +87,7 @@ def _dispatch(arguments: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": _train,
         "bench": _bench,
+        "verify": _verify,
         "launch": _launch,
         "doctor": _doctor,
         "recipes": _recipes,
@@ -131,6 +134,12 @@ def _bench(arguments: list[str]) -> int:
 
     bench(arguments)
     return 0
+
+
+def _verify(arguments: list[str]) -> int:
+    from replicax.commands.verify import verify
+
+    return verify(arguments)
 
 
 def _launch(arguments: list[str]) -> int:

@@ -1,0 +1,270 @@
+"""`replicax verify`: does a step on many devices compute what it computes on one?"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+import replicax as rx
+from replicax.cluster.place import find_place
+from replicax.commands.arguments import Arguments, parse_arguments
+from replicax.commands.data import print_data
+from replicax.commands.devices import make_host_devices
+from replicax.data.source import as_source
+from replicax.errors import ConfigError
+from replicax.flags import parse_options
+from replicax.verify.check import Verification
+from replicax.verify.table import print_table
+from replicax.verify.verify import rows_needed
+
+HOST_DEVICES = 8
+PROGRAM = "replicax verify"
+USAGE = """\
+usage: replicax verify RECIPE [FLAGS]
+       replicax verify --step FILE.py:name --reference FILE.py:name [FLAGS]
+       replicax verify --source FILE.py
+
+Checks that a step on many devices computes what it computes on one: a recipe's,
+in every mode; one that you wrote by hand, against its single-device form; or
+source code, for the classic errors, without running it.
+
+The exit code is 1 where anything fails.
+replicax recipes lists the recipes; replicax verify RECIPE --help the flags, and
+replicax verify --step --help those of the other two.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifyOptions:
+    """What to check of a recipe, whichever it is."""
+
+    devices: int | None = None
+    """Devices to run on; all by default. On a CPU: that many host devices, 8 by default."""
+    mode: Literal["jit", "shard_map", "pmap", "exact", "single"] = "jit"
+    """The mode that is trained in: what it cannot do fails, what another cannot is skipped."""
+    modes: str | None = None
+    """Modes to compare with one device, as jit,shard_map; by default all."""
+    layout: Literal["replicated", "zero1", "fsdp"] = "replicated"
+    """Where the training state lives."""
+    accumulate: int = 1
+    """Micro-batches that each device computes one after the other."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Dtype the model computes in; parameters and optimizer stay in float32."""
+    seed: int = 0
+    """Of the initial model, and of all else that is random."""
+    json: str | None = None
+    """Write all checks with their figures as JSON to this file; - prints them instead of the
+    table."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOptions:
+    """Checks a step that was written by hand against its single-device form, or source code."""
+
+    step: str | None = None
+    """The step as the training loop calls it: FILE.py:name."""
+    reference: str | None = None
+    """The same step for one device: FILE.py:name."""
+    state: str = "state"
+    """What the file calls the state that both start from: a value, or a function that makes it."""
+    batch: str = "batch"
+    """What the file calls the global batch, likewise."""
+    source: Path | None = None
+    """A file to read, for the classic errors of hand-written data parallelism."""
+    devices: int | None = None
+    """Host devices to make on a CPU; 8 by default."""
+    json: str | None = None
+    """As for a recipe."""
+
+
+def verify(arguments: list[str]) -> int:
+    """Run the command; its exit code."""
+    if arguments in (["-h"], ["--help"]):
+        print(USAGE, end="")
+        return 0
+    if arguments and arguments[0].startswith("--"):
+        return _by_hand(parse_options(StepOptions, arguments, PROGRAM))
+    parsed = parse_arguments("verify", VerifyOptions, _with_value(arguments))
+    if parsed is None:
+        return 0
+    _check_alone()
+    options = parsed.options
+    _make_devices(options.devices)
+    with _standard_output(options.json == "-"):
+        if options.json != "-":
+            print_data(parsed.recipe)
+        with _live() as show:
+            verification = _of_recipe(parsed, show)
+    return _report(verification, options.json, parsed.name)
+
+
+def _of_recipe(parsed: Arguments[VerifyOptions], show: Callable[[str], None]) -> Verification:
+    options, recipe = parsed.options, parsed.recipe
+    mesh = rx.make_mesh(data=1 if options.mode == "single" else options.devices or -1)
+    dp = rx.DataParallel(
+        recipe.loss,
+        recipe.optimizer(),
+        mesh=mesh,
+        mode=options.mode,
+        layout=options.layout,
+        accumulate=options.accumulate,
+        precision=options.precision,
+    )
+    show("reading the data")
+    batch = first_rows(recipe.train_source(), rows_needed(dp))
+    verification = rx.verify(
+        dp,
+        recipe.model(jax.random.key(options.seed)),
+        batch,
+        modes=None if options.modes is None else _words(options.modes),
+        seed=options.seed,
+        show=show,
+    )
+    about = {"recipe": parsed.spec, "preset": parsed.preset, **verification.about}
+    return dataclasses.replace(verification, about=about)
+
+
+def first_rows(source: Any, rows: int) -> Any:
+    """The first rows of a source, as host arrays; the first batches where it has whole ones.
+
+    Raises:
+        ConfigError: it has fewer rows.
+    """
+    opened = as_source(source, rows, shuffle=False, seed=0)
+    parts: list[Any] = []
+    count = 0
+    for data, index in opened.epoch(0):
+        parts.append(data)
+        count += len(index)
+        if count >= rows:
+            break
+    if count < rows:
+        raise ConfigError(
+            f"the source has {count} rows and the checks need {rows}: give it more, or use fewer "
+            "--devices"
+        )
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves)[:rows], *parts)
+
+
+def _by_hand(options: StepOptions) -> int:
+    if options.source is not None:
+        return _of_source(options)
+    if options.step is None or options.reference is None:
+        missing = "--step" if options.step is None else "--reference"
+        raise ConfigError(
+            f"{missing} is missing; a step is checked against its single-device form: give both "
+            "--step FILE.py:name and --reference FILE.py:name, or --source FILE.py"
+        )
+    from replicax.verify.step_files import verify_files
+
+    _check_alone()
+    _make_devices(options.devices)
+    with _standard_output(options.json == "-"), _live() as show:
+        show(f"{options.step} against {options.reference}")
+        verification = verify_files(
+            options.step, options.reference, state=options.state, batch=options.batch
+        )
+    return _report(verification, options.json, options.step)
+
+
+def _of_source(options: StepOptions) -> int:
+    from replicax.verify.source import examine, findings_lines, to_json
+
+    assert options.source is not None
+    if options.step is not None or options.reference is not None:
+        raise ConfigError(
+            "--source with --step or --reference; a file is either read or run: leave one out"
+        )
+    examination = examine(options.source)
+    _write(to_json(examination), options.json)
+    if options.json != "-":
+        print(*findings_lines(examination), sep="\n", flush=True)
+    return 1 if examination.fails else 0
+
+
+def _report(verification: Verification, to: str | None, name: str) -> int:
+    _write(verification.to_json(), to)
+    if to != "-":
+        about = verification.about
+        where = f"{about['devices']} devices · {about['mode']}" if "mode" in about else ""
+        print(" · ".join(filter(None, (name, where))))
+        print_table(verification)
+        if to is not None:
+            print(f"see    {to}")
+    return 0 if verification.ok else 1
+
+
+def _write(content: dict[str, Any], to: str | None) -> None:
+    if to == "-":
+        print(json.dumps(content, indent=2), flush=True)
+    elif to is not None:
+        Path(to).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _with_value(arguments: list[str]) -> list[str]:
+    """`--json` alone prints."""
+    return [
+        "--json=-"
+        if word == "--json" and (not arguments[place + 1 :] or arguments[place + 1][:2] == "--")
+        else word
+        for place, word in enumerate(arguments)
+    ]
+
+
+def _make_devices(devices: int | None) -> None:
+    if devices is not None and devices < 1:
+        raise ConfigError(f"--devices {devices}; a step runs on at least 1: raise it")
+    if devices is not None or "JAX_NUM_CPU_DEVICES" not in os.environ:
+        make_host_devices(devices or HOST_DEVICES)
+
+
+def _check_alone() -> None:
+    place = find_place(os.environ)
+    if place.processes > 1:
+        raise ConfigError(
+            f"verify as process {place.process} of {place.processes} ({place.engine}); it reads "
+            "every device's copies, so it runs in one process: run it alone, with --devices"
+        )
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+@contextlib.contextmanager
+def _standard_output(kept_for_json: bool) -> Iterator[None]:
+    """What recipes and JAX print while they run goes to stderr where stdout is for JSON."""
+    if not kept_for_json:
+        yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+@contextlib.contextmanager
+def _live() -> Iterator[Callable[[str], None]]:
+    """A live line on a terminal, with the time; nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    from rich.console import Console
+
+    started = time.monotonic()
+    console = Console(stderr=True, highlight=False)
+    with console.status("", spinner="dots", refresh_per_second=2) as status:
+        yield lambda text: status.update(f"{text} · {time.monotonic() - started:.0f} s")

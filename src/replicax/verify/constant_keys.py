@@ -1,0 +1,59 @@
+"""Random numbers that do not follow from the key of the step: the same in every step."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Jaxpr, Literal, jaxprs_in_params
+
+_DRAWS = frozenset({"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"})
+
+
+def draws_from_a_constant(jaxpr: Jaxpr, keyed: Sequence[bool]) -> bool:
+    """Whether a traced function draws random numbers that depend on none of some arguments.
+
+    Args:
+        jaxpr: of the function.
+        keyed: for each of its arguments, whether draws may depend on it.
+    """
+    return _follow(jaxpr, keyed)[1]
+
+
+def _follow(jaxpr: Jaxpr, keyed: Sequence[bool]) -> tuple[list[bool], bool]:
+    """Which results depend on the arguments that are `keyed`, and whether a draw does not."""
+    known: dict[Any, bool] = dict(zip(jaxpr.invars, keyed, strict=True))
+
+    def depends(variable: Any) -> bool:
+        return not isinstance(variable, Literal) and known.get(variable, False)
+
+    drawn = False
+    for equation in jaxpr.eqns:
+        inputs = [depends(variable) for variable in equation.invars]
+        outputs = [any(inputs)] * len(equation.outvars)
+        for inner in jaxprs_in_params(equation.params):
+            # Loops and branches have more inputs than their bodies, or others: as a whole then.
+            alike = len(inner.invars) == len(inputs)
+            entered = inputs if alike else [any(inputs)] * len(inner.invars)
+            results, inside = _follow(inner, entered)
+            drawn |= inside
+            if alike and len(results) == len(outputs):
+                outputs = results
+        if equation.primitive.name in _DRAWS and not any(inputs):
+            drawn = True
+        known.update(zip(equation.outvars, outputs, strict=True))
+    return [depends(variable) for variable in jaxpr.outvars], drawn
+
+
+def loss_draws_from_a_constant(objective: Any, state: Any, batch: Any) -> bool:
+    """Whether a loss in training draws random numbers that do not depend on its key."""
+
+    def traced(key_data: jax.Array, rest: Any) -> Any:
+        params, extras, rows = rest
+        key = jax.random.wrap_key_data(key_data)
+        return objective.means(params, extras, rows, key, None)[0]
+
+    rest = (state.params, state.extras, batch)
+    key_data = jax.random.key_data(jax.random.key(0))
+    jaxpr = jax.make_jaxpr(traced)(key_data, rest).jaxpr
+    keyed = [True] + [False] * (len(jaxpr.invars) - 1)
+    return draws_from_a_constant(jaxpr, keyed)

@@ -1,0 +1,83 @@
+"""What every device holds of a step's results."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from replicax.verify.difference import Leaves, leaves
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Copies:
+    """Results by path, each once where all replicas hold the same bits, else once per replica."""
+
+    held: Mapping[str, list[np.ndarray]]
+    replicas: int
+    """The most devices that any of the results lives on."""
+    stacked: frozenset[str] = frozenset()
+    """Paths that were stacked, [replicas, ...]."""
+
+    @property
+    def unequal(self) -> list[str]:
+        """Paths of which the replicas hold different bits."""
+        return [path for path, copies in self.held.items() if len(copies) > 1]
+
+    def of(self, replica: int) -> Leaves:
+        """What one replica holds."""
+        return {path: copies[min(replica, len(copies) - 1)] for path, copies in self.held.items()}
+
+    def bits(self) -> dict[str, bytes]:
+        """Every copy's bits, to compare two runs by."""
+        return {
+            path: b"".join(each.tobytes() for each in copies) for path, copies in self.held.items()
+        }
+
+
+def read_copies(
+    tree: PyTree, shapes: Mapping[str, tuple[int, ...]], *, stacked_over: int | None = None
+) -> Copies:
+    """Copy a tree of results to the host, from every device that claims to hold all of it.
+
+    Args:
+        tree: results, as the step returned them.
+        shapes: by path, the shape without a replica dim.
+        stacked_over: the replicas of a step that stacks its results, [replicas, ...].
+    """
+    held: dict[str, list[np.ndarray]] = {}
+    stacked: set[str] = set()
+    devices = 1
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = jax.tree_util.keystr(path)
+        if isinstance(leaf, jax.Array):
+            devices = max(devices, len(leaf.sharding.device_set))
+        if stacked_over and getattr(leaf, "shape", ()) == (stacked_over, *shapes.get(name, ())):
+            stacked.add(name)
+            whole = leaves(leaf)[""]
+            copies = [whole[replica] for replica in range(stacked_over)]
+        else:
+            copies = [value for part in _parts(leaf) if (value := leaves(part).get("")) is not None]
+        if copies:
+            bits = copies[0].tobytes()
+            same = all(copy.tobytes() == bits for copy in copies[1:])
+            held[name] = [copies[0].copy()] if same else [copy.copy() for copy in copies]
+    return Copies(held, devices, frozenset(stacked))
+
+
+def _parts(leaf: Any) -> list[Any]:
+    """Each device's own copy, in the order of the mesh; the leaf itself where it is split."""
+    if not isinstance(leaf, jax.Array) or not leaf.is_fully_replicated:
+        return [leaf]
+    by_device = {shard.device: shard.data for shard in leaf.addressable_shards}
+    sharding = leaf.sharding
+    if isinstance(sharding, jax.sharding.NamedSharding) and isinstance(
+        sharding.mesh, jax.sharding.Mesh
+    ):
+        order = [device for device in sharding.mesh.devices.flat if device in by_device]
+    else:
+        order = sorted(by_device, key=lambda device: device.id)
+    return [by_device[device] for device in order]

@@ -1,0 +1,66 @@
+"""Mode `exact`: the same bits on 1, 2, 4, ... devices."""
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+from replicax.errors import ReplicaxError
+from replicax.verify.check import FAIL, PASS, SKIP, Check
+from replicax.verify.difference import leaves
+from replicax.verify.facts import Facts
+from replicax.verify.subject import Case, Subject
+
+STEPS = 2
+_SHOWN = 12
+
+
+def check_exactness(subject: Subject, facts: Facts, show: Callable[[str], None]) -> Check:
+    """The SHA-256 of state and metrics after two steps, on every power of two of devices."""
+    counts = [1 << power for power in range(subject.replicas.bit_length())]
+    counts = [count for count in counts if count <= subject.replicas]
+    name = "exact, " + listed(counts)
+    if not facts.repeatable:
+        return Check("parity", name, SKIP, "two runs on one device differ: nothing to compare with")
+    digests: dict[int, str] = {}
+    try:
+        for count in counts:
+            show(f"parity: the bits of exact on {count} of {counts[-1]} devices")
+            digests[count] = _digest(subject, facts, Case("exact", 1, count))
+    except ReplicaxError as error:
+        verdict = FAIL if subject.own.mode == "exact" else SKIP
+        return Check("parity", name, verdict, f"refused: {error}")
+    figures = {"sha256": {str(count): digest for count, digest in digests.items()}}
+    first = digests[counts[0]]
+    others = [count for count in counts if digests[count] != first]
+    if not others:
+        text = f"the same bits after {STEPS} steps, SHA-256 {first[:_SHOWN]}"
+        return Check("parity", name, PASS, text, "", figures)
+    text = f"other bits on {listed(others)} than on 1: {first[:_SHOWN]}, " + ", ".join(
+        digests[count][:_SHOWN] for count in others
+    )
+    return Check("parity", name, FAIL, text, CAUSE, figures)
+
+
+CAUSE = (
+    "an operation of the model that XLA computes otherwise beside other operations; find it by "
+    "leaving layers out, and report it"
+)
+
+
+def listed(counts: list[int]) -> str:
+    """`1, 2, 4 devices`."""
+    return f"{', '.join(map(str, counts))} device{'s' if counts != [1] else ''}"
+
+
+def _digest(subject: Subject, facts: Facts, case: Case) -> str:
+    dp = subject.parallel(case)
+    batch = subject.batch_on(case, subject.full if facts.rows.scalar else subject.padded)
+    state = subject.placed(case, subject.state)
+    metrics: dict[str, Any] = {}
+    for _ in range(STEPS):
+        state, metrics = dp.step(state, batch)
+    found: dict[str, Any] = leaves((state, dict(metrics)))
+    total = hashlib.sha256()
+    for value in found.values():
+        total.update(value.tobytes())
+    return total.hexdigest()

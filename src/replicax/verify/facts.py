@@ -1,0 +1,56 @@
+"""What a loss and its model do that decides what can be compared with what."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from replicax.verify.constant_keys import loss_draws_from_a_constant
+from replicax.verify.difference import Leaves, is_float
+from replicax.verify.independence import Independence, examine_rows
+from replicax.verify.subject import Result, Subject
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """Seen on one device, or in the program of the loss."""
+
+    repeatable: bool
+    """Whether the same step on one device gives the same bits."""
+    random: bool
+    """Whether training follows from the key: dropout."""
+    writes: bool
+    """Whether a step changes the model's other arrays: BatchNorm's statistics."""
+    constant_key: bool
+    """Whether the loss draws random numbers that do not follow from the key."""
+    rows: Independence
+
+
+def examine(subject: Subject) -> Facts:
+    """Look at the loss and the model on one device."""
+    first, second = (subject.run(subject.single, subject.full) for _ in range(2))
+    reseeded = dataclasses.replace(subject.state, seed=jnp.uint32(int(subject.state.seed) ^ 1))
+    other = subject.run(subject.single, subject.full, reseeded)
+    repeatable = same_bits(first.measured, second.measured)
+    return Facts(
+        repeatable,
+        repeatable and not same_bits(first.measured, other.measured),
+        any(is_float(value) and bool(np.any(value)) for value in first.extras.values()),
+        loss_draws_from_a_constant(
+            subject.objective, subject.state, jax.tree.map(jnp.asarray, subject.full)
+        ),
+        examine_rows(subject),
+    )
+
+
+def same_bits(left: Leaves, right: Leaves) -> bool:
+    """Whether two results are the same to the last bit."""
+    return all(value.tobytes() == right[path].tobytes() for path, value in left.items())
+
+
+def all_of(result: Result) -> Leaves:
+    """Everything that a step gave, by path."""
+    params = {f"params{path}": value for path, value in result.params.items()}
+    extras = {f"extras{path}": value for path, value in result.extras.items()}
+    return {**result.measured, **params, **extras}

@@ -1,0 +1,181 @@
+"""Whether each row of a batch has a value of its own, seen by leaving other rows out.
+
+The loss is computed in evaluation mode, without random numbers, on some rows and on fewer of them.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from replicax.errors import ReplicaxError
+from replicax.parallel.loss import Weighted
+from replicax.verify.check import FAIL, NOTE, PASS, Check
+from replicax.verify.subject import Subject
+
+INDEPENDENT = "independent"
+SUMMED = "summed"
+"""Values depend on how many rows there are: they were divided by them, or not divided."""
+WEIGHTED_SCALAR = "weighted scalar"
+"""One number, the mean over rows that do not count alike."""
+DEPENDENT = "dependent"
+UNKNOWN = "unknown"
+
+_UNITS = 512
+_COARSEST = 0.1
+CASE = "rows left out"
+
+
+@dataclasses.dataclass(frozen=True)
+class Independence:
+    """How the values of rows hang together."""
+
+    kind: str
+    found: str
+    cause: str = ""
+    scalar: bool = False
+    """Whether the loss is one number for all rows."""
+
+    def check(self, fails: bool) -> Check:
+        """The row for it. Rows that depend on one another are wrong only where they are split."""
+        verdict = {INDEPENDENT: PASS, DEPENDENT: FAIL if fails else NOTE, UNKNOWN: NOTE}
+        return Check("parity", CASE, verdict.get(self.kind, FAIL), self.found, self.cause)
+
+
+def examine_rows(subject: Subject) -> Independence:
+    """Compute the loss on rows, and on fewer of them."""
+    try:
+        return _Probe(subject).examine()
+    except ReplicaxError:
+        raise
+    except Exception as error:  # the user's loss
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        return Independence(
+            UNKNOWN,
+            "the loss cannot be computed in evaluation, where its key is None, or on few rows: "
+            f"{text[:160]}",
+        )
+
+
+class _Probe:
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        self._part = max(1, subject.rows // 4)
+        self._eps = subject.eps
+        objective = subject.objective
+
+        def values(params: Any, extras: Any, data: Any) -> Any:
+            returned, _ = objective.definition.apply(
+                lambda model: objective.loss(model, objective.precision.to_compute(data), None),
+                objective.precision.to_compute(params),
+                extras,
+                key=None,
+                axis=None,
+                alone=False,
+            )
+            loss = returned[0] if isinstance(returned, tuple) else returned
+            return loss.values if isinstance(loss, Weighted) else loss
+
+        self._compiled = jax.jit(values)
+
+    def examine(self) -> Independence:
+        if self._subject.rows < 4:
+            return Independence(UNKNOWN, f"{self._subject.rows} rows are too few to leave some out")
+        first = self._of(0, 1)
+        return self._of_scalar() if first.ndim == 0 else self._of_rows()
+
+    def _of(self, *parts: int) -> np.ndarray:
+        """The loss of some quarters of the rows."""
+        rows = np.concatenate([np.arange(self._part) + self._part * part for part in parts])
+        state, data = self._subject.state, self._subject.some(rows).data
+        return np.asarray(self._compiled(state.params, state.extras, data), np.float64)
+
+    def _near(self, left: Any, right: Any, scale: float) -> bool:
+        bound = min(_UNITS * self._eps, _COARSEST) * scale
+        return bool(np.max(np.abs(np.asarray(left) - np.asarray(right))) <= bound)
+
+    def _of_rows(self) -> Independence:
+        alone, both = np.concatenate([self._of(0), self._of(1)]), self._of(0, 1)
+        scale = float(np.max(np.abs(both))) or 1.0
+        if self._near(alone, both, max(scale, float(np.max(np.abs(alone))))):
+            return Independence(INDEPENDENT, "the values of rows stay when other rows are left out")
+        for factor in (2.0, 0.5):
+            if self._near(alone, factor * both, scale):
+                return _of_factor(factor)
+        return _dependent(np.max(np.abs(alone - both)) / scale)
+
+    def _of_scalar(self) -> Independence:
+        a, b, both = (float(self._of(*parts)) for parts in ((0,), (1,), (0, 1)))
+        scale = max(abs(a), abs(b), abs(both)) or 1.0
+        if self._near(both, (a + b) / 2, scale):
+            return Independence(
+                INDEPENDENT, "the loss is one number, the mean over rows that count alike", "", True
+            )
+        if self._near(both, a + b, scale):
+            return _of_factor(0.5, scalar=True)
+        if self._is_weighted_mean(a, b, both, scale):
+            return Independence(
+                WEIGHTED_SCALAR,
+                f"the loss of some rows is {a:.4g}, of as many others {b:.4g}, of both "
+                f"{both:.4g} and not {(a + b) / 2:.4g}",
+                MEAN_OF_MEANS,
+                True,
+            )
+        return dataclasses.replace(_dependent(abs(both - (a + b) / 2) / scale), scalar=True)
+
+    def _is_weighted_mean(self, a: float, b: float, both: float, scale: float) -> bool:
+        """Whether some weights of the parts explain all: two fit, and a third is foretold."""
+        c, with_c, all_three = (float(self._of(*parts)) for parts in ((2,), (0, 2), (0, 1, 2)))
+        if (both - b) == 0 or (with_c - c) == 0:
+            return False
+        of_b, of_c = (a - both) / (both - b), (a - with_c) / (with_c - c)
+        if not (of_b > 0 and of_c > 0):
+            return False
+        foretold = (a + of_b * b + of_c * c) / (1 + of_b + of_c)
+        # Each ratio has the rounding of a difference; what they foretell has it too.
+        spread = max(abs(both - b), abs(with_c - c), 1e-30)
+        return self._near(foretold, all_three, scale * max(1.0, 4 * scale / spread))
+
+
+MEAN_OF_MEANS = (
+    "mean of means: a loss of one number is the mean over rows that do not count alike, and such "
+    "means of replicas or micro-batches cannot be averaged; return rx.Weighted(values, weights), "
+    "of which numerator and weights are summed first"
+)
+
+
+def _of_factor(factor: float, *, scalar: bool = False) -> Independence:
+    if scalar:
+        return Independence(
+            SUMMED,
+            "the loss of some rows and as many others is the sum of both losses",
+            "the loss is a sum over the rows it sees, and one number is taken as a mean: it comes "
+            "out N times too small on N replicas, and K times with K micro-batches; return one "
+            "value a row, or the mean",
+            True,
+        )
+    divided = factor > 1
+    text = "divides by" if divided else "multiplies by"
+    return Independence(
+        SUMMED,
+        f"the value of a row is {'twice' if divided else 'half'} as large with half of the rows",
+        f"the loss {text} the rows it sees, which are 1/N of the batch on N replicas and 1/K with "
+        f"K micro-batches: gradients come out N or K times too {'large' if divided else 'small'}; "
+        "return each row's value as it is, the mean over all rows is taken afterwards",
+    )
+
+
+def _dependent(share: float) -> Independence:
+    return Independence(
+        DEPENDENT,
+        f"the value of a row changes by {share:.1%} of the largest when other rows are left out",
+        DEPENDS,
+    )
+
+
+DEPENDS = (
+    "the rows of a batch depend on one another (a contrastive loss, or statistics over the batch): "
+    "replicas and micro-batches that see a part of them compute another loss; use mode='jit' with "
+    "accumulate=1, where the batch is one"
+)

@@ -1,0 +1,240 @@
+"""N devices against one: loss, metrics, gradient, parameters and extras, leaf by leaf."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from replicax.data.batch import Batch
+from replicax.errors import ReplicaxError
+from replicax.parallel.loss import LOSS
+from replicax.parallel.update import TrainState
+from replicax.verify.causes import Evidence, likely_cause
+from replicax.verify.check import FAIL, PASS, SKIP, Check, Verdict
+from replicax.verify.difference import (
+    Difference,
+    Leaves,
+    bounds,
+    differences,
+    leaves,
+    rounding_noise,
+)
+from replicax.verify.facts import Facts
+from replicax.verify.independence import DEPENDENT, SUMMED, WEIGHTED_SCALAR
+from replicax.verify.subject import Case, Result, Subject
+
+FULL, PADDED, WEIGHTED = "full", "padded", "unequal weights"
+BATCHES = (FULL, PADDED, WEIGHTED)
+_SEEDS = 3
+OF_EACH_REPLICA = ("shard_map", "pmap")
+"""Modes in which each replica draws random numbers of its own."""
+
+CONSTANT_KEY = (
+    "a constant key: the loss draws random numbers (a dropout mask, say) that do not follow from "
+    "its key argument, so every replica, every micro-batch and every step draws the same ones, a "
+    "shared mask; draw from the key that the loss is given"
+)
+Show = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reference:
+    """What one device gives, and what rounding can move in it."""
+
+    name: str
+    result: Result
+    bounds: Leaves
+    update_bounds: Leaves
+
+
+class Parity:
+    """Compares every case with one device, and keeps what that gives.
+
+    Args:
+        subject: what is verified.
+        facts: about its loss and model.
+        show: told what is next.
+    """
+
+    def __init__(self, subject: Subject, facts: Facts, show: Show) -> None:
+        self._subject, self._facts, self._show = subject, facts, show
+        self._references: dict[Any, _Reference] = {}
+
+    def checks(self, cases: Iterable[Case]) -> Iterator[Check]:
+        """A row for each case and batch."""
+        for case in cases:
+            for kind in BATCHES:
+                if kind == WEIGHTED and self._facts.rows.scalar:
+                    continue  # one number a batch has no weights
+                self._show(f"parity: {case}, {kind}")
+                yield self._check(case, kind)
+
+    def _check(self, case: Case, kind: str) -> Check:
+        name = f"{case}, {kind}"
+        if not self._facts.repeatable:
+            return Check(
+                "parity", name, SKIP, "two runs on one device differ: nothing to compare with"
+            )
+        if case.mode == "exact" and (reason := self._only_bits()):
+            return Check("parity", name, SKIP, reason)
+        try:
+            found = self._subject.run(case, self._batch(kind))
+        except ReplicaxError as error:
+            fails = case == self._subject.own and not (kind == PADDED and self._facts.rows.scalar)
+            return Check("parity", name, FAIL if fails else SKIP, f"refused: {error}")
+        except Exception as error:
+            return Check("parity", name, FAIL, said(error))
+        reference = self._reference(case, kind)
+        return self._compared(case, kind, found, reference)
+
+    def _only_bits(self) -> str:
+        if self._facts.random:
+            return "its random numbers are drawn by micro-shard; see the bits of exact"
+        if self._facts.writes:
+            return "its batch statistics are those of a micro-shard; see the bits of exact"
+        return ""
+
+    def _compared(self, case: Case, kind: str, found: Result, reference: _Reference) -> Check:
+        expected = reference.result
+        gradient, _ = found.state.opt_state
+        updated = self._subject.updated(jax.device_get(gradient), np.float32(found.measured[LOSS]))
+        pairs = (
+            ("", found.measured, expected.measured, reference.bounds),
+            ("params", found.params, updated, reference.update_bounds),
+            ("extras", found.extras, expected.extras, reference.bounds),
+        )
+        found_all = [
+            dataclasses.replace(each, path=prefix + each.path)
+            for prefix, here, there, bound in pairs
+            for each in differences(here, there, bound)
+        ]
+        figures = {"against": reference.name, "differing": len(found_all)}
+        name = f"{case}, {kind}"
+        if not found_all:
+            share = _largest_share(pairs[:1])
+            text = f"as {reference.name}, to {share:.1e} of each leaf's scale"
+            return Check("parity", name, PASS, text, "", {**figures, "largest": share})
+        verdict: Verdict = FAIL
+        if self._facts.rows.kind == DEPENDENT and case != self._subject.own:
+            verdict = SKIP
+        cause = self._cause(case, kind, found, reference, found_all)
+        first = found_all[0]
+        count = sum(len(there) for _, _, there, _ in pairs)
+        text = f"{first}; {len(found_all)} of {count} leaves, against {reference.name}"
+        return Check("parity", name, verdict, text, cause, {**figures, "first": first.to_json()})
+
+    def _cause(
+        self,
+        case: Case,
+        kind: str,
+        found: Result,
+        reference: _Reference,
+        differing: list[Difference],
+    ) -> str:
+        rows = self._facts.rows
+        if rows.kind in (WEIGHTED_SCALAR, DEPENDENT):
+            return rows.cause
+        if rows.kind == SUMMED and differing[0].ratio is not None:
+            return rows.cause
+        if self._facts.constant_key:
+            return CONSTANT_KEY
+        batch = self._batch(kind)
+        apart = case.mode in OF_EACH_REPLICA
+        alone = kind == FULL and not self._facts.random
+        return likely_cause(
+            Evidence(
+                found.measured,
+                reference.result.measured,
+                reference.bounds,
+                batch.size,
+                self._subject.replicas if apart else 1,
+                case.micro_batches,
+                None if kind == FULL else np.asarray(batch.mask, np.float64),
+                self._on_rows if alone else None,
+            )
+        )
+
+    def _on_rows(self, indices: np.ndarray) -> Leaves:
+        subject = self._subject
+        return subject.run(subject.single, subject.some(indices)).measured
+
+    # One device.
+
+    def _reference(self, case: Case, kind: str) -> _Reference:
+        """What `case` is compared with on a batch of this kind."""
+        subject, facts = self._subject, self._facts
+        batch, single = self._batch(kind), subject.single
+        if facts.random and case.mode in OF_EACH_REPLICA and subject.replicas > 1:
+            name = f"{subject.replicas} replicas on one device"
+            emulated = Case("emulated", case.micro_batches)
+            key = (emulated, kind)
+            return self._kept(
+                key, name, lambda state, rows: subject.emulate(emulated, rows, state), batch
+            )
+        name = "one device"
+        if facts.random or facts.writes:
+            single = dataclasses.replace(single, micro_batches=case.micro_batches)
+        elif kind == PADDED and facts.rows.kind != DEPENDENT:
+            batch, name = subject.some(np.arange(subject.real_rows)), "one device without padding"
+        return self._kept(
+            (single, kind), name, lambda state, rows: subject.run(single, rows, state), batch
+        )
+
+    def _kept(
+        self, key: Any, name: str, run: Callable[[TrainState, Batch], Result], batch: Batch
+    ) -> _Reference:
+        if key not in self._references:
+            self._references[key] = self._made(name, run, batch)
+        return self._references[key]
+
+    def _made(
+        self, name: str, run: Callable[[TrainState, Batch], Result], batch: Batch
+    ) -> _Reference:
+        subject = self._subject
+        state = subject.state
+
+        def computed(state: TrainState, data: Any) -> Leaves:
+            result = run(state, dataclasses.replace(batch, data=data))
+            return {**result.measured, **result.extras}
+
+        result = run(state, batch)
+        gradient, _ = result.state.opt_state
+        loss = np.float32(result.measured[LOSS])
+
+        def updated(pair: tuple[TrainState, Any], _batch: Any) -> Leaves:
+            return subject.updated(pair[1], loss, pair[0])
+
+        eps, rows = subject.eps, batch.size
+        noise = rounding_noise(computed, state, batch.data, eps=eps, seeds=_SEEDS)
+        expected = {**result.measured, **result.extras}
+        of_update = rounding_noise(updated, (state, jax.device_get(gradient)), None, eps=2.0**-23)
+        changed = subject.updated(jax.device_get(gradient), loss)
+        return _Reference(
+            name,
+            result,
+            bounds(expected, noise, terms=rows, eps=eps),
+            bounds(changed, of_update, terms=rows, eps=2.0**-23, values=leaves(state.params)),
+        )
+
+    def _batch(self, kind: str) -> Batch:
+        subject = self._subject
+        return {FULL: subject.full, PADDED: subject.padded, WEIGHTED: subject.weighted}[kind]
+
+
+def said(error: Exception) -> str:
+    """What an error of the user's loss says, in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def _largest_share(pairs: Iterable[tuple[str, Leaves, Leaves, Leaves]]) -> float:
+    """Over all leaves of floats: the largest difference over the leaf's largest value."""
+    shares = [0.0]
+    for _, here, there, _ in pairs:
+        for path, value in there.items():
+            gap = np.abs(np.asarray(here[path], np.float64) - value)
+            scale = np.max(np.abs(value), initial=0.0)
+            if np.isfinite(scale) and scale:
+                shares.append(float(np.max(gap, initial=0.0) / scale))
+    return max(shares)

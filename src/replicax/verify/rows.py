@@ -1,0 +1,93 @@
+"""The rows of a batch: taking some of them, and their weights."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from replicax.errors import ConfigError
+
+PyTree = Any
+_WEIGHT_NAMES = ("mask", "masks", "weight", "weights", "sample_weight", "loss_mask")
+
+
+def row_count(batch: PyTree) -> int:
+    """The leading dim that all arrays of a batch have; scalars have none.
+
+    Raises:
+        ConfigError: the arrays disagree, or there is none.
+    """
+    counts = {
+        jax.tree_util.keystr(path): leaf.shape[0]
+        for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
+        if _has_rows(leaf)
+    }
+    if len(set(counts.values())) != 1:
+        listed = ", ".join(f"{path or 'batch'} {count}" for path, count in counts.items())
+        raise ConfigError(
+            f"the arrays of the batch have these rows: {listed or 'none'}; all have to have as "
+            "many: give the global batch, rows first"
+        )
+    return int(next(iter(counts.values())))
+
+
+def take(batch: PyTree, indices: np.ndarray) -> PyTree:
+    """The batch of the rows of these indices."""
+    return jax.tree.map(lambda leaf: leaf[indices] if _has_rows(leaf) else leaf, batch)
+
+
+def find_weights(batch: PyTree, name: str | None) -> str | None:
+    """The path of the leaf that holds the rows' weights, or None where there is none.
+
+    Args:
+        batch: the global batch.
+        name: the last name of its path (a dict's key, a field), or its number in a tuple; None
+            finds one that is called mask, weights or the like.
+
+    Raises:
+        ConfigError: `name` is given, and no leaf has it.
+    """
+    paths = jax.tree_util.tree_leaves_with_path(batch)
+    ends = {jax.tree_util.keystr(path): _end(path) for path, _ in paths}
+    if name is None:
+        return next((path for path, end in ends.items() if end.lower() in _WEIGHT_NAMES), None)
+    found = next((path for path, end in ends.items() if name in (end, path)), None)
+    if found is None:
+        listed = ", ".join(end or "(the batch itself)" for end in ends.values())
+        raise ConfigError(
+            f"weights={name!r} names no array of the batch, which has {listed}: name one of them"
+        )
+    return found
+
+
+def with_weights(batch: PyTree, path: str, weights: np.ndarray) -> PyTree:
+    """The batch with other weights, in the dtype and shape that they had: one value a row."""
+
+    def replaced(where: Any, leaf: Any) -> Any:
+        if jax.tree_util.keystr(where) != path:
+            return leaf
+        spread = weights.reshape(-1, *[1] * (leaf.ndim - 1))
+        return np.broadcast_to(spread, leaf.shape).astype(leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(replaced, batch)
+
+
+def weights_of(batch: PyTree, path: str) -> np.ndarray:
+    """[rows], each row's weight: where a row has several, their sum."""
+    for where, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        if jax.tree_util.keystr(where) == path:
+            by_row = np.asarray(leaf, np.float64).reshape(leaf.shape[0], -1)
+            return np.asarray(by_row.sum(axis=1))
+    raise KeyError(path)
+
+
+def _end(path: Any) -> str:
+    return (
+        str(getattr(path[-1], "key", getattr(path[-1], "name", getattr(path[-1], "idx", ""))))
+        if path
+        else ""
+    )
+
+
+def _has_rows(leaf: Any) -> bool:
+    return getattr(leaf, "ndim", 0) > 0

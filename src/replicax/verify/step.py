@@ -1,0 +1,244 @@
+"""A step that somebody wrote by hand, held against its single-device form."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from replicax.errors import ConfigError
+from replicax.verify.check import PASS, SKIP, Check, Verification
+from replicax.verify.difference import changes, coarsest_eps, is_float
+from replicax.verify.form import Step, host
+from replicax.verify.rows import find_weights, row_count, with_weights
+from replicax.verify.step_checks import (
+    determinism,
+    one_device,
+    parameters,
+    recompilation,
+    same_on_all_replicas,
+)
+from replicax.verify.step_parity import consecutive, indivisible, parity, weighted
+from replicax.verify.step_program import gradient_bytes, program_checks
+from replicax.verify.trial import (
+    Trial,
+    compiled_reference,
+    find_form,
+    run_reference,
+)
+
+PyTree = Any
+MOST_WARM_STEPS = 2
+"""Steps of the reference at most before anything is compared; see `_moving`."""
+
+
+def verify_step(
+    step: Step,
+    reference: Step,
+    state: PyTree,
+    batch: PyTree,
+    *,
+    key: jax.Array | None = None,
+    replicas: int | None = None,
+    stacked: bool | None = None,
+    micro_batches: int = 1,
+    weights: str | None = None,
+    steps: int = 2,
+    progress: Callable[[str], None] | None = None,
+) -> Verification:
+    """Hold a `pmap`, `jit` or `shard_map` step against the step of one device.
+
+    Both are called as `step(state, batch)`, or `step(state, *batch)` where the batch is a tuple,
+    with the key last where one is given, and return the new state or `(state, metrics)`. A step of
+    another form fits with a lambda. Each gets fresh arrays, so that it may donate them, and matrix
+    products are computed in their dtype's full precision.
+
+    Args:
+        step: the step as the training loop calls it.
+        reference: the same step for one device: the whole batch, and no collective.
+        state: all that a step changes (parameters, optimizer state, statistics), any pytree, for
+            one device. A step that takes it stacked, [replicas, ...], gets it so. A fresh one, of
+            an optimizer that remembers nothing yet, lets causes be named best.
+        batch: the global batch, a pytree of arrays [rows, ...] with rows a multiple of replicas.
+            Arrays that live on several devices stay placed as they are, and so does the state.
+        key: a random key for both, the same on all replicas.
+        replicas: devices that the step splits a batch over; found where it is not given.
+        stacked: whether the step takes its batch as [replicas, rows / replicas, ...], as `pmap`
+            does; found where it is not given.
+        micro_batches: parts that each replica computes its rows in, which helps to name causes.
+        weights: the name of the array of the batch with each row's weight; "mask", "weights" and
+            the like are found.
+        steps: consecutive steps whose state is compared.
+        progress: is told what comes next.
+
+    Returns:
+        the checks, with a verdict each.
+
+    Raises:
+        ConfigError: the step or the reference cannot be called so, the rows do not divide, or
+            there is one device only.
+    """
+    if jax.process_count() > 1:
+        raise ConfigError(
+            f"verify_step in a job of {jax.process_count()} processes; it compares with one device "
+            "and runs in one process: start it by itself"
+        )
+    begun = time.monotonic()
+    tell = progress or (lambda _text: None)
+    # TF32 or bfloat16 products would differ by more than a mistake of some percent.
+    with jax.default_matmul_precision("highest"):
+        tell("the step on the full batch")
+        trial, ones, path = _trial(
+            step,
+            reference,
+            state,
+            batch,
+            key=key,
+            replicas=replicas,
+            stacked=stacked,
+            weights=weights,
+        )
+        checks = _checks(trial, ones, path, micro_batches=micro_batches, steps=steps, tell=tell)
+    about = {
+        "step": _name(step),
+        "reference": _name(reference),
+        "devices": trial.replicas,
+        "mode": "stacked by replica" if trial.form.stacked else "global arrays",
+        "rows": row_count(ones),
+        "weights": path,
+        "micro_batches": micro_batches,
+        "platform": jax.default_backend(),
+        "jax": jax.__version__,
+        "seconds": round(time.monotonic() - begun, 1),
+    }
+    return Verification(checks, about)
+
+
+def _trial(
+    step: Step,
+    reference: Step,
+    state: PyTree,
+    batch: PyTree,
+    *,
+    key: Any,
+    replicas: int | None,
+    stacked: bool | None,
+    weights: str | None,
+) -> tuple[Trial, PyTree, str | None]:
+    """What is compared, the full batch with all weights 1, and where its weights are."""
+    if (replicas or jax.device_count()) < 2:
+        raise ConfigError(
+            "there is 1 device, and N are compared with 1; on a CPU set JAX_NUM_CPU_DEVICES=8, or "
+            "jax.config.update('jax_num_cpu_devices', 8) before the first use of jax"
+        )
+    rows, path = row_count(batch), find_weights(batch, weights)
+    on_host, ones = host(state), host(batch)
+    if path is not None:
+        ones = with_weights(ones, path, np.ones(rows))
+    compiled = compiled_reference(reference, on_host, ones, key)
+    on_host = _moving(compiled, on_host, ones, key)
+    results = run_reference(compiled, on_host, ones, key)
+    form = find_form(
+        step,
+        on_host,
+        ones,
+        key,
+        given=(state, batch),
+        replicas=replicas,
+        stacked=stacked,
+        expected=results["state"],
+    )
+    if rows % form.replicas:
+        raise ConfigError(
+            f"{rows} rows do not divide over {form.replicas} replicas; the checks start from a "
+            "batch that does: give one (batches that do not are a check of their own)"
+        )
+    shapes = {
+        jax.tree_util.keystr(where): np.shape(leaf)
+        for where, leaf in jax.tree_util.tree_leaves_with_path(results)
+        if not jax.tree_util.keystr(where).startswith("['state']")
+    }
+    arguments = ones if isinstance(ones, tuple) else (ones,)
+    keys = () if key is None else (key,)
+    eps = coarsest_eps(compiled, on_host, *arguments, *keys)
+    return Trial(form, compiled, on_host, key, eps, shapes), ones, path
+
+
+def _moving(reference: Step, state: PyTree, batch: PyTree, key: Any) -> PyTree:
+    """The state as given, or after as many steps as it takes until a step moves a float.
+
+    A warm-up's first learning rate is 0. Otherwise the state as given is the better one: where an
+    optimizer remembers nothing yet, a factor in the gradient is a factor in what it does.
+    """
+    for _ in range(MOST_WARM_STEPS):
+        later = host(run_reference(reference, state, batch, key)["state"])
+        if any(is_float(value) and np.any(value) for value in changes(state, later).values()):
+            break
+        state = later
+    return state
+
+
+def _checks(
+    trial: Trial,
+    batch: PyTree,
+    path: str | None,
+    *,
+    micro_batches: int,
+    steps: int,
+    tell: Callable[[str], None],
+) -> list[Check]:
+    if trial.replicas == 1:
+        return [one_device()]
+    full, copies = parity(trial, "full batch", [batch], micro_batches=micro_batches)
+    checks = [full]
+    if full.verdict == PASS:
+        checks += _further(trial, batch, path, micro_batches=micro_batches, steps=steps, tell=tell)
+    else:
+        checks.append(Check("parity", "other cases", SKIP, "the full batch comes first"))
+    assert copies is not None
+    tell("what every device holds")
+    checks.append(same_on_all_replicas(trial, batch, copies))
+    tell("reductions and work")
+    checks += program_checks(trial, batch, gradient_bytes(trial.state))
+    checks.append(parameters(trial, batch))
+    tell("two runs, and compilations")
+    checks.append(determinism(trial, batch, copies))
+    checks.append(recompilation(trial, batch))
+    return checks
+
+
+def _further(
+    trial: Trial,
+    batch: PyTree,
+    path: str | None,
+    *,
+    micro_batches: int,
+    steps: int,
+    tell: Callable[[str], None],
+) -> list[Check]:
+    """Parity beyond one step on a full batch."""
+    checks = []
+    if steps > 1:
+        tell(f"{steps} steps")
+        checks.append(consecutive(trial, batch, steps, micro_batches))
+    if path is not None:
+        tell("unequal weights")
+        checks += weighted(trial, batch, path, micro_batches)
+    else:
+        checks.append(
+            Check(
+                "parity",
+                "unequal weights",
+                SKIP,
+                "no array of the batch is known to hold weights; name it with weights=",
+            )
+        )
+    tell("a batch that does not divide")
+    checks.append(indivisible(trial, batch, micro_batches))
+    return checks
+
+
+def _name(step: Any) -> str:
+    inner = getattr(step, "__wrapped__", step)
+    return str(getattr(inner, "__qualname__", type(inner).__name__))

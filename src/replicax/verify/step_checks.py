@@ -1,0 +1,190 @@
+"""What a hand-written step is checked for beside its numbers: copies, bits, compilations."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from replicax.verify.causes import Evidence, likely_cause
+from replicax.verify.check import FAIL, NOTE, PASS, Check
+from replicax.verify.compilations import counted_compilations
+from replicax.verify.copies import Copies
+from replicax.verify.difference import Leaves, first_difference, is_float
+from replicax.verify.form import parted
+from replicax.verify.rows import row_count, take
+from replicax.verify.trial import Trial
+
+PyTree = Any
+
+
+def one_device() -> Check:
+    """A step that leaves all devices but one idle."""
+    devices = jax.device_count()
+    return Check(
+        "redundant work",
+        "full batch",
+        FAIL,
+        f"the step ran on 1 of {devices} devices",
+        "nothing places its arrays on the others: give it in_shardings, or hand over a state and a "
+        "batch that live on a mesh, as jax.device_put(batch, NamedSharding(mesh, P('data'))) does",
+        {"devices": devices},
+    )
+
+
+def same_on_all_replicas(trial: Trial, batch: PyTree, copies: Copies) -> Check:
+    """Every device's own copy of what all of them are said to hold."""
+    case = f"{trial.replicas} replicas"
+    unequal = copies.unequal
+    figures: dict[str, Any] = {"leaves": len(copies.held), "unequal": unequal}
+    if not unequal:
+        found = f"{len(copies.held)} leaves have the same bits on every device"
+        return Check("replicas", case, PASS, found, "", figures)
+    expected = trial.expected([batch])
+    held = [trial.changes(copies.of(replica)) for replica in range(trial.replicas)]
+    bounds = trial.bounds(expected, [batch], row_count(batch))
+    if note := _averaged_on_the_host(unequal, copies, held, expected, bounds):
+        return note
+    cause = likely_cause(
+        Evidence(
+            {path: held[0][path] for path in unequal},
+            {path: expected[path] for path in unequal if path in expected},
+            bounds,
+            rows=row_count(batch),
+            replicas=trial.replicas,
+            on_rows=lambda indices: trial.expected([take(batch, indices)]),
+            of_replica=lambda replica: {path: held[replica][path] for path in unequal},
+        )
+    )
+    text = f"{unequal[0]} is not the same on all replicas"
+    if len(unequal) > 1:
+        text += f", nor are {len(unequal) - 1} more of {len(copies.held)} leaves"
+    return Check("replicas", case, FAIL, text, cause, figures)
+
+
+def _averaged_on_the_host(
+    unequal: Sequence[str],
+    copies: Copies,
+    held: Sequence[Leaves],
+    expected: Leaves,
+    bounds: Leaves,
+) -> Check | None:
+    """Metrics that come back stacked: not wrong where their mean is what is logged."""
+    if any(path.startswith("state") or path not in copies.stacked for path in unequal):
+        return None
+    means = {path: np.mean([each[path] for each in held], axis=0) for path in unequal}
+    wanted = {path: expected[path] for path in unequal if path in expected}
+    if first_difference(means, wanted, bounds) is not None:
+        return None
+    return Check(
+        "replicas",
+        f"{len(held)} replicas",
+        NOTE,
+        f"{unequal[0]} is each replica's own; the mean of the {len(held)} is right",
+        f"{unequal[0]}[0] is of the rows of replica 0 only: log the mean, or apply lax.pmean to it",
+        {"unequal": list(unequal)},
+    )
+
+
+def parameters(trial: Trial, batch: PyTree) -> Check:
+    """Leaves that a step does not move."""
+    expected = trial.expected([batch])
+    floats = {
+        path: value
+        for path, value in expected.items()
+        if path.startswith("state") and is_float(value) and value.size
+    }
+    still = [path for path, value in floats.items() if not np.any(value)]
+    figures = {"leaves": len(floats), "unchanged": still}
+    if not still:
+        found = f"all {len(floats)} leaves of floats change in a step"
+        return Check("parameters", "one step", PASS, found, "", figures)
+    more = f" and {len(still) - 1} more" if len(still) > 1 else ""
+    return Check(
+        "parameters",
+        "one step",
+        NOTE,
+        f"{still[0]}{more} of {len(floats)} leaves do not change, on one device neither",
+        "frozen on purpose, or never reached by a gradient: stop_gradient, an unused layer, a "
+        "gradient of exactly 0",
+        figures,
+    )
+
+
+def determinism(trial: Trial, batch: PyTree, copies: Copies) -> Check:
+    """The same inputs a second time."""
+    again = trial.run([batch]).bits()
+    once = copies.bits()
+    other = [path for path in once if once[path] != again.get(path)]
+    figures = {"leaves": len(once), "differing": other}
+    if not other:
+        return Check(
+            "determinism", "two runs", PASS, f"{len(once)} leaves have the same bits", "", figures
+        )
+    return Check(
+        "determinism",
+        "two runs",
+        FAIL,
+        f"{other[0]} has other bits on the same inputs ({len(other)} of {len(once)} leaves)",
+        "something outside the arguments enters: a key made from the time, numpy's global "
+        "generator, or atomic additions on a GPU (XLA_FLAGS=--xla_gpu_deterministic_ops=true)",
+        figures,
+    )
+
+
+def recompilation(trial: Trial, batch: PyTree) -> Check:
+    """Three steps on batches of one shape, each on the state that the one before returned."""
+    order = np.random.default_rng(0)
+    fed: Any = None
+    results: Mapping[str, PyTree] = {}
+    compiled: list[int] = []
+    forms: list[dict[str, str]] = []
+    for _ in range(3):
+        rows = take(batch, order.permutation(row_count(batch)))
+        first, *rest = trial.form.arguments(trial.state, rows, trial.key)
+        fed = first if fed is None else trial.form.again(results["state"])
+        forms.append(_aval_of(fed))
+        with counted_compilations() as compilations:
+            results = parted(trial.form.step(fed, *rest), fed)
+            jax.block_until_ready(results)
+        compiled.append(compilations.count)
+    figures = {"compiled": compiled}
+    if compiled[2]:
+        return Check(
+            "recompilation",
+            "same shapes",
+            FAIL,
+            f"the third step on the same shapes compiles {compiled[2]} programs again",
+            "jit or pmap is applied anew in each call, or an argument hashed by identity (a "
+            "lambda, a new mesh) changes: make the compiled function once, outside the loop",
+            figures,
+        )
+    changed = [path for path, form in forms[1].items() if forms[0].get(path, form) != form]
+    if compiled[1] and changed:
+        was, now = forms[0][changed[0]], forms[1][changed[0]]
+        return Check(
+            "recompilation",
+            "same shapes",
+            NOTE,
+            "the second step compiles again, the third does not",
+            f"{changed[0]} goes in as {was} and comes back as {now}: start with what comes back",
+            figures,
+        )
+    return Check(
+        "recompilation",
+        "same shapes",
+        PASS,
+        "another batch of the same shape compiles nothing",
+        "",
+        figures,
+    )
+
+
+def _aval_of(tree: PyTree) -> dict[str, str]:
+    """Shape and dtype of each leaf, with what else a compiled program is made for."""
+    found = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        weak = " (weak)" if getattr(leaf, "weak_type", False) else ""
+        dims = ", ".join(str(dim) for dim in np.shape(leaf))
+        found[f"state{jax.tree_util.keystr(path)}"] = f"{getattr(leaf, 'dtype', '?')}[{dims}]{weak}"
+    return found

@@ -1,0 +1,228 @@
+"""Cases in which a hand-written step must give what its single-device form gives."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from replicax.errors import ConfigError
+from replicax.verify.causes import Evidence, Hypothesis, likely_cause
+from replicax.verify.check import FAIL, NOTE, PASS, SKIP, Check
+from replicax.verify.copies import Copies
+from replicax.verify.difference import Leaves, differences, first_difference, leaves
+from replicax.verify.rows import row_count, take, weights_of, with_weights
+from replicax.verify.trial import Trial, first_line, renamed
+
+PyTree = Any
+_SHARED_DRAWS = (
+    "all replicas draw the same random numbers: fed the same rows, they give exactly what one "
+    "device gives on these rows, dropout masks included; fold the replica's index into the key "
+    "(jax.random.fold_in(key, lax.axis_index(axis)))"
+)
+
+
+def parity(
+    trial: Trial,
+    case: str,
+    batches: Sequence[PyTree],
+    *,
+    weights: str | None = None,
+    micro_batches: int = 1,
+    others: Sequence[Hypothesis] = (),
+) -> tuple[Check, Copies | None]:
+    """The step against its reference after all `batches`; with what the step gave.
+
+    Args:
+        trial: both of them.
+        case: its name in the table.
+        batches: one for each consecutive step.
+        weights: the path of the leaf of the batch that holds the rows' weights.
+        micro_batches: parts that each replica's rows are computed in.
+        others: more hypotheses on a difference, tried before the known ones.
+    """
+    rows = row_count(batches[0])
+    expected = trial.expected(batches)
+    copies = trial.run(batches)
+    expected, found = _common(expected, _found(trial, copies), trial)
+    bounds = trial.bounds(expected, batches, rows)
+    apart = differences(found, expected, bounds)
+    figures: dict[str, Any] = {"rows": rows, "steps": len(batches), "leaves": len(expected)}
+    if not apart:
+        return Check("parity", case, PASS, _agreement(found, expected, bounds), "", figures), copies
+    if random := _random(trial, case, batches, rows, bounds):
+        return random, copies
+    cause = likely_cause(
+        Evidence(
+            found,
+            expected,
+            bounds,
+            rows=rows,
+            replicas=trial.replicas,
+            micro_batches=micro_batches,
+            weights=weights_of(batches[0], weights) if weights else None,
+            on_rows=lambda indices: trial.expected([take(batch, indices) for batch in batches]),
+            of_replica=(lambda replica: trial.changes(copies.of(replica))),
+            values=renamed(leaves({"state": trial.state})),
+            others=others,
+        )
+    )
+    first = apart[0]
+    more = f"; {len(apart)} of {len(expected)} leaves differ" if len(expected) > 1 else ""
+    figures |= {"differing": len(apart), "first": first.to_json()}
+    return Check("parity", case, FAIL, f"{first}{more}", cause, figures), copies
+
+
+def consecutive(trial: Trial, batch: PyTree, steps: int, micro_batches: int) -> Check:
+    """The state after some steps, each on the same rows in another order."""
+    order = np.random.default_rng(0)
+    batches = [take(batch, order.permutation(row_count(batch))) for _ in range(steps)]
+    return parity(trial, f"{steps} steps", batches, micro_batches=micro_batches)[0]
+
+
+def weighted(trial: Trial, batch: PyTree, path: str, micro_batches: int) -> list[Check]:
+    """Rows of unequal weight, and padding at the end: rows without any."""
+    rows = row_count(batch)
+    checks = []
+    # Every other replica has half of its rows only; the first row of each always counts.
+    place = np.arange(rows) % max(rows // trial.replicas, 1)
+    replica = np.arange(rows) // max(rows // trial.replicas, 1)
+    unequal = np.where((replica % 2 == 1) & (place % 2 == 1), 0, 1)
+    padded = np.arange(rows) < rows - rows // trial.replicas - 1
+    for case, weights in (("unequal weights", unequal), ("padded batch", padded)):
+        given = with_weights(batch, path, weights.astype(np.float64))
+        if not weights.any() or weights.all():
+            continue
+        ones = with_weights(batch, path, np.ones(rows))
+        ignored = Hypothesis(
+            f"the weights are not looked at: all {rows} rows count, the "
+            f"{int(rows - weights.sum())} of weight 0 (padding) among them; multiply each row's "
+            "loss by its weight and divide by the sum of the weights",
+            lambda ones=ones: trial.expected([ones]),  # type: ignore[misc]
+        )
+        check, _ = parity(
+            trial, case, [given], weights=path, micro_batches=micro_batches, others=[ignored]
+        )
+        checks.append(check)
+    return checks
+
+
+def indivisible(trial: Trial, batch: PyTree, micro_batches: int) -> Check:
+    """A batch whose rows do not divide over the replicas: refused, or right; not cut."""
+    case = "indivisible batch"
+    rows = row_count(batch)
+    fewer = rows - trial.replicas // 2 - 1
+    if fewer < 1 or fewer % trial.replicas == 0:
+        return Check("parity", case, SKIP, f"{rows} rows are too few to take some away")
+    part = take(batch, np.arange(fewer))
+    try:
+        trial.run([part])
+    except ConfigError as error:
+        return Check("parity", case, NOTE, str(error))
+    except Exception as error:
+        return Check("parity", case, NOTE, f"refuses {fewer} rows: {first_line(error)}")
+    others = [
+        Hypothesis(
+            f"{fewer} rows were padded to {whole} with {what}, and the padding counts as rows; "
+            "give it weight 0, and divide by the sum of the weights",
+            lambda padding=padding: trial.expected([padding]),  # type: ignore[misc]
+        )
+        for whole, what, padding in _paddings(part, fewer, trial.replicas)
+    ]
+    return parity(trial, case, [part], micro_batches=micro_batches, others=others)[0]
+
+
+def _paddings(part: PyTree, rows: int, replicas: int) -> list[tuple[int, str, PyTree]]:
+    """Ways to fill a batch up to a multiple of the replicas."""
+    missing = -rows % replicas
+    index = np.arange(rows)
+
+    def zeros(leaf: Any) -> Any:
+        if getattr(leaf, "ndim", 0) == 0:
+            return leaf
+        return np.concatenate([leaf, np.zeros((missing, *leaf.shape[1:]), leaf.dtype)])
+
+    whole = rows + missing
+    return [
+        (whole, "zeros", jax.tree.map(zeros, part)),
+        (whole, "its first rows", take(part, np.resize(index, whole))),
+        (whole, "its last row", take(part, np.minimum(np.arange(whole), rows - 1))),
+    ]
+
+
+def _random(
+    trial: Trial, case: str, batches: Sequence[PyTree], rows: int, bounds: Leaves
+) -> Check | None:
+    """What can be said of a step that draws random numbers, or None where it does not."""
+    if trial.key is None:
+        return None
+    one = trial.expected(batches)
+    other = trial.expected(batches, key=jax.random.fold_in(trial.key, 1))
+    if first_difference(other, one, bounds) is None:
+        return None
+    N = trial.replicas
+    if N > 1 and rows % N == 0:
+        block = [take(batch, np.arange(rows // N)) for batch in batches]
+        tiled = [take(batch, np.tile(np.arange(rows // N), N)) for batch in batches]
+        alone = trial.expected(block)
+        alone, together = _common(alone, _found(trial, trial.run(tiled)), trial)
+        if first_difference(together, alone, trial.bounds(alone, block, rows)) is None:
+            found = "differs, and each replica's random numbers are those of every other"
+            return Check("parity", case, FAIL, found, _SHARED_DRAWS, {"rows": rows})
+    return Check(
+        "parity",
+        case,
+        SKIP,
+        "random: the reference depends on its key and the step draws otherwise; give both in a "
+        "form that draws nothing (dropout rate 0) to have their numbers compared",
+        "",
+        {"rows": rows},
+    )
+
+
+def _found(trial: Trial, copies: Copies) -> Leaves:
+    """Replica 0's results; of metrics that come back stacked and differ, the mean."""
+    found = trial.changes(copies.of(0))
+    for path in copies.unequal:
+        if path in copies.stacked and not path.startswith("state"):
+            found[path] = np.mean(copies.held[path], axis=0)
+    return found
+
+
+def _common(expected: Leaves, found: Leaves, trial: Trial) -> tuple[Leaves, Leaves]:
+    """Both without the metrics that only one of them returns; the state has to be whole."""
+    paths = [path for path in expected if path in found or path.startswith("state")]
+    metrics = renamed(trial.metric_shapes)
+    held = {
+        path: value.reshape(metrics[path])
+        if path in metrics and value.size == np.prod(metrics[path], dtype=int)
+        else value
+        for path, value in found.items()
+    }
+    return {path: expected[path] for path in paths}, held
+
+
+def _agreement(found: Leaves, expected: Leaves, bounds: Leaves) -> str:
+    """How near they are: the leaf that is the most apart, and leaves that are not judged."""
+    worst, where, allowed = 0.0, "", 0.0
+    rounding = []
+    for path, bound in bounds.items():
+        scale = float(np.max(np.abs(expected[path]), initial=0.0))
+        if not scale:
+            continue
+        if float(np.median(bound)) >= scale:
+            rounding.append(path)
+            continue
+        gap = np.abs(found[path] - expected[path])
+        place = np.unravel_index(int(np.argmax(np.nan_to_num(gap))), gap.shape)
+        if gap[place] / scale > worst:
+            worst, where, allowed = gap[place] / scale, path, bound[place] / scale
+    text = f"{len(expected) - len(rounding)} leaves agree"
+    if where:
+        text += f"; the most apart {where}, by {worst:.0e} (bound {allowed:.0e})"
+    else:
+        text += " to the bit"
+    if rounding:
+        more = f" and {len(rounding) - 1} more" if len(rounding) > 1 else ""
+        text += f"; {rounding[0]}{more}: of rounding alone, not judged"
+    return text

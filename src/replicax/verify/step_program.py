@@ -1,0 +1,123 @@
+"""What the compiled program of a hand-written step does: reductions, and work done twice."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from replicax.parallel.compiled import CompiledStep, inspect
+from replicax.verify.check import FAIL, NOTE, PASS, SKIP, Check
+from replicax.verify.rows import row_count, take
+from replicax.verify.trial import Trial, first_line
+
+PyTree = Any
+_REDUNDANT = 1.5
+"""A device that computes more than this many times its share does what others do too."""
+_ALL = 0.9
+"""And at this share of all the work, everything."""
+_SLACK_BYTES = 4096
+"""Metrics, weights and counts, which are reduced beside the gradient."""
+_REDUCTIONS = ("all-reduce", "reduce-scatter", "all-gather")
+
+
+def program_checks(trial: Trial, batch: PyTree, gradient_bytes: int) -> list[Check]:
+    """Traffic and redundant work of the step on one batch."""
+    try:
+        step = _compiled(trial.form.step, trial.form.arguments(trial.state, batch, trial.key))
+    except Exception as error:
+        reason = f"the step cannot be compiled as a whole: {first_line(error)}"
+        return [
+            Check("traffic", "full batch", SKIP, reason),
+            Check("redundant work", "full batch", SKIP, reason),
+        ]
+    work = _work(trial, batch, step)
+    return [_traffic(step, trial.replicas, gradient_bytes, work), work]
+
+
+def _compiled(function: Any, arguments: tuple[Any, ...]) -> CompiledStep:
+    lowerable = function if hasattr(function, "lower") else jax.jit(function)
+    return inspect(lowerable.lower(*arguments).compile())
+
+
+def _traffic(step: CompiledStep, replicas: int, gradient_bytes: int, work: Check) -> Check:
+    case = "full batch"
+    moved = sum(each.bytes for each in step.collectives)
+    listed = ", ".join(f"{each.count} {each.kind}" for each in step.collectives)
+    figures = {
+        "collectives": {
+            each.kind: {"count": each.count, "bytes": each.bytes} for each in step.collectives
+        },
+        "bytes": moved,
+        "gradient_bytes": gradient_bytes,
+    }
+    if replicas > 1 and not any(each.kind in _REDUCTIONS for each in step.collectives):
+        found = f"nothing is reduced over {replicas} replicas"
+        if work.verdict == FAIL:  # then there is nothing to reduce
+            return Check("traffic", case, NOTE, found, "see redundant work", figures)
+        cause = "the replicas never exchange anything: apply lax.pmean to the gradient"
+        return Check("traffic", case, FAIL, found, cause, figures)
+    share = moved / max(gradient_bytes, 1)
+    found = f"{listed or 'nothing'}: {moved:,} bytes, {share:.2f} of one gradient's"
+    if moved <= 1.1 * gradient_bytes + _SLACK_BYTES:
+        return Check("traffic", case, PASS, found, "", figures)
+    cause = (
+        "more is reduced than one gradient: statistics or activations beside it, the same value "
+        "twice, or every micro-batch by itself (reduce once, after the last)"
+    )
+    return Check("traffic", case, NOTE, found, cause, figures)
+
+
+def _work(trial: Trial, batch: PyTree, step: CompiledStep) -> Check:
+    """FLOPs on a device against what its share of the work takes.
+
+    Of two shares the larger is granted: an N-th of one device's FLOPs (a loss that holds each row
+    against all others), and one device's on an N-th of the rows (an optimizer that multiplies
+    matrices, as every replica does).
+    """
+    case, N, rows = "full batch", trial.replicas, row_count(batch)
+    try:
+        whole = _compiled(trial.reference, _of_one_device(trial, batch)).flops
+        part = take(batch, np.arange(rows // N))
+        share = max(whole / N, _compiled(trial.reference, _of_one_device(trial, part)).flops)
+    except Exception as error:
+        reason = f"the reference cannot be compiled as a whole: {first_line(error)}"
+        return Check("redundant work", case, SKIP, reason)
+    if not share or not step.flops:
+        return Check("redundant work", case, SKIP, "the programs show no matrix products to count")
+    times = step.flops / share
+    figures = {"flops_per_device": step.flops, "flops_single": whole, "replicas": N}
+    found = f"{step.flops:,} FLOPs on each of {N} devices: {times:.2f} times its share"
+    if times <= _REDUNDANT:
+        return Check("redundant work", case, PASS, found, "", figures)
+    if times < _ALL * N:
+        cause = "some of the work is done on several devices: look for an array that is not split"
+        return Check("redundant work", case, NOTE, found, cause, figures)
+    cause = (
+        f"every device computes the whole batch: it is replicated, not split over {N} devices; "
+        'give the batch the sharding P("data") (in_shardings, or jax.device_put)'
+    )
+    return Check("redundant work", case, FAIL, found, cause, figures)
+
+
+def _of_one_device(trial: Trial, batch: PyTree) -> tuple[Any, ...]:
+    arguments = batch if isinstance(batch, tuple) else (batch,)
+    return (trial.state, *arguments, *(() if trial.key is None else (trial.key,)))
+
+
+def gradient_bytes(state: PyTree) -> int:
+    """Bytes of one gradient: of the floats of a state, without an optimizer's own.
+
+    Parameters are those under a name like "params" or "model"; without any, all floats that are
+    under no name that only optimizers and BatchNorm use.
+    """
+    floats = {
+        jax.tree_util.keystr(path).lower(): np.size(leaf) * leaf.dtype.itemsize
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+        if hasattr(leaf, "dtype") and jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)
+    }
+    own = ("opt_state", "stats", "['mu']", ".mu", ".nu", "trace", "momentum", "velocity")
+    trained = {path: size for path, size in floats.items() if not any(each in path for each in own)}
+    named = {path: size for path, size in trained.items() if "param" in path or "model" in path}
+    if named:
+        return sum(named.values())
+    return sum(trained.values()) if trained else sum(floats.values())

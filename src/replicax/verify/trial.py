@@ -1,0 +1,226 @@
+"""A step and its single-device form, run side by side on the same state and rows."""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from replicax.errors import ConfigError
+from replicax.verify.copies import Copies, read_copies
+from replicax.verify.difference import (
+    Leaves,
+    bounds,
+    changes,
+    is_float,
+    leaves,
+    rounding_noise,
+)
+from replicax.verify.form import Form, Step, candidates, host, is_pmap, parted
+
+PyTree = Any
+_FIRST_NAME = re.compile(r"^\['(\w+)'\]")
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """What is compared, and how both sides are run."""
+
+    form: Form
+    reference: Step
+    state: PyTree
+    """On the host, as the user gave it."""
+    key: Any
+    eps: float
+    """Unit of the coarsest dtype that the reference computes in."""
+    metric_shapes: Mapping[str, tuple[int, ...]]
+    """By path, the shapes of what the reference returns beside its state."""
+
+    @property
+    def replicas(self) -> int:
+        """Devices that the step runs on."""
+        return self.form.replicas
+
+    def expected(
+        self, batches: Sequence[PyTree], *, state: PyTree = None, key: Any = None
+    ) -> Leaves:
+        """What the reference adds to each leaf of the state over all batches, and last metrics."""
+        before = self.state if state is None else state
+        key = self.key if key is None else key
+        after, results = before, {}
+        for batch in batches:
+            results = run_reference(self.reference, after, batch, key)
+            after = results["state"]
+        return renamed(changes({"state": before}, results))
+
+    def bounds(self, expected: Leaves, batches: Sequence[PyTree], rows: int) -> Leaves:
+        """How much rounding explains of each element of `expected`."""
+        noise = rounding_noise(
+            lambda state, moved: self.expected(moved, state=state),
+            self.state,
+            list(batches),
+            eps=self.eps,
+        )
+        values = renamed(leaves({"state": self.state}))
+        return bounds(expected, noise, terms=rows, eps=self.eps, values=values)
+
+    def run(self, batches: Sequence[PyTree], *, key: Any = None) -> Copies:
+        """What every replica holds after the step has taken all batches, and last metrics."""
+        first, *others = batches
+        arguments = self.form.arguments(self.state, first, self.key if key is None else key)
+        fed = arguments[0]
+        results = parted(self.form.step(*arguments), fed)
+        for batch in others:
+            _, *rest = self.form.arguments(self.state, batch, self.key if key is None else key)
+            results = parted(self.form.step(self.form.again(results["state"]), *rest), fed)
+        return self.read(results)
+
+    def read(self, results: Mapping[str, PyTree]) -> Copies:
+        """The results of the step, copied to the host from every device."""
+        shapes = {
+            jax.tree_util.keystr(path): np.shape(leaf)
+            for path, leaf in jax.tree_util.tree_leaves_with_path({"state": self.state})
+            if not isinstance(leaf, (str, bytes))
+        }
+        shapes |= self.metric_shapes
+        stacked = self.replicas if self.form.stacked else None
+        copies = read_copies(dict(results), shapes, stacked_over=stacked)
+        return dataclasses.replace(
+            copies,
+            held=renamed(copies.held),
+            stacked=frozenset(renamed(dict.fromkeys(copies.stacked))),
+        )
+
+    def changes(self, held: Leaves) -> Leaves:
+        """What a replica's results add to the state, as `expected` gives it."""
+        before = renamed(leaves({"state": self.state}))
+        return {
+            path: value - before[path]
+            if path in before
+            and np.issubdtype(value.dtype, np.inexact)
+            and before[path].shape == value.shape
+            else value
+            for path, value in held.items()
+        }
+
+
+def run_reference(reference: Step, state: PyTree, batch: PyTree, key: Any) -> dict[str, PyTree]:
+    """One step on one device, from fresh arrays: the reference too may donate its state."""
+    arguments = batch if isinstance(batch, tuple) else (batch,)
+    if key is not None:
+        arguments = (*arguments, key)
+    return parted(reference(host(state), *arguments), state)
+
+
+def compiled_reference(reference: Step, state: PyTree, batch: PyTree, key: Any) -> Step:
+    """The reference under `jit`, where it can be; it is run often.
+
+    Raises:
+        ConfigError: it fails on the batch.
+    """
+    compiled = reference if hasattr(reference, "lower") else jax.jit(reference)
+    try:
+        run_reference(compiled, state, batch, key)
+    except jax.errors.ConcretizationTypeError:  # it looks at values: it runs as Python does
+        return reference
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"the reference fails on the batch ({first_line(error)}); it is called with the state, "
+            "the global batch and, where given, the key: make it run alone first"
+        ) from error
+    return compiled
+
+
+def find_form(
+    step: Step,
+    state: PyTree,
+    batch: PyTree,
+    key: Any,
+    *,
+    given: tuple[PyTree, PyTree],
+    replicas: int | None,
+    stacked: bool | None,
+    expected: PyTree,
+) -> Form:
+    """How the step is called, found by calling it.
+
+    Args:
+        step: the step.
+        state: on the host.
+        batch: on the host.
+        key: a random key, or None.
+        given: state and batch as the user gave them, with the placement of their arrays.
+        replicas: as the user gave it.
+        stacked: as the user gave it.
+        expected: the reference's new state. Of two forms that work (a `pmap` that takes its state
+            whole may also swallow a stacked one) the nearer is meant.
+
+    Raises:
+        ConfigError: no way of calling it works.
+    """
+    errors: list[tuple[Form, Exception]] = []
+    working: list[tuple[float, Form]] = []
+    for form in candidates(step, *given, replicas or jax.device_count(), stacked):
+        if working and not form.stacked:
+            break
+        try:
+            fed, *rest = form.arguments(state, batch, key)
+            results = parted(step(fed, *rest), fed)
+            jax.block_until_ready(results)
+        except Exception as error:
+            errors.append((form, error))
+            continue
+        if not form.stacked:
+            devices = [
+                len(leaf.sharding.device_set)
+                for leaf in jax.tree.leaves(results)
+                if isinstance(leaf, jax.Array)
+            ]
+            return dataclasses.replace(form, replicas=replicas or max(devices, default=1))
+        if _fits(form, state, results["state"]):
+            working.append((_distance(results["state"], expected), form))
+    if working:
+        return min(working, key=lambda each: each[0])[1]
+    first = next((error for form, error in errors if form.stacked == is_pmap(step)), None)
+    message = first_line(first or errors[0][1]) if errors else "its new state has other shapes"
+    raise ConfigError(
+        f"the step fails on the batch ({message}); it is called with the state, the batch and, "
+        "where given, the key, whole or stacked by replica as pmap takes them: wrap it in a lambda "
+        "that takes these, or say how many replicas it has"
+    )
+
+
+def _fits(form: Form, state: PyTree, returned: PyTree) -> bool:
+    """Whether a state has the shapes of the one given, or those with a replica dim in front."""
+    pairs = zip(jax.tree.leaves(state), jax.tree.leaves(returned), strict=True)
+    return all(
+        np.shape(after) in (np.shape(before), (form.replicas, *np.shape(before)))
+        for before, after in pairs
+    )
+
+
+def _distance(returned: PyTree, expected: PyTree) -> float:
+    """How far a new state is from the reference's, leaf by leaf; replicas are broadcast over."""
+    ours, theirs = leaves(returned), leaves(expected)
+    gaps = [
+        float(np.linalg.norm(ours[path] - value) / (1 + np.linalg.norm(value)))
+        for path, value in theirs.items()
+        if is_float(value)
+    ]
+    return sum(gap if np.isfinite(gap) else 1e9 for gap in gaps)
+
+
+def renamed(by_path: Mapping[str, Any]) -> dict[str, Any]:
+    """`['state']['w']` -> `state['w']`."""
+    return {_FIRST_NAME.sub(r"\1", path): value for path, value in by_path.items()}
+
+
+def first_line(error: BaseException) -> str:
+    """An error in one line of at most 200 characters."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return text if len(text) <= 200 else f"{text[:197]}..."

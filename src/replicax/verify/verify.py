@@ -1,0 +1,191 @@
+"""`verify`: does a step on many devices compute what it computes on one?"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from replicax.data.batch import row_count
+from replicax.errors import ConfigError, ReplicaxError, did_you_mean
+from replicax.parallel.compiled import inspect
+from replicax.parallel.layout import layout_name
+from replicax.parallel.lift import MODES
+from replicax.parallel.mesh import replica_count
+from replicax.parallel.step import DataParallel
+from replicax.verify.check import FAIL, Check, Verification
+from replicax.verify.determinism import check_determinism
+from replicax.verify.exactness import check_exactness
+from replicax.verify.facts import examine
+from replicax.verify.independence import DEPENDENT
+from replicax.verify.parameters import check_parameters
+from replicax.verify.parity import Parity, said
+from replicax.verify.recompilation import check_recompilation
+from replicax.verify.replicas import check_replicas
+from replicax.verify.subject import Case, Subject
+from replicax.verify.traffic import check_traffic, check_work, read_programs
+
+MICRO_BATCHES = 4
+ROWS_OF_ONE = 2
+"""Rows of a micro-batch of a replica that show all that more would."""
+Show = Callable[[str], None]
+
+
+def verify(
+    dp: DataParallel,
+    model: Any,
+    batch: Any,
+    *,
+    modes: Sequence[str] | None = None,
+    micro_batches: int = MICRO_BATCHES,
+    seed: int = 0,
+    show: Show | None = None,
+) -> Verification:
+    """Check that the step of `dp` computes on its devices what it computes on one.
+
+    Loss, metrics, gradient, parameters and the model's other arrays are compared leaf by leaf, in
+    every mode that the model allows, with a full batch, a padded one, unequal weights, and several
+    micro-batches; bounds are those that rounding explains. Then the traffic, work that is done
+    twice, parameters without gradient, copies that differ, determinism, and recompilation.
+
+    It compiles the step about a dozen times and runs it about a hundred: give it few rows.
+
+    Args:
+        dp: the step. It is not run itself, but others made as it is.
+        model: as for `dp.init`.
+        batch: a pytree of arrays `[rows, ...]`, the global batch. Rows that the replicas and
+            `micro_batches` do not divide are left out.
+        modes: those to compare; by default all, or those that one process or `dp`'s mesh allows.
+        micro_batches: how many to compare with 1 and with `dp.accumulate`.
+        seed: of the model's random numbers, as for `dp.init`.
+        show: told what is next, a line at a time.
+
+    Returns:
+        A row for each thing that was checked; `ok` where nothing failed.
+
+    Raises:
+        ConfigError: several processes, an unknown mode, or too few rows.
+    """
+    if jax.process_count() > 1:
+        raise ConfigError(
+            f"verify on {jax.process_count()} processes; it reads the copies of every device, so "
+            "in one: start it alone, with host devices for the others'"
+        )
+    started = time.monotonic()
+    chosen = _modes(dp, modes)
+    rows = _rows(dp, row_count(batch), micro_batches)
+    batch = jax.tree.map(lambda leaf: leaf[:rows], batch)
+    about = {
+        "mode": dp.mode,
+        "layout": layout_name(dp.layout),
+        "accumulate": dp.accumulate,
+        "precision": dp.precision.name,
+        "devices": int(dp.mesh.devices.size),
+        "replicas": replica_count(dp.mesh),
+        "platform": dp.mesh.devices.flat[0].platform,
+        "modes": chosen,
+        "micro_batches": micro_batches,
+        "rows": rows,
+    }
+    show = show or (lambda text: None)
+    checks = list(_checks(dp, model, batch, chosen, micro_batches, seed, show))
+    return Verification(checks, {**about, "seconds": round(time.monotonic() - started, 1)})
+
+
+def rows_needed(dp: DataParallel, micro_batches: int = MICRO_BATCHES) -> int:
+    """Rows of a batch that is small and shows everything."""
+    shards = max(replica_count(dp.mesh) * max(micro_batches, dp.accumulate), dp.micro_shards)
+    return shards * ROWS_OF_ONE
+
+
+def _checks(
+    dp: DataParallel,
+    model: Any,
+    batch: Any,
+    modes: Sequence[str],
+    micro_batches: int,
+    seed: int,
+    show: Show,
+) -> Iterator[Check]:
+    show("one device")
+    own_name = Case(dp.mode, dp.accumulate)
+    try:
+        subject = Subject(dp, model, batch, micro_batches, seed)
+        facts = examine(subject)
+    except ReplicaxError as error:
+        yield Check("parity", "one device", FAIL, f"refused: {error}")
+        return
+    except Exception as error:
+        cause = HAND_REDUCED if "unbound axis name" in str(error) else ""
+        yield Check("parity", "one device", FAIL, said(error), cause)
+        return
+    own = subject.own
+    depends = facts.rows.kind == DEPENDENT
+    splits = own.mode not in ("jit", "single") or own.micro_batches > 1
+    yield facts.rows.check(fails=depends and splits)
+    cases = _cases(subject, modes)
+    yield from Parity(subject, facts, show).checks(cases)
+    if "exact" in modes:
+        yield check_exactness(subject, facts, show)
+    try:
+        subject.run(own, subject.full)
+    except Exception:  # parity has said it
+        return
+    show("traffic")
+    programs = read_programs(subject, cases, show)
+    yield from check_traffic(subject, facts, programs)
+    single = inspect(subject.compiled(subject.single, subject.full))
+    yield from check_work(subject, programs, single)
+    show("parameters")
+    yield from check_parameters(subject)
+    for case in dict.fromkeys([own, *(each for each in cases if each.micro_batches == 1)]):
+        if case in programs and case.devices > 1:
+            show(f"replicas: {case}")
+            yield check_replicas(subject, case)
+    show(f"determinism: {own_name}")
+    yield from check_determinism(subject)
+    show(f"recompilation: {own_name}")
+    yield check_recompilation(subject, padded=not facts.rows.scalar)
+
+
+HAND_REDUCED = (
+    "the loss reduces over the replicas itself (psum or pmean over an axis); Replicax does that, "
+    "once, and such a loss would count N times: take the reduction out of the loss"
+)
+
+
+def _cases(subject: Subject, modes: Sequence[str]) -> list[Case]:
+    cases = []
+    for mode in modes:
+        counts = [1] if mode == "exact" else subject.micro_batches
+        cases += [Case(mode, count, subject.replicas) for count in counts]
+    if subject.own not in cases:
+        cases.append(subject.own)
+    return cases
+
+
+def _modes(dp: DataParallel, modes: Sequence[str] | None) -> list[str]:
+    if modes is None:
+        return [mode for mode in MODES if mode != "single" or dp.mode == "single"]
+    for mode in modes:
+        if mode not in MODES:
+            raise ConfigError(
+                f"no mode {mode!r}; there are {', '.join(MODES)}{did_you_mean(mode, MODES)}"
+            )
+    return list(dict.fromkeys(modes))
+
+
+def _rows(dp: DataParallel, rows: int, micro_batches: int) -> int:
+    """The most rows that every case divides."""
+    if micro_batches < 1:
+        raise ConfigError(f"micro_batches={micro_batches}; a step has at least 1: raise it")
+    replicas = replica_count(dp.mesh)
+    unit = math.lcm(replicas * micro_batches, replicas * dp.accumulate, dp.micro_shards)
+    if rows < unit:
+        raise ConfigError(
+            f"verify was given {rows} rows; {replicas} replicas with {micro_batches} and "
+            f"{dp.accumulate} micro-batches, and {dp.micro_shards} micro-shards, need {unit}: give "
+            "more, or use fewer devices"
+        )
+    return rows - rows % unit

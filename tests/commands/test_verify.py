@@ -1,0 +1,133 @@
+"""`replicax verify` as it is run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from command_line import Main, one_line
+
+from replicax.commands.verify import first_rows
+from replicax.errors import ConfigError
+
+BROKEN = """
+import dataclasses
+import jax.numpy as jnp
+from replicax.recipes.linear_regression import LinearRegression
+
+@dataclasses.dataclass(frozen=True)
+class Summed(LinearRegression):
+    "A loss that nobody divided."
+
+    def loss(self, model, batch, key):
+        return jnp.sum(super().loss(model, batch, key))
+"""
+STEP = """
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+def reference(state, batch):
+    error, slope = jax.value_and_grad(lambda w: jnp.mean((w * batch["x"] - 1) ** 2))(state["w"])
+    return {"w": state["w"] - 0.1 * slope}, {"loss": error}
+
+def doubled(state, batch):
+    after, metrics = reference(state, batch)
+    return {"w": state["w"] + 2 * (after["w"] - state["w"])}, metrics
+
+mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+whole, rows = (NamedSharding(mesh, PartitionSpec(*names)) for names in ((), ("data",)))
+step = jax.jit(reference, in_shardings=(whole, rows), out_shardings=whole)
+wrong = jax.jit(doubled, in_shardings=(whole, rows), out_shardings=whole)
+
+state = {"w": jnp.float32(1)}
+batch = {"x": jnp.arange(1, 17, dtype=jnp.float32)}
+"""
+
+
+def test_a_correct_recipe(main: Main) -> None:
+    code, out, err = main(
+        "verify",
+        "linear_regression",
+        "--devices",
+        2,
+        "--modes",
+        "jit,shard_map",
+        "--json",
+        "v.json",
+    )
+    assert (code, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 80
+    assert "linear_regression · 2 devices · jit" in out
+    assert "jit (full, padded, unequal weights; and in 4 micro-batches)" in out
+    written = json.loads(Path("v.json").read_text())
+    assert written["ok"]
+    assert written["about"]["recipe"] == "linear_regression"
+    assert f"{len(written['checks'])} checks: " in out
+
+
+def test_a_broken_recipe_ends_with_1_and_json_alone(main: Main) -> None:
+    Path("my_recipe.py").write_text(BROKEN)
+    code, out, _ = main(
+        "verify", "my_recipe.py:Summed", "--devices", 2, "--modes", "shard_map", "--json"
+    )
+    assert code == 1
+    found: dict[str, Any] = json.loads(out)
+    assert not found["ok"]
+    assert any("a sum over the rows" in check["cause"] for check in found["checks"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "code"), [("step", 0), ("wrong", 1)])
+def test_a_step_by_hand(main: Main, name: str, code: int) -> None:
+    Path("my_step.py").write_text(STEP)
+    found, out, _ = main(
+        "verify", "--step", f"my_step.py:{name}", "--reference", "my_step.py:reference"
+    )
+    assert found == code, out
+
+
+def test_source(main: Main) -> None:
+    Path("my_source.py").write_text(
+        "import jax\n\n@jax.pmap\ndef step(w, x):\n"
+        "    g = jax.grad(lambda w: (w * x).mean())(w)\n    return w - g\n"
+    )
+    code, out, _ = main("verify", "--source", "my_source.py")
+    assert code in (0, 1)
+    assert "my_source.py" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ["needs a recipe"]),
+        (["--step", "a.py:f"], ["--reference is missing"]),
+        (["--source", "a.py", "--step", "a.py:f"], ["leave one out"]),
+        (["linear_regression", "--devices", "0"], ["--devices 0"]),
+        (["linear_regression", "--modes", "jitt"], ["mean 'jit'"]),
+        (["linear_regression", "--points", "3"], ["the source has 3 rows"]),
+    ],
+)
+def test_what_is_refused(main: Main, arguments: list[str], words: list[str]) -> None:
+    code, _, err = main("verify", *arguments)
+    assert code == 2
+    assert all(word in one_line(err.splitlines()[-1]) for word in words), err
+
+
+def test_help(main: Main) -> None:
+    code, out, _ = main("verify", "--help")
+    assert code == 0
+    assert "--step FILE.py:name" in out
+    code, out, _ = main("verify", "linear_regression", "--help")
+    assert code == 0
+    assert "--modes" in out
+
+
+def test_first_rows() -> None:
+    source = {"x": np.arange(10)}
+    assert first_rows(source, 4)["x"].tolist() == [0, 1, 2, 3]
+    batches = [{"x": np.arange(3)}, {"x": np.arange(3, 6)}]
+    assert first_rows(batches, 4)["x"].tolist() == [0, 1, 2, 3]
+    with pytest.raises(ConfigError, match="has 10 rows"):
+        first_rows(source, 11)

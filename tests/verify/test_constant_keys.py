@@ -1,0 +1,63 @@
+"""Random numbers that do not follow from the key are found in the program."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from verify import zoo_recipes as zoo
+
+import replicax as rx
+from replicax.verify.constant_keys import draws_from_a_constant, loss_draws_from_a_constant
+from replicax.verify.subject import Subject
+
+
+def draws(function: Any) -> bool:
+    data = jax.random.key_data(jax.random.key(1))
+    jaxpr = jax.make_jaxpr(lambda data, x: function(jax.random.wrap_key_data(data), x))(data, 1.0)
+    return draws_from_a_constant(jaxpr.jaxpr, [True, False])
+
+
+def in_a_loop(key: jax.Array, x: Any) -> Any:
+    def body(carry: Any, number: Any) -> Any:
+        return carry + jax.random.normal(jax.random.fold_in(key, number)), None
+
+    return jax.lax.scan(body, x, jnp.arange(3))[0]
+
+
+def constant_in_a_loop(key: jax.Array, x: Any) -> Any:
+    def body(carry: Any, number: Any) -> Any:
+        return carry + jax.random.normal(jax.random.fold_in(jax.random.key(0), number)), None
+
+    return jax.lax.scan(body, x, jnp.arange(3))[0]
+
+
+@pytest.mark.parametrize(
+    ("function", "found"),
+    [
+        (lambda key, x: x + jax.random.normal(key), False),
+        (lambda key, x: x + jax.random.normal(jax.random.key(0)), True),
+        (lambda key, x: x + jax.jit(jax.random.normal)(jax.random.split(key)[0]), False),
+        (lambda key, x: x + jax.jit(lambda: jax.random.normal(jax.random.key(3)))(), True),
+        (in_a_loop, False),
+        (constant_in_a_loop, True),
+        (lambda key, x: x, False),
+    ],
+)
+def test_functions(function: Any, found: bool) -> None:
+    assert draws(function) == found
+
+
+@pytest.mark.parametrize(
+    ("loss", "model", "found"),
+    [
+        (zoo.dropout, zoo.network, False),
+        (zoo.constant_key, zoo.network, True),
+        (zoo.nnx_loss, lambda: zoo.NNXNetwork(0.5), False),
+    ],
+)
+def test_losses(loss: Any, model: Any, found: bool) -> None:
+    dp = rx.DataParallel(loss, zoo.Entry().optimizer(), mode="single")
+    subject = Subject(dp, model(), zoo.data(), 1, 0)
+    batch = jax.tree.map(jnp.asarray, subject.full)
+    assert loss_draws_from_a_constant(subject.objective, subject.state, batch) == found

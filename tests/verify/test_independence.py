@@ -1,0 +1,54 @@
+"""What leaving rows out tells about a loss."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from verify import zoo_recipes as zoo
+
+import replicax as rx
+from replicax.verify.independence import (
+    DEPENDENT,
+    INDEPENDENT,
+    SUMMED,
+    UNKNOWN,
+    WEIGHTED_SCALAR,
+    examine_rows,
+)
+from replicax.verify.subject import Subject
+
+
+def subject(loss: Any) -> Subject:
+    dp = rx.DataParallel(loss, zoo.Entry().optimizer(), mode="single")
+    return Subject(dp, zoo.network(), zoo.data(), 1, 0)
+
+
+def nearly_equal_weights(model: Any, batch: Any, key: Any) -> Any:
+    weights = 1 + batch["weight"] / 100
+    return jnp.sum(zoo.errors(model, batch) * weights) / jnp.sum(weights)
+
+
+def needs_a_key(model: Any, batch: Any, key: Any) -> Any:
+    return zoo.errors(model, batch) * jax.random.uniform(jax.random.fold_in(key, 0))
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind"),
+    [
+        (zoo.good, INDEPENDENT),
+        (zoo.mixture, INDEPENDENT),
+        (zoo.equal_mean, INDEPENDENT),
+        (zoo.dropout, INDEPENDENT),
+        (zoo.divided_by_rows, SUMMED),
+        (zoo.sum_over_rows, SUMMED),
+        (zoo.mean_of_weighted_rows, WEIGHTED_SCALAR),
+        (nearly_equal_weights, WEIGHTED_SCALAR),
+        (zoo.contrastive, DEPENDENT),
+        (zoo.contrastive_mean, DEPENDENT),
+        (zoo.clipped_by_hand, DEPENDENT),
+        (needs_a_key, UNKNOWN),
+    ],
+)
+def test_kind(loss: Any, kind: str) -> None:
+    assert examine_rows(subject(loss)).kind == kind

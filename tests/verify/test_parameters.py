@@ -1,0 +1,49 @@
+"""Parameters that do not learn, and why."""
+
+from typing import Any
+
+import jax
+import pytest
+from verify import zoo_recipes as zoo
+
+import replicax as rx
+from replicax.verify.parameters import check_parameters, moved, named
+from replicax.verify.subject import Subject
+
+
+def checks(entry: zoo.Entry) -> dict[str, Any]:
+    dp = rx.DataParallel(entry.loss, entry.optimizer(), mode="single")
+    subject = Subject(dp, entry.model(), zoo.data(), 1, 0)
+    return {check.case: check for check in check_parameters(subject)}
+
+
+@pytest.mark.parametrize(
+    ("name", "gradient", "update"),
+    [
+        ("plain", "pass", "pass"),
+        ("gate of 0", "pass", "pass"),
+        ("frozen by stop_gradient", "note", "pass"),
+        ("frozen by optax", "pass", "note"),
+    ],
+)
+def test_correct(name: str, gradient: str, update: str) -> None:
+    found = checks(zoo.CORRECT[name])
+    assert (found["gradient"].verdict, found["update"].verdict) == (gradient, update)
+
+
+def test_dead() -> None:
+    found = checks(zoo.BROKEN["dead parameter"])["gradient"]
+    assert found.verdict == "fail"
+    assert found.figures["dead"] == ["['unused']"]
+
+
+def test_moved_changes_every_element() -> None:
+    before = zoo.gated_model()
+    after = moved(before, 0)
+    changed = jax.tree.map(lambda left, right: bool((left != right).all()), before, after)
+    assert all(jax.tree.leaves(changed))
+
+
+def test_named() -> None:
+    assert named(["a", "b"]) == "a, b"
+    assert named(list("abcdef")) == "a, b, c, d and 2 more"

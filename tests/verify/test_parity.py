@@ -1,0 +1,105 @@
+"""Parity sees what is wrong in the step itself, and not only in the loss."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from verify import zoo_recipes as zoo
+
+import replicax as rx
+from replicax.parallel import loss as loss_module
+from replicax.verify.facts import Facts, examine
+from replicax.verify.parity import Parity
+from replicax.verify.subject import Case, Subject
+
+
+def subject(entry: zoo.Entry, devices: int = 4) -> Subject:
+    mesh = rx.make_mesh(devices=jax.devices()[:devices])
+    arguments = {"mode": "shard_map", "mesh": mesh, **entry.arguments}
+    dp = rx.DataParallel(entry.loss, entry.optimizer(), **arguments)
+    return Subject(dp, entry.model(), zoo.data(), zoo.MICRO_BATCHES, 0)
+
+
+def verdicts(of: Subject, *cases: Case, facts: Facts | None = None) -> dict[str, str]:
+    parity = Parity(of, facts or examine(of), lambda text: None)
+    return {check.case: check.verdict for check in parity.checks(cases)}
+
+
+def test_padding_that_counts_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask that was forgotten leaves full batches right."""
+    of = subject(zoo.Entry())
+    facts = examine(of)
+    sums = loss_module.sums
+    monkeypatch.setattr(
+        "replicax.parallel.gradients.sums",
+        lambda returned, mask: sums(returned, jax.numpy.ones_like(mask)),
+    )
+    found = verdicts(of, of.own, facts=facts)
+    assert found == {
+        "shard_map, full": "pass",
+        "shard_map, padded": "fail",
+        "shard_map, unequal weights": "fail",
+    }
+
+
+def test_a_reduction_that_is_left_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = subject(zoo.Entry())
+    monkeypatch.setattr("replicax.parallel.summation.reduce", lambda sums, axis: sums)
+    parity = Parity(of, examine(of), lambda text: None)
+    (check, *_) = parity.checks([of.own])
+    assert check.verdict == "fail"
+    assert "rows of replica 0 alone" in check.cause
+
+
+def test_a_key_that_all_replicas_share_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = subject(zoo.Entry(zoo.dropout))
+    facts = examine(of)
+    assert facts.random
+    assert verdicts(of, of.own, facts=facts)["shard_map, full"] == "pass"
+    monkeypatch.setattr("jax.lax.axis_index", lambda axis: 0)
+    other = subject(zoo.Entry(zoo.dropout))
+    assert verdicts(other, other.own, facts=facts)["shard_map, full"] == "fail"
+
+
+def test_an_optimizer_that_is_skipped_is_seen() -> None:
+    of = subject(zoo.Entry())
+    parity = Parity(of, examine(of), lambda text: None)
+    updated = of.updated
+    of.updated = lambda *arguments: {  # type: ignore[method-assign]
+        path: 1.1 * value for path, value in updated(*arguments).items()
+    }
+    (check, *_) = parity.checks([of.own])
+    assert check.verdict == "fail"
+    assert check.found.startswith("params")
+
+
+def test_the_padded_batch_does_not_divide() -> None:
+    of = subject(zoo.Entry())
+    assert of.real_rows % 4
+    assert int(np.sum(of.padded.mask)) == of.real_rows == of.padded.rows
+
+
+def test_one_device_and_several_are_told_apart() -> None:
+    of = subject(zoo.Entry(zoo.dropout))
+    batch = of.full
+    alone = of.run(of.single, batch).measured
+    emulated = of.emulate(Case("emulated"), batch).measured
+    assert not np.allclose(alone["loss"], emulated["loss"])
+    found = of.run(of.own, batch).measured
+    np.testing.assert_allclose(found["loss"], emulated["loss"], rtol=1e-6)
+
+
+def test_a_loss_that_differs_by_run_compares_nothing() -> None:
+    of = subject(zoo.Entry())
+    facts = dataclasses.replace(examine(of), repeatable=False)
+    assert set(verdicts(of, of.own, facts=facts).values()) == {"skip"}
+
+
+def test_refusals_of_the_own_mode_fail() -> None:
+    entry = zoo.BROKEN["own statistics, shard_map"]
+    of = subject(entry)
+    found: dict[str, Any] = verdicts(of, of.own, Case("pmap", 1, 4))
+    assert found["shard_map, full"] == "fail"
+    assert found["pmap, full"] == "skip"

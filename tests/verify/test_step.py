@@ -1,0 +1,284 @@
+"""`verify_step`: what it takes, what it refuses, and what it says."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from verify import zoo_steps as zoo
+
+from replicax.errors import ConfigError
+from replicax.verify.check import Check, Verification
+from replicax.verify.step import verify_step
+from replicax.verify.step_files import load, verify_files
+
+
+def of(verification: Verification, subject: str, case: str | None = None) -> Check:
+    (check,) = [
+        check
+        for check in verification.checks
+        if check.subject == subject and case in (None, check.case)
+    ]
+    return check
+
+
+def verified(step: Any, reference: Any = zoo.reference, **options: Any) -> Verification:
+    return verify_step(step, reference, zoo.only_params(), zoo.batch(), **{"steps": 1, **options})
+
+
+@pytest.fixture(scope="module")
+def correct() -> Verification:
+    return verify_step(
+        zoo.sharded(zoo.masked_rightly)(),
+        zoo.masked_reference,
+        zoo.only_params(),
+        zoo.masked_batch(),
+    )
+
+
+@pytest.mark.slow
+def test_says_what_was_verified(correct: Verification) -> None:
+    assert correct.ok
+    assert correct.about["devices"] == 8
+    assert correct.about["rows"] == 64
+    assert correct.about["weights"] == "['mask']"
+    assert correct.about["mode"] == "global arrays"
+
+
+@pytest.mark.slow
+def test_every_subject_has_a_row(correct: Verification) -> None:
+    rows = [(check.subject, check.case) for check in correct.checks]
+    assert rows == [
+        ("parity", "full batch"),
+        ("parity", "2 steps"),
+        ("parity", "unequal weights"),
+        ("parity", "padded batch"),
+        ("parity", "indivisible batch"),
+        ("replicas", "8 replicas"),
+        ("traffic", "full batch"),
+        ("redundant work", "full batch"),
+        ("parameters", "one step"),
+        ("determinism", "two runs"),
+        ("recompilation", "same shapes"),
+    ]
+    refused = of(correct, "parity", "indivisible batch")
+    assert refused.verdict == "note"
+    assert "refuses 59 rows" in refused.found
+
+
+@pytest.mark.slow
+def test_is_what_json_can_hold(correct: Verification) -> None:
+    again = json.loads(json.dumps(correct.to_json()))
+    assert again["ok"] is True
+    assert again["checks"][0]["subject"] == "parity"
+    broken = verified(zoo.sharded(zoo.reduced_by(zoo.same))())
+    assert json.loads(json.dumps(broken.to_json()))["ok"] is False
+
+
+@pytest.mark.slow
+def test_a_failed_full_batch_leaves_out_the_others() -> None:
+    verification = verified(zoo.sharded(zoo.reduced_by(zoo.psum))(), steps=2)
+    assert of(verification, "parity", "other cases").verdict == "skip"
+
+
+def test_the_step_may_donate_arrays_of_the_user() -> None:
+    """What the user handed over is still there."""
+    state, rows = zoo.placed_state(), zoo.placed_batch()
+    step = jax.jit(zoo.reference, donate_argnums=0)
+    assert verify_step(step, zoo.reference, state, rows, steps=2).ok
+    assert np.isfinite(jax.device_get(state)["params"]["in"]["kernel"]).all()
+
+
+@pytest.mark.slow
+def test_a_state_alone_may_be_returned() -> None:
+    def alone(state: Any, rows: Any) -> Any:
+        return zoo.reference(state, rows)[0]
+
+    step = zoo.sharded(lambda state, rows: zoo.good(state, rows)[0])()
+    verification = verified(step, alone)
+    assert verification.ok
+    assert of(verification, "parity", "full batch").figures["leaves"] == 4
+
+
+def test_a_state_of_parts_may_be_returned_in_parts() -> None:
+    def parts(state: Any, rows: Any) -> Any:
+        after, metrics = zoo.reference({"params": state[0]}, rows)
+        return after["params"], state[1] + 1, metrics["loss"]
+
+    rows, whole = NamedSharding(zoo.mesh(), P("data")), NamedSharding(zoo.mesh(), P())
+    step = jax.jit(parts, in_shardings=(whole, rows), out_shardings=whole)
+    state = (zoo.params(), np.int32(0))
+    assert verify_step(step, parts, state, zoo.batch(), steps=1).ok
+
+
+@pytest.mark.slow
+def test_metrics_that_only_one_returns_are_left_out() -> None:
+    def more(state: Any, rows: Any) -> Any:
+        after, metrics = zoo.reference(state, rows)
+        return after, {**metrics, "squared": metrics["loss"] ** 2}
+
+    assert verified(zoo.sharded(zoo.good)(), more).ok
+
+
+def test_fewer_replicas_than_devices() -> None:
+    step = jax.pmap(zoo.good, axis_name=zoo.AXIS, devices=jax.devices()[:4])
+    verification = verified(step, replicas=4)
+    assert verification.ok
+    assert verification.about["devices"] == 4
+
+
+def test_says_what_it_does() -> None:
+    told: list[str] = []
+    verified(zoo.sharded(zoo.good)(), progress=told.append)
+    assert "what every device holds" in told
+
+
+def test_a_frozen_leaf_is_noted() -> None:
+    def frozen(state: Any, rows: Any) -> Any:
+        after, loss = zoo.masked_reference(state, rows)
+        return {"params": {**after["params"], "in": state["params"]["in"]}}, loss
+
+    rows = NamedSharding(zoo.mesh(), P("data"))
+    step = jax.jit(frozen, in_shardings=(None, rows))
+    verification = verify_step(step, frozen, zoo.only_params(), zoo.masked_batch(), steps=1)
+    note = of(verification, "parameters")
+    assert note.verdict == "note"
+    assert note.figures["unchanged"] == [
+        "state['params']['in']['bias']",
+        "state['params']['in']['kernel']",
+    ]
+
+
+def test_a_state_that_comes_back_in_another_dtype_is_noted() -> None:
+    def counted(state: Any, rows: Any) -> Any:
+        after, metrics = zoo.reference({"params": state["params"]}, rows)
+        return {**after, "steps": state["steps"] + jnp.float32(1)}, metrics
+
+    rows, whole = NamedSharding(zoo.mesh(), P("data")), NamedSharding(zoo.mesh(), P())
+    step = jax.jit(counted, in_shardings=(whole, rows), out_shardings=whole)
+    state = {**zoo.only_params(), "steps": np.int32(0)}
+    note = of(verify_step(step, counted, state, zoo.batch(), steps=1), "recompilation")
+    assert note.verdict == "note"
+    assert "state['steps'] goes in as int32[] and comes back as float32[]" in note.cause
+
+
+@pytest.mark.slow
+def test_reductions_of_every_micro_batch_are_noted() -> None:
+    verification = verified(zoo.sharded(zoo.reduced_each_time)(), micro_batches=zoo.K)
+    traffic = of(verification, "traffic")
+    assert verification.ok
+    assert traffic.verdict in ("pass", "note")
+    assert traffic.figures["collectives"]["all-reduce"]["count"] >= zoo.K
+
+
+@pytest.mark.slow
+def test_a_warm_up_does_not_hide_the_gradient() -> None:
+    """Its first learning rate is 0, and with it every change."""
+
+    def warmed(reduce: Any) -> Any:
+        def update(state: Any, rows: Any) -> Any:
+            loss, gradient = jax.value_and_grad(zoo.mean_loss)(state["params"], rows)
+            rate = 0.1 * state["steps"].astype(jnp.float32)
+            after = zoo.descend(state["params"], reduce(gradient), rate)
+            return {"params": after, "steps": state["steps"] + 1}, loss
+
+        return update
+
+    state = {**zoo.only_params(), "steps": np.int32(0)}
+    step = zoo.sharded(lambda state, rows: warmed(zoo.psum)(state, rows)[0])()
+    verification = verify_step(
+        step, lambda state, rows: warmed(zoo.same)(state, rows)[0], state, zoo.batch(), steps=1
+    )
+    assert "exactly 8 times" in of(verification, "parity", "full batch").cause
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"weights": "maks"}, "weights='maks' names no array of the batch"),
+        ({"replicas": 1}, "there is 1 device"),
+        ({"batch": {"x": np.zeros((8, 6)), "y": np.zeros(6)}}, "['x'] 8, ['y'] 6"),
+        ({"batch": {"x": np.zeros((8, 6))}}, "the reference fails on the batch"),
+        ({"step": lambda state, rows: 1 / 0}, "the step fails on the batch (ZeroDivisionError"),
+        ({"step": lambda state, rows: jnp.zeros(3)}, "returns its new state, or (state, metrics)"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(change: dict[str, Any], words: str) -> None:
+    usual = {
+        "step": zoo.sharded(zoo.good)(),
+        "reference": zoo.reference,
+        "state": zoo.only_params(),
+        "batch": zoo.batch(),
+    }
+    with pytest.raises(ConfigError) as error:
+        verify_step(**{**usual, **change})
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_rows_that_do_not_divide_are_refused() -> None:
+    rows = {key: value[:60] for key, value in zoo.batch().items()}
+    step = jax.jit(zoo.filled_to_fit)
+    with pytest.raises(ConfigError, match="60 rows do not divide over 8 replicas"):
+        verify_step(step, zoo.reference, zoo.only_params(), rows)
+
+
+FILE = """
+import jax, jax.numpy as jnp, numpy as np
+from jax import lax
+
+def single(state, x):
+    loss, gradient = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(state)
+    return state - 0.1 * gradient, loss
+
+def _update(state, x):
+    loss, gradient = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(state)
+    return state - 0.1 * lax.REDUCE(gradient, "data"), lax.pmean(loss, "data")
+
+many = jax.pmap(_update, axis_name="data")
+state = np.ones(3, np.float32)
+
+def batch():
+    return np.random.default_rng(0).standard_normal((16, 3)).astype(np.float32)
+"""
+
+
+@pytest.mark.parametrize(("reduce", "ok"), [("pmean", True), ("psum", False)])
+def test_files(folder: Path, reduce: str, ok: bool) -> None:
+    path = folder / f"my_{reduce}.py"
+    path.write_text(FILE.replace("REDUCE", reduce))
+    assert verify_files(f"{path}:many", f"{path}:single", steps=1).ok == ok
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("my_steps.py", "write FILE.py:name"),
+        ("nowhere.py:many", "nowhere.py is no file"),
+        ("my_steps.py:mony", "has no 'mony' (did you mean 'many'?)"),
+    ],
+)
+def test_files_that_are_not_there(folder: Path, spec: str, words: str) -> None:
+    (folder / "my_steps.py").write_text(FILE.replace("REDUCE", "pmean"))
+    with pytest.raises(ConfigError) as error:
+        load(spec)
+    assert words in str(error.value)
+
+
+def test_a_file_without_a_batch(folder: Path) -> None:
+    (folder / "my_bare.py").write_text(
+        FILE.replace("REDUCE", "pmean").replace("def batch", "def b")
+    )
+    with pytest.raises(ConfigError, match="define no 'batch'"):
+        verify_files("my_bare.py:many", "my_bare.py:single")
+
+
+def test_what_is_no_function_is_no_step(folder: Path) -> None:
+    (folder / "my_value.py").write_text(FILE.replace("REDUCE", "pmean"))
+    with pytest.raises(ConfigError, match="is a ndarray; a step is a function"):
+        verify_files("my_value.py:state", "my_value.py:single")

@@ -1,0 +1,37 @@
+"""The table: one line where many say the same, and 80 columns."""
+
+import pytest
+
+from replicax.verify.check import Check, Verification
+from replicax.verify.table import merged, print_table, summary
+
+PASSED = [
+    Check("parity", f"jit, {part}{batch}", "pass", "as one device, to 1e-7 of", "", {"largest": at})
+    for part, at in (("", 1e-7), ("4 micro-batches, ", 3e-7))
+    for batch in ("full", "padded")
+]
+FAILED = Check("parity", "pmap, full", "fail", "loss is 4 times", "a mean of means: " + 40 * "so ")
+SKIPPED = Check("traffic", "jit", "skip", "nothing to see")
+
+
+def test_passes_of_one_mode_are_one_line() -> None:
+    (line,) = merged(PASSED)
+    assert line.case == "jit (full, padded; and in 4 micro-batches)"
+    assert line.found == "as one device, to 3.0e-07 of each leaf's scale"
+
+
+def test_failures_stay_apart() -> None:
+    assert merged([FAILED, FAILED]) == [FAILED, FAILED]
+    assert len(merged([*PASSED, FAILED, *PASSED])) == 3
+
+
+def test_it_fits_and_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(Verification([*PASSED, FAILED, SKIPPED]))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[-1] == "6 checks: 4 pass, 1 fail, 1 skip"
+    assert any("cause: a mean of means" in line for line in lines)
+
+
+def test_summary_of_one() -> None:
+    assert summary(Verification([SKIPPED])) == "1 check: 1 skip"

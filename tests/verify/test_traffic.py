@@ -1,0 +1,94 @@
+"""Bytes and FLOPs against what is needed."""
+
+import jax
+import pytest
+from verify import zoo_recipes as zoo
+
+import replicax as rx
+from replicax.parallel.compiled import Collectives, CompiledStep
+from replicax.verify.facts import examine
+from replicax.verify.subject import Case, Subject
+from replicax.verify.traffic import (
+    Program,
+    bytes_needed,
+    check_traffic,
+    check_work,
+    read_programs,
+    size_text,
+    wire_bytes,
+)
+
+
+@pytest.fixture(scope="module")
+def subject() -> Subject:
+    mesh = rx.make_mesh(devices=jax.devices()[:4])
+    dp = rx.DataParallel(zoo.good, zoo.Entry().optimizer(), mesh=mesh, mode="shard_map")
+    return Subject(dp, zoo.network(), zoo.data(), 2, 0)
+
+
+def program(case: Case, count: int, size: int, flops: int = 100) -> Program:
+    return Program(case, CompiledStep(None, flops, (Collectives("all-reduce", count, size),)))
+
+
+def test_the_least_is_the_gradient_and_two_numbers_a_metric(subject: Subject) -> None:
+    assert bytes_needed(subject) == 4 * (6 * 8 + 8 + 8 * 4) + 8
+
+
+def test_what_is_compiled_needs_the_least(subject: Subject) -> None:
+    cases = [Case("shard_map", count, 4) for count in (1, 2)]
+    programs = read_programs(subject, cases, lambda text: None)
+    checks = list(check_traffic(subject, examine(subject), programs))
+    assert [check.verdict for check in checks] == ["pass", "pass"]
+    assert checks[0].figures["bytes"] == checks[0].figures["least_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "verdict"),
+    [(1, 360, "pass"), (2, 540, "note"), (2, 20_000, "fail"), (0, 0, "fail")],
+)
+def test_verdicts_by_bytes(subject: Subject, count: int, size: int, verdict: str) -> None:
+    programs = {subject.own: program(subject.own, count, size)}
+    (check,) = check_traffic(subject, examine(subject), programs)
+    assert check.verdict == verdict
+
+
+def test_reductions_that_grow_with_micro_batches(subject: Subject) -> None:
+    """They fail where the user trains so, and are worth a word elsewhere."""
+    cases = [Case("shard_map", count, 4) for count in (1, 2)]
+    programs = {case: program(case, case.micro_batches, 360) for case in cases}
+    facts = examine(subject)
+    one, two = check_traffic(subject, facts, programs)
+    assert (one.verdict, two.verdict) == ("pass", "note")
+    subject.own, own = cases[1], subject.own
+    try:
+        _, two = check_traffic(subject, facts, programs)
+    finally:
+        subject.own = own
+    assert two.verdict == "fail"
+    assert "inside the loop" in two.cause
+
+
+@pytest.mark.parametrize(
+    ("flops", "verdict"), [(25, "pass"), (40, "note"), (100, "fail"), (0, "skip")]
+)
+def test_work(subject: Subject, flops: int, verdict: str) -> None:
+    programs = {subject.own: program(subject.own, 1, 360, flops)}
+    (check,) = check_work(subject, programs, CompiledStep(None, 100, ()))
+    assert check.verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "sent"),
+    [("all-reduce", 400, 600), ("all-gather", 400, 300), ("reduce-scatter", 100, 300)],
+)
+def test_bytes_on_the_wire(kind: str, size: int, sent: float) -> None:
+    assert wire_bytes(Collectives(kind, 1, size), 4) == sent
+
+
+def test_sizes() -> None:
+    assert [size_text(size) for size in (28, 1500, 2.5e6, 3e9)] == [
+        "28 B",
+        "1.5 kB",
+        "2.5 MB",
+        "3 GB",
+    ]

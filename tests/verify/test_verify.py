@@ -1,0 +1,93 @@
+"""`rx.verify`: its rows, and what it refuses."""
+
+import jax
+import numpy as np
+import pytest
+from verify import zoo_recipes as zoo
+
+import replicax as rx
+from replicax.verify.check import Verification
+from replicax.verify.verify import rows_needed
+
+
+@pytest.fixture(scope="module")
+def plain() -> Verification:
+    return zoo.Entry().verify(modes=["jit", "exact"])
+
+
+def test_it_checks_everything(plain: Verification) -> None:
+    assert [*dict.fromkeys(check.subject for check in plain.checks)] == [
+        "parity",
+        "traffic",
+        "redundant work",
+        "parameters",
+        "replicas",
+        "determinism",
+        "recompilation",
+    ]
+    assert plain.ok
+
+
+def test_parity_has_a_row_for_each_batch(plain: Verification) -> None:
+    cases = [check.case for check in plain.checks if check.subject == "parity"]
+    assert cases == [
+        "rows left out",
+        "jit, full",
+        "jit, padded",
+        "jit, unequal weights",
+        "jit, 2 micro-batches, full",
+        "jit, 2 micro-batches, padded",
+        "jit, 2 micro-batches, unequal weights",
+        "exact, full",
+        "exact, padded",
+        "exact, unequal weights",
+        "exact, 1, 2, 4 devices",
+    ]
+
+
+def test_exact_gives_one_digest(plain: Verification) -> None:
+    (check,) = (check for check in plain.checks if check.case == "exact, 1, 2, 4 devices")
+    assert len(set(check.figures["sha256"].values())) == 1
+    assert check.figures["sha256"]["1"][:12] in check.found
+
+
+def test_about(plain: Verification) -> None:
+    assert plain.about["devices"] == 4
+    assert plain.about["rows"] == zoo.ROWS
+
+
+def test_a_step_that_changes_the_program_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of other dtypes is another program."""
+    from replicax.verify.recompilation import check_recompilation
+    from replicax.verify.subject import Subject
+
+    dp = rx.DataParallel(zoo.good, zoo.Entry().optimizer(), mode="single")
+    subject = Subject(dp, zoo.network(), zoo.data(), 1, 0)
+    assert check_recompilation(subject, padded=True).verdict == "pass"
+    some = subject.some
+    monkeypatch.setattr(
+        subject, "some", lambda rows: jax.tree.map(lambda leaf: leaf[:-8], some(rows))
+    )
+    assert check_recompilation(subject, padded=True).verdict == "fail"
+
+
+def test_rows_needed() -> None:
+    mesh = rx.make_mesh(devices=jax.devices()[:4])
+    dp = rx.DataParallel(zoo.good, zoo.Entry().optimizer(), mesh=mesh)
+    assert rows_needed(dp) == 4 * 4 * 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "said"),
+    [
+        (7, {}, "need 16"),
+        (32, {"modes": ["jt"]}, "did you mean 'jit'"),
+        (32, {"micro_batches": 0}, "micro_batches=0"),
+    ],
+)
+def test_refusals(rows: int, options: dict[str, object], said: str) -> None:
+    mesh = rx.make_mesh(devices=jax.devices()[:4])
+    dp = rx.DataParallel(zoo.good, zoo.Entry().optimizer(), mesh=mesh)
+    batch = {"x": np.zeros((rows, 6), np.float32), "y": np.zeros((rows, 4), np.float32)}
+    with pytest.raises(rx.ConfigError, match=said):
+        rx.verify(dp, zoo.network(), batch, **options)  # type: ignore[arg-type]

@@ -1,0 +1,34 @@
+"""Classic mistakes in hand-written steps are caught and named; correct steps raise no alarm."""
+
+import pytest
+from verify.zoo_steps import BROKEN, CORRECT
+
+from replicax.verify.check import Verification
+from replicax.verify.step import verify_step
+
+
+def verified(name: str) -> Verification:
+    entry = (BROKEN | CORRECT)[name]
+    return verify_step(entry.step(), entry.reference, entry.state(), entry.batch(), **entry.options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_mistake_is_caught_and_named(name: str) -> None:
+    entry = BROKEN[name]
+    verification = verified(name)
+    causes = [
+        check.cause
+        for check in verification.failed
+        if (check.subject, check.case) == (entry.subject, entry.case)
+    ]
+    assert not verification.ok
+    assert len(causes) == 1, [(check.subject, check.case) for check in verification.failed]
+    for words in entry.words:
+        assert words in causes[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CORRECT)
+def test_a_correct_step_raises_no_alarm(name: str) -> None:
+    assert verified(name).failed == []
