@@ -25,7 +25,7 @@ from timing import RESULTS, environment, interleaved, ratios, save, spread
 
 import replicax as rx
 from replicax.parallel.compiled import inspect
-from replicax.parallel.threads import fix_threads
+from replicax.parallel.threads import VARIABLE, fix_threads
 from replicax.train.host_memory import keep_freed_memory
 
 NAMES = ("lenet", "cnn", "gpt2")
@@ -66,8 +66,9 @@ def _job(arguments: list[Any], processes: int) -> dict[str, Any]:
         launch = [sys.executable, "-m", "replicax", "launch", "--processes", str(processes), "--"]
         command = [*launch, *command]
     started = time.perf_counter()
+    own = {name: value for name, value in os.environ.items() if name != VARIABLE}
     done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"}
+        command, capture_output=True, text=True, env={**own, "JAX_PLATFORMS": "cpu"}
     )
     lines = [line for line in done.stdout.splitlines() if "RESULT" in line]
     if done.returncode or not lines:
