@@ -121,6 +121,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "shard_map": lambda: train(DATA, mode="shard_map"),
     "micro-batches": lambda: train(DATA, accumulate=3),
     "micro-batches, shard_map": lambda: train(DATA, accumulate=3, mode="shard_map"),
+    "exact": lambda: train(DATA, mode="exact"),
     "zero1": lambda: train(DATA, layout="zero1"),
     "fsdp": lambda: train(DATA, layout="fsdp"),
     "grain": lambda: train(grain.MapDataset.source(Rows())),

@@ -138,6 +138,16 @@ def test_agrees_with_one_device(
     check(found, reference(kind, False, optimizer, accumulate), bound)
 
 
+@pytest.mark.parametrize("devices", [2, 8])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("kind", [kind for kind in CASES if kind not in BATCH_NORM])
+def test_exact_agrees_with_one_device(kind: str, optimizer: str, devices: int) -> None:
+    """But for BatchNorm, whose statistics are those of a micro-shard."""
+    found = run(CASES[kind], optimizer, "exact", devices, 1)
+    bound = ROUNDING_DECIDES.get((kind, optimizer), BOUNDS[optimizer])
+    check(found, reference(kind, False, optimizer, 1), bound)
+
+
 @pytest.mark.parametrize(
     ("mode", "devices", "accumulate"), [layout for layout in LAYOUTS if layout[1] > 1]
 )

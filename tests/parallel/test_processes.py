@@ -63,6 +63,11 @@ def test_processes_compute_what_one_device_does(
             np.testing.assert_allclose(got[part][key], value, rtol=2e-6, atol=1e-6, err_msg=key)
 
 
+def test_exact_gives_the_bits_of_one_device(results: dict[str, Any]) -> None:
+    one = train(DATA, mode="exact", mesh=rx.make_mesh(devices=jax.devices()[:1]))
+    assert results["exact"] == one
+
+
 def test_arrays_of_each_process_have_a_known_length(results: dict[str, Any]) -> None:
     told = results["own arrays"]["told"]
     assert told == {"rows": 51, "padding": 16 - 3}  # 35 and 16: five batches, the last of 3 rows

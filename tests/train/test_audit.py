@@ -17,6 +17,7 @@ from command_line import Main
 from processes import TESTS, Ended, run_job
 
 import replicax as rx
+from replicax.data.digest import sha256
 from replicax.errors import ConfigError, DivergedError, DivergenceError
 from replicax.train.snapshot import Snapshot
 
@@ -307,3 +308,9 @@ def test_processes_go_back_together() -> None:
     norms = [ended.out.splitlines()[-1].split() for ended in (*disturbed, *undisturbed)]
     assert len({norm[1] for norm in norms}) == 1
     assert [norm[3] for norm in norms] == ["1", "1", "0", "0"]
+
+
+def test_audits_leave_the_bits_of_exact_as_they_are() -> None:
+    """Else its digests could be compared only among runs that all audit, or all do not."""
+    dp = make(4, mode="exact")
+    assert sha256(fit(dp).state) == sha256(fit(dp, audit_every=None).state)

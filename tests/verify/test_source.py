@@ -66,6 +66,7 @@ def test_long_and_indented_lines_are_cut_around_the_mark(path: Path, width: int)
 def test_json_holds_the_same(path: Path) -> None:
     found = json.loads(json.dumps(to_json(examine(path))))
     assert found["fails"] is True
+    assert found["complete"] is True
     assert found["parallel_functions"] == 1
     assert [(one["line"], one["rule"]) for one in found["findings"]] == [(9, "no-reduction")]
 
@@ -139,6 +140,15 @@ def test_deep_and_recursive_code_ends(path: Path) -> None:
     calls = "\n".join(f"def f{n}(x):\n    return f{n + 1}(x) + f{n + 1}(x)" for n in range(40))
     path.write_text(f"{FORGOTTEN}\n{calls}\ndef f40(x):\n    return f0(x)\n")
     assert [one.line for one in check_source(path)] == [9]
+    assert "the rest was not checked" in findings_lines(examine(path), 400)[-1]
+
+
+def test_a_very_long_file_is_not_said_to_be_without_error(path: Path) -> None:
+    path.write_text("x = 1 + 2\n" * 30_000 + FORGOTTEN)
+    examination = examine(path)
+    (line,) = findings_lines(examination, 400)
+    assert line.startswith(f"no error found in 0 parallel functions of {path}; it takes too long")
+    assert to_json(examination)["complete"] is False
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from verify import zoo_steps as zoo
 from replicax.errors import ConfigError
 from replicax.verify.check import Check, Verification
 from replicax.verify.step import verify_step
-from replicax.verify.step_files import load, verify_files
+from replicax.verify.step_files import verify_files
 
 
 def of(verification: Verification, subject: str, case: str | None = None) -> Check:
@@ -202,6 +202,10 @@ def test_a_warm_up_does_not_hide_the_gradient() -> None:
     [
         ({"weights": "maks"}, "weights='maks' names no array of the batch"),
         ({"replicas": 1}, "there is 1 device"),
+        ({"replicas": -2}, "replicas=-2"),
+        ({"replicas": 16}, "replicas=16 with 8 devices"),
+        ({"micro_batches": 0}, "micro_batches=0"),
+        ({"steps": 0}, "steps=0"),
         ({"batch": {"x": np.zeros((8, 6)), "y": np.zeros(6)}}, "['x'] 8, ['y'] 6"),
         ({"batch": {"x": np.zeros((8, 6))}}, "the reference fails on the batch"),
         ({"step": lambda state, rows: 1 / 0}, "the step fails on the batch (ZeroDivisionError"),
@@ -255,6 +259,14 @@ def test_files(folder: Path, reduce: str, ok: bool) -> None:
     assert verify_files(f"{path}:many", f"{path}:single", steps=1).ok == ok
 
 
+def test_a_file_of_both_is_run_once(folder: Path) -> None:
+    count = "with open('runs.txt', 'a') as runs:\n    runs.write('x')\n"
+    (folder / "my_once.py").write_text(count + "def step(): ...\n")
+    with pytest.raises(ConfigError, match="define no 'state'"):
+        verify_files("my_once.py:step", "my_once.py:step")
+    assert (folder / "runs.txt").read_text() == "x"
+
+
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
@@ -266,7 +278,7 @@ def test_files(folder: Path, reduce: str, ok: bool) -> None:
 def test_files_that_are_not_there(folder: Path, spec: str, words: str) -> None:
     (folder / "my_steps.py").write_text(FILE.replace("REDUCE", "pmean"))
     with pytest.raises(ConfigError) as error:
-        load(spec)
+        verify_files(spec, "my_steps.py:single")
     assert words in str(error.value)
 
 

@@ -1,0 +1,48 @@
+"""Loading a user's file."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from replicax.errors import ConfigError
+from replicax.python_file import load_file
+
+
+def test_a_file_finds_its_neighbours_and_replaces_no_module(folder: Path) -> None:
+    (folder / "my_neighbour.py").write_text("VALUE = 3\n")
+    path = folder / "json.py"
+    path.write_text("from my_neighbour import VALUE\n")
+    assert load_file(path, "a step").VALUE == 3
+    assert sys.modules["json"] is json
+    load_file(path, "a step")
+    assert sys.path.count(str(folder)) == 1
+
+
+def test_a_file_is_run_as_it_is_now(folder: Path) -> None:
+    path = folder / "my_file.py"
+    path.write_text("VALUE = 1\n")
+    first = load_file(path, "a step")
+    path.write_text("VALUE = 23\n")
+    assert (first.VALUE, load_file(path, "a step").VALUE) == (1, 23)
+
+
+def test_a_file_that_fails_leaves_no_half_of_itself(folder: Path) -> None:
+    path = folder / "my_file.py"
+    path.write_text("VALUE = 1\n")
+    module = load_file(path, "a step")
+    path.write_text("1 / 0\n")
+    with pytest.raises(ZeroDivisionError):
+        load_file(path, "a step")
+    assert sys.modules[module.__name__] is module
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("no_such.py", "no_such.py is no file; give the path of a step"), ("notes.txt", "end in .py")],
+)
+def test_what_is_no_python_file(folder: Path, name: str, words: str) -> None:
+    (folder / "notes.txt").touch()
+    with pytest.raises(ConfigError, match=words):
+        load_file(Path(name), "a step")
