@@ -14,6 +14,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src"
 # From the bottom up. "" is `replicax/__init__.py`, the public names.
 ROWS = (
     "errors",
+    "wording",
     "python_file",
     "cluster",
     "data",

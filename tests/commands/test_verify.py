@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 from command_line import Main, one_line
 
+from replicax.commands import verify as command
 from replicax.commands.verify import first_rows
 from replicax.errors import ConfigError
+from replicax.verify import step_files
+from replicax.verify.check import Verification
 
 BROKEN = """
 import dataclasses
@@ -122,6 +125,42 @@ def test_help(main: Main) -> None:
     code, out, _ = main("verify", "linear_regression", "--help")
     assert code == 0
     assert "--modes" in out
+    code, out, _ = main("verify", "--step", "--help")
+    assert code == 0
+    for flag in ("--micro-batches", "--weights", "--replicas", "--steps"):
+        assert flag in out
+
+
+def test_the_flags_of_a_step_reach_it(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    def verify_files(*files: str, **options: Any) -> Verification:
+        given.update(options)
+        return Verification([])
+
+    monkeypatch.setattr(step_files, "verify_files", verify_files)
+    flags = ("--weights", "scale", "--replicas", 4, "--steps", 3, "--micro-batches", 5)
+    code, _, err = main("verify", "--step", "a.py:f", "--reference", "a.py:g", *flags)
+    assert code == 0, err
+    assert callable(given.pop("progress"))
+    assert given == {
+        "state": "state",
+        "batch": "batch",
+        "weights": "scale",
+        "replicas": 4,
+        "steps": 3,
+        "micro_batches": 5,
+    }
+
+
+def test_exact_gets_its_threads(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(command, "fix_threads", asked.append)
+    flags = ("--devices", 2, "--mode", "exact", "--modes", "exact", "--micro-shards", 16)
+    code, _, err = main("verify", "linear_regression", *flags)
+    assert asked == [16]
+    assert code == 2  # the tests have 8 threads
+    assert "micro_shards=16" in err
 
 
 def test_first_rows() -> None:

@@ -158,14 +158,6 @@ def test_many_parts_are_shortened() -> None:
     assert view._label(tuple(range(512))) == "0-511"
 
 
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0 B"), (999, "999 B"), (999_600, "1 MB"), (65_536, "65.5 kB"), (4.6e9, "4.6 GB")],
-)
-def test_bytes(count: int, text: str) -> None:
-    assert view._bytes(count) == text
-
-
 def test_shapes_alone_are_enough() -> None:
     mesh = rx.make_mesh(8)
     arrays = state("zero1", mesh)

@@ -7,7 +7,7 @@ import pytest
 from verify import zoo_recipes as zoo
 
 import replicax as rx
-from replicax.verify.parameters import check_parameters, moved, named
+from replicax.verify.parameters import check_parameters, moved
 from replicax.verify.subject import Subject
 
 
@@ -42,8 +42,3 @@ def test_moved_changes_every_element() -> None:
     after = moved(before, 0)
     changed = jax.tree.map(lambda left, right: bool((left != right).all()), before, after)
     assert all(jax.tree.leaves(changed))
-
-
-def test_named() -> None:
-    assert named(["a", "b"]) == "a, b"
-    assert named(list("abcdef")) == "a, b, c, d and 2 more"

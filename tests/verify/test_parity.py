@@ -27,6 +27,7 @@ def verdicts(of: Subject, *cases: Case, facts: Facts | None = None) -> dict[str,
     return {check.case: check.verdict for check in parity.checks(cases)}
 
 
+@pytest.mark.slow
 def test_padding_that_counts_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask that was forgotten leaves full batches right."""
     of = subject(zoo.Entry())
@@ -44,6 +45,7 @@ def test_padding_that_counts_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_reduction_that_is_left_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     of = subject(zoo.Entry())
     monkeypatch.setattr("replicax.parallel.summation.reduce", lambda sums, axis: sums)
@@ -53,6 +55,7 @@ def test_a_reduction_that_is_left_out_is_named(monkeypatch: pytest.MonkeyPatch) 
     assert "rows of replica 0 alone" in check.cause
 
 
+@pytest.mark.slow
 def test_a_key_that_all_replicas_share_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     of = subject(zoo.Entry(zoo.dropout))
     facts = examine(of)

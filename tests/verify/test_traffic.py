@@ -14,7 +14,6 @@ from replicax.verify.traffic import (
     check_traffic,
     check_work,
     read_programs,
-    size_text,
     wire_bytes,
 )
 
@@ -83,12 +82,3 @@ def test_work(subject: Subject, flops: int, verdict: str) -> None:
 )
 def test_bytes_on_the_wire(kind: str, size: int, sent: float) -> None:
     assert wire_bytes(Collectives(kind, 1, size), 4) == sent
-
-
-def test_sizes() -> None:
-    assert [size_text(size) for size in (28, 1500, 2.5e6, 3e9)] == [
-        "28 B",
-        "1.5 kB",
-        "2.5 MB",
-        "3 GB",
-    ]

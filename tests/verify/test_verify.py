@@ -15,6 +15,7 @@ def plain() -> Verification:
     return zoo.Entry().verify(modes=["jit", "exact"])
 
 
+@pytest.mark.slow
 def test_it_checks_everything(plain: Verification) -> None:
     assert [*dict.fromkeys(check.subject for check in plain.checks)] == [
         "parity",
@@ -28,6 +29,7 @@ def test_it_checks_everything(plain: Verification) -> None:
     assert plain.ok
 
 
+@pytest.mark.slow
 def test_parity_has_a_row_for_each_batch(plain: Verification) -> None:
     cases = [check.case for check in plain.checks if check.subject == "parity"]
     assert cases == [
@@ -45,12 +47,14 @@ def test_parity_has_a_row_for_each_batch(plain: Verification) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_exact_gives_one_digest(plain: Verification) -> None:
     (check,) = (check for check in plain.checks if check.case == "exact, 1, 2, 4 devices")
     assert len(set(check.figures["sha256"].values())) == 1
     assert check.figures["sha256"]["1"][:12] in check.found
 
 
+@pytest.mark.slow
 def test_about(plain: Verification) -> None:
     assert plain.about["devices"] == 4
     assert plain.about["rows"] == zoo.ROWS
