@@ -43,6 +43,7 @@ PARALLEL = (
     "reduction",
     "threads",
     "summation",
+    "canonical",
     "update",
     "layout",
     "lift",

@@ -127,8 +127,8 @@ def test_zeros_keep_their_sign() -> None:
     [
         ({"micro_shards": 12}, ["micro_shards=12", "power of two", "16"]),
         ({"micro_shards": 0}, ["micro_shards=0", "power of two"]),
-        ({"devices": 3}, ["3 replicas", "micro_shards=8"]),
-        ({"micro_shards": 4}, ["8 replicas", "micro_shards=4", "raise micro_shards"]),
+        ({"devices": 3}, ["3 replicas", "micro_shards=8", "use 2 devices"]),
+        ({"micro_shards": 4}, ["8 replicas", "micro_shards=4", "raise micro_shards to 8"]),
         (
             {"micro_shards": 4, "devices": 4},
             ["8 XLA threads", "8 CPU devices", "micro_shards to 8"],

@@ -17,7 +17,10 @@ from jax.sharding import Mesh, PartitionSpec
 
 from replicax.data.batch import Batch
 from replicax.errors import ConfigError, did_you_mean
+from replicax.parallel.canonical import Canonical
 from replicax.parallel.mesh import DATA, by_rows, is_data_only, replica_count
+from replicax.parallel.summation import Running, Summation
+from replicax.parallel.threads import check_threads
 from replicax.parallel.update import TrainState
 
 MODES = ("single", "jit", "shard_map", "pmap", "exact")
@@ -48,6 +51,33 @@ def check_mode(mode: str, mesh: Mesh) -> None:
             f"mode={mode!r} with a mesh of {mesh.devices.size} devices and {replica_count(mesh)} "
             "replicas; there each device holds a whole replica: use mode='jit'"
         )
+
+
+def summation_for(mode: str, accumulate: int, micro_shards: int, mesh: Mesh) -> Summation:
+    """The one of a mode.
+
+    Args:
+        mode: one of `MODES`.
+        accumulate: micro-batches of each replica; in `exact` the least.
+        micro_shards: of `Canonical`.
+        mesh: the devices.
+
+    Raises:
+        ConfigError: a mesh that cannot share out the micro-shards, or a CPU on which their number
+            does not fix the bits.
+    """
+    if mode != "exact":
+        return Running(accumulate)
+    canonical, replicas = Canonical(micro_shards), replica_count(mesh)
+    own = canonical.micro_batches(replicas)
+    if own < accumulate:
+        raise ConfigError(
+            f"mode='exact' with accumulate={accumulate} on {replicas} replicas and "
+            f"micro_shards={micro_shards}; each replica has {own} of them: raise micro_shards to "
+            f"{accumulate * replicas}"
+        )
+    check_threads(mesh, micro_shards)
+    return canonical
 
 
 def lift(

@@ -23,7 +23,7 @@ from replicax.parallel.agreed import agree_on_model, agree_on_program
 from replicax.parallel.capacity import check_fits, check_state_fits
 from replicax.parallel.gradients import LossFunction, Objective
 from replicax.parallel.layout import Layout, check_layout, layout_name, state_shardings
-from replicax.parallel.lift import check_mode, lift
+from replicax.parallel.lift import check_mode, lift, summation_for
 from replicax.parallel.loss import LOSS, scalars
 from replicax.parallel.mesh import (
     by_rows,
@@ -35,7 +35,7 @@ from replicax.parallel.mesh import (
 )
 from replicax.parallel.model import Definition, PyTree, split_model
 from replicax.parallel.precision import Precision
-from replicax.parallel.summation import Running, summation_for
+from replicax.parallel.summation import Running
 from replicax.parallel.update import Metrics, TrainState, create, score, update
 
 STEPS_IN_FLIGHT = 4
