@@ -121,7 +121,7 @@ def _prepared(name: str, devices: int, mode: str, accumulate: int) -> Any:
         micro_shards=MICRO_SHARDS,
     )
     state = dp.init(subject.model(), seed=1)
-    return dp, state, next(iter(dp.feed(subject.source, exact_subjects.BATCH)))
+    return dp, state, next(iter(dp.feed(subject.source, subject.batch_size)))
 
 
 def traffic(name: str) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def main() -> None:
     path = RESULTS / "exact.json"
     result = json.loads(path.read_text()) if path.exists() else {}
     result["micro_shards"] = {"bits": exact_subjects.MICRO_SHARDS, "times": MICRO_SHARDS}
-    result["batch"] = {"rows": exact_subjects.BATCH, "of": exact_subjects.ROWS}
+    result["batch_size"] = {name: exact_subjects.subject(name).batch_size for name in NAMES}
     for part in options.parts.split(","):
         for name in options.subjects.split(","):
             found = {

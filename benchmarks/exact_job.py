@@ -65,7 +65,7 @@ def _train(
 def _batches(dp: rx.DataParallel, subject: Any) -> Iterator[rx.Batch]:
     epoch = 0
     while True:
-        yield from dp.feed(subject.source, exact_subjects.BATCH, shuffle=True, seed=2, epoch=epoch)
+        yield from dp.feed(subject.source, subject.batch_size, shuffle=True, seed=2, epoch=epoch)
         epoch += 1
 
 

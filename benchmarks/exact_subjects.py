@@ -18,7 +18,7 @@ from replicax.recipes.cnn import CNN
 from replicax.recipes.gpt2 import GPT2
 from replicax.recipes.lenet import LeNet
 
-ROWS, BATCH, MICRO_SHARDS = 1000, 96, 32
+ROWS, MICRO_SHARDS = 1000, 32
 DROPOUT = 0.1
 
 
@@ -29,6 +29,7 @@ class Subject:
     model: Callable[[], Any]
     loss: Callable[..., Any]
     source: dict[str, np.ndarray]
+    batch_size: int
 
 
 def optimizer() -> optax.GradientTransformation:
@@ -38,13 +39,13 @@ def optimizer() -> optax.GradientTransformation:
 
 def subject(name: str, rows: int = ROWS) -> Subject:
     """`lenet`, `cnn` or `gpt2`, on its first rows."""
-    recipe, loss = {
-        "lenet": (LeNet(), _lenet_loss),
-        "cnn": (CNN(dropout=0.25), None),
-        "gpt2": (_nano(), _gpt2_loss),
+    recipe, loss, batch_size = {
+        "lenet": (LeNet(), _lenet_loss, 96),
+        "cnn": (CNN(dropout=0.25), None, 64),
+        "gpt2": (_nano(), _gpt2_loss, 64),
     }[name]
     source = {key: leaf[:rows] for key, leaf in recipe.train_source().items()}
-    return Subject(lambda: recipe.model(jax.random.key(0)), loss or recipe.loss, source)
+    return Subject(lambda: recipe.model(jax.random.key(0)), loss or recipe.loss, source, batch_size)
 
 
 def _nano() -> GPT2:
