@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 
 import replicax as rx
 from replicax.parallel.hlo import instructions
@@ -69,6 +70,21 @@ def train(source: Any, mesh: Any = None, **options: Any) -> dict[str, Any]:
         "rows": rows,
         "told": told,
     }
+
+
+def train_network(mesh: Any = None) -> list[float]:
+    """The weights of an NNX network with Dropout, which holds random keys, after an epoch."""
+
+    def network_loss(network: Any, batch: Any, key: Any) -> Any:
+        return (network(batch["x"])[:, 0] - batch["y"]) ** 2
+
+    dp = rx.DataParallel(network_loss, optax.adamw(1e-2), mesh=mesh, mode="exact")
+    rngs = nnx.Rngs(0)
+    layers = [nnx.Linear(FEATURES, 16, rngs=rngs), nnx.Dropout(0.5, rngs=rngs), nnx.relu]
+    state = dp.init(nnx.Sequential(*layers, nnx.Linear(16, 1, rngs=rngs)))
+    for batch in dp.feed(DATA, BATCH):
+        state, _ = dp.step(state, batch)
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(state.params)]).tolist()
 
 
 def _everywhere(dp: rx.DataParallel) -> Any:
@@ -145,6 +161,7 @@ def main() -> None:
     rx.initialize(verbose=False)
     results: dict[str, Any] = {name: case() for name, case in CASES.items()}
     results["reductions"] = reductions()
+    results["network"] = train_network()
     if jax.process_index() == 0:
         Path(sys.argv[1]).write_text(json.dumps(results))
 

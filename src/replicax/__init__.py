@@ -11,6 +11,8 @@ from replicax.errors import AgreementError as AgreementError
 from replicax.errors import ClusterError as ClusterError
 from replicax.errors import ConfigError as ConfigError
 from replicax.errors import DataError as DataError
+from replicax.errors import DivergedError as DivergedError
+from replicax.errors import DivergenceError as DivergenceError
 from replicax.errors import LossError as LossError
 from replicax.errors import MissingDependencyError as MissingDependencyError
 from replicax.errors import ReplicaxError as ReplicaxError
@@ -33,6 +35,8 @@ __all__ = [
     "ConfigError",
     "DataError",
     "DataParallel",
+    "DivergedError",
+    "DivergenceError",
     "Feed",
     "Fit",
     "LossError",

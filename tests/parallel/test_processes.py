@@ -7,7 +7,7 @@ import grain
 import jax
 import numpy as np
 import pytest
-from job_cases import CASES, DATA, Rows, joined_batches, train
+from job_cases import CASES, DATA, Rows, joined_batches, train, train_network
 from processes import TESTS, run_job
 
 import replicax as rx
@@ -66,6 +66,10 @@ def test_processes_compute_what_one_device_does(
 def test_exact_gives_the_bits_of_one_device(results: dict[str, Any]) -> None:
     one = train(DATA, mode="exact", mesh=rx.make_mesh(devices=jax.devices()[:1]))
     assert results["exact"] == one
+
+
+def test_a_network_with_random_keys_is_trained_alike(results: dict[str, Any]) -> None:
+    assert results["network"] == train_network(rx.make_mesh(devices=jax.devices()[:1]))
 
 
 def test_arrays_of_each_process_have_a_known_length(results: dict[str, Any]) -> None:

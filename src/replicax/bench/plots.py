@@ -15,6 +15,7 @@ STYLES = {
     "jit": ("#0072B2", "o"),
     "shard_map": ("#D55E00", "s"),
     "pmap": ("#009E73", "^"),
+    "exact": ("#CC79A7", "D"),
 }
 IDEAL = "#7F7F7F"
 BESIDE = 0.02

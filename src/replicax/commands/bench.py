@@ -20,6 +20,7 @@ from replicax.bench.memory_plot import draw_memory
 from replicax.bench.notes import notes_on_cases
 from replicax.bench.report import table
 from replicax.bench.result import Bench
+from replicax.bench.run import USUAL_MODES
 from replicax.bench.run import bench as run_bench
 from replicax.bench.save import write_bench
 from replicax.cluster.place import find_place
@@ -27,7 +28,8 @@ from replicax.commands.arguments import Arguments, parse_arguments
 from replicax.commands.data import print_data
 from replicax.commands.devices import make_host_devices
 from replicax.errors import ConfigError, MissingDependencyError
-from replicax.parallel.lift import MODES
+from replicax.parallel.canonical import MICRO_SHARDS
+from replicax.parallel.threads import fix_threads
 from replicax.train.host_memory import keep_freed_memory
 
 MEMORY = "memory.png"
@@ -45,7 +47,8 @@ class BenchOptions:
     """Process counts, as 1,2, instead of devices: weak scaling over processes on this host, each
     with a core and a host device of its own."""
     modes: str | None = None
-    """Modes, as jit,shard_map; by default all, and these two with --processes."""
+    """Modes, as jit,shard_map; by default all but exact, and these two with --processes. For exact
+    a CPU gets 8 threads, in all modes."""
     layout: Literal["replicated", "zero1", "fsdp"] = "replicated"
     """Where the training state lives."""
     accumulate: int = 1
@@ -75,6 +78,8 @@ def bench(arguments: list[str]) -> None:
         _over_processes(parsed, arguments)
         return
     devices = counts_of("--devices", options.devices)
+    if "exact" in modes_of(options):
+        fix_threads(MICRO_SHARDS)
     if devices:
         make_host_devices(max(devices))
     if jax.devices()[0].platform == "cpu":
@@ -201,7 +206,7 @@ def counts_of(flag: str, text: str | None) -> list[int] | None:
 def modes_of(options: BenchOptions) -> list[str]:
     """The modes that are asked for."""
     if options.modes is None:
-        return list(MODES if options.processes is None else processes.MODES)
+        return list(USUAL_MODES if options.processes is None else processes.MODES)
     return _words(options.modes)
 
 

@@ -12,6 +12,7 @@ from replicax.commands.arguments import parse_arguments
 from replicax.commands.data import print_data
 from replicax.commands.devices import make_host_devices, of_this_process
 from replicax.errors import ConfigError
+from replicax.parallel.canonical import MICRO_SHARDS
 from replicax.parallel.mesh import by_rows
 from replicax.parallel.threads import fix_threads
 from replicax.train.fit import Fit
@@ -32,7 +33,7 @@ class TrainOptions:
     """Where the training state lives."""
     accumulate: int = 1
     """Micro-batches that each device computes one after the other."""
-    micro_shards: int = 8
+    micro_shards: int = MICRO_SHARDS
     """In mode exact: the parts of a global batch, which all device counts must share; a power of
     two."""
     precision: Literal["float32", "bfloat16"] = "float32"

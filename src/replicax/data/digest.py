@@ -13,7 +13,7 @@ def describe_leaves(data: Any) -> dict[str, str]:
     """Path -> dtype, shape and checksum of each array in `data`."""
     described = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(data):
-        array = np.ascontiguousarray(leaf)
+        array = _on_host(leaf)
         name = jax.tree_util.keystr(path) or "data"
         checksum = f"{zlib.crc32(array.tobytes()):08x}"
         described[name] = f"{array.dtype}{list(array.shape)} {checksum}"
@@ -24,9 +24,14 @@ def sha256(data: Any) -> str:
     """SHA-256, in hex, of the path, dtype, shape and bits of each array in `data`."""
     digest = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(data):
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf = jax.random.key_data(leaf)
-        array = np.ascontiguousarray(leaf)
+        array = _on_host(leaf)
         digest.update(f"{jax.tree_util.keystr(path)} {array.dtype}{array.shape}".encode())
         digest.update(array.tobytes())
     return digest.hexdigest()
+
+
+def _on_host(leaf: Any) -> np.ndarray:
+    """`leaf` as a contiguous host array; of random keys, their numbers."""
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return np.ascontiguousarray(leaf)

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from replicax.cluster.agreement import agree
@@ -25,7 +24,7 @@ def agree_on_model(model: PyTree, seed: int) -> None:
     leaves = jax.tree.leaves(model)
     if current_link() is None or any(map(_is_shared, leaves)):
         return
-    agree("the initial model", {"seed": seed, **describe_leaves(jax.tree.map(np.asarray, model))})
+    agree("the initial model", {"seed": seed, **describe_leaves(model)})
 
 
 def agree_on_program(

@@ -14,6 +14,9 @@ from replicax.parallel.precision import to_sum
 from replicax.parallel.reduction import reduce_by_tree
 from replicax.parallel.summation import Function, Part, PyTree, folded, zeros_like
 
+MICRO_SHARDS = 8
+"""Unless said otherwise."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Canonical:

@@ -20,6 +20,7 @@ from replicax.data.share import Share
 from replicax.data.source import as_source
 from replicax.errors import ConfigError, LossError, StateError
 from replicax.parallel.agreed import agree_on_model, agree_on_program
+from replicax.parallel.canonical import MICRO_SHARDS
 from replicax.parallel.capacity import check_fits, check_state_fits
 from replicax.parallel.gradients import LossFunction, Objective
 from replicax.parallel.layout import Layout, check_layout, layout_name, state_shardings
@@ -88,7 +89,7 @@ class DataParallel:
         mode: str = "jit",
         layout: Layout = "replicated",
         accumulate: int = 1,
-        micro_shards: int = 8,
+        micro_shards: int = MICRO_SHARDS,
         precision: str = "float32",
         donate: bool = True,
     ) -> None:
@@ -445,6 +446,9 @@ def _on_devices_of(leaf: Any, sharding: jax.sharding.Sharding) -> Any:
     """`leaf`, moved where it lives on other devices than those of `sharding`."""
     if not sharding.is_fully_addressable and getattr(leaf, "is_fully_addressable", True):
         # device_put would compare the whole array with every process's once more.
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            numbers = _on_devices_of(jax.random.key_data(leaf), sharding)
+            return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(leaf))
         host = np.asarray(leaf)
         return jax.make_array_from_callback(host.shape, sharding, lambda part: host[part])
     if isinstance(leaf, jax.Array) and leaf.sharding.device_set != sharding.device_set:

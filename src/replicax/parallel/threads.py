@@ -31,7 +31,7 @@ def check_threads(mesh: Mesh, micro_shards: int) -> None:
         fix = (
             f"raise micro_shards to {1 << (devices - 1).bit_length()}"
             if devices > micro_shards
-            else f"set {VARIABLE}={micro_shards} before JAX starts, or raise micro_shards"
+            else f"set {VARIABLE}={micro_shards} before JAX starts"
         )
         raise ConfigError(
             f"mode='exact' with {threads} XLA threads for {devices} CPU devices, and micro_shards="
