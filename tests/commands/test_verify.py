@@ -99,6 +99,8 @@ def test_source(main: Main) -> None:
     code, out, _ = main("verify", "--source", "my_source.py")
     assert code in (0, 1)
     assert "my_source.py" in out
+    code, out, _ = main("verify", "--source", "my_source.py", "--json")
+    assert json.loads(out)["path"] == "my_source.py"
 
 
 @pytest.mark.parametrize(
@@ -107,6 +109,9 @@ def test_source(main: Main) -> None:
         ([], ["needs a recipe"]),
         (["--step", "a.py:f"], ["--reference is missing"]),
         (["--source", "a.py", "--step", "a.py:f"], ["leave one out"]),
+        (["--source", "a.py", "--json", "no/such.json"], ["no folder no"]),
+        (["linear_regression", "--json", "no/such.json"], ["no folder no"]),
+        (["linear_regression", "--json", "."], ["is a folder"]),
         (["linear_regression", "--devices", "0"], ["--devices 0"]),
         (["linear_regression", "--modes", "jitt"], ["mean 'jit'"]),
         (["linear_regression", "--points", "3"], ["the source has 3 rows"]),
@@ -142,7 +147,7 @@ def test_the_flags_of_a_step_reach_it(main: Main, monkeypatch: pytest.MonkeyPatc
     flags = ("--weights", "scale", "--replicas", 4, "--steps", 3, "--micro-batches", 5)
     code, _, err = main("verify", "--step", "a.py:f", "--reference", "a.py:g", *flags)
     assert code == 0, err
-    assert callable(given.pop("progress"))
+    assert callable(given.pop("show"))
     assert given == {
         "state": "state",
         "batch": "batch",

@@ -234,7 +234,7 @@ def test_a_split_optimizer_is_not_compared_and_that_is_said(
     (said,) = [number for number, line in enumerate(lines) if line.startswith("audit  every")]
     assert lines[said].endswith("on each of 2 devices")
     assert " B more are on no other device: nothing to compare with" in lines[said + 1]
-    assert "bytes of host memory" in lines[said + 2]
+    assert " kB of host memory" in lines[said + 2]
     assert all(len(line) <= 80 for line in lines)
     assert lines[-1] == "audit  3 clean"
 

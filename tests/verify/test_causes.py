@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replicax.verify.causes import Evidence, Hypothesis, likely_cause
+from replicax.verify.causes import likely_cause
 from replicax.verify.difference import Leaves
+from replicax.verify.evidence import Evidence, Hypothesis
 
 N, ROWS = 4, 32
 X = np.random.default_rng(0).standard_normal((ROWS, 5))

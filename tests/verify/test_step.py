@@ -134,7 +134,7 @@ def test_fewer_replicas_than_devices() -> None:
 
 def test_says_what_it_does() -> None:
     told: list[str] = []
-    verified(zoo.sharded(zoo.good)(), progress=told.append)
+    verified(zoo.sharded(zoo.good)(), show=told.append)
     assert "what every device holds" in told
 
 
@@ -263,7 +263,7 @@ def test_a_file_of_both_is_run_once(folder: Path) -> None:
     count = "with open('runs.txt', 'a') as runs:\n    runs.write('x')\n"
     (folder / "my_once.py").write_text(count + "def step(): ...\n")
     with pytest.raises(ConfigError, match="define no 'state'"):
-        verify_files("my_once.py:step", "my_once.py:step")
+        verify_files("my_once.py:step", f"{folder}/my_once.py:step")
     assert (folder / "runs.txt").read_text() == "x"
 
 

@@ -21,6 +21,8 @@ from replicax.commands.devices import make_host_devices
 from replicax.data.source import as_source
 from replicax.errors import ConfigError
 from replicax.flags import parse_options
+from replicax.parallel.canonical import MICRO_SHARDS
+from replicax.parallel.threads import fix_threads
 from replicax.verify.check import Verification
 from replicax.verify.table import print_table
 from replicax.verify.verify import rows_needed
@@ -56,6 +58,9 @@ class VerifyOptions:
     """Where the training state lives."""
     accumulate: int = 1
     """Micro-batches that each device computes one after the other."""
+    micro_shards: int = MICRO_SHARDS
+    """In mode exact: the parts of a global batch, which all device counts must share; a power of
+    two."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Dtype the model computes in; parameters and optimizer stay in float32."""
     seed: int = 0
@@ -77,12 +82,21 @@ class StepOptions:
     """What the file calls the state that both start from: a value, or a function that makes it."""
     batch: str = "batch"
     """What the file calls the global batch, likewise."""
+    micro_batches: int = 1
+    """Parts that the step computes each replica's rows in, which helps to name causes."""
+    weights: str | None = None
+    """The name of the batch's array of weights, one per row; mask, weights and the like are
+    found."""
+    replicas: int | None = None
+    """Devices that the step splits a batch over; found by default."""
+    steps: int = 2
+    """Consecutive steps whose state is compared."""
     source: Path | None = None
     """A file to read, for the classic errors of hand-written data parallelism."""
     devices: int | None = None
     """Host devices to make on a CPU; 8 by default."""
     json: str | None = None
-    """As for a recipe."""
+    """Write all checks or findings as JSON to this file; - prints them instead of the table."""
 
 
 def verify(arguments: list[str]) -> int:
@@ -91,12 +105,16 @@ def verify(arguments: list[str]) -> int:
         print(USAGE, end="")
         return 0
     if arguments and arguments[0].startswith("--"):
-        return _by_hand(parse_options(StepOptions, arguments, PROGRAM))
+        if {"-h", "--help"} & set(arguments):  # after --step, it would be the step's name
+            arguments = ["--help"]
+        return _by_hand(parse_options(StepOptions, _with_value(arguments), PROGRAM))
     parsed = parse_arguments("verify", VerifyOptions, _with_value(arguments))
     if parsed is None:
         return 0
     _check_alone()
     options = parsed.options
+    _check_json(options.json)
+    fix_threads(options.micro_shards)  # exact is compared, whichever mode is trained in
     _make_devices(options.devices)
     with _standard_output(options.json == "-"):
         if options.json != "-":
@@ -116,6 +134,7 @@ def _of_recipe(parsed: Arguments[VerifyOptions], show: Callable[[str], None]) ->
         mode=options.mode,
         layout=options.layout,
         accumulate=options.accumulate,
+        micro_shards=options.micro_shards,
         precision=options.precision,
     )
     show("reading the data")
@@ -155,6 +174,7 @@ def first_rows(source: Any, rows: int) -> Any:
 
 
 def _by_hand(options: StepOptions) -> int:
+    _check_json(options.json)
     if options.source is not None:
         return _of_source(options)
     if options.step is None or options.reference is None:
@@ -170,7 +190,15 @@ def _by_hand(options: StepOptions) -> int:
     with _standard_output(options.json == "-"), _live() as show:
         show(f"{options.step} against {options.reference}")
         verification = verify_files(
-            options.step, options.reference, state=options.state, batch=options.batch
+            options.step,
+            options.reference,
+            state=options.state,
+            batch=options.batch,
+            replicas=options.replicas,
+            micro_batches=options.micro_batches,
+            weights=options.weights,
+            steps=options.steps,
+            show=show,
         )
     return _report(verification, options.json, options.step)
 
@@ -200,6 +228,16 @@ def _report(verification: Verification, to: str | None, name: str) -> int:
         if to is not None:
             print(f"see    {to}")
     return 0 if verification.ok else 1
+
+
+def _check_json(to: str | None) -> None:
+    """Raise `ConfigError` where `_write` would fail, minutes later."""
+    if to is None or to == "-":
+        return
+    if Path(to).is_dir():
+        raise ConfigError(f"--json {to} is a folder; name a file")
+    if not Path(to).parent.is_dir():
+        raise ConfigError(f"--json {to}: there is no folder {Path(to).parent}; make it first")
 
 
 def _write(content: dict[str, Any], to: str | None) -> None:

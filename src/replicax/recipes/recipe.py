@@ -2,9 +2,7 @@
 
 import dataclasses
 import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -14,6 +12,7 @@ import jax
 import optax
 
 from replicax.errors import ConfigError, did_you_mean
+from replicax.python_file import load_file
 
 BUILT_IN: Mapping[str, str] = MappingProxyType(
     {
@@ -79,7 +78,10 @@ def find_recipe(spec: str) -> type[Any]:
             f"no recipe is named {spec!r}; there are {', '.join(BUILT_IN)}, or your own as "
             f"file.py:Name{did_you_mean(spec, BUILT_IN)}"
         )
-    module = _load_file(Path(where)) if where.endswith(".py") else _load_module(where)
+    if where.endswith(".py"):
+        module = load_file(Path(where), "a recipe as file.py:Name")
+    else:
+        module = _load_module(where)
     classes = {key: value for key, value in vars(module).items() if inspect.isclass(value)}
     if not name:
         name = _only_recipe(module, where)
@@ -172,21 +174,3 @@ def _load_module(name: str) -> ModuleType:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
         raise refusal from error
-
-
-def _load_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise ConfigError(f"{path} is no file; give the path of a recipe as file.py:Name")
-    name = f"replicax_recipe_{path.stem}"  # a file named json.py must not replace json
-    spec = importlib.util.spec_from_file_location(name, path.resolve())
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"{path} cannot be loaded as Python; rename it to end in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    sys.path.insert(0, str(path.resolve().parent))  # the file's neighbours, as python file.py has
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module

@@ -16,6 +16,7 @@ from replicax.parallel.mesh import replica_count
 from replicax.parallel.step import STEPS_IN_FLIGHT, DataParallel
 from replicax.parallel.update import TrainState
 from replicax.train.snapshot import Snapshot
+from replicax.wording import listed, named, size_text
 
 ON_DIVERGENCE = ("stop", "restore")
 
@@ -96,15 +97,15 @@ class Audit:
         of = self._fingerprint
         steps = "every step" if self._every == 1 else f"every {self._every:,} steps"
         lines = [
-            f"audit  {steps}: {len(of.compared)} leaves, {_megabytes(of.compared_bytes)} on each "
+            f"audit  {steps}: {len(of.compared)} leaves, {size_text(of.compared_bytes)} on each "
             f"of {len(self._devices)} devices"
         ]
         if of.alone_bytes:
-            alone = _megabytes(of.alone_bytes)
+            alone = size_text(of.alone_bytes)
             lines.append(f"       {alone} more are on no other device: nothing to compare with")
         if self._snapshot is not None:
             lines.append(
-                f"       the last good state is kept: {_megabytes(self._snapshot.nbytes)} of host "
+                f"       the last good state is kept: {size_text(self._snapshot.nbytes)} of host "
                 "memory"
             )
         elif replica_count(self._dp.mesh) == 2:
@@ -184,7 +185,7 @@ class Audit:
         leaves = [x for x in self._fingerprint.not_finite(table) if x not in self._never_finite]
         if leaves:
             raise DivergedError(
-                f"{_several(leaves)} is not finite at step {place.step}{_CANNOT_GO_ON}"
+                f"{named(leaves)} is not finite at step {place.step}{_CANNOT_GO_ON}"
             )
 
     def _note_good(self, place: Place, state: TrainState) -> None:
@@ -288,7 +289,7 @@ class Audit:
         self, differences: list[Difference], wrong: Sequence[int], at: Place, how: str = ""
     ) -> str:
         """Who differs in what, and since when."""
-        what = _several(list(dict.fromkeys(each.leaf for each in differences)))
+        what = named(list(dict.fromkeys(each.leaf for each in differences)))
         when = f"after step {at.step}" if at.step else "before the first step"
         if self.good is not None:
             when += f"; all were equal after step {self.good.step}"
@@ -312,19 +313,14 @@ class Audit:
         of: dict[int, list[str]] = {}
         for device in (self._devices[place] for place in places):
             of.setdefault(device.process_index, []).append(str(device.id))
-        names = [f"device{'s' * (len(of[p]) > 1)} {_and(of[p])} of process {p}" for p in of]
-        return _and(names)
+        names = [f"device{'s' * (len(of[p]) > 1)} {listed(of[p])} of process {p}" for p in of]
+        return listed(names)
 
 
 _CANNOT_GO_ON = (
     ", and all replicas hold the same bits: no device is at fault, and training cannot go on from "
     "it: lower the learning rate, or clip the gradient"
 )
-
-
-def _several(leaves: list[str]) -> str:
-    first, *more = leaves
-    return f"{first} and {len(more)} more" if more else first
 
 
 def _check(dp: DataParallel, source: Source, every: int, on_divergence: str) -> None:
@@ -362,14 +358,3 @@ def _bits(array: np.ndarray) -> np.ndarray:
     if array.dtype.kind in "cb":
         return array
     return array.view(f"u{array.dtype.itemsize}")
-
-
-def _and(words: Sequence[str]) -> str:
-    """`a, b and c`."""
-    *most, last = words
-    return f"{', '.join(most)} and {last}" if most else last
-
-
-def _megabytes(count: int) -> str:
-    """Bytes as a person reads them."""
-    return f"{count / 1e6:.1f} MB" if count >= 1e5 else f"{count:,} bytes"

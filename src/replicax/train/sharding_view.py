@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, Sharding
 from replicax.data.batch import host_rows, row_count
 from replicax.parallel.model import PyTree
 from replicax.parallel.update import TrainState
+from replicax.wording import size_text
 
 MOST_PARAMETERS = 3
 MOST_DOWN = 8
@@ -126,7 +127,7 @@ def _table(arrays: list[_Array], width: int) -> list[str]:
     for array in arrays:
         shape = ", ".join(map(str, array.shape))
         part = array.sharding.shard_shape(array.shape)
-        size = _bytes(math.prod(part) * array.dtype.itemsize)
+        size = size_text(math.prod(part) * array.dtype.itemsize)
         facts.append((f"{array.dtype}[{shape}]", _spec(array.sharding), f"{size}/device"))
     widths = [max(map(len, column)) for column in zip(*facts, strict=True)]
     room = max(width - sum(widths) - 2 * len(widths), 16)
@@ -171,13 +172,6 @@ def _spec(sharding: Sharding) -> str:
     if not isinstance(sharding, NamedSharding):
         return type(sharding).__name__
     return f"P({', '.join(map(repr, sharding.spec))})"
-
-
-def _bytes(count: int) -> str:
-    size, units = float(count), ["B", "kB", "MB", "GB", "TB"]
-    while size >= 999.5 and units[1:]:
-        size, units = size / 1000, units[1:]
-    return f"{size:.3g} {units[0]}"
 
 
 def _cut(path: str, room: int) -> str:

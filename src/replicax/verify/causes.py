@@ -10,10 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from replicax.verify.difference import Difference, Leaves, differences, is_float
-from replicax.verify.evidence import Evidence as Evidence
-from replicax.verify.evidence import Hypothesis as Hypothesis
-from replicax.verify.evidence import named
+from replicax.verify.evidence import Evidence
 from replicax.verify.factors import factor_cause
+from replicax.wording import named
 
 EXPLAINED = 0.1
 """A hypothesis explains a leaf where at most this share of the difference is left."""

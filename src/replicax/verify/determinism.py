@@ -9,6 +9,7 @@ from jax.extend.core import Jaxpr, jaxprs_in_params
 from replicax.verify.check import FAIL, PASS, Check
 from replicax.verify.facts import all_of
 from replicax.verify.subject import Subject
+from replicax.wording import named
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
@@ -24,7 +25,7 @@ def _of_runs(subject: Subject) -> Check:
     if not differing:
         text = f"the same bits in all {len(first)} results"
         return Check("determinism", "two runs", PASS, text)
-    text = f"{differing[0]} and {len(differing) - 1} more of {len(first)} differ in a second run"
+    text = f"{named(differing)} of {len(first)} differ in a second run"
     callbacks = _callbacks(subject.trace(subject.own, subject.full).jaxpr.jaxpr)
     cause = FROM_HOST.format(", ".join(sorted(callbacks))) if callbacks else FROM_DEVICE
     return Check("determinism", "two runs", FAIL, text, cause)

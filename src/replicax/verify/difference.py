@@ -180,7 +180,7 @@ def bounds(
     """By path, the largest difference that rounding explains, element by element.
 
     The sum of what the perturbed runs show, with room; of eps · sqrt(terms) of the leaf's scale,
-    the expected error of a sum in another order; and, for changes, of one unit of the values that
+    the expected error of a sum in another order; and, for changes, of two units of the values that
     they were taken from.
 
     Args:

@@ -52,9 +52,3 @@ class Evidence:
         assert self.on_rows is not None
         blocks = np.arange(self.rows).reshape(self.replicas, -1)
         return [self.on_rows(block) for block in blocks]
-
-
-def named(paths: Sequence[str]) -> str:
-    """Some paths in few words: the first, and how many more."""
-    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-    return f"{paths[0] or 'the result'}{more}"

@@ -1,12 +1,11 @@
 """Mode `exact`: the same bits on 1, 2, 4, ... devices."""
 
-import hashlib
 from collections.abc import Callable
 from typing import Any
 
+from replicax.data.digest import sha256
 from replicax.errors import ReplicaxError
 from replicax.verify.check import FAIL, PASS, SKIP, Check
-from replicax.verify.difference import leaves
 from replicax.verify.facts import Facts
 from replicax.verify.subject import Case, Subject
 
@@ -18,7 +17,7 @@ def check_exactness(subject: Subject, facts: Facts, show: Callable[[str], None])
     """The SHA-256 of state and metrics after two steps, on every power of two of devices."""
     counts = [1 << power for power in range(subject.replicas.bit_length())]
     counts = [count for count in counts if count <= subject.replicas]
-    name = "exact, " + listed(counts)
+    name = f"exact, {on_devices(counts)}"
     if not facts.repeatable:
         return Check("parity", name, SKIP, "two runs on one device differ: nothing to compare with")
     digests: dict[int, str] = {}
@@ -35,7 +34,7 @@ def check_exactness(subject: Subject, facts: Facts, show: Callable[[str], None])
     if not others:
         text = f"the same bits after {STEPS} steps, SHA-256 {first[:_SHOWN]}"
         return Check("parity", name, PASS, text, "", figures)
-    text = f"other bits on {listed(others)} than on 1: {first[:_SHOWN]}, " + ", ".join(
+    text = f"other bits on {on_devices(others)} than on 1: {first[:_SHOWN]}, " + ", ".join(
         digests[count][:_SHOWN] for count in others
     )
     return Check("parity", name, FAIL, text, CAUSE, figures)
@@ -47,7 +46,7 @@ CAUSE = (
 )
 
 
-def listed(counts: list[int]) -> str:
+def on_devices(counts: list[int]) -> str:
     """`1, 2, 4 devices`."""
     return f"{', '.join(map(str, counts))} device{'s' if counts != [1] else ''}"
 
@@ -59,8 +58,4 @@ def _digest(subject: Subject, facts: Facts, case: Case) -> str:
     metrics: dict[str, Any] = {}
     for _ in range(STEPS):
         state, metrics = dp.step(state, batch)
-    found: dict[str, Any] = leaves((state, dict(metrics)))
-    total = hashlib.sha256()
-    for value in found.values():
-        total.update(value.tobytes())
-    return total.hexdigest()
+    return sha256((state, dict(metrics)))

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from replicax.verify.difference import Difference
-from replicax.verify.evidence import Evidence, named
+from replicax.verify.evidence import Evidence
+from replicax.wording import named
 
 NEAR = 2e-2
 """A ratio is a factor where it is this near, relative: weight decay and eps shift it a little."""

@@ -13,6 +13,7 @@ from replicax.errors import ReplicaxError
 from replicax.parallel.loss import Weighted
 from replicax.verify.check import FAIL, NOTE, PASS, Check
 from replicax.verify.subject import Subject
+from replicax.wording import first_line
 
 INDEPENDENT = "independent"
 SUMMED = "summed"
@@ -23,7 +24,9 @@ DEPENDENT = "dependent"
 UNKNOWN = "unknown"
 
 _UNITS = 512
+"""Of eps: as far apart as rounding may bring two values of one row."""
 _COARSEST = 0.1
+"""And never further than this, in a dtype however coarse."""
 CASE = "rows left out"
 
 
@@ -50,11 +53,10 @@ def examine_rows(subject: Subject) -> Independence:
     except ReplicaxError:
         raise
     except Exception as error:  # the user's loss
-        text = " ".join(f"{type(error).__name__}: {error}".split())
         return Independence(
             UNKNOWN,
             "the loss cannot be computed in evaluation, where its key is None, or on few rows: "
-            f"{text[:160]}",
+            f"{first_line(error)}",
         )
 
 
@@ -113,7 +115,12 @@ class _Probe:
                 INDEPENDENT, "the loss is one number, the mean over rows that count alike", "", True
             )
         if self._near(both, a + b, scale):
-            return _of_factor(0.5, scalar=True)
+            return Independence(
+                SUMMED,
+                "the loss of some rows and as many others is the sum of both losses",
+                SUM_FOR_MEAN,
+                True,
+            )
         if self._is_weighted_mean(a, b, both, scale):
             return Independence(
                 WEIGHTED_SCALAR,
@@ -145,16 +152,15 @@ MEAN_OF_MEANS = (
 )
 
 
-def _of_factor(factor: float, *, scalar: bool = False) -> Independence:
-    if scalar:
-        return Independence(
-            SUMMED,
-            "the loss of some rows and as many others is the sum of both losses",
-            "the loss is a sum over the rows it sees, and one number is taken as a mean: it comes "
-            "out N times too small on N replicas, and K times with K micro-batches; return one "
-            "value a row, or the mean",
-            True,
-        )
+SUM_FOR_MEAN = (
+    "the loss is a sum over the rows it sees, and one number is taken as a mean: it comes out N "
+    "times too small on N replicas, and K times with K micro-batches; return one value a row, or "
+    "the mean"
+)
+
+
+def _of_factor(factor: float) -> Independence:
+    """Of rows whose values are `factor` times as large with half of them."""
     divided = factor > 1
     text = "divides by" if divided else "multiplies by"
     return Independence(

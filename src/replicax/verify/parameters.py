@@ -11,6 +11,7 @@ from replicax.parallel.model import PyTree
 from replicax.verify.check import FAIL, NOTE, PASS, SKIP, Check
 from replicax.verify.difference import leaves
 from replicax.verify.subject import Result, Subject
+from replicax.wording import named
 
 _DRAWS = 2
 _SHARE, _LEAST = 0.1, 0.01
@@ -42,13 +43,13 @@ def check_parameters(subject: Subject) -> Iterator[Check]:
     stopped = [path for path in without if path not in dead]
     figures = {"leaves": len(paths), "dead": dead, "stopped": stopped}
     if dead:
-        text = f"{named(dead)}: no gradient, and no effect on the loss"
+        text = f"{named(dead, _SHOWN)}: no gradient, and no effect on the loss"
         yield Check("parameters", "gradient", FAIL, text, DEAD, figures)
     elif not stopped:
         text = f"all {len(paths)} leaves get a gradient"
         yield Check("parameters", "gradient", PASS, text, "", figures)
     if stopped:
-        text = f"{named(stopped)}: frozen by stop_gradient; the loss reacts to it"
+        text = f"{named(stopped, _SHOWN)}: frozen by stop_gradient; the loss reacts to it"
         yield Check("parameters", "gradient", NOTE, text, "", figures)
     yield _of_optimizer(subject, [path for path in paths if path not in without])
 
@@ -74,7 +75,7 @@ def _of_optimizer(subject: Subject, paths: list[str]) -> Check:
     if len(still) == len(paths):
         text = "the optimizer changes no parameter in step 3: is its learning rate 0?"
         return Check("parameters", "update", NOTE, text, "", figures)
-    text = f"{named(still)}: the optimizer leaves it as it is, whatever the gradient"
+    text = f"{named(still, _SHOWN)}: the optimizer leaves it as it is, whatever the gradient"
     return Check("parameters", "update", NOTE, text, "", figures)
 
 
@@ -93,12 +94,6 @@ def moved(params: PyTree, seed: int) -> PyTree:
         return result
 
     return jax.tree.map(by_a_tenth, params)
-
-
-def named(paths: list[str]) -> str:
-    """The first paths of a list, and how many more there are."""
-    more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
-    return ", ".join(paths[:_SHOWN]) + more
 
 
 def _reacts(subject: Subject, path: str) -> bool:

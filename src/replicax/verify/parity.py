@@ -11,7 +11,7 @@ from replicax.data.batch import Batch
 from replicax.errors import ReplicaxError
 from replicax.parallel.loss import LOSS
 from replicax.parallel.update import TrainState
-from replicax.verify.causes import Evidence, likely_cause
+from replicax.verify.causes import likely_cause
 from replicax.verify.check import FAIL, PASS, SKIP, Check, Verdict
 from replicax.verify.difference import (
     Difference,
@@ -21,9 +21,11 @@ from replicax.verify.difference import (
     leaves,
     rounding_noise,
 )
+from replicax.verify.evidence import Evidence
 from replicax.verify.facts import Facts
 from replicax.verify.independence import DEPENDENT, SUMMED, WEIGHTED_SCALAR
 from replicax.verify.subject import Case, Result, Subject
+from replicax.wording import first_line
 
 FULL, PADDED, WEIGHTED = "full", "padded", "unequal weights"
 BATCHES = (FULL, PADDED, WEIGHTED)
@@ -85,7 +87,7 @@ class Parity:
             fails = case == self._subject.own and not (kind == PADDED and self._facts.rows.scalar)
             return Check("parity", name, FAIL if fails else SKIP, f"refused: {error}")
         except Exception as error:
-            return Check("parity", name, FAIL, said(error))
+            return Check("parity", name, FAIL, first_line(error))
         reference = self._reference(case, kind)
         return self._compared(case, kind, found, reference)
 
@@ -221,11 +223,6 @@ class Parity:
     def _batch(self, kind: str) -> Batch:
         subject = self._subject
         return {FULL: subject.full, PADDED: subject.padded, WEIGHTED: subject.weighted}[kind]
-
-
-def said(error: Exception) -> str:
-    """What an error of the user's loss says, in one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def _largest_share(pairs: Iterable[tuple[str, Leaves, Leaves, Leaves]]) -> float:

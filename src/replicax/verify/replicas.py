@@ -4,10 +4,11 @@ import jax
 
 from replicax.verify.check import FAIL, PASS, SKIP, Check
 from replicax.verify.copies import read_copies
-from replicax.verify.parameters import named
 from replicax.verify.subject import Case, Subject
+from replicax.wording import named
 
 STEPS = 3
+_SHOWN = 4
 
 
 def check_replicas(subject: Subject, case: Case) -> Check:
@@ -31,7 +32,9 @@ def check_replicas(subject: Subject, case: Case) -> Check:
     if not held.unequal:
         text = f"all {case.devices} copies of {copied} leaves are equal after {STEPS} steps"
         return Check("replicas", str(case), PASS, text, "", figures)
-    text = f"{named([path.lstrip('.') for path in held.unequal])} differ after {STEPS} steps"
+    text = (
+        f"{named([path.lstrip('.') for path in held.unequal], _SHOWN)} differ after {STEPS} steps"
+    )
     return Check("replicas", str(case), FAIL, text, CAUSE, figures)
 
 

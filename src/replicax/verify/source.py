@@ -37,6 +37,7 @@ from replicax.verify.rules.report import Report
 from replicax.verify.rules.scope import JIT
 
 _DEEP = "it nests deeper than can be followed: split it"
+_LONG = "it takes too long to follow to its end, and the rest was not checked: split it"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +49,8 @@ class Examination:
     """From the top of the file down."""
     parallel: int
     """How many functions are made parallel in it: by pmap, by shard_map, or by jit over a mesh."""
+    complete: bool = True
+    """Whether all of it was followed; a very long file is not."""
 
     @property
     def fails(self) -> bool:
@@ -92,7 +95,8 @@ def examine(path: Path) -> Examination:
     _note_gathers(machine, report)
     mapped = [made for made in machine.parallels if made.kind != JIT]
     counted = machine.parallels if machine.file_has_mesh else mapped
-    return Examination(path, report.findings(), len({id(made.node) for made in counted}))
+    parallel = len({id(made.node) for made in counted})
+    return Examination(path, report.findings(), parallel, complete=not machine.incomplete)
 
 
 def findings_lines(examination: Examination, width: int = 80) -> list[str]:
@@ -111,15 +115,8 @@ def findings_lines(examination: Examination, width: int = 80) -> list[str]:
 
 def summary(examination: Examination) -> str:
     """One sentence on the whole file."""
-    path = examination.path
-    counts = collections.Counter(finding.severity for finding in examination.findings)
-    if not examination.findings and not examination.parallel:
-        return f"nothing to check: no pmap, shard_map or jit over a mesh in {path}"
-    if not examination.findings:
-        functions = _counted(examination.parallel, "parallel function")
-        return f"no error found in {functions} of {path}"
-    kinds = [_counted(counts[kind], kind) for kind in (ERROR, WARNING, NOTE) if counts[kind]]
-    return f"{', '.join(kinds)} in {path}"
+    found = _found(examination)
+    return found if examination.complete else f"{found}; {_LONG}"
 
 
 def to_json(examination: Examination) -> dict[str, Any]:
@@ -127,10 +124,23 @@ def to_json(examination: Examination) -> dict[str, Any]:
     return {
         "path": str(examination.path),
         "parallel_functions": examination.parallel,
+        "complete": examination.complete,
         "fails": examination.fails,
         "summary": summary(examination),
         "findings": [dataclasses.asdict(finding) for finding in examination.findings],
     }
+
+
+def _found(examination: Examination) -> str:
+    path = examination.path
+    counts = collections.Counter(finding.severity for finding in examination.findings)
+    if examination.complete and not examination.findings and not examination.parallel:
+        return f"nothing to check: no pmap, shard_map or jit over a mesh in {path}"
+    if not examination.findings:
+        functions = _counted(examination.parallel, "parallel function")
+        return f"no error found in {functions} of {path}"
+    kinds = [_counted(counts[kind], kind) for kind in (ERROR, WARNING, NOTE) if counts[kind]]
+    return f"{', '.join(kinds)} in {path}"
 
 
 def _text(path: Path) -> str:

@@ -45,7 +45,7 @@ def verify_step(
     micro_batches: int = 1,
     weights: str | None = None,
     steps: int = 2,
-    progress: Callable[[str], None] | None = None,
+    show: Callable[[str], None] | None = None,
 ) -> Verification:
     """Hold a `pmap`, `jit` or `shard_map` step against the step of one device.
 
@@ -70,25 +70,26 @@ def verify_step(
         weights: the name of the array of the batch with each row's weight; "mask", "weights" and
             the like are found.
         steps: consecutive steps whose state is compared.
-        progress: is told what comes next.
+        show: told what is next, a line at a time.
 
     Returns:
         the checks, with a verdict each.
 
     Raises:
-        ConfigError: the step or the reference cannot be called so, the rows do not divide, or
-            there is one device only.
+        ConfigError: the step or the reference cannot be called so, the rows do not divide, a
+            count is not possible, or there is one device only.
     """
     if jax.process_count() > 1:
         raise ConfigError(
             f"verify_step in a job of {jax.process_count()} processes; it compares with one device "
             "and runs in one process: start it by itself"
         )
+    _check_counts(replicas=replicas, micro_batches=micro_batches, steps=steps)
     begun = time.monotonic()
-    tell = progress or (lambda _text: None)
+    show = show or (lambda _text: None)
     # TF32 or bfloat16 products would differ by more than a mistake of some percent.
     with jax.default_matmul_precision("highest"):
-        tell("the step on the full batch")
+        show("the step on the full batch")
         trial, ones, path = _trial(
             step,
             reference,
@@ -99,7 +100,7 @@ def verify_step(
             stacked=stacked,
             weights=weights,
         )
-        checks = _checks(trial, ones, path, micro_batches=micro_batches, steps=steps, tell=tell)
+        checks = _checks(trial, ones, path, micro_batches=micro_batches, steps=steps, show=show)
     about = {
         "step": _name(step),
         "reference": _name(reference),
@@ -115,6 +116,22 @@ def verify_step(
     return Verification(checks, about)
 
 
+def _check_counts(**given: int | None) -> None:
+    for name, value in given.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"{name}={value}; there is at least 1: raise it")
+    devices, replicas = jax.device_count(), given["replicas"]
+    if replicas is not None and replicas > devices:
+        raise ConfigError(
+            f"replicas={replicas} with {devices} devices; each has one of its own: lower it"
+        )
+    if (replicas or devices) < 2:
+        raise ConfigError(
+            "there is 1 device, and N are compared with 1; on a CPU set JAX_NUM_CPU_DEVICES=8, or "
+            "jax.config.update('jax_num_cpu_devices', 8) before the first use of jax"
+        )
+
+
 def _trial(
     step: Step,
     reference: Step,
@@ -127,11 +144,6 @@ def _trial(
     weights: str | None,
 ) -> tuple[Trial, PyTree, str | None]:
     """What is compared, the full batch with all weights 1, and where its weights are."""
-    if (replicas or jax.device_count()) < 2:
-        raise ConfigError(
-            "there is 1 device, and N are compared with 1; on a CPU set JAX_NUM_CPU_DEVICES=8, or "
-            "jax.config.update('jax_num_cpu_devices', 8) before the first use of jax"
-        )
     rows, path = row_count(batch), find_weights(batch, weights)
     on_host, ones = host(state), host(batch)
     if path is not None:
@@ -186,23 +198,23 @@ def _checks(
     *,
     micro_batches: int,
     steps: int,
-    tell: Callable[[str], None],
+    show: Callable[[str], None],
 ) -> list[Check]:
     if trial.replicas == 1:
         return [one_device()]
     full, copies = parity(trial, "full batch", [batch], micro_batches=micro_batches)
     checks = [full]
     if full.verdict == PASS:
-        checks += _further(trial, batch, path, micro_batches=micro_batches, steps=steps, tell=tell)
+        checks += _further(trial, batch, path, micro_batches=micro_batches, steps=steps, show=show)
     else:
         checks.append(Check("parity", "other cases", SKIP, "the full batch comes first"))
     assert copies is not None
-    tell("what every device holds")
+    show("what every device holds")
     checks.append(same_on_all_replicas(trial, batch, copies))
-    tell("reductions and work")
+    show("reductions and work")
     checks += program_checks(trial, batch, gradient_bytes(trial.state))
     checks.append(parameters(trial, batch))
-    tell("two runs, and compilations")
+    show("two runs, and compilations")
     checks.append(determinism(trial, batch, copies))
     checks.append(recompilation(trial, batch))
     return checks
@@ -215,15 +227,15 @@ def _further(
     *,
     micro_batches: int,
     steps: int,
-    tell: Callable[[str], None],
+    show: Callable[[str], None],
 ) -> list[Check]:
     """Parity beyond one step on a full batch."""
     checks = []
     if steps > 1:
-        tell(f"{steps} steps")
+        show(f"{steps} steps")
         checks.append(consecutive(trial, batch, steps, micro_batches))
     if path is not None:
-        tell("unequal weights")
+        show("unequal weights")
         checks += weighted(trial, batch, path, micro_batches)
     else:
         checks.append(
@@ -231,10 +243,10 @@ def _further(
                 "parity",
                 "unequal weights",
                 SKIP,
-                "no array of the batch is known to hold weights; name it with weights=",
+                "no array of the batch is known to hold weights; name it: weights=, or --weights",
             )
         )
-    tell("a batch that does not divide")
+    show("a batch that does not divide")
     checks.append(indivisible(trial, batch, micro_batches))
     return checks
 

@@ -6,14 +6,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from replicax.verify.causes import Evidence, likely_cause
+from replicax.verify.causes import likely_cause
 from replicax.verify.check import FAIL, NOTE, PASS, Check
 from replicax.verify.compilations import counted_compilations
 from replicax.verify.copies import Copies
 from replicax.verify.difference import Leaves, first_difference, is_float
+from replicax.verify.evidence import Evidence
 from replicax.verify.form import parted
 from replicax.verify.rows import row_count, take
 from replicax.verify.trial import Trial
+from replicax.wording import named
 
 PyTree = Any
 
@@ -99,12 +101,11 @@ def parameters(trial: Trial, batch: PyTree) -> Check:
     if not still:
         found = f"all {len(floats)} leaves of floats change in a step"
         return Check("parameters", "one step", PASS, found, "", figures)
-    more = f" and {len(still) - 1} more" if len(still) > 1 else ""
     return Check(
         "parameters",
         "one step",
         NOTE,
-        f"{still[0]}{more} of {len(floats)} leaves do not change, on one device neither",
+        f"{named(still)} of {len(floats)} leaves do not change, on one device neither",
         "frozen on purpose, or never reached by a gradient: stop_gradient, an unused layer, a "
         "gradient of exactly 0",
         figures,

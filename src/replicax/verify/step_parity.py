@@ -7,12 +7,14 @@ import jax
 import numpy as np
 
 from replicax.errors import ConfigError
-from replicax.verify.causes import Evidence, Hypothesis, likely_cause
+from replicax.verify.causes import likely_cause
 from replicax.verify.check import FAIL, NOTE, PASS, SKIP, Check
 from replicax.verify.copies import Copies
 from replicax.verify.difference import Leaves, differences, first_difference, leaves
+from replicax.verify.evidence import Evidence, Hypothesis
 from replicax.verify.rows import row_count, take, weights_of, with_weights
-from replicax.verify.trial import Trial, first_line, renamed
+from replicax.verify.trial import Trial, renamed
+from replicax.wording import first_line, named
 
 PyTree = Any
 _SHARED_DRAWS = (
@@ -223,6 +225,5 @@ def _agreement(found: Leaves, expected: Leaves, bounds: Leaves) -> str:
     else:
         text += " to the bit"
     if rounding:
-        more = f" and {len(rounding) - 1} more" if len(rounding) > 1 else ""
-        text += f"; {rounding[0]}{more}: of rounding alone, not judged"
+        text += f"; {named(rounding)}: of rounding alone, not judged"
     return text

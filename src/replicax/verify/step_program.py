@@ -8,7 +8,8 @@ import numpy as np
 from replicax.parallel.compiled import CompiledStep, inspect
 from replicax.verify.check import FAIL, NOTE, PASS, SKIP, Check
 from replicax.verify.rows import row_count, take
-from replicax.verify.trial import Trial, first_line
+from replicax.verify.trial import Trial
+from replicax.wording import first_line
 
 PyTree = Any
 _REDUNDANT = 1.5

@@ -61,7 +61,7 @@ class Subject:
     Args:
         dp: the step; its mode, mesh, layout and micro-batches are those that matter most.
         model: as for `dp.init`.
-        batch: rows: a pytree of arrays `[rows, ...]`.
+        batch: a pytree of arrays `[rows, ...]`.
         micro_batches: what `dp.accumulate` is compared with.
         seed: of the run.
     """
@@ -74,7 +74,6 @@ class Subject:
         self.replicas = replica_count(dp.mesh)
         self.own = Case(dp.mode, dp.accumulate, self.replicas)
         self.micro_batches = sorted({1, dp.accumulate, micro_batches})
-        self.size = self.rows
         self._model, self._seed = model, seed
         self._base = dp.replace(donate=False)
         self._optimizer = optax.with_extra_args_support(dp._optimizer)

@@ -14,6 +14,7 @@ from replicax.verify.check import FAIL, NOTE, PASS, SKIP, Check, Verdict
 from replicax.verify.facts import Facts
 from replicax.verify.independence import DEPENDENT
 from replicax.verify.subject import Case, Subject
+from replicax.wording import size_text
 
 _SLIGHTLY, _FAR = 1.02, 2.0
 """Times the lower bound: above the first is worth a word, above the second is wrong."""
@@ -185,12 +186,3 @@ def wire_bytes(collectives: Collectives, devices: int) -> float:
         "all-to-all": share,
     }
     return collectives.bytes * factor.get(collectives.kind, 1.0)
-
-
-def size_text(size: float) -> str:
-    """`1.5 MB`."""
-    for unit in ("B", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} GB"

@@ -19,6 +19,7 @@ from replicax.verify.difference import (
     rounding_noise,
 )
 from replicax.verify.form import Form, Step, candidates, host, is_pmap, parted
+from replicax.wording import first_line
 
 PyTree = Any
 _FIRST_NAME = re.compile(r"^\['(\w+)'\]")
@@ -217,10 +218,3 @@ def _distance(returned: PyTree, expected: PyTree) -> float:
 def renamed(by_path: Mapping[str, Any]) -> dict[str, Any]:
     """`['state']['w']` -> `state['w']`."""
     return {_FIRST_NAME.sub(r"\1", path): value for path, value in by_path.items()}
-
-
-def first_line(error: BaseException) -> str:
-    """An error in one line of at most 200 characters."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    return text if len(text) <= 200 else f"{text[:197]}..."

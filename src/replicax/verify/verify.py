@@ -20,11 +20,12 @@ from replicax.verify.exactness import check_exactness
 from replicax.verify.facts import examine
 from replicax.verify.independence import DEPENDENT
 from replicax.verify.parameters import check_parameters
-from replicax.verify.parity import Parity, said
+from replicax.verify.parity import Parity
 from replicax.verify.recompilation import check_recompilation
 from replicax.verify.replicas import check_replicas
 from replicax.verify.subject import Case, Subject
 from replicax.verify.traffic import check_traffic, check_work, read_programs
+from replicax.wording import first_line
 
 MICRO_BATCHES = 4
 ROWS_OF_ONE = 2
@@ -118,7 +119,7 @@ def _checks(
         return
     except Exception as error:
         cause = HAND_REDUCED if "unbound axis name" in str(error) else ""
-        yield Check("parity", "one device", FAIL, said(error), cause)
+        yield Check("parity", "one device", FAIL, first_line(error), cause)
         return
     own = subject.own
     depends = facts.rows.kind == DEPENDENT

@@ -21,7 +21,7 @@ def check_reshape(machine: "Machine", value: Value, shape: list[Value], node: as
         return
     if len(shape) == 1 and shape[0].items is not None:
         shape = list(shape[0].items.values())
-    if len(shape) < 2 or not shape[0].devices or (shape[0].size and not shape[0].devices):
+    if len(shape) < 2 or not shape[0].devices:
         return
     if shape[1].constant != -1 and not _is_quotient(node):
         return

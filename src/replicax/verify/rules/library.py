@@ -1,6 +1,7 @@
 """What functions of JAX, optax, Flax and NumPy return."""
 
 import ast
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from replicax.verify.rules import batches, keys, parallels, reductions
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 Args = list[Value]
 Keywords = dict[str, Value]
+Handler = Callable[["Machine", Args, Keywords, ast.AST], Value]
 _PURE = ("jax", "numpy", "optax", "flax", "functools", "operator", "chex", "math", "itertools")
 _ARRAYS = ("jax.numpy.", "numpy.")
 _KEEPS_FORM = {"asarray", "array", "squeeze", "float32", "reshape", "nan_to_num"}
@@ -155,7 +157,7 @@ def _collective(
     return reduce(machine, value, operation, spot(node))
 
 
-def _differentiation(with_value: bool):  # type: ignore[no-untyped-def]
+def _differentiation(with_value: bool) -> Handler:
     def make(machine: "Machine", args: Args, keywords: Keywords, node: ast.AST) -> Value:
         if not args:
             name = "jax.value_and_grad" if with_value else "jax.grad"
@@ -204,7 +206,13 @@ def _while_loop(machine: "Machine", args: Args, keywords: Keywords, node: ast.AS
     return _turns(machine, args[1], args[2], lambda held: [held], False)[0]
 
 
-def _turns(machine: "Machine", function: Value, carry: Value, given, pair: bool):  # type: ignore[no-untyped-def]
+def _turns(
+    machine: "Machine",
+    function: Value,
+    carry: Value,
+    given: Callable[[Value], Args],
+    pair: bool,
+) -> tuple[Value, Value]:
     """Two turns of a loop, with what the second finds carried over from the first."""
     from replicax.verify.rules.calls import call_callee
 
@@ -212,7 +220,8 @@ def _turns(machine: "Machine", function: Value, carry: Value, given, pair: bool)
     for _ in range(2):
         result = call_callee(machine, function.callee, given(carry), {})
         if pair and result.items is not None:
-            result, outputs = result.items.get(0, NOTHING), result.items.get(1, NOTHING)
+            outputs = result.items.get(1, NOTHING)
+            result = result.items.get(0, NOTHING)
         elif pair:
             outputs = derived([result])
         carry = result
@@ -298,7 +307,7 @@ def _plain_number(machine: "Machine", args: Args, keywords: Keywords, node: ast.
     return value.but(loops=frozenset(), size=size, devices=any(arg.devices for arg in args))
 
 
-_SPECIAL = {
+_SPECIAL: dict[str, Handler] = {
     "functools.partial": _partial,
     "jax.tree_util.Partial": _partial,
     "jax.grad": _differentiation(False),

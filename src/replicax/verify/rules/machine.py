@@ -12,7 +12,7 @@ from replicax.verify.rules.value import NOTHING, Function, Made, Value, derived,
 from replicax.verify.rules.words import Words
 
 _MOST_CALLS = 4000
-"""Calls that are followed in one file; a walk that goes on longer says nothing more."""
+"""Calls that are followed in one file; nothing is known of what further ones return."""
 _MOST_EXPRESSIONS = 50_000
 _MOST_DEEP = 16
 _FEW_TURNS = 10
@@ -359,6 +359,11 @@ class Machine:
     def tired(self) -> bool:
         """Whether the walk has gone on for too long; then nothing more is found."""
         return self._expressions > _MOST_EXPRESSIONS
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether a part of the file was not walked, because the walk took too long."""
+        return self.tired or self._calls > _MOST_CALLS
 
     def _number(self) -> int:
         self._numbers += 1

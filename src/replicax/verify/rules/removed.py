@@ -1,6 +1,7 @@
 """Rule on names that JAX no longer has, or that it has better ones for."""
 
 import ast
+from collections.abc import Collection
 
 from replicax.verify.rules.finding import ERROR, NOTE, Severity, spot
 from replicax.verify.rules.names import Imports, canonical, walked
@@ -63,15 +64,15 @@ def check_removed(tree: ast.AST, imports: Imports, report: Report) -> None:
     for node, name in used.items():
         if isinstance(node, ast.Attribute) and (old := _longest(name, _OLD)):
             _old(report, old, node)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            _check_call(node, imports, report)
+    for call in ast.walk(tree):
+        if isinstance(call, ast.Call):
+            _check_call(call, imports, report)
 
 
-def _longest(name: str, known: object) -> str:
+def _longest(name: str, known: Collection[str]) -> str:
     """The known name that `name` is, or is inside of."""
     while name:
-        if name in known:  # type: ignore[operator]
+        if name in known:
             return name
         name = name.rpartition(".")[0]
     return ""

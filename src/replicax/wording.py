@@ -1,0 +1,30 @@
+"""Lists, sizes and errors in few words."""
+
+from collections.abc import Sequence
+
+
+def named(paths: Sequence[str], most: int = 1) -> str:
+    """`a, b and 3 more`: the first `most` paths, and how many more there are."""
+    more = f" and {len(paths) - most} more" if len(paths) > most else ""
+    return ", ".join(path or "the result" for path in paths[:most]) + more
+
+
+def listed(words: Sequence[str]) -> str:
+    """`a, b and c`."""
+    *most, last = words
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def size_text(size_bytes: float) -> str:
+    """`1.5 MB`; powers of 1000."""
+    size, units = float(size_bytes), ["B", "kB", "MB", "GB", "TB"]
+    while size >= 999.5 and units[1:]:
+        size, units = size / 1000, units[1:]
+    return f"{size:.3g} {units[0]}"
+
+
+def first_line(error: BaseException) -> str:
+    """An error's class and the first line of what it says, in at most 200 characters."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return text if len(text) <= 200 else f"{text[:197]}..."
