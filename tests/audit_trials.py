@@ -14,7 +14,7 @@ from bit_flips import before_step, flip_leaf, leaf_names, part_bytes
 from cases import CASES, DROPOUT_CASES
 
 import replicax as rx
-from replicax.errors import DivergedError, DivergenceError
+from replicax.errors import DivergedError, ReplicasDifferError
 from replicax.parallel.fingerprint import Fingerprint
 from replicax.train.snapshot import Snapshot
 
@@ -87,7 +87,7 @@ class Subject:
         with before_step(step, change), _watched() as differing:
             try:
                 self.run()
-            except (DivergenceError, DivergedError) as error:
+            except (ReplicasDifferError, DivergedError) as error:
                 message = str(error)
         told = Trial(self.name, self.mode, self.leaves[leaf], device.id, byte, bit, step, "")
         outcome = _outcome(told, differing, message)

@@ -12,9 +12,9 @@ from replicax.errors import ClusterError as ClusterError
 from replicax.errors import ConfigError as ConfigError
 from replicax.errors import DataError as DataError
 from replicax.errors import DivergedError as DivergedError
-from replicax.errors import DivergenceError as DivergenceError
 from replicax.errors import LossError as LossError
 from replicax.errors import MissingDependencyError as MissingDependencyError
+from replicax.errors import ReplicasDifferError as ReplicasDifferError
 from replicax.errors import ReplicaxError as ReplicaxError
 from replicax.errors import StateError as StateError
 from replicax.parallel.loss import Weighted as Weighted
@@ -36,13 +36,13 @@ __all__ = [
     "DataError",
     "DataParallel",
     "DivergedError",
-    "DivergenceError",
     "Feed",
     "Fit",
     "LossError",
     "MissingDependencyError",
     "Patience",
     "PerProcess",
+    "ReplicasDifferError",
     "ReplicaxError",
     "StateError",
     "TrainState",

@@ -8,7 +8,7 @@
   - StateError              a train state used twice or with the wrong DataParallel
   - ClusterError            processes that cannot find or join each other
   - AgreementError          processes that differ in what all must have the same of
-    - DivergenceError       replicas whose state is no longer the same
+    - ReplicasDifferError   replicas whose state is no longer the same
   - MissingDependencyError  an optional package that is not installed
 
 Every message is one line: the numbers that disagree, the rule, and the fix.
@@ -60,7 +60,7 @@ class AgreementError(ReplicaxError, RuntimeError):
     """Processes that differ in what all must have the same of: code, configuration, data."""
 
 
-class DivergenceError(AgreementError):
+class ReplicasDifferError(AgreementError):
     """Replicas that no longer hold the same bits: a device that errs, most often."""
 
     exit_code = 1

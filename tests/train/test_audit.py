@@ -18,7 +18,7 @@ from processes import TESTS, Ended, run_job
 
 import replicax as rx
 from replicax.data.digest import sha256
-from replicax.errors import ConfigError, DivergedError, DivergenceError
+from replicax.errors import ConfigError, DivergedError, ReplicasDifferError
 from replicax.train.snapshot import Snapshot
 
 CASE = CASES["linen"]
@@ -58,7 +58,7 @@ def flipping(device: int, bit: int = 0, leaf: str = "params") -> Callable[[Any],
 
 
 def message(dp: rx.DataParallel, step: int, change: Any, times: int = 1, **settings: Any) -> str:
-    with before_step(step, change, times), pytest.raises(DivergenceError) as stopped:
+    with before_step(step, change, times), pytest.raises(ReplicasDifferError) as stopped:
         fit(dp, **settings)
     assert stopped.value.exit_code == 1
     return str(stopped.value)
@@ -97,7 +97,8 @@ def test_a_flipped_bit_stops_the_run_and_names_the_device(
     first = "params" if leaf == "opt_state" else leaf  # a wrong moment has moved its parameter
     assert said.startswith(f"device {device} of process 0 holds wrong bits in {first}")
     assert "after step 20; all were equal after step 10: start again" in said
-    assert "checkpoint of step 10 or before, without it" in said
+    assert "start again without device" in said
+    assert "go back to step 10" in said
 
 
 @pytest.mark.parametrize("optimizer", [optax.sgd(0.1, momentum=0.9), optax.adamw(0.1)])
@@ -110,7 +111,7 @@ def test_a_bit_that_makes_everything_nan_is_found_at_once(optimizer: Any) -> Non
     state = dp.init({"w": jnp.float32(0.5)})
     with (
         before_step(12, flipping(3, TOP)),
-        pytest.raises(DivergenceError, match="device 3 of process 0 holds wrong bits in params"),
+        pytest.raises(ReplicasDifferError, match="device 3 of process 0 holds wrong"),
     ):
         rx.fit(
             dp,
@@ -131,7 +132,7 @@ def test_the_last_state_is_audited_too(eight: rx.DataParallel) -> None:
 
 def test_a_state_that_differs_before_the_first_step_is_refused(eight: rx.DataParallel) -> None:
     state = flipping(7)(eight.init(CASE.model()))
-    with pytest.raises(DivergenceError, match=r"device 7 of process 0 .* before the first step"):
+    with pytest.raises(ReplicasDifferError, match=r"device 7 .* before the first step"):
         rx.fit(eight, state, CASE.source, batch_size=16, steps=3, audit_every=1, progress=False)
 
 
@@ -147,7 +148,7 @@ def test_with_two_replicas_and_an_iterator_nobody_is_named(two: rx.DataParallel)
     batches = ({name: leaf[:16] for name, leaf in CASE.source.items()} for _ in range(99))
     said = message(two, 13, flipping(1), source=batches)
     assert said.startswith("devices 0 and 1 of process 0 hold different bits in params")
-    assert "who is right is open: start again" in said
+    assert "who is right is open: test these devices" in said
 
 
 @pytest.mark.parametrize("devices", [pytest.param(8, marks=SLOW), 2])
@@ -201,7 +202,7 @@ def test_a_moment_that_is_nan_on_all_replicas_ends_the_run(eight: rx.DataParalle
 
     with (
         before_step(13, to_nan),
-        pytest.raises(DivergedError, match=r"opt_state.*mu.* is not finite at step 20, and all"),
+        pytest.raises(DivergedError, match=r"not finite at step 20: opt_state.*mu.*, and all"),
     ):
         fit(eight)
 

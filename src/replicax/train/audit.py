@@ -10,7 +10,7 @@ import numpy as np
 
 from replicax.data.batch import Batch
 from replicax.data.source import Source, can_repeat
-from replicax.errors import ConfigError, DivergedError, DivergenceError, did_you_mean
+from replicax.errors import ConfigError, DivergedError, ReplicasDifferError, did_you_mean
 from replicax.parallel.fingerprint import Difference, Fingerprint
 from replicax.parallel.mesh import replica_count
 from replicax.parallel.step import STEPS_IN_FLIGHT, DataParallel
@@ -86,10 +86,10 @@ class Audit:
         self._in_a_row = 0
         self._restored_from: Place | None = None
         self._never_finite: set[str] = set()
-        if {"step", "seed"}.issuperset(self._fingerprint.compared):
+        if not any(leaf.startswith("params") for leaf in self._fingerprint.compared):
             raise ConfigError(
-                f"audit_every={every} with a layout that has each array on one device alone; an "
-                "audit compares copies: leave it out, or use layout='replicated' or 'zero1'"
+                f"audit_every={every} with a layout that has each parameter on one device alone; "
+                "an audit compares copies: leave it out, or use layout='replicated' or 'zero1'"
             )
 
     def describe(self) -> list[str]:
@@ -117,11 +117,11 @@ class Audit:
         """Audit the state that the run starts from.
 
         Raises:
-            DivergenceError: its copies are not equal.
+            ReplicasDifferError: its copies are not equal.
         """
         table = self._fingerprint.take(state)
         if differences := self._fingerprint.differences(table):
-            raise DivergenceError(self._text(differences, self._outvoted(differences), place))
+            raise ReplicasDifferError(self._text(differences, self._outvoted(differences), place))
         self._never_finite = set(self._fingerprint.not_finite(table))
         self._note_good(place, state)
 
@@ -134,7 +134,7 @@ class Audit:
             place: after the step.
 
         Raises:
-            DivergenceError: the replicas differ, and the run is to stop, or has gone back too
+            ReplicasDifferError: the replicas differ, and the run is to stop, or has gone back too
                 often.
             DivergedError: a loss or gradient is not finite, and it is no device's fault.
         """
@@ -184,9 +184,7 @@ class Audit:
         """That the state is finite where it was at first: the guard keeps the loss so for long."""
         leaves = [x for x in self._fingerprint.not_finite(table) if x not in self._never_finite]
         if leaves:
-            raise DivergedError(
-                f"{named(leaves)} is not finite at step {place.step}{_CANNOT_GO_ON}"
-            )
+            raise DivergedError(f"not finite at step {place.step}: {named(leaves)}{_CANNOT_GO_ON}")
 
     def _note_good(self, place: Place, state: TrainState) -> None:
         self.good = place
@@ -202,13 +200,13 @@ class Audit:
             wrong, how = self._replayed(differences, state, now.step)
         text = self._text(differences, wrong, audited, how)
         if not self._restores:
-            raise DivergenceError(f"{text}: {self._advice(wrong)}")
+            raise ReplicasDifferError(f"{text}: {self._advice(wrong)}")
         assert self._snapshot is not None
         assert self.good is not None
         self._in_a_row = 1 if self._restored_from != self.good else self._in_a_row + 1
         self._restored_from = self.good
         if self._in_a_row > RESTORES:
-            raise DivergenceError(
+            raise ReplicasDifferError(
                 f"{text}, again after {RESTORES} restores of step {self.good.step}: "
                 f"{self._advice(wrong)}"
             )
@@ -304,9 +302,11 @@ class Audit:
     def _advice(self, wrong: Sequence[int]) -> str:
         """What to do about it."""
         assert self.good is not None
-        whom = "without it" if len(wrong) == 1 else "without them"
-        start = f"start again from a checkpoint of step {self.good.step} or before"
-        return f"{start}, {whom if wrong else 'and test these devices'}"
+        advice = f"start again without {self._names(wrong)}" if wrong else "test these devices"
+        if self._restores:
+            return advice
+        back = f"go back to step {self.good.step} and on from there"
+        return f"{advice}, or have on_divergence='restore' {back}"
 
     def _names(self, places: Sequence[int]) -> str:
         """`devices 4 and 5 of process 1`."""

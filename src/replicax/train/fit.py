@@ -105,7 +105,7 @@ def fit(
         AgreementError: processes that were given different ones.
         LossError: see `DataParallel.step`.
         DivergedError: the loss is no longer finite.
-        DivergenceError: the replicas are no longer equal.
+        ReplicasDifferError: the replicas are no longer equal.
     """
     _check_length(epochs, steps, log_every)
     if eval_batch_size is None:
