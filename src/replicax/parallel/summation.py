@@ -100,20 +100,38 @@ class Running:
         if self.parts == 1:
             return part(params, extras, batch, folded(key, 0), axis, False)
 
-        def add(carry: tuple[PyTree, PyTree], numbered: tuple[jax.Array, Batch]) -> Any:
-            total, extras = carry
-            number, rows = numbered
-            sums, extras = part(params, extras, rows, folded(key, number), axis, False)
-            return (jax.tree.map(jnp.add, total, sums), extras), None
+        def one(extras: PyTree, number: jax.Array, rows: Batch) -> tuple[PyTree, PyTree]:
+            return part(params, extras, rows, folded(key, number), axis, False)
 
         parts = jax.tree.map(partial(_cut, parts=self.parts), batch)
-        first = jax.tree.map(lambda leaf: leaf[0], parts)
-        shapes, _ = jax.eval_shape(
-            lambda *arguments: part(*arguments, axis, False), params, extras, first, key
-        )
-        carry, _ = lax.scan(add, (zeros_like(shapes), extras), (jnp.arange(self.parts), parts))
+        return add_in_turn(one, extras, parts, self.parts)
+
+
+def add_in_turn(
+    part: Callable[[PyTree, jax.Array, PyTree], tuple[PyTree, PyTree]],
+    extras: PyTree,
+    parts: PyTree,
+    count: int,
+) -> tuple[PyTree, PyTree]:
+    """The sum of `part(extras, number, rows)` over `count` parts, and the extras after the last.
+
+    Args:
+        part: returns sums, and the extras that the next part begins with.
+        extras: those of the first part.
+        parts: rows of all parts, `[count, ...]`.
+        count: how many there are.
+    """
+
+    def add(carry: tuple[PyTree, PyTree], numbered: tuple[jax.Array, PyTree]) -> Any:
         total, extras = carry
-        return total, extras
+        sums, extras = part(extras, *numbered)
+        return (jax.tree.map(jnp.add, total, sums), extras), None
+
+    first = jax.tree.map(lambda leaf: leaf[0], parts)
+    shapes, _ = jax.eval_shape(part, extras, jnp.int32(0), first)
+    carry, _ = lax.scan(add, (zeros_like(shapes), extras), (jnp.arange(count), parts))
+    total, extras = carry
+    return total, extras
 
 
 def zeros_like(shapes: PyTree) -> PyTree:

@@ -12,14 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from replicax.data.batch import Batch
 from replicax.parallel.gradients import Objective, Sums
 from replicax.parallel.loss import LOSS
 from replicax.parallel.mesh import DATA
 from replicax.parallel.precision import to_sum
-from replicax.parallel.summation import Running
+from replicax.parallel.summation import Running, add_in_turn
 from replicax.parallel.update import update
 
 PyTree = Any
@@ -60,20 +59,12 @@ class _Replicas(Running):
         """See `Summation`; `part` and `axis` are those of one device."""
         assert key is not None
         keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(self.replicas))
-        parts = jax.tree.map(self._cut, batch)
 
-        def add(carry: Any, numbered: tuple[jax.Array, Batch]) -> tuple[Any, None]:
-            total, extras = carry
-            number, rows = numbered
-            folded = jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)
-            sums, extras = self._sums(params, extras, rows, folded)
-            return (jax.tree.map(jnp.add, total, sums), extras), None
+        def one(extras: PyTree, number: jax.Array, rows: Batch) -> tuple[Sums, PyTree]:
+            own = jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)
+            return self._sums(params, extras, rows, own)
 
-        first = jax.tree.map(lambda leaf: leaf[0], parts)
-        shapes, _ = jax.eval_shape(self._sums, params, extras, first, keys)
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        (total, extras), _ = lax.scan(add, (zeros, extras), (jnp.arange(self.parts), parts))
-        return total, extras
+        return add_in_turn(one, extras, jax.tree.map(self._cut, batch), self.parts)
 
     def _cut(self, leaf: jax.Array) -> jax.Array:
         """`[rows, ...]` -> `[micro-batches, replicas, rows of one, ...]`."""
