@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from verify import zoo_steps as zoo
+from verify import step_parts as zoo
 
 from replicax.errors import ConfigError
 from replicax.verify.check import Check, Verification

@@ -1,7 +1,8 @@
 """Classic mistakes in hand-written steps are caught and named; correct steps raise no alarm."""
 
 import pytest
-from verify.zoo_steps import BROKEN, CORRECT
+from verify.zoo_broken_steps import BROKEN
+from verify.zoo_correct_steps import CORRECT
 
 from replicax.verify.check import Verification
 from replicax.verify.step import verify_step

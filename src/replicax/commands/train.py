@@ -11,6 +11,7 @@ import replicax as rx
 from replicax.commands.arguments import parse_arguments
 from replicax.commands.data import print_data
 from replicax.commands.devices import make_host_devices, of_this_process
+from replicax.commands.parallel import parallel_of
 from replicax.errors import ConfigError
 from replicax.parallel.canonical import MICRO_SHARDS
 from replicax.parallel.mesh import by_rows
@@ -75,16 +76,7 @@ def _run(name: str, recipe: Any, options: TrainOptions, config: dict[str, Any]) 
     mesh = _mesh(options)
     if mesh.devices.flat[0].platform == "cpu":
         keep_freed_memory()
-    dp = rx.DataParallel(
-        recipe.loss,
-        recipe.optimizer(),
-        mesh=mesh,
-        mode=options.mode,
-        layout=options.layout,
-        accumulate=options.accumulate,
-        micro_shards=options.micro_shards,
-        precision=options.precision,
-    )
+    dp = parallel_of(recipe, options, mesh)
     state = dp.init(recipe.model(jax.random.key(options.seed)), seed=options.seed)
     speaks = jax.process_index() == 0
     if speaks:

@@ -18,6 +18,7 @@ from replicax.cluster.place import find_place
 from replicax.commands.arguments import Arguments, parse_arguments
 from replicax.commands.data import print_data
 from replicax.commands.devices import make_host_devices
+from replicax.commands.parallel import parallel_of
 from replicax.data.source import as_source
 from replicax.errors import ConfigError
 from replicax.flags import parse_options
@@ -127,16 +128,7 @@ def verify(arguments: list[str]) -> int:
 def _of_recipe(parsed: Arguments[VerifyOptions], show: Callable[[str], None]) -> Verification:
     options, recipe = parsed.options, parsed.recipe
     mesh = rx.make_mesh(data=1 if options.mode == "single" else options.devices or -1)
-    dp = rx.DataParallel(
-        recipe.loss,
-        recipe.optimizer(),
-        mesh=mesh,
-        mode=options.mode,
-        layout=options.layout,
-        accumulate=options.accumulate,
-        micro_shards=options.micro_shards,
-        precision=options.precision,
-    )
+    dp = parallel_of(recipe, options, mesh)
     show("reading the data")
     batch = first_rows(recipe.train_source(), rows_needed(dp))
     verification = rx.verify(

@@ -10,7 +10,7 @@ FAIL: Final[Literal["fail"]] = "fail"
 NOTE: Final[Literal["note"]] = "note"
 SKIP: Final[Literal["skip"]] = "skip"
 
-Subject = Literal[
+Topic = Literal[
     "parity",
     "replicas",
     "traffic",
@@ -25,7 +25,7 @@ Subject = Literal[
 class Check:
     """One thing that was checked in one case."""
 
-    subject: Subject
+    subject: Topic
     case: str
     """Where: "full batch", "shard_map, 2 micro-batches"."""
     verdict: Verdict
