@@ -34,6 +34,7 @@ ROWS = (
 )
 PARALLEL = (
     "mesh",
+    "traced_for",
     "model",
     "model_linen",
     "model_nnx",
@@ -55,6 +56,7 @@ PARALLEL = (
     "fingerprint",
     "step",
     "guarded",
+    "noise",
     "",
 )
 MOST_LINES = 500

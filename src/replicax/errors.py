@@ -9,6 +9,7 @@
   - ClusterError            processes that cannot find or join each other
   - AgreementError          processes that differ in what all must have the same of
     - ReplicasDifferError   replicas whose state is no longer the same
+  - CompilerError           a compiler that fails on a step, or for a target
   - MissingDependencyError  an optional package that is not installed
 
 Every message is one line: the numbers that disagree, the rule, and the fix.
@@ -62,6 +63,12 @@ class AgreementError(ReplicaxError, RuntimeError):
 
 class ReplicasDifferError(AgreementError):
     """Replicas that no longer hold the same bits: a device that errs, most often."""
+
+    exit_code = 1
+
+
+class CompilerError(ReplicaxError, RuntimeError):
+    """A compiler that fails on a step, or for a target that is planned for."""
 
     exit_code = 1
 

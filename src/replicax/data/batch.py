@@ -119,6 +119,22 @@ def place(batch: Batch, share: Share) -> Batch:
     return dataclasses.replace(batch, **dict(zip(("data", "mask", "index"), placed, strict=True)))
 
 
+def described(data: PyTree, size: int) -> Batch:
+    """The shapes of a batch of `size` rows such as those of `data`.
+
+    Args:
+        data: pytree of arrays `[rows, ...]`, or of their shapes.
+        size: rows of the result.
+    """
+
+    def leaf_shape(leaf: Any) -> jax.ShapeDtypeStruct:
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+        return jax.ShapeDtypeStruct((size, *leaf.shape[1:]), dtype)
+
+    mask, index = (jax.ShapeDtypeStruct((size,), dtype) for dtype in (np.float32, np.int32))
+    return Batch(jax.tree.map(leaf_shape, data), mask, index)
+
+
 def _host_leaf(path: tuple[Any, ...], leaf: Any, copy: bool) -> np.ndarray:
     array = np.array(leaf, copy=True) if copy else np.asarray(leaf)
     if array.dtype.kind in "OSUMm" or array.dtype.names:

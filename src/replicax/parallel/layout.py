@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax.errors import ConfigError, did_you_mean
-from replicax.parallel.mesh import DATA, replica_count
+from replicax.parallel.mesh import DATA, AnyMesh, replica_count
 from replicax.parallel.update import TrainState
 
 LAYOUTS = ("replicated", "zero1", "fsdp")
@@ -62,7 +62,7 @@ def check_layout(layout: Layout, mode: str) -> None:
         )
 
 
-def state_shardings(state: TrainState, mesh: Mesh, layout: Layout) -> TrainState:
+def state_shardings(state: TrainState, mesh: AnyMesh, layout: Layout) -> TrainState:
     """Where each array of `state` lives: its tree with `NamedSharding`s for leaves.
 
     Args:
@@ -97,7 +97,7 @@ def state_shardings(state: TrainState, mesh: Mesh, layout: Layout) -> TrainState
     )
 
 
-def _shardings(tree: Any, mesh: Mesh, rule: Rule) -> Any:
+def _shardings(tree: Any, mesh: AnyMesh, rule: Rule) -> Any:
     def sharding(path: Any, leaf: Any) -> NamedSharding:
         return NamedSharding(mesh, rule(jax.tree_util.keystr(path), tuple(leaf.shape)))
 
@@ -132,7 +132,7 @@ def _check_rules(rules: Any) -> None:
             ) from error
 
 
-def _by_rule(params: Any, mesh: Mesh, rules: Rules) -> Rule:
+def _by_rule(params: Any, mesh: AnyMesh, rules: Rules) -> Rule:
     """The specs of params by their rules; the optimizer's arrays follow the param they end in."""
     shapes = {
         jax.tree_util.keystr(keys): tuple(leaf.shape)
@@ -157,7 +157,7 @@ def _by_rule(params: Any, mesh: Mesh, rules: Rules) -> Rule:
     return rule
 
 
-def _check_spec(path: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> None:
+def _check_spec(path: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: AnyMesh) -> None:
     """Raise `ConfigError` where `spec` cannot split `shape` over `mesh`."""
     if len(spec) > len(shape):
         raise ConfigError(

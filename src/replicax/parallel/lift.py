@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from replicax.data.batch import Batch
 from replicax.errors import ConfigError, did_you_mean
 from replicax.parallel.canonical import Canonical
-from replicax.parallel.mesh import DATA, by_rows, is_data_only, replica_count
+from replicax.parallel.mesh import DATA, AnyMesh, by_rows, is_data_only, replica_count
 from replicax.parallel.summation import Running, Summation
 from replicax.parallel.threads import check_threads
 from replicax.parallel.update import TrainState
@@ -81,7 +81,13 @@ def summation_for(mode: str, accumulate: int, micro_shards: int, mesh: Mesh) -> 
 
 
 def lift(
-    function: ReplicaFunction, mode: str, mesh: Mesh, state: Any, out: Any, *, donate: bool = False
+    function: ReplicaFunction,
+    mode: str,
+    mesh: AnyMesh,
+    state: Any,
+    out: Any,
+    *,
+    donate: bool = False,
 ) -> Any:
     """`function` compiled for `mesh`, as a `jax.jit` function of a state and a global batch.
 
@@ -89,12 +95,12 @@ def lift(
         function: takes a state, a batch, and the replica axis's name or None; what it returns
             has no row dim, and is equal on all replicas.
         mode: one of `MODES`.
-        mesh: the devices.
+        mesh: the devices; for pmap, attached or described ones.
         state: shardings of the state.
         out: shardings of what `function` returns, or one for all of it.
         donate: whether the state's memory is given to the result.
     """
-    views: dict[str, Callable[[ReplicaFunction, Mesh], Lifted]] = {
+    views: dict[str, Callable[[ReplicaFunction, Any], Lifted]] = {
         "single": _global_view,
         "jit": _global_view,
         "shard_map": _shard_map,
@@ -109,11 +115,11 @@ def lift(
     )
 
 
-def _global_view(function: ReplicaFunction, _mesh: Mesh) -> Lifted:
+def _global_view(function: ReplicaFunction, _mesh: AnyMesh) -> Lifted:
     return lambda state, batch: function(state, batch, None)
 
 
-def _shard_map(function: ReplicaFunction, mesh: Mesh) -> Lifted:
+def _shard_map(function: ReplicaFunction, mesh: AnyMesh) -> Lifted:
     # With check_vma=True a model's own scan from zeros (any RNN) is a type error, and parameters
     # must be cast to varying lest their gradient come out N times too large. Without it, the
     # gradient of a replica's sum is local, and the one reduction of `update` is all there is.

@@ -3,16 +3,24 @@
 import collections
 import math
 from collections.abc import Sequence
+from typing import TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from replicax.cluster.link import current_link
 from replicax.errors import ConfigError
 
 DATA = "data"
 """The mesh axis whose devices hold one replica each."""
+
+AXES = (DATA, "model", "stage")
+
+AnyMesh = Mesh | AbstractMesh
+"""Of devices, attached or described, or of their number alone."""
+
+MeshKind = TypeVar("MeshKind", Mesh, AbstractMesh, AnyMesh)
 
 
 def make_mesh(
@@ -57,10 +65,15 @@ def make_mesh(
         )
     taken = _of_every_process(devices, needed) if attached else devices[:needed]
     grid = np.asarray(taken).reshape(data, model, stage)
-    return Mesh(grid, (DATA, "model", "stage"))
+    return Mesh(grid, AXES)
 
 
-def check_mesh(mesh: Mesh) -> Mesh:
+def abstract_mesh(data: int) -> AbstractMesh:
+    """As `make_mesh(data)`, of devices that need not exist."""
+    return AbstractMesh((data, 1, 1), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def check_mesh(mesh: MeshKind) -> MeshKind:
     """`mesh` with automatic axis types.
 
     Raises:
@@ -71,6 +84,9 @@ def check_mesh(mesh: Mesh) -> Mesh:
             f"the mesh has the axes {', '.join(mesh.axis_names)} and none named 'data'; replicas "
             "lie along 'data': rename an axis or use rx.make_mesh()"
         )
+    if isinstance(mesh, AbstractMesh):
+        automatic = (AxisType.Auto,) * len(mesh.axis_names)
+        return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=automatic)
     return Mesh(mesh.devices, mesh.axis_names)
 
 
@@ -93,22 +109,22 @@ def check_processes(mesh: Mesh) -> None:
         )
 
 
-def replica_count(mesh: Mesh) -> int:
+def replica_count(mesh: AnyMesh) -> int:
     """Replicas of the mesh: the size of its `data` axis."""
     return int(mesh.shape[DATA])
 
 
-def is_data_only(mesh: Mesh) -> bool:
+def is_data_only(mesh: AnyMesh) -> bool:
     """Whether every device of the mesh holds a replica of its own."""
-    return replica_count(mesh) == math.prod(mesh.devices.shape)
+    return replica_count(mesh) == mesh.size
 
 
-def replicated(mesh: Mesh) -> NamedSharding:
+def replicated(mesh: AnyMesh) -> NamedSharding:
     """The sharding of an array of which every device holds a copy."""
     return NamedSharding(mesh, PartitionSpec())
 
 
-def by_rows(mesh: Mesh) -> NamedSharding:
+def by_rows(mesh: AnyMesh) -> NamedSharding:
     """The sharding of an array whose leading dim is split over the replicas."""
     return NamedSharding(mesh, PartitionSpec(DATA))
 

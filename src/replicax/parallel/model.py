@@ -70,6 +70,27 @@ def split_model(model: Any) -> tuple[Definition, PyTree, PyTree]:
     return definition, params, extras
 
 
+def abstract_model(make: Callable[..., Any], *arguments: Any) -> Any:
+    """What `make(*arguments)` gives, with shapes for arrays; really made where it cannot be traced.
+
+    Args:
+        make: returns a model of any kind.
+        arguments: of it.
+    """
+    definitions: list[Definition] = []
+
+    def parts() -> tuple[PyTree, PyTree]:
+        definition, params, extras = split_model(make(*arguments))
+        definitions.append(definition)
+        return params, extras
+
+    try:
+        params, extras = jax.eval_shape(parts)
+    except jax.errors.JAXTypeError:  # it looks at values
+        return make(*arguments)
+    return definitions[0].merge(params, extras)
+
+
 def is_trainable(leaf: Any) -> bool:
     """Whether `leaf` is an array (attached or abstract) of floating-point or complex dtype."""
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from replicax.cluster.link import current_link
 from replicax.cluster.pulse import PULSE
-from replicax.data.batch import Batch, host_rows, pad, place, row_count
+from replicax.data.batch import Batch, described, host_rows, pad, place, row_count
 from replicax.data.feed import Feed, Split
 from replicax.data.share import Share
 from replicax.data.source import as_source
@@ -27,6 +27,7 @@ from replicax.parallel.layout import Layout, check_layout, layout_name, state_sh
 from replicax.parallel.lift import check_mode, lift, summation_for
 from replicax.parallel.loss import LOSS, scalars
 from replicax.parallel.mesh import (
+    AnyMesh,
     by_rows,
     check_mesh,
     check_processes,
@@ -110,7 +111,7 @@ class DataParallel:
                 f"accumulate={accumulate}; a step has at least 1 micro-batch: raise it"
             )
         self._summation = summation_for(mode, accumulate, micro_shards, self.mesh)
-        self._loss = loss
+        self.loss = loss
         self._optimizer = optimizer
         self._definition: Definition | None = None
         self._step: Any = None
@@ -128,14 +129,19 @@ class DataParallel:
             changes: by name.
         """
         arguments = {name: getattr(self, name) for name in ("mesh", "layout", *SETTINGS)}
-        arguments |= {"loss": self._loss, "optimizer": self._optimizer}
+        arguments |= {"loss": self.loss, "optimizer": self._optimizer}
         arguments |= {"precision": self.precision.name, **changes}
         return DataParallel(arguments.pop("loss"), arguments.pop("optimizer"), **arguments)
 
     @property
     def split(self) -> Split:
         """How a batch is divided: replicas and micro-batches."""
-        return self._split(self.mesh)
+        return self.split_on(self.mesh)
+
+    def split_on(self, mesh: AnyMesh) -> Split:
+        """How a batch would be divided on another mesh."""
+        replicas = replica_count(mesh)
+        return Split(replicas, self._summation.micro_batches(replicas))
 
     def init(self, model: Any, *, seed: int = 0) -> TrainState:
         """The state before the first step, each array placed where its layout wants it.
@@ -316,20 +322,32 @@ class DataParallel:
 
     def trace(self, model: Any, batch: Any, *, mesh: Mesh | None = None) -> jax.stages.Traced:
         """What `lower` lowers: read its `jaxpr` with `replicax.parallel.flops.count_flops`."""
+        function, arguments = self.program(model, batch, mesh=mesh)
+        traced: jax.stages.Traced = function.trace(*arguments)
+        return traced
+
+    def program(
+        self, model: Any, batch: Any, *, mesh: AnyMesh | None = None
+    ) -> tuple[Any, tuple[TrainState, Batch]]:
+        """What `trace` traces: a `jax.jit` function, and its arguments or their shapes.
+
+        Args:
+            model: as for `lower`.
+            batch: as for `lower`.
+            mesh: as for `lower`, or one without devices.
+        """
         if mesh is None and self._step is not None and self._are_placed(model, batch):
-            own: jax.stages.Traced = self._step.trace(model, batch)
-            return own
-        mesh = self.mesh if mesh is None else check_mesh(mesh)
+            return self._step, (model, batch)
+        mesh = check_mesh(self.mesh if mesh is None else mesh)
         if isinstance(model, TrainState):
             shapes = jax.eval_shape(lambda state: state, model)
         else:
             shapes = self._state_shapes(*self._adopt(model))
         if not isinstance(batch, Batch):
             parts = Split(replica_count(mesh), self.accumulate)
-            batch = _abstract(batch, parts.padded(row_count(batch)))
+            batch = described(batch, parts.padded(row_count(batch)))
         batch = jax.eval_shape(lambda arrays: arrays, batch)
-        traced: jax.stages.Traced = self._lift_update(shapes, mesh).trace(shapes, batch)
-        return traced
+        return self._lift_update(shapes, mesh), (shapes, batch)
 
     def _adopt(self, model: Any) -> tuple[PyTree, PyTree]:
         """The arrays of `model`, whose structure becomes, or already is, this object's."""
@@ -346,21 +364,17 @@ class DataParallel:
     def _objective(self) -> Objective:
         if self._definition is None:
             raise StateError("this DataParallel has no model yet; call init(model) first")
-        return Objective(self._definition, self._loss, self.precision)
+        return Objective(self._definition, self.loss, self.precision)
 
     def _state_shapes(self, params: PyTree, extras: PyTree) -> TrainState:
         create_state = partial(create, optimizer=self._optimizer)
         shapes: TrainState = jax.eval_shape(create_state, params, extras, np.uint32(0))
         return shapes
 
-    def _split(self, mesh: Mesh) -> Split:
-        replicas = replica_count(mesh)
-        return Split(replicas, self._summation.micro_batches(replicas))
-
-    def _shardings(self, shapes: TrainState, mesh: Mesh) -> TrainState:
+    def _shardings(self, shapes: TrainState, mesh: AnyMesh) -> TrainState:
         return state_shardings(shapes, mesh, self.layout)
 
-    def _lift_update(self, shapes: TrainState, mesh: Mesh) -> Any:
+    def _lift_update(self, shapes: TrainState, mesh: AnyMesh) -> Any:
         function = partial(
             update,
             objective=self._objective,
@@ -413,7 +427,7 @@ class DataParallel:
         found: list[tuple[str, ...]] = []
 
         def observed(model: Any, data: PyTree, key: jax.Array | None) -> Any:
-            returned = self._loss(model, data, key)
+            returned = self.loss(model, data, key)
             found.append(scalars(returned))
             return returned
 
@@ -480,13 +494,3 @@ def _add(totals: dict[str, np.ndarray], sums: dict[str, Any]) -> None:
     for name, value in jax.device_get(sums).items():
         pair = np.asarray([value.total, value.weight], np.float64)
         totals[name] = totals.get(name, np.zeros(2)) + pair
-
-
-def _abstract(data: PyTree, size: int) -> Batch:
-    def leaf_shape(leaf: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(
-            (size, *leaf.shape[1:]), jax.dtypes.canonicalize_dtype(leaf.dtype)
-        )
-
-    mask, index = (jax.ShapeDtypeStruct((size,), dtype) for dtype in (jnp.float32, jnp.int32))
-    return Batch(jax.tree.map(leaf_shape, data), mask, index)

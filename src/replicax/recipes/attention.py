@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.backend import get_backend
 
 from replicax.parallel.precision import to_sum
+from replicax.parallel.traced_for import cuda_capability
 
 SAVED = "attention"
 """The name, for `jax.checkpoint` policies, of what the backward pass on a CPU wants kept."""
@@ -56,9 +56,7 @@ def _attention_on_cuda(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 def _cudnn_takes(q: jax.Array) -> bool:
     """Whether cuDNN's flash attention is there for such queries."""
-    if "cuda" not in get_backend().platform_version:
-        return False
-    ampere_or_newer = float(jax.local_devices()[0].compute_capability) >= 8
+    ampere_or_newer = (cuda_capability() or 0) >= 8
     head_dim = q.shape[-1]
     return ampere_or_newer and q.dtype.itemsize == 2 and head_dim <= 128 and head_dim % 8 == 0
 
