@@ -1,0 +1,370 @@
+"""The hardware that a plan is for: read from what the user wrote, or the devices at hand."""
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations_with_replacement
+from math import prod
+from typing import Any
+
+import jax
+
+from replicax.errors import ConfigError, did_you_mean
+from replicax.plan.hardware import CHIPS, CPU, Chip, chip_of_kind
+
+ATTACHED = "attached"
+_OTHER_NAMES = {"h100-80": "h100", "v100-32": "v100", "h200-141": "h200", "b200-180": "b200"}
+# Of chips whose torus has two dimensions: all that are sold.
+_FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
+# Of those with three: less than a cube of 4x4x4. From there on, each dimension is a multiple of 4.
+_BELOW_A_CUBE = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
+
+Topology = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Target:
+    """Hardware to plan for.
+
+    Args:
+        text: what the user wrote, as in `h100:64`.
+        chip: what each device is.
+        devices: how many there are.
+        hosts: how many processes they belong to.
+        topology: of a TPU slice, chips in each dimension of its torus; None for all others.
+        slices: how many such slices, joined by the network of the data centre; 1 for all others.
+    """
+
+    text: str
+    chip: Chip
+    devices: int
+    hosts: int
+    topology: Topology | None = None
+    slices: int = 1
+
+    @property
+    def devices_per_host(self) -> int:
+        return self.devices // self.hosts
+
+    @property
+    def rings(self) -> tuple[bool, ...]:
+        """Of each dimension of the torus, whether it closes into a ring; `()` without a torus.
+
+        A 2-D torus wraps each dimension that spans the pod. A 3-D one is made of cubes of 4x4x4
+        that optical switches join, and wraps all of its dimensions or, below one cube, none
+        (jax-ml/scaling-book tpus.md).
+        """
+        if self.topology is None:
+            return ()
+        full = [size % self.chip.ring_multiple == 0 for size in self.topology]
+        return tuple(full) if len(full) == 2 else (all(full),) * len(full)
+
+    @property
+    def topology_arguments(self) -> Mapping[str, Any]:
+        """What `jax.experimental.topologies.get_topology_desc` takes to describe these devices.
+
+        A GPU needs its `target_config` beside them; `cpu` is not described but simulated.
+
+        Raises:
+            ConfigError: CPU devices.
+        """
+        if self.chip.platform == "cuda":
+            # Slices, hosts of each, devices of each: no NVLink joins these hosts.
+            shape = f"{self.hosts}x1x{self.devices_per_host}"
+            return {"platform": "cuda", "topology": shape}
+        if self.topology is None:
+            raise ConfigError(f"{self.text}: no compiler describes devices of this kind")
+        described: dict[str, Any] = {
+            "platform": "tpu",
+            "topology_name": f"{self.chip.name}:{_written(self.topology)}",
+            "chips_per_host_bounds": _host_bounds(self.topology),
+            "wrap": (*self.rings, False)[:3],
+            "num_slices": self.slices,
+        }
+        if self.chip.torus_dims == 3:
+            # Both cores of a chip as one device, as on Cloud TPU.
+            described["chip_config_name"] = "megacore"
+        return described
+
+    def with_devices(self, devices: int) -> "Target":
+        """The same hardware with another number of devices.
+
+        GPUs fill one host as this target fills its, then further ones. TPUs take the most cubic
+        slice of that many chips; beyond the largest, several equal slices, as few as can be.
+
+        Args:
+            devices: at least 1.
+
+        Raises:
+            ConfigError: the hardware does not come in this number.
+        """
+        if devices < 1:
+            raise ConfigError(f"{self.text} with {devices} devices; 1 is the least")
+        if self.chip.torus_dims:
+            return self._with_chips(devices)
+        if self.chip.platform == "cpu":
+            return _simulated(f"{CPU.name}:{devices}", (devices,))
+        usual = self.chip.devices_per_host
+        fill = usual if self.hosts == 1 else self.devices_per_host
+        each = min(fill, devices)
+        if devices % each:
+            raise ConfigError(
+                f"{self.text} with {devices} devices; hosts have {each} devices each: "
+                f"use {devices // each * each} or {-(-devices // each) * each}"
+            )
+        hosts = devices // each
+        size = str(devices) if hosts == 1 or each == usual else f"{hosts}x{each}"
+        return replace(self, text=f"{self.chip.name}:{size}", devices=devices, hosts=hosts)
+
+    def _with_chips(self, devices: int) -> "Target":
+        largest = self.chip.largest_slice
+        for slices in range(-(-devices // largest), devices + 1):
+            shapes = [] if devices % slices else _shapes_of(self.chip, devices // slices)
+            if shapes:
+                shape = min(shapes, key=max)
+                times = f"{slices} x " if slices > 1 else ""
+                text = f"{times}{self.chip.name}:{_written(shape)}"
+                hosts = slices * _hosts(shape)
+                return Target(text, self.chip, devices, hosts, shape, slices)
+            if devices <= largest:
+                break
+        raise ConfigError(
+            f"{self.chip.title} with {devices} chips; no slices add up to that: use "
+            f"{_joined([str(count) for count in _nearest_counts(self.chip, devices)])}"
+        )
+
+    def device_counts(self, most: int) -> Iterator[int]:
+        """Numbers of devices, doubling from 1, in which this hardware comes; v4 starts at 4.
+
+        Args:
+            most: the last is not above this.
+        """
+        count = 1
+        while count <= most:
+            try:
+                self.with_devices(count)
+            except ConfigError:
+                pass
+            else:
+                yield count
+            count *= 2
+
+
+def parse_target(text: str) -> Target:
+    """Read a target as a user writes it.
+
+    `attached` · `cpu:8` · `h100:8` · `h100:64` (hosts of 8) · `h100:4x2` (4 hosts of 2) ·
+    `v5e:16x16` · `v4:2x2x2`; letters may be of either case.
+
+    Raises:
+        ConfigError: an unknown chip, or a size that it does not come in.
+    """
+    name, _, size = text.strip().lower().partition(":")
+    name = _OTHER_NAMES.get(name, name)
+    if name == ATTACHED:
+        if size:
+            raise ConfigError(f"{text!r}: all attached devices are meant: write {ATTACHED}")
+        return attached_target()
+    chip = _chip_called(name, text)
+    if not size:
+        raise ConfigError(f"{text!r} has no size: write {_example(chip)}")
+    if not re.fullmatch(r"[0-9]{1,9}(x[0-9]{1,9})*", size):
+        raise ConfigError(f"{text!r}: {size!r} is not a size: write {_example(chip)}")
+    numbers = tuple(int(number) for number in size.split("x"))
+    if 0 in numbers:
+        raise ConfigError(f"{text!r} has no devices; 1 is the least: write {_example(chip)}")
+    if chip.torus_dims:
+        return _slice(text, chip, numbers)
+    if chip is CPU:
+        return _simulated(text, numbers)
+    return _hosts_of_gpus(text, chip, numbers)
+
+
+def attached_target(devices: Sequence[jax.Device] | None = None) -> Target:
+    """The devices of this job, with what is known of their kind and what they tell of their memory.
+
+    Args:
+        devices: default: `jax.devices()`.
+    """
+    devices = jax.devices() if devices is None else devices
+    kind = devices[0].device_kind
+    hosts = len({device.process_index for device in devices})
+    if devices[0].platform == "cpu":
+        chip = _host_shared_by(len(devices) // hosts)
+    else:
+        platform = "tpu" if devices[0].platform == "tpu" else "cuda"
+        chip = chip_of_kind(kind) or _unknown(kind, platform, len(devices) // hosts)
+        own = [device for device in devices if device.process_index == jax.process_index()]
+        stats = (own[0].memory_stats() if own else None) or {}
+        if "bytes_limit" in stats:
+            told = {**chip.sources, "usable_bytes": "memory_stats of the attached device"}
+            chip = replace(chip, usable_bytes=stats["bytes_limit"], sources=told)
+    return Target(ATTACHED, chip, len(devices), hosts, _attached_topology(chip, devices))
+
+
+def _attached_topology(chip: Chip, devices: Sequence[jax.Device]) -> Topology | None:
+    """Chips in each dimension, where the devices tell their coordinates and fill such a box."""
+    if not chip.torus_dims:
+        return None
+    places = {tuple(getattr(device, "coords", ())) for device in devices}
+    if () in places:
+        return None
+    ends = list(zip(*places, strict=True))
+    sizes = tuple(max(axis) - min(axis) + 1 for axis in ends)[: chip.torus_dims]
+    return sizes if prod(sizes) == len(devices) else None
+
+
+def _unknown(kind: str, platform: str, devices_per_host: int) -> Chip:
+    return Chip(
+        name=kind,
+        title=kind,
+        platform=platform,
+        kinds=re.escape(kind),
+        memory_bytes=None,
+        usable_bytes=None,
+        flops_per_second={},
+        memory_bytes_per_second=None,
+        inside=None,
+        between=None,
+        devices_per_host=devices_per_host,
+    )
+
+
+def _chip_called(name: str, text: str) -> Chip:
+    if name == CPU.name:
+        return CPU
+    if name in CHIPS:
+        return CHIPS[name]
+    longer = [known for known in CHIPS if known.startswith(f"{name}-")]
+    if longer:
+        raise ConfigError(f"{text!r}: which {name}? Write {_joined(longer)}")
+    known = (ATTACHED, CPU.name, *CHIPS)
+    raise ConfigError(
+        f"{text!r}: no hardware is called {name!r}{did_you_mean(name, known)}; known are "
+        f"{', '.join(known)}"
+    )
+
+
+def _example(chip: Chip) -> str:
+    if chip is CPU:
+        return "cpu:8 for 8 devices of this host"
+    if chip.torus_dims:
+        shapes = [shape for count in (4, 16) for shape in _shapes_of(chip, count)]
+        return f"its topology, as in {_joined([f'{chip.name}:{_written(s)}' for s in shapes])}"
+    name, each = chip.name, chip.devices_per_host
+    return f"{name}:{each} for one host, {name}:{8 * each} for 8, or {name}:4x2 for 4 of 2 each"
+
+
+def _hosts_of_gpus(text: str, chip: Chip, numbers: Topology) -> Target:
+    most = chip.devices_per_host
+    if len(numbers) > 2:
+        raise ConfigError(f"{text!r} has {len(numbers)} numbers; write {_example(chip)}")
+    if len(numbers) == 2:
+        hosts, each = numbers
+        if each > most:
+            raise ConfigError(
+                f"{text!r}: {each} devices a host; hosts of {chip.title} have {most}: "
+                f"use {chip.name}:{hosts * each} for hosts of {most}, or {chip.name}:{hosts}x{most}"
+            )
+        return Target(text, chip, hosts * each, hosts)
+    (devices,) = numbers
+    if devices > most and devices % most:
+        lower, upper = devices // most * most, (devices // most + 1) * most
+        raise ConfigError(
+            f"{text!r}: hosts have {most} devices each, and {most} must divide the devices of "
+            f"several hosts: use {chip.name}:{lower} or {chip.name}:{upper}, or write hosts x "
+            "devices of each"
+        )
+    return Target(text, chip, devices, max(1, devices // most))
+
+
+def _simulated(text: str, numbers: Topology) -> Target:
+    if len(numbers) > 1:
+        raise ConfigError(
+            f"{text!r}: CPU devices are those of this host: write cpu:{prod(numbers)}"
+        )
+    return Target(text, _host_shared_by(numbers[0]), numbers[0], 1)
+
+
+def _host_shared_by(devices: int) -> Chip:
+    """A CPU device and its share of this host's memory."""
+    try:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // devices
+    except (AttributeError, ValueError, OSError):
+        return replace(CPU, devices_per_host=devices)
+    told = "sysconf of this host: its memory, shared by its devices"
+    return replace(
+        CPU,
+        memory_bytes=memory,
+        usable_bytes=memory,
+        devices_per_host=devices,
+        sources={"memory_bytes": told, "usable_bytes": told},
+    )
+
+
+def _slice(text: str, chip: Chip, shape: Topology) -> Target:
+    if len(shape) == chip.torus_dims and shape in _shapes_of(chip, prod(shape)):
+        return Target(text, chip, prod(shape), _hosts(shape), shape)
+    names = _joined([f"{chip.name}:{_written(each)}" for each in _nearest(chip, shape)])
+    if len(shape) == 1:
+        raise ConfigError(f"{text!r} has no topology; {chip.title} is a torus: write {names}")
+    if len(shape) != chip.torus_dims:
+        raise ConfigError(
+            f"{text!r} has {len(shape)} dimensions; {chip.title} has {chip.torus_dims}: use {names}"
+        )
+    most = f", at most {chip.largest_slice} chips" if prod(shape) > chip.largest_slice else ""
+    raise ConfigError(f"{text!r}: {chip.title} has no such slice{most}: use {names}")
+
+
+def _shapes_of(chip: Chip, devices: int) -> list[Topology]:
+    """The topologies with this many chips; in three dimensions the shortest comes first."""
+    if chip.torus_dims == 2:
+        return [shape for shape in _FLAT if prod(shape) == devices]
+    if devices > chip.largest_slice:
+        return []
+    small: list[Topology] = [shape for shape in _BELOW_A_CUBE if prod(shape) == devices]
+    sizes = [size for size in range(4, devices // 16 + 1, 4) if devices % size == 0]
+    cubes = combinations_with_replacement(sizes, 3)
+    return small + [shape for shape in cubes if prod(shape) == devices]
+
+
+def _nearest(chip: Chip, shape: Topology) -> list[Topology]:
+    """The most cubic topologies with this many chips, else with the next numbers of chips."""
+    ascending = tuple(sorted(shape))
+    if ascending in _shapes_of(chip, prod(shape)):
+        return [ascending]
+    counts = _nearest_counts(chip, prod(shape))
+    return [min(_shapes_of(chip, count), key=max) for count in counts]
+
+
+def _nearest_counts(chip: Chip, devices: int) -> list[int]:
+    """Numbers of chips of one slice: this one, else the next below and above."""
+    if chip.torus_dims == 2:
+        counts = sorted({prod(shape) for shape in _FLAT})
+    else:
+        cubes = range(64, chip.largest_slice + 1, 64)
+        counts = sorted({prod(shape) for shape in _BELOW_A_CUBE} | set(cubes))
+    if devices in counts:
+        return [devices]
+    below = [count for count in counts if count < devices][-1:]
+    return below + [count for count in counts if count > devices][:1]
+
+
+def _hosts(shape: Topology) -> int:
+    return max(1, prod(shape) // prod(_host_bounds(shape)))
+
+
+def _host_bounds(shape: Topology) -> tuple[int, int, int]:
+    """Chips of one process: 2x2, but the slices that fit one host of a 2-D chip are one process."""
+    if shape in ((1, 1), (2, 4)):
+        return (*shape, 1)
+    return (2, 2, 1)
+
+
+def _written(shape: Topology) -> str:
+    return "x".join(str(size) for size in shape)
+
+
+def _joined(names: Sequence[str]) -> str:
+    return " or ".join(names)

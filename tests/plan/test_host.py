@@ -1,0 +1,26 @@
+"""What this host can do is measured."""
+
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from replicax.plan import host
+from replicax.plan.hardware import CPU
+
+
+def test_a_product_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 9.0, *(time for start in range(5) for time in (start, start + 0.5))])
+    stopwatch = SimpleNamespace(perf_counter=lambda: next(clock))
+    monkeypatch.setattr(host, "time", stopwatch)
+    monkeypatch.setattr(host, "SIZE", 8)
+    assert host.product_flops_per_second(jax.devices()[0], "float32") == 2 * 8**3 / 0.5
+
+
+def test_devices_share_what_the_host_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "product_flops_per_second", lambda device, dtype: 800.0)
+    monkeypatch.setattr(host, "_copied_bytes_per_second", lambda device: 400.0)
+    chip = host.measured(CPU, 8)
+    assert chip.flops_per_second == {"float32": 100.0, "bfloat16": 100.0}
+    assert chip.memory_bytes_per_second == 50.0
+    assert "8 devices" in chip.sources["flops_per_second"]
