@@ -1,0 +1,111 @@
+"""Curves over device counts, and where more devices stop paying."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replicax.plan.forecast import (
+    MOST_DEVICES,
+    PAYING_SPEEDUP,
+    ScalingPoint,
+    device_hours,
+    devices_that_pay,
+    scaling_curve,
+)
+from replicax.plan.network import network
+from replicax.plan.overlap import StepTime, Transfer
+from replicax.plan.target import parse_target
+
+H100 = parse_target("h100:8")
+AT_THE_END = Transfer("all-reduce", 1e9, 1.0, 1.0)
+
+
+def test_without_communication_every_device_counts() -> None:
+    points = scaling_curve(H100, 1.0, [], 4)
+    assert [point.devices for point in points] == [2**power for power in range(18)]
+    assert points[-1].devices == MOST_DEVICES > 10**5
+    assert all(point.efficiency == 1 for point in points)
+    assert points[-1].rows_per_second == 4 * MOST_DEVICES
+
+
+def test_the_devices_of_the_target_are_on_the_curve() -> None:
+    points = scaling_curve(parse_target("h100:24"), 1.0, [], 4, most=64)
+    assert [point.devices for point in points] == [1, 2, 4, 8, 16, 24, 32, 64]
+
+
+def test_weak_scaling_exposes_the_network_of_each_count() -> None:
+    points = {point.devices: point for point in scaling_curve(H100, 1.0, [AT_THE_END], 4, most=64)}
+    for devices in (1, 2, 8, 64):
+        reduced = network(H100.with_devices(devices)).time("all-reduce", 1e9).seconds
+        assert points[devices].step.exposed_seconds == pytest.approx(reduced)
+        assert points[devices].efficiency == pytest.approx(1 / (1 + reduced))
+    assert points[1].efficiency == 1
+
+
+def test_a_scattered_result_is_a_device_s_part() -> None:
+    scattered = Transfer("reduce-scatter", 1e8, 1.0, 1.0)
+    points = {point.devices: point for point in scaling_curve(H100, 1.0, [scattered], 4, most=16)}
+    of_16 = network(H100.with_devices(16)).time("reduce-scatter", 0.5e8).seconds
+    assert points[16].step.communication_seconds == pytest.approx(of_16)
+
+
+def test_a_fixed_batch_leaves_less_to_compute() -> None:
+    points = scaling_curve(H100, 1.0, [AT_THE_END], 4, fixed_batch=True)
+    # 32 rows in all: the last has one on each device.
+    assert [point.devices for point in points] == [1, 2, 4, 8, 16, 32]
+    assert [point.rows_per_device for point in points] == [32, 16, 8, 4, 2, 1]
+    assert [point.step.compute_seconds for point in points] == [8, 4, 2, 1, 0.5, 0.25]
+    assert {point.batch_size for point in points} == {32}
+
+
+def test_a_tpu_grows_by_slices() -> None:
+    points = scaling_curve(parse_target("v5e:16x16"), 1.0, [AT_THE_END], 4)
+    assert points[-1].devices == MOST_DEVICES
+    assert all(a.efficiency >= b.efficiency for a, b in pairwise(points[8:]))
+
+
+def _points(seconds: list[float], rows: float = 1) -> list[ScalingPoint]:
+    return [
+        ScalingPoint(2**power, rows, StepTime(each, seconds[0], 0, each - seconds[0]))
+        for power, each in enumerate(seconds)
+    ]
+
+
+def test_doubling_pays_while_it_is_a_tenth_faster() -> None:
+    # Twice the rows in 1.8 times the time is 1.11 times as fast, in 1.9 times 1.05 times as fast.
+    assert PAYING_SPEEDUP == 1.1
+    assert devices_that_pay(_points([1, 1.8, 1.8 * 1.8])) == 4
+    assert devices_that_pay(_points([1, 1.8, 1.8 * 1.9])) == 2
+    assert devices_that_pay(_points([1, 1.9, 1.9])) == 1
+
+
+def test_with_a_noise_scale_larger_batches_stop_paying() -> None:
+    # Perfect scaling: steps fall as 1 + 8/B, that is 9, 5, 3, 2, 1.5, 1.25, 1.125 with 1, 2, ... 64
+    # rows: 1.125 is 1.11 times as fast as 1.25, and 128 rows only 1.06 times as fast as 64.
+    perfect = _points([1.0] * 10)
+    assert devices_that_pay(perfect) == 512
+    assert devices_that_pay(perfect, noise_scale=8) == 64
+
+
+def test_a_fixed_batch_makes_the_noise_scale_irrelevant() -> None:
+    points = scaling_curve(H100, 1.0, [AT_THE_END], 4, fixed_batch=True)
+    assert devices_that_pay(points) == devices_that_pay(points, noise_scale=8)
+
+
+@given(exposed=st.floats(1e-6, 1.0))
+def test_slower_links_never_pay_longer(exposed: float) -> None:
+    def paying(times: float) -> int:
+        moved = Transfer("all-reduce", 1e9, 1.0, 1.0, 1)
+        curve = scaling_curve(H100, times, [moved], 64, fixed_batch=True)
+        return devices_that_pay(curve)
+
+    # More computation for the same communication.
+    assert paying(1.0 + exposed) <= paying(2.0 + 2 * exposed)
+
+
+def test_device_hours() -> None:
+    # 8 devices with 4 rows each in 2 s: 16 rows a second, so an hour for 57,600 rows.
+    point = ScalingPoint(8, 4, StepTime(2.0, 1.5, 0.5, 0.5))
+    assert device_hours(57_600, point) == pytest.approx(8)

@@ -1,0 +1,116 @@
+"""The simulated step, against timelines drawn by hand and a clock that ticks."""
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replicax.plan.collective import CollectiveTime
+from replicax.plan.hardware import Link
+from replicax.plan.host_network import HostNetwork
+from replicax.plan.overlap import StepTime, Transfer, step_time
+
+
+@dataclass(frozen=True)
+class Second:
+    """A network on which a byte takes a second."""
+
+    devices: int = 2
+
+    def time(self, kind: str, size: float) -> CollectiveTime:
+        return CollectiveTime(size, "made up")
+
+
+def step(compute: float, *transfers: tuple[float, float, float]) -> StepTime:
+    moved = [Transfer("all-reduce", size, ready, needed) for size, ready, needed in transfers]
+    return step_time(compute, moved, Second())
+
+
+def test_nothing_to_send() -> None:
+    assert step(10) == StepTime(10, 10, 0, 0)
+    assert step(0).efficiency == 1
+
+
+def test_hidden() -> None:
+    assert step(10, (3, 2, 5)) == StepTime(10, 10, 3, 0)
+
+
+def test_exposed_where_it_is_needed() -> None:
+    assert step(10, (3, 2, 4)) == StepTime(11, 10, 3, 1)
+
+
+def test_needed_at_once() -> None:
+    assert step(10, (3, 2, 2), (4, 6, 6)) == StepTime(17, 10, 7, 7)
+
+
+def test_exposed_at_the_end() -> None:
+    assert step(10, (3, 10, 10)) == StepTime(13, 10, 3, 3)
+    assert step(10, (3, 9, 99)) == StepTime(12, 10, 3, 2)
+
+
+def test_one_stream() -> None:
+    # The second starts when the first ends, at 7, and ends at 12.
+    assert step(10, (5, 2, 10), (5, 3, 10)) == StepTime(12, 10, 10, 2)
+
+
+def test_a_wait_delays_what_comes_after() -> None:
+    # Waits from 4 to 6, so the second is ready at 2 + 5 = 7 by the clock and ends at 10: in time.
+    assert step(10, (4, 2, 4), (3, 5, 8)) == StepTime(12, 10, 7, 2)
+
+
+def test_a_short_wait_within_a_longer_one_costs_nothing_more() -> None:
+    assert step(10, (4, 0, 1), (1, 0, 3)) == StepTime(13, 10, 5, 3)
+
+
+def test_the_order_in_which_they_are_given_does_not_matter() -> None:
+    assert step(10, (5, 3, 10), (4, 2, 4)) == step(10, (4, 2, 4), (5, 3, 10))
+
+
+def test_several_equal_collectives_have_several_latencies() -> None:
+    slow = HostNetwork(Link(100.0, 1.0, "made up"), None, 2, 1, ("ring",))
+    moved = Transfer("all-reduce", 1000, 0, 0, count=5)
+    # 1,000 bytes at 100 a second whatever their number; two steps of a second for each.
+    assert moved.seconds(slow) == pytest.approx(10 + 5 * 2)
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="before it is ready"):
+        Transfer("all-reduce", 1, 3, 2)
+    with pytest.raises(ValueError, match="the step's end"):
+        step(10, (1, 11, 12))
+
+
+SPANS = st.tuples(st.integers(0, 6), st.integers(0, 12), st.integers(0, 12))
+
+
+@given(compute=st.integers(0, 12), spans=st.lists(SPANS, max_size=6))
+def test_against_a_clock_that_ticks(compute: int, spans: list[tuple[int, int, int]]) -> None:
+    transfers = [
+        (size, min(ready, compute), max(min(ready, compute), needed))
+        for size, ready, needed in spans
+    ]
+    told = step(compute, *transfers)
+    assert told.seconds == _ticked(compute, transfers)
+    assert told.exposed_seconds == told.seconds - compute
+    assert max(compute, told.communication_seconds) <= told.seconds
+    assert told.seconds <= compute + told.communication_seconds
+
+
+def _ticked(compute: int, transfers: list[tuple[int, int, int]]) -> int:
+    """Seconds of the step, second by second."""
+    queue = sorted(transfers, key=lambda each: each[1])
+    left = [size for size, _, _ in queue]
+    clock = computed = 0
+    while True:
+        # Transfers of nothing are done as soon as it is their turn.
+        done = 0
+        while done < len(queue) and left[done] == 0 and queue[done][1] <= computed:
+            done += 1
+        blocked = any(min(needed, compute) <= computed for _, _, needed in queue[done:])
+        if computed == compute and not blocked:
+            return clock
+        if done < len(queue) and queue[done][1] <= computed:
+            left[done] -= 1
+        computed += not blocked
+        clock += 1

@@ -1,0 +1,108 @@
+"""When transfers are ready and needed by documented schedules, against timelines drawn by hand."""
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replicax.plan.collective import CollectiveTime
+from replicax.plan.overlap import Transfer, step_time
+from replicax.plan.timeline import Layer, Timeline, bucketed, fused, sharded
+
+# 12 s: forward passes of 1, 2 and 1 s, backward passes twice as long, from 4 s on.
+THREE = Timeline([Layer(10, 1.0), Layer(20, 2.0), Layer(30, 1.0)], 12.0)
+
+
+@dataclass(frozen=True)
+class Slow:
+    """A network on which a byte takes `seconds`."""
+
+    seconds: float
+    devices: int = 4
+
+    def time(self, kind: str, size: float) -> CollectiveTime:
+        return CollectiveTime(self.seconds * size, "made up")
+
+
+def test_a_step() -> None:
+    assert THREE.forward() == [(0, 1), (1, 3), (3, 4)]
+    assert THREE.backward() == [(10, 12), (6, 10), (4, 6)]
+
+
+def test_a_step_that_recomputes() -> None:
+    again = Timeline(THREE.layers, 16.0, recomputed=True)
+    assert again.forward() == [(0, 1), (1, 3), (3, 4)]
+    assert again.backward() == [(13, 16), (7, 13), (4, 7)]
+
+
+def test_a_bucket_for_every_layer() -> None:
+    assert bucketed(THREE, 0, 4) == [
+        Transfer("all-reduce", 120, 6, 12),
+        Transfer("all-reduce", 80, 10, 12),
+        Transfer("all-reduce", 40, 12, 12),
+    ]
+
+
+def test_buckets_that_fill_up() -> None:
+    assert bucketed(THREE, 130, 4) == [
+        Transfer("all-reduce", 200, 10, 12),
+        Transfer("all-reduce", 40, 12, 12),
+    ]
+
+
+def test_a_bucket_that_is_just_full_goes() -> None:
+    assert [each.bytes for each in bucketed(THREE, 120, 4)] == [120, 120]
+
+
+def test_one_bucket_for_all() -> None:
+    assert bucketed(THREE, 1e9, 4) == [Transfer("all-reduce", 240, 12, 12)]
+
+
+def test_fusion_on_a_fast_network_sends_each_when_it_is_ready() -> None:
+    assert fused(THREE, 1000, 4, Slow(0.001)) == bucketed(THREE, 0, 4)
+
+
+def test_fusion_on_a_slow_network_joins_what_waits() -> None:
+    # 120 bytes from 6 s to 12 s; by then both others are ready.
+    assert fused(THREE, 1000, 4, Slow(0.05)) == [
+        Transfer("all-reduce", 120, 6, 12),
+        Transfer("all-reduce", 120, 12, 12),
+    ]
+
+
+def test_fusion_fills_no_more_than_the_buffer() -> None:
+    sent = fused(THREE, 100, 4, Slow(0.1))
+    assert [each.bytes for each in sent] == [120, 80, 40]
+    # The second could go at 18 s, after the computation: it waits for the stream there.
+    assert step_time(12, sent, Slow(0.1)).seconds == pytest.approx(6 + 0.1 * 240)
+
+
+def test_sharded_layers_are_gathered_one_ahead() -> None:
+    sent = sharded(THREE, devices=4, gather_bytes=2, reduce_bytes=4)
+    gathers = [each for each in sent if each.kind == "all-gather"]
+    assert gathers == [
+        Transfer("all-gather", 20, 0, 0),
+        Transfer("all-gather", 40, 0, 1),
+        Transfer("all-gather", 60, 1, 3),
+        # Backward: the last is still there.
+        Transfer("all-gather", 40, 4, 6),
+        Transfer("all-gather", 20, 6, 10),
+    ]
+    assert [each for each in sent if each.kind == "reduce-scatter"] == [
+        Transfer("reduce-scatter", 30, 6, 12),
+        Transfer("reduce-scatter", 20, 10, 12),
+        Transfer("reduce-scatter", 10, 12, 12),
+    ]
+
+
+@given(
+    sizes=st.lists(st.integers(1, 100), min_size=1, max_size=8),
+    bucket=st.integers(0, 400),
+    rate=st.floats(0, 1),
+)
+def test_every_gradient_is_sent_once(sizes: list[int], bucket: int, rate: float) -> None:
+    timeline = Timeline([Layer(size, float(size)) for size in sizes], 10.0)
+    for sent in (bucketed(timeline, bucket, 4), fused(timeline, bucket, 4, Slow(rate))):
+        assert sum(each.bytes for each in sent) == 4 * sum(sizes)
+        assert all(each.ready_seconds <= 10.0 for each in sent)
