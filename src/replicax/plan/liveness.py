@@ -1,0 +1,247 @@
+"""Operations in order -> the memory that is in use while they run.
+
+What a kernel computes for itself takes no memory. As XLA fuses (xla/service/instruction_fusion.cc
+of github.com/openxla/xla), a value of an element-by-element operation is never stored where only
+kernels of the kind read it, and either one does, or it is cheap and made of one array: that array
+is then kept for the readers instead. All else is stored from its operation to its last reader.
+"""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+
+from replicax.plan.operations import IN_PLACE, Operation, Program
+
+ELEMENTWISE = ("cheap", "expensive", "fill")
+FUSING = (*ELEMENTWISE, "reduction", "store")
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """What is stored at some time."""
+
+    alive: Mapping[int, int]
+    """Bytes by value."""
+    inside: int = 0
+    """What the body of a loop has stored beside them."""
+
+    @property
+    def bytes(self) -> int:
+        """Of all together."""
+        return sum(self.alive.values()) + self.inside
+
+
+class Liveness:
+    """Which values are stored, and when.
+
+    Args:
+        program: arguments are not counted: they lie in memory before it starts.
+        kept: values of which only this many bytes are kept once they are computed, the rest
+            being on other devices.
+        gathered: arguments, or values in `kept`, that lie on several devices and are put together
+            where they are read, except by loops that read them part by part.
+        carried: results of a loop's body that take the place of an argument, which is read no more.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        kept: Mapping[int, int] | None = None,
+        gathered: Collection[int] = (),
+        carried: Mapping[int, int] | None = None,
+    ) -> None:
+        self._program = program
+        self._kept = dict(kept or {})
+        self._carried = dict(carried or {})
+        self._gathered = set(gathered)
+        self._operations = _needed(program.operations, program.outputs)
+        self._producer = {v: each for each in self._operations for v in each.outputs}
+        self._readers: dict[int, list[Operation]] = defaultdict(list)
+        for each in self._operations:
+            for value in set(each.inputs):
+                self._readers[value].append(each)
+        self._outputs = set(program.outputs)
+        self._stored = {v: self._is_stored(v) for v in self._producer}
+        self._roots: dict[int, frozenset[int]] = {}
+        self._at = {id(each): number for number, each in enumerate(self._operations)}
+        self._last = self._last_uses()
+
+    def moments(self) -> list[Moment]:
+        """One for each operation that stores something."""
+        alive: dict[int, int] = {}
+        found = [Moment({})]
+        dying: dict[int, list[int]] = defaultdict(list)
+        for value, last in self._last.items():
+            dying[last].append(value)
+        for number, each in enumerate(self._operations):
+            if not self._runs(each):
+                continue
+            for value in each.inputs:
+                if value in self._gathered and not _takes_parts(each, value):
+                    alive[value] = self._program.sizes[value]
+            ends = [value for value in dying[number] if value in alive]
+            self._start(number, each, alive, ends)
+            found.append(Moment(dict(alive), self._inside(each)))
+            for value in ends:
+                alive.pop(value, None)
+            for value in each.outputs:
+                if value in alive and value in self._kept:
+                    alive[value] = self._kept[value]
+        return found
+
+    def alive_after(self, values: Collection[int]) -> dict[int, int]:
+        """Bytes by value of what is stored once all of `values` are computed, for later."""
+        made = [self._at[id(self._producer[v])] for v in values if v in self._producer]
+        end = max(made, default=-1)
+        return {
+            value: self._kept.get(value, self._program.sizes[value])
+            for value, stored in self._stored.items()
+            if stored
+            and self._at[id(self._producer[value])] <= end
+            and self._last.get(value, -1) > end
+        }
+
+    def _start(self, number: int, each: Operation, alive: dict[int, int], ends: list[int]) -> None:
+        """Store what `each` computes, in the place of what it reads last, if it may."""
+        sizes = self._program.sizes
+        for place, value in enumerate(each.outputs):
+            if not self._stored.get(value):
+                continue
+            loop = each.kind == "loop"
+            size = self._kept.get(value, sizes[value]) if loop else sizes[value]
+            if value in self._carried and self._last.get(self._carried[value], -1) <= number:
+                continue
+            reusable: Collection[int] = ()
+            if each.kind in ELEMENTWISE:
+                reusable = ends
+            elif each.name in IN_PLACE:
+                reusable = each.inputs[:1]
+            elif loop:
+                reusable = _initial(each, place)
+            for old in reusable:
+                if old in ends and alive.get(old) == size:
+                    del alive[old]
+                    ends.remove(old)
+                    break
+            alive[value] = size
+
+    def _inside(self, each: Operation) -> int:
+        if each.equation is None:
+            return 0
+        params, platform = each.equation.params, self._program.platform
+        if each.kind == "branches":
+            bodies = [Program(branch.jaxpr, platform) for branch in params["branches"]]
+            return max(peak(Liveness(body)).bytes for body in bodies)
+        body = params["jaxpr"] if each.name == "scan" else params["body_jaxpr"]
+        used = [self._stored.get(value, False) for value in each.outputs]
+        program = Program(body.jaxpr, platform)
+        constants = params["num_consts" if each.name == "scan" else "body_nconsts"]
+        if each.name == "scan":
+            _write_parts(program, constants, params["num_carry"], used)
+        carried = dict(zip(program.outputs, program.inputs[constants:], strict=False))
+        return peak(Liveness(program, carried=carried)).bytes
+
+    def _runs(self, each: Operation) -> bool:
+        return each.kind == "store" or any(self._stored.get(value) for value in each.outputs)
+
+    def _is_stored(self, value: int) -> bool:
+        producer = self._producer[value]
+        if producer.kind not in ELEMENTWISE:
+            return bool(self._readers[value]) or value in self._outputs
+        if value in self._outputs:
+            return True
+        readers = self._readers[value]
+        if any(each.kind not in FUSING for each in readers):
+            return True
+        return len(readers) > 1 and not self._is_cheap_again(producer, value)
+
+    def _is_cheap_again(self, producer: Operation, value: int) -> bool:
+        """Whether a second reader may compute it again, from an array that is no larger."""
+        if producer.kind == "fill":
+            return True
+        if producer.kind == "expensive":
+            return False
+        large = 0
+        for each in set(producer.inputs):
+            made = self._producer.get(each)
+            fills = made is not None and made.kind == "fill"
+            large += not fills and self._program.elements[each] >= self._program.elements[value]
+        return large <= 1
+
+    def _made_of(self, value: int) -> frozenset[int]:
+        """The stored values that reading `value` reads."""
+        if value not in self._roots:
+            producer = self._producer.get(value)
+            if producer is None or self._stored[value]:
+                self._roots[value] = frozenset({value})
+            else:
+                made = (self._made_of(each) for each in producer.inputs)
+                self._roots[value] = frozenset().union(*made)
+        return self._roots[value]
+
+    def _last_uses(self) -> dict[int, int]:
+        last: dict[int, int] = {}
+        for number, each in enumerate(self._operations):
+            if self._runs(each):
+                for value in each.inputs:
+                    last.update(dict.fromkeys(self._made_of(value), number))
+                # What nobody reads is stored for a moment.
+                last.update({value: number for value in each.outputs if self._stored.get(value)})
+        end = len(self._operations)
+        last.update({root: end for value in self._outputs for root in self._made_of(value)})
+        return last
+
+
+def peak(liveness: Liveness) -> Moment:
+    """The moment when most is stored."""
+    return max(liveness.moments(), key=lambda moment: moment.bytes)
+
+
+def _needed(operations: list[Operation], outputs: list[int]) -> list[Operation]:
+    wanted, needed = set(outputs), []
+    for each in reversed(operations):
+        if each.kind == "store" or wanted.intersection(each.outputs):
+            wanted.update(each.inputs)
+            needed.append(each)
+    return needed[::-1]
+
+
+def _initial(loop: Operation, place: int) -> list[int]:
+    """What a loop's output starts as, if anything."""
+    assert loop.equation is not None
+    params = loop.equation.params
+    if loop.name == "while":
+        first = params["cond_nconsts"] + params["body_nconsts"]
+        return loop.inputs[first + place : first + place + 1]
+    first = params["num_consts"]
+    return loop.inputs[first + place : first + place + 1] if place < params["num_carry"] else []
+
+
+def _takes_parts(each: Operation, value: int) -> bool:
+    """Whether `each` is a scan over `value`."""
+    if each.name != "scan" or each.equation is None:
+        return False
+    params = each.equation.params
+    return value not in each.inputs[: params["num_consts"] + params["num_carry"]]
+
+
+def _write_parts(program: Program, constants: int, carried: int, used: list[bool]) -> None:
+    """Read the parts that a scan runs over where they are wanted; write results where they go."""
+    stacked = program.outputs[carried:]
+    program.outputs = program.outputs[:carried]
+    stores: dict[int, list[Operation]] = defaultdict(list)
+    made = {value for each in program.operations for value in each.outputs}
+    for value, is_used in zip(stacked, used[carried:], strict=True):
+        if is_used:
+            stores[value if value in made else -1].append(Operation("store", "store", [value], []))
+    loads = {
+        value: Operation("cheap", "load", [], [value])
+        for value in program.inputs[constants + carried :]
+    }
+    ordered: list[Operation] = []
+    for each in [*stores.pop(-1, []), *program.operations]:
+        ordered += [loads.pop(value) for value in each.inputs if value in loads]
+        ordered.append(each)
+        for value in each.outputs:
+            ordered += stores.get(value, [])
+    program.operations = ordered

@@ -1,0 +1,287 @@
+"""The memory of a training step on one device, by arithmetic on what JAX traces.
+
+Nothing is compiled, allocated or run. The state and the batch are counted array by array. For the
+rest, the gradient of one micro-batch is traced, and its operations are followed in order; see
+`replicax.plan.liveness`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr, jaxpr_as_fun
+from jax.sharding import AbstractMesh, Mesh
+
+from replicax.data.batch import Batch, described, row_count
+from replicax.parallel.gradients import Objective
+from replicax.parallel.layout import state_shardings
+from replicax.parallel.loss import LOSS
+from replicax.parallel.mesh import abstract_mesh
+from replicax.parallel.model import PyTree
+from replicax.parallel.precision import to_sum
+from replicax.parallel.step import DataParallel
+from replicax.parallel.update import TrainState
+from replicax.plan.branches import for_platform
+from replicax.plan.liveness import Liveness, peak
+from replicax.plan.operations import Program, array_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryFormula:
+    """Bytes on one device."""
+
+    rows: int
+    """Of the batch, on this device, padding included."""
+    parameters: int
+    optimizer: int
+    extras: int
+    """The model's other arrays."""
+    new_state: int
+    """The state after the step, where that before it stays: `donate=False`."""
+    batch: int
+    """The rows, their mask and their index."""
+    compute_copy: int
+    """The parameters in bfloat16, where the model computes in it and the backward pass reads them
+    again."""
+    gradient: int
+    """Sums over rows; over all micro-batches, where there are several."""
+    activations: int
+    """What the forward pass of one micro-batch stores for the backward pass."""
+    workspace: int
+    """All else that is stored when most is: logits and their gradient, say, or what is computed
+    again for one layer."""
+    never_together: int
+    """Of the above, what is not stored at that time: activations that are gone, and gradients that
+    are not there yet."""
+
+    @property
+    def state(self) -> int:
+        """What lies in memory between steps."""
+        return self.parameters + self.optimizer + self.extras
+
+    @property
+    def temporaries(self) -> int:
+        """What a step takes beside the state and the batch."""
+        stored = self.compute_copy + self.gradient + self.activations + self.workspace
+        return stored - self.never_together
+
+    @property
+    def total(self) -> int:
+        """What must be there for a step to run."""
+        return self.state + self.new_state + self.batch + self.temporaries
+
+
+def memory_formula(
+    dp: DataParallel,
+    model: Any,
+    batch: Any,
+    mesh: Mesh | AbstractMesh | int | None = None,
+    *,
+    platform: str = "cpu",
+) -> MemoryFormula:
+    """The memory of `dp.step` on each device, without compiling it.
+
+    What it leaves out: copies that a compiler makes to change a layout or a dtype for a library,
+    the scratch memory of libraries, and buffers of the network. A `lax.platform_dependent` counts
+    as its branch for `platform` is traced here: a kernel that is chosen only where its GPU is
+    attached (cuDNN's attention, say) counts as what stands in for it elsewhere.
+
+    Args:
+        dp: the step; its mesh is used where `mesh` is None.
+        model: as for `dp.init`; arrays or their shapes.
+        batch: the global one, a pytree `[rows, ...]`; arrays or their shapes.
+        mesh: attached devices, described ones, or how many replicas. The rows are split along its
+            axis `data`; along others only what the layout's rules split is.
+        platform: `cpu`, `cuda` or `tpu`.
+
+    Raises:
+        ConfigError: a layout that the mesh cannot hold.
+        LossError: the loss does not keep its contract.
+    """
+    dp = dp.replace()
+    where = dp.mesh if mesh is None else abstract_mesh(mesh) if isinstance(mesh, int) else mesh
+    state = dp._state_shapes(*dp._adopt(model))
+    split = dp.split_on(where)
+    data = batch.data if isinstance(batch, Batch) else batch
+    rows = split.padded(row_count(data)) // split.replicas
+    share = jax.tree.map(_on_one_device, state, state_shardings(state, where, dp.layout))
+    parameters, optimizer = tree_bytes(share.params), tree_bytes(share.opt_state)
+    extras = tree_bytes((share.extras, share.step, share.seed))
+    own_rows = tree_bytes(described(data, rows))
+    part = described(data, rows // split.micro_batches)
+    added_up = split.micro_batches > 1
+    memory = _of_gradient(dp._objective, state, share.params, part, platform, added_up)
+    return MemoryFormula(
+        rows=rows,
+        parameters=parameters,
+        optimizer=optimizer,
+        extras=extras,
+        new_state=0 if dp.donate else parameters + optimizer + extras,
+        batch=own_rows,
+        compute_copy=memory.compute_copy,
+        gradient=memory.gradient,
+        activations=memory.activations,
+        # The rows of each micro-batch are put side by side first.
+        workspace=memory.workspace + (own_rows if added_up else 0),
+        never_together=memory.never_together,
+    )
+
+
+def rows_that_fit(capacity_bytes: int, fixed_bytes: float, bytes_per_row: float) -> int:
+    """Rows of one device for which there is memory; 0 where there is not enough for one.
+
+    Args:
+        capacity_bytes: of the device.
+        fixed_bytes: what is there whatever the rows.
+        bytes_per_row: of each row.
+    """
+    return max(0, int((capacity_bytes - fixed_bytes) // bytes_per_row))
+
+
+def most_rows(fits: Callable[[int], bool]) -> int:
+    """The most rows for which `fits(rows)`, where fewer fit too; 0 where not even one does.
+
+    `MemoryFormula.total` grows with the rows, but not by the same for each: which moment of a step
+    takes most changes with them.
+    """
+    below, above = 0, 1
+    while fits(above):
+        below, above = above, 2 * above
+    while above - below > 1:
+        middle = (below + above) // 2
+        below, above = (middle, above) if fits(middle) else (below, middle)
+    return below
+
+
+def tree_bytes(tree: PyTree) -> int:
+    """Bytes of all arrays of `tree`, which may be shapes."""
+    return sum(array_bytes(leaf) for leaf in jax.tree.leaves(tree))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gradient:
+    """Of one micro-batch; fields as in `MemoryFormula`."""
+
+    compute_copy: int
+    gradient: int
+    activations: int
+    workspace: int
+    never_together: int
+
+
+def _of_gradient(
+    objective: Objective,
+    state: TrainState,
+    share: PyTree,
+    part: Batch,
+    platform: str,
+    added_up: bool,
+) -> _Gradient:
+    """The memory of the sums over one micro-batch.
+
+    Args:
+        objective: the loss on the model.
+        state: shapes.
+        share: shapes of what one device holds of the parameters.
+        part: shapes of one device's micro-batch.
+        platform: see `memory_formula`.
+        added_up: whether each gradient is added to a running total as soon as it is there.
+    """
+    jaxpr, count = _traced(objective, state, part, platform)
+    program = Program(jaxpr, platform)
+    params = program.inputs[:count]
+    gradient, saved = program.outputs[:count], program.outputs[count:]
+    program.outputs = list(gradient)
+    copies = _copies(program, params)
+    part_of = {
+        value: array_bytes(kept) / max(1, program.sizes[value])
+        for value, kept in zip(params, jax.tree.leaves(share), strict=True)
+    }
+    kept = {
+        value: int(program.sizes[value] * part_of[param])
+        for pairs in (copies.items(), zip(gradient, params, strict=True))
+        for value, param in pairs
+    }
+    split = {value for value in params if part_of[value] < 1}
+    split |= {copy for copy, param in copies.items() if param in split}
+    if not added_up:
+        return _divided(Liveness(program, kept, split), gradient, copies, saved, kept)
+    program.read_at_once(gradient)
+    found = _divided(Liveness(program, kept, split), [], copies, saved, kept)
+    return dataclasses.replace(found, gradient=sum(kept[value] for value in gradient))
+
+
+def _divided(
+    liveness: Liveness,
+    gradient: list[int],
+    copies: Collection[int],
+    saved: list[int],
+    kept: Mapping[int, int],
+) -> _Gradient:
+    """What is stored when most is, by what it is for."""
+    after_forward = liveness.alive_after(saved)
+    copied = {value: size for value, size in after_forward.items() if value in copies}
+    owed = {value: kept[value] for value in gradient}
+    activations = {
+        value: size
+        for value, size in after_forward.items()
+        if value not in copied and value not in owed
+    }
+    most = peak(liveness)
+    named = {**copied, **owed, **activations}
+    missing = sum(size for value, size in named.items() if value not in most.alive)
+    return _Gradient(
+        compute_copy=sum(copied.values()),
+        gradient=sum(owed.values()),
+        activations=sum(activations.values()),
+        workspace=most.bytes - (sum(named.values()) - missing),
+        never_together=missing,
+    )
+
+
+def _traced(
+    objective: Objective, state: TrainState, part: Batch, platform: str
+) -> tuple[Jaxpr, int]:
+    """The gradient of a micro-batch's loss by each parameter, and how many parameters there are.
+
+    After the gradients it returns the loss and what the backward pass reads of the forward pass.
+    """
+    leaves, tree = jax.tree.flatten(state.params)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    rest, rest_tree = jax.tree.flatten((state.extras, part, key))
+
+    def means(*arrays: jax.Array) -> list[jax.Array]:
+        params = jax.tree.unflatten(tree, arrays[: len(leaves)])
+        extras, batch, key = jax.tree.unflatten(rest_tree, arrays[len(leaves) :])
+        found, extras = objective.means(params, extras, batch, key, None)
+        return [found[LOSS].total, *jax.tree.leaves((found, extras))]
+
+    closed = jax.make_jaxpr(means)(*leaves, *rest)
+    chosen = jaxpr_as_fun(closed.replace(jaxpr=for_platform(closed.jaxpr, platform)))
+
+    def gradient(params: list[jax.Array], rest: list[jax.Array]) -> Any:
+        def total(*params: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+            first, *others = chosen(*params, *rest)
+            return first, others
+
+        loss, backward, _ = jax.vjp(total, *params, has_aux=True)
+        summed = [to_sum(each) for each in backward(jnp.ones_like(loss))]
+        return summed, loss, jax.tree.leaves(backward)
+
+    return jax.make_jaxpr(gradient)(leaves, rest).jaxpr, len(leaves)
+
+
+def _copies(program: Program, params: list[int]) -> dict[int, int]:
+    """Values that are a parameter in another dtype: that parameter by value."""
+    own = set(params)
+    return {
+        each.outputs[0]: each.inputs[0]
+        for each in program.operations
+        if each.name == "convert_element_type" and each.inputs and each.inputs[0] in own
+    }
+
+
+def _on_one_device(leaf: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sharding.shard_shape(leaf.shape), leaf.dtype)

@@ -1,0 +1,76 @@
+"""The example of a GPT with 300 million parameters on 8 V100 of 32 GB: on paper, and counted."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import replicax as rx
+from replicax.plan.memory import memory_formula, most_rows, rows_that_fit
+from replicax.plan.transformer_formula import transformer_activation_bytes
+from replicax.recipes import transformer
+from replicax.recipes.gpt2 import GPT2
+
+DEVICES = 8
+V100_BYTES = 32 * 10**9
+PARAMETER_BYTES = 4 * 300 * 10**6
+SIZES = {"tokens": 1024, "heads": 8, "head_dim": 128}
+
+
+@pytest.mark.parametrize("fixed_bytes", [0, PARAMETER_BYTES])
+def test_without_the_four_the_example_has_3_rows_a_device_and_24_in_all(fixed_bytes: int) -> None:
+    per_row = transformer_activation_bytes(PARAMETER_BYTES, 1, **SIZES, matrices=1)
+    assert per_row == pytest.approx(9.6e9)
+    rows = rows_that_fit(V100_BYTES, fixed_bytes, per_row)
+    assert (rows, DEVICES * rows) == (3, 24)
+
+
+def test_the_formula_itself_gives_a_quarter_of_that_a_row() -> None:
+    assert transformer_activation_bytes(PARAMETER_BYTES, 1, **SIZES) == pytest.approx(2.4e9)
+    assert transformer_activation_bytes(PARAMETER_BYTES, 3, **SIZES) == pytest.approx(7.2e9)
+
+
+def test_the_formula_is_scores_over_the_weights_of_the_attention() -> None:
+    layers, tokens, heads, head_dim = 20, 1024, 8, 128
+    weights = layers * 4 * (heads * head_dim) ** 2
+    scores = layers * heads * tokens**2
+    found = transformer_activation_bytes(4 * weights, 1, tokens, heads, head_dim)
+    assert found == 4 * scores
+
+
+def test_what_does_not_fit_at_all_gives_no_row() -> None:
+    assert rows_that_fit(10, 9, 2) == 0
+    assert rows_that_fit(10, 11, 2) == 0
+    assert rows_that_fit(10, 4, 2) == 3
+
+
+def test_counted_the_state_is_in_the_way_and_scores_are_stored_more_than_once() -> None:
+    shape = transformer.Shape(layers=20, heads=8, width=1024, context=1024, vocab_size=50257)
+    model = jax.eval_shape(lambda: transformer.init(shape, jax.random.key(0)))
+    loss = GPT2(heads=shape.heads, context=shape.context, remat="none").loss
+    dp = rx.DataParallel(loss, optax.adamw(1e-3), mesh=rx.make_mesh(1))
+
+    def counted(rows: int) -> Any:
+        a_row = jax.ShapeDtypeStruct((rows * DEVICES,), jnp.int32)
+        tokens = jax.ShapeDtypeStruct((rows * DEVICES, shape.context + 1), jnp.uint16)
+        batch = {"tokens": tokens, "length": a_row, "bytes": a_row}
+        return memory_formula(dp, model, batch, DEVICES, platform="cuda")
+
+    one, two = counted(1), counted(2)
+    assert one.parameters == pytest.approx(PARAMETER_BYTES, rel=0.02)
+    # Parameters and the two moments of AdamW; and the gradient.
+    assert one.state == pytest.approx(3 * one.parameters, rel=1e-6)
+    assert one.gradient == one.parameters
+    per_row = two.total - one.total
+    scores = 4 * shape.layers * shape.heads * shape.context**2
+    assert 3 * scores < per_row
+    rows = most_rows(lambda rows: counted(rows).total <= V100_BYTES)
+    assert counted(rows).total <= V100_BYTES < counted(rows + 1).total
+    # Between the example's 3, and the 13 that its formula has room for.
+    assert 3 < rows < rows_that_fit(V100_BYTES, 0, 2.4e9)
+
+
+def test_most_rows_are_found_whatever_the_number() -> None:
+    assert [most_rows(lambda rows, most=most: rows <= most) for most in range(20)] == [*range(20)]
