@@ -1,0 +1,99 @@
+"""What to change first, and what another batch asks of the learning rate."""
+
+from collections.abc import Sequence
+
+from replicax.parallel.step import DataParallel
+from replicax.plan.critical_batch import batch_cost, learning_rates
+from replicax.plan.hardware import Chip
+from replicax.plan.need import Need
+from replicax.plan.result import Alternative, BatchAdvice, MicroBatches, Speed
+from replicax.plan.traffic import Traffic
+from replicax.wording import size_text
+
+_WORTH = 1.1
+"""Times as fast: below this a change is not worth a word."""
+_WAITING = 0.1
+"""Share of a step that the devices wait for the network."""
+
+
+def first_change(
+    dp: DataParallel,
+    chip: Chip,
+    devices: int,
+    asked: Need,
+    largest: Need | None,
+    micro_batches: MicroBatches | None,
+    alternatives: Sequence[Alternative],
+    traffic: Traffic | None,
+    speeds: Sequence[Speed],
+) -> str:
+    """The one change that does most for a step, in a sentence."""
+    if not asked.fits:
+        return _to_fit(asked, largest, micro_batches, alternatives, devices)
+    if not speeds:
+        return "nothing that can be told: it fits, and the target's speed is not known"
+    now, most = speeds[0], speeds[-1]
+    waiting = now.step.exposed_seconds / now.step.seconds
+    rates = chip.flops_per_second
+    if most.rows > now.rows and most.rows_per_second > _WORTH * now.rows_per_second:
+        times = most.rows_per_second / now.rows_per_second
+        return (
+            f"a batch of {most.rows * devices:,} rows, {most.rows:,} a device: up to {times:.1f} "
+            "times the rows a second"
+        )
+    if traffic is not None and traffic.warning and waiting > _WAITING and dp.mode == "jit":
+        return f"mode=shard_map: {waiting:.0%} of a step waits for the network, which it halves"
+    faster = rates.get("bfloat16", 0) / rates.get("float32", float("inf"))
+    if dp.precision.name == "float32" and faster > _WORTH:
+        freed = next((a.freed_bytes for a in alternatives if a.change.endswith("bfloat16")), 0)
+        frees = f", and {size_text(freed)} less a device" if freed > 0 else ""
+        return f"precision=bfloat16: products up to {faster:.1f} times as fast{frees}"
+    if waiting > _WAITING:
+        return f"fewer devices, or faster links: {waiting:.0%} of a step waits for the network"
+    return "nothing: the step is as large and as fast as this target allows"
+
+
+def _to_fit(
+    asked: Need,
+    largest: Need | None,
+    micro_batches: MicroBatches | None,
+    alternatives: Sequence[Alternative],
+    devices: int,
+) -> str:
+    if micro_batches is not None:
+        return (
+            f"accumulate={micro_batches.accumulate}: the same batch in micro-batches of "
+            f"{asked.rows // micro_batches.accumulate or 1:,} rows a device fits"
+        )
+    fitting = [each for each in alternatives if each.need.fits]
+    if fitting:
+        least = min(fitting, key=lambda each: each.need.bytes)
+        return f"{least.change}: it then fits with {size_text(least.need.bytes)} a device"
+    if largest is not None:
+        return f"a batch of {largest.rows * devices:,} rows, {largest.rows:,} a device, fits"
+    return "more memory a device, or a smaller model: none of the changes below makes it fit"
+
+
+def batch_advice(
+    asked_rows: int, planned: Sequence[int], noise_scale: float | None
+) -> tuple[BatchAdvice, ...]:
+    """For each planned batch, against the one that was asked for.
+
+    Args:
+        asked_rows: of the global batch.
+        planned: rows of other global batches.
+        noise_scale: in rows, where a run measured it.
+    """
+    return tuple(_advice(asked_rows, rows, noise_scale) for rows in dict.fromkeys(planned))
+
+
+def _advice(asked_rows: int, rows: int, noise_scale: float | None) -> BatchAdvice:
+    rates = learning_rates(1.0, asked_rows, rows)
+    cost = batch_cost(rows, noise_scale) if noise_scale else None
+    return BatchAdvice(
+        rows,
+        rates.linear,
+        rates.square_root,
+        cost.steps if cost else None,
+        cost.rows if cost else None,
+    )

@@ -1,0 +1,72 @@
+"""The same step with one thing changed that may take less memory."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+
+from replicax.errors import ConfigError, ReplicaxError
+from replicax.parallel.gradients import LossFunction
+from replicax.parallel.step import DataParallel
+from replicax.plan.need import Need, Steps
+from replicax.plan.result import Alternative
+from replicax.wording import first_line
+
+REMAT = "remat (jax.checkpoint, products kept)"
+
+
+def alternatives(
+    steps: Steps,
+    dp: DataParallel,
+    asked: Need,
+    devices: int,
+    given: Mapping[str, DataParallel] | None,
+) -> tuple[tuple[Alternative, ...], tuple[str, ...]]:
+    """What each change frees, and why some could not be looked at.
+
+    Args:
+        steps: for the target.
+        dp: the step as it is.
+        asked: what it needs.
+        devices: of the target.
+        given: further changes, by name; none of them means that the loss as a whole is tried with
+            `jax.checkpoint`.
+    """
+    found, notes = [], []
+    for change, other in _changes(dp, devices, given):
+        try:
+            need = steps.step(other, asked.rows, change).need
+        except ReplicaxError as error:
+            notes.append(f"{change}: {error}")
+            continue
+        except Exception as error:
+            if change != REMAT:
+                raise
+            notes.append(f"{change}: the loss does not allow it ({first_line(error)})")
+            continue
+        found.append(Alternative(change, need, asked.bytes - need.bytes))
+    return tuple(found), tuple(notes)
+
+
+def _changes(
+    dp: DataParallel, devices: int, given: Mapping[str, DataParallel] | None
+) -> Iterator[tuple[str, DataParallel]]:
+    if dp.precision.name == "float32":
+        yield "precision=bfloat16", dp.replace(precision="bfloat16")
+    if given is None:
+        yield REMAT, dp.replace(loss=_checkpointed(dp.loss))
+    yield from (given or {}).items()
+    if devices > 1 and dp.layout in ("replicated", "zero1"):
+        layouts = ("zero1", "fsdp") if dp.layout == "replicated" else ("fsdp",)
+        for layout in layouts:
+            yield f"layout={layout}", dp.replace(layout=layout, mode="jit")
+
+
+def _checkpointed(loss: LossFunction) -> LossFunction:
+    """A loss whose backward pass computes all again but products."""
+
+    def checkpointed(model: Any, batch: Any, key: jax.Array | None) -> Any:
+        policy = jax.checkpoint_policies.dots_saveable
+        return jax.checkpoint(lambda batch, key: loss(model, batch, key), policy=policy)(batch, key)
+
+    return checkpointed

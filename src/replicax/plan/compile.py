@@ -1,0 +1,47 @@
+"""A program on devices, attached or described -> what it takes."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from replicax.parallel.compiled import read_memory
+from replicax.parallel.mesh import AXES
+from replicax.plan.compilation import Compilation, Failed, TooLarge, too_large
+from replicax.plan.program import Program
+from replicax.wording import first_line
+
+
+def answer(program: Program, devices: Sequence[Any]) -> Compilation | TooLarge | Failed:
+    """Compile a program; whatever a compiler raises, who asked decides.
+
+    Args:
+        program: for as many devices.
+        devices: attached ones, or those of a topology.
+    """
+    started = time.monotonic()
+    try:
+        compiled = _compile(program, devices)
+    except Exception as error:
+        seconds = time.monotonic() - started
+        return too_large(str(error), seconds) or Failed(first_line(error))
+    memory = read_memory(compiled)
+    if memory is None:
+        return Failed("the compiler does not tell what memory the step takes")
+    return Compilation(memory, compiled.as_text() or "", time.monotonic() - started)
+
+
+def _compile(program: Program, devices: Sequence[Any]) -> jax.stages.Compiled:
+    mesh = Mesh(np.asarray(devices).reshape(program.devices, 1, 1), AXES)
+    exported = jax.export.deserialize(bytearray(program.module))
+    function = jax.jit(
+        exported.call,
+        in_shardings=exported.in_shardings_jax(mesh),
+        out_shardings=exported.out_shardings_jax(mesh),
+        donate_argnums=tuple(range(program.donated)),
+    )
+    shapes = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in exported.in_avals]
+    return function.lower(*shapes).compile()

@@ -1,0 +1,138 @@
+"""NVIDIA GPUs as XLA's compiler wants them described: a `GpuTargetConfigProto` in text.
+
+The figures are those that XLA's own descriptions of these GPUs hold, `*.txtpb` in
+https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs.
+"""
+
+import dataclasses
+
+CUDNN = (9, 10, 0)
+"""The version those descriptions name."""
+CUDA = "12.8.0"
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuDescription:
+    """What the compiler must know of a GPU; memory in bytes."""
+
+    device_kind: str
+    capability: tuple[int, int]
+    """CUDA's compute capability."""
+    multiprocessors: int
+    lanes: int
+    """float32 units of a multiprocessor."""
+    shared_memory: int
+    """Of a multiprocessor."""
+    shared_memory_of_block: int
+    """At most, for a block that asks for it."""
+    l2_cache: int
+    clock_ghz: float
+    memory: int
+    memory_bytes_per_second: int
+    nvlinks: int
+    accelerated_features: bool = False
+    """Whether the instructions that only this architecture has may be used (`sm_90a`)."""
+
+    def text(self) -> str:
+        """The description for `get_topology_desc(platform="cuda", target_config=...)`."""
+        major, minor = self.capability
+        fields = {
+            "threads_per_block_limit": 1024,
+            "threads_per_warp": 32,
+            "threads_per_core_limit": 2048,
+            "block_dim_limit_x": 2**31 - 1,
+            "block_dim_limit_y": 2**16 - 1,
+            "block_dim_limit_z": 2**16 - 1,
+            "thread_dim_limit_x": 1024,
+            "thread_dim_limit_y": 1024,
+            "thread_dim_limit_z": 64,
+            "registers_per_core_limit": 2**16,
+            "registers_per_block_limit": 2**16,
+            "shared_memory_per_block": 48 * 2**10,
+            "shared_memory_per_core": self.shared_memory,
+            "shared_memory_per_block_optin": self.shared_memory_of_block,
+            "core_count": self.multiprocessors,
+            "fpus_per_core": self.lanes,
+            "memory_bandwidth": self.memory_bytes_per_second,
+            "l2_cache_size": self.l2_cache,
+            "clock_rate_ghz": self.clock_ghz,
+            "device_memory_size": self.memory,
+        }
+        features = "ACCELERATED_FEATURES" if self.accelerated_features else "NONE"
+        cudnn = dict(zip(("major", "minor", "patch"), CUDNN, strict=True))
+        return f"""\
+gpu_device_info {{
+  {_lines(fields)}
+  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {features} }}
+  device_interconnect_info {{ active_links: {self.nvlinks} }}
+  driver_version: "13.0.0"
+  runtime_version: "{CUDA}"
+  compile_time_toolkit_version: "{CUDA}"
+  dnn_version: "{".".join(map(str, CUDNN))}"
+  name: "{self.device_kind}"
+}}
+platform_name: "CUDA"
+dnn_version_info {{ {_lines(cudnn)} }}
+device_description_str: "{self.device_kind}"
+"""
+
+
+def _lines(fields: dict[str, int | float]) -> str:
+    return " ".join(f"{name}: {value}" for name, value in fields.items())
+
+
+_AMPERE = GpuDescription(
+    device_kind="NVIDIA A100-SXM4-40GB",
+    capability=(8, 0),
+    multiprocessors=108,
+    lanes=64,
+    shared_memory=164 * 2**10,
+    shared_memory_of_block=163 * 2**10,
+    l2_cache=40 * 2**20,
+    clock_ghz=1.41,
+    memory=42331013120,
+    memory_bytes_per_second=1555200000000,
+    nvlinks=12,
+)
+_HOPPER = GpuDescription(
+    device_kind="NVIDIA H100 80GB HBM3",
+    capability=(9, 0),
+    multiprocessors=132,
+    lanes=128,
+    shared_memory=228 * 2**10,
+    shared_memory_of_block=227 * 2**10,
+    l2_cache=50 * 2**20,
+    clock_ghz=1.98,
+    memory=84942979072,
+    memory_bytes_per_second=3352320000000,
+    nvlinks=18,
+    accelerated_features=True,
+)
+
+DESCRIPTIONS = {
+    "a100-40": _AMPERE,
+    "a100-80": dataclasses.replace(
+        _AMPERE,
+        device_kind="NVIDIA A100-SXM4-80GB",
+        memory=85100068864,
+        memory_bytes_per_second=2039040000000,
+    ),
+    "h100": _HOPPER,
+    "h200": dataclasses.replace(
+        _HOPPER,
+        device_kind="NVIDIA H200",
+        memory=151397597184,
+        memory_bytes_per_second=4800000000000,
+    ),
+    "b200": dataclasses.replace(
+        _HOPPER,
+        device_kind="NVIDIA B200",
+        capability=(10, 0),
+        multiprocessors=148,
+        l2_cache=132644864,
+        clock_ghz=1.965,
+        memory=191514411008,
+        memory_bytes_per_second=7672320000000,
+    ),
+}
+"""By the chip's name in `replicax.plan.hardware`. Older ones (V100) no CUDA 13 compiles for."""

@@ -1,0 +1,82 @@
+"""Whether the compiler of a platform is installed, whole, and the one that this jax wants."""
+
+import importlib
+import importlib.metadata
+import re
+
+import jax
+
+EXTRAS = {"tpu": "plan-tpu", "cuda": "plan-gpu"}
+"""Of Replicax, by platform: what to install for its compiler."""
+_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
+
+
+class NotInstalled(Exception):
+    """There is no compiler, or a part of it is missing."""
+
+
+class WrongVersion(Exception):
+    """There is one, and this jax cannot be trusted with it."""
+
+
+def check_installed(platform: str) -> None:
+    """Raise where the compiler for `platform` is missing, or is not the one that jax names.
+
+    Raises:
+        NotInstalled: no package has it.
+        WrongVersion: jax asks for another version of the package.
+    """
+    if platform == "tpu":
+        _check_libtpu()
+    elif platform == "cuda":
+        _check_cuda()
+
+
+def check_libraries(platform: str) -> None:
+    """Raise `NotInstalled` where a compiler that has been started lacks a library.
+
+    Without cuDNN, XLA compiles for a GPU with other kernels, and other memory, than on one.
+    """
+    if platform != "cuda":
+        return
+    for plugin in _PLUGINS:
+        if _version(plugin):
+            versions = importlib.import_module(f"{plugin.replace('-', '_')}._versions")
+            try:
+                versions.cudnn_get_version()
+            except Exception as error:
+                raise NotInstalled(f"{plugin} finds no cuDNN") from error
+
+
+def _check_libtpu() -> None:
+    found, wanted = _version("libtpu"), _pinned_libtpu()
+    if found is None:
+        raise NotInstalled("libtpu is not installed")
+    if wanted and not re.fullmatch(re.escape(wanted).replace(r"\*", ".*"), found):
+        raise WrongVersion(f"libtpu {found} is installed, and jax {jax.__version__} wants {wanted}")
+
+
+def _check_cuda() -> None:
+    found = {plugin: version for plugin in _PLUGINS if (version := _version(plugin))}
+    if not found:
+        raise NotInstalled(f"{_PLUGINS[0]} is not installed")
+    for plugin, version in found.items():
+        if version != importlib.metadata.version("jaxlib"):
+            raise WrongVersion(
+                f"{plugin} {version} is installed, and jaxlib "
+                f"{importlib.metadata.version('jaxlib')} wants its own version"
+            )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _pinned_libtpu() -> str | None:
+    """What jax's own extra `tpu` asks for: `0.0.42.*`, say."""
+    lines = importlib.metadata.requires("jax") or []
+    pins = (re.match(r"libtpu==([\w.*]+)", line) for line in lines)
+    return next((pin[1] for pin in pins if pin), None)

@@ -1,0 +1,93 @@
+"""The largest batch of a device that fits into its memory, searched by asking the compiler."""
+
+from collections.abc import Callable
+
+from replicax.plan.need import Need
+
+RESOLUTION = 32
+"""The largest batch is found to one part in so many, rounded down to a power of two of units."""
+MOST_QUESTIONS = 12
+"""A straight line seldom takes more than four."""
+MOST_ROWS = 2**24
+"""Of a device; nobody trains with more, and XLA's index arithmetic ends not far beyond."""
+
+
+def largest_rows(
+    ask: Callable[[int], Need],
+    capacity_bytes: int,
+    start: int,
+    bytes_per_row: float,
+    unit: int = 1,
+) -> tuple[Need | None, Need | None]:
+    """The most rows of one device that fit, and the fewest seen that do not.
+
+    Memory grows by about the same for each row, so the next question is where a straight line
+    meets the capacity; between what fits and what does not, once both are known.
+
+    Args:
+        ask: the memory of a step with as many rows.
+        capacity_bytes: of one device.
+        start: rows to ask for first.
+        bytes_per_row: a guess at the slope, until two answers give it.
+        unit: rows are multiples of it.
+
+    Returns:
+        None for the first where not even `unit` rows fit.
+    """
+    search = _Search(capacity_bytes, bytes_per_row, unit)
+    rows: int | None = max(unit, start // unit * unit)
+    for _ in range(MOST_QUESTIONS):
+        if rows is None:
+            break
+        search.add(ask(rows))
+        rows = search.next()
+    return search.fits, search.too_large
+
+
+class _Search:
+    def __init__(self, capacity_bytes: int, bytes_per_row: float, unit: int) -> None:
+        self._capacity, self._slope, self._unit = capacity_bytes, max(1.0, bytes_per_row), unit
+        self.fits: Need | None = None
+        self.too_large: Need | None = None
+
+    def add(self, need: Need) -> None:
+        before = self.fits
+        if not need.fits:
+            self.too_large = need
+        else:
+            self.fits = need
+            if before is not None and need.rows > before.rows:
+                grown = (need.bytes - before.bytes) / (need.rows - before.rows)
+                self._slope = max(grown, 1.0)
+
+    def next(self) -> int | None:
+        """Rows to ask for, or None where it is found."""
+        if self.fits is None:
+            assert self.too_large is not None
+            if self.too_large.rows <= self._unit:
+                return None
+            return self._between(0, self.too_large.rows, self._guess(self.too_large))
+        step = self._step(self.fits.rows)
+        if self.too_large is None:
+            if self.fits.rows + step > MOST_ROWS:
+                return None
+            return self._rounded(max(self._guess(self.fits), self.fits.rows + step), step)
+        if self.too_large.rows - self.fits.rows <= step:
+            return None
+        return self._between(self.fits.rows, self.too_large.rows, self._guess(self.fits))
+
+    def _guess(self, known: Need) -> float:
+        return known.rows + (self._capacity - known.bytes) / self._slope
+
+    def _between(self, low: int, high: int, guess: float) -> int:
+        """The guess where it is strictly between; the middle where it is above."""
+        step = self._step(max(low, self._unit))
+        inside = (low + high) / 2 if guess >= high else guess
+        return max(self._rounded(inside, step), low + step)
+
+    def _step(self, rows: int) -> int:
+        units = max(1, rows // self._unit)
+        return self._unit << max(0, (units // RESOLUTION).bit_length() - 1)
+
+    def _rounded(self, rows: float, step: int) -> int:
+        return int(max(step, min(rows, MOST_ROWS) // step * step))

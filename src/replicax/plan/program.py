@@ -1,0 +1,141 @@
+"""A step as a program that another process can compile, without the code it was made of."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from replicax.errors import ConfigError, require
+from replicax.parallel.flops import count_flops
+from replicax.parallel.mesh import AnyMesh, abstract_mesh, make_mesh
+from replicax.parallel.step import DataParallel
+from replicax.parallel.traced_for import traced_for
+
+CUDNN_CALLS = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
+"""Kernels that a model may ask for by name. JAX does not promise to keep them for exported
+programs of later versions; ours is compiled at once, by the same version."""
+
+
+# What jax.export says of a step whose kernels need Python or devices to be lowered.
+CALLS_BACK = "host_callbacks"
+NEEDS_DEVICES = "require devices to be present"
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A step for some number of devices of one platform."""
+
+    module: bytes
+    """As `jax.export` serialises it, with flat arguments and results."""
+    donated: int
+    """How many of the arguments, from the first on, give their memory to the results."""
+    devices: int
+    rows: int
+    """Of the global batch, with its padding."""
+    flops: int
+    """Of matrix products and convolutions, on all devices; see `parallel.flops`."""
+    metrics: int
+    """Means that the step returns, the loss among them."""
+    notes: tuple[str, ...] = ()
+    """Where it is not the very step that was asked for."""
+
+
+def export_step(
+    dp: DataParallel, model: Any, batch: Any, devices: int, platform: str, capability: float | None
+) -> Program:
+    """The step of `dp` on as many devices of a platform.
+
+    Kernels of cuDNN are exported from per-replica modes alone: mode `jit` has its compiler call
+    back for how to split them. There the same step is exported as `shard_map`; a layout that only
+    `jit` has is exported without these kernels. `Program.notes` says so.
+
+    Args:
+        dp: whose step it is; its own mesh does not matter.
+        model: as for `dp.lower`; arrays or their shapes.
+        batch: as for `dp.lower`; arrays or their shapes.
+        devices: replicas, one on each.
+        platform: `cpu`, `cuda` or `tpu`.
+        capability: CUDA's compute capability of the devices, or None.
+
+    Raises:
+        ConfigError: a step that calls back to the host.
+        MissingDependencyError: no flatbuffers.
+    """
+    require("flatbuffers", "cli")
+    for form, described, notes in _forms(dp, capability):
+        try:
+            return _export(form, model, batch, devices, platform, described, notes)
+        except (NotImplementedError, ValueError) as error:
+            if not any(reason in str(error) for reason in (CALLS_BACK, NEEDS_DEVICES)):
+                raise
+    raise ConfigError(
+        "the step calls back to the host (jax.debug.print, say), which a program for other "
+        "hardware cannot: take the callback out to plan it"
+    )
+
+
+def step_flops(dp: DataParallel, model: Any, batch: Any, devices: int, platform: str) -> int:
+    """Of matrix products and convolutions, on all devices; arguments as of `export_step`."""
+    with traced_for(None):
+        function, arguments = dp.program(model, batch, mesh=_mesh(devices))
+        return count_flops(function.trace(*arguments).jaxpr.jaxpr, platform)
+
+
+def _forms(
+    dp: DataParallel, capability: float | None
+) -> Iterator[tuple[DataParallel, float | None, tuple[str, ...]]]:
+    """What may be exported for `dp`, from the nearest on: the step, its capability, and notes."""
+    notes: tuple[str, ...] = ()
+    if dp.mode == "pmap":
+        dp, notes = dp.replace(mode="shard_map"), ("mode pmap is planned as shard_map, its equal",)
+    yield dp, capability, notes
+    if dp.mode == "jit" and dp.layout == "replicated":
+        note = "mode jit is planned as shard_map, since the step has kernels of cuDNN"
+        yield dp.replace(mode="shard_map"), capability, (*notes, note)
+    if capability is not None:
+        yield dp, None, (*notes, "planned without the kernels of cuDNN: the step may need less")
+
+
+def _export(
+    dp: DataParallel,
+    model: Any,
+    batch: Any,
+    devices: int,
+    platform: str,
+    capability: float | None,
+    notes: tuple[str, ...],
+) -> Program:
+    with traced_for(capability):
+        function, arguments = dp.program(model, batch, mesh=_mesh(devices))
+        allowed = [jax.export.DisabledSafetyCheck.custom_call(name) for name in CUDNN_CALLS]
+        exported = jax.export.export(function, platforms=[platform], disabled_checks=allowed)(
+            *arguments
+        )
+        jaxpr = function.trace(*arguments).jaxpr.jaxpr
+    state, rows = arguments
+    return Program(
+        module=bytes(_flat(exported, len(jax.tree.leaves(arguments))).serialize()),
+        donated=len(jax.tree.leaves(state)) if dp.donate else 0,
+        devices=devices,
+        rows=rows.size,
+        flops=count_flops(jaxpr, platform),
+        metrics=len(exported.out_avals) - len(jax.tree.leaves(state)),
+        notes=notes,
+    )
+
+
+def _mesh(devices: int) -> AnyMesh:
+    """Of host devices, where there are as many: some kernels are lowered with devices alone."""
+    host = jax.devices("cpu")
+    return make_mesh(devices, devices=host) if len(host) >= devices else abstract_mesh(devices)
+
+
+def _flat(exported: jax.export.Exported, arguments: int) -> jax.export.Exported:
+    """`exported` with tuples for the trees of its arguments and results, whose types the process
+    that compiles it need not know."""
+    return dataclasses.replace(
+        exported,
+        in_tree=jax.tree.structure(((0,) * arguments, {})),
+        out_tree=jax.tree.structure((0,) * len(exported.out_avals)),
+    )

@@ -1,0 +1,140 @@
+"""What a plan says: will it fit, how large a batch, how fast, and what to change first."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from replicax.plan.forecast import ScalingPoint
+from replicax.plan.memory import MemoryFormula
+from replicax.plan.need import Need
+from replicax.plan.overlap import StepTime
+from replicax.plan.target import Target
+from replicax.plan.traffic import Traffic
+
+
+@dataclasses.dataclass(frozen=True)
+class MicroBatches:
+    """How a batch that does not fit at once does in parts."""
+
+    accumulate: int
+    need: Need
+
+
+@dataclasses.dataclass(frozen=True)
+class Alternative:
+    """The same rows with one thing changed."""
+
+    change: str
+    """`layout=fsdp`, say."""
+    need: Need
+    freed_bytes: int
+    """On each device; negative where it takes more."""
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelShare:
+    """One of the kernels that take longest."""
+
+    name: str
+    """Where it was traced."""
+    share: float
+    """Of the step's computation."""
+    bound: str
+    """`compute` or `memory`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    """The least time of a step, by the target's data sheet: no step is faster."""
+
+    rows: int
+    """Of one device."""
+    step: StepTime
+    flops: float
+    """Of one device, matrix products and convolutions."""
+    peak_share: float
+    """Of the chip's peak, if the step took this time: no step has more."""
+    compute_share: float | None
+    """Of the computation, in kernels that the chip's FLOP/s bind and not its memory. None by
+    formula."""
+    kernels: tuple[KernelShare, ...]
+    rows_per_second: float
+    """Of all devices."""
+    tokens_per_second: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaling:
+    """The step on other numbers of the same devices."""
+
+    weak: tuple[ScalingPoint, ...]
+    """With as many rows on each device."""
+    strong: tuple[ScalingPoint, ...]
+    """With the same batch, as far as each device has a row."""
+    weak_pays: int
+    """Devices beyond which twice as many are not worth it; see `forecast.devices_that_pay`."""
+    strong_pays: int
+    device_hours: float | None
+    """For the wished number of rows or tokens, on the target."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchAdvice:
+    """What another batch asks of the learning rate, and costs."""
+
+    batch_size: int
+    linear: float
+    """Times the learning rate of the batch that was asked for."""
+    square_root: float
+    steps: float | None
+    """Times the fewest steps to the same loss, where the noise scale is known."""
+    examples: float | None
+    """Times the fewest rows to it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a step takes on hardware that need not be there."""
+
+    about: Mapping[str, Any]
+    """What was planned, by what: what JSON can hold."""
+    target: Target
+    asked: Need
+    """For the batch that was asked for."""
+    formula: MemoryFormula
+    """Of the same."""
+    largest: Need | None
+    """The most rows of a device that fit; None where not even one does, or nobody knows what fits."""
+    too_large: Need | None
+    """The fewest rows that were seen not to fit."""
+    sizes: tuple[Need, ...]
+    """All that were looked at, by rows."""
+    micro_batches: MicroBatches | None
+    """Where the batch that was asked for does not fit at once."""
+    alternatives: tuple[Alternative, ...]
+    traffic: Traffic | None
+    """Of the batch that was asked for, or the largest; None by formula, or on one device."""
+    speeds: tuple[Speed, ...]
+    """For the batch that was asked for, if it fits, and the largest."""
+    scaling: Scaling | None
+    batches: tuple[BatchAdvice, ...]
+    first: str
+    """What to change first."""
+    notes: tuple[str, ...]
+    """What is not as it was asked for, or not known."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the batch that was asked for does."""
+        return self.asked.fits
+
+    @property
+    def speed(self) -> Speed | None:
+        """For the batch that was asked for, or else the largest."""
+        return self.speeds[0] if self.speeds else None
+
+    def to_json(self) -> dict[str, Any]:
+        """As what `json.dumps` takes."""
+        found = dataclasses.asdict(self)
+        return {**found, "fits": self.fits, "about": dict(self.about)}

@@ -1,0 +1,148 @@
+"""How fast a step can be on a target: its schedule, or its FLOPs alone, on the chip's data sheet."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from replicax.parallel.step import DataParallel
+from replicax.plan.collective import ALL_REDUCE
+from replicax.plan.forecast import ScalingPoint, device_hours, devices_that_pay, scaling_curve
+from replicax.plan.kernel_time import limits, timeline
+from replicax.plan.memory import MemoryFormula
+from replicax.plan.network import network
+from replicax.plan.overlap import Transfer, step_time
+from replicax.plan.result import KernelShare, Scaling, Speed
+from replicax.plan.roofline import roofline_seconds
+from replicax.plan.schedule import Schedule
+from replicax.plan.target import Target
+
+_UPDATE_PASSES = 2
+"""Times that an update passes over the state: it reads and it writes it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What one device does in a step, in time."""
+
+    rows: int
+    """Of the device."""
+    compute_seconds: float
+    transfers: tuple[Transfer, ...]
+    flops: float
+    """Of the device, matrix products and convolutions."""
+    compute_share: float | None = None
+    kernels: tuple[KernelShare, ...] = ()
+
+
+def work_of_schedule(schedule: Schedule, target: Target, rows: int, dtype: str) -> Work:
+    """By the kernels of a compiled step, each at the chip's peaks.
+
+    Args:
+        schedule: of the step.
+        target: that it was compiled for.
+        rows: of a device.
+        dtype: of products that do not tell theirs; see `known_dtype`.
+
+    Raises:
+        ConfigError: the chip's speed is not known.
+    """
+    seconds, transfers = timeline(schedule, target.chip, dtype)
+    found = limits(schedule, target.chip, dtype)
+    kernels = tuple(
+        KernelShare(each.kernel.op_name or each.kernel.name, each.seconds / seconds, each.bound)
+        for each in found.top
+        if seconds
+    )
+    return Work(rows, seconds, transfers, schedule.flops, found.compute_share, kernels)
+
+
+def work_by_formula(
+    flops: float, formula: MemoryFormula, gradient_bytes: int, target: Target, dtype: str
+) -> Work:
+    """By the FLOPs of a step, and a reduction of its gradient that nothing hides.
+
+    Args:
+        flops: of one device.
+        formula: of the step's memory.
+        gradient_bytes: that are reduced.
+        target: the devices.
+        dtype: of the products.
+
+    Raises:
+        ConfigError: the chip's speed is not known.
+    """
+    touched = _UPDATE_PASSES * formula.state
+    seconds = roofline_seconds(flops, touched, target.chip, dtype)
+    reduction = Transfer(ALL_REDUCE, gradient_bytes, seconds, seconds)
+    transfers = (reduction,) if target.devices > 1 else ()
+    return Work(formula.rows, seconds, transfers, flops)
+
+
+def speed(work: Work, target: Target, dtype: str, tokens_per_row: int | None) -> Speed:
+    """The least time of a step, and what follows from it.
+
+    Args:
+        work: of one device.
+        target: the devices.
+        dtype: of the products.
+        tokens_per_row: where tokens are counted.
+
+    Raises:
+        ConfigError: the speed of the chip or of its links is not known.
+    """
+    step = step_time(work.compute_seconds, work.transfers, network(target))
+    rate = work.rows * target.devices / step.seconds
+    return Speed(
+        rows=work.rows,
+        step=step,
+        flops=work.flops,
+        peak_share=work.flops / (step.seconds * target.chip.flops_per_second[dtype]),
+        compute_share=work.compute_share,
+        kernels=work.kernels,
+        rows_per_second=rate,
+        tokens_per_second=None if tokens_per_row is None else rate * tokens_per_row,
+    )
+
+
+def scaling(
+    work: Work, target: Target, noise_scale: float | None, wished_rows: float | None
+) -> Scaling:
+    """The step on other numbers of the target's devices.
+
+    Args:
+        work: of one device.
+        target: the devices that `work` was compiled for.
+        noise_scale: in rows, where a run measured it.
+        wished_rows: to train on in all, for `Scaling.device_hours`.
+
+    Raises:
+        ConfigError: the links between hosts are not known.
+    """
+
+    def curve(fixed_batch: bool) -> tuple[ScalingPoint, ...]:
+        return scaling_curve(
+            target, work.compute_seconds, work.transfers, work.rows, fixed_batch=fixed_batch
+        )
+
+    weak, strong = curve(False), curve(True)
+    here = next(point for point in weak if point.devices == target.devices)
+    return Scaling(
+        weak=weak,
+        strong=strong,
+        weak_pays=devices_that_pay(weak, noise_scale),
+        strong_pays=devices_that_pay(strong),
+        device_hours=None if wished_rows is None else device_hours(wished_rows, here),
+    )
+
+
+def known_dtype(dp: DataParallel, target: Target) -> str:
+    """The dtype whose peak counts: the step's, or float32 where the chip has no units for it."""
+    rates = target.chip.flops_per_second
+    return dp.precision.name if dp.precision.name in rates else next(iter(rates), "float32")
+
+
+def bound_of(speeds: Sequence[Speed]) -> str:
+    """What the last of them waits for most: `compute`, `memory` or `network`."""
+    last = speeds[-1]
+    if last.step.exposed_seconds > last.step.compute_seconds:
+        return "network"
+    return "compute" if (last.compute_share or 0) >= 0.5 else "memory"
