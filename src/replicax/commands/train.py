@@ -20,6 +20,9 @@ from replicax.train.fit import Fit
 from replicax.train.host_memory import keep_freed_memory
 from replicax.train.sharding_view import abstract_batch, sharding_view
 
+NOISE_EVERY = 10
+"""Steps between two samples of the gradient noise. It takes hundreds where batches are small."""
+
 
 @dataclasses.dataclass(frozen=True)
 class TrainOptions:
@@ -50,6 +53,9 @@ class TrainOptions:
     on_divergence: Literal["stop", "restore"] = "stop"
     """What to do when an audit finds a device with other bits: stop, or go back to the state of the
     last clean audit and on from there."""
+    measure_noise_scale: bool = False
+    """Measure the gradient noise scale every 10 steps, each time at the cost of about a gradient:
+    up to which batch size larger batches pay. It is kept in noise_scale.json."""
     show_sharding: bool = False
     """Draw where the parameters and the batch live, before training."""
     run: str | None = None
@@ -98,12 +104,14 @@ def _run(name: str, recipe: Any, options: TrainOptions, config: dict[str, Any]) 
         log_every=options.log_every,
         audit_every=options.audit_every,
         on_divergence=options.on_divergence,
+        measure_noise_every=NOISE_EVERY if options.measure_noise_scale else None,
         run_dir=folder,
         config=config,
         title=f"{name} · {dp.mesh.devices.size} devices · {options.mode}",
     )
     if speaks:
-        print(f"see    {folder}/ (config.json, records.jsonl, curves.png)")
+        also = ", noise_scale.json" if options.measure_noise_scale else ""
+        print(f"see    {folder}/ (config.json, records.jsonl, curves.png{also})")
     if not result.interrupted and hasattr(recipe, "after_training"):
         shown = recipe.after_training(dp.model(result.state))  # on the devices of all processes
         if shown and speaks:

@@ -19,9 +19,10 @@ from replicax.parallel.guarded import guarded
 from replicax.parallel.step import DataParallel
 from replicax.parallel.update import NOT_FINITE, TrainState
 from replicax.train.audit import Audit, Place, Restored
-from replicax.train.curves import draw_curves
+from replicax.train.curves import COLOURS, draw_curves
 from replicax.train.interrupt import Interrupt
 from replicax.train.meter import Meter
+from replicax.train.noise_scale import NoiseMeter, NoiseScale, noise_record, noise_scale
 from replicax.train.progress import Progress, open_progress
 from replicax.train.records import Record, RunFolder
 from replicax.train.report import derived, describe, epoch_line, summary
@@ -46,11 +47,13 @@ class Fit:
     """Audits that found all replicas equal; None where none was asked for."""
     restores: int = 0
     """Times that it went back to the state of a clean audit."""
+    noise_scale: NoiseScale | None = None
+    """The gradient noise scale; None where it was not measured."""
 
     @property
     def metrics(self) -> dict[str, float]:
         """Of the last evaluation, or of the last recorded step where there was none."""
-        steps = [r for r in self.records if r.kind != "restore"]
+        steps = [r for r in self.records if r.kind in ("train", "eval")]
         kinds = [r for r in steps if r.kind == "eval"] or steps
         return kinds[-1].metrics if kinds else {}
 
@@ -70,6 +73,7 @@ def fit(
     log_every: int = 50,
     audit_every: int | None = None,
     on_divergence: str = "stop",
+    measure_noise_every: int | None = None,
     run_dir: str | Path | None = None,
     config: dict[str, Any] | None = None,
     title: str = "run",
@@ -95,7 +99,10 @@ def fit(
             copies of; None for none. See `replicax.train.audit`.
         on_divergence: what an audit does that finds a device with other bits: `stop`, or `restore`
             the state of the last clean audit and go on from there.
-        run_dir: a new folder for `config.json`, `records.jsonl` and `curves.png`; None for none.
+        measure_noise_every: steps between two samples of the gradient noise, each of which costs
+            about a gradient; None for none. See `replicax.train.noise_scale`.
+        run_dir: a new folder for `config.json`, `records.jsonl`, `curves.png`, and where it is
+            measured `noise_scale.json`; None for none.
         config: what `config.json` is to hold beside what is derived here.
         title: of the curves.
         progress: whether to print what is derived, a live line, and a closing summary.
@@ -115,6 +122,7 @@ def fit(
     opened = as_source(source, batch_size, shuffle=shuffle, seed=seed)
     wanted: dict[str, Any] = {"epochs": epochs, "steps": steps, "batch_size": batch_size}
     wanted |= {"log_every": log_every, "audit_every": audit_every, "on_divergence": on_divergence}
+    wanted |= {"measure_noise_every": measure_noise_every}
     agree("the run", {**wanted, "evaluation": eval_source is not None, **(config or {})})
     speaks = jax.process_index() == 0
     first = dp.feed(opened)
@@ -124,6 +132,9 @@ def fit(
         dp = guarded(dp, state)
         audit = Audit(dp, state, opened, audit_every, on_divergence)
         audit.begin(state, Place(0, 0, 0))
+    noise = None
+    if measure_noise_every is not None:
+        noise = NoiseMeter(dp, state, measure_noise_every, opened.batch_size)
     loop = _Loop(
         dp=dp,
         source=opened,
@@ -132,6 +143,7 @@ def fit(
         total=total,
         meter=Meter(log_every),
         audit=audit,
+        noise=noise,
         folder=RunFolder(Path(run_dir)) if run_dir is not None and speaks else None,
         display=open_progress(progress and speaks, total),
     )
@@ -145,6 +157,8 @@ def fit(
         finally:
             if loop.folder and loop.records:
                 _draw(loop.records, loop.folder.path, title, loop.display)
+        if loop.folder and result.noise_scale is not None:
+            result.noise_scale.save(loop.folder.path)
         for line in summary(result, total):
             loop.display.line(line)
         if dp.mode == "exact":
@@ -163,6 +177,7 @@ class _Loop:
     total: int | None
     meter: Meter
     audit: Audit | None
+    noise: NoiseMeter | None
     folder: RunFolder | None
     display: Progress
     records: list[Record] = dataclasses.field(default_factory=list)
@@ -191,6 +206,8 @@ class _Loop:
         PULSE.rest()
         seconds = time.perf_counter() - started
         result = Fit(state, self.records, self.step, self.rows, seconds, stopping.wanted)
+        if self.noise is not None:
+            result = dataclasses.replace(result, noise_scale=noise_scale(self.records))
         if self.audit is None:
             return result
         clean, restores = self.audit.clean, self.audit.restores
@@ -218,12 +235,17 @@ class _Loop:
                 waited = feed.wait_seconds
                 if not self.step:
                     self.display.status("compiling the step")
+                    if self.noise is not None:
+                        self.noise.prepare(state, batch)
+                sample = None if self.noise is None else self.noise.take(place.step, state, batch)
                 state, metrics = self.dp.step(state, batch)
                 self.step += 1
                 self.rows += batch.rows or 0
                 self.display.step(self.step)
                 not_finite = metrics.pop(NOT_FINITE, None)
                 records = self.meter.add(self.step, epoch, batch.rows or 0, metrics)
+                if sample is not None:
+                    records.append(noise_record(sample, self.step, epoch))
                 place = Place(self.step, epoch, place.batch + 1)
                 if not_finite is not None and self.audit is not None:
                     restored = self.audit.after(state, not_finite, place)
@@ -315,7 +337,7 @@ def _total_steps(feed: Feed, epochs: int | None) -> int | None:
 
 def _draw(records: list[Record], folder: Path, title: str, display: Progress) -> None:
     try:
-        measured = [record for record in records if record.kind != "restore"]
-        draw_curves(measured, folder / "curves.png", title)
+        drawn = [record for record in records if record.kind in COLOURS]
+        draw_curves(drawn, folder / "curves.png", title)
     except MissingDependencyError as error:
         display.line(f"no curves.png: {error}")

@@ -1,8 +1,9 @@
 """A run's history: records in memory, and in the run folder as they come.
 
-config.json     what was run, and on what
-records.jsonl   one JSON object a line: kind "train", "eval" or "restore", step, epoch, metrics, ...
-curves.png      drawn at the end
+config.json       what was run, and on what
+records.jsonl     one JSON object a line: kind "train", "eval", "noise" or "restore", step, ...
+curves.png        drawn at the end
+noise_scale.json  what the "noise" records come to, where it was measured
 """
 
 import dataclasses
@@ -19,14 +20,16 @@ class Record:
     """Metrics of one step, or of one evaluation."""
 
     kind: str
-    """`"train"`, `"eval"`, or `"restore"`: the run went back to `step`, and on from there."""
+    """`"train"`, `"eval"`, `"noise"` (see `replicax.train.noise_scale`), or `"restore"`: the run
+    went back to `step`, and on from there."""
     step: int
-    """Updates done before the metrics were taken (train: the update they belong to included)."""
+    """Updates done before the metrics were taken (train, and noise, which is measured before it:
+    the update they belong to included)."""
     epoch: int
     """Counted from 0."""
     metrics: dict[str, float]
     rows: int
-    """Real rows since the previous record of this kind."""
+    """Real rows since the previous record of this kind; of a noise record, those measured."""
     seconds: float
     """Wall time of those rows; for the first train record, without the first step."""
     input_wait_fraction: float | None = None

@@ -116,6 +116,8 @@ def summary(result: "Fit", total: int | None) -> list[str]:
         clean = "1 audit, clean" if result.clean_audits == 1 else f"{result.clean_audits:,} clean"
         back = f" · went back {_count(result.restores, 'time')}" if result.restores else ""
         lines.append(f"audit  {clean}{back}")
+    if result.noise_scale is not None:
+        lines.append(f"noise  {result.noise_scale}")
     return lines
 
 

@@ -1,0 +1,260 @@
+"""The gradient noise scale of a run: from many samples, with the range that they leave open.
+
+McCandlish et al., An Empirical Model of Large-Batch Training, 2018 (arXiv:1812.06162): the simple
+noise scale B = tr Σ / |G|², in rows. Batches far below it waste little of the data, those far above
+it little but data.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+from replicax.data.batch import Batch
+from replicax.errors import ConfigError
+from replicax.parallel.noise import PARTS, NoiseProbe, NoiseSample
+from replicax.parallel.step import DataParallel
+from replicax.parallel.update import TrainState
+from replicax.train.records import Record
+
+NOISE = "noise"
+"""The kind of record that a sample is."""
+
+FILE = "noise_scale.json"
+
+CONFIDENCE = 0.95
+"""Of the range."""
+
+LEAST_SAMPLES = 5
+"""Fewer say nothing about their own error."""
+
+_UNBOUNDED = ("rows", "high")
+_NUMBERS = ("squared_gradient_norm", "trace")
+
+
+@dataclasses.dataclass(frozen=True)
+class NoiseScale:
+    """B = tr Σ / |G|² over the later half of a run."""
+
+    rows: float
+    """The estimate; infinite where that of |G|² is not above 0."""
+    low: float
+    """Where its range of 95 % begins, in rows; 0 where nothing is excluded."""
+    high: float
+    """Where it ends; infinite where |G|² is not told from 0."""
+    squared_gradient_norm: float
+    """|G|², G the gradient of the mean loss over all data: the mean of the samples."""
+    trace: float
+    """tr Σ, the variance of the gradient of one row summed over the parameters: their mean."""
+    samples: int
+    """Batches measured."""
+    left_out: int
+    """Batches that were measured and not finite, or had fewer than two parts with any weight."""
+    parts: int
+    """Each batch was cut into so many."""
+    batch_rows: int
+    """Rows of the largest batch measured."""
+    first_step: int
+    """The first step on whose batch it was measured, counted from 1."""
+    last_step: int
+    """The last one."""
+
+    @property
+    def resolved(self) -> bool:
+        """Whether the samples tell |G|² from 0, so that the scale has an upper bound."""
+        return math.isfinite(self.high)
+
+    def __str__(self) -> str:
+        said = f"{self.samples:,} sample{'s' * (self.samples != 1)}"
+        if self.left_out:
+            said += f", {self.left_out} left out"
+        if self.resolved:
+            rows = f"{_rows(self.rows)} rows (95%: {_rows(self.low)} to {_rows(self.high)})"
+            return f"B_simple {rows} · {said}"
+        above = f"B_simple above {_rows(self.low)} rows" if self.low else "B_simple not resolved"
+        return f"{above}: measure longer · {said}"
+
+    def save(self, folder: Path) -> None:
+        """Write `noise_scale.json`; JSON has no infinity, and null stands for it."""
+        fields = {name: _or_null(value) for name, value in dataclasses.asdict(self).items()}
+        (folder / FILE).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+
+
+class NoiseMeter:
+    """Measures every so many steps.
+
+    Args:
+        dp: what steps.
+        state: its state, or its shapes.
+        every: steps between two samples.
+        batch_size: rows of a batch; 0 where that is not known yet.
+
+    Raises:
+        ConfigError: nothing to measure.
+    """
+
+    def __init__(self, dp: DataParallel, state: TrainState, every: int, batch_size: int) -> None:
+        if every < 1:
+            raise ConfigError(f"measure_noise_every={every}; it is at least 1 step: raise it")
+        if batch_size == 1:
+            raise ConfigError(
+                f"measure_noise_every={every} with batch_size=1; the noise is how far parts of a "
+                "batch are apart, and 1 row has none: use at least 2 rows, better many"
+            )
+        self._probe, self._every = NoiseProbe(dp, state), every
+
+    def prepare(self, state: TrainState, batch: Batch) -> None:
+        """Compile, before the clock is started.
+
+        Raises:
+            ConfigError: it needs more memory than there is.
+        """
+        self._probe.prepare(state, batch)
+
+    def take(self, done: int, state: TrainState, batch: Batch) -> NoiseSample | None:
+        """Measure before the step on `batch`, where it is time to, without waiting for it.
+
+        Args:
+            done: steps before.
+            state: before the step.
+            batch: from `feed`.
+        """
+        return None if (done + 1) % self._every else self._probe.take(state, batch)
+
+
+def noise_record(sample: NoiseSample, step: int, epoch: int) -> Record:
+    """A sample for a run's records, once the devices have it."""
+    metrics = {name: float(getattr(sample, name)) for name in _NUMBERS}
+    return Record(NOISE, step, epoch, metrics, int(sample.rows), 0.0)
+
+
+def noise_scale(records: Sequence[Record]) -> NoiseScale:
+    """The noise scale over the later half of a run: it grows while a model learns, most at first.
+
+    Numerator and denominator are averaged before the division. The range is Fieller's for the
+    ratio of two means (J. R. Statist. Soc. B 16, 1954), which has no upper end where the
+    denominator may be 0.
+
+    Args:
+        records: of the whole run; those of kind `noise` are the samples.
+    """
+    taken = [record for record in records if record.kind == NOISE]
+    middle = max((record.step for record in records), default=0) / 2
+    later = [record for record in taken if record.step > middle]
+    finite = [r for r in later if all(math.isfinite(r.metrics[name]) for name in _NUMBERS)]
+    pairs = np.array([[record.metrics[name] for name in _NUMBERS] for record in finite])
+    square, trace = pairs.mean(0) if finite else (math.nan, math.nan)
+    low, high = _range(pairs) if len(finite) >= LEAST_SAMPLES else (0.0, math.inf)
+    return NoiseScale(
+        rows=float(trace / square) if square > 0 else math.inf,
+        low=low,
+        high=high,
+        squared_gradient_norm=float(square),
+        trace=float(trace),
+        samples=len(finite),
+        left_out=len(later) - len(finite),
+        parts=PARTS,
+        batch_rows=max((record.rows for record in finite), default=0),
+        first_step=min((record.step for record in finite), default=0),
+        last_step=max((record.step for record in finite), default=0),
+    )
+
+
+def load_noise_scale(path: Path) -> NoiseScale:
+    """What a run measured.
+
+    Args:
+        path: the run's folder, or its `noise_scale.json`.
+
+    Raises:
+        ConfigError: no such file, or one that is something else.
+    """
+    file = path / FILE if path.is_dir() else path
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{file} cannot be read ({error.strerror}); a run writes it at its end: measure one "
+            "with replicax train --measure-noise-scale"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise _no_noise_scale(file, "no text") from error
+    try:
+        fields = json.loads(text)
+    except ValueError as error:
+        raise _no_noise_scale(file, "no JSON") from error
+    names = [field.name for field in dataclasses.fields(NoiseScale)]
+    if not isinstance(fields, dict) or set(fields) != set(names):
+        raise _no_noise_scale(file, f"not an object of {', '.join(names)}")
+    return NoiseScale(**{name: _number(file, name, fields[name]) for name in names})
+
+
+def _number(file: Path, name: str, value: Any) -> Any:
+    if value is None and name in _UNBOUNDED:
+        return math.inf
+    if value is None and name in _NUMBERS:
+        return math.nan
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _no_noise_scale(file, f"{name} is {json.dumps(value)}, which is no number")
+    if name not in _NUMBERS and value < 0:
+        raise _no_noise_scale(file, f"{name} is {value}, which is below 0")
+    whole = NoiseScale.__annotations__[name] is int
+    if whole and value != int(value):
+        raise _no_noise_scale(file, f"{name} is {value}, which is no whole number")
+    return int(value) if whole else float(value)
+
+
+def _no_noise_scale(file: Path, why: str) -> ConfigError:
+    return ConfigError(
+        f"{file} is not what a run wrote ({why}); measure again with replicax train "
+        "--measure-noise-scale"
+    )
+
+
+def _range(pairs: np.ndarray) -> tuple[float, float]:
+    """The ratios of mean trace to mean |G|² that the samples do not exclude.
+
+    A ratio r is excluded where the mean of trace - r |G|² is too far from 0. That is a quadratic
+    inequality in r: a r² - 2 b r + c <= 0.
+
+    Args:
+        pairs: `[samples, 2]`: |G|² and the trace.
+    """
+    count = len(pairs)
+    square, trace = pairs.mean(0).tolist()
+    slack = _student(count - 1) ** 2 / count
+    (squares, products), (_, traces) = (slack * np.cov(pairs.T)).tolist()
+    a = square**2 - squares
+    b = trace * square - products
+    c = trace**2 - traces
+    root = math.sqrt(max(b * b - a * c, 0.0))
+    if a > 0 and square > 0:
+        return max((b - root) / a, 0.0), max((b + root) / a, 0.0)
+    # |G|² may be 0. Where the trace may not, small ratios are excluded nevertheless.
+    excluded = a < 0 and c > 0 and trace > 0
+    return max((b - root) / a, 0.0) if excluded else 0.0, math.inf
+
+
+def _student(freedom: int) -> float:
+    """Student's t for the range: Abramowitz and Stegun 26.7.5, within 0.3 % from 4 degrees on."""
+    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return z + math.fsum(term / freedom ** (power + 1) for power, term in enumerate(terms))
+
+
+def _or_null(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _rows(rows: float) -> str:
+    """Rows in three digits: `1,230`, `12.3`."""
+    return f"{float(f'{rows:.3g}'):,.0f}" if rows >= 100 else f"{rows:.3g}"

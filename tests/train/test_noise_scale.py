@@ -1,0 +1,283 @@
+"""The noise scale of a run: right within the range it states, kept, and no part of the training."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from bit_flips import before_step, flip_leaf, leaf_names
+from cases import CASES, DROPOUT_CASES
+from command_line import REGRESSION, Main, one_line
+from processes import run_job
+
+import replicax as rx
+from replicax.data.digest import sha256
+from replicax.errors import ConfigError
+from replicax.train.noise_scale import (
+    NoiseScale,
+    _student,
+    load_noise_scale,
+    noise_scale,
+)
+from replicax.train.records import Record
+
+DIM = 40
+DEVIATION = 0.5
+DISTANCE = 0.7
+"""Of the parameters, which stay where they are, from the mean of the data."""
+TRUTH = DIM * DEVIATION**2 / DISTANCE**2
+
+
+def half_square(model: Any, batch: Any, key: Any) -> Any:
+    """G is theta minus the mean of x, and the covariance that of x."""
+    return 0.5 * jnp.sum((model["theta"] - batch["x"]) ** 2, axis=1)
+
+
+def still(devices: int = 2) -> rx.DataParallel:
+    return rx.DataParallel(half_square, optax.sgd(0.0), mesh=rx.make_mesh(data=devices))
+
+
+def batches(rows: int, count: int, distance: float = DISTANCE) -> list[Any]:
+    """Each drawn anew, so that the noise scale is that of the distribution."""
+    generator = np.random.default_rng(7)
+    mean = np.full(DIM, distance / math.sqrt(DIM))
+    drawn = mean + DEVIATION * generator.normal(size=(count, rows, DIM))
+    return [{"x": x.astype(np.float32)} for x in drawn]
+
+
+def fit(dp: rx.DataParallel, source: Any, model: Any = None, **settings: Any) -> rx.Fit:
+    state = dp.init({"theta": jnp.zeros(DIM)} if model is None else model)
+    return rx.fit(dp, state, source, progress=False, **settings)
+
+
+def samples(pairs: Any, first: int = 1) -> list[Record]:
+    """Records of `[samples, 2]`: |G|² and the trace."""
+    names = ("squared_gradient_norm", "trace")
+    metrics = [dict(zip(names, map(float, pair), strict=True)) for pair in pairs]
+    return [Record("noise", first + i, 0, each, 64, 0.0) for i, each in enumerate(metrics)]
+
+
+def later(pairs: Any) -> NoiseScale:
+    """Of samples that are all in the later half of a run."""
+    return noise_scale(samples(pairs, len(pairs)))
+
+
+def test_a_quadratic_has_the_noise_scale_of_its_closed_form() -> None:
+    found = fit(still(), batches(16, 200), epochs=1, measure_noise_every=2).noise_scale
+    assert found is not None
+    assert found.low < TRUTH < found.high
+    assert found.high < 1.4 * found.low  # a range that would hold anything shows nothing
+    assert found.squared_gradient_norm == pytest.approx(DISTANCE**2, rel=0.15)
+    assert found.trace == pytest.approx(DIM * DEVIATION**2, rel=0.05)
+    assert (found.samples, found.left_out, found.batch_rows) == (50, 0, 16)
+    assert (found.first_step, found.last_step) == (102, 200)
+
+
+def test_without_a_gradient_there_is_no_upper_end() -> None:
+    found = fit(still(), batches(16, 80, distance=0.0), epochs=1, measure_noise_every=2)
+    assert found.noise_scale is not None
+    assert not found.noise_scale.resolved
+    assert 16 < found.noise_scale.low < math.inf
+    assert "B_simple above" in str(found.noise_scale)
+    assert "measure longer" in str(found.noise_scale)
+
+
+@pytest.mark.parametrize("square", [4.0, 1.0, 0.3])
+def test_the_range_holds_the_truth_as_often_as_it_says(square: float) -> None:
+    """Where |G|² is 4, 1 and 0.3 times as large as the error of one sample's; 12 samples."""
+    generator = np.random.default_rng(11)
+    held, trials = 0, 1000
+    for _ in range(trials):
+        errors = generator.normal(size=(12, 2)) @ [[1.0, -0.4], [0.0, 0.9]]
+        found = later(np.array([square, 10.0]) + errors)
+        held += found.low <= 10.0 / square <= found.high
+    # Three standard errors of a share of 95 % are 2 %. Lower ends that are cut at 0 lose nothing.
+    assert held / trials > 0.93
+    assert held / trials < 0.97
+
+
+def test_means_are_divided_and_not_ratios_averaged() -> None:
+    found = later([(1.0, 8.0), (3.0, 8.0), (1.0, 8.0), (3.0, 8.0), (2.0, 8.0)])
+    assert found.rows == pytest.approx(4.0)  # the mean of the ratios is 5.1
+
+
+@pytest.mark.parametrize(("freedom", "t"), [(4, 2.776), (9, 2.262), (29, 2.045), (1000, 1.962)])
+def test_students_t_is_that_of_the_tables(freedom: int, t: float) -> None:
+    assert _student(freedom) == pytest.approx(t, rel=0.003)
+
+
+def test_few_samples_bound_nothing() -> None:
+    found = later([(2.0, 8.0)] * 4)
+    assert (found.rows, found.low, found.high) == (4.0, 0.0, math.inf)
+    assert "not resolved" in str(found)
+    none = noise_scale([])
+    assert (none.samples, none.low, none.high, none.rows) == (0, 0.0, math.inf, math.inf)
+    assert "0 samples" in str(none)
+
+
+def test_samples_that_are_not_finite_are_left_out_and_counted() -> None:
+    found = later([(2.0, 8.0), (math.nan, 8.0), (2.0, math.inf), *[(2.0, 8.0)] * 5])
+    assert (found.samples, found.left_out, found.rows) == (6, 2, 4.0)
+    assert "6 samples, 2 left out" in str(found)
+
+
+def test_the_first_half_of_a_run_does_not_count() -> None:
+    early, late = samples([(9.0, 1.0)] * 10, 1), samples([(2.0, 8.0)] * 10, 11)
+    found = noise_scale([*early, *late])
+    assert (found.rows, found.samples, found.first_step) == (4.0, 10, 11)
+
+
+def test_a_line_of_80_columns() -> None:
+    generator = np.random.default_rng(0)
+    scale = later(np.array([1.0, 123_456.0]) + generator.normal(size=(1000, 2)) / 300)
+    assert scale.resolved
+    assert len(f"noise  {scale}") <= 80
+    assert "123,000 rows (95%: " in str(scale)
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("nnx", "jit"),
+        pytest.param("nnx", "shard_map", marks=SLOW),
+        pytest.param("linen", "exact", marks=SLOW),
+        pytest.param("linen", "pmap", marks=SLOW),
+        pytest.param("gpt2", "single", marks=SLOW),
+    ],
+)
+def test_the_training_has_the_same_bits_with_and_without(name: str, mode: str) -> None:
+    """With BatchNorm's statistics, and Dropout's masks."""
+    case = DROPOUT_CASES.get(name, CASES[name])
+    mesh = rx.make_mesh(data=1 if mode == "single" else 4)
+    states, told = [], []
+    for every in (None, 1):
+        dp = rx.DataParallel(case.loss, optax.adamw(1e-2), mesh=mesh, mode=mode)
+        settings: dict[str, Any] = {"batch_size": 16, "epochs": 2, "log_every": 1}
+        settings |= {"eval_source": case.source, "measure_noise_every": every}
+        result = fit(dp, case.source, case.model(), **settings)
+        states.append(sha256(result.state))
+        kept = [r for r in result.records if r.kind != "noise"]
+        told.append(([(r.kind, r.step, r.metrics, r.rows) for r in kept], result.metrics))
+    assert states[0] == states[1]
+    assert told[0] == told[1]
+    assert result.noise_scale is not None
+    assert result.noise_scale.samples == 4
+    assert sum(r.kind == "noise" for r in result.records) == 8
+
+
+def test_a_sample_is_no_metric_of_the_run() -> None:
+    result = fit(still(), batches(16, 1), steps=1, measure_noise_every=1)
+    assert [record.kind for record in result.records] == ["train", "noise"]
+    assert set(result.metrics) == {"loss"}
+
+
+def test_going_back_takes_samples_back_too(tmp_path: Path) -> None:
+    def flip(state: Any) -> Any:
+        number = next(n for n, name in enumerate(leaf_names(state)) if "params" in name)
+        return flip_leaf(state, number, jax.devices()[1], 3, 5)
+
+    settings: dict[str, Any] = {"batch_size": 16, "steps": 20, "measure_noise_every": 2}
+    settings |= {"audit_every": 5, "on_divergence": "restore", "run_dir": tmp_path / "run"}
+    source = batches(64, 1)[0]
+    with before_step(12, flip, 1):
+        result = fit(still(4), source, **settings)
+    assert result.restores == 1
+    lines = (tmp_path / "run" / "records.jsonl").read_text().splitlines()
+    steps = [each["step"] for each in map(json.loads, lines) if each["kind"] == "noise"]
+    assert steps == list(range(2, 21, 2))
+    assert steps == [r.step for r in result.records if r.kind == "noise"]
+
+
+def test_what_was_measured_is_kept_and_read(tmp_path: Path) -> None:
+    result = fit(still(), batches(16, 30), epochs=1, measure_noise_every=1, run_dir=tmp_path / "a")
+    assert result.noise_scale is not None
+    assert load_noise_scale(tmp_path / "a") == result.noise_scale
+    assert load_noise_scale(tmp_path / "a" / "noise_scale.json") == result.noise_scale
+
+
+def test_what_is_not_finite_is_kept_as_null(tmp_path: Path) -> None:
+    noise_scale([]).save(tmp_path)
+    fields = json.loads((tmp_path / "noise_scale.json").read_text())
+    assert fields["rows"] is fields["high"] is fields["trace"] is None
+    found = load_noise_scale(tmp_path)
+    assert (found.rows, found.high) == (math.inf, math.inf)
+    assert math.isnan(found.trace)
+
+
+def test_without_the_option_nothing_is_measured(tmp_path: Path) -> None:
+    result = fit(still(), batches(16, 2), epochs=1, run_dir=tmp_path / "a")
+    assert result.noise_scale is None
+    assert not (tmp_path / "a" / "noise_scale.json").exists()
+    with pytest.raises(ConfigError, match=r"cannot be read.*--measure-noise-scale"):
+        load_noise_scale(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        (b"\xff", "no text"),
+        (b"{", "no JSON"),
+        (b"[]", "not an object of rows, low"),
+        ({"rows": "many"}, 'rows is "many", which is no number'),
+        ({"low": None}, "low is null, which is no number"),
+        ({"samples": 1.5}, "samples is 1.5, which is no whole number"),
+        ({"rows": -1.0}, "rows is -1.0, which is below 0"),
+        ({"parts": True}, "parts is true, which is no number"),
+    ],
+)
+def test_another_file_is_refused(tmp_path: Path, changed: Any, why: str) -> None:
+    later([(2.0, 8.0)] * 6).save(tmp_path)
+    file = tmp_path / "noise_scale.json"
+    if isinstance(changed, dict):
+        changed = json.dumps({**json.loads(file.read_text()), **changed}).encode()
+    file.write_bytes(changed)
+    with pytest.raises(ConfigError, match="measure again") as refused:
+        load_noise_scale(file)
+    assert why in str(refused.value)
+
+
+@pytest.mark.parametrize(("every", "rows", "why"), [(0, 4, "at least 1 step"), (1, 1, "1 row has")])
+def test_what_cannot_be_measured_is_refused(every: int, rows: int, why: str) -> None:
+    source = batches(8, 1)[0]
+    with pytest.raises(ConfigError, match=why):
+        fit(still(1), source, batch_size=rows, steps=1, measure_noise_every=every)
+
+
+def test_the_command_measures_and_says_so(main: Main, folder: Path) -> None:
+    code, out, err = main(*REGRESSION, "--epochs", 40, "--run", "a", "--measure-noise-scale")
+    assert code == 0, err
+    (line,) = [line for line in out.splitlines() if line.startswith("noise")]
+    found = load_noise_scale(folder / "runs" / "a")
+    assert line == f"noise  {found}"
+    assert found.samples >= 2
+    assert json.loads((folder / "runs" / "a" / "config.json").read_text())["options"][
+        "measure_noise_scale"
+    ]
+
+
+def test_the_command_refuses_one_row(main: Main) -> None:
+    code, _, err = main(*REGRESSION, "--batch-size", 1, "--devices", 1, "--measure-noise-scale")
+    assert code == 2
+    assert "batch_size=1" in one_line(err)
+
+
+@pytest.mark.slow
+def test_processes_measure_what_one_measures(main: Main, folder: Path) -> None:
+    flags = [*REGRESSION, "--epochs", "40", "--measure-noise-scale", "--devices", "2"]
+    code, _, err = main(*flags, "--run", folder / "one")
+    assert code == 0, err
+    first, second = run_job("-m", "replicax", *flags, "--run", folder / "two")
+    assert (first.code, second.code) == (0, 0), first.err
+    assert "noise  B_simple" in first.out
+    assert "noise" not in second.out
+    one, two = load_noise_scale(folder / "one"), load_noise_scale(folder / "two")
+    assert two.samples == one.samples
+    assert two.trace == pytest.approx(one.trace, rel=1e-4)
