@@ -9,6 +9,7 @@ from replicax.data.feed import Feed as Feed
 from replicax.data.per_process import PerProcess as PerProcess
 from replicax.errors import AgreementError as AgreementError
 from replicax.errors import ClusterError as ClusterError
+from replicax.errors import CompilerError as CompilerError
 from replicax.errors import ConfigError as ConfigError
 from replicax.errors import DataError as DataError
 from replicax.errors import DivergedError as DivergedError
@@ -21,6 +22,8 @@ from replicax.parallel.loss import Weighted as Weighted
 from replicax.parallel.mesh import make_mesh as make_mesh
 from replicax.parallel.step import DataParallel as DataParallel
 from replicax.parallel.update import TrainState as TrainState
+from replicax.plan.plan import plan as plan
+from replicax.plan.result import Plan as Plan
 from replicax.train.fit import Fit as Fit
 from replicax.train.fit import fit as fit
 from replicax.verify.check import Verification as Verification
@@ -32,6 +35,7 @@ __all__ = [
     "Batch",
     "Bench",
     "ClusterError",
+    "CompilerError",
     "ConfigError",
     "DataError",
     "DataParallel",
@@ -42,6 +46,7 @@ __all__ = [
     "MissingDependencyError",
     "Patience",
     "PerProcess",
+    "Plan",
     "ReplicasDifferError",
     "ReplicaxError",
     "StateError",
@@ -52,6 +57,7 @@ __all__ = [
     "fit",
     "initialize",
     "make_mesh",
+    "plan",
     "verify",
     "verify_step",
 ]

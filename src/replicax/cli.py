@@ -23,6 +23,8 @@ Data-parallel training for JAX that proves itself.
 
 commands:
   train RECIPE [FLAGS]   train a recipe; replicax train RECIPE --help lists its flags
+  plan RECIPE --target T [FLAGS]
+                         will it fit, and how fast, on hardware you do not have
   bench RECIPE [FLAGS]   measure its step in every mode, on several device counts
   verify RECIPE [FLAGS]  check that N devices compute what one does, in every mode;
                          or a step of your own, without a recipe
@@ -86,6 +88,7 @@ def _nobody_reads() -> bool:
 def _dispatch(arguments: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": _train,
+        "plan": _plan,
         "bench": _bench,
         "verify": _verify,
         "launch": _launch,
@@ -127,6 +130,13 @@ def _train(arguments: list[str]) -> int:
 
     ended_early = train(arguments)
     return _failed(ended_early, 1) if ended_early else 0
+
+
+def _plan(arguments: list[str]) -> int:
+    from replicax.commands.plan import plan
+
+    plan(arguments)
+    return 0
 
 
 def _bench(arguments: list[str]) -> int:

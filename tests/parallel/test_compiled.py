@@ -1,5 +1,6 @@
 """What a step takes, read from its compiled text and checked against a count by hand."""
 
+import math
 import re
 from functools import cache
 from typing import Any
@@ -11,7 +12,13 @@ import optax
 import pytest
 
 import replicax as rx
-from replicax.parallel.compiled import Collectives, CompiledStep, Memory, inspect
+from replicax.parallel.compiled import (
+    Collectives,
+    CompiledStep,
+    Memory,
+    convolution_flops,
+    inspect,
+)
 
 ROWS, IN, HIDDEN, OUT = 64, 16, 32, 8
 MODEL = {"w1": jnp.ones((IN, HIDDEN)), "w2": jnp.ones((HIDDEN, OUT))}
@@ -156,6 +163,46 @@ def test_a_collective_moves_its_result(line: str, kind: str, size: int) -> None:
 def test_the_end_of_an_asynchronous_collective_is_not_another() -> None:
     line = "%r = f32[8]{0} all-reduce-done(%p)"
     assert inspect(Compiled(line)).collectives == ()  # type: ignore[arg-type]
+
+
+def test_a_collective_that_goes_on_in_another_instruction_is_not_another() -> None:
+    line = "%r = f32[64]{0} all-gather(%p), backend_config="
+    start, further = (
+        f'{line}{{"async_collective_fusion_config":{{"flag_start":"{flag}","flag_end":"{flag}"}}}}'
+        for flag in (-1, 2)
+    )
+    read = inspect(Compiled(f"{start}\n  {further}"))  # type: ignore[arg-type]
+    assert read.collectives == (Collectives("all-gather", 1, 256),)
+
+
+@pytest.mark.parametrize(
+    ("image", "kernel", "result", "attributes", "seen"),
+    [
+        # Padded at the edges, whose outputs count as the others do.
+        ((2, 12, 12, 3), (5, 5, 3, 7), (2, 12, 12, 7), "size=5x5 pad=2_2x2_2", 5 * 5 * 3),
+        # A batch of 4 x 12 products, as a TPU has it: all but one tap meet zeros.
+        ((4, 12, 64, 9), (4, 12, 9, 8), (4, 12, 64, 8), "size=4x12 stride=3x11 lhs_dilate=4x12", 9),
+        # One product for each of 12 outputs: all but one tap lie outside of the image.
+        ((4, 1, 64, 9), (1, 12, 9, 8), (4, 12, 64, 8), "size=1x12 pad=0_0x11_11", 9),
+        # The gradient of a convolution of stride 2: zeros between the elements of its image.
+        ((2, 6, 6, 3), (3, 3, 3, 7), (2, 11, 11, 7), "size=3x3 pad=1_1x1_1 lhs_dilate=2x2", 4 * 3),
+        # The gradient of its kernel: elements of the second operand apart from each other.
+        ((2, 13, 13, 3), (6, 6, 3, 7), (2, 3, 3, 7), "size=6x6 rhs_dilate=2x2", 6 * 6 * 3),
+    ],
+    ids=["padded", "batch", "outside", "dilated image", "dilated kernel"],
+)
+def test_the_taps_of_a_convolution(
+    image: tuple[int, ...],
+    kernel: tuple[int, ...],
+    result: tuple[int, ...],
+    attributes: str,
+    seen: int,
+) -> None:
+    labels = "01bf_01io->01bf" if 64 in image else "b01f_01io->b01f"
+    found = convolution_flops(
+        image, kernel, result, f"window={{{attributes}}}, dim_labels={labels}"
+    )
+    assert found == 2 * math.prod(result) * seen
 
 
 def test_memory_is_none_where_the_backend_does_not_tell() -> None:

@@ -2,7 +2,15 @@
 
 import pytest
 
-from replicax.parallel.hlo import Instruction, arrays, instructions, shape_bytes
+from replicax.parallel.hlo import (
+    Instruction,
+    arrays,
+    elements,
+    elements_in,
+    instructions,
+    memory_bytes,
+    shape_bytes,
+)
 
 LOOPS = """\
 HloModule step, is_scheduled=true
@@ -163,3 +171,81 @@ def test_shapes_of_any_kind_are_read(line: str, opcode: str, size: int) -> None:
 
 def test_text_without_an_entry_has_no_instructions() -> None:
     assert list(instructions("")) == []
+
+
+# As a TPU's compiler leaves a loop: nobody says how often it runs.
+COUNTER = """\
+%less (t: (s32[], f32[4])) -> pred[] {
+  %limit = s32[]{:T(128)} constant(12)
+  %t = (s32[], f32[4]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  ROOT %lt = pred[] compare(%i, %limit), direction=LT
+}
+
+%body (s: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %s = (s32[], f32[4]{0}) parameter(0)
+  %x = f32[4]{0} get-tuple-element(%s), index=1
+  %sine = f32[4]{0} sine(%x)
+  %j = s32[] get-tuple-element(%s), index=0
+  %same = s32[] copy(%j)
+  %one = s32[] constant(1)
+  %next = s32[] add(%same, %one)
+  ROOT %r = (s32[], f32[4]{0}) tuple(%next, %sine)
+}
+
+ENTRY %main (p: f32[4]) -> f32[4] {
+  %p = f32[4]{0} parameter(0)
+  %zero = s32[] constant(0)
+  %first = s32[] copy(%zero)
+  %state = (s32[], f32[4]{0}) tuple(%first, %p)
+  ROOT %w = (s32[], f32[4]{0}) while(%state), condition=%less, body=%body
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("", "", 12),
+        ("%zero = s32[] constant(0)", "%zero = s32[] constant(2)", 10),
+        ("%zero = s32[] constant(0)", "%zero = s32[] constant(20)", 0),
+        ("%zero = s32[] constant(0)", "%zero = s32[] sine(%p)", 1),
+        ("%one = s32[] constant(1)", "%one = s32[] constant(2)", 1),
+        ("add(%same, %one)", "multiply(%same, %one)", 1),
+        ("%j = s32[] get-tuple-element(%s), index=0", "%j = s32[] sine(%x), index=0", 1),
+        ("direction=LT", "direction=NE", 1),
+        ("compare(%i, %limit)", "compare(%limit, %i)", 1),
+        ("tuple(%next, %sine)", "tuple(%same, %sine)", 1),
+    ],
+)
+def test_a_counter_tells_how_often_a_loop_runs(old: str, new: str, expected: int) -> None:
+    assert runs(COUNTER.replace(old, new), "sine")[-1:] == [expected]
+
+
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    [
+        ("f32[8]{0}", 32),
+        ("f32[8]{0:T(8,128)(2,1)}", 32),
+        ("f32[8]{0:T(128)S(1)}", 0),
+        ("(f32[8]{0:T(128)S(1)}, f32[2]{0:T(128)}, u32[]{:S(2)})", 8),
+        ("f32[8]", 32),
+    ],
+)
+def test_bytes_in_main_memory(shape: str, size: int) -> None:
+    assert memory_bytes(shape) == size
+
+
+def test_elements_of_a_tuple_keep_their_layouts() -> None:
+    shape = "((f32[8]{0:T(128)S(1)}), s32[], /*index=2*/bf16[2,3]{1,0})"
+    assert elements(shape) == ["f32[8]{0:T(128)S(1)}", "s32[]", "bf16[2,3]{1,0}"]
+    assert elements_in(shape) == 8 + 1 + 6
+
+
+def test_what_an_instruction_reads_and_where_it_was_traced() -> None:
+    (product,) = (each for each in instructions(LOOPS) if each.name == "dot.1" and each.runs == 1)
+    assert len(product.inputs) == 2
+    found = only('ROOT %r = f32[4] sine(%p), metadata={op_name="jit(f)/sin" line=3}', "sine")
+    assert (found.inputs, found.op_name, found.is_root) == (("p",), "jit(f)/sin", True)
+    parameter = only("ROOT %r = f32[4] sine(%p)", "parameter")
+    assert (parameter.argument, parameter.op_name, parameter.is_root) == ("0", "", False)

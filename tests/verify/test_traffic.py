@@ -14,7 +14,6 @@ from replicax.verify.traffic import (
     check_traffic,
     check_work,
     read_programs,
-    wire_bytes,
 )
 
 
@@ -74,11 +73,3 @@ def test_work(subject: Subject, flops: int, verdict: str) -> None:
     programs = {subject.own: program(subject.own, 1, 360, flops)}
     (check,) = check_work(subject, programs, CompiledStep(None, 100, ()))
     assert check.verdict == verdict
-
-
-@pytest.mark.parametrize(
-    ("kind", "size", "sent"),
-    [("all-reduce", 400, 600), ("all-gather", 400, 300), ("reduce-scatter", 100, 300)],
-)
-def test_bytes_on_the_wire(kind: str, size: int, sent: float) -> None:
-    assert wire_bytes(Collectives(kind, 1, size), 4) == sent

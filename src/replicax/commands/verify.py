@@ -1,25 +1,20 @@
 """`replicax verify`: does a step on many devices compute what it computes on one?"""
 
-import contextlib
 import dataclasses
-import json
 import os
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax
-import numpy as np
 
 import replicax as rx
 from replicax.cluster.place import find_place
 from replicax.commands.arguments import Arguments, parse_arguments
-from replicax.commands.data import print_data
+from replicax.commands.data import first_rows, print_data
 from replicax.commands.devices import make_host_devices
+from replicax.commands.output import check_json, live, standard_output, with_value, write_json
 from replicax.commands.parallel import parallel_of
-from replicax.data.source import as_source
 from replicax.errors import ConfigError
 from replicax.flags import parse_options
 from replicax.parallel.canonical import MICRO_SHARDS
@@ -108,19 +103,19 @@ def verify(arguments: list[str]) -> int:
     if arguments and arguments[0].startswith("--"):
         if {"-h", "--help"} & set(arguments):  # after --step, it would be the step's name
             arguments = ["--help"]
-        return _by_hand(parse_options(StepOptions, _with_value(arguments), PROGRAM))
-    parsed = parse_arguments("verify", VerifyOptions, _with_value(arguments))
+        return _by_hand(parse_options(StepOptions, with_value(arguments), PROGRAM))
+    parsed = parse_arguments("verify", VerifyOptions, with_value(arguments))
     if parsed is None:
         return 0
     _check_alone()
     options = parsed.options
-    _check_json(options.json)
+    check_json(options.json)
     fix_threads(options.micro_shards)  # exact is compared, whichever mode is trained in
     _make_devices(options.devices)
-    with _standard_output(options.json == "-"):
+    with standard_output(options.json == "-"):
         if options.json != "-":
             print_data(parsed.recipe)
-        with _live() as show:
+        with live() as show:
             verification = _of_recipe(parsed, show)
     return _report(verification, options.json, parsed.name)
 
@@ -143,30 +138,8 @@ def _of_recipe(parsed: Arguments[VerifyOptions], show: Callable[[str], None]) ->
     return dataclasses.replace(verification, about=about)
 
 
-def first_rows(source: Any, rows: int) -> Any:
-    """The first rows of a source, as host arrays; the first batches where it has whole ones.
-
-    Raises:
-        ConfigError: it has fewer rows.
-    """
-    opened = as_source(source, rows, shuffle=False, seed=0)
-    parts: list[Any] = []
-    count = 0
-    for data, index in opened.epoch(0):
-        parts.append(data)
-        count += len(index)
-        if count >= rows:
-            break
-    if count < rows:
-        raise ConfigError(
-            f"the source has {count} rows and the checks need {rows}: give it more, or use fewer "
-            "--devices"
-        )
-    return jax.tree.map(lambda *leaves: np.concatenate(leaves)[:rows], *parts)
-
-
 def _by_hand(options: StepOptions) -> int:
-    _check_json(options.json)
+    check_json(options.json)
     if options.source is not None:
         return _of_source(options)
     if options.step is None or options.reference is None:
@@ -179,7 +152,7 @@ def _by_hand(options: StepOptions) -> int:
 
     _check_alone()
     _make_devices(options.devices)
-    with _standard_output(options.json == "-"), _live() as show:
+    with standard_output(options.json == "-"), live() as show:
         show(f"{options.step} against {options.reference}")
         verification = verify_files(
             options.step,
@@ -204,14 +177,14 @@ def _of_source(options: StepOptions) -> int:
             "--source with --step or --reference; a file is either read or run: leave one out"
         )
     examination = examine(options.source)
-    _write(to_json(examination), options.json)
+    write_json(to_json(examination), options.json)
     if options.json != "-":
         print(*findings_lines(examination), sep="\n", flush=True)
     return 1 if examination.fails else 0
 
 
 def _report(verification: Verification, to: str | None, name: str) -> int:
-    _write(verification.to_json(), to)
+    write_json(verification.to_json(), to)
     if to != "-":
         about = verification.about
         where = f"{about['devices']} devices · {about['mode']}" if "mode" in about else ""
@@ -220,33 +193,6 @@ def _report(verification: Verification, to: str | None, name: str) -> int:
         if to is not None:
             print(f"see    {to}")
     return 0 if verification.ok else 1
-
-
-def _check_json(to: str | None) -> None:
-    """Raise `ConfigError` where `_write` would fail, minutes later."""
-    if to is None or to == "-":
-        return
-    if Path(to).is_dir():
-        raise ConfigError(f"--json {to} is a folder; name a file")
-    if not Path(to).parent.is_dir():
-        raise ConfigError(f"--json {to}: there is no folder {Path(to).parent}; make it first")
-
-
-def _write(content: dict[str, Any], to: str | None) -> None:
-    if to == "-":
-        print(json.dumps(content, indent=2), flush=True)
-    elif to is not None:
-        Path(to).write_text(json.dumps(content, indent=2) + "\n")
-
-
-def _with_value(arguments: list[str]) -> list[str]:
-    """`--json` alone prints."""
-    return [
-        "--json=-"
-        if word == "--json" and (not arguments[place + 1 :] or arguments[place + 1][:2] == "--")
-        else word
-        for place, word in enumerate(arguments)
-    ]
 
 
 def _make_devices(devices: int | None) -> None:
@@ -267,34 +213,3 @@ def _check_alone() -> None:
 
 def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
-
-
-@contextlib.contextmanager
-def _standard_output(kept_for_json: bool) -> Iterator[None]:
-    """What recipes and JAX print while they run goes to stderr where stdout is for JSON."""
-    if not kept_for_json:
-        yield
-        return
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
-
-
-@contextlib.contextmanager
-def _live() -> Iterator[Callable[[str], None]]:
-    """A live line on a terminal, with the time; nothing elsewhere."""
-    if not sys.stderr.isatty():
-        yield lambda text: None
-        return
-    from rich.console import Console
-
-    started = time.monotonic()
-    console = Console(stderr=True, highlight=False)
-    with console.status("", spinner="dots", refresh_per_second=2) as status:
-        yield lambda text: status.update(f"{text} · {time.monotonic() - started:.0f} s")

@@ -1,4 +1,4 @@
-"""The text of a compiled module -> how often each instruction runs, and with what shapes.
+"""The text of a compiled module -> its computations, and how often each instruction runs.
 
 Only what counting needs: instruction lines are `%name = shape opcode(%operand, ...), attributes`.
 """
@@ -6,20 +6,29 @@ Only what counting needs: instruction lines are `%name = shape opcode(%operand, 
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _INSTRUCTION = re.compile(
-    r"^\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = "
+    r"^\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = "
     r"(?P<shape>\(.*?\)|\S+) (?P<opcode>[\w\-]+)\((?P<rest>.*)$"
 )
-_ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
+_ARRAY = re.compile(r"(\w+)\[([\d,]*)\](\{[^{}]*\})?")
+_OTHER_MEMORY = re.compile(r"S\([1-9]\d*\)")
+_OPERAND = re.compile(r"%([\w.\-]+)")
 _CALLED = re.compile(
     r"(?:body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)"
 )
+_BODY = re.compile(r"body=%?([\w.\-]+)")
+_CONDITION = re.compile(r"condition=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_INDEX = re.compile(r"\bindex=(\d+)")
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_CONTINUES = re.compile(r'"async_collective_fusion_config":\{"flag_start":"\d')
 _BITS = re.compile(r"\d+")
+_COPIES = ("bitcast", "copy", "copy-done", "copy-start")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,53 +41,120 @@ class Instruction:
     operands: tuple[str, ...]
     """Shapes of the operands."""
     attributes: str
-    runs: int
+    runs: int = 1
+    inputs: tuple[str, ...] = ()
+    """Names of the operands."""
+    argument: str = ""
+    """What stands in its parentheses: a parameter's number, a constant's value."""
+    is_root: bool = False
 
     @property
     def bytes(self) -> int:
         """Bytes of the result, tuples summed."""
         return shape_bytes(self.shape)
 
+    @property
+    def called(self) -> list[str]:
+        """Names of the computations that it mentions, those of a reduction's sum included."""
+        branches = ",".join(_BRANCHES.findall(self.attributes))
+        return _CALLED.findall(self.attributes) + re.findall(r"[\w.\-]+", branches)
 
-def shape_bytes(shape: str) -> int:
-    """Bytes of an array shape such as `f32[8,16]{1,0}`, or of all arrays of a tuple shape."""
-    return sum(_bits(dtype) * math.prod(dims) for dtype, dims in arrays(shape)) // 8
+    @property
+    def op_name(self) -> str:
+        """Where it was traced: `jit(step)/update/mul`, say; empty where XLA made it by itself."""
+        found = _OP_NAME.search(self.attributes)
+        return found[1] if found else ""
 
+    @property
+    def continues(self) -> bool:
+        """Whether it stands for a collective that another instruction has started.
 
-def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
-    """The dtypes and dims of the arrays in a shape."""
-    return [
-        (dtype, tuple(int(dim) for dim in dims.split(",") if dim))
-        for dtype, dims in _ARRAY.findall(shape)
-    ]
-
-
-def instructions(text: str) -> Iterator[Instruction]:
-    """Every instruction that runs, from the entry on; a loop's body as often as it is known to."""
-    computations, entry = _computations(text)
-    pending = [(entry, 1)]
-    while pending:
-        name, runs = pending.pop()
-        lines = computations.get(name, [])
-        shapes = {line["name"]: line["shape"] for line in lines}
-        for line in lines:
-            rest = line["rest"]
-            trips = _TRIPS.search(rest)
-            times = runs * int(trips[1]) if line["opcode"] == "while" and trips else runs
-            pending += [(called, times) for called in _called(rest)]
-            operands, _, attributes = rest.partition(")")
-            names = re.findall(r"%([\w.\-]+)", operands)
-            yield Instruction(
-                line["name"],
-                line["shape"],
-                line["opcode"],
-                tuple(shapes.get(operand, "") for operand in names),
-                attributes,
-                runs,
-            )
+        A TPU carries an asynchronous collective through the fusions that run meanwhile, and each of
+        them holds a copy of it.
+        """
+        return _CONTINUES.search(self.attributes) is not None
 
 
-def _computations(text: str) -> tuple[dict[str, list[re.Match[str]]], str]:
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """The computations of a module, each in the order of its text."""
+
+    entry: str
+    computations: Mapping[str, tuple[Instruction, ...]]
+
+    @cached_property
+    def _named(self) -> dict[str, dict[str, Instruction]]:
+        return {
+            name: {each.name: each for each in instructions}
+            for name, instructions in self.computations.items()
+        }
+
+    def find(self, computation: str, name: str) -> Instruction | None:
+        """The instruction of a computation that has a name."""
+        return self._named.get(computation, {}).get(name)
+
+    def root(self, computation: str) -> Instruction | None:
+        """What a computation results in."""
+        return next((each for each in self.computations.get(computation, ()) if each.is_root), None)
+
+    def trips(self, loop: Instruction, around: str) -> int:
+        """How often the body of a `while` runs; 1 where that is not known.
+
+        XLA says it for a CPU and a GPU. For a TPU it is read from a counter that starts at a
+        constant, grows by 1 and stays below another constant, as those of `lax.scan` do.
+
+        Args:
+            loop: the instruction.
+            around: name of its computation.
+        """
+        if known := _TRIPS.search(loop.attributes):
+            return int(known[1])
+        condition, body = _CONDITION.search(loop.attributes), _BODY.search(loop.attributes)
+        less = self.root(condition[1]) if condition else None
+        if not (condition and body and less and "direction=LT" in less.attributes):
+            return 1
+        index = self._index(condition[1], less.inputs[0])
+        last = self._constant(condition[1], less.inputs[1])
+        first = self._constant(around, self._element(around, loop.inputs[0], index))
+        if first is None or last is None or not self._grows_by_one(body[1], index):
+            return 1
+        return max(0, last - first)
+
+    def _grows_by_one(self, body: str, index: int) -> bool:
+        root = self.root(body)
+        add = self._source(body, self._element(body, root.name if root else "", index))
+        if add is None or add.opcode != "add":
+            return False
+        counter, step = add.inputs
+        return self._index(body, counter) == index and self._constant(body, step) == 1
+
+    def _index(self, computation: str, name: str) -> int:
+        """Of the element of a tuple that an instruction is a copy of; -1 if it is none."""
+        made = self._source(computation, name)
+        index = _INDEX.search(made.attributes) if made else None
+        is_element = made is not None and made.opcode == "get-tuple-element"
+        return int(index[1]) if index and is_element else -1
+
+    def _element(self, computation: str, name: str, index: int) -> str:
+        made = self.find(computation, name)
+        inputs = made.inputs if made is not None and made.opcode == "tuple" else ()
+        return inputs[index] if 0 <= index < len(inputs) else ""
+
+    def _constant(self, computation: str, name: str) -> int | None:
+        made = self._source(computation, name)
+        is_integer = made is not None and made.argument.lstrip("-").isdigit()
+        return int(made.argument) if made and made.opcode == "constant" and is_integer else None
+
+    def _source(self, computation: str, name: str) -> Instruction | None:
+        """What an instruction is a copy of, or itself."""
+        made = self.find(computation, name)
+        while made is not None and made.opcode in _COPIES:
+            made = self.find(computation, made.inputs[0])
+        return made
+
+
+def read_module(text: str) -> Module:
+    """The computations of a module's text."""
     found: dict[str, list[re.Match[str]]] = {}
     name = entry = ""
     for line in text.splitlines():
@@ -88,12 +164,68 @@ def _computations(text: str) -> tuple[dict[str, list[re.Match[str]]], str]:
             entry = name if header[1] else entry
         elif name and (instruction := _INSTRUCTION.match(line)):
             found[name].append(instruction)
-    return found, entry
+    return Module(entry, {name: _instructions(lines) for name, lines in found.items()})
 
 
-def _called(rest: str) -> list[str]:
-    branches = ",".join(_BRANCHES.findall(rest))
-    return _CALLED.findall(rest) + re.findall(r"[\w.\-]+", branches)
+def instructions(text: str) -> Iterator[Instruction]:
+    """Every instruction that runs, from the entry on; a loop's body as often as it is known to."""
+    module = read_module(text)
+    pending = [(module.entry, 1)]
+    while pending:
+        name, runs = pending.pop()
+        for each in module.computations.get(name, ()):
+            times = runs * module.trips(each, name) if each.opcode == "while" else runs
+            pending += [(called, times) for called in each.called]
+            yield dataclasses.replace(each, runs=runs)
+
+
+def shape_bytes(shape: str) -> int:
+    """Bytes of an array shape such as `f32[8,16]{1,0}`, or of all arrays of a tuple shape."""
+    return sum(_bits(dtype) * math.prod(dims) for dtype, dims in arrays(shape)) // 8
+
+
+def memory_bytes(shape: str) -> int:
+    """Bytes of those arrays that lie in the device's main memory: `S(1)` is on a TPU's chip."""
+    kept = [found for found in _ARRAY.finditer(shape) if not _OTHER_MEMORY.search(found[3] or "")]
+    return sum(shape_bytes(found[0]) for found in kept)
+
+
+def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
+    """The dtypes and dims of the arrays in a shape."""
+    return [
+        (dtype, tuple(int(dim) for dim in dims.split(",") if dim))
+        for dtype, dims, _ in _ARRAY.findall(shape)
+    ]
+
+
+def elements_in(shape: str) -> int:
+    """How many elements the arrays in a shape have together."""
+    return sum(math.prod(dims) for _, dims in arrays(shape))
+
+
+def elements(shape: str) -> list[str]:
+    """The shapes of the arrays in a tuple shape, each with its layout."""
+    return [found[0] for found in _ARRAY.finditer(shape)]
+
+
+def _instructions(lines: list[re.Match[str]]) -> tuple[Instruction, ...]:
+    shapes = {line["name"]: line["shape"] for line in lines}
+    return tuple(_instruction(line, shapes) for line in lines)
+
+
+def _instruction(line: re.Match[str], shapes: dict[str, str]) -> Instruction:
+    argument, _, attributes = line["rest"].partition(")")
+    inputs = tuple(_OPERAND.findall(argument))
+    return Instruction(
+        line["name"],
+        line["shape"],
+        line["opcode"],
+        tuple(shapes.get(name, "") for name in inputs),
+        attributes,
+        inputs=inputs,
+        argument=argument,
+        is_root=line["root"] is not None,
+    )
 
 
 def _bits(dtype: str) -> int:

@@ -1,7 +1,6 @@
 """Devices -> a named mesh."""
 
 import collections
-import math
 from collections.abc import Sequence
 from typing import TypeVar
 

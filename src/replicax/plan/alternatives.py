@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from replicax.errors import ConfigError, ReplicaxError
+from replicax.errors import ReplicaxError
 from replicax.parallel.gradients import LossFunction
 from replicax.parallel.step import DataParallel
 from replicax.plan.need import Need, Steps

@@ -25,6 +25,14 @@ class Description:
 
 
 @dataclasses.dataclass(frozen=True)
+class Ready:
+    """That a compiler has described the devices."""
+
+    name: str
+    """Its package, and the version."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Failed:
     """What a compiler says where it cannot do a target or a step, in one line."""
 
@@ -76,4 +84,4 @@ def too_large(message: str, seconds: float) -> TooLarge | None:
 
 def _bytes(number: str, prefix: str) -> int:
     """XLA's prefixes are powers of 1024."""
-    return round(float(number) * 1024 ** " KMGT".index(prefix or " "))
+    return round(float(number) * 2.0 ** (10 * " KMGT".index(prefix or " ")))

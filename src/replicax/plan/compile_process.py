@@ -1,8 +1,8 @@
 """The process that compiles for a target: `python -m replicax.plan.compile_process DESCRIPTOR`.
 
 It is started with its own environment and never has the code of the step, so that neither planning
-nor a compiler that crashes can disturb who plans. It reads a `Description`, answers None or why it
-cannot compile for it, then answers each `Program` with a `Compilation`, a `TooLarge` or a `Failed`.
+nor a compiler that crashes can disturb who plans. It reads a `Description`, answers `Ready` or
+`Failed`, then answers each `Program` with a `Compilation`, a `TooLarge` or a `Failed`.
 """
 
 import sys
@@ -12,9 +12,15 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from replicax.plan.compilation import NOT_INSTALLED, WRONG_VERSION, Description, Failed
+from replicax.plan.compilation import NOT_INSTALLED, WRONG_VERSION, Description, Failed, Ready
 from replicax.plan.compile import answer
-from replicax.plan.installed import NotInstalled, WrongVersion, check_installed, check_libraries
+from replicax.plan.installed import (
+    NotInstalledError,
+    WrongVersionError,
+    check_installed,
+    check_libraries,
+    compiler_name,
+)
 from replicax.plan.program import Program
 from replicax.wording import first_line
 
@@ -26,16 +32,16 @@ def main(connection: Connection) -> None:
         check_installed(description.platform)
         devices = _devices(description)
         check_libraries(description.platform)
-    except NotInstalled as missing:
+    except NotInstalledError as missing:
         connection.send(Failed(str(missing), NOT_INSTALLED))
         return
-    except WrongVersion as wrong:
+    except WrongVersionError as wrong:
         connection.send(Failed(str(wrong), WRONG_VERSION))
         return
     except Exception as error:  # whatever a compiler raises, who asked decides
         connection.send(Failed(first_line(error)))
         return
-    connection.send(None)
+    connection.send(Ready(compiler_name(description.platform)))
     while True:
         try:
             program: Program = connection.recv()

@@ -1,13 +1,16 @@
-"""A compiler for described devices, in a process of its own."""
+"""A compiler: for described devices in a process of its own, for attached ones in this one."""
 
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from multiprocessing import Pipe
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
+
+import jax
 
 from replicax.errors import CompilerError, ConfigError, MissingDependencyError, ReplicaxError
 from replicax.plan.compilation import (
@@ -16,20 +19,52 @@ from replicax.plan.compilation import (
     Compilation,
     Description,
     Failed,
+    Ready,
     TooLarge,
 )
-from replicax.plan.installed import EXTRAS
+from replicax.plan.compile import answer
+from replicax.plan.installed import EXTRAS, compiler_name
 from replicax.plan.program import Program
 
 TIMEOUT_SECONDS = 900.0
 """Longer than any step has taken; who takes longer is stuck."""
 
 
-class Compiler:
+class Compiler(Protocol):
+    """What compiles programs for some devices."""
+
+    name: str
+    """Its package, and the version."""
+
+    def compile(self, program: Program) -> Compilation | TooLarge:
+        """A program for these devices, or that it is too large for them.
+
+        Raises:
+            CompilerError: the compiler fails.
+        """
+
+
+class AttachedCompiler:
+    """The one of devices that are attached to this process, and in it.
+
+    Args:
+        devices: to compile for.
+    """
+
+    def __init__(self, devices: Sequence[jax.Device]) -> None:
+        self._devices = devices
+        self.name = compiler_name(devices[0].platform)
+
+    def compile(self, program: Program) -> Compilation | TooLarge:
+        """See `Compiler`."""
+        return _checked(answer(program, self._devices))
+
+
+class CompilerProcess:
     """A compiler that is started once and asked as often as one likes.
 
     Example:
-        >>> with Compiler(description) as compiler:
+        >>> with CompilerProcess(description) as compiler:
         ...     compiled = compiler.compile(program)
 
     Args:
@@ -47,8 +82,9 @@ class Compiler:
     ) -> None:
         self._description = description
         self._timeout_seconds = timeout_seconds
+        self.name = ""
 
-    def __enter__(self) -> "Compiler":
+    def __enter__(self) -> "CompilerProcess":
         self._connection, theirs = Pipe()
         self._said = tempfile.TemporaryFile()
         command = [sys.executable, "-P", "-m", "replicax.plan.compile_process"]
@@ -62,13 +98,14 @@ class Compiler:
         )
         theirs.close()
         try:
-            refused = self._ask(self._description)
+            answered: Ready | Failed = self._ask(self._description)
         except BaseException:
             self.close()
             raise
-        if isinstance(refused, Failed):
+        if isinstance(answered, Failed):
             self.close()
-            raise self._refusal(refused)
+            raise self._refusal(answered)
+        self.name = answered.name
         return self
 
     def __exit__(
@@ -80,15 +117,8 @@ class Compiler:
         self.close()
 
     def compile(self, program: Program) -> Compilation | TooLarge:
-        """A program for these devices, or that it is too large for them.
-
-        Raises:
-            CompilerError: the compiler fails, ends, or does not answer in time.
-        """
-        answer: Compilation | TooLarge | Failed = self._ask(program)
-        if isinstance(answer, Failed):
-            raise CompilerError(f"the compiler fails on this step: {answer.message}")
-        return answer
+        """See `Compiler`; the process may also end, or not answer in time."""
+        return _checked(self._ask(program))
 
     def close(self) -> None:
         """End the process."""
@@ -110,6 +140,7 @@ class Compiler:
         try:
             self._connection.send(question)
             if not self._connection.poll(self._timeout_seconds):
+                self._process.kill()  # or its answer would be taken for that to the next question
                 raise CompilerError(
                     f"the compiler has not answered for {self._timeout_seconds:.0f} s; a step "
                     "seldom takes a minute: try a smaller model or fewer devices"
@@ -125,6 +156,12 @@ class Compiler:
         lines = self._said.read().decode(errors="replace").splitlines()
         last = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
         return f"the compiler ended with {how} and without an answer: {last[:200]}"
+
+
+def _checked(answered: Compilation | TooLarge | Failed) -> Compilation | TooLarge:
+    if isinstance(answered, Failed):
+        raise CompilerError(f"the compiler fails on this step: {answered.message}")
+    return answered
 
 
 def _environment(description: Description) -> dict[str, str]:

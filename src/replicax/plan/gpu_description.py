@@ -5,6 +5,7 @@ https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs.
 """
 
 import dataclasses
+from collections.abc import Mapping
 
 CUDNN = (9, 10, 0)
 """The version those descriptions name."""
@@ -77,7 +78,7 @@ device_description_str: "{self.device_kind}"
 """
 
 
-def _lines(fields: dict[str, int | float]) -> str:
+def _lines(fields: Mapping[str, int | float]) -> str:
     return " ".join(f"{name}: {value}" for name, value in fields.items())
 
 

@@ -11,11 +11,11 @@ EXTRAS = {"tpu": "plan-tpu", "cuda": "plan-gpu"}
 _PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 
 
-class NotInstalled(Exception):
+class NotInstalledError(Exception):
     """There is no compiler, or a part of it is missing."""
 
 
-class WrongVersion(Exception):
+class WrongVersionError(Exception):
     """There is one, and this jax cannot be trusted with it."""
 
 
@@ -23,8 +23,8 @@ def check_installed(platform: str) -> None:
     """Raise where the compiler for `platform` is missing, or is not the one that jax names.
 
     Raises:
-        NotInstalled: no package has it.
-        WrongVersion: jax asks for another version of the package.
+        NotInstalledError: no package has it.
+        WrongVersionError: jax asks for another version of the package.
     """
     if platform == "tpu":
         _check_libtpu()
@@ -32,8 +32,15 @@ def check_installed(platform: str) -> None:
         _check_cuda()
 
 
+def compiler_name(platform: str) -> str:
+    """The package that compiles for `platform`, with its version."""
+    packages = {"tpu": ("libtpu",), "cuda": _PLUGINS}.get(platform, ("jaxlib",))
+    found = [f"{package} {version}" for package in packages if (version := _version(package))]
+    return found[0] if found else "jaxlib"
+
+
 def check_libraries(platform: str) -> None:
-    """Raise `NotInstalled` where a compiler that has been started lacks a library.
+    """Raise `NotInstalledError` where a compiler that has been started lacks a library.
 
     Without cuDNN, XLA compiles for a GPU with other kernels, and other memory, than on one.
     """
@@ -45,24 +52,26 @@ def check_libraries(platform: str) -> None:
             try:
                 versions.cudnn_get_version()
             except Exception as error:
-                raise NotInstalled(f"{plugin} finds no cuDNN") from error
+                raise NotInstalledError(f"{plugin} finds no cuDNN") from error
 
 
 def _check_libtpu() -> None:
     found, wanted = _version("libtpu"), _pinned_libtpu()
     if found is None:
-        raise NotInstalled("libtpu is not installed")
+        raise NotInstalledError("libtpu is not installed")
     if wanted and not re.fullmatch(re.escape(wanted).replace(r"\*", ".*"), found):
-        raise WrongVersion(f"libtpu {found} is installed, and jax {jax.__version__} wants {wanted}")
+        raise WrongVersionError(
+            f"libtpu {found} is installed, and jax {jax.__version__} wants {wanted}"
+        )
 
 
 def _check_cuda() -> None:
     found = {plugin: version for plugin in _PLUGINS if (version := _version(plugin))}
     if not found:
-        raise NotInstalled(f"{_PLUGINS[0]} is not installed")
+        raise NotInstalledError(f"{_PLUGINS[0]} is not installed")
     for plugin, version in found.items():
         if version != importlib.metadata.version("jaxlib"):
-            raise WrongVersion(
+            raise WrongVersionError(
                 f"{plugin} {version} is installed, and jaxlib "
                 f"{importlib.metadata.version('jaxlib')} wants its own version"
             )

@@ -9,13 +9,13 @@ import jax
 
 from replicax.parallel.mesh import abstract_mesh
 from replicax.parallel.step import DataParallel
-from replicax.parallel.traced_for import traced_for
+from replicax.parallel.traced_for import cuda_capability, traced_for
 from replicax.plan.compilation import Compilation, TooLarge
 from replicax.plan.compiler import Compiler
 from replicax.plan.gpu_description import DESCRIPTIONS
 from replicax.plan.memory import MemoryFormula, memory_formula
 from replicax.plan.program import Program, export_step, step_flops
-from replicax.plan.target import Target
+from replicax.plan.target import ATTACHED, Target
 
 Show = Callable[[str], None]
 
@@ -71,6 +71,11 @@ class Steps:
     def capacity_bytes(self) -> int | None:
         """What a step may take of one device; None where nobody tells."""
         return self._target.chip.usable_bytes
+
+    @property
+    def compiler(self) -> str | None:
+        """The compiler's name and version; None by formula."""
+        return None if self._compiler is None else self._compiler.name
 
     def unit(self, dp: DataParallel) -> int:
         """Rows of a device are a multiple of it: its micro-batches."""
@@ -138,8 +143,12 @@ class Steps:
 
     @property
     def _capability(self) -> float | None:
+        if self._target.chip.platform != "cuda":
+            return None
         described = DESCRIPTIONS.get(self._target.chip.name)
-        return None if described is None else float("{}.{}".format(*described.capability))
+        if described is None:
+            return cuda_capability() if self._target.text == ATTACHED else None
+        return float("{}.{}".format(*described.capability))
 
     def _rows(self, rows: int) -> Any:
         count = rows * self._target.devices

@@ -4,7 +4,8 @@ import contextlib
 import dataclasses
 import datetime
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -17,13 +18,15 @@ from replicax.parallel.step import DataParallel
 from replicax.plan.advice import batch_advice, first_change
 from replicax.plan.alternatives import alternatives
 from replicax.plan.compilation import Description
-from replicax.plan.compiler import Compiler
+from replicax.plan.compiler import AttachedCompiler, Compiler
+from replicax.plan.compiler_pool import CompilerPool
 from replicax.plan.gpu_description import DESCRIPTIONS
 from replicax.plan.host import measured
 from replicax.plan.kernel_time import kernel_roofline
 from replicax.plan.largest import largest_rows
+from replicax.plan.memory import rows_that_fit
 from replicax.plan.need import Need, Show, Step, Steps, rows_of_a_device
-from replicax.plan.result import MicroBatches, Plan, Scaling, Speed
+from replicax.plan.result import MicroBatches, OnPaper, Plan, Scaling, Speed
 from replicax.plan.schedule import Schedule, read_schedule
 from replicax.plan.speed import (
     Work,
@@ -33,8 +36,9 @@ from replicax.plan.speed import (
     work_by_formula,
     work_of_schedule,
 )
-from replicax.plan.target import Target, parse_target
+from replicax.plan.target import ATTACHED, Target, parse_target
 from replicax.plan.traffic import Traffic, least_wire_bytes, read_traffic, sums_bytes
+from replicax.plan.transformer_formula import Transformer, transformer_activation_bytes
 
 MOST_MICRO_BATCHES = 64
 
@@ -49,6 +53,7 @@ def plan(
     tokens_per_row: int | None = None,
     wished_rows: float | None = None,
     noise_scale: float | None = None,
+    transformer: Transformer | None = None,
     by_formula: bool = False,
     show: Show | None = None,
 ) -> Plan:
@@ -69,6 +74,7 @@ def plan(
         tokens_per_row: where tokens are counted.
         wished_rows: to train on in all: the plan tells the device-hours.
         noise_scale: the gradient noise scale in rows, where a run measured it.
+        transformer: the sizes of one, to put the formula that is used on paper beside the rest.
         by_formula: leave the compiler out.
         show: told what is next, a line at a time.
 
@@ -93,7 +99,8 @@ def plan(
     with compiler_for(aim, by_formula) as (compiler, notes):
         steps = Steps(model, batch, aim, compiler, show)
         planner = _Planner(dp, model, batch, aim, steps, changes, tokens_per_row)
-        return planner.plan(wished_rows, noise_scale, notes)
+        found = planner.plan(wished_rows, noise_scale, notes)
+    return dataclasses.replace(found, on_paper=_on_paper(found, transformer))
 
 
 @contextlib.contextmanager
@@ -109,17 +116,30 @@ def compiler_for(
     if by_formula:
         yield None, ("by formula, as it was asked for",)
         return
+    if target.text == ATTACHED and target.chip.platform != "cpu":
+        yield AttachedCompiler(jax.devices()), ()
+        return
     described = _description(target)
     if described is None:
         yield None, (f"by formula: no compiler describes an {target.chip.title}",)
         return
-    try:
-        compiler = Compiler(described).__enter__()
-    except MissingDependencyError as missing:
-        yield None, (f"by formula: {missing}",)
-        return
-    with compiler:
-        yield compiler, ()
+    with contextlib.ExitStack() as stack:
+        compiler: Compiler | None = None
+        notes: tuple[str, ...] = ()
+        try:
+            compiler = stack.enter_context(CompilerPool(described))
+        except MissingDependencyError as missing:
+            notes = (f"by formula: {missing}",)
+        yield compiler, notes
+
+
+def _on_paper(found: Plan, transformer: Transformer | None) -> OnPaper | None:
+    capacity = found.target.chip.usable_bytes
+    if transformer is None or capacity is None:
+        return None
+    parameters = found.formula.parameters
+    each = transformer_activation_bytes(parameters, 1, **dataclasses.asdict(transformer))
+    return OnPaper(each, rows_that_fit(capacity, parameters, each))
 
 
 def _description(target: Target) -> Description | None:
@@ -159,9 +179,11 @@ class _Planner:
         dp, steps, devices = self._dp, self._steps, self._target.devices
         self._notes += notes
         asked = self._asked()
-        largest, too_large = self._largest(asked.need)
-        micro_batches = self._micro_batches(asked.need, largest)
-        others, refused = alternatives(steps, dp, asked.need, devices, self._changes)
+        with ThreadPoolExecutor(1) as beside:  # compilers take long and a core each
+            changed = beside.submit(alternatives, steps, dp, asked.need, devices, self._changes)
+            largest, too_large = self._largest(asked.need)
+            micro_batches = self._micro_batches(asked.need, largest)
+            others, refused = changed.result()
         self._notes += refused
         shown = self._shown(asked.need, largest)
         speeds, grown = self._speeds(shown, noise_scale, wished_rows)
@@ -311,6 +333,7 @@ class _Planner:
             "parameters": sum(leaf.size for leaf in self._params),
             "batch_size": self._rows,
             "tokens_per_row": self._tokens_per_row,
+            "compiler": self._steps.compiler,
             "jax": jax.__version__,
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         }

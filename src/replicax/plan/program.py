@@ -133,7 +133,8 @@ def _mesh(devices: int) -> AnyMesh:
 
 def _flat(exported: jax.export.Exported, arguments: int) -> jax.export.Exported:
     """`exported` with tuples for the trees of its arguments and results, whose types the process
-    that compiles it need not know."""
+    that compiles it need not know.
+    """
     return dataclasses.replace(
         exported,
         in_tree=jax.tree.structure(((0,) * arguments, {})),

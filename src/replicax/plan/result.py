@@ -94,6 +94,16 @@ class BatchAdvice:
 
 
 @dataclasses.dataclass(frozen=True)
+class OnPaper:
+    """What the formula for transformers says; see `transformer_activation_bytes`."""
+
+    bytes_per_row: float
+    """Of activations."""
+    rows: int
+    """Of a device, that fit beside its parameters."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """What a step takes on hardware that need not be there."""
 
@@ -105,7 +115,7 @@ class Plan:
     formula: MemoryFormula
     """Of the same."""
     largest: Need | None
-    """The most rows of a device that fit; None where not even one does, or nobody knows what fits."""
+    """The most rows of a device that fit; None where not one does, or nobody knows what fits."""
     too_large: Need | None
     """The fewest rows that were seen not to fit."""
     sizes: tuple[Need, ...]
@@ -123,6 +133,8 @@ class Plan:
     """What to change first."""
     notes: tuple[str, ...]
     """What is not as it was asked for, or not known."""
+    on_paper: OnPaper | None = None
+    """For a transformer whose sizes are given."""
 
     @property
     def fits(self) -> bool:

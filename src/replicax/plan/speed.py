@@ -1,4 +1,4 @@
-"""How fast a step can be on a target: its schedule, or its FLOPs alone, on the chip's data sheet."""
+"""How fast a step can be on a target: its schedule, or its FLOPs alone, at the chip's peaks."""
 
 import dataclasses
 from collections.abc import Sequence

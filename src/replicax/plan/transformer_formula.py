@@ -1,5 +1,7 @@
 """The activations of a transformer by a formula that is used on paper."""
 
+import dataclasses
+
 
 def transformer_activation_bytes(
     parameter_bytes: float, rows: float, tokens: int, heads: int, head_dim: int, matrices: int = 4
@@ -26,3 +28,14 @@ def transformer_activation_bytes(
             1.2 GB. The formula gives 2, and 2.4 GB.
     """
     return parameter_bytes * rows * tokens**2 / (matrices * heads * head_dim**2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Transformer:
+    """The sizes that the formula goes by."""
+
+    tokens: int
+    """Of a row."""
+    heads: int
+    """Of each attention."""
+    head_dim: int

@@ -1,27 +1,30 @@
 """What a compiled step sends between devices, and what it computes twice."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
-import numpy as np
 
 from replicax.errors import ReplicaxError
-from replicax.parallel.compiled import Collectives, CompiledStep, inspect
+from replicax.parallel.compiled import CompiledStep, inspect
+from replicax.plan.traffic import (
+    SLIGHTLY,
+    advice,
+    sums_bytes,
+    wire_bytes,
+    wire_bytes_of_all_reduce,
+)
 from replicax.verify.check import FAIL, NOTE, PASS, SKIP, Check, Verdict
 from replicax.verify.facts import Facts
 from replicax.verify.independence import DEPENDENT
 from replicax.verify.subject import Case, Subject
 from replicax.wording import size_text
 
-_SLIGHTLY, _FAR = 1.02, 2.0
-"""Times the lower bound: above the first is worth a word, above the second is wrong."""
+_FAR = 2.0
+"""Times the lower bound: what is above it is wrong."""
 _SMALL_BYTES = 4096
 """Where there is next to nothing to send, what fills it up to whole parts is most of it."""
-_SUM_BYTES = 8
-"""Of a metric's total and weight."""
 _REDUNDANT = 1.1
 _ALL_OF_IT = 0.9
 
@@ -102,18 +105,13 @@ class _Traffic:
             if case == self._subject.own:
                 return FAIL, f"{text}; {more}", GROWS
             return NOTE, f"{text}; {more}: {GROWS}", ""
-        if share > _SLIGHTLY and (facts.writes or facts.rows.kind == DEPENDENT):
+        if share > SLIGHTLY and (facts.writes or facts.rows.kind == DEPENDENT):
             return NOTE, f"{text}; statistics or rows of the whole batch are among it", ""
         if share > _FAR and sent - least > _SMALL_BYTES:
             return FAIL, text, TWICE
-        if share > _SLIGHTLY:
-            return NOTE, f"{text}; {self._advice(case)}", ""
+        if share > SLIGHTLY:
+            return NOTE, f"{text}; {advice(case.mode)}", ""
         return PASS, text, ""
-
-    def _advice(self, case: Case) -> str:
-        if case.mode == "jit":
-            return "the compiler reduces a leaf twice (a tied embedding) or a sum by itself"
-        return "parts are filled up, or more than gradient and metrics is reduced"
 
 
 GROWS = (
@@ -157,10 +155,6 @@ EVERYTHING = (
 
 def bytes_needed(subject: Subject) -> int:
     """Bytes of the sums of gradient, loss and metrics."""
-    params = jax.tree.leaves(subject.state.params)
-    gradient: int = sum(
-        math.prod(leaf.shape) * max(4, np.dtype(leaf.dtype).itemsize) for leaf in params
-    )
     state, batch = subject.state, subject.full
     means: Any = jax.eval_shape(
         lambda params: subject.objective.means(
@@ -168,21 +162,4 @@ def bytes_needed(subject: Subject) -> int:
         )[0],
         state.params,
     )
-    return gradient + _SUM_BYTES * len(means)
-
-
-def wire_bytes_of_all_reduce(size: float, devices: int) -> float:
-    """Bytes that each device sends to reduce `size` bytes, at least."""
-    return 2 * size * (devices - 1) / devices
-
-
-def wire_bytes(collectives: Collectives, devices: int) -> float:
-    """Bytes that each device sends, in a ring."""
-    share = (devices - 1) / devices
-    factor = {
-        "all-reduce": 2 * share,
-        "all-gather": share,
-        "reduce-scatter": devices - 1,
-        "all-to-all": share,
-    }
-    return collectives.bytes * factor.get(collectives.kind, 1.0)
+    return sums_bytes(jax.tree.leaves(state.params), len(means))

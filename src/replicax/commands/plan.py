@@ -1,0 +1,183 @@
+"""`replicax plan`: will a recipe's step fit, and how fast is it, on hardware you do not have?"""
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any, Literal, get_args, get_type_hints
+
+import jax
+
+import replicax as rx
+from replicax.commands.arguments import Arguments, parse_arguments
+from replicax.commands.data import first_rows, print_data
+from replicax.commands.devices import make_host_devices
+from replicax.commands.output import check_json, live, standard_output, with_value, write_json
+from replicax.commands.parallel import parallel_of
+from replicax.errors import ConfigError
+from replicax.parallel.canonical import MICRO_SHARDS
+from replicax.parallel.model import abstract_model
+from replicax.parallel.threads import fix_threads
+from replicax.plan.need import Show
+from replicax.plan.result import Plan
+from replicax.plan.save import write_plan
+from replicax.plan.table import table
+from replicax.plan.target import ATTACHED, Target, parse_target
+from replicax.plan.transformer_formula import Transformer
+from replicax.train.noise_scale import load_noise_scale
+
+MOST_HOST_DEVICES = 4096
+"""That stand in for a target's where a kernel is lowered with devices alone."""
+REMAT = "remat"
+"""The field of a recipe that says what its backward pass computes again."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanOptions:
+    """What to plan of a recipe, whichever it is."""
+
+    target: str = ATTACHED
+    """Hardware to plan for: h100:8, h100:64 (hosts of 8), v5e:16x16, v4:2x2x2, cpu:8; by default
+    the attached devices."""
+    mode: Literal["jit", "shard_map", "pmap", "single", "exact"] = "jit"
+    """How the step is lifted to the devices."""
+    layout: Literal["replicated", "zero1", "fsdp"] = "replicated"
+    """Where the training state lives."""
+    accumulate: int = 1
+    """Micro-batches that each device computes one after the other."""
+    micro_shards: int = MICRO_SHARDS
+    """In mode exact: the parts of a global batch, a power of two."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Dtype the model computes in; parameters and optimizer stay in float32."""
+    tokens: float | None = None
+    """Tokens to train on in all, or rows where a recipe has no tokens: the device-hours follow."""
+    noise_scale: str | None = None
+    """The gradient noise scale: rows, or the folder of a run with --measure-noise-scale."""
+    by_formula: bool = False
+    """Leave the target's compiler out."""
+    json: str | None = None
+    """Write the plan as JSON to this file; - prints it instead of the table."""
+    run: str | None = None
+    """Name of the folder in runs/; plan, recipe and time by default."""
+
+
+def plan(arguments: list[str]) -> None:
+    """Run the command."""
+    parsed = parse_arguments("plan", PlanOptions, with_value(arguments))
+    if parsed is None:
+        return
+    options = parsed.options
+    check_json(options.json)
+    folder = _folder(parsed)
+    if options.mode == "exact":
+        fix_threads(options.micro_shards)
+    target = _target(options)
+    noise_scale = _noise_scale(options.noise_scale)
+    with standard_output(options.json == "-"), live() as show:
+        found = _plan(parsed, target, noise_scale, show)
+    write_json(found.to_json(), options.json)
+    if options.json == "-":
+        return
+    print_data(parsed.recipe)
+    print(*table(found), sep="\n", flush=True)
+    names = [path.name for path in write_plan(found, folder)]
+    print(f"see    {folder}/ ({', '.join(names)})")
+
+
+def _plan(
+    parsed: Arguments[PlanOptions], target: Target, noise_scale: float | None, show: Show
+) -> Plan:
+    options, recipe = parsed.options, parsed.recipe
+    mesh = rx.make_mesh(1, devices=jax.devices("cpu"))
+    show("reading the data")
+    tokens_per_row = getattr(recipe, "tokens_per_row", None)
+    wished = None if options.tokens is None else options.tokens / (tokens_per_row or 1)
+    found = rx.plan(
+        parallel_of(recipe, options, mesh),
+        abstract_model(recipe.model, jax.random.key(0)),
+        _batch(recipe),
+        target=target,
+        changes=_changes(recipe, options, mesh),
+        tokens_per_row=tokens_per_row,
+        wished_rows=wished,
+        noise_scale=noise_scale,
+        transformer=_transformer(recipe),
+        by_formula=options.by_formula,
+        show=show,
+    )
+    name = " ".join(filter(None, (parsed.name, parsed.preset)))
+    about = {"name": name, "recipe": parsed.spec, "preset": parsed.preset, **found.about}
+    return dataclasses.replace(found, about=about)
+
+
+def _target(options: PlanOptions) -> Target:
+    """What is planned for; without touching accelerators, unless it is them.
+
+    Raises:
+        ConfigError: no such target, or one that the mode cannot have.
+    """
+    if options.target.strip().lower() != ATTACHED:
+        jax.config.update("jax_platforms", "cpu")
+    target = parse_target(options.target)
+    if options.mode == "single" and target.devices > 1:
+        raise ConfigError(
+            f"--mode single with --target {options.target}, which has {target.devices} devices; it "
+            "runs on 1: leave the mode out"
+        )
+    if target.chip.platform == "cuda" and target.devices <= MOST_HOST_DEVICES:
+        make_host_devices(target.devices)
+    return target
+
+
+def _batch(recipe: Any) -> Any:
+    """The shapes of a global batch of the recipe."""
+    row = first_rows(recipe.train_source(), 1)
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((recipe.batch_size, *leaf.shape[1:]), leaf.dtype), row
+    )
+
+
+def _changes(
+    recipe: Any, options: PlanOptions, mesh: jax.sharding.Mesh
+) -> dict[str, rx.DataParallel] | None:
+    """The recipe with other values of its field `remat`, if it has one."""
+    values = get_args(get_type_hints(type(recipe)).get(REMAT))
+    if not values:
+        return None
+    others = [value for value in values if value != getattr(recipe, REMAT)]
+    return {
+        f"{REMAT}={value}": parallel_of(dataclasses.replace(recipe, remat=value), options, mesh)
+        for value in others
+    }
+
+
+def _transformer(recipe: Any) -> Transformer | None:
+    """The recipe's sizes, where they are a transformer's."""
+    names = ("context", "heads", "width")
+    if not all(isinstance(getattr(recipe, name, None), int) for name in names):
+        return None
+    return Transformer(recipe.context, recipe.heads, recipe.width // recipe.heads)
+
+
+def _noise_scale(text: str | None) -> float | None:
+    """Rows that `--noise-scale` gives, or the run that it names has measured.
+
+    Raises:
+        ConfigError: neither.
+    """
+    if text is None:
+        return None
+    try:
+        rows = float(text)
+    except ValueError:
+        return load_noise_scale(Path(text)).rows
+    if not 0 < rows < float("inf"):
+        raise ConfigError(f"--noise-scale {text}; it is a number of rows above 0: give one")
+    return rows
+
+
+def _folder(parsed: Arguments[PlanOptions]) -> Path:
+    name = parsed.options.run or f"plan-{parsed.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = Path("runs") / name
+    if folder.exists():
+        raise ConfigError(f"{folder} exists; a plan has a folder of its own: choose another name")
+    return folder

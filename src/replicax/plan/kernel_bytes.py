@@ -1,0 +1,155 @@
+"""An instruction of a schedule -> the bytes of the device's memory that one run touches."""
+
+from replicax.parallel import hlo
+from replicax.parallel.hlo import Instruction, Module
+
+_SLICES = ("dynamic-slice", "gather", "slice")
+_SAME_ELEMENTS = ("bitcast", "convert", "copy", "reshape", "transpose")
+_PASSED_ON = (
+    "all-gather",
+    "all-reduce",
+    "collective-permute",
+    "custom-call",
+    "reduce-scatter",
+    "tuple",
+)
+"""Inside a fusion: they move an array's name, or what they move is a collective's."""
+
+
+def kernel_bytes(module: Module, instruction: Instruction) -> int:
+    """Bytes that one run reads from the device's memory and writes to it.
+
+    Operands and results of the instruction itself: what passes between the operations of a fusion
+    never gets there, nor does what a TPU keeps on its chip. Of an array that a fusion takes a slice
+    of, or writes a slice into, as loops over stacked layers do, the slice alone counts.
+    """
+    if instruction.opcode == "fusion":
+        return _of_fusion(module, instruction)
+    if instruction.opcode.endswith("-start"):
+        return _of_copy(instruction)
+    read = [hlo.memory_bytes(operand) for operand in instruction.operands]
+    written = hlo.memory_bytes(instruction.shape)
+    if instruction.opcode in _SLICES:
+        size = hlo.shape_bytes(instruction.shape)
+        return min(read[0], size) + sum(read[1:]) + written
+    if instruction.opcode == "dynamic-update-slice":
+        size = hlo.shape_bytes(instruction.operands[1])
+        return sum(read[1:]) + min(written, size)
+    if instruction.opcode == "scatter":
+        size = hlo.shape_bytes(instruction.operands[-1])
+        return sum(read[1:]) + min(read[0], size) + min(written, size)
+    if instruction.opcode == "custom-call":
+        written -= _scratch(instruction)
+    return sum(read) + written
+
+
+def _of_copy(start: Instruction) -> int:
+    """Of a copy that runs beside the computation: as much as arrives, at both ends."""
+    shapes = hlo.elements(start.shape)
+    source = hlo.memory_bytes(start.operands[0]) if start.operands else 0
+    arrived = shapes[0] if start.opcode == "copy-start" else shapes[len(start.operands)]
+    return min(source, hlo.shape_bytes(arrived)) + hlo.memory_bytes(arrived)
+
+
+def _scratch(call: Instruction) -> int:
+    """Bytes that a library's kernel asks for to work in: the last of several results."""
+    *results, last = hlo.elements(call.shape)
+    scratch = results and last.startswith(("s8[", "u8["))
+    return hlo.memory_bytes(last) if scratch else 0
+
+
+def _of_fusion(module: Module, fusion: Instruction) -> int:
+    inside = _Inside(module, fusion.called[0])
+    read = sum(
+        hlo.memory_bytes(operand) * inside.share_read(number)
+        for number, operand in enumerate(fusion.operands)
+    )
+    results = hlo.elements(fusion.shape)
+    written = inside.written()
+    if len(written) != len(results):
+        return round(read) + hlo.memory_bytes(fusion.shape)
+    sizes = zip(results, written, strict=True)
+    return round(read) + sum(min(hlo.memory_bytes(each), size) for each, size in sizes)
+
+
+class _Inside:
+    """The computation of a fusion."""
+
+    def __init__(self, module: Module, computation: str) -> None:
+        self._module, self._computation = module, computation
+        self._instructions = module.computations.get(computation, ())
+
+    def share_read(self, number: int) -> float:
+        """Of the elements of a parameter, those that are read."""
+        for each in self._instructions:
+            if each.opcode == "parameter" and each.argument == str(number):
+                return self._share(each)
+        return 1.0
+
+    def _share(self, value: Instruction) -> float:
+        users = [each for each in self._instructions if value.name in each.inputs]
+        return min(1.0, sum(self._share_of_user(value, user) for user in users))
+
+    def _share_of_user(self, value: Instruction, user: Instruction) -> float:
+        position = user.inputs.index(value.name)
+        if user.opcode in _PASSED_ON:
+            return 0.0
+        if user.opcode in _SLICES and position == 0:
+            return hlo.elements_in(user.shape) / max(1, hlo.elements_in(value.shape))
+        if user.opcode in ("dynamic-update-slice", "scatter") and position == 0:
+            return 0.0 if self._stays(user) else 1.0
+        if user.opcode == "fusion":
+            inner = _Inside(self._module, user.called[0])
+            places = (at for at, name in enumerate(user.inputs) if name == value.name)
+            return min(1.0, sum(map(inner.share_read, places)))
+        if user.opcode == "bitcast" or (user.opcode in _SAME_ELEMENTS and not user.is_root):
+            return self._share(user)
+        return 1.0
+
+    def _stays(self, value: Instruction) -> bool:
+        """Whether it is a result of the fusion as it is, so that it can be changed in place."""
+        if value.is_root:
+            return True
+        users = [each for each in self._instructions if value.name in each.inputs]
+        passing = (each.opcode in ("tuple", "bitcast") and self._stays(each) for each in users)
+        return all(passing)
+
+    def written(self) -> list[int]:
+        """Bytes of each result that are written."""
+        root = next((each for each in self._instructions if each.is_root), None)
+        if root is None:
+            return []
+        if root.opcode != "tuple":
+            return self._written(root)
+        sizes = []
+        for name in root.inputs:
+            value = self._module.find(self._computation, name)
+            size = self._written(value) if value else []
+            sizes.append(sum(size))
+        return sizes
+
+    def _written(self, value: Instruction) -> list[int]:
+        source = value
+        while source.opcode == "bitcast":
+            made = self._module.find(self._computation, source.inputs[0])
+            if made is None:
+                break
+            source = made
+        if source.opcode == "parameter":
+            return [0]
+        if source.opcode in ("dynamic-update-slice", "scatter") and self._changes(source):
+            update = source.operands[1 if source.opcode == "dynamic-update-slice" else -1]
+            times = 1 if source.opcode == "dynamic-update-slice" else 2  # it adds to what is there
+            return [times * hlo.shape_bytes(update)]
+        if source.opcode == "fusion":
+            return _Inside(self._module, source.called[0]).written()
+        if source.opcode in _PASSED_ON:
+            return [0] * len(hlo.elements(source.shape))
+        return [hlo.shape_bytes(value.shape)]
+
+    def _changes(self, update: Instruction) -> bool:
+        """Whether what it updates is an operand of the fusion, and not made in it."""
+        target = self._module.find(self._computation, update.inputs[0])
+        while target is not None and target.opcode in ("bitcast", "dynamic-update-slice"):
+            target = self._module.find(self._computation, target.inputs[0])
+        return target is not None and target.opcode == "parameter"

@@ -1,0 +1,304 @@
+"""The text of a compiled step -> what one device computes and sends, in the order of its schedule.
+
+In a scheduled module the order of a computation's text is the order in which a device runs it.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from replicax.parallel import hlo
+from replicax.parallel.compiled import collective_kind, result_bytes
+from replicax.parallel.hlo import Instruction, Module
+from replicax.plan.kernel_bytes import kernel_bytes
+from replicax.plan.kernel_flops import (
+    FREE_CALLS,
+    call_target,
+    is_counted,
+    kernel_flops,
+    product_dtype,
+)
+
+_SILENT = (
+    "add-dependency",
+    "after-all",
+    "bitcast",
+    "constant",
+    "get-tuple-element",
+    "opt-barrier",
+    "parameter",
+    "partition-id",
+    "replica-id",
+    "tuple",
+)
+_CHANNEL = re.compile(r"channel_id=(\d+)")
+_LISTED = re.compile(r"replica_groups=\{\{([\d,]+)\}")
+_COUNTED = re.compile(r"replica_groups=\[\d+,(\d+)\]<=")
+_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}")
+_AXIS = re.compile(r"'([^']+)'(?::\(\d+\)|=)?(\d*)")
+_PAIRS = re.compile(r"source_target_pairs=\{\{")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One instruction that computes or copies."""
+
+    name: str
+    flops: int
+    """Of its matrix products and convolutions, in one run."""
+    bytes: int
+    """That it reads from the device's memory and writes to it, in one run."""
+    runs: int
+    """In one step."""
+    op_name: str
+    """Where it was traced: `jit(step)/update/mul`, say; empty where XLA made it by itself."""
+    dtype: str = ""
+    """That its products multiply, as HLO names it: `f32`, `bf16`; empty where it has none."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective operation, at the place where it starts."""
+
+    name: str
+    kind: str
+    """One of `parallel.compiled.COLLECTIVES`."""
+    bytes: int
+    """Of the result on one device, in one run."""
+    runs: int
+    """In one step."""
+    asynchronous: bool
+    """Whether the device may compute until the result is needed."""
+    devices: int | None
+    """That take part in it together; None where it is all of them."""
+    op_name: str
+    shapes: tuple[str, ...]
+    """Of the results: `f32[50257,768]`, say."""
+    between: tuple[Kernel, ...] = field(default=(), repr=False)
+    """What runs between its start and the use of its result, once for each of its runs."""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The place where the result of a collective is needed."""
+
+    collective: str
+    """Its name."""
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop, its body once."""
+
+    trips: int
+    steps: "tuple[Step, ...]"
+
+
+Step = Kernel | Collective | Wait | Loop
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What one device does in one step."""
+
+    steps: tuple[Step, ...]
+    unknown_calls: tuple[str, ...] = ()
+    """Names of kernels that are not XLA's and whose FLOPs are therefore not counted."""
+
+    @cached_property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """Those of loops once, with their runs."""
+        return tuple(each for each in _flat(self.steps) if isinstance(each, Kernel))
+
+    @cached_property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Those of loops once, with their runs."""
+        return tuple(each for each in _flat(self.steps) if isinstance(each, Collective))
+
+    @property
+    def flops(self) -> int:
+        """Of one device in one step."""
+        return sum(kernel.runs * kernel.flops for kernel in self.kernels)
+
+    @property
+    def bytes(self) -> int:
+        """That one device reads from its memory and writes to it in one step."""
+        return sum(kernel.runs * kernel.bytes for kernel in self.kernels)
+
+
+def read_schedule(text: str) -> Schedule:
+    """Read a compiled module, as `compiled.as_text()` gives it.
+
+    Bodies of loops whose trip count is not known count once. Of a conditional, the branch with the
+    most FLOPs counts.
+    """
+    reader = _Reader(hlo.read_module(text))
+    steps = reader.steps(reader.module.entry, 1)
+    return Schedule(steps, tuple(sorted(reader.unknown)))
+
+
+class _Reader:
+    def __init__(self, module: Module) -> None:
+        self.module = module
+        self.unknown: set[str] = set()
+
+    def steps(self, computation: str, runs: int) -> tuple[Step, ...]:
+        """What a computation does, each asynchronous collective with what runs beside it."""
+        found: list[Step] = []
+        for instruction in self.module.computations.get(computation, ()):
+            found += self._steps_of(instruction, computation, runs)
+        return tuple(_with_what_runs_between(found))
+
+    def _steps_of(self, instruction: Instruction, around: str, runs: int) -> Iterable[Step]:
+        opcode = instruction.opcode
+        if opcode in _SILENT or call_target(instruction) in FREE_CALLS:
+            return []
+        if opcode.endswith("-done"):
+            return [Wait(name) for name in instruction.inputs[:1]]
+        if opcode == "while":
+            return self._loop(instruction, around, runs)
+        if opcode == "conditional":
+            branches = (self.steps(called, runs) for called in instruction.called)
+            return max(branches, key=lambda steps: Schedule(steps).flops, default=())
+        if collectives := self._collectives(instruction, instruction.name, runs):
+            return collectives
+        if opcode in ("call", "async-start"):
+            return self._called(instruction, runs)
+        if opcode == "fusion":
+            return self._fusion(instruction, runs)
+        return [self._kernel(instruction, runs)]
+
+    def _loop(self, instruction: Instruction, around: str, runs: int) -> list[Step]:
+        trips = self.module.trips(instruction, around)
+        inside = (self.steps(called, runs * trips) for called in instruction.called)
+        return [Loop(trips, tuple(each for steps in inside for each in steps))]
+
+    def _called(self, instruction: Instruction, runs: int) -> list[Step]:
+        """What it calls, under its own name if it is a collective that ends later."""
+        steps: list[Step] = []
+        for called in instruction.called:
+            for inner in self.module.computations.get(called, ()):
+                if instruction.opcode == "async-start" and collective_kind(inner):
+                    asynchronous = not _is_synchronous(instruction)
+                    steps.append(_collective(inner, instruction.name, runs, asynchronous))
+                else:
+                    steps += self._steps_of(inner, called, runs)
+        return steps
+
+    def _collectives(self, instruction: Instruction, name: str, runs: int) -> list[Step]:
+        """The collective that an instruction is, if it is one."""
+        if not collective_kind(instruction):
+            return []
+        starts = instruction.opcode.endswith("-start")
+        asynchronous = starts and not _is_synchronous(instruction)
+        collective = _collective(instruction, name, runs, asynchronous)
+        return [collective] if asynchronous else [collective, Wait(name)]
+
+    def _fusion(self, fusion: Instruction, runs: int) -> list[Step]:
+        """A kernel, and what a TPU fuses with it: collectives that start, go on or end in it."""
+        inside = [
+            each for called in fusion.called for each in self.module.computations.get(called, ())
+        ]
+        carried = [each for each in inside if collective_kind(each)]
+        targets = {call_target(each) for each in inside}
+        steps: list[Step] = []
+        for inner in carried:
+            name = _channel(inner)
+            if "AsyncCollectiveDone" in targets:
+                steps.append(Wait(name))
+            elif not inner.continues:
+                asynchronous = "AsyncCollectiveStart" in targets
+                started = _collective(inner, name, runs, asynchronous)
+                steps += [started] if asynchronous else [_scattered(started, fusion), Wait(name)]
+        kernel = self._kernel(fusion, runs)
+        return steps if carried and not (kernel.flops or kernel.bytes) else [*steps, kernel]
+
+    def _kernel(self, instruction: Instruction, runs: int) -> Kernel:
+        target = call_target(instruction)
+        if target and not is_counted(target):
+            self.unknown.add(target)
+        return Kernel(
+            instruction.name,
+            kernel_flops(self.module, instruction),
+            kernel_bytes(self.module, instruction),
+            runs,
+            instruction.op_name,
+            product_dtype(self.module, instruction),
+        )
+
+
+def _collective(instruction: Instruction, name: str, runs: int, asynchronous: bool) -> Collective:
+    shapes = hlo.elements(instruction.shape)
+    if instruction.opcode.endswith("-start") and instruction.opcode != "all-reduce-start":
+        shapes = shapes[len(instruction.operands) :][: len(instruction.operands)]
+    return Collective(
+        name,
+        collective_kind(instruction),
+        result_bytes(instruction),
+        runs,
+        asynchronous,
+        _group_size(instruction.attributes),
+        instruction.op_name,
+        tuple(shape.partition("{")[0] for shape in shapes),
+    )
+
+
+def _scattered(collective: Collective, fusion: Instruction) -> Collective:
+    """An all-reduce of which each device keeps its part is what a TPU runs as a reduce-scatter."""
+    size = fusion.bytes
+    if collective.kind != "all-reduce" or size >= collective.bytes:
+        return collective
+    shapes = tuple(shape.partition("{")[0] for shape in hlo.elements(fusion.shape))
+    return replace(collective, kind="reduce-scatter", bytes=size, shapes=shapes)
+
+
+def _with_what_runs_between(steps: list[Step]) -> list[Step]:
+    """Each collective with its kernels; it ends with the computation where nothing waits for it."""
+    started = {each.name for each in steps if isinstance(each, Collective)}
+    ends: dict[str, int] = {}
+    for at, each in enumerate(steps):
+        if isinstance(each, Wait) and each.collective in started:
+            ends.setdefault(each.collective, at)
+    kept: list[Step] = []
+    for at, each in enumerate(steps):
+        if isinstance(each, Collective):
+            inside = _flat(steps[at : ends.get(each.name, len(steps))])
+            between = tuple(kernel for kernel in inside if isinstance(kernel, Kernel))
+            kept.append(replace(each, between=between))
+        elif not isinstance(each, Wait) or ends.get(each.collective) == at:
+            kept.append(each)
+    return kept + [Wait(name) for name in sorted(started - ends.keys())]
+
+
+def _flat(steps: Iterable[Step]) -> Iterator[Kernel | Collective]:
+    for each in steps:
+        if isinstance(each, Loop):
+            yield from _flat(each.steps)
+        elif not isinstance(each, Wait):
+            yield each
+
+
+def _channel(instruction: Instruction) -> str:
+    found = _CHANNEL.search(instruction.attributes)
+    return f"channel {found[1]}" if found else instruction.name
+
+
+def _is_synchronous(instruction: Instruction) -> bool:
+    """Whether XLA's GPU backend runs a pair of start and end in one go."""
+    return '"is_sync":true' in instruction.attributes
+
+
+def _group_size(attributes: str) -> int | None:
+    if _PAIRS.search(attributes):
+        return 2
+    if listed := _LISTED.search(attributes):
+        return len(listed[1].split(","))
+    if counted := _COUNTED.search(attributes):
+        return int(counted[1])
+    if mesh := _MESH.search(attributes):
+        sizes = {axis: int(size) for axis, size in _AXIS.findall(mesh[1])}
+        parts = _AXIS.findall(mesh[2])
+        return math.prod(int(part) if part else sizes[axis] for axis, part in parts)
+    return None

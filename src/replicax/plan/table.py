@@ -1,0 +1,344 @@
+"""A plan as one screen: does it fit, how large a batch, how fast, what limits it, what to change.
+
+The answers come first; what they rest on is below them.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from replicax.plan.cells import (
+    MARGIN,
+    WIDTH,
+    Line,
+    columns,
+    counted,
+    freed_text,
+    line,
+    of_text,
+    percent,
+    short,
+    time_text,
+)
+from replicax.plan.forecast import ScalingPoint
+from replicax.plan.need import Need
+from replicax.plan.result import BatchAdvice, Plan, Scaling, Speed
+from replicax.wording import size_text
+
+UNKNOWN = "-"
+_KERNELS = 3
+_LONGEST_NAME = 40
+_SMALL = 0.005
+"""Of the memory of a step: a part below it is not worth a word."""
+_COLUMN = 9
+"""Of a device count up to 131,072, and the gap before it."""
+
+
+def table(plan: Plan) -> list[str]:
+    """The whole plan in lines of at most 80 columns."""
+    parts = (
+        [*_header(plan)],
+        [*_fits(plan), *_batch(plan), *_speed(plan), *_limit(plan), *line("first", plan.first)],
+        [*_memory(plan), *_changes(plan)],
+        _traffic(plan),
+        [*_scaling(plan), *_learning_rates(plan)],
+        [text for note in plan.notes for text in line("note", note)],
+    )
+    return [text for part in parts if part for text in (*part, "")][:-1]
+
+
+def _header(plan: Plan) -> Iterator[str]:
+    about, target = plan.about, plan.target
+    model = [
+        about.get("name"),
+        "parameters" in about and f"{about['parameters']:,} parameters",
+        about.get("precision"),
+        about.get("mode"),
+        about.get("layout"),
+        about.get("accumulate", 1) > 1 and f"{about['accumulate']} micro-batches",
+    ]
+    yield from line("plan", " · ".join(str(each) for each in model if each))
+    kind = f"{target.devices:,} x {target.chip.title}"
+    if target.chip.platform == "cpu":
+        kind = f"{counted(target.devices, 'CPU device')} of this host"
+    how = f"compiled by {about['compiler']}" if about.get("compiler") else "compiled"
+    known = [
+        target.text,
+        kind,
+        target.hosts > 1 and counted(target.hosts, "host"),
+        how if plan.asked.compiled else "by formula",
+    ]
+    yield from line("target", " · ".join(str(each) for each in known if each))
+
+
+def _fits(plan: Plan) -> Iterator[str]:
+    asked, chip = plan.asked, plan.target.chip
+    rows, how = f"{_each(plan, asked)} take", _how(asked)
+    if chip.usable_bytes is None:
+        size = size_text(asked.bytes)
+        yield from line("fits", f"not known{how}: {rows} {size}; what a device has is not known")
+        return
+    reserved = ""
+    if chip.memory_bytes and chip.platform == "cuda" and chip.usable_bytes < chip.memory_bytes:
+        reserved = f" that JAX takes of {size_text(chip.memory_bytes)}"
+    if asked.fits:
+        size = of_text(asked.bytes, chip.usable_bytes)
+        yield from line("fits", f"yes{how}: {rows} {size}{reserved}")
+        return
+    least = f"{'at least ' if asked.compiled else ''}{size_text(asked.bytes)}"
+    there = f"{size_text(chip.usable_bytes)}{reserved}"
+    yield from line("fits", f"no{how}: {rows} {least}; a device has {there}")
+
+
+def _batch(plan: Plan) -> Iterator[str]:
+    found, above = plan.largest, plan.too_large
+    if plan.target.chip.usable_bytes is None or (found is None and plan.fits):
+        return
+    if found is None:
+        least = above.rows if above else 1
+        even = counted(least, "row")
+        yield from line("batch", f"none{_how(above or plan.asked)}: not even {even} a device")
+        return
+    beyond = f"; {above.rows:,} do not fit" if above else ", and more may fit"
+    size = f"{size_text(found.bytes)}{_how(found)}"
+    yield from line("batch", f"up to {_each(plan, found)} take {size}{beyond}")
+    if plan.micro_batches is not None:
+        count, need = plan.micro_batches.accumulate, plan.micro_batches.need
+        size = f"{size_text(need.bytes)}{_how(need)}"
+        yield from line("", f"accumulate={count}: {_each(plan, need)} take {size}")
+
+
+def _speed(plan: Plan) -> Iterator[str]:
+    if not plan.speeds:
+        why = "not known; see the notes"
+        if plan.target.chip.usable_bytes is not None and plan.largest is None and not plan.fits:
+            why = "none: no batch fits"
+        yield from line("speed", why)
+        return
+    how = "by formula" if plan.speeds[0].compute_share is None else "at best"
+    lines: list[Line] = [(how, "a step", "rows/s", "tokens/s", "of peak", "")]
+    for each in plan.speeds:
+        tokens = each.tokens_per_second
+        figures = (
+            time_text(each.step.seconds),
+            short(each.rows_per_second),
+            "" if tokens is None else short(tokens),
+            percent(each.peak_share),
+        )
+        lines.append((f"{counted(each.rows, 'row')} a device", *figures, ""))
+    if all(each.tokens_per_second is None for each in plan.speeds):
+        lines = [(*cells[:3], *cells[4:]) for cells in lines]
+    yield from columns("speed", lines)
+
+
+def _limit(plan: Plan) -> Iterator[str]:
+    chip, word = plan.target.chip, "limit"
+    if not plan.fits and chip.usable_bytes is not None:
+        state = f"{size_text(plan.formula.state)}; a device has {size_text(chip.usable_bytes)}"
+        if plan.formula.state <= chip.usable_bytes:
+            state = of_text(plan.formula.state, chip.usable_bytes)
+        if plan.largest is not None:
+            state += f", the rest holds {counted(plan.largest.rows, 'row')}"
+        yield from line(word, f"memory: the state takes {state}")
+        word = ""
+    if plan.speed is None:
+        return
+    shares = sorted(_shares(plan.speed).items(), key=lambda each: -each[1])
+    text = ", ".join(f"{name} {percent(share)}" for name, share in shares if share >= _SMALL)
+    where = "" if word else f"with {counted(plan.speed.rows, 'row')}: "
+    yield from line(word, f"{where}{text} of a step")
+    if plan.speed.kernels:
+        yield from line("", f"longest: {', '.join(_longest(plan.speed))}")
+
+
+def _shares(speed: Speed) -> dict[str, float]:
+    """What a step's time goes to."""
+    step = speed.step
+    if not step.seconds:
+        return {}
+    waiting, computing = step.exposed_seconds / step.seconds, step.compute_seconds / step.seconds
+    if speed.compute_share is None:
+        return {"computation": computing, "the network": waiting}
+    return {
+        "arithmetic": computing * speed.compute_share,
+        "memory bandwidth": computing * (1 - speed.compute_share),
+        "the network": waiting,
+    }
+
+
+def _longest(speed: Speed) -> list[str]:
+    """Kernels of one name and bound count as one."""
+    shares: dict[tuple[str, str], float] = {}
+    for each in speed.kernels:
+        key = _kernel_name(each.name), each.bound
+        shares[key] = shares.get(key, 0.0) + each.share
+    most = sorted(shares.items(), key=lambda each: -each[1])[:_KERNELS]
+    return [f"{name} {percent(share)} ({bound})" for (name, bound), share in most]
+
+
+def _kernel_name(name: str) -> str:
+    """The end of where a kernel was traced: the operation, and what it is part of."""
+    found = "/".join(name.split("/")[-2:])
+    return found if len(found) <= _LONGEST_NAME else f"...{found[3 - _LONGEST_NAME :]}"
+
+
+def _memory(plan: Plan) -> list[str]:
+    """The parts by formula, and what the compiler says of the whole."""
+    found = plan.formula
+    parts = {
+        "parameters": found.parameters,
+        "optimizer": found.optimizer,
+        "other state": found.extras,
+        "new state": found.new_state,
+        "batch": found.batch,
+        "bfloat16 copy": found.compute_copy,
+        "gradient": found.gradient,
+        "activations": found.activations,
+        "workspace": found.workspace,
+    }
+    told = [
+        f"{name} {size_text(size)}" for name, size in parts.items() if size > _SMALL * found.total
+    ]
+    apart = ""
+    if found.never_together > _SMALL * found.total:
+        apart = f", less {size_text(found.never_together)} not there at once"
+    text = f"{', '.join(told)}{apart}: {size_text(found.total)} by formula"
+    if plan.asked.compiled and plan.asked.fits:
+        text += f", {size_text(plan.asked.bytes)} compiled"
+    return line("memory", f"{counted(found.rows, 'row')} a device: {text}")
+
+
+def _changes(plan: Plan) -> list[str]:
+    if not plan.alternatives:
+        return []
+    compiled = any(each.need.compiled for each in plan.alternatives)
+    rows = f"with {counted(plan.asked.rows, 'row')} a device{'' if compiled else ', by formula'}"
+    lines: list[Line] = [(rows, "takes", "frees", "")]
+    for each in plan.alternatives:
+        texts = [
+            "" if each.need.fits else "does not fit",
+            "by formula" if compiled and not each.need.compiled else "",
+            each.note,
+        ]
+        beside = "; ".join(filter(None, texts))
+        size = size_text(each.need.bytes)
+        lines.append((each.change, size, freed_text(each.freed_bytes), beside))
+    return columns("change", lines)
+
+
+def _traffic(plan: Plan) -> list[str]:
+    found = plan.traffic
+    if found is None:
+        return []
+    lines: list[Line] = [("each device, a step", "times", "result", "sent", "computes meanwhile")]
+    for each in found.movements:
+        meanwhile = "no, it waits"
+        if each.asynchronous:
+            known = each.between_seconds is not None
+            meanwhile = f"for {time_text(each.between_seconds or 0)}" if known else "yes"
+        figures = (short(each.count), size_text(each.bytes), size_text(each.wire_bytes))
+        lines.append((each.kind, *figures, meanwhile))
+    lines.append(("the least", "", "", size_text(found.least_bytes), f"{found.share:.2f} times it"))
+    warned = line("note", found.warning) if found.warning else []
+    return [*columns("sends", lines), *warned]
+
+
+def _scaling(plan: Plan) -> list[str]:
+    found = plan.scaling
+    if found is None or plan.speed is None:
+        return []
+    if plan.target.devices == 1:
+        return line("scales", "not known: a step for one device sends nothing; plan for 2 or more")
+    rows = plan.speed.rows
+    names = (f"{counted(rows, 'row')} each", f"{counted(rows * plan.target.devices, 'row')} in all")
+    most = (WIDTH - MARGIN - max(len("efficiency"), *map(len, names)) - len("  devices")) // _COLUMN
+    counts = shown_counts(found, plan.target.devices, most)
+    lines: list[Line] = [("efficiency", *map(short, counts), "devices")]
+    for name, points in zip(names, (found.weak, found.strong), strict=True):
+        efficiencies = {point.devices: percent(point.efficiency) for point in points}
+        lines.append((name, *(efficiencies.get(count, UNKNOWN) for count in counts), ""))
+    reached = "for one loss, " if plan.about.get("noise_scale") else ""
+    pays = (
+        f"{reached}{_pays(found.weak_pays, found.weak)} with {names[0]}; "
+        f"{_pays(found.strong_pays, found.strong)} with {names[1]}"
+    )
+    return [*columns("scales", lines), *line("pays", pays), *_cost(plan)]
+
+
+def shown_counts(scaling: Scaling, devices: int, most: int) -> list[int]:
+    """The device counts of a curve that a few columns show: the ends, the target and between.
+
+    Args:
+        scaling: of the plan.
+        devices: of the target.
+        most: columns there are.
+    """
+    known = sorted({point.devices for point in (*scaling.weak, *scaling.strong)})
+    wanted = [known[0], known[-1], devices, scaling.strong_pays, scaling.weak_pays]
+    chosen = sorted([count for count in dict.fromkeys(wanted) if count in known][:most])
+    while len(chosen) < min(most, len(known)):
+        # The one that is farthest, in ratio, from those chosen.
+        rest = [count for count in known if count not in chosen]
+        chosen.append(max(rest, key=lambda count: min(_ratio(count, other) for other in chosen)))
+    return sorted(chosen)
+
+
+def _ratio(one: int, other: int) -> float:
+    return max(one, other) / min(one, other)
+
+
+def _pays(devices: int, points: Sequence[ScalingPoint]) -> str:
+    if points and devices == points[-1].devices:
+        return f"to the last, {short(devices)},"
+    return f"to {short(devices)}"
+
+
+def _cost(plan: Plan) -> list[str]:
+    hours = plan.scaling.device_hours if plan.scaling else None
+    if hours is None:
+        return []
+    wished = plan.about.get("wished_rows")
+    tokens = plan.about.get("tokens_per_row")
+    of = "what was wished"
+    if wished:
+        of = counted(wished * tokens, "token") if tokens else counted(wished, "row")
+    return line("cost", f"{counted(hours, 'device-hour')} at least for {of}, on this target")
+
+
+def _learning_rates(plan: Plan) -> list[str]:
+    noise = plan.about.get("noise_scale")
+    told = [text for each in plan.batches if (text := _advice(each))]
+    if not told:
+        return []
+    lines = line("rate", told[0])
+    for text in told[1:]:
+        lines += line("", text)
+    measured = f"critical batch {short(noise)} rows, by the noise scale" if noise else ""
+    missing = "critical batch not known: measure it with train --measure-noise-scale"
+    known = measured or ("" if any(each.steps for each in plan.batches) else missing)
+    return [*lines, *(line("", known) if known else [])]
+
+
+def _advice(batch: BatchAdvice) -> str:
+    """Nothing where the batch is the one asked for, and no noise scale is known."""
+    parts = []
+    if batch.linear != 1:
+        linear, root = _times(batch.linear), _times(batch.square_root)
+        parts.append(f"{linear} the learning rate for SGD, {root} for Adam")
+    if batch.steps is not None and batch.examples is not None:
+        parts.append(
+            f"{_times(batch.steps)} the fewest steps, {_times(batch.examples)} the fewest rows"
+        )
+    return f"a batch of {short(batch.batch_size)}: {'; '.join(parts)}" if parts else ""
+
+
+def _times(factor: float) -> str:
+    return f"{factor:.3g} x" if factor < 1000 else f"{short(factor)} x"
+
+
+def _each(plan: Plan, need: Need) -> str:
+    devices = plan.target.devices
+    total = f" ({short(need.rows * devices)} in all)" if devices > 1 else ""
+    return f"{counted(need.rows, 'row')} a device{total}"
+
+
+def _how(need: Need) -> str:
+    return "" if need.compiled else ", by formula"

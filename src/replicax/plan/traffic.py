@@ -1,0 +1,221 @@
+"""What one step sends between devices, and the least that it has to."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from replicax.parallel import hlo
+from replicax.plan.schedule import Collective, Kernel, Schedule
+from replicax.wording import size_text
+
+SLIGHTLY = 1.02
+"""Times the lower bound: what is above it is worth a word."""
+_SUM_BYTES = 8
+"""Of a metric's total and weight."""
+_WIDE = 4
+"""Bytes of an element of a gradient's sum, at least."""
+_SMALL_BYTES = 4096
+"""Of an array that is not worth a word."""
+
+
+class Sent(Protocol):
+    """Result bytes of collectives of one kind, on one device."""
+
+    @property
+    def kind(self) -> str:
+        """As `parallel.compiled.COLLECTIVES` spell it."""
+        ...
+
+    @property
+    def bytes(self) -> int:
+        """Of the results."""
+        ...
+
+
+@dataclass(frozen=True)
+class Movement:
+    """All collectives of one kind in one step, loops multiplied out."""
+
+    kind: str
+    count: int
+    bytes: int
+    """Of the results on one device."""
+    wire_bytes: float
+    """That each device sends."""
+    asynchronous: bool
+    """Whether the device may compute meanwhile."""
+    between_seconds: float | None
+    """Of computation between their starts and the uses of their results; None where the device's
+    speed is not known."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one step sends, against what it has to."""
+
+    movements: tuple[Movement, ...]
+    """Those that send most first."""
+    least_bytes: float
+    """That each device has to send, in this layout."""
+    warning: str = ""
+    """One line where it sends more, or an array twice."""
+
+    @property
+    def wire_bytes(self) -> float:
+        """That each device sends."""
+        return sum(each.wire_bytes for each in self.movements)
+
+    @property
+    def share(self) -> float:
+        """What it sends over what it has to; 1 where there is nothing to send."""
+        return self.wire_bytes / self.least_bytes if self.least_bytes else 1.0
+
+
+def read_traffic(
+    schedule: Schedule,
+    devices: int,
+    least_bytes: float,
+    params: Iterable[Any] = (),
+    *,
+    mode: str = "jit",
+    layout: str = "replicated",
+    seconds: Callable[[Kernel], float] | None = None,
+) -> Traffic:
+    """What a step sends, against what it has to.
+
+    Args:
+        schedule: of the compiled step.
+        devices: that it was compiled for.
+        least_bytes: see `least_wire_bytes`.
+        params: the leaves of the parameters, or their shapes: those reduced twice are named.
+        mode: of the `DataParallel`; the advice depends on it, and on the layout.
+        layout: see `least_wire_bytes`.
+        seconds: of one run of a kernel, where that is known.
+    """
+    groups: dict[tuple[str, bool], list[Collective]] = {}
+    for each in schedule.collectives:
+        if each.devices != 1:
+            groups.setdefault((each.kind, each.asynchronous), []).append(each)
+    movements = [_movement(members, devices, seconds) for members in groups.values()]
+    movements.sort(key=lambda each: -each.wire_bytes)
+    traffic = Traffic(tuple(movements), least_bytes)
+    again = _reduced_again(schedule.collectives, params)
+    if devices == 1 or (traffic.share <= SLIGHTLY and not again):
+        return traffic
+    return replace(traffic, warning=_warning(traffic, again, advice(mode, layout)))
+
+
+def _movement(
+    members: list[Collective], devices: int, seconds: Callable[[Kernel], float] | None
+) -> Movement:
+    between = None
+    if seconds:
+        kernels = (kernel for each in members for kernel in each.between)
+        between = sum(kernel.runs * seconds(kernel) for kernel in kernels)
+    return Movement(
+        members[0].kind,
+        sum(each.runs for each in members),
+        sum(each.runs * each.bytes for each in members),
+        sum(each.runs * wire_bytes(each, each.devices or devices) for each in members),
+        members[0].asynchronous,
+        between,
+    )
+
+
+def _warning(traffic: Traffic, again: str, advised: str) -> str:
+    text = ""
+    if traffic.share > SLIGHTLY:
+        text = (
+            f"each device sends {size_text(traffic.wire_bytes)}, {traffic.share:.2f} times the "
+            f"{size_text(traffic.least_bytes)} it has to"
+        )
+    return "; ".join(filter(None, (text, again, advised)))
+
+
+def _reduced_again(collectives: Iterable[Collective], params: Iterable[Any]) -> str:
+    """The largest array that is reduced more often than there are parameters of its shape."""
+    leaves = Counter(tuple(leaf.shape) for leaf in params)
+    times: Counter[str] = Counter()
+    for each in collectives:
+        if each.kind in ("all-reduce", "reduce-scatter") and each.devices != 1:
+            for shape in each.shapes:
+                times[shape] += each.runs
+    again = {
+        shape: count
+        for shape, count in times.items()
+        if count > leaves[hlo.arrays(shape)[0][1]] > 0 and hlo.shape_bytes(shape) > _SMALL_BYTES
+    }
+    if not again:
+        return ""
+    shape = max(again, key=hlo.shape_bytes)
+    return f"{shape} is reduced {again[shape]} times"
+
+
+def advice(mode: str, layout: str = "replicated") -> str:
+    """Why such a step sends more than it has to, and what to do."""
+    if layout != "replicated":
+        return "the compiler also splits what is computed from the split parameters, and moves it"
+    if mode == "jit":
+        return (
+            "the compiler reduces a leaf twice (a tied embedding) or a sum by itself; "
+            "mode='shard_map' reduces once"
+        )
+    return "parts are filled up, or more than gradient and metrics is reduced"
+
+
+def least_wire_bytes(
+    layout: str, devices: int, sums_bytes: float, parameter_bytes: float = 0.0
+) -> float:
+    """Bytes that each device has to send in one step, at least.
+
+    Reducing a gradient takes 2(n-1)/n of its bytes, however it is done (Patarasuk and Yuan 2009,
+    "Bandwidth optimal all-reduce algorithms for clusters of workstations"). Where each device
+    updates its part (`zero1`), half of it, and the parameters are gathered after; where it holds
+    no more than its part (`fsdp`), they are gathered for the forward pass and again for the
+    backward pass (Rajbhandari et al. 2020, arXiv:1910.02054).
+
+    Args:
+        layout: `replicated`, `zero1` or `fsdp`.
+        devices: replicas.
+        sums_bytes: see `sums_bytes`.
+        parameter_bytes: of the parameters as they are gathered.
+    """
+    once = (devices - 1) / devices
+    gathered = {"replicated": 0, "zero1": 1, "fsdp": 2}[layout]
+    if not gathered:
+        return wire_bytes_of_all_reduce(sums_bytes, devices)
+    return once * (sums_bytes + gathered * parameter_bytes)
+
+
+def sums_bytes(params: Iterable[Any], metrics: int) -> int:
+    """Bytes of the sums of gradient, loss and metrics.
+
+    Args:
+        params: the leaves of the parameters, or their shapes.
+        metrics: how many means are reduced, the loss among them.
+    """
+    gradient: int = sum(
+        math.prod(leaf.shape) * max(_WIDE, np.dtype(leaf.dtype).itemsize) for leaf in params
+    )
+    return gradient + _SUM_BYTES * metrics
+
+
+def wire_bytes_of_all_reduce(size: float, devices: int) -> float:
+    """Bytes that each device sends to reduce `size` bytes, at least."""
+    return 2 * size * (devices - 1) / devices
+
+
+def wire_bytes(sent: Sent, devices: int) -> float:
+    """Bytes that each device sends, in a ring."""
+    share = (devices - 1) / devices
+    factor = {
+        "all-reduce": 2 * share,
+        "all-gather": share,
+        "reduce-scatter": devices - 1,
+        "all-to-all": share,
+    }
+    return sent.bytes * factor.get(sent.kind, 1.0)

@@ -1,0 +1,26 @@
+"""`python cudnn_step.py MODE`: GPT-2 in bfloat16 for eight H100; the kernels of cuDNN in it."""
+
+import json
+import re
+import sys
+
+from plan.small_steps import gpt2
+
+from replicax.plan.compilation import Compilation
+from replicax.plan.plan import compiler_for
+from replicax.plan.program import export_step
+from replicax.plan.target import parse_target
+
+
+def main() -> None:
+    step = gpt2(16, mode=sys.argv[1], precision="bfloat16")
+    program = export_step(step.dp, step.model, step.batch, 8, "cuda", 9.0)
+    with compiler_for(parse_target("h100:8")) as (compiler, notes):
+        assert compiler is not None, notes
+        done = compiler.compile(program)
+    assert isinstance(done, Compilation)
+    calls = sorted(set(re.findall(r"__cudnn\$fmha\w+", done.text)))
+    print(json.dumps({"calls": calls, "notes": program.notes}))
+
+
+main()

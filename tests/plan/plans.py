@@ -1,0 +1,233 @@
+"""Made-up plans for tables, files and pictures."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from replicax.plan.forecast import scaling_curve
+from replicax.plan.memory import MemoryFormula
+from replicax.plan.need import Need
+from replicax.plan.overlap import StepTime, Transfer
+from replicax.plan.result import (
+    Alternative,
+    BatchAdvice,
+    KernelShare,
+    MicroBatches,
+    Plan,
+    Scaling,
+    Speed,
+)
+from replicax.plan.target import Target, parse_target
+from replicax.plan.traffic import Movement, Traffic
+
+GB = 10**9
+ABOUT = {
+    "name": "gpt2 --preset 124m",
+    "mode": "jit",
+    "layout": "replicated",
+    "accumulate": 1,
+    "precision": "float32",
+    "parameters": 124_439_808,
+    "batch_size": 2048,
+    "tokens_per_row": 1024,
+    "compiler": "libtpu 0.0.42",
+}
+FORMULA = MemoryFormula(
+    rows=8,
+    parameters=500_000_000,
+    optimizer=GB,
+    extras=8,
+    new_state=0,
+    batch=66_000,
+    compute_copy=0,
+    gradient=500_000_000,
+    activations=6 * GB,
+    workspace=3 * GB,
+    never_together=400_000_000,
+)
+SPEED = Speed(
+    rows=8,
+    step=StepTime(
+        seconds=0.050, compute_seconds=0.040, communication_seconds=0.030, exposed_seconds=0.010
+    ),
+    flops=5e12,
+    peak_share=0.51,
+    compute_share=0.75,
+    kernels=(
+        KernelShare("jit(step)/transpose(jvp(loss))/logits/dot_general", 0.21, "compute"),
+        KernelShare("jit(step)/transpose(jvp(loss))/attention/softmax", 0.14, "memory"),
+    ),
+    rows_per_second=40_960.0,
+    tokens_per_second=41_943_040.0,
+)
+TRAFFIC = Traffic(
+    movements=(
+        Movement("all-reduce", 12, 500_000_000, 996_000_000.0, True, 0.0123),
+        Movement("all-gather", 150, 2_000, 1_900.0, False, 0.0),
+    ),
+    least_bytes=498_000_000.0,
+    warning="each device sends 996 MB, 2.00 times the 498 MB it has to",
+)
+
+
+def need(rows: int, gigabytes: float, **changes: Any) -> Need:
+    """That fits into 16.9 GB, or not, as a compiler says."""
+    size = int(gigabytes * GB)
+    fits = gigabytes < 16.9
+    found = Need(rows, size, fits, True, int(size * 0.8) if fits else None)
+    return dataclasses.replace(found, **changes)
+
+
+def scaled(target: Target, rows: int = 8) -> Scaling:
+    """The curves of a step that reduces 500 MB at its end, and computes for 40 ms."""
+    moved = [Transfer("all-reduce", 5e8, 0.03, 0.04)] if target.devices > 1 else []
+    weak = scaling_curve(target, 0.04, moved, rows)
+    strong = scaling_curve(target, 0.04, moved, rows, fixed_batch=True)
+    return Scaling(weak, strong, weak[-1].devices, 64, None)
+
+
+def make_plan(target: str | Target = "v5e:16x16", **changes: Any) -> Plan:
+    """A plan that fits, with everything in it."""
+    aim = parse_target(target) if isinstance(target, str) else target
+    known = aim.chip.inside is not None
+    fields: dict[str, Any] = {
+        "about": ABOUT,
+        "target": aim,
+        "asked": need(8, 11.0),
+        "formula": FORMULA,
+        "largest": need(12, 16.0),
+        "too_large": need(13, 17.2),
+        "sizes": (need(8, 11.0), need(12, 16.0), need(13, 17.2), need(64, 81.0)),
+        "micro_batches": None,
+        "alternatives": (
+            Alternative("precision=bfloat16", need(8, 7.5), 3_500_000_000),
+            Alternative("layout=fsdp", need(8, 11.2), -200_000_000, "moves more"),
+        ),
+        "traffic": TRAFFIC if aim.devices > 1 else None,
+        "speeds": (SPEED, dataclasses.replace(SPEED, rows=12)),
+        "scaling": scaled(aim) if known else None,
+        "batches": (
+            BatchAdvice(2048, 1.0, 1.0, None, None),
+            BatchAdvice(3072, 1.5, 1.22, None, None),
+        ),
+        "first": "precision=bfloat16: products up to 2.0 times as fast",
+        "notes": (),
+    }
+    return Plan(**{**fields, **changes})
+
+
+def too_large() -> Plan:
+    """The batch asked for does not fit, but in parts."""
+    asked = need(64, 81.0)
+    return make_plan(
+        asked=asked,
+        formula=dataclasses.replace(FORMULA, rows=64, activations=48 * GB),
+        micro_batches=MicroBatches(8, need(64, 11.4)),
+        alternatives=(Alternative("remat", need(64, 20.5), 60_500_000_000),),
+        speeds=(dataclasses.replace(SPEED, rows=12),),
+        first="accumulate=8: the same batch in micro-batches of 8 rows a device fits",
+    )
+
+
+def not_even_one() -> Plan:
+    """Not even one row fits."""
+    asked = need(8, 300.0)
+    return make_plan(
+        asked=asked,
+        formula=dataclasses.replace(FORMULA, optimizer=200 * GB),
+        largest=None,
+        too_large=need(1, 250.0),
+        sizes=(need(1, 250.0), asked),
+        alternatives=(Alternative("layout=fsdp", need(8, 90.0), 210 * GB),),
+        traffic=None,
+        speeds=(),
+        scaling=None,
+        batches=(),
+        first="more memory a device, or a smaller model: none of the changes below makes it fit",
+    )
+
+
+def by_formula() -> Plan:
+    """Without a compiler."""
+    plain: dict[str, Any] = {"compiled": False, "temporaries": None}
+    return make_plan(
+        "v100:16",
+        about={key: value for key, value in ABOUT.items() if key != "compiler"},
+        asked=need(8, 11.0, **plain),
+        largest=need(20, 25.0, **plain, fits=True),
+        too_large=need(21, 26.0, **plain),
+        sizes=(need(8, 11.0, **plain), need(20, 25.0, **plain, fits=True), need(21, 26.0, **plain)),
+        alternatives=(Alternative("layout=fsdp", need(8, 10.0, **plain), GB),),
+        traffic=None,
+        speeds=(dataclasses.replace(SPEED, compute_share=None, kernels=()),),
+        notes=("by formula: libtpu is not installed; pip install 'replicax[plan-tpu]'",),
+    )
+
+
+def one_device() -> Plan:
+    """Nobody to send to."""
+    step = StepTime(0.04, 0.04, 0.0, 0.0)
+    return make_plan("h100:1", speeds=(dataclasses.replace(SPEED, step=step),))
+
+
+def unknown_chip() -> Plan:
+    """Nobody tells its memory nor its speed."""
+    aim = parse_target("cpu:8")
+    chip = dataclasses.replace(aim.chip, memory_bytes=None, usable_bytes=None)
+    return make_plan(
+        dataclasses.replace(aim, chip=chip),
+        largest=None,
+        too_large=None,
+        sizes=(need(8, 11.0),),
+        speeds=(),
+        scaling=None,
+        notes=("how much memory this target has is not known: nor what fits",),
+    )
+
+
+def huge() -> Plan:
+    """Long names, and big numbers in every column."""
+    size = 987_654_321_000_000
+    asked = need(16_777_216, size / GB, fits=True, temporaries=size // 2)
+    movement = Movement("collective-broadcast", 123_456_789, 10**18, 1e18, False, None)
+    quick = Movement("ragged-all-to-all", 123_456_789, 10**18, 1e18, True, None)
+    step = StepTime(1e8, 9e7, 8e7, 1e7)
+    kernel = KernelShare("/".join(["a_very_long_name_of_a_function"] * 20), 0.999, "compute")
+    return make_plan(
+        "v4:16x16x16",
+        about={**ABOUT, "name": "a name " * 30, "parameters": 10**13, "noise_scale": 1e7},
+        asked=asked,
+        formula=dataclasses.replace(
+            FORMULA, rows=asked.rows, new_state=size, extras=size, compute_copy=size, batch=size
+        ),
+        largest=asked,
+        alternatives=(
+            Alternative(
+                "a change of many things at once, " * 4, asked, -size, "why it is so, " * 9
+            ),
+            Alternative("one", asked, size),
+        ),
+        traffic=Traffic((movement, quick), 1e17, "a warning that goes on " * 9),
+        speeds=(
+            dataclasses.replace(
+                SPEED, rows=asked.rows, step=step, kernels=(kernel,) * 5, tokens_per_second=1.2e16
+            ),
+        ),
+        scaling=dataclasses.replace(scaled(parse_target("v4:16x16x16"), 2**24), device_hours=1e13),
+        batches=(BatchAdvice(68_719_476_736, 33_554_432.0, 5792.6, 1.0001, 6872.9),),
+        first="the first thing to change is " * 8,
+        notes=("a note that goes on " * 12, "x" * 200),
+    )
+
+
+KINDS: dict[str, Callable[[], Plan]] = {
+    "fits": make_plan,
+    "too large": too_large,
+    "not even one": not_even_one,
+    "by formula": by_formula,
+    "one device": one_device,
+    "unknown chip": unknown_chip,
+    "huge": huge,
+    "no rates": lambda: make_plan(speeds=(), scaling=None, notes=("no speed: not known",)),
+    "100,000 devices": lambda: make_plan("h100:131072"),
+}

@@ -1,0 +1,219 @@
+"""Compilers in processes of their own: equal to jax's in this one, and what may go wrong there."""
+
+import dataclasses
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from plan.compilers import PACKAGES, beside_jax
+from plan.small_steps import SMALL_STEPS, SmallStep, gpt2, mlp
+
+import replicax as rx
+from replicax.errors import CompilerError, ConfigError, MissingDependencyError
+from replicax.parallel.compiled import read_memory
+from replicax.plan.compilation import Compilation, Description, TooLarge, too_large
+from replicax.plan.compiler import CompilerProcess
+from replicax.plan.program import Program, export_step
+
+DEVICES, ROWS = 2, 16
+HOST = Description("cpu", DEVICES, {})
+SETTINGS: dict[str, dict[str, Any]] = {
+    "jit": {"mode": "jit"},
+    "shard_map": {"mode": "shard_map"},
+    "zero1": {"layout": "zero1"},
+    "fsdp": {"layout": "fsdp"},
+}
+
+
+def program(step: SmallStep, devices: int = DEVICES) -> Program:
+    return export_step(step.dp, step.model, step.batch, devices, "cpu", None)
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[CompilerProcess]:
+    with CompilerProcess(HOST) as started:
+        yield started
+
+
+def folder_with(path: Path, package: str, version: str) -> Path:
+    """A folder where `package` seems to be installed."""
+    info = path / f"{package.replace('-', '_')}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+    return path
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize(
+    "name",
+    ["mlp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lenet", "gpt2"))],
+)
+def test_a_planned_step_takes_what_the_run_will(
+    compiler: CompilerProcess, name: str, settings: dict[str, Any], accumulate: int
+) -> None:
+    mesh = rx.make_mesh(DEVICES, devices=jax.devices()[:DEVICES])
+    step = SMALL_STEPS[name](ROWS, mesh=mesh, accumulate=accumulate, **settings)
+    planned = compiler.compile(program(step))
+    run = read_memory(step.dp.lower(step.model, step.batch).compile())
+    assert isinstance(planned, Compilation)
+    assert run is not None
+    assert run.temporaries > 0
+    # A run leaves out what it does not read: the rows' numbers, here.
+    assert planned.memory.arguments >= run.arguments
+    assert dataclasses.replace(planned.memory, arguments=run.arguments) == run
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_without_a_compiler_its_extra_is_named(
+    platform: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if beside_jax(platform):
+        pytest.skip(f"{PACKAGES[platform]} is installed beside jax")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    extra = {"tpu": "plan-tpu", "cuda": "plan-gpu"}[platform]
+    with (
+        pytest.raises(MissingDependencyError, match=rf"not installed; .*\[{extra}\]'$"),
+        CompilerProcess(Description(platform, 1, {})),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("platform", "package"),
+    [("tpu", "libtpu"), ("cuda", "jax-cuda13-plugin"), ("cuda", "jax-cuda12-plugin")],
+)
+def test_a_compiler_of_another_version_is_refused_before_it_is_loaded(
+    platform: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(folder_with(tmp_path, package, "0.0.1")))
+    with (
+        pytest.raises(ConfigError, match=f"^{package} 0.0.1 is installed, and jax"),
+        CompilerProcess(Description(platform, 1, {})),
+    ):
+        pass
+
+
+def test_a_compiler_that_is_killed_at_work() -> None:
+    with CompilerProcess(HOST) as compiler:
+        pid = compiler._process.pid
+        os.kill(pid, signal.SIGSTOP)  # or it might be done before
+        threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
+        with pytest.raises(CompilerError, match="signal SIGKILL and without an answer"):
+            compiler.compile(program(mlp(ROWS)))
+        with pytest.raises(CompilerError, match="signal SIGKILL"):  # and from then on
+            compiler.compile(program(mlp(ROWS)))
+
+
+def test_a_compiler_that_ends_at_once_has_its_last_line_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\nprint('no good', flush=True)\nos._exit(3)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(CompilerError, match=r"exit code 3 .*: no good$"), CompilerProcess(HOST):
+        pass
+
+
+def test_a_compiler_that_does_not_answer() -> None:
+    with CompilerProcess(HOST) as compiler:
+        compiler._timeout_seconds = 0.2
+        os.kill(compiler._process.pid, signal.SIGSTOP)
+        with pytest.raises(CompilerError, match="not answered for"):
+            compiler.compile(program(mlp(ROWS)))
+    assert compiler._process.poll() == -signal.SIGKILL
+
+
+def test_an_answer_that_comes_too_late_is_not_taken_for_another() -> None:
+    large, small = program(gpt2(ROWS)), program(mlp(ROWS))
+    with CompilerProcess(HOST) as compiler:
+        compiler._timeout_seconds = 0.01
+        with pytest.raises(CompilerError, match="not answered for"):
+            compiler.compile(large)
+        compiler._timeout_seconds = 60
+        with pytest.raises(CompilerError):
+            compiler.compile(small)
+
+
+def test_what_is_no_program_fails_alone(compiler: CompilerProcess) -> None:
+    good = program(mlp(ROWS))
+    with pytest.raises(CompilerError, match="the compiler fails on this step: "):
+        compiler.compile(Program(b"no module" * 100, 0, DEVICES, ROWS, 0, 1))
+    assert isinstance(compiler.compile(good), Compilation)
+
+
+def test_who_plans_is_not_disturbed() -> None:
+    before = jax.devices(), dict(os.environ), os.listdir("/proc/self/fd")
+    with CompilerProcess(HOST) as compiler:
+        compiler.compile(program(mlp(ROWS)))
+        assert compiler._process.poll() is None
+    assert compiler._process.poll() is not None
+    assert (jax.devices(), dict(os.environ), os.listdir("/proc/self/fd")) == before
+
+
+def test_settings_of_who_plans_do_not_reach_the_compiler(
+    compiler: CompilerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = program(mlp(ROWS))
+    usual = compiler.compile(asked)
+    for name, value in {
+        "JAX_PLATFORMS": "tpu,cpu",
+        "JAX_NUM_CPU_DEVICES": "5",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=3",
+        "REPLICAX_PROCESSES": "4",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with CompilerProcess(HOST) as other:
+        answered = other.compile(asked)
+    assert isinstance(usual, Compilation)
+    assert isinstance(answered, Compilation)
+    assert answered.memory == usual.memory
+
+
+def test_files_of_who_plans_do_not_reach_the_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("jax", "random", "numpy", "replicax"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(7)\n")
+    monkeypatch.chdir(tmp_path)
+    asked = program(mlp(ROWS))
+    with CompilerProcess(HOST) as compiler:
+        assert isinstance(compiler.compile(asked), Compilation)
+
+
+@pytest.mark.parametrize(
+    ("message", "needed", "available"),
+    [
+        (
+            "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory on HBM, the "
+            "total memory required for HLO temporaries (20.13G) exceeds available HBM (15.75G).",
+            20.13,
+            15.75,
+        ),
+        (
+            "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory "
+            "space hbm. Used 21.19G of 15.75G hbm. Exceeds hbm capacity by 5.44G.\n\nTotal hbm",
+            21.19,
+            15.75,
+        ),
+    ],
+)
+def test_what_too_large_a_step_needs_is_read(message: str, needed: float, available: float) -> None:
+    read = too_large(message, 1.5)
+    assert read is not None
+    assert read.needed_bytes == pytest.approx(needed * 2**30, abs=1)
+    assert read.available_bytes == pytest.approx(available * 2**30, abs=1)
+    assert (read.seconds, "\n" in read.message) == (1.5, False)
+
+
+def test_too_large_without_sizes_and_other_messages() -> None:
+    assert too_large("RESOURCE_EXHAUSTED: no more", 1) == TooLarge(
+        None, None, "RESOURCE_EXHAUSTED: no more", 1
+    )
+    assert too_large("INVALID_ARGUMENT: used 3G of 2G", 1) is None

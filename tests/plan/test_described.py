@@ -1,0 +1,131 @@
+"""The compilers for TPUs and NVIDIA GPUs, asked on a machine that has none of them."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from plan.compilers import FOLDER, needs
+from plan.small_steps import SmallStep, mlp, wide
+
+from replicax.errors import MissingDependencyError
+from replicax.plan.compilation import Compilation, Description, TooLarge
+from replicax.plan.compiler import CompilerProcess
+from replicax.plan.gpu_description import DESCRIPTIONS
+from replicax.plan.plan import compiler_for
+from replicax.plan.program import Program, export_step
+from replicax.plan.target import Target, parse_target
+
+HERE = Path(__file__).resolve().parent
+TPUS = ["v5e:1x1", "v5e:2x2", "v6e:2x2", "v4:2x2x1", "v5p:2x2x1", "v5e:4x8"]
+GPUS = ["h100:8", "h100:16", "h100:1", "a100-40:1", "a100-80:8", "h200:8", "b200:4x2"]
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def _compilers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(FOLDER))
+
+
+def program(step: SmallStep, target: Target) -> Program:
+    return export_step(step.dp, step.model, step.batch, target.devices, target.chip.platform, None)
+
+
+def compiled(step: SmallStep, target: Target) -> Compilation | TooLarge:
+    with compiler_for(target) as (compiler, notes):
+        assert compiler is not None, notes
+        return compiler.compile(program(step, target))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(pytest.param(text, marks=needs("tpu")) for text in TPUS),
+        *(pytest.param(text, marks=needs("cuda")) for text in GPUS),
+    ],
+)
+def test_one_device_a_chip_and_one_reduction(text: str) -> None:
+    target = parse_target(text)
+    done = compiled(mlp(8 * target.devices, mode="shard_map"), target)
+    assert isinstance(done, Compilation)
+    assert f"num_partitions={target.devices}" in done.text or target.devices == 1
+    assert ("all-reduce" in done.text) == (target.devices > 1)
+    # 32x64 + 2 of 64x64 + 64x10, with biases: each a float32, and twice more for Adam.
+    parameters = 33 * 64 + 2 * 65 * 64 + 65 * 10
+    assert 3 * 4 * parameters <= done.memory.aliased <= done.memory.arguments
+
+
+@needs("tpu")
+@pytest.mark.parametrize("text", ["v5e:2x2", "v6e:2x2", "v4:2x2x1", "v5p:2x2x1"])
+def test_a_tpu_refuses_what_is_too_large_and_tells_its_memory(text: str) -> None:
+    target = parse_target(text)
+    usable = target.chip.usable_bytes
+    assert usable is not None
+    rows = usable // 2**16  # of 64 KiB each: what is left for the rest is nothing
+    refused = compiled(wide((rows + 8) * target.devices, mode="shard_map"), target)
+    assert isinstance(refused, TooLarge)
+    assert refused.available_bytes == pytest.approx(usable, abs=1)  # it tells GiB, in decimals
+    assert refused.needed_bytes is not None
+    assert refused.needed_bytes > usable
+    half = compiled(wide(rows // 2 * target.devices, mode="shard_map"), target)
+    assert isinstance(half, Compilation)
+
+
+@needs("cuda")
+@pytest.mark.parametrize("mode", ["jit", "shard_map"])
+def test_cudnn_attends_where_there_are_host_devices_to_export_on(mode: str) -> None:
+    environment = {
+        **os.environ,
+        "JAX_NUM_CPU_DEVICES": "8",
+        "PYTHONPATH": os.pathsep.join([str(FOLDER), str(HERE.parent)]),
+    }
+    ended = subprocess.run(
+        [sys.executable, str(HERE / "cudnn_step.py"), mode],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    told = json.loads(ended.stdout.splitlines()[-1])
+    assert told["calls"] == ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
+    planned_as = "mode jit is planned as shard_map, since the step has kernels of cuDNN"
+    assert told["notes"] == ([planned_as] if mode == "jit" else [])
+
+
+@pytest.fixture
+def without_cudnn(tmp_path: Path) -> Iterator[Path]:
+    """The folder of compilers, but for cuDNN."""
+    path = tmp_path / "compilers"
+
+    def link(source: str, destination: str) -> None:
+        try:
+            os.link(source, destination)
+        except OSError:  # another file system
+            shutil.copy2(source, destination)
+
+    leave_out = shutil.ignore_patterns("cudnn", "libtpu*", "nvidia_*")
+    shutil.copytree(FOLDER, path, ignore=leave_out, copy_function=link)
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.mark.skipif(not FOLDER.is_dir(), reason="no compilers installed (make compilers)")
+@needs("cuda")
+def test_without_cudnn_no_gpu_is_planned_for(
+    without_cudnn: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(without_cudnn))
+    arguments = dict(parse_target("h100:1").topology_arguments)
+    arguments["target_config"] = DESCRIPTIONS["h100"].text()
+    description = Description(arguments.pop("platform"), 1, arguments)
+    with (
+        pytest.raises(MissingDependencyError, match=r"finds no cuDNN; .*\[plan-gpu\]'$"),
+        CompilerProcess(description),
+    ):
+        pass

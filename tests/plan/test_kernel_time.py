@@ -1,0 +1,99 @@
+"""A schedule on a chip of round numbers."""
+
+import dataclasses
+
+import pytest
+
+from replicax.plan.hardware import Chip
+from replicax.plan.kernel_time import kernel_roofline, limits, timeline
+from replicax.plan.overlap import Transfer
+from replicax.plan.schedule import Collective, Kernel, Loop, Schedule, Wait
+
+CHIP = Chip(
+    name="round",
+    title="Round",
+    platform="cuda",
+    kinds="Round",
+    memory_bytes=None,
+    usable_bytes=None,
+    flops_per_second={"bfloat16": 1000, "float32": 500},
+    memory_bytes_per_second=100,
+    inside=None,
+    between=None,
+    devices_per_host=1,
+)
+
+
+def kernel(name: str, flops: int, size: int, runs: int = 1, dtype: str = "bf16") -> Kernel:
+    return Kernel(name, flops, size, runs, f"jit(step)/{name}", dtype)
+
+
+COMPUTING = kernel("computing", 4000, 100)  # 4 s over 1 s
+MOVING = kernel("moving", 1000, 300)  # 1 s over 3 s
+
+
+def reduction(name: str, asynchronous: bool = True) -> Collective:
+    return Collective(name, "all-reduce", 64, 1, asynchronous, None, "", ())
+
+
+def test_a_kernel_takes_the_longer_of_its_two_times() -> None:
+    assert kernel_roofline(COMPUTING, CHIP).seconds == 4
+    assert kernel_roofline(MOVING, CHIP).seconds == 3
+
+
+@pytest.mark.parametrize(
+    ("own", "asked", "seconds"),
+    [
+        ("bf16", "float32", 4),
+        ("f32", "bfloat16", 8),
+        ("", "float32", 8),
+        ("f16", "bfloat16", 4),  # the chip has no units for it
+        ("s8", "float32", 8),
+    ],
+)
+def test_products_run_at_the_peak_of_their_own_dtype(own: str, asked: str, seconds: float) -> None:
+    changed = dataclasses.replace(COMPUTING, dtype=own)
+    assert kernel_roofline(changed, CHIP, asked).seconds == seconds
+
+
+def test_transfers_start_and_are_needed_where_the_schedule_says() -> None:
+    steps = (COMPUTING, reduction("a"), MOVING, reduction("b", False), Wait("b"), Wait("a"), MOVING)
+    seconds, transfers = timeline(Schedule(steps), CHIP)
+    assert seconds == 4 + 3 + 3
+    assert transfers == (Transfer("all-reduce", 64, 7, 7), Transfer("all-reduce", 64, 4, 7))
+
+
+def test_transfers_in_a_loop_repeat() -> None:
+    body = (reduction("a"), MOVING, Wait("a"), COMPUTING)
+    seconds, transfers = timeline(Schedule((COMPUTING, Loop(3, body))), CHIP)
+    assert seconds == 4 + 3 * 7
+    places = [(each.ready_seconds, each.needed_seconds) for each in transfers]
+    assert places == [(4, 7), (11, 14), (18, 21)]
+
+
+def test_loops_in_loops_multiply() -> None:
+    steps = (Loop(3, (Loop(1000, (MOVING,)), reduction("a"), Wait("a"))),)
+    seconds, transfers = timeline(Schedule(steps), CHIP)
+    assert seconds == 3 * 1000 * 3
+    assert [each.ready_seconds for each in transfers] == [3000, 6000, 9000]
+
+
+def test_a_loop_that_does_not_run_takes_no_time() -> None:
+    assert timeline(Schedule((Loop(0, (MOVING,)),)), CHIP) == (0, ())
+
+
+def test_what_limits_a_step() -> None:
+    small = [kernel(f"small{n}", n, 0) for n in range(6)]
+    many = dataclasses.replace(MOVING, runs=2)
+    found = limits(Schedule((COMPUTING, Loop(2, (many,)), *small)), CHIP)
+    assert found.seconds == pytest.approx(4 + 2 * 3 + 0.015)
+    assert found.compute_share == pytest.approx(4.015 / 10.015)
+    names = [each.kernel.name for each in found.top]
+    assert names == ["moving", "computing", "small5", "small4", "small3"]
+    assert [each.bound for each in found.top[:2]] == ["memory", "compute"]
+    assert found.top[0].seconds == 6
+
+
+def test_nothing_limits_nothing() -> None:
+    found = limits(Schedule(()), CHIP)
+    assert (found.seconds, found.compute_share, found.top) == (0, 0, ())

@@ -1,0 +1,106 @@
+"""The files of a plan."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from plan.plans import ABOUT, KINDS, SPEED, make_plan, one_device
+
+from replicax.plan.save import to_json, write_plan
+
+
+def refuse(constant: str) -> None:
+    raise AssertionError(f"{constant} is not JSON")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_json_comes_back_as_it_was(kind: str) -> None:
+    plain = to_json(KINDS[kind]())
+    text = json.dumps(plain, allow_nan=False)
+    assert json.loads(text, parse_constant=refuse) == plain
+
+
+def test_every_kind_of_plan_has_the_same_keys() -> None:
+    plains = [to_json(make()) for make in KINDS.values()]
+    assert all(list(plain) == list(plains[0]) for plain in plains)
+    for part in ("asked", "formula", "target"):
+        assert len({tuple(plain[part]) for plain in plains}) == 1
+
+
+def test_json_has_the_numbers_and_what_follows() -> None:
+    plan = make_plan()
+    plain = to_json(plan)
+    assert plain["fits"] is True
+    assert plain["asked"] == {
+        "rows": 8,
+        "bytes": 11 * 10**9,
+        "fits": True,
+        "compiled": True,
+        "temporaries": 8_800_000_000,
+    }
+    assert plain["formula"]["total"] == plan.formula.total
+    assert plain["formula"]["state"] == 1_500_000_008
+    assert plain["traffic"]["wire_bytes"] == pytest.approx(996_001_900)
+    assert plain["traffic"]["share"] == pytest.approx(2.0, rel=1e-3)
+    one, *_, last = plain["scaling"]["weak"]
+    assert (one["devices"], one["efficiency"], one["batch_size"]) == (1, 1.0, 8)
+    assert last["devices"] == 131_072
+    assert last["rows_per_second"] == pytest.approx(8 * 131_072 / last["step"]["seconds"])
+
+
+def test_facts_of_the_chip_have_their_sources() -> None:
+    chip = to_json(make_plan())["target"]["chip"]
+    assert chip["memory_bytes"] == 16 * 2**30
+    assert chip["inside"]["source"]
+    assert set(chip["sources"]) >= {"memory_bytes", "flops_per_second"}
+    assert all(isinstance(source, str) for source in chip["sources"].values())
+
+
+def test_what_json_does_not_have_is_turned_into_what_it_has() -> None:
+    about: dict[Any, Any] = {
+        **ABOUT,
+        "noise_scale": float("inf"),
+        "learning_rate": float("nan"),
+        "count": np.int64(3),
+        "scores": np.asarray([1.5, np.inf]),
+        ("a", 1): {1: (2, 3)},
+        "folder": Path("runs"),
+    }
+    rates = dataclasses.replace(SPEED, rows_per_second=float("inf"))
+    plain = to_json(make_plan(about=about, speeds=(rates,)))
+    json.dumps(plain, allow_nan=False)
+    found = plain["about"]
+    assert found["noise_scale"] is None
+    assert found["learning_rate"] is None
+    assert found["count"] == 3
+    assert found["scores"] == [1.5, None]
+    assert found["a,1"] == {"1": [2, 3]}
+    assert found["folder"] == "runs"
+    assert plain["speeds"][0]["rows_per_second"] is None
+
+
+def test_all_files_are_written(tmp_path: Path) -> None:
+    paths = write_plan(make_plan(), tmp_path / "new" / "folder")
+    assert [path.name for path in paths] == ["plan.json", "memory.png", "scaling.png"]
+    assert json.loads(paths[0].read_text(), parse_constant=refuse) == to_json(make_plan())
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths[1:])
+
+
+@pytest.mark.parametrize("plan", [make_plan(scaling=None), one_device()], ids=["none", "one"])
+def test_without_a_forecast_there_is_no_picture_of_it(plan: Any, tmp_path: Path) -> None:
+    assert [path.name for path in write_plan(plan, tmp_path)] == ["plan.json", "memory.png"]
+    assert not (tmp_path / "scaling.png").exists()
+
+
+def test_without_matplotlib_the_notes_say_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    paths = write_plan(make_plan(), tmp_path)
+    assert [path.name for path in paths] == ["plan.json"]
+    (note,) = json.loads(paths[0].read_text())["notes"]
+    assert "replicax[cli]" in note

@@ -1,0 +1,262 @@
+"""The screen of a plan: what stands on it, and that a terminal of 80 columns holds it."""
+
+import dataclasses
+import re
+
+import pytest
+from plan.plans import (
+    ABOUT,
+    FORMULA,
+    GB,
+    KINDS,
+    SPEED,
+    by_formula,
+    make_plan,
+    need,
+    not_even_one,
+    one_device,
+    scaled,
+    too_large,
+    unknown_chip,
+)
+
+from replicax.plan.overlap import StepTime
+from replicax.plan.result import Alternative, BatchAdvice, KernelShare, Plan, Scaling
+from replicax.plan.table import shown_counts, table
+from replicax.plan.target import parse_target
+from replicax.plan.traffic import Movement, Traffic
+
+
+def under(plan: Plan, word: str) -> str:
+    """What stands beside a word of the margin, in one line and without its columns."""
+    found: list[str] = []
+    for text in table(plan):
+        if text[:7].strip() == word:
+            found.append(text[7:])
+        elif found and text[:7].strip() == "" and text:
+            found.append(text)
+        elif found:
+            break
+    return " ".join(" ".join(found).split())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_terminal_holds_every_line(kind: str) -> None:
+    lines = table(KINDS[kind]())
+    assert max(map(len, lines)) <= 80
+    assert not any(text != text.rstrip() for text in lines)
+    if kind != "huge":
+        assert len(lines) <= 40
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_printed_that_is_no_word(kind: str) -> None:
+    text = "\n".join(table(KINDS[kind]()))
+    assert not re.search(r"\b(None|nan|inf|False|True)\b", text)
+    assert "\ue000" not in text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_answers_come_in_order_before_the_rest(kind: str) -> None:
+    words = [text[:7].strip() for text in table(KINDS[kind]()) if text[:7].strip()]
+    order = ["plan", "target", "fits", "batch", "speed", "limit", "first", "memory", "change"]
+    places = [words.index(word) for word in order if word in words]
+    assert places == sorted(places)
+    assert {"plan", "target", "fits", "speed", "first", "memory"} <= set(words)
+
+
+def test_what_was_planned_and_for_what() -> None:
+    assert under(make_plan(), "plan") == (
+        "gpt2 --preset 124m · 124,439,808 parameters · float32 · jit · replicated"
+    )
+    assert under(make_plan(), "target") == (
+        "v5e:16x16 · 256 x TPU v5e · 64 hosts · compiled by libtpu 0.0.42"
+    )
+    split = make_plan(about={**ABOUT, "accumulate": 4})
+    assert under(split, "plan").endswith("4 micro-batches")
+
+
+def test_a_batch_that_fits() -> None:
+    plan = make_plan()
+    # 16 GiB of a v5e, less what libtpu keeps, are 16.9 GB; 256 devices with 8 rows have 2,048.
+    assert under(plan, "fits") == "yes: 8 rows a device (2,048 in all) take 11 of 16.9 GB"
+    assert under(plan, "batch") == (
+        "up to 12 rows a device (3,072 in all) take 16 GB; 13 do not fit"
+    )
+    endless = make_plan(too_large=None)
+    assert under(endless, "batch").endswith("take 16 GB, and more may fit")
+
+
+def test_a_batch_that_does_not_fit() -> None:
+    plan = too_large()
+    assert under(plan, "fits") == (
+        "no: 64 rows a device (16,384 in all) take at least 81 GB; a device has 16.9 GB"
+    )
+    assert "accumulate=8: 64 rows a device (16,384 in all) take 11.4 GB" in under(plan, "batch")
+    limit = under(plan, "limit")
+    assert limit.startswith("memory: the state takes 1.5 of 16.9 GB, the rest holds 12 rows")
+    assert "with 12 rows: arithmetic 60%" in limit
+
+
+def test_not_even_a_row_fits() -> None:
+    plan = not_even_one()
+    assert under(plan, "batch") == "none: not even 1 row a device"
+    assert under(plan, "speed") == "none: no batch fits"
+    # 200 GB of optimizer, 0.5 GB of parameters and a few bytes.
+    assert under(plan, "limit") == "memory: the state takes 201 GB; a device has 16.9 GB"
+    assert "layout=fsdp 90 GB 210 GB does not fit" in under(plan, "change")
+    several = dataclasses.replace(plan, too_large=need(4, 250.0))
+    assert under(several, "batch") == "none: not even 4 rows a device"
+
+
+def test_a_gpu_says_what_jax_leaves_of_its_memory() -> None:
+    fits = under(one_device(), "fits")
+    # 84942979072 bytes, of which JAX takes three quarters.
+    assert fits == "yes: 8 rows a device take 11 of 63.7 GB that JAX takes of 84.9 GB"
+
+
+def test_how_fast() -> None:
+    speed = under(make_plan(), "speed")
+    assert "8 rows a device 50 ms 40,960 41.9M 51%" in speed
+    assert "12 rows a device 50 ms" in speed
+    plain = dataclasses.replace(SPEED, tokens_per_second=None)
+    speed = under(make_plan(speeds=(plain,)), "speed")
+    assert speed == "at best a step rows/s of peak 8 rows a device 50 ms 40,960 51%"
+
+
+def test_what_limits_it_is_the_largest_share_first() -> None:
+    # Of 50 ms 40 are computed, three quarters of them by arithmetic, and 10 waited.
+    limit = under(make_plan(), "limit")
+    assert limit.startswith("arithmetic 60%, memory bandwidth 20%, the network 20% of a step")
+    assert "logits/dot_general 21% (compute), attention/softmax 14% (memory)" in limit
+    waiting = dataclasses.replace(SPEED, step=StepTime(0.1, 0.01, 0.09, 0.09), kernels=())
+    assert under(make_plan(speeds=(waiting,)), "limit") == (
+        "the network 90%, arithmetic 8%, memory bandwidth 2% of a step"
+    )
+
+
+def test_kernels_of_one_name_count_as_one() -> None:
+    kernels = (
+        KernelShare("jit(a)/loss/dot", 0.3, "compute"),
+        KernelShare("update/add", 0.25, "memory"),
+        KernelShare("update/add", 0.2, "memory"),
+    )
+    speed = dataclasses.replace(SPEED, kernels=kernels)
+    limit = under(make_plan(speeds=(speed,)), "limit")
+    assert "longest: update/add 45% (memory), loss/dot 30% (compute)" in limit
+
+
+def test_by_formula_says_so_at_each_heading() -> None:
+    plan = by_formula()
+    for word in ("target", "fits", "batch", "speed", "change", "memory"):
+        assert "by formula" in under(plan, word)
+    assert under(plan, "limit") == "computation 80%, the network 20% of a step"
+    assert under(plan, "note").endswith("pip install 'replicax[plan-tpu]'")
+    assert "sends" not in [text[:5] for text in table(plan)]
+
+
+def test_a_change_by_formula_among_compiled_ones_says_so() -> None:
+    mixed = (
+        Alternative("layout=zero1", need(8, 9.0), 2 * GB),
+        Alternative("remat", need(8, 8.0, compiled=False), 3 * GB),
+    )
+    change = under(make_plan(alternatives=mixed), "change")
+    assert "layout=zero1 9 GB 2 GB remat 8 GB 3 GB by formula" in change
+    assert change.count("by formula") == 1
+
+
+def test_memory_adds_up() -> None:
+    memory = under(make_plan(), "memory")
+    assert memory.endswith("10.6 GB by formula, 11 GB compiled")
+    # 0.5 + 1 + 0.5 + 6 + 3 - 0.4, and a batch too small to be named.
+    assert FORMULA.total == pytest.approx(10.6 * GB, rel=1e-3)
+    assert "optimizer 1 GB" in memory
+    assert "less 400 MB not there at once" in memory
+    assert "batch" not in memory
+
+
+def test_what_a_change_frees_or_takes() -> None:
+    change = under(make_plan(), "change")
+    assert "precision=bfloat16 7.5 GB 3.5 GB" in change
+    assert "layout=fsdp 11.2 GB -200 MB moves more" in change
+
+
+def test_what_a_step_sends() -> None:
+    sends = under(make_plan(), "sends")
+    assert "all-reduce 12 500 MB 996 MB for 12.3 ms" in sends
+    assert "all-gather 150 2 kB 1.9 kB no, it waits" in sends
+    assert "the least 498 MB 2.00 times it" in sends
+    assert under(make_plan(), "note").startswith("each device sends 996 MB, 2.00 times")
+    unknown = Traffic((Movement("all-reduce", 1, 10, 20.0, True, None),), 20.0)
+    assert "all-reduce 1 10 B 20 B yes" in under(make_plan(traffic=unknown), "sends")
+
+
+def test_efficiency_by_device_count() -> None:
+    plan = by_formula()
+    scales = under(plan, "scales")
+    assert plan.scaling is not None
+    found = {point.devices: f"{point.efficiency:.0%}" for point in plan.scaling.weak}
+    counts = [int(each.replace(",", "")) for each in re.findall(r"[\d,]+", scales.split("dev")[0])]
+    assert {1, 16, 64, 131_072} <= set(counts)
+    assert f"8 rows each {' '.join(found[count] for count in counts)}" in scales
+    # 128 rows are not enough for 131,072 devices.
+    assert re.search(r"128 rows in all [\d% ]+( -)+$", scales)
+    assert under(plan, "pays") == (
+        "to the last, 131,072, with 8 rows each; to 64 with 128 rows in all"
+    )
+
+
+def test_one_device_does_not_tell_how_others_would_do() -> None:
+    assert under(one_device(), "scales").startswith("not known: a step for one device")
+    assert "the network" not in under(one_device(), "limit")
+
+
+@pytest.mark.parametrize("most", [2, 3, 5, 7, 30])
+def test_shown_counts_are_the_ends_the_target_and_what_lies_between(most: int) -> None:
+    found: Scaling = scaled(parse_target("h100:256"))
+    counts = shown_counts(found, 256, most)
+    assert counts == sorted(set(counts))
+    assert len(counts) == min(most, 18)
+    wanted = [1, 131_072, 256]
+    assert set(wanted[:most]) <= set(counts)
+
+
+def test_the_cost_of_what_was_wished() -> None:
+    assert "cost" not in [text[:4] for text in table(make_plan())]
+    wished = make_plan(about={**ABOUT, "wished_rows": 1e9})
+    assert wished.scaling is not None
+    wished = dataclasses.replace(
+        wished, scaling=dataclasses.replace(wished.scaling, device_hours=1234.6)
+    )
+    # 10⁹ rows of 1,024 tokens.
+    assert under(wished, "cost") == "1,235 device-hours at least for 1.02T tokens, on this target"
+
+
+def test_the_learning_rate_of_another_batch() -> None:
+    rate = under(make_plan(), "rate")
+    assert rate.startswith("a batch of 3,072: 1.5 x the learning rate for SGD, 1.22 x for Adam")
+    assert "train --measure-noise-scale" in rate
+    assert "2,048" not in rate
+    known = make_plan(
+        about={**ABOUT, "noise_scale": 512.0}, batches=(BatchAdvice(2048, 1.0, 1.0, 1.25, 5.0),)
+    )
+    rate = under(known, "rate")
+    assert rate.startswith("a batch of 2,048: 1.25 x the fewest steps, 5 x the fewest rows")
+    assert rate.endswith("critical batch 512 rows, by the noise scale")
+    assert under(known, "pays").startswith("for one loss, ")
+
+
+def test_what_is_not_known_is_said_in_words() -> None:
+    plan = unknown_chip()
+    assert under(plan, "fits") == (
+        "not known: 8 rows a device (64 in all) take 11 GB; what a device has is not known"
+    )
+    assert under(plan, "speed") == "not known; see the notes"
+    assert under(plan, "batch") == ""
+
+
+@pytest.mark.parametrize("first", range(60, 72))
+def test_a_figure_stays_with_its_unit(first: int) -> None:
+    lines = table(make_plan(first=f"{'x' * first} 12.5 GB 3 rows"))
+    assert not any(text.endswith(("12.5", " 3")) for text in lines)
+    assert "12.5 GB" in "\n".join(lines)

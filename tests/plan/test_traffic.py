@@ -1,0 +1,181 @@
+"""What a step sends, against sums by hand and what XLA compiles."""
+
+import dataclasses
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import replicax as rx
+from replicax.parallel.compiled import Collectives
+from replicax.plan.schedule import Collective, Kernel, Schedule, read_schedule
+from replicax.plan.traffic import (
+    Traffic,
+    advice,
+    least_wire_bytes,
+    read_traffic,
+    sums_bytes,
+    wire_bytes,
+    wire_bytes_of_all_reduce,
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "sent"),
+    [
+        ("all-reduce", 400, 600),
+        ("all-gather", 400, 300),
+        ("reduce-scatter", 100, 300),
+        ("all-to-all", 400, 300),
+        ("collective-permute", 400, 400),
+    ],
+)
+def test_bytes_on_the_wire(kind: str, size: int, sent: float) -> None:
+    assert wire_bytes(Collectives(kind, 1, size), 4) == sent
+
+
+def test_a_reduce_scatter_and_an_all_gather_are_an_all_reduce() -> None:
+    parts = Collectives("reduce-scatter", 1, 100), Collectives("all-gather", 1, 400)
+    assert sum(wire_bytes(each, 4) for each in parts) == wire_bytes_of_all_reduce(400, 4)
+
+
+def test_sums_are_float32_at_least() -> None:
+    leaves = [jax.ShapeDtypeStruct((3, 5), dtype) for dtype in (jnp.bfloat16, jnp.float32)]
+    assert sums_bytes(leaves, 2) == 4 * 15 + 4 * 15 + 8 * 2
+    with jax.enable_x64(True):
+        assert sums_bytes([jax.ShapeDtypeStruct((3,), jnp.float64)], 0) == 24
+
+
+@pytest.mark.parametrize(
+    ("layout", "least"),
+    [
+        ("replicated", 2 * 400 * 3 / 4),
+        ("zero1", (400 + 200) * 3 / 4),
+        ("fsdp", (400 + 2 * 200) * 3 / 4),
+    ],
+)
+def test_the_least_of_each_layout(layout: str, least: float) -> None:
+    assert least_wire_bytes(layout, 4, 400, 200) == least
+    assert least_wire_bytes(layout, 1, 400, 200) == 0
+
+
+def collective(kind: str, size: int, **changes: Any) -> Collective:
+    settings = {"runs": 1, "asynchronous": False, "devices": None, "shapes": ()}
+    return Collective(name="c", kind=kind, bytes=size, op_name="", **{**settings, **changes})
+
+
+def test_collectives_are_summed_by_kind_and_by_whether_they_are_asynchronous() -> None:
+    kernel = Kernel("k", flops=10, bytes=0, runs=3, op_name="")
+    schedule = Schedule(
+        (
+            collective("all-gather", 8),
+            collective("all-reduce", 100, runs=3, asynchronous=True, between=(kernel, kernel)),
+            collective("all-reduce", 50, asynchronous=True),
+            collective("all-reduce", 10, devices=2),
+            collective("all-to-all", 999, devices=1),  # with itself
+        )
+    )
+    traffic = read_traffic(schedule, 4, 1e9, seconds=lambda kernel: kernel.flops / 1000)
+    first, second, third = traffic.movements
+    assert (first.kind, first.count, first.bytes, first.wire_bytes) == ("all-reduce", 4, 350, 525)
+    assert first.asynchronous
+    assert first.between_seconds == pytest.approx(2 * 3 * 10 / 1000)
+    assert (second.kind, second.asynchronous, second.wire_bytes) == ("all-reduce", False, 10)
+    assert (third.kind, third.wire_bytes, third.between_seconds) == ("all-gather", 6, 0)
+    assert traffic.wire_bytes == 525 + 10 + 6
+    assert not traffic.warning
+
+
+def test_how_long_kernels_run_is_not_always_known() -> None:
+    (movement,) = read_traffic(Schedule((collective("all-reduce", 8),)), 4, 12).movements
+    assert movement.between_seconds is None
+
+
+@pytest.mark.parametrize(("size", "warns"), [(100, False), (102, False), (104, True)])
+def test_a_warning_beyond_two_in_a_hundred(size: int, warns: bool) -> None:
+    traffic = read_traffic(Schedule((collective("all-reduce", size),)), 4, 150, mode="shard_map")
+    assert bool(traffic.warning) == warns
+    assert not warns or "156 B, 1.04 times the 150 B it has to" in traffic.warning
+    assert not warns or advice("shard_map") in traffic.warning
+
+
+def test_one_device_is_never_warned() -> None:
+    assert read_traffic(Schedule((collective("all-reduce", 100),)), 1, 0).warning == ""
+    assert read_traffic(Schedule(()), 1, 0).share == 1
+
+
+def test_a_parameter_that_is_reduced_twice_is_named_whatever_the_bytes() -> None:
+    table, matrix = jax.ShapeDtypeStruct((500, 8), "f4"), jax.ShapeDtypeStruct((60, 60), "f4")
+    shapes = ("bf16[500,8]", "bf16[60,60]")
+    params = [table, matrix, matrix]
+    twice = (collective("all-reduce", 15_200, shapes=shapes),) * 2
+    traffic = read_traffic(Schedule(twice), 4, 1e9, params)
+    assert traffic.warning == f"bf16[500,8] is reduced 2 times; {advice('jit')}"
+    assert not read_traffic(Schedule(twice[:1]), 4, 1e9, params).warning
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"shapes": ("f32[60,60]",), "devices": 1},
+        {"shapes": ("f32[16,16]",)},  # small
+        {"shapes": ("f32[999,999]",)},  # of no parameter
+        {"shapes": ("f32[60,60]",), "kind": "all-gather"},
+    ],
+    ids=["with itself", "small", "no parameter", "not reduced"],
+)
+def test_what_is_no_parameter_that_is_reduced_twice(changes: dict[str, Any]) -> None:
+    params = [jax.ShapeDtypeStruct(shape, "f4") for shape in ((60, 60), (16, 16))]
+    each = dataclasses.replace(collective("all-reduce", 4), **changes)
+    assert read_traffic(Schedule((each, each)), 4, 1e9, params).warning == ""
+
+
+def test_the_advice_of_a_split_layout_is_not_another_mode() -> None:
+    """`shard_map` has no split layouts."""
+    assert "shard_map" in advice("jit", "replicated")
+    assert "shard_map" not in advice("jit", "fsdp")
+
+
+# What XLA compiles for 8 CPU devices: a language model whose embedding is its output, too.
+ROWS, TOKENS, WORDS, WIDTH = 16, 4, 300, 32
+MODEL = {"table": jnp.ones((WORDS, WIDTH)), "w": jnp.ones((WIDTH, WIDTH))}
+BATCH = {"tokens": np.ones((ROWS, TOKENS), np.int32)}
+
+
+def loss(model: Any, batch: Any, key: Any) -> jax.Array:
+    x = jnp.tanh(model["table"][batch["tokens"]] @ model["w"])
+    scores = jax.nn.log_softmax(x @ model["table"].T)
+    return -jnp.mean(scores[..., 0], axis=-1)
+
+
+@cache
+def traffic(mode: str, layout: str = "replicated", devices: int = 8) -> Traffic:
+    mesh = rx.make_mesh(devices=jax.devices()[:devices])
+    dp = rx.DataParallel(loss, optax.sgd(0.1), mode=mode, layout=layout, mesh=mesh)
+    text = dp.lower(MODEL, BATCH).compile().as_text() or ""
+    params = jax.tree.leaves(MODEL)
+    sums = sums_bytes(params, 1)
+    least = least_wire_bytes(layout, devices, sums, sum(leaf.nbytes for leaf in params))
+    return read_traffic(read_schedule(text), devices, least, params, mode=mode, layout=layout)
+
+
+@pytest.mark.parametrize("devices", [2, 8])
+def test_a_step_that_reduces_once_sends_the_least(devices: int) -> None:
+    sent = traffic("shard_map", devices=devices)
+    (movement,) = sent.movements
+    gradient = 4 * (WORDS * WIDTH + WIDTH * WIDTH)
+    assert movement.wire_bytes == 2 * (gradient + 8) * (devices - 1) / devices
+    assert sent.wire_bytes == sent.least_bytes
+    assert sent.warning == ""
+
+
+def test_jit_reduces_a_tied_embedding_twice_and_is_warned() -> None:
+    sent = traffic("jit")
+    table = 4 * WORDS * WIDTH
+    assert sent.wire_bytes - sent.least_bytes == pytest.approx(2 * table * 7 / 8, rel=0.01)
+    assert f"f32[{WORDS},{WIDTH}] is reduced 2 times" in sent.warning
+    assert "mode='shard_map' reduces once" in sent.warning
