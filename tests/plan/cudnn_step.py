@@ -1,4 +1,6 @@
-"""`python cudnn_step.py MODE`: GPT-2 in bfloat16 for eight H100; the kernels of cuDNN in it."""
+"""`python cudnn_step.py MODE LAYOUT`: GPT-2 in bfloat16 for eight H100; which kernels of cuDNN it
+has, and what the program's notes are.
+"""
 
 import json
 import re
@@ -13,7 +15,8 @@ from replicax.plan.target import parse_target
 
 
 def main() -> None:
-    step = gpt2(16, mode=sys.argv[1], precision="bfloat16")
+    mode, layout = sys.argv[1:]
+    step = gpt2(16, mode=mode, layout=layout, precision="bfloat16")
     program = export_step(step.dp, step.model, step.batch, 8, "cuda", 9.0)
     with compiler_for(parse_target("h100:8")) as (compiler, notes):
         assert compiler is not None, notes

@@ -83,7 +83,7 @@ def scaled(target: Target, rows: int = 8) -> Scaling:
     moved = [Transfer("all-reduce", 5e8, 0.03, 0.04)] if target.devices > 1 else []
     weak = scaling_curve(target, 0.04, moved, rows)
     strong = scaling_curve(target, 0.04, moved, rows, fixed_batch=True)
-    return Scaling(weak, strong, weak[-1].devices, 64, None)
+    return Scaling(weak, strong, weak[-1].devices, 64)
 
 
 def make_plan(target: str | Target = "v5e:16x16", **changes: Any) -> Plan:
@@ -105,7 +105,8 @@ def make_plan(target: str | Target = "v5e:16x16", **changes: Any) -> Plan:
         ),
         "traffic": TRAFFIC if aim.devices > 1 else None,
         "speeds": (SPEED, dataclasses.replace(SPEED, rows=12)),
-        "scaling": scaled(aim) if known else None,
+        "scaling": scaled(aim) if known and aim.devices > 1 else None,
+        "device_hours": None,
         "batches": (
             BatchAdvice(2048, 1.0, 1.0, None, None),
             BatchAdvice(3072, 1.5, 1.22, None, None),
@@ -213,7 +214,8 @@ def huge() -> Plan:
                 SPEED, rows=asked.rows, step=step, kernels=(kernel,) * 5, tokens_per_second=1.2e16
             ),
         ),
-        scaling=dataclasses.replace(scaled(parse_target("v4:16x16x16"), 2**24), device_hours=1e13),
+        scaling=scaled(parse_target("v4:16x16x16"), 2**24),
+        device_hours=1e13,
         batches=(BatchAdvice(68_719_476_736, 33_554_432.0, 5792.6, 1.0001, 6872.9),),
         first="the first thing to change is " * 8,
         notes=("a note that goes on " * 12, "x" * 200),

@@ -39,8 +39,8 @@ def mlp(rows: int, **settings: Any) -> SmallStep:
 
 
 def gpt2(rows: int, **settings: Any) -> SmallStep:
-    """Two layers of 128 tokens, with heads as wide as those of the published sizes."""
-    shape = transformer.Shape(layers=2, heads=2, width=128, context=128, vocab_size=256)
+    """One layer of 128 tokens, with heads as wide as those of the published sizes."""
+    shape = transformer.Shape(layers=1, heads=2, width=128, context=128, vocab_size=256)
     recipe = GPT2(heads=shape.heads, context=shape.context)
     batch = {
         "tokens": _of((rows, shape.context + 1), jnp.int32),

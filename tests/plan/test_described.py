@@ -76,16 +76,30 @@ def test_a_tpu_refuses_what_is_too_large_and_tells_its_memory(text: str) -> None
     assert isinstance(half, Compilation)
 
 
+AS_SHARD_MAP = "mode jit is planned as shard_map, since the step has kernels of cuDNN"
+WITHOUT = "planned without the kernels of cuDNN: the step may need less"
+
+
 @needs("cuda")
-@pytest.mark.parametrize("mode", ["jit", "shard_map"])
-def test_cudnn_attends_where_there_are_host_devices_to_export_on(mode: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "layout", "host_devices", "attends", "notes"),
+    [
+        ("shard_map", "replicated", 8, True, []),
+        ("jit", "replicated", 8, True, [AS_SHARD_MAP]),
+        ("jit", "fsdp", 8, False, [WITHOUT]),
+        ("shard_map", "replicated", 7, False, [WITHOUT]),
+    ],
+)
+def test_cudnn_attends_where_there_are_host_devices_to_export_on(
+    mode: str, layout: str, host_devices: int, attends: bool, notes: list[str]
+) -> None:
     environment = {
         **os.environ,
-        "JAX_NUM_CPU_DEVICES": "8",
+        "JAX_NUM_CPU_DEVICES": str(host_devices),
         "PYTHONPATH": os.pathsep.join([str(FOLDER), str(HERE.parent)]),
     }
     ended = subprocess.run(
-        [sys.executable, str(HERE / "cudnn_step.py"), mode],
+        [sys.executable, str(HERE / "cudnn_step.py"), mode, layout],
         env=environment,
         capture_output=True,
         text=True,
@@ -93,9 +107,8 @@ def test_cudnn_attends_where_there_are_host_devices_to_export_on(mode: str) -> N
     )
     assert ended.returncode == 0, ended.stderr
     told = json.loads(ended.stdout.splitlines()[-1])
-    assert told["calls"] == ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
-    planned_as = "mode jit is planned as shard_map, since the step has kernels of cuDNN"
-    assert told["notes"] == ([planned_as] if mode == "jit" else [])
+    both = ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
+    assert told == {"calls": both if attends else [], "notes": notes}
 
 
 @pytest.fixture

@@ -105,7 +105,18 @@ def test_slower_links_never_pay_longer(exposed: float) -> None:
     assert paying(1.0 + exposed) <= paying(2.0 + 2 * exposed)
 
 
+def test_counts_that_are_no_doublings_pay_by_the_same_measure() -> None:
+    # TPU v5e come in 1, 4, 8, ...: four times as many must be 1.1² times as fast.
+    def curve(speedup: float) -> list[ScalingPoint]:
+        return [
+            ScalingPoint(1, 4, StepTime(1.0, 1.0, 0.0, 0.0)),
+            ScalingPoint(4, 4, StepTime(4 / speedup, 1.0, 0.0, 0.0)),
+        ]
+
+    assert devices_that_pay(curve(1.22)) == 4
+    assert devices_that_pay(curve(1.20)) == 1
+
+
 def test_device_hours() -> None:
     # 8 devices with 4 rows each in 2 s: 16 rows a second, so an hour for 57,600 rows.
-    point = ScalingPoint(8, 4, StepTime(2.0, 1.5, 0.5, 0.5))
-    assert device_hours(57_600, point) == pytest.approx(8)
+    assert device_hours(57_600, rows_per_second=16, devices=8) == pytest.approx(8)

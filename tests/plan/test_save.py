@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from plan.plans import ABOUT, KINDS, SPEED, make_plan, one_device
 
-from replicax.plan.save import to_json, write_plan
+from replicax.plan.save import write_plan
 
 
 def refuse(constant: str) -> None:
@@ -19,13 +19,13 @@ def refuse(constant: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_json_comes_back_as_it_was(kind: str) -> None:
-    plain = to_json(KINDS[kind]())
+    plain = KINDS[kind]().to_json()
     text = json.dumps(plain, allow_nan=False)
     assert json.loads(text, parse_constant=refuse) == plain
 
 
 def test_every_kind_of_plan_has_the_same_keys() -> None:
-    plains = [to_json(make()) for make in KINDS.values()]
+    plains = [make().to_json() for make in KINDS.values()]
     assert all(list(plain) == list(plains[0]) for plain in plains)
     for part in ("asked", "formula", "target"):
         assert len({tuple(plain[part]) for plain in plains}) == 1
@@ -33,7 +33,7 @@ def test_every_kind_of_plan_has_the_same_keys() -> None:
 
 def test_json_has_the_numbers_and_what_follows() -> None:
     plan = make_plan()
-    plain = to_json(plan)
+    plain = plan.to_json()
     assert plain["fits"] is True
     assert plain["asked"] == {
         "rows": 8,
@@ -53,7 +53,7 @@ def test_json_has_the_numbers_and_what_follows() -> None:
 
 
 def test_facts_of_the_chip_have_their_sources() -> None:
-    chip = to_json(make_plan())["target"]["chip"]
+    chip = make_plan().to_json()["target"]["chip"]
     assert chip["memory_bytes"] == 16 * 2**30
     assert chip["inside"]["source"]
     assert set(chip["sources"]) >= {"memory_bytes", "flops_per_second"}
@@ -71,7 +71,7 @@ def test_what_json_does_not_have_is_turned_into_what_it_has() -> None:
         "folder": Path("runs"),
     }
     rates = dataclasses.replace(SPEED, rows_per_second=float("inf"))
-    plain = to_json(make_plan(about=about, speeds=(rates,)))
+    plain = make_plan(about=about, speeds=(rates,)).to_json()
     json.dumps(plain, allow_nan=False)
     found = plain["about"]
     assert found["noise_scale"] is None
@@ -86,7 +86,7 @@ def test_what_json_does_not_have_is_turned_into_what_it_has() -> None:
 def test_all_files_are_written(tmp_path: Path) -> None:
     paths = write_plan(make_plan(), tmp_path / "new" / "folder")
     assert [path.name for path in paths] == ["plan.json", "memory.png", "scaling.png"]
-    assert json.loads(paths[0].read_text(), parse_constant=refuse) == to_json(make_plan())
+    assert json.loads(paths[0].read_text(), parse_constant=refuse) == make_plan().to_json()
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths[1:])
 
 

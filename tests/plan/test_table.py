@@ -21,7 +21,7 @@ from plan.plans import (
 )
 
 from replicax.plan.overlap import StepTime
-from replicax.plan.result import Alternative, BatchAdvice, KernelShare, Plan, Scaling
+from replicax.plan.result import Alternative, BatchAdvice, KernelShare, OnPaper, Plan, Scaling
 from replicax.plan.table import shown_counts, table
 from replicax.plan.target import parse_target
 from replicax.plan.traffic import Movement, Traffic
@@ -179,6 +179,8 @@ def test_what_a_change_frees_or_takes() -> None:
     change = under(make_plan(), "change")
     assert "precision=bfloat16 7.5 GB 3.5 GB" in change
     assert "layout=fsdp 11.2 GB -200 MB moves more" in change
+    vain = (Alternative("remat", need(8, 11.0), -560),)
+    assert under(make_plan(alternatives=vain), "change").endswith("remat 11 GB nothing")
 
 
 def test_what_a_step_sends() -> None:
@@ -207,8 +209,13 @@ def test_efficiency_by_device_count() -> None:
 
 
 def test_one_device_does_not_tell_how_others_would_do() -> None:
-    assert under(one_device(), "scales").startswith("not known: a step for one device")
-    assert "the network" not in under(one_device(), "limit")
+    assert under(one_device(), "scales") == ""
+
+
+def test_the_formula_on_paper_stands_beside_the_rest() -> None:
+    assert "paper" not in [text[:5] for text in table(make_plan())]
+    plan = make_plan(on_paper=OnPaper(9.6e9, 3))
+    assert under(plan, "paper").endswith("activations of 9.6 GB a row, 3 rows a device")
 
 
 @pytest.mark.parametrize("most", [2, 3, 5, 7, 30])
@@ -223,11 +230,7 @@ def test_shown_counts_are_the_ends_the_target_and_what_lies_between(most: int) -
 
 def test_the_cost_of_what_was_wished() -> None:
     assert "cost" not in [text[:4] for text in table(make_plan())]
-    wished = make_plan(about={**ABOUT, "wished_rows": 1e9})
-    assert wished.scaling is not None
-    wished = dataclasses.replace(
-        wished, scaling=dataclasses.replace(wished.scaling, device_hours=1234.6)
-    )
+    wished = make_plan(about={**ABOUT, "wished_rows": 1e9}, device_hours=1234.6)
     # 10⁹ rows of 1,024 tokens.
     assert under(wished, "cost") == "1,235 device-hours at least for 1.02T tokens, on this target"
 

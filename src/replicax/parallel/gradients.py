@@ -6,6 +6,8 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax.data.batch import Batch
 from replicax.parallel.loss import LOSS, Sum, sums
@@ -34,6 +36,14 @@ class Objective:
     definition: Definition
     loss: LossFunction
     precision: Precision
+    split: PyTree | None = None
+    """Shardings of the parameters, where they are split over the replicas. The loss computes with
+    whole ones: a compiler might else split what is computed as the parameters are, and send that.
+    """
+
+    def gathering(self, split: PyTree) -> "Objective":
+        """The same for parameters that are split as these shardings say."""
+        return dataclasses.replace(self, split=split)
 
     def means(
         self,
@@ -57,13 +67,16 @@ class Objective:
         data = self.precision.to_compute(batch.data)
         returned, extras = self.definition.apply(
             lambda model: self.loss(model, data, key),
-            self.precision.to_compute(params),
+            self._gather(self.precision.to_compute(params)),
             extras,
             key=key,
             axis=axis,
             alone=alone,
         )
         return sums(returned, batch.mask), extras
+
+    def _gather(self, params: PyTree) -> PyTree:
+        return params if self.split is None else jax.tree.map(_gathered, params, self.split)
 
     def sums(
         self,
@@ -82,3 +95,22 @@ class Objective:
 
         gradient, (means, after) = jax.grad(total, has_aux=True)(params)
         return Sums(jax.tree.map(to_sum, gradient), means), after
+
+
+def _gathered(leaf: jax.Array, split: NamedSharding) -> jax.Array:
+    """`leaf` on every device, its gradient summed to where the leaf lay."""
+    whole = NamedSharding(split.mesh, PartitionSpec())
+
+    @jax.custom_vjp
+    def gather(leaf: jax.Array) -> jax.Array:
+        whole_leaf: jax.Array = lax.with_sharding_constraint(leaf, whole)
+        return whole_leaf
+
+    def forward(leaf: jax.Array) -> tuple[jax.Array, None]:
+        return gather(leaf), None
+
+    def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
+        return (lax.with_sharding_constraint(gradient, split),)
+
+    gather.defvjp(forward, backward)
+    return gather(leaf)

@@ -366,6 +366,9 @@ class DataParallel:
             raise StateError("this DataParallel has no model yet; call init(model) first")
         return Objective(self._definition, self.loss, self.precision)
 
+    def _objective_in(self, state: TrainState) -> Objective:
+        return self._objective.gathering(state.params) if self.layout == "fsdp" else self._objective
+
     def _state_shapes(self, params: PyTree, extras: PyTree) -> TrainState:
         create_state = partial(create, optimizer=self._optimizer)
         shapes: TrainState = jax.eval_shape(create_state, params, extras, np.uint32(0))
@@ -375,21 +378,22 @@ class DataParallel:
         return state_shardings(shapes, mesh, self.layout)
 
     def _lift_update(self, shapes: TrainState, mesh: AnyMesh) -> Any:
+        shardings = self._shardings(shapes, mesh)
         function = partial(
             update,
-            objective=self._objective,
+            objective=self._objective_in(shardings),
             optimizer=self._optimizer,
             summation=self._summation,
             guard=self._guard,
         )
-        shardings = self._shardings(shapes, mesh)
         out = (shardings, replicated(mesh))
         return lift(function, self.mode, mesh, shardings, out, donate=self.donate)
 
     def _lift_score(self, shapes: TrainState) -> Any:
-        summation = self._summation if self.mode == "exact" else Running()
-        function = partial(score, objective=self._objective, summation=summation)
         shardings = self._shardings(shapes, self.mesh)
+        objective = self._objective_in(shardings)
+        summation = self._summation if self.mode == "exact" else Running()
+        function = partial(score, objective=objective, summation=summation)
         return lift(function, self.mode, self.mesh, shardings, replicated(self.mesh))
 
     def _are_placed(self, state: Any, batch: Any) -> bool:

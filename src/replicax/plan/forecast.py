@@ -1,7 +1,9 @@
 """A step on some devices -> its speed on any number of them, and where more stop paying."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from replicax.plan.collective import REDUCE_SCATTER
 from replicax.plan.critical_batch import batch_cost
@@ -106,13 +108,16 @@ def devices_that_pay(points: Sequence[ScalingPoint], noise_scale: float | None =
             of one batch it changes nothing.
 
     Returns:
-        The last number of devices up to which every doubling pays.
+        The largest number of devices to which it pays to go from the next smaller one.
     """
     times = {point.devices: _time_to_result(point, noise_scale) for point in points}
-    paying = min(times)
-    while 2 * paying in times and times[paying] / times[2 * paying] >= PAYING_SPEEDUP:
-        paying *= 2
-    return paying
+    counts = sorted(times)
+    paying = [
+        more
+        for fewer, more in pairwise(counts)
+        if times[fewer] / times[more] >= PAYING_SPEEDUP ** math.log2(more / fewer)
+    ]
+    return max(paying, default=counts[0])
 
 
 def _time_to_result(point: ScalingPoint, noise_scale: float | None) -> float:
@@ -122,9 +127,14 @@ def _time_to_result(point: ScalingPoint, noise_scale: float | None) -> float:
     return point.step.seconds * batch_cost(point.batch_size, noise_scale).steps
 
 
-def device_hours(rows: float, point: ScalingPoint) -> float:
+def device_hours(rows: float, rows_per_second: float, devices: int) -> float:
     """Hours of one device, summed over all, to see `rows` rows.
 
     For a number of tokens, divide it by the tokens of a row.
+
+    Args:
+        rows: in all.
+        rows_per_second: of all devices together.
+        devices: how many there are.
     """
-    return rows / point.rows_per_second * point.devices / SECONDS_AN_HOUR
+    return rows / rows_per_second * devices / SECONDS_AN_HOUR

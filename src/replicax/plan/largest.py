@@ -8,6 +8,8 @@ RESOLUTION = 32
 """The largest batch is found to one part in so many, rounded down to a power of two of units."""
 MOST_QUESTIONS = 12
 """A straight line seldom takes more than four."""
+MOST_GROWTH = 16
+"""Times the rows that fit, which the next question may be: a guessed slope may be far off."""
 MOST_ROWS = 2**24
 """Of a device; nobody trains with more, and XLA's index arithmetic ends not far beyond."""
 
@@ -71,7 +73,8 @@ class _Search:
         if self.too_large is None:
             if self.fits.rows + step > MOST_ROWS:
                 return None
-            return self._rounded(max(self._guess(self.fits), self.fits.rows + step), step)
+            grown = min(self._guess(self.fits), MOST_GROWTH * self.fits.rows)
+            return self._rounded(max(grown, self.fits.rows + step), step)
         if self.too_large.rows - self.fits.rows <= step:
             return None
         return self._between(self.fits.rows, self.too_large.rows, self._guess(self.fits))

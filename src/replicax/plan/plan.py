@@ -20,6 +20,7 @@ from replicax.plan.alternatives import alternatives
 from replicax.plan.compilation import Description
 from replicax.plan.compiler import AttachedCompiler, Compiler
 from replicax.plan.compiler_pool import CompilerPool
+from replicax.plan.forecast import device_hours
 from replicax.plan.gpu_description import DESCRIPTIONS
 from replicax.plan.host import measured
 from replicax.plan.kernel_time import kernel_roofline
@@ -186,11 +187,11 @@ class _Planner:
             others, refused = changed.result()
         self._notes += refused
         shown = self._shown(asked.need, largest)
-        speeds, grown = self._speeds(shown, noise_scale, wished_rows)
+        speeds, grown = self._speeds(shown, noise_scale)
         traffic = self._traffic(shown[0]) if shown else None
         batches = [devices * need.rows for need in (asked.need, largest) if need is not None]
         return Plan(
-            about=self._about(),
+            about={**self._about(), "noise_scale": noise_scale, "wished_rows": wished_rows},
             target=self._target,
             asked=asked.need,
             formula=asked.formula,
@@ -202,6 +203,11 @@ class _Planner:
             traffic=traffic,
             speeds=speeds,
             scaling=grown,
+            device_hours=(
+                device_hours(wished_rows, speeds[0].rows_per_second, devices)
+                if wished_rows and speeds
+                else None
+            ),
             batches=batch_advice(self._rows, batches, noise_scale),
             first=first_change(
                 dp,
@@ -283,7 +289,7 @@ class _Planner:
         return work_by_formula(flops, step.formula, gradient, self._target, dtype)
 
     def _speeds(
-        self, shown: list[Need], noise_scale: float | None, wished_rows: float | None
+        self, shown: list[Need], noise_scale: float | None
     ) -> tuple[tuple[Speed, ...], Scaling | None]:
         dtype = known_dtype(self._dp, self._target)
         try:
@@ -296,8 +302,10 @@ class _Planner:
             return (), None
         if dtype != self._dp.precision.name:
             self._notes.append(f"{self._target.chip.title} multiplies in {dtype} at best")
+        if self._target.devices == 1 or self._target.chip.platform == "cpu":
+            return tuple(speeds), None  # one device sends nothing, and one host has no more
         try:
-            return tuple(speeds), scaling(works[0], self._target, noise_scale, wished_rows)
+            return tuple(speeds), scaling(works[0], self._target, noise_scale)
         except ConfigError as error:
             self._notes.append(f"no scaling: {error}")
             return tuple(speeds), None

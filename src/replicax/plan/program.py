@@ -19,7 +19,9 @@ programs of later versions; ours is compiled at once, by the same version."""
 
 # What jax.export says of a step whose kernels need Python or devices to be lowered.
 CALLS_BACK = "host_callbacks"
+CALLS_BACK_ELSEWHERE = "is different from the lowering platform"
 NEEDS_DEVICES = "require devices to be present"
+REASONS = (CALLS_BACK, CALLS_BACK_ELSEWHERE, NEEDS_DEVICES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +69,7 @@ def export_step(
         try:
             return _export(form, model, batch, devices, platform, described, notes)
         except (NotImplementedError, ValueError) as error:
-            if not any(reason in str(error) for reason in (CALLS_BACK, NEEDS_DEVICES)):
+            if not any(reason in str(error) for reason in REASONS):
                 raise
     raise ConfigError(
         "the step calls back to the host (jax.debug.print, say), which a program for other "

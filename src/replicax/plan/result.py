@@ -8,6 +8,7 @@ from replicax.plan.forecast import ScalingPoint
 from replicax.plan.memory import MemoryFormula
 from replicax.plan.need import Need
 from replicax.plan.overlap import StepTime
+from replicax.plan.plain import plain
 from replicax.plan.target import Target
 from replicax.plan.traffic import Traffic
 
@@ -75,8 +76,6 @@ class Scaling:
     weak_pays: int
     """Devices beyond which twice as many are not worth it; see `forecast.devices_that_pay`."""
     strong_pays: int
-    device_hours: float | None
-    """For the wished number of rows or tokens, on the target."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +127,9 @@ class Plan:
     speeds: tuple[Speed, ...]
     """For the batch that was asked for, if it fits, and the largest."""
     scaling: Scaling | None
+    """None on one device, and on those of this host."""
+    device_hours: float | None
+    """At least, for the rows or tokens that were wished for."""
     batches: tuple[BatchAdvice, ...]
     first: str
     """What to change first."""
@@ -147,6 +149,26 @@ class Plan:
         return self.speeds[0] if self.speeds else None
 
     def to_json(self) -> dict[str, Any]:
-        """As what `json.dumps` takes."""
-        found = dataclasses.asdict(self)
-        return {**found, "fits": self.fits, "about": dict(self.about)}
+        """The plan and what follows from it, as `json.dumps(..., allow_nan=False)` takes it."""
+        found: dict[str, Any] = {**plain(self), "fits": self.fits}
+        formula, traffic = self.formula, self.traffic
+        found["formula"] |= {
+            "state": formula.state,
+            "temporaries": formula.temporaries,
+            "total": formula.total,
+        }
+        if traffic is not None:
+            found["traffic"] |= plain({"wire_bytes": traffic.wire_bytes, "share": traffic.share})
+        if self.scaling is not None:
+            for name, points in (("weak", self.scaling.weak), ("strong", self.scaling.strong)):
+                found["scaling"][name] = [_point(each) for each in points]
+        return found
+
+
+def _point(point: ScalingPoint) -> Any:
+    follows = {
+        "batch_size": point.batch_size,
+        "efficiency": point.efficiency,
+        "rows_per_second": point.rows_per_second,
+    }
+    return plain(point) | plain(follows)

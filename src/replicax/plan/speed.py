@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from replicax.parallel.step import DataParallel
 from replicax.plan.collective import ALL_REDUCE
-from replicax.plan.forecast import ScalingPoint, device_hours, devices_that_pay, scaling_curve
+from replicax.plan.forecast import ScalingPoint, devices_that_pay, scaling_curve
 from replicax.plan.kernel_time import limits, timeline
 from replicax.plan.memory import MemoryFormula
 from replicax.plan.network import network
@@ -103,16 +103,13 @@ def speed(work: Work, target: Target, dtype: str, tokens_per_row: int | None) ->
     )
 
 
-def scaling(
-    work: Work, target: Target, noise_scale: float | None, wished_rows: float | None
-) -> Scaling:
+def scaling(work: Work, target: Target, noise_scale: float | None) -> Scaling:
     """The step on other numbers of the target's devices.
 
     Args:
         work: of one device.
         target: the devices that `work` was compiled for.
         noise_scale: in rows, where a run measured it.
-        wished_rows: to train on in all, for `Scaling.device_hours`.
 
     Raises:
         ConfigError: the links between hosts are not known.
@@ -124,13 +121,11 @@ def scaling(
         )
 
     weak, strong = curve(False), curve(True)
-    here = next(point for point in weak if point.devices == target.devices)
     return Scaling(
         weak=weak,
         strong=strong,
         weak_pays=devices_that_pay(weak, noise_scale),
         strong_pays=devices_that_pay(strong),
-        device_hours=None if wished_rows is None else device_hours(wished_rows, here),
     )
 
 

@@ -37,9 +37,9 @@ def table(plan: Plan) -> list[str]:
     parts = (
         [*_header(plan)],
         [*_fits(plan), *_batch(plan), *_speed(plan), *_limit(plan), *line("first", plan.first)],
-        [*_memory(plan), *_changes(plan)],
+        [*_memory(plan), *_on_paper(plan), *_changes(plan)],
         _traffic(plan),
-        [*_scaling(plan), *_learning_rates(plan)],
+        [*_scaling(plan), *_cost(plan), *_learning_rates(plan)],
         [text for note in plan.notes for text in line("note", note)],
     )
     return [text for part in parts if part for text in (*part, "")][:-1]
@@ -206,6 +206,15 @@ def _memory(plan: Plan) -> list[str]:
     return line("memory", f"{counted(found.rows, 'row')} a device: {text}")
 
 
+def _on_paper(plan: Plan) -> list[str]:
+    found = plan.on_paper
+    if found is None:
+        return []
+    size = size_text(found.bytes_per_row)
+    each = counted(found.rows, "row")
+    return line("paper", f"M B T²/(4 N D²): activations of {size} a row, {each} a device")
+
+
 def _changes(plan: Plan) -> list[str]:
     if not plan.alternatives:
         return []
@@ -220,7 +229,9 @@ def _changes(plan: Plan) -> list[str]:
         ]
         beside = "; ".join(filter(None, texts))
         size = size_text(each.need.bytes)
-        lines.append((each.change, size, freed_text(each.freed_bytes), beside))
+        little = abs(each.freed_bytes) < _SMALL * plan.asked.bytes
+        freed = "nothing" if little else freed_text(each.freed_bytes)
+        lines.append((each.change, size, freed, beside))
     return columns("change", lines)
 
 
@@ -245,8 +256,6 @@ def _scaling(plan: Plan) -> list[str]:
     found = plan.scaling
     if found is None or plan.speed is None:
         return []
-    if plan.target.devices == 1:
-        return line("scales", "not known: a step for one device sends nothing; plan for 2 or more")
     rows = plan.speed.rows
     names = (f"{counted(rows, 'row')} each", f"{counted(rows * plan.target.devices, 'row')} in all")
     most = (WIDTH - MARGIN - max(len("efficiency"), *map(len, names)) - len("  devices")) // _COLUMN
@@ -260,7 +269,7 @@ def _scaling(plan: Plan) -> list[str]:
         f"{reached}{_pays(found.weak_pays, found.weak)} with {names[0]}; "
         f"{_pays(found.strong_pays, found.strong)} with {names[1]}"
     )
-    return [*columns("scales", lines), *line("pays", pays), *_cost(plan)]
+    return [*columns("scales", lines), *line("pays", pays)]
 
 
 def shown_counts(scaling: Scaling, devices: int, most: int) -> list[int]:
@@ -292,7 +301,7 @@ def _pays(devices: int, points: Sequence[ScalingPoint]) -> str:
 
 
 def _cost(plan: Plan) -> list[str]:
-    hours = plan.scaling.device_hours if plan.scaling else None
+    hours = plan.device_hours
     if hours is None:
         return []
     wished = plan.about.get("wished_rows")
@@ -335,9 +344,10 @@ def _times(factor: float) -> str:
 
 
 def _each(plan: Plan, need: Need) -> str:
+    """To the row: it is what one asks for next."""
     devices = plan.target.devices
-    total = f" ({short(need.rows * devices)} in all)" if devices > 1 else ""
-    return f"{counted(need.rows, 'row')} a device{total}"
+    total = f" ({need.rows * devices:,} in all)" if devices > 1 else ""
+    return f"{need.rows:,} row{'s' if need.rows > 1 else ''} a device{total}"
 
 
 def _how(need: Need) -> str:

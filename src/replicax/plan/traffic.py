@@ -174,9 +174,9 @@ def least_wire_bytes(
 
     Reducing a gradient takes 2(n-1)/n of its bytes, however it is done (Patarasuk and Yuan 2009,
     "Bandwidth optimal all-reduce algorithms for clusters of workstations"). Where each device
-    updates its part (`zero1`), half of it, and the parameters are gathered after; where it holds
-    no more than its part (`fsdp`), they are gathered for the forward pass and again for the
-    backward pass (Rajbhandari et al. 2020, arXiv:1910.02054).
+    updates its part (`zero1`, `fsdp`), it takes half of that, and the parameters are gathered once:
+    a step keeps them for its backward pass. To gather them again there, as arXiv:1910.02054 does,
+    sends more and keeps less.
 
     Args:
         layout: `replicated`, `zero1` or `fsdp`.
@@ -185,10 +185,9 @@ def least_wire_bytes(
         parameter_bytes: of the parameters as they are gathered.
     """
     once = (devices - 1) / devices
-    gathered = {"replicated": 0, "zero1": 1, "fsdp": 2}[layout]
-    if not gathered:
+    if layout == "replicated":
         return wire_bytes_of_all_reduce(sums_bytes, devices)
-    return once * (sums_bytes + gathered * parameter_bytes)
+    return once * (sums_bytes + parameter_bytes)
 
 
 def sums_bytes(params: Iterable[Any], metrics: int) -> int:

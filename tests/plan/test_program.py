@@ -1,0 +1,120 @@
+"""A step as a program: what is exported, for how many devices, and what cannot be."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from plan.small_steps import SMALL_STEPS, SmallStep, lenet, mlp, wide
+
+import replicax as rx
+from replicax.errors import ConfigError
+from replicax.plan.program import Program, export_step
+
+# Four kernels and biases, Adam's two means of each; its count of steps, the state's, and a seed.
+MLP_LEAVES = 3 * (4 * 2) + 3
+
+
+def program(step: SmallStep, devices: int = 2, platform: str = "cpu") -> Program:
+    return export_step(step.dp, step.model, step.batch, devices, platform, None)
+
+
+def exported(step: SmallStep, devices: int, platform: str) -> jax.export.Exported:
+    return jax.export.deserialize(bytearray(program(step, devices, platform).module))
+
+
+def test_its_flops_and_means_are_counted() -> None:
+    rows, devices = 24, 4
+    made = program(wide(rows), devices)
+    # Forward, and the gradient of the matrix; nothing goes back to the input.
+    assert made.flops == 2 * (2 * rows * 2**14 * 128)
+    assert (made.devices, made.rows, made.metrics) == (devices, rows, 1)
+    assert program(lenet(8)).metrics == 2  # loss, accuracy
+
+
+def test_rows_are_filled_up_to_whole_micro_batches() -> None:
+    made = program(wide(10, accumulate=2), 4)
+    assert made.rows == 16
+    assert made.flops == 2 * (2 * 16 * 2**14 * 128)
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_the_state_comes_first_and_gives_its_memory(donate: bool) -> None:
+    step = mlp(8, donate=donate)
+    made = program(step)
+    state = jax.tree.leaves(step.dp.abstract_state(step.model))
+    assert len(state) == MLP_LEAVES
+    assert made.donated == (MLP_LEAVES if donate else 0)
+    shapes = jax.export.deserialize(bytearray(made.module)).in_avals
+    assert [(each.shape, each.dtype) for each in shapes[:MLP_LEAVES]] == [
+        (each.shape, each.dtype) for each in state
+    ]
+
+
+def test_pmap_is_exported_as_its_equal() -> None:
+    made = program(mlp(8, mode="pmap"))
+    assert made.notes == ("mode pmap is planned as shard_map, its equal",)
+    equal = program(mlp(8, mode="shard_map"))
+    assert equal.notes == ()
+    assert (made.flops, made.donated) == (equal.flops, equal.donated)
+
+
+@pytest.mark.parametrize("mode", ["jit", "shard_map", "pmap"])
+@pytest.mark.parametrize("platform", ["cpu", "tpu", "cuda"])
+@pytest.mark.parametrize("devices", [2, 64])
+def test_a_step_that_calls_back_to_the_host_is_refused(
+    mode: str, platform: str, devices: int
+) -> None:
+    def loss(model: Any, batch: Any, key: Any) -> jax.Array:
+        jax.debug.print("{}", model.sum())
+        return jnp.dot(batch["x"], model)
+
+    step = SmallStep(
+        rx.DataParallel(loss, optax.sgd(0.1), mode=mode),
+        jnp.ones(3),
+        {"x": jnp.ones((64, 3))},
+    )
+    with pytest.raises(ConfigError, match=r"calls back to the host .* take the callback out"):
+        program(step, devices, platform)
+
+
+def test_other_errors_of_a_loss_are_its_own() -> None:
+    def loss(model: Any, batch: Any, key: Any) -> jax.Array:
+        raise ValueError("of the loss")
+
+    step = SmallStep(rx.DataParallel(loss, optax.sgd(0.1)), jnp.ones(3), {"x": jnp.ones((8, 3))})
+    with pytest.raises(ValueError, match=r"^of the loss\n"):
+        program(step)
+
+
+@pytest.mark.parametrize("name", SMALL_STEPS)
+def test_it_is_read_without_the_classes_it_was_made_of(name: str, tmp_path: Path) -> None:
+    made = program(SMALL_STEPS[name](8))
+    (tmp_path / "module").write_bytes(made.module)
+    reader = (
+        "import sys, jax\n"
+        "read = jax.export.deserialize(bytearray(open('module', 'rb').read()))\n"
+        "assert not {'replicax', 'optax', 'flax'} & set(sys.modules)\n"
+        "print(read.nr_devices, len(read.in_avals))\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", reader], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    devices, arguments = ended.stdout.split()
+    assert int(devices) == 2
+    assert int(arguments) > made.donated > 0
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+@pytest.mark.parametrize("devices", [256, 1024])
+@pytest.mark.parametrize("settings", [{"mode": "shard_map"}, {"mode": "jit"}, {"layout": "fsdp"}])
+def test_devices_that_do_not_exist(settings: dict[str, Any], devices: int, platform: str) -> None:
+    assert len(jax.devices()) < devices
+    read = exported(mlp(2 * devices, **settings), devices, platform)
+    assert read.nr_devices == devices
+    assert read.platforms == (platform,)
