@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEERS := $(VENV)/.peers
 ENGINES := $(VENV)/.engines
+COMPILERS := $(VENV)/.compilers
 UV_VERSION := 0.13.8
 
 # The first that is Python 3.11 or newer and can make a virtual environment.
@@ -15,13 +16,14 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 # Also appended to the command of `train`, `test`, `test-fast` and `lock`.
 ARGS ?=
 
-.PHONY: help train data peers engines test test-fast check bench lock clean
+.PHONY: help train data peers engines compilers test test-fast check bench lock clean
 
 help:
 	@echo 'make train      set up, get the data and train LeNet on two devices (ARGS="--epochs 1")'
 	@echo 'make data       get Fashion-MNIST from Debian where that is possible'
 	@echo 'make peers      install torch and transformers, which some tests compare with'
 	@echo 'make engines    install Slurm, Open MPI and Ray, which some tests run under'
+	@echo 'make compilers  install those for TPUs and GPUs, which some tests plan with'
 	@echo 'make test       every test'
 	@echo 'make test-fast  the tests that take seconds'
 	@echo 'make check      lint, formatting, types'
@@ -95,7 +97,17 @@ $(ENGINES): requirements-engines.txt $(STAMP)
 		--constraint $(VENV)/constraints.txt </dev/null >/dev/null 2>&1 && : > $@; } \
 		|| echo 'engines: that failed; $(SKIPPED)'
 
-test: $(STAMP) data peers engines
+compilers: $(COMPILERS)
+
+# In a folder that is on no path: jax loads all that it finds. Tests show it to compilers alone.
+$(COMPILERS): requirements-compilers.txt $(STAMP)
+	@echo "compilers: installing $(shell sed -n 's/==.*//p' requirements-compilers.txt | uniq)"
+	@rm -rf $(VENV)/compilers
+	@{ $(BIN)/python -m pip install --no-deps --target $(VENV)/compilers \
+		--requirement requirements-compilers.txt </dev/null >/dev/null 2>&1 && : > $@; } \
+		|| echo 'compilers: that failed; the tests that plan with them will be skipped'
+
+test: $(STAMP) data peers engines compilers
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 test-fast: $(STAMP)

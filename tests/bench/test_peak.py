@@ -1,6 +1,5 @@
 """What devices can do at most, as far as that is known."""
 
-
 import pytest
 
 from replicax.bench.peak import peak_flops_per_second

@@ -1,8 +1,10 @@
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from replicax.commands.data import print_data
+from replicax.commands.data import first_rows, print_data
+from replicax.errors import ConfigError
 
 
 def test_a_long_description_stays_within_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
@@ -18,3 +20,12 @@ def test_a_long_description_stays_within_a_terminal(capsys: pytest.CaptureFixtur
 def test_a_recipe_need_not_describe_its_data(capsys: pytest.CaptureFixture[str]) -> None:
     print_data(object())
     assert capsys.readouterr().out == ""
+
+
+def test_first_rows() -> None:
+    source = {"x": np.arange(10)}
+    assert first_rows(source, 4)["x"].tolist() == [0, 1, 2, 3]
+    batches = [{"x": np.arange(3)}, {"x": np.arange(3, 6)}]
+    assert first_rows(batches, 4)["x"].tolist() == [0, 1, 2, 3]
+    with pytest.raises(ConfigError, match="has 10 rows"):
+        first_rows(source, 11)

@@ -4,13 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from command_line import Main, one_line
 
 from replicax.commands import verify as command
-from replicax.commands.verify import first_rows
-from replicax.errors import ConfigError
 from replicax.verify import step_files
 from replicax.verify.check import Verification
 
@@ -166,12 +163,3 @@ def test_exact_gets_its_threads(main: Main, monkeypatch: pytest.MonkeyPatch) -> 
     assert asked == [16]
     assert code == 2  # the tests have 8 threads
     assert "micro_shards=16" in err
-
-
-def test_first_rows() -> None:
-    source = {"x": np.arange(10)}
-    assert first_rows(source, 4)["x"].tolist() == [0, 1, 2, 3]
-    batches = [{"x": np.arange(3)}, {"x": np.arange(3, 6)}]
-    assert first_rows(batches, 4)["x"].tolist() == [0, 1, 2, 3]
-    with pytest.raises(ConfigError, match="has 10 rows"):
-        first_rows(source, 11)

@@ -8,10 +8,12 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
+from plan.small_steps import SMALL_STEPS
 
 import replicax as rx
 from replicax.errors import ConfigError
 from replicax.parallel.layout import LAYOUTS, check_layout, layout_name, state_shardings
+from replicax.plan.schedule import Schedule, read_schedule
 
 RULES = [(r"\['w1'\]", P(None, "model")), (r"\['w2'\]", P("model", None)), ("b1", P("model"))]
 
@@ -182,3 +184,47 @@ def test_a_split_state_trains_as_one_device_does_and_stays_split(
             parts = arrays[name].addressable_shards
             assert len(parts) == 8
             assert {part.data.shape for part in parts} == {shape}
+
+
+def scheduled(name: str, layout: str, devices: int) -> tuple[Schedule, Any]:
+    """A compiled step of 64 rows, and its parameters."""
+    mesh = rx.make_mesh(devices=jax.devices()[:devices])
+    step = SMALL_STEPS[name](64, mesh=mesh, layout=layout)
+    text = step.dp.lower(step.model, step.batch).compile().as_text() or ""
+    return read_schedule(text), step.dp.abstract_state(step.model).params
+
+
+@pytest.mark.parametrize("layout", ["zero1", "fsdp"])
+@pytest.mark.parametrize(
+    ("name", "reduced_twice"),
+    [
+        ("mlp", []),
+        # The embedding is the last layer, too, and mode `jit` reduces each part of its gradient.
+        pytest.param("gpt2", [(256, 128)], marks=pytest.mark.slow),
+    ],
+)
+def test_a_split_layout_gathers_and_reduces_each_parameter_once_and_sends_nothing_else(
+    name: str, reduced_twice: list[tuple[int, ...]], layout: str
+) -> None:
+    schedule, params = scheduled(name, layout, 8)
+    gathered = reduced = 0
+    for each in schedule.collectives:
+        assert each.kind in ("all-gather", "all-reduce")  # XLA's CPU has no reduce-scatter
+        gathered += each.runs * each.bytes * (each.kind == "all-gather")
+        reduced += each.runs * each.bytes * (each.kind == "all-reduce")
+    leaves = jax.tree.leaves(params)
+    whole = [leaf for leaf in leaves if leaf.sharding.is_fully_replicated]
+    size = sum(4 * leaf.size for leaf in leaves)
+    again = sum(4 * np.prod(shape) for shape in reduced_twice)
+    if layout == "fsdp":
+        assert gathered == size - sum(4 * leaf.size for leaf in whole)
+    assert gathered <= size
+    assert size < reduced <= size + again + 64  # and the sums of a few metrics
+
+
+@pytest.mark.parametrize("layout", ["replicated", "fsdp"])
+@pytest.mark.parametrize("name", ["mlp", pytest.param("gpt2", marks=pytest.mark.slow)])
+def test_each_of_8_devices_computes_an_eighth(name: str, layout: str) -> None:
+    one, _ = scheduled(name, layout, 1)
+    eight, _ = scheduled(name, layout, 8)
+    assert one.flops == 8 * eight.flops > 0

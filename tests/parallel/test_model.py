@@ -14,7 +14,7 @@ from cases import BATCH, CASES, DROPOUT_CASES
 from flax import nnx
 
 import replicax as rx
-from replicax.parallel.model import split_model
+from replicax.parallel.model import abstract_model, split_model
 
 X = np.linspace(-1, 1, 48, dtype=np.float32).reshape(8, 6)
 
@@ -246,3 +246,58 @@ def test_one_object_trains_one_structure() -> None:
     other["more"] = jnp.ones(2)
     with pytest.raises(rx.ConfigError, match="another structure"):
         dp.init(other)
+
+
+@pytest.mark.parametrize("kind", ["pytree", "equinox", "linen", "nnx"])
+def test_an_abstract_model_is_the_real_one_without_values(kind: str) -> None:
+    case = CASES[kind]
+    dp = rx.DataParallel(case.loss, optax.adam(0.1))
+    real = dp.abstract_state(case.model())
+    abstract = abstract_model(case.model)
+    assert not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(split_model(abstract)[1:]))
+    assert dp.abstract_state(abstract) == real  # of the same structure, or it is refused
+    batch = jax.eval_shape(lambda: case.source)
+    assert dp.program(abstract, batch)[1] == dp.program(case.model(), batch)[1]
+
+
+LARGE = 2**20
+LARGE_MODELS = {
+    "pytree": lambda: {"w": jax.random.normal(jax.random.key(0), (LARGE, LARGE))},
+    "equinox": lambda: eqx.nn.Linear(LARGE, LARGE, key=jax.random.key(0)),
+    "linen": lambda: (dense := nn.Dense(LARGE)).bind(
+        dense.init(jax.random.key(0), jnp.zeros((1, LARGE)))
+    ),
+    "nnx": lambda: nnx.Linear(LARGE, LARGE, rngs=nnx.Rngs(0)),
+}
+
+
+@pytest.mark.parametrize("kind", LARGE_MODELS)
+def test_an_abstract_model_takes_no_memory(kind: str) -> None:
+    """Of 4 TiB that no host has."""
+    params = split_model(abstract_model(LARGE_MODELS[kind]))[1]
+    assert max(leaf.size for leaf in jax.tree.leaves(params)) == LARGE**2
+
+
+def test_arguments_reach_the_model_that_is_made() -> None:
+    def make(key: jax.Array, width: int) -> Any:
+        return {"w": jax.random.normal(key, (width, 3))}
+
+    (leaf,) = jax.tree.leaves(abstract_model(make, jax.random.key(0), 7))
+    assert (leaf.shape, leaf.dtype) == ((7, 3), jnp.float32)
+
+
+def test_a_model_that_looks_at_values_is_really_made() -> None:
+    def make(key: jax.Array) -> Any:
+        weights = jax.random.normal(key, (3,))
+        return {"w": weights if weights.sum() > 0 else -weights}
+
+    made = abstract_model(make, jax.random.key(0))
+    assert float(made["w"].sum()) > 0
+
+
+def test_an_error_of_the_model_is_not_hidden() -> None:
+    def make() -> Any:
+        raise ValueError("no such width")
+
+    with pytest.raises(ValueError, match="no such width"):
+        abstract_model(make)

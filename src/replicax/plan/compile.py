@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -37,11 +38,23 @@ def answer(program: Program, devices: Sequence[Any]) -> Compilation | TooLarge |
 def _compile(program: Program, devices: Sequence[Any]) -> jax.stages.Compiled:
     mesh = Mesh(np.asarray(devices).reshape(program.devices, 1, 1), AXES)
     exported = jax.export.deserialize(bytearray(program.module))
+    read = exported.module_kept_var_idx  # jit takes no argument that its function does not read
+
+    def step(*arguments: jax.Array) -> Any:
+        given = iter(arguments)
+        return exported.call(
+            *(
+                next(given) if place in read else jnp.zeros(shape.shape, shape.dtype)
+                for place, shape in enumerate(exported.in_avals)
+            )
+        )
+
+    shardings = exported.in_shardings_jax(mesh)
     function = jax.jit(
-        exported.call,
-        in_shardings=exported.in_shardings_jax(mesh),
+        step,
+        in_shardings=tuple(shardings[place] for place in read),
         out_shardings=exported.out_shardings_jax(mesh),
-        donate_argnums=tuple(range(program.donated)),
+        donate_argnums=tuple(range(sum(place < program.donated for place in read))),
     )
-    shapes = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in exported.in_avals]
-    return function.lower(*shapes).compile()
+    shapes = [exported.in_avals[place] for place in read]
+    return function.lower(*(jax.ShapeDtypeStruct(s.shape, s.dtype) for s in shapes)).compile()

@@ -10,6 +10,9 @@ MOST_QUESTIONS = 12
 """A straight line seldom takes more than four."""
 MOST_GROWTH = 16
 """Times the rows that fit, which the next question may be: a guessed slope may be far off."""
+SHRINKAGE = 4
+"""Times fewer rows, at least, where a straight line from what does not fit has not led to any that
+do."""
 MOST_ROWS = 2**24
 """Of a device; nobody trains with more, and XLA's index arithmetic ends not far beyond."""
 
@@ -51,11 +54,13 @@ class _Search:
         self._capacity, self._slope, self._unit = capacity_bytes, max(1.0, bytes_per_row), unit
         self.fits: Need | None = None
         self.too_large: Need | None = None
+        self._refused = 0
 
     def add(self, need: Need) -> None:
         before = self.fits
         if not need.fits:
             self.too_large = need
+            self._refused += 1
         else:
             self.fits = need
             if before is not None and need.rows > before.rows:
@@ -68,7 +73,10 @@ class _Search:
             assert self.too_large is not None
             if self.too_large.rows <= self._unit:
                 return None
-            return self._between(0, self.too_large.rows, self._guess(self.too_large))
+            guess = self._guess(self.too_large)
+            if self._refused > 1:  # what is refused may need more than it says
+                guess = min(guess, self.too_large.rows / SHRINKAGE)
+            return self._between(0, self.too_large.rows, guess)
         step = self._step(self.fits.rows)
         if self.too_large is None:
             if self.fits.rows + step > MOST_ROWS:
@@ -83,9 +91,9 @@ class _Search:
         return known.rows + (self._capacity - known.bytes) / self._slope
 
     def _between(self, low: int, high: int, guess: float) -> int:
-        """The guess where it is strictly between; the middle where it is above."""
+        """The guess where it is strictly between; where it is above, the middle or less."""
         step = self._step(max(low, self._unit))
-        inside = (low + high) / 2 if guess >= high else guess
+        inside = min((low + high) / 2, MOST_GROWTH * max(low, step)) if guess >= high else guess
         return max(self._rounded(inside, step), low + step)
 
     def _step(self, rows: int) -> int:

@@ -1,0 +1,220 @@
+"""The search for the largest batch, in memories that are made up."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from replicax.plan.largest import MOST_QUESTIONS, MOST_ROWS, RESOLUTION, largest_rows
+from replicax.plan.need import Need
+
+GB = 10**9
+MB = 10**6
+CAPACITY = 16 * GB
+Memory = Callable[[int], float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What a search has found, and what it asked for."""
+
+    fits: int | None
+    too_large: int | None
+    asked: list[int]
+
+
+def search(
+    memory: Memory,
+    *,
+    start: int = 8,
+    guess: float = MB,
+    unit: int = 1,
+    told: Memory | None = None,
+) -> Found:
+    """In a device of 16 GB.
+
+    Args:
+        memory: bytes for so many rows.
+        start: rows to begin with.
+        guess: bytes a row.
+        unit: rows are multiples of it.
+        told: what a compiler says of rows that do not fit, if that is not what they need.
+    """
+    asked: list[int] = []
+
+    def ask(rows: int) -> Need:
+        asked.append(rows)
+        size = math.ceil(memory(rows))
+        fits = size <= CAPACITY
+        if not fits and told is not None:
+            size = max(CAPACITY + 1, min(size, math.ceil(told(rows))))
+        return Need(rows, size, fits, True)
+
+    largest, too_large = largest_rows(ask, CAPACITY, start, guess, unit)
+    assert largest is None or largest.fits
+    assert too_large is None or not too_large.fits
+    return Found(
+        None if largest is None else largest.rows,
+        None if too_large is None else too_large.rows,
+        asked,
+    )
+
+
+def resolution(rows: int, unit: int) -> int:
+    """The largest power of two of units that is at most a 32nd of the rows, or one unit."""
+    step = unit
+    while 2 * step * RESOLUTION <= rows:
+        step *= 2
+    return step
+
+
+def assert_sound(found: Found, memory: Memory, unit: int) -> None:
+    """What holds for any memory that grows with the rows."""
+    assert len(set(found.asked)) == len(found.asked) <= MOST_QUESTIONS
+    assert all(rows % unit == 0 and 0 < rows <= MOST_ROWS for rows in found.asked)
+    fitting = [rows for rows in found.asked if memory(rows) <= CAPACITY]
+    assert found.fits == max(fitting, default=None)
+    assert found.too_large == min(set(found.asked) - set(fitting), default=None)
+    assert (found.fits is None) == (memory(unit) > CAPACITY)
+
+
+def assert_resolved(found: Found, memory: Memory, unit: int) -> None:
+    if found.fits is not None:
+        more = found.fits + resolution(found.fits, unit)
+        assert more > MOST_ROWS or memory(more) > CAPACITY
+
+
+def test_a_straight_line_is_found_in_four_questions() -> None:
+    found = search(lambda rows: 2 * GB + 10 * MB * rows, guess=10 * MB)
+    # (16 - 2) GB / 10 MB = 1400 rows fit exactly. Their 32nd is 32, rounded to a power of two, and
+    # beyond what fits the search goes on to the next multiple of that.
+    assert found == Found(1400, 1408, [8, 128, 1400, 1408])
+
+
+def test_from_above_the_line_leads_down() -> None:
+    found = search(lambda rows: 2 * GB + 10 * MB * rows, start=100_000, guess=10 * MB)
+    assert found == Found(1400, 1432, [100_000, 1400, 1432])
+
+
+@pytest.mark.parametrize("unit", [1, 2, 3, 8, 100])
+def test_a_small_batch_is_found_to_one_unit(unit: int) -> None:
+    found = search(lambda rows: GB * rows / unit, start=5, guess=GB / unit, unit=unit)
+    assert found.fits == 16 * unit
+    assert found.too_large == 17 * unit
+
+
+def test_not_even_one_row_fits() -> None:
+    found = search(lambda rows: 20 * GB + rows * MB, start=1000)
+    assert found == Found(None, 1, [1000, 1])
+
+
+def test_not_even_one_unit_fits() -> None:
+    found = search(lambda rows: 3 * GB * rows, start=16, guess=3 * GB, unit=8)
+    assert found.fits is None
+    assert found.too_large == 8
+
+
+def test_what_always_fits_ends_at_the_most_rows() -> None:
+    found = search(lambda rows: GB, guess=0.0)
+    assert found.fits == found.asked[-1] == MOST_ROWS
+    assert found.too_large is None
+
+
+def test_growth_is_16_fold_at_most_where_the_slope_is_a_guess() -> None:
+    found = search(lambda rows: GB + 10 * MB * rows, start=1, guess=1.0)
+    assert found.asked[:3] == [1, 16, 256]  # and from there on the slope is known
+    assert found.fits is not None
+    assert 1500 - resolution(1500, 1) < found.fits <= 1500
+
+
+def test_steps_of_memory() -> None:
+    def memory(rows: int) -> float:
+        return 2 * GB + 2 * GB * (rows // 100)
+
+    found = search(memory)
+    assert_sound(found, memory, 1)
+    assert_resolved(found, memory, 1)
+
+
+@pytest.mark.parametrize("power", [0.5, 2.0])
+def test_a_curve(power: float) -> None:
+    def memory(rows: int) -> float:
+        return GB + 10 * MB * rows**power
+
+    found = search(memory)
+    assert_sound(found, memory, 1)
+    assert_resolved(found, memory, 1)
+
+
+@pytest.mark.parametrize("most", [1, 3, 50, 1400])
+@pytest.mark.parametrize("start", [8, 1000, 50_000])
+@pytest.mark.parametrize(
+    "told", [lambda rows: 0, lambda rows: 0.8 * rows * 10 * MB], ids=["hardly more", "80 %"]
+)
+def test_a_compiler_that_tells_too_little_does_not_hide_what_fits(
+    told: Memory, start: int, most: int
+) -> None:
+    def memory(rows: int) -> float:
+        return CAPACITY * rows / most
+
+    found = search(memory, start=start, guess=CAPACITY / most, told=told)
+    assert_sound(found, memory, 1)
+    assert found.fits is not None
+    assert most - resolution(most, 1) < found.fits <= most
+
+
+UNITS = st.sampled_from([1, 2, 3, 7, 8, 64])
+STARTS = st.integers(1, 50_000)
+WRONG = st.floats(1e-3, 1e3)
+"""Times the slope: the guess at it."""
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    fixed=st.floats(0, 20 * GB),
+    slope=st.floats(1.0, 10 * GB),
+    wrong=WRONG,
+    start=STARTS,
+    unit=UNITS,
+)
+def test_any_straight_line(
+    fixed: float, slope: float, wrong: float, start: int, unit: int
+) -> None:
+    def memory(rows: int) -> float:
+        return math.ceil(fixed + slope * rows)
+
+    found = search(memory, start=start, guess=wrong * slope, unit=unit)
+    assert_sound(found, memory, unit)
+    assert_resolved(found, memory, unit)
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    fixed=st.floats(0, 20 * GB),
+    slope=st.floats(1.0, 10 * GB),
+    power=st.floats(0.4, 2.2),
+    stair=st.integers(1, 300),
+    wrong=WRONG,
+    start=STARTS,
+    unit=UNITS,
+    told=st.sampled_from([None, 0.0, 0.8]),
+)
+def test_any_memory_that_grows(
+    fixed: float,
+    slope: float,
+    power: float,
+    stair: int,
+    wrong: float,
+    start: int,
+    unit: int,
+    told: float | None,
+) -> None:
+    def memory(rows: int) -> float:
+        return math.ceil(fixed + slope * (rows // stair * stair) ** power)
+
+    said = None if told is None else lambda rows: told * memory(rows)
+    found = search(memory, start=start, guess=wrong * slope, unit=unit, told=said)
+    assert_sound(found, memory, unit)
