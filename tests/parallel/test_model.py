@@ -254,7 +254,9 @@ def test_an_abstract_model_is_the_real_one_without_values(kind: str) -> None:
     dp = rx.DataParallel(case.loss, optax.adam(0.1))
     real = dp.abstract_state(case.model())
     abstract = abstract_model(case.model)
-    assert not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(split_model(abstract)[1:]))
+    assert not any(
+        isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(split_model(abstract)[1:])
+    )
     assert dp.abstract_state(abstract) == real  # of the same structure, or it is refused
     batch = jax.eval_shape(lambda: case.source)
     assert dp.program(abstract, batch)[1] == dp.program(case.model(), batch)[1]

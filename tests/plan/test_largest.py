@@ -87,16 +87,16 @@ def assert_resolved(found: Found, memory: Memory, unit: int) -> None:
         assert more > MOST_ROWS or memory(more) > CAPACITY
 
 
-def test_a_straight_line_is_found_in_four_questions() -> None:
+def test_a_straight_line_is_found_in_three_questions() -> None:
     found = search(lambda rows: 2 * GB + 10 * MB * rows, guess=10 * MB)
-    # (16 - 2) GB / 10 MB = 1400 rows fit exactly. Their 32nd is 32, rounded to a power of two, and
-    # beyond what fits the search goes on to the next multiple of that.
-    assert found == Found(1400, 1408, [8, 128, 1400, 1408])
+    # (16 - 2) GB / 10 MB = 1400 rows fit exactly. Their 32nd is 32, rounded to a power of two, of
+    # which 1376 is a multiple and 1408 the next one.
+    assert found == Found(1376, 1408, [8, 1376, 1408])
 
 
 def test_from_above_the_line_leads_down() -> None:
     found = search(lambda rows: 2 * GB + 10 * MB * rows, start=100_000, guess=10 * MB)
-    assert found == Found(1400, 1432, [100_000, 1400, 1432])
+    assert found == Found(1376, 1408, [100_000, 1376, 1408])
 
 
 @pytest.mark.parametrize("unit", [1, 2, 3, 8, 100])
@@ -123,11 +123,11 @@ def test_what_always_fits_ends_at_the_most_rows() -> None:
     assert found.too_large is None
 
 
-def test_growth_is_16_fold_at_most_where_the_slope_is_a_guess() -> None:
+def test_a_slope_that_is_far_off_costs_few_questions() -> None:
     found = search(lambda rows: GB + 10 * MB * rows, start=1, guess=1.0)
-    assert found.asked[:3] == [1, 16, 256]  # and from there on the slope is known
     assert found.fits is not None
-    assert 1500 - resolution(1500, 1) < found.fits <= 1500
+    assert 1440 <= found.fits <= 1500
+    assert len(found.asked) <= 5
 
 
 def test_steps_of_memory() -> None:
@@ -180,9 +180,7 @@ WRONG = st.floats(1e-3, 1e3)
     start=STARTS,
     unit=UNITS,
 )
-def test_any_straight_line(
-    fixed: float, slope: float, wrong: float, start: int, unit: int
-) -> None:
+def test_any_straight_line(fixed: float, slope: float, wrong: float, start: int, unit: int) -> None:
     def memory(rows: int) -> float:
         return math.ceil(fixed + slope * rows)
 

@@ -169,7 +169,10 @@ def _noise_scale(text: str | None) -> float | None:
     try:
         rows = float(text)
     except ValueError:
-        return load_noise_scale(Path(text)).rows
+        measured = load_noise_scale(Path(text))
+        if not measured.resolved:
+            raise ConfigError(f"--noise-scale {text}: {measured}") from None
+        return measured.rows
     if not 0 < rows < float("inf"):
         raise ConfigError(f"--noise-scale {text}; it is a number of rows above 0: give one")
     return rows

@@ -41,8 +41,12 @@ def first_change(
             f"a batch of {most.rows * devices:,} rows, {most.rows:,} a device: up to {times:.1f} "
             "times the rows a second"
         )
-    if traffic is not None and traffic.warning and waiting > _WAITING and dp.mode == "jit":
-        return f"mode=shard_map: {waiting:.0%} of a step waits for the network, which it halves"
+    jit = dp.mode == "jit" and dp.layout == "replicated"  # shard_map has no other layout
+    if jit and traffic is not None and traffic.warning and waiting > _WAITING:
+        return (
+            f"mode=shard_map: it sends {1 / traffic.share:.0%} of what this mode does, and "
+            f"{waiting:.0%} of a step waits for the network"
+        )
     faster = rates.get("bfloat16", 0) / rates.get("float32", float("inf"))
     if dp.precision.name == "float32" and faster > _WORTH:
         freed = next((a.freed_bytes for a in alternatives if a.change.endswith("bfloat16")), 0)
@@ -63,7 +67,7 @@ def _to_fit(
     if micro_batches is not None:
         return (
             f"accumulate={micro_batches.accumulate}: the same batch in micro-batches of "
-            f"{asked.rows // micro_batches.accumulate or 1:,} rows a device fits"
+            f"{micro_batches.need.rows // micro_batches.accumulate:,} rows a device fits"
         )
     fitting = [each for each in alternatives if each.need.fits]
     if fitting:

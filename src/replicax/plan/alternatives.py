@@ -35,17 +35,40 @@ def alternatives(
     found, notes = [], []
     for change, other in _changes(dp, devices, given):
         try:
-            need = steps.step(other, asked.rows, change).need
+            found.append(_compared(steps, other, asked, change))
         except ReplicaxError as error:
             notes.append(f"{change}: {error}")
-            continue
         except Exception as error:
             if change != REMAT:
                 raise
             notes.append(f"{change}: the loss does not allow it ({first_line(error)})")
-            continue
-        found.append(Alternative(change, need, asked.bytes - need.bytes))
+    if not asked.fits and not any(each.need.fits for each in found):
+        change, other = _together(dp, devices, given)
+        if other is not dp:
+            found.append(_compared(steps, other, asked, change))
     return tuple(found), tuple(notes)
+
+
+def _compared(steps: Steps, other: DataParallel, asked: Need, change: str) -> Alternative:
+    need = steps.step(other, asked.rows, change).need
+    return Alternative(change, need, asked.bytes - need.bytes)
+
+
+def _together(
+    dp: DataParallel, devices: int, given: Mapping[str, DataParallel] | None
+) -> tuple[str, DataParallel]:
+    """The most that can be changed at once; of the given changes, the last."""
+    names, other = [], dp
+    if given:
+        name, other = list(given.items())[-1]
+        names.append(name)
+    if other.precision.name == "float32":
+        names.append("precision=bfloat16")
+        other = other.replace(precision="bfloat16")
+    if devices > 1 and other.layout in ("replicated", "zero1"):
+        names.append("layout=fsdp")
+        other = other.replace(layout="fsdp", mode="jit")
+    return ", ".join(names), other
 
 
 def _changes(

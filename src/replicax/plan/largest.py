@@ -9,7 +9,8 @@ RESOLUTION = 32
 MOST_QUESTIONS = 12
 """A straight line seldom takes more than four."""
 MOST_GROWTH = 16
-"""Times the rows that fit, which the next question may be: a guessed slope may be far off."""
+"""Times the rows that fit, which the next question may be where a straight line leads to what does
+not fit."""
 SHRINKAGE = 4
 """Times fewer rows, at least, where a straight line from what does not fit has not led to any that
 do."""
@@ -54,18 +55,20 @@ class _Search:
         self._capacity, self._slope, self._unit = capacity_bytes, max(1.0, bytes_per_row), unit
         self.fits: Need | None = None
         self.too_large: Need | None = None
-        self._refused = 0
+        self._refused = 0  # in a row
 
     def add(self, need: Need) -> None:
         before = self.fits
         if not need.fits:
             self.too_large = need
             self._refused += 1
+            if before is not None:  # it may need more than is told
+                self._slope = max(self._slope, _slope(before, need))
         else:
             self.fits = need
+            self._refused = 0
             if before is not None and need.rows > before.rows:
-                grown = (need.bytes - before.bytes) / (need.rows - before.rows)
-                self._slope = max(grown, 1.0)
+                self._slope = max(_slope(before, need), 1.0)
 
     def next(self) -> int | None:
         """Rows to ask for, or None where it is found."""
@@ -81,24 +84,33 @@ class _Search:
         if self.too_large is None:
             if self.fits.rows + step > MOST_ROWS:
                 return None
-            grown = min(self._guess(self.fits), MOST_GROWTH * self.fits.rows)
-            return self._rounded(max(grown, self.fits.rows + step), step)
+            return self._rounded(max(self._guess(self.fits), self.fits.rows + step))
         if self.too_large.rows - self.fits.rows <= step:
             return None
-        return self._between(self.fits.rows, self.too_large.rows, self._guess(self.fits))
+        guess = self._guess(self.fits)
+        if self._refused > 1:
+            guess = min(guess, self._middle(self.fits.rows, self.too_large.rows))
+        return self._between(self.fits.rows, self.too_large.rows, guess)
 
     def _guess(self, known: Need) -> float:
         return known.rows + (self._capacity - known.bytes) / self._slope
 
     def _between(self, low: int, high: int, guess: float) -> int:
         """The guess where it is strictly between; where it is above, the middle or less."""
-        step = self._step(max(low, self._unit))
-        inside = min((low + high) / 2, MOST_GROWTH * max(low, step)) if guess >= high else guess
-        return max(self._rounded(inside, step), low + step)
+        inside = guess if guess < high else self._middle(low, high)
+        return max(self._rounded(inside), low + self._step(max(low, self._unit)))
+
+    def _middle(self, low: int, high: int) -> float:
+        return min((low + high) / 2, MOST_GROWTH * max(low, self._unit))
 
     def _step(self, rows: int) -> int:
         units = max(1, rows // self._unit)
         return self._unit << max(0, (units // RESOLUTION).bit_length() - 1)
 
-    def _rounded(self, rows: float, step: int) -> int:
+    def _rounded(self, rows: float) -> int:
+        step = self._step(int(max(self._unit, min(rows, MOST_ROWS))))
         return int(max(step, min(rows, MOST_ROWS) // step * step))
+
+
+def _slope(fewer: Need, more: Need) -> float:
+    return (more.bytes - fewer.bytes) / (more.rows - fewer.rows)

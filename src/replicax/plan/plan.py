@@ -2,46 +2,25 @@
 
 import contextlib
 import dataclasses
-import datetime
-import math
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 
-from replicax.data.batch import row_count
 from replicax.errors import ConfigError, MissingDependencyError
-from replicax.parallel.layout import layout_name
 from replicax.parallel.mesh import is_data_only
 from replicax.parallel.step import DataParallel
-from replicax.plan.advice import batch_advice, first_change
-from replicax.plan.alternatives import alternatives
 from replicax.plan.compilation import Description
 from replicax.plan.compiler import AttachedCompiler, Compiler
 from replicax.plan.compiler_pool import CompilerPool
-from replicax.plan.forecast import device_hours
 from replicax.plan.gpu_description import DESCRIPTIONS
 from replicax.plan.host import measured
-from replicax.plan.kernel_time import kernel_roofline
-from replicax.plan.largest import largest_rows
 from replicax.plan.memory import rows_that_fit
-from replicax.plan.need import Need, Show, Step, Steps, rows_of_a_device
-from replicax.plan.result import MicroBatches, OnPaper, Plan, Scaling, Speed
-from replicax.plan.schedule import Schedule, read_schedule
-from replicax.plan.speed import (
-    Work,
-    known_dtype,
-    scaling,
-    speed,
-    work_by_formula,
-    work_of_schedule,
-)
+from replicax.plan.need import Show, Steps
+from replicax.plan.planner import Planner
+from replicax.plan.result import OnPaper, Plan
 from replicax.plan.target import ATTACHED, Target, parse_target
-from replicax.plan.traffic import Traffic, least_wire_bytes, read_traffic, sums_bytes
 from replicax.plan.transformer_formula import Transformer, transformer_activation_bytes
-
-MOST_MICRO_BATCHES = 64
 
 
 def plan(
@@ -99,7 +78,7 @@ def plan(
         aim = dataclasses.replace(aim, chip=measured(aim.chip, aim.devices))
     with compiler_for(aim, by_formula) as (compiler, notes):
         steps = Steps(model, batch, aim, compiler, show)
-        planner = _Planner(dp, model, batch, aim, steps, changes, tokens_per_row)
+        planner = Planner(dp, model, batch, aim, steps, changes, tokens_per_row)
         found = planner.plan(wished_rows, noise_scale, notes)
     return dataclasses.replace(found, on_paper=_on_paper(found, transformer))
 
@@ -155,193 +134,3 @@ def _description(target: Target) -> Description | None:
     if platform == "cuda":
         arguments["target_config"] = DESCRIPTIONS[chip.name].text()
     return Description(platform, target.devices, arguments)
-
-
-class _Planner:
-    def __init__(
-        self,
-        dp: DataParallel,
-        model: Any,
-        batch: Any,
-        target: Target,
-        steps: Steps,
-        changes: Mapping[str, DataParallel] | None,
-        tokens_per_row: int | None,
-    ) -> None:
-        self._dp, self._target, self._steps, self._changes = dp, target, steps, changes
-        self._rows, self._tokens_per_row = row_count(batch), tokens_per_row
-        self._params = jax.tree.leaves(dp.abstract_state(model).params)
-        self._notes: list[str] = []
-        self._schedules: dict[int, Schedule] = {}
-
-    def plan(
-        self, wished_rows: float | None, noise_scale: float | None, notes: tuple[str, ...]
-    ) -> Plan:
-        dp, steps, devices = self._dp, self._steps, self._target.devices
-        self._notes += notes
-        asked = self._asked()
-        with ThreadPoolExecutor(1) as beside:  # compilers take long and a core each
-            changed = beside.submit(alternatives, steps, dp, asked.need, devices, self._changes)
-            largest, too_large = self._largest(asked.need)
-            micro_batches = self._micro_batches(asked.need, largest)
-            others, refused = changed.result()
-        self._notes += refused
-        shown = self._shown(asked.need, largest)
-        speeds, grown = self._speeds(shown, noise_scale)
-        traffic = self._traffic(shown[0]) if shown else None
-        batches = [devices * need.rows for need in (asked.need, largest) if need is not None]
-        return Plan(
-            about={**self._about(), "noise_scale": noise_scale, "wished_rows": wished_rows},
-            target=self._target,
-            asked=asked.need,
-            formula=asked.formula,
-            largest=largest,
-            too_large=too_large,
-            sizes=steps.needs(dp),
-            micro_batches=micro_batches,
-            alternatives=others,
-            traffic=traffic,
-            speeds=speeds,
-            scaling=grown,
-            device_hours=(
-                device_hours(wished_rows, speeds[0].rows_per_second, devices)
-                if wished_rows and speeds
-                else None
-            ),
-            batches=batch_advice(self._rows, batches, noise_scale),
-            first=first_change(
-                dp,
-                self._target.chip,
-                devices,
-                asked.need,
-                largest,
-                micro_batches,
-                others,
-                traffic,
-                speeds,
-            ),
-            notes=tuple(dict.fromkeys(self._notes)),
-        )
-
-    def _asked(self) -> Step:
-        devices, unit = self._target.devices, self._steps.unit(self._dp)
-        rows = rows_of_a_device(self._rows, devices, unit)
-        if rows * devices != self._rows:
-            self._notes.append(
-                f"a batch of {self._rows:,} rows is planned as {rows * devices:,}: {devices:,} "
-                f"devices with {rows:,} each"
-            )
-        step = self._steps.step(self._dp, rows)
-        if step.program is not None:
-            self._notes += step.program.notes
-        return step
-
-    def _largest(self, asked: Need) -> tuple[Need | None, Need | None]:
-        capacity, unit = self._steps.capacity_bytes, self._steps.unit(self._dp)
-        if capacity is None:
-            self._notes.append("how much memory this target has is not known: nor what fits")
-            return None, None
-        more = self._steps.formula(self._dp, 2 * asked.rows).total
-        slope = (more - self._steps.formula(self._dp, asked.rows).total) / asked.rows
-
-        def ask(rows: int) -> Need:
-            return self._steps.step(self._dp, rows, "largest batch").need
-
-        return largest_rows(ask, capacity, asked.rows, slope, unit)
-
-    def _micro_batches(self, asked: Need, largest: Need | None) -> MicroBatches | None:
-        """The fewest micro-batches in which the batch that was asked for fits."""
-        if asked.fits or largest is None:
-            return None
-        count = math.ceil(asked.rows / largest.rows) * self._dp.accumulate
-        while count <= min(MOST_MICRO_BATCHES, asked.rows):
-            rows = math.ceil(asked.rows / count) * count
-            other = self._dp.replace(accumulate=count)
-            need = self._steps.step(other, rows, f"accumulate={count}").need
-            if need.fits:
-                return MicroBatches(count, need)
-            count *= 2
-        return None
-
-    def _shown(self, asked: Need, largest: Need | None) -> list[Need]:
-        """Whose speed is told: the batch that was asked for, and the largest."""
-        found = [asked] if asked.fits else []
-        if largest is not None and largest.rows != asked.rows:
-            found.append(largest)
-        return found
-
-    def _schedule(self, step: Step) -> Schedule | None:
-        if step.compilation is None:
-            return None
-        rows = step.need.rows
-        if rows not in self._schedules:
-            self._schedules[rows] = read_schedule(step.compilation.text)
-            if unknown := self._schedules[rows].unknown_calls:
-                self._notes.append(f"the FLOPs of {', '.join(unknown)} are not counted")
-        return self._schedules[rows]
-
-    def _work(self, step: Step, dtype: str) -> Work:
-        schedule = self._schedule(step)
-        if schedule is not None:
-            return work_of_schedule(schedule, self._target, step.need.rows, dtype)
-        flops = self._steps.flops(self._dp, step.need.rows)
-        gradient = sums_bytes(self._params, metrics=1)
-        return work_by_formula(flops, step.formula, gradient, self._target, dtype)
-
-    def _speeds(
-        self, shown: list[Need], noise_scale: float | None
-    ) -> tuple[tuple[Speed, ...], Scaling | None]:
-        dtype = known_dtype(self._dp, self._target)
-        try:
-            works = [self._work(self._steps.step(self._dp, each.rows), dtype) for each in shown]
-            speeds = [speed(work, self._target, dtype, self._tokens_per_row) for work in works]
-        except ConfigError as error:
-            self._notes.append(f"no speed: {error}")
-            return (), None
-        if not works:
-            return (), None
-        if dtype != self._dp.precision.name:
-            self._notes.append(f"{self._target.chip.title} multiplies in {dtype} at best")
-        if self._target.devices == 1 or self._target.chip.platform == "cpu":
-            return tuple(speeds), None  # one device sends nothing, and one host has no more
-        try:
-            return tuple(speeds), scaling(works[0], self._target, noise_scale)
-        except ConfigError as error:
-            self._notes.append(f"no scaling: {error}")
-            return tuple(speeds), None
-
-    def _traffic(self, shown: Need) -> Traffic | None:
-        step, devices = self._steps.step(self._dp, shown.rows), self._target.devices
-        schedule = self._schedule(step)
-        if schedule is None or step.program is None or devices == 1:
-            return None
-        name = layout_name(self._dp.layout)
-        held = sum(leaf.size * leaf.dtype.itemsize for leaf in self._params)
-        sums = sums_bytes(self._params, step.program.metrics)
-        least = least_wire_bytes("replicated" if name == "rules" else name, devices, sums, held)
-        dtype, chip = known_dtype(self._dp, self._target), self._target.chip
-        known = chip.flops_per_second and chip.memory_bytes_per_second
-        return read_traffic(
-            schedule,
-            devices,
-            least,
-            mode=self._dp.mode,
-            seconds=(lambda kernel: kernel_roofline(kernel, chip, dtype).seconds)
-            if known
-            else None,
-        )
-
-    def _about(self) -> dict[str, Any]:
-        return {
-            "target": self._target.text,
-            "mode": self._dp.mode,
-            "layout": layout_name(self._dp.layout),
-            "accumulate": self._dp.accumulate,
-            "precision": self._dp.precision.name,
-            "parameters": sum(leaf.size for leaf in self._params),
-            "batch_size": self._rows,
-            "tokens_per_row": self._tokens_per_row,
-            "compiler": self._steps.compiler,
-            "jax": jax.__version__,
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        }

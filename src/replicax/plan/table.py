@@ -219,7 +219,8 @@ def _changes(plan: Plan) -> list[str]:
     if not plan.alternatives:
         return []
     compiled = any(each.need.compiled for each in plan.alternatives)
-    rows = f"with {counted(plan.asked.rows, 'row')} a device{'' if compiled else ', by formula'}"
+    each_rows = counted(plan.alternatives[0].need.rows, "row")
+    rows = f"with {each_rows} a device{'' if compiled else ', by formula'}"
     lines: list[Line] = [(rows, "takes", "frees", "")]
     for each in plan.alternatives:
         texts = [

@@ -1,0 +1,153 @@
+"""What is said first, and what another batch costs: every branch, from needs that are made up."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+import pytest
+from plan.plans import GB, SPEED, TRAFFIC, need
+
+import replicax as rx
+from replicax.plan.advice import batch_advice, first_change
+from replicax.plan.need import Need
+from replicax.plan.overlap import StepTime
+from replicax.plan.result import Alternative, MicroBatches, Speed
+from replicax.plan.target import parse_target
+
+DEVICES = 256
+BFLOAT16 = "precision=bfloat16"
+
+
+def speed(rows: int, rows_per_second: float, waiting: float = 0.0) -> Speed:
+    """Of a step of one second, of which it waits a share."""
+    step = StepTime(1.0, 1.0 - waiting, waiting, waiting)
+    return dataclasses.replace(SPEED, rows=rows, step=step, rows_per_second=rows_per_second)
+
+
+def step(**settings: Any) -> rx.DataParallel:
+    return rx.DataParallel(lambda m, b, k: jnp.zeros(8), optax.sgd(0.1), **settings)
+
+
+def first(asked: Need, target: str = "v5e:16x16", **changes: Any) -> str:
+    arguments: dict[str, Any] = {
+        "largest": need(8, 11.0),
+        "micro_batches": None,
+        "alternatives": (),
+        "traffic": None,
+        "speeds": (speed(8, 100.0),),
+        **changes,
+    }
+    dp = arguments.pop("dp", step())
+    return first_change(dp, parse_target(target).chip, DEVICES, asked, **arguments)
+
+
+FITS, TOO_LARGE = need(8, 11.0), need(64, 81.0)
+REMAT = Alternative("remat", need(64, 15.0), 66 * GB)
+FSDP = Alternative("layout=fsdp", need(64, 14.0), 67 * GB)
+
+
+def test_micro_batches_come_first_where_it_does_not_fit() -> None:
+    said = first(TOO_LARGE, micro_batches=MicroBatches(8, need(64, 11.4)), alternatives=(REMAT,))
+    assert said == "accumulate=8: the same batch in micro-batches of 8 rows a device fits"
+
+
+def test_micro_batches_that_are_filled_up_are_told_as_they_are_computed() -> None:
+    said = first(need(10, 81.0), micro_batches=MicroBatches(4, need(12, 11.4)))
+    assert "micro-batches of 3 rows a device" in said
+
+
+def test_then_the_change_that_fits_and_needs_least() -> None:
+    less = need(64, 13.0, fits=False)  # by a compiler that tells too little
+    still = Alternative(BFLOAT16, less, 68 * GB)
+    said = first(TOO_LARGE, largest=None, alternatives=(still, REMAT, FSDP))
+    assert said == "layout=fsdp: it then fits with 14 GB a device"
+
+
+def test_then_a_smaller_batch() -> None:
+    assert first(TOO_LARGE) == "a batch of 2,048 rows, 8 a device, fits"
+
+
+def test_then_nothing_but_hardware() -> None:
+    assert first(TOO_LARGE, largest=None).startswith("more memory a device, or a smaller model")
+
+
+def test_without_a_known_speed_no_change_is_made_up() -> None:
+    assert "the target's speed is not known" in first(FITS, speeds=())
+
+
+def test_a_larger_batch_where_it_is_faster() -> None:
+    said = first(FITS, speeds=(speed(8, 100.0), speed(32, 250.0)))
+    assert said == "a batch of 8,192 rows, 32 a device: up to 2.5 times the rows a second"
+
+
+@pytest.mark.parametrize(
+    "speeds",
+    [(speed(8, 100.0), speed(32, 109.0)), (speed(8, 100.0), speed(4, 250.0))],
+    ids=["hardly faster", "smaller"],
+)
+def test_no_larger_batch_where_it_is_not(speeds: tuple[Speed, ...]) -> None:
+    assert not first(FITS, speeds=speeds).startswith("a batch of")
+
+
+WAITING = (speed(8, 100.0, waiting=0.4),)
+
+
+def test_shard_map_where_mode_jit_sends_twice_and_waits() -> None:
+    said = first(FITS, traffic=TRAFFIC, speeds=WAITING)
+    assert said == (
+        "mode=shard_map: it sends 50% of what this mode does, and 40% of a step waits for the network"
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dp": step(mode="shard_map")},
+        {"dp": step(layout="fsdp")},  # which shard_map has not
+        {"dp": step(layout="zero1")},
+        {"traffic": None},
+        {"traffic": dataclasses.replace(TRAFFIC, warning="")},
+        {"speeds": (speed(8, 100.0, waiting=0.05),)},
+    ],
+    ids=["shard_map already", "fsdp", "zero1", "no traffic", "no warning", "hidden"],
+)
+def test_no_shard_map_where_it_cannot_help(changes: dict[str, Any]) -> None:
+    assert "shard_map" not in first(FITS, **{"traffic": TRAFFIC, "speeds": WAITING, **changes})
+
+
+def test_bfloat16_where_the_chip_is_faster_in_it() -> None:
+    # NVIDIA's data sheet of the H100 SXM: half of 1,979 and of 989 TFLOP/s "with sparsity".
+    assert first(FITS, "h100:8") == "precision=bfloat16: products up to 2.0 times as fast"
+    half = Alternative(BFLOAT16, need(8, 7.5), 3_500_000_000)
+    assert first(FITS, "h100:8", alternatives=(half,)).endswith("and 3.5 GB less a device")
+    more = dataclasses.replace(half, freed_bytes=-1)
+    assert "less" not in first(FITS, "h100:8", alternatives=(more,))
+
+
+@pytest.mark.parametrize(
+    ("target", "dp"),
+    [("h100:8", step(precision="bfloat16")), ("v100:8", step()), ("v5e:4x4", step())],
+    ids=["in it already", "no units for it", "as fast in float32"],
+)
+def test_no_bfloat16_where_it_is_not_faster(target: str, dp: rx.DataParallel) -> None:
+    assert first(FITS, target, dp=dp).startswith("nothing: ")
+
+
+def test_fewer_devices_where_all_else_is_done_and_it_waits() -> None:
+    said = first(FITS, dp=step(precision="bfloat16"), speeds=WAITING)
+    assert said == "fewer devices, or faster links: 40% of a step waits for the network"
+
+
+def test_learning_rates_of_another_batch() -> None:
+    same, larger = batch_advice(64, [64, 256, 64], None)
+    assert (same.batch_size, same.linear, same.square_root) == (64, 1.0, 1.0)
+    assert (larger.batch_size, larger.linear, larger.square_root) == (256, 4.0, 2.0)
+    assert larger.steps is larger.examples is None
+
+
+def test_the_noise_scale_tells_what_a_batch_costs() -> None:
+    (found,) = batch_advice(64, [256], 1024.0)
+    # McCandlish et al. 2018: steps as 1 + B_crit/B, rows as 1 + B/B_crit.
+    assert found.steps == 1 + 1024 / 256
+    assert found.examples == 1 + 256 / 1024
