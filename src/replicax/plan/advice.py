@@ -7,7 +7,7 @@ from replicax.plan.critical_batch import batch_cost, learning_rates
 from replicax.plan.hardware import Chip
 from replicax.plan.need import Need
 from replicax.plan.result import Alternative, BatchAdvice, MicroBatches, Speed
-from replicax.plan.traffic import Traffic
+from replicax.plan.traffic import SLIGHTLY, Traffic
 from replicax.wording import size_text
 
 _WORTH = 1.1
@@ -42,7 +42,7 @@ def first_change(
             "times the rows a second"
         )
     jit = dp.mode == "jit" and dp.layout == "replicated"  # shard_map has no other layout
-    if jit and traffic is not None and traffic.warning and waiting > _WAITING:
+    if jit and traffic is not None and traffic.share > SLIGHTLY and waiting > _WAITING:
         return (
             f"mode=shard_map: it sends {1 / traffic.share:.0%} of what this mode does, and "
             f"{waiting:.0%} of a step waits for the network"

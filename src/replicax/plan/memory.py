@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from replicax.data.batch import Batch, described, row_count
 from replicax.parallel.gradients import Objective
-from replicax.parallel.layout import state_shardings
+from replicax.parallel.layout import layout_name, state_shardings
 from replicax.parallel.loss import LOSS
 from replicax.parallel.mesh import abstract_mesh
 from replicax.parallel.model import PyTree
@@ -112,7 +112,8 @@ def memory_formula(
     own_rows = tree_bytes(described(data, rows))
     part = described(data, rows // split.micro_batches)
     added_up = split.micro_batches > 1
-    memory = _of_gradient(dp._objective, state, share.params, part, platform, added_up)
+    gathered = layout_name(dp.layout) == "fsdp"
+    memory = _of_gradient(dp._objective, state, share.params, part, platform, added_up, gathered)
     return MemoryFormula(
         rows=rows,
         parameters=parameters,
@@ -178,6 +179,7 @@ def _of_gradient(
     part: Batch,
     platform: str,
     added_up: bool,
+    gathered: bool,
 ) -> _Gradient:
     """The memory of the sums over one micro-batch.
 
@@ -188,6 +190,7 @@ def _of_gradient(
         part: shapes of one device's micro-batch.
         platform: see `memory_formula`.
         added_up: whether each gradient is added to a running total as soon as it is there.
+        gathered: whether the loss computes with whole parameters where the state has parts.
     """
     jaxpr, count = _traced(objective, state, part, platform)
     program = Program(jaxpr, platform)
@@ -199,18 +202,25 @@ def _of_gradient(
         value: array_bytes(kept) / max(1, program.sizes[value])
         for value, kept in zip(params, jax.tree.leaves(share), strict=True)
     }
+    split = {value for value in params if part_of[value] < 1}
+    whole = 0
+    if gathered:
+        whole = sum(program.sizes[value] for value in split - set(copies.values()))
+    copied = copies.items() if not gathered else ()
     kept = {
         value: int(program.sizes[value] * part_of[param])
-        for pairs in (copies.items(), zip(gradient, params, strict=True))
+        for pairs in (copied, zip(gradient, params, strict=True))
         for value, param in pairs
     }
-    split = {value for value in params if part_of[value] < 1}
-    split |= {copy for copy, param in copies.items() if param in split}
+    split = set() if gathered else split | {copy for copy, own in copies.items() if own in split}
     if not added_up:
-        return _divided(Liveness(program, kept, split), gradient, copies, saved, kept)
-    program.read_at_once(gradient)
-    found = _divided(Liveness(program, kept, split), [], copies, saved, kept)
-    return dataclasses.replace(found, gradient=sum(kept[value] for value in gradient))
+        found = _divided(Liveness(program, kept, split), gradient, copies, saved, kept)
+    else:
+        program.read_at_once(gradient)
+        found = _divided(Liveness(program, kept, split), [], copies, saved, kept)
+        owed = sum(kept[value] for value in gradient)
+        found = dataclasses.replace(found, gradient=owed)
+    return dataclasses.replace(found, compute_copy=found.compute_copy + whole)
 
 
 def _divided(

@@ -236,7 +236,9 @@ class Planner:
             schedule,
             devices,
             least,
+            self._params,
             mode=self._dp.mode,
+            layout=name,
             seconds=(lambda kernel: kernel_roofline(kernel, chip, dtype).seconds)
             if known
             else None,

@@ -189,7 +189,7 @@ def _memory(plan: Plan) -> list[str]:
         "other state": found.extras,
         "new state": found.new_state,
         "batch": found.batch,
-        "bfloat16 copy": found.compute_copy,
+        "their copy to compute with": found.compute_copy,
         "gradient": found.gradient,
         "activations": found.activations,
         "workspace": found.workspace,
