@@ -35,6 +35,11 @@ class Need:
     temporaries: int | None = None
     """Of the bytes, what is neither state nor batch, where the compiler tells."""
 
+    @property
+    def is_least(self) -> bool:
+        """Whether it may be more: the compiler has refused the step, and no more is known."""
+        return self.compiled and self.temporaries is None
+
 
 @dataclasses.dataclass(frozen=True)
 class Step:

@@ -96,7 +96,7 @@ def _draw_bars(axis: Any, needs: Sequence[Need], size: float) -> None:
             below += part / size
     beyond = [need for need in needs if not need.fits]
     if beyond:
-        least = ", takes at least" if any(need.compiled for need in beyond) else ""
+        least = ", takes at least" if any(need.is_least for need in beyond) else ""
         axis.bar(
             [0], [0], color="white", edgecolor=TARGET, hatch="///", label=f"does not fit{least}"
         )

@@ -83,7 +83,7 @@ def _fits(plan: Plan) -> Iterator[str]:
         size = of_text(asked.bytes, chip.usable_bytes)
         yield from line("fits", f"yes{how}: {rows} {size}{reserved}")
         return
-    least = f"{'at least ' if asked.compiled else ''}{size_text(asked.bytes)}"
+    least = f"{'at least ' if asked.is_least else ''}{size_text(asked.bytes)}"
     there = f"{size_text(chip.usable_bytes)}{reserved}"
     yield from line("fits", f"no{how}: {rows} {least}; a device has {there}")
 
