@@ -154,13 +154,14 @@ def test_a_curve(power: float) -> None:
 @pytest.mark.parametrize(
     "told", [lambda rows: 0, lambda rows: 0.8 * rows * 10 * MB], ids=["hardly more", "80 %"]
 )
+@pytest.mark.parametrize("wrong", [1.0, 0.1])
 def test_a_compiler_that_tells_too_little_does_not_hide_what_fits(
-    told: Memory, start: int, most: int
+    told: Memory, start: int, most: int, wrong: float
 ) -> None:
     def memory(rows: int) -> float:
         return CAPACITY * rows / most
 
-    found = search(memory, start=start, guess=CAPACITY / most, told=told)
+    found = search(memory, start=start, guess=wrong * CAPACITY / most, told=told)
     assert_sound(found, memory, 1)
     assert found.fits is not None
     assert most - resolution(most, 1) < found.fits <= most

@@ -1,6 +1,7 @@
 """`replicax plan`: will a recipe's step fit, and how fast is it, on hardware you do not have?"""
 
 import dataclasses
+import math
 import time
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
@@ -17,6 +18,7 @@ from replicax.errors import ConfigError
 from replicax.parallel.canonical import MICRO_SHARDS
 from replicax.parallel.model import abstract_model
 from replicax.parallel.threads import fix_threads
+from replicax.plan.cells import line
 from replicax.plan.need import Show
 from replicax.plan.result import Plan
 from replicax.plan.save import write_plan
@@ -72,6 +74,8 @@ def plan(arguments: list[str]) -> None:
         fix_threads(options.micro_shards)
     target = _target(options)
     noise_scale = _noise_scale(options.noise_scale)
+    if options.tokens is not None:
+        _check_positive("--tokens", options.tokens, options.tokens)
     with standard_output(options.json == "-"), live() as show:
         found = _plan(parsed, target, noise_scale, show)
     write_json(found.to_json(), options.json)
@@ -80,7 +84,7 @@ def plan(arguments: list[str]) -> None:
     print_data(parsed.recipe)
     print(*table(found), sep="\n", flush=True)
     names = [path.name for path in write_plan(found, folder)]
-    print(f"see    {folder}/ ({', '.join(names)})")
+    print(*line("see", f"{folder}/ ({', '.join(names)})"), sep="\n")
 
 
 def _plan(
@@ -173,9 +177,13 @@ def _noise_scale(text: str | None) -> float | None:
         if not measured.resolved:
             raise ConfigError(f"--noise-scale {text}: {measured}") from None
         return measured.rows
-    if not 0 < rows < float("inf"):
-        raise ConfigError(f"--noise-scale {text}; it is a number of rows above 0: give one")
+    _check_positive("--noise-scale", text, rows)
     return rows
+
+
+def _check_positive(flag: str, given: object, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise ConfigError(f"{flag} {given}; it is a number above 0: give one")
 
 
 def _folder(parsed: Arguments[PlanOptions]) -> Path:

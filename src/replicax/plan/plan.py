@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -60,7 +61,8 @@ def plan(
 
     Raises:
         ConfigError: an unknown target, or one that its chip does not come in; a compiler of another
-            version than jax wants; a mesh with other axes than replicas; several processes.
+            version than jax wants; a mesh with other axes than replicas; several processes; rows or
+            a noise scale that are not above 0.
         CompilerError: the compiler fails.
     """
     if jax.process_count() > 1:
@@ -72,6 +74,9 @@ def plan(
             f"the mesh has {dp.mesh.size} devices; a plan is for devices that each hold a replica: "
             "make the mesh without the axes model and stage"
         )
+    for name, value in (("wished_rows", wished_rows), ("noise_scale", noise_scale)):
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{name}={value}; it is a number of rows above 0: give one")
     show = show or (lambda text: None)
     aim = parse_target(target) if isinstance(target, str) else target
     if aim.chip.platform == "cpu":

@@ -1,0 +1,197 @@
+"""`replicax plan` as it is run."""
+
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_type_hints
+
+import pytest
+from command_line import RECIPE, Main, one_line
+
+from replicax.commands import plan as command
+from replicax.commands.plan import PlanOptions
+from replicax.plan.result import Plan
+from replicax.recipes.gpt2 import GPT2
+
+H100 = ("--target", "h100:8", "--by-formula")
+LINE = ("linear_regression", "--points", 48)
+
+
+def shown(main: Main, *arguments: object) -> str:
+    code, out, err = main("plan", *arguments)
+    assert (code, err) == (0, ""), err
+    assert max(map(len, out.splitlines())) <= 80
+    return out
+
+
+def refused(main: Main, *arguments: object) -> str:
+    code, out, err = main("plan", *arguments)
+    assert (code, out) == (2, "")
+    return one_line(err)
+
+
+@pytest.mark.slow
+def test_a_recipe_is_compiled_for_its_target(main: Main) -> None:
+    out = shown(main, "lenet", "--target", "cpu:2", "--run", "mine", "--json", "p.json")
+    written: dict[str, Any] = json.loads(Path("p.json").read_text())
+    assert json.loads(Path("runs/mine/plan.json").read_text()) == written
+    assert written["fits"]
+    assert written["asked"]["compiled"]
+    assert written["about"]["recipe"] == "lenet"
+    assert written["about"]["compiler"].startswith("jaxlib ")
+    assert written["target"]["devices"] == 2
+    assert "lenet" in out
+    assert "see    runs/mine/ (plan.json, memory.png" in out
+    for name in ("plan.json", "memory.png"):
+        assert Path("runs/mine", name).stat().st_size > 0
+
+
+def test_a_recipe_of_ones_own(main: Main) -> None:
+    Path("my_recipe.py").write_text(RECIPE)
+    out = shown(main, "my_recipe.py:Mine", *H100, "--batch-size", 32, "--run", "mine")
+    written = json.loads(Path("runs/mine/plan.json").read_text())
+    assert written["about"]["batch_size"] == 32
+    assert written["about"]["recipe"] == "my_recipe.py:Mine"
+    assert not written["asked"]["compiled"]
+    assert "by formula" in out
+
+
+def test_the_folder_has_a_name_of_its_own(main: Main) -> None:
+    shown(main, *LINE, *H100)
+    (folder,) = Path("runs").iterdir()
+    assert folder.name.startswith("plan-linear_regression-")
+
+
+def test_json_alone_on_standard_output(main: Main) -> None:
+    code, out, err = main("plan", *LINE, *H100, "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["target"]["devices"] == 8
+    assert not Path("runs").exists()
+
+
+def given(main: Main, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> dict[str, Any]:
+    """What the command asks `rx.plan` for."""
+    asked: dict[str, Any] = {}
+    real = command.rx.plan
+
+    def plan(dp: Any, model: Any, batch: Any, **options: Any) -> Plan:
+        asked.update(options, dp=dp, model=model, batch=batch)
+        return real(dp, model, batch, **{**options, "by_formula": True})
+
+    monkeypatch.setattr(command.rx, "plan", plan)
+    shown(main, *arguments)
+    return asked
+
+
+def test_flags_reach_the_plan(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ("--layout", "zero1", "--accumulate", 2, "--precision", "bfloat16")
+    asked = given(
+        main, monkeypatch, *LINE, "--target", "v5e:2x4", *flags, "--tokens", 96, "--noise-scale", 7
+    )
+    dp = asked["dp"]
+    assert (dp.mode, dp.layout, dp.accumulate) == ("jit", "zero1", 2)
+    assert dp.precision.name == "bfloat16"
+    assert asked["target"].text == "v5e:2x4"
+    assert (asked["wished_rows"], asked["noise_scale"]) == (96, 7)  # it has no tokens: rows
+    assert asked["changes"] is None
+    assert not asked["by_formula"]
+
+
+def test_a_recipe_tells_its_tokens_its_size_and_its_own_remat(
+    main: Main, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("text.txt").write_text("to be or not to be " * 400)
+    sizes = ("--context", 16, "--width", 32, "--heads", 4, "--layers", 1, "--batch-size", 8)
+    asked = given(
+        main, monkeypatch, "gpt2", "--data", "text.txt", *sizes, *H100, "--tokens", 16 * 80
+    )
+    assert asked["tokens_per_row"] == 16
+    assert asked["wished_rows"] == 80
+    transformer = asked["transformer"]
+    assert dataclasses.astuple(transformer) == (16, 4, 32 // 4)
+    assert asked["changes"]
+    assert all(change.startswith("remat=") for change in asked["changes"])
+    assert f"remat={GPT2().remat}" not in asked["changes"]
+    assert asked["by_formula"]
+
+
+def test_the_noise_scale_of_a_run(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Path] = []
+
+    def load(path: Path) -> Any:
+        asked.append(path)
+        return SimpleNamespace(rows=123.0, resolved=True)
+
+    monkeypatch.setattr(command, "load_noise_scale", load)
+    shown(main, *LINE, *H100, "--noise-scale", "runs/measured", "--run", "mine")
+    assert asked == [Path("runs/measured")]
+    written = json.loads(Path("runs/mine/plan.json").read_text())
+    assert written["about"]["noise_scale"] == 123.0
+    assert all(batch["steps"] > 1 for batch in written["batches"])
+
+
+def test_a_noise_scale_that_no_run_has_resolved(
+    main: Main, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unresolved(SimpleNamespace):
+        def __str__(self) -> str:
+            return "measure longer"
+
+    monkeypatch.setattr(command, "load_noise_scale", lambda path: Unresolved(resolved=False))
+    assert "--noise-scale runs/a: measure longer" in refused(
+        main, *LINE, *H100, "--noise-scale", "runs/a"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ["plan needs a recipe"]),
+        (["linear_regresion"], ["linear_regression"]),
+        ([*LINE, "--target", "h10:8"], ["no hardware is called 'h10'", "h100"]),
+        ([*LINE, "--target", "h100"], ["has no size", "h100:8"]),
+        ([*LINE, "--target", "v5e:3x3"], ["no such slice", "v5e:2x4"]),
+        ([*LINE, *H100, "--mode", "single"], ["has 8 devices", "leave the mode out"]),
+        ([*LINE, *H100, "--mode", "jitt"], ["jit"]),
+        ([*LINE, *H100, "--mode", "shard_map", "--layout", "fsdp"], ["fsdp", "jit"]),
+        ([*LINE, *H100, "--noise-scale", "0"], ["--noise-scale 0", "above 0"]),
+        ([*LINE, *H100, "--noise-scale", "nan"], ["--noise-scale nan", "above 0"]),
+        ([*LINE, *H100, "--noise-scale", "runs/none"], ["runs/none"]),
+        ([*LINE, *H100, "--json", "no/such.json"], ["no folder no"]),
+        ([*LINE, *H100, "--json", "."], ["is a folder"]),
+        ([*LINE, *H100, "--accumulate", "0"], ["accumulate=0"]),
+        ([*LINE, *H100, "--tokens", "-5"], ["--tokens -5", "above 0"]),
+        ([*LINE, *H100, "--devices", "2"], ["--devices"]),
+    ],
+)
+def test_what_is_refused(main: Main, arguments: list[object], words: list[str]) -> None:
+    line = refused(main, *arguments)
+    assert all(word in line for word in words), line
+
+
+def test_a_folder_that_exists_is_left_alone(main: Main) -> None:
+    Path("runs/mine").mkdir(parents=True)
+    line = refused(main, *LINE, *H100, "--run", "mine")
+    assert "runs/mine exists" in line
+    assert not list(Path("runs/mine").iterdir())
+
+
+def test_mode_single_plans_one_device(main: Main) -> None:
+    shown(main, *LINE, "--target", "h100:1", "--by-formula", "--mode", "single")
+
+
+def test_help_tells_every_flag_in_words(main: Main) -> None:
+    code, out, _ = main("plan", "--help")
+    assert code == 0
+    assert "replicax plan RECIPE" in out
+    code, out, _ = main("plan", "linear_regression", "--help")
+    assert code == 0
+    for name in get_type_hints(PlanOptions):
+        assert f"--{name.replace('_', '-')}" in out
+    for words in (
+        "Hardware to plan for",
+        "gradient noise scale",
+        "Leave the target's compiler out",
+    ):
+        assert words in out

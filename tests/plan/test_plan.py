@@ -1,0 +1,381 @@
+"""Plans of small steps, against the same steps really compiled, and against sums by hand."""
+
+import contextlib
+import dataclasses
+import importlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from cases import CASES
+from plan.compilers import PACKAGES, beside_jax
+
+import replicax as rx
+from replicax.errors import ConfigError
+from replicax.parallel.compiled import Memory, read_memory
+from replicax.plan.alternatives import REMAT
+from replicax.plan.compiler import AttachedCompiler, Compiler
+from replicax.plan.hardware import Chip, Link
+from replicax.plan.result import Plan
+from replicax.plan.target import Target, parse_target
+
+planner: Any = importlib.import_module("replicax.plan.planner")
+module: Any = importlib.import_module("replicax.plan.plan")  # rx.plan is the function
+WIDTH = 256
+PARAMETERS = 32 * WIDTH + WIDTH * WIDTH + WIDTH
+MODEL = {
+    "first": jax.ShapeDtypeStruct((32, WIDTH), np.float32),
+    "second": jax.ShapeDtypeStruct((WIDTH, WIDTH), np.float32),
+    "bias": jax.ShapeDtypeStruct((WIDTH,), np.float32),
+}
+ROOM = 3_000_000
+"""Bytes of a device: the state takes 0.9 MB, and some hundred rows the rest."""
+
+
+def loss(model: Any, batch: Any, key: Any) -> jax.Array:
+    hidden = jnp.sin(jnp.sin(jnp.tanh(batch["x"] @ model["first"])))
+    return jnp.mean(jnp.sin(jnp.tanh(hidden @ model["second"] + model["bias"])), axis=-1)
+
+
+def step(**settings: Any) -> rx.DataParallel:
+    mesh = rx.make_mesh(1, devices=jax.devices())
+    return rx.DataParallel(loss, optax.adam(1e-3), **{"mesh": mesh, **settings})
+
+
+def rows(count: int) -> dict[str, jax.ShapeDtypeStruct]:
+    return {"x": jax.ShapeDtypeStruct((count, 32), np.float32)}
+
+
+def host(devices: int, usable_bytes: int | None = ROOM) -> Target:
+    target = parse_target(f"cpu:{devices}")
+    return dataclasses.replace(
+        target, chip=dataclasses.replace(target.chip, usable_bytes=usable_bytes)
+    )
+
+
+def compiled(dp: rx.DataParallel, devices: int, rows_of_each: int, **settings: Any) -> Memory:
+    mesh = rx.make_mesh(devices, devices=jax.devices()[:devices])
+    other = dp.replace(mesh=mesh, **settings)
+    found = read_memory(other.lower(MODEL, rows(devices * rows_of_each)).compile())
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile here, for speeds that are made up: a process of its own takes seconds to start."""
+
+    @contextlib.contextmanager
+    def compiler_for(
+        target: Target, by_formula: bool = False
+    ) -> Iterator[tuple[Compiler | None, tuple[str, ...]]]:
+        assert not by_formula
+        yield AttachedCompiler(jax.devices()[: target.devices]), ()
+
+    def measured(chip: Chip, devices: int) -> Chip:
+        return dataclasses.replace(
+            chip,
+            flops_per_second={"float32": 1e12, "bfloat16": 1e12},
+            memory_bytes_per_second=1e11,
+            inside=Link(1e10, 0.0, "made up"),
+        )
+
+    monkeypatch.setattr(module, "compiler_for", compiler_for)
+    monkeypatch.setattr(module, "measured", measured)
+
+
+@pytest.fixture
+def alone(in_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile here, and compare with nothing."""
+    monkeypatch.setattr(planner, "alternatives", lambda *_: ((), ()))
+
+
+def assert_as_compiled(found: Plan, dp: rx.DataParallel, room: int = ROOM) -> None:
+    """What is said to fit does, and one resolution more does not."""
+    devices = found.target.devices
+    for need in filter(None, (found.asked, found.largest, found.too_large)):
+        memory = compiled(dp, devices, need.rows)
+        assert need.compiled
+        assert need.fits == (memory.peak <= room)
+        # An exported step keeps the rows' numbers, 4 bytes each, which a run leaves out.
+        assert memory.peak <= need.bytes <= memory.peak + 4 * need.rows
+        assert need.temporaries == memory.peak - memory.arguments
+    assert found.largest is not None
+    assert found.too_large is not None
+    assert found.largest.fits
+    assert not found.too_large.fits
+    assert found.too_large.rows - found.largest.rows <= max(1, found.largest.rows // 32)
+
+
+def strict(found: Plan) -> dict[str, Any]:
+    plain: dict[str, Any] = json.loads(json.dumps(found.to_json(), allow_nan=False))
+    return plain
+
+
+@pytest.mark.slow
+def test_a_compiler_of_its_own_says_what_the_run_will() -> None:
+    dp, said = step(), []
+    found = rx.plan(dp, MODEL, rows(16), target=host(2), changes={}, show=said.append)
+    assert found.fits
+    assert found.asked.rows == 8
+    assert_as_compiled(found, dp)
+    assert found.about["compiler"].startswith("jaxlib ")
+    assert found.speed is not None
+    assert found.speed.rows_per_second > 0  # measured on this host
+    assert any("largest batch" in line for line in said)
+    assert not found.notes
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("mode", ["jit", pytest.param("shard_map", marks=pytest.mark.slow)])
+def test_what_fits_and_how_fast(mode: str) -> None:
+    dp = step(mode=mode)
+    found = rx.plan(
+        dp,
+        MODEL,
+        rows(16),
+        target=host(2),
+        changes={},
+        tokens_per_row=10,
+        wished_rows=1e9,
+        noise_scale=48.0,
+    )
+    assert_as_compiled(found, dp)
+    assert found.sizes == tuple(sorted(found.sizes, key=lambda need: need.rows))
+    now, most = found.speeds
+    assert found.largest is not None
+    assert (now.rows, most.rows) == (8, found.largest.rows)
+    # Forward two products, backward three: no gradient is taken of the rows.
+    assert now.flops == 8 * 2 * (2 * 32 * WIDTH + 3 * WIDTH * WIDTH)
+    assert now.rows_per_second == pytest.approx(2 * 8 / now.step.seconds)
+    assert now.tokens_per_second == pytest.approx(10 * now.rows_per_second)
+    assert found.device_hours == pytest.approx(1e9 / now.rows_per_second * 2 / 3600)
+    asked, larger = found.batches
+    assert (asked.batch_size, asked.steps, asked.examples) == (16, 1 + 48 / 16, 1 + 16 / 48)
+    assert larger.batch_size == 2 * most.rows
+    assert larger.linear == pytest.approx(2 * most.rows / 16)
+    assert found.traffic is not None
+    assert found.traffic.wire_bytes == 4 * PARAMETERS + 8  # the gradient, and the loss's two sums
+    assert found.scaling is None  # this host has no more devices
+    assert not found.notes
+    plain = strict(found)
+    assert plain["fits"] is True
+    assert plain["about"]["parameters"] == PARAMETERS
+    assert plain["about"]["noise_scale"] == 48.0
+    assert plain["largest"]["rows"] == found.largest.rows
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("alone")
+def test_a_batch_that_fits_in_micro_batches() -> None:
+    dp = step()
+    found = rx.plan(dp, MODEL, rows(2 * 1000), target=host(2), changes={})
+    assert not found.fits
+    assert_as_compiled(found, dp)
+    assert found.micro_batches is not None
+    assert found.largest is not None
+    count, need = found.micro_batches.accumulate, found.micro_batches.need
+    assert count >= 1000 / found.largest.rows
+    assert need.rows >= 1000
+    assert need.rows % count == 0
+    assert need.fits
+    memory = compiled(dp, 2, need.rows, accumulate=count)
+    assert memory.peak <= ROOM
+    assert found.first.startswith(f"accumulate={count}: ")
+    assert [each.rows for each in found.speeds] == [found.largest.rows]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_process")
+def test_not_even_one_row_fits() -> None:
+    room = 3 * 4 * PARAMETERS - 1  # parameters and Adam's moments
+    found = rx.plan(step(), MODEL, rows(16), target=host(4, room), changes={})
+    assert found.largest is None
+    assert found.too_large is not None
+    assert found.too_large.rows == 1
+    assert not found.fits
+    assert found.speeds == ()
+    assert found.scaling is found.traffic is found.micro_batches is found.device_hours is None
+    changes = {each.change: each.need for each in found.alternatives}
+    assert {need.rows for need in changes.values()} == {1}  # what makes the least of it fit
+    assert found.first.startswith(
+        min((need.bytes, change) for change, need in changes.items() if need.fits)[1]
+    )
+    assert strict(found)["largest"] is None
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_split_state_is_a_part_of_it() -> None:
+    found = rx.plan(step(), MODEL, rows(16), target=host(4, None), changes={})
+    freed = {each.change: each.freed_bytes for each in found.alternatives}
+    split = PARAMETERS * 3 // 4 * 4  # bytes of a copy, of which each of four keeps a quarter
+    assert freed["layout=zero1"] >= 2 * split - 4096  # Adam's two moments
+    assert freed["layout=fsdp"] >= freed["layout=zero1"]
+    assert set(freed) == {"precision=bfloat16", "layout=zero1", "layout=fsdp"}
+    for each in found.alternatives:
+        assert each.freed_bytes == found.asked.bytes - each.need.bytes
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_layout_is_not_compared_with_what_it_is_already() -> None:
+    changes = {"twice": step(layout="fsdp", accumulate=2)}
+    dp = step(layout="fsdp", precision="bfloat16")
+    found = rx.plan(dp, MODEL, rows(16), target=host(2, None), changes=changes)
+    assert [each.change for each in found.alternatives] == ["twice"]
+    assert found.traffic is not None
+    assert "shard_map" not in found.traffic.warning + found.first  # which splits no state
+    # To the other device: half of the gradient with the loss's two sums, and of the parameters.
+    assert found.traffic.least_bytes == (4 * PARAMETERS + 8 + 4 * PARAMETERS) / 2
+
+
+@pytest.mark.usefixtures("alone")
+def test_rows_are_filled_up_to_devices_and_micro_batches() -> None:
+    found = rx.plan(step(accumulate=3), MODEL, rows(10), target=host(2, 1_100_000), changes={})
+    assert found.asked.rows == 6
+    note = "a batch of 10 rows is planned as 12: 2 devices with 6 each"
+    assert note in found.notes
+    assert all(need.rows % 3 == 0 for need in found.sizes)
+    assert found.about["batch_size"] == 10
+
+
+@pytest.mark.usefixtures("alone")
+def test_pmap_is_planned_as_shard_map() -> None:
+    found = rx.plan(step(mode="pmap"), MODEL, rows(16), target=host(2, None), changes={})
+    assert "mode pmap is planned as shard_map, its equal" in found.notes
+    assert found.about["mode"] == "pmap"
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_memory_that_nobody_tells() -> None:
+    found = rx.plan(step(), MODEL, rows(16), target=host(2, None), changes={})
+    assert found.fits
+    assert found.largest is found.too_large is None
+    assert "how much memory this target has is not known: nor what fits" in found.notes
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_state_and_the_model_of_the_caller_stay() -> None:
+    model = {name: jnp.ones(leaf.shape) / 100 for name, leaf in MODEL.items()}
+    batch = {"x": np.ones((16, 32), np.float32)}
+    mesh = rx.make_mesh(2, devices=jax.devices()[:2])
+
+    def losses(planned: bool) -> list[float]:
+        dp = step(mesh=mesh)
+        state = dp.init(model)
+        found = []
+        for _ in range(2):
+            if planned:
+                rx.plan(dp, model, batch, target=host(4, None), changes={})
+            state, metrics = dp.step(state, batch)
+            found.append(float(metrics["loss"]))
+        assert dp.mesh == mesh
+        return found
+
+    assert losses(True) == losses(False)
+    assert all(not leaf.is_deleted() for leaf in jax.tree.leaves(model))
+
+
+H100 = parse_target("h100:8").chip
+
+
+def test_by_formula_where_it_is_asked_for() -> None:
+    found = rx.plan(
+        step(), MODEL, rows(64), target="h100:8", by_formula=True, wished_rows=1e6, changes={}
+    )
+    assert found.notes == ("by formula, as it was asked for",)
+    assert found.about["compiler"] is None
+    assert not any(need.compiled for need in found.sizes)
+    assert found.asked.bytes == found.formula.total
+    assert found.formula.parameters == 4 * PARAMETERS
+    assert found.traffic is None
+    speed = found.speed
+    assert speed is not None
+    flops = 8 * 2 * (2 * 32 * WIDTH + 3 * WIDTH * WIDTH)
+    assert speed.flops == flops
+    state = 2 * found.formula.state / (H100.memory_bytes_per_second or 0)
+    assert speed.step.compute_seconds == pytest.approx(
+        max(state, flops / H100.flops_per_second["float32"])
+    )
+    assert found.scaling is not None
+    assert {point.devices for point in found.scaling.weak} >= {1, 2, 4, 8, 16, 1024}
+    assert found.device_hours == pytest.approx(1e6 / speed.rows_per_second * 8 / 3600)
+    strict(found)
+
+
+def test_a_chip_that_no_compiler_describes_says_so() -> None:
+    found = rx.plan(step(precision="bfloat16"), MODEL, rows(64), target="v100:8", changes={})
+    assert any("no compiler describes an NVIDIA V100" in note for note in found.notes)
+    assert any(note.endswith("multiplies in float32 at best") for note in found.notes)
+    assert not found.asked.compiled
+    strict(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "platform", "extra"),
+    [("h100:8", "cuda", "plan-gpu"), ("v5e:2x4", "tpu", "plan-tpu")],
+)
+def test_a_compiler_that_is_missing_is_named_with_its_extra(
+    target: str, platform: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if beside_jax(platform):
+        pytest.skip(f"{PACKAGES[platform]} is installed beside jax")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    found = rx.plan(step(), MODEL, rows(64), target=target, changes={})
+    (note,) = found.notes
+    assert note.startswith("by formula: ")
+    assert note.endswith(f"pip install 'replicax[{extra}]'")
+    assert not found.asked.compiled
+
+
+@pytest.mark.parametrize("kind", ["pytree", "equinox", "linen", "nnx"])
+def test_the_whole_loss_is_tried_with_checkpoint(kind: str) -> None:
+    case = CASES[kind]
+    dp = rx.DataParallel(case.loss, optax.sgd(0.1))
+    batch = jax.eval_shape(lambda: case.source)
+    found = rx.plan(dp, case.model(), batch, target="h100:8", by_formula=True)
+    tried = [each.change for each in found.alternatives]
+    if kind == "nnx":  # its BatchNorm writes to the model, which a checkpointed function may not
+        assert REMAT not in tried
+        assert any(note.startswith(f"{REMAT}: the loss does not allow it") for note in found.notes)
+    else:
+        assert REMAT in tried
+
+
+def test_an_error_in_a_change_of_the_caller_is_not_hidden() -> None:
+    def broken(model: Any, batch: Any, key: Any) -> jax.Array:
+        raise ZeroDivisionError("in the loss")
+
+    changes = {"broken": step().replace(loss=broken)}
+    with pytest.raises(ZeroDivisionError, match="in the loss"):
+        rx.plan(step(), MODEL, rows(64), target="h100:8", by_formula=True, changes=changes)
+
+
+def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    dp = step()
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    with pytest.raises(ConfigError, match="plan on 3 processes"):
+        rx.plan(dp, MODEL, rows(16), target="h100:8", by_formula=True)
+
+
+def test_a_mesh_whose_replicas_have_several_devices_is_refused() -> None:
+    dp = step(mesh=rx.make_mesh(data=4, model=2))
+    with pytest.raises(ConfigError, match="without the axes model and stage"):
+        rx.plan(dp, MODEL, rows(16), target="h100:8", by_formula=True)
+
+
+def test_an_unknown_target_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no hardware is called 'h10'"):
+        rx.plan(step(), MODEL, rows(16), target="h10:8")
+
+
+@pytest.mark.parametrize("name", ["wished_rows", "noise_scale"])
+@pytest.mark.parametrize("value", [0, -1.5, float("nan"), float("inf")])
+def test_rows_that_are_none_are_refused_before_anything_compiles(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"{name}={value}; it is a number of rows above 0"):
+        rx.plan(step(), MODEL, rows(16), target="h100:8", **{name: value})
