@@ -116,7 +116,6 @@ def test_no_shard_map_where_it_cannot_help(changes: dict[str, Any]) -> None:
 
 
 def test_bfloat16_where_the_chip_is_faster_in_it() -> None:
-    # NVIDIA's data sheet of the H100 SXM: half of 1,979 and of 989 TFLOP/s "with sparsity".
     assert first(FITS, "h100:8") == "precision=bfloat16: products up to 2.0 times as fast"
     half = Alternative(BFLOAT16, need(8, 7.5), 3_500_000_000)
     assert first(FITS, "h100:8", alternatives=(half,)).endswith("and 3.5 GB less a device")

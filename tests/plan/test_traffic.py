@@ -55,7 +55,7 @@ def test_sums_are_float32_at_least() -> None:
     [
         ("replicated", 2 * 400 * 3 / 4),
         ("zero1", (400 + 200) * 3 / 4),
-        ("fsdp", (400 + 2 * 200) * 3 / 4),
+        ("fsdp", (400 + 200) * 3 / 4),
     ],
 )
 def test_the_least_of_each_layout(layout: str, least: float) -> None:

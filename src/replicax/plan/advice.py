@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from replicax.parallel.step import DataParallel
 from replicax.plan.critical_batch import batch_cost, learning_rates
 from replicax.plan.hardware import Chip
+from replicax.plan.largest import MOST_ROWS
 from replicax.plan.need import Need
 from replicax.plan.result import Alternative, BatchAdvice, MicroBatches, Speed
 from replicax.plan.traffic import SLIGHTLY, Traffic
@@ -35,7 +36,8 @@ def first_change(
     now, most = speeds[0], speeds[-1]
     waiting = now.step.exposed_seconds / now.step.seconds
     rates = chip.flops_per_second
-    if most.rows > now.rows and most.rows_per_second > _WORTH * now.rows_per_second:
+    larger = now.rows < most.rows < MOST_ROWS // 2  # beyond, nobody trains
+    if larger and most.rows_per_second > _WORTH * now.rows_per_second:
         times = most.rows_per_second / now.rows_per_second
         return (
             f"a batch of {most.rows * devices:,} rows, {most.rows:,} a device: up to {times:.1f} "

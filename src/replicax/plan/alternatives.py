@@ -9,6 +9,7 @@ from replicax.errors import ReplicaxError
 from replicax.parallel.gradients import LossFunction
 from replicax.parallel.step import DataParallel
 from replicax.plan.need import Need, Steps
+from replicax.plan.program import WITHOUT_CUDNN
 from replicax.plan.result import Alternative
 from replicax.wording import first_line
 
@@ -50,8 +51,10 @@ def alternatives(
 
 
 def _compared(steps: Steps, other: DataParallel, asked: Need, change: str) -> Alternative:
-    need = steps.step(other, asked.rows, change).need
-    return Alternative(change, need, asked.bytes - need.bytes)
+    step = steps.step(other, asked.rows, change)
+    without = step.program is not None and WITHOUT_CUDNN in step.program.notes
+    note = "without cuDNN's kernels" if without else ""
+    return Alternative(change, step.need, asked.bytes - step.need.bytes, note)
 
 
 def _together(

@@ -93,10 +93,10 @@ def time_text(seconds: float) -> str:
     """`45.3 ms`: three digits, and minutes where it takes them."""
     if seconds >= 59.5:
         return duration(seconds) if seconds < 3.6e6 else f"{short(seconds / 3600)} h"
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= 0.9995 * size:
             return f"{float(f'{seconds / size:.3g}'):g} {unit}"
-    return f"{float(f'{seconds * 1e6:.3g}'):g} µs"
+    return f"{seconds * 1e9:.0f} ns"
 
 
 def freed_text(size_bytes: int) -> str:

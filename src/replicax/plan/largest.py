@@ -50,6 +50,11 @@ def largest_rows(
     return search.fits, search.too_large
 
 
+def resolution(rows: int, unit: int) -> int:
+    """How far apart the rows that are asked for are, at least, near `rows`."""
+    return unit << max(0, (max(1, rows // unit) // RESOLUTION).bit_length() - 1)
+
+
 class _Search:
     def __init__(self, capacity_bytes: int, bytes_per_row: float, unit: int) -> None:
         self._capacity, self._slope, self._unit = capacity_bytes, max(1.0, bytes_per_row), unit
@@ -80,7 +85,7 @@ class _Search:
             if self._refused > 1:  # what is refused may need more than it says
                 guess = min(guess, self.too_large.rows / SHRINKAGE)
             return self._between(0, self.too_large.rows, guess)
-        step = self._step(self.fits.rows)
+        step = self._resolution(self.fits.rows)
         if self.too_large is None:
             if self.fits.rows + step > MOST_ROWS:
                 return None
@@ -98,17 +103,16 @@ class _Search:
     def _between(self, low: int, high: int, guess: float) -> int:
         """The guess where it is strictly between; where it is above, the middle or less."""
         inside = guess if guess < high else self._middle(low, high)
-        return max(self._rounded(inside), low + self._step(max(low, self._unit)))
+        return max(self._rounded(inside), low + self._resolution(max(low, self._unit)))
 
     def _middle(self, low: int, high: int) -> float:
         return min((low + high) / 2, MOST_GROWTH * max(low, self._unit))
 
-    def _step(self, rows: int) -> int:
-        units = max(1, rows // self._unit)
-        return self._unit << max(0, (units // RESOLUTION).bit_length() - 1)
+    def _resolution(self, rows: int) -> int:
+        return resolution(rows, self._unit)
 
     def _rounded(self, rows: float) -> int:
-        step = self._step(int(max(self._unit, min(rows, MOST_ROWS))))
+        step = self._resolution(int(max(self._unit, min(rows, MOST_ROWS))))
         return int(max(step, min(rows, MOST_ROWS) // step * step))
 
 

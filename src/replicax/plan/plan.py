@@ -16,7 +16,7 @@ from replicax.plan.compiler import AttachedCompiler, Compiler
 from replicax.plan.compiler_pool import CompilerPool
 from replicax.plan.gpu_description import DESCRIPTIONS
 from replicax.plan.host import measured
-from replicax.plan.memory import rows_that_fit
+from replicax.plan.memory import rows_that_fit, tree_bytes
 from replicax.plan.need import Show, Steps
 from replicax.plan.planner import Planner
 from replicax.plan.result import OnPaper, Plan
@@ -85,7 +85,8 @@ def plan(
         steps = Steps(model, batch, aim, compiler, show)
         planner = Planner(dp, model, batch, aim, steps, changes, tokens_per_row)
         found = planner.plan(wished_rows, noise_scale, notes)
-    return dataclasses.replace(found, on_paper=_on_paper(found, transformer))
+    held = tree_bytes(dp.abstract_state(model).params)
+    return dataclasses.replace(found, on_paper=_on_paper(aim, held, transformer))
 
 
 @contextlib.contextmanager
@@ -118,13 +119,14 @@ def compiler_for(
         yield compiler, notes
 
 
-def _on_paper(found: Plan, transformer: Transformer | None) -> OnPaper | None:
-    capacity = found.target.chip.usable_bytes
+def _on_paper(
+    target: Target, parameter_bytes: int, transformer: Transformer | None
+) -> OnPaper | None:
+    capacity = target.chip.usable_bytes
     if transformer is None or capacity is None:
         return None
-    parameters = found.formula.parameters
-    each = transformer_activation_bytes(parameters, 1, **dataclasses.asdict(transformer))
-    return OnPaper(each, rows_that_fit(capacity, parameters, each))
+    each = transformer_activation_bytes(parameter_bytes, 1, **dataclasses.asdict(transformer))
+    return OnPaper(each, rows_that_fit(capacity, parameter_bytes, each))
 
 
 def _description(target: Target) -> Description | None:

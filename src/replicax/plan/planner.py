@@ -16,7 +16,7 @@ from replicax.plan.advice import batch_advice, first_change
 from replicax.plan.alternatives import alternatives
 from replicax.plan.forecast import device_hours
 from replicax.plan.kernel_time import kernel_roofline
-from replicax.plan.largest import MOST_ROWS, largest_rows
+from replicax.plan.largest import MOST_ROWS, largest_rows, resolution
 from replicax.plan.need import Need, Step, Steps, rows_of_a_device
 from replicax.plan.result import MicroBatches, Plan, Scaling, Speed
 from replicax.plan.schedule import Schedule, read_schedule
@@ -145,7 +145,13 @@ class Planner:
         def ask(rows: int) -> Need:
             return self._steps.step(self._dp, rows, "largest batch").need
 
-        return largest_rows(ask, capacity, asked.rows, slope, unit)
+        fits, too_large = largest_rows(ask, capacity, asked.rows, slope, unit)
+        if fits and too_large and too_large.rows - fits.rows > resolution(fits.rows, unit):
+            self._notes.append(
+                f"more than {fits.rows:,} rows a device may fit: memory does not grow by a straight "
+                "line, and the search has ended after as many compilations as it may take"
+            )
+        return fits, too_large
 
     def _bytes_per_row(self, rows: int, capacity: int, unit: int) -> float:
         """By formula, between `rows` and those that fill the memory: small batches tell little."""

@@ -24,6 +24,9 @@ NEEDS_DEVICES = "require devices to be present"
 REASONS = (CALLS_BACK, CALLS_BACK_ELSEWHERE, NEEDS_DEVICES)
 
 
+WITHOUT_CUDNN = "planned without the kernels of cuDNN: the step may need less"
+
+
 @dataclasses.dataclass(frozen=True)
 class Program:
     """A step for some number of devices of one platform."""
@@ -96,7 +99,7 @@ def _forms(
         note = "mode jit is planned as shard_map, since the step has kernels of cuDNN"
         yield dp.replace(mode="shard_map"), capability, (*notes, note)
     if capability is not None:
-        yield dp, None, (*notes, "planned without the kernels of cuDNN: the step may need less")
+        yield dp, None, (*notes, WITHOUT_CUDNN)
 
 
 def _export(

@@ -1,7 +1,6 @@
 """How fast a step can be on a target: its schedule, or its FLOPs alone, at the chip's peaks."""
 
 import dataclasses
-from collections.abc import Sequence
 
 from replicax.parallel.step import DataParallel
 from replicax.plan.collective import ALL_REDUCE
@@ -133,11 +132,3 @@ def known_dtype(dp: DataParallel, target: Target) -> str:
     """The dtype whose peak counts: the step's, or float32 where the chip has no units for it."""
     rates = target.chip.flops_per_second
     return dp.precision.name if dp.precision.name in rates else next(iter(rates), "float32")
-
-
-def bound_of(speeds: Sequence[Speed]) -> str:
-    """What the last of them waits for most: `compute`, `memory` or `network`."""
-    last = speeds[-1]
-    if last.step.exposed_seconds > last.step.compute_seconds:
-        return "network"
-    return "compute" if (last.compute_share or 0) >= 0.5 else "memory"

@@ -158,7 +158,10 @@ def _reduced_again(collectives: Iterable[Collective], params: Iterable[Any]) -> 
 def advice(mode: str, layout: str = "replicated") -> str:
     """Why such a step sends more than it has to, and what to do."""
     if layout != "replicated":
-        return "the compiler also splits what is computed from the split parameters, and moves it"
+        return (
+            "the compiler reduces whole gradients of which a device keeps a part, as on a CPU, or "
+            "splits what is computed and moves that"
+        )
     if mode == "jit":
         return (
             "the compiler reduces a leaf twice (a tied embedding) or a sum by itself; "
