@@ -148,8 +148,8 @@ class Planner:
         fits, too_large = largest_rows(ask, capacity, asked.rows, slope, unit)
         if fits and too_large and too_large.rows - fits.rows > resolution(fits.rows, unit):
             self._notes.append(
-                f"more than {fits.rows:,} rows a device may fit: memory does not grow by a straight "
-                "line, and the search has ended after as many compilations as it may take"
+                f"more than {fits.rows:,} rows a device may fit: memory does not grow by a "
+                "straight line, and the search ends after as many compilations as it may take"
             )
         return fits, too_large
 
