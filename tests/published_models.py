@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from replicax.plan.timeline import Layer
+from published_schedules import Layer
 
 
 def vgg16() -> list[Layer]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from published_models import Decoder, even, resnet, vgg16
+from published_schedules import Layer, Timeline, bucketed, fused, sharded
 
 from replicax.plan.collective import Network
 from replicax.plan.hardware import CHIPS, Link
@@ -16,7 +17,6 @@ from replicax.plan.host_network import RING, HostNetwork
 from replicax.plan.network import network
 from replicax.plan.overlap import StepTime, Transfer, step_time
 from replicax.plan.target import parse_target
-from replicax.plan.timeline import Layer, Timeline, bucketed, fused, sharded
 
 MIB, GIB = 2**20, 2**30
 FLOAT32, BFLOAT16 = 4, 2

@@ -4,7 +4,7 @@ import pytest
 
 from replicax.errors import ConfigError
 from replicax.plan.hardware import CHIPS, CPU
-from replicax.plan.roofline import kernel_seconds, roofline, roofline_seconds
+from replicax.plan.roofline import roofline, roofline_seconds
 
 V100 = CHIPS["v100"]
 
@@ -22,7 +22,7 @@ def test_bound_by_memory() -> None:
 
 def test_a_program_takes_no_longer_than_its_kernels() -> None:
     kernels = [(15.7e12, 1e9), (1e9, 900e9)]
-    each = sum(kernel_seconds(*kernel, V100, "float32") for kernel in kernels)
+    each = sum(roofline(*kernel, V100, "float32").seconds for kernel in kernels)
     assert each == pytest.approx(2.0)
     whole = roofline_seconds(15.7e12 + 1e9, 901e9, V100, "float32")
     assert whole == pytest.approx(1.0, rel=0.01)

@@ -6,7 +6,7 @@ rest, the gradient of one micro-batch is traced, and its operations are followed
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -139,21 +139,6 @@ def rows_that_fit(capacity_bytes: int, fixed_bytes: float, bytes_per_row: float)
         bytes_per_row: of each row.
     """
     return max(0, int((capacity_bytes - fixed_bytes) // bytes_per_row))
-
-
-def most_rows(fits: Callable[[int], bool]) -> int:
-    """The most rows for which `fits(rows)`, where fewer fit too; 0 where not even one does.
-
-    `MemoryFormula.total` grows with the rows, but not by the same for each: which moment of a step
-    takes most changes with them.
-    """
-    below, above = 0, 1
-    while fits(above):
-        below, above = above, 2 * above
-    while above - below > 1:
-        middle = (below + above) // 2
-        below, above = (middle, above) if fits(middle) else (below, middle)
-    return below
 
 
 def tree_bytes(tree: PyTree) -> int:

@@ -167,7 +167,7 @@ class Planner:
         return slope
 
     def _micro_batches(self, asked: Need, largest: Need | None) -> MicroBatches | None:
-        """The fewest micro-batches in which the batch that was asked for fits."""
+        """Micro-batches in which the batch that was asked for fits, about the fewest."""
         if asked.fits or largest is None:
             return None
         count = math.ceil(asked.rows / largest.rows) * self._dp.accumulate
@@ -177,7 +177,7 @@ class Planner:
             need = self._steps.step(other, rows, f"accumulate={count}").need
             if need.fits:
                 return MicroBatches(count, need)
-            count *= 2
+            count += max(1, count // 4)  # the sums over micro-batches take memory of their own
         return None
 
     def _shown(self, asked: Need, largest: Need | None) -> list[Need]:

@@ -54,11 +54,6 @@ def roofline(flops: float, bytes: float, chip: Chip, dtype: str = "bfloat16") ->
     return Roofline(flops / peak, bytes / chip.memory_bytes_per_second)
 
 
-def kernel_seconds(flops: float, bytes: float, chip: Chip, dtype: str = "bfloat16") -> float:
-    """The least time of one kernel; see `roofline`."""
-    return roofline(flops, bytes, chip, dtype).seconds
-
-
 def roofline_seconds(flops: float, bytes: float, chip: Chip, dtype: str = "bfloat16") -> float:
     """The least time of a whole program, whose products and memory traffic all overlap.
 
