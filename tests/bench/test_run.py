@@ -11,12 +11,13 @@ import numpy as np
 import optax
 import pytest
 
-from replicax.bench import cores, peak, runner
+from replicax.bench import cores, runner
 from replicax.bench import run as run_module
 from replicax.bench.result import Bench
 from replicax.bench.run import bench
 from replicax.bench.runner import own_peak, steps_in_a_run
 from replicax.errors import ConfigError, LossError
+from replicax.plan import host
 
 ROWS = 20
 SOURCE = {"x": np.random.default_rng(0).normal(size=(ROWS, 6)).astype(np.float32)}
@@ -32,7 +33,7 @@ def loss(model: Any, batch: Any, key: Any) -> Any:
 def _short() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "RUN_SECONDS", 0.0)
-        patch.setattr(peak, "SIZE", 32)
+        patch.setattr(host, "SIZE", 32)
         yield
 
 

@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from multiprocessing import Pipe
+from threading import Lock
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -86,6 +87,7 @@ class CompilerProcess:
 
     def __enter__(self) -> "CompilerProcess":
         self._connection, theirs = Pipe()
+        self._asking = Lock()
         self._said = tempfile.TemporaryFile()
         command = [sys.executable, "-P", "-m", "replicax.plan.compile_process"]
         self._process = subprocess.Popen(
@@ -121,12 +123,12 @@ class CompilerProcess:
         return _checked(self._ask(program))
 
     def close(self) -> None:
-        """End the process."""
-        self._connection.close()
-        if self._process.poll() is None:
-            self._process.kill()  # a compiler that is at work does not look whether anybody waits
+        """End the process; whoever waits for its answer, in another thread, gets an error."""
+        self._process.kill()  # a compiler that is at work does not look whether anybody waits
         self._process.wait()
-        self._said.close()
+        with self._asking:
+            self._connection.close()
+            self._said.close()
 
     def _refusal(self, refused: Failed) -> ReplicaxError:
         install = f"pip install 'replicax[{EXTRAS.get(self._description.platform, 'cli')}]'"
@@ -137,6 +139,10 @@ class CompilerProcess:
         return CompilerError(f"no devices can be described for a compiler: {refused.message}")
 
     def _ask(self, question: Description | Program) -> Any:
+        with self._asking:
+            return self._answer_to(question)
+
+    def _answer_to(self, question: Description | Program) -> Any:
         try:
             self._connection.send(question)
             if not self._connection.poll(self._timeout_seconds):
@@ -146,11 +152,13 @@ class CompilerProcess:
                     "seldom takes a minute: try a smaller model or fewer devices"
                 )
             return self._connection.recv()
-        except (EOFError, BrokenPipeError, ConnectionResetError) as ended:
+        except (EOFError, OSError) as ended:
             raise CompilerError(self._last_words()) from ended
 
     def _last_words(self) -> str:
         code = self._process.wait()
+        if self._said.closed:
+            return "the compiler was ended before it was asked"
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         self._said.seek(0)
         lines = self._said.read().decode(errors="replace").splitlines()

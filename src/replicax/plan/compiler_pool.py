@@ -5,6 +5,7 @@ from queue import SimpleQueue
 from threading import Lock
 from types import TracebackType
 
+from replicax.errors import CompilerError
 from replicax.plan.compilation import Compilation, Description, TooLarge
 from replicax.plan.compiler import CompilerProcess
 from replicax.plan.program import Program
@@ -28,6 +29,7 @@ class CompilerPool:
         self._lock, self._free = Lock(), SimpleQueue[CompilerProcess]()
         self._started: list[CompilerProcess] = []
         self._most = min(MOST_PROCESSES, os.cpu_count() or 1)
+        self._closed = False
         self.name = ""
 
     def __enter__(self) -> "CompilerPool":
@@ -42,6 +44,12 @@ class CompilerPool:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all processes. Whoever waits for one of them gets an error, and so does who asks."""
+        with self._lock:
+            self._closed = True
         for process in self._started:
             process.close()
 
@@ -55,6 +63,8 @@ class CompilerPool:
 
     def _take(self) -> CompilerProcess:
         with self._lock:
+            if self._closed:
+                raise CompilerError("the compilers were ended before they were asked")
             if self._free.empty() and len(self._started) < self._most:
                 return self._start()
         return self._free.get()

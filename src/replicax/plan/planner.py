@@ -76,11 +76,14 @@ class Planner:
         dp, steps, devices = self._dp, self._steps, self._target.devices
         self._notes += notes
         asked = self._asked()
-        with ThreadPoolExecutor(1) as beside:  # compilers take long and a core each
+        beside = ThreadPoolExecutor(1)  # compilers take long and a core each
+        try:
             changed = beside.submit(alternatives, steps, dp, asked.need, devices, self._changes)
             largest, too_large = self._largest(asked.need)
             micro_batches = self._micro_batches(asked.need, largest)
             others, refused = changed.result()
+        finally:  # an interrupt ends the compilers first, and then what waits for them
+            beside.shutdown(wait=False)
         if largest is None and too_large is not None and too_large.rows < asked.need.rows:
             # Nothing fits as it is: what would make the least of it fit?
             others, refused = alternatives(steps, dp, too_large, devices, self._changes)
