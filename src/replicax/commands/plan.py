@@ -91,7 +91,7 @@ def _plan(
     parsed: Arguments[PlanOptions], target: Target, noise_scale: float | None, show: Show
 ) -> Plan:
     options, recipe = parsed.options, parsed.recipe
-    mesh = rx.make_mesh(1, devices=jax.devices("cpu"))
+    mesh = rx.make_mesh(1)  # nothing is placed on it
     show("reading the data")
     tokens_per_row = getattr(recipe, "tokens_per_row", None)
     wished = None if options.tokens is None else options.tokens / (tokens_per_row or 1)
