@@ -129,6 +129,10 @@ def without_cudnn(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.skipif(not FOLDER.is_dir(), reason="no compilers installed (make compilers)")
+@pytest.mark.skipif(
+    any((Path(folder) / "nvidia" / "cudnn").is_dir() for folder in sys.path),
+    reason="there is a cuDNN in this environment (torch's, say), which the compiler finds",
+)
 @needs("cuda")
 def test_without_cudnn_no_gpu_is_planned_for(
     without_cudnn: Path, monkeypatch: pytest.MonkeyPatch
