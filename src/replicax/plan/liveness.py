@@ -9,6 +9,7 @@ is then kept for the readers instead. All else is stored from its operation to i
 import dataclasses
 from collections import defaultdict
 from collections.abc import Collection, Mapping
+from typing import Any
 
 from replicax.plan.operations import IN_PLACE, Operation, Program
 
@@ -135,9 +136,10 @@ class Liveness:
         body = params["jaxpr"] if each.name == "scan" else params["body_jaxpr"]
         used = [self._stored.get(value, False) for value in each.outputs]
         program = Program(body.jaxpr, platform)
-        constants = params["num_consts" if each.name == "scan" else "body_nconsts"]
+        constants = params.get("body_nconsts", 0)
         if each.name == "scan":
-            _write_parts(program, constants, params["num_carry"], used)
+            constants, carries = _scanned(params)
+            _write_parts(program, constants, carries, used)
         carried = dict(zip(program.outputs, program.inputs[constants:], strict=False))
         return peak(Liveness(program, carried=carried)).bytes
 
@@ -213,16 +215,23 @@ def _initial(loop: Operation, place: int) -> list[int]:
     if loop.name == "while":
         first = params["cond_nconsts"] + params["body_nconsts"]
         return loop.inputs[first + place : first + place + 1]
-    first = params["num_consts"]
-    return loop.inputs[first + place : first + place + 1] if place < params["num_carry"] else []
+    first, carried = _scanned(params)
+    return loop.inputs[first + place : first + place + 1] if place < carried else []
 
 
 def _takes_parts(each: Operation, value: int) -> bool:
     """Whether `each` is a scan over `value`."""
     if each.name != "scan" or each.equation is None:
         return False
-    params = each.equation.params
-    return value not in each.inputs[: params["num_consts"] + params["num_carry"]]
+    return value not in each.inputs[: sum(_scanned(each.equation.params))]
+
+
+def _scanned(params: Mapping[str, Any]) -> tuple[int, int]:
+    """How many constants a scan has, and how many values it carries."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    constants, carried, _ = params["ft_in"].unpack()  # since jax 0.11
+    return len(constants), len(carried)
 
 
 def _write_parts(program: Program, constants: int, carried: int, used: list[bool]) -> None:
