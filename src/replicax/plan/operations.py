@@ -29,7 +29,8 @@ CHEAP = _names(
     "add sub mul neg max min abs sign and or not xor eq ne lt le gt ge select_n clamp square"
     " one_minus_square convert_element_type integer_pow is_finite floor ceil round slice"
     " dynamic_slice rev pad concatenate split add_any real imag complex conj population_count"
-    " reduce_precision bitcast_convert_type shift_left shift_right_logical shift_right_arithmetic sin cos"
+    " reduce_precision bitcast_convert_type shift_left shift_right_logical shift_right_arithmetic"
+    " sin cos"
 )
 """Cheap enough that XLA computes them again in every kernel that reads them
 (`InstructionFusion::IsExpensive` in xla/service/instruction_fusion.cc of openxla/xla)."""
