@@ -139,7 +139,7 @@ def test_without_cudnn_no_gpu_is_planned_for(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(without_cudnn))
     arguments = dict(parse_target("h100:1").topology_arguments)
-    arguments["target_config"] = DESCRIPTIONS["h100"].text()
+    arguments["target_config"] = DESCRIPTIONS["h100"].text(84942979072)
     description = Description(arguments.pop("platform"), 1, arguments)
     with (
         pytest.raises(MissingDependencyError, match=r"finds no cuDNN; .*\[plan-gpu\]'$"),

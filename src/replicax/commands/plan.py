@@ -19,9 +19,9 @@ from replicax.parallel.canonical import MICRO_SHARDS
 from replicax.parallel.model import abstract_model
 from replicax.parallel.threads import fix_threads
 from replicax.plan.cells import line
-from replicax.plan.need import Show
 from replicax.plan.result import Plan
 from replicax.plan.save import write_plan
+from replicax.plan.steps import Show
 from replicax.plan.table import table
 from replicax.plan.target import ATTACHED, Target, parse_target
 from replicax.plan.transformer_formula import Transformer

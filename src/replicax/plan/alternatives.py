@@ -8,9 +8,10 @@ import jax
 from replicax.errors import ReplicaxError
 from replicax.parallel.gradients import LossFunction
 from replicax.parallel.step import DataParallel
-from replicax.plan.need import Need, Steps
+from replicax.plan.need import Need
 from replicax.plan.program import WITHOUT_CUDNN
 from replicax.plan.result import Alternative
+from replicax.plan.steps import Steps
 from replicax.wording import first_line
 
 REMAT = "remat (jax.checkpoint, products kept)"

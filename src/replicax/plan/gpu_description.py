@@ -14,7 +14,7 @@ CUDA = "12.8.0"
 
 @dataclasses.dataclass(frozen=True)
 class GpuDescription:
-    """What the compiler must know of a GPU; memory in bytes."""
+    """What the compiler must know of a GPU beside its memory; sizes in bytes."""
 
     device_kind: str
     capability: tuple[int, int]
@@ -28,14 +28,17 @@ class GpuDescription:
     """At most, for a block that asks for it."""
     l2_cache: int
     clock_ghz: float
-    memory: int
     memory_bytes_per_second: int
     nvlinks: int
     accelerated_features: bool = False
     """Whether the instructions that only this architecture has may be used (`sm_90a`)."""
 
-    def text(self) -> str:
-        """The description for `get_topology_desc(platform="cuda", target_config=...)`."""
+    def text(self, memory_bytes: int) -> str:
+        """The description for `get_topology_desc(platform="cuda", target_config=...)`.
+
+        Args:
+            memory_bytes: of the GPU; see `replicax.plan.hardware`.
+        """
         major, minor = self.capability
         fields = {
             "threads_per_block_limit": 1024,
@@ -57,7 +60,7 @@ class GpuDescription:
             "memory_bandwidth": self.memory_bytes_per_second,
             "l2_cache_size": self.l2_cache,
             "clock_rate_ghz": self.clock_ghz,
-            "device_memory_size": self.memory,
+            "device_memory_size": memory_bytes,
         }
         features = "ACCELERATED_FEATURES" if self.accelerated_features else "NONE"
         cudnn = dict(zip(("major", "minor", "patch"), CUDNN, strict=True))
@@ -91,7 +94,6 @@ _AMPERE = GpuDescription(
     shared_memory_of_block=163 * 2**10,
     l2_cache=40 * 2**20,
     clock_ghz=1.41,
-    memory=42331013120,
     memory_bytes_per_second=1555200000000,
     nvlinks=12,
 )
@@ -104,7 +106,6 @@ _HOPPER = GpuDescription(
     shared_memory_of_block=227 * 2**10,
     l2_cache=50 * 2**20,
     clock_ghz=1.98,
-    memory=84942979072,
     memory_bytes_per_second=3352320000000,
     nvlinks=18,
     accelerated_features=True,
@@ -115,14 +116,12 @@ DESCRIPTIONS = {
     "a100-80": dataclasses.replace(
         _AMPERE,
         device_kind="NVIDIA A100-SXM4-80GB",
-        memory=85100068864,
         memory_bytes_per_second=2039040000000,
     ),
     "h100": _HOPPER,
     "h200": dataclasses.replace(
         _HOPPER,
         device_kind="NVIDIA H200",
-        memory=151397597184,
         memory_bytes_per_second=4800000000000,
     ),
     "b200": dataclasses.replace(
@@ -132,7 +131,6 @@ DESCRIPTIONS = {
         multiprocessors=148,
         l2_cache=132644864,
         clock_ghz=1.965,
-        memory=191514411008,
         memory_bytes_per_second=7672320000000,
     ),
 }

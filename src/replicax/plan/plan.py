@@ -17,9 +17,9 @@ from replicax.plan.compiler_pool import CompilerPool
 from replicax.plan.gpu_description import DESCRIPTIONS
 from replicax.plan.host import measured
 from replicax.plan.memory import rows_that_fit, tree_bytes
-from replicax.plan.need import Show, Steps
 from replicax.plan.planner import Planner
 from replicax.plan.result import OnPaper, Plan
+from replicax.plan.steps import Show, Steps
 from replicax.plan.target import ATTACHED, Target, parse_target
 from replicax.plan.transformer_formula import Transformer, transformer_activation_bytes
 
@@ -139,5 +139,6 @@ def _description(target: Target) -> Description | None:
     arguments = dict(target.topology_arguments)
     platform = arguments.pop("platform")
     if platform == "cuda":
-        arguments["target_config"] = DESCRIPTIONS[chip.name].text()
+        assert chip.memory_bytes is not None  # it is in the table of those that are described
+        arguments["target_config"] = DESCRIPTIONS[chip.name].text(chip.memory_bytes)
     return Description(platform, target.devices, arguments)

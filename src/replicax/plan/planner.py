@@ -17,7 +17,7 @@ from replicax.plan.alternatives import alternatives
 from replicax.plan.forecast import device_hours
 from replicax.plan.kernel_time import kernel_roofline
 from replicax.plan.largest import MOST_ROWS, largest_rows, resolution
-from replicax.plan.need import Need, Step, Steps, rows_of_a_device
+from replicax.plan.need import Need
 from replicax.plan.result import MicroBatches, Plan, Scaling, Speed
 from replicax.plan.schedule import Schedule, read_schedule
 from replicax.plan.speed import (
@@ -28,6 +28,7 @@ from replicax.plan.speed import (
     work_by_formula,
     work_of_schedule,
 )
+from replicax.plan.steps import Step, Steps, rows_of_a_device
 from replicax.plan.target import Target
 from replicax.plan.traffic import Traffic, least_wire_bytes, read_traffic, sums_bytes
 

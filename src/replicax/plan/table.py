@@ -243,7 +243,7 @@ def _traffic(plan: Plan) -> list[str]:
     lines: list[Line] = [("each device, a step", "times", "result", "sent", "computes meanwhile")]
     for each in found.movements:
         meanwhile = "no, it waits"
-        if each.asynchronous:
+        if each.asynchronous and each.between_seconds != 0:
             known = each.between_seconds is not None
             meanwhile = f"for {time_text(each.between_seconds or 0)}" if known else "yes"
         figures = (short(each.count), size_text(each.bytes), size_text(each.wire_bytes))
