@@ -9,6 +9,8 @@
   - ClusterError            processes that cannot find or join each other
   - AgreementError          processes that differ in what all must have the same of
     - ReplicasDifferError   replicas whose state is no longer the same
+  - CheckpointError         a checkpoint that cannot be written, or cannot be trusted
+  - RunInUseError           a run that another start of it holds
   - CompilerError           a compiler that fails on a step, or for a target
   - MissingDependencyError  an optional package that is not installed
 
@@ -63,6 +65,18 @@ class AgreementError(ReplicaxError, RuntimeError):
 
 class ReplicasDifferError(AgreementError):
     """Replicas that no longer hold the same bits: a device that errs, most often."""
+
+    exit_code = 1
+
+
+class CheckpointError(ReplicaxError, RuntimeError):
+    """A checkpoint that cannot be written, or cannot be trusted."""
+
+    exit_code = 1
+
+
+class RunInUseError(ReplicaxError, RuntimeError):
+    """A run that another start of it holds."""
 
     exit_code = 1
 
