@@ -128,8 +128,8 @@ def _recipes(arguments: list[str]) -> int:
 def _train(arguments: list[str]) -> int:
     from replicax.commands.train import train
 
-    ended_early = train(arguments)
-    return _failed(ended_early, 1) if ended_early else 0
+    code, said = train(arguments)
+    return _failed(said, code) if said else code
 
 
 def _plan(arguments: list[str]) -> int:

@@ -72,6 +72,63 @@ def test_a_verdict_is_said_and_written(
     assert written(path)["blames"] == [1]
 
 
+def test_a_stop_with_everything_saved_is_no_failure(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(Left, match="75"):
+        failure.stop_now(1, Verdict("SIGTERM before the first step", [], code=75))
+    said = "replicax: process 1 stops: SIGTERM before the first step\n"
+    assert capsys.readouterr().err == said
+    assert not path.exists()
+
+
+def test_a_victim_of_such_a_stop_ends_like_the_others(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The devices of the one that stopped are gone before its word has come."""
+    with opened(2) as job:
+        first, second = job.start()
+        link.set_link(first.link)
+        job.call(time.sleep, 0.2).add_done_callback(
+            lambda _: second.link.stop_all("SIGTERM before the first step", 75)
+        )
+        with pytest.raises(Left, match="75"):
+            failure.end(JaxRuntimeError("connection reset by peer"), 1)
+    assert capsys.readouterr().err == "replicax: process 0 stops: SIGTERM before the first step\n"
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(("told", "where"), [(None, ""), ("2", "process 2 stops: ")])
+def test_who_has_not_joined_the_others_stops_alone(
+    told: str | None,
+    where: str,
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if told is None:
+        monkeypatch.delenv("REPLICAX_PROCESS_ID", raising=False)
+    else:
+        monkeypatch.setenv("REPLICAX_PROCESS_ID", told)
+    with pytest.raises(Left, match="75"):
+        failure.stop_all_now("SIGTERM before the first step")
+    assert capsys.readouterr().err == f"replicax: {where}SIGTERM before the first step\n"
+    assert not path.exists()
+
+
+def test_who_stops_all_ends_even_if_process_0_does_not_answer(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(link, "_ACKNOWLEDGE_SECONDS", 0.3)
+    with opened(2) as job:
+        _, second = job.start()
+        link.set_link(second.link)
+        job.hub._loop.call_soon_threadsafe(time.sleep, 1.0)  # type: ignore[union-attr]
+        with pytest.raises(Left, match="75"):
+            failure.stop_all_now("SIGTERM before the first step")
+    assert capsys.readouterr().err == "replicax: process 1 stops: SIGTERM before the first step\n"
+
+
 def test_the_stacks_come_with_it(path: Path) -> None:
     script = (
         "from replicax.cluster.failure import stop_now\n"

@@ -11,6 +11,7 @@ from replicax.cluster import link as link_module
 from replicax.cluster import pulse as pulse_module
 from replicax.cluster.patience import Patience
 from replicax.cluster.pulse import PULSE, Standing
+from replicax.cluster.verdict import Verdict
 
 
 def gathered(job: Job, processes: list[Process], topic: str, values: list[Any]) -> list[Any]:
@@ -110,6 +111,74 @@ def test_one_that_is_waited_for_has_ended() -> None:
             assert list(verdict.blames) == [2]
             assert "to hear of t from process 2 (" in verdict.reason
             assert "which ended after step 0" in verdict.reason
+
+
+def allow(processes: list[Process], seconds: float) -> None:
+    """No process takes longer than that, as each tells of itself."""
+    for process in processes:
+        beat = vars(Standing(5, 5, "stepping", 0.0, seconds))
+        process.wire.send({"beat": beat})
+
+
+@pytest.mark.parametrize(("patience", "stops"), [(None, True), (0.1, True), (3.0, False)])
+def test_a_topic_has_a_patience_of_its_own(patience: float | None, stops: bool) -> None:
+    with opened(2, silent_seconds=60.0) as job:  # a beat in 1 s, after the first
+        first, second = job.start()
+        until(lambda: job.hub._members[1].standing.begun == 0)  # type: ignore[union-attr]
+        time.sleep(0.1)
+        allow([first, second], 0.3)
+        waiting = job.call(first.link.gather, "the save", 1, job_over(first), patience)
+        time.sleep(0.7)
+        assert first.stopped.done() == stops
+        if stops:
+            assert list(first.stopped.result().blames) == [1]
+        else:
+            second.link.gather("the save", 2)
+            assert waiting.result(timeout=5.0) == [1, 2]
+
+
+def job_over(process: Process) -> Any:
+    return process._over.is_set
+
+
+def test_the_patience_of_one_who_withdraws_goes_with_it() -> None:
+    with opened(3) as job:
+        first, second, _ = job.start()
+        job.call(second.gather, "t", 2)
+        until(lambda: hub_topics(job))
+        came = lambda: len(hub_topics(job)["t"].values) == 2  # noqa: E731
+        assert first.link.gather("t", 1, came, 900.0) == []
+        until(lambda: list(hub_topics(job)["t"].values) == [1])
+        assert list(hub_topics(job)["t"].patience_seconds.values()) == [0.0]
+
+
+def test_one_process_has_all_stop() -> None:
+    with opened(3) as job:
+        processes = job.start()
+        own = job.call(processes[1].link.stop_all, "SIGTERM before the first step", 75)
+        expected = Verdict("SIGTERM before the first step", [], stacks=False, code=75)
+        for process in processes:  # the one that asks for it too
+            assert process.stopped.result(timeout=1.0) == expected
+        assert own.result(timeout=1.0) == expected
+        # What comes later changes nothing.
+        assert processes[2].link.stop_all("later", 3) == expected
+
+
+def test_a_failure_that_came_before_stays_one() -> None:
+    with opened(2) as job:
+        first, second = job.start()
+        second.link.fail("ValueError: bad value", collateral=False)
+        verdict = first.link.stop_all("SIGTERM before the first step", 75)
+        assert verdict is not None
+        assert (verdict.code, list(verdict.blames)) == (1, [1])
+
+
+def test_nobody_answers_who_would_stop_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "_ACKNOWLEDGE_SECONDS", 0.3)
+    with opened(2) as job:
+        _, second = job.start()
+        job.hub._loop.call_soon_threadsafe(time.sleep, 1.0)  # type: ignore[union-attr]
+        assert second.link.stop_all("SIGTERM", 75) is None
 
 
 def test_a_failure_is_told_to_all() -> None:

@@ -138,6 +138,17 @@ def test_who_is_waited_for_may_be_compiling() -> None:
     assert judged(member(0, 0), member(1, 0, allowed=1800.0), waiting=waiting) is None
 
 
+def test_a_topic_may_take_its_time() -> None:
+    waiting = (Waiting("the save (1)", NOW - 61.0, [1], patience_seconds=300.0),)
+    assert judged(member(0, 0), member(1, 0), waiting=waiting) is None
+    waiting = (Waiting("the save (1)", NOW - 301.0, [1], patience_seconds=300.0),)
+    assert blamed(member(0, 0), member(1, 0), waiting=waiting) == [1]
+    waiting = (Waiting("the save (1)", NOW - 59.0, [1], patience_seconds=2.0),)
+    assert judged(member(0, 0), member(1, 0), waiting=waiting) is None  # never less than usual
+    waiting = (Waiting("the save (1)", NOW - 0.1, [1], patience_seconds=300.0),)
+    assert blamed(member(0, 0), member(1, 5, ended=True), waiting=waiting) == [1]
+
+
 def test_who_has_ended_is_not_waited_for() -> None:
     waiting = (Waiting("the step (1)", NOW - 0.1, [1]),)
     assert blamed(member(0, 0), member(1, 5, ended=True), waiting=waiting) == [1]

@@ -52,7 +52,8 @@ package.__path__ = [{str(src / "replicax")!r}]
 sys.modules["replicax"] = package
 from replicax.launch.job import Job
 from replicax.launch.supervisor import launch
-outcome = launch(Job({tuple(command)!r}, {processes}), logs={str(folder)!r}, **{more!r})
+job = Job({tuple(command)!r}, {processes}, restarts={more.pop("restarts", 0)})
+outcome = launch(job, logs={str(folder)!r}, **{more!r})
 print(outcome.message, file=sys.stderr)
 sys.exit(outcome.exit_code)
 """

@@ -91,6 +91,58 @@ time.sleep(60)
         assert (tmp_path / f"process-{process}.log").read_text() == f"heard {number}\n"
 
 
+SAVES = """
+heard = []
+signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+signal.signal(signal.SIGUSR1, lambda *_: heard.append(1))
+note("itself")
+while len(heard) < {signals}: time.sleep(0.01)
+time.sleep(0.3)
+print("heard", len(heard), flush=True)
+sys.exit(75)
+"""
+
+
+def test_a_second_sigterm_is_passed_on_and_does_no_harm(tmp_path: Path) -> None:
+    command = family(tmp_path, SAVES.format(signals=2))
+    with launcher(tmp_path, 2, command, grace_seconds=10.0) as started:
+        pids(tmp_path, 2)
+        for _ in range(2):
+            started.terminate()
+            time.sleep(0.3)
+        _, err = started.communicate(timeout=10)
+    assert started.returncode == 75
+    assert err.decode().splitlines()[-1].startswith("stopped early with everything saved; start")
+    assert [(tmp_path / f"process-{p}.log").read_text() for p in range(2)] == ["heard 2\n"] * 2
+
+
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGUSR1"])
+def test_who_told_the_launcher_to_stop_wants_no_restart(number: str, tmp_path: Path) -> None:
+    command = family(tmp_path, SAVES.format(signals=1))
+    with launcher(tmp_path, 2, command, restarts=3) as started:
+        pids(tmp_path, 2)
+        started.send_signal(getattr(signal, number))
+        assert started.wait(10) == 75
+    assert len(list(tmp_path.glob("process-*.log"))) == 2
+
+
+def test_one_that_is_too_young_to_save_dies_of_the_signal(tmp_path: Path) -> None:
+    script = "if me: note('itself'); time.sleep(60)\n" + SAVES.format(signals=1)
+    with launcher(tmp_path, 2, family(tmp_path, script)) as started:
+        pids(tmp_path, 2)
+        started.terminate()
+        assert started.wait(10) == 75
+
+
+def test_who_does_not_save_within_the_grace_has_not_saved(tmp_path: Path) -> None:
+    deaf = "if me: signal.signal(signal.SIGTERM, signal.SIG_IGN); note('itself'); time.sleep(60)\n"
+    script = deaf + SAVES.format(signals=1)
+    with launcher(tmp_path, 2, family(tmp_path, script), grace_seconds=1.0) as started:
+        pids(tmp_path, 2)
+        started.terminate()
+        assert started.wait(10) == 143
+
+
 @pytest.mark.parametrize("number", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"])
 def test_a_signal_that_ends_them_ends_the_job(number: str, tmp_path: Path) -> None:
     script = "signal.signal(signal.SIGINT, signal.SIG_DFL); note('itself'); time.sleep(60)"

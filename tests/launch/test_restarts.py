@@ -56,6 +56,19 @@ def test_restarts_are_counted() -> None:
     assert each.refused(failure(step=3), 60.0) == "all 2 restarts are used up"
 
 
+def test_a_stop_with_everything_saved_counts_and_is_no_failure() -> None:
+    each = Restarts(3)
+    assert [each.refused(failure(), 60.0) for _ in range(2)] == [None, None]
+    assert each.refused_after_saving() is None
+    assert each.progress == "restart 3 of 3"
+    assert each.refused_after_saving() == "all 3 restarts are used up"
+    assert Restarts(0).refused_after_saving() == ""
+    again = Restarts(9)
+    for _ in range(2):  # no three in a row
+        assert [again.refused(failure(), 60.0) for _ in range(2)] == [None, None]
+        assert again.refused_after_saving() is None
+
+
 def test_a_wrong_flag_is_not_tried_again() -> None:
     assert "wrong flag" in str(verdicts(failure(code=2))[0])
     assert verdicts(failure(code=2), restarts=0) == [""]

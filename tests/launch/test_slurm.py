@@ -72,7 +72,7 @@ def test_the_command_arrives_as_it_was(tmp_path: Path) -> None:
         job = _job(command=ODD, restarts=restarts)
         code, said, calls = _run(slurm_script(job, SlurmOptions()), folder, [0])
         assert (code, said) == (0, "")
-        assert calls == [["srun", "--kill-on-bad-exit=1", "--label", *ODD]]
+        assert calls == [["srun", "--kill-on-bad-exit=0", "--wait=60", "--label", *ODD]]
 
 
 def test_what_slurm_is_asked_for() -> None:
@@ -99,7 +99,8 @@ def test_what_slurm_is_asked_for() -> None:
         "output": "logs/%x-%j.out",
         "signal": "TERM@120",
     }
-    assert "srun --kill-on-bad-exit=1 --label --cpus-per-task=6 \\\n    replicax train" in script
+    srun = "srun --kill-on-bad-exit=0 --wait=60 --label --cpus-per-task=6"
+    assert f"{srun} \\\n    replicax train" in script
 
 
 def test_what_is_not_given_is_not_asked_for() -> None:

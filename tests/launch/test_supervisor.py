@@ -144,11 +144,70 @@ def test_a_crash_loop_ends(tmp_path: Path) -> None:
     assert "the same failure 3 times in a row: a restart will not help" in str(outcome.message)
 
 
-@pytest.mark.parametrize("code", [2, 75])
-def test_what_a_restart_cannot_help_is_not_started_again(code: int, tmp_path: Path) -> None:
-    outcome = again_and_again(tmp_path, f"sys.exit({code})", restarts=3, processes=1)
-    assert (outcome.exit_code, outcome.attempts) == (code, 1)
-    assert ("a wrong flag or configuration" in str(outcome.message)) == (code == 2)
+def test_what_a_restart_cannot_help_is_not_started_again(tmp_path: Path) -> None:
+    outcome = again_and_again(tmp_path, "sys.exit(2)", restarts=3, processes=1)
+    assert (outcome.exit_code, outcome.attempts) == (2, 1)
+    assert "a wrong flag or configuration" in str(outcome.message)
+
+
+def test_processes_that_were_preempted_are_started_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = COUNTED.format(path=str(tmp_path / "starts")) + "    sys.exit(75 * (starts < 3))"
+    outcome = run(python(script), 2, tmp_path / "logs", restarts=3, quiet=False)
+    assert (outcome.exit_code, outcome.attempts, outcome.message) == (0, 3, None)
+    said = [line for line in capfd.readouterr().err.splitlines() if "restart" in line]
+    saved = "replicax: stopped early with everything saved; restart"
+    assert said == [f"{saved} 1 of 3", f"{saved} 2 of 3"]
+
+
+def test_who_is_preempted_again_and_again_uses_up_the_restarts(tmp_path: Path) -> None:
+    outcome = again_and_again(tmp_path, "sys.exit(75)", restarts=4)
+    assert (outcome.exit_code, outcome.attempts, outcome.failure) == (75, 5, None)
+    assert outcome.message == (
+        "stopped early with everything saved; start it again to go on; all 4 restarts are used up"
+    )
+
+
+LEFT = "if me == 0:\n    sys.exit(75)\n"
+
+
+def test_one_that_saved_is_followed_by_those_that_blame_it(tmp_path: Path) -> None:
+    """Its end is why theirs came; but a failure of their own counts."""
+    blames = LEFT + "fail('process 0 is gone', blames=[0]); sys.exit(1)"
+    outcome = run(python(blames), 3, tmp_path / "blames")
+    assert (outcome.exit_code, outcome.failure) == (75, None)
+    for how, words in (
+        ("fail('OSError: no space left'); sys.exit(1)", "process 1 failed first: OSError: no spa"),
+        ("fail('1 is late', blames=[1]); sys.exit(1)", "process 1 failed first: 1 is late"),
+        ("sys.exit(1)", "process 1 failed first: exit code 1"),
+    ):
+        outcome = run(python(LEFT + how), 2, tmp_path / str(len(words)))
+        assert outcome.exit_code == 1
+        assert words in str(outcome.message)
+
+
+@pytest.mark.parametrize(
+    "rest",
+    ["", "signal.signal(signal.SIGTERM, signal.SIG_IGN)", "sys.exit(0)"],
+    ids=["dies of it", "deaf", "done"],
+)
+def test_who_goes_on_without_one_that_saved_is_told(
+    rest: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = f"{LEFT}{rest}\ntime.sleep(60)"
+    outcome = run(python(script), 3, tmp_path, quiet=False, grace_seconds=0.5)
+    assert (outcome.exit_code, outcome.failure) == (75, None)
+    assert 0.4 < outcome.seconds + 0.5 * (rest == "sys.exit(0)") < 5
+    told = "stopped early; SIGTERM to processes 1 and 2, which have 0.5 s to end"
+    assert (told in capfd.readouterr().err) == (rest != "sys.exit(0)")
+
+
+def test_a_failure_after_one_has_saved_ends_the_rest_at_once(tmp_path: Path) -> None:
+    script = f"{LEFT}if me == 1: sys.exit(7)\ntime.sleep(60)"
+    outcome = run(python(script), 3, tmp_path)
+    assert outcome.exit_code == 7
+    assert outcome.seconds < 5
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no cores to give out")

@@ -9,13 +9,13 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from replicax.cluster import variables
 from replicax.cluster.link import Link, current_link
 from replicax.cluster.patience import Patience
 from replicax.cluster.pulse import PULSE
-from replicax.cluster.verdict import Verdict
+from replicax.cluster.verdict import SAVED, Verdict
 from replicax.errors import AgreementError
 
 # What a device says when its peers are gone; the types are jaxlib's and have no public name.
@@ -27,6 +27,9 @@ _LONGEST = 500
 _SERVING_SECONDS = 0.3
 """How long process 0 outlives its verdict: JAX's own service goes with it, which aborts whoever has
 not yet said why it stops."""
+
+_ENDING_SECONDS = 10.0
+"""How long the link's thread may take to end a process."""
 
 _last_words: list[Callable[[Verdict], None]] = []
 
@@ -46,38 +49,62 @@ def stop_now(process: int, verdict: Verdict) -> None:
         _print(f"replicax: process {process} stops, as the others do: {verdict.reason}")
     else:
         _print(f"replicax: process {process} stops: {verdict.reason}")
-    write_failure(process, verdict.reason, blames=list(verdict.blames))
+    _write_verdict(process, verdict)
     for say in _last_words:
         with contextlib.suppress(Exception):
             say(verdict)
     if process == 0:
         time.sleep(_SERVING_SECONDS)
-    leave_at_once(1)
+    leave_at_once(verdict.code)
 
 
-def report(error: BaseException) -> None:
-    """Tell the other processes, if there are any, that this one fails with `error`."""
+def stop_all_now(reason: str, code: int = SAVED) -> NoReturn:
+    """End this process and all others of its job with `code`, whatever their main threads do.
+
+    A process that has not yet joined the others ends alone. One that a failure ends already ends
+    with that.
+
+    Args:
+        reason: one line, which each process says.
+        code: the exit code; `SAVED` where nothing was lost.
+    """
+    link = current_link()
+    if link is not None and link.stop_all(reason, code) is not None:
+        time.sleep(_ENDING_SECONDS)  # the link's thread ends this process meanwhile
+    told = os.environ.get(variables.PROCESS_ID)
+    where = "" if link is None and told is None else f"process {_own_process(link)} stops: "
+    _print(f"replicax: {where}{reason}")
+    leave_at_once(code)
+
+
+def report(error: BaseException) -> Verdict | None:
+    """Tell the other processes, if there are any, that this one fails with `error`.
+
+    Returns:
+        Why it really ends, where that is not a fault of its own.
+    """
     link = current_link()
     text = _one_line(f"{type(error).__name__}: {error}")
     if isinstance(error, AgreementError) or link is None:  # then the others know, or cannot
         write_failure(_own_process(link), text, blames=None)
         if link is not None:
             link.part()
-        return
+        return None
     collateral = type(error).__name__ in _COLLATERAL_TYPES
     verdict = link.verdict or link.fail(text, collateral=collateral)
     if verdict and link.process not in verdict.blames:
         _print(f"replicax: process {link.process} stops: {verdict.reason}")
-        write_failure(link.process, verdict.reason, blames=list(verdict.blames))
-    else:
-        write_failure(link.process, text, blames=None)
+        _write_verdict(link.process, verdict)
+        return verdict
+    write_failure(link.process, text, blames=None)
+    return None
 
 
 def end(error: BaseException, code: int) -> None:
     """Report `error`, and where others would be waited for, end the process with `code`."""
-    report(error)
+    verdict = report(error)
     if current_link() is not None:
-        leave_at_once(code)
+        leave_at_once(verdict.code if verdict else code)
 
 
 def watch_exceptions() -> None:
@@ -110,12 +137,17 @@ def write_failure(process: int, error: str, *, blames: list[int] | None) -> None
         json.dump(word, file)
 
 
-def leave_at_once(code: int) -> None:
+def leave_at_once(code: int) -> NoReturn:
     """End the process without its exit handlers, among them JAX's, which wait for the others."""
     flushing = threading.Thread(target=_flush, daemon=True)
     flushing.start()
     flushing.join(timeout=0.5)  # the main thread may hold the lock of a stream, for good
     os._exit(code)
+
+
+def _write_verdict(process: int, verdict: Verdict) -> None:
+    if verdict.code != SAVED:  # which is no failure
+        write_failure(process, verdict.reason, blames=list(verdict.blames))
 
 
 def _one_line(text: str) -> str:

@@ -160,20 +160,24 @@ class Hub:
         if "beat" in message:
             member.standing = Standing(**message["beat"])
         elif "gather" in message:
-            self._gather(process, message["gather"], message["value"])
+            self._gather(process, message)
         elif "withdraw" in message:
             self._withdraw(process, message["withdraw"])
         elif "accuse" in message:
             self._stop(Verdict(**message["accuse"]))
+        elif "stop" in message:
+            self._stop(Verdict(str(message["stop"]), [], code=int(message["code"])))
         elif "failed" in message:
             member.ended = True
             self._failed(member, message)
         elif "bye" in message:
             member.ended = True
 
-    def _gather(self, process: int, topic: str, value: Any) -> None:
+    def _gather(self, process: int, message: Message) -> None:
+        topic = message["gather"]
         gather = self._gathers.setdefault(topic, _Gather(time.monotonic()))
-        gather.values[process] = value
+        gather.values[process] = message["value"]
+        gather.patience_seconds[process] = float(message.get("patience_seconds") or 0.0)
         if len(gather.values) == self._processes:
             del self._gathers[topic]
             values = [gather.values[p] for p in range(self._processes)]
@@ -183,6 +187,7 @@ class Hub:
         gather = self._gathers.get(topic)
         if gather is not None:
             gather.values.pop(process, None)
+            gather.patience_seconds.pop(process, None)
             if not gather.values:
                 del self._gathers[topic]
 
@@ -230,7 +235,12 @@ class Hub:
 
     def _judge(self, now: float) -> None:
         waiting = [
-            Waiting(topic, gather.since, [p for p in self._members if p not in gather.values])
+            Waiting(
+                topic,
+                gather.since,
+                [p for p in self._members if p not in gather.values],
+                max(gather.patience_seconds.values()),
+            )
             for topic, gather in self._gathers.items()
         ]
         verdict = judge(self._members, waiting, now, self._silent_seconds)
@@ -266,3 +276,4 @@ class _Gather:
 
     since: float
     values: dict[int, Any] = dataclasses.field(default_factory=dict)
+    patience_seconds: dict[int, float] = dataclasses.field(default_factory=dict)

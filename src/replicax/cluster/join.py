@@ -178,7 +178,7 @@ def _leave() -> None:
     if link is None:
         return
     if link.verdict is not None:
-        leave_at_once(1)
+        leave_at_once(link.verdict.code)
     link.leave()
 
 

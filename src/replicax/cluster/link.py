@@ -51,7 +51,11 @@ class Link:
         self._thread.start()
 
     def gather(
-        self, topic: str, value: Any, cancelled: Callable[[], bool] = lambda: False
+        self,
+        topic: str,
+        value: Any,
+        cancelled: Callable[[], bool] = lambda: False,
+        patience_seconds: float | None = None,
     ) -> list[Any]:
         """`value` of every process, in order, once all have given theirs on `topic`.
 
@@ -59,10 +63,12 @@ class Link:
             topic: used once in a job.
             value: what JSON can hold.
             cancelled: asked now and then; when it is true, the result is empty.
+            patience_seconds: how long this process may wait for the others; by default as long as
+                each of them may go without progress, and never less.
         """
         with self._changed:
             self._awaited.add(topic)
-        self._wire.send({"gather": topic, "value": value})
+        self._wire.send({"gather": topic, "value": value, "patience_seconds": patience_seconds})
         with self._changed:
             while topic not in self._gathered and not cancelled():
                 self._changed.wait(timeout=0.1)
@@ -93,6 +99,18 @@ class Link:
         self._failing = True
         with contextlib.suppress(OSError):  # process 0 is gone, which the verdict will say
             self._wire.send({"failed": error, "collateral": collateral})
+        with self._changed:
+            self._changed.wait_for(lambda: self.verdict is not None, _ACKNOWLEDGE_SECONDS)
+        return self.verdict
+
+    def stop_all(self, reason: str, code: int) -> Verdict | None:
+        """Have all processes end with exit code `code`, this one among them.
+
+        Returns:
+            Why all stop, this or what came before it; None where process 0 did not answer in time.
+        """
+        with contextlib.suppress(OSError):  # process 0 is gone
+            self._wire.send({"stop": reason, "code": code})
         with self._changed:
             self._changed.wait_for(lambda: self.verdict is not None, _ACKNOWLEDGE_SECONDS)
         return self.verdict

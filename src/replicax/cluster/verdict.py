@@ -5,6 +5,9 @@ from collections.abc import Mapping, Sequence
 
 from replicax.cluster.pulse import Standing
 
+SAVED = 75
+"""The exit code of a process that stopped early with everything saved."""
+
 _UNHEARD_SECONDS = 2.0
 """Silence worth a word, where a process is to blame; processes give a sign of life a second."""
 
@@ -32,6 +35,8 @@ class Waiting:
     topic: str
     since: float
     missing: Sequence[int]
+    patience_seconds: float = 0.0
+    """How long those that wait have said that it may take, if longer than usual."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +47,8 @@ class Verdict:
     blames: Sequence[int]
     stacks: bool = False
     """Whether each process is to print where it stands."""
+    code: int = 1
+    """What each process ends with; `SAVED` where none has failed."""
 
 
 def judge(
@@ -54,7 +61,8 @@ def judge(
         return _silent(silent, now)
     for topic in waiting:
         missing = [members[process] for process in topic.missing]
-        patience = max(member.standing.allowed_seconds for member in missing)
+        allowed = max(member.standing.allowed_seconds for member in missing)
+        patience = max(allowed, topic.patience_seconds)
         if all(member.ended for member in missing) or now - topic.since > patience:
             return _missing(topic, missing, now)
     busy = [member for member in running if member.standing.doing != "idle"]

@@ -1,6 +1,8 @@
 """`replicax train`: a recipe, trained, evaluated and recorded."""
 
 import dataclasses
+import re
+import sys
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -8,6 +10,8 @@ from typing import Any, Literal
 import jax
 
 import replicax as rx
+from replicax.cluster.failure import leave_at_once
+from replicax.cluster.link import current_link
 from replicax.commands.arguments import parse_arguments
 from replicax.commands.data import print_data
 from replicax.commands.devices import make_host_devices, of_this_process
@@ -18,6 +22,7 @@ from replicax.parallel.mesh import by_rows
 from replicax.parallel.threads import fix_threads
 from replicax.train.fit import Fit
 from replicax.train.host_memory import keep_freed_memory
+from replicax.train.interrupt import Interrupt, signal_name
 from replicax.train.sharding_view import abstract_batch, sharding_view
 
 NOISE_EVERY = 10
@@ -58,27 +63,53 @@ class TrainOptions:
     up to which batch size larger batches pay. It is kept in noise_scale.json."""
     show_sharding: bool = False
     """Draw where the parameters and the batch live, before training."""
+    max_bad_steps: int = 5
+    """Steps in a row whose loss or gradient is not finite before the run stops; each is skipped."""
+    skip_spikes: bool = False
+    """Skip too the steps whose loss is far above those before."""
     run: str | None = None
-    """Name of the run's folder in runs/; recipe and time by default."""
+    """Name of the run's folder in runs/; recipe and time by default. A run that is there already
+    goes on where it was saved."""
+    save_every: int | None = None
+    """Steps between two checkpoints, instead of minutes."""
+    save_minutes: float = 10.0
+    """Minutes between two checkpoints; 0 for none at all."""
+    keep: int = 3
+    """The newest checkpoints that stay."""
+    keep_every: int | None = None
+    """Checkpoints of a multiple of so many steps stay as well."""
+    accept_changes: bool = False
+    """Go on with a run whose configuration was another."""
 
 
-def train(arguments: list[str]) -> str | None:
-    """Run the command; returns why it ended early, or None."""
+def train(arguments: list[str]) -> tuple[int, str | None]:
+    """Run the command; its exit code, and why it ended early or None."""
     parsed = parse_arguments("train", TrainOptions, arguments)
     if parsed is None:
-        return None
+        return 0, None
     options, recipe = parsed.options, parsed.recipe
+    folder = _folder(parsed.name, options)
     if options.mode == "exact":
         fix_threads(options.micro_shards)
-    rx.initialize()
-    config = {**parsed.to_config(), "options": dataclasses.asdict(options)}
-    result = _run(parsed.name, recipe, options, config)
-    if result.interrupted:
-        return f"interrupted after {result.steps} steps; what was recorded is kept"
-    return None
+    with Interrupt(at_once=_end_at_once) as interrupt:
+        rx.initialize()
+        config = {**parsed.to_config(), "options": dataclasses.asdict(options)}
+        result = _run(parsed.name, recipe, options, config, folder, interrupt)
+    if not result.interrupted:
+        return 0, None
+    if result.exit_code == 75:
+        return 75, f"stopped early with everything saved; start it again: --run {folder.name}"
+    return result.exit_code, f"interrupted after {result.steps} steps; what was recorded is kept"
 
 
-def _run(name: str, recipe: Any, options: TrainOptions, config: dict[str, Any]) -> Fit:
+def _run(
+    name: str,
+    recipe: Any,
+    options: TrainOptions,
+    config: dict[str, Any],
+    folder: Path,
+    interrupt: Interrupt,
+) -> Fit:
     mesh = _mesh(options)
     if mesh.devices.flat[0].platform == "cpu":
         keep_freed_memory()
@@ -91,7 +122,6 @@ def _run(name: str, recipe: Any, options: TrainOptions, config: dict[str, Any]) 
     if options.show_sharding and speaks:
         batch = abstract_batch(source, dp.split.padded(recipe.batch_size), by_rows(dp.mesh))
         print(*sharding_view(state, batch), sep="\n", flush=True)
-    folder = Path("runs") / (options.run or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
     result = rx.fit(
         dp,
         state,
@@ -105,9 +135,17 @@ def _run(name: str, recipe: Any, options: TrainOptions, config: dict[str, Any]) 
         audit_every=options.audit_every,
         on_divergence=options.on_divergence,
         measure_noise_every=NOISE_EVERY if options.measure_noise_scale else None,
+        max_bad_steps=options.max_bad_steps,
+        skip_spikes=options.skip_spikes,
         run_dir=folder,
+        save_every=options.save_every,
+        save_seconds=60 * options.save_minutes or None,
+        keep=options.keep,
+        keep_every=options.keep_every,
+        accept_changes=options.accept_changes,
         config=config,
         title=f"{name} · {dp.mesh.devices.size} devices · {options.mode}",
+        interrupt=interrupt,
     )
     if speaks:
         also = ", noise_scale.json" if options.measure_noise_scale else ""
@@ -117,6 +155,34 @@ def _run(name: str, recipe: Any, options: TrainOptions, config: dict[str, Any]) 
         if shown and speaks:
             print(f"\n{shown}")
     return result
+
+
+def _folder(name: str, options: TrainOptions) -> Path:
+    """The run's own, below runs/.
+
+    Raises:
+        ConfigError: a name that is no folder's there.
+    """
+    run = options.run
+    if run is None:
+        run = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,99}", run):
+        raise ConfigError(
+            f"--run {run!r}; it names a folder in runs/, with letters, digits and ._+=@- and at "
+            "most 100 of them: choose another"
+        )
+    return Path("runs") / run
+
+
+def _end_at_once(number: int) -> None:
+    """End the process, and with it the others, while nothing is lost by it."""
+    reason = f"{signal_name(number)} before the first step; start it again to go on"
+    link = current_link()
+    if link is None:
+        print(f"replicax: stopped by {reason}", file=sys.stderr, flush=True)
+    else:
+        link.stop_all(reason, 75)
+    leave_at_once(75)
 
 
 def _mesh(options: TrainOptions) -> jax.sharding.Mesh:

@@ -5,8 +5,9 @@ import zlib
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+
+from replicax.data.random_keys import numbers
 
 
 def describe_leaves(data: Any) -> dict[str, str]:
@@ -32,6 +33,4 @@ def sha256(data: Any) -> str:
 
 def _on_host(leaf: Any) -> np.ndarray:
     """`leaf` as a contiguous host array; of random keys, their numbers."""
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    return np.ascontiguousarray(leaf)
+    return np.ascontiguousarray(numbers(leaf) if isinstance(leaf, jax.Array) else leaf)

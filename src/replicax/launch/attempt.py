@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from replicax.cluster import variables
+from replicax.cluster.differences import processes_text
+from replicax.cluster.verdict import SAVED
 from replicax.errors import ClusterError
 from replicax.launch.cause import Ended, read_report, signal_name
 from replicax.launch.job import Job
@@ -69,6 +71,7 @@ class Attempt:
         self._term_at: float | None = None
         self._kill_at: float | None = None
         self._drained_at: float | None = None
+        self._alone_at: float | None = None
         self._processes: list[Process] = []
         self._outputs: list[tuple[Output, Output]] = []
         self._logs: list[Log] = []
@@ -97,6 +100,11 @@ class Attempt:
                 log.close()
             self._selector.close()
         return [self._ended(number) for number in range(self._job.processes)]
+
+    @property
+    def told(self) -> bool:
+        """Whether this launcher was told to end, or to tell the processes something."""
+        return self.stopped_by is not None or bool(self._passed)
 
     def natural(self, ended: Ended) -> bool:
         """Whether a process ended as it was told to: by a signal passed on, or by force."""
@@ -161,7 +169,11 @@ class Attempt:
             if not self._listening:  # what escaped its guard may hold the streams open for good
                 self._drained_at = time.monotonic() + DRAIN_SECONDS
         end = process.end
-        if known or end is None or end.well or end.forced:
+        if known or end is None or end.forced:
+            return
+        if end.well:
+            if end.status == SAVED and self._alone_at is None:  # the others end with it
+                self._alone_at = time.monotonic() + self._grace
             return
         if -end.status in self._passed and self.stopped_by is None:
             self.stopped_by = -end.status
@@ -202,12 +214,27 @@ class Attempt:
         if self._term_at is not None and now >= self._term_at:
             self._term_at = float("inf")
             self._stop_left(signal.SIGTERM)
+        if self._alone_at is not None and now >= self._alone_at:
+            self._alone_at = float("inf")
+            self._end_alone(now)
         if self._kill_at is not None and now >= self._kill_at:
             self._term_at = self._kill_at = float("inf")
             self._stop_left(signal.SIGKILL)
         if self._drained_at is not None and now >= self._drained_at and not self._echo.full:
             for stream in list(self._reading):
                 self._end_reading(stream)
+
+    def _end_alone(self, now: float) -> None:
+        """Those who have saved were told to; who did not come along is told, too."""
+        left = [process.number for process in self._processes if process.end is None]
+        if left and self._kill_at is None:
+            self._kill_at = now + self._grace
+            self._stop_left(signal.SIGTERM)
+            self._echo.say(
+                f"replicax: the others stopped early; SIGTERM to {processes_text(left)}, which "
+                f"{'has' if len(left) == 1 else 'have'} {self._grace:g} s to end",
+                error=True,
+            )
 
     def _stop_left(self, number: int) -> None:
         for process in self._processes:
@@ -217,7 +244,7 @@ class Attempt:
     def _wait_seconds(self) -> float | None:
         times = [
             at
-            for at in (self._term_at, self._kill_at, self._drained_at)
+            for at in (self._term_at, self._kill_at, self._drained_at, self._alone_at)
             if at is not None and at != float("inf")
         ]
         # Output that nobody reads may hold up the end.

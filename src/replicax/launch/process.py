@@ -11,6 +11,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from replicax.cluster.verdict import SAVED
+
 GUARD = Path(__file__).with_name("guard.py")
 
 
@@ -37,10 +39,6 @@ class End:
     def well(self) -> bool:
         """Whether it did what it should: it is done, or stopped with everything saved."""
         return self.status in (0, SAVED)
-
-
-SAVED = 75
-"""The exit code of a process that stopped early with everything saved."""
 
 
 class Process:

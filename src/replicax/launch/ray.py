@@ -12,10 +12,11 @@ from types import ModuleType
 from typing import Any
 
 from replicax.cluster.address import split_address
+from replicax.cluster.verdict import SAVED
 from replicax.errors import ClusterError, ConfigError, require
 from replicax.launch.cause import Ended, first_failure
 from replicax.launch.job import Job
-from replicax.launch.process import SAVED, End
+from replicax.launch.process import End
 from replicax.launch.ray_process import ProcessError, run_process
 from replicax.launch.supervisor import check_numbers
 

@@ -44,15 +44,23 @@ class Restarts:
             return "exit code 2 is a wrong flag or configuration: a restart will not help"
         if self._in_a_loop():
             return f"the same failure {SAME_IN_A_ROW} times in a row: a restart will not help"
-        if self.left == 0:
-            return f"all {self._total} restarts are used up"
-        self.left -= 1
-        return None
+        return self._take()
+
+    def refused_after_saving(self) -> str | None:
+        """As `refused`, after a start that ended early with everything saved."""
+        self._last.clear()
+        return self._take() if self._total else ""
 
     @property
     def progress(self) -> str:
         """`restart 1 of 3`, of the start that comes now."""
         return f"restart {self._total - self.left} of {self._total}"
+
+    def _take(self) -> str | None:
+        if self.left == 0:
+            return f"all {self._total} restarts are used up"
+        self.left -= 1
+        return None
 
     def _in_a_loop(self) -> bool:
         if len(self._last) < SAME_IN_A_ROW:

@@ -10,6 +10,9 @@ from replicax.launch.job import Job
 SECONDS_TO_SAVE = 120
 """How long before its time limit a job is told to save and stop."""
 
+SECONDS_TO_END = 60
+"""How long after the first process has ended the others may go on."""
+
 
 @dataclass(frozen=True)
 class SlurmOptions:
@@ -85,7 +88,8 @@ def _header(job: Job, options: SlurmOptions) -> list[str]:
 def _body(job: Job, options: SlurmOptions) -> list[str]:
     cpus = _cpus(options)
     # srun takes the cores per task from its own command line only.
-    srun = "srun --kill-on-bad-exit=1 --label" + (f" --cpus-per-task={cpus}" if cpus else "")
+    srun = f"srun --kill-on-bad-exit=0 --wait={SECONDS_TO_END} --label"
+    srun += f" --cpus-per-task={cpus}" if cpus else ""
     devices = []
     if job.devices_per_process is not None:
         devices = [
@@ -95,7 +99,8 @@ def _body(job: Job, options: SlurmOptions) -> list[str]:
         ]
     about = [
         "# Each process finds its place, and process 0, in what srun sets.",
-        "# The first that fails ends the step.",
+        "# One that fails tells the others; --kill-on-bad-exit=1 would take 75 for a",
+        "# failure too, and cut off those that still save.",
     ]
     command = f"{srun} \\\n    {shlex.join(job.command)}"
     if not job.restarts:

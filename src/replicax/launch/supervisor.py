@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from replicax.cluster.verdict import SAVED
 from replicax.errors import ConfigError
 from replicax.launch.attempt import Attempt, Files, environments
 from replicax.launch.cause import Ended, Failure, first_failure, signal_name
@@ -17,11 +18,11 @@ from replicax.launch.cores import core_blocks
 from replicax.launch.job import Job
 from replicax.launch.output import Echo
 from replicax.launch.port import free_port
-from replicax.launch.process import SAVED
 from replicax.launch.restarts import Restarts
 from replicax.launch.signals import Signals
 
 GRACE_SECONDS = 30.0
+_SAVED = "stopped early with everything saved"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,12 +92,17 @@ def launch(
             start = time.monotonic()
             ended = attempt.run()
             exit_code, failure, message = _judge(attempt, ended)
-            if failure and attempt.stopped_by is None:
+            what: object = _SAVED if exit_code == SAVED else failure
+            if what is None or attempt.told:
+                break
+            if failure:
                 refused = restarts.refused(failure, time.monotonic() - start)
-                if refused is None:
-                    echo.say(f"replicax: {failure}; {restarts.progress}", error=True)
-                    continue
-                message = f"{failure}; {refused}" if refused else str(failure)
+            else:
+                refused = restarts.refused_after_saving()
+            if refused is None:
+                echo.say(f"replicax: {what}; {restarts.progress}", error=True)
+                continue
+            message = "; ".join(map(str, filter(None, [message, refused])))
             break
     return Outcome(
         exit_code=exit_code,
@@ -140,10 +146,10 @@ def check_numbers(job: Job) -> None:
 def _judge(attempt: Attempt, ended: Sequence[Ended]) -> tuple[int, Failure | None, str | None]:
     """The exit code, the first failure if one is to blame, and what to say."""
     statuses = {each.end.status for each in ended}
-    if statuses <= {0, SAVED}:
-        if SAVED not in statuses:
-            return 0, None, None
-        return SAVED, None, "stopped early with everything saved; start it again to go on"
+    if statuses == {0}:
+        return 0, None, None
+    if _stopped_early(attempt, ended):
+        return SAVED, None, f"{_SAVED}; start it again to go on"
     failure = first_failure(ended)
     stopped_by = attempt.stopped_by
     if stopped_by is None:
@@ -155,6 +161,22 @@ def _judge(attempt: Attempt, ended: Sequence[Ended]) -> tuple[int, Failure | Non
         return 128 + stopped_by, None, why
     told = f"{why}; process {failure.process}: {failure.cause} (see {failure.log})"
     return failure.exit_code, failure, told
+
+
+def _stopped_early(attempt: Attempt, ended: Sequence[Ended]) -> bool:
+    """Whether some processes stopped with everything saved, and nobody failed of itself."""
+    saved = {number for number, each in enumerate(ended) if each.end.status == SAVED}
+    return bool(saved) and all(_in_order(attempt, each, saved) for each in ended)
+
+
+def _in_order(attempt: Attempt, each: Ended, saved: set[int]) -> bool:
+    if each.end.well:
+        return True
+    if each.report:  # it stopped because those that had saved were gone
+        return bool(each.report.blames) and saved.issuperset(each.report.blames)
+    if attempt.stopped_by is None:  # it went on without the others
+        return each.end.forced
+    return attempt.natural(each) and not each.end.forced  # too young to know what to do
 
 
 @contextlib.contextmanager

@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from replicax.data.random_keys import is_random_key, numbers
 from replicax.errors import ConfigError, did_you_mean
 from replicax.parallel.mesh import DATA, AnyMesh, replica_count
 from replicax.parallel.update import TrainState
@@ -94,6 +96,7 @@ def state_shardings(state: TrainState, mesh: AnyMesh, layout: Layout) -> TrainSt
         opt_state=_shardings(state.opt_state, mesh, opt_state),
         extras=_shardings(state.extras, mesh, everywhere),
         seed=NamedSharding(mesh, PartitionSpec()),
+        losses=_shardings(state.losses, mesh, everywhere),
     )
 
 
@@ -184,3 +187,17 @@ def _check_spec(path: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: An
         raise ConfigError(
             f"the rule for {path} uses an axis twice ({spec}); an axis splits one dim: change it"
         )
+
+
+def on_devices_of(leaf: Any, sharding: jax.sharding.Sharding) -> Any:
+    """`leaf`, moved where it lives on other devices than those of `sharding`."""
+    if not sharding.is_fully_addressable and getattr(leaf, "is_fully_addressable", True):
+        # device_put would compare the whole array with every process's once more.
+        if is_random_key(leaf):
+            data = on_devices_of(numbers(leaf), sharding)
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+        host = np.asarray(leaf)
+        return jax.make_array_from_callback(host.shape, sharding, lambda part: host[part])
+    if isinstance(leaf, jax.Array) and leaf.sharding.device_set != sharding.device_set:
+        return jax.device_put(leaf, sharding)
+    return leaf

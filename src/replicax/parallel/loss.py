@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from replicax.errors import LossError
 from replicax.parallel.precision import to_sum
@@ -127,3 +128,10 @@ def _weights(name: str, value: Weighted, values: jax.Array) -> jax.Array:
 
 def _to_dims(array: jax.Array, dims: int) -> jax.Array:
     return array.reshape(array.shape + (1,) * (dims - array.ndim))
+
+
+def add_sums(totals: dict[str, np.ndarray], sums: dict[str, Sum]) -> None:
+    """Add float32 sums of a batch to the float64 ones of all."""
+    for name, value in jax.device_get(sums).items():
+        pair = np.asarray([value.total, value.weight], np.float64)
+        totals[name] = totals.get(name, np.zeros(2)) + pair

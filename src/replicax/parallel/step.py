@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
@@ -23,9 +22,15 @@ from replicax.parallel.agreed import agree_on_model, agree_on_program
 from replicax.parallel.canonical import MICRO_SHARDS
 from replicax.parallel.capacity import check_fits, check_state_fits
 from replicax.parallel.gradients import LossFunction, Objective
-from replicax.parallel.layout import Layout, check_layout, layout_name, state_shardings
+from replicax.parallel.layout import (
+    Layout,
+    check_layout,
+    layout_name,
+    on_devices_of,
+    state_shardings,
+)
 from replicax.parallel.lift import check_mode, lift, summation_for
-from replicax.parallel.loss import LOSS, scalars
+from replicax.parallel.loss import LOSS, add_sums, scalars
 from replicax.parallel.mesh import (
     AnyMesh,
     by_rows,
@@ -117,7 +122,7 @@ class DataParallel:
         self._step: Any = None
         self._score: Any = None
         self._scalars: tuple[str, ...] | None = None
-        self._finite = False
+        self._fits = self._finite = False
         self._agreed: set[Any] = set()
         self._in_flight: deque[jax.Array] = deque()
         self._guard = False  # see replicax.parallel.guarded
@@ -162,7 +167,7 @@ class DataParallel:
         arrays = jax.block_until_ready(self._adopt(model))  # it takes its memory before we look
         check_state_fits(abstract, self.mesh)
         agree_on_model(arrays, seed)
-        params, extras = jax.tree.map(_on_devices_of, arrays, (shardings.params, shardings.extras))
+        params, extras = jax.tree.map(on_devices_of, arrays, (shardings.params, shardings.extras))
         create_state = partial(create, optimizer=self._optimizer)
         place_state = jax.jit(create_state, out_shardings=shardings)
         state: TrainState = place_state(params, extras, np.uint32(seed))
@@ -240,22 +245,33 @@ class DataParallel:
         _check_alive(state)
         if type(batch) is not Batch:
             batch = self._placed(batch)
-        if self._scalars is None:
-            self._scalars = self._inspect(state, batch)
-        if self._scalars:
-            self._refuse_padding(batch)
-        if current_link() is not None:
-            self._agree("the step", self.lower, state, batch)
-        if not self._finite and self._are_placed(state, batch):
-            check_fits(self.lower(state, batch).compile(), self.mesh, batch.size)
+        self.prepare(state, batch)
         state, metrics = self._step(state, batch)
         PULSE.step(metrics[LOSS])
         self._in_flight.append(metrics[LOSS])
         if len(self._in_flight) > STEPS_IN_FLIGHT:
             self._in_flight.popleft().block_until_ready()
         if not self._finite:
-            self._finite = _check_finite(metrics)
+            self._finite = self._guard or _check_finite(metrics)
         return state, metrics
+
+    def prepare(self, state: TrainState, batch: Batch) -> None:
+        """What `step` does first: look at the loss, agree with the other processes, compile, see
+        whether it fits. It raises what `step` does, and takes long the first time only.
+
+        Args:
+            state: of the step, from `init`.
+            batch: from `feed`.
+        """
+        if self._scalars is None:
+            self._scalars = self._inspect(state, batch)
+        if self._scalars:
+            self._refuse_padding(batch)
+        if current_link() is not None:
+            self._agree("the step", self.lower, state, batch)
+        if not self._fits and self._are_placed(state, batch):
+            check_fits(self.lower(state, batch).compile(), self.mesh, batch.size)
+            self._fits = True
 
     def evaluate(self, state: TrainState, batches: Iterable[Any]) -> dict[str, float]:
         """The loss and the metrics over all rows of `batches`, each row counted once.
@@ -282,9 +298,9 @@ class DataParallel:
             pending.append(self._score(state, placed))
             PULSE.move()
             if len(pending) > 2:
-                _add(totals, pending.pop(0))
+                add_sums(totals, pending.pop(0))
         for sums in pending:
-            _add(totals, sums)
+            add_sums(totals, sums)
         if not totals:
             raise ConfigError("evaluate was given 0 batches; give at least 1")
         rows = int(totals.pop("rows")[0])
@@ -460,20 +476,6 @@ class DataParallel:
         )
 
 
-def _on_devices_of(leaf: Any, sharding: jax.sharding.Sharding) -> Any:
-    """`leaf`, moved where it lives on other devices than those of `sharding`."""
-    if not sharding.is_fully_addressable and getattr(leaf, "is_fully_addressable", True):
-        # device_put would compare the whole array with every process's once more.
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            numbers = _on_devices_of(jax.random.key_data(leaf), sharding)
-            return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(leaf))
-        host = np.asarray(leaf)
-        return jax.make_array_from_callback(host.shape, sharding, lambda part: host[part])
-    if isinstance(leaf, jax.Array) and leaf.sharding.device_set != sharding.device_set:
-        return jax.device_put(leaf, sharding)
-    return leaf
-
-
 def _check_alive(state: TrainState) -> None:
     # jax 0.10 does not raise for donated arrays on several devices: it kills the process.
     if isinstance(state.step, jax.Array) and state.step.is_deleted():
@@ -491,10 +493,3 @@ def _check_finite(metrics: Metrics) -> bool:
             "batch and the initial parameters (jax_debug_nans finds the operation)"
         )
     return True
-
-
-def _add(totals: dict[str, np.ndarray], sums: dict[str, Any]) -> None:
-    """Add float32 sums of a batch to the float64 ones of all."""
-    for name, value in jax.device_get(sums).items():
-        pair = np.asarray([value.total, value.weight], np.float64)
-        totals[name] = totals.get(name, np.zeros(2)) + pair

@@ -6,7 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax import lax
 
 from replicax.data.batch import Batch
 from replicax.parallel.gradients import Objective, Sums
@@ -17,7 +19,7 @@ from replicax.parallel.summation import Summation
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["step", "params", "opt_state", "extras", "seed"],
+    data_fields=["step", "params", "opt_state", "extras", "seed", "losses"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +30,8 @@ class TrainState:
     """
 
     step: Any
-    """int32 scalar: updates done."""
+    """int32 scalar: steps done. A bad one, whose update was skipped, is counted like any, so that
+    keys and data stay in line with it."""
     params: PyTree
     """Trainable arrays."""
     opt_state: PyTree
@@ -37,15 +40,28 @@ class TrainState:
     """The model's other arrays: BatchNorm's statistics, say."""
     seed: Any
     """uint32 scalar: all random numbers of the run follow from it and the step."""
+    losses: Any = ()
+    """float32 `[SPIKE_WINDOW]`, where spikes are skipped: the last losses, the newest last, and NaN
+    before the first; else empty."""
 
 
 Metrics = dict[str, jax.Array]
 
 NOT_FINITE = "not_finite"
-"""The metric of a guarded step: whether its loss, or what is looked at of its gradient, is not."""
+"""The metric of a guarded step: whether its loss, or something in its gradient, is not finite."""
 
-_LARGEST_UPDATE = 1e19
-"""A larger one would make all replicas equal by drowning what they differ in."""
+SPIKE = "spike"
+"""The metric of a guarded step whose state has `losses`: whether its loss is far above them."""
+
+SPIKE_WINDOW = 128
+"""Losses that one is compared with. This, and `SPIKE_SIGMAS`, are what MaxText and OLMo-core have
+(`skip_step_interval` and `skip_step_scaling_factor`; `SkipStepOptimizer`)."""
+
+SPIKE_SIGMAS = 6.0
+"""Standard deviations above their mean at which a loss is a spike."""
+
+_LARGEST_GRADIENT = float(np.sqrt(np.finfo(np.float32).max))
+"""Adam and norms take its square, which of a larger one is not finite in float32: 1.8e19."""
 
 
 def create(
@@ -76,36 +92,83 @@ def update(
         objective: the loss on the model.
         optimizer: turns the gradient of the global mean loss into an update.
         summation: how the rows are summed.
-        guard: whether an update that is not finite leaves its parameter as it was, and the metrics
-            have `NOT_FINITE`. See `replicax.parallel.guarded`.
+        guard: whether a bad step, one that is not finite or a spike, leaves all but `step` as it
+            was, bit for bit; the metrics then have `NOT_FINITE`, and `SPIKE` where the state has
+            `losses`. All replicas decide alike, for they look at the sums that all were given.
     """
     total, extras = summation(
         objective.sums, state.params, state.extras, batch, step_key(state), axis
     )
+    metrics = {name: value.mean() for name, value in total.means.items()}
 
     def apply(carry: tuple[TrainState, jax.Array]) -> tuple[TrainState, jax.Array]:
         state, weight = carry
         return _apply(state, total, weight, optimizer), weight + 1
 
-    with jax.named_scope("update"):
-        once = 1 + (state.step < 0).astype(jnp.int32)
-        before = dataclasses.replace(state, extras=extras)
-        state, _ = summation.finish(apply, (before, total.means[LOSS].weight), once)
-        if guard:
-            params = jax.tree.map(_new_or_old, state.params, before.params)
-            state = dataclasses.replace(state, params=params)
-    metrics = {name: value.mean() for name, value in total.means.items()}
-    return state, {**metrics, NOT_FINITE: ~_seems_finite(total)} if guard else metrics
+    def finish(state: TrainState, times: jax.Array) -> TrainState:
+        with jax.named_scope("update"):
+            state, _ = summation.finish(apply, (state, total.means[LOSS].weight), times)
+        return state
+
+    once = 1 + (state.step < 0).astype(jnp.int32)
+    if not guard:
+        return finish(dataclasses.replace(state, extras=extras), once), metrics
+    with jax.named_scope("guard"):
+        judged, losses = _judge(state, total, summation, once)
+        good = ~jnp.stack(list(judged.values())).any()
+    # A choice between two states would be slower by up to half of a step that is mostly optimizer.
+    # With the branches the other way around, XLA:CPU keeps two more gradients.
+    after = lax.cond(
+        good,
+        lambda state: finish(dataclasses.replace(state, extras=extras), once),
+        lambda state: state,
+        state,
+    )
+    after = dataclasses.replace(after, step=state.step + 1, losses=losses)
+    return after, {**metrics, **judged}
 
 
-def _seems_finite(total: Sums) -> jax.Array:
-    """Whether the loss and the first element of each gradient are.
+def _judge(
+    state: TrainState, total: Sums, summation: Summation, once: jax.Array
+) -> tuple[Metrics, Any]:
+    """What may make a step bad, and the losses to compare the next one's with.
 
-    To look at all of them would cost a hundredth of a step, and what is not finite seldom is alone.
+    Args:
+        state: the one before.
+        total: sums over the global batch.
+        summation: see `update`.
+        once: see `Summation.finish`.
     """
-    firsts = [leaf.ravel()[:1] for leaf in jax.tree.leaves(total.gradient)]
-    looked_at = [total.means[LOSS].total, *(jnp.sum(jnp.abs(first)) for first in firsts)]
-    return jnp.isfinite(jnp.stack([each.astype(jnp.float32) for each in looked_at])).all()
+    not_finite = ~_is_finite(total)
+    if not jax.tree.leaves(state.losses):
+        return {NOT_FINITE: not_finite}, state.losses
+
+    def compare(carry: Any) -> Any:
+        losses, total, weight, _ = carry
+        loss = (total / weight).astype(jnp.float32)
+        # Of a window that is not full, mean and deviation are NaN, and nothing is above that.
+        spike = loss > jnp.mean(losses) + SPIKE_SIGMAS * jnp.std(losses, ddof=1)
+        pushed = jnp.append(losses[1:], loss)
+        enters = jnp.isfinite(loss) & ~spike & ~not_finite
+        return jnp.where(enters, pushed, losses), total + 1, weight + 1, spike
+
+    loss = total.means[LOSS]
+    carry = (state.losses, loss.total, loss.weight, jnp.bool_(False))
+    losses, _, _, spike = summation.finish(compare, carry, once)
+    return {NOT_FINITE: not_finite, SPIKE: spike & ~not_finite}, losses
+
+
+def _is_finite(total: Sums) -> jax.Array:
+    """Whether the loss is, and each element of the gradient with its square.
+
+    Those that are not are counted, as a float: unlike that of a norm this sum is 0 or not in any
+    order, and unlike a logical one it is taken of a split gradient where its parts are.
+    """
+    wrong = [
+        jnp.sum(jnp.where(jnp.abs(leaf) < _LARGEST_GRADIENT, jnp.float32(0), jnp.float32(1)))
+        for leaf in jax.tree.leaves(total.gradient)
+    ]
+    return (jnp.stack(wrong) == 0).all() & jnp.isfinite(total.means[LOSS].total)
 
 
 def _apply(
@@ -135,11 +198,6 @@ def _apply(
     )
     params = optax.apply_updates(state.params, updates)
     return dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state)
-
-
-def _new_or_old(new: jax.Array, old: jax.Array) -> jax.Array:
-    """`new`, and where the update was not finite `old`."""
-    return jnp.where(jnp.abs(new - old) < _LARGEST_UPDATE, new, old)
 
 
 def score(

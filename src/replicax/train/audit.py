@@ -138,7 +138,7 @@ class Audit:
         Raises:
             ReplicasDifferError: the replicas differ, and the run is to stop, or has gone back too
                 often.
-            DivergedError: a loss or gradient is not finite, and it is no device's fault.
+            DivergedError: the state is not finite any more, and it is no device's fault.
         """
         not_finite.copy_to_host_async()
         self._suspect.append((place, not_finite))
@@ -168,23 +168,21 @@ class Audit:
         return None
 
     def _look(self, state: TrainState, place: Place, late: int) -> Restored | None:
-        """Audit at once after a step that was not finite: a device may be to blame."""
+        """Audit at once after a step that was not finite: a device may be to blame.
+
+        If none is, the step was skipped by all alike, which `replicax.train.bad_steps` follows.
+        """
         while len(self._suspect) > late:
-            at, not_finite = self._suspect[0]
-            if not bool(not_finite):
-                self._suspect.popleft()
-                continue
-            differences = self._fingerprint.differences(self._fingerprint.take(state))
-            if not differences:
-                _meet()
-                raise DivergedError(
-                    f"the loss or its gradient is not finite at step {at.step}{_CANNOT_GO_ON}"
-                )
-            return self._diverged(differences, state, place, place)
+            _, not_finite = self._suspect[0]
+            if bool(not_finite):
+                differences = self._fingerprint.differences(self._fingerprint.take(state))
+                if differences:
+                    return self._diverged(differences, state, place, place)
+            self._suspect.popleft()
         return None
 
     def _check_finite(self, table: jax.Array, place: Place) -> None:
-        """That the state is finite where it was at first: the guard keeps the loss so for long."""
+        """That the state is finite where it was at first: an optimizer's may be so no longer."""
         leaves = [x for x in self._fingerprint.not_finite(table) if x not in self._never_finite]
         if leaves:
             _meet()
@@ -237,9 +235,12 @@ class Audit:
         """
         if self._snapshot is None or self.good is None:
             return (), "no state to replay from is kept"
-        # From a step that was not finite on, most of the state has stood still.
-        stopped = (at.step - 1 for at, not_finite in self._suspect if bool(not_finite))
-        count = next(stopped, step) - self.good.step
+        # As long as no step has been finite again, all of the state has stood still.
+        for at, not_finite in reversed(self._suspect):
+            if not bool(not_finite):
+                break
+            step = at.step - 1
+        count = max(step - self.good.step, 0)
         steps = f"{count} steps" if count > 1 else "the step"
         source = f"a replay of {steps} since" if count else "the last good state"
         replay = self._snapshot.restore()

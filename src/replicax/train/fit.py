@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import math
 import time
 from pathlib import Path
 from typing import Any
@@ -13,19 +12,23 @@ from replicax.cluster.agreement import agree
 from replicax.cluster.pulse import PULSE
 from replicax.data.digest import sha256
 from replicax.data.feed import Feed
-from replicax.data.source import Source, as_source, can_shuffle
-from replicax.errors import ConfigError, DivergedError, MissingDependencyError
-from replicax.parallel.guarded import guarded
+from replicax.data.source import as_source, can_shuffle
+from replicax.errors import ConfigError, MissingDependencyError
+from replicax.parallel.guarded import guarded, with_losses
 from replicax.parallel.step import DataParallel
-from replicax.parallel.update import NOT_FINITE, TrainState
-from replicax.train.audit import Audit, Place, Restored
+from replicax.parallel.update import TrainState
+from replicax.train.audit import Audit
+from replicax.train.bad_steps import BadSteps
 from replicax.train.curves import COLOURS, draw_curves
+from replicax.train.goodput import Goodput, Ledger
 from replicax.train.interrupt import Interrupt
+from replicax.train.loop import Loop
 from replicax.train.meter import Meter
-from replicax.train.noise_scale import NoiseMeter, NoiseScale, noise_record, noise_scale
+from replicax.train.noise_scale import NoiseMeter, NoiseScale, noise_scale
 from replicax.train.progress import Progress, open_progress
-from replicax.train.records import Record, RunFolder
-from replicax.train.report import derived, describe, epoch_line, summary
+from replicax.train.records import Record
+from replicax.train.report import derived, describe, summary
+from replicax.train.run import Found, Run, Saving, abstract, first_batch
 from replicax.train.stopping import Stopping
 
 
@@ -42,13 +45,24 @@ class Fit:
     seconds: float
     """Wall time, compilation and evaluation included."""
     interrupted: bool
-    """Whether Ctrl-C ended it early."""
+    """Whether Ctrl-C or SIGTERM ended it early."""
+    saved: bool = False
+    """Whether the same call goes on from its end."""
     clean_audits: int | None = None
     """Audits that found all replicas equal; None where none was asked for."""
     restores: int = 0
     """Times that it went back to the state of a clean audit."""
     noise_scale: NoiseScale | None = None
     """The gradient noise scale; None where it was not measured."""
+    goodput: Goodput | None = None
+    """Where the run's time went, over all its starts; in process 0, where there is a folder."""
+
+    @property
+    def exit_code(self) -> int:
+        """0 where it is done; 75 where it stopped early with everything saved; else 1."""
+        if not self.interrupted:
+            return 0
+        return 75 if self.saved else 1
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -74,12 +88,23 @@ def fit(
     audit_every: int | None = None,
     on_divergence: str = "stop",
     measure_noise_every: int | None = None,
+    max_bad_steps: int = 5,
+    skip_spikes: bool = False,
     run_dir: str | Path | None = None,
+    save_every: int | None = None,
+    save_seconds: float | None = 600.0,
+    keep: int = 3,
+    keep_every: int | None = None,
+    accept_changes: bool = False,
     config: dict[str, Any] | None = None,
     title: str = "run",
     progress: bool = True,
+    interrupt: Interrupt | None = None,
 ) -> Fit:
     """Train for some epochs or steps, evaluating after each epoch.
+
+    With a `run_dir` it is saved on the way, and the same call after any stop goes on where the last
+    good checkpoint is, with the same results; `state` then gives its place to what was saved.
 
     In a job of several processes all call it alike, and process 0 prints and records.
 
@@ -101,11 +126,21 @@ def fit(
             the state of the last clean audit and go on from there.
         measure_noise_every: steps between two samples of the gradient noise, each of which costs
             about a gradient; None for none. See `replicax.train.noise_scale`.
-        run_dir: a new folder for `config.json`, `records.jsonl`, `curves.png`, and where it is
-            measured `noise_scale.json`; None for none.
+        max_bad_steps: steps in a row whose loss or gradient is not finite before the run stops.
+            The update of each is skipped, and its examples recorded.
+        skip_spikes: whether a loss far above those before is skipped too; see
+            `replicax.parallel.guarded.with_losses`.
+        run_dir: a folder for `config.json`, `records.jsonl`, `curves.png`, where it is measured
+            `noise_scale.json`, and the checkpoints; None for none of these.
+        save_every: steps between two checkpoints; None to go by the clock.
+        save_seconds: between two checkpoints, where `save_every` is None. None too for none at all.
+        keep: the newest checkpoints that stay.
+        keep_every: those of a multiple of so many steps stay as well.
+        accept_changes: whether to go on in a `run_dir` whose configuration was another.
         config: what `config.json` is to hold beside what is derived here.
         title: of the curves.
         progress: whether to print what is derived, a live line, and a closing summary.
+        interrupt: that is told of SIGINT and SIGTERM; one of its own by default.
 
     Raises:
         ConfigError: arguments that cannot work.
@@ -113,8 +148,11 @@ def fit(
         LossError: see `DataParallel.step`.
         DivergedError: the loss is no longer finite.
         ReplicasDifferError: the replicas are no longer equal.
+        CheckpointError: the state cannot be saved, or what was saved cannot be read.
+        RunInUseError: another start holds the run.
     """
     _check_length(epochs, steps, log_every)
+    saving = Saving(save_every, save_seconds, keep, keep_every)
     if eval_batch_size is None:
         eval_batch_size = batch_size
     if shuffle is None:
@@ -122,203 +160,112 @@ def fit(
     opened = as_source(source, batch_size, shuffle=shuffle, seed=seed)
     wanted: dict[str, Any] = {"epochs": epochs, "steps": steps, "batch_size": batch_size}
     wanted |= {"log_every": log_every, "audit_every": audit_every, "on_divergence": on_divergence}
-    wanted |= {"measure_noise_every": measure_noise_every}
+    wanted |= {"measure_noise_every": measure_noise_every, "max_bad_steps": max_bad_steps}
+    wanted |= {"skip_spikes": skip_spikes, "saving": dataclasses.asdict(saving)}
     agree("the run", {**wanted, "evaluation": eval_source is not None, **(config or {})})
-    speaks = jax.process_index() == 0
+    if skip_spikes:
+        state = with_losses(state)
+    dp = guarded(dp, state)
     first = dp.feed(opened)
     total = steps if steps is not None else _total_steps(first, epochs)
-    audit = None
-    if audit_every is not None:
-        dp = guarded(dp, state)
-        audit = Audit(dp, state, opened, audit_every, on_divergence)
-        audit.begin(state, Place(0, 0, 0))
-    noise = None
-    if measure_noise_every is not None:
-        noise = NoiseMeter(dp, state, measure_noise_every, opened.batch_size)
-    loop = _Loop(
-        dp=dp,
-        source=opened,
-        eval_feed=None if eval_source is None else dp.feed(eval_source, eval_batch_size),
-        epochs=epochs,
-        total=total,
-        meter=Meter(log_every),
-        audit=audit,
-        noise=noise,
-        folder=RunFolder(Path(run_dir)) if run_dir is not None and speaks else None,
-        display=open_progress(progress and speaks, total),
-    )
-    with contextlib.closing(loop):
-        for line in [*describe(dp, state, first), *(audit.describe() if audit else ())]:
-            loop.display.line(line)
-        if loop.folder:
-            loop.folder.write_config({**(config or {}), **derived(dp, first)})
-        try:
-            result = loop.run(state)
-        finally:
-            if loop.folder and loop.records:
-                _draw(loop.records, loop.folder.path, title, loop.display)
-        if loop.folder and result.noise_scale is not None:
-            result.noise_scale.save(loop.folder.path)
+    speaks = jax.process_index() == 0
+    with contextlib.ExitStack() as stack:
+        display = open_progress(progress and speaks, total)
+        stack.callback(display.close)
+        if interrupt is None:
+            terminate = run_dir is not None and saving.wanted
+            interrupt = stack.enter_context(Interrupt(terminate=terminate))
+        for line in describe(dp, state, first):
+            display.line(line)
+        run = None
+        if run_dir is not None:
+            facts = {**(config or {}), **derived(dp, first)}
+            run = stack.enter_context(
+                contextlib.closing(
+                    Run(
+                        Path(run_dir),
+                        facts,
+                        saving,
+                        accept_changes=accept_changes,
+                        state=state,
+                        seed=seed,
+                        say=display.line,
+                    )
+                )
+            )
+        loop = Loop(
+            dp=dp,
+            source=opened,
+            eval_feed=None if eval_source is None else dp.feed(eval_source, eval_batch_size),
+            epochs=epochs,
+            total=total,
+            meter=Meter(log_every),
+            bad_steps=BadSteps(max_bad_steps),
+            audit=None,
+            noise=None,
+            run=run,
+            ledger=Ledger(None) if run is None else run.ledger,
+            display=display,
+            interrupt=interrupt,
+            stopping=Stopping(interrupt, None if run is None else saving.clock_seconds),
+        )
+        if run is not None and run.found is not None:
+            state = _resume(loop, run, run.found, state)
+        if audit_every is not None:
+            loop.audit = Audit(dp, state, opened, audit_every, on_divergence)
+            loop.audit.begin(state, loop.place)
+            for line in loop.audit.describe():
+                display.line(line)
+        if measure_noise_every is not None:
+            loop.noise = NoiseMeter(dp, state, measure_noise_every, opened.batch_size)
+        result = _go(loop, state, title)
         for line in summary(result, total):
-            loop.display.line(line)
+            display.line(line)
         if dp.mode == "exact":
-            loop.display.line(f"bits   sha256 of the weights {sha256(result.state.params)[:16]}")
+            display.line(f"bits   sha256 of the weights {sha256(result.state.params)[:16]}")
     return result
 
 
-@dataclasses.dataclass
-class _Loop:
-    """One call of `fit` on its way."""
+def _go(loop: Loop, state: TrainState, title: str) -> Fit:
+    """Run `loop`, and draw what came of it."""
+    started, before = time.perf_counter(), (loop.step, loop.rows)
+    folder = None if loop.run is None else loop.run.folder
+    try:
+        state = loop.go(state)
+    finally:
+        if folder and loop.records:
+            _draw(loop.records, folder.path, title, loop.display)
+    PULSE.rest()
+    scale = None if loop.noise is None else noise_scale(loop.records)
+    if folder and scale is not None:
+        scale.save(folder.path)
+    loop.ledger.close()
+    return Fit(
+        state=state,
+        records=loop.records,
+        steps=loop.step - before[0],
+        rows=loop.rows - before[1],
+        seconds=time.perf_counter() - started,
+        interrupted=loop.stopping.wanted,
+        saved=loop.run is not None and loop.run.saving.wanted,
+        clean_audits=None if loop.audit is None else loop.audit.clean,
+        restores=0 if loop.audit is None else loop.audit.restores,
+        noise_scale=scale,
+        goodput=None if folder is None else loop.ledger.summary(),
+    )
 
-    dp: DataParallel
-    source: Source
-    eval_feed: Feed | None
-    epochs: int | None
-    total: int | None
-    meter: Meter
-    audit: Audit | None
-    noise: NoiseMeter | None
-    folder: RunFolder | None
-    display: Progress
-    records: list[Record] = dataclasses.field(default_factory=list)
-    step: int = 0
-    rows: int = 0
-    evaluated_at: int = 0
-    rows_when_good: tuple[int, int] = (0, 0)
-    """Rows trained on, and those in no record, when the state was found good that is kept."""
 
-    def run(self, state: TrainState) -> Fit:
-        """All epochs, or as many steps as there are to be, or until Ctrl-C."""
-        started = time.perf_counter()
-        with Interrupt() as interrupt:
-            stopping = Stopping(interrupt)
-            epoch, first = 0, 0
-            while self.epochs is None or epoch < self.epochs:
-                state, back = self._train(state, epoch, first, stopping)
-                if back is not None:
-                    epoch, first = back.epoch, back.batch
-                    continue
-                if self.step != self.evaluated_at and not stopping.wanted:
-                    self._evaluate(state, epoch)
-                if stopping.wanted or self._all_steps_done():
-                    break
-                epoch, first = epoch + 1, 0
-        PULSE.rest()
-        seconds = time.perf_counter() - started
-        result = Fit(state, self.records, self.step, self.rows, seconds, stopping.wanted)
-        if self.noise is not None:
-            result = dataclasses.replace(result, noise_scale=noise_scale(self.records))
-        if self.audit is None:
-            return result
-        clean, restores = self.audit.clean, self.audit.restores
-        return dataclasses.replace(result, clean_audits=clean, restores=restores)
-
-    def close(self) -> None:
-        """Give the terminal and the files back."""
-        self.display.close()
-        if self.folder:
-            self.folder.close()
-
-    def _train(
-        self, state: TrainState, epoch: int, first: int, stopping: Stopping
-    ) -> tuple[TrainState, Place | None]:
-        """One epoch from its batch `first` on, or what is left of the steps.
-
-        Returns:
-            The state, and where to go on from, where that is not after it.
-        """
-        feed = self.dp.feed(self.source, epoch=epoch, first=first)
-        place, waited = Place(self.step, epoch, first), 0.0
-        with contextlib.closing(iter(feed)) as batches:
-            for batch in batches:
-                self.meter.add_wait(feed.wait_seconds - waited)
-                waited = feed.wait_seconds
-                if not self.step:
-                    self.display.status("compiling the step")
-                    if self.noise is not None:
-                        self.noise.prepare(state, batch)
-                sample = None if self.noise is None else self.noise.take(place.step, state, batch)
-                state, metrics = self.dp.step(state, batch)
-                self.step += 1
-                self.rows += batch.rows or 0
-                self.display.step(self.step)
-                not_finite = metrics.pop(NOT_FINITE, None)
-                records = self.meter.add(self.step, epoch, batch.rows or 0, metrics)
-                if sample is not None:
-                    records.append(noise_record(sample, self.step, epoch))
-                place = Place(self.step, epoch, place.batch + 1)
-                if not_finite is not None and self.audit is not None:
-                    restored = self.audit.after(state, not_finite, place)
-                    if restored is not None:
-                        return self._go_back(restored)
-                self._keep(records)
-                self._note_good(place)
-                if self.step == 1 and self.eval_feed is not None:
-                    self.dp.check(self.eval_feed)
-                if stopping.vote(self.step) or self._all_steps_done():
-                    break
-        if self.audit is not None:
-            last = stopping.wanted or self._all_steps_done() or epoch + 1 == self.epochs
-            look = last or self.eval_feed is not None
-            restored = self.audit.settle(state, place, audit=look)
-            if restored is not None:
-                return self._go_back(restored)
-        self._keep(self.meter.flush())
-        self._note_good(place)
-        return state, None
-
-    def _note_good(self, place: Place) -> None:
-        """Where this is a place to come back to, note what is to be counted on from then."""
-        if self.audit is not None and self.audit.keeps and self.audit.good == place:
-            records, unrecorded = self.meter.settle()
-            self._keep(records)
-            self.rows_when_good = self.rows, unrecorded
-
-    def _go_back(self, restored: Restored) -> tuple[TrainState, Place]:
-        """Go on from an earlier step: what came after it has not been."""
-        lost, place = self.step - restored.place.step, restored.place
-        self.display.line(f"restored step {place.step:,}, {lost} steps back: {restored.text}")
-        self.step, self.evaluated_at = place.step, min(self.evaluated_at, place.step)
-        self.rows, unrecorded = self.rows_when_good
-        self.meter.rewind(place.step, unrecorded)
-        self.records[:] = [record for record in self.records if record.step <= place.step]
-        if self.folder:
-            self.folder.rewind(place.step)
-        told = {"steps_lost": float(lost)}
-        told |= {f"device_{device}": 1.0 for device in restored.devices}
-        self._keep([Record("restore", place.step, place.epoch, told, 0, 0.0)])
-        return restored.state, place
-
-    def _evaluate(self, state: TrainState, epoch: int) -> None:
-        """Evaluate where there is something to evaluate on, and say how the epoch went."""
-        self.evaluated_at = self.step
-        started = time.perf_counter()
-        record = None
-        if self.eval_feed is not None:
-            metrics = self.dp.evaluate(state, self.eval_feed)
-            rows = int(metrics.pop("rows"))
-            seconds = time.perf_counter() - started
-            record = Record("eval", self.step, epoch, metrics, rows, seconds)
-            self._keep([record])
-        trained = [r for r in self.records if r.kind == "train" and r.epoch == epoch]
-        self.display.line(epoch_line(epoch, self.epochs, self.step, trained, record))
-        self.meter.leave_out(time.perf_counter() - started)
-
-    def _keep(self, records: list[Record]) -> None:
-        for record in records:
-            self.records.append(record)
-            if self.folder:
-                self.folder.append(record)
-            if record.kind == "train":
-                self.display.record(record)
-            if not math.isfinite(record.metrics.get("loss", 0.0)):
-                raise DivergedError(
-                    f"the {record.kind} loss is {record.metrics['loss']} at step {record.step}; "
-                    "training cannot go on from it: lower the learning rate, or clip the gradient"
-                )
-
-    def _all_steps_done(self) -> bool:
-        return self.total is not None and self.step >= self.total
+def _resume(loop: Loop, run: Run, found: Found, state: TrainState) -> TrainState:
+    """The state that was found, with `loop` where it was saved; `state` gives its place to it."""
+    batch = first_batch(loop.source, found.position, found.extra)
+    like = abstract(state)
+    if loop.dp.donate:
+        for leaf in jax.tree.leaves(state):
+            leaf.delete()
+    loop.records.extend(found.records)
+    seconds = found.extra.get("seconds_unrecorded")
+    loop.stand_at(found.position, batch, seconds if isinstance(seconds, float) else 0.0)
+    return run.restore(like)
 
 
 def _check_length(epochs: int | None, steps: int | None, log_every: int) -> None:

@@ -1,18 +1,22 @@
 """A run's history: records in memory, and in the run folder as they come.
 
 config.json       what was run, and on what
-records.jsonl     one JSON object a line: kind "train", "eval", "noise" or "restore", step, ...
+records.jsonl     one JSON object a line: kind "train", "eval", "noise", "skip" or "restore", ...
 curves.png        drawn at the end
 noise_scale.json  what the "noise" records come to, where it was measured
 """
 
 import dataclasses
+import itertools
 import json
 import math
+import os
 from pathlib import Path
 from typing import IO, Any
 
 from replicax.errors import ConfigError
+
+RECORDS = "records.jsonl"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,8 +24,9 @@ class Record:
     """Metrics of one step, or of one evaluation."""
 
     kind: str
-    """`"train"`, `"eval"`, `"noise"` (see `replicax.train.noise_scale`), or `"restore"`: the run
-    went back to `step`, and on from there."""
+    """`"train"`, `"eval"`, `"noise"` (see `replicax.train.noise_scale`), `"skip"`: the update of
+    `step` was skipped (see `replicax.train.bad_steps`), or `"restore"`: the run went back to
+    `step`, and on from there."""
     step: int
     """Updates done before the metrics were taken (train, and noise, which is measured before it:
     the update they belong to included)."""
@@ -34,6 +39,8 @@ class Record:
     """Wall time of those rows; for the first train record, without the first step."""
     input_wait_fraction: float | None = None
     """Share of that time in which the loop waited for a batch."""
+    examples: tuple[int, ...] | None = None
+    """Where the update was skipped: indices, in the source, of the batch's real rows."""
 
     @property
     def rows_per_second(self) -> float:
@@ -43,30 +50,40 @@ class Record:
     def to_json(self) -> str:
         """One line; a number that is not finite becomes null, as JSON has none."""
         fields = {**dataclasses.asdict(self), "rows_per_second": self.rows_per_second}
+        if self.examples is None:
+            del fields["examples"]
         return json.dumps(_finite(fields))
 
 
 class RunFolder:
-    """Writes a run's files.
+    """A run's files.
 
     Raises:
-        ConfigError: the folder holds another run, or cannot be made.
+        ConfigError: the folder cannot be made.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lines: IO[str] | None = None
-        if (path / "records.jsonl").exists():
-            raise ConfigError(
-                f"{path} holds the records of another run; a run has a folder of its own: choose "
-                "another name, or remove it"
-            )
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
                 f"{path} cannot be written ({error.strerror}); choose another"
             ) from error
+
+    @property
+    def records(self) -> Path:
+        """Where the records are."""
+        return self.path / RECORDS
+
+    def refuse_another(self) -> None:
+        """Raise `ConfigError` where it holds the records of a run."""
+        if self.records.exists():
+            raise ConfigError(
+                f"{self.path} holds the records of another run; a run has a folder of its own: "
+                "choose another name, or remove it"
+            )
 
     def write_config(self, config: dict[str, Any]) -> None:
         """Write `config.json`; what JSON does not know is written as text."""
@@ -76,27 +93,83 @@ class RunFolder:
     def append(self, record: Record) -> None:
         """Add a line to `records.jsonl`, at once visible to a reader."""
         if self._lines is None:  # a run that fails before it has a record leaves the name free
-            self._lines = (self.path / "records.jsonl").open("a", encoding="utf-8")
+            self._lines = self.records.open("a", encoding="utf-8")
         self._lines.write(record.to_json() + "\n")
         self._lines.flush()
 
-    def rewind(self, step: int) -> None:
-        """Take what was recorded after `step` out of `records.jsonl`: it is to be done again."""
+    def keep(self, lines: int) -> int:
+        """Keep the first `lines` of `records.jsonl`: what came after them is to be done again.
+
+        Returns:
+            How many there are now; fewer, where the file has lost some.
+        """
         self.close()
-        path = self.path / "records.jsonl"
-        if not path.exists():
-            return
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if json.loads(line)["step"] <= step]
-        beside = path.with_name("records.jsonl.new")  # a reader, or a crash, meets all or nothing
-        beside.write_text("".join(kept), encoding="utf-8")
-        beside.replace(path)
+        if not self.records.exists():
+            return 0
+        kept = self.records.read_bytes().splitlines(keepends=True)[:lines]
+        beside = self.records.with_name(f"{RECORDS}.new")  # a reader, or a crash, meets all or none
+        beside.write_bytes(b"".join(kept))
+        beside.replace(self.records)
+        return len(kept)
+
+    def sync(self) -> None:
+        """Have the system write the records to the disk."""
+        if self._lines is not None:
+            os.fsync(self._lines.fileno())
 
     def close(self) -> None:
         """Close `records.jsonl`."""
         if self._lines is not None:
             self._lines.close()
             self._lines = None
+
+
+def read_records(folder: Path, lines: int) -> list[Record]:
+    """The first `lines` records of the run in `folder`.
+
+    Raises:
+        ConfigError: one of them is no record.
+    """
+    path = folder / RECORDS
+    if not lines:
+        return []
+    with path.open("rb") as file:
+        texts = list(itertools.islice(file, lines))
+    records = []
+    for number, text in enumerate(texts, 1):
+        try:
+            records.append(record_from_json(text))
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise ConfigError(
+                f"line {number} of {path} is no record ({error}); restore the file, or start "
+                "another run"
+            ) from error
+    return records
+
+
+def record_from_json(text: bytes | str) -> Record:
+    """The record that `Record.to_json` wrote as `text`.
+
+    Raises:
+        ValueError: it is none; or a KeyError, a TypeError.
+    """
+    fields = json.loads(text)
+    metrics = {str(name): _number(value) for name, value in fields["metrics"].items()}
+    waited, examples = fields.get("input_wait_fraction"), fields.get("examples")
+    return Record(
+        kind=str(fields["kind"]),
+        step=int(fields["step"]),
+        epoch=int(fields["epoch"]),
+        metrics=metrics,
+        rows=int(fields["rows"]),
+        seconds=_number(fields["seconds"]),
+        input_wait_fraction=None if waited is None else _number(waited),
+        **({} if examples is None else {"examples": tuple(map(int, examples))}),
+    )
+
+
+def _number(value: Any) -> float:
+    return math.nan if value is None else float(value)
 
 
 def _finite(value: Any) -> Any:

@@ -68,7 +68,7 @@ def derived(dp: DataParallel, feed: Feed) -> dict[str, Any]:
         },
         "data": {
             "rows": feed.source.rows,
-            "batch_size": feed.source.batch_size,
+            **feed.source.fingerprint(),
             "padding": feed.padding,
         },
         "versions": {
@@ -98,7 +98,7 @@ def epoch_line(
 def summary(result: "Fit", total: int | None) -> list[str]:
     """How the run ended."""
     of = f" of {total:,}" if result.interrupted and total else ""
-    word = "stopped by Ctrl-C after" if result.interrupted else "done:"
+    word = "stopped after" if result.interrupted else "done:"
     timed = [r for r in result.records if r.kind == "train" and r.seconds > 0]
     seconds = sum(record.seconds for record in timed)
     parts = [
@@ -118,6 +118,8 @@ def summary(result: "Fit", total: int | None) -> list[str]:
         lines.append(f"audit  {clean}{back}")
     if result.noise_scale is not None:
         lines.append(f"noise  {result.noise_scale}")
+    if result.goodput is not None and result.saved:
+        lines += result.goodput.lines()
     return lines
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from replicax.data.random_keys import is_random_key, numbers
 from replicax.parallel.update import TrainState
 
 
@@ -19,7 +20,7 @@ class Snapshot:
         leaves, tree = jax.tree.flatten(state)
         self._tree: Any = tree
         self._kinds = [_kind(leaf) for leaf in leaves]
-        self._parts = [_parts(_data(leaf)) for leaf in leaves]
+        self._parts = [_parts(numbers(leaf)) for leaf in leaves]
 
     @property
     def nbytes(self) -> int:
@@ -42,16 +43,8 @@ class _Kind:
 
 
 def _kind(leaf: jax.Array) -> _Kind:
-    impl = jax.random.key_impl(leaf) if _is_key(leaf) else None
-    return _Kind(_data(leaf).shape, leaf.sharding, impl)
-
-
-def _is_key(leaf: Any) -> bool:
-    return bool(jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key))
-
-
-def _data(leaf: jax.Array) -> jax.Array:
-    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+    impl = jax.random.key_impl(leaf) if is_random_key(leaf) else None
+    return _Kind(numbers(leaf).shape, leaf.sharding, impl)
 
 
 def _parts(array: jax.Array) -> dict[str, np.ndarray]:

@@ -1,0 +1,160 @@
+"""Which steps were skipped, on which examples, and when there are too many of them in a row."""
+
+import dataclasses
+from collections import deque
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from replicax.cluster.agreement import agree
+from replicax.data.batch import Batch
+from replicax.errors import ConfigError, DivergedError
+from replicax.parallel.loss import LOSS
+from replicax.parallel.step import STEPS_IN_FLIGHT
+from replicax.parallel.update import NOT_FINITE, SPIKE, Metrics
+from replicax.train.records import Record
+
+_NAMED = 8
+"""Examples that a message names; the record has them all."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Dispatched:
+    step: int
+    epoch: int
+    rows: int | None
+    mask: jax.Array
+    index: jax.Array
+    loss: jax.Array
+    not_finite: jax.Array
+    spike: jax.Array | None
+
+
+class BadSteps:
+    """Follows the steps of a guarded twin; gives a `Record` for each whose update was skipped.
+
+    It reads a step's verdict when `STEPS_IN_FLIGHT` more have been begun, and so waits for nothing
+    that `step` does not wait for. In a job all processes read the same, at the same steps.
+
+    Args:
+        most_in_a_row: bad steps in a row at which the run ends. `optax.apply_if_finite` would go on
+            then, and apply the update.
+
+    Raises:
+        ConfigError: fewer than 1.
+    """
+
+    def __init__(self, most_in_a_row: int) -> None:
+        if most_in_a_row < 1:
+            raise ConfigError(
+                f"most_in_a_row={most_in_a_row}; a run ends at the first bad step or later: "
+                "use at least 1"
+            )
+        self.in_a_row = 0
+        """Bad steps since the last good one, as far as they are read; set it where a run resumes.
+        """
+        self._most = most_in_a_row
+        self._in_flight: deque[_Dispatched] = deque()
+        self._skipped: list[Record] = []  # of those in a row
+
+    def after(self, step: int, epoch: int, batch: Batch, metrics: Metrics) -> list[Record]:
+        """Note that `step` was dispatched; records of bad ones that are known by now.
+
+        Args:
+            step: steps done, this one included.
+            epoch: counted from 0.
+            batch: what it was given.
+            metrics: what it returned; `NOT_FINITE` and `SPIKE` are taken out.
+        """
+        not_finite, spike = metrics.pop(NOT_FINITE), metrics.pop(SPIKE, None)
+        for verdict in (not_finite, spike):
+            if verdict is not None:
+                verdict.copy_to_host_async()
+        rows, mask, index = batch.rows, batch.mask, batch.index
+        done = _Dispatched(step, epoch, rows, mask, index, metrics[LOSS], not_finite, spike)
+        self._in_flight.append(done)
+        return self._read(STEPS_IN_FLIGHT)
+
+    def settle(self) -> list[Record]:
+        """Wait for all steps; records of the bad ones."""
+        return self._read(0)
+
+    def check(self) -> None:
+        """Raise where too many steps in a row were bad; to be called when their records are kept.
+
+        Raises:
+            DivergedError: it names the steps, and the examples of the first.
+        """
+        if self.in_a_row < self._most or not self._skipped:
+            return
+        first, last = self._skipped[0], self._skipped[-1]
+        begin, end = last.step - self.in_a_row + 1, last.step
+        on = "first on" if first.step == begin else f"step {first.step} on"
+        when, those = f"in {self.in_a_row} steps in a row, {begin} to {end}", "all were"
+        if begin == end:
+            on, when, those = "on", f"at step {end}", "it was"
+        # Before anybody ends, which would break what others still read.
+        agree("the bad steps", {"first": begin, "last": end})
+        raise DivergedError(
+            f"{self._what()} {when} ({on} {_examples_text(first)}); {those} skipped: lower the "
+            "learning rate, clip the gradient, or look at these examples"
+        )
+
+    def rewind(self, in_a_row: int) -> None:
+        """Forget the steps that are to be done again.
+
+        Args:
+            in_a_row: what `in_a_row` was, all being read, where the run goes on.
+        """
+        self.in_a_row = in_a_row
+        self._in_flight.clear()
+        self._skipped.clear()
+
+    def _read(self, may_remain: int) -> list[Record]:
+        records: list[Record] = []
+        while len(self._in_flight) > may_remain:
+            done = self._in_flight.popleft()
+            spike = done.spike is not None and bool(done.spike)
+            if not spike and not bool(done.not_finite):
+                self.in_a_row = 0
+                self._skipped.clear()
+                continue
+            self.in_a_row += 1
+            self._skipped.append(_record(done, spike))
+            records.append(self._skipped[-1])
+        return records
+
+    def _what(self) -> str:
+        """What was wrong with them."""
+        spikes = {SPIKE in record.metrics for record in self._skipped}
+        if spikes == {False}:
+            return "the loss or its gradient was not finite"
+        if spikes == {True}:
+            return "the loss was far above those before"
+        return "the loss was far above those before, or it or its gradient was not finite,"
+
+
+def _record(done: _Dispatched, spike: bool) -> Record:
+    """That of a step whose update was skipped."""
+    real = _whole(done.mask) > 0
+    examples = tuple(int(each) for each in _whole(done.index)[real])
+    metrics = {LOSS: float(done.loss)} | ({SPIKE: 1.0} if spike else {})
+    rows = len(examples) if done.rows is None else done.rows
+    return Record("skip", done.step, done.epoch, metrics, rows, 0.0, examples=examples)
+
+
+def _whole(array: jax.Array) -> np.ndarray:
+    """`array` on the host; where other processes hold parts of it, all of them ask at once."""
+    if array.is_fully_addressable:
+        return np.asarray(array)
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+
+
+def _examples_text(record: Record) -> str:
+    """`examples 17, 203, 5, ... of epoch 3`."""
+    examples = record.examples or ()
+    more = ", ..." if len(examples) > _NAMED else ""
+    plural = "s" if len(examples) != 1 else ""
+    names = ", ".join(map(str, examples[:_NAMED])) or "none"
+    return f"example{plural} {names}{more} of epoch {record.epoch}"

@@ -1,0 +1,1 @@
+"""Checkpoints: written whole, verified before they are trusted."""

@@ -1,0 +1,142 @@
+"""The arrays of a train state, written and read by Orbax.
+
+As plain zarr (version 2), an array a folder and without compression: so each file can be checked
+before anything is read, by its size as well, and `orbax.checkpoint.PyTreeCheckpointer().restore`
+gives them to anyone as a dict.
+"""
+
+import asyncio
+import concurrent.futures
+import hashlib
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import jax
+import jax.numpy as jnp
+
+from replicax.data.random_keys import is_random_key, numbers
+from replicax.errors import CheckpointError, require
+from replicax.parallel.update import TrainState
+from replicax.train.checkpoints.manifest import ArrayEntry
+
+_Result = TypeVar("_Result")
+
+_LONGEST_NAME = 200
+"""Bytes of a leaf's name, which is that of a folder; most file systems take 255."""
+
+
+def array_entries(state: TrainState) -> dict[str, ArrayEntry]:
+    """Leaf name -> dtype and shape of each array of `state`, or of its abstract twin."""
+    entries = {}
+    for name, leaf in _named(jax.eval_shape(_all_numbers, state)).items():
+        entries[name] = ArrayEntry(leaf.dtype.name, tuple(leaf.shape))
+    return entries
+
+
+def begin_writing(state: TrainState, folder: Path) -> Callable[[], None]:
+    """Copy `state` to the host and begin to write it into `folder`, which need not be there.
+
+    Each process writes its own parts. Returns once the copy is made: the next step may have
+    `state`.
+
+    Returns:
+        What waits until this process has written its parts, and raises what went wrong.
+    """
+    epath = require("etils.epath", "cli")
+    args = require("orbax.checkpoint", "cli").args.PyTreeSave(_named(_all_numbers(state)))
+    folder.mkdir(parents=True, exist_ok=True)
+    futures: Sequence[Any] = _run(_handler().async_save(epath.Path(folder), args=args)) or ()
+
+    def wait() -> None:
+        for future in futures:
+            future.result()
+
+    return wait
+
+
+def read(like: TrainState, folder: Path) -> TrainState:
+    """The state in `folder`, laid out as `like`; each process reads its own parts.
+
+    Args:
+        like: `jax.ShapeDtypeStruct`s with shardings.
+        folder: written by `begin_writing`, on any devices.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    orbax, epath = require("orbax.checkpoint", "cli"), require("etils.epath", "cli")
+    wanted = jax.eval_shape(_all_numbers, like)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
+    arguments = jax.tree.map(
+        lambda leaf, sharding: orbax.ArrayRestoreArgs(
+            sharding=sharding, global_shape=leaf.shape, dtype=leaf.dtype
+        ),
+        wanted,
+        shardings,
+    )
+    restore = orbax.args.PyTreeRestore(item=_named(wanted), restore_args=_named(arguments))
+    try:
+        arrays = _handler().restore(epath.Path(folder), args=restore)
+    except Exception as error:  # tensorstore's own, of many kinds
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise CheckpointError(f"{folder} cannot be read: {lines[0]}") from error
+    leaves = [arrays[name] for name in _names(like)]
+    state: TrainState = jax.tree.unflatten(jax.tree.structure(like), leaves)
+    restored: TrainState = jax.tree.map(_as_key, _owned(state), like)
+    return restored
+
+
+def _owned(state: TrainState) -> TrainState:
+    """`state` in memory of its own: on CPUs, several devices may share the host's, and a step that
+    is given it writes there.
+    """
+    if jax.tree.leaves(state)[0].sharding.device_set.pop().platform != "cpu":
+        return state
+    copied: TrainState = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(state)
+    jax.block_until_ready(copied)
+    return copied
+
+
+def _as_key(leaf: jax.Array, like: Any) -> jax.Array:
+    if not is_random_key(like):
+        return leaf
+    keys: jax.Array = jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(like))
+    return keys
+
+
+def _all_numbers(state: TrainState) -> TrainState:
+    whole: TrainState = jax.tree.map(numbers, state)
+    return whole
+
+
+def _named(tree: Any) -> dict[str, Any]:
+    return dict(zip(_names(tree), jax.tree.leaves(tree), strict=True))
+
+
+def _names(tree: Any) -> list[str]:
+    """A name for each leaf, of its path: `params.dense.kernel`. It is a folder's, hence quoted."""
+    return [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def _name(path: Sequence[Any]) -> str:
+    parts = [jax.tree_util.keystr((key,), simple=True) for key in path]
+    name = ".".join(quote(part, safe="").replace(".", "%2E") or "%" for part in parts)
+    if len(name) <= _LONGEST_NAME:
+        return name
+    return f"{name[:_LONGEST_NAME]}~{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+
+
+def _handler() -> Any:
+    # Orbax's checkpointers have barriers of their own, which time out where one process fails.
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    orbax = require("orbax.checkpoint", "cli")
+    return orbax.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=False, use_compression=False)
+
+
+def _run(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
+    """The result of `coroutine`, also where this thread has an event loop, as in a notebook."""
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        return executor.submit(asyncio.run, coroutine).result()

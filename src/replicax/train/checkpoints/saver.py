@@ -1,0 +1,203 @@
+"""Saving beside the training: one checkpoint at a time, whole in all processes or not at all."""
+
+import contextlib
+import dataclasses
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from replicax.cluster.decided import LONGEST_SECONDS
+from replicax.cluster.link import current_link
+from replicax.cluster.pulse import PULSE
+from replicax.errors import CheckpointError, RunInUseError
+from replicax.parallel.update import TrainState
+from replicax.train.checkpoints.arrays import array_entries, begin_writing
+from replicax.train.checkpoints.checksum import file_entries
+from replicax.train.checkpoints.manifest import Manifest, Position, write_manifest
+from replicax.train.checkpoints.store import Store
+from replicax.wording import first_line
+
+MOST_FAILURES = 3
+"""Saves in a row that may fail before the run stops: by then too much would be lost."""
+
+
+class Saver:
+    """Saves states into `store`, while the training goes on.
+
+    Args:
+        store: of the run.
+        token: of the run's lease.
+        check: called before a checkpoint is put in its place; raises where the run has been taken
+            over.
+        seed: of the order of the data.
+        config: of the run, for the manifests.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        token: int,
+        check: Callable[[], None],
+        seed: int,
+        config: dict[str, Any],
+    ) -> None:
+        self.saved_step: int | None = None
+        """Of the newest checkpoint that is in its place."""
+        self._store, self._token, self._check = store, token, check
+        self._seed, self._config = seed, config
+        self._number = self._failures = 0
+        self._thread: threading.Thread | None = None
+        self._failed: str | None = None
+        self._broken: BaseException | None = None
+        self._alarms: list[str] = []
+
+    def save(self, state: TrainState, position: Position, extra: dict[str, Any]) -> None:
+        """Begin to save `state`; returns once it is copied, and may be given to the next step.
+
+        All processes call it alike. Waits for the save before, if that still goes on.
+
+        Args:
+            state: computed.
+            position: where the run stands.
+            extra: what else there is to remember.
+        """
+        self.wait()
+        self._number += 1
+        folder = self._store.temporary(position.step, self._token, self._number)
+        manifest = Manifest(
+            position=position,
+            token=self._token,
+            saved_at=time.time(),
+            seed=self._seed,
+            arrays=array_entries(state),
+            files={},
+            config=self._config,
+            extra=extra,
+        )
+        try:
+            written = begin_writing(state, folder / "state")
+        except Exception as error:  # of storage, in many forms: reported as the others are
+            written = _raising(error)
+        arguments = (folder, manifest, written, f"save {self._number} of start {self._token}")
+        self._thread = threading.Thread(target=self._finish, args=arguments, daemon=True)
+        self._thread.start()
+
+    def poll(self) -> list[str]:
+        """What is to be said of the saves since the last call, a line each; does not wait.
+
+        Raises:
+            CheckpointError: too many in a row have failed.
+            RunInUseError: another start of the run has taken over.
+        """
+        if self._thread is not None and not self._thread.is_alive():
+            self.wait()
+        alarms, self._alarms = self._alarms, []
+        return alarms
+
+    def wait(self) -> bool:
+        """Wait for the save that goes on, if one does; whether the last one succeeded.
+
+        Raises:
+            CheckpointError: as for `poll`.
+            RunInUseError: as for `poll`.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            PULSE.move()
+            self._judge()
+        return self._failures == 0
+
+    def _judge(self) -> None:
+        if self._broken is not None:
+            raise self._broken
+        if self._failed is None:
+            self._failures = 0
+            return
+        self._failures += 1
+        good = "no step is saved yet"
+        if self.saved_step is not None:
+            good = f"step {self.saved_step:,} is the last good checkpoint"
+        if self._failures >= MOST_FAILURES:
+            raise CheckpointError(
+                f"{self._failures} saves in a row have failed: {self._failed}; {good}: make room "
+                f"or mend {self._store.folder}, and start again"
+            )
+        self._alarms.append(
+            f"ALARM  a save has failed ({self._failures} in a row): {self._failed}; {good}"
+        )
+
+    def _finish(
+        self, folder: Path, manifest: Manifest, written: Callable[[], None], topic: str
+    ) -> None:
+        """In the background: once all have written their parts, process 0 puts all in its place."""
+        try:
+            failed = _first(_told(f"{topic}: written", _error_of(written)))
+            if failed is None:
+                mine = self._commit(folder, manifest) if _is_first() else None
+                failed = _first(_told(f"{topic}: in its place", mine))
+            if failed is None:
+                self.saved_step = manifest.position.step
+            elif _is_first():
+                self._store.discard(folder)
+            self._failed = failed
+        except BaseException as error:  # it belongs to the main thread
+            self._broken = error
+
+    def _commit(self, folder: Path, manifest: Manifest) -> str | None:
+        """Add the manifest, put the checkpoint in its place; what went wrong, or None."""
+        try:
+            files = file_entries(folder)
+            write_manifest(folder, dataclasses.replace(manifest, files=files))
+            self._check()
+            self._store.commit(folder, manifest.position.step)
+        except RunInUseError as error:
+            self._broken = error
+            return str(error)
+        except Exception as error:
+            return _text(error)
+        with contextlib.suppress(OSError):  # too many are kept, which harms nobody
+            self._store.retire()
+        return None
+
+
+def _error_of(function: Callable[[], None]) -> str | None:
+    """What `function` raises, in words."""
+    try:
+        function()
+    except Exception as error:  # of storage, in many forms
+        return _text(error)
+    return None
+
+
+def _raising(error: Exception) -> Callable[[], None]:
+    def fail() -> None:
+        raise error
+
+    return fail
+
+
+def _text(error: Exception) -> str:
+    """The system's own words, where an error has them."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    found = re.search(r"\[OS error \d+: (.+?)\]", str(error))
+    return found[1] if found else first_line(error)
+
+
+def _told(topic: str, mine: str | None) -> list[str | None]:
+    """`mine` of every process."""
+    link = current_link()
+    return [mine] if link is None else link.gather(topic, mine, patience_seconds=LONGEST_SECONDS)
+
+
+def _first(errors: Sequence[str | None]) -> str | None:
+    return next((error for error in errors if error), None)
+
+
+def _is_first() -> bool:
+    link = current_link()
+    return link is None or link.process == 0

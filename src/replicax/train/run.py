@@ -1,0 +1,272 @@
+"""A run with a folder: held by one start at a time, which goes on from what is there."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from replicax.cluster.decided import decided
+from replicax.data.per_process import PerProcessSource
+from replicax.data.source import Source
+from replicax.errors import ConfigError
+from replicax.parallel.update import TrainState
+from replicax.train.changes import check_changes, read_config
+from replicax.train.checkpoints.arrays import array_entries, read
+from replicax.train.checkpoints.manifest import Position
+from replicax.train.checkpoints.saver import Saver
+from replicax.train.checkpoints.store import Store
+from replicax.train.goodput import FILE, Ledger
+from replicax.train.lease import Lease, take_lease
+from replicax.train.records import Record, RunFolder, read_records
+
+CHECKPOINTS = "checkpoints"
+CONFIG = "config.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Saving:
+    """When a run is saved, and what is kept.
+
+    Args:
+        every: steps between two checkpoints; None to go by the clock.
+        every_seconds: between two checkpoints, where `every` is None.
+        keep: the newest checkpoints that stay.
+        keep_every: those of a multiple of so many steps stay as well; None for none.
+    """
+
+    every: int | None = None
+    every_seconds: float | None = 600.0
+    keep: int = 3
+    keep_every: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("save_every", self.every), ("save_seconds", self.every_seconds)):
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name}={value}; it is above 0: raise it")
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there are checkpoints at all."""
+        return self.every is not None or self.every_seconds is not None
+
+    @property
+    def clock_seconds(self) -> float | None:
+        """Between two checkpoints, where the clock says when."""
+        return self.every_seconds if self.every is None else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """Where a run goes on from."""
+
+    path: Path
+    position: Position
+    extra: dict[str, Any]
+    records: list[Record]
+
+
+class Run:
+    """One start's hold on the run in `path`.
+
+    All processes make one alike; process 0 alone holds the lease, and writes all but arrays.
+
+    Args:
+        path: its folder; another start may have been there.
+        config: what is run; see `RunFolder.write_config`.
+        saving: when, and what is kept.
+        accept_changes: whether to go on where the configuration is another than before.
+        state: of the run, or its shapes.
+        seed: of the order of the data.
+        say: told what there is to say, a line each.
+
+    Raises:
+        ConfigError: the folder holds another run, or cannot be written.
+        RunInUseError: another start holds it.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        config: dict[str, Any],
+        saving: Saving,
+        *,
+        accept_changes: bool,
+        state: TrainState,
+        seed: int,
+        say: Callable[[str], None],
+    ) -> None:
+        self.path, self.saving = path, saving
+        self.folder: RunFolder | None = None
+        self.ledger = Ledger(None)
+        self._lease: Lease | None = None
+        self._config, self._accept, self._say = config, accept_changes, say
+        self._store = Store(path / CHECKPOINTS, saving.keep, saving.keep_every)
+        self._wanted = array_entries(state) if saving.wanted else {}
+        self.found: Found | None = None
+        try:
+            told = decided("where the run goes on", self._open)
+            self.token: int = told["token"]
+            if told["checkpoint"] is not None:
+                position = Position(**told["position"])
+                records = read_records(path, position.records)
+                where = self._store.folder / told["checkpoint"]
+                self.found = Found(where, position, told["extra"], records)
+        except BaseException:
+            self.close()
+            raise
+        self._saver = Saver(self._store, self.token, self._check, seed, config)
+        self._saved: Position | None = None
+
+    def _open(self) -> dict[str, Any]:
+        """In process 0: take the run, and find where it goes on from."""
+        self.folder = RunFolder(self.path)
+        if not self.saving.wanted:
+            self.folder.refuse_another()
+            return {"token": 1, "checkpoint": None}
+        self._lease = take_lease(self.path)
+        self._check_config(self.folder)
+        self._store.clean()
+        self.ledger = Ledger(self.path / FILE, self._lease.token)
+        with self.ledger.spending("restoring"):
+            found = self._store.newest_good(self._wanted, self._say)
+        self.ledger.restored(None if found is None else found[1].position.step)
+        told: dict[str, Any] = {"token": self._lease.token, "checkpoint": None}
+        if found is None:
+            self.folder.keep(0)
+            return told
+        path, manifest = found
+        position = manifest.position
+        lines = self.folder.keep(position.records)
+        if lines < position.records:
+            self._say(
+                f"history {position.records} records were written up to step {position.step:,}, "
+                f"and {lines} are there: the rest is lost"
+            )
+            position = dataclasses.replace(position, records=lines)
+        saved = time.strftime("%d %b %H:%M:%S", time.localtime(manifest.saved_at))
+        self._say(f"resume {self.path}: step {position.step:,}, saved {saved}")
+        told |= {"checkpoint": path.name, "position": dataclasses.asdict(position)}
+        return {**told, "extra": manifest.extra}
+
+    def _check_config(self, folder: RunFolder) -> None:
+        path = self.path / CONFIG
+        if path.exists():
+            for line in check_changes(read_config(path), self._config, accept=self._accept):
+                self._say(line)
+        else:
+            folder.refuse_another()
+        folder.write_config(self._config)
+
+    def restore(self, like: TrainState) -> TrainState:
+        """The state of what was found, laid out as `like`.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        assert self.found is not None
+        with self.ledger.spending("restoring"):
+            state = read(like, self.found.path / "state")
+        self._saved = self.found.position
+        return state
+
+    def due(self, step: int, by_clock: bool) -> bool:
+        """Whether to save after `step`."""
+        if not self.saving.wanted:
+            return False
+        return step % self.saving.every == 0 if self.saving.every is not None else by_clock
+
+    def save(self, state: TrainState, position: Position, extra: dict[str, Any]) -> None:
+        """Begin to save `state`, where it is not saved already; see `Saver.save`."""
+        if position == self._saved:
+            return
+        if self.folder is not None:
+            self.folder.sync()
+        with self.ledger.spending("saving"):
+            self._saver.save(state, position, extra)
+            self.ledger.mark(position.step)
+        self._saved = position
+
+    def finish(self, state: TrainState, position: Position, extra: dict[str, Any]) -> None:
+        """Save `state` for sure, before the run ends.
+
+        Raises:
+            CheckpointError: it cannot be saved.
+        """
+        with self.ledger.spending("saving"):
+            self.save(state, position, extra)
+            while not self._saver.wait():
+                self.tell()
+                self._saved = None
+                self.save(state, position, extra)
+            self.tell()
+
+    def tell(self) -> None:
+        """Say what there is to say of the saves; see `Saver.poll` for what this raises."""
+        for line in self._saver.poll():
+            self._saved = None
+            self._say(line)
+
+    def close(self) -> None:
+        """Let go of the run."""
+        if self.folder is not None:
+            self.folder.close()
+        self.ledger.close()
+        if self._lease is not None:
+            self._lease.release()
+
+    def _check(self) -> None:
+        if self._lease is not None:
+            self._lease.check()
+
+
+def abstract(state: TrainState) -> TrainState:
+    """The shapes and shardings of `state`, without its arrays."""
+    shapes: TrainState = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
+    )
+    return shapes
+
+
+def first_batch(source: Source, position: Position, extra: dict[str, Any]) -> int:
+    """The next batch of `position.epoch`, counted from 0; by its rows where these can be told.
+
+    Args:
+        source: of the run, which may be cut into other batches now.
+        position: in the order of the data, which is the same in any number of processes.
+        extra: of the checkpoint.
+
+    Raises:
+        ConfigError: `source` cannot begin there.
+    """
+    told = extra.get("processes")
+    now = parts_of_processes(source).get("processes")
+    if told != now:
+        raise ConfigError(
+            f"the run was fed by {_fed(told)} and is now fed by {_fed(now)}; rows of rx.PerProcess "
+            "data are in another order then: start as many processes, or a new run"
+        )
+    batch, size = extra.get("batch"), source.batch_size
+    if not size or not position.rows:
+        return batch if type(batch) is int and batch >= 0 else 0
+    if position.rows == source.rows:
+        return source.batches or 0
+    if position.rows % size:
+        raise ConfigError(
+            f"the run stopped {position.rows:,} rows into epoch {position.epoch} and batch_size="
+            f"{size} leaves a remainder; the next batch begins there: use a batch size that "
+            "divides it"
+        )
+    return position.rows // size
+
+
+def parts_of_processes(source: Source) -> dict[str, int]:
+    """How many processes have rows of their own, where they do."""
+    own = isinstance(source, PerProcessSource)
+    return {"processes": jax.process_count()} if own else {}
+
+
+def _fed(processes: Any) -> str:
+    return "data that all have" if processes is None else f"rx.PerProcess in {processes} processes"

@@ -1,0 +1,89 @@
+"""What is looked at when a run is done: that nobody can tell what happened to it."""
+
+import json
+from typing import Any
+
+from chaos.sizes import SEEN_ONCE_AN_EPOCH, STEPS
+from chaos.trial import Trial, Undisturbed
+
+_OF_TIME = {"seconds", "input_wait_fraction", "rows_per_second"}
+COMPARED = ("train", "eval", "skip")
+
+
+def check_done(trial: Trial) -> None:
+    """All that must hold at the end, whatever the fault was."""
+    path = trial.folder / "result.json"
+    if not path.exists():
+        trial.wrong.append("the run has no result")
+        return
+    result: dict[str, Any] = json.loads(path.read_text())
+    reference = trial.reference
+    for name in ("sha256", "state", "step"):
+        mine, its = str(result[name])[:16], str(reference.result[name])[:16]
+        trial.check(mine == its, f"{name} is {mine}, of the undisturbed run {its}")
+    _check_rows(trial, result["seen"])
+    _check_replicas(trial)
+    check_records(trial)
+    names = [p.name for p in trial.checkpoints.iterdir() if p.name.startswith(".")]
+    trial.check(not names, f"left in the checkpoints' folder: {names}")
+
+
+def is_bitwise_equal(trial: Trial) -> bool:
+    """Whether the final state is that of the undisturbed run."""
+    path = trial.folder / "result.json"
+    if not path.exists():
+        return False
+    result = json.loads(path.read_text())
+    return all(result[name] == trial.reference.result[name] for name in ("sha256", "state"))
+
+
+def _check_rows(trial: Trial, seen: list[float]) -> None:
+    """Every row in every epoch once: counted by the gradient, in a digit for each epoch."""
+    if trial.data == "plain":
+        wrong = {row: count for row, count in enumerate(seen) if count != SEEN_ONCE_AN_EPOCH}
+        trial.check(not wrong, f"rows not used exactly once an epoch: {wrong}")
+    trial.check(seen == trial.reference.result["seen"], "other rows used than undisturbed")
+
+
+def _check_replicas(trial: Trial) -> None:
+    notes = [trial.note(child, "fitted") for child in trial.starts[-1].children]
+    copies = {copy for note in notes if note for copy in note["copies"]}
+    trial.check(len(copies) == 1, f"the devices hold {len(copies)} different states")
+
+
+def check_records(trial: Trial) -> None:
+    """One continuous history: each step once, in order, with the undisturbed run's figures."""
+    lines = (trial.run / "records.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    steps = [r["step"] for r in records if r["kind"] in ("train", "skip")]
+    train = [r["step"] for r in records if r["kind"] == "train"]
+    skip = [r["step"] for r in records if r["kind"] == "skip"]
+    expected = list(range(1, STEPS + 1))
+    trial.check(sorted({*train, *skip}) == expected, f"steps on record: {steps}")
+    trial.check(train == sorted(set(train)), f"train records out of order or twice: {train}")
+    mine, its = comparable(records), comparable(trial.reference.records)
+    if mine != its:
+        differ = next(
+            (f"{a} and not {b}" for a, b in zip(mine, its, strict=False) if a != b),
+            f"{len(mine)} and not {len(its)} records",
+        )
+        trial.wrong.append(f"records differ from the undisturbed run's: {differ}")
+
+
+def comparable(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What must be the same, bit for bit: all but times."""
+    return [
+        {name: value for name, value in record.items() if name not in _OF_TIME}
+        for record in records
+        if record["kind"] in COMPARED
+    ]
+
+
+def check_undisturbed(reference: Undisturbed, data: str) -> None:
+    """That the run to compare with is what it should be, by itself."""
+    seen = reference.result["seen"]
+    assert reference.result["step"] == STEPS, reference.result
+    if data == "plain":
+        assert set(seen) == {SEEN_ONCE_AN_EPOCH}, seen
+    kinds = {record["kind"] for record in reference.records}
+    assert ("skip" in kinds) == (data != "plain"), kinds

@@ -1,0 +1,240 @@
+"""What a trial runs: a small training that proves which rows it used, in `FOLDER`, on `DATA`.
+
+The run is `FOLDER/run`. Each process keeps notes in `FOLDER/notes` of how far it is, and at the
+end process 0 writes `FOLDER/result.json`.
+"""
+
+import functools
+import json
+import math
+import mmap
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])  # beside `chaos.py`, `chaos` would be that
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from chaos import defences, failing_writes
+from chaos.sizes import (
+    BAD_ROW,
+    BATCH,
+    COUNT_BASE,
+    DATA,
+    DEVICES,
+    EPOCHS,
+    EVAL_ROWS,
+    FEATURES,
+    KEEP,
+    MOST_BAD_STEPS,
+    ROWS,
+    SAVE_EVERY,
+    STEPS_OF_AN_EPOCH,
+)
+
+import replicax as rx
+from replicax.cluster.failure import end
+from replicax.data.digest import sha256
+
+
+class Notes:
+    """What the harness wants to know of this process, in files named after its pid."""
+
+    def __init__(self, folder: Path) -> None:
+        self._base = folder / "notes" / str(os.getpid())
+        self._base.parent.mkdir(exist_ok=True)
+        self._begun: mmap.mmap | None = None
+
+    def write(self, event: str, **told: Any) -> None:
+        path = self._base.with_suffix(f".{event}")
+        path.with_suffix(".new").write_text(json.dumps({"time": time.time(), **told}))
+        path.with_suffix(".new").replace(path)
+
+    def step(self, number: int) -> None:
+        """Step `number` was begun; a reader sees it at once, and it costs nothing."""
+        if self._begun is None:
+            with self._base.with_suffix(".step").open("w+b") as file:
+                file.write(bytes(8))
+                file.flush()
+                self._begun = mmap.mmap(file.fileno(), 8)
+        self._begun[:] = number.to_bytes(8, "little")
+
+
+def watch_steps(notes: Notes, seconds: float) -> None:
+    """Note the steps that this process takes, and let each last `seconds` longer."""
+    step = rx.DataParallel.step
+    begun: list[int] = []
+
+    @functools.wraps(step)
+    def noted(self: rx.DataParallel, state: Any, batch: Any) -> Any:
+        first = not begun
+        if first:
+            begun.append(int(state.step))
+            notes.write("restored", step=begun[0])
+        begun[0] += 1
+        notes.step(begun[0])
+        after = step(self, state, batch)
+        if first:
+            jax.block_until_ready(after)
+            notes.write("stepped")
+        time.sleep(seconds)
+        return after
+
+    rx.DataParallel.step = noted  # type: ignore[method-assign]
+
+
+def loss(model: Any, batch: Any, key: Any) -> Any:
+    """A regression on noisy inputs; a row's own count has the gradient 1, and the value 0."""
+    x = batch["x"]
+    if key is not None:
+        x = x + 0.01 * jax.random.normal(key, x.shape)
+    seen = model["seen"][batch["id"]]
+    error = jnp.tanh(x @ model["in"]) @ model["out"] - batch["y"]
+    return error**2 + seen - jax.lax.stop_gradient(seen), {"size": jnp.abs(error)}
+
+
+def counting() -> optax.GradientTransformation:
+    """Adds COUNT_BASE ** epoch to a row's count for each time that a step has used it.
+
+    The gradient is the same for all rows that a batch has once, and 0 for the others. Divided by
+    its least it is a whole number, exactly.
+    """
+
+    def update(gradient: jax.Array, count: jax.Array, params: Any = None) -> Any:
+        least = jnp.min(jnp.where(gradient > 0, gradient, jnp.inf))
+        digit = jnp.float32(COUNT_BASE) ** (count // STEPS_OF_AN_EPOCH)
+        return gradient / least * digit, count + 1
+
+    return optax.GradientTransformation(lambda params: jnp.int32(0), update)
+
+
+def optimizer() -> optax.GradientTransformation:
+    return optax.partition(
+        {"count": _on_leaf(counting()), "train": optax.adamw(1e-2)},
+        {"in": "train", "out": "train", "seen": "count"},
+    )
+
+
+def _on_leaf(transformation: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The same on a tree of which it gets one leaf to see."""
+
+    def update(gradients: Any, state: Any, params: Any = None) -> Any:
+        (gradient,), tree = jax.tree.flatten(gradients)
+        gradient, state = transformation.update(gradient, state)
+        return tree.unflatten([gradient]), state
+
+    return optax.GradientTransformation(transformation.init, update)
+
+
+def model() -> dict[str, np.ndarray]:
+    numbers = np.random.default_rng(1)
+    return {
+        "in": numbers.normal(size=(FEATURES, 32)).astype(np.float32),
+        "out": numbers.normal(size=32).astype(np.float32),
+        "seen": np.zeros(ROWS, np.float32),
+    }
+
+
+def rows(count: int, seed: int) -> dict[str, np.ndarray]:
+    numbers = np.random.default_rng(seed)
+    return {
+        "id": np.arange(count, dtype=np.int32),
+        "x": numbers.normal(size=(count, FEATURES)).astype(np.float32),
+        "y": numbers.normal(size=count).astype(np.float32),
+    }
+
+
+def source(data: str) -> dict[str, np.ndarray]:
+    """The rows to train on; with NaN in those that `data` says."""
+    taken = rows(ROWS, seed=2)
+    bad = {"plain": 0, "nan-one": 1, "nan-all": BATCH}[data]
+    taken["x"][BAD_ROW : BAD_ROW + bad] = np.nan
+    return taken
+
+
+def copies(state: Any) -> list[str]:
+    """A digest of what each device of this process holds, whole where all hold it whole."""
+    held: dict[Any, list[np.ndarray]] = {}
+    for leaf in jax.tree.leaves(state):
+        for shard in leaf.addressable_shards:
+            held.setdefault(shard.device, []).append(np.asarray(shard.data))
+    return [sha256(arrays) for arrays in held.values()]
+
+
+def train(folder: Path, data: str, notes: Notes) -> int:
+    """Start or continue the run; returns the exit code."""
+    dp = rx.DataParallel(loss, optimizer())
+    state = dp.init(model(), seed=3)
+    notes.write("fitting")
+    result = rx.fit(
+        dp,
+        state,
+        source(data),
+        batch_size=BATCH,
+        epochs=EPOCHS,
+        shuffle=data != "nan-all",  # else the rows of one batch would come in many
+        seed=4,
+        eval_source=rows(EVAL_ROWS, seed=5),
+        log_every=1,
+        run_dir=folder / "run",
+        save_every=SAVE_EVERY,
+        keep=KEEP,
+        most_bad_steps=MOST_BAD_STEPS,
+        config={"job": "chaos", "data": data},
+    )
+    notes.write("fitted", copies=copies(result.state))
+    if not result.exit_code and jax.process_index() == 0:
+        params = result.state.params
+        told = {
+            "sha256": sha256(params),
+            "state": sha256(result.state),
+            "seen": np.asarray(params["seen"]).tolist(),
+            "step": int(result.state.step),
+        }
+        beside = folder / "result.json.new"
+        beside.write_text(json.dumps(told))
+        beside.replace(folder / "result.json")
+    return int(result.exit_code)
+
+
+def main() -> int:
+    """The exit code, as the command line's: a cause that is known is one line."""
+    folder, data = Path(sys.argv[1]), sys.argv[2]
+    notes = Notes(folder)
+    notes.write("started", process=os.environ["REPLICAX_PROCESS_ID"])
+    watch_steps(notes, float(os.environ.get("CHAOS_STEP_SECONDS", "0")))
+    failing_writes.install(os.environ.get("CHAOS_FAIL_WRITES", ""))
+    defences.switch_off(os.environ.get("CHAOS_WITHOUT", ""))
+    try:
+        rx.initialize(verbose=False)
+        notes.write("joined")
+        return train(folder, data, notes)
+    except rx.ReplicaxError as error:
+        print(f"replicax: {error}", file=sys.stderr, flush=True)
+        end(error, error.exit_code)
+        return error.exit_code
+
+
+def configure() -> None:
+    """Before devices are made: few threads, and programs that an earlier trial has compiled."""
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    jax.config.update("jax_platforms", "cpu")
+    if cache := os.environ.get("CHAOS_CACHE"):
+        jax.config.update("jax_compilation_cache_dir", cache)
+        # A kill may leave half of what it writes, which is read as long as anybody wants it.
+        writes = 0.0 if "CHAOS_COMPILES" in os.environ else math.inf
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", writes)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    if "CHAOS_CURVES" not in os.environ:
+        sys.modules["matplotlib.figure"] = None  # type: ignore[assignment] # as if not installed
+
+
+if __name__ == "__main__":
+    configure()
+    assert sys.argv[2] in DATA
+    sys.exit(main())

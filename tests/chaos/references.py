@@ -1,0 +1,76 @@
+"""Undisturbed runs, each made once, and the programs that all trials then need not compile."""
+
+import json
+import shutil
+import threading
+from pathlib import Path
+
+from chaos.checks import check_undisturbed, comparable
+from chaos.fork_server import ForkServer
+from chaos.trial import Trial, Undisturbed
+
+
+class References:
+    """The undisturbed run of each number of processes and data, in `folder`."""
+
+    def __init__(self, server: ForkServer, folder: Path) -> None:
+        self._server, self._folder = server, folder
+        self._known: dict[tuple[int, str], Undisturbed] = {}
+        self._making = threading.Lock()
+        self.cache = folder / "compiled"
+
+    def find(self, processes: int, data: str) -> Undisturbed:
+        """The run, made now where it is the first time."""
+        with self._making:
+            key = processes, data
+            if key not in self._known:
+                self._known[key] = self._make(processes, data)
+            return self._known[key]
+
+    def _make(self, processes: int, data: str) -> Undisturbed:
+        compiling = {"CHAOS_CACHE": str(self.cache), "CHAOS_COMPILES": "1"}
+        first = self._run(f"first-{processes}-{data}", processes, data, compiling)
+        self._continue(f"first-{processes}-{data}", processes, data, compiling)
+        second = self._run(f"second-{processes}-{data}", processes, data, self.env)
+        if first.result != second.result or comparable(first.records) != comparable(second.records):
+            raise RuntimeError(
+                f"two undisturbed runs on {processes} processes differ: {first.result} and "
+                f"{second.result}"
+            )
+        return second
+
+    @property
+    def env(self) -> dict[str, str]:
+        """Of a trial: it reads what is compiled, and writes nothing that a kill could break."""
+        return {"CHAOS_CACHE": str(self.cache)}
+
+    def _run(self, name: str, processes: int, data: str, env: dict[str, str]) -> Undisturbed:
+        trial = Trial(self._server, self._folder / name, "none", 0, processes, data, env)
+        try:
+            start = trial.start()
+            self._server.wait(start.children, 300.0)
+            if start.codes != [0] * processes:
+                raise RuntimeError(f"an undisturbed run ended {start.codes}:\n{trial.said(start)}")
+        finally:
+            trial.clear()
+        result = json.loads((trial.folder / "result.json").read_text())
+        stepped = trial.note(start.children[0], "stepped")
+        assert stepped is not None
+        found = Undisturbed(
+            result=result,
+            records=trial.records(),
+            seconds=max(child.ended_at for child in start.children) - start.began,
+            first_step_seconds=stepped["time"] - start.began,
+        )
+        check_undisturbed(found, data)
+        return found
+
+    def _continue(self, name: str, processes: int, data: str, env: dict[str, str]) -> None:
+        """Let the run restore an older checkpoint, so that what this needs is compiled as well."""
+        ended = Trial(self._server, self._folder / name, "none", 0, processes, data, env)
+        newest = ended.disk().newest
+        for path in ended.checkpoints.glob(f"step-{newest:09d}*"):
+            shutil.rmtree(path)
+        start = ended.start()
+        self._server.wait(start.children, 300.0)
+        ended.clear()

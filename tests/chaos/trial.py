@@ -1,0 +1,320 @@
+"""One trial: a run that is started, disturbed, and started again until it is done."""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import random
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from chaos.fork_server import Child, ForkServer
+from chaos.sizes import SAVE_EVERY, STEPS
+
+JOB = Path(__file__).with_name("job.py")
+MOST_STARTS = 10
+RUN_SECONDS = 90.0
+"""A start that lasts longer hangs."""
+PEERS_SECONDS = 10.0
+"""In which processes that have joined end once another is gone."""
+STEPS_IN_FLIGHT = 4
+SAVED = 75
+_COMMITTED = re.compile(r"step-(\d+)(?:\.\d+)?")
+_ports = itertools.count(20_000 + os.getpid() * 37 % 10_000)
+_choosing = threading.Lock()
+
+
+def next_port() -> int:
+    """A port that nobody listens on, and that the system gives to nobody else meanwhile."""
+    while True:
+        with _choosing:
+            port = 20_000 + (next(_ports) - 20_000) % 12_000
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+@dataclasses.dataclass(frozen=True)
+class Disk:
+    """What a run's folder held at some moment."""
+
+    recorded: int
+    """The last step with a record."""
+    committed: tuple[int, ...]
+    """Steps of the checkpoints in their place, ascending."""
+    saving: bool
+    """Whether one was being written."""
+
+    @property
+    def newest(self) -> int:
+        return self.committed[-1] if self.committed else 0
+
+
+@dataclasses.dataclass
+class Start:
+    """One start of the run's processes."""
+
+    children: list[Child]
+    before: Disk
+    killed: set[int] = dataclasses.field(default_factory=set)
+    """Pids of those that the harness has killed."""
+
+    @property
+    def began(self) -> float:
+        return self.children[0].started_at
+
+    @property
+    def codes(self) -> list[int | None]:
+        return [child.status for child in self.children]
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """When to strike: so many seconds after the start, or after a step was begun."""
+
+    seconds: float
+    step: int | None = None
+
+
+@dataclasses.dataclass
+class Undisturbed:
+    """The run to which nothing happens, on the same number of processes and the same data."""
+
+    result: dict[str, Any]
+    records: list[dict[str, Any]]
+    seconds: float
+    """Of the whole start."""
+    first_step_seconds: float
+    """Until its first step is done."""
+
+
+class Trial:
+    """A run in `folder`, and what was found wrong with it."""
+
+    def __init__(
+        self,
+        server: ForkServer,
+        folder: Path,
+        fault: str,
+        seed: int,
+        processes: int,
+        data: str,
+        env: Mapping[str, str],
+    ) -> None:
+        self.server, self.folder = server, folder
+        self.fault, self.seed, self.processes, self.data = fault, seed, processes, data
+        self.env = dict(env)
+        self.chance = random.Random(f"{fault} {seed}")
+        self.starts: list[Start] = []
+        self.wrong: list[str] = []
+        self.how = ""
+        """What was done exactly, for the report."""
+        self.missed = False
+        """Whether the run was over before anything happened to it."""
+        self.lost: list[int] = []
+        self.recovery_seconds: list[float] = []
+        self.struck_at: float | None = None
+        self.reference: Undisturbed
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def check(self, right: object, otherwise: str) -> None:
+        if not right:
+            self.wrong.append(otherwise)
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "run"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.run / "checkpoints"
+
+    def disk(self) -> Disk:
+        names = os.listdir(self.checkpoints) if self.checkpoints.is_dir() else []
+        steps = sorted(int(found[1]) for found in map(_COMMITTED.fullmatch, names) if found)
+        recorded = max((record["step"] for record in self.records() if _is_step(record)), default=0)
+        return Disk(recorded, tuple(steps), any(name.startswith(".saving-") for name in names))
+
+    def records(self) -> list[dict[str, Any]]:
+        """Those in whole lines: a killed process may leave half a one."""
+        path, found = self.run / "records.jsonl", []
+        if path.exists():
+            for line in path.read_text().splitlines():
+                with contextlib.suppress(ValueError):
+                    found.append(json.loads(line))
+        return found
+
+    def start(self, **env: str) -> Start:
+        """Start all processes, with `env` beside the trial's own environment."""
+        number = len(self.starts)
+        before = self.disk()
+        shared = {
+            "REPLICAX_PROCESSES": str(self.processes),
+            "REPLICAX_COORDINATOR": f"127.0.0.1:{next_port()}",
+            "REPLICAX_JOB_ID": f"{self.fault}-{self.seed}-{number}",
+            **self.env,
+            **env,
+        }
+        children = [
+            self.server.fork(
+                [str(JOB), str(self.folder), self.data],
+                {**shared, "REPLICAX_PROCESS_ID": str(process)},
+                self.folder / f"start-{number}-process-{process}.out",
+                self.folder / f"start-{number}-process-{process}.err",
+            )
+            for process in range(self.processes)
+        ]
+        self.starts.append(Start(children, before))
+        return self.starts[-1]
+
+    def note(self, child: Child, event: str) -> dict[str, Any] | None:
+        """What `child` has noted of `event`, once it has."""
+        path = self.folder / "notes" / f"{child.pid}.{event}"
+        with contextlib.suppress(FileNotFoundError):
+            told: dict[str, Any] = json.loads(path.read_text())
+            return told
+        return None
+
+    def step(self, child: Child) -> int:
+        """The step that `child` has begun."""
+        with contextlib.suppress(FileNotFoundError):
+            told = (self.folder / "notes" / f"{child.pid}.step").read_bytes()
+            return int.from_bytes(told, "little")
+        return 0
+
+    def any_moment(self) -> Moment:
+        """Any time of the run: two in five by the clock, start-up included, else within a step."""
+        if self.chance.random() < 0.4:
+            return Moment(self.chance.uniform(0, self.reference.seconds))
+        return Moment(self.chance.uniform(0, 0.03), self.chance.randrange(1, STEPS + 1))
+
+    def moment_in_training(self, first: int = 1) -> Moment:
+        """At a step from `first` on."""
+        return Moment(self.chance.uniform(0, 0.03), self.chance.randrange(first, STEPS + 1))
+
+    def wait_for(self, start: Start, moment: Moment) -> bool:
+        """Until `moment` of `start`; whether all its processes still run then."""
+        delay = moment.seconds
+        if moment.step is None:
+            delay -= time.time() - start.began
+        elif not self.until(
+            start, lambda: any(self.step(c) >= (moment.step or 0) for c in start.children)
+        ):
+            return False
+        return not self.server.wait_any(start.children, max(delay, 0.0))
+
+    def until(self, start: Start, true: Callable[[], object]) -> bool:
+        """Until something comes true; False where a process of `start` ends before."""
+        deadline = time.monotonic() + RUN_SECONDS
+        while not true():
+            if self.server.wait_any(start.children, 0.002) or time.monotonic() > deadline:
+                return bool(true())
+        return True
+
+    def victims(self, start: Start) -> list[Child]:
+        """Any one process, or, once in three times, all."""
+        if self.chance.random() < 1 / 3:
+            return list(start.children)
+        return [self.chance.choice(start.children)]
+
+    def kill(self, start: Start, victims: Sequence[Child]) -> None:
+        """`kill -9`, and what becomes of the others."""
+        self.struck_at = time.time()
+        for child in victims:
+            start.killed.add(child.pid)
+            child.signal(signal.SIGKILL)
+        self.settle(start)
+
+    def settle(self, start: Start) -> None:
+        """After a process is gone: those that have joined end by themselves, with a cause."""
+        if not all(self.note(child, "joined") for child in start.children):
+            self.kill_rest(start)  # as a launcher would; they cannot know
+        if not self.server.wait(start.children, PEERS_SECONDS):
+            left = sum(child.status is None for child in start.children)
+            self.wrong.append(f"{left} processes not gone {PEERS_SECONDS:g} s after the first")
+            self.kill_rest(start)
+        self.judge(start)
+
+    def kill_rest(self, start: Start) -> None:
+        for child in start.children:
+            if child.status is None:
+                start.killed.add(child.pid)
+                child.signal(signal.SIGKILL)
+        self.server.wait(start.children, PEERS_SECONDS)
+
+    def judge(self, start: Start, well: Sequence[int] = (0,)) -> None:
+        """A process that nobody killed ended well, or failed with its cause in one line."""
+        for number, child in enumerate(start.children):
+            if child.pid in start.killed or child.status in well:
+                continue
+            who = f"start {self.starts.index(start)}: process {number}"
+            self.check((child.status or 0) > 0, f"{who} ended with {child.status}")
+            self.check(self.cause(child), f"{who} ended with {child.status} and no cause")
+
+    def cause(self, child: Child) -> str:
+        """The last line that says why `child` ended."""
+        lines = child.err.read_text(errors="replace").splitlines()
+        return next((line for line in reversed(lines) if line.startswith("replicax: ")), "")
+
+    def said(self, start: Start) -> str:
+        """All that the processes of `start` have printed."""
+        files = [path for child in start.children for path in (child.out, child.err)]
+        return "\n".join(path.read_text(errors="replace") for path in files)
+
+    def restored(self, start: Start) -> int | None:
+        """The step that `start` went on from; None where it took no step."""
+        told = self.note(start.children[0], "restored")
+        return None if told is None else int(told["step"])
+
+    def measure(self, start: Start, newest: int | None = None) -> None:
+        """Steps lost before `start`, and the time until it had done a step.
+
+        Args:
+            start: one after a fault.
+            newest: the step it should go on from; by default that of the newest checkpoint.
+        """
+        before, restored = start.before, self.restored(start)
+        if restored is not None:
+            wanted = before.newest if newest is None else newest
+            self.check(restored == wanted, f"restored step {restored}, not {wanted}")
+            lost = max(before.recorded - restored, 0)
+            self.lost.append(lost)
+            most = SAVE_EVERY * (1 + before.saving) + STEPS_IN_FLIGHT
+            self.check(newest is not None or lost <= most, f"{lost} steps lost, more than {most}")
+        if self.struck_at is not None:
+            told = self.note(start.children[0], "stepped")
+            at = told["time"] if told else start.children[0].ended_at
+            self.recovery_seconds.append(at - self.struck_at)
+            self.struck_at = None
+
+    def finish(self, newest: int | None = None, **env: str) -> None:
+        """Start until the run is done, and measure how the first start recovered."""
+        while len(self.starts) < MOST_STARTS:
+            start = self.start(**env)
+            if not self.server.wait_any(start.children, RUN_SECONDS):
+                self.wrong.append(f"a start hangs: no process ended in {RUN_SECONDS:g} s")
+                self.kill_rest(start)
+            self.settle(start)
+            self.measure(start, newest)
+            newest = None
+            if start.codes == [0] * self.processes:
+                return
+            said = next(filter(None, map(self.cause, start.children)), "")
+            self.wrong.append(f"an undisturbed start ended with {start.codes}: {said}")
+        self.wrong.append(f"not done after {MOST_STARTS} starts")
+
+    def clear(self) -> None:
+        """Leave no process behind."""
+        for start in self.starts:
+            self.kill_rest(start)
+
+
+def _is_step(record: Mapping[str, Any]) -> bool:
+    return record.get("kind") in ("train", "skip")

@@ -1,0 +1,186 @@
+"""Bad steps: read late, recorded with their examples, and too many in a row end the run."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from processes import TESTS, run_job
+
+import replicax as rx
+from replicax.data.batch import Batch, pad
+from replicax.errors import ConfigError, DivergedError
+from replicax.parallel.guarded import guarded
+from replicax.parallel.step import STEPS_IN_FLIGHT
+from replicax.parallel.update import NOT_FINITE, SPIKE
+from replicax.train.bad_steps import BadSteps
+from replicax.train.records import Record
+
+
+def batch(step: int, rows: int = 3, size: int = 4) -> Batch:
+    """Of the examples 10 * step, 10 * step + 1, ..., in another order; padded."""
+    index = 10 * step + np.arange(rows)[::-1]
+    host = pad({"x": np.zeros(rows, np.float32)}, size, index)
+    return jax.tree.map(jnp.asarray, host)
+
+
+def metrics(kind: str, spikes: bool = False) -> dict[str, jax.Array]:
+    loss = jnp.float32(np.nan if kind == "nan" else 9.0 if kind == "spike" else 0.5)
+    found = {"loss": loss, NOT_FINITE: jnp.bool_(kind == "nan")}
+    return found | ({SPIKE: jnp.bool_(kind == "spike")} if spikes else {})
+
+
+def follow(bad: BadSteps, kinds: dict[int, str], **options: Any) -> list[Record]:
+    """Steps of these numbers and kinds, all read."""
+    records = []
+    for step, kind in kinds.items():
+        records += bad.after(step, step // 100, batch(step), metrics(kind, **options))
+    return records + bad.settle()
+
+
+def run_of(kind: str, first: int, count: int) -> dict[int, str]:
+    return dict.fromkeys(range(first, first + count), kind)
+
+
+def test_a_skipped_step_is_recorded_with_its_real_examples() -> None:
+    bad = BadSteps(9)
+    (record,) = follow(bad, {118: "good", 119: "good", 120: "nan", 121: "good"})
+    assert (record.kind, record.step, record.epoch, record.rows) == ("skip", 120, 1, 3)
+    assert set(record.metrics) == {"loss"}
+    assert np.isnan(record.metrics["loss"])
+    assert record.examples == (1202, 1201, 1200)
+
+
+def test_a_spike_is_told_from_a_loss_that_is_not_finite() -> None:
+    bad = BadSteps(9)
+    spike, nan = follow(bad, {1: "spike", 2: "nan", 3: "good"}, spikes=True)
+    assert spike.metrics == {"loss": 9.0, "spike": 1.0}
+    assert set(nan.metrics) == {"loss"}
+
+
+def test_verdicts_are_taken_out_and_read_late() -> None:
+    bad = BadSteps(9)
+    for step in range(1, STEPS_IN_FLIGHT + 1):
+        given = metrics("nan", spikes=True)
+        assert bad.after(step, 0, batch(step), given) == []
+        assert set(given) == {"loss"}
+        assert bad.in_a_row == 0
+    (first,) = bad.after(step + 1, 0, batch(step + 1), metrics("nan"))
+    assert (first.step, bad.in_a_row) == (1, 1)
+    assert [record.step for record in bad.settle()] == list(range(2, step + 2))
+    assert bad.in_a_row == step + 1
+    assert bad.settle() == []
+
+
+@pytest.mark.parametrize("most", [1, 2, 5])
+def test_too_many_in_a_row_end_the_run(most: int) -> None:
+    bad = BadSteps(most)
+    records = follow(bad, run_of("nan", 120, most - 1) | {119 + most: "good"})
+    bad.check()
+    assert len(records) == most - 1
+    assert len(follow(bad, run_of("nan", 320, most))) == most
+    with pytest.raises(DivergedError) as ended:
+        bad.check()
+    said = str(ended.value)
+    when = f"in {most} steps in a row, 320 to {319 + most} (first on" if most > 1 else "at step 320"
+    assert said.startswith(f"the loss or its gradient was not finite {when}")
+    assert "on examples 3202, 3201, 3200 of epoch 3)" in said
+    assert said.endswith("lower the learning rate, clip the gradient, or look at these examples")
+    assert "\n" not in said
+
+
+def test_a_good_step_ends_the_row() -> None:
+    bad = BadSteps(2)
+    kinds = {step: "nan" if step % 2 else "good" for step in range(20)}
+    assert len(follow(bad, kinds)) == 10
+    bad.check()
+    assert bad.in_a_row == 1
+
+
+def test_spikes_count_too_and_are_named() -> None:
+    bad = BadSteps(2)
+    follow(bad, {1: "spike", 2: "spike"}, spikes=True)
+    with pytest.raises(DivergedError, match="^the loss was far above those before in 2 steps"):
+        bad.check()
+    bad = BadSteps(2)
+    follow(bad, {1: "spike", 2: "nan"}, spikes=True)
+    with pytest.raises(DivergedError, match="above those before, or it or its gradient was not"):
+        bad.check()
+
+
+def test_a_resumed_row_goes_on() -> None:
+    bad = BadSteps(4)
+    bad.in_a_row = 2
+    bad.check()
+    follow(bad, run_of("nan", 7, 2))
+    with pytest.raises(DivergedError, match=r"4 steps in a row, 5 to 8 \(step 7 on examples 72, "):
+        bad.check()
+
+
+def test_steps_to_be_done_again_are_forgotten() -> None:
+    bad = BadSteps(3)
+    for step in (5, 6, 7):
+        bad.after(step, 0, batch(step), metrics("nan"))
+    bad.rewind(1)
+    assert bad.settle() == []
+    follow(bad, {5: "nan"})
+    bad.check()
+    assert bad.in_a_row == 2
+
+
+def test_many_examples_are_named_in_part() -> None:
+    bad = BadSteps(1)
+    bad.after(1, 0, batch(1, rows=64, size=64), metrics("nan"))
+    (record,) = bad.settle()
+    assert record.examples == tuple(range(73, 9, -1))
+    with pytest.raises(DivergedError, match=r"on examples 73, (\d\d, ){6}66, \.\.\. of epoch 0\)"):
+        bad.check()
+
+
+def test_at_least_one_step_is_bad_before_the_end() -> None:
+    with pytest.raises(ConfigError, match="most_in_a_row=0"):
+        BadSteps(0)
+
+
+def test_the_steps_of_a_twin_are_followed() -> None:
+    """Two of 64 examples are NaN: the steps that met them are those recorded."""
+
+    def loss(model: Any, batch: Any, key: Any) -> Any:
+        return (batch["x"] - model["w"]) ** 2
+
+    x = np.linspace(-1, 1, 64).astype(np.float32)
+    x[[17, 40]] = np.nan
+    dp = rx.DataParallel(loss, optax.sgd(0.1), mode="shard_map")
+    state = dp.init({"w": jnp.float32(0.5)})
+    dp, bad, records = guarded(dp, state), BadSteps(3), []
+    step = 0
+    for epoch in range(3):
+        for each in dp.feed({"x": x}, 8, shuffle=True, seed=3, epoch=epoch):
+            state, found = dp.step(state, each)
+            step += 1
+            records += bad.after(step, epoch, each, found)
+    records += bad.settle()
+    met = [each for record in records for each in record.examples or () if each in (17, 40)]
+    assert sorted(met) == [17] * 3 + [40] * 3
+    assert all({17, 40} & set(record.examples or ()) for record in records)
+    assert np.isfinite(state.params["w"])
+    assert int(state.step) == 24
+
+
+@pytest.mark.slow
+def test_processes_skip_and_end_alike() -> None:
+    ended = run_job(TESTS / "job_bad_steps.py")
+    first, second = (each.out.splitlines() for each in ended)
+    assert first == second, ended
+    assert [line.split()[:3] for line in first if line.startswith("skip")] == [
+        ["skip", "3", "0"],
+        ["skip", "7", "1"],
+        *(["skip", str(step), "1"] for step in (9, 10)),
+    ]
+    examples = [set(line.split()[3].split(",")) for line in first if line.startswith("skip")]
+    assert all("17" in each for each in examples[:2])
+    assert {each.code for each in ended} == {1}
+    assert ended[0].err == ended[1].err
+    assert "not finite in 2 steps in a row, 9 to 10 (first on examples" in ended[0].err

@@ -1,0 +1,363 @@
+"""A run that is continued with another configuration: what is named, and what is refused."""
+
+import copy
+import dataclasses
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from replicax.commands.train import TrainOptions
+from replicax.errors import ConfigError
+from replicax.train.changes import ABSENT, HARMLESS, Change, changes, check_changes, read_config
+from replicax.train.records import RunFolder
+
+CONFIG: dict[str, Any] = {
+    "recipe": "lenet",
+    "preset": None,
+    "fields": {"batch_size": 64, "epochs": 5, "learning_rate": 0.001, "betas": [0.9, 0.99]},
+    "options": {
+        "devices": 2,
+        "mode": "jit",
+        "layout": "replicated",
+        "micro_shards": 8,
+        "precision": "float32",
+        "steps": None,
+        "seed": 0,
+        "log_every": 50,
+        "run": "a",
+    },
+    "parallel": {
+        "mode": "jit",
+        "layout": "replicated",
+        "precision": "float32",
+        "accumulate": 1,
+        "micro_shards": None,
+        "mesh": {"data": 2},
+        "device_kind": "cpu",
+        "processes": 1,
+    },
+    "data": {"rows": 1000, "batch_size": 64, "padding": 0},
+    "versions": {"jax": "0.10.2", "python": "3.11.2"},
+}
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner),
+    max_leaves=12,
+)
+
+
+def edited(**fields: Any) -> dict[str, Any]:
+    """CONFIG with other values at `section__field`."""
+    config = copy.deepcopy(CONFIG)
+    for path, value in fields.items():
+        *sections, last = path.split("__")
+        inside = config
+        for section in sections:
+            inside = inside[section]
+        inside[last] = value
+    return config
+
+
+def matter(**fields: Any) -> list[str]:
+    return [each.field for each in changes(CONFIG, edited(**fields)) if each.matters]
+
+
+def test_what_is_the_same_is_no_change() -> None:
+    assert changes(CONFIG, copy.deepcopy(CONFIG)) == []
+    assert check_changes(CONFIG, copy.deepcopy(CONFIG), accept=False) == []
+
+
+def test_a_change_has_a_dotted_path_and_both_values() -> None:
+    assert changes(CONFIG, edited(fields__learning_rate=0.01)) == [
+        Change("fields.learning_rate", 0.001, 0.01, matters=True)
+    ]
+    assert changes(CONFIG, edited(parallel__mesh={"data": 4, "model": 2})) == [
+        Change("parallel.mesh.data", 2, 4, matters=False),
+        Change("parallel.mesh.model", ABSENT, 2, matters=False),
+    ]
+
+
+def test_a_configuration_equals_itself_as_it_was_written(tmp_path: Path) -> None:
+    class Thing:
+        pass
+
+    given_as = edited(
+        fields__betas=(0.9, math.nan), fields__path=Path("a/b"), fields__rate=math.inf
+    ) | {"thing": Thing(), "of": {1: 2, None: 3}}
+    RunFolder(tmp_path / "run").write_config(given_as)
+    read = read_config(tmp_path / "run" / "config.json")
+    assert changes(read, given_as) == []
+    assert changes(read, given_as | {"thing": Thing()}) == []  # another place in memory
+    assert matter(fields__betas=(0.9, 0.99)) == []
+    assert matter(fields__betas=(0.9, 0.98)) == ["fields.betas"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [(1, True), (1, 1.0), (0, None), ("1", 1), ([1], {"0": 1}), ({}, None)]
+)
+def test_values_that_only_resemble_each_other_differ(old: Any, new: Any) -> None:
+    assert changes({"a": old}, {"a": new}) == [Change("a", old, new, matters=True)]
+    with pytest.raises(ConfigError) as caught:
+        check_changes({"a": old}, {"a": new}, accept=False)
+    first, _, second = str(caught.value).partition(";")[0].partition(" -> ")
+    assert first.rpartition("a ")[2] != second
+
+
+def test_a_missing_field_is_absent_and_null_is_not() -> None:
+    found = changes({"a": None, "b": {"c": 1}, "d": {}}, {"e": {}})
+    assert [(each.field, each.old, each.new) for each in found] == [
+        ("a", None, ABSENT),
+        ("b.c", 1, ABSENT),
+        ("d", {}, ABSENT),
+        ("e", ABSENT, {}),
+    ]
+    with pytest.raises(ConfigError, match=r"a null -> absent, b\.c 1 -> absent"):
+        check_changes({"a": None, "b": {"c": 1}}, {}, accept=False)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("recipe", "fields__epochs", "fields__new", "options__seed", "options__precision"),
+        *("data__rows", "data__batch_size", "parallel__precision", "options__skip_spikes", "own"),
+    ],
+)
+def test_what_alters_the_results_matters(path: str) -> None:
+    assert matter(**{path: 12}) == [path.replace("__", ".")]
+
+
+@pytest.mark.parametrize("path", [path for paths in HARMLESS.values() for path in paths])
+def test_what_is_listed_as_harmless_is_named_and_not_refused(path: str) -> None:
+    section, _, field = path.partition(".")
+    new = copy.deepcopy(CONFIG)
+    if field:
+        new[section][field] = "other"
+    else:
+        new[section] = {"other": 1}
+    found = changes(CONFIG, new)
+    assert found
+    assert not any(each.matters for each in found)
+    assert check_changes(CONFIG, new, accept=False)
+
+
+def test_harmless_paths_are_whole_paths() -> None:
+    assert changes({"options.devices": 1}, {})[0].matters
+    assert changes({"fields": {"options": {"devices": 1}}}, {})[0].matters
+    assert changes({"devices": 1}, {})[0].matters
+    assert changes({"options": {"devices": 1}}, {"options": 3})[0].matters
+
+
+def test_bits_that_mode_exact_promises_are_kept() -> None:
+    exact = edited(options__mode="exact", parallel__mode="exact", parallel__micro_shards=8)
+    for old, new in ((CONFIG, exact), (exact, CONFIG)):
+        refused = {each.field for each in changes(old, new) if each.matters}
+        assert refused == {"options.mode", "parallel.mode"}
+    other = copy.deepcopy(exact)
+    other["options"]["micro_shards"] = other["parallel"]["micro_shards"] = 16
+    refused = {each.field for each in changes(exact, other) if each.matters}
+    assert refused == {"options.micro_shards", "parallel.micro_shards"}
+    assert matter(options__micro_shards=16) == []
+    assert matter(options__mode="pmap", parallel__mode="pmap") == []
+
+
+def test_the_error_names_each_field_once_with_the_fix() -> None:
+    new = edited(
+        fields__learning_rate=0.01,
+        options__seed=1,
+        options__precision="bfloat16",
+        parallel__precision="bfloat16",
+        options__devices=4,
+        fields__batch_size=32,
+        data__batch_size=32,
+    )
+    with pytest.raises(ConfigError) as caught:
+        check_changes(CONFIG, new, accept=False)
+    named = str(caught.value).partition(": ")[2].partition(";")[0].split(", ")
+    assert named == [
+        "fields.batch_size 64 -> 32",
+        "fields.learning_rate 0.001 -> 0.01",
+        "options.precision float32 -> bfloat16",
+        "options.seed 0 -> 1",
+    ]
+    for fix in ("--run", "--accept-changes", "accept_changes=True"):
+        assert fix in str(caught.value)
+
+
+def test_what_is_derived_is_named_where_nobody_asked_for_it() -> None:
+    assert matter(data__batch_size=32) == ["data.batch_size"]
+    with pytest.raises(ConfigError, match=r"data\.batch_size 64 -> 32;"):
+        check_changes(CONFIG, edited(fields__batch_size=16, data__batch_size=32), accept=False)
+
+
+def test_many_changes_are_counted_and_long_ones_shortened() -> None:
+    new = edited(**{f"fields__f{number}": "x" * 500 for number in range(9)})
+    with pytest.raises(ConfigError, match=", and 3 more; ") as caught:
+        check_changes(CONFIG, new, accept=False)
+    assert "fields.f5" in str(caught.value)
+    assert "fields.f6" not in str(caught.value)
+    assert len(str(caught.value)) < 700
+    assert "\n" not in str(caught.value)
+
+
+def test_long_values_show_where_they_differ() -> None:
+    old, new = ({"fields": {"text": f"{'/data' * 30}/{end}/b"}} for end in ("one", "two"))
+    with pytest.raises(ConfigError, match=r"/one.* -> .*/two"):
+        check_changes(old, new, accept=False)
+    line = check_changes(old, new, accept=True)[0]
+    assert "one" in line
+    assert "two" in line
+
+
+def test_accepted_changes_are_lines_that_say_so() -> None:
+    new = edited(options__devices=4, options__seed=1, versions__jax="0.11.0")
+    assert check_changes(CONFIG, new, accept=True) == [
+        "change options.seed 0 -> 1 (accepted)",
+        "change options.devices 2 -> 4",
+        "change versions.jax 0.10.2 -> 0.11.0",
+    ]
+    assert check_changes(CONFIG, edited(options__devices=4), accept=False) == [
+        "change options.devices 2 -> 4"
+    ]
+
+
+@given(json_values, json_values)
+def test_any_changes_fit_80_columns_of_a_terminal(old: Any, new: Any) -> None:
+    for line in check_changes({"a": old, "b" * 90: new}, {"a": new}, accept=True):
+        assert len(line) <= 80
+        assert line.isprintable()
+
+
+def test_thousands_of_changes_are_a_screen() -> None:
+    new = edited(versions={str(number): 1 for number in range(5000)})
+    lines = check_changes(CONFIG, new, accept=False)
+    assert len(lines) < 25
+    assert "4,982 more" in lines[-1]  # with the two that are gone, and 20 shown
+
+
+def test_a_configuration_that_is_no_json_is_refused() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    deep: Any = 1
+    for _ in range(100):
+        deep = [deep]
+    for value in (endless, deep, {(1, 2): 3}, 10**5000):
+        with pytest.raises(ConfigError, match="cannot be written as JSON"):
+            changes(CONFIG, {"value": value})
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (b"", "Expecting value"),
+        (b'{"a": 1', "Expecting"),
+        (b"[1]", "list"),
+        (b"null", "NoneType"),
+        (b'{"a": "\xff"}', "byte 7 is not UTF-8"),
+        (b'{"a": 1, "b": {"c": 1, "c": 2}}', "a key twice"),
+        (b'{"a": ' + b"[" * 80 + b"]" * 80 + b"}", "nested"),
+        (b"[" * 5_000_000, "nested"),
+        (b'{"a": ' * 1_000_000, "nested"),
+        (b'{"a": ' + b"1" * 5000 + b"}", "digits"),
+        (b" " * (16 << 20) + b"{}", "more than 16 MiB"),
+    ],
+    ids=lambda value: value[:12] if isinstance(value, str) else "",
+)
+def test_a_damaged_file_is_no_configuration(tmp_path: Path, text: bytes, why: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(text)
+    with pytest.raises(ConfigError) as caught:
+        read_config(path)
+    assert f"{path} is no configuration (" in str(caught.value)
+    assert why in str(caught.value)
+    assert "choose another --run" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_only_a_regular_file_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    with pytest.raises(ConfigError, match="No such file"):
+        read_config(path)
+    path.mkdir()
+    with pytest.raises(ConfigError, match="directory"):
+        read_config(path)
+    path.rmdir()
+    (tmp_path / "elsewhere.json").write_text("{}")
+    path.symlink_to(tmp_path / "elsewhere.json")
+    with pytest.raises(ConfigError, match="a symbolic link"):
+        read_config(path)
+    path.unlink()
+    os.mkfifo(path)  # nobody writes to it: whoever waits for that waits for ever
+    with pytest.raises(ConfigError, match="not a regular file"):
+        read_config(path)
+
+
+def test_what_was_not_finite_is_null(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"a": [NaN, -Infinity, 1e999, 1.5]}')
+    assert read_config(path) == {"a": [None, None, None, 1.5]}
+
+
+WRITTEN = json.dumps(CONFIG, indent=2).encode()
+
+
+@st.composite
+def mutated(draw: st.DrawFn) -> bytes:
+    """The file of a run, with some of it overwritten, cut out, or put in."""
+    text = bytearray(WRITTEN)
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, len(text)))
+        length = draw(st.sampled_from([0, 1, 1, 3, 40]))
+        text[at : at + length] = draw(st.binary(max_size=3) | st.just(bytes(text[:at])))
+    return bytes(text)
+
+
+def judged(path: Path, text: bytes) -> None:
+    """Anything may be in the file: it is compared, or refused in one line."""
+    path.write_bytes(text)
+    lines, refusal = [], ""
+    try:
+        old = read_config(path)
+        lines = check_changes(old, CONFIG, accept=True)
+        check_changes(old, CONFIG, accept=False)
+    except ConfigError as error:
+        refusal = str(error)
+    assert all(len(line) <= 80 and line.isprintable() for line in lines)
+    assert not refusal or (refusal.isprintable() and len(refusal) < 1200)
+    assert os.listdir(path.parent) == ["config.json"]
+    assert path.read_bytes() == text
+
+
+quick = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@quick
+@given(mutated() | st.binary(max_size=300))
+def test_any_bytes_are_compared_or_refused(tmp_path: Path, text: bytes) -> None:
+    judged(tmp_path / "config.json", text)
+
+
+@quick
+@given(json_values | st.dictionaries(st.sampled_from(sorted(CONFIG)), json_values))
+def test_any_json_is_compared_or_refused(tmp_path: Path, value: Any) -> None:
+    judged(tmp_path / "config.json", json.dumps(value).encode())
+
+
+@pytest.mark.slow
+@settings(quick, max_examples=10_000)
+@given(mutated())
+def test_ten_thousand_mutations(tmp_path: Path, text: bytes) -> None:
+    judged(tmp_path / "config.json", text)
+
+
+def test_every_option_of_the_command_is_judged() -> None:
+    """An option that is added is either listed as harmless or known here to matter."""
+    names = {field.name for field in dataclasses.fields(TrainOptions)}
+    harmless = {path[8:] for paths in HARMLESS.values() for path in paths if path[:8] == "options."}
+    assert names - harmless <= {"precision", "seed", "skip_spikes"}
