@@ -52,7 +52,7 @@ def _strike(trial: Trial, start: Start, struck: bool) -> bool:
     """Kill some process of `start`, which is measured; False where it was over before."""
     if struck:
         victims = trial.victims(start)
-        _say(trial, f"kill {_numbers(start, victims)} at step {trial.step(victims[0])}")
+        trial.say(f"kill {_numbers(start, victims)} at step {trial.step(victims[0])}")
         since, trial.struck_at = trial.struck_at, None
         trial.kill(start, victims)
         if trial.note(start.children[0], "stepped"):
@@ -110,7 +110,7 @@ def corrupted(trial: Trial) -> None:
         trial.finish()
         return
     newest, older = folders[-1], folders[-2] if len(folders) > 1 else None
-    _say(trial, f"{newest.name}: {corrupt(newest, older, trial.chance)}")
+    trial.say(f"{newest.name}: {corrupt(newest, older, trial.chance)}")
     left = [int(path.name[5:14]) for path in folders[:-1]]
     trial.finish(newest=left[-1] if left else 0)
     said = trial.said(trial.starts[1])
@@ -126,7 +126,7 @@ def term(trial: Trial) -> None:
         return
     how = trial.chance.choice(("one", "all", "twice"))
     victims = [trial.chance.choice(start.children)] if how == "one" else list(start.children)
-    _say(trial, f"SIGTERM to {how} at step {trial.step(victims[0])}")
+    trial.say(f"SIGTERM to {how} at step {trial.step(victims[0])}")
     ready = all(trial.note(child, "fitting") for child in start.children)
     trial.struck_at = time.time()
     for child in victims:
@@ -176,7 +176,7 @@ def freeze(trial: Trial) -> None:
         return
     wakes = trial.chance.random() < 0.5
     step = trial.step(victim)
-    _say(trial, f"freeze {_numbers(start, [victim])} at step {step}{', wakes up' * wakes}")
+    trial.say(f"freeze {_numbers(start, [victim])} at step {step}{', wakes up' * wakes}")
     trial.struck_at = time.time()
     victim.signal(signal.SIGSTOP)
     others = [child for child in start.children if child is not victim]
@@ -220,7 +220,7 @@ def second_start(trial: Trial) -> None:
     gone = trial.server.wait(second.children, SECOND_SECONDS)
     trial.check(gone, f"the second start is there after {SECOND_SECONDS:g} s")
     seconds = max(child.ended_at or time.time() for child in second.children) - began
-    _say(trial, f"a second start beside step {trial.step(first.children[0])}: {seconds:.1f} s")
+    trial.say(f"a second start beside step {trial.step(first.children[0])}: {seconds:.1f} s")
     trial.kill_rest(second)
     codes = set(second.codes)
     trial.check(all(code and code > 0 for code in codes), f"the second start ended with {codes}")
@@ -233,10 +233,6 @@ def second_start(trial: Trial) -> None:
 
 def _from_now(start: Start, seconds: float) -> Moment:
     return Moment(time.time() - start.began + seconds)
-
-
-def _say(trial: Trial, what: str) -> None:
-    trial.how = f"{trial.how}; {what}" if trial.how else what
 
 
 def _numbers(start: Start, children: Sequence[Child]) -> str:

@@ -45,6 +45,7 @@ class Child:
     status: int | None = None
     """Its exit code; negative, the signal that ended it."""
     ended_at: float = 0.0
+    cpu_seconds: float = 0.0
 
     def signal(self, number: int) -> None:
         """Send it a signal, where it still runs: the server reaps it only afterwards."""
@@ -75,14 +76,12 @@ class ForkServer:
         self._numbers = itertools.count()
         self._forked: dict[int, int] = {}
         self._children: dict[int, Child] = {}
-        self._ended: dict[int, tuple[int, float]] = {}
+        self._ended: dict[int, dict[str, Any]] = {}
         self._sending = threading.Lock()
         self._open = True
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def fork(
-        self, command: Sequence[str], env: Mapping[str, str], out: Path, err: Path
-    ) -> Child:
+    def fork(self, command: Sequence[str], env: Mapping[str, str], out: Path, err: Path) -> Child:
         """`python COMMAND` with `env` added to the environment; its output goes to files."""
         number = next(self._numbers)
         order = {"number": number, "command": list(command), "env": dict(env)}
@@ -129,7 +128,7 @@ class ForkServer:
                     if "number" in told:
                         self._forked[told["number"]] = told["pid"]
                     else:
-                        self._ended[told["pid"]] = told["status"], told["time"]
+                        self._ended[told.pop("pid")] = told
                         self._settle()
                     self._changed.notify_all()
         with self._changed:
@@ -140,7 +139,8 @@ class ForkServer:
         """Bring together the children and the news of their ends, whichever came first."""
         for pid in self._ended.keys() & self._children.keys():
             child = self._children.pop(pid)
-            child.status, child.ended_at = self._ended.pop(pid)
+            for name, value in self._ended.pop(pid).items():
+                setattr(child, name, value)
 
 
 def _serve(connection: socket.socket) -> None:
@@ -178,13 +178,15 @@ def _serve(connection: socket.socket) -> None:
 def _tell_ended(connection: socket.socket) -> None:
     while True:
         try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
+            pid, status, used = os.wait4(-1, os.WNOHANG)
         except ChildProcessError:
             return
         if not pid:
             return
         code = os.waitstatus_to_exitcode(status)
-        _send(connection, {"pid": pid, "status": code, "time": time.time()})
+        cpu_seconds = used.ru_utime + used.ru_stime
+        told = {"pid": pid, "status": code, "ended_at": time.time(), "cpu_seconds": cpu_seconds}
+        _send(connection, told)
 
 
 def _send(connection: socket.socket, message: dict[str, Any]) -> None:

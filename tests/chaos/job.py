@@ -14,7 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # beside `chaos.py`, `chaos` would be that
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.pop(1)  # this file's folder, in which `chaos` would be `chaos.py`
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ from chaos.sizes import (
     EVAL_ROWS,
     FEATURES,
     KEEP,
-    MOST_BAD_STEPS,
+    MAX_BAD_STEPS,
     ROWS,
     SAVE_EVERY,
     STEPS_OF_AN_EPOCH,
@@ -184,7 +185,7 @@ def train(folder: Path, data: str, notes: Notes) -> int:
         run_dir=folder / "run",
         save_every=SAVE_EVERY,
         keep=KEEP,
-        most_bad_steps=MOST_BAD_STEPS,
+        max_bad_steps=MAX_BAD_STEPS,
         config={"job": "chaos", "data": data},
     )
     notes.write("fitted", copies=copies(result.state))

@@ -128,6 +128,10 @@ class Trial:
         if not right:
             self.wrong.append(otherwise)
 
+    def say(self, what: str) -> None:
+        """Note what was done, for the report."""
+        self.how = f"{self.how}; {what}" if self.how else what
+
     @property
     def run(self) -> Path:
         return self.folder / "run"

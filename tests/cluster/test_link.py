@@ -122,19 +122,20 @@ def allow(processes: list[Process], seconds: float) -> None:
 
 @pytest.mark.parametrize(("patience", "stops"), [(None, True), (0.1, True), (3.0, False)])
 def test_a_topic_has_a_patience_of_its_own(patience: float | None, stops: bool) -> None:
-    with opened(2, silent_seconds=60.0) as job:  # a beat in 1 s, after the first
-        first, second = job.start()
+    with opened(3, silent_seconds=60.0) as job:  # a beat in 1 s, after the first
+        first, second, third = job.start()
         until(lambda: job.hub._members[1].standing.begun == 0)  # type: ignore[union-attr]
         time.sleep(0.1)
-        allow([first, second], 0.3)
+        allow([first, second, third], 0.3)
         waiting = job.call(first.link.gather, "the save", 1, job_over(first), patience)
+        job.call(third.gather, "the save", 3)  # which has said nothing of how long
         time.sleep(0.7)
         assert first.stopped.done() == stops
         if stops:
             assert list(first.stopped.result().blames) == [1]
         else:
             second.link.gather("the save", 2)
-            assert waiting.result(timeout=5.0) == [1, 2]
+            assert waiting.result(timeout=5.0) == [1, 2, 3]
 
 
 def job_over(process: Process) -> Any:

@@ -1,6 +1,7 @@
 """The guarded step: a bad one leaves all but `step` as it was, on all replicas alike."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -29,7 +30,14 @@ RUNS = [
     ("exact", "replicated", 8),
 ]
 IDS = [f"{mode}, {layout if isinstance(layout, str) else 'rules'}" for mode, layout, _ in RUNS]
-in_every_mode = pytest.mark.parametrize(("mode", "layout", "devices"), RUNS, ids=IDS)
+QUICK = ("jit, zero1", "shard_map, replicated", "exact, replicated")
+in_every_mode = pytest.mark.parametrize(
+    ("mode", "layout", "devices"),
+    [
+        pytest.param(*run, id=name, marks=() if name in QUICK else pytest.mark.slow)
+        for run, name in zip(RUNS, IDS, strict=True)
+    ],
+)
 
 
 def make(case: Case, mode: str, layout: Any, devices: int, **options: Any) -> rx.DataParallel:
@@ -79,11 +87,16 @@ def three_steps(
     return state
 
 
+@functools.cache
+def undisturbed(mode: str) -> list[np.ndarray]:
+    """Good steps alone, on one device, without a guard."""
+    case = CASES["linen"]
+    state = three_steps(make(case, mode, "replicated", 1), case, None)
+    return jax.tree.leaves(jax.device_get(without_step(state)))
+
+
 @in_every_mode
-@pytest.mark.parametrize("rows", [[7], list(range(51))], ids=["one row", "all rows"])
-def test_a_bad_step_changes_nothing_but_step(
-    mode: str, layout: Any, devices: int, rows: list[int]
-) -> None:
+def test_a_bad_step_changes_nothing_but_step(mode: str, layout: Any, devices: int) -> None:
     case = CASES["linen"]
     plain = make(case, mode, layout, devices)
     state = plain.init(case.model())
@@ -91,35 +104,35 @@ def test_a_bad_step_changes_nothing_but_step(
     state, metrics = dp.step(state, batch_of(dp, case.source))
     assert not bool(metrics[NOT_FINITE])
     before, extras = bits(without_step(state)), bits(state.extras)
-    state, metrics = dp.step(state, batch_of(dp, poisoned(case.source, rows), 1))
-    assert bool(metrics[NOT_FINITE])
-    assert np.isnan(metrics["loss"])
-    assert int(state.step) == 2
-    assert bits(without_step(state)) == before
+    for rows in ([7], list(range(51))):  # on one replica, and on all
+        state, metrics = dp.step(state, batch_of(dp, poisoned(case.source, rows), 1))
+        assert bool(metrics[NOT_FINITE])
+        assert np.isnan(metrics["loss"])
+        assert bits(without_step(state)) == before
+    assert int(state.step) == 3
     state, metrics = dp.step(state, batch_of(dp, case.source, 2))
     assert not bool(metrics[NOT_FINITE])
     assert bits(state.extras) != extras
-    # Statistics of BatchNorm are those of a micro-shard in mode exact.
-    same, close = make(case, "exact" if mode == "exact" else "single", "replicated", 1), []
-    for one, other in zip(
-        jax.tree.leaves(without_step(state)),
-        jax.tree.leaves(without_step(three_steps(same, case, None))),
-        strict=True,
-    ):
-        close.append(np.allclose(one, other, rtol=2e-5, atol=1e-6))
-    assert all(close)
+    # In mode exact, statistics of BatchNorm are those of a micro-shard.
+    expected = undisturbed("exact" if mode == "exact" else "single")
+    for one, other in zip(jax.tree.leaves(without_step(state)), expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("devices", [2, 8])
-def test_exact_has_the_same_bits_on_any_number_of_devices(devices: int) -> None:
+@functools.cache
+def digest(devices: int, *, bad: bool) -> str:
+    """After a good step, a bad one (else none, but that it is counted), and a good one."""
     case = DROPOUT_CASES["nnx"]
-    digests = []
-    for number in (1, devices):
-        dp = make(case, "exact", "replicated", number)
-        twin = guarded(dp, dp.init(case.model()))
-        digests.append(sha256(three_steps(twin, case, poisoned(case.source, [20]))))
-        digests.append(sha256(three_steps(dp, case, None)))
-    assert len(set(digests)) == 1
+    dp = make(case, "exact", "replicated", devices)
+    if not bad:
+        return sha256(three_steps(dp, case, None))
+    twin = guarded(dp, dp.init(case.model()))
+    return sha256(three_steps(twin, case, poisoned(case.source, [20])))
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow), 8])
+def test_exact_has_the_same_bits_on_any_number_of_devices(devices: int) -> None:
+    assert digest(devices, bad=True) == digest(1, bad=False)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +155,8 @@ def test_it_takes_no_more_memory(mode: str, layout: str) -> None:
         each.lower(state, batch).compile().memory_analysis() for each in (dp, guarded(dp, state))
     )
     assert twin.alias_size_in_bytes == plain.alias_size_in_bytes > 8 * 256 * 256 * 4
-    assert twin.temp_size_in_bytes <= plain.temp_size_in_bytes + 256 * 256 * 4
+    copy_of_params = 4 * 256 * 256 * 4
+    assert twin.temp_size_in_bytes < plain.temp_size_in_bytes + copy_of_params / 2
 
 
 @pytest.mark.parametrize(
@@ -205,7 +219,7 @@ def test_only_the_twin_goes_on_from_a_first_loss_that_is_nan() -> None:
 
 def plus_weight(model: Any, batch: Any, key: Any) -> Any:
     """The loss is the batch's, the gradient 1."""
-    return batch["x"] + model["w"] - jax.lax.stop_gradient(model["w"])
+    return batch["x"] + (model["w"] - jax.lax.stop_gradient(model["w"]))
 
 
 def watched(mode: str = "jit", devices: int = 8) -> tuple[rx.DataParallel, rx.TrainState]:

@@ -1,7 +1,8 @@
 """Audits in `fit`: a flipped bit is found, its device named, and the run stops or goes back."""
 
+import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,11 @@ from processes import TESTS, Ended, run_job
 
 import replicax as rx
 from replicax.data.digest import sha256
+from replicax.data.source import as_source
 from replicax.errors import ConfigError, DivergedError, ReplicasDifferError
+from replicax.parallel.guarded import guarded
+from replicax.parallel.update import NOT_FINITE
+from replicax.train.audit import Audit, Place
 from replicax.train.snapshot import Snapshot
 
 CASE = CASES["linen"]
@@ -181,16 +186,69 @@ def test_a_fault_that_stays_ends_the_run_after_three_restores(eight: rx.DataPara
     assert "again after 3 restores of step" in said
 
 
-def test_a_run_that_is_nan_by_itself_is_no_devices_fault(eight: rx.DataParallel) -> None:
-    def to_nan(state: Any) -> Any:
-        params = jax.tree.map(lambda leaf: leaf * jnp.nan, state.params)
-        return type(state)(state.step, params, state.opt_state, state.extras, state.seed)
+def to_nan(state: Any) -> Any:
+    params = jax.tree.map(lambda leaf: leaf * jnp.nan, state.params)
+    return dataclasses.replace(state, params=params)
 
-    with (
-        before_step(13, to_nan),
-        pytest.raises(DivergedError, match="at step 13, and all replicas hold the same bits"),
-    ):
-        fit(eight)
+
+def audited(
+    dp: rx.DataParallel, steps: int, source: Any = CASE.source, **settings: Any
+) -> Iterator[tuple[Audit, bool]]:
+    """Guarded steps with an audit, which alone decides; after each: it, and whether it was bad."""
+    state = dp.init(CASE.model())
+    dp, opened = guarded(dp, state), as_source(source, 16)
+    settings = {"every": 10, "on_divergence": "stop", **settings}
+    audit = Audit(dp, state, opened, **settings)
+    audit.begin(state, Place(0, 0, 0))
+    number = 0
+    for epoch in range(steps):
+        for batch, each in enumerate(dp.feed(opened, epoch=epoch)):
+            state, metrics = dp.step(state, each)
+            number += 1
+            found = audit.after(state, metrics[NOT_FINITE], Place(number, epoch, batch + 1))
+            assert found is None
+            yield audit, bool(metrics[NOT_FINITE])
+            if number == steps:
+                return
+
+
+def test_a_run_that_is_nan_by_itself_is_no_devices_fault(eight: rx.DataParallel) -> None:
+    """Its steps are skipped, and the audit of the state says what it is that does not go away."""
+    bad = []
+
+    def follow() -> None:
+        for _, not_finite in audited(eight, 30):
+            bad.append(not_finite)
+
+    said = r"^not finite at step 20: params.*all replicas hold the same bits"
+    with before_step(13, to_nan), pytest.raises(DivergedError, match=said):
+        follow()
+    assert bad == [False] * 12 + [True] * (len(bad) - 12)
+    assert len(bad) >= 20
+
+
+@pytest.mark.parametrize("devices", [2, 8])
+def test_a_bad_batch_is_no_devices_fault(
+    devices: int, eight: rx.DataParallel, two: rx.DataParallel
+) -> None:
+    x = CASE.source["x"].copy()
+    x[17] = np.nan  # in the second of an epoch's four batches
+    found = list(audited(eight if devices == 8 else two, 30, {**CASE.source, "x": x}))
+    assert [bad for _, bad in found] == [step % 4 == 2 for step in range(1, 31)]
+    assert found[-1][0].clean >= 2
+
+
+@pytest.mark.parametrize("device", [0, 1])
+@pytest.mark.parametrize("step", [13, 14, 15, 18])
+def test_a_bit_is_found_beside_bad_batches(two: rx.DataParallel, step: int, device: int) -> None:
+    """Steps 14 and 18 are bad anyway; the replay skips them as the run did."""
+    x = CASE.source["x"].copy()
+    x[17] = np.nan
+    steps = audited(two, 30, {**CASE.source, "x": x})
+    with before_step(step, flipping(device, 20)), pytest.raises(ReplicasDifferError) as stopped:
+        list(steps)
+    assert f"device {device} of process 0 holds wrong bits in params" in str(stopped.value)
+    assert f"{1 - device} of process 0: start again without device" in str(stopped.value)
 
 
 def test_a_moment_that_is_nan_on_all_replicas_ends_the_run(eight: rx.DataParallel) -> None:
@@ -198,7 +256,7 @@ def test_a_moment_that_is_nan_on_all_replicas_ends_the_run(eight: rx.DataParalle
         moments = jax.tree.map(lambda leaf: leaf * jnp.float32(jnp.nan), state.opt_state[0].mu)
         first = state.opt_state[0]._replace(mu=moments)
         rest = state.opt_state[1:]
-        return type(state)(state.step, state.params, (first, *rest), state.extras, state.seed)
+        return dataclasses.replace(state, opt_state=(first, *rest))
 
     with (
         before_step(13, to_nan),

@@ -1,11 +1,42 @@
-"""Ctrl-C: the first is a wish, the second is obeyed at once, and outside all is as before."""
+"""Ctrl-C and SIGTERM: the first is a wish, and outside all is as before."""
 
+import os
 import signal
 import threading
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from replicax.train.interrupt import Interrupt
+from replicax.train.interrupt import Interrupt, signal_name
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    threads = set(threading.enumerate())
+    wake = wakeup_fd()
+    yield
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert set(threading.enumerate()) == threads
+    assert wakeup_fd() == wake
+
+
+def wakeup_fd() -> int:
+    current = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(current)
+    return current
+
+
+def until(true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 5.0
+    while not true():
+        assert time.monotonic() < deadline, "it did not come true in time"
+        time.sleep(0.005)
+
+
+def sigterm() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def ctrl_c() -> None:
@@ -66,3 +97,169 @@ def test_in_another_thread_it_does_nothing() -> None:
     thread.start()
     thread.join()
     assert seen == [False, before]
+
+
+def test_sigterm_is_a_wish_and_a_second_one_changes_nothing() -> None:
+    with Interrupt() as interrupt:
+        sigterm()
+        assert (interrupt.wanted, interrupt.signal) == (True, signal.SIGTERM)
+        sigterm()
+        ctrl_c()  # the first of its kind
+        assert interrupt.signal == signal.SIGTERM
+        with pytest.raises(KeyboardInterrupt):
+            ctrl_c()
+
+
+def test_sigterm_may_be_left_alone() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with Interrupt(terminate=False):
+        assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_at_once_is_called_once_in_another_thread() -> None:
+    calls: list[tuple[int, threading.Thread]] = []
+
+    def at_once(number: int) -> None:
+        calls.append((number, threading.current_thread()))
+
+    with Interrupt(at_once=at_once) as interrupt:
+        sigterm()
+        until(lambda: calls)
+        assert interrupt.signal == signal.SIGTERM
+        sigterm()
+        ctrl_c()
+        time.sleep(0.1)
+        interrupt.hold()
+    ((number, thread),) = calls
+    assert number == signal.SIGTERM
+    assert thread is not threading.current_thread()
+
+
+def test_what_is_held_is_not_thrown_away() -> None:
+    calls: list[int] = []
+    with Interrupt(at_once=calls.append) as interrupt:
+        interrupt.hold()
+        sigterm()
+        assert interrupt.wanted
+        time.sleep(0.1)
+        interrupt.let_go()
+        sigterm()  # the second
+        time.sleep(0.1)
+    assert not calls
+
+
+def test_a_signal_after_it_is_let_go_ends_it() -> None:
+    calls: list[int] = []
+    with Interrupt(at_once=calls.append) as interrupt:
+        interrupt.hold()
+        interrupt.let_go()
+        sigterm()
+        until(lambda: calls)
+
+
+def test_hold_waits_for_who_ends_the_process() -> None:
+    running, done = threading.Event(), threading.Event()
+
+    def at_once(_number: int) -> None:
+        running.set()
+        time.sleep(0.3)
+        done.set()
+
+    with Interrupt(at_once=at_once) as interrupt:
+        sigterm()
+        assert running.wait(5.0)
+        interrupt.hold()
+        assert done.is_set()
+
+
+def test_a_signal_just_before_hold_is_answered() -> None:
+    """Whoever comes first, the thread that watches or `hold`, answers it, once."""
+    for _ in range(200):
+        calls: list[int] = []
+        with Interrupt(at_once=calls.append) as interrupt:
+            sigterm()
+            interrupt.hold()
+            assert calls == [signal.SIGTERM]
+        assert calls == [signal.SIGTERM]
+
+
+def test_signals_of_others_are_not_ours() -> None:
+    calls: list[int] = []
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+    try:
+        with Interrupt(at_once=calls.append) as interrupt:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(0.1)
+            assert not interrupt.wanted
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert (calls, heard) == ([], [signal.SIGUSR1])
+
+
+def test_the_innermost_acts_and_the_outer_knows() -> None:
+    calls: list[int] = []
+    with Interrupt(at_once=calls.append) as outer:
+        with Interrupt() as inner:
+            sigterm()
+            time.sleep(0.1)
+            assert (inner.wanted, outer.wanted, outer.signal) == (True, True, signal.SIGTERM)
+        assert not calls
+        outer.hold()
+        outer.let_go()
+        sigterm()
+        time.sleep(0.1)
+        assert not calls  # it is known since
+
+
+def test_each_has_its_own_after_the_inner_one_is_left() -> None:
+    inner_calls: list[int] = []
+    calls: list[int] = []
+    with Interrupt(at_once=calls.append):
+        with Interrupt(at_once=inner_calls.append):
+            pass
+        sigterm()
+        until(lambda: calls)
+    assert (calls, inner_calls) == ([signal.SIGTERM], [])
+
+
+def test_a_wakeup_descriptor_of_others_comes_back() -> None:
+    ear, wake = os.pipe()
+    os.set_blocking(wake, False)
+    before = signal.set_wakeup_fd(wake)
+    try:
+        with Interrupt(at_once=lambda _: None):
+            assert wakeup_fd() != wake
+        assert wakeup_fd() == wake
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(ear)
+        os.close(wake)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*fork:RuntimeWarning")
+def test_a_forked_child_is_ended_by_its_own_sigterm() -> None:
+    """As a pool ends its processes; the parent is not told, and does not wait for them."""
+    calls: list[int] = []
+    with Interrupt(at_once=calls.append) as interrupt:
+        child = os.fork()
+        if child == 0:
+            time.sleep(30)
+            os._exit(0)
+        time.sleep(0.1)
+        os.kill(child, signal.SIGTERM)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
+        left = os.fork()
+        if left == 0:
+            time.sleep(30)
+            os._exit(0)
+        assert not interrupt.wanted
+    os.kill(left, signal.SIGKILL)
+    os.waitpid(left, 0)
+    assert not calls
+
+
+def test_names() -> None:
+    assert [signal_name(n) for n in (signal.SIGINT, signal.SIGTERM)] == ["Ctrl-C", "SIGTERM"]

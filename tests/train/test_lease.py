@@ -144,12 +144,32 @@ def test_a_second_start_is_refused_at_once_and_the_first_is_unharmed(
 def test_a_killed_start_is_followed_at_once(
     run: Path, holding: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    os.kill(holding.pid, signal.SIGKILL)  # not waited for: it may still be on its way out
+    os.kill(holding.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, holding.pid, os.WEXITED | os.WNOWAIT)  # a zombie: dead, with its number
     with Watch() as watch, take_lease(run) as taken:
         assert taken.token == 2
         taken.check()
     assert watch.seconds < AT_ONCE_SECONDS
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_start_that_is_being_taken_down_is_given_time_to_end(
+    run: Path, holding: Start, monkeypatch: pytest.MonkeyPatch, dies: bool
+) -> None:
+    """Its memory goes before its locks; here the file names a process that is no more."""
+    monkeypatch.setattr(lease, "_ENDING_SECONDS", 10.0 if dies else 0.3)
+    gone = {**json.loads(file_of(run, 1).read_bytes()), "process_started": 1}
+    file_of(run, 1).write_text(json.dumps(gone))
+    if dies:
+        timer = threading.Timer(0.2, os.kill, (holding.pid, signal.SIGKILL))
+        timer.start()
+        with Watch() as watch, take_lease(run) as taken:
+            assert taken.token == 2
+        timer.join()
+        assert 0.2 <= watch.seconds < 5
+    else:
+        refused(run)
 
 
 def test_a_stopped_start_still_holds_its_run(run: Path, holding: Start) -> None:
@@ -572,6 +592,19 @@ def test_a_number_once_given_back_is_not_given_out_again(run: Path) -> None:
     with take_lease(run) as taken:
         assert taken.token == 8
         refused(run)
+
+
+def test_a_start_that_is_slow_does_not_count_backwards(run: Path) -> None:
+    (run / "lease").mkdir(parents=True)
+    (run / "lease" / "00000012.released").touch()
+    assert lease_file.publish(run, 3) is None
+    assert os.listdir(run / "lease") == ["00000012.released"]
+
+
+def test_a_release_follows_no_link(run: Path, tmp_path: Path) -> None:
+    with take_lease(run):
+        (run / "lease" / "00000001.released").symlink_to(tmp_path / "outside")
+    assert not (tmp_path / "outside").exists()
 
 
 @pytest.mark.usefixtures("quick")

@@ -91,22 +91,38 @@ def test_an_evaluation_is_left_out_of_the_rate() -> None:
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 4, 7])
-def test_what_is_done_again_after_a_rewind_is_recorded_once(step: int) -> None:
+@pytest.mark.parametrize("new_start", [False, True])
+def test_what_is_done_again_after_a_rewind_is_recorded_once(step: int, new_start: bool) -> None:
     meter = Meter(3)
-    records = metered(meter, range(1, step + 1))
-    due, rows = meter.settle()
-    records += due
+    records = metered(meter, range(1, step + 1)) + meter.settle()
+    rows, seconds = meter.unrecorded
     metered(meter, range(step + 1, step + 3))  # done for nothing
-    meter.rewind(step, rows)
+    if new_start:
+        meter = Meter(3)
+    meter.rewind(rows, seconds, resumed=True, compiled=not new_start)
     records += metered(meter, range(step + 1, 11)) + meter.flush()
     assert [record.step for record in records] == [1, 3, 6, 9, 10]
     assert [record.rows for record in records] == [10, 20, 30, 30, 10]
 
 
+def test_the_seconds_of_an_earlier_start_are_in_the_next_record() -> None:
+    meter = Meter(50)
+    meter.rewind(20, 5.0, resumed=True, compiled=False)
+    metered(meter, range(6, 7))
+    (record,) = meter.flush()
+    assert record.rows == 30
+    assert 5.0 <= record.seconds < 5.5  # without the step that compiles
+    meter.rewind(20, 5.0, resumed=True, compiled=False)
+    metered(meter, range(5, 7))
+    (record,) = meter.flush()
+    assert record.rows == 40
+    assert 5.0 < record.seconds < 6.0
+
+
 def test_a_settled_meter_can_go_on() -> None:
     meter = Meter(3)
     records = metered(meter, range(1, 6))
-    records += meter.settle()[0] + metered(meter, range(6, 9)) + meter.flush()
+    records += meter.settle() + metered(meter, range(6, 9)) + meter.flush()
     assert [record.step for record in records] == [1, 3, 6, 8]
     assert sum(record.rows for record in records) == 80
 
@@ -114,6 +130,6 @@ def test_a_settled_meter_can_go_on() -> None:
 def test_a_rewind_to_the_start_is_a_start() -> None:
     meter = Meter(50)
     metered(meter, range(1, 4))
-    meter.rewind(0, 0)
+    meter.rewind(0, 0.0, resumed=False, compiled=False)
     (first,) = meter.add(1, 0, 10, {"loss": jnp.float32(7)})
     assert (first.step, first.rows, first.seconds) == (1, 10, 0.0)

@@ -6,9 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from replicax.errors import ConfigError
-from replicax.train.records import Record, RunFolder
+from replicax.train.records import Record, RunFolder, read_records
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
 
 
 def record(**changes: Any) -> Record:
@@ -90,7 +97,7 @@ def test_a_folder_with_another_run_is_refused_and_left_alone(tmp_path: Path) -> 
     first.append(record())
     first.close()
     with pytest.raises(ConfigError, match=r"another run.*choose another name") as caught:
-        RunFolder(tmp_path / "run")
+        RunFolder(tmp_path / "run").refuse_another()
     assert str(tmp_path / "run") in str(caught.value)
     assert len((tmp_path / "run" / "records.jsonl").read_text().splitlines()) == 1
 
@@ -98,6 +105,7 @@ def test_a_folder_with_another_run_is_refused_and_left_alone(tmp_path: Path) -> 
 def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
     for _ in range(2):  # a run without a record leaves its name free
         folder = RunFolder(tmp_path)
+        folder.refuse_another()
         folder.write_config({})
         folder.close()
     assert not (tmp_path / "records.jsonl").exists()
@@ -111,12 +119,12 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
         assert str(path) in str(caught.value)
 
 
-def test_a_rewind_takes_out_what_came_later_and_goes_on(tmp_path: Path) -> None:
+def test_what_is_to_be_done_again_is_taken_out(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    folder.rewind(3)
+    assert folder.keep(3) == 0
     for step in (1, 3, 5, 7):
         folder.append(record(step=step))
-    folder.rewind(3)
+    assert folder.keep(2) == 2
     folder.append(record(kind="restore", step=3))
     folder.append(record(step=5))
     folder.close()
@@ -128,3 +136,45 @@ def test_a_rewind_takes_out_what_came_later_and_goes_on(tmp_path: Path) -> None:
         ("train", 5),
     ]
     assert [path.name for path in tmp_path.iterdir()] == ["records.jsonl"]
+
+
+def test_a_line_that_a_kill_cut_off_goes_with_what_comes_after_it(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.append(record(step=1))
+    folder.append(record(step=3))
+    folder.close()
+    whole = (tmp_path / "records.jsonl").read_bytes()
+    (tmp_path / "records.jsonl").write_bytes(whole[:-7])
+    again = RunFolder(tmp_path)
+    assert again.keep(1) == 1
+    again.append(record(step=3))
+    again.close()
+    assert (tmp_path / "records.jsonl").read_bytes() == whole
+
+
+def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
+    written = [
+        record(step=1, metrics={"loss": 0.1}),
+        record(kind="eval", step=2, metrics={"loss": 1 / 3, "accuracy": 0.5}),
+        record(kind="skip", step=3, metrics={"loss": 2.0}, examples=(3, 1, 2)),
+    ]
+    folder = RunFolder(tmp_path)
+    for each in written:
+        folder.append(each)
+    folder.close()
+    assert read_records(tmp_path, 3) == written
+    assert read_records(tmp_path, 2) == written[:2]
+    assert read_records(tmp_path, 0) == []
+
+
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.binary() | st.text().map(str.encode) | JSON.map(lambda x: json.dumps(x).encode()))
+def test_what_is_no_record_is_refused_in_one_line(tmp_path: Path, line: bytes) -> None:
+    (tmp_path / "records.jsonl").write_bytes(line)
+    said = ""
+    try:
+        read_records(tmp_path, 1)
+    except ConfigError as error:
+        said = str(error)
+    assert said == "" or said.startswith("line 1 of ")
+    assert "\n" not in said

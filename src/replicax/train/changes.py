@@ -31,8 +31,8 @@ HARMLESS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             *("options.run", "options.log_every", "options.show_sharding"),
             *("options.audit_every", "options.on_divergence", "options.max_bad_steps"),
             *("options.measure_noise_scale", "options.accept_changes"),
-            *("options.save_every", "options.save_minutes", "options.max_failed_saves"),
-            *("options.keep", "options.keep_every", "options.keep_minutes", "options.keep_hours"),
+            *("options.save_every", "options.save_seconds", "options.save_minutes"),
+            *("options.keep", "options.keep_every"),
         ),
         "A name for values of fields, each of which is compared.": ("preset",),
         "What computes. An update may round differently; nothing that was asked for changes.": (

@@ -168,6 +168,12 @@ def fit(
     dp = guarded(dp, state)
     first = dp.feed(opened)
     total = steps if steps is not None else _total_steps(first, epochs)
+    eval_feed = None if eval_source is None else dp.feed(eval_source, eval_batch_size)
+    bad_steps, audit, noise = BadSteps(max_bad_steps), None, None
+    if audit_every is not None:
+        audit = Audit(dp, state, opened, audit_every, on_divergence)
+    if measure_noise_every is not None:
+        noise = NoiseMeter(dp, state, measure_noise_every, opened.batch_size)
     speaks = jax.process_index() == 0
     with contextlib.ExitStack() as stack:
         display = open_progress(progress and speaks, total)
@@ -196,13 +202,13 @@ def fit(
         loop = Loop(
             dp=dp,
             source=opened,
-            eval_feed=None if eval_source is None else dp.feed(eval_source, eval_batch_size),
+            eval_feed=eval_feed,
             epochs=epochs,
             total=total,
             meter=Meter(log_every),
-            bad_steps=BadSteps(max_bad_steps),
-            audit=None,
-            noise=None,
+            bad_steps=bad_steps,
+            audit=audit,
+            noise=noise,
             run=run,
             ledger=Ledger(None) if run is None else run.ledger,
             display=display,
@@ -211,13 +217,11 @@ def fit(
         )
         if run is not None and run.found is not None:
             state = _resume(loop, run, run.found, state)
-        if audit_every is not None:
-            loop.audit = Audit(dp, state, opened, audit_every, on_divergence)
-            loop.audit.begin(state, loop.place)
-            for line in loop.audit.describe():
+        if audit is not None:
+            audit.begin(state, loop.place)
+            loop.note_good()
+            for line in audit.describe():
                 display.line(line)
-        if measure_noise_every is not None:
-            loop.noise = NoiseMeter(dp, state, measure_noise_every, opened.batch_size)
         result = _go(loop, state, title)
         for line in summary(result, total):
             display.line(line)
@@ -239,7 +243,7 @@ def _go(loop: Loop, state: TrainState, title: str) -> Fit:
     scale = None if loop.noise is None else noise_scale(loop.records)
     if folder and scale is not None:
         scale.save(folder.path)
-    loop.ledger.close()
+    loop.ledger.close(kept=True)
     return Fit(
         state=state,
         records=loop.records,

@@ -266,8 +266,8 @@ class _Start:
     line: Line
     """The last one."""
 
-    def cut(self, step: int | None) -> bool:
-        """Throw away what was done after the last mark up to `step`; whether there is one."""
+    def cut(self, step: int | None) -> None:
+        """Throw away what was done after the last mark up to `step`, or all where there is none."""
         while self.marks and (step is None or self.marks[-1][0] > step):
             self.marks.pop()
         base = self.marks[-1][1] if self.marks else nothing_spent()
@@ -276,7 +276,6 @@ class _Start:
         if lost > 0:  # it can be less, where seconds were moved after the mark
             self.seconds = self.seconds | {bucket: base[bucket] for bucket in goes}
             self.seconds["lost"] += lost
-        return bool(self.marks)
 
 
 @dataclasses.dataclass
@@ -291,9 +290,8 @@ class _History:
         return self.starts[-1].ended
 
     def throw_away(self, step: int | None) -> None:
-        for start in reversed(self.starts):
-            if start.cut(step):
-                break
+        for start in self.starts:  # those before the one with the mark end at theirs already
+            start.cut(step)
 
     def seconds(self) -> Seconds:
         return {

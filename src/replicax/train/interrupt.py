@@ -64,8 +64,8 @@ class Interrupt:
                 self._previous[number] = before
         if self._previous and self._at_once is not None:
             self._watch()
-        for number in self._previous:
-            signal.signal(number, self._note)
+        for taken in self._previous:
+            signal.signal(taken, self._note)
         _open.append(self)
         return self
 

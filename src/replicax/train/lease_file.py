@@ -54,7 +54,7 @@ def starts(folder: Path) -> Starts:
 
 def _number(name: str) -> tuple[int, str] | None:
     match = _NUMBERED.fullmatch(name)
-    if match is None or int(match[1]) == 0 or f"{int(match[1]):08d}" != match[1]:
+    if match is None or f"{int(match[1]):08d}" != match[1]:
         return None
     return int(match[1]), match[2]
 
@@ -93,8 +93,6 @@ def look(folder: Path, token: int) -> Seen:
     if own is not None:
         return Seen(own, True, status.st_mtime_ns)
     unknown = Seen(None, None, status.st_mtime_ns)
-    if not stat.S_ISREG(status.st_mode):
-        return unknown
     try:
         # Opened at every look: NFS then asks its server instead of its cache.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

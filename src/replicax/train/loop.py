@@ -23,7 +23,7 @@ from replicax.train.meter import Meter
 from replicax.train.noise_scale import NoiseMeter, noise_record
 from replicax.train.progress import Progress
 from replicax.train.records import Record
-from replicax.train.report import epoch_line
+from replicax.train.report import epoch_line, skip_line
 from replicax.train.run import Run, parts_of_processes
 from replicax.train.stopping import Stopping
 
@@ -53,6 +53,7 @@ class Loop:
     evaluated_at: int = 0
     good: tuple[Position, float] | None = None
     """Where the state was good that an audit keeps, and the seconds of its unrecorded rows."""
+    _good_at: float = 0.0
     _begun: bool = False
     """Whether a step was done in this start."""
 
@@ -160,6 +161,7 @@ class Loop:
         place = self.place = Place(self.step + 1, self.place.epoch, self.place.batch + 1)
         self.rows += batch.rows or 0
         self.display.step(self.step)
+        self.ledger.beat()
         not_finite = metrics[NOT_FINITE]
         self._keep(self.bad_steps.after(self.step, place.epoch, batch, metrics))
         records = self.meter.add(self.step, place.epoch, batch.rows or 0, metrics)
@@ -171,7 +173,7 @@ class Loop:
                 return state, restored
         self._keep(records)
         self.bad_steps.check()
-        self._note_good()
+        self.note_good()
         if not self._begun:
             self._begun = True
             self.ledger.enter("productive")
@@ -204,7 +206,7 @@ class Loop:
         self._keep(self.bad_steps.settle())
         self._keep(self.meter.flush() if closing else self.meter.settle())
         self.bad_steps.check()
-        self._note_good()
+        self.note_good()
         return None
 
     def _save(self, state: TrainState, closing: bool) -> Restored | None:
@@ -223,11 +225,12 @@ class Loop:
         self.ledger.move("productive", "waiting", now - before)
         return now
 
-    def _note_good(self) -> None:
+    def note_good(self) -> None:
         """Where this is a place to come back to, note what is to be counted on from then."""
         if self.audit is not None and self.audit.keeps and self.audit.good == self.place:
             self._keep(self.meter.settle())
             self.good = self.position(), self.meter.unrecorded[1]
+            self._good_at = time.monotonic()
 
     def _go_back(self, restored: Restored) -> TrainState:
         """Go on from an earlier step: what came after it has not been."""
@@ -235,9 +238,8 @@ class Loop:
         lost, place = self.step - restored.place.step, restored.place
         self.display.line(f"restored step {place.step:,}, {lost} steps back: {restored.text}")
         position, seconds = self.good
-        evaluated_at = min(self.evaluated_at, position.step)
+        self.ledger.move("productive", "lost", time.monotonic() - self._good_at)
         self.stand_at(position, place.batch, seconds)
-        self.evaluated_at = evaluated_at
         if self.run is not None and self.run.folder is not None:
             self.run.folder.keep(position.records)
         told = {"steps_lost": float(lost)}
@@ -268,6 +270,7 @@ class Loop:
         with contextlib.closing(iter(feed)) as batches:
             for batch in batches:
                 yield batch
+                self.ledger.beat()
                 if self.stopping.vote(unit="batch"):
                     return
 
@@ -278,7 +281,8 @@ class Loop:
                 self.run.folder.append(record)
             if record.kind == "train":
                 self.display.record(record)
-                self.ledger.beat()
+            if record.kind == "skip":
+                self.display.line(skip_line(record))
             if record.kind == "eval" and not math.isfinite(record.metrics.get("loss", 0.0)):
                 raise DivergedError(
                     f"the eval loss is {record.metrics['loss']} at step {record.step}; training "

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from replicax.errors import ConfigError
 
-RECORDS = "records.jsonl"
+CONFIG, RECORDS = "config.json", "records.jsonl"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,9 +86,9 @@ class RunFolder:
             )
 
     def write_config(self, config: dict[str, Any]) -> None:
-        """Write `config.json`; what JSON does not know is written as text."""
-        text = json.dumps(_finite(config), indent=2, default=str)
-        (self.path / "config.json").write_text(text + "\n", encoding="utf-8")
+        """Write `config.json`, as `plain_config` has it."""
+        text = json.dumps(plain_config(config), indent=2)
+        (self.path / CONFIG).write_text(text + "\n", encoding="utf-8")
 
     def append(self, record: Record) -> None:
         """Add a line to `records.jsonl`, at once visible to a reader."""
@@ -122,6 +122,12 @@ class RunFolder:
         if self._lines is not None:
             self._lines.close()
             self._lines = None
+
+
+def plain_config(config: dict[str, Any]) -> dict[str, Any]:
+    """`config` as JSON has it: what it does not know as text, what is not finite as null."""
+    plain: dict[str, Any] = json.loads(json.dumps(_finite(config), default=str))
+    return plain
 
 
 def read_records(folder: Path, lines: int) -> list[Record]:
@@ -175,4 +181,6 @@ def _number(value: Any) -> float:
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

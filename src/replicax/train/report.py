@@ -95,6 +95,17 @@ def epoch_line(
     return " · ".join(parts)
 
 
+def skip_line(record: Record) -> str:
+    """That the update of a step was skipped, and on which examples, in 80 columns."""
+    what = "a spike of the loss" if "spike" in record.metrics else "loss or gradient not finite"
+    examples = [str(example) for example in record.examples or ()]
+    line = f"skip   step {record.step:,}: {what}, examples "
+    while examples and len(line + ", ".join(examples)) > 77:
+        examples.pop()
+    more = ", ..." if len(examples) < len(record.examples or ()) else ""
+    return f"{line}{', '.join(examples)}{more}"
+
+
 def summary(result: "Fit", total: int | None) -> list[str]:
     """How the run ended."""
     of = f" of {total:,}" if result.interrupted and total else ""
@@ -112,6 +123,8 @@ def summary(result: "Fit", total: int | None) -> list[str]:
     if result.metrics:
         kind = "eval" if any(r.kind == "eval" for r in result.records) else "train"
         lines.append(f"{kind:<6} {_metrics(result.metrics)}")
+    if skipped := sum(record.kind == "skip" for record in result.records):
+        lines.append(f"skip   {_count(skipped, 'step')}; see records.jsonl for their examples")
     if result.clean_audits is not None:
         clean = "1 audit, clean" if result.clean_audits == 1 else f"{result.clean_audits:,} clean"
         back = f" · went back {_count(result.restores, 'time')}" if result.restores else ""

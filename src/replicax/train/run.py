@@ -18,12 +18,12 @@ from replicax.train.checkpoints.arrays import array_entries, read
 from replicax.train.checkpoints.manifest import Position
 from replicax.train.checkpoints.saver import Saver
 from replicax.train.checkpoints.store import Store
-from replicax.train.goodput import FILE, Ledger
+from replicax.train.goodput import Ledger
+from replicax.train.goodput_file import FILE
 from replicax.train.lease import Lease, take_lease
-from replicax.train.records import Record, RunFolder, read_records
+from replicax.train.records import CONFIG, Record, RunFolder, plain_config, read_records
 
 CHECKPOINTS = "checkpoints"
-CONFIG = "config.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Run:
 
     Args:
         path: its folder; another start may have been there.
-        config: what is run; see `RunFolder.write_config`.
+        config: what is run; what JSON does not know is written as text.
         saving: when, and what is kept.
         accept_changes: whether to go on where the configuration is another than before.
         state: of the run, or its shapes.
@@ -102,7 +102,7 @@ class Run:
         self.folder: RunFolder | None = None
         self.ledger = Ledger(None)
         self._lease: Lease | None = None
-        self._config, self._accept, self._say = config, accept_changes, say
+        self._config, self._accept, self._say = plain_config(config), accept_changes, say
         self._store = Store(path / CHECKPOINTS, saving.keep, saving.keep_every)
         self._wanted = array_entries(state) if saving.wanted else {}
         self.found: Found | None = None
@@ -117,7 +117,7 @@ class Run:
         except BaseException:
             self.close()
             raise
-        self._saver = Saver(self._store, self.token, self._check, seed, config)
+        self._saver = Saver(self._store, self.token, self._check, seed, self._config)
         self._saved: Position | None = None
 
     def _open(self) -> dict[str, Any]:
@@ -125,6 +125,7 @@ class Run:
         self.folder = RunFolder(self.path)
         if not self.saving.wanted:
             self.folder.refuse_another()
+            self.folder.write_config(self._config)
             return {"token": 1, "checkpoint": None}
         self._lease = take_lease(self.path)
         self._check_config(self.folder)
@@ -208,6 +209,9 @@ class Run:
         for line in self._saver.poll():
             self._saved = None
             self._say(line)
+        if self.ledger.fault is not None:
+            fault, self.ledger.fault = self.ledger.fault, None
+            self._say(f"ALARM  {fault}")
 
     def close(self) -> None:
         """Let go of the run."""

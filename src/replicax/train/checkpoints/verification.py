@@ -23,7 +23,8 @@ STATE = "state"
 """The folder of the arrays, in a checkpoint's."""
 
 _ZARRAY, _METADATA = ".zarray", "_METADATA"
-_BESIDE = re.compile(r"_METADATA|_sharding|array_metadatas/process_[0-9]{1,9}")
+_OF_PROCESSES = "array_metadatas/"
+_BESIDE = re.compile(rf"_METADATA|_sharding|{_OF_PROCESSES}process_[0-9]{{1,9}}")
 _MOST_ZARRAY_BYTES = 64 * 2**10
 _MOST_BESIDE_BYTES = 16 * 2**20
 # What the files of arrays may have beyond the arrays' own bytes.
@@ -58,7 +59,11 @@ def verify(
     with open_folder(folder) as root:
         for name, entry in manifest.arrays.items():
             _check_array(root, name, entry, files[name])
-        _check_tree(root, [name for name, entry in manifest.arrays.items() if entry.nbytes])
+        names = [name for name, entry in manifest.arrays.items() if entry.nbytes]
+        _check_tree(root, names)
+        for path in manifest.files:
+            if path.startswith(f"{STATE}/{_OF_PROCESSES}"):
+                _check_process(_json(root, path, _MOST_BESIDE_BYTES), path, set(names))
     _refuse(first_difference(folder, manifest.files))
 
 
@@ -151,18 +156,9 @@ def _chunk_shape(zarray: Any, entry: ArrayEntry, path: str) -> list[int]:
     }
     if not isinstance(zarray, dict):
         raise CheckpointError(f"{shown(path)} is no JSON object")
-    for key in sorted(zarray.keys() | wanted.keys() - {"chunks"}):
-        if key == "chunks":
-            continue
-        if key not in wanted or key not in zarray:
-            raise CheckpointError(
-                f"{shown(path)} " + (f"lacks {key}" if key in wanted else f"has {shown(key)}")
-            )
-        if canonical(zarray[key]) != canonical(wanted[key]):
-            raise CheckpointError(
-                f"{shown(path)} has {key} {shown(canonical(zarray[key]))}; it is "
-                f"{canonical(wanted[key])}"
-            )
+    said = {key: value for key, value in zarray.items() if key != "chunks"}
+    if canonical(said) != canonical(wanted):
+        raise CheckpointError(f"{shown(path)} {_first_difference(said, wanted)}")
     chunk = zarray.get("chunks")
     if not isinstance(chunk, list) or len(chunk) != len(entry.shape):
         raise CheckpointError(f"{shown(path)} has no chunks of {len(entry.shape)} dims")
@@ -172,6 +168,17 @@ def _chunk_shape(zarray: Any, entry: ArrayEntry, path: str) -> list[int]:
                 f"{shown(path)} has chunks {shown(canonical(chunk))} of shape {list(entry.shape)}"
             )
     return chunk
+
+
+def _first_difference(said: dict[str, Any], wanted: dict[str, Any]) -> str:
+    for key in sorted(said.keys() | wanted.keys()):
+        if key not in said:
+            return f"lacks {key}"
+        if key not in wanted:
+            return f"has {shown(key)}, which Orbax does not write"
+        if canonical(said[key]) != canonical(wanted[key]):
+            return f"has {key} {shown(canonical(said[key]))}; it is {canonical(wanted[key])}"
+    return "is not as it was written"
 
 
 def _zarr_dtype(name: str) -> str:
@@ -207,6 +214,18 @@ def _is_plain(leaf: Any, name: str) -> bool:
         and value.get("value_type") == "jax.Array"
         and not value.get("skip_deserialize")
     )
+
+
+def _check_process(said: Any, path: str, names: set[str]) -> None:
+    """Orbax makes what `ext_metadata` says of an array: of plain ones, as here, nothing."""
+    entries = said.get("array_metadatas") if isinstance(said, dict) and len(said) == 1 else None
+    try:
+        found = [entry["array_metadata"] for entry in entries] if type(entries) is list else [{}]
+        plain = all(each["param_name"] in names and each["ext_metadata"] is None for each in found)
+    except (KeyError, TypeError):
+        plain = False
+    if not plain:
+        raise CheckpointError(f"{path} is not what Orbax writes for arrays")
 
 
 def _json(root: int, path: str, most_bytes: int) -> Any:

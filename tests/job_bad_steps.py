@@ -1,0 +1,45 @@
+"""Guarded steps in a job: example 17 is NaN, and from the third epoch on all are."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+from job_cases import FEATURES, loss, model
+
+import replicax as rx
+from replicax.cli import _explain
+from replicax.cluster.failure import end
+from replicax.parallel.guarded import guarded
+from replicax.train.bad_steps import BadSteps
+
+
+def source(epoch: int) -> dict[str, np.ndarray]:
+    """Four batches of 8."""
+    random = np.random.default_rng(7)
+    x = random.normal(size=(32, FEATURES)).astype(np.float32)
+    x[17 if epoch < 2 else slice(None)] = np.nan
+    return {"x": x, "y": random.normal(size=32).astype(np.float32), "weight": np.ones(32, "f4")}
+
+
+def main() -> None:
+    """What was skipped, and the weights' norm after each epoch."""
+    rx.initialize(verbose=False)
+    dp = rx.DataParallel(loss, optax.adamw(1e-2), mode="shard_map")
+    state = dp.init(model())
+    dp, bad, step = guarded(dp, state), BadSteps(2), 0
+    for epoch in range(4):
+        for batch in dp.feed(source(epoch), 8, epoch=epoch):
+            state, metrics = dp.step(state, batch)
+            step += 1
+            for record in bad.after(step, epoch, batch, metrics):
+                examples = ",".join(map(str, record.examples or ()))
+                print(record.kind, record.step, record.epoch, examples, record.rows, flush=True)
+            bad.check()
+        norm = jnp.linalg.norm(dp.model(state)["in"])
+        print(f"norm {float(norm)!r} after {int(state.step)}", flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except rx.ReplicaxError as error:  # as the command line does
+        end(error, _explain(error))

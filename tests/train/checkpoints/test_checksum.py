@@ -1,0 +1,302 @@
+"""Checksums: of every byte, by pieces; and nothing outside the folder is opened."""
+
+import dataclasses
+import hashlib
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from replicax.errors import CheckpointError
+from replicax.train.checkpoints import checksum
+from replicax.train.checkpoints.checksum import (
+    file_entries,
+    first_difference,
+    first_difference_in_size,
+)
+from replicax.train.checkpoints.manifest import PIECE_BYTES, FileEntry
+
+TEXTS = {"a/b/0.0": b"chunk", "a/b/.zarray": b"{}", "empty": b"", "a/c/0": b"x" * 4096}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A few small files, in a folder of a folder."""
+    inside = tmp_path / "step-1"
+    for path, text in TEXTS.items():
+        (inside / path).parent.mkdir(parents=True, exist_ok=True)
+        (inside / path).write_bytes(text)
+    return inside
+
+
+def sha256(text: bytes) -> str:
+    return hashlib.sha256(text).hexdigest()
+
+
+def test_every_file_is_described(folder: Path) -> None:
+    expected = {path: FileEntry(len(text), (sha256(text),)) for path, text in TEXTS.items()}
+    assert file_entries(folder) == expected
+    assert list(file_entries(folder)) == sorted(TEXTS)
+    assert first_difference(folder, expected) is None
+    assert first_difference_in_size(folder, expected) is None
+
+
+def test_more_files_than_a_thread_takes_at_once(tmp_path: Path) -> None:
+    texts = {f"{number % 7}/{number}": bytes([number % 251]) * number for number in range(300)}
+    for path, text in texts.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_bytes(text)
+    entries = file_entries(tmp_path)
+    assert {path: entry.sha256 for path, entry in entries.items()} == {
+        path: (sha256(text),) for path, text in texts.items()
+    }
+    for number in (1, 150, 299):
+        path = f"{number % 7}/{number}"
+        (tmp_path / path).write_bytes(b"\xff" * number)
+        assert first_difference(tmp_path, entries) == (
+            f"{path} differs from its checksum in bytes 0 to {number}"
+        )
+        (tmp_path / path).write_bytes(texts[path])
+
+
+def test_a_large_file_has_a_checksum_for_each_piece(tmp_path: Path) -> None:
+    file, size = tmp_path / "large", 2 * PIECE_BYTES + 5
+    with file.open("wb") as large:
+        large.truncate(size)
+        large.seek(PIECE_BYTES - 1)
+        large.write(b"ab")
+        large.seek(size - 1)
+        large.write(b"z")
+    zeros = bytes(PIECE_BYTES - 1)
+    pieces = (sha256(zeros + b"a"), sha256(b"b" + zeros), sha256(b"\0\0\0\0z"))
+    entries = file_entries(tmp_path)
+    assert entries == {"large": FileEntry(size, pieces)}
+    for position, span in (
+        (0, "0 to 67108864"),
+        (PIECE_BYTES, "67108864 to 134217728"),
+        (size - 1, "134217728 to 134217733"),
+    ):
+        flip(file, position)
+        assert first_difference(tmp_path, entries) == (
+            f"large differs from its checksum in bytes {span}"
+        )
+        flip(file, position)
+
+
+def test_a_file_of_exactly_one_piece_has_one_checksum(tmp_path: Path) -> None:
+    (tmp_path / "piece").touch()
+    os.truncate(tmp_path / "piece", PIECE_BYTES)
+    entries = file_entries(tmp_path)
+    assert entries["piece"].sha256 == (sha256(bytes(PIECE_BYTES)),)
+
+
+def flip(file: Path, position: int) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(position)
+        byte = opened.read(1)[0]
+        opened.seek(position)
+        opened.write(bytes([byte ^ 1]))
+
+
+def test_the_manifest_is_no_part_of_what_it_describes(folder: Path) -> None:
+    entries = file_entries(folder)
+    (folder / "manifest.json").write_text("{}")
+    assert file_entries(folder) == entries
+    assert first_difference(folder, entries) is None
+    (folder / "a" / "manifest.json").write_text("{}")
+    assert "a/manifest.json" in file_entries(folder)
+    assert first_difference(folder, entries) == "a/manifest.json is not in the manifest"
+
+
+HARM: dict[str, tuple[Callable[[Path], object], str]] = {
+    "flipped": (
+        lambda folder: flip(folder / "a/c/0", 4095),
+        "a/c/0 differs from its checksum in bytes 0 to 4096",
+    ),
+    "deleted": (lambda folder: (folder / "a/c/0").unlink(), "a/c/0 is missing"),
+    "truncated": (
+        lambda folder: os.truncate(folder / "a/c/0", 12),
+        "a/c/0 has 12 bytes, and 4096 are recorded",
+    ),
+    "grown": (
+        lambda folder: os.truncate(folder / "empty", 1),
+        "empty has 1 bytes, and 0 are recorded",
+    ),
+    "extra": (
+        lambda folder: (folder / "a/x\x1b").write_bytes(b""),
+        "'a/x\\x1b' is not in the manifest",
+    ),
+    "folder for a file": (
+        lambda folder: ((folder / "empty").unlink(), (folder / "empty").mkdir()),
+        "empty is missing",
+    ),
+    "pipe": (
+        lambda folder: ((folder / "empty").unlink(), os.mkfifo(folder / "empty")),
+        "empty is no regular file",
+    ),
+    "too deep": (
+        lambda folder: (folder / "/".join("d" * 16)).mkdir(parents=True),
+        "/".join("d" * 16) + " is a folder more than 15 deep",
+    ),
+    "not there": (
+        lambda folder: folder.rename(folder.with_name("elsewhere")),
+        "step-1 is missing",
+    ),
+}
+
+
+@pytest.mark.parametrize(("harm", "line"), HARM.values(), ids=HARM.keys())
+def test_what_is_different_is_named(
+    folder: Path, harm: Callable[[Path], object], line: str
+) -> None:
+    entries = file_entries(folder)
+    harm(folder)
+    assert first_difference(folder, entries) == line
+    if "checksum" not in line:
+        assert first_difference_in_size(folder, entries) == line
+
+
+def test_a_file_that_should_not_be_empty_of_checksums(folder: Path) -> None:
+    entries = file_entries(folder)
+    entries["a/c/0"] = dataclasses.replace(entries["a/c/0"], sha256=(sha256(b""),))
+    assert first_difference(folder, entries) == "a/c/0 differs from its checksum in bytes 0 to 4096"
+
+
+def test_a_socket_is_no_regular_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)  # a socket's path is short
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("s")
+        with pytest.raises(CheckpointError, match="s is no regular file"):
+            file_entries(folder)
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Where each descriptor that was opened points to."""
+    found: list[str] = []
+    open_ = os.open
+
+    def noted(path: os.PathLike[str] | str, flags: int, *args: int, **options: int) -> int:
+        file = open_(path, flags, *args, **options)
+        found.append(os.readlink(f"/proc/self/fd/{file}"))
+        return file
+
+    monkeypatch.setattr(os, "open", noted)
+    return found
+
+
+LINKS: dict[str, Callable[[Path, Path], None]] = {
+    "file": lambda folder, outside: (folder / "a/c/0").symlink_to(outside / "a/c/0"),
+    "folder": lambda folder, outside: (folder / "a/c").symlink_to(outside / "a/c"),
+    "upper folder": lambda folder, outside: (folder / "a").symlink_to(outside / "a"),
+    "nowhere": lambda folder, outside: (folder / "a/c/0").symlink_to("nowhere"),
+    "itself": lambda folder, outside: (folder / "a/c/0").symlink_to(folder / "a/c/0"),
+}
+
+
+@pytest.mark.parametrize("link", LINKS.values(), ids=LINKS.keys())
+def test_no_link_is_followed(
+    folder: Path, link: Callable[[Path, Path], None], opened: list[str]
+) -> None:
+    """Though behind it is what was there."""
+    entries = file_entries(folder)
+    outside = folder.with_name("outside")
+    moved = {
+        "file": "a/c/0",
+        "folder": "a/c",
+        "upper folder": "a",
+        "nowhere": "a/c/0",
+        "itself": "a/c/0",
+    }[next(name for name, each in LINKS.items() if each is link)]
+    (outside / moved).parent.mkdir(parents=True)
+    (folder / moved).rename(outside / moved)
+    link(folder, outside)
+    opened.clear()
+    assert first_difference(folder, entries) == f"{moved} is no regular file"
+    with pytest.raises(CheckpointError, match=f"{moved} is no regular file"):
+        file_entries(folder)
+    assert opened
+    assert all(Path(path).is_relative_to(folder) for path in opened)
+
+
+def test_a_link_in_the_place_of_the_folder_is_refused(folder: Path) -> None:
+    entries = file_entries(folder)
+    (folder.with_name("link")).symlink_to(folder)
+    assert first_difference(folder.with_name("link"), entries) == "link is no folder"
+
+
+def test_what_becomes_a_link_meanwhile_is_not_followed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = file_entries(folder)
+    before = checksum.first_difference_in_size
+
+    def and_then(*args: object) -> str | None:
+        found = before(*args)  # type: ignore[arg-type]
+        (folder / "a").rename(folder.with_name("outside"))
+        (folder / "a").symlink_to(folder.with_name("outside"))
+        return found
+
+    monkeypatch.setattr(checksum, "first_difference_in_size", and_then)
+    assert first_difference(folder, entries) == "a is no folder"
+
+
+@pytest.mark.parametrize("path", ["../outside", "/etc/hostname", "a/../empty", "./empty"])
+def test_a_path_that_leaves_the_folder_is_never_opened(
+    folder: Path, path: str, opened: list[str]
+) -> None:
+    folder.with_name("outside").write_bytes(b"")
+    entries = {**file_entries(folder), path: FileEntry(0, (sha256(b""),))}
+    opened.clear()
+    assert first_difference(folder, entries) == f"{path} is missing"
+    assert all(Path(each).is_relative_to(folder) for each in opened)
+
+
+def test_sizes_are_looked_at_before_a_file_is_opened(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = file_entries(folder)
+    flip(folder / "a/b/0.0", 0)
+    os.truncate(folder / "empty", 7)
+
+    def never(root: int, path: str) -> int:
+        raise AssertionError(f"{path} was opened")
+
+    monkeypatch.setattr(checksum, "open_file", never)
+    assert first_difference(folder, entries) == "empty has 7 bytes, and 0 are recorded"
+
+
+def test_a_failing_disk_is_a_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = file_entries(folder)
+    # What no process has at address 0 is read as from a bad sector.
+    monkeypatch.setattr(
+        checksum, "open_file", lambda root, path: os.open("/proc/self/mem", os.O_RDONLY)
+    )
+    line = "a/b/.zarray cannot be read (Input/output error)"
+    assert first_difference(folder, entries) == line
+    with pytest.raises(CheckpointError) as refused:
+        file_entries(folder)
+    assert str(refused.value) == line
+
+
+def test_a_file_that_shrinks_meanwhile_is_a_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = file_entries(folder)
+    monkeypatch.setattr(checksum, "first_difference_in_size", lambda folder, files: None)
+    os.truncate(folder / "a/c/0", 12)
+    assert first_difference(folder, entries) == "a/c/0 has become shorter: 12 bytes"
+
+
+def test_no_descriptor_is_left_open(folder: Path) -> None:
+    entries = file_entries(folder)
+    before = os.listdir("/proc/self/fd")
+    first_difference(folder, entries)
+    flip(folder / "a/b/0.0", 0)
+    first_difference(folder, entries)
+    (folder / "a/c/0").unlink()
+    (folder / "a/c/0").symlink_to("x")
+    first_difference(folder, entries)
+    assert os.listdir("/proc/self/fd") == before

@@ -1,0 +1,169 @@
+"""Real signals to real processes whose main thread is where Python's own handlers do not run."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from processes import free_port
+
+SRC = Path(__file__).resolve().parents[2] / "src" / "replicax"
+PROLOGUE = f"""
+import sys, types
+package = types.ModuleType("replicax")  # its public names, which load jax, are left out
+package.__path__ = [{str(SRC)!r}]
+sys.modules["replicax"] = package
+import hashlib, os, threading, time
+from replicax.cluster.failure import stop_all_now
+from replicax.train.interrupt import Interrupt, signal_name
+
+def say(line):
+    print(line, flush=True)
+
+def compile():  # for minutes, without the GIL, and deaf to signals
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
+
+def at_once(number):
+    reason = f"{{signal_name(number)}} before the first step; start it again to go on"
+    stop_all_now(reason)
+"""
+JOIN = """
+from functools import partial
+from replicax.cluster.failure import stop_now
+from replicax.cluster.link import Link, set_link
+from replicax.cluster.meeting import meet, open_hub
+from replicax.cluster.patience import Patience
+from replicax.cluster.place import find_place
+
+def join():
+    place = find_place(os.environ)
+    if place.process == 0:
+        open_hub(place, Patience(), 30.0, lambda hellos: {})
+    wire, go = meet(place, {"versions": {}}, 30.0, say)
+    set_link(Link(wire, place.process, go["names"], Patience(), partial(stop_now, place.process)))
+"""
+SAID = "SIGTERM before the first step; start it again to go on"
+
+
+class Jobs:
+    """Starts processes, and leaves none behind."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.port = folder, free_port()
+        self.started: list[subprocess.Popen[str]] = []
+
+    def start(self, script: str, process: int = 0, processes: int = 1) -> subprocess.Popen[str]:
+        env = {k: v for k, v in os.environ.items() if not k.startswith("REPLICAX_")}
+        if processes > 1:
+            env |= {
+                "REPLICAX_PROCESS_ID": str(process),
+                "REPLICAX_PROCESSES": str(processes),
+                "REPLICAX_COORDINATOR": f"127.0.0.1:{self.port}",
+                "REPLICAX_JOB_ID": "test",
+            }
+        env["REPLICAX_FAILURE_FILE"] = str(self.folder / f"failure-{process}.json")
+        started = subprocess.Popen(
+            [sys.executable, "-c", PROLOGUE + JOIN + textwrap.dedent(script)],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.started.append(started)
+        return started
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Iterator[Jobs]:
+    made = Jobs(tmp_path)
+    yield made
+    for process in made.started:
+        process.kill()
+        process.communicate()
+
+
+def ready(process: subprocess.Popen[str]) -> None:
+    assert process.stdout
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.1)  # it is inside now
+
+
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl")])
+def test_a_lone_process_ends_while_it_compiles(number: int, name: str, jobs: Jobs) -> None:
+    process = jobs.start("""
+        with Interrupt(at_once=at_once):
+            say("ready")
+            compile()
+    """)
+    ready(process)
+    began = time.monotonic()
+    process.send_signal(number)
+    _, err = process.communicate(timeout=10)
+    assert process.returncode == 75
+    assert time.monotonic() - began < 1.0
+    assert err.startswith(f"replicax: {name}")
+    assert not list(jobs.folder.iterdir())
+
+
+def test_what_is_held_is_not_ended(jobs: Jobs) -> None:
+    process = jobs.start("""
+        with Interrupt(at_once=at_once) as interrupt:
+            interrupt.hold()
+            say("ready")
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 2_000_000)
+            say(f"then {interrupt.wanted}")
+            sys.exit(3)
+    """)
+    ready(process)
+    for _ in range(2):
+        process.terminate()
+        time.sleep(0.1)
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, out, err) == (3, "then True\n", "")
+
+
+COMPILES = """
+with Interrupt(at_once=at_once):
+    join()
+    say("ready")
+    compile()
+"""
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_all_of_a_job_end_when_one_is_told_to(victim: int, jobs: Jobs) -> None:
+    processes = [jobs.start(COMPILES, process, 3) for process in range(3)]
+    for process in processes:
+        ready(process)
+    began = time.monotonic()
+    processes[victim].terminate()
+    texts = [process.communicate(timeout=10) for process in processes]
+    assert time.monotonic() - began < 3.0
+    assert [process.returncode for process in processes] == [75] * 3
+    assert [err for _, err in texts] == [f"replicax: process {n} stops: {SAID}\n" for n in range(3)]
+    assert not list(jobs.folder.iterdir())  # no report of a failure
+
+
+def test_all_may_be_told_at_once(jobs: Jobs) -> None:
+    processes = [jobs.start(COMPILES, process, 3) for process in range(3)]
+    for process in processes:
+        ready(process)
+    for process in processes:
+        process.terminate()
+    texts = [process.communicate(timeout=10) for process in processes]
+    assert [process.returncode for process in processes] == [75] * 3
+    assert [err for _, err in texts] == [f"replicax: process {n} stops: {SAID}\n" for n in range(3)]
+
+
+def test_one_that_waits_for_the_others_to_come_ends_alone(jobs: Jobs) -> None:
+    process = jobs.start("with Interrupt(at_once=at_once):\n    say('ready')\n    join()", 0, 2)
+    ready(process)
+    process.terminate()
+    _, err = process.communicate(timeout=10)
+    assert process.returncode == 75
+    assert err == f"replicax: process 0 stops: {SAID}\n"
