@@ -77,6 +77,7 @@ def _injected(trial: Trial, error: str) -> None:
 
 def _stopped(trial: Trial, start: Start) -> None:
     """The run went on to its end, or stopped with its cause; then it is started again."""
+    trial.struck_at = None
     trial.settle(start)
     trial.measure(start)
     if set(start.codes) == {0}:

@@ -556,7 +556,9 @@ def test_what_a_killed_taker_left_goes_after_an_hour(run: Path) -> None:
     assert young.exists()
 
 
-@pytest.mark.parametrize("kind", ["empty", "huge", "folder", "pipe", "link", "dangling", "text"])
+@pytest.mark.parametrize(
+    "kind", ["empty", "huge", "deep", "folder", "pipe", "link", "dangling", "text"]
+)
 @pytest.mark.usefixtures("quick")
 def test_a_newest_file_that_tells_nothing_is_waited_for(
     run: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
@@ -572,7 +574,8 @@ def test_a_newest_file_that_tells_nothing_is_waited_for(
     elif kind in ("link", "dangling"):
         path.symlink_to(outside if kind == "link" else tmp_path / "nowhere")
     else:
-        path.write_bytes({"empty": b"", "huge": b"[" * 10**6, "text": b"\xff{"}[kind])
+        content = {"empty": b"", "huge": b" " * 10**6, "deep": b"[" * 4000, "text": b"\xff{"}
+        path.write_bytes(content[kind])
     with Watch() as watch, take_lease(run, wait_seconds=0.2) as taken:
         assert taken.token == 5
         taken.check()

@@ -121,10 +121,10 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 
 def test_what_is_to_be_done_again_is_taken_out(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    assert folder.keep(3) == 0
+    assert folder.keep(3) == (0, 0)
     for step in (1, 3, 5, 7):
         folder.append(record(step=step))
-    assert folder.keep(2) == 2
+    assert folder.keep(2) == (2, 7)
     folder.append(record(kind="restore", step=3))
     folder.append(record(step=5))
     folder.close()
@@ -146,7 +146,7 @@ def test_a_line_that_a_kill_cut_off_goes_with_what_comes_after_it(tmp_path: Path
     whole = (tmp_path / "records.jsonl").read_bytes()
     (tmp_path / "records.jsonl").write_bytes(whole[:-7])
     again = RunFolder(tmp_path)
-    assert again.keep(1) == 1
+    assert again.keep(1) == (1, 0)
     again.append(record(step=3))
     again.close()
     assert (tmp_path / "records.jsonl").read_bytes() == whole

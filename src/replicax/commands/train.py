@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-import sys
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -10,8 +9,7 @@ from typing import Any, Literal
 import jax
 
 import replicax as rx
-from replicax.cluster.failure import leave_at_once
-from replicax.cluster.link import current_link
+from replicax.cluster.failure import stop_all_now
 from replicax.commands.arguments import parse_arguments
 from replicax.commands.data import print_data
 from replicax.commands.devices import make_host_devices, of_this_process
@@ -176,13 +174,7 @@ def _folder(name: str, options: TrainOptions) -> Path:
 
 def _end_at_once(number: int) -> None:
     """End the process, and with it the others, while nothing is lost by it."""
-    reason = f"{signal_name(number)} before the first step; start it again to go on"
-    link = current_link()
-    if link is None:
-        print(f"replicax: stopped by {reason}", file=sys.stderr, flush=True)
-    else:
-        link.stop_all(reason, 75)
-    leave_at_once(75)
+    stop_all_now(f"{signal_name(number)} before the first step; start it again to go on")
 
 
 def _mesh(options: TrainOptions) -> jax.sharding.Mesh:

@@ -97,20 +97,22 @@ class RunFolder:
         self._lines.write(record.to_json() + "\n")
         self._lines.flush()
 
-    def keep(self, lines: int) -> int:
+    def keep(self, lines: int) -> tuple[int, int]:
         """Keep the first `lines` of `records.jsonl`: what came after them is to be done again.
 
         Returns:
-            How many there are now; fewer, where the file has lost some.
+            How many there are now; fewer, where the file has lost some. And the last step in those
+            that are no more, 0 where there is none.
         """
         self.close()
         if not self.records.exists():
-            return 0
-        kept = self.records.read_bytes().splitlines(keepends=True)[:lines]
+            return 0, 0
+        found = self.records.read_bytes().splitlines(keepends=True)
+        kept, dropped = found[:lines], found[lines:]
         beside = self.records.with_name(f"{RECORDS}.new")  # a reader, or a crash, meets all or none
         beside.write_bytes(b"".join(kept))
         beside.replace(self.records)
-        return len(kept)
+        return len(kept), max(map(_step, dropped), default=0)
 
     def sync(self) -> None:
         """Have the system write the records to the disk."""
@@ -172,6 +174,14 @@ def record_from_json(text: bytes | str) -> Record:
         input_wait_fraction=None if waited is None else _number(waited),
         **({} if examples is None else {"examples": tuple(map(int, examples))}),
     )
+
+
+def _step(line: bytes) -> int:
+    """That of a record; 0 where a kill has cut it off."""
+    try:
+        return record_from_json(line).step
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return 0
 
 
 def _number(value: Any) -> float:

@@ -140,7 +140,7 @@ class Run:
             return told
         path, manifest = found
         position = manifest.position
-        lines = self.folder.keep(position.records)
+        lines, reached = self.folder.keep(position.records)
         if lines < position.records:
             self._say(
                 f"history {position.records} records were written up to step {position.step:,}, "
@@ -148,7 +148,10 @@ class Run:
             )
             position = dataclasses.replace(position, records=lines)
         saved = time.strftime("%d %b %H:%M:%S", time.localtime(manifest.saved_at))
-        self._say(f"resume {self.path}: step {position.step:,}, saved {saved}")
+        again = (
+            f"; {reached - position.step:,} more are done again" if reached > position.step else ""
+        )
+        self._say(f"resume {self.path}: step {position.step:,}, saved {saved}{again}")
         told |= {"checkpoint": path.name, "position": dataclasses.asdict(position)}
         return {**told, "extra": manifest.extra}
 

@@ -35,6 +35,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("checkpoint")
 
 
+@pytest.fixture(scope="module")
+def whole(place: Path) -> bytes:
+    """A manifest, as it is on disk."""
+    write_manifest(place, manifest())
+    return (place / MANIFEST).read_bytes()
+
+
 def written(folder: Path) -> dict[str, Any]:
     """What is in a manifest of `folder`, without its checksum."""
     write_manifest(folder, manifest())
@@ -351,19 +358,17 @@ def other_structure(draw: st.DrawFn, data: bytes) -> bytes:
     return signed(content).encode()
 
 
-def check_bytes(place: Path, data: st.DataObject) -> None:
-    write_manifest(place, manifest())
-    whole = (place / MANIFEST).read_bytes()
+def check_bytes(place: Path, whole: bytes, data: st.DataObject) -> None:
     mutated = data.draw(other_bytes(whole))
     if mutated == whole:
+        (place / MANIFEST).write_bytes(mutated)
         assert read_manifest(place) == manifest()
     else:
         refusal(place, mutated)
 
 
-def check_structure(place: Path, data: st.DataObject) -> None:
-    write_manifest(place, manifest())
-    mutated = data.draw(other_structure((place / MANIFEST).read_bytes()))
+def check_structure(place: Path, whole: bytes, data: st.DataObject) -> None:
+    mutated = data.draw(other_structure(whole))
     (place / MANIFEST).write_bytes(mutated)
     try:
         understood = read_manifest(place)
@@ -375,29 +380,29 @@ def check_structure(place: Path, data: st.DataObject) -> None:
 
 @settings(max_examples=MUTATIONS, deadline=None)
 @given(st.data())
-def test_other_bytes_are_refused(place: Path, data: st.DataObject) -> None:
-    check_bytes(place, data)
+def test_other_bytes_are_refused(place: Path, whole: bytes, data: st.DataObject) -> None:
+    check_bytes(place, whole, data)
 
 
 @settings(max_examples=MUTATIONS, deadline=None)
 @given(st.data())
 def test_another_structure_is_refused_or_means_what_it_says(
-    place: Path, data: st.DataObject
+    place: Path, whole: bytes, data: st.DataObject
 ) -> None:
-    check_structure(place, data)
+    check_structure(place, whole, data)
 
 
 @pytest.mark.slow
 @settings(max_examples=MANY_MUTATIONS, deadline=None)
 @given(st.data())
-def test_other_bytes_are_refused_many_times(place: Path, data: st.DataObject) -> None:
-    check_bytes(place, data)
+def test_other_bytes_are_refused_many_times(place: Path, whole: bytes, data: st.DataObject) -> None:
+    check_bytes(place, whole, data)
 
 
 @pytest.mark.slow
 @settings(max_examples=MANY_MUTATIONS, deadline=None)
 @given(st.data())
 def test_another_structure_is_refused_or_means_what_it_says_many_times(
-    place: Path, data: st.DataObject
+    place: Path, whole: bytes, data: st.DataObject
 ) -> None:
-    check_structure(place, data)
+    check_structure(place, whole, data)
