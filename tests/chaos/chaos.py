@@ -43,7 +43,10 @@ _SECONDS_BETWEEN_LINES = 10.0
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; its exit code."""
     options = _parse(arguments)
-    with Harness(processes=options.processes, without=options.without or "") as harness:
+    processes = options.processes
+    if options.without and processes is None:
+        processes = DEFENCES[options.without].processes
+    with Harness(processes=processes, without=options.without or "") as harness:
         began = time.monotonic()
         print(f"chaos {options.trials} trials, {', '.join(options.faults)}, seed {options.seed}")
         outcomes = harness.run(options.faults, options.trials, options.seed, options.jobs)

@@ -1,7 +1,10 @@
 """In the job: one of the product's defences switched off, to see that a trial misses it."""
 
 import dataclasses
+import itertools
+import time
 from collections.abc import Callable
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,12 +15,126 @@ class Defence:
     fault: str
     """The kind of fault that it is there for."""
     off: Callable[[], None]
-
-
-DEFENCES: dict[str, Defence] = {}
+    """Patches the product in this process so that it is not there."""
+    processes: int | None = None
+    """Of a run that needs it; any number by default."""
 
 
 def switch_off(name: str) -> None:
-    """Patch the product in this process so that `name` is not there; `""` leaves it whole."""
+    """Do without the defence `name`; `""` leaves the product whole."""
     if name:
         DEFENCES[name].off()
+
+
+def _verification() -> None:
+    from replicax.train.checkpoints import store
+
+    store.verify = lambda *arguments: None  # type: ignore[assignment]
+
+
+def _fallback() -> None:
+    from replicax.train.checkpoints.store import Store
+
+    paths = Store.paths
+    Store.paths = lambda self: paths(self)[-1:]  # type: ignore[method-assign]
+
+
+def _lease() -> None:
+    from replicax.train import run
+
+    class Nobodys:
+        token = int(time.time() * 1000)
+
+        def check(self) -> None: ...
+        def release(self) -> None: ...
+
+    run.take_lease = lambda folder: Nobodys()  # type: ignore[assignment]
+
+
+def _guard() -> None:
+    from replicax.parallel import update
+
+    judge = update._judge
+
+    def lenient(*arguments: Any) -> Any:
+        judged, losses = judge(*arguments)
+        return {name: verdict & False for name, verdict in judged.items()}, losses
+
+    update._judge = lenient
+
+
+def _records_rewind() -> None:
+    from replicax.train.records import RunFolder
+
+    RunFolder.keep = lambda self, lines: lines  # type: ignore[method-assign]
+
+
+def _agreed_stop() -> None:
+    from replicax.train.stopping import Stopping
+
+    Stopping.signal = property(lambda self: self._interrupt.signal)  # type: ignore[method-assign]
+    Stopping.vote = lambda self, unit="step": self.wanted  # type: ignore[method-assign]
+
+
+def _position() -> None:
+    from replicax.train import fit
+
+    fit.first_batch = lambda *arguments: 0  # type: ignore[assignment]
+
+
+def _atomic_rename() -> None:
+    from replicax.train.checkpoints.store import Store
+
+    numbers = itertools.count(2)
+
+    def in_place(self: Any, step: int, token: int, number: int) -> Any:
+        path = self.folder / f"step-{step:09d}"
+        return path.with_name(f"{path.name}.{next(numbers)}") if path.exists() else path
+
+    Store.temporary = in_place  # type: ignore[method-assign]
+    Store.commit = lambda *arguments: None  # type: ignore[method-assign]
+
+
+def _sigterm() -> None:
+    from replicax.train import fit
+    from replicax.train.interrupt import Interrupt
+
+    fit.Interrupt = lambda **options: Interrupt(terminate=False)  # type: ignore[assignment, misc]
+
+
+def _final_save() -> None:
+    from replicax.train.run import Run
+
+    Run.finish = lambda *arguments: None  # type: ignore[method-assign]
+
+
+def _failed_saves() -> None:
+    from replicax.train.checkpoints.saver import Saver
+
+    def forget(self: Any) -> None:
+        self._failed = None
+
+    Saver._judge = forget  # type: ignore[method-assign]
+
+
+def _watchdog() -> None:
+    from replicax.cluster import join
+    from replicax.cluster.patience import Patience
+
+    join.find_patience = lambda env: Patience(silent_seconds=3600.0)  # type: ignore[assignment]
+
+
+DEFENCES = {
+    "verification": Defence("checksums of all files", "corrupt", _verification),
+    "fallback": Defence("older checkpoints where the newest is bad", "corrupt", _fallback),
+    "lease": Defence("one start of a run at a time", "second-start", _lease),
+    "guard": Defence("updates that are not finite are skipped", "nan-one", _guard),
+    "records-rewind": Defence("records of lost steps are taken back", "kill", _records_rewind),
+    "position": Defence("the exact batch to go on with", "kill", _position),
+    "atomic-rename": Defence("a checkpoint appears whole", "kill-saving", _atomic_rename),
+    "sigterm": Defence("SIGTERM is heard", "term", _sigterm),
+    "final-save": Defence("a run that stops is saved", "term", _final_save),
+    "agreed-stop": Defence("all processes stop at one step", "term", _agreed_stop, processes=2),
+    "failed-saves": Defence("saves that fail are told, and counted", "io-error", _failed_saves),
+    "watchdog": Defence("frozen processes are found", "freeze", _watchdog),
+}

@@ -34,13 +34,13 @@ class Fault:
     what: str
     inject: Callable[[Trial], None]
     data: str = "plain"
-    processes: Sequence[int] = (1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 3, 4)
+    processes: Sequence[int] = (1, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 3, 4)
     env: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 def kill(trial: Trial) -> None:
     """One to three kills at any time, each of a start of its own."""
-    for _ in range(trial.chance.choice((1, 1, 1, 2, 3))):
+    for _ in range(trial.chance.choice((1, 1, 1, 1, 1, 2, 3))):
         start = trial.start()
         struck = trial.wait_for(start, trial.any_moment())
         if not _strike(trial, start, struck):

@@ -37,6 +37,8 @@ from chaos.sizes import (
     SAVE_EVERY,
     STEPS_OF_AN_EPOCH,
 )
+from jax._src import compiler
+from jax._src.distributed import global_state
 
 import replicax as rx
 from replicax.cluster.failure import end
@@ -221,15 +223,32 @@ def main() -> int:
         return error.exit_code
 
 
+def write_in_all_processes() -> None:
+    """JAX lets process 0 alone write what it compiled, though each has programs of its own."""
+    write = compiler._cache_write
+
+    def writing(*arguments: Any) -> None:
+        mine, global_state.process_id = global_state.process_id, 0
+        try:
+            write(*arguments)
+        finally:
+            global_state.process_id = mine
+
+    compiler._cache_write = writing  # type: ignore[assignment]
+
+
 def configure() -> None:
     """Before devices are made: few threads, and programs that an earlier trial has compiled."""
     jax.config.update("jax_num_cpu_devices", DEVICES)
     jax.config.update("jax_platforms", "cpu")
     if cache := os.environ.get("CHAOS_CACHE"):
         jax.config.update("jax_compilation_cache_dir", cache)
-        # A kill may leave half of what it writes, which is read as long as anybody wants it.
-        writes = 0.0 if "CHAOS_COMPILES" in os.environ else math.inf
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", writes)
+        # A kill would leave half an entry, for all who come later.
+        compiles = "CHAOS_COMPILES" in os.environ
+        least_seconds = 0.0 if compiles else math.inf
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", least_seconds)
+        if compiles:
+            write_in_all_processes()
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     if "CHAOS_CURVES" not in os.environ:
         sys.modules["matplotlib.figure"] = None  # type: ignore[assignment] # as if not installed

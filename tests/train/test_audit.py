@@ -149,6 +149,11 @@ def test_with_two_replicas_a_replay_decides(two: rx.DataParallel, device: int, b
     assert f"device {1 - device} of process 0: start again" in said
 
 
+def test_a_replay_ends_where_the_state_stood_still(two: rx.DataParallel) -> None:
+    said = message(two, 13, flipping(1, TOP))
+    assert "a replay of 2 steps since gives the bits of device 0 of process 0" in said
+
+
 def test_with_two_replicas_and_an_iterator_nobody_is_named(two: rx.DataParallel) -> None:
     batches = ({name: leaf[:16] for name, leaf in CASE.source.items()} for _ in range(99))
     said = message(two, 13, flipping(1), source=batches)

@@ -172,7 +172,7 @@ def test_the_steps_of_a_twin_are_followed() -> None:
 @pytest.mark.slow
 def test_processes_skip_and_end_alike() -> None:
     ended = run_job(TESTS / "job_bad_steps.py")
-    told = [each.out[each.out.index("skip") :] for each in ended]  # Gloo speaks before
+    told = [each.out[each.out.index("norm") :] for each in ended]  # Gloo speaks before
     assert told[0] == told[1], ended
     first = told[0].splitlines()
     skipped = [line.split()[1:] for line in first if line.startswith("skip")]
@@ -187,5 +187,5 @@ def test_processes_skip_and_end_alike() -> None:
     assert [line.split()[-1] for line in norms] == ["4", "8", "12"]
     assert norms[2].split()[1] == norms[1].split()[1] != norms[0].split()[1]
     assert {each.code for each in ended} == {1}
-    assert ended[0].err == ended[1].err
-    assert "finite in 2 steps in a row, 9 to 10 (first on examples 0, 1, 2," in ended[0].err
+    said = "finite in 2 steps in a row, 9 to 10 (first on examples 0, 1, 2,"
+    assert all(said in each.err for each in ended)  # or one tells what the other ended of

@@ -93,7 +93,7 @@ def _owned(state: TrainState) -> TrainState:
     """`state` in memory of its own: on CPUs, several devices may share the host's, and a step that
     is given it writes there.
     """
-    if jax.tree.leaves(state)[0].sharding.device_set.pop().platform != "cpu":
+    if next(iter(jax.tree.leaves(state)[0].devices())).platform != "cpu":
         return state
     copied: TrainState = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(state)
     jax.block_until_ready(copied)

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -92,7 +92,7 @@ def _pieces(files: Mapping[str, int]) -> Iterator[_Piece]:
             yield _Piece(path, start, min(start + PIECE_BYTES, size))
 
 
-def _hashed(root: int, pieces: Iterable[_Piece]) -> Iterator[tuple[_Piece, str]]:
+def _hashed(root: int, pieces: Iterable[_Piece]) -> Generator[tuple[_Piece, str], None, None]:
     """Each piece and its SHA-256, in order; what nobody waits for any more is not begun."""
     batches = list(_batches(pieces))
     pool = concurrent.futures.ThreadPoolExecutor(min(_MOST_THREADS, _cores()))

@@ -1,0 +1,177 @@
+"""What a checkpoint costs, on two host devices.
+
+1. The stall: what a save adds to the step that takes it, beside steps without one, in turn; and what
+   writing it in the background adds to the steps meanwhile.
+2. Verification: bytes a second at which a checkpoint is read back and compared with its checksums.
+3. Restoring: from the folder to a state on the devices, verification apart.
+
+Aims: a stall below 5 % of a step for each 100 MB of state, verification at 1 GB/s or more. Writes
+`results/checkpoints.json`.
+"""
+
+import argparse
+import dataclasses
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from timing import environment, save, spread
+
+DEVICES = 2
+jax.config.update("jax_num_cpu_devices", DEVICES)
+
+import replicax as rx  # noqa: E402
+from replicax.parallel.guarded import guarded  # noqa: E402
+from replicax.recipes import transformer  # noqa: E402
+from replicax.recipes.gpt2 import GPT2  # noqa: E402
+from replicax.recipes.mlp import MLP  # noqa: E402
+from replicax.train.checkpoints.arrays import array_entries, read  # noqa: E402
+from replicax.train.checkpoints.manifest import Position, read_manifest  # noqa: E402
+from replicax.train.checkpoints.saver import Saver  # noqa: E402
+from replicax.train.checkpoints.store import Store  # noqa: E402
+from replicax.train.checkpoints.verification import verify  # noqa: E402
+from replicax.train.host_memory import keep_freed_memory  # noqa: E402
+from replicax.train.run import Saving, abstract  # noqa: E402
+
+
+def gpt(**sizes: int) -> tuple[Any, Any, Any]:
+    """Recipe, model and batch of a GPT-2 on bytes."""
+    recipe, draw = dataclasses.replace(GPT2(), **sizes), np.random.default_rng(0)
+    shape = transformer.Shape(recipe.layers, recipe.heads, recipe.width, recipe.context, 257)
+    rows, context = recipe.batch_size, recipe.context
+    batch = {
+        "tokens": draw.integers(0, 256, (rows, context + 1)).astype(np.uint16),
+        "length": np.full(rows, context, np.int32),
+        "bytes": np.full(rows, context, np.int32),
+    }
+    return recipe, transformer.init(shape, jax.random.key(0)), batch
+
+
+def mlp(**sizes: int) -> tuple[Any, Any, Any]:
+    """Recipe, model and batch of an MLP: a short step for its state."""
+    recipe, draw = dataclasses.replace(MLP(), **sizes), np.random.default_rng(0)
+    source = recipe.train_source()
+    rows = draw.permutation(recipe.rows)[: recipe.batch_size]
+    return recipe, recipe.model(jax.random.key(0)), jax.tree.map(lambda leaf: leaf[rows], source)
+
+
+SUBJECTS = {
+    "gpt2, 6 layers of width 384": lambda: gpt(
+        layers=6, heads=6, width=384, context=256, batch_size=8
+    ),
+    "gpt2, 8 layers of width 768": lambda: gpt(
+        layers=8, heads=12, width=768, context=256, batch_size=8
+    ),
+    "mlp, 8 layers of width 1024, batch 256": lambda: mlp(
+        layers=8, hidden=1024, inputs=1024, batch_size=256, rows=256
+    ),
+}
+
+
+def measured(make: Any, rounds: int, folder: Path) -> dict[str, Any]:
+    """Milliseconds of steps with and without a save, and of what follows; rates of reading."""
+    recipe, model, data = make()
+    plain = rx.DataParallel(recipe.loss, recipe.optimizer())
+    state = plain.init(model)
+    dp = guarded(plain, state)
+    (batch,) = plain.feed(data, recipe.batch_size)
+    store = Store(folder / "checkpoints", 1, None)
+    saver = Saver(store, 1, lambda: None, 0, {})
+    seconds: dict[str, list[float]] = {"step": [], "step with a save": [], "step meanwhile": []}
+    background, number = [], 0
+
+    def step() -> None:
+        nonlocal state, number
+        state, metrics = dp.step(state, batch)
+        jax.block_until_ready((state, metrics))
+        number += 1
+
+    for turn in range(rounds + 2):
+        begun = time.perf_counter()
+        step()
+        alone = time.perf_counter()
+        step()
+        saver.save(state, Position(number, 0, 0, 0, 0, 0, 0, 0), {})
+        copied = time.perf_counter()
+        step()
+        after = time.perf_counter()
+        assert saver.wait(), saver.poll()
+        written = time.perf_counter()
+        if turn >= 2:
+            for name, value in zip(seconds, (alone - begun, copied - alone, after - copied)):
+                seconds[name].append(value)
+            background.append(written - copied)
+    return {
+        **costs(seconds, array_bytes(state)),
+        "seconds_until_written": spread(background),
+        **readings(state, store, rounds),
+    }
+
+
+def array_bytes(state: rx.TrainState) -> int:
+    """Bytes of the state's arrays."""
+    return sum(entry.nbytes for entry in array_entries(state).values())
+
+
+def costs(seconds: dict[str, list[float]], size: int) -> dict[str, Any]:
+    """The stall, in all its units."""
+    step = statistics.median(seconds["step"])
+    stalls = [a - b for a, b in zip(seconds["step with a save"], seconds["step"], strict=True)]
+    stall, hundreds = statistics.median(stalls), size / 1e8
+    interval = Saving().every_seconds
+    assert interval is not None
+    return {
+        "state_bytes": size,
+        "milliseconds": {name: spread([1e3 * v for v in vs]) for name, vs in seconds.items()},
+        "stall_milliseconds": spread([1e3 * each for each in stalls]),
+        "stall_milliseconds_per_100_MB": 1e3 * stall / hundreds,
+        "stall_percent_of_the_step_per_100_MB": 100 * stall / step / hundreds,
+        "stall_percent_of_all_steps_at_the_default_interval": 100 * stall / interval,
+    }
+
+
+def readings(state: rx.TrainState, store: Store, rounds: int) -> dict[str, Any]:
+    """Verification and restoring of the newest checkpoint."""
+    _, path = store.paths()[-1]
+    like, verified, restored = abstract(state), [], []
+    for _ in range(max(rounds // 2, 3)):
+        begun = time.perf_counter()
+        manifest = read_manifest(path)
+        verify(path, manifest)
+        checked = time.perf_counter()
+        jax.block_until_ready(read(like, path / "state"))
+        restored.append(time.perf_counter() - checked)
+        verified.append(manifest.nbytes / (checked - begun) / 1e9)
+    return {
+        "verified_gigabytes_per_second": spread(verified),
+        "seconds_to_restore": spread(restored),
+    }
+
+
+def main() -> None:
+    """Measure, print and save."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=15, help="saves of each")
+    args = parser.parse_args()
+    keep_freed_memory()
+    results = {}
+    for name, make in SUBJECTS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            found = results[name] = measured(make, args.rounds, Path(folder))
+        print(
+            f"{name}: {found['state_bytes'] / 1e6:,.0f} MB, "
+            f"step {found['milliseconds']['step']}, stall {found['stall_milliseconds']} ms: "
+            f"{found['stall_percent_of_the_step_per_100_MB']:.2f}% of it per 100 MB; verified "
+            f"{found['verified_gigabytes_per_second']} GB/s",
+            flush=True,
+        )
+    path = save("checkpoints", {"subjects": results, "environment": environment()})
+    print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()

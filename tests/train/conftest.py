@@ -1,0 +1,29 @@
+"""A run's folder, and a start that holds it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from lease_starts import HOLDS, Start
+
+from replicax.train import lease
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return tmp_path / "runs" / "x"
+
+
+@pytest.fixture
+def holding(run: Path) -> Iterator[Start]:
+    start = Start(HOLDS, run)
+    assert start.line() == "1"
+    yield start
+    start.end()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Signs of life every 20 ms, and a look every 50."""
+    monkeypatch.setattr(lease, "RENEW_SECONDS", 0.02)
+    monkeypatch.setattr(lease, "_LOOK_SECONDS", 0.05)
