@@ -13,10 +13,10 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 	$$python -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' \
 	2>/dev/null && echo $$python && break; done)
 
-# Also appended to the command of `train`, `test`, `test-fast` and `lock`.
+# Also appended to the command of `train`, `test`, `test-fast`, `chaos` and `lock`.
 ARGS ?=
 
-.PHONY: help train data peers engines compilers test test-fast check bench lock clean
+.PHONY: help train data peers engines compilers test test-fast chaos check bench lock clean
 
 help:
 	@echo 'make train      set up, get the data and train LeNet on two devices (ARGS="--epochs 1")'
@@ -26,6 +26,7 @@ help:
 	@echo 'make compilers  install those for TPUs and GPUs, which some tests plan with'
 	@echo 'make test       every test'
 	@echo 'make test-fast  the tests that take seconds'
+	@echo 'make chaos      disturb training runs in all ways there are (ARGS="--trials 1000")'
 	@echo 'make check      lint, formatting, types'
 	@echo 'make bench      what Replicax costs over hand-written JAX'
 	@echo 'make lock       resolve the dependencies again (ARGS=--upgrade for the newest)'
@@ -112,6 +113,9 @@ test: $(STAMP) data peers engines compilers
 
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)
+
+chaos: $(STAMP)
+	$(BIN)/python tests/chaos/chaos.py $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check

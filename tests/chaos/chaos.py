@@ -17,13 +17,12 @@ import random
 import shutil
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.pop(1)  # this file's folder, in which `chaos` would be this file
+if __name__ == "__main__":  # else in this file's folder `chaos` would be `chaos.py`
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from chaos.checks import check_done, is_bitwise_equal
 from chaos.defences import DEFENCES
@@ -43,13 +42,12 @@ _SECONDS_BETWEEN_LINES = 10.0
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; its exit code."""
     options = _parse(arguments)
-    processes = options.processes
-    if options.without and processes is None:
-        processes = DEFENCES[options.without].processes
-    with Harness(processes=processes, without=options.without or "") as harness:
+    with Harness(processes=options.processes) as harness:
         began = time.monotonic()
         print(f"chaos {options.trials} trials, {', '.join(options.faults)}, seed {options.seed}")
-        outcomes = harness.run(options.faults, options.trials, options.seed, options.jobs)
+        outcomes = harness.run(
+            options.faults, options.trials, options.seed, options.jobs, options.without
+        )
     seconds = time.monotonic() - began
     print("\n".join(table(outcomes)))
     wrong = [outcome for outcome in outcomes if outcome.wrong]
@@ -98,8 +96,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 class Harness:
     """Runs trials, several at a time; nothing is left behind but the folders of failed ones."""
 
-    def __init__(self, *, processes: int | None = None, without: str = "") -> None:
-        self._processes, self._without = processes, without
+    def __init__(self, *, processes: int | None = None) -> None:
+        self._processes = processes
         self._folder = Path(tempfile.mkdtemp(prefix="replicax-chaos-"))
         kept = {
             name: value
@@ -111,57 +109,69 @@ class Harness:
         self._env["PYTHONPATH"] = path
         self._server = ForkServer(self._env)
         self._references = References(self._server, self._folder / "undisturbed")
-        self._lock = threading.Lock()
-        self._done: list[Outcome] = []
+        self._failed = False
 
     def __enter__(self) -> "Harness":
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._server.close()
-        if any(outcome.wrong for outcome in self._done):
+        if self._failed:
             print(f"the folders of failed trials are in {self._folder}")
         else:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def run(self, faults: Sequence[str], trials: int, seed: int, jobs: int) -> list[Outcome]:
-        """`trials` of them, the kind of each by its seed."""
-        self._done, self._told_at = [], time.monotonic()
+    def run(
+        self, faults: Sequence[str], trials: int, seed: int, jobs: int, without: str | None = None
+    ) -> list[Outcome]:
+        """`trials` of them, the kind of each by its seed.
+
+        Args:
+            faults: kinds, which take turns.
+            trials: how many.
+            seed: of the first; the others count on.
+            jobs: trials at a time.
+            without: a defence to switch off; it is enough then that one trial fails.
+        """
+        outcomes: list[Outcome] = []
+        told_at = time.monotonic()
         with concurrent.futures.ThreadPoolExecutor(jobs) as executor:
             todo = [
-                executor.submit(self._one, faults[number % len(faults)], number, trials)
+                executor.submit(self._one, faults[number % len(faults)], number, without)
                 for number in range(seed, seed + trials)
             ]
             try:
-                return [future.result() for future in todo]
-            except BaseException:
-                executor.shutdown(wait=False, cancel_futures=True)
-                raise
+                for done in concurrent.futures.as_completed(todo):
+                    outcomes.append(done.result())
+                    failed = sum(bool(each.wrong) for each in outcomes)
+                    if outcomes[-1].wrong:
+                        self._failed = True
+                        print(outcomes[-1].line(), flush=True)
+                        if without:
+                            break
+                    elif time.monotonic() > told_at + _SECONDS_BETWEEN_LINES:
+                        print(f"{len(outcomes)} of {trials} trials, {failed} failed", flush=True)
+                        told_at = time.monotonic()
+            finally:
+                executor.shutdown(cancel_futures=True)
+        return outcomes
 
-    def _one(self, fault: str, seed: int, trials: int) -> Outcome:
-        attempt = 0
-        while True:
-            outcome = self._try(fault, seed, attempt)
-            attempt += 1
-            if outcome.wrong or not outcome.missed or attempt == _MOST_ATTEMPTS:
+    def _one(self, fault: str, seed: int, without: str | None) -> Outcome:
+        """One trial, again and again where its fault came too late."""
+        for attempt in range(_MOST_ATTEMPTS):
+            outcome = self._try(fault, seed, attempt, without)
+            if outcome.wrong or not outcome.missed:
                 break
-        with self._lock:
-            self._done.append(outcome)
-            if outcome.wrong:
-                print(outcome.line(), flush=True)
-            elif time.monotonic() > self._told_at + _SECONDS_BETWEEN_LINES:
-                failed = sum(bool(each.wrong) for each in self._done)
-                print(f"{len(self._done)} of {trials} trials, {failed} failed", flush=True)
-                self._told_at = time.monotonic()
         return outcome
 
-    def _try(self, name: str, seed: int, attempt: int) -> Outcome:
+    def _try(self, name: str, seed: int, attempt: int, without: str | None) -> Outcome:
         fault, began = FAULTS[name], time.monotonic()
         chance = random.Random(f"processes of {name} {seed}")
         processes = self._processes or chance.choice(fault.processes)
-        if name == "freeze":
-            processes = max(processes, 2)
-        env = {**self._env, **fault.env, **self._references.env, "CHAOS_WITHOUT": self._without}
+        if without:
+            processes = DEFENCES[without].processes or processes
+        processes = max(processes, min(fault.processes))
+        env = {**self._env, **fault.env, **self._references.env, "CHAOS_WITHOUT": without or ""}
         folder = self._folder / f"{name}-{seed}-{attempt}"
         reference = self._references.find(processes, fault.data)
         trial = Trial(self._server, folder, name, seed, processes, fault.data, env)
@@ -170,7 +180,7 @@ class Harness:
         try:
             fault.inject(trial)
             check_done(trial)
-        except (OSError, ValueError, KeyError) as error:  # what a broken run leaves is unreadable
+        except Exception as error:  # one trial's; what a broken run leaves may be unreadable
             trial.wrong.append(f"{type(error).__name__}: {error}")
         finally:
             trial.clear()

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_PRELOADED = (
+PRELOADED = (
     "jax",
     "jax.experimental.multihost_utils",
     "optax",
@@ -57,15 +57,18 @@ class Child:
 class ForkServer:
     """Forks processes, each in a session of its own, and tells how they end.
 
-    Its threads may be used by many threads. All that it forked is killed when it is closed, and
-    dies with it.
+    Many threads may use it. All that it forked is killed when it is closed, and dies with it.
+
+    Args:
+        env: of the server, and of all that it forks.
+        preloaded: modules that it imports.
     """
 
-    def __init__(self, env: Mapping[str, str]) -> None:
+    def __init__(self, env: Mapping[str, str], preloaded: Sequence[str] = PRELOADED) -> None:
         ours, its = socket.socketpair()
         with its:
             self._server = subprocess.Popen(
-                [sys.executable, str(Path(__file__).resolve()), str(its.fileno())],
+                [sys.executable, str(Path(__file__).resolve()), str(its.fileno()), *preloaded],
                 env=dict(env),
                 pass_fds=[its.fileno()],
                 start_new_session=True,
@@ -214,15 +217,15 @@ def _main() -> None:
     _die_with_parent()
     import importlib
 
-    for name in _PRELOADED:
+    connection, *preloaded = sys.argv[1:]
+    for name in preloaded:
         importlib.import_module(name)
-    from jax._src import xla_bridge
-
-    if xla_bridge._backends or threading.active_count() > 1:
+    jax = sys.modules.get("jax._src.xla_bridge")
+    if (jax and jax._backends) or threading.active_count() > 1:
         raise RuntimeError("a preloaded module has made devices or threads: nothing may be forked")
     gc.collect()
     gc.freeze()
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+    _serve(socket.socket(fileno=int(connection)))
     _die_with_parent()
     sys.path[0] = str(Path(sys.argv[0]).parent)
     runpy.run_path(sys.argv[0], run_name="__main__")

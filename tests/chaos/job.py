@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.pop(1)  # this file's folder, in which `chaos` would be `chaos.py`
+if __name__ == "__main__":  # else in this file's folder `chaos` would be `chaos.py`
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import jax
 import jax.numpy as jnp

@@ -150,7 +150,16 @@ def test_with_two_replicas_a_replay_decides(two: rx.DataParallel, device: int, b
 
 
 def test_a_replay_ends_where_the_state_stood_still(two: rx.DataParallel) -> None:
-    said = message(two, 13, flipping(1, TOP))
+    def change(state: Any) -> Any:
+        leaves, tree = jax.tree.flatten(state)
+        number = leaf_names(state).index("params['Dense_1']['bias']")
+        parts = [part.data for part in leaves[number].addressable_shards]
+        parts[1] = jax.device_put(parts[1] * jnp.nan, parts[1].sharding)
+        where = (leaves[number].shape, leaves[number].sharding)
+        leaves[number] = jax.make_array_from_single_device_arrays(*where, parts)
+        return tree.unflatten(leaves)
+
+    said = message(two, 13, change)
     assert "a replay of 2 steps since gives the bits of device 0 of process 0" in said
 
 

@@ -9,6 +9,7 @@ import asyncio
 import concurrent.futures
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from urllib.parse import quote
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from replicax.data.random_keys import is_random_key, numbers
 from replicax.errors import CheckpointError, require
@@ -30,10 +32,8 @@ _LONGEST_NAME = 200
 
 def array_entries(state: TrainState) -> dict[str, ArrayEntry]:
     """Leaf name -> dtype and shape of each array of `state`, or of its abstract twin."""
-    entries = {}
-    for name, leaf in _named(jax.eval_shape(_all_numbers, state)).items():
-        entries[name] = ArrayEntry(leaf.dtype.name, tuple(leaf.shape))
-    return entries
+    plain = {name: jax.eval_shape(numbers, leaf) for name, leaf in _named(state).items()}
+    return {name: ArrayEntry(leaf.dtype.name, tuple(leaf.shape)) for name, leaf in plain.items()}
 
 
 def begin_writing(state: TrainState, folder: Path) -> Callable[[], None]:
@@ -45,8 +45,8 @@ def begin_writing(state: TrainState, folder: Path) -> Callable[[], None]:
     Returns:
         What waits until this process has written its parts, and raises what went wrong.
     """
-    epath = require("etils.epath", "cli")
-    args = require("orbax.checkpoint", "cli").args.PyTreeSave(_named(_all_numbers(state)))
+    epath = require("etils.epath", "checkpoints")
+    args = require("orbax.checkpoint", "checkpoints").args.PyTreeSave(_with_elements(_named(state)))
     folder.mkdir(parents=True, exist_ok=True)
     futures: Sequence[Any] = _run(_handler().async_save(epath.Path(folder), args=args)) or ()
 
@@ -67,23 +67,22 @@ def read(like: TrainState, folder: Path) -> TrainState:
     Raises:
         CheckpointError: it cannot be read.
     """
-    orbax, epath = require("orbax.checkpoint", "cli"), require("etils.epath", "cli")
-    wanted = jax.eval_shape(_all_numbers, like)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
-    arguments = jax.tree.map(
-        lambda leaf, sharding: orbax.ArrayRestoreArgs(
-            sharding=sharding, global_shape=leaf.shape, dtype=leaf.dtype
-        ),
-        wanted,
-        shardings,
-    )
-    restore = orbax.args.PyTreeRestore(item=_named(wanted), restore_args=_named(arguments))
+    orbax, epath = require("orbax.checkpoint", "checkpoints"), require("etils.epath", "checkpoints")
+    named = _named(like)
+    wanted = _with_elements(named)
+    arguments = {
+        name: orbax.ArrayRestoreArgs(
+            sharding=named[name].sharding, global_shape=leaf.shape, dtype=leaf.dtype
+        )
+        for name, leaf in wanted.items()
+    }
+    restore = orbax.args.PyTreeRestore(item=wanted, restore_args=arguments)
     try:
         arrays = _handler().restore(epath.Path(folder), args=restore)
     except Exception as error:  # tensorstore's own, of many kinds
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise CheckpointError(f"{folder} cannot be read: {lines[0]}") from error
-    leaves = [arrays[name] for name in _names(like)]
+    leaves = [arrays[name] if name in wanted else _empty(leaf) for name, leaf in named.items()]
     state: TrainState = jax.tree.unflatten(jax.tree.structure(like), leaves)
     restored: TrainState = jax.tree.map(_as_key, _owned(state), like)
     return restored
@@ -103,13 +102,25 @@ def _owned(state: TrainState) -> TrainState:
 def _as_key(leaf: jax.Array, like: Any) -> jax.Array:
     if not is_random_key(like):
         return leaf
-    keys: jax.Array = jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(like))
+    impl: list[Any] = []  # JAX tells it of arrays alone
+    jax.eval_shape(lambda keys: impl.append(jax.random.key_impl(keys)), like)
+    keys: jax.Array = jax.random.wrap_key_data(leaf, impl=impl[0])
     return keys
 
 
-def _all_numbers(state: TrainState) -> TrainState:
-    whole: TrainState = jax.tree.map(numbers, state)
-    return whole
+def _with_elements(named: dict[str, Any]) -> dict[str, Any]:
+    """Without the arrays that have none, which Orbax does not take; of keys their numbers."""
+    found = {}
+    for name, leaf in named.items():
+        data = jax.eval_shape(numbers, leaf) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+        if math.prod(leaf.shape):
+            found[name] = numbers(data)
+    return found
+
+
+def _empty(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    nothing = np.empty(leaf.shape, leaf.dtype)
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda part: nothing[part])
 
 
 def _named(tree: Any) -> dict[str, Any]:
@@ -132,7 +143,7 @@ def _name(path: Sequence[Any]) -> str:
 def _handler() -> Any:
     # Orbax's checkpointers have barriers of their own, which time out where one process fails.
     logging.getLogger("absl").setLevel(logging.ERROR)
-    orbax = require("orbax.checkpoint", "cli")
+    orbax = require("orbax.checkpoint", "checkpoints")
     return orbax.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=False, use_compression=False)
 
 

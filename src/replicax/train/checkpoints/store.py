@@ -15,8 +15,7 @@ from pathlib import Path
 
 from replicax.errors import CheckpointError, ConfigError
 from replicax.train.checkpoints.manifest import ArrayEntry, Manifest, read_manifest
-from replicax.train.checkpoints.verification import _check_wanted as check_arrays
-from replicax.train.checkpoints.verification import verify
+from replicax.train.checkpoints.verification import check_arrays, verify
 
 _COMMITTED = re.compile(r"step-(\d{9,18})(?:\.([2-9]|[1-9]\d{1,8}))?")
 _LEFTOVERS = (".saving-", ".retired-")
@@ -90,10 +89,7 @@ class Store:
             try:
                 check_arrays(manifest.arrays, wanted)
             except CheckpointError as error:
-                raise ConfigError(
-                    f"{path} is of another model: {error}; use the model it was saved from, or "
-                    "another run"
-                ) from error
+                raise ConfigError(f"{path} is of another run: {error}") from error
             return path, manifest
         return None
 

@@ -1,0 +1,114 @@
+"""Trials of every kind of fault, and for every defence that a trial fails without it."""
+
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from chaos.chaos import Harness
+from chaos.corruption import KINDS, corrupt
+from chaos.defences import DEFENCES
+from chaos.faults import FAULTS
+from chaos.fork_server import ForkServer
+from chaos.outcome import Outcome, table
+
+TRIALS = 40
+JOBS = 2
+MUTATED_TRIALS = 8
+
+
+@pytest.fixture(scope="module")
+def harness() -> Iterator[Harness]:
+    with Harness() as opened:
+        yield opened
+
+
+@pytest.mark.slow
+def test_nobody_can_tell_what_happened_to_a_run(harness: Harness) -> None:
+    outcomes = harness.run(list(FAULTS), TRIALS, seed=0, jobs=JOBS)
+    wrong = [outcome.line() for outcome in outcomes if outcome.wrong]
+    assert not wrong, "\n".join(wrong)
+    assert {outcome.fault for outcome in outcomes if not outcome.missed} == set(FAULTS)
+    assert all(outcome.equal for outcome in outcomes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DEFENCES)
+def test_a_trial_fails_without(harness: Harness, name: str) -> None:
+    defence = DEFENCES[name]
+    outcomes = harness.run([defence.fault], MUTATED_TRIALS, seed=0, jobs=JOBS, without=name)
+    assert any(outcome.wrong for outcome in outcomes), f"no trial needs {defence.what}"
+
+
+def test_a_checkpoint_is_corrupted_in_every_way(tmp_path: Path) -> None:
+    ways = set()
+    for seed in range(100):
+        folders = [tmp_path / str(seed) / name for name in ("newest", "older")]
+        for number, folder in enumerate(folders):
+            folder.mkdir(parents=True)
+            for name in ("a", "b", "c"):
+                (folder / name).write_bytes(f"{name}{number}".encode() * 9)
+        before = _content(folders[0])
+        what = corrupt(*folders, random.Random(seed))
+        assert _content(folders[0]) != before, what
+        ways.add(next(word for word in WORDS if word in what))
+    assert len(ways) == len(KINDS)
+
+
+WORDS = ("flipped", "truncated", "deleted", "swapped", "replaced")
+
+
+def _content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_what_is_forked_ends_as_python_does(tmp_path: Path) -> None:
+    (tmp_path / "hello.py").write_text(
+        "import atexit, os, sys, time\n"
+        "atexit.register(print, 'bye')\n"
+        "print(sys.argv[1:], os.environ['GREETING'], flush=True)\n"
+        "time.sleep(float(sys.argv[1]))\n"
+        "sys.exit(3)\n"
+    )
+    server = ForkServer({"PATH": "", "JAX_PLATFORMS": "cpu"}, preloaded=())
+    try:
+        ended, killed = (
+            server.fork(
+                [str(tmp_path / "hello.py"), seconds],
+                {"GREETING": "hi"},
+                tmp_path / f"{seconds}.out",
+                tmp_path / f"{seconds}.err",
+            )
+            for seconds in ("0", "60")
+        )
+        assert server.wait([ended], 20.0)
+        assert killed.status is None
+        killed.signal(signal.SIGKILL)
+        assert server.wait([killed], 20.0)
+    finally:
+        server.close()
+    assert (ended.status, killed.status) == (3, -signal.SIGKILL)
+    assert ended.out.read_text() == "['0'] hi\nbye\n"
+    assert ended.err.read_text() == ""
+
+
+def test_the_table_fits_a_terminal() -> None:
+    outcome = Outcome(
+        fault="kill-restoring",
+        seed=1,
+        processes=2,
+        how="kill 0 at step 3",
+        missed=False,
+        equal=True,
+        starts=2,
+        lost=[0, 8],
+        recovery_seconds=[0.5, 12.25],
+        seconds=3.0,
+        cpu_seconds=4.0,
+        wrong=[],
+    )
+    lines = list(table([outcome] * 9_999))
+    assert all(len(line) <= 80 for line in lines)
+    cells = ["kill-restoring", *["9999"] * 3, "8", "4.0", "12.25", "12.25"]
+    assert lines[1].split() == cells

@@ -1,0 +1,157 @@
+"""Runs that end anywhere and are gone on with, beside the same ones undisturbed."""
+
+import contextlib
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import replicax as rx
+from replicax.data.random_keys import numbers
+from replicax.parallel.step import DataParallel
+from replicax.parallel.update import TrainState
+from replicax.train.records import Record
+
+ROWS, BATCH, BATCHES = 75, 16, 5
+EPOCHS = 3
+STEPS = EPOCHS * BATCHES
+
+_TIMED = ("seconds", "rows_per_second", "input_wait_fraction")
+
+
+class Crash(Exception):
+    """Ends a run where a kill would."""
+
+
+def loss(model: Any, batch: Any, key: Any) -> Any:
+    """Of a regression whose inputs are disturbed while it is trained."""
+    x = batch["x"]
+    if key is not None:
+        x = x * jax.random.bernoulli(key, 0.8, x.shape[1:])
+    values = jnp.sum((jnp.tanh(x @ model["hidden"]) @ model["out"] - batch["y"]) ** 2, axis=-1)
+    return values, {"size": jnp.abs(batch["y"]).sum(-1)}
+
+
+def model() -> dict[str, jax.Array]:
+    """Dims that 8 divides, so that every layout can split it."""
+    random = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(random.normal(size=shape) / 4, jnp.float32)  # noqa: E731
+    return {"hidden": draw(8, 16), "out": draw(16, 8)}
+
+
+def rows(count: int = ROWS, seed: int = 1) -> dict[str, np.ndarray]:
+    """Inputs and what is wanted of them."""
+    random = np.random.default_rng(seed)
+    x = random.normal(size=(count, 8)).astype(np.float32)
+    return {"x": x, "y": np.roll(x, 1, axis=1)}
+
+
+def data_parallel(devices: int = 8, **settings: Any) -> rx.DataParallel:
+    """Of the model above, on the first `devices`."""
+    if settings.get("mode") != "single":
+        settings["mesh"] = rx.make_mesh(devices=jax.devices()[:devices])
+    return rx.DataParallel(loss, optax.adam(0.01), **settings)
+
+
+def fit(dp: rx.DataParallel, folder: Path | None = None, **settings: Any) -> rx.Fit:
+    """`rx.fit` of the model above; saved every third step, where there is a folder."""
+    wanted: dict[str, Any] = {"source": rows(), "batch_size": BATCH, "progress": False}
+    if "steps" not in settings:
+        wanted["epochs"] = EPOCHS
+    if folder is not None:
+        wanted |= {"run_dir": folder, "save_every": 3}
+    wanted |= settings
+    state = wanted.pop("state", None) or dp.init(wanted.pop("model", model)())
+    return rx.fit(dp, state, wanted.pop("source"), **wanted)
+
+
+def settle() -> None:
+    """Wait for all saves that go on in the background."""
+    for thread in threading.enumerate():
+        if "(_finish)" in thread.name:
+            thread.join()
+
+
+@contextlib.contextmanager
+def crashing(at: int, of: str = "step") -> Iterator[None]:
+    """Within this context a run ends once `at` steps are done: before its next step, or `of`."""
+    whole = getattr(DataParallel, of)
+
+    def crash(self: DataParallel, state: TrainState, *arguments: Any) -> Any:
+        if int(state.step) == at:
+            settle()
+            raise Crash
+        return whole(self, state, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DataParallel, of, crash)
+        with pytest.raises(Crash):
+            yield
+
+
+@contextlib.contextmanager
+def watching(seen: list[tuple[int, list[int]]]) -> Iterator[None]:
+    """Within this context `seen` gets each step, and the indices of its real rows."""
+    whole = DataParallel.step
+
+    def watched(self: DataParallel, state: TrainState, batch: Any) -> Any:
+        real = np.asarray(batch.mask) > 0
+        seen.append((int(state.step), np.asarray(batch.index)[real].tolist()))
+        return whole(self, state, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DataParallel, "step", watched)
+        yield
+
+
+def bits(state: TrainState) -> dict[str, bytes]:
+    """Of every array."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {jax.tree_util.keystr(path): np.asarray(numbers(leaf)).tobytes() for path, leaf in leaves}
+
+
+def told(records: list[Record]) -> list[dict[str, Any]]:
+    """The records, without what the clock says."""
+    return _untimed([record.to_json() for record in records])
+
+
+def written(folder: Path) -> list[dict[str, Any]]:
+    """Those of `records.jsonl`."""
+    return _untimed((folder / "records.jsonl").read_text().splitlines())
+
+
+def _untimed(lines: list[str]) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in lines]
+    return [{key: each[key] for key in each if key not in _TIMED} for each in found]
+
+
+def check_same(found: rx.Fit, wanted: rx.Fit, folder: Path) -> None:
+    """That a run in `folder` ended as the undisturbed one did: to the bit, and to the record."""
+    assert bits(found.state) == bits(wanted.state)
+    assert told(found.records) == told(wanted.records)
+    assert written(folder) == told(wanted.records)
+
+
+def steps_saved(folder: Path) -> list[str]:
+    """Names of the checkpoints that are in their place."""
+    return sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
+
+
+def undisturbed() -> Callable[..., rx.Fit]:
+    """`fit` without a folder, once for the same arguments."""
+    known: dict[str, rx.Fit] = {}
+
+    def run(dp: rx.DataParallel, **settings: Any) -> rx.Fit:
+        key = f"{id(dp)} {sorted(settings.items(), key=str)}"
+        if key not in known:
+            known[key] = fit(dp, **settings)
+        return known[key]
+
+    return run
