@@ -144,6 +144,12 @@ def steps_saved(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
 
 
+@pytest.fixture(autouse=True)
+def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs draw none, which takes longer than they do; import this where that is so."""
+    monkeypatch.setattr("replicax.train.fit._draw", lambda *arguments: None)
+
+
 def undisturbed() -> Callable[..., rx.Fit]:
     """`fit` without a folder, once for the same arguments."""
     known: dict[str, rx.Fit] = {}

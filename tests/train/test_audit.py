@@ -333,7 +333,7 @@ def test_the_flags_of_the_command_line(main: Main) -> None:
     code, out, _ = main("train", "linear_regression", *flags)
     assert code == 0
     assert "audit  every 3 steps: " in out
-    assert out.splitlines()[-2] == "audit  2 clean"
+    assert "audit  2 clean" in out.splitlines()
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What process 0 finds out alone, known to all processes."""
+"""What process 0 finds out alone, known to all processes; and where they wait for each other."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,3 +31,10 @@ def decided(topic: str, find: Callable[[], Any]) -> Any:
     if "error" in told:
         raise getattr(errors, told["error"])(told["text"])
     return told["value"]
+
+
+def meet(topic: str) -> None:
+    """Wait until all processes have come as far: one that ends breaks what others still compute."""
+    link = current_link()
+    if link is not None:
+        link.gather(link.unique(topic), None)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from replicax.cluster.link import current_link
+from replicax.cluster.decided import meet
 from replicax.data.batch import Batch
 from replicax.data.source import Source, can_repeat
 from replicax.errors import ConfigError, DivergedError, ReplicasDifferError, did_you_mean
@@ -122,7 +122,7 @@ class Audit:
         """
         table = self._fingerprint.take(state)
         if differences := self._fingerprint.differences(table):
-            _meet()
+            meet("what an audit has found")
             raise ReplicasDifferError(self._text(differences, self._outvoted(differences), place))
         self._never_finite = set(self._fingerprint.not_finite(table))
         self._note_good(place, state)
@@ -185,7 +185,7 @@ class Audit:
         """That the state is finite where it was at first: an optimizer's may be so no longer."""
         leaves = [x for x in self._fingerprint.not_finite(table) if x not in self._never_finite]
         if leaves:
-            _meet()
+            meet("what an audit has found")
             raise DivergedError(f"not finite at step {place.step}: {named(leaves)}{_CANNOT_GO_ON}")
 
     def _note_good(self, place: Place, state: TrainState) -> None:
@@ -202,14 +202,14 @@ class Audit:
             wrong, how = self._replayed(differences, state, now.step)
         text = self._text(differences, wrong, audited, how)
         if not self._restores:
-            _meet()
+            meet("what an audit has found")
             raise ReplicasDifferError(f"{text}: {self._advice(wrong)}")
         assert self._snapshot is not None
         assert self.good is not None
         self._in_a_row = 1 if self._restored_from != self.good else self._in_a_row + 1
         self._restored_from = self.good
         if self._in_a_row > RESTORES:
-            _meet()
+            meet("what an audit has found")
             raise ReplicasDifferError(
                 f"{text}, again after {RESTORES} restores of step {self.good.step}: "
                 f"{self._advice(wrong)}"
@@ -328,13 +328,6 @@ _CANNOT_GO_ON = (
     ", and all replicas hold the same bits: no device is at fault, and training cannot go on from "
     "it: lower the learning rate, or clip the gradient"
 )
-
-
-def _meet() -> None:
-    """Wait until all processes have read as much: one that ends breaks what others still read."""
-    link = current_link()
-    if link is not None:
-        link.gather(link.unique("what an audit has found"), None)
 
 
 def _check(dp: DataParallel, source: Source, every: int, on_divergence: str) -> None:

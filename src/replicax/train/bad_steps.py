@@ -8,6 +8,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from replicax.cluster.agreement import agree
+from replicax.cluster.decided import meet
 from replicax.data.batch import Batch
 from replicax.errors import ConfigError, DivergedError
 from replicax.parallel.loss import LOSS
@@ -96,6 +97,7 @@ class BadSteps:
             on, when, those = "on", f"at step {end}", "it was"
         # Before anybody ends, which would break what others still read.
         agree("the bad steps", {"first": begin, "last": end})
+        meet("too many bad steps")
         raise DivergedError(
             f"{self._what()} {when} ({on} {_examples_text(first)}); {those} skipped: lower the "
             "learning rate, clip the gradient, or look at these examples"

@@ -15,9 +15,11 @@ from replicax.errors import ConfigError
 from replicax.parallel.update import TrainState
 from replicax.train.changes import check_changes, read_config
 from replicax.train.checkpoints.arrays import array_entries, read
+from replicax.train.checkpoints.finite import params_not_finite
 from replicax.train.checkpoints.manifest import Position
 from replicax.train.checkpoints.saver import Saver
 from replicax.train.checkpoints.store import Store
+from replicax.train.checkpoints.verification import STATE
 from replicax.train.goodput import Ledger
 from replicax.train.goodput_file import FILE
 from replicax.train.lease import Lease, take_lease
@@ -78,7 +80,7 @@ class Run:
         config: what is run; what JSON does not know is written as text.
         saving: when, and what is kept.
         accept_changes: whether to go on where the configuration is another than before.
-        state: of the run, or its shapes.
+        state: of the run, as it would begin.
         seed: of the order of the data.
         say: told what there is to say, a line each.
 
@@ -117,7 +119,14 @@ class Run:
         except BaseException:
             self.close()
             raise
-        self._saver = Saver(self._store, self.token, self._check, seed, self._config)
+        self._saver = Saver(
+            self._store,
+            self.token,
+            self._check,
+            seed,
+            self._config,
+            params_not_finite(state) if saving.wanted else (),
+        )
         self._saved: Position | None = None
 
     def _open(self) -> dict[str, Any]:
@@ -172,7 +181,7 @@ class Run:
         """
         assert self.found is not None
         with self.ledger.spending("restoring"):
-            state = read(like, self.found.path / "state")
+            state = read(like, self.found.path / STATE)
         self._saved = self.found.position
         return state
 

@@ -32,7 +32,7 @@ _LONGEST_NAME = 200
 
 def array_entries(state: TrainState) -> dict[str, ArrayEntry]:
     """Leaf name -> dtype and shape of each array of `state`, or of its abstract twin."""
-    plain = {name: jax.eval_shape(numbers, leaf) for name, leaf in _named(state).items()}
+    plain = {name: jax.eval_shape(numbers, leaf) for name, leaf in named(state).items()}
     return {name: ArrayEntry(leaf.dtype.name, tuple(leaf.shape)) for name, leaf in plain.items()}
 
 
@@ -46,7 +46,7 @@ def begin_writing(state: TrainState, folder: Path) -> Callable[[], None]:
         What waits until this process has written its parts, and raises what went wrong.
     """
     epath = require("etils.epath", "checkpoints")
-    args = require("orbax.checkpoint", "checkpoints").args.PyTreeSave(_with_elements(_named(state)))
+    args = require("orbax.checkpoint", "checkpoints").args.PyTreeSave(_with_elements(named(state)))
     folder.mkdir(parents=True, exist_ok=True)
     futures: Sequence[Any] = _run(_handler().async_save(epath.Path(folder), args=args)) or ()
 
@@ -68,11 +68,11 @@ def read(like: TrainState, folder: Path) -> TrainState:
         CheckpointError: it cannot be read.
     """
     orbax, epath = require("orbax.checkpoint", "checkpoints"), require("etils.epath", "checkpoints")
-    named = _named(like)
-    wanted = _with_elements(named)
+    leaves = named(like)
+    wanted = _with_elements(leaves)
     arguments = {
         name: orbax.ArrayRestoreArgs(
-            sharding=named[name].sharding, global_shape=leaf.shape, dtype=leaf.dtype
+            sharding=leaves[name].sharding, global_shape=leaf.shape, dtype=leaf.dtype
         )
         for name, leaf in wanted.items()
     }
@@ -82,8 +82,8 @@ def read(like: TrainState, folder: Path) -> TrainState:
     except Exception as error:  # tensorstore's own, of many kinds
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise CheckpointError(f"{folder} cannot be read: {lines[0]}") from error
-    leaves = [arrays[name] if name in wanted else _empty(leaf) for name, leaf in named.items()]
-    state: TrainState = jax.tree.unflatten(jax.tree.structure(like), leaves)
+    found = [arrays[name] if name in wanted else _empty(leaf) for name, leaf in leaves.items()]
+    state: TrainState = jax.tree.unflatten(jax.tree.structure(like), found)
     restored: TrainState = jax.tree.map(_as_key, _owned(state), like)
     return restored
 
@@ -108,10 +108,10 @@ def _as_key(leaf: jax.Array, like: Any) -> jax.Array:
     return keys
 
 
-def _with_elements(named: dict[str, Any]) -> dict[str, Any]:
+def _with_elements(leaves: dict[str, Any]) -> dict[str, Any]:
     """Without the arrays that have none, which Orbax does not take; of keys their numbers."""
     found = {}
-    for name, leaf in named.items():
+    for name, leaf in leaves.items():
         data = jax.eval_shape(numbers, leaf) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
         if math.prod(leaf.shape):
             found[name] = numbers(data)
@@ -123,7 +123,8 @@ def _empty(leaf: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda part: nothing[part])
 
 
-def _named(tree: Any) -> dict[str, Any]:
+def named(tree: Any) -> dict[str, Any]:
+    """Leaf name -> leaf. A name is that of a folder, made of the path: `params.dense.kernel`."""
     return dict(zip(_names(tree), jax.tree.leaves(tree), strict=True))
 
 

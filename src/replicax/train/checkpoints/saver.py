@@ -5,7 +5,7 @@ import dataclasses
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,10 @@ from replicax.errors import CheckpointError, RunInUseError
 from replicax.parallel.update import TrainState
 from replicax.train.checkpoints.arrays import array_entries, begin_writing
 from replicax.train.checkpoints.checksum import file_entries
+from replicax.train.checkpoints.finite import first_not_finite
 from replicax.train.checkpoints.manifest import Manifest, Position, write_manifest
 from replicax.train.checkpoints.store import Store
+from replicax.train.checkpoints.verification import STATE
 from replicax.wording import first_line
 
 MOST_FAILURES = 3
@@ -34,6 +36,7 @@ class Saver:
             over.
         seed: of the order of the data.
         config: of the run, for the manifests.
+        not_finite: parameters that were not finite when the run began, and may be so.
     """
 
     def __init__(
@@ -43,11 +46,12 @@ class Saver:
         check: Callable[[], None],
         seed: int,
         config: dict[str, Any],
+        not_finite: Collection[str] = (),
     ) -> None:
         self.saved_step: int | None = None
         """Of the newest checkpoint that is in its place."""
         self._store, self._token, self._check = store, token, check
-        self._seed, self._config = seed, config
+        self._seed, self._config, self._not_finite = seed, config, not_finite
         self._number = self._failures = 0
         self._thread: threading.Thread | None = None
         self._failed: str | None = None
@@ -78,7 +82,7 @@ class Saver:
             extra=extra,
         )
         try:
-            written = begin_writing(state, folder / "state")
+            written = begin_writing(state, folder / STATE)
         except Exception as error:  # of storage, in many forms: reported as the others are
             written = _raising(error)
         arguments = (folder, manifest, written, f"save {self._number} of start {self._token}")
@@ -151,6 +155,9 @@ class Saver:
         """Add the manifest, put the checkpoint in its place; what went wrong, or None."""
         try:
             files = file_entries(folder)
+            name = first_not_finite(folder / STATE, manifest.arrays, self._not_finite)
+            if name is not None:
+                return f"{name} is no longer finite"
             write_manifest(folder, dataclasses.replace(manifest, files=files))
             self._check()
             self._store.commit(folder, manifest.position.step)

@@ -1,0 +1,60 @@
+"""A state that is no longer finite does not become a checkpoint."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import replicax as rx
+from replicax.train.checkpoints.arrays import array_entries, begin_writing
+from replicax.train.checkpoints.finite import first_not_finite, params_not_finite
+from replicax.train.checkpoints.manifest import Position
+from replicax.train.checkpoints.saver import Saver
+from replicax.train.checkpoints.store import Store
+
+AT = Position(1, 0, 0, 0, 0, 0, 0, 0)
+
+
+def state(dtype: Any = jnp.float32, **changed: Any) -> rx.TrainState:
+    params = {"a": jnp.ones((9, 8), dtype), "b": jnp.ones((), dtype), "i": jnp.arange(3)}
+    dp = rx.DataParallel(lambda model, batch, key: batch["x"], optax.identity())
+    made = dp.init({name: leaf for name, leaf in params.items() if name != "i"})
+    return dataclasses.replace(made, params={**made.params, **changed})
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_one_element_is_found(tmp_path: Path, dtype: Any, value: float) -> None:
+    good = state(dtype)
+    bad = state(dtype, a=jnp.ones((9, 8), dtype).at[8, 7].set(value))
+    for number, (each, name) in enumerate([(good, None), (bad, "params.a")]):
+        folder = tmp_path / str(number)
+        begin_writing(each, folder)()
+        assert first_not_finite(folder, array_entries(each), ()) == name
+        assert first_not_finite(folder, array_entries(each), ("params.a",)) is None
+        assert params_not_finite(each) == ({name} if name else frozenset())
+
+
+def test_what_was_never_finite_may_stay_so_and_the_rest_may_not(tmp_path: Path) -> None:
+    begun = state(b=jnp.float32(-jnp.inf))
+    saver = Saver(Store(tmp_path, 3, None), 1, lambda: None, 0, {}, params_not_finite(begun))
+    saver.save(begun, AT, {})
+    assert saver.wait()
+    later = state(b=jnp.float32(-jnp.inf), a=jnp.full((9, 8), jnp.nan))
+    saver.save(later, dataclasses.replace(AT, step=2), {})
+    assert not saver.wait()
+    (alarm,) = saver.poll()
+    assert "params.a is no longer finite; step 1 is the last good checkpoint" in alarm
+    assert [step for step, _ in Store(tmp_path, 3, None).paths()] == [1]
+
+
+def test_the_optimizers_state_may_hold_what_it_likes(tmp_path: Path) -> None:
+    made = dataclasses.replace(state(), opt_state=(jax.device_put(jnp.float32(jnp.inf)),))
+    assert params_not_finite(made) == frozenset()
+    begin_writing(made, tmp_path / "state")()
+    assert first_not_finite(tmp_path / "state", array_entries(made), ()) is None
