@@ -69,7 +69,7 @@ def test_what_was_saved_is_verified(original: Path) -> None:
     assert 40_000 < manifest.nbytes < 80_000
     assert len(manifest.files) > 30
     verify(original, manifest)
-    verify(original, manifest, entries(tree()))
+    check_arrays(manifest.arrays, entries(tree()))
 
 
 @pytest.mark.parametrize("devices", [1, 8])
@@ -77,7 +77,8 @@ def test_on_any_number_of_devices(tmp_path: Path, devices: int) -> None:
     kept = ("step", "params.dense.kernel", "opt_state.0.mu.dense.kernel", "params.odd")
     arrays = {name: array for name, array in tree(devices).items() if name in kept}
     save(tmp_path, arrays)
-    verify(tmp_path, read_manifest(tmp_path), entries(arrays))
+    verify(tmp_path, read_manifest(tmp_path))
+    check_arrays(read_manifest(tmp_path).arrays, entries(arrays))
 
 
 def test_split_in_two_dims_and_odd_names(tmp_path: Path) -> None:
@@ -92,7 +93,8 @@ def test_split_in_two_dims_and_odd_names(tmp_path: Path) -> None:
     }
     manifest = save(tmp_path, arrays)
     assert sum(path.startswith("state/params.w/") for path in manifest.files) == 9
-    verify(tmp_path, manifest, entries(arrays))
+    verify(tmp_path, manifest)
+    check_arrays(manifest.arrays, entries(arrays))
 
 
 ZARR_DTYPES = (
@@ -105,7 +107,8 @@ ZARR_DTYPES = (
 def test_dtypes(tmp_path: Path) -> None:
     arrays = {name: jax.device_put(np.ones((6, 2), jnp.dtype(name))) for name in ZARR_DTYPES}
     save(tmp_path, arrays)
-    verify(tmp_path, read_manifest(tmp_path), entries(arrays))
+    verify(tmp_path, read_manifest(tmp_path))
+    check_arrays(read_manifest(tmp_path).arrays, entries(arrays))
 
 
 def test_dtypes_of_eight_bytes(tmp_path: Path) -> None:
@@ -113,14 +116,15 @@ def test_dtypes_of_eight_bytes(tmp_path: Path) -> None:
         arrays = {name: jnp.ones((6, 2), name) for name in ("int64", "uint64", "float64")}
         arrays["complex128"] = jnp.ones(3, "complex128")
         save(tmp_path, arrays)
-    verify(tmp_path, read_manifest(tmp_path), entries(arrays))
+    verify(tmp_path, read_manifest(tmp_path))
+    check_arrays(read_manifest(tmp_path).arrays, entries(arrays))
 
 
 def test_an_empty_array_has_no_files(checkpoint: Path) -> None:
     manifest = read_manifest(checkpoint)
     arrays = {**manifest.arrays, "params.none": ArrayEntry("float32", (0, 4))}
     sealed(checkpoint, arrays=arrays)
-    verify(checkpoint, read_manifest(checkpoint), arrays)
+    verify(checkpoint, read_manifest(checkpoint))
     (checkpoint / "state/params.none").mkdir()
     (checkpoint / "state/params.none/0.0").write_bytes(b"")
     sealed(checkpoint, arrays=arrays)
@@ -162,11 +166,6 @@ def test_three_differences_are_named_and_the_others_counted(original: Path) -> N
         wanted[name] = read_manifest(original).arrays[name]
     three = dict.fromkeys(sorted(wanted)[-3:], ArrayEntry("int8", ()))
     assert " more" not in refusal(original, {**wanted, **three})
-
-
-def test_what_the_run_wants_is_compared_before_anything_is_opened(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="not in this run"):
-        verify(tmp_path / "gone", save_elsewhere(tmp_path), {})
 
 
 def save_elsewhere(folder: Path) -> Any:
@@ -300,9 +299,12 @@ def test_files_that_belong_to_nothing_are_refused(checkpoint: Path, path: str) -
 
 @pytest.mark.parametrize("name", ["_METADATA", "_sharding", "array_metadatas/process_0"])
 def test_large_files_beside_the_arrays_are_refused(checkpoint: Path, name: str) -> None:
-    os.truncate(checkpoint / "state" / name, 16 * 2**20 + 1)
+    os.truncate(checkpoint / "state" / name, 2**28 + 1)
     sealed(checkpoint, arrays=read_manifest(checkpoint).arrays)
-    assert refusal(checkpoint) == (f"state/{name} has 16777217 bytes; at most 16777216 are allowed")
+    assert refusal(checkpoint) == (
+    limit = "has 268435457 bytes; at most 268435456 are allowed"
+    assert refusal(checkpoint) == f"state/{name} {limit}"
+    )
 
 
 def leaf(name: str, **changes: Any) -> dict[str, Any]:
