@@ -26,7 +26,7 @@ STEPS = EPOCHS * BATCHES
 _TIMED = ("seconds", "rows_per_second", "input_wait_fraction")
 
 
-class Crash(Exception):
+class CrashError(Exception):
     """Ends a run where a kill would."""
 
 
@@ -87,12 +87,12 @@ def crashing(at: int, of: str = "step") -> Iterator[None]:
     def crash(self: DataParallel, state: TrainState, *arguments: Any) -> Any:
         if int(state.step) == at:
             settle()
-            raise Crash
+            raise CrashError
         return whole(self, state, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DataParallel, of, crash)
-        with pytest.raises(Crash):
+        with pytest.raises(CrashError):
             yield
 
 
@@ -114,11 +114,13 @@ def watching(seen: list[tuple[int, list[int]]]) -> Iterator[None]:
 def bits(state: TrainState) -> dict[str, bytes]:
     """Of every array."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
-    return {jax.tree_util.keystr(path): np.asarray(numbers(leaf)).tobytes() for path, leaf in leaves}
+    return {
+        jax.tree_util.keystr(path): np.asarray(numbers(leaf)).tobytes() for path, leaf in leaves
+    }
 
 
 def told(records: list[Record]) -> list[dict[str, Any]]:
-    """The records, without what the clock says."""
+    """The records, without what the clock says; in order where they are read equally late."""
     return _untimed([record.to_json() for record in records])
 
 
@@ -129,7 +131,10 @@ def written(folder: Path) -> list[dict[str, Any]]:
 
 def _untimed(lines: list[str]) -> list[dict[str, Any]]:
     found = [json.loads(line) for line in lines]
-    return [{key: each[key] for key in each if key not in _TIMED} for each in found]
+    kept = [{key: each[key] for key in each if key not in _TIMED} for each in found]
+    if {each["kind"] for each in kept} <= {"train", "eval"}:
+        return kept
+    return sorted(kept, key=lambda each: each["kind"])  # of one kind they stay in order
 
 
 def check_same(found: rx.Fit, wanted: rx.Fit, folder: Path) -> None:

@@ -131,7 +131,7 @@ DEFENCES = {
     "guard": Defence("updates that are not finite are skipped", "nan-one", _guard),
     "records-rewind": Defence("records of lost steps are taken back", "kill", _records_rewind),
     "position": Defence("the exact batch to go on with", "kill", _position),
-    "atomic-rename": Defence("a checkpoint appears whole", "kill-saving", _atomic_rename),
+    "atomic-rename": Defence("a checkpoint appears whole", "kill", _atomic_rename, processes=1),
     "sigterm": Defence("SIGTERM is heard", "term", _sigterm),
     "final-save": Defence("a run that stops is saved", "term", _final_save),
     "agreed-stop": Defence("all processes stop at one step", "term", _agreed_stop, processes=2),

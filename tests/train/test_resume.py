@@ -9,7 +9,7 @@ from resumable import (
     BATCHES,
     EPOCHS,
     STEPS,
-    Crash,
+    CrashError,
     bits,
     check_same,
     crashing,
@@ -97,11 +97,12 @@ def test_before_the_last_save(
     dp: rx.DataParallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def crash(self: Run, *arguments: Any) -> None:
-        raise Crash
+        raise CrashError
 
-    with monkeypatch.context() as patch, pytest.raises(Crash):
-        patch.setattr(Run, "finish", crash)
+    monkeypatch.setattr(Run, "finish", crash)
+    with pytest.raises(CrashError):
         fit(dp, tmp_path / "run", log_every=2, **EVALUATED)
+    monkeypatch.undo()
     found = fit(dp, tmp_path / "run", log_every=2, **EVALUATED)
     check_same(found, run(dp, log_every=2, **EVALUATED), tmp_path / "run")
 

@@ -223,7 +223,7 @@ def fit(
             for line in audit.describe():
                 display.line(line)
         result = _go(loop, state, title)
-        for line in summary(result, total):
+        for line in summary(result, loop.total):
             display.line(line)
         if dp.mode == "exact":
             display.line(f"bits   sha256 of the weights {sha256(result.state.params)[:16]}")
@@ -262,6 +262,9 @@ def _go(loop: Loop, state: TrainState, title: str) -> Fit:
 def _resume(loop: Loop, run: Run, found: Found, state: TrainState) -> TrainState:
     """The state that was found, with `loop` where it was saved; `state` gives its place to it."""
     batch = first_batch(loop.source, found.position, found.extra)
+    if loop.epochs is not None and loop.source.batches is not None:  # in batches as they are now
+        remaining = (loop.epochs - found.position.epoch) * loop.source.batches - batch
+        loop.total = found.position.step + max(remaining, 0)
     like = abstract(state)
     if loop.dp.donate:
         for leaf in jax.tree.leaves(state):

@@ -88,7 +88,7 @@ class RunFolder:
     def write_config(self, config: dict[str, Any]) -> None:
         """Write `config.json`, as `plain_config` has it."""
         text = json.dumps(plain_config(config), indent=2)
-        (self.path / CONFIG).write_text(text + "\n", encoding="utf-8")
+        self._replace(self.path / CONFIG, f"{text}\n".encode())
 
     def append(self, record: Record) -> None:
         """Add a line to `records.jsonl`, at once visible to a reader."""
@@ -109,10 +109,13 @@ class RunFolder:
             return 0, 0
         found = self.records.read_bytes().splitlines(keepends=True)
         kept, dropped = found[:lines], found[lines:]
-        beside = self.records.with_name(f"{RECORDS}.new")  # a reader, or a crash, meets all or none
-        beside.write_bytes(b"".join(kept))
-        beside.replace(self.records)
+        self._replace(self.records, b"".join(kept))
         return len(kept), max(map(_step, dropped), default=0)
+
+    def _replace(self, path: Path, content: bytes) -> None:
+        beside = path.with_name(f"{path.name}.new")  # a reader, or a crash, meets all or nothing
+        beside.write_bytes(content)
+        beside.replace(path)
 
     def sync(self) -> None:
         """Have the system write the records to the disk."""

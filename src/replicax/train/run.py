@@ -146,6 +146,7 @@ class Run:
         told: dict[str, Any] = {"token": self._lease.token, "checkpoint": None}
         if found is None:
             self.folder.keep(0)
+            self.folder.write_config(self._config)
             return told
         path, manifest = found
         position = manifest.position
@@ -171,7 +172,6 @@ class Run:
                 self._say(line)
         else:
             folder.refuse_another()
-        folder.write_config(self._config)
 
     def restore(self, like: TrainState) -> TrainState:
         """The state of what was found, laid out as `like`.

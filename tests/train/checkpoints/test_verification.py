@@ -301,10 +301,8 @@ def test_files_that_belong_to_nothing_are_refused(checkpoint: Path, path: str) -
 def test_large_files_beside_the_arrays_are_refused(checkpoint: Path, name: str) -> None:
     os.truncate(checkpoint / "state" / name, 2**28 + 1)
     sealed(checkpoint, arrays=read_manifest(checkpoint).arrays)
-    assert refusal(checkpoint) == (
     limit = "has 268435457 bytes; at most 268435456 are allowed"
     assert refusal(checkpoint) == f"state/{name} {limit}"
-    )
 
 
 def leaf(name: str, **changes: Any) -> dict[str, Any]:

@@ -51,8 +51,9 @@ def begin_writing(state: TrainState, folder: Path) -> Callable[[], None]:
     futures: Sequence[Any] = _run(_handler().async_save(epath.Path(folder), args=args)) or ()
 
     def wait() -> None:
-        for future in futures:
-            future.result()
+        errors = [error for error in map(_error_of, futures) if error]  # of all: nobody writes on
+        if errors:
+            raise errors[0]
 
     return wait
 
@@ -106,6 +107,14 @@ def _as_key(leaf: jax.Array, like: Any) -> jax.Array:
     jax.eval_shape(lambda keys: impl.append(jax.random.key_impl(keys)), like)
     keys: jax.Array = jax.random.wrap_key_data(leaf, impl=impl[0])
     return keys
+
+
+def _error_of(future: Any) -> Exception | None:
+    try:
+        future.result()
+    except Exception as error:
+        return error
+    return None
 
 
 def _with_elements(leaves: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,240 @@
+"""What is written is read again, bit for bit, on any devices and in any layout."""
+
+import asyncio
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from orbax.checkpoint import PyTreeCheckpointer
+from resumable import bits, data_parallel, fit, model, no_curves, rows
+from saved_checkpoint import sealed
+
+import replicax as rx
+from replicax.data.random_keys import is_random_key
+from replicax.errors import CheckpointError
+from replicax.parallel.update import TrainState
+from replicax.train.checkpoints.arrays import array_entries, begin_writing, read
+from replicax.train.checkpoints.verification import verify
+from replicax.train.run import abstract
+
+__all__ = ["no_curves"]
+
+RULES = [("hidden", PartitionSpec(None, "data")), ("out", PartitionSpec("data"))]
+KINDS: dict[str, dict[str, Any]] = {
+    "replicated": {"layout": "replicated"},
+    "zero1": {"layout": "zero1"},
+    "fsdp": {"layout": "fsdp"},
+    "rules": {"layout": RULES},
+    "fsdp on 4": {"layout": "fsdp", "devices": 4},
+    "zero1 on 2": {"layout": "zero1", "devices": 2},
+    "single": {"mode": "single"},
+    "pmap": {"mode": "pmap"},
+}
+
+
+def write(state: TrainState, folder: Path) -> TrainState:
+    """Write `state` into `folder`, and hold it against what it is said to be."""
+    begin_writing(state, folder / "state")()
+    verify(folder, sealed(folder, arrays=array_entries(state)))
+    return state
+
+
+def state_of(tree: Any, mesh: Mesh | None = None) -> TrainState:
+    """A state with `tree` for parameters, as a step holds it."""
+    mesh = mesh or rx.make_mesh(devices=jax.devices()[:2])
+    whole = NamedSharding(mesh, PartitionSpec())
+    state = TrainState(jnp.int32(5), tree, (), {}, jnp.uint32(3))
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, whole), state)
+
+
+@pytest.fixture(scope="module")
+def trained() -> TrainState:
+    """What is to be found again."""
+    return fit(data_parallel(8, layout="fsdp"), steps=3).state
+
+
+@pytest.mark.parametrize("first", ["replicated", "zero1", "fsdp", "rules"])
+def test_every_layout_onto_every_other(tmp_path: Path, trained: TrainState, first: str) -> None:
+    laid = abstract(data_parallel(**KINDS[first]).init(model()))
+    state = jax.tree.map(lambda leaf, to: jax.device_put(leaf, to.sharding), trained, laid)
+    write(state, tmp_path)
+    for kind in KINDS.values():
+        like = abstract(data_parallel(**kind).init(model()))
+        found = read(like, tmp_path / "state")
+        assert bits(found) == bits(trained)
+        assert jax.tree.map(lambda leaf: leaf.sharding, found) == jax.tree.map(
+            lambda leaf: leaf.sharding, like
+        )
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *("bfloat16", "float16", "float32", "int8", "int32", "uint8", "uint32", "bool"),
+        *("complex64", "float8_e4m3fn", "int4"),
+    ],
+)
+def test_dtypes(tmp_path: Path, dtype: str) -> None:
+    values = np.random.default_rng(0).integers(0, 2, (3, 5)).astype(jnp.dtype(dtype))
+    state = write(state_of({"w": values, "s": values[0, 0]}), tmp_path)
+    found = read(abstract(state), tmp_path / "state")
+    assert found.params["w"].dtype == dtype
+    assert bits(found) == bits(state)
+
+
+def test_bits_that_are_no_numbers(tmp_path: Path) -> None:
+    """NaNs with a payload, infinities, subnormals, minus zero."""
+    patterns = np.array([0x7FC00001, 0xFFC12345, 0x7F800000, 0x80000000, 1], np.uint32)
+    state = write(state_of({"w": patterns.view(np.float32)}), tmp_path)
+    found = read(abstract(state), tmp_path / "state")
+    assert np.asarray(found.params["w"]).view(np.uint32).tolist() == patterns.tolist()
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_random_keys(tmp_path: Path, impl: str) -> None:
+    keys = {
+        "one": jax.random.key(7, impl=impl),
+        "many": jax.random.split(jax.random.key(8, impl=impl), 6).reshape(2, 3),
+    }
+    state = write(dataclasses.replace(state_of({}), extras=keys), tmp_path)
+    like = abstract(dataclasses.replace(state, extras=jax.device_put(keys, state.step.sharding)))
+    found = read(like, tmp_path / "state")
+    for name, key in keys.items():
+        assert is_random_key(found.extras[name])
+        assert found.extras[name].dtype == key.dtype
+        drawn = (jax.random.bits(jnp.ravel(each)[0]) for each in (found.extras[name], key))
+        assert len(set(map(int, drawn))) == 1
+    assert bits(found) == bits(state)
+    assert array_entries(state) == array_entries(like)
+
+
+def test_arrays_without_elements_and_scalars(tmp_path: Path) -> None:
+    tree = {"none": jnp.ones((0, 4)), "also": jnp.ones((3, 0), jnp.int8), "scalar": jnp.float32(2)}
+    state = write(state_of(tree), tmp_path)
+    assert sorted(path.name for path in (tmp_path / "state").glob("params*")) == ["params.scalar"]
+    found = read(abstract(state), tmp_path / "state")
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), found) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), state
+    )
+    assert bits(found) == bits(state)
+    assert found.params["none"].sharding == state.params["none"].sharding
+
+
+NAMES = {
+    "slash": {"a/b": 1, "a": {"b": 2}},
+    "dots": {"a.b": 1, "a": {"b": 2}, "a.": {"b": 3}, ".": 4, "..": 5, "...": 6},
+    "empty": {"": 1, " ": 2, "%": 3, "%2E": 4, ".": 5},
+    "lists": {"a": [1, 2], "a.0": 3, "b": ({"0": 4},)},
+    "odd": {"it's": 1, '"': 2, "\\": 3, "\n": 4, "\0": 5, "~": 6, "-rf *": 7},
+    "unicode": {"é": 1, "e\u0301": 2, "重み": 3, "🙂": 4},
+    "case": {"w": 1, "W": 2},
+    "reserved": {"_METADATA": 1, "manifest.json": 2, ".zarray": 3, "0.0": 4},
+    "long": {"x" * 1000: 1, "x" * 1001: 2, "重" * 200: 3, "重" * 201: 4},
+    "deep": {"/".join(["d"] * n): n for n in range(1, 20)},
+}
+
+
+@pytest.mark.parametrize("names", NAMES.values(), ids=NAMES)
+def test_names(tmp_path: Path, names: Any) -> None:
+    """Each array has a folder of its own, right under `state`, whatever it is called."""
+    tree = jax.tree.map(lambda number: jnp.full(3, number, jnp.int32), names)
+    state = write(state_of(tree), tmp_path)
+    entries = array_entries(state)
+    assert len(entries) == len(jax.tree.leaves(state))
+    for name in entries:
+        assert (tmp_path / "state" / name / ".zarray").is_file()
+        assert len(name.encode()) <= 255
+    assert bits(read(abstract(state), tmp_path / "state")) == bits(state)
+    assert {path.name for path in tmp_path.iterdir()} == {"state", "manifest.json"}
+
+
+def test_names_stay_as_they_are_where_they_can(trained: TrainState) -> None:
+    assert set(array_entries(trained)) == {
+        *("step", "seed", "params.hidden", "params.out", "opt_state.0.count"),
+        *(f"opt_state.0.{kind}.{name}" for kind in ("mu", "nu") for name in ("hidden", "out")),
+    }
+
+
+# Memory.
+
+
+def pointers(state: TrainState) -> list[int]:
+    """Where each part of each array lies."""
+    leaves = [leaf for leaf in jax.tree.leaves(state) if leaf.size]
+    parts = [shard.data for leaf in leaves for shard in leaf.addressable_shards]
+    return [part.unsafe_buffer_pointer() for part in parts]
+
+
+@pytest.mark.parametrize("kind", ["replicated", "fsdp", "pmap", "single"])
+def test_what_is_read_lies_in_memory_of_its_own(
+    tmp_path: Path, trained: TrainState, kind: str
+) -> None:
+    dp = data_parallel(**KINDS[kind])
+    write(trained, tmp_path)
+    found = read(abstract(dp.init(model())), tmp_path / "state")
+    assert len(set(pointers(found))) == len(pointers(found))
+
+
+@pytest.mark.parametrize("kind", ["replicated", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_steps_may_have_the_memory_of_what_was_read(
+    tmp_path: Path, trained: TrainState, kind: str
+) -> None:
+    dp = data_parallel(**KINDS[kind])
+    like = abstract(dp.init(model()))
+    put = jax.tree.map(lambda leaf, to: jnp.copy(jax.device_put(leaf, to.sharding)), trained, like)
+    write(put, tmp_path)
+    found = read(like, tmp_path / "state")
+    for batch in dp.feed(rows(), 16):
+        put, _ = dp.step(put, batch)
+        found, _ = dp.step(found, batch)
+    assert bits(found) == bits(put)
+
+
+def test_what_is_written_is_what_was_when_it_was_called(tmp_path: Path) -> None:
+    """Steps that follow at once write into the same memory."""
+    dp = rx.DataParallel(lambda model, batch, key: (model["w"] * batch["x"]) ** 2, optax.sgd(0.1))
+    state = dp.init({"w": jnp.arange(1.0, 200_001.0)})
+    batch = next(iter(dp.feed({"x": np.ones((8, 200_000), np.float32)}, 8)))
+    for _ in range(2):
+        state, _ = dp.step(state, batch)
+    wanted = bits(state)
+    wait = begin_writing(state, tmp_path / "state")
+    like = abstract(state)
+    for _ in range(5):
+        state, _ = dp.step(state, batch)
+    wait()
+    assert bits(state) != wanted
+    assert bits(read(like, tmp_path / "state")) == wanted
+
+
+# Others.
+
+
+def test_plain_orbax_reads_it(tmp_path: Path, trained: TrainState) -> None:
+    write(trained, tmp_path)
+    arrays = PyTreeCheckpointer().restore(tmp_path / "state")
+    assert set(arrays) == set(array_entries(trained))
+    assert np.array_equal(arrays["params.out"], trained.params["out"])
+    assert int(arrays["step"]) == 3
+
+
+def test_from_within_an_event_loop(tmp_path: Path, trained: TrainState) -> None:
+    """As in a notebook."""
+
+    async def cell() -> None:
+        write(trained, tmp_path)
+
+    asyncio.run(cell())
+    assert bits(read(abstract(trained), tmp_path / "state")) == bits(trained)
+
+
+def test_what_cannot_be_read_is_told_in_one_line(tmp_path: Path, trained: TrainState) -> None:
+    with pytest.raises(CheckpointError, match="cannot be read: ") as gone:
+        read(abstract(trained), tmp_path / "gone")
+    assert str(gone.value).isprintable()

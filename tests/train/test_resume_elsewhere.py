@@ -1,0 +1,270 @@
+"""A run that goes on elsewhere, or otherwise: on other devices, in other batches, after damage."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from resumable import (
+    BATCH,
+    BATCHES,
+    EPOCHS,
+    STEPS,
+    bits,
+    check_same,
+    crashing,
+    data_parallel,
+    fit,
+    loss,
+    model,
+    no_curves,
+    rows,
+    steps_saved,
+    undisturbed,
+    watching,
+    written,
+)
+
+import replicax as rx
+from replicax.errors import CheckpointError, ConfigError
+
+__all__ = ["no_curves"]
+run = undisturbed()
+DEVICES = (8, 1, 4, 2)
+
+
+@pytest.fixture(scope="module")
+def dp() -> rx.DataParallel:
+    """One for most tests, so that its step is compiled once."""
+    return data_parallel(8)
+
+
+# Other devices.
+
+
+def moved(
+    folder: Path, steps: int, kinds: list[dict[str, Any]]
+) -> tuple[rx.Fit, list[tuple[int, list[int]]]]:
+    """A run of `steps` that is stopped and moved to other devices; the examples of each step."""
+    seen: list[tuple[int, list[int]]] = []
+    part = steps // len(kinds)
+    for number, kind in enumerate(kinds):
+        dp = data_parallel(**kind)
+        settings = {"steps": steps, "save_every": part // 2, "log_every": 10}
+        with watching(seen):
+            if number + 1 == len(kinds):
+                found = fit(dp, folder, **settings)
+            else:
+                with crashing((number + 1) * part + 2):
+                    fit(dp, folder, **settings)
+    return found, seen
+
+
+def check_moved(folder: Path, steps: int, kinds: list[dict[str, Any]], most: float) -> None:
+    wanted_seen: list[tuple[int, list[int]]] = []
+    with watching(wanted_seen):
+        wanted = fit(data_parallel(**kinds[0]), steps=steps, log_every=10)
+    found, seen = moved(folder, steps, kinds)
+    assert dict(seen) == dict(wanted_seen)
+    assert len(dict(seen)) == steps
+    assert len(seen) == steps + 2 * (len(kinds) - 1)  # what was done again
+    pairs = zip(
+        jax.tree.leaves(wanted.state.params), jax.tree.leaves(found.state.params), strict=True
+    )
+    largest = max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs)
+    print(f"largest difference {largest:.3g}")
+    assert largest <= most, f"parameters differ by up to {largest:.3g}"
+    steps_told = [(line["kind"], line["step"], line["rows"]) for line in written(folder)]
+    assert steps_told == [(r.kind, r.step, r.rows) for r in wanted.records]
+
+
+def test_on_other_devices(tmp_path: Path) -> None:
+    kinds = [{"devices": devices} for devices in DEVICES]
+    check_moved(tmp_path / "run", 200, kinds, most=1e-6)
+
+
+def test_in_mode_exact_to_the_bit(tmp_path: Path) -> None:
+    exact = {"mode": "exact", "micro_shards": 8}
+    check_moved(tmp_path / "run", 80, [{"devices": n, **exact} for n in DEVICES], most=0)
+
+
+@pytest.mark.slow
+def test_in_other_modes_and_layouts(tmp_path: Path) -> None:
+    kinds = [{"devices": 4}, {"devices": 8, "layout": "fsdp"}, {"mode": "single"}]
+    kinds += [{"devices": 2, "layout": "zero1"}, {"devices": 2, "mode": "shard_map"}]
+    check_moved(tmp_path / "run", 100, kinds[:-1], most=1e-6)
+
+
+# Other batches.
+
+
+def test_a_batch_size_that_divides_goes_on_at_the_same_row(
+    dp: rx.DataParallel, tmp_path: Path
+) -> None:
+    with crashing(BATCHES + 4):
+        fit(dp, tmp_path / "run", save_every=2)
+    assert steps_saved(tmp_path / "run")[-1] == f"step-{BATCHES + 3:09d}"
+    seen: list[tuple[int, list[int]]] = []
+    with watching(seen):
+        found = fit(dp, tmp_path / "run", save_every=2, batch_size=8, accept_changes=True)
+    order = np.random.default_rng([0, 1]).permutation(75)
+    done = np.concatenate([index for _, index in seen[:4]])
+    assert done.tolist() == order[3 * BATCH :].tolist()
+    assert found.records[-1].epoch == EPOCHS - 1
+    assert sum(record.rows for record in found.records) == 75 * EPOCHS
+
+
+def test_a_batch_size_that_does_not_divide_is_refused(dp: rx.DataParallel, tmp_path: Path) -> None:
+    with crashing(4):
+        fit(dp, tmp_path / "run")
+    with pytest.raises(
+        ConfigError, match=r"^the run stopped 48 rows into epoch 0 .* batch_size=10"
+    ):
+        fit(dp, tmp_path / "run", batch_size=10, accept_changes=True)
+    found = fit(dp, tmp_path / "run")
+    check_same(found, run(dp), tmp_path / "run")
+
+
+def test_at_an_epochs_end_any_batch_size_goes_on(dp: rx.DataParallel, tmp_path: Path) -> None:
+    with crashing(BATCHES):
+        fit(dp, tmp_path / "run", save_every=BATCHES)
+    again = {"save_every": BATCHES, "batch_size": 30, "accept_changes": True}
+    found = fit(dp, tmp_path / "run", **again)
+    assert found.steps == (EPOCHS - 1) * 3
+    assert int(found.state.step) == BATCHES + found.steps
+    assert sum(record.rows for record in found.records) == 75 * EPOCHS
+
+
+def test_rows_of_processes_are_those_of_as_many(
+    dp: rx.DataParallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with crashing(4):
+        fit(dp, tmp_path / "run", source=rx.PerProcess(rows()))
+    with monkeypatch.context() as patch:
+        patch.setattr("replicax.train.run.parts_of_processes", lambda source: {"processes": 2})
+        with pytest.raises(ConfigError, match=r"fed by rx.PerProcess in 1 processes and is now"):
+            fit(dp, tmp_path / "run", source=rx.PerProcess(rows()))
+    accepted = {"accept_changes": True, "source": rows()}
+    with pytest.raises(ConfigError, match="and is now fed by data that all have"):
+        fit(dp, tmp_path / "run", **accepted)
+
+
+# Another run.
+
+
+def test_another_model_is_refused(dp: rx.DataParallel, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with crashing(4):
+        fit(dp, folder)
+    saved = steps_saved(folder)
+    other = rx.DataParallel(loss, optax.sgd(0.01))
+    for settings in ({}, {"accept_changes": True}):
+        with pytest.raises(ConfigError, match=r"opt_state.0.count is in it and not in this run"):
+            fit(other, folder, **settings)
+    assert steps_saved(folder) == saved
+    check_same(fit(dp, folder), run(dp), folder)
+
+
+def test_another_configuration_is_refused_or_accepted(dp: rx.DataParallel, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with crashing(4):
+        fit(dp, folder, config={"fields": {"rate": 1}})
+    with pytest.raises(ConfigError, match=r"fields.rate 1 -> 2, data.seed 0 -> 5; give it") as no:
+        fit(dp, folder, config={"fields": {"rate": 2}}, seed=5)
+    assert str(no.value).isprintable()
+    found = fit(dp, folder, config={"fields": {"rate": 2}}, accept_changes=True)
+    check_same(found, run(dp), folder)
+    fit(dp, folder, config={"fields": {"rate": 2}})
+
+
+# Damage.
+
+
+def damage(path: Path) -> None:
+    file = path / "state/params.out/0.0"
+    content = bytearray(file.read_bytes())
+    content[7] ^= 4
+    file.write_bytes(content)
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(
+    dp: rx.DataParallel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    with crashing(7):
+        fit(dp, folder, log_every=2)
+    damage(folder / "checkpoints/step-000000006")
+    found = fit(dp, folder, log_every=2, progress=True)
+    assert found.steps == STEPS - 3
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("re")]
+    assert said[0].startswith("refused step 6: state/params.out/0.0")
+    assert said[0].endswith("(set aside as refused-step-000000006-1)")
+    assert said[1].startswith(f"resume {folder}: step 3, saved ")
+    assert said[1].endswith("; 3 more are done again")
+    check_same(found, run(dp, log_every=2), folder)
+    assert (folder / "checkpoints/refused-step-000000006-1").is_dir()
+
+
+def test_where_all_are_damaged_it_begins_anew(
+    dp: rx.DataParallel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    with crashing(7):
+        fit(dp, folder, log_every=2)
+    for step in (3, 6):
+        damage(folder / f"checkpoints/step-{step:09d}")
+    found = fit(dp, folder, log_every=2, progress=True)
+    assert found.steps == STEPS
+    out = capsys.readouterr().out
+    assert "refused step 6: " in out
+    assert "refused step 3: " in out
+    assert "resume" not in out
+    check_same(found, run(dp, log_every=2), folder)
+
+
+@pytest.mark.parametrize("left", [0, 1, 3])
+def test_lost_records_are_told_and_the_rest_is_right(
+    dp: rx.DataParallel, tmp_path: Path, capsys: pytest.CaptureFixture[str], left: int
+) -> None:
+    folder = tmp_path / "run"
+    with crashing(7):
+        fit(dp, folder, log_every=1)
+    lines = (folder / "records.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "records.jsonl").write_bytes(b"".join(lines[:left]))
+    found = fit(dp, folder, log_every=1, progress=True)
+    said = f"6 records were written up to step 6, and {left} are there: the rest is lost"
+    assert said in capsys.readouterr().out
+    assert bits(found.state) == bits(run(dp, log_every=1).state)
+    assert [line["step"] for line in written(folder)] == [*range(1, left + 1), *range(7, 16)]
+
+
+def test_a_checkpoint_that_cannot_be_read_after_all_is_told_in_one_line(
+    dp: rx.DataParallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with crashing(7):
+        fit(dp, tmp_path / "run")
+
+    class Broken:
+        def restore(self, *arguments: Any, **settings: Any) -> None:
+            raise ValueError("NOT_FOUND: a chunk\nat another line")
+
+    monkeypatch.setattr("replicax.train.checkpoints.arrays._handler", Broken)
+    with pytest.raises(CheckpointError, match=r"state cannot be read: NOT_FOUND: a chunk$"):
+        fit(dp, tmp_path / "run")
+
+
+def test_what_is_not_a_run_is_refused(dp: rx.DataParallel, tmp_path: Path) -> None:
+    (tmp_path / "records.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match="holds the records of another run"):
+        fit(dp, tmp_path)
+    assert (tmp_path / "records.jsonl").read_text() == "{}\n"
+
+
+def test_without_saves_the_folder_of_a_run_stays_its_own(
+    dp: rx.DataParallel, tmp_path: Path
+) -> None:
+    fit(dp, tmp_path / "run", save_every=None, save_seconds=None, model=model)
+    with pytest.raises(ConfigError, match="holds the records of another run"):
+        fit(dp, tmp_path / "run", save_every=None, save_seconds=None)
