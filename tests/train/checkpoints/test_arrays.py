@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from orbax.checkpoint import PyTreeCheckpointer
+from orbax.checkpoint import PyTreeCheckpointer, PyTreeCheckpointHandler
 from resumable import bits, data_parallel, fit, model, no_curves, rows
 from saved_checkpoint import sealed
 
@@ -68,9 +68,8 @@ def test_every_layout_onto_every_other(tmp_path: Path, trained: TrainState, firs
         like = abstract(data_parallel(**kind).init(model()))
         found = read(like, tmp_path / "state")
         assert bits(found) == bits(trained)
-        assert jax.tree.map(lambda leaf: leaf.sharding, found) == jax.tree.map(
-            lambda leaf: leaf.sharding, like
-        )
+        for leaf, to in zip(jax.tree.leaves(found), jax.tree.leaves(like), strict=True):
+            assert leaf.sharding.is_equivalent_to(to.sharding, leaf.ndim)
 
 
 @pytest.mark.parametrize(
@@ -216,6 +215,7 @@ def test_what_is_written_is_what_was_when_it_was_called(tmp_path: Path) -> None:
 # Others.
 
 
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
 def test_plain_orbax_reads_it(tmp_path: Path, trained: TrainState) -> None:
     write(trained, tmp_path)
     arrays = PyTreeCheckpointer().restore(tmp_path / "state")
@@ -234,7 +234,14 @@ def test_from_within_an_event_loop(tmp_path: Path, trained: TrainState) -> None:
     assert bits(read(abstract(trained), tmp_path / "state")) == bits(trained)
 
 
-def test_what_cannot_be_read_is_told_in_one_line(tmp_path: Path, trained: TrainState) -> None:
-    with pytest.raises(CheckpointError, match="cannot be read: ") as gone:
-        read(abstract(trained), tmp_path / "gone")
-    assert str(gone.value).isprintable()
+def test_what_cannot_be_read_is_told_in_one_line(
+    tmp_path: Path, trained: TrainState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    like = abstract(trained)
+
+    def broken(*arguments: Any, **settings: Any) -> None:
+        raise ValueError("NOT_FOUND: a chunk\nat another line")
+
+    monkeypatch.setattr(PyTreeCheckpointHandler, "restore", broken)
+    with pytest.raises(CheckpointError, match=r"state cannot be read: NOT_FOUND: a chunk$"):
+        read(like, tmp_path / "state")

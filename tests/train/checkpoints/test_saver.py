@@ -1,0 +1,289 @@
+"""Saves beside the training: what fails is told, and ends the run only the third time."""
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from saved_checkpoint import POSITION
+
+from replicax.errors import CheckpointError, RunInUseError
+from replicax.parallel.update import TrainState
+from replicax.train.checkpoints import saver as module
+from replicax.train.checkpoints.arrays import array_entries, read
+from replicax.train.checkpoints.manifest import Position, read_manifest
+from replicax.train.checkpoints.saver import MOST_FAILURES, Saver
+from replicax.train.checkpoints.store import Store
+from replicax.train.run import abstract
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "checkpoints", 3, None)
+
+
+@pytest.fixture
+def saver(store: Store) -> Iterator[Saver]:
+    made = Saver(store, 7, lambda: None, 11, {"rate": 1})
+    yield made
+    if made._thread is not None:
+        made._thread.join(20)
+
+
+def state(step: int) -> TrainState:
+    return TrainState(jnp.int32(step), {"w": jnp.full(4, step * 1.5)}, (), {}, jnp.uint32(0))
+
+
+def position(step: int) -> Position:
+    return Position(**{**vars(POSITION), "step": step})
+
+
+def save(saver: Saver, step: int) -> None:
+    saver.save(state(step), position(step), {"batch": step})
+
+
+def finished(saver: Saver) -> None:
+    """Wait for the thread, and look at nothing."""
+    assert saver._thread is not None
+    saver._thread.join(20)
+
+
+def saved(store: Store) -> list[int]:
+    return [step for step, _ in store.paths()]
+
+
+def failing(error: Exception, times: int, whole: Callable[..., Any]) -> Callable[..., Any]:
+    """`whole`, which raises `error` the first `times`."""
+    left = [times]
+
+    def call(*arguments: Any, **settings: Any) -> Any:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise error
+        return whole(*arguments, **settings)
+
+    return call
+
+
+def in_waiting(error: Exception, times: int) -> Callable[..., Any]:
+    """`begin_writing`, of which what waits for it fails."""
+    whole, left = module.begin_writing, [times]
+
+    def begin(*arguments: Any) -> Callable[[], None]:
+        wait = whole(*arguments)
+        left[0] -= 1
+
+        def fail() -> None:
+            wait()
+            raise error
+
+        return fail if left[0] >= 0 else wait
+
+    return begin
+
+
+def test_what_is_saved_is_all_there(saver: Saver, store: Store) -> None:
+    save(saver, 3)
+    assert saver.wait()
+    assert saver.poll() == []
+    assert saver.saved_step == 3
+    found = store.newest_good(array_entries(state(3)), print)
+    assert found is not None
+    path, manifest = found
+    assert manifest.position == position(3)
+    assert (manifest.token, manifest.seed) == (7, 11)
+    assert (manifest.config, manifest.extra) == ({"rate": 1}, {"batch": 3})
+    again = read(abstract(state(3)), path / "state")
+    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), again, state(3)))
+    assert os.listdir(store.folder) == ["step-000000003"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EDQUOT])
+@pytest.mark.parametrize("where", ["begin_writing", "waiting", "file_entries", "write_manifest"])
+def test_a_save_that_fails_is_told_once_and_the_next_is_tried(
+    saver: Saver, store: Store, monkeypatch: pytest.MonkeyPatch, where: str, number: int
+) -> None:
+    save(saver, 1)
+    saver.wait()
+    error = OSError(number, os.strerror(number))
+    if where == "waiting":
+        monkeypatch.setattr(module, "begin_writing", in_waiting(error, 1))
+    else:
+        monkeypatch.setattr(module, where, failing(error, 1, getattr(module, where)))
+    save(saver, 2)
+    finished(saver)
+    alarms = saver.poll()
+    assert alarms == [
+        f"ALARM  a save has failed (1 in a row): {os.strerror(number)}; "
+        "step 1 is the last good checkpoint"
+    ]
+    assert saver.poll() == []
+    assert not saver.wait()
+    assert os.listdir(store.folder) == ["step-000000001"]
+    save(saver, 3)
+    assert saver.wait()
+    assert saver.poll() == []
+    assert saved(store) == [1, 3]
+
+
+def test_a_rename_that_fails_leaves_nothing_behind(
+    saver: Saver, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = OSError(errno.EROFS, os.strerror(errno.EROFS))
+    monkeypatch.setattr(Store, "commit", failing(error, 1, Store.commit))
+    save(saver, 2)
+    finished(saver)
+    (alarm,) = saver.poll()
+    assert alarm.endswith(": Read-only file system; no step is saved yet")
+    assert os.listdir(store.folder) == []
+
+
+def test_words_of_tensorstore_are_the_systems(
+    saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = ValueError("RESOURCE: writing x [OS error 28: No space left on device] [a='b']\nmore")
+    monkeypatch.setattr(module, "begin_writing", in_waiting(error, 1))
+    save(saver, 1)
+    finished(saver)
+    (alarm,) = saver.poll()
+    assert "(1 in a row): No space left on device; no step" in alarm
+
+
+@pytest.mark.parametrize("text", ["", "one\ntwo", "\n\n"])
+def test_any_error_is_told_in_one_line(
+    saver: Saver, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setattr(module, "begin_writing", in_waiting(KeyError(text), 1))
+    save(saver, 1)
+    finished(saver)
+    (alarm,) = saver.poll()
+    assert alarm.isprintable()
+    assert ": ; " not in alarm
+
+
+def test_the_third_in_a_row_ends_the_run(
+    saver: Saver, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(saver, 5)
+    saver.wait()
+    monkeypatch.setattr(module, "write_manifest", failing(FULL, 99, module.write_manifest))
+    for failure in range(1, MOST_FAILURES):
+        save(saver, 5 + failure)
+        finished(saver)
+        assert [f"({failure} in a row)" in line for line in saver.poll()] == [True]
+    save(saver, 9)
+    finished(saver)
+    with pytest.raises(CheckpointError) as ended:
+        saver.poll()
+    assert str(ended.value) == (
+        "3 saves in a row have failed: No space left on device; step 5 is the last good "
+        f"checkpoint: make room or mend {store.folder}, and start again"
+    )
+    assert saved(store) == [5]
+
+
+def test_a_success_in_between_begins_the_count_anew(
+    saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = module.write_manifest
+    for step in range(0, 20, 3):
+        monkeypatch.setattr(module, "write_manifest", failing(FULL, 2, whole))
+        for failed in (1, 2):
+            save(saver, step + failed)
+            finished(saver)
+            (alarm,) = saver.poll()
+            assert f"({failed} in a row)" in alarm
+        save(saver, step + 3)
+        assert saver.wait()
+
+
+def test_alarms_that_nobody_asked_for_are_kept(
+    saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "write_manifest", failing(FULL, 1, module.write_manifest))
+    for step in (1, 2):
+        save(saver, step)
+    saver.wait()
+    assert len(saver.poll()) == 1
+
+
+@pytest.mark.parametrize("ask", ["poll", "wait", "save"])
+def test_a_run_that_was_taken_over_ends(tmp_path: Path, ask: str) -> None:
+    store = Store(tmp_path / "checkpoints", 3, None)
+
+    def check() -> None:
+        raise RunInUseError("start 8 of this run has taken over; this one stops")
+
+    saver = Saver(store, 7, check, 0, {})
+    save(saver, 1)
+    finished(saver)
+    with pytest.raises(RunInUseError, match=r"^start 8 of this run has taken over"):
+        save(saver, 2) if ask == "save" else getattr(saver, ask)()
+    assert saved(store) == []
+
+
+def test_the_lease_is_looked_at_last_before_the_rename(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def check() -> None:
+        (folder,) = store.folder.iterdir()
+        assert read_manifest(folder).position.step == 1
+        calls.append("check")
+
+    saver = Saver(store, 7, check, 0, {})
+    whole = store.commit
+    monkeypatch.setattr(
+        store, "commit", lambda *arguments: (calls.append("commit"), whole(*arguments))
+    )
+    save(saver, 1)
+    assert saver.wait()
+    assert calls == ["check", "commit"]
+
+
+def test_a_save_waits_for_the_one_before(saver: Saver, monkeypatch: pytest.MonkeyPatch) -> None:
+    going, most = [0], [0]
+    whole, free = module.file_entries, threading.Event()
+
+    def slow(folder: Path) -> Any:
+        going[0] += 1
+        most[0] = max(most[0], going[0])
+        free.wait(20)
+        going[0] -= 1
+        return whole(folder)
+
+    monkeypatch.setattr(module, "file_entries", slow)
+    save(saver, 1)
+    assert saver.poll() == []  # and returns at once
+    assert saver.saved_step is None
+    threading.Timer(0.2, free.set).start()
+    save(saver, 2)
+    assert saver.saved_step == 1
+    assert saver.wait()
+    assert (saver.saved_step, most[0]) == (2, 1)
+
+
+def test_too_many_that_cannot_be_deleted_are_no_failure(
+    saver: Saver, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "retire", failing(FULL, 9, store.retire))
+    for step in range(1, 6):
+        save(saver, step)
+        assert saver.wait()
+    assert saved(store) == [1, 2, 3, 4, 5]
+
+
+def test_older_ones_go(saver: Saver, store: Store) -> None:
+    for step in range(1, 6):
+        save(saver, step)
+    assert saver.wait()
+    assert saved(store) == [3, 4, 5]
+    assert sorted(os.listdir(store.folder)) == [f"step-{step:09d}" for step in (3, 4, 5)]

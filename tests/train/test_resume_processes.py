@@ -1,0 +1,40 @@
+"""A run that goes on in another number of processes."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from processes import TESTS, Ended, run_job
+
+STEPS, STOP = 200, 100
+
+
+def job(folder: Path, mode: str, stop: int, processes: int) -> list[Ended]:
+    folder.mkdir(exist_ok=True)
+    arguments = [TESTS / "job_resume.py", folder, mode, STEPS, stop]
+    return run_job(*arguments, processes=processes, devices=2 // processes)
+
+
+def used(folder: Path) -> list[tuple[int, list[int]]]:
+    told = [json.loads(line) for line in (folder / "told.jsonl").read_text().splitlines()]
+    return [(each["step"], each["examples"]) for each in told]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["jit", "exact"])
+@pytest.mark.parametrize("order", [(1, 2), (2, 1)])
+def test_one_process_and_two_are_one_run(tmp_path: Path, mode: str, order: tuple[int, int]) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for ended in job(whole, mode, 0, order[0]):
+        assert ended.code == 0, ended.err
+    for ended in job(parts, mode, STOP, order[0]):
+        assert ended.code == 75, ended.err
+    for ended in job(parts, mode, 0, order[1]):
+        assert ended.code == 0, ended.err
+    assert [step for step, _ in used(whole)] == list(range(1, STEPS + 1))
+    assert used(parts) == used(whole)
+    expected, found = np.load(whole / "params.npz"), np.load(parts / "params.npz")
+    apart = max(np.abs(expected[name] - found[name]).max() for name in expected.files)
+    print(f"{mode}, {order[0]} then {order[1]} processes: {apart:.2e} apart after {STEPS} steps")
+    assert apart == 0 if mode == "exact" else apart < 1e-6
