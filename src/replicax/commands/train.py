@@ -62,22 +62,23 @@ class TrainOptions:
     show_sharding: bool = False
     """Draw where the parameters and the batch live, before training."""
     max_bad_steps: int = 5
-    """Steps in a row whose loss or gradient is not finite before the run stops; each is skipped."""
+    """A step whose loss or gradient is not finite is skipped; after so many in a row the run
+    stops."""
     skip_spikes: bool = False
-    """Skip too the steps whose loss is far above those before."""
+    """Skip also a step whose loss is far above those before."""
     run: str | None = None
-    """Name of the run's folder in runs/; recipe and time by default. A run that is there already
-    goes on where it was saved."""
+    """Name of the run, and of its folder in runs/; recipe and time by default. A run that is there
+    already goes on where it was saved."""
     save_every: int | None = None
     """Steps between two checkpoints, instead of minutes."""
     save_minutes: float = 10.0
-    """Minutes between two checkpoints; 0 for none at all."""
+    """Minutes between two checkpoints; 0 saves nothing, and such a run cannot be continued."""
     keep: int = 3
-    """The newest checkpoints that stay."""
+    """How many of the newest checkpoints stay."""
     keep_every: int | None = None
-    """Checkpoints of a multiple of so many steps stay as well."""
+    """Checkpoints at a multiple of so many steps stay as well."""
     accept_changes: bool = False
-    """Go on with a run whose configuration was another."""
+    """Continue a run although its configuration has changed; each change is printed."""
 
 
 def train(arguments: list[str]) -> tuple[int, str | None]:
@@ -147,6 +148,7 @@ def _run(
     )
     if speaks:
         also = ", noise_scale.json" if options.measure_noise_scale else ""
+        also += ", checkpoints/" if options.save_minutes or options.save_every else ""
         print(f"see    {folder}/ (config.json, records.jsonl, curves.png{also})")
     if not result.interrupted and hasattr(recipe, "after_training"):
         shown = recipe.after_training(dp.model(result.state))  # on the devices of all processes

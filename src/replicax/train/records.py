@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import os
+import stat
 from pathlib import Path
 from typing import IO, Any
 
@@ -79,7 +80,7 @@ class RunFolder:
 
     def refuse_another(self) -> None:
         """Raise `ConfigError` where it holds the records of a run."""
-        if self.records.exists():
+        if os.path.lexists(self.records):
             raise ConfigError(
                 f"{self.path} holds the records of another run; a run has a folder of its own: "
                 "choose another name, or remove it"
@@ -105,8 +106,12 @@ class RunFolder:
             that are no more, 0 where there is none.
         """
         self.close()
-        if not self.records.exists():
+        if not os.path.lexists(self.records):
             return 0, 0
+        if not stat.S_ISREG(self.records.lstat().st_mode):  # a pipe, say, or a link to elsewhere
+            raise ConfigError(
+                f"{self.records} is not a regular file; restore it, or start another run"
+            )
         found = self.records.read_bytes().splitlines(keepends=True)
         kept, dropped = found[:lines], found[lines:]
         self._replace(self.records, b"".join(kept))
@@ -114,8 +119,15 @@ class RunFolder:
 
     def _replace(self, path: Path, content: bytes) -> None:
         beside = path.with_name(f"{path.name}.new")  # a reader, or a crash, meets all or nothing
-        beside.write_bytes(content)
-        beside.replace(path)
+        try:
+            beside.unlink(missing_ok=True)  # it may be a link to elsewhere
+            with beside.open("xb") as file:
+                file.write(content)
+            beside.replace(path)
+        except OSError as error:
+            raise ConfigError(
+                f"{path} cannot be written ({error.strerror}); mend its folder"
+            ) from error
 
     def sync(self) -> None:
         """Have the system write the records to the disk."""

@@ -11,7 +11,7 @@ import jax
 from replicax.cluster.decided import decided
 from replicax.data.per_process import PerProcessSource
 from replicax.data.source import Source
-from replicax.errors import ConfigError
+from replicax.errors import ConfigError, require
 from replicax.parallel.update import TrainState
 from replicax.train.changes import check_changes, read_config
 from replicax.train.checkpoints.arrays import array_entries, read
@@ -86,6 +86,7 @@ class Run:
 
     Raises:
         ConfigError: the folder holds another run, or cannot be written.
+        MissingDependencyError: Orbax is not installed.
         RunInUseError: another start holds it.
     """
 
@@ -107,6 +108,8 @@ class Run:
         self._config, self._accept, self._say = plain_config(config), accept_changes, say
         self._store = Store(path / CHECKPOINTS, saving.keep, saving.keep_every)
         self._wanted = array_entries(state) if saving.wanted else {}
+        if saving.wanted:
+            require("orbax.checkpoint", "checkpoints")
         self.found: Found | None = None
         try:
             told = decided("where the run goes on", self._open)
@@ -157,7 +160,7 @@ class Run:
                 f"and {lines} are there: the rest is lost"
             )
             position = dataclasses.replace(position, records=lines)
-        saved = time.strftime("%d %b %H:%M:%S", time.localtime(manifest.saved_at))
+        saved = _clock(manifest.saved_at)
         again = (
             f"; {reached - position.step:,} more are done again" if reached > position.step else ""
         )
@@ -238,6 +241,14 @@ class Run:
     def _check(self) -> None:
         if self._lease is not None:
             self._lease.check()
+
+
+def _clock(seconds: float) -> str:
+    """Date and time, of seconds since 1970."""
+    try:
+        return time.strftime("%d %b %H:%M:%S", time.localtime(seconds))
+    except (OverflowError, OSError, ValueError):  # what a checkpoint says need not be a time
+        return "at an unknown time"
 
 
 def abstract(state: TrainState) -> TrainState:

@@ -109,6 +109,7 @@ class Saver:
             RunInUseError: as for `poll`.
         """
         if self._thread is not None:
+            PULSE.rest()  # a slow disk is not a process that stands still
             self._thread.join()
             self._thread = None
             PULSE.move()
