@@ -143,11 +143,14 @@ class Run:
         self._check_config(self.folder)
         self._store.clean()
         self.ledger = Ledger(self.path / FILE, self._lease.token)
+        there = len(self._store.paths())
         with self.ledger.spending("restoring"):
             found = self._store.newest_good(self._wanted, self._say)
         self.ledger.restored(None if found is None else found[1].position.step)
         told: dict[str, Any] = {"token": self._lease.token, "checkpoint": None}
         if found is None:
+            if there:
+                self._say(f"begin  at step 0: none of {there} checkpoints can be trusted")
             self.folder.keep(0)
             self.folder.write_config(self._config)
             return told

@@ -41,17 +41,10 @@ def checkpoint(original: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(original, tmp_path / original.name))
 
 
-def _look(folder: Path, wanted: dict[str, ArrayEntry] | None) -> None:
-    manifest = read_manifest(folder)
-    verify(folder, manifest)
-    if wanted is not None:
-        check_arrays(manifest.arrays, wanted)
-
-
-def refusal(folder: Path, wanted: dict[str, ArrayEntry] | None = None) -> str:
+def refusal(folder: Path) -> str:
     """Why it is refused, in one line."""
     with pytest.raises(CheckpointError) as refused:
-        _look(folder, wanted)
+        verify(folder, read_manifest(folder))
     reason = str(refused.value)
     assert reason.isprintable()
     return reason
@@ -129,48 +122,6 @@ def test_an_empty_array_has_no_files(checkpoint: Path) -> None:
     (checkpoint / "state/params.none/0.0").write_bytes(b"")
     sealed(checkpoint, arrays=arrays)
     assert refusal(checkpoint) == "params.none is empty, and has files"
-
-
-# What the run wants.
-
-
-@pytest.mark.parametrize(
-    ("entry", "said"),
-    [
-        (ArrayEntry("float32", (64, 95)), "float32[64, 96] in it and float32[64, 95] in this run"),
-        (ArrayEntry("float32", (96, 64)), "float32[64, 96] in it and float32[96, 64] in this run"),
-        (ArrayEntry("int32", (64, 96)), "float32[64, 96] in it and int32[64, 96] in this run"),
-    ],
-)
-def test_another_array_than_the_run_has(original: Path, entry: ArrayEntry, said: str) -> None:
-    wanted = {**entries(tree()), "params.dense.kernel": entry}
-    reason = refusal(original, wanted)
-    assert reason.startswith(f"params.dense.kernel is {said}: ")
-
-
-def test_other_names_than_the_run_has(original: Path) -> None:
-    wanted = entries(tree())
-    del wanted["seed"]
-    assert "seed is in it and not in this run: " in refusal(original, wanted)
-    wanted = {**entries(tree()), "params.more": ArrayEntry("int8", ())}
-    assert "params.more is in this run and not in it: " in refusal(original, wanted)
-
-
-def test_three_differences_are_named_and_the_others_counted(original: Path) -> None:
-    wanted = entries(tree())
-    count = len(wanted)
-    reason = refusal(original, {})
-    assert reason.count("is in it and not in this run") == 3
-    assert f"; and {count - 3} more: " in reason
-    for name in sorted(wanted)[:-3]:
-        wanted[name] = read_manifest(original).arrays[name]
-    three = dict.fromkeys(sorted(wanted)[-3:], ArrayEntry("int8", ()))
-    assert " more" not in refusal(original, {**wanted, **three})
-
-
-def save_elsewhere(folder: Path) -> Any:
-    (folder / "elsewhere").mkdir()
-    return save(folder / "elsewhere", {"step": jnp.int32(1)})
 
 
 # Structure: everything is signed anew, so that no checksum is in the way.

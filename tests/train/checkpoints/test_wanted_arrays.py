@@ -1,0 +1,59 @@
+"""A checkpoint of other arrays than the run has is told from one that is harmed."""
+
+import pytest
+from saved_checkpoint import entries, tree
+
+from replicax.errors import CheckpointError
+from replicax.train.checkpoints.manifest import ArrayEntry
+from replicax.train.checkpoints.verification import check_arrays
+
+SAVED = entries(tree())
+
+
+def refusal(wanted: dict[str, ArrayEntry]) -> str:
+    """Why a run that wants these is refused, in one line."""
+    with pytest.raises(CheckpointError) as refused:
+        check_arrays(SAVED, wanted)
+    reason = str(refused.value)
+    assert reason.isprintable()
+    return reason
+
+
+def test_the_same_arrays_are_accepted_in_any_order() -> None:
+    check_arrays(SAVED, dict(reversed(SAVED.items())))
+    check_arrays({}, {})
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        (ArrayEntry("float32", (64, 95)), "float32[64, 96] in it and float32[64, 95] in this run"),
+        (ArrayEntry("float32", (96, 64)), "float32[64, 96] in it and float32[96, 64] in this run"),
+        (ArrayEntry("int32", (64, 96)), "float32[64, 96] in it and int32[64, 96] in this run"),
+    ],
+)
+def test_another_array_than_the_run_has(entry: ArrayEntry, said: str) -> None:
+    reason = refusal({**SAVED, "params.dense.kernel": entry})
+    assert reason.startswith(f"params.dense.kernel is {said}: ")
+
+
+def test_other_names_than_the_run_has() -> None:
+    wanted = dict(SAVED)
+    del wanted["seed"]
+    assert "seed is in it and not in this run: " in refusal(wanted)
+    wanted = {**SAVED, "params.more": ArrayEntry("int8", ())}
+    assert "params.more is in this run and not in it: " in refusal(wanted)
+
+
+def test_three_differences_are_named_and_the_others_counted() -> None:
+    reason = refusal({})
+    assert reason.count("is in it and not in this run") == 3
+    assert f"; and {len(SAVED) - 3} more: " in reason
+    three = dict.fromkeys(sorted(SAVED)[-3:], ArrayEntry("int8", ()))
+    assert " more" not in refusal({**SAVED, **three})
+
+
+def test_names_that_would_disturb_a_terminal_are_quoted() -> None:
+    assert "\\u001b" in refusal({**SAVED, "\x1b[2J\n": ArrayEntry("int8", ())}).replace(
+        "x1b", "u001b"
+    )
