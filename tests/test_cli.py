@@ -161,7 +161,9 @@ def test_a_recipe_of_ones_own_trains(main: Main, folder: Path) -> None:
     assert (code, err) == (0, "")
     assert "epoch  48 rows in 3 batches" in out
     assert "\ndone: 6 steps, 96 rows in " in out
-    assert out.endswith("see    runs/mine/ (config.json, records.jsonl, curves.png)\n")
+    assert out.endswith(
+        "see    runs/mine/ (config.json, records.jsonl, curves.png, checkpoints/)\n"
+    )
     assert "\x1b" not in out
     config = json.loads((folder / "runs/mine/config.json").read_text())
     assert config["recipe"] == "my_recipe.py:Mine"
@@ -195,13 +197,42 @@ def test_underscores_in_flags_are_dashes(main: Main) -> None:
     assert "done: 2 steps, 48 rows" in out
 
 
-def test_a_run_folder_is_not_written_twice(main: Main, folder: Path) -> None:
+def test_a_run_that_is_done_stays_as_it_is(main: Main, folder: Path) -> None:
     assert main(*REGRESSION, "--run", "once")[0] == 0
     before = (folder / "runs/once/records.jsonl").read_bytes()
-    code, _, err = main(*REGRESSION, "--run", "once")
-    assert code == 2
-    assert "runs/once" in one_line(err)
+    code, out, err = main(*REGRESSION, "--run", "once")
+    assert (code, err) == (0, "")
+    assert "resume runs/once: step 1, saved " in out
+    assert "done: 0 steps since step 1, 0 rows in " in out
     assert (folder / "runs/once/records.jsonl").read_bytes() == before
+
+
+def test_another_configuration_needs_a_flag(main: Main, folder: Path) -> None:
+    assert main(*REGRESSION, "--run", "once")[0] == 0
+    before = (folder / "runs/once/config.json").read_bytes()
+    code, _, err = main(*REGRESSION, "--run", "once", "--seed", "3", "--learning-rate", "0.5")
+    assert code == 2
+    line = one_line(err)
+    assert "options.seed 0 -> 3" in line
+    assert "fields.learning_rate 0.1 -> 0.5" in line
+    assert "--accept-changes" in line
+    assert (folder / "runs/once/config.json").read_bytes() == before
+    more = ["--run", "once", "--seed", "3", "--learning-rate", "0.5", "--accept-changes"]
+    code, out, err = main(*REGRESSION, *more)
+    assert (code, err) == (0, "")
+    assert "change options.seed 0 -> 3 (accepted)" in out
+
+
+def test_a_run_is_a_folder_in_runs(main: Main, folder: Path) -> None:
+    for name in ("../out", "/tmp/out", "a/b", "", "..", "-x", "a" * 101, "a b", "a\0b"):
+        code, _, err = main(*REGRESSION, f"--run={name}")
+        assert code == 2
+        assert "it names a folder in runs/" in one_line(err)
+    for minutes in ("-1", "nan", "inf"):
+        code, _, err = main(*REGRESSION, f"--save-minutes={minutes}")
+        assert code == 2
+        assert f"--save-minutes {minutes}; " in one_line(err)
+    assert not (folder / "runs").exists()
 
 
 def test_the_default_run_folder_has_the_recipes_name(main: Main, folder: Path) -> None:

@@ -8,6 +8,7 @@ from replicax.data.batch import Batch as Batch
 from replicax.data.feed import Feed as Feed
 from replicax.data.per_process import PerProcess as PerProcess
 from replicax.errors import AgreementError as AgreementError
+from replicax.errors import CheckpointError as CheckpointError
 from replicax.errors import ClusterError as ClusterError
 from replicax.errors import CompilerError as CompilerError
 from replicax.errors import ConfigError as ConfigError
@@ -17,6 +18,7 @@ from replicax.errors import LossError as LossError
 from replicax.errors import MissingDependencyError as MissingDependencyError
 from replicax.errors import ReplicasDifferError as ReplicasDifferError
 from replicax.errors import ReplicaxError as ReplicaxError
+from replicax.errors import RunInUseError as RunInUseError
 from replicax.errors import StateError as StateError
 from replicax.parallel.loss import Weighted as Weighted
 from replicax.parallel.mesh import make_mesh as make_mesh
@@ -34,6 +36,7 @@ __all__ = [
     "AgreementError",
     "Batch",
     "Bench",
+    "CheckpointError",
     "ClusterError",
     "CompilerError",
     "ConfigError",
@@ -49,6 +52,7 @@ __all__ = [
     "Plan",
     "ReplicasDifferError",
     "ReplicaxError",
+    "RunInUseError",
     "StateError",
     "TrainState",
     "Verification",

@@ -97,7 +97,7 @@ def test_a_folder_with_another_run_is_refused_and_left_alone(tmp_path: Path) -> 
     first.append(record())
     first.close()
     with pytest.raises(ConfigError, match=r"another run.*choose another name") as caught:
-        RunFolder(tmp_path / "run").refuse_another()
+        RunFolder(tmp_path / "run").refuse_another("it is old")
     assert str(tmp_path / "run") in str(caught.value)
     assert len((tmp_path / "run" / "records.jsonl").read_text().splitlines()) == 1
 
@@ -105,7 +105,7 @@ def test_a_folder_with_another_run_is_refused_and_left_alone(tmp_path: Path) -> 
 def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
     for _ in range(2):  # a run without a record leaves its name free
         folder = RunFolder(tmp_path)
-        folder.refuse_another()
+        folder.refuse_another("it is old")
         folder.write_config({})
         folder.close()
     assert not (tmp_path / "records.jsonl").exists()

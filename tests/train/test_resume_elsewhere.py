@@ -221,6 +221,7 @@ def test_where_all_are_damaged_it_begins_anew(
     assert "refused step 6: " in out
     assert "refused step 3: " in out
     assert "resume" not in out
+    assert "begin  at step 0: none of 2 checkpoints can be trusted" in out
     check_same(found, run(dp, log_every=2), folder)
 
 

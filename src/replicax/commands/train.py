@@ -1,6 +1,7 @@
 """`replicax train`: a recipe, trained, evaluated and recorded."""
 
 import dataclasses
+import math
 import re
 import time
 from pathlib import Path
@@ -92,7 +93,9 @@ def train(arguments: list[str]) -> tuple[int, str | None]:
         fix_threads(options.micro_shards)
     with Interrupt(at_once=_end_at_once) as interrupt:
         rx.initialize()
-        config = {**parsed.to_config(), "options": dataclasses.asdict(options)}
+        told = dataclasses.asdict(options)
+        del told["accept_changes"]  # of this start, not of the run
+        config = {**parsed.to_config(), "options": told}
         result = _run(parsed.name, recipe, options, config, folder, interrupt)
     if not result.interrupted:
         return 0, None
@@ -163,6 +166,8 @@ def _folder(name: str, options: TrainOptions) -> Path:
     Raises:
         ConfigError: a name that is no folder's there.
     """
+    if not 0 <= options.save_minutes < math.inf:
+        raise ConfigError(f"--save-minutes {options.save_minutes:g}; it is at least 0: change it")
     run = options.run
     if run is None:
         run = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"

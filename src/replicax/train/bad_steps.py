@@ -49,7 +49,7 @@ class BadSteps:
     def __init__(self, most_in_a_row: int) -> None:
         if most_in_a_row < 1:
             raise ConfigError(
-                f"most_in_a_row={most_in_a_row}; a run ends at the first bad step or later: "
+                f"max_bad_steps={most_in_a_row}; a run ends at the first bad step or later: "
                 "use at least 1"
             )
         self.in_a_row = 0

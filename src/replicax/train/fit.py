@@ -39,13 +39,15 @@ class Fit:
     state: TrainState
     records: list[Record]
     steps: int
-    """Updates done in this call."""
+    """Updates done in this call; those that were skipped are counted."""
     rows: int
-    """Real rows trained on."""
+    """Real rows trained on in this call."""
     seconds: float
     """Wall time, compilation and evaluation included."""
     interrupted: bool
     """Whether Ctrl-C or SIGTERM ended it early."""
+    step: int = 0
+    """Updates done in the whole run, over all its starts."""
     saved: bool = False
     """Whether the same call goes on from its end."""
     clean_audits: int | None = None
@@ -251,6 +253,7 @@ def _go(loop: Loop, state: TrainState, title: str) -> Fit:
         rows=loop.rows - before[1],
         seconds=time.perf_counter() - started,
         interrupted=loop.stopping.wanted,
+        step=loop.step,
         saved=loop.run is not None and loop.run.saving.wanted,
         clean_audits=None if loop.audit is None else loop.audit.clean,
         restores=0 if loop.audit is None else loop.audit.restores,

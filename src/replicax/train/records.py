@@ -78,12 +78,12 @@ class RunFolder:
         """Where the records are."""
         return self.path / RECORDS
 
-    def refuse_another(self) -> None:
-        """Raise `ConfigError` where it holds the records of a run."""
+    def refuse_another(self, why: str) -> None:
+        """Raise `ConfigError` where it holds the records of a run; `why` that cannot go on."""
         if os.path.lexists(self.records):
             raise ConfigError(
-                f"{self.path} holds the records of another run; a run has a folder of its own: "
-                "choose another name, or remove it"
+                f"{self.path} holds the records of another run: {why}; choose another name, or "
+                "remove it"
             )
 
     def write_config(self, config: dict[str, Any]) -> None:

@@ -110,10 +110,13 @@ def summary(result: "Fit", total: int | None) -> list[str]:
     """How the run ended."""
     of = f" of {total:,}" if result.interrupted and total else ""
     word = "stopped after" if result.interrupted else "done:"
-    timed = [r for r in result.records if r.kind == "train" and r.seconds > 0]
+    first = result.step - result.steps
+    timed = [r for r in result.records if r.kind == "train" and r.seconds > 0 and r.step > first]
     seconds = sum(record.seconds for record in timed)
+    since = f" since step {first:,}" if first else ""
     parts = [
-        f"{word} {result.steps:,}{of} steps, {result.rows:,} rows in {duration(result.seconds)}"
+        f"{word} {result.steps:,}{of} steps{since}, {result.rows:,} rows in "
+        f"{duration(result.seconds)}"
     ]
     if rate := _rows_per_second(timed):
         waited = sum((record.input_wait_fraction or 0) * record.seconds for record in timed)

@@ -112,7 +112,7 @@ class Run:
             require("orbax.checkpoint", "checkpoints")
         self.found: Found | None = None
         try:
-            told = decided("where the run goes on", self._open)
+            told = decided("where the run goes on", self._open_or_refuse)
             self.token: int = told["token"]
             if told["checkpoint"] is not None:
                 position = Position(**told["position"])
@@ -132,11 +132,20 @@ class Run:
         )
         self._saved: Position | None = None
 
+    def _open_or_refuse(self) -> dict[str, Any]:
+        try:
+            return self._open()
+        except OSError as error:
+            raise ConfigError(
+                f"{error.filename or self.path} cannot be written ({error.strerror}); make it "
+                "writable, or choose another"
+            ) from error
+
     def _open(self) -> dict[str, Any]:
         """In process 0: take the run, and find where it goes on from."""
         self.folder = RunFolder(self.path)
         if not self.saving.wanted:
-            self.folder.refuse_another()
+            self.folder.refuse_another("without checkpoints none goes on")
             self.folder.write_config(self._config)
             return {"token": 1, "checkpoint": None}
         self._lease = take_lease(self.path)
@@ -156,6 +165,7 @@ class Run:
             return told
         path, manifest = found
         position = manifest.position
+        read_records(self.path, position.records)  # they are left as they are where this fails
         lines, reached = self.folder.keep(position.records)
         if lines < position.records:
             self._say(
@@ -177,7 +187,7 @@ class Run:
             for line in check_changes(read_config(path), self._config, accept=self._accept):
                 self._say(line)
         else:
-            folder.refuse_another()
+            folder.refuse_another("it has no config.json")
 
     def restore(self, like: TrainState) -> TrainState:
         """The state of what was found, laid out as `like`.

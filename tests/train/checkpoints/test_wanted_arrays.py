@@ -54,6 +54,4 @@ def test_three_differences_are_named_and_the_others_counted() -> None:
 
 
 def test_names_that_would_disturb_a_terminal_are_quoted() -> None:
-    assert "\\u001b" in refusal({**SAVED, "\x1b[2J\n": ArrayEntry("int8", ())}).replace(
-        "x1b", "u001b"
-    )
+    assert "x1b[2J" in refusal({**SAVED, "\x1b[2J": ArrayEntry("int8", ())})

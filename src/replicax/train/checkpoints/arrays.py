@@ -1,8 +1,7 @@
 """The arrays of a train state, written and read by Orbax.
 
 As plain zarr (version 2), an array a folder and without compression: so each file can be checked
-before anything is read, by its size as well, and `orbax.checkpoint.PyTreeCheckpointer().restore`
-gives them to anyone as a dict.
+before anything is read, by its size as well, and whoever has Orbax can read them as a dict.
 """
 
 import asyncio
@@ -152,7 +151,7 @@ def _name(path: Sequence[Any]) -> str:
 
 def _handler() -> Any:
     # Orbax's checkpointers have barriers of their own, which time out where one process fails.
-    logging.getLogger("absl").setLevel(logging.ERROR)
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # errors are raised as well
     orbax = require("orbax.checkpoint", "checkpoints")
     # Else each replica's device copies a part of what all hold: of each array a slice, a program
     # compiled and run for it. A save then stalls 2.5 times as long on a CPU, the first for seconds.

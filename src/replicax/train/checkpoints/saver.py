@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 import re
 import threading
 import time
@@ -192,8 +193,8 @@ def _text(error: Exception) -> str:
     """The system's own words, where an error has them."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    found = re.search(r"\[OS error \d+: (.+?)\]", str(error))
-    return found[1] if found else first_line(error)
+    number = re.search(r"os_error_code='(\d+)'|\[OS error (\d+):", str(error))
+    return os.strerror(int(number[1] or number[2])) if number else first_line(error)
 
 
 def _told(topic: str, mine: str | None) -> list[str | None]:

@@ -18,6 +18,9 @@ from replicax.train.checkpoints.manifest import ArrayEntry, Manifest, read_manif
 from replicax.train.checkpoints.verification import check_arrays, verify
 
 _COMMITTED = re.compile(r"step-(\d{9,18})(?:\.([2-9]|[1-9]\d{1,8}))?")
+LOSSES = "losses"
+"""The window of losses that spikes are compared with."""
+
 _LEFTOVERS = (".saving-", ".retired-")
 
 
@@ -89,7 +92,10 @@ class Store:
             try:
                 check_arrays(manifest.arrays, wanted)
             except CheckpointError as error:
-                raise ConfigError(f"{path} is of another run: {error}") from error
+                what = "is of another run"
+                if (LOSSES in wanted) != (LOSSES in manifest.arrays):
+                    what = "was saved with another skip_spikes, which cannot change in a run"
+                raise ConfigError(f"{path} {what}: {error}") from error
             return path, manifest
         return None
 
@@ -113,7 +119,13 @@ class Store:
                 self._delete(path)
 
     def clean(self) -> None:
-        """Delete what starts that were killed have left half done."""
+        """Delete what starts that were killed have left half done.
+
+        Raises:
+            ConfigError: the folder is none, or elsewhere.
+        """
+        if self.folder.is_symlink() or (self.folder.exists() and not self.folder.is_dir()):
+            raise ConfigError(f"{self.folder} is no folder; the checkpoints go there: remove it")
         if not self.folder.is_dir():
             return
         for name in os.listdir(self.folder):
