@@ -149,8 +149,10 @@ def test_a_run_of_steps_that_goes_further_has_the_same_state(
 # What a stop is told.
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("at", [1, BATCHES - 1, BATCHES, STEPS - 1])
+@pytest.mark.parametrize("at", [1, BATCHES - 1, STEPS - 1])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_a_signal_stops_it_with_everything_saved(
     dp: rx.DataParallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, at: int
 ) -> None:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from resumable import bits
 from saved_checkpoint import POSITION
@@ -184,8 +184,13 @@ def harm(data: st.DataObject, beside: Path) -> None:
 def harmed_json(data: st.DataObject, name: str, content: bytes) -> bytes:
     """`content` with another value somewhere; a manifest may be signed again."""
     lines = content.splitlines() if name.endswith("l") else [content]
+    if not lines:
+        return content
     number = data.draw(st.integers(0, len(lines) - 1), "line")
-    value = json.loads(lines[number])
+    try:
+        value = json.loads(lines[number])
+    except (ValueError, RecursionError):  # it was harmed before
+        return content
     path = data.draw(st.sampled_from(list(places(value))), "path")
     changed = replaced(value, path, data.draw(values | st.just(...), "value"))
     signed = "manifest" in name and isinstance(changed, dict) and data.draw(st.booleans(), "sign")
@@ -244,6 +249,7 @@ HARMS = {
     "derandomize": True,
     "database": None,
     "print_blob": True,
+    "phases": [Phase.explicit, Phase.generate],  # to shrink one would take minutes
     "suppress_health_check": list(HealthCheck),
 }
 
@@ -274,7 +280,7 @@ def test_a_run_that_was_not_harmed_goes_on(original: Path, tmp_path: Path) -> No
     check_opened(tmp_path / "copy", accept=False)
 
 
-@pytest.mark.parametrize("seconds", [1e300, 1e18, 1.8e308 / 2, 0.0])
+@pytest.mark.parametrize("seconds", [1e300, 1e18, 1e308, 0.0])
 def test_any_time_of_a_save_can_be_told(original: Path, tmp_path: Path, seconds: float) -> None:
     beside = tmp_path / "copy"
     shutil.copytree(original, beside)

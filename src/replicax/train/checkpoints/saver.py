@@ -191,6 +191,8 @@ def _raising(error: Exception) -> Callable[[], None]:
 
 def _text(error: Exception) -> str:
     """The system's own words, where an error has them."""
+    if isinstance(error, CheckpointError):
+        return str(error)
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     number = re.search(r"os_error_code='(\d+)'|\[OS error (\d+):", str(error))
