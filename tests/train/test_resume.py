@@ -26,6 +26,7 @@ from resumable import (
 import replicax as rx
 from replicax.parallel.step import DataParallel
 from replicax.train.run import Run
+from replicax.train.stopping import Stopping
 
 __all__ = ["no_curves"]
 EVALUATED = {"eval_source": rows(20, 2)}
@@ -149,7 +150,7 @@ def test_a_run_of_steps_that_goes_further_has_the_same_state(
 # What a stop is told.
 
 
-@pytest.mark.parametrize("at", [1, BATCHES - 1, STEPS - 1])
+@pytest.mark.parametrize("at", [2, BATCHES - 1, STEPS - 1])
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
 )
@@ -224,6 +225,15 @@ def test_saves_by_the_clock(dp: rx.DataParallel, tmp_path: Path) -> None:
     found = fit(dp, folder, log_every=2, **settings, **EVALUATED)
     assert found.steps == 1
     check_same(found, run(dp, log_every=2, **EVALUATED), folder)
+
+
+def test_each_time_of_the_clock_is_one_save(
+    dp: rx.DataParallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = iter(range(1, 99))
+    monkeypatch.setattr(Stopping, "_is_time", lambda self: next(asked) in (4, 11))
+    fit(dp, tmp_path / "run", save_every=None, save_seconds=1.0)
+    assert steps_saved(tmp_path / "run") == [f"step-{step:09d}" for step in (4, 11, STEPS)]
 
 
 def test_a_clock_that_is_slow_saves_only_at_the_end(dp: rx.DataParallel, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from replicax.train.checkpoints.manifest import Position
 from replicax.train.records import Record
 from replicax.train.run import Run, Saving, abstract, first_batch
 
-EXAMPLES, MANY_EXAMPLES = 300, 10_000
+EXAMPLES, MANY_EXAMPLES = 100, 10_000
 CONFIG = {"fields": {"rate": 1, "layers": [1, 2]}, "parallel": {"mode": "jit"}}
 SAVING = Saving(every=1)
 STEPS = (2, 4)

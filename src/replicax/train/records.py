@@ -108,10 +108,7 @@ class RunFolder:
         self.close()
         if not os.path.lexists(self.records):
             return 0, 0
-        if not stat.S_ISREG(self.records.lstat().st_mode):  # a pipe, say, or a link to elsewhere
-            raise ConfigError(
-                f"{self.records} is not a regular file; restore it, or start another run"
-            )
+        _refuse_odd(self.records)
         found = self.records.read_bytes().splitlines(keepends=True)
         kept, dropped = found[:lines], found[lines:]
         self._replace(self.records, b"".join(kept))
@@ -154,8 +151,9 @@ def read_records(folder: Path, lines: int) -> list[Record]:
         ConfigError: one of them is no record.
     """
     path = folder / RECORDS
-    if not lines:
+    if not lines or not os.path.lexists(path):  # lost: who goes on says so
         return []
+    _refuse_odd(path)
     with path.open("rb") as file:
         texts = list(itertools.islice(file, lines))
     records = []
@@ -168,6 +166,12 @@ def read_records(folder: Path, lines: int) -> list[Record]:
                 "another run"
             ) from error
     return records
+
+
+def _refuse_odd(records: Path) -> None:
+    """Raise `ConfigError` where they are a pipe, say, or a link to elsewhere."""
+    if os.path.lexists(records) and not stat.S_ISREG(records.lstat().st_mode):
+        raise ConfigError(f"{records} is not a regular file; restore it, or start another run")
 
 
 def record_from_json(text: bytes | str) -> Record:

@@ -13,6 +13,7 @@ from saved_checkpoint import POSITION, save, sealed
 from replicax.errors import CheckpointError, ConfigError
 from replicax.train.checkpoints.manifest import ArrayEntry, Position, read_manifest
 from replicax.train.checkpoints.store import Store
+from replicax.train.checkpoints.verification import verify
 
 WANTED = {"step": ArrayEntry("int32", ())}
 
@@ -139,6 +140,20 @@ def test_a_kept_name_is_taken_by_no_other(store: Store, put: Callable[..., Path]
     put(store, 7)
     assert read_manifest(store.folder / "step-000000007") == before
     assert good(store) == "step-000000007.2"
+
+
+def test_its_place_is_on_the_disk_before_it_counts(
+    store: Store, put: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[tuple[int, list[str]]] = []
+
+    def sync(descriptor: int) -> None:
+        synced.append((os.fstat(descriptor).st_ino, names(store)))
+
+    written = put(store, 7, commit=False)
+    monkeypatch.setattr(os, "fsync", sync)
+    store.commit(written, 7)
+    assert synced == [(store.folder.stat().st_ino, ["step-000000007"])]
 
 
 def test_leftovers_are_deleted_and_nothing_else(store: Store, put: Callable[..., Path]) -> None:
@@ -308,6 +323,8 @@ def test_a_kill_at_any_time_leaves_a_good_one_no_older_than_before(
             killed = True
         monkeypatch.undo()
         next_one = Store(store.folder, keep, None)
+        for _, path in next_one.paths():  # none is in its place half deleted
+            verify(path, read_manifest(path))
         next_one.clean()
         said: list[str] = []
         newest = good(next_one, said)
