@@ -1,7 +1,7 @@
 """What a checkpoint costs, on two host devices.
 
-1. The stall: what a save adds to the step that takes it, beside steps without one, in turn; and what
-   writing it in the background adds to the steps meanwhile.
+1. The stall: what a save adds to the step that takes it, beside steps without one, in turn; and
+   steps while it is written in the background.
 2. Verification: bytes a second at which a checkpoint is read back and compared with its checksums.
 3. Restoring: from the folder to a state on the devices, verification apart.
 
@@ -102,8 +102,9 @@ def measured(make: Any, rounds: int, folder: Path) -> dict[str, Any]:
         assert saver.wait(), saver.poll()
         written = time.perf_counter()
         if turn >= 2:
-            for name, value in zip(seconds, (alone - begun, copied - alone, after - copied)):
-                seconds[name].append(value)
+            seconds["step"].append(alone - begun)
+            seconds["step with a save"].append(copied - alone)
+            seconds["step meanwhile"].append(after - copied)
             background.append(written - copied)
     return {
         **costs(seconds, array_bytes(state)),
@@ -164,9 +165,10 @@ def main() -> None:
             found = results[name] = measured(make, args.rounds, Path(folder))
         print(
             f"{name}: {found['state_bytes'] / 1e6:,.0f} MB, "
-            f"step {found['milliseconds']['step']}, stall {found['stall_milliseconds']} ms: "
-            f"{found['stall_percent_of_the_step_per_100_MB']:.2f}% of it per 100 MB; verified "
-            f"{found['verified_gigabytes_per_second']} GB/s",
+            f"step {found['milliseconds']['step'][0]:,.1f} ms, "
+            f"stall {found['stall_milliseconds'][0]:,.1f} ms: "
+            f"{found['stall_percent_of_the_step_per_100_MB']:.2f}% of it per 100 MB; verified at "
+            f"{found['verified_gigabytes_per_second'][0]:.2f} GB/s",
             flush=True,
         )
     path = save("checkpoints", {"subjects": results, "environment": environment()})

@@ -1,11 +1,13 @@
 """Joining a job, as far as it goes without other processes; `test_faults.py` has real ones."""
 
 import socket
+from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
 from cluster.jobs import free_port, place
+from processes import run_job
 
 from replicax.cluster import join
 from replicax.cluster.join import initialize
@@ -90,3 +92,18 @@ def test_the_port_for_jax_is_kept_until_it_listens() -> None:
         service.bind(("127.0.0.1", port))
         service.listen()
     held[0].close()
+
+
+@pytest.mark.slow
+def test_processes_that_were_imported_long_ago_may_join(tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text(
+        "import replicax as rx\n"
+        "from replicax.cluster.pulse import PULSE\n"
+        "PULSE._moved_at -= 10_000\n"
+        "rx.initialize(patience=rx.Patience(start_seconds=60.0))\n"
+        "import time, jax\n"
+        "time.sleep(3)\n"
+        "print(jax.process_count())\n"
+    )
+    for ended in run_job(tmp_path / "late.py"):
+        assert (ended.code, ended.out) == (0, "2\n"), ended.err

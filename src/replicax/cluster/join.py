@@ -18,6 +18,7 @@ from replicax.cluster.link import Link, current_link, set_link
 from replicax.cluster.meeting import is_loopback, meet, open_hub
 from replicax.cluster.patience import Patience, find_patience
 from replicax.cluster.place import Place, find_place
+from replicax.cluster.pulse import PULSE
 from replicax.cluster.wire import Message
 from replicax.errors import ClusterError
 
@@ -99,6 +100,7 @@ def _join(place: Place, patience: Patience, timeout_seconds: float) -> None:
         "local_devices": place.local_devices,
     }
     wire, prepared = meet(place, told, timeout_seconds, _say)
+    PULSE.reset()  # how long ago Replicax was imported is nobody's concern
     stop = partial(stop_now, place.process)
     link = Link(wire, place.process, prepared["names"], patience, stop)
     set_link(link)
