@@ -18,7 +18,7 @@ from replicax.parallel.update import TrainState
 from replicax.train.checkpoints.arrays import array_entries, begin_writing
 from replicax.train.checkpoints.checksum import file_entries
 from replicax.train.checkpoints.finite import first_not_finite
-from replicax.train.checkpoints.manifest import Manifest, Position, write_manifest
+from replicax.train.checkpoints.manifest import ArrayEntry, Manifest, Position, write_manifest
 from replicax.train.checkpoints.store import Store
 from replicax.train.checkpoints.verification import STATE
 from replicax.wording import first_line
@@ -54,6 +54,7 @@ class Saver:
         self._store, self._token, self._check = store, token, check
         self._seed, self._config, self._not_finite = seed, config, not_finite
         self._number = self._failures = 0
+        self._arrays: dict[str, ArrayEntry] = {}
         self._thread: threading.Thread | None = None
         self._failed: str | None = None
         self._broken: BaseException | None = None
@@ -70,6 +71,7 @@ class Saver:
             extra: what else there is to remember.
         """
         self.wait()
+        self._arrays = self._arrays or array_entries(state)  # the same in every save
         self._number += 1
         folder = self._store.temporary(position.step, self._token, self._number)
         manifest = Manifest(
@@ -77,7 +79,7 @@ class Saver:
             token=self._token,
             saved_at=time.time(),
             seed=self._seed,
-            arrays=array_entries(state),
+            arrays=self._arrays,
             files={},
             config=self._config,
             extra=extra,
