@@ -419,15 +419,19 @@ class TestProcess:
                 out, err = process.communicate(timeout=20)
             finally:
                 process.kill()
-        assert process.returncode == 1
-        assert re.fullmatch(r"replicax: interrupted after \d+ steps; .*\n", err)
-        *_, summary, _, see = out.splitlines()
-        assert summary.startswith("stopped by Ctrl-C after ")
+        assert process.returncode == 75
+        saved = "stopped early with everything saved; start it again: --run long"
+        assert err == f"replicax: {saved}\n"
+        *_, see = out.splitlines()
+        (summary,) = (line for line in out.splitlines() if line.startswith("stopped after "))
         assert see.startswith("see    runs/long/")
         records = [json.loads(line) for line in (run / "records.jsonl").read_text().splitlines()]
         steps = [record["step"] for record in records if record["kind"] == "train"]
         assert steps == sorted(set(steps))
-        assert f"{steps[-1]:,} of 16,000,000 steps" in summary
+        stopped = int(summary.split()[2].replace(",", ""))
+        assert "of 16,000,000 steps" in summary
+        assert 0 <= stopped - steps[-1] < 50  # those after the last record are in the checkpoint
+        assert (run / "checkpoints" / f"step-{stopped:09d}").is_dir()
         assert (run / "curves.png").read_bytes().endswith(b"IEND\xaeB`\x82")
 
 

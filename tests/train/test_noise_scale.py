@@ -272,12 +272,12 @@ def test_the_command_refuses_one_row(main: Main) -> None:
 @pytest.mark.slow
 def test_processes_measure_what_one_measures(main: Main, folder: Path) -> None:
     flags = [*REGRESSION, "--epochs", "40", "--measure-noise-scale", "--devices", "2"]
-    code, _, err = main(*flags, "--run", folder / "one")
+    code, _, err = main(*flags, "--run", "one")
     assert code == 0, err
-    first, second = run_job("-m", "replicax", *flags, "--run", folder / "two")
+    first, second = run_job("-m", "replicax", *flags, "--run", "two")
     assert (first.code, second.code) == (0, 0), first.err
     assert "noise  B_simple" in first.out
     assert "noise" not in second.out
-    one, two = load_noise_scale(folder / "one"), load_noise_scale(folder / "two")
+    one, two = (load_noise_scale(folder / "runs" / name) for name in ("one", "two"))
     assert two.samples == one.samples
     assert two.trace == pytest.approx(one.trace, rel=1e-4)

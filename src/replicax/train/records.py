@@ -17,6 +17,9 @@ from typing import IO, Any
 
 from replicax.errors import ConfigError
 
+_NO_RECORD = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
+"""What reading a line raises that is none."""
+
 CONFIG, RECORDS = "config.json", "records.jsonl"
 
 
@@ -160,7 +163,7 @@ def read_records(folder: Path, lines: int) -> list[Record]:
     for number, text in enumerate(texts, 1):
         try:
             records.append(record_from_json(text))
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+        except _NO_RECORD as error:
             raise ConfigError(
                 f"line {number} of {path} is no record ({error}); restore the file, or start "
                 "another run"
@@ -199,7 +202,7 @@ def _step(line: bytes) -> int:
     """That of a record; 0 where a kill has cut it off."""
     try:
         return record_from_json(line).step
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except _NO_RECORD:
         return 0
 
 
