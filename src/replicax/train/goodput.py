@@ -23,7 +23,6 @@ from typing import Any
 
 from replicax.train.goodput_file import (
     BUCKETS,
-    FILE,
     Appender,
     Line,
     Seconds,
@@ -237,22 +236,6 @@ class Ledger:
                 seconds=self._spent(),
             )
             self.fault = self._appender.append(line) or self._unread
-
-
-def open_ledger(folder: Path, token: int, restored_step: int | None, **options: Any) -> Ledger:
-    """The ledger of a start that goes on from the checkpoint of `restored_step` in `folder`.
-
-    To count the restoring as well make a `Ledger` first, and tell it by `Ledger.restored`.
-
-    Args:
-        folder: of the run.
-        token: of this start.
-        restored_step: None where it begins anew.
-        options: of `Ledger`.
-    """
-    ledger = Ledger(folder / FILE, token, **options)
-    ledger.restored(restored_step)
-    return ledger
 
 
 @dataclasses.dataclass
