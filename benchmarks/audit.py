@@ -33,11 +33,11 @@ jax.config.update("jax_num_cpu_devices", DEVICES)
 from audit_trials import AUDIT_EVERY, STEPS, SUBJECTS, Subject  # noqa: E402
 
 import replicax as rx  # noqa: E402
-from replicax.parallel.fingerprint import Fingerprint  # noqa: E402
-from replicax.parallel.guarded import guarded  # noqa: E402
 from replicax.recipes import transformer  # noqa: E402
 from replicax.recipes.gpt2 import GPT2  # noqa: E402
 from replicax.recipes.lenet import LeNet  # noqa: E402
+from replicax.train.fingerprint import Fingerprint  # noqa: E402
+from replicax.train.guarded import guarded  # noqa: E402
 from replicax.train.host_memory import keep_freed_memory  # noqa: E402
 from replicax.train.snapshot import Snapshot  # noqa: E402
 

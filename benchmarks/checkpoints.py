@@ -25,7 +25,6 @@ DEVICES = 2
 jax.config.update("jax_num_cpu_devices", DEVICES)
 
 import replicax as rx  # noqa: E402
-from replicax.parallel.guarded import guarded  # noqa: E402
 from replicax.recipes import transformer  # noqa: E402
 from replicax.recipes.gpt2 import GPT2  # noqa: E402
 from replicax.recipes.mlp import MLP  # noqa: E402
@@ -34,6 +33,7 @@ from replicax.train.checkpoints.manifest import Position, read_manifest  # noqa:
 from replicax.train.checkpoints.saver import Saver  # noqa: E402
 from replicax.train.checkpoints.store import Store  # noqa: E402
 from replicax.train.checkpoints.verification import verify  # noqa: E402
+from replicax.train.guarded import guarded  # noqa: E402
 from replicax.train.host_memory import keep_freed_memory  # noqa: E402
 from replicax.train.run import Saving, abstract  # noqa: E402
 

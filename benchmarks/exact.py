@@ -24,8 +24,8 @@ import jax
 from timing import RESULTS, environment, interleaved, ratios, save, spread
 
 import replicax as rx
-from replicax.parallel.compiled import inspect
-from replicax.parallel.threads import VARIABLE, fix_threads
+from replicax.analysis.compiled import inspect
+from replicax.core.threads import VARIABLE, fix_threads
 from replicax.train.host_memory import keep_freed_memory
 
 NAMES = ("lenet", "cnn", "gpt2")

@@ -15,8 +15,8 @@ import exact_subjects
 import jax
 
 import replicax as rx
-from replicax.data.digest import sha256
-from replicax.parallel.threads import fix_threads
+from replicax.core.digest import sha256
+from replicax.core.threads import fix_threads
 from replicax.train.host_memory import keep_freed_memory
 
 

@@ -22,7 +22,7 @@ import optax
 from timing import environment, interleaved, ratios, save, spread
 
 import replicax as rx
-from replicax.parallel.mesh import by_rows, replicated
+from replicax.core.mesh import by_rows, replicated
 from replicax.recipes.lenet import LeNet, logits
 from replicax.recipes.mlp import MLP, Network
 from replicax.train.host_memory import keep_freed_memory

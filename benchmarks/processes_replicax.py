@@ -16,7 +16,7 @@ from gpt import OPTIMIZER, cross_entropy
 from process_group import serve
 
 import replicax as rx
-from replicax.parallel.compiled import inspect
+from replicax.analysis.compiled import inspect
 from replicax.recipes import lenet, transformer
 from replicax.train.host_memory import keep_freed_memory
 

@@ -15,7 +15,7 @@ from cases import CASES, DROPOUT_CASES
 
 import replicax as rx
 from replicax.errors import DivergedError, ReplicasDifferError
-from replicax.parallel.fingerprint import Fingerprint
+from replicax.train.fingerprint import Fingerprint
 from replicax.train.snapshot import Snapshot
 
 AUDIT_EVERY = 10

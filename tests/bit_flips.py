@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 import replicax as rx
-from replicax.parallel.step import DataParallel
+from replicax.core.data_parallel import DataParallel
 
 
 def flip(array: jax.Array, device: jax.Device, byte: int, bit: int) -> jax.Array:

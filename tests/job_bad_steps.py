@@ -8,8 +8,8 @@ from job_cases import FEATURES, loss, model
 import replicax as rx
 from replicax.cli import _explain
 from replicax.cluster.failure import end
-from replicax.parallel.guarded import guarded
 from replicax.train.bad_steps import BadSteps
+from replicax.train.guarded import guarded
 
 
 def source(epoch: int) -> dict[str, np.ndarray]:

@@ -17,7 +17,7 @@ import optax
 from flax import nnx
 
 import replicax as rx
-from replicax.parallel.hlo import instructions
+from replicax.analysis.hlo import instructions
 
 ROWS, FEATURES, STEPS_OF_AN_EPOCH = 51, 6, 4
 BATCH = 16

@@ -14,9 +14,9 @@ import optax
 import pytest
 
 import replicax as rx
-from replicax.data.random_keys import numbers
-from replicax.parallel.step import DataParallel
-from replicax.parallel.update import TrainState
+from replicax.core.data_parallel import DataParallel
+from replicax.core.random_keys import numbers
+from replicax.core.update import TrainState
 from replicax.train.records import Record
 
 ROWS, BATCH, BATCHES = 75, 16, 5

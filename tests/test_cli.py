@@ -13,7 +13,7 @@ import pytest
 from command_line import RECIPE, REGRESSION, Main, one_line
 
 from replicax import cli
-from replicax.parallel import capacity
+from replicax.core import capacity
 
 pytestmark = pytest.mark.usefixtures("folder")
 

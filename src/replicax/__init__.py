@@ -4,9 +4,13 @@ from replicax.bench.result import Bench as Bench
 from replicax.bench.run import bench as bench
 from replicax.cluster.join import initialize as initialize
 from replicax.cluster.patience import Patience as Patience
-from replicax.data.batch import Batch as Batch
-from replicax.data.feed import Feed as Feed
-from replicax.data.per_process import PerProcess as PerProcess
+from replicax.core.batch import Batch as Batch
+from replicax.core.data_parallel import DataParallel as DataParallel
+from replicax.core.feed import Feed as Feed
+from replicax.core.loss import Weighted as Weighted
+from replicax.core.mesh import make_mesh as make_mesh
+from replicax.core.per_process import PerProcess as PerProcess
+from replicax.core.update import TrainState as TrainState
 from replicax.errors import AgreementError as AgreementError
 from replicax.errors import CheckpointError as CheckpointError
 from replicax.errors import ClusterError as ClusterError
@@ -20,10 +24,6 @@ from replicax.errors import ReplicasDifferError as ReplicasDifferError
 from replicax.errors import ReplicaxError as ReplicaxError
 from replicax.errors import RunInUseError as RunInUseError
 from replicax.errors import StateError as StateError
-from replicax.parallel.loss import Weighted as Weighted
-from replicax.parallel.mesh import make_mesh as make_mesh
-from replicax.parallel.step import DataParallel as DataParallel
-from replicax.parallel.update import TrainState as TrainState
 from replicax.plan.plan import plan as plan
 from replicax.plan.result import Plan as Plan
 from replicax.train.fit import Fit as Fit

@@ -3,10 +3,10 @@
 import dataclasses
 from typing import Any
 
+from replicax.analysis.compiled import Collectives
 from replicax.bench.cases import STRONG, WEAK
 from replicax.bench.collect import efficiencies
 from replicax.bench.result import Bench, CaseResult
-from replicax.parallel.compiled import Collectives
 
 CASE = CaseResult(
     mode="jit",

@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import replicax as rx
+from replicax.analysis.compiled import inspect
 from replicax.bench.buffers import Instruction, read_module
 from replicax.bench.memory import (
     BACKWARD,
@@ -29,7 +30,6 @@ from replicax.bench.memory import (
     traced_events,
 )
 from replicax.errors import ConfigError
-from replicax.parallel.compiled import inspect
 
 ROWS, WIDTH, LAYERS = 64, 32, 4
 BATCH = {"x": np.ones((ROWS, WIDTH), np.float32)}

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from bench.results import CASE, make_bench
 
+from replicax.analysis.compiled import Collectives
 from replicax.bench import processes
 from replicax.bench.processes import (
     bench_processes,
@@ -21,7 +22,6 @@ from replicax.bench.report import table
 from replicax.bench.result import Bench
 from replicax.bench.save import write_bench
 from replicax.errors import ClusterError, ConfigError
-from replicax.parallel.compiled import Collectives
 
 
 def part(count: int, seconds: float) -> Bench:

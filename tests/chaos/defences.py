@@ -52,7 +52,7 @@ def _lease() -> None:
 
 
 def _guard() -> None:
-    from replicax.parallel import update
+    from replicax.core import update
 
     judge = update._judge
 

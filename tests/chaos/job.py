@@ -42,7 +42,7 @@ from jax._src.distributed import global_state
 
 import replicax as rx
 from replicax.cluster.failure import end
-from replicax.data.digest import sha256
+from replicax.core.digest import sha256
 
 
 class Notes:

@@ -14,8 +14,8 @@ from plan.compilers import PACKAGES, beside_jax
 from plan.small_steps import SMALL_STEPS, SmallStep, gpt2, mlp
 
 import replicax as rx
+from replicax.analysis.compiled import read_memory
 from replicax.errors import CompilerError, ConfigError, MissingDependencyError
-from replicax.parallel.compiled import read_memory
 from replicax.plan.compilation import Compilation, Description, TooLarge, too_large
 from replicax.plan.compiler import CompilerProcess
 from replicax.plan.program import Program, export_step

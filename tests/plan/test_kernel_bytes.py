@@ -2,7 +2,7 @@
 
 import pytest
 
-from replicax.parallel.hlo import read_module
+from replicax.analysis.hlo import read_module
 from replicax.plan.kernel_bytes import kernel_bytes
 
 ARRAY, ROW, INDEX = 8 * 4 * 4, 4 * 4, 4

@@ -9,7 +9,7 @@ from cases import CASES
 from jax import lax
 
 import replicax as rx
-from replicax.parallel.compiled import Memory, inspect
+from replicax.analysis.compiled import Memory, inspect
 from replicax.plan.memory import MemoryFormula, memory_formula
 from replicax.recipes import transformer
 from replicax.recipes.gpt2 import GPT2

@@ -16,8 +16,8 @@ from cases import CASES
 from plan.compilers import PACKAGES, beside_jax
 
 import replicax as rx
+from replicax.analysis.compiled import Memory, read_memory
 from replicax.errors import ConfigError
-from replicax.parallel.compiled import Memory, read_memory
 from replicax.plan.alternatives import REMAT
 from replicax.plan.compiler import AttachedCompiler, Compiler
 from replicax.plan.hardware import Chip, Link

@@ -10,8 +10,8 @@ import optax
 import pytest
 
 import replicax as rx
-from replicax.parallel.compiled import inspect
-from replicax.parallel.flops import count_flops
+from replicax.analysis.compiled import inspect
+from replicax.analysis.flops import count_flops
 from replicax.plan.schedule import Collective, Kernel, Loop, Schedule, Wait, read_schedule
 
 # A loop over 5 stacked layers: it reads one layer of the stack, and writes one of another.

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import replicax as rx
-from replicax.parallel.compiled import Collectives
+from replicax.analysis.compiled import Collectives
 from replicax.plan.schedule import Collective, Kernel, Schedule, read_schedule
 from replicax.plan.traffic import (
     Traffic,

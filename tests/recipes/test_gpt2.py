@@ -13,10 +13,10 @@ import pytest
 from command_line import Main, one_line
 
 import replicax as rx
+from replicax.analysis.compiled import Collectives, inspect
 from replicax.commands.train import TrainOptions
 from replicax.errors import ConfigError
 from replicax.flags import parse_flags
-from replicax.parallel.compiled import Collectives, inspect
 from replicax.recipes import transformer
 from replicax.recipes.gpt2 import GPT2
 from replicax.recipes.gpt2_weights import save_weights

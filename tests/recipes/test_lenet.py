@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 import replicax as rx
-from replicax.parallel.compiled import inspect
+from replicax.analysis.compiled import inspect
 from replicax.recipes.images import cross_entropy
 from replicax.recipes.lenet import LeNet, logits
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from replicax.parallel.hlo import instructions
+from replicax.analysis.hlo import instructions
 from replicax.recipes.same_convolution import same_conv2d
 
 KEY = jax.random.key(0)

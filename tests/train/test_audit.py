@@ -18,12 +18,12 @@ from command_line import Main
 from processes import TESTS, Ended, run_job
 
 import replicax as rx
-from replicax.data.digest import sha256
-from replicax.data.source import as_source
+from replicax.core.digest import sha256
+from replicax.core.sources import as_source
+from replicax.core.update import NOT_FINITE
 from replicax.errors import ConfigError, DivergedError, ReplicasDifferError
-from replicax.parallel.guarded import guarded
-from replicax.parallel.update import NOT_FINITE
 from replicax.train.audit import Audit, Place
+from replicax.train.guarded import guarded
 from replicax.train.snapshot import Snapshot
 
 CASE = CASES["linen"]

@@ -10,12 +10,12 @@ import pytest
 from processes import TESTS, run_job
 
 import replicax as rx
-from replicax.data.batch import Batch, pad
+from replicax.core.batch import Batch, pad
+from replicax.core.data_parallel import STEPS_IN_FLIGHT
+from replicax.core.update import NOT_FINITE, SPIKE
 from replicax.errors import ConfigError, DivergedError
-from replicax.parallel.guarded import guarded
-from replicax.parallel.step import STEPS_IN_FLIGHT
-from replicax.parallel.update import NOT_FINITE, SPIKE
 from replicax.train.bad_steps import BadSteps
+from replicax.train.guarded import guarded
 from replicax.train.records import Record
 
 

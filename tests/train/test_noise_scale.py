@@ -16,7 +16,7 @@ from command_line import REGRESSION, Main, one_line
 from processes import run_job
 
 import replicax as rx
-from replicax.data.digest import sha256
+from replicax.core.digest import sha256
 from replicax.errors import ConfigError
 from replicax.train.noise_scale import (
     NoiseScale,

@@ -24,7 +24,7 @@ from resumable import (
 )
 
 import replicax as rx
-from replicax.parallel.step import DataParallel
+from replicax.core.data_parallel import DataParallel
 from replicax.train.run import Run
 from replicax.train.stopping import Stopping
 

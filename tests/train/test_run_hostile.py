@@ -19,9 +19,9 @@ from resumable import bits
 from saved_checkpoint import POSITION
 
 import replicax as rx
-from replicax.data.source import as_source
+from replicax.core.sources import as_source
+from replicax.core.update import TrainState
 from replicax.errors import ReplicaxError
-from replicax.parallel.update import TrainState
 from replicax.train import lease
 from replicax.train.checkpoints import manifest as manifests
 from replicax.train.checkpoints.manifest import Position

@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import replicax as rx
+from replicax.core.mesh import by_rows, replicated
 from replicax.errors import DataError
-from replicax.parallel.mesh import by_rows, replicated
 from replicax.train import sharding_view as view
 from replicax.train.sharding_view import abstract_batch, sharding_view
 

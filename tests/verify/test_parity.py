@@ -9,7 +9,7 @@ import pytest
 from verify import zoo_recipes as zoo
 
 import replicax as rx
-from replicax.parallel import loss as loss_module
+from replicax.core import loss as loss_module
 from replicax.verify.facts import Facts, examine
 from replicax.verify.parity import Parity
 from replicax.verify.subject import Case, Subject
@@ -34,7 +34,7 @@ def test_padding_that_counts_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = examine(of)
     sums = loss_module.sums
     monkeypatch.setattr(
-        "replicax.parallel.gradients.sums",
+        "replicax.core.objective.sums",
         lambda returned, mask: sums(returned, jax.numpy.ones_like(mask)),
     )
     found = verdicts(of, of.own, facts=facts)
@@ -48,7 +48,7 @@ def test_padding_that_counts_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_a_reduction_that_is_left_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     of = subject(zoo.Entry())
-    monkeypatch.setattr("replicax.parallel.summation.reduce", lambda sums, axis: sums)
+    monkeypatch.setattr("replicax.core.accumulate.reduce", lambda sums, axis: sums)
     parity = Parity(of, examine(of), lambda text: None)
     (check, *_) = parity.checks([of.own])
     assert check.verdict == "fail"

@@ -5,7 +5,7 @@ import pytest
 from verify import zoo_recipes as zoo
 
 import replicax as rx
-from replicax.parallel.compiled import Collectives, CompiledStep
+from replicax.analysis.compiled import Collectives, CompiledStep
 from replicax.verify.facts import examine
 from replicax.verify.subject import Case, Subject
 from replicax.verify.traffic import (

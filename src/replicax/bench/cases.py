@@ -7,8 +7,8 @@
 import dataclasses
 from collections.abc import Sequence
 
+from replicax.core.layout import Layout, check_layout
 from replicax.errors import ConfigError
-from replicax.parallel.layout import Layout, check_layout
 
 STRONG, WEAK = "strong", "weak"
 

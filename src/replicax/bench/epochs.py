@@ -4,10 +4,10 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from replicax.data.batch import Batch
-from replicax.data.source import IterableSource, Source, as_source, can_shuffle
+from replicax.core.batch import Batch
+from replicax.core.data_parallel import DataParallel
+from replicax.core.sources import IterableSource, Source, as_source, can_shuffle
 from replicax.errors import ConfigError
-from replicax.parallel.step import DataParallel
 
 
 class Epochs:

@@ -14,11 +14,11 @@ from replicax.bench.cores import only_cores
 from replicax.bench.display import Display
 from replicax.bench.epochs import Epochs
 from replicax.bench.runner import Runner
-from replicax.parallel.gradients import LossFunction
-from replicax.parallel.layout import Layout
-from replicax.parallel.mesh import make_mesh
-from replicax.parallel.step import DataParallel
-from replicax.parallel.update import TrainState
+from replicax.core.data_parallel import DataParallel
+from replicax.core.layout import Layout
+from replicax.core.mesh import make_mesh
+from replicax.core.objective import LossFunction
+from replicax.core.update import TrainState
 from replicax.plan.host import product_flops_per_second
 
 

@@ -17,12 +17,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from replicax.analysis.compiled import inspect
 from replicax.bench.buffers import Buffer, Instruction, Module, read_module
-from replicax.data.batch import Batch
+from replicax.core.batch import Batch
+from replicax.core.data_parallel import DataParallel
+from replicax.core.update import TrainState
 from replicax.errors import ConfigError
-from replicax.parallel.compiled import inspect
-from replicax.parallel.step import DataParallel
-from replicax.parallel.update import TrainState
 
 FORWARD, BACKWARD, REDUCTION, UPDATE = PHASES = ("forward", "backward", "reduction", "update")
 IDLE = "idle"

@@ -7,7 +7,7 @@ import jax
 
 from replicax.bench.cases import Case, weak_rows
 from replicax.bench.cores import core_count
-from replicax.data.feed import Split
+from replicax.core.feed import Split
 
 NEIGHBOURS_TO_NOTE = 0.05
 """Share of the machine's cores from which other processes are worth a note."""

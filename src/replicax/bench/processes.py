@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from replicax.analysis.compiled import Collectives
 from replicax.bench.cases import STRONG, WEAK
 from replicax.bench.collect import efficiencies
 from replicax.bench.cores import Neighbours, only_cores, own_cores
@@ -24,7 +25,6 @@ from replicax.bench.timing import environment
 from replicax.errors import ClusterError, ConfigError, did_you_mean
 from replicax.launch.job import Job
 from replicax.launch.supervisor import launch
-from replicax.parallel.compiled import Collectives
 
 RUNS = 4
 """Of every step in one job; their median is what the round has measured."""

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from replicax.analysis.compiled import Collectives
 from replicax.bench.timing import spread
-from replicax.parallel.compiled import Collectives
 
 
 @dataclasses.dataclass(frozen=True)

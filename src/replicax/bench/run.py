@@ -27,11 +27,11 @@ from replicax.bench.notes import (
 )
 from replicax.bench.result import Bench
 from replicax.bench.timing import environment
+from replicax.core.layout import Layout, layout_name
+from replicax.core.mesh import make_mesh
+from replicax.core.modes import check_mode
+from replicax.core.objective import LossFunction
 from replicax.errors import ConfigError
-from replicax.parallel.gradients import LossFunction
-from replicax.parallel.layout import Layout, layout_name
-from replicax.parallel.lift import check_mode
-from replicax.parallel.mesh import make_mesh
 
 USUAL_MODES = ("single", "jit", "shard_map", "pmap")
 """Without `exact`, which wants a number of threads on a CPU that would change the others' times."""

@@ -7,13 +7,13 @@ from typing import Any
 
 import jax
 
+from replicax.analysis.compiled import CompiledStep, inspect
+from replicax.analysis.flops import count_flops
 from replicax.bench.cases import Case
 from replicax.bench.epochs import Epochs
 from replicax.cluster.link import current_link
-from replicax.parallel.compiled import CompiledStep, inspect
-from replicax.parallel.flops import count_flops
-from replicax.parallel.step import DataParallel
-from replicax.parallel.update import TrainState
+from replicax.core.data_parallel import DataParallel
+from replicax.core.update import TrainState
 
 UNMEASURED_STEPS = 2
 """At the start of a run, until the prefetcher and the caches are as they are in training."""

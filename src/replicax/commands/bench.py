@@ -27,9 +27,9 @@ from replicax.cluster.place import find_place
 from replicax.commands.arguments import Arguments, parse_arguments
 from replicax.commands.data import print_data
 from replicax.commands.devices import make_host_devices
+from replicax.core.exact import MICRO_SHARDS
+from replicax.core.threads import fix_threads
 from replicax.errors import ConfigError, MissingDependencyError
-from replicax.parallel.canonical import MICRO_SHARDS
-from replicax.parallel.threads import fix_threads
 from replicax.train.host_memory import keep_freed_memory
 
 MEMORY = "memory.png"

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from replicax.data.source import as_source
+from replicax.core.sources import as_source
 from replicax.errors import ConfigError
 
 WIDTH = 80

@@ -14,10 +14,10 @@ from replicax.commands.data import first_rows, print_data
 from replicax.commands.devices import make_host_devices
 from replicax.commands.output import check_json, live, standard_output, with_value, write_json
 from replicax.commands.parallel import parallel_of
+from replicax.core.exact import MICRO_SHARDS
+from replicax.core.models.split import abstract_model
+from replicax.core.threads import fix_threads
 from replicax.errors import ConfigError
-from replicax.parallel.canonical import MICRO_SHARDS
-from replicax.parallel.model import abstract_model
-from replicax.parallel.threads import fix_threads
 from replicax.plan.cells import line
 from replicax.plan.result import Plan
 from replicax.plan.save import write_plan

@@ -15,10 +15,10 @@ from replicax.commands.arguments import parse_arguments
 from replicax.commands.data import print_data
 from replicax.commands.devices import make_host_devices, of_this_process
 from replicax.commands.parallel import parallel_of
+from replicax.core.exact import MICRO_SHARDS
+from replicax.core.mesh import by_rows
+from replicax.core.threads import fix_threads
 from replicax.errors import ConfigError
-from replicax.parallel.canonical import MICRO_SHARDS
-from replicax.parallel.mesh import by_rows
-from replicax.parallel.threads import fix_threads
 from replicax.train.fit import Fit
 from replicax.train.host_memory import keep_freed_memory
 from replicax.train.interrupt import Interrupt, signal_name

@@ -15,10 +15,10 @@ from replicax.commands.data import first_rows, print_data
 from replicax.commands.devices import make_host_devices
 from replicax.commands.output import check_json, live, standard_output, with_value, write_json
 from replicax.commands.parallel import parallel_of
+from replicax.core.exact import MICRO_SHARDS
+from replicax.core.threads import fix_threads
 from replicax.errors import ConfigError
 from replicax.flags import parse_options
-from replicax.parallel.canonical import MICRO_SHARDS
-from replicax.parallel.threads import fix_threads
 from replicax.verify.check import Verification
 from replicax.verify.table import print_table
 from replicax.verify.verify import rows_needed

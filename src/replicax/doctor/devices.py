@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from replicax.cluster.accelerators import VISIBLE, list_gpus
+from replicax.core.mesh import make_mesh
 from replicax.doctor.row import OK, PROBLEM, WARNING, Row
 from replicax.errors import ConfigError
-from replicax.parallel.mesh import make_mesh
 
 DEVICES = "devices"
 MESH = "mesh"

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from replicax.parallel.step import DataParallel
+from replicax.core.data_parallel import DataParallel
 from replicax.plan.critical_batch import batch_cost, learning_rates
 from replicax.plan.hardware import Chip
 from replicax.plan.largest import MOST_ROWS

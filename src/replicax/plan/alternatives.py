@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 
+from replicax.core.data_parallel import DataParallel
+from replicax.core.objective import LossFunction
 from replicax.errors import ReplicaxError
-from replicax.parallel.gradients import LossFunction
-from replicax.parallel.step import DataParallel
 from replicax.plan.need import Need
 from replicax.plan.program import WITHOUT_CUDNN
 from replicax.plan.result import Alternative

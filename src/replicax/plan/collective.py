@@ -11,7 +11,7 @@ ALL_TO_ALL = "all-to-all"
 PERMUTE = "collective-permute"
 BROADCAST = "collective-broadcast"
 KINDS = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, PERMUTE, BROADCAST)
-"""As HLO and `replicax.parallel.compiled` spell them."""
+"""As HLO and `replicax.analysis.compiled` spell them."""
 
 
 @dataclass(frozen=True)

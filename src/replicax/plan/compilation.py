@@ -4,7 +4,7 @@ import dataclasses
 import re
 from typing import Any
 
-from replicax.parallel.compiled import Memory
+from replicax.analysis.compiled import Memory
 
 NOT_INSTALLED, WRONG_VERSION = "not installed", "wrong version"
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from replicax.parallel.compiled import read_memory
-from replicax.parallel.mesh import AXES
+from replicax.analysis.compiled import read_memory
+from replicax.core.mesh import AXES
 from replicax.plan.compilation import Compilation, Failed, TooLarge, too_large
 from replicax.plan.program import Program
 from replicax.wording import first_line

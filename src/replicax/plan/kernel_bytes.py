@@ -1,7 +1,7 @@
 """An instruction of a schedule -> the bytes of the device's memory that one run touches."""
 
-from replicax.parallel import hlo
-from replicax.parallel.hlo import Instruction, Module
+from replicax.analysis import hlo
+from replicax.analysis.hlo import Instruction, Module
 
 _SLICES = ("dynamic-slice", "gather", "slice")
 _SAME_ELEMENTS = ("bitcast", "convert", "copy", "reshape", "transpose")

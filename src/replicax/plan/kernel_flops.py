@@ -3,9 +3,9 @@
 import math
 import re
 
-from replicax.parallel import hlo
-from replicax.parallel.compiled import convolution_flops, product_flops
-from replicax.parallel.hlo import Instruction, Module
+from replicax.analysis import hlo
+from replicax.analysis.compiled import convolution_flops, product_flops
+from replicax.analysis.hlo import Instruction, Module
 
 FREE_CALLS = (
     "AllocateBuffer",

@@ -14,15 +14,15 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh
 
-from replicax.data.batch import Batch, described, row_count
-from replicax.parallel.gradients import Objective
-from replicax.parallel.layout import layout_name, state_shardings
-from replicax.parallel.loss import LOSS
-from replicax.parallel.mesh import abstract_mesh
-from replicax.parallel.model import PyTree
-from replicax.parallel.precision import to_sum
-from replicax.parallel.step import DataParallel
-from replicax.parallel.update import TrainState
+from replicax.core.batch import Batch, described, row_count
+from replicax.core.data_parallel import DataParallel
+from replicax.core.layout import layout_name, state_shardings
+from replicax.core.loss import LOSS
+from replicax.core.mesh import abstract_mesh
+from replicax.core.models.split import PyTree
+from replicax.core.objective import Objective
+from replicax.core.precision import to_sum
+from replicax.core.update import TrainState
 from replicax.plan.branches import for_platform
 from replicax.plan.liveness import Liveness, peak
 from replicax.plan.operations import Program, array_bytes

@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 
+from replicax.core.data_parallel import DataParallel
+from replicax.core.mesh import is_data_only
 from replicax.errors import ConfigError, MissingDependencyError
-from replicax.parallel.mesh import is_data_only
-from replicax.parallel.step import DataParallel
 from replicax.plan.compilation import Description
 from replicax.plan.compiler import AttachedCompiler, Compiler
 from replicax.plan.compiler_pool import CompilerPool

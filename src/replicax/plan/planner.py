@@ -8,10 +8,10 @@ from typing import Any
 
 import jax
 
-from replicax.data.batch import row_count
+from replicax.core.batch import row_count
+from replicax.core.data_parallel import DataParallel
+from replicax.core.layout import layout_name
 from replicax.errors import ConfigError
-from replicax.parallel.layout import layout_name
-from replicax.parallel.step import DataParallel
 from replicax.plan.advice import batch_advice, first_change
 from replicax.plan.alternatives import alternatives
 from replicax.plan.forecast import device_hours

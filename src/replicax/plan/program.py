@@ -6,11 +6,11 @@ from typing import Any
 
 import jax
 
+from replicax.analysis.flops import count_flops
+from replicax.core.data_parallel import DataParallel
+from replicax.core.mesh import AnyMesh, abstract_mesh, make_mesh
+from replicax.core.traced_for import traced_for
 from replicax.errors import ConfigError, require
-from replicax.parallel.flops import count_flops
-from replicax.parallel.mesh import AnyMesh, abstract_mesh, make_mesh
-from replicax.parallel.step import DataParallel
-from replicax.parallel.traced_for import traced_for
 
 CUDNN_CALLS = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
 """Kernels that a model may ask for by name. JAX does not promise to keep them for exported

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from replicax.parallel import hlo
-from replicax.parallel.compiled import collective_kind, result_bytes
-from replicax.parallel.hlo import Instruction, Module
+from replicax.analysis import hlo
+from replicax.analysis.compiled import collective_kind, result_bytes
+from replicax.analysis.hlo import Instruction, Module
 from replicax.plan.kernel_bytes import kernel_bytes
 from replicax.plan.kernel_flops import (
     FREE_CALLS,

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from replicax.parallel.step import DataParallel
+from replicax.core.data_parallel import DataParallel
 from replicax.plan.collective import ALL_REDUCE
 from replicax.plan.forecast import ScalingPoint, devices_that_pay, scaling_curve
 from replicax.plan.kernel_time import limits, timeline

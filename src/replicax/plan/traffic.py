@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from replicax.parallel import hlo
+from replicax.analysis import hlo
 from replicax.plan.schedule import Collective, Kernel, Schedule
 from replicax.wording import size_text
 

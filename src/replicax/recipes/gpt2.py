@@ -14,8 +14,8 @@ import numpy as np
 import optax
 
 import replicax as rx
+from replicax.core.precision import to_sum
 from replicax.errors import ConfigError
-from replicax.parallel.precision import to_sum
 from replicax.recipes import transformer
 from replicax.recipes.corpus import Document
 from replicax.recipes.gpt2_weights import load_weights

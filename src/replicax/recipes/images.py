@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from replicax.parallel.precision import to_sum
+from replicax.core.precision import to_sum
 
 
 def unit_interval(images: jax.Array, dtype: Any) -> jax.Array:

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from replicax.core.precision import to_sum
 from replicax.errors import require
-from replicax.parallel.precision import to_sum
 
 nn = require("flax.linen", "flax")
 

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from replicax.core.precision import to_sum
 from replicax.errors import ConfigError
-from replicax.parallel.precision import to_sum
 from replicax.recipes import attention
 
 Params = dict[str, Any]

@@ -9,13 +9,13 @@ import jax
 import numpy as np
 
 from replicax.cluster.decided import meet
-from replicax.data.batch import Batch
-from replicax.data.source import Source, can_repeat
+from replicax.core.batch import Batch
+from replicax.core.data_parallel import STEPS_IN_FLIGHT, DataParallel
+from replicax.core.mesh import replica_count
+from replicax.core.sources import Source, can_repeat
+from replicax.core.update import TrainState
 from replicax.errors import ConfigError, DivergedError, ReplicasDifferError, did_you_mean
-from replicax.parallel.fingerprint import Difference, Fingerprint
-from replicax.parallel.mesh import replica_count
-from replicax.parallel.step import STEPS_IN_FLIGHT, DataParallel
-from replicax.parallel.update import TrainState
+from replicax.train.fingerprint import Difference, Fingerprint
 from replicax.train.snapshot import Snapshot
 from replicax.wording import listed, named, size_text
 
@@ -58,7 +58,7 @@ class Audit:
     waits for the devices at each audit.
 
     Args:
-        dp: what steps; of `replicax.parallel.guarded`.
+        dp: what steps; of `replicax.train.guarded`.
         state: its state.
         source: what it is fed from.
         every: steps between two audits.
@@ -132,7 +132,7 @@ class Audit:
 
         Args:
             state: not yet given to the next step.
-            not_finite: the step's `replicax.parallel.update.NOT_FINITE`.
+            not_finite: the step's `replicax.core.update.NOT_FINITE`.
             place: after the step.
 
         Raises:

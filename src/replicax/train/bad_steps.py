@@ -9,11 +9,11 @@ from jax.experimental import multihost_utils
 
 from replicax.cluster.agreement import agree
 from replicax.cluster.decided import meet
-from replicax.data.batch import Batch
+from replicax.core.batch import Batch
+from replicax.core.data_parallel import STEPS_IN_FLIGHT
+from replicax.core.loss import LOSS
+from replicax.core.update import NOT_FINITE, SPIKE, Metrics
 from replicax.errors import ConfigError, DivergedError
-from replicax.parallel.loss import LOSS
-from replicax.parallel.step import STEPS_IN_FLIGHT
-from replicax.parallel.update import NOT_FINITE, SPIKE, Metrics
 from replicax.train.records import Record
 
 _NAMED = 8

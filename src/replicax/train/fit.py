@@ -10,17 +10,17 @@ import jax
 
 from replicax.cluster.agreement import agree
 from replicax.cluster.pulse import PULSE
-from replicax.data.digest import sha256
-from replicax.data.feed import Feed
-from replicax.data.source import as_source, can_shuffle
+from replicax.core.data_parallel import DataParallel
+from replicax.core.digest import sha256
+from replicax.core.feed import Feed
+from replicax.core.sources import as_source, can_shuffle
+from replicax.core.update import TrainState
 from replicax.errors import ConfigError, MissingDependencyError
-from replicax.parallel.guarded import guarded, with_losses
-from replicax.parallel.step import DataParallel
-from replicax.parallel.update import TrainState
 from replicax.train.audit import Audit
 from replicax.train.bad_steps import BadSteps
 from replicax.train.curves import COLOURS, draw_curves
 from replicax.train.goodput import Goodput, Ledger
+from replicax.train.guarded import guarded, with_losses
 from replicax.train.interrupt import Interrupt
 from replicax.train.loop import Loop
 from replicax.train.meter import Meter
@@ -131,7 +131,7 @@ def fit(
         max_bad_steps: steps in a row whose loss or gradient is not finite before the run stops.
             The update of each is skipped, and its examples recorded.
         skip_spikes: whether a loss far above those before is skipped too; see
-            `replicax.parallel.guarded.with_losses`.
+            `replicax.train.guarded.with_losses`.
         run_dir: a folder for `config.json`, `records.jsonl`, `curves.png`, where it is measured
             `noise_scale.json`, and the checkpoints; None for none of these.
         save_every: steps between two checkpoints; None to go by the clock.

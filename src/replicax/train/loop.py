@@ -8,12 +8,12 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from replicax.data.batch import Batch
-from replicax.data.feed import Feed
-from replicax.data.source import Source
+from replicax.core.batch import Batch
+from replicax.core.data_parallel import DataParallel
+from replicax.core.feed import Feed
+from replicax.core.sources import Source
+from replicax.core.update import NOT_FINITE, TrainState
 from replicax.errors import DivergedError
-from replicax.parallel.step import DataParallel
-from replicax.parallel.update import NOT_FINITE, TrainState
 from replicax.train.audit import Audit, Place, Restored
 from replicax.train.bad_steps import BadSteps
 from replicax.train.checkpoints.manifest import Position

@@ -6,8 +6,8 @@ from collections import deque
 
 import jax
 
-from replicax.parallel.step import STEPS_IN_FLIGHT
-from replicax.parallel.update import Metrics
+from replicax.core.data_parallel import STEPS_IN_FLIGHT
+from replicax.core.update import Metrics
 from replicax.train.records import Record
 
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from replicax.data.batch import Batch
+from replicax.core.batch import Batch
+from replicax.core.data_parallel import DataParallel
+from replicax.core.update import TrainState
 from replicax.errors import ConfigError
-from replicax.parallel.noise import PARTS, NoiseProbe, NoiseSample
-from replicax.parallel.step import DataParallel
-from replicax.parallel.update import TrainState
+from replicax.train.noise import PARTS, NoiseProbe, NoiseSample
 from replicax.train.records import Record
 
 NOISE = "noise"

@@ -8,11 +8,11 @@ import jax
 import numpy as np
 import optax
 
-from replicax.data.feed import Feed
-from replicax.parallel.layout import layout_name
-from replicax.parallel.mesh import replica_count
-from replicax.parallel.step import DataParallel
-from replicax.parallel.update import TrainState
+from replicax.core.data_parallel import DataParallel
+from replicax.core.feed import Feed
+from replicax.core.layout import layout_name
+from replicax.core.mesh import replica_count
+from replicax.core.update import TrainState
 from replicax.train.progress import duration
 from replicax.train.records import Record
 

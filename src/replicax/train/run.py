@@ -9,10 +9,10 @@ from typing import Any
 import jax
 
 from replicax.cluster.decided import decided
-from replicax.data.per_process import PerProcessSource
-from replicax.data.source import Source
+from replicax.core.per_process import PerProcessSource
+from replicax.core.sources import Source
+from replicax.core.update import TrainState
 from replicax.errors import ConfigError, require
-from replicax.parallel.update import TrainState
 from replicax.train.changes import check_changes, read_config
 from replicax.train.checkpoints.arrays import array_entries, read
 from replicax.train.checkpoints.finite import params_not_finite

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
-from replicax.data.batch import host_rows, row_count
-from replicax.parallel.model import PyTree
-from replicax.parallel.update import TrainState
+from replicax.core.batch import host_rows, row_count
+from replicax.core.models.split import PyTree
+from replicax.core.update import TrainState
 from replicax.wording import size_text
 
 MOST_PARAMETERS = 3

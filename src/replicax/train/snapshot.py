@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from replicax.data.random_keys import is_random_key, numbers
-from replicax.parallel.update import TrainState
+from replicax.core.random_keys import is_random_key, numbers
+from replicax.core.update import TrainState
 
 
 class Snapshot:

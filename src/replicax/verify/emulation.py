@@ -1,6 +1,6 @@
 """The replicas of a per-replica mode, all on one device: what they have to compute.
 
-Each has its own rows and keys, and statistics over all of them, as in `replicax.parallel`. The
+Each has its own rows and keys, and statistics over all of them, as in `replicax.core`. The
 gradient is that of the sum over the replicas, which takes no reduction.
 """
 
@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from replicax.data.batch import Batch
-from replicax.parallel.gradients import Objective, Sums
-from replicax.parallel.loss import LOSS
-from replicax.parallel.mesh import DATA
-from replicax.parallel.precision import to_sum
-from replicax.parallel.summation import Running, add_in_turn
-from replicax.parallel.update import update
+from replicax.core.accumulate import Running, add_in_turn
+from replicax.core.batch import Batch
+from replicax.core.loss import LOSS
+from replicax.core.mesh import DATA
+from replicax.core.objective import Objective, Sums
+from replicax.core.precision import to_sum
+from replicax.core.update import update
 
 PyTree = Any
 

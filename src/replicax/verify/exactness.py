@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from replicax.data.digest import sha256
+from replicax.core.digest import sha256
 from replicax.errors import ReplicaxError
 from replicax.verify.check import FAIL, PASS, SKIP, Check
 from replicax.verify.facts import Facts

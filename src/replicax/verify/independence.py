@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from replicax.core.loss import Weighted
 from replicax.errors import ReplicaxError
-from replicax.parallel.loss import Weighted
 from replicax.verify.check import FAIL, NOTE, PASS, Check
 from replicax.verify.subject import Subject
 from replicax.wording import first_line

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from replicax.parallel.loss import LOSS
-from replicax.parallel.model import PyTree
+from replicax.core.loss import LOSS
+from replicax.core.models.split import PyTree
 from replicax.verify.check import FAIL, NOTE, PASS, SKIP, Check
 from replicax.verify.difference import leaves
 from replicax.verify.subject import Result, Subject

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from replicax.data.batch import Batch
+from replicax.core.batch import Batch
+from replicax.core.loss import LOSS
+from replicax.core.update import TrainState
 from replicax.errors import ReplicaxError
-from replicax.parallel.loss import LOSS
-from replicax.parallel.update import TrainState
 from replicax.verify.causes import likely_cause
 from replicax.verify.check import FAIL, PASS, SKIP, Check, Verdict
 from replicax.verify.difference import (

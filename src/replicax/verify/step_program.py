@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from replicax.parallel.compiled import CompiledStep, inspect
+from replicax.analysis.compiled import CompiledStep, inspect
 from replicax.verify.check import FAIL, NOTE, PASS, SKIP, Check
 from replicax.verify.rows import row_count, take
 from replicax.verify.trial import Trial

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from replicax.data.batch import Batch, host_rows, place, row_count
-from replicax.data.share import Share
-from replicax.parallel.gradients import Objective
-from replicax.parallel.loss import LOSS
-from replicax.parallel.mesh import by_rows, make_mesh, replica_count
-from replicax.parallel.model import PyTree
-from replicax.parallel.step import DataParallel
-from replicax.parallel.update import TrainState
+from replicax.core.batch import Batch, host_rows, place, row_count
+from replicax.core.data_parallel import DataParallel
+from replicax.core.loss import LOSS
+from replicax.core.mesh import by_rows, make_mesh, replica_count
+from replicax.core.models.split import PyTree
+from replicax.core.objective import Objective
+from replicax.core.share import Share
+from replicax.core.update import TrainState
 from replicax.verify.difference import Leaves, changes, coarsest_eps, leaves
 from replicax.verify.emulation import emulated_update
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
+from replicax.analysis.compiled import CompiledStep, inspect
 from replicax.errors import ReplicaxError
-from replicax.parallel.compiled import CompiledStep, inspect
 from replicax.plan.traffic import (
     SLIGHTLY,
     advice,

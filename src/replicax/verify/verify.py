@@ -7,13 +7,13 @@ from typing import Any
 
 import jax
 
-from replicax.data.batch import row_count
+from replicax.analysis.compiled import inspect
+from replicax.core.batch import row_count
+from replicax.core.data_parallel import DataParallel
+from replicax.core.layout import layout_name
+from replicax.core.mesh import replica_count
+from replicax.core.modes import MODES
 from replicax.errors import ConfigError, ReplicaxError, did_you_mean
-from replicax.parallel.compiled import inspect
-from replicax.parallel.layout import layout_name
-from replicax.parallel.lift import MODES
-from replicax.parallel.mesh import replica_count
-from replicax.parallel.step import DataParallel
 from replicax.verify.check import FAIL, Check, Verification
 from replicax.verify.determinism import check_determinism
 from replicax.verify.exactness import check_exactness

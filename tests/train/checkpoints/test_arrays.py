@@ -16,9 +16,9 @@ from resumable import bits, data_parallel, fit, model, no_curves, rows
 from saved_checkpoint import sealed
 
 import replicax as rx
-from replicax.data.random_keys import is_random_key
+from replicax.core.random_keys import is_random_key
+from replicax.core.update import TrainState
 from replicax.errors import CheckpointError
-from replicax.parallel.update import TrainState
 from replicax.train.checkpoints.arrays import array_entries, begin_writing, read
 from replicax.train.checkpoints.verification import verify
 from replicax.train.run import abstract

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import pytest
 from saved_checkpoint import POSITION
 
+from replicax.core.update import TrainState
 from replicax.errors import CheckpointError, RunInUseError
-from replicax.parallel.update import TrainState
 from replicax.train.checkpoints import saver as module
 from replicax.train.checkpoints.arrays import array_entries, read
 from replicax.train.checkpoints.manifest import Position, read_manifest

@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax.data.random_keys import is_random_key, numbers
+from replicax.core.random_keys import is_random_key, numbers
+from replicax.core.update import TrainState
 from replicax.errors import CheckpointError, require
-from replicax.parallel.update import TrainState
 from replicax.train.checkpoints.manifest import ArrayEntry
 
 _Result = TypeVar("_Result")

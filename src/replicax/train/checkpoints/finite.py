@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax.parallel.update import TrainState
+from replicax.core.update import TrainState
 from replicax.train.checkpoints.arrays import named
 from replicax.train.checkpoints.manifest import ArrayEntry, dtypes
 

@@ -13,8 +13,8 @@ from typing import Any
 from replicax.cluster.decided import LONGEST_SECONDS
 from replicax.cluster.link import current_link
 from replicax.cluster.pulse import PULSE
+from replicax.core.update import TrainState
 from replicax.errors import CheckpointError, RunInUseError
-from replicax.parallel.update import TrainState
 from replicax.train.checkpoints.arrays import array_entries, begin_writing
 from replicax.train.checkpoints.checksum import file_entries
 from replicax.train.checkpoints.finite import first_not_finite

@@ -1,0 +1,1 @@
+"""A compiled program -> its memory, FLOPs and communication."""

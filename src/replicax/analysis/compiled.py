@@ -1,0 +1,194 @@
+"""A compiled step -> what it takes: memory, FLOPs, collectives."""
+
+import dataclasses
+import math
+import re
+from collections import defaultdict
+
+import jax
+
+from replicax.analysis import hlo
+
+COLLECTIVES = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on each device."""
+
+    arguments: int
+    outputs: int
+    aliased: int
+    """Arguments whose memory the outputs reuse."""
+    temporaries: int
+    in_use: int | None = None
+    """Most that is in use at any time, where the compiler keeps to it: on a TPU. Its temporaries
+    are then the sum of what it puts into the same memory at different times."""
+
+    @property
+    def peak(self) -> int:
+        """What must be free before the step starts, its arguments included."""
+        if self.in_use is not None:
+            return self.in_use
+        return self.arguments + self.outputs - self.aliased + self.temporaries
+
+
+@dataclasses.dataclass(frozen=True)
+class Collectives:
+    """All collectives of one kind in one step, loops multiplied out."""
+
+    kind: str
+    count: int
+    bytes: int
+    """Result bytes on one device, summed over the count."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledStep:
+    """What one execution takes on each device."""
+
+    memory: Memory | None
+    """None where the backend does not tell."""
+    flops: int
+    """Of matrix products and convolutions, loops multiplied out, padding included. Products that a
+    backend hides in custom calls (cuBLAS on a GPU) are not among them."""
+    collectives: tuple[Collectives, ...]
+
+    def count(self, kind: str) -> int:
+        """Collectives of one kind, `all-reduce` say, in one step."""
+        return sum(each.count for each in self.collectives if each.kind == kind)
+
+
+def inspect(compiled: jax.stages.Compiled) -> CompiledStep:
+    """Read a compiled function, as `DataParallel.lower(...).compile()` gives it."""
+    text = compiled.as_text() or ""
+    count: dict[str, int] = defaultdict(int)
+    size: dict[str, int] = defaultdict(int)
+    flops = 0
+    for instruction in hlo.instructions(text):
+        kind = collective_kind(instruction)
+        if kind and not instruction.continues:
+            count[kind] += instruction.runs
+            size[kind] += instruction.runs * result_bytes(instruction)
+        flops += instruction.runs * product_flops(instruction)
+    collectives = tuple(Collectives(kind, count[kind], size[kind]) for kind in sorted(count))
+    return CompiledStep(read_memory(compiled), flops, collectives)
+
+
+def read_memory(compiled: jax.stages.Compiled) -> Memory | None:
+    """What a compiled function takes; None where the backend does not tell."""
+    stats = compiled.memory_analysis()
+    if stats is None:
+        return None
+    return Memory(
+        arguments=stats.argument_size_in_bytes,
+        outputs=stats.output_size_in_bytes,
+        aliased=stats.alias_size_in_bytes,
+        temporaries=stats.temp_size_in_bytes,
+        in_use=stats.peak_memory_in_bytes if _platform(compiled) == "tpu" else None,
+    )
+
+
+def _platform(compiled: jax.stages.Compiled) -> str:
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    platform: str = next(iter(shardings[0].device_set)).platform
+    return platform
+
+
+def collective_kind(instruction: hlo.Instruction) -> str:
+    """Which of `COLLECTIVES` an instruction is or starts; empty where it is none."""
+    kind = instruction.opcode.removesuffix("-start")
+    return kind if kind in COLLECTIVES else ""
+
+
+def result_bytes(instruction: hlo.Instruction) -> int:
+    """Bytes of the result, without the operands and context of an asynchronous start."""
+    if not instruction.opcode.endswith("-start") or instruction.opcode == "all-reduce-start":
+        return instruction.bytes
+    context = 4 * hlo.arrays(instruction.shape).count(("u32", ()))
+    operands = sum(hlo.shape_bytes(operand) for operand in instruction.operands)
+    return instruction.bytes - operands - context
+
+
+def product_flops(instruction: hlo.Instruction) -> int:
+    """FLOPs of one run of a matrix product or convolution; 0 of anything else."""
+    if instruction.opcode == "dot":
+        return _dot_flops(instruction)
+    if instruction.opcode == "convolution":
+        return _convolution_flops(instruction)
+    return 0
+
+
+def _dot_flops(dot: hlo.Instruction) -> int:
+    """2 FLOPs for each element of the result and each index summed over."""
+    ((_, result),) = hlo.arrays(dot.shape)
+    ((_, left),) = hlo.arrays(dot.operands[0])
+    dims = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", dot.attributes)
+    summed = [int(dim) for dim in dims[1].split(",") if dim] if dims else []
+    return 2 * math.prod(result) * math.prod(left[dim] for dim in summed)
+
+
+def _convolution_flops(convolution: hlo.Instruction) -> int:
+    shapes = (*convolution.operands[:2], convolution.shape)
+    image, kernel, result = (hlo.arrays(shape)[0][1] for shape in shapes)
+    return convolution_flops(image, kernel, result, convolution.attributes)
+
+
+def convolution_flops(
+    image: tuple[int, ...], kernel: tuple[int, ...], result: tuple[int, ...], attributes: str
+) -> int:
+    """2 FLOPs for each element of the result and each kernel element that one output sees.
+
+    Args:
+        image: its dims.
+        kernel: its dims.
+        result: its dims.
+        attributes: of the instruction, with `dim_labels` and `window`.
+    """
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", attributes)
+    if not labels:
+        return 2 * math.prod(result) * math.prod(kernel)
+    seen = kernel[labels[2].index("i")]
+    window = _window(attributes)
+    for number in filter(str.isdigit, labels[2]):
+        at = (label.index(number) for label in labels.groups())
+        sizes = [dims[place] for dims, place in zip((image, kernel, result), at, strict=True)]
+        seen *= _taps(sizes, {name: values[int(number)] for name, values in window.items()})
+    return 2 * math.prod(result) * seen
+
+
+def _window(attributes: str) -> dict[str, list[str]]:
+    """`window={size=3x3 stride=2x2}` -> `{"size": ["3", "3"], "stride": ["2", "2"]}`."""
+    found = re.search(r"window=\{([^}]*)\}", attributes)
+    settings = (each.partition("=") for each in (found[1].split() if found else ()))
+    return {name: values.split("x") for name, _, values in settings}
+
+
+def _taps(sizes: list[int], window: dict[str, str]) -> int:
+    """Most positions of a kernel, in one dim, that one output multiplies with the image.
+
+    `sizes` are those of the image, the kernel and the result.
+
+    Where the others meet zeros between the image's elements, or lie outside of it, they cost
+    nothing: a TPU has its batched matrix products as such convolutions. At the image's edges, where
+    some kernel positions meet the padding, the outputs count as if they did not.
+    """
+    image, kernel, outputs = sizes
+    stride, dilation, spread = (
+        int(window.get(name, 1)) for name in ("stride", "lhs_dilate", "rhs_dilate")
+    )
+    before = int(window.get("pad", "0_0").split("_")[0])
+    most = 0
+    for output in range(outputs):
+        places = (output * stride - before + tap * spread for tap in range(kernel))
+        most = max(most, sum(p % dilation == 0 and 0 <= p // dilation < image for p in places))
+        if most == kernel:
+            break
+    return most

@@ -1,0 +1,137 @@
+"""The loss contract: what a loss function may return, and the sums it stands for."""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from replicax.core.precision import to_sum
+from replicax.errors import LossError
+
+LOSS = "loss"
+RESERVED = (LOSS, "rows")
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["values", "weights"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Weighted:
+    """Values that do not count alike: their mean is sum(values * weights) / sum(weights).
+
+    Weights are constants: no gradient flows through them.
+    """
+
+    values: Any
+    """Float array `[rows, ...]`."""
+    weights: Any
+    """Array of the values' shape or its leading dims, `[rows]` at least; 0 leaves an entry out."""
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["total", "weight"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """A mean before the division, so that it can be added to others: both float32 scalars."""
+
+    total: jax.Array
+    weight: jax.Array
+
+    def mean(self) -> jax.Array:
+        """The weighted mean; NaN where nothing had any weight."""
+        return self.total / self.weight
+
+
+def sums(returned: Any, mask: jax.Array) -> dict[str, Sum]:
+    """The sums behind what a loss function returned, `"loss"` first, then its metrics.
+
+    Args:
+        returned: float values `[rows, ...]`, a `Weighted`, a scalar (the mean over the rows), or a
+            pair of any of these and a dict of metrics of the same kinds.
+        mask: float32 `[rows]`, 0 on padding.
+
+    Raises:
+        LossError: something else was returned.
+    """
+    loss, metrics = _loss_and_metrics(returned)
+    if not jnp.issubdtype(jnp.result_type(_values(loss)), jnp.floating):
+        raise LossError(
+            f"the loss has dtype {jnp.result_type(_values(loss))}; a gradient needs a real "
+            "floating-point loss: return floats, and counts as metrics"
+        )
+    named = {LOSS: loss, **metrics}
+    return {name: _sum(name, value, mask) for name, value in named.items()}
+
+
+def scalars(returned: Any) -> tuple[str, ...]:
+    """Names of what a loss function returned as one number for the whole batch."""
+    loss, metrics = _loss_and_metrics(returned)
+    named = {LOSS: loss, **metrics}
+    return tuple(name for name, value in named.items() if jnp.ndim(_values(value)) == 0)
+
+
+def _loss_and_metrics(returned: Any) -> tuple[Any, dict[str, Any]]:
+    if not isinstance(returned, tuple):
+        return returned, {}
+    if len(returned) != 2 or not isinstance(returned[1], dict):
+        kinds = ", ".join(type(item).__name__ for item in returned)
+        raise LossError(
+            f"the loss returned a tuple of ({kinds}); it returns values, or a pair "
+            "(values, dict of metrics)"
+        )
+    taken = sorted(set(RESERVED) & set(returned[1]))
+    if taken:
+        raise LossError(f"the loss returned a metric named {taken[0]!r}, which is taken: rename it")
+    return returned
+
+
+def _values(value: Any) -> Any:
+    values = value.values if isinstance(value, Weighted) else value
+    if not isinstance(values, (jax.Array, float, int)) and not hasattr(values, "dtype"):
+        raise LossError(
+            f"the loss returned a {type(values).__name__}; it returns an array [rows, ...], an "
+            "rx.Weighted, or a pair of these and a dict of metrics"
+        )
+    return values
+
+
+def _sum(name: str, value: Any, mask: jax.Array) -> Sum:
+    values = to_sum(jnp.asarray(_values(value)))
+    if values.ndim == 0:
+        if isinstance(value, Weighted):
+            raise LossError(f"{name}: rx.Weighted holds a scalar; give values [rows, ...]")
+        weight = jnp.sum(mask)
+        return Sum(values * weight, weight)
+    if values.shape[0] != mask.shape[0]:
+        raise LossError(
+            f"{name} has shape {values.shape} and the batch has {mask.shape[0]} rows; its leading "
+            "dim is the row dim: return one value a row, before any mean"
+        )
+    weights = _to_dims(mask, values.ndim)
+    if isinstance(value, Weighted):
+        weights = weights * _weights(name, value, values)
+    weights = jnp.broadcast_to(weights, values.shape)
+    # A value that does not count may be anything, NaN and infinity too.
+    counted = jnp.where(weights != 0, values, 0)
+    return Sum(jnp.sum(counted * weights), jnp.sum(weights))
+
+
+def _weights(name: str, value: Weighted, values: jax.Array) -> jax.Array:
+    weights = jax.lax.stop_gradient(to_sum(jnp.asarray(value.weights)))
+    if not weights.ndim or weights.shape != values.shape[: weights.ndim]:
+        raise LossError(
+            f"{name} has values of shape {values.shape} and weights of shape {weights.shape}; "
+            "weights have the values' shape or its leading dims: reshape the weights"
+        )
+    return _to_dims(weights, values.ndim)
+
+
+def _to_dims(array: jax.Array, dims: int) -> jax.Array:
+    return array.reshape(array.shape + (1,) * (dims - array.ndim))
+
+
+def add_sums(totals: dict[str, np.ndarray], sums: dict[str, Sum]) -> None:
+    """Add float32 sums of a batch to the float64 ones of all."""
+    for name, value in jax.device_get(sums).items():
+        pair = np.asarray([value.total, value.weight], np.float64)
+        totals[name] = totals.get(name, np.zeros(2)) + pair

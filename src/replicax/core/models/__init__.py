@@ -1,0 +1,1 @@
+"""Any model <-> its parameters and its other arrays."""

@@ -1,0 +1,84 @@
+"""Bound Flax Linen modules: `module.bind(variables)` is the model."""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+
+from replicax.core.models.split import PyTree, changed_alone
+from replicax.errors import ConfigError
+
+PARAMS = "params"
+
+
+def split_linen(model: nn.Module) -> tuple["LinenDefinition", PyTree, PyTree]:
+    """`split_model` for Linen: the collection `params` trains.
+
+    Raises:
+        ConfigError: the module is not bound to its variables.
+    """
+    if model.scope is None:
+        raise ConfigError(
+            f"the Linen module {type(model).__name__} comes without its variables; bind them: "
+            "model.bind(model.init(key, example))"
+        )
+    module, variables = model.unbind()
+    extras = {name: tree for name, tree in variables.items() if name != PARAMS}
+    return LinenDefinition(module), variables.get(PARAMS, {}), extras
+
+
+class LinenDefinition:
+    """An unbound Linen module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LinenDefinition) and self._module == other._module
+
+    def __hash__(self) -> int:
+        return hash(self._module)
+
+    def merge(self, params: PyTree, extras: PyTree) -> Any:
+        return self._module.bind({PARAMS: params, **extras})
+
+    def apply(
+        self,
+        function: Callable[[Any], Any],
+        params: PyTree,
+        extras: PyTree,
+        *,
+        key: jax.Array | None,
+        axis: str | None,
+        alone: bool,
+    ) -> tuple[Any, PyTree]:
+        # Linen draws every stream that is not named here from "params".
+        rngs = {} if key is None else {PARAMS: key}
+        mutable = [] if key is None else list(extras)
+        model = self._module.bind({PARAMS: params, **extras}, rngs=rngs, mutable=mutable)
+        synchronised: set[tuple[str, ...]] = set()
+
+        def average_statistics(
+            call: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext
+        ) -> Any:
+            if isinstance(context.module, nn.BatchNorm):
+                object.__setattr__(context.module, "axis_name", axis)  # modules are frozen
+                synchronised.add(tuple(context.module.path))
+            return call(*args, **kwargs)
+
+        with nn.intercept_methods(average_statistics):
+            returned = function(model)
+        if not mutable:
+            return returned, extras
+
+        def updated(path: Any, old: Any, new: Any) -> Any:
+            if new is old:
+                return old
+            owner = tuple(entry.key for entry in path[1:-1])
+            if (alone or axis is not None) and owner not in synchronised:
+                raise changed_alone(jax.tree_util.keystr(path))
+            return new.astype(old.dtype)
+
+        after = {name: model.variables[name] for name in extras}
+        return returned, jax.tree_util.tree_map_with_path(updated, extras, after)

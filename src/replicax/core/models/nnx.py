@@ -1,0 +1,105 @@
+"""Flax NNX models: BatchNorm statistics and Dropout streams are extras."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from replicax.core.models.split import PyTree, changed_alone, is_trainable
+
+
+def _is_param(_path: Any, node: Any) -> bool:
+    return isinstance(node, nnx.Param) and is_trainable(node.get_value())
+
+
+def split_nnx(model: nnx.Module) -> tuple["NNXDefinition", PyTree, PyTree]:
+    """`split_model` for NNX: `nnx.Param` trains, all other state is extras."""
+    graphdef, params, extras = nnx.split(model, _is_param, ...)  # type: ignore[misc]
+    definition = NNXDefinition(graphdef, jax.tree.structure(params), jax.tree.structure(extras))
+    return definition, nnx.to_pure_dict(params), nnx.to_pure_dict(extras)
+
+
+class NNXDefinition:
+    """An NNX graph and the structures of its two states."""
+
+    def __init__(self, graphdef: Any, params: Any, extras: Any) -> None:
+        self._parts = (graphdef, params, extras)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, NNXDefinition) and self._parts == other._parts
+
+    def __hash__(self) -> int:
+        return hash(self._parts)
+
+    def merge(self, params: PyTree, extras: PyTree) -> Any:
+        graphdef, params_treedef, extras_treedef = self._parts
+        return nnx.merge(
+            graphdef,
+            jax.tree.unflatten(params_treedef, jax.tree.leaves(params)),
+            jax.tree.unflatten(extras_treedef, jax.tree.leaves(extras)),
+        )
+
+    def apply(
+        self,
+        function: Callable[[Any], Any],
+        params: PyTree,
+        extras: PyTree,
+        *,
+        key: jax.Array | None,
+        axis: str | None,
+        alone: bool,
+    ) -> tuple[Any, PyTree]:
+        model = self.merge(params, extras)
+        if key is None:
+            model.eval()
+        else:
+            _reseed(model, key)
+        synchronised = _average_statistics_over(model, axis)
+        random = _random(model)
+        before = _extras_by_path(model)
+        returned = function(model)
+        after = _extras_by_path(model)
+
+        def updated(path: Any, old: Any) -> Any:
+            name = _names(path)
+            new = after[name]
+            if new is before[name] or name in random:
+                return old
+            if (alone or axis is not None) and name not in synchronised:
+                raise changed_alone(".".join(map(str, name)))
+            return new.astype(old.dtype)
+
+        return returned, jax.tree_util.tree_map_with_path(updated, extras)
+
+
+def _reseed(model: nnx.Module, key: jax.Array) -> None:
+    """Start every random stream of the model from `key`, so that it depends on the step alone."""
+    streams = [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.RngStream)]
+    for number, stream in enumerate(streams):
+        stream.key.set_value(jax.random.fold_in(key, number))
+        stream.count.set_value(jax.numpy.zeros_like(stream.count.get_value()))
+
+
+def _random(model: nnx.Module) -> set[tuple[Any, ...]]:
+    """Paths of the random streams' states, which the next step starts afresh."""
+    return {path for path, node in nnx.iter_graph(model) if isinstance(node, nnx.RngState)}
+
+
+def _average_statistics_over(model: nnx.Module, axis: str | None) -> set[tuple[Any, ...]]:
+    """Let every BatchNorm average over `axis`; paths of the statistics that this keeps equal."""
+    paths: set[tuple[Any, ...]] = set()
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, nnx.BatchNorm):
+            module.axis_name = axis
+            paths |= {(*path, "mean"), (*path, "var")}
+    return paths
+
+
+def _extras_by_path(model: nnx.Module) -> dict[tuple[Any, ...], Any]:
+    extras = nnx.to_pure_dict(nnx.state(model, nnx.Not(_is_param)))
+    return {_names(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(extras)}
+
+
+def _names(path: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(entry.key for entry in path)

@@ -1,0 +1,285 @@
+"""Where rows come from: arrays in memory, a Grain dataset, or an iterable of host batches.
+
+A source gives one epoch at a time as `(data, index)` pairs: a pytree of fresh host arrays with at
+most `batch_size` rows, and the index of each row in the source.
+"""
+
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from replicax.core.batch import PyTree, host_rows, row_count
+from replicax.core.digest import describe_leaves
+from replicax.core.per_process import PerProcess, PerProcessSource
+from replicax.errors import ConfigError, DataError, require
+
+Rows = tuple[PyTree, np.ndarray]
+
+_SAMPLED_ROWS = 16
+
+Pick = Callable[[int], np.ndarray]
+"""Rows in a batch -> which of them are wanted, by position in the batch; some may be repeated."""
+
+
+class Source(Protocol):
+    """One pass over the data at a time."""
+
+    batch_size: int
+    """Rows of every batch but the last; 0 where only the first batch will tell."""
+
+    @property
+    def rows(self) -> int | None:
+        """Rows in an epoch, where that is known beforehand."""
+
+    @property
+    def batches(self) -> int | None:
+        """Batches in an epoch, where that is known beforehand."""
+
+    @property
+    def last_rows(self) -> int | None:
+        """Rows of the last batch, which has the fewest, where that is known beforehand."""
+
+    def epoch(self, number: int, pick: Pick | None = None, first: int = 0) -> Iterator[Rows]:
+        """The batches of epoch `number`, counted from 0, from its batch `first` on.
+
+        With `pick`, of each the rows that it wants.
+        """
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What processes that read the same data have the same of."""
+
+
+def as_source(data: Any, batch_size: int | None, *, shuffle: bool, seed: int) -> Source:
+    """The `Source` for `data`.
+
+    Args:
+        data: a dict or tuple of arrays with one leading row dim, or one array; a Grain dataset; an
+            iterable of host batches; any of these in a `PerProcess`; or a source already, which is
+            given back.
+        batch_size: rows of a batch. Only an iterable may leave it out: its first batch decides.
+        shuffle: whether each epoch has an order of its own, drawn from `seed` and its number.
+        seed: any int.
+
+    Raises:
+        ConfigError: a batch size below 1 or missing, or `shuffle` with an iterable.
+    """
+    if batch_size is not None and batch_size < 1:
+        raise ConfigError(f"batch_size={batch_size}; a batch has at least 1 row: raise it")
+    if isinstance(data, (ArraySource, GrainSource, IterableSource, PerProcessSource)):
+        return data
+    if isinstance(data, PerProcess):
+        part = None if batch_size is None else data.part(batch_size)
+        return PerProcessSource(as_source(data.data, part, shuffle=shuffle, seed=seed), batch_size)
+    if _is_arrays(data):
+        return ArraySource(data, _known(batch_size, "arrays"), shuffle, seed)
+    if _is_grain(data, "MapDataset", "IterDataset"):
+        return GrainSource(data, _known(batch_size, "a Grain dataset of rows"), shuffle, seed)
+    if not isinstance(data, Iterable):
+        raise ConfigError(
+            f"the source is a {type(data).__name__}; give a dict of arrays, a Grain dataset, or an "
+            "iterable of host batches"
+        )
+    if shuffle:
+        raise ConfigError(
+            "shuffle=True with an iterable of batches, which has an order of its own; "
+            "shuffle inside the loader, or give arrays or a Grain MapDataset"
+        )
+    return IterableSource(data, batch_size or 0)
+
+
+class _Sized:
+    """What follows from the number of rows."""
+
+    rows: int | None
+    batch_size: int
+
+    @property
+    def batches(self) -> int | None:
+        return None if self.rows is None else -(-self.rows // self.batch_size)
+
+    @property
+    def last_rows(self) -> int | None:
+        return None if self.rows is None else (self.rows - 1) % self.batch_size + 1
+
+
+class ArraySource(_Sized):
+    """Arrays in memory (or memory-mapped): any row at any time."""
+
+    def __init__(self, data: PyTree, batch_size: int, shuffle: bool, seed: int) -> None:
+        self.rows = row_count(data)
+        self.batch_size = batch_size
+        self._data = jax.tree.map(np.asarray, data)
+        self._shuffle, self._seed = shuffle, seed
+        if not self.rows:
+            raise DataError("the source has 0 rows; give at least 1")
+
+    def epoch(self, number: int, pick: Pick | None = None, first: int = 0) -> Iterator[Rows]:
+        rows = self.rows or 0
+        order = np.arange(rows)
+        if self._shuffle:
+            order = np.random.default_rng([self._seed, number]).permutation(rows)
+        for start in range(first * self.batch_size, rows, self.batch_size):
+            index = order[start : start + self.batch_size]
+            if pick is not None:
+                index = index[pick(len(index))]
+            taken = jax.tree.map(partial(_take, index=index), self._data)
+            yield host_rows(taken, copy=False), index
+
+    def fingerprint(self) -> dict[str, Any]:
+        some = np.unique(np.linspace(0, (self.rows or 1) - 1, _SAMPLED_ROWS).astype(np.int64))
+        return {
+            "rows": self.rows,
+            "batch_size": self.batch_size,
+            "shuffle": self._shuffle,
+            "seed": self._seed,
+            "leaves": describe_leaves(jax.tree.map(partial(_take, index=some), self._data)),
+        }
+
+
+class GrainSource(_Sized):
+    """A Grain dataset whose elements are rows; Grain shuffles, reads ahead and batches them."""
+
+    def __init__(self, dataset: Any, batch_size: int, shuffle: bool, seed: int) -> None:
+        self._grain = require("grain", "data")
+        self._random_access = isinstance(dataset, self._grain.MapDataset)
+        self.rows = len(dataset) if self._random_access else None
+        self.batch_size = batch_size
+        self._dataset, self._shuffle, self._seed = dataset, shuffle, seed
+        if shuffle and not self._random_access:
+            raise ConfigError(
+                "shuffle=True with a Grain IterDataset, which has no random access; "
+                "shuffle the MapDataset it is made from"
+            )
+
+    def epoch(self, number: int, pick: Pick | None = None, first: int = 0) -> Iterator[Rows]:
+        if not self._random_access:
+            _refuse_pick(pick, "a Grain IterDataset")
+            batches = self._dataset.batch(self.batch_size, drop_remainder=False)
+            yield from itertools.islice(_counted(batches), first, None)
+            return
+        rows, size = self._dataset.map_with_index(lambda index, row: (row, index)), self.batch_size
+        if self._shuffle:
+            seed = np.random.SeedSequence([self._seed, number]).generate_state(1)[0]
+            rows = rows.shuffle(seed=int(seed))
+        rows = rows[first * size :]
+        if not len(rows):
+            return
+        if pick is not None:
+            starts = range(0, len(rows), size)
+            parts = [start + pick(min(size, len(rows) - start)) for start in starts]
+            rows, size = self._grain.MapDataset.source(_Picked(rows, parts)), len(parts[0])
+        for data, index in rows.batch(size, drop_remainder=False).to_iter_dataset():
+            yield host_rows(data, copy=True), np.asarray(index)
+
+    def fingerprint(self) -> dict[str, Any]:
+        first = self._dataset[0] if self._random_access else None
+        return {
+            "rows": self.rows,
+            "batch_size": self.batch_size,
+            "shuffle": self._shuffle,
+            "seed": self._seed,
+            "leaves": describe_leaves(first),
+        }
+
+
+class IterableSource(_Sized):
+    """Host batches from anything that can be iterated, in its own order.
+
+    The batches are copied, so that a loader may reuse its buffers.
+    """
+
+    def __init__(self, batches: Iterable[Any], batch_size: int) -> None:
+        self.rows = None
+        self.batch_size = batch_size
+        self.is_iterator = isinstance(batches, Iterator)
+        self._batches = batches
+        self._was_read = False
+
+    def epoch(self, number: int, pick: Pick | None = None, first: int = 0) -> Iterator[Rows]:
+        _refuse_pick(pick, "an iterable of batches")
+        empty = True
+        for place, rows in enumerate(_counted(self._batches)):
+            empty = False
+            if place >= first:
+                yield rows
+        if empty and self._was_read:
+            raise DataError(
+                f"the source gave no batch when read again in epoch {number}; a generator can be "
+                "read once: give a list, or a loader that can be iterated again"
+            )
+        self._was_read = True
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"batch_size": self.batch_size}
+
+
+def can_repeat(source: Source) -> bool:
+    """Whether an epoch of `source` can be read again; an iterator is read once."""
+    own = source.own if isinstance(source, PerProcessSource) else source
+    return not isinstance(own, IterableSource) or not own.is_iterator
+
+
+class _Picked:
+    """The rows of a Grain dataset at given places, in that order."""
+
+    def __init__(self, rows: Any, parts: list[np.ndarray]) -> None:
+        self._rows, self._places = rows, np.concatenate(parts)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, number: int) -> Any:
+        return self._rows[int(self._places[number])]
+
+
+def can_shuffle(data: Any) -> bool:
+    """Whether the rows of `data` can be had in any order."""
+    if isinstance(data, PerProcess):
+        return can_shuffle(data.data)
+    return _is_arrays(data) or _is_grain(data, "MapDataset")
+
+
+def _take(leaf: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """A fresh array of the rows `index`."""
+    taken: np.ndarray = leaf[index]
+    return taken
+
+
+def _is_arrays(data: Any) -> bool:
+    return isinstance(data, (Mapping, tuple, np.ndarray, jax.Array))
+
+
+def _is_grain(data: Any, *kinds: str) -> bool:
+    grain = sys.modules.get("grain")  # a dataset cannot be here unless its library is
+    return grain is not None and isinstance(data, tuple(getattr(grain, kind) for kind in kinds))
+
+
+def _counted(batches: Iterable[Any]) -> Iterator[Rows]:
+    """Batches with running row indices."""
+    first = 0
+    for batch in batches:
+        data = host_rows(batch, copy=True)
+        rows = row_count(data)
+        if not rows:
+            raise DataError(f"a batch after row {first} has 0 rows; give at least 1")
+        yield data, np.arange(first, first + rows)
+        first += rows
+
+
+def _refuse_pick(pick: Pick | None, source: str) -> None:
+    if pick is not None:
+        raise ConfigError(
+            f"{source} in a job of several processes; each would read all of it: wrap what is this "
+            "process's own in rx.PerProcess(...), or give arrays or a Grain MapDataset"
+        )
+
+
+def _known(batch_size: int | None, source: str) -> int:
+    if batch_size is None:
+        raise ConfigError(f"batch_size is missing; {source} must be cut: give batch_size=...")
+    return batch_size

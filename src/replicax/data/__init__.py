@@ -1,1 +1,0 @@
-"""Host batches -> padded, masked, split, prefetched global arrays."""

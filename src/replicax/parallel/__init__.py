@@ -1,1 +1,0 @@
-"""The heart: one update, lifted four ways."""

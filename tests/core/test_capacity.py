@@ -1,0 +1,89 @@
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import replicax as rx
+from replicax.core import capacity
+
+
+def wide(model: Any, batch: Any, key: Any) -> Any:
+    return jnp.sum(jnp.tanh(batch[:, :, None] * model), axis=(1, 2))
+
+
+def test_a_state_that_cannot_fit_is_refused_with_the_figures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(capacity, "_free_host_bytes", lambda: 2**20 - 1)
+    monkeypatch.setattr(capacity, "GIB", 2**20)
+    model = jnp.ones(2**17)  # with Adam's two moments 1.5 MiB
+    halves = rx.make_mesh(2)
+    with pytest.raises(rx.ConfigError) as caught:
+        rx.DataParallel(wide, optax.adam(0.1), mesh=rx.make_mesh(1)).init(model)
+    text = str(caught.value)
+    assert "the training state needs 1.5 GiB on a device, and 1.0 GiB are free" in text
+    assert "fsdp" in text
+    with pytest.raises(rx.ConfigError, match=r"1\.5 GiB on 2 host devices together"):
+        rx.DataParallel(wide, optax.adam(0.1), mesh=halves, layout="fsdp").init(model)
+    with pytest.raises(rx.ConfigError, match=r"3\.0 GiB on 2 host devices together"):
+        rx.DataParallel(wide, optax.adam(0.1), mesh=halves).init(model)
+
+
+def first_step(**options: Any) -> None:
+    dp = rx.DataParallel(wide, optax.sgd(0.1), **options)
+    state = dp.init(jnp.ones(256))
+    (batch,) = dp.feed(np.ones((8, 64), np.float32), 8)
+    dp.step(state, batch)
+
+
+def test_a_step_that_cannot_fit_is_refused_with_the_figures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(capacity, "_free_host_bytes", lambda: 2**18)
+    monkeypatch.setattr(capacity, "GIB", 2**20)
+    with pytest.raises(rx.ConfigError) as caught:
+        first_step(mesh=rx.make_mesh(2))
+    text = str(caught.value)
+    assert "a step of 8 rows needs " in text
+    assert " GiB on 2 host devices together beside the training state, and 0.2 GiB are free" in text
+    assert "lower the batch size" in text
+    assert "\n" not in text
+
+
+def test_a_step_that_fits_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capacity, "_free_host_bytes", lambda: 2**30)
+    first_step(mesh=rx.make_mesh(2))
+
+
+def test_a_host_that_does_not_tell_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capacity, "_free_host_bytes", lambda: None)
+    first_step(mesh=rx.make_mesh(2))
+
+
+def test_the_host_says_what_is_free() -> None:
+    free = capacity._free_host_bytes()
+    assert free is not None
+    assert 2**20 < free < 2**50
+
+
+class Device:
+    platform = "gpu"
+
+    def __init__(self, **stats: int) -> None:
+        self._stats = stats
+
+    def memory_stats(self) -> dict[str, int] | None:
+        return self._stats or None
+
+
+class Devices:
+    def __init__(self, *devices: Device) -> None:
+        self.local_devices = devices
+
+
+def test_of_accelerators_the_fullest_counts() -> None:
+    full, empty = (Device(bytes_limit=100, bytes_in_use=used) for used in (90, 0))
+    assert capacity._free_bytes(Devices(empty, full)) == 10  # type: ignore[arg-type]
+    assert capacity._free_bytes(Devices(Device())) is None  # type: ignore[arg-type]

@@ -1,0 +1,151 @@
+"""The loss contract: what may be returned, what it means, and what is refused."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import replicax as rx
+from replicax.core.loss import sums
+
+ROWS = 6
+MASK = jnp.asarray([1, 1, 1, 1, 0, 0], jnp.float32)
+VALUES = np.arange(1, 7, dtype=np.float32)
+
+
+def mean(returned: Any, name: str = "loss", mask: jax.Array = MASK) -> float:
+    return float(sums(returned, mask)[name].mean())
+
+
+def test_values_average_over_real_rows() -> None:
+    assert mean(jnp.asarray(VALUES)) == pytest.approx(2.5)
+
+
+def test_every_entry_of_a_row_counts() -> None:
+    values = jnp.asarray(np.stack([VALUES, 3 * VALUES], axis=1))
+    assert mean(values) == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize("weights", [[1.0, 0, 2, 0, 5, 5], [[1.0], [0], [2], [0], [5], [5]]])
+def test_weights_are_divided_by_their_sum(weights: Any) -> None:
+    weights = jnp.asarray(weights)
+    values = jnp.asarray(VALUES).reshape(weights.shape)
+    assert mean(rx.Weighted(values, weights)) == pytest.approx((1 * 1 + 3 * 2) / 3)
+
+
+def test_weights_of_rows_spread_over_their_entries() -> None:
+    values = jnp.asarray(np.stack([VALUES, 3 * VALUES], axis=1))
+    assert mean(rx.Weighted(values, jnp.asarray([1.0, 0, 0, 1, 1, 1]))) == pytest.approx(5.0)
+
+
+def test_an_entry_of_weight_zero_may_be_anything() -> None:
+    values = jnp.asarray([1.0, jnp.nan, 3.0, jnp.inf, jnp.nan, jnp.nan])
+    assert mean(rx.Weighted(values, jnp.asarray([1.0, 0, 1, 0, 1, 1]))) == pytest.approx(2.0)
+
+
+def test_no_gradient_flows_through_weights() -> None:
+    def total(weight: jax.Array) -> jax.Array:
+        values = rx.Weighted(jnp.asarray(VALUES), weight * jnp.ones(ROWS))
+        return sums(values, MASK)["loss"].total
+
+    assert jax.grad(total)(jnp.float32(2.0)) == 0.0
+
+
+def test_metrics_may_be_boolean_or_counts_and_have_weights() -> None:
+    metrics = {
+        "right": jnp.asarray([True, True, False, False, True, True]),
+        "errors": rx.Weighted(jnp.asarray([0, 1, 2, 3, 9, 9]), jnp.asarray([0.0, 0, 1, 1, 1, 1])),
+    }
+    returned = (jnp.asarray(VALUES), metrics)
+    assert mean(returned, "right") == pytest.approx(0.5)
+    assert mean(returned, "errors") == pytest.approx(2.5)
+
+
+def test_low_precision_is_summed_in_float32() -> None:
+    found = sums(jnp.ones(4096, jnp.bfloat16) * 1.0078125, jnp.ones(4096))["loss"]
+    assert found.total.dtype == jnp.float32
+    assert float(found.total) == 4096 * 1.0078125
+
+
+@pytest.mark.parametrize(
+    ("returned", "says"),
+    [
+        (jnp.arange(ROWS), "dtype int32"),
+        (jnp.asarray(VALUES) + 0j, "dtype complex64"),
+        (jnp.ones(ROWS + 1), f"shape (7,) and the batch has {ROWS} rows"),
+        (jnp.ones((1, ROWS)), f"shape (1, 6) and the batch has {ROWS} rows"),
+        ((jnp.ones(ROWS), jnp.ones(ROWS)), "a tuple of"),
+        ((jnp.ones(ROWS), {"loss": jnp.ones(ROWS)}), "'loss', which is taken"),
+        ((jnp.ones(ROWS), {"rows": jnp.ones(ROWS)}), "'rows', which is taken"),
+        (None, "a NoneType"),
+        ("0.5", "a str"),
+        (
+            rx.Weighted(jnp.ones(ROWS), jnp.ones(3)),
+            "values of shape (6,) and weights of shape (3,)",
+        ),
+        (rx.Weighted(jnp.ones(()), jnp.ones(())), "holds a scalar"),
+        ((jnp.ones(ROWS), {"m": jnp.ones(3)}), "m has shape (3,)"),
+    ],
+)
+def test_refuses_in_one_line(returned: Any, says: str) -> None:
+    with pytest.raises(rx.LossError) as caught:
+        sums(returned, MASK)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def scalar_loss(model: Any, batch: Any, key: Any) -> jax.Array:
+    return jnp.mean((model["w"] * batch["x"]) ** 2)
+
+
+SOURCE = {"x": np.arange(1, 11, dtype=np.float32)}
+MODEL = {"w": jnp.float32(2.0)}
+
+
+@pytest.mark.parametrize("mode", ["single", "jit", "shard_map", "pmap"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_scalar_loss_is_exact_on_full_batches(mode: str, accumulate: int) -> None:
+    mesh = rx.make_mesh(devices=jax.devices()[: 1 if mode == "single" else 4])
+    dp = rx.DataParallel(scalar_loss, optax.sgd(0.1), mesh=mesh, mode=mode, accumulate=accumulate)
+    state = dp.init(MODEL)
+    source = {"x": np.arange(1, 17, dtype=np.float32)}
+    (batch,) = dp.feed(source, 16)
+    _, metrics = dp.step(state, batch)
+    np.testing.assert_allclose(metrics["loss"], np.mean((2 * source["x"]) ** 2), rtol=1e-6)
+
+
+def test_a_scalar_loss_is_refused_before_the_padded_batch_comes() -> None:
+    dp = rx.DataParallel(scalar_loss, optax.sgd(0.1), mode="single")
+    state = dp.init(MODEL)
+    first = next(iter(dp.feed(SOURCE, 4)))
+    with pytest.raises(rx.LossError, match=r"2 of 4 rows .* padding"):
+        dp.step(state, first)
+
+
+def test_a_scalar_loss_is_refused_on_a_padded_batch_of_unknown_length() -> None:
+    dp = rx.DataParallel(scalar_loss, optax.sgd(0.1), mode="single")
+    state = dp.init(MODEL)
+    full, short = dp.feed([{"x": SOURCE["x"][:4]}, {"x": SOURCE["x"][:3]}])
+    state, _ = dp.step(state, full)
+    with pytest.raises(rx.LossError, match=r"1 of 4 rows .* padding"):
+        dp.step(state, short)
+
+
+def test_a_scalar_metric_is_refused_in_evaluation_with_padding() -> None:
+    def loss(model: Any, batch: Any, key: Any) -> Any:
+        values = model["w"] * batch["x"]
+        return values, {"largest": jnp.max(values)}
+
+    dp = rx.DataParallel(loss, optax.sgd(0.1), mode="single")
+    with pytest.raises(rx.LossError, match="largest is one number"):
+        dp.evaluate(dp.init(MODEL), dp.feed(SOURCE, 4))
+
+
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
+def test_a_loss_that_is_not_finite_at_the_start_is_refused(value: float) -> None:
+    dp = rx.DataParallel(lambda m, b, k: m["w"] * b["x"] * value, optax.sgd(0.1), mode="single")
+    with pytest.raises(rx.LossError, match="in the first step"):
+        dp.step(dp.init(MODEL), SOURCE)

@@ -1,0 +1,88 @@
+"""Meshes: axes named data, model and stage, made of the devices that there are."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from replicax.core.mesh import (
+    by_rows,
+    check_mesh,
+    is_data_only,
+    make_mesh,
+    replica_count,
+    replicated,
+)
+from replicax.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shape"),
+    [
+        ({}, (8, 1, 1)),
+        ({"data": 3}, (3, 1, 1)),
+        ({"model": 2}, (4, 2, 1)),
+        ({"model": 2, "stage": 4}, (1, 2, 4)),
+        ({"data": 2, "stage": 3}, (2, 1, 3)),
+        ({"devices": jax.devices()[2:5]}, (3, 1, 1)),
+    ],
+)
+def test_a_mesh_has_three_axes(arguments: dict[str, Any], shape: tuple[int, ...]) -> None:
+    mesh = make_mesh(**arguments)
+    assert mesh.axis_names == ("data", "model", "stage")
+    assert mesh.devices.shape == shape
+    assert replica_count(mesh) == shape[0]
+    assert is_data_only(mesh) is (shape[1:] == (1, 1))
+
+
+def test_devices_keep_their_order() -> None:
+    devices = jax.devices()[::-1][:4]
+    assert list(make_mesh(devices=devices).devices.flat) == devices
+    assert list(make_mesh(data=2).devices.flat) == jax.devices()[:2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"data": 16}, ["16", "8", "JAX_NUM_CPU_DEVICES=16"]),
+        ({"data": 4, "model": 4}, ["16", "8"]),
+        ({"data": 0}, ["data=0", "at least 1"]),
+        ({"data": -2}, ["data=-2", "at least 1"]),
+        ({"model": 0}, ["model=0", "at least 1"]),
+        ({"stage": -1}, ["stage=-1", "at least 1"]),
+        ({"model": 3}, ["8", "model=3", "divide"]),
+        ({"model": 2, "stage": 8}, ["8", "16", "divide"]),
+        ({"devices": []}, ["0"]),
+        ({"data": 1, "devices": []}, ["0"]),
+    ],
+)
+def test_a_mesh_that_cannot_be_made_is_refused(arguments: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_mesh(**arguments)
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def test_a_mesh_of_ones_own_needs_a_data_axis() -> None:
+    devices = np.asarray(jax.devices())
+    with pytest.raises(ConfigError, match=r"x, y .*'data'"):
+        check_mesh(Mesh(devices.reshape(4, 2), ("x", "y")))
+    mesh = check_mesh(Mesh(devices.reshape(4, 2), ("data", "y")))
+    assert replica_count(mesh) == 4
+    assert not is_data_only(mesh)
+
+
+def test_explicit_axes_become_automatic() -> None:
+    mesh = check_mesh(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,)))
+    assert set(mesh.axis_types) == {AxisType.Auto}
+
+
+def test_shardings_of_rows_and_of_copies() -> None:
+    mesh = make_mesh(model=2)
+    assert by_rows(mesh).spec == PartitionSpec("data")
+    assert by_rows(mesh).shard_shape((8, 3)) == (2, 3)
+    assert replicated(mesh).shard_shape((8, 3)) == (8, 3)

@@ -1,0 +1,305 @@
+"""Models of every kind: what trains, what is carried along, and what comes back."""
+
+import copy
+from typing import Any
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from cases import BATCH, CASES, DROPOUT_CASES
+from flax import nnx
+
+import replicax as rx
+from replicax.core.models.split import abstract_model, split_model
+
+X = np.linspace(-1, 1, 48, dtype=np.float32).reshape(8, 6)
+
+
+def trained(kind: str, mode: str = "jit", **options: Any) -> tuple[rx.DataParallel, Any]:
+    case = CASES[kind]
+    dp = rx.DataParallel(case.loss, optax.sgd(0.1), mode=mode, **options)
+    state = dp.init(case.model())
+    (batch,) = dp.feed(case.source, BATCH)
+    state, _ = dp.step(state, batch)
+    return dp, state
+
+
+@pytest.mark.parametrize("kind", ["pytree", "equinox", "linen", "nnx"])
+def test_the_model_comes_back_as_the_user_gave_it(kind: str) -> None:
+    model = CASES[kind].model()
+    dp, state = trained(kind)
+    back = dp.model(state)
+    assert type(back) is type(model)
+    call = {
+        "pytree": lambda m: X @ m["hidden"]["kernel"],
+        "equinox": lambda m: jax.vmap(m)(X),
+        "linen": lambda m: m(X, train=False),
+        "nnx": lambda m: (m.eval(), m(X))[1],
+    }[kind]
+    assert call(back).shape == call(model).shape
+    assert not np.allclose(call(back), call(model))
+
+
+@pytest.mark.parametrize("kind", ["pytree", "equinox", "linen", "nnx"])
+def test_training_leaves_the_callers_model_alone(kind: str) -> None:
+    case = CASES[kind]
+    model = case.model()
+    arrays = jax.tree.leaves(split_model(model)[1])
+    before = [np.array(array) for array in arrays]
+    dp = rx.DataParallel(case.loss, optax.sgd(0.1))
+    state = dp.init(model)
+    (batch,) = dp.feed(case.source, BATCH)
+    dp.step(state, batch)
+    for array, old in zip(arrays, before, strict=True):
+        np.testing.assert_array_equal(array, old)
+
+
+def test_only_floating_arrays_of_a_pytree_train() -> None:
+    model = {
+        "w": np.ones(3, np.float32),
+        "table": np.arange(3),
+        "name": "a",
+        "rate": 0.5,
+        "n": None,
+    }
+    definition, params, extras = split_model(model)
+    assert jax.tree.leaves(params)[0].shape == (3,)
+    assert len(jax.tree.leaves(params)) == len(jax.tree.leaves(extras)) == 1
+    merged = definition.merge(params, extras)
+    assert merged["name"] == "a"
+    assert merged["rate"] == 0.5
+    assert merged["n"] is None
+
+
+@pytest.mark.parametrize(
+    "model", [{}, {"w": 1.0}, {"ids": np.arange(3)}, nnx.Dropout(0.5), {"f": jnp.tanh}]
+)
+def test_nothing_to_train_is_refused(model: Any) -> None:
+    with pytest.raises(rx.ConfigError, match="0 trainable arrays"):
+        split_model(model)
+
+
+def test_an_unbound_linen_module_is_refused() -> None:
+    with pytest.raises(rx.ConfigError, match=r"model\.bind\(model\.init"):
+        split_model(nn.Dense(3))
+
+
+def test_an_equinox_state_is_refused() -> None:
+    model = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, axis_name="batch", mode="ema")
+    with pytest.raises(rx.ConfigError, match="Equinox State"):
+        split_model(model)
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+@pytest.mark.parametrize("mode", ["jit", "shard_map", "pmap"])
+def test_batch_norm_moves_by_the_global_batch(kind: str, mode: str) -> None:
+    _, state = trained(kind, mode)
+    _, reference = trained(kind, "single")
+    initial = split_model(CASES[kind].model())[2]
+    for found, expected, start in zip(
+        *(
+            jax.tree.leaves(rest)
+            for rest in map(_statistics, (state.extras, reference.extras, initial))
+        ),
+        strict=True,
+    ):
+        assert not np.allclose(expected, start)
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
+
+
+def _statistics(extras: Any) -> Any:
+    return extras["norm"] if "norm" in extras else extras["batch_stats"]
+
+
+class Counter(nnx.Module):
+    """Writes a mean of its rows, as no BatchNorm does."""
+
+    def __init__(self) -> None:
+        self.weight = nnx.Param(jnp.ones(()))
+        self.seen = nnx.BatchStat(jnp.zeros(()))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.seen.set_value(jnp.mean(x))
+        return self.weight * x
+
+
+class LinenCounter(nn.Module):
+    """The same in Linen."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        weight = self.param("weight", nn.initializers.ones, ())
+        seen = self.variable("batch_stats", "seen", jnp.zeros, ())
+        if self.is_mutable_collection("batch_stats"):
+            seen.value = jnp.mean(x)
+        return weight * x
+
+
+COUNTERS = {
+    "nnx": Counter,
+    "linen": lambda: LinenCounter().bind(LinenCounter().init(jax.random.key(0), jnp.zeros(1))),
+}
+
+
+@pytest.mark.parametrize("kind", COUNTERS)
+@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
+def test_statistics_that_would_differ_by_replica_are_refused(kind: str, mode: str) -> None:
+    dp = rx.DataParallel(lambda m, b, k: m(b["x"]), optax.sgd(0.1), mode=mode)
+    with pytest.raises(rx.ConfigError, match="use mode='jit'"):
+        dp.step(dp.init(COUNTERS[kind]()), {"x": np.arange(8, dtype=np.float32)})
+
+
+@pytest.mark.parametrize("kind", COUNTERS)
+def test_statistics_of_any_kind_are_global_in_jit(kind: str) -> None:
+    dp = rx.DataParallel(lambda m, b, k: m(b["x"]), optax.sgd(0.1), mode="jit")
+    state, _ = dp.step(dp.init(COUNTERS[kind]()), {"x": np.arange(8, dtype=np.float32)})
+    assert [float(leaf) for leaf in jax.tree.leaves(state.extras)] == [3.5]
+
+
+@pytest.mark.parametrize("mode", ["jit", "shard_map", "pmap"])
+def test_dropout_masks_depend_on_seed_and_step_alone(mode: str) -> None:
+    case = DROPOUT_CASES["nnx"]
+
+    def losses(seed: int) -> list[float]:
+        dp = rx.DataParallel(case.loss, optax.sgd(0.0), mode=mode)
+        state = dp.init(case.model(), seed=seed)
+        found = []
+        for batch in [next(iter(dp.feed(case.source, BATCH)))] * 2:
+            state, metrics = dp.step(state, batch)
+            found.append(float(metrics["loss"]))
+        return found
+
+    assert losses(0) == losses(0)
+    assert losses(0)[0] != losses(0)[1]
+    assert losses(0) != losses(1)
+
+
+def test_replicas_draw_different_masks() -> None:
+    """All rows are the same, so that only the masks can tell replicas apart."""
+
+    def loss(model: Any, batch: Any, key: Any) -> Any:
+        return model["w"] * batch["x"] * jax.random.normal(key, batch["x"].shape), {}
+
+    for mode in ("shard_map", "pmap"):
+        dp = rx.DataParallel(loss, optax.sgd(1.0), mode=mode)
+        state = dp.init({"w": jnp.zeros(())})
+        state, _ = dp.step(state, {"x": np.ones(8, np.float32)})
+        shared = jax.random.fold_in(jax.random.key(jnp.uint32(0)), 0)
+        draws = [
+            jax.random.normal(jax.random.fold_in(jax.random.fold_in(shared, replica), 0), (1,))
+            for replica in range(8)
+        ]
+        np.testing.assert_allclose(state.params["w"], -np.mean(draws), rtol=1e-5)
+
+
+def equinox_loss(model: Any, batch: Any, key: Any) -> Any:
+    keys = None if key is None else jax.random.split(key, len(batch["x"]))
+    return jax.vmap(lambda x, key: model(x, key=key))(batch["x"], keys)
+
+
+def equinox_model(dropout: float) -> Any:
+    linear = eqx.nn.Linear(6, 1, key=jax.random.key(0))
+    return eqx.nn.Sequential([linear, eqx.nn.Dropout(dropout)])
+
+
+@pytest.mark.parametrize(
+    ("dropped", "whole", "loss", "source"),
+    [
+        (
+            DROPOUT_CASES["nnx"].model,
+            CASES["nnx"].model,
+            CASES["nnx"].loss,
+            CASES["nnx"].source,
+        ),
+        (lambda: equinox_model(0.5), lambda: equinox_model(0.0), equinox_loss, {"x": X}),
+    ],
+    ids=["nnx", "equinox"],
+)
+def test_evaluation_is_that_of_a_model_without_dropout(
+    dropped: Any, whole: Any, loss: Any, source: Any
+) -> None:
+    found = []
+    for model in (dropped(), whole()):
+        dp = rx.DataParallel(loss, optax.sgd(0.1))
+        found.append(dp.evaluate(dp.init(model), dp.feed(source, 8)))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_evaluation_uses_the_statistics_it_has(kind: str) -> None:
+    """One row at a time gives what all rows give: nothing is taken from the batch."""
+    case = CASES[kind]
+    dp = rx.DataParallel(case.loss, optax.sgd(0.1), mode="single")
+    state = dp.init(case.model())
+    one, all_rows = (dp.evaluate(state, dp.feed(case.source, size)) for size in (1, 51))
+    assert one["loss"] == pytest.approx(all_rows["loss"], rel=1e-6)
+
+
+def test_one_object_trains_one_structure() -> None:
+    dp, _ = trained("pytree")
+    dp.init(CASES["pytree"].model())
+    other = copy.deepcopy(CASES["pytree"].model())
+    other["more"] = jnp.ones(2)
+    with pytest.raises(rx.ConfigError, match="another structure"):
+        dp.init(other)
+
+
+@pytest.mark.parametrize("kind", ["pytree", "equinox", "linen", "nnx"])
+def test_an_abstract_model_is_the_real_one_without_values(kind: str) -> None:
+    case = CASES[kind]
+    dp = rx.DataParallel(case.loss, optax.adam(0.1))
+    real = dp.abstract_state(case.model())
+    abstract = abstract_model(case.model)
+    assert not any(
+        isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(split_model(abstract)[1:])
+    )
+    assert dp.abstract_state(abstract) == real  # of the same structure, or it is refused
+    batch = jax.eval_shape(lambda: case.source)
+    assert dp.program(abstract, batch)[1] == dp.program(case.model(), batch)[1]
+
+
+LARGE = 2**20
+LARGE_MODELS = {
+    "pytree": lambda: {"w": jax.random.normal(jax.random.key(0), (LARGE, LARGE))},
+    "equinox": lambda: eqx.nn.Linear(LARGE, LARGE, key=jax.random.key(0)),
+    "linen": lambda: (dense := nn.Dense(LARGE)).bind(
+        dense.init(jax.random.key(0), jnp.zeros((1, LARGE)))
+    ),
+    "nnx": lambda: nnx.Linear(LARGE, LARGE, rngs=nnx.Rngs(0)),
+}
+
+
+@pytest.mark.parametrize("kind", LARGE_MODELS)
+def test_an_abstract_model_takes_no_memory(kind: str) -> None:
+    """Of 4 TiB that no host has."""
+    params = split_model(abstract_model(LARGE_MODELS[kind]))[1]
+    assert max(leaf.size for leaf in jax.tree.leaves(params)) == LARGE**2
+
+
+def test_arguments_reach_the_model_that_is_made() -> None:
+    def make(key: jax.Array, width: int) -> Any:
+        return {"w": jax.random.normal(key, (width, 3))}
+
+    (leaf,) = jax.tree.leaves(abstract_model(make, jax.random.key(0), 7))
+    assert (leaf.shape, leaf.dtype) == ((7, 3), jnp.float32)
+
+
+def test_a_model_that_looks_at_values_is_really_made() -> None:
+    def make(key: jax.Array) -> Any:
+        weights = jax.random.normal(key, (3,))
+        return {"w": weights if weights.sum() > 0 else -weights}
+
+    made = abstract_model(make, jax.random.key(0))
+    assert float(made["w"].sum()) > 0
+
+
+def test_an_error_of_the_model_is_not_hidden() -> None:
+    def make() -> Any:
+        raise ValueError("no such width")
+
+    with pytest.raises(ValueError, match="no such width"):
+        abstract_model(make)

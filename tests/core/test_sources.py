@@ -1,0 +1,183 @@
+"""Sources: arrays, Grain datasets, iterables of batches; each row once an epoch."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import grain
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from replicax.core.sources import Source, as_source, can_shuffle
+from replicax.errors import ConfigError, DataError
+
+
+def opened(data: Any, size: int | None = 4, *, shuffle: bool = False, seed: int = 0) -> Source:
+    return as_source(data, size, shuffle=shuffle, seed=seed)
+
+
+def order(source: Source, epoch: int = 0) -> list[int]:
+    return [int(row) for _, index in source.epoch(epoch) for row in index]
+
+
+def values(source: Source, epoch: int = 0) -> list[Any]:
+    return [row for data, _ in source.epoch(epoch) for row in np.asarray(data).tolist()]
+
+
+def grain_rows(rows: int) -> grain.MapDataset:
+    return grain.MapDataset.range(rows).map(lambda number: np.int32(number * 10))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"x": np.arange(10)},
+        (np.arange(10), np.zeros((10, 2))),
+        np.arange(10),
+        jnp.arange(10),
+    ],
+    ids=["dict", "tuple", "array", "jax array"],
+)
+def test_arrays_are_cut_in_order(data: Any) -> None:
+    source = opened(data)
+    assert (source.rows, source.batch_size) == (10, 4)
+    assert [index.tolist() for _, index in source.epoch(0)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_rows_stay_together_with_their_index_when_shuffled() -> None:
+    data = {"x": np.arange(10) * 10, "y": {"z": np.arange(10) * 100}}
+    for rows, index in opened(data, shuffle=True).epoch(0):
+        np.testing.assert_array_equal(rows["x"], index * 10)
+        np.testing.assert_array_equal(rows["y"]["z"], index * 100)
+
+
+@pytest.fixture(params=["arrays", "grain"])
+def shuffled(request: pytest.FixtureRequest) -> Any:
+    data = np.arange(50) * 10 if request.param == "arrays" else grain_rows(50)
+    return lambda seed: opened(data, 8, shuffle=True, seed=seed)
+
+
+def test_shuffling_gives_each_row_once_an_epoch(shuffled: Any) -> None:
+    for epoch in range(3):
+        assert sorted(order(shuffled(0), epoch)) == list(range(50))
+        assert sorted(values(shuffled(0), epoch)) == list(range(0, 500, 10))
+
+
+def test_the_order_is_a_function_of_seed_and_epoch(shuffled: Any) -> None:
+    assert order(shuffled(3), 2) == order(shuffled(3), 2)
+    assert values(shuffled(3), 2) == [10 * row for row in order(shuffled(3), 2)]
+    orders = {tuple(order(shuffled(seed), epoch)) for seed in (3, 4) for epoch in (0, 1)}
+    assert len(orders) == 4
+    assert tuple(range(50)) not in orders
+
+
+def test_without_shuffle_every_epoch_has_the_order_of_the_data() -> None:
+    for data in (np.arange(9), grain_rows(9)):
+        assert order(opened(data), 0) == order(opened(data), 5) == list(range(9))
+
+
+def test_a_grain_map_dataset_is_batched_with_its_length_known() -> None:
+    source = opened(grain_rows(10))
+    assert source.rows == 10
+    assert values(source) == list(range(0, 100, 10))
+
+
+def test_a_grain_iter_dataset_is_batched_in_its_own_order() -> None:
+    source = opened(grain_rows(10).shuffle(seed=1).to_iter_dataset())
+    assert source.rows is None
+    assert order(source) == list(range(10))
+    assert sorted(values(source)) == list(range(0, 100, 10))
+    assert values(source, 0) == values(source, 1)
+
+
+def test_a_grain_row_may_be_a_pytree() -> None:
+    dataset = grain.MapDataset.range(6).map(lambda n: {"x": np.full(2, n, np.float64), "n": n})
+    ((data, index),) = opened(dataset, 8).epoch(0)
+    assert data["x"].dtype == np.float32
+    assert data["x"].shape == (6, 2)
+    assert data["n"].tolist() == index.tolist() == list(range(6))
+
+
+@pytest.mark.parametrize(
+    "batches", [[np.arange(4), np.arange(2)], [[np.arange(4)], [np.arange(2)]]]
+)
+def test_an_iterable_counts_its_rows(batches: list[Any]) -> None:
+    source = opened(batches, None)
+    assert (source.rows, source.batch_size) == (None, 0)
+    assert order(source) == list(range(6))
+    assert order(source, 1) == list(range(6))
+
+
+class ReusingLoader:
+    """Fills one buffer again and again, as loaders that read into pinned memory do."""
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        buffer = np.zeros(4, np.float32)
+        for number in range(5):
+            buffer[:] = number
+            yield {"x": buffer}
+
+
+def test_a_loader_may_reuse_its_buffer() -> None:
+    batches = [data["x"] for data, _ in opened(ReusingLoader()).epoch(0)]
+    assert [batch.tolist() for batch in batches] == [[number] * 4 for number in range(5)]
+
+
+def test_a_generator_cannot_be_read_twice() -> None:
+    source = opened(iter([np.arange(4)]))
+    assert order(source, 0) == [0, 1, 2, 3]
+    with pytest.raises(DataError, match=r"epoch 1.*read once.*iterated again"):
+        list(source.epoch(1))
+
+
+@pytest.mark.parametrize(
+    ("batches", "words"),
+    [
+        ([np.arange(4), np.arange(0)], "after row 4 has 0 rows"),
+        ([{"x": np.arange(4), "y": np.arange(3)}], r"\['x'\].*\['y'\]|\['y'\].*\['x'\]"),
+        ([{"x": np.array(["a"])}], "numbers only"),
+    ],
+)
+def test_a_wrong_batch_is_refused_when_it_comes(batches: list[Any], words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        list(opened(batches).epoch(0))
+
+
+@pytest.mark.parametrize(
+    ("data", "size", "shuffle", "error", "words"),
+    [
+        (np.arange(4), 0, False, ConfigError, "batch_size=0"),
+        (np.arange(4), -3, False, ConfigError, "batch_size=-3"),
+        (np.arange(4), None, False, ConfigError, "batch_size is missing"),
+        (np.zeros((0, 3)), 4, False, DataError, "0 rows"),
+        ({"x": np.arange(4), "y": np.arange(5)}, 4, False, DataError, "5 rows.*4"),
+        ([np.arange(4)], 4, True, ConfigError, "shuffle=True with an iterable"),
+        (17, 4, False, ConfigError, "the source is a int"),
+        (grain_rows(4), None, False, ConfigError, "batch_size is missing"),
+        (grain_rows(4).to_iter_dataset(), 4, True, ConfigError, "IterDataset"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_once(
+    data: Any, size: int | None, shuffle: bool, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words) as caught:
+        opened(data, size, shuffle=shuffle)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_source_is_given_back_as_it_is() -> None:
+    source = opened(np.arange(4))
+    assert as_source(source, None, shuffle=False, seed=0) is source
+
+
+@pytest.mark.parametrize(
+    ("data", "can"),
+    [
+        ({"x": np.arange(4)}, True),
+        (grain_rows(4), True),
+        (grain_rows(4).to_iter_dataset(), False),
+        ([np.arange(4)], False),
+    ],
+)
+def test_arrays_and_map_datasets_can_be_shuffled(data: Any, can: bool) -> None:
+    assert can_shuffle(data) is can
