@@ -1,7 +1,7 @@
 """What an audit finds, and what it costs, on eight host devices.
 
 1. Flips: one random bit of one random device before one random step, in the weights, and apart from
-   them in the optimizer's state and in the model's other arrays; see `tests/audit_trials.py`.
+   them in the optimizer's state and in the model's other arrays: `tests/support/audit_trials.py`.
 2. Clean audits: no alarm while nothing is wrong.
 3. Cost: LeNet and GPT `nano`, an audit every 100 steps. Wall and CPU time of a step, of a step that
    is guarded, and of an audit, in turn.
@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 DEVICES = 8
 jax.config.update("jax_num_cpu_devices", DEVICES)
 
-from audit_trials import AUDIT_EVERY, STEPS, SUBJECTS, Subject  # noqa: E402
+from support.audit_trials import AUDIT_EVERY, STEPS, SUBJECTS, Subject  # noqa: E402
 
 import replicax as rx  # noqa: E402
 from replicax.recipes import transformer  # noqa: E402

@@ -1,7 +1,7 @@
 """What becomes of a job when one of its processes goes wrong: every fault, many times.
 
 Writes `results/faults.json` and the table in `docs/faults.md`. The outcomes are checked by the
-rules in `tests/cluster/faults.py`, which the tests share.
+rules in `tests/support/cluster_faults.py`, which the tests share.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from timing import environment, save
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from cluster.faults import FAULTS, PATIENCE, Trial, run_trial  # noqa: E402
+from support.cluster_faults import FAULTS, PATIENCE, Trial, run_trial  # noqa: E402
 
 PAGE = ROOT / "docs" / "faults.md"
 AT_A_TIME = 2
@@ -37,7 +37,7 @@ python benchmarks/faults.py --trials {trials}
 which starts real jobs, of 2 and 3 processes in turn and one CPU device each, makes any one of the
 processes go wrong at any step, and checks by rules, not by eye, how the others end: the exit codes,
 the last line on each survivor's stderr, how long it took, and that no process is left.
-`--faults kill,freeze` chooses among them; `tests/cluster/faults.py` holds the rules."""
+`--faults kill,freeze` chooses among them; `tests/support/cluster_faults.py` holds the rules."""
 
 SECONDS = """\
 Seconds run from the fault until all others are gone. For a process that never comes, and for those

@@ -1,7 +1,7 @@
 """The forecast of a data-parallel step against published scaling figures.
 
-Every row of `tests/published_rows.py`: the efficiency at the larger scale, against that of the
-smallest scale published, from public parameters alone. Nothing is measured here and nothing is
+Every row of `tests/support/published_rows.py`: the efficiency at the larger scale, against that of
+the smallest scale published, from public parameters alone. Nothing is measured here and nothing is
 fitted.
 
 Aim: a mean error of at most 10 points. Writes `results/published.json`; see `docs/forecast.md`.
@@ -15,7 +15,7 @@ from timing import environment, save
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from published_rows import ROWS, Row, mean_error
+from support.published_rows import ROWS, Row, mean_error
 
 
 def told(row: Row) -> dict[str, Any]:

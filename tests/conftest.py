@@ -14,7 +14,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["NPROC"] = "8"  # threads of XLA, which would be more on a machine with more cores
 
 import jax
-from command_line import Main, runner
+from support.command_line import Main, runner
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.devices()  # now, before a command makes others

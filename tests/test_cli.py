@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from command_line import RECIPE, REGRESSION, Main, one_line
+from support.command_line import RECIPE, REGRESSION, Main, one_line
 
 from replicax import cli
 from replicax.core import capacity

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from command_line import RECIPE, Main, one_line
+from support.command_line import RECIPE, Main, one_line
 
 pytestmark = pytest.mark.usefixtures("folder")
 

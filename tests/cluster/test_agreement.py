@@ -4,7 +4,7 @@ import threading
 from typing import Any
 
 import pytest
-from cluster.jobs import Process, opened
+from support.cluster_jobs import Process, opened
 
 from replicax.cluster import agreement, link
 from replicax.cluster.agreement import agree

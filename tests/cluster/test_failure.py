@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster.jobs import opened
+from support.cluster_jobs import opened
 
 from replicax.cluster import failure, link
 from replicax.cluster.verdict import Verdict

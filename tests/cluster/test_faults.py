@@ -1,7 +1,7 @@
 """Each fault once, in real jobs; `benchmarks/faults.py` tries each many times."""
 
 import pytest
-from cluster.faults import FAULTS, run_trial
+from support.cluster_faults import FAULTS, run_trial
 
 
 @pytest.mark.slow

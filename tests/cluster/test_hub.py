@@ -6,7 +6,7 @@ import types
 from typing import Any
 
 import pytest
-from cluster.jobs import VERSIONS, Job, opened, until
+from support.cluster_jobs import VERSIONS, Job, opened, until
 
 from replicax.cluster import hub as hub_module
 from replicax.cluster.patience import Patience

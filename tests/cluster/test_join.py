@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 import pytest
-from cluster.jobs import free_port, place
-from processes import run_job
+from support.cluster_jobs import free_port, place
+from support.processes import run_job
 
 from replicax.cluster import join
 from replicax.cluster.join import initialize

@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 import pytest
-from cluster.jobs import Job, Process, opened, until
+from support.cluster_jobs import Job, Process, opened, until
 
 from replicax.cluster import hub as hub_module
 from replicax.cluster import link as link_module

@@ -5,7 +5,7 @@ import threading
 import time
 
 import pytest
-from cluster.jobs import Job, free_port, opened, place
+from support.cluster_jobs import Job, free_port, opened, place
 
 from replicax.cluster import meeting
 from replicax.cluster.meeting import is_loopback, meet, open_hub

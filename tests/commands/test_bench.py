@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import Main, one_line
+from support.command_line import Main, one_line
 
 BENCH = ["bench", "linear_regression", "--points", "64", "--batch-size", "16", "--rounds", "1"]
 

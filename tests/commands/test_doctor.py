@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Main, one_line
+from support.command_line import Main, one_line
 
 CHECKS = [
     "versions",

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 import pytest
-from command_line import RECIPE, Main, one_line
+from support.command_line import RECIPE, Main, one_line
 
 from replicax.commands import plan as command
 from replicax.commands.plan import PlanOptions

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Main, one_line
+from support.command_line import Main, one_line
 
 from replicax.commands import verify as command
 from replicax.verify import step_files

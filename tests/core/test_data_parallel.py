@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import BATCH, CASES
+from support.cases import BATCH, CASES
 
 import replicax as rx
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import BATCH, CASES, DROPOUT_CASES, KEY, Case
+from support.cases import BATCH, CASES, DROPOUT_CASES, KEY, Case
 
 import replicax as rx
 from replicax.analysis.compiled import inspect

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
-from plan.small_steps import SMALL_STEPS
+from support.small_steps import SMALL_STEPS
 
 import replicax as rx
 from replicax.core.layout import LAYOUTS, check_layout, layout_name, state_shardings

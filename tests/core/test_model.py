@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import BATCH, CASES, DROPOUT_CASES
 from flax import nnx
+from support.cases import BATCH, CASES, DROPOUT_CASES
 
 import replicax as rx
 from replicax.core.models.split import abstract_model, split_model

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import BATCH, CASES, DROPOUT_CASES, Case
 from flax import nnx
+from support.cases import BATCH, CASES, DROPOUT_CASES, Case
 
 import replicax as rx
 

@@ -7,13 +7,13 @@ import grain
 import jax
 import numpy as np
 import pytest
-from job_cases import CASES, DATA, Rows, joined_batches, train, train_network
-from processes import TESTS, run_job
+from support.job_cases import CASES, DATA, Rows, joined_batches, train, train_network
+from support.processes import SUPPORT, run_job
 
 import replicax as rx
 
 pytestmark = pytest.mark.slow
-JOB = TESTS / "job_cases.py"
+JOB = SUPPORT / "job_cases.py"
 
 
 @pytest.fixture(scope="module", params=[(2, 1), (2, 2)], ids=["2x1", "2x2"])

@@ -6,7 +6,7 @@ import json
 import re
 import sys
 
-from plan.small_steps import gpt2
+from support.small_steps import gpt2
 
 from replicax.plan.compilation import Compilation
 from replicax.plan.plan import compiler_for

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import pytest
 from plan.compilers import PACKAGES, beside_jax
-from plan.small_steps import SMALL_STEPS, SmallStep, gpt2, mlp
+from support.small_steps import SMALL_STEPS, SmallStep, gpt2, mlp
 
 import replicax as rx
 from replicax.analysis.compiled import read_memory

@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from plan.small_steps import mlp
+from support.small_steps import mlp
 
 import replicax as rx
 from replicax.errors import CompilerError

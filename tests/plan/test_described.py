@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from plan.compilers import FOLDER, needs
-from plan.small_steps import SmallStep, mlp, wide
+from support.small_steps import SmallStep, mlp, wide
 
 from replicax.errors import MissingDependencyError
 from replicax.plan.compilation import Compilation, Description, TooLarge

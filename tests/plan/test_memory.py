@@ -5,8 +5,8 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from cases import CASES
 from jax import lax
+from support.cases import CASES
 
 import replicax as rx
 from replicax.analysis.compiled import Memory, inspect

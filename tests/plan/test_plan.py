@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import CASES
 from plan.compilers import PACKAGES, beside_jax
+from support.cases import CASES
 
 import replicax as rx
 from replicax.analysis.compiled import Memory, read_memory

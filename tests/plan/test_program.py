@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from plan.small_steps import SMALL_STEPS, SmallStep, lenet, mlp, wide
+from support.small_steps import SMALL_STEPS, SmallStep, lenet, mlp, wide
 
 import replicax as rx
 from replicax.errors import ConfigError

@@ -6,8 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from published_models import resnet, vgg16
-from published_rows import LLAMA2_7B, LLAMA3_8B, MAXTEXT_22B, MAXTEXT_32B, ROWS, Row, mean_error
+from support.published_models import resnet, vgg16
+from support.published_rows import (
+    LLAMA2_7B,
+    LLAMA3_8B,
+    MAXTEXT_22B,
+    MAXTEXT_32B,
+    ROWS,
+    Row,
+    mean_error,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_POINTS = 10.0

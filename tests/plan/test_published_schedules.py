@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from published_schedules import Layer, Timeline, bucketed, fused, sharded
+from support.published_schedules import Layer, Timeline, bucketed, fused, sharded
 
 from replicax.plan.collective import CollectiveTime
 from replicax.plan.overlap import Transfer, step_time

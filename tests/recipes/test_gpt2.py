@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from command_line import Main, one_line
+from support.command_line import Main, one_line
 
 import replicax as rx
 from replicax.analysis.compiled import Collectives, inspect

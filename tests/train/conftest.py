@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from lease_starts import HOLDS, Start
+from support.lease_starts import HOLDS, Start
 
 from replicax.train import lease
 

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from audit_trials import SUBJECTS, Subject, differing
-from bit_flips import before_step, flip_leaf, leaf_names
-from cases import CASES
-from command_line import Main
-from processes import TESTS, Ended, run_job
+from support.audit_trials import SUBJECTS, Subject, differing
+from support.bit_flips import before_step, flip_leaf, leaf_names
+from support.cases import CASES
+from support.command_line import Main
+from support.processes import SUPPORT, Ended, run_job
 
 import replicax as rx
 from replicax.core.digest import sha256
@@ -349,7 +349,7 @@ def test_random_flips_are_found_in_time() -> None:
 
 
 def job(*arguments: object) -> list[Ended]:
-    return run_job(TESTS / "job_audit.py", *arguments, devices=2)
+    return run_job(SUPPORT / "job_audit.py", *arguments, devices=2)
 
 
 @pytest.fixture(scope="module")
@@ -358,7 +358,7 @@ def alone() -> list[Ended]:
     return [
         ended
         for process in (0, 1)
-        for ended in run_job(TESTS / "job_audit.py", process, 6, "stop", devices=1)
+        for ended in run_job(SUPPORT / "job_audit.py", process, 6, "stop", devices=1)
     ]
 
 

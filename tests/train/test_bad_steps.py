@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from processes import TESTS, run_job
+from support.processes import SUPPORT, run_job
 
 import replicax as rx
 from replicax.core.batch import Batch, pad
@@ -171,7 +171,7 @@ def test_the_steps_of_a_twin_are_followed() -> None:
 
 @pytest.mark.slow
 def test_processes_skip_and_end_alike() -> None:
-    ended = run_job(TESTS / "job_bad_steps.py")
+    ended = run_job(SUPPORT / "job_bad_steps.py")
     told = [each.out[each.out.index("norm") :] for each in ended]  # Gloo speaks before
     assert told[0] == told[1], ended
     first = told[0].splitlines()

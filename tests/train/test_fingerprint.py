@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from bit_flips import flip, flip_leaf, leaf_names, part_bytes
-from cases import CASES
 from jax.sharding import NamedSharding, PartitionSpec
+from support.bit_flips import flip, flip_leaf, leaf_names, part_bytes
+from support.cases import CASES
 
 import replicax as rx
 from replicax.core.mesh import replicated

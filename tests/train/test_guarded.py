@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import BATCH, CASES, DROPOUT_CASES, Case
 from jax.sharding import PartitionSpec
+from support.cases import BATCH, CASES, DROPOUT_CASES, Case
 
 import replicax as rx
 from replicax.core.digest import sha256

@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from lease_starts import AT_ONCE_SECONDS, Start, Watch, file_of, move, refused
+from support.lease_starts import AT_ONCE_SECONDS, Start, Watch, file_of, move, refused
 
 from replicax.errors import ConfigError, ReplicaxError, RunInUseError
 from replicax.train import lease, lease_file

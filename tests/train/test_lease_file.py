@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lease_starts import (
+from support.lease_starts import (
     Start,
     Watch,
     file_of,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import CASES, DROPOUT_CASES, Case
+from support.cases import CASES, DROPOUT_CASES, Case
 
 import replicax as rx
 from replicax.analysis.compiled import inspect

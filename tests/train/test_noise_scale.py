@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from bit_flips import before_step, flip_leaf, leaf_names
-from cases import CASES, DROPOUT_CASES
-from command_line import REGRESSION, Main, one_line
-from processes import run_job
+from support.bit_flips import before_step, flip_leaf, leaf_names
+from support.cases import CASES, DROPOUT_CASES
+from support.command_line import REGRESSION, Main, one_line
+from support.processes import run_job
 
 import replicax as rx
 from replicax.core.digest import sha256

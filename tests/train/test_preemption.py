@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from processes import free_port
+from support.processes import free_port
 
 SRC = Path(__file__).resolve().parents[2] / "src" / "replicax"
 PROLOGUE = f"""

@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import TESTS, Ended, run_job
+from support.processes import SUPPORT, Ended, run_job
 
 pytestmark = pytest.mark.slow
 
 
 def fit(folder: Path, steps: str, interrupted: str = "nobody") -> list[Ended]:
-    return run_job(TESTS / "job_fit.py", steps, folder, interrupted)
+    return run_job(SUPPORT / "job_fit.py", steps, folder, interrupted)
 
 
 def said(ended: Ended) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from resumable import (
+from support.resumable import (
     BATCHES,
     EPOCHS,
     STEPS,

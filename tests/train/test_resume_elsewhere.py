@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from resumable import (
+from support.resumable import (
     BATCH,
     BATCHES,
     EPOCHS,

@@ -3,13 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-import cases
 import grain
 import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec
-from resumable import (
+from support import cases
+from support.resumable import (
     BATCH,
     bits,
     check_same,

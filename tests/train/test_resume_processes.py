@@ -5,14 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from processes import TESTS, Ended, run_job
+from support.processes import SUPPORT, Ended, run_job
 
 STEPS, STOP = 200, 100
 
 
 def job(folder: Path, mode: str, stop: int, processes: int) -> list[Ended]:
     folder.mkdir(exist_ok=True)
-    arguments = [TESTS / "job_resume.py", folder, mode, STEPS, stop]
+    arguments = [SUPPORT / "job_resume.py", folder, mode, STEPS, stop]
     return run_job(*arguments, processes=processes, devices=2 // processes)
 
 

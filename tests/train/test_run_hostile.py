@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from resumable import bits
-from saved_checkpoint import POSITION
+from support.resumable import bits
+from support.saved_checkpoint import POSITION
 
 import replicax as rx
 from replicax.core.sources import as_source

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from cluster.jobs import opened
+from support.cluster_jobs import opened
 
 from replicax.train import stopping as stopping_module
 from replicax.train.interrupt import Interrupt

@@ -4,7 +4,7 @@ import contextlib
 
 import jax
 import pytest
-from bit_flips import before_step, flip_leaf
+from support.bit_flips import before_step, flip_leaf
 from verify import zoo_recipes as zoo
 
 import replicax as rx

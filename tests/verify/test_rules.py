@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
-from source_broken import BROKEN
-from source_correct import CORRECT
+from support.source_broken import BROKEN
+from support.source_correct import CORRECT
 
 from replicax.verify.source import check_source
 

@@ -12,8 +12,8 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import PyTreeCheckpointer, PyTreeCheckpointHandler
-from resumable import bits, data_parallel, fit, model, no_curves, rows
-from saved_checkpoint import sealed
+from support.resumable import bits, data_parallel, fit, model, no_curves, rows
+from support.saved_checkpoint import sealed
 
 import replicax as rx
 from replicax.core.random_keys import is_random_key

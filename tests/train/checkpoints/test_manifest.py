@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from saved_checkpoint import manifest
+from support.saved_checkpoint import manifest
 
 from replicax.errors import CheckpointError
 from replicax.train.checkpoints.manifest import (

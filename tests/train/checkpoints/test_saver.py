@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from saved_checkpoint import POSITION
+from support.saved_checkpoint import POSITION
 
 from replicax.core.update import TrainState
 from replicax.errors import CheckpointError, RunInUseError

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import pytest
-from saved_checkpoint import POSITION, save, sealed
+from support.saved_checkpoint import POSITION, save, sealed
 
 from replicax.errors import CheckpointError, ConfigError
 from replicax.train.checkpoints.manifest import ArrayEntry, Position, read_manifest

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from saved_checkpoint import entries, save, sealed, tree
+from support.saved_checkpoint import entries, save, sealed, tree
 
 from replicax.errors import CheckpointError
 from replicax.train.checkpoints.manifest import MANIFEST, ArrayEntry, FileEntry, read_manifest

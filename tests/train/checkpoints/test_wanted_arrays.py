@@ -1,7 +1,7 @@
 """A checkpoint of other arrays than the run has is told from one that is harmed."""
 
 import pytest
-from saved_checkpoint import entries, tree
+from support.saved_checkpoint import entries, tree
 
 from replicax.errors import CheckpointError
 from replicax.train.checkpoints.manifest import ArrayEntry

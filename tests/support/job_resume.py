@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import optax
 from jax.experimental import multihost_utils
-from job_cases import DATA, loss, model
+from support.job_cases import DATA, loss, model
 
 import replicax as rx
 

@@ -8,8 +8,8 @@ is what their sources say.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from published_models import Decoder, even, resnet, vgg16
-from published_schedules import Layer, Timeline, bucketed, fused, sharded
+from support.published_models import Decoder, even, resnet, vgg16
+from support.published_schedules import Layer, Timeline, bucketed, fused, sharded
 
 from replicax.plan.collective import Network
 from replicax.plan.hardware import CHIPS, Link

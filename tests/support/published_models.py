@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from published_schedules import Layer
+from support.published_schedules import Layer
 
 
 def vgg16() -> list[Layer]:

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from cluster.jobs import free_port
+from support.cluster_jobs import free_port
 
 SCRIPT = Path(__file__).with_name("faults_job.py")
 PATIENCE = {"REPLICAX_STALL_SECONDS": "2", "REPLICAX_SILENT_SECONDS": "3"}

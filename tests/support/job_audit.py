@@ -6,8 +6,8 @@ from functools import partial
 import jax
 import numpy as np
 import optax
-from bit_flips import before_step, flip_leaf, leaf_names
-from job_cases import DATA, loss, model
+from support.bit_flips import before_step, flip_leaf, leaf_names
+from support.job_cases import DATA, loss, model
 
 import replicax as rx
 from replicax.cli import _explain

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-TESTS = Path(__file__).resolve().parent
+SUPPORT = Path(__file__).resolve().parent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ def run_job(
     shared = {
         **os.environ,
         "JAX_NUM_CPU_DEVICES": str(devices),
-        "PYTHONPATH": str(TESTS),
+        "PYTHONPATH": str(SUPPORT.parent),
         "REPLICAX_PROCESSES": str(processes),
         "REPLICAX_COORDINATOR": f"127.0.0.1:{free_port()}",
         "REPLICAX_JOB_ID": "test",

@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import optax
-from job_cases import DATA, loss, model
+from support.job_cases import DATA, loss, model
 
 import replicax as rx
 from replicax.cluster.pulse import PULSE

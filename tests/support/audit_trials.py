@@ -10,8 +10,8 @@ from unittest import mock
 import jax
 import numpy as np
 import optax
-from bit_flips import before_step, flip_leaf, leaf_names, part_bytes
-from cases import CASES, DROPOUT_CASES
+from support.bit_flips import before_step, flip_leaf, leaf_names, part_bytes
+from support.cases import CASES, DROPOUT_CASES
 
 import replicax as rx
 from replicax.errors import DivergedError, ReplicasDifferError

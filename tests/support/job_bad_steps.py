@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import optax
-from job_cases import FEATURES, loss, model
+from support.job_cases import FEATURES, loss, model
 
 import replicax as rx
 from replicax.cli import _explain
