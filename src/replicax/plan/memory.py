@@ -19,7 +19,7 @@ from replicax.core.data_parallel import DataParallel
 from replicax.core.layout import layout_name, state_shardings
 from replicax.core.loss import LOSS
 from replicax.core.mesh import abstract_mesh
-from replicax.core.models.split import PyTree
+from replicax.core.models.definition import PyTree
 from replicax.core.objective import Objective
 from replicax.core.precision import to_sum
 from replicax.core.update import TrainState

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from replicax.core.models.split import PyTree
+from replicax.core.models.definition import PyTree
 
 _SPREAD = np.uint32(0x9E3779B1), np.uint32(0x85EBCA77)  # primes, as xxHash has them
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from replicax.core.batch import host_rows, row_count
-from replicax.core.models.split import PyTree
+from replicax.core.models.definition import PyTree
 from replicax.core.update import TrainState
 from replicax.wording import size_text
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from replicax.core.loss import LOSS
-from replicax.core.models.split import PyTree
+from replicax.core.models.definition import PyTree
 from replicax.verify.check import FAIL, NOTE, PASS, SKIP, Check
 from replicax.verify.difference import leaves
 from replicax.verify.subject import Result, Subject

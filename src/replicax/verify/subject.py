@@ -14,7 +14,7 @@ from replicax.core.batch import Batch, host_rows, place, row_count
 from replicax.core.data_parallel import DataParallel
 from replicax.core.loss import LOSS
 from replicax.core.mesh import by_rows, make_mesh, replica_count
-from replicax.core.models.split import PyTree
+from replicax.core.models.definition import PyTree
 from replicax.core.objective import Objective
 from replicax.core.share import Share
 from replicax.core.update import TrainState

@@ -6,13 +6,13 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from replicax.core.models.split import PyTree, changed_alone
+from replicax.core.models.definition import Parts, PyTree, changed_alone
 from replicax.errors import ConfigError
 
 PARAMS = "params"
 
 
-def split_linen(model: nn.Module) -> tuple["LinenDefinition", PyTree, PyTree]:
+def split_linen(model: nn.Module) -> Parts:
     """`split_model` for Linen: the collection `params` trains.
 
     Raises:

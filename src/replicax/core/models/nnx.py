@@ -6,14 +6,14 @@ from typing import Any
 import jax
 from flax import nnx
 
-from replicax.core.models.split import PyTree, changed_alone, is_trainable
+from replicax.core.models.definition import Parts, PyTree, changed_alone, is_trainable
 
 
 def _is_param(_path: Any, node: Any) -> bool:
     return isinstance(node, nnx.Param) and is_trainable(node.get_value())
 
 
-def split_nnx(model: nnx.Module) -> tuple["NNXDefinition", PyTree, PyTree]:
+def split_nnx(model: nnx.Module) -> Parts:
     """`split_model` for NNX: `nnx.Param` trains, all other state is extras."""
     graphdef, params, extras = nnx.split(model, _is_param, ...)  # type: ignore[misc]
     definition = NNXDefinition(graphdef, jax.tree.structure(params), jax.tree.structure(extras))

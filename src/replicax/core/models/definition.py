@@ -1,0 +1,69 @@
+"""What a step asks of a model of any kind: a definition, its trainable arrays, its other arrays."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from replicax.errors import ConfigError
+
+PyTree = Any
+
+Parts = tuple["Definition", PyTree, PyTree]
+"""`(definition, params, extras)`: a model taken apart."""
+
+
+class Definition(Protocol):
+    """A model without its arrays: what puts it together again, and calls a function on it."""
+
+    def merge(self, params: PyTree, extras: PyTree) -> Any:
+        """Return the user's model, whole."""
+
+    def apply(
+        self,
+        function: Callable[[Any], Any],
+        params: PyTree,
+        extras: PyTree,
+        *,
+        key: jax.Array | None,
+        axis: str | None,
+        alone: bool,
+    ) -> tuple[Any, PyTree]:
+        """Call `function(model)`.
+
+        Args:
+            function: takes the whole model.
+            params: trainable arrays.
+            extras: the other arrays.
+            key: source of the model's own random numbers in training; None in evaluation.
+            axis: the replica axis to average batch statistics over, if one is bound.
+            alone: whether the rows are a part of a batch and no statistics are averaged with those
+                of other parts.
+
+        Returns:
+            What the function returned, and the extras after the call.
+
+        Raises:
+            ConfigError: the rows are not the whole batch, and the call changed an array that is no
+                batch statistic.
+        """
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether `leaf` is an array, attached or abstract."""
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
+
+
+def is_trainable(leaf: Any) -> bool:
+    """Whether `leaf` is an array, attached or abstract, of floating-point or complex dtype."""
+    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def changed_alone(path: str) -> ConfigError:
+    """Return the error for an array that each replica would change by itself."""
+    return ConfigError(
+        f"the model writes {path} from its own replica's rows, and replicas must stay equal; only "
+        "BatchNorm's statistics are synchronised: use mode='jit', where the batch is one"
+    )
