@@ -21,7 +21,7 @@ from replicax.core.capacity import check_fits
 from replicax.core.data_parallel import DataParallel
 from replicax.core.loss import LOSS
 from replicax.core.mesh import DATA, replicated
-from replicax.core.models.split import PyTree
+from replicax.core.models.definition import PyTree
 from replicax.core.modes import lift
 from replicax.core.objective import Objective
 from replicax.core.update import TrainState, step_key
