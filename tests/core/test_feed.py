@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from replicax.core.batch import Batch
 from replicax.core.feed import Feed, Split
+from replicax.core.job import Alone
 from replicax.core.mesh import by_rows, make_mesh
 from replicax.core.per_process import PerProcess
 from replicax.core.sources import as_source
@@ -33,10 +34,10 @@ def feed(
     first: int = 0,
     prefetch: int = 2,
 ) -> Feed:
-    source = as_source(data, batch_size, shuffle=shuffle, seed=0)
+    source = as_source(data, batch_size, Alone(), shuffle=shuffle, seed=0)
     split = Split(replicas, micro_batches)
     where = by_rows(MESHES[replicas])
-    return Feed(source, split, where, epoch=epoch, first=first, prefetch=prefetch)
+    return Feed(source, split, where, Alone(), epoch=epoch, first=first, prefetch=prefetch)
 
 
 def counted(batches: list[Batch]) -> list[int]:

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from replicax.core.job import Alone
 from replicax.core.sources import Source, as_source, can_shuffle
 from replicax.errors import ConfigError, DataError
 
 
 def opened(data: Any, size: int | None = 4, *, shuffle: bool = False, seed: int = 0) -> Source:
-    return as_source(data, size, shuffle=shuffle, seed=seed)
+    return as_source(data, size, Alone(), shuffle=shuffle, seed=seed)
 
 
 def order(source: Source, epoch: int = 0) -> list[int]:
@@ -167,7 +168,7 @@ def test_what_cannot_work_is_refused_at_once(
 
 def test_a_source_is_given_back_as_it_is() -> None:
     source = opened(np.arange(4))
-    assert as_source(source, None, shuffle=False, seed=0) is source
+    assert as_source(source, None, Alone(), shuffle=False, seed=0) is source
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from support.processes import SUPPORT, Ended, run_job
 import replicax as rx
 from replicax.core.digest import sha256
 from replicax.core.sources import as_source
-from replicax.core.update import NOT_FINITE
+from replicax.train.guarded import NOT_FINITE
 from replicax.errors import ConfigError, DivergedError, ReplicasDifferError
 from replicax.train.audit import Audit, Place
 from replicax.train.guarded import guarded
@@ -210,7 +210,7 @@ def audited(
 ) -> Iterator[tuple[Audit, bool]]:
     """Guarded steps with an audit, which alone decides; after each: it, and whether it was bad."""
     state = dp.init(CASE.model())
-    dp, opened = guarded(dp, state), as_source(source, 16, shuffle=False, seed=0)
+    dp, opened = guarded(dp, state), as_source(source, 16, dp.job, shuffle=False, seed=0)
     settings = {"every": 10, "on_divergence": "stop", **settings}
     audit = Audit(dp, state, opened, **settings)
     audit.begin(state, Place(0, 0, 0))

@@ -11,8 +11,8 @@ from support.processes import SUPPORT, run_job
 
 import replicax as rx
 from replicax.core.batch import Batch, pad
-from replicax.core.data_parallel import STEPS_IN_FLIGHT
-from replicax.core.update import NOT_FINITE, SPIKE
+from replicax.core.in_flight import STEPS_IN_FLIGHT
+from replicax.train.guarded import NOT_FINITE, SPIKE
 from replicax.errors import ConfigError, DivergedError
 from replicax.train.bad_steps import BadSteps
 from replicax.train.guarded import guarded

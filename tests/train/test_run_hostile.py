@@ -19,6 +19,7 @@ from support.resumable import bits
 from support.saved_checkpoint import POSITION
 
 import replicax as rx
+from replicax.core.job import Alone
 from replicax.core.sources import as_source
 from replicax.core.update import TrainState
 from replicax.errors import ReplicaxError
@@ -32,7 +33,7 @@ EXAMPLES, MANY_EXAMPLES = 100, 1_000
 CONFIG = {"fields": {"rate": 1, "layers": [1, 2]}, "parallel": {"mode": "jit"}}
 SAVING = Saving(every=1)
 STEPS = (2, 4)
-SOURCE = as_source({"x": np.zeros(10)}, 2, shuffle=False, seed=0)
+SOURCE = as_source({"x": np.zeros(10)}, 2, Alone(), shuffle=False, seed=0)
 
 
 def state_at(step: int) -> TrainState:

@@ -6,6 +6,7 @@ from typing import Any
 
 from replicax.core.batch import Batch
 from replicax.core.data_parallel import DataParallel
+from replicax.core.job import Alone, Job
 from replicax.core.sources import IterableSource, Source, as_source, can_shuffle
 from replicax.errors import ConfigError
 
@@ -16,7 +17,7 @@ class Epochs:
     def __init__(self, dp: DataParallel, source: Any, batch_size: int, seed: int) -> None:
         shuffle = can_shuffle(source)
         self._dp = dp
-        self._source: Source = as_source(source, batch_size, shuffle=shuffle, seed=seed)
+        self._source: Source = as_source(source, batch_size, dp.job, shuffle=shuffle, seed=seed)
         self._epoch = 0
         self._batches: Iterator[Batch] | None = None
         self.wait_seconds = 0.0
@@ -44,7 +45,7 @@ class Epochs:
             close()
 
 
-def check_source(source: Any, batch_size: int) -> bool:
+def check_source(source: Any, batch_size: int, job: Job = Alone()) -> bool:
     """Whether `source` can be cut into batches of any size.
 
     Raises:
@@ -55,7 +56,7 @@ def check_source(source: Any, batch_size: int) -> bool:
             f"the source is a {type(source).__name__}, which can be read once, and every case "
             "reads it; give arrays, a Grain dataset, or a loader that can be iterated again"
         )
-    opened = as_source(source, batch_size, shuffle=False, seed=0)
+    opened = as_source(source, batch_size, job, shuffle=False, seed=0)
     if opened is source and opened.batch_size != batch_size:
         raise ConfigError(
             f"the source has batches of {opened.batch_size} rows and batch_size={batch_size}; they "

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from replicax.core.job import Alone
 from replicax.core.sources import as_source
 from replicax.errors import ConfigError
 
@@ -29,7 +30,7 @@ def first_rows(source: Any, rows: int) -> Any:
     Raises:
         ConfigError: it has fewer rows.
     """
-    opened = as_source(source, rows, shuffle=False, seed=0)
+    opened = as_source(source, rows, Alone(), shuffle=False, seed=0)
     parts: list[Any] = []
     count = 0
     for data, index in opened.epoch(0):

@@ -1,7 +1,6 @@
 """`DataParallel`: a loss, an optimizer and a mesh -> init, feed, step, evaluate."""
 
 import math
-from collections import deque
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -11,14 +10,13 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from replicax.cluster.link import current_link
-from replicax.cluster.pulse import PULSE
 from replicax.core.accumulate import Running
 from replicax.core.agreed import agree_on_model, agree_on_program
 from replicax.core.batch import Batch, described, host_rows, pad, place, row_count
 from replicax.core.capacity import check_fits, check_state_fits
 from replicax.core.exact import MICRO_SHARDS
 from replicax.core.feed import Feed, Split
+from replicax.core.job import Alone, Job
 from replicax.core.layout import (
     Layout,
     check_layout,
@@ -44,12 +42,6 @@ from replicax.core.share import Share
 from replicax.core.sources import as_source
 from replicax.core.update import Metrics, TrainState, create, score, update
 from replicax.errors import ConfigError, LossError, StateError
-
-STEPS_IN_FLIGHT = 4
-"""How far `step` lets the host run ahead of the devices: far enough that they never wait for it,
-and near enough that the batches of unfinished steps fit in memory. XLA's CPU backend admits 32
-programs a device; where several devices have a reduction in common, a host that goes on to the
-33rd stops them all for good."""
 
 SETTINGS = ("mode", "accumulate", "micro_shards", "donate")
 
@@ -81,6 +73,7 @@ class DataParallel:
             least `accumulate` for each, compute the same bits.
         precision: `float32` or `bfloat16`; see `replicax.core.precision.Precision`.
         donate: whether `step` reuses the memory of the state it is given, which is then gone.
+        job: the processes that train together, from `rx.initialize()`; this one alone by default.
 
     Raises:
         ConfigError: arguments that cannot work, alone or together.
@@ -98,7 +91,9 @@ class DataParallel:
         micro_shards: int = MICRO_SHARDS,
         precision: str = "float32",
         donate: bool = True,
+        job: Job | None = None,
     ) -> None:
+        self.job = Alone() if job is None else job
         if mesh is None:
             mesh = make_mesh(devices=jax.devices()[:1] if mode == "single" else None)
         self.mesh = check_mesh(mesh)
@@ -108,7 +103,7 @@ class DataParallel:
         self.micro_shards = micro_shards
         self.precision = Precision(precision)
         self.donate = donate
-        check_processes(self.mesh)
+        check_processes(self.mesh, self.job)
         check_mode(mode, self.mesh)
         check_layout(layout, mode)
         if accumulate < 1:
@@ -124,7 +119,6 @@ class DataParallel:
         self._scalars: tuple[str, ...] | None = None
         self._fits = self._finite = False
         self._agreed: set[Any] = set()
-        self._in_flight: deque[jax.Array] = deque()
         self._guard = False  # see replicax.train.guarded
 
     def replace(self, **changes: Any) -> "DataParallel":
@@ -133,7 +127,7 @@ class DataParallel:
         Args:
             changes: by name.
         """
-        arguments = {name: getattr(self, name) for name in ("mesh", "layout", *SETTINGS)}
+        arguments = {name: getattr(self, name) for name in ("mesh", "layout", "job", *SETTINGS)}
         arguments |= {"loss": self.loss, "optimizer": self._optimizer}
         arguments |= {"precision": self.precision.name, **changes}
         return DataParallel(arguments.pop("loss"), arguments.pop("optimizer"), **arguments)
@@ -166,7 +160,7 @@ class DataParallel:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
         arrays = jax.block_until_ready(self._adopt(model))  # it takes its memory before we look
         check_state_fits(abstract, self.mesh)
-        agree_on_model(arrays, seed)
+        agree_on_model(self.job, arrays, seed)
         params, extras = jax.tree.map(on_devices_of, arrays, (shardings.params, shardings.extras))
         create_state = partial(create, optimizer=self._optimizer)
         place_state = jax.jit(create_state, out_shardings=shardings)
@@ -222,9 +216,9 @@ class DataParallel:
                 or a source that cannot do what is asked.
             DataError: leaves that disagree on the number of rows.
         """
-        opened = as_source(source, batch_size, shuffle=shuffle, seed=seed)
-        where = by_rows(self.mesh)
-        return Feed(opened, self.split, where, epoch=epoch, first=first, prefetch=prefetch)
+        opened = as_source(source, batch_size, self.job, shuffle=shuffle, seed=seed)
+        where, cut = by_rows(self.mesh), self.split
+        return Feed(opened, cut, where, self.job, epoch=epoch, first=first, prefetch=prefetch)
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """One update. Returns at once, unless the devices are `STEPS_IN_FLIGHT` steps behind.
@@ -247,10 +241,8 @@ class DataParallel:
             batch = self._placed(batch)
         self.prepare(state, batch)
         state, metrics = self._step(state, batch)
-        PULSE.step(metrics[LOSS])
-        self._in_flight.append(metrics[LOSS])
-        if len(self._in_flight) > STEPS_IN_FLIGHT:
-            self._in_flight.popleft().block_until_ready()
+        self.job.move()
+        self.job.in_flight.add(metrics[LOSS])
         if not self._finite:
             self._finite = self._guard or _check_finite(metrics)
         return state, metrics
@@ -267,7 +259,7 @@ class DataParallel:
             self._scalars = self._inspect(state, batch)
         if self._scalars:
             self._refuse_padding(batch)
-        if current_link() is not None:
+        if self.job.processes > 1:
             self._agree("the step", self.lower, state, batch)
         if not self._fits and self._are_placed(state, batch):
             check_fits(self.lower(state, batch).compile(), self.mesh, batch.size)
@@ -293,10 +285,10 @@ class DataParallel:
                 self._scalars = self._inspect(state, placed)
             if self._scalars:
                 self._refuse_padding(placed)
-            if current_link() is not None:
+            if self.job.processes > 1:
                 self._agree("the evaluation", self._score.lower, state, placed)
             pending.append(self._score(state, placed))
-            PULSE.move()
+            self.job.move()
             if len(pending) > 2:
                 add_sums(totals, pending.pop(0))
         for sums in pending:
@@ -430,7 +422,8 @@ class DataParallel:
             return
         settings = {name: getattr(self, name) for name in SETTINGS}
         settings |= {"layout": layout_name(self.layout), "precision": self.precision.name}
-        agree_on_program(what, settings, self.mesh, (state, batch), lower(state, batch))
+        arguments = (state, batch)
+        agree_on_program(self.job, what, settings, self.mesh, arguments, lower(state, batch))
         self._agreed.add(shapes)
 
     def _placed(self, data: PyTree) -> Batch:

@@ -10,10 +10,8 @@ from functools import partial
 import jax
 import numpy as np
 
-from replicax.cluster.agreement import agree
-from replicax.cluster.link import current_link
-from replicax.cluster.pulse import PULSE
 from replicax.core.batch import Batch, masked, pad, place
+from replicax.core.job import Job
 from replicax.core.per_process import PerProcessSource
 from replicax.core.prefetch import Prefetch
 from replicax.core.share import Share
@@ -58,6 +56,7 @@ class Feed:
         source: Source,
         split: Split,
         sharding: jax.sharding.Sharding,
+        job: Job,
         *,
         epoch: int = 0,
         first: int = 0,
@@ -67,7 +66,7 @@ class Feed:
         self.split = split
         self.epoch = epoch
         self.first = first
-        self._sharding, self._prefetch = sharding, prefetch
+        self._sharding, self._job, self._prefetch = sharding, job, prefetch
         self._items: Prefetch[Batch] | None = None
         self._elapsed_seconds = 0.0
         if prefetch < 1:
@@ -107,7 +106,7 @@ class Feed:
         closing = threading.Event()
         self._items = items = Prefetch(partial(self._batches, topic, closing), self._prefetch)
         started = time.perf_counter()
-        PULSE.move()
+        self._job.move()
         try:
             for batch in items:
                 self._elapsed_seconds = time.perf_counter() - started
@@ -115,17 +114,15 @@ class Feed:
         finally:
             closing.set()
             items.close()
-            PULSE.rest()
+            self._job.rest()
             self._elapsed_seconds = time.perf_counter() - started
 
     def _agree(self) -> str:
         """That all processes read the same; returns a name for this pass, the same in all."""
-        link = current_link()
-        if link is None:
-            return ""
-        place = {"epoch": self.epoch, "first": self.first}
-        agree("the data", {**self.source.fingerprint(), **place})
-        return link.unique("a pass over the data")
+        if self._job.processes > 1:
+            place = {"epoch": self.epoch, "first": self.first}
+            self._job.agree("the data", {**self.source.fingerprint(), **place})
+        return self._job.unique("a pass over the data")
 
     def _batches(self, topic: str, closing: threading.Event) -> Generator[Batch]:
         if isinstance(self.source, PerProcessSource):
@@ -171,7 +168,7 @@ class Feed:
         self, source: PerProcessSource, topic: str, closing: threading.Event
     ) -> Iterator[tuple[Batch, int]]:
         """Batches that each process has a part of, until the last one has no more."""
-        processes, process = jax.process_count(), jax.process_index()
+        processes, process = self._job.processes, self._job.process
         size, last = source.batch_size, None
         # Where this process's rows end before `first`, its last batch gives the shapes.
         own = source.own.batches
@@ -187,7 +184,7 @@ class Feed:
             if last is None:
                 raise DataError("this process's source gave no batch; each needs at least 1")
             rows = len(last[1]) if part is not None else 0
-            counts = _gather(f"{topic}, batch {number}", rows, closing)
+            counts = self._job.gather(topic, rows, cancelled=closing.is_set)
             if not any(counts):
                 return
             padded = self.split.padded(size)
@@ -198,12 +195,6 @@ class Feed:
 
 
 _NOTHING = itertools.repeat(None)
-
-
-def _gather(topic: str, value: int, closing: threading.Event) -> list[int]:
-    """`value` of every process; nothing once the pass is broken off."""
-    link = current_link()
-    return [value] if link is None else link.gather(topic, value, closing.is_set)
 
 
 def _check_parts(share: Share, processes: int) -> None:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from replicax.cluster.link import current_link
+from replicax.core.job import Job
 from replicax.errors import ConfigError
 
 DATA = "data"
@@ -89,16 +89,16 @@ def check_mesh(mesh: MeshKind) -> MeshKind:
     return Mesh(mesh.devices, mesh.axis_names)
 
 
-def check_processes(mesh: Mesh) -> None:
-    """Raise `ConfigError` where the processes cannot compute together on `mesh`."""
+def check_processes(mesh: Mesh, job: Job) -> None:
+    """Raise `ConfigError` where the processes of `job` cannot compute together on `mesh`."""
     count = jax.process_count()
+    if job.processes != count:
+        raise ConfigError(
+            f"JAX runs in {count} processes and the job has {job.processes}; Replicax checks that "
+            "all agree and that none is stuck: hand in job=rx.initialize()"
+        )
     if count == 1:
         return
-    if current_link() is None:
-        raise ConfigError(
-            f"{count} processes joined by jax.distributed.initialize(); Replicax also checks that "
-            "they agree and that none is stuck: call rx.initialize() instead"
-        )
     owned = collections.Counter(device.process_index for device in mesh.devices.flat)
     if len(owned) < count or len(set(owned.values())) > 1:
         shares = ", ".join(f"{owned[process]} of process {process}" for process in range(count))

@@ -4,9 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import jax
-
-from replicax.cluster.link import current_link
+from replicax.core.job import Job
 from replicax.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,20 +24,6 @@ class PerProcess:
     data: Any
     """Arrays, a Grain dataset, or an iterable of batches: whatever `dp.feed` takes."""
 
-    def part(self, batch_size: int) -> int:
-        """Rows of this process in a global batch of `batch_size`.
-
-        Raises:
-            ConfigError: the processes do not divide it.
-        """
-        processes: int = jax.process_count()
-        if batch_size % processes:
-            raise ConfigError(
-                f"batch_size={batch_size} of rx.PerProcess data on {processes} processes leaves a "
-                f"remainder; each gives as many rows: use a multiple of {processes}"
-            )
-        return batch_size // processes
-
 
 class PerProcessSource:
     """Rows of this process's own: its part of each global batch.
@@ -47,10 +31,10 @@ class PerProcessSource:
     The processes may have different numbers of rows: an epoch lasts as long as one of them has any.
     """
 
-    def __init__(self, own: "Source", batch_size: int | None) -> None:
+    def __init__(self, own: "Source", batch_size: int | None, job: Job) -> None:
         self.own = own
-        self.batch_size = batch_size or own.batch_size * jax.process_count()
-        self._rows = _of_all(own.rows)
+        self.batch_size = batch_size or own.batch_size * job.processes
+        self._rows = _of_all(own.rows, job)
 
     @property
     def rows(self) -> int | None:
@@ -76,9 +60,22 @@ class PerProcessSource:
         return {"batch_size": self.batch_size, "per_process": True}
 
 
-def _of_all(rows: int | None) -> list[int]:
+def part_of(batch_size: int, processes: int) -> int:
+    """Rows of each process in a global batch of `batch_size`.
+
+    Raises:
+        ConfigError: the processes do not divide it.
+    """
+    if batch_size % processes:
+        raise ConfigError(
+            f"batch_size={batch_size} of rx.PerProcess data on {processes} processes leaves a "
+            f"remainder; each gives as many rows: use a multiple of {processes}"
+        )
+    return batch_size // processes
+
+
+def _of_all(rows: int | None, job: Job) -> list[int]:
     """The rows of each process; nothing where one cannot tell."""
-    link = current_link()
-    told = [rows] if link is None else link.gather(link.unique("rows of each process"), rows)
+    told = job.gather("rows of each process", rows)
     known = [count for count in told if count is not None]
     return known if len(known) == len(told) else []

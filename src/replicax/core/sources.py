@@ -15,7 +15,8 @@ import numpy as np
 
 from replicax.core.batch import PyTree, host_rows, row_count
 from replicax.core.digest import describe_leaves
-from replicax.core.per_process import PerProcess, PerProcessSource
+from replicax.core.job import Job
+from replicax.core.per_process import PerProcess, PerProcessSource, part_of
 from replicax.errors import ConfigError, DataError, require
 
 Rows = tuple[PyTree, np.ndarray]
@@ -54,7 +55,7 @@ class Source(Protocol):
         """What processes that read the same data have the same of."""
 
 
-def as_source(data: Any, batch_size: int | None, *, shuffle: bool, seed: int) -> Source:
+def as_source(data: Any, batch_size: int | None, job: Job, *, shuffle: bool, seed: int) -> Source:
     """The `Source` for `data`.
 
     Args:
@@ -62,6 +63,7 @@ def as_source(data: Any, batch_size: int | None, *, shuffle: bool, seed: int) ->
             iterable of host batches; any of these in a `PerProcess`; or a source already, which is
             given back.
         batch_size: rows of a batch. Only an iterable may leave it out: its first batch decides.
+        job: of the processes that read.
         shuffle: whether each epoch has an order of its own, drawn from `seed` and its number.
         seed: any int.
 
@@ -73,8 +75,9 @@ def as_source(data: Any, batch_size: int | None, *, shuffle: bool, seed: int) ->
     if isinstance(data, (ArraySource, GrainSource, IterableSource, PerProcessSource)):
         return data
     if isinstance(data, PerProcess):
-        part = None if batch_size is None else data.part(batch_size)
-        return PerProcessSource(as_source(data.data, part, shuffle=shuffle, seed=seed), batch_size)
+        part = None if batch_size is None else part_of(batch_size, job.processes)
+        own = as_source(data.data, part, job, shuffle=shuffle, seed=seed)
+        return PerProcessSource(own, batch_size, job)
     if _is_arrays(data):
         return ArraySource(data, _known(batch_size, "arrays"), shuffle, seed)
     if _is_grain(data, "MapDataset", "IterDataset"):

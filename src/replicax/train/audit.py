@@ -10,7 +10,8 @@ import numpy as np
 
 from replicax.cluster.decided import meet
 from replicax.core.batch import Batch
-from replicax.core.data_parallel import STEPS_IN_FLIGHT, DataParallel
+from replicax.core.data_parallel import DataParallel
+from replicax.core.in_flight import STEPS_IN_FLIGHT
 from replicax.core.mesh import replica_count
 from replicax.core.sources import Source, can_repeat
 from replicax.core.update import TrainState
@@ -132,7 +133,7 @@ class Audit:
 
         Args:
             state: not yet given to the next step.
-            not_finite: the step's `replicax.core.update.NOT_FINITE`.
+            not_finite: the step's `replicax.train.guarded.NOT_FINITE`.
             place: after the step.
 
         Raises:

@@ -10,9 +10,10 @@ from jax.experimental import multihost_utils
 from replicax.cluster.agreement import agree
 from replicax.cluster.decided import meet
 from replicax.core.batch import Batch
-from replicax.core.data_parallel import STEPS_IN_FLIGHT
+from replicax.core.in_flight import STEPS_IN_FLIGHT
 from replicax.core.loss import LOSS
-from replicax.core.update import NOT_FINITE, SPIKE, Metrics
+from replicax.core.update import Metrics
+from replicax.train.guarded import NOT_FINITE, SPIKE
 from replicax.errors import ConfigError, DivergedError
 from replicax.train.records import Record
 

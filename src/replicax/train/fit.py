@@ -159,7 +159,7 @@ def fit(
         eval_batch_size = batch_size
     if shuffle is None:
         shuffle = can_shuffle(source)
-    opened = as_source(source, batch_size, shuffle=shuffle, seed=seed)
+    opened = as_source(source, batch_size, dp.job, shuffle=shuffle, seed=seed)
     wanted: dict[str, Any] = {"epochs": epochs, "steps": steps, "batch_size": batch_size}
     wanted |= {"log_every": log_every, "audit_every": audit_every, "on_divergence": on_divergence}
     wanted |= {"measure_noise_every": measure_noise_every, "max_bad_steps": max_bad_steps}

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import weakref
-from collections import deque
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +34,7 @@ def guarded(dp: DataParallel, state: TrainState) -> DataParallel:
     twins = _twins.setdefault(dp, {})
     if spikes not in twins:
         twin = twins[spikes] = copy.copy(dp)
-        twin._guard, twin._agreed, twin._in_flight = True, set(), deque()
+        twin._guard, twin._agreed = True, set()
         twin._fits = twin._finite = False
         shapes = jax.eval_shape(lambda leaf: leaf, state)
         twin._step = twin._lift_update(shapes, dp.mesh)

@@ -6,7 +6,7 @@ from collections import deque
 
 import jax
 
-from replicax.core.data_parallel import STEPS_IN_FLIGHT
+from replicax.core.in_flight import STEPS_IN_FLIGHT
 from replicax.core.update import Metrics
 from replicax.train.records import Record
 
