@@ -1,15 +1,23 @@
-"""Data-parallel training for JAX that proves itself."""
+"""Data-parallel training for JAX that proves itself.
 
-from replicax.bench.result import Bench as Bench
-from replicax.bench.run import bench as bench
-from replicax.cluster.join import initialize as initialize
-from replicax.cluster.patience import Patience as Patience
+The core is loaded with the package; `fit`, `initialize`, `verify`, `plan` and `bench` with what
+they need, when they are first used.
+"""
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
 from replicax.core.batch import Batch as Batch
 from replicax.core.data_parallel import DataParallel as DataParallel
 from replicax.core.feed import Feed as Feed
+from replicax.core.job import Job as Job
 from replicax.core.loss import Weighted as Weighted
 from replicax.core.mesh import make_mesh as make_mesh
+from replicax.core.modes import Mode as Mode
 from replicax.core.per_process import PerProcess as PerProcess
+from replicax.core.reduction import Reduction as Reduction
 from replicax.core.update import TrainState as TrainState
 from replicax.errors import AgreementError as AgreementError
 from replicax.errors import CheckpointError as CheckpointError
@@ -24,13 +32,51 @@ from replicax.errors import ReplicasDifferError as ReplicasDifferError
 from replicax.errors import ReplicaxError as ReplicaxError
 from replicax.errors import RunInUseError as RunInUseError
 from replicax.errors import StateError as StateError
-from replicax.plan.plan import plan as plan
-from replicax.plan.result import Plan as Plan
-from replicax.train.fit import Fit as Fit
-from replicax.train.fit import fit as fit
-from replicax.verify.check import Verification as Verification
-from replicax.verify.step import verify_step as verify_step
-from replicax.verify.verify import verify as verify
+
+if TYPE_CHECKING:
+    from replicax.bench.result import Bench as Bench
+    from replicax.bench.run import bench as bench
+    from replicax.cluster.join import initialize as initialize
+    from replicax.cluster.patience import Patience as Patience
+    from replicax.plan.plan import plan as plan
+    from replicax.plan.result import Plan as Plan
+    from replicax.train.fit import Fit as Fit
+    from replicax.train.fit import fit as fit
+    from replicax.verify.check import Verification as Verification
+    from replicax.verify.step import verify_step as verify_step
+    from replicax.verify.verify import verify as verify
+
+_LATER = {
+    "Bench": "bench.result",
+    "Fit": "train.fit",
+    "Patience": "cluster.patience",
+    "Plan": "plan.result",
+    "Verification": "verify.check",
+    "bench": "bench.run",
+    "fit": "train.fit",
+    "initialize": "cluster.join",
+    "plan": "plan.plan",
+    "verify": "verify.verify",
+    "verify_step": "verify.step",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module 'replicax' has no attribute {name!r}")
+    globals()[name] = found = getattr(importlib.import_module(f"replicax.{_LATER[name]}"), name)
+    return found
+
+
+class _Package(ModuleType):
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Python binds a subpackage's name as it is imported: `rx.plan` is the function all the same.
+        if not (name in _LATER and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
 
 __all__ = [
     "AgreementError",
@@ -45,11 +91,14 @@ __all__ = [
     "DivergedError",
     "Feed",
     "Fit",
+    "Job",
     "LossError",
     "MissingDependencyError",
+    "Mode",
     "Patience",
     "PerProcess",
     "Plan",
+    "Reduction",
     "ReplicasDifferError",
     "ReplicaxError",
     "RunInUseError",

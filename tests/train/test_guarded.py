@@ -14,7 +14,7 @@ from support.cases import BATCH, CASES, DROPOUT_CASES, Case
 
 import replicax as rx
 from replicax.core.digest import sha256
-from replicax.core.update import NOT_FINITE, SPIKE, SPIKE_SIGMAS, SPIKE_WINDOW
+from replicax.train.guarded import NOT_FINITE, SPIKE, SPIKE_SIGMAS, SPIKE_WINDOW
 from replicax.errors import LossError
 from replicax.train.guarded import guarded, with_losses
 

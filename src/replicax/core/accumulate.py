@@ -1,4 +1,4 @@
-"""The sums over some rows -> those over the global batch: in what order, and where."""
+"""The rows of a replica -> its sums, micro-batch by micro-batch."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,53 +10,42 @@ import jax.numpy as jnp
 from jax import lax
 
 from replicax.core.batch import Batch
-from replicax.core.reduction import reduce
 
 PyTree = Any
-Function = Callable[[PyTree], PyTree]
 Part = Callable[..., tuple[PyTree, PyTree]]
-"""`part(params, extras, batch, key, axis, alone) -> (sums, extras)`, as `Objective.sums` is."""
+"""`part(params, extras, batch, key, axis, alone) -> (sums, extras)`, as `Objective.step_sums`."""
+Apply = Callable[..., tuple[PyTree, PyTree]]
+"""`apply(state, total, extras, carried) -> (state, metrics)`; see `replicax.core.update`."""
 
 
-class Summation(Protocol):
-    """From the sums over some rows to those over the global batch."""
+class Accumulator(Protocol):
+    """Adds up the micro-batches of a replica."""
 
     def micro_batches(self, replicas: int, /) -> int:
-        """Parts that each of `replicas` computes one after the other."""
+        """Return how many each of `replicas` computes, one after the other."""
 
     def __call__(
-        self,
-        part: Part,
-        params: PyTree,
-        extras: PyTree,
-        batch: Batch,
-        key: jax.Array | None,
-        axis: str | None,
+        self, part: Part, state: Any, batch: Batch, key: jax.Array | None, axis: str | None
     ) -> tuple[PyTree, PyTree]:
-        """The sums over the global batch, and the extras after it.
+        """Return the sums over this replica's rows, and the extras after the step.
 
         Args:
             part: the sums over some rows.
-            params: trainable arrays.
-            extras: the model's other arrays, before the step.
+            state: the `TrainState` before the step.
             batch: this replica's rows.
             key: of the step; None in evaluation.
             axis: the name of the replica axis, or None where the batch is the whole one.
         """
 
-    def finish(self, function: Function, carry: PyTree, once: jax.Array, /) -> PyTree:
-        """`function(carry)`, which computes on the sums.
-
-        Args:
-            function: returns what it is given, every array of it changed.
-            carry: what it is given.
-            once: int32 scalar: 1, which the compiler must not know.
+    def isolate(self, apply: Apply, state: Any, total: Any, *rest: PyTree) -> tuple[PyTree, PyTree]:
+        """Return `apply(state, total, *rest)`, rounded alike on any number of replicas if this
+        accumulator promises it.
         """
 
 
 @dataclasses.dataclass(frozen=True)
-class Running:
-    """One micro-batch after the other, and one reduction over the replicas.
+class Sequential:
+    """One micro-batch after the other.
 
     Extras pass from each micro-batch to the next. Keys are folded with the replica's index, where
     each has its own rows, and with the micro-batch's number.
@@ -65,46 +54,26 @@ class Running:
     parts: int = 1
 
     def micro_batches(self, _replicas: int) -> int:
-        """Micro-batches of each replica."""
+        """Return the micro-batches of each replica."""
         return self.parts
 
-    def finish(self, function: Function, carry: PyTree, _once: jax.Array) -> PyTree:
-        """See `Summation`."""
-        return function(carry)
+    def isolate(self, apply: Apply, state: Any, total: Any, *rest: PyTree) -> tuple[PyTree, PyTree]:
+        """Return `apply(state, total, *rest)`."""
+        return apply(state, total, *rest)
 
     def __call__(
-        self,
-        part: Part,
-        params: PyTree,
-        extras: PyTree,
-        batch: Batch,
-        key: jax.Array | None,
-        axis: str | None,
+        self, part: Part, state: Any, batch: Batch, key: jax.Array | None, axis: str | None
     ) -> tuple[PyTree, PyTree]:
-        """See `Summation`."""
+        """Return the sums over this replica's rows, and the extras after the step."""
         key = key if axis is None else folded(key, lax.axis_index(axis))
-        with jax.named_scope("gradient"):
-            local, extras = self._local(part, params, extras, batch, key, axis)
-        with jax.named_scope("reduction"):
-            return reduce(local, axis), extras
-
-    def _local(
-        self,
-        part: Part,
-        params: PyTree,
-        extras: PyTree,
-        batch: Batch,
-        key: jax.Array | None,
-        axis: str | None,
-    ) -> tuple[PyTree, PyTree]:
         if self.parts == 1:
-            return part(params, extras, batch, folded(key, 0), axis, False)
+            return part(state.params, state.extras, batch, folded(key, 0), axis, False)
 
         def one(extras: PyTree, number: jax.Array, rows: Batch) -> tuple[PyTree, PyTree]:
-            return part(params, extras, rows, folded(key, number), axis, False)
+            return part(state.params, extras, rows, folded(key, number), axis, False)
 
         parts = jax.tree.map(partial(_cut, parts=self.parts), batch)
-        return add_in_turn(one, extras, parts, self.parts)
+        return add_in_turn(one, state.extras, parts, self.parts)
 
 
 def add_in_turn(
@@ -113,7 +82,7 @@ def add_in_turn(
     parts: PyTree,
     count: int,
 ) -> tuple[PyTree, PyTree]:
-    """The sum of `part(extras, number, rows)` over `count` parts, and the extras after the last.
+    """Return the sum of `part(extras, number, rows)` over `count` parts, and the last extras.
 
     Args:
         part: returns sums, and the extras that the next part begins with.
@@ -135,12 +104,12 @@ def add_in_turn(
 
 
 def zeros_like(shapes: PyTree) -> PyTree:
-    """Zeros of these shapes and dtypes."""
+    """Return zeros of these shapes and dtypes."""
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
 def folded(key: jax.Array | None, number: Any) -> jax.Array | None:
-    """`key` with `number` folded in; None in evaluation."""
+    """Return `key` with `number` folded in; None in evaluation."""
     return None if key is None else jax.random.fold_in(key, number)
 
 

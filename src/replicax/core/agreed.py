@@ -2,15 +2,14 @@
 
 import hashlib
 import zlib
-from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from replicax.core.digest import describe_leaves
 from replicax.core.job import Job
 from replicax.core.models.definition import PyTree
+from replicax.core.program import Configuration
 
 
 def agree_on_model(job: Job, model: PyTree, seed: int) -> None:
@@ -28,26 +27,24 @@ def agree_on_model(job: Job, model: PyTree, seed: int) -> None:
 
 
 def agree_on_program(
-    job: Job,
+    configuration: Configuration,
     what: str,
-    settings: Mapping[str, Any],
-    mesh: Mesh,
     arguments: tuple[Any, Any],
     lowered: jax.stages.Lowered,
 ) -> None:
     """Raise `AgreementError` where the processes are about to run different programs.
 
     Args:
-        job: of the processes.
+        configuration: what the user chose, and the processes.
         what: the program, in words.
-        settings: what the user chose.
-        mesh: of all processes' devices.
         arguments: the state and the batch.
         lowered: the program.
     """
-    state, batch = arguments
+    job, mesh, (state, batch) = configuration.job, configuration.mesh, arguments
+    if job.processes == 1:
+        return
     fields = {
-        **settings,
+        **configuration.names(),
         "mesh": {**mesh.shape, "devices": [device.id for device in mesh.devices.flat]},
         "state": _shapes(state),
         "batch": _shapes(batch),

@@ -1,25 +1,31 @@
-"""Sums whose bits do not depend on how many replicas there are."""
+"""Mode `exact`: sums whose bits do not depend on how many replicas there are."""
 
 import dataclasses
+import os
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
-from replicax.core.accumulate import Function, Part, PyTree, folded, zeros_like
+from replicax.core.accumulate import Apply, Part, PyTree, folded, zeros_like
 from replicax.core.batch import Batch
+from replicax.core.loss import LOSS
 from replicax.core.precision import to_sum
-from replicax.core.reduction import reduce_by_tree
+from replicax.core.reduction import Wire
 from replicax.errors import ConfigError
 
 MICRO_SHARDS = 8
-"""Unless said otherwise."""
+"""By default."""
+
+THREADS_VARIABLE = "NPROC"
+"""The environment variable from which XLA takes the number of cores as it starts."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Canonical:
+class FixedTree:
     """The same bits on any number of replicas, each of which holds some of the micro-shards.
 
     The global batch is always cut into the same micro-shards, each is summed alone, and a binary
@@ -29,6 +35,7 @@ class Canonical:
     """
 
     micro_shards: int
+    wire: Wire
 
     def __post_init__(self) -> None:
         if self.micro_shards < 1 or self.micro_shards & (self.micro_shards - 1):
@@ -38,7 +45,7 @@ class Canonical:
             )
 
     def micro_batches(self, replicas: int) -> int:
-        """Micro-shards of each of `replicas`, computed one after the other.
+        """Return the micro-shards of each of `replicas`, computed one after the other.
 
         Raises:
             ConfigError: they cannot share them out equally.
@@ -54,15 +61,9 @@ class Canonical:
         return self.micro_shards // replicas
 
     def __call__(
-        self,
-        part: Part,
-        params: PyTree,
-        extras: PyTree,
-        batch: Batch,
-        key: jax.Array | None,
-        axis: str | None,
+        self, part: Part, state: Any, batch: Batch, key: jax.Array | None, axis: str | None
     ) -> tuple[PyTree, PyTree]:
-        """See `Summation`."""
+        """Return the sums over this replica's micro-shards, and the extras after the step."""
         own = self.micro_batches(1 if axis is None else lax.axis_size(axis))
         rows = batch.size // own
         start = 0 if axis is None else lax.axis_index(axis) * own
@@ -70,10 +71,10 @@ class Canonical:
 
         def compute(carry: Any) -> Any:
             held, key, count, _ = carry
-            sums, after = part(params, extras, held, key, None, True)
+            sums, after = part(state.params, state.extras, held, key, None, True)
             # The inputs change so that nothing which is computed from them leaves the loop.
             held = jax.tree.map(lambda leaf: jnp.where(count < 0, jnp.zeros_like(leaf), leaf), held)
-            return held, folded(key, count), count + 1, (sums, _floats(after))
+            return held, folded(key, count), count + 1, (self.wire.rounded(sums), _floats(after))
 
         def micro_shard(number: Any) -> PyTree:
             held = jax.tree.map(
@@ -81,43 +82,97 @@ class Canonical:
             )
             inputs = (held, folded(key, start + number), jnp.int32(0))
             zeros = zeros_like(jax.eval_shape(compute, (*inputs, None))[-1])
-            return self.finish(compute, (*inputs, zeros), once)[-1]
+            return _repeat(compute, (*inputs, zeros), once)[-1]
 
-        with jax.named_scope("gradient"):
-            local = _tree_sum(micro_shard, 0, own)
-        with jax.named_scope("reduction"):
-            total, floats = reduce_by_tree(local, axis)
-        means = iter([leaf / self.micro_shards for leaf in floats])
+        local, floats = self._tree_sum(micro_shard, 0, own)
+        means = iter([leaf / self.micro_shards for leaf in _add_replicas(floats, axis)])
         after = jax.tree.map(
-            lambda leaf: next(means).astype(leaf.dtype) if _is_float(leaf) else leaf, extras
+            lambda leaf: next(means).astype(leaf.dtype) if _is_float(leaf) else leaf, state.extras
         )
-        return total, after
+        return local, after
 
-    def finish(self, function: Function, carry: PyTree, once: jax.Array) -> PyTree:
-        """See `Summation`. In a loop it is compiled alike, whatever is around it.
+    def isolate(self, apply: Apply, state: Any, total: Any, *rest: PyTree) -> tuple[PyTree, PyTree]:
+        """Return `apply(state, total, *rest)`, compiled alike whatever is around it."""
 
-        XLA's own barriers do not keep it from fusing an operation with those before or after, and
-        what is fused rounds differently. It neither looks into a loop nor moves out of it what
-        changes in it, and keeps one of which it does not know how often it runs.
+        def again(carry: Any) -> Any:
+            state, loss, _ = carry
+            weighted = {**total.weighted, LOSS: loss}
+            after, told = apply(state, dataclasses.replace(total, weighted=weighted), *rest)
+            # It changes, lest the division by it leave the loop.
+            return after, jax.tree.map(lambda leaf: leaf + 1, loss), told
+
+        loss = total.weighted[LOSS]
+        told = zeros_like(jax.eval_shape(apply, state, total, *rest)[1])
+        once = 1 + (state.step < 0).astype(jnp.int32)
+        after, _, told = _repeat(again, (state, loss, told), once)
+        return after, told
+
+    def _tree_sum(self, part: Callable[[Any], PyTree], first: Any, count: int) -> PyTree:
+        """The sum of `part(first)`, `part(first + 1)`, ..., `count` of them, by a binary tree.
+
+        A loop for each level of the tree holds one sum, and `part` is compiled once.
         """
-        return lax.fori_loop(0, once, lambda _, before: function(before), carry)
+        if count == 1:
+            return part(first)
+
+        def add(half: jax.Array, left: PyTree) -> PyTree:
+            here = self._tree_sum(part, first + half * (count // 2), count // 2)
+            # Zeros plus the left half would turn -0 into 0.
+            sums, floats = jax.tree.map(lambda a, b: jnp.where(half == 0, b, a + b), left, here)
+            return self.wire.rounded(sums), floats
+
+        total: PyTree = lax.fori_loop(0, 2, add, zeros_like(jax.eval_shape(part, 0)))
+        return total
 
 
-def _tree_sum(part: Callable[[Any], PyTree], first: Any, count: int) -> PyTree:
-    """The sum of `part(first)`, `part(first + 1)`, ..., `count` of them, by a binary tree.
+def fix_threads(micro_shards: int) -> None:
+    """Have XLA start as many threads as there are micro-shards. Call it before JAX's first use."""
+    os.environ.setdefault(THREADS_VARIABLE, str(micro_shards))
 
-    A loop for each level of the tree holds one sum, and `part` is compiled once.
+
+def check_threads(mesh: Mesh, micro_shards: int) -> None:
+    """Raise `ConfigError` where a CPU has not as many threads as there are micro-shards.
+
+    XLA starts a thread for each core that the process may use, and not less than one for each of
+    its devices. On one device of two cores a large product is rounded otherwise than on one device
+    of eight, so that it takes a number which every layout and every machine can have.
     """
-    if count == 1:
-        return part(first)
+    if mesh.devices.flat[0].platform != "cpu":
+        return
+    devices = jax.local_device_count()
+    threads = max(_cores(), devices)
+    if threads != micro_shards:
+        fix = (
+            f"raise micro_shards to {1 << (devices - 1).bit_length()}"
+            if devices > micro_shards
+            else f"set {THREADS_VARIABLE}={micro_shards} before JAX starts"
+        )
+        raise ConfigError(
+            f"mode='exact' with {threads} XLA threads for {devices} CPU devices, and micro_shards="
+            f"{micro_shards}; the bits are those of as many threads as micro-shards: {fix}"
+        )
 
-    def add(half: jax.Array, left: PyTree) -> PyTree:
-        here = _tree_sum(part, first + half * (count // 2), count // 2)
-        # Zeros plus the left half would turn -0 into 0.
-        return jax.tree.map(lambda a, b: jnp.where(half == 0, b, a + b), left, here)
 
-    total: PyTree = lax.fori_loop(0, 2, add, zeros_like(jax.eval_shape(part, 0)))
-    return total
+def _cores() -> int:
+    """As XLA counts them."""
+    named = os.environ.get(THREADS_VARIABLE, "")
+    if named.isdecimal() and int(named):
+        return int(named)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _repeat(function: Callable[[Any], Any], carry: Any, once: jax.Array) -> Any:
+    """`function(carry)`, in a loop that runs `once`, which is 1: the compiler must not know it.
+
+    XLA's own barriers do not keep it from fusing an operation with those before or after, and what
+    is fused rounds differently. It neither looks into a loop nor moves out of it what changes in
+    it, and keeps one of which it does not know how often it runs.
+    """
+    return lax.fori_loop(0, once, lambda _, before: function(before), carry)
+
+
+def _add_replicas(floats: list[jax.Array], axis: str | None) -> list[jax.Array]:
+    return Wire("float32").in_order(floats, axis) if floats else floats
 
 
 def _floats(tree: PyTree) -> list[jax.Array]:

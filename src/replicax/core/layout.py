@@ -1,5 +1,6 @@
-"""Abstract state + mesh + rule -> where each array lives."""
+"""Where each array of a train state lives: a table of layouts, and rules of one's own."""
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -9,95 +10,113 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from replicax.core.mesh import DATA, AnyMesh, replica_count
+from replicax.core.mesh import DATA, AnyMesh, by_rows, replica_count, replicated
 from replicax.core.random_keys import is_random_key, numbers
 from replicax.core.update import TrainState
 from replicax.errors import ConfigError, did_you_mean
 
-LAYOUTS = ("replicated", "zero1", "fsdp")
-
 Rules = Sequence[tuple[str, PartitionSpec]]
-Layout = str | Rules
-"""A name of `LAYOUTS`, or rules: `(path regex, PartitionSpec)`, the first match deciding.
-
-- replicated  every device holds everything
-- zero1       the optimizer's state is split over the replicas
-- fsdp        the parameters too
-- rules       each parameter, and the optimizer's copies of it, as its rule says
-"""
+"""`(path regex, PartitionSpec)`: the first match decides for a parameter and its moments."""
 
 Rule = Callable[[str, tuple[int, ...]], PartitionSpec]
 
-MODES_OF_LAYOUT = {
-    "replicated": ("single", "jit", "shard_map", "pmap", "exact"),
-    "zero1": ("jit",),
-    "fsdp": ("jit",),
-    "rules": ("jit",),
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where the arrays of a train state live. `str(layout)` is its name."""
+
+    name: str
+    summary: str
+    splits_optimizer: bool = False
+    """Whether the optimizer's state is split over the replicas."""
+    splits_params: bool = False
+    """Whether the parameters are, too; the loss computes with whole ones."""
+    rules: tuple[tuple[str, PartitionSpec], ...] = ()
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each device holds the whole state."""
+        return not (self.splits_optimizer or self.splits_params or self.rules)
+
+    @property
+    def axes(self) -> set[str]:
+        """Names of the mesh axes that it splits something over."""
+        named = (entry for _, spec in self.rules for entry in spec if entry is not None)
+        return {axis for entry in named for axis in ([entry] if isinstance(entry, str) else entry)}
+
+    def shardings(self, state: TrainState, mesh: AnyMesh) -> TrainState:
+        """Return the tree of `state` with `NamedSharding`s for leaves.
+
+        Args:
+            state: arrays or their shapes.
+            mesh: the mesh they lie on.
+
+        Raises:
+            ConfigError: a rule names an axis that the mesh does not have, or does not divide a dim.
+        """
+
+        def everywhere(_path: str, _shape: tuple[int, ...]) -> PartitionSpec:
+            return PartitionSpec()
+
+        def over_replicas(_path: str, shape: tuple[int, ...]) -> PartitionSpec:
+            return _split_largest(shape, replica_count(mesh))
+
+        params: Rule = over_replicas if self.splits_params else everywhere
+        opt_state: Rule = over_replicas if self.splits_optimizer else everywhere
+        if self.rules:
+            params = opt_state = _by_rule(state.params, mesh, self.rules)
+        return TrainState(
+            step=replicated(mesh),
+            params=_shardings(state.params, mesh, params),
+            opt_state=_shardings(state.opt_state, mesh, opt_state),
+            extras=_shardings(state.extras, mesh, everywhere),
+            seed=replicated(mesh),
+            losses=_shardings(state.losses, mesh, everywhere),
+            reduction=jax.tree.map(lambda _: by_rows(mesh), state.reduction),
+        )
+
+
+LAYOUTS = {
+    layout.name: layout
+    for layout in (
+        Layout("replicated", "every device holds everything"),
+        Layout("zero1", "the optimizer's state is split over the replicas", True),
+        Layout("fsdp", "the parameters are split too", True, True),
+    )
 }
 
 
-def layout_name(layout: Layout) -> str:
-    """The layout's name; `"rules"` for a list of them.
+def as_layout(layout: str | Rules | Layout) -> Layout:
+    """Return the layout of that name, or of those rules.
 
     Raises:
         ConfigError: no such layout.
     """
+    if isinstance(layout, Layout):
+        return layout
     if not isinstance(layout, str):
         _check_rules(layout)
-        return "rules"
+        return Layout("rules", "as the rules say", rules=tuple(layout))
     if layout not in LAYOUTS:
         raise ConfigError(
             f"layout={layout!r}; it is one of {', '.join(LAYOUTS)}, or a list of "
             f"(path regex, PartitionSpec){did_you_mean(layout, LAYOUTS)}"
         )
-    return layout
+    return LAYOUTS[layout]
 
 
-def check_layout(layout: Layout, mode: str) -> None:
-    """Raise `ConfigError` where `mode` cannot hold `layout`, naming a mode that can."""
-    name = layout_name(layout)
-    modes = MODES_OF_LAYOUT[name]
-    if mode not in modes:
-        raise ConfigError(
-            f"mode={mode!r} with layout={name!r}; there each device holds the whole state: use "
-            f"mode={modes[0]!r}, or layout='replicated'"
-        )
-
-
-def state_shardings(state: TrainState, mesh: AnyMesh, layout: Layout) -> TrainState:
-    """Where each array of `state` lives: its tree with `NamedSharding`s for leaves.
-
-    Args:
-        state: arrays or their shapes.
-        mesh: the mesh they lie on.
-        layout: see `Layout`.
-
-    Raises:
-        ConfigError: a rule names an axis that the mesh does not have, or does not divide a dim.
-    """
-    name = layout_name(layout)
-
-    def everywhere(_path: str, _shape: tuple[int, ...]) -> PartitionSpec:
-        return PartitionSpec()
-
-    def over_replicas(_path: str, shape: tuple[int, ...]) -> PartitionSpec:
-        return _split_largest(shape, replica_count(mesh))
-
-    by_rule = _by_rule(state.params, mesh, layout) if not isinstance(layout, str) else everywhere
-    params, opt_state = {
-        "replicated": (everywhere, everywhere),
-        "zero1": (everywhere, over_replicas),
-        "fsdp": (over_replicas, over_replicas),
-        "rules": (by_rule, by_rule),
-    }[name]
-    return TrainState(
-        step=NamedSharding(mesh, PartitionSpec()),
-        params=_shardings(state.params, mesh, params),
-        opt_state=_shardings(state.opt_state, mesh, opt_state),
-        extras=_shardings(state.extras, mesh, everywhere),
-        seed=NamedSharding(mesh, PartitionSpec()),
-        losses=_shardings(state.losses, mesh, everywhere),
-    )
+def check_axes(layout: Layout, mesh: AnyMesh) -> None:
+    """Raise `ConfigError` where devices along an axis would all compute the same."""
+    for axis, size in mesh.shape.items():
+        if size > 1 and axis != DATA and axis not in layout.axes:
+            raise ConfigError(
+                f"the mesh has {size} devices along {axis!r} and layout={layout.name!r} splits "
+                f"nothing over it, and each would compute the same: leave {axis}={size} "
+                f"out, or use layout rules that name {axis!r}"
+            )
 
 
 def _shardings(tree: Any, mesh: AnyMesh, rule: Rule) -> Any:

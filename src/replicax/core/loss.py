@@ -31,7 +31,7 @@ class Weighted:
 
 @partial(jax.tree_util.register_dataclass, data_fields=["total", "weight"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
-class Sum:
+class WeightedSum:
     """A mean before the division, so that it can be added to others: both float32 scalars."""
 
     total: jax.Array
@@ -42,7 +42,7 @@ class Sum:
         return self.total / self.weight
 
 
-def sums(returned: Any, mask: jax.Array) -> dict[str, Sum]:
+def sums(returned: Any, mask: jax.Array) -> dict[str, WeightedSum]:
     """The sums behind what a loss function returned, `"loss"` first, then its metrics.
 
     Args:
@@ -95,13 +95,13 @@ def _values(value: Any) -> Any:
     return values
 
 
-def _sum(name: str, value: Any, mask: jax.Array) -> Sum:
+def _sum(name: str, value: Any, mask: jax.Array) -> WeightedSum:
     values = to_sum(jnp.asarray(_values(value)))
     if values.ndim == 0:
         if isinstance(value, Weighted):
             raise LossError(f"{name}: rx.Weighted holds a scalar; give values [rows, ...]")
         weight = jnp.sum(mask)
-        return Sum(values * weight, weight)
+        return WeightedSum(values * weight, weight)
     if values.shape[0] != mask.shape[0]:
         raise LossError(
             f"{name} has shape {values.shape} and the batch has {mask.shape[0]} rows; its leading "
@@ -113,7 +113,7 @@ def _sum(name: str, value: Any, mask: jax.Array) -> Sum:
     weights = jnp.broadcast_to(weights, values.shape)
     # A value that does not count may be anything, NaN and infinity too.
     counted = jnp.where(weights != 0, values, 0)
-    return Sum(jnp.sum(counted * weights), jnp.sum(weights))
+    return WeightedSum(jnp.sum(counted * weights), jnp.sum(weights))
 
 
 def _weights(name: str, value: Weighted, values: jax.Array) -> jax.Array:
@@ -130,7 +130,7 @@ def _to_dims(array: jax.Array, dims: int) -> jax.Array:
     return array.reshape(array.shape + (1,) * (dims - array.ndim))
 
 
-def add_sums(totals: dict[str, np.ndarray], sums: dict[str, Sum]) -> None:
+def add_sums(totals: dict[str, np.ndarray], sums: dict[str, WeightedSum]) -> None:
     """Add float32 sums of a batch to the float64 ones of all."""
     for name, value in jax.device_get(sums).items():
         pair = np.asarray([value.total, value.weight], np.float64)

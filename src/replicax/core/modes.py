@@ -1,148 +1,294 @@
-"""Five ways to run one function of a replica's view on a mesh.
+"""The table of modes: how a function of one replica's view runs on a mesh.
 
-| mode      | lift                   | the function sees                                   |
-|-----------|------------------------|-----------------------------------------------------|
-| single    | jit on one device      | the whole batch                                     |
-| jit       | jit with shardings     | the whole batch; the compiler splits the work       |
-| shard_map | jit of jax.shard_map   | one replica's rows, and the axis to reduce over     |
-| exact     | the same               | the same; what it sums, it sums in a fixed order    |
-| pmap      | jit of jax.pmap        | the same as shard_map's, through the classic API    |
+A mode that is added here, with a file of its own where it needs one, is known to every command.
 """
 
+import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from replicax.core.accumulate import Running, Summation
+from replicax.core.accumulate import Accumulator, Sequential
 from replicax.core.batch import Batch
-from replicax.core.exact import Canonical
-from replicax.core.mesh import DATA, AnyMesh, by_rows, is_data_only, replica_count
-from replicax.core.threads import check_threads
+from replicax.core.exact import FixedTree, check_threads
+from replicax.core.layout import Layout
+from replicax.core.mesh import DATA, AnyMesh, is_data_only, replica_count
+from replicax.core.objective import StepSums
+from replicax.core.reduction import REDUCTIONS, Reduce, Reduction, Wire
 from replicax.core.update import TrainState
 from replicax.errors import ConfigError, did_you_mean
 
-MODES = ("single", "jit", "shard_map", "pmap", "exact")
-PER_REPLICA = ("shard_map", "pmap", "exact")
-
+PyTree = Any
 ReplicaFunction = Callable[[TrainState, Batch, str | None], Any]
-Lifted = Callable[[TrainState, Batch], Any]
+Mapped = Callable[[TrainState, Batch], Any]
+Wrap = Callable[[ReplicaFunction, Any, tuple[PyTree, PyTree], PyTree], Mapped]
+"""`wrap(function, mesh, shardings of (state, batch), shardings of the result)`."""
 
 
-def check_mode(mode: str, mesh: Mesh) -> None:
-    """Raise `ConfigError` where there is no such mode, or `mesh` is not one for it."""
-    if mode not in MODES:
-        raise ConfigError(
-            f"mode={mode!r}; it is one of {', '.join(MODES)}{did_you_mean(mode, MODES)}"
-        )
-    if mode == "single" and mesh.devices.size > 1:
-        raise ConfigError(
-            f"mode='single' with a mesh of {mesh.devices.size} devices; it runs on 1: use "
-            "mode='jit', or a mesh of one device"
-        )
-    if mode == "pmap" and jax.process_count() > 1:
-        raise ConfigError(
-            f"mode='pmap' on {jax.process_count()} processes; it knows the devices of one: use "
-            "mode='shard_map', which computes the same"
-        )
-    if mode in PER_REPLICA and not is_data_only(mesh):
-        raise ConfigError(
-            f"mode={mode!r} with a mesh of {mesh.devices.size} devices and {replica_count(mesh)} "
-            "replicas; there each device holds a whole replica: use mode='jit'"
-        )
-
-
-def summation_for(mode: str, accumulate: int, micro_shards: int, mesh: Mesh) -> Summation:
-    """The one of a mode.
-
-    Args:
-        mode: one of `MODES`.
-        accumulate: micro-batches of each replica; in `exact` the least.
-        micro_shards: of `Canonical`.
-        mesh: the devices.
-
-    Raises:
-        ConfigError: a mesh that cannot share out the micro-shards, or a CPU on which their number
-            does not fix the bits.
-    """
-    if mode != "exact":
-        return Running(accumulate)
-    canonical, replicas = Canonical(micro_shards), replica_count(mesh)
-    own = canonical.micro_batches(replicas)
-    if own < accumulate:
-        raise ConfigError(
-            f"mode='exact' with accumulate={accumulate} on {replicas} replicas and "
-            f"micro_shards={micro_shards}; each replica has {own} of them: raise micro_shards to "
-            f"{accumulate * replicas}"
-        )
-    check_threads(mesh, micro_shards)
-    return canonical
-
-
-def lift(
-    function: ReplicaFunction,
-    mode: str,
-    mesh: AnyMesh,
-    state: Any,
-    out: Any,
-    *,
-    donate: bool = False,
-) -> Any:
-    """`function` compiled for `mesh`, as a `jax.jit` function of a state and a global batch.
-
-    Args:
-        function: takes a state, a batch, and the replica axis's name or None; what it returns
-            has no row dim, and is equal on all replicas.
-        mode: one of `MODES`.
-        mesh: the devices; for pmap, attached or described ones.
-        state: shardings of the state.
-        out: shardings of what `function` returns, or one for all of it.
-        donate: whether the state's memory is given to the result.
-    """
-    views: dict[str, Callable[[ReplicaFunction, Any], Lifted]] = {
-        "single": _global_view,
-        "jit": _global_view,
-        "shard_map": _shard_map,
-        "pmap": _pmap,
-        "exact": _shard_map,
-    }
-    return jax.jit(
-        views[mode](function, mesh),
-        in_shardings=(state, by_rows(mesh)),
-        out_shardings=out,
-        donate_argnums=0 if donate else (),
-    )
-
-
-def _global_view(function: ReplicaFunction, _mesh: AnyMesh) -> Lifted:
+def global_view(
+    function: ReplicaFunction, _mesh: AnyMesh, _into: tuple[PyTree, PyTree], _out: PyTree
+) -> Mapped:
+    """Map nothing: the function sees the whole batch, and the compiler splits the work."""
     return lambda state, batch: function(state, batch, None)
 
 
-def _shard_map(function: ReplicaFunction, mesh: AnyMesh) -> Lifted:
+def shard_map(
+    function: ReplicaFunction, mesh: AnyMesh, into: tuple[PyTree, PyTree], out: PyTree
+) -> Mapped:
+    """Map by `jax.shard_map` over the axis `data`."""
     # With check_vma=True a model's own scan from zeros (any RNN) is a type error, and parameters
     # must be cast to varying lest their gradient come out N times too large. Without it, the
     # gradient of a replica's sum is local, and the one reduction of `update` is all there is.
     return jax.shard_map(
         lambda state, batch: function(state, batch, DATA),
         mesh=mesh,
-        in_specs=(PartitionSpec(), PartitionSpec(DATA)),
-        out_specs=PartitionSpec(),
+        in_specs=jax.tree.map(_spec, into),
+        out_specs=jax.tree.map(_spec, out),
         check_vma=False,
     )
 
 
-def _pmap(function: ReplicaFunction, mesh: Mesh) -> Lifted:
+def pmap(function: ReplicaFunction, mesh: Mesh, into: tuple[PyTree, PyTree], out: PyTree) -> Mapped:
+    """Map by `jax.pmap`, the classic API."""
     replicas = replica_count(mesh)
     mapped = jax.pmap(
         lambda state, batch: function(state, batch, DATA),
         axis_name=DATA,
-        in_axes=(None, 0),
-        out_axes=None,
+        in_axes=jax.tree.map(_axis, into),
+        out_axes=jax.tree.map(_axis, out),
         devices=list(mesh.devices.flat),
     )
 
     def stack(leaf: jax.Array) -> jax.Array:
         return leaf.reshape(replicas, leaf.shape[0] // replicas, *leaf.shape[1:])
 
-    return lambda state, batch: mapped(state, jax.tree.map(stack, batch))
+    def join(leaf: jax.Array) -> jax.Array:
+        return leaf.reshape(replicas * leaf.shape[1], *leaf.shape[2:])
+
+    def call(state: TrainState, batch: Batch) -> Any:
+        stacked = jax.tree.map(partial(_where_split, stack), into, (state, batch))
+        return jax.tree.map(partial(_where_split, join), out, mapped(*stacked))
+
+    return call
+
+
+def _spec(sharding: NamedSharding) -> PartitionSpec:
+    return sharding.spec
+
+
+def _axis(sharding: NamedSharding) -> int | None:
+    return 0 if sharding.spec == PartitionSpec(DATA) else None
+
+
+def _where_split(
+    function: Callable[[jax.Array], jax.Array], where: NamedSharding, tree: PyTree
+) -> PyTree:
+    return tree if _axis(where) is None else jax.tree.map(function, tree)
+
+
+def sequential(
+    accumulate: int, _micro_shards: int, _mesh: AnyMesh, _reduction: Reduction
+) -> Accumulator:
+    """Return the accumulator of every mode whose bits are not fixed."""
+    return Sequential(accumulate)
+
+
+def fixed_tree(
+    accumulate: int, micro_shards: int, mesh: AnyMesh, reduction: Reduction
+) -> Accumulator:
+    """Return the accumulator of mode `exact`.
+
+    Raises:
+        ConfigError: a mesh that cannot share out the micro-shards, a CPU on which their number does
+            not fix the bits, or a reduction in an order of its own.
+    """
+    if not isinstance(reduction, Wire):
+        raise ConfigError(
+            f"mode='exact' with reduction={reduction!r}; it adds in one fixed order: use one of "
+            f"{', '.join(REDUCTIONS)}, or mode='shard_map'"
+        )
+    tree, replicas = FixedTree(micro_shards, reduction), replica_count(mesh)
+    own = tree.micro_batches(replicas)
+    if own < accumulate:
+        raise ConfigError(
+            f"mode='exact' with accumulate={accumulate} on {replicas} replicas and "
+            f"micro_shards={micro_shards}; each replica has {own} of them: raise micro_shards to "
+            f"{accumulate * replicas}"
+        )
+    if isinstance(mesh, Mesh):
+        check_threads(mesh, micro_shards)
+    return tree
+
+
+def by_compiler(reduction: Reduction) -> Reduce:
+    """Return no reduction: the compiler places it, in the dtype of the sums.
+
+    Raises:
+        ConfigError: any other reduction was chosen.
+    """
+    if reduction != REDUCTIONS["float32"]:
+        raise ConfigError(
+            f"reduction={getattr(reduction, 'name', reduction)!r} in a mode that sees the whole "
+            "batch, where the compiler places the reduction, in float32: use mode='shard_map'"
+        )
+    return lambda sums, carried, _axis: (sums, carried)
+
+
+def of_each_replica(reduction: Reduction) -> Reduce:
+    """Return `reduction` on what one replica holds, `[1, ...]`, of its `[replicas, ...]` state."""
+
+    def reduce(sums: StepSums, carried: PyTree, axis: str | None) -> tuple[StepSums, PyTree]:
+        assert axis is not None
+        total, own = reduction(sums, jax.tree.map(lambda leaf: leaf[0], carried), axis)
+        return total, jax.tree.map(lambda leaf: leaf[None], own)
+
+    return reduce
+
+
+def in_order(reduction: Reduction) -> Reduce:
+    """Return the reduction of mode `exact`."""
+    assert isinstance(reduction, Wire)
+    return lambda sums, carried, axis: (reduction.in_order(sums, axis), carried)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """How a step is mapped onto the mesh, and how its sums are added. `str(mode)` is its name."""
+
+    name: str
+    summary: str
+    wrap: Wrap
+    """Maps a function of one replica's view: of the whole batch without an axis, or of a replica's
+    rows and the axis to reduce over."""
+    per_replica: bool = False
+    """Whether the function sees one replica's rows, each replica drawing its own random numbers."""
+    splits_state: bool = False
+    """Whether it can hold layouts that split the state."""
+    bitwise: bool = False
+    """Whether its bits do not depend on the number of devices. The batch is then cut into
+    `micro_shards` on any number."""
+    most_devices: int | None = None
+    most_processes: int | None = None
+    instead: str = "jit"
+    """The mode that takes what this one cannot."""
+    accumulator: Callable[[int, int, AnyMesh, Reduction], Accumulator] = sequential
+    """`accumulator(accumulate, micro_shards, mesh, reduction)`; raises `ConfigError`."""
+    reduce: Callable[[Reduction], Reduce] = of_each_replica
+    """From the reduction that was chosen to what the step calls; raises `ConfigError`."""
+
+    def __str__(self) -> str:
+        return self.name
+
+    def check(self, mesh: Mesh, layout: Layout) -> None:
+        """Raise `ConfigError` where this mode cannot run on `mesh`, or cannot hold `layout`."""
+        devices, processes = mesh.devices.size, jax.process_count()
+        if self.most_devices is not None and devices > self.most_devices:
+            raise ConfigError(
+                f"mode={self.name!r} with a mesh of {devices} devices; it runs on "
+                f"{self.most_devices}: use mode={self.instead!r}, or a mesh of one device"
+            )
+        if self.most_processes is not None and processes > self.most_processes:
+            raise ConfigError(
+                f"mode={self.name!r} on {processes} processes; it knows the devices of "
+                f"{self.most_processes}: use mode={self.instead!r}, which computes the same"
+            )
+        if self.per_replica and not is_data_only(mesh):
+            raise ConfigError(
+                f"mode={self.name!r} with a mesh of {devices} devices and {replica_count(mesh)} "
+                "replicas; there each device holds a whole replica: use mode='jit'"
+            )
+        if not (self.splits_state or layout.is_whole):
+            raise ConfigError(
+                f"mode={self.name!r} with layout={layout.name!r}; there each device holds the "
+                "whole state: use mode='jit', or layout='replicated'"
+            )
+
+
+def lift(
+    function: ReplicaFunction,
+    mode: Mode,
+    mesh: AnyMesh,
+    state: PyTree,
+    batch: PyTree,
+    out: PyTree,
+    *,
+    donate: bool = False,
+) -> Any:
+    """Return `function` compiled for `mesh`: a `jax.jit` function of a state and a global batch.
+
+    Args:
+        function: takes a state, a batch, and the replica axis's name or None.
+        mode: how it is mapped.
+        mesh: the devices; for pmap, attached or described ones.
+        state: shardings of the state.
+        batch: shardings of the batch, or one for all of it.
+        out: shardings of what `function` returns, or one for all of it.
+        donate: whether the state's memory is given to the result.
+    """
+    return jax.jit(
+        mode.wrap(function, mesh, (state, batch), out),
+        in_shardings=(state, batch),
+        out_shardings=out,
+        donate_argnums=0 if donate else (),
+    )
+
+
+def as_mode(mode: str | Mode) -> Mode:
+    """Return the mode of that name.
+
+    Raises:
+        ConfigError: no such mode.
+    """
+    if isinstance(mode, Mode):
+        return mode
+    if mode not in MODES:
+        raise ConfigError(
+            f"mode={mode!r}; it is one of {', '.join(MODES)}{did_you_mean(mode, MODES)}"
+        )
+    return MODES[mode]
+
+
+MODES = {
+    mode.name: mode
+    for mode in (
+        Mode(
+            "single",
+            "one device: the reference for all others",
+            global_view,
+            splits_state=False,
+            most_devices=1,
+            reduce=by_compiler,
+        ),
+        Mode(
+            "jit",
+            "the whole batch in view, split by the compiler",
+            global_view,
+            splits_state=True,
+            reduce=by_compiler,
+        ),
+        Mode(
+            "shard_map", "one replica in view, exactly one reduction", shard_map, per_replica=True
+        ),
+        Mode(
+            "pmap",
+            "the same through the classic API",
+            pmap,
+            per_replica=True,
+            most_processes=1,
+            instead="shard_map",
+        ),
+        Mode(
+            "exact",
+            "the same bits on any power of two of devices",
+            shard_map,
+            per_replica=True,
+            bitwise=True,
+            accumulator=fixed_tree,
+            reduce=in_order,
+        ),
+    )
+}
+"""Every mode, by name."""

@@ -10,23 +10,32 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax.core.batch import Batch
-from replicax.core.loss import LOSS, Sum, sums
-from replicax.core.models.split import Definition, PyTree
+from replicax.core.loss import LOSS, WeightedSum, sums
+from replicax.core.models.definition import Definition, PyTree
 from replicax.core.precision import Precision, to_sum
 
 LossFunction = Callable[[Any, PyTree, jax.Array | None], Any]
 """`loss(model, batch, key)`; see `replicax.core.loss.sums` for what it may return."""
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["gradient", "means"], meta_fields=[])
+@partial(jax.tree_util.register_dataclass, data_fields=["gradient", "weighted"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
-class Sums:
-    """What one reduction carries: everything of a step that is summed over rows."""
+class StepSums:
+    """Everything of a step that is summed over rows, and that one reduction carries."""
 
     gradient: PyTree
     """Gradient of the loss's total, by params."""
-    means: dict[str, Sum]
-    """The loss and the metrics."""
+    weighted: dict[str, WeightedSum]
+    """The loss and the metrics, before the division."""
+
+    @property
+    def weight(self) -> jax.Array:
+        """Weight of the loss, the divisor of the gradient."""
+        return self.weighted[LOSS].weight
+
+    def means(self) -> dict[str, jax.Array]:
+        """Return the weighted means of loss and metrics; NaN where nothing had any weight."""
+        return {name: value.mean() for name, value in self.weighted.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +50,7 @@ class Objective:
     whole ones: a compiler might else split what is computed as the parameters are, and send that.
     """
 
-    def gathering(self, split: PyTree) -> "Objective":
-        """The same for parameters that are split as these shardings say."""
-        return dataclasses.replace(self, split=split)
-
-    def means(
+    def loss_sums(
         self,
         params: PyTree,
         extras: PyTree,
@@ -53,8 +58,8 @@ class Objective:
         key: jax.Array | None,
         axis: str | None,
         alone: bool = False,
-    ) -> tuple[dict[str, Sum], PyTree]:
-        """The sums of loss and metrics over the rows of `batch`, and the extras after it.
+    ) -> tuple[dict[str, WeightedSum], PyTree]:
+        """Return the sums of loss and metrics over the rows of `batch`, and the extras after it.
 
         Args:
             params: trainable arrays.
@@ -78,7 +83,7 @@ class Objective:
     def _gather(self, params: PyTree) -> PyTree:
         return params if self.split is None else jax.tree.map(_gathered, params, self.split)
 
-    def sums(
+    def step_sums(
         self,
         params: PyTree,
         extras: PyTree,
@@ -86,15 +91,15 @@ class Objective:
         key: jax.Array | None,
         axis: str | None,
         alone: bool = False,
-    ) -> tuple[Sums, PyTree]:
-        """As `means`, with the gradient."""
+    ) -> tuple[StepSums, PyTree]:
+        """As `loss_sums`, with the gradient."""
 
-        def total(params: PyTree) -> tuple[jax.Array, tuple[dict[str, Sum], PyTree]]:
-            means, after = self.means(params, extras, batch, key, axis, alone)
-            return means[LOSS].total, (means, after)
+        def total(params: PyTree) -> tuple[jax.Array, tuple[dict[str, WeightedSum], PyTree]]:
+            weighted, after = self.loss_sums(params, extras, batch, key, axis, alone)
+            return weighted[LOSS].total, (weighted, after)
 
-        gradient, (means, after) = jax.grad(total, has_aux=True)(params)
-        return Sums(jax.tree.map(to_sum, gradient), means), after
+        gradient, (weighted, after) = jax.grad(total, has_aux=True)(params)
+        return StepSums(jax.tree.map(to_sum, gradient), weighted), after
 
 
 def _gathered(leaf: jax.Array, split: NamedSharding) -> jax.Array:

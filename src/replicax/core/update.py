@@ -1,25 +1,25 @@
-"""The mathematics of a step, written once, as pure functions of one replica's view."""
+"""One step of training: the mathematics, written once, as a function of one replica's view."""
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax import lax
 
-from replicax.core.accumulate import Summation
+from replicax.core.accumulate import Accumulator, Apply
 from replicax.core.batch import Batch
-from replicax.core.loss import LOSS, Sum
-from replicax.core.models.split import PyTree
-from replicax.core.objective import Objective, Sums
+from replicax.core.loss import LOSS, WeightedSum
+from replicax.core.models.definition import PyTree
+from replicax.core.objective import Objective, StepSums
+from replicax.core.reduction import Reduce
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["step", "params", "opt_state", "extras", "seed", "losses"],
+    data_fields=["step", "params", "opt_state", "extras", "seed", "losses", "reduction"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
@@ -41,34 +41,14 @@ class TrainState:
     seed: Any
     """uint32 scalar: all random numbers of the run follow from it and the step."""
     losses: Any = ()
-    """float32 `[SPIKE_WINDOW]`, where spikes are skipped: the last losses, the newest last, and NaN
-    before the first; else empty."""
+    """float32 `[window]`, where spikes are skipped: the last losses, the newest last, and NaN
+    before the first; else empty. See `replicax.train.guarded`."""
+    reduction: PyTree = ()
+    """State of the reduction, each leaf `[replicas, ...]`, split over the replicas; empty for those
+    that have none."""
 
 
 Metrics = dict[str, jax.Array]
-
-NOT_FINITE = "not_finite"
-"""The metric of a guarded step: whether its loss, or something in its gradient, is not finite."""
-
-SPIKE = "spike"
-"""The metric of a guarded step whose state has `losses`: whether its loss is far above them."""
-
-SPIKE_WINDOW = 128
-"""Losses that one is compared with. This, and `SPIKE_SIGMAS`, are what MaxText and OLMo-core have
-(`skip_step_interval` and `skip_step_scaling_factor`; `SkipStepOptimizer`)."""
-
-SPIKE_SIGMAS = 6.0
-"""Standard deviations above their mean at which a loss is a spike."""
-
-_LARGEST_GRADIENT = float(np.sqrt(np.finfo(np.float32).max))
-"""Adam and norms take its square, which of a larger one is not finite in float32: 1.8e19."""
-
-
-def create(
-    params: PyTree, extras: PyTree, seed: jax.Array, optimizer: optax.GradientTransformation
-) -> TrainState:
-    """The state before the first step."""
-    return TrainState(jnp.int32(0), params, optimizer.init(params), extras, jnp.uint32(seed))
 
 
 def update(
@@ -77,9 +57,9 @@ def update(
     axis: str | None,
     *,
     objective: Objective,
-    optimizer: optax.GradientTransformation,
-    summation: Summation,
-    guard: bool = False,
+    accumulator: Accumulator,
+    reduce: Reduce,
+    apply: Apply,
 ) -> tuple[TrainState, Metrics]:
     """One step: local sums, one reduction, one division, one optimizer update.
 
@@ -90,114 +70,97 @@ def update(
         batch: this replica's rows.
         axis: the name of the replica axis, or None where the batch is the whole one.
         objective: the loss on the model.
-        optimizer: turns the gradient of the global mean loss into an update.
-        summation: how the rows are summed.
-        guard: whether a bad step, one that is not finite or a spike, leaves all but `step` as it
-            was, bit for bit; the metrics then have `NOT_FINITE`, and `SPIKE` where the state has
-            `losses`. All replicas decide alike, for they look at the sums that all were given.
+        accumulator: rows -> sums, micro-batch by micro-batch.
+        reduce: the sums of each replica -> those of all.
+        apply: total -> the next state, and metrics of its own; `apply_gradient`, or a wrapper.
     """
-    total, extras = summation(
-        objective.sums, state.params, state.extras, batch, step_key(state), axis
-    )
-    metrics = {name: value.mean() for name, value in total.means.items()}
-
-    def apply(carry: tuple[TrainState, jax.Array]) -> tuple[TrainState, jax.Array]:
-        state, weight = carry
-        return _apply(state, total, weight, optimizer), weight + 1
-
-    def finish(state: TrainState, times: jax.Array) -> TrainState:
-        with jax.named_scope("update"):
-            state, _ = summation.finish(apply, (state, total.means[LOSS].weight), times)
-        return state
-
-    once = 1 + (state.step < 0).astype(jnp.int32)
-    if not guard:
-        return finish(dataclasses.replace(state, extras=extras), once), metrics
-    with jax.named_scope("guard"):
-        judged, losses = _judge(state, total, summation, once)
-        good = ~jnp.stack(list(judged.values())).any()
-    # A choice between two states would be slower by up to half of a step that is mostly optimizer.
-    # With the branches the other way around, XLA:CPU keeps two more gradients.
-    after = lax.cond(
-        good,
-        lambda state: finish(dataclasses.replace(state, extras=extras), once),
-        lambda state: state,
-        state,
-    )
-    after = dataclasses.replace(after, step=state.step + 1, losses=losses)
-    return after, {**metrics, **judged}
+    with jax.named_scope("gradient"):
+        sums, extras = accumulator(objective.step_sums, state, batch, step_key(state), axis)
+    with jax.named_scope("reduction"):
+        total, carried = reduce(sums, state.reduction, axis)  # the only communication
+    with jax.named_scope("update"):
+        state, verdicts = accumulator.isolate(apply, state, total, extras, carried)
+    return state, {**total.means(), **verdicts}
 
 
-def _judge(
-    state: TrainState, total: Sums, summation: Summation, once: jax.Array
-) -> tuple[Metrics, Any]:
-    """What may make a step bad, and the losses to compare the next one's with.
+def apply_gradient(
+    state: TrainState,
+    total: StepSums,
+    extras: PyTree,
+    carried: PyTree,
+    *,
+    optimizer: optax.GradientTransformation,
+    takes_value: bool = False,
+) -> tuple[TrainState, Metrics]:
+    """Return the state after the optimizer has seen the gradient of the global mean loss.
 
     Args:
         state: the one before.
         total: sums over the global batch.
-        summation: see `update`.
-        once: see `Summation.finish`.
-    """
-    not_finite = ~_is_finite(total)
-    if not jax.tree.leaves(state.losses):
-        return {NOT_FINITE: not_finite}, state.losses
-
-    def compare(carry: Any) -> Any:
-        losses, total, weight, _ = carry
-        loss = (total / weight).astype(jnp.float32)
-        # Of a window that is not full, mean and deviation are NaN, and nothing is above that.
-        spike = loss > jnp.mean(losses) + SPIKE_SIGMAS * jnp.std(losses, ddof=1)
-        pushed = jnp.append(losses[1:], loss)
-        enters = jnp.isfinite(loss) & ~spike & ~not_finite
-        return jnp.where(enters, pushed, losses), total + 1, weight + 1, spike
-
-    loss = total.means[LOSS]
-    carry = (state.losses, loss.total, loss.weight, jnp.bool_(False))
-    losses, _, _, spike = summation.finish(compare, carry, once)
-    return {NOT_FINITE: not_finite, SPIKE: spike & ~not_finite}, losses
-
-
-def _is_finite(total: Sums) -> jax.Array:
-    """Whether the loss is, and each element of the gradient with its square.
-
-    Those that are not are counted, as a float: unlike that of a norm this sum is 0 or not in any
-    order, and unlike a logical one it is taken of a split gradient where its parts are.
-    """
-    wrong = [
-        jnp.sum(jnp.where(jnp.abs(leaf) < _LARGEST_GRADIENT, jnp.float32(0), jnp.float32(1)))
-        for leaf in jax.tree.leaves(total.gradient)
-    ]
-    return (jnp.stack(wrong) == 0).all() & jnp.isfinite(total.means[LOSS].total)
-
-
-def _apply(
-    state: TrainState,
-    total: Sums,
-    weight: jax.Array,
-    optimizer: optax.GradientTransformation,
-) -> TrainState:
-    """The state after the optimizer has seen the gradient of the global mean loss.
-
-    Args:
-        state: the one before, with the extras after.
-        total: sums over the global batch.
-        weight: of its loss.
-        optimizer: see `update`.
+        extras: the model's other arrays after the step.
+        carried: the reduction's state after the step.
+        optimizer: turns that gradient into an update.
+        takes_value: whether its `update` takes the loss as `value`.
     """
     # Where there is no weight the sum is 0. Choosing between two states instead would cost a tenth
     # of a step that is mostly optimizer.
+    weight = total.weight
     divisor = jnp.where(weight > 0, weight, 1)
+    # In the parameter's dtype, as `jax.grad` gives it: an optimizer's moments keep theirs then.
     gradient = jax.tree.map(
-        lambda leaf, param: (leaf / divisor).astype(jnp.promote_types(leaf.dtype, param.dtype)),
-        total.gradient,
-        state.params,
+        lambda leaf, param: (leaf / divisor).astype(param.dtype), total.gradient, state.params
     )
-    updates, opt_state = optax.with_extra_args_support(optimizer).update(
-        gradient, state.opt_state, state.params, value=total.means[LOSS].total / weight
+    value = {"value": total.weighted[LOSS].total / weight} if takes_value else {}
+    updates, opt_state = optimizer.update(gradient, state.opt_state, state.params, **value)
+    after = dataclasses.replace(
+        state,
+        step=state.step + 1,
+        params=optax.apply_updates(state.params, updates),
+        opt_state=opt_state,
+        extras=extras,
+        reduction=carried,
     )
-    params = optax.apply_updates(state.params, updates)
-    return dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state)
+    return after, {}
+
+
+def takes_value(optimizer: optax.GradientTransformation, params: PyTree) -> bool:
+    """Whether `optimizer.update` takes the loss as `value`, as line searches and plateaus do.
+
+    Args:
+        optimizer: it may pass on what it is given to others, so it is asked, not read.
+        params: their shapes.
+    """
+    if not isinstance(optimizer, optax.GradientTransformationExtraArgs):
+        return False
+
+    def call(params: PyTree) -> PyTree:
+        state = optimizer.init(params)
+        return optimizer.update(params, state, params, value=jnp.float32(0))
+
+    try:
+        jax.eval_shape(call, params)
+    except TypeError as error:
+        return "'value'" not in str(error)
+    return True
+
+
+def create(
+    params: PyTree,
+    extras: PyTree,
+    seed: jax.Array,
+    *,
+    optimizer: optax.GradientTransformation,
+    reduction: Callable[[PyTree], PyTree],
+) -> TrainState:
+    """Return the state before the first step."""
+    return TrainState(
+        step=jnp.int32(0),
+        params=params,
+        opt_state=optimizer.init(params),
+        extras=extras,
+        seed=jnp.uint32(seed),
+        reduction=reduction(params),
+    )
 
 
 def score(
@@ -206,23 +169,25 @@ def score(
     axis: str | None,
     *,
     objective: Objective,
-    summation: Summation,
-) -> dict[str, Sum]:
-    """The sums of loss and metrics over the global batch, with the model in evaluation mode.
+    accumulator: Accumulator,
+    reduce: Reduce,
+) -> dict[str, WeightedSum]:
+    """Return the sums of loss and metrics over the global batch, the model in evaluation mode.
 
     `"rows"` counts the real rows: its total, with weight 1.
     """
 
-    def means(params: PyTree, extras: PyTree, rows: Batch, *view: Any) -> Any:
-        found, extras = objective.means(params, extras, rows, *view)
+    def part(params: PyTree, extras: PyTree, rows: Batch, *view: Any) -> Any:
+        found, extras = objective.loss_sums(params, extras, rows, *view)
         count = jnp.sum(rows.mask)
-        return {**found, "rows": Sum(count, jnp.zeros_like(count))}, extras
+        sums = {**found, "rows": WeightedSum(count, jnp.zeros_like(count))}
+        return StepSums((), sums), extras
 
-    totals: dict[str, Sum]
-    totals, _ = summation(means, state.params, state.extras, batch, None, axis)
-    return totals
+    sums, _ = accumulator(part, state, batch, None, axis)
+    total, _ = reduce(sums, (), axis)
+    return total.weighted
 
 
 def step_key(state: TrainState) -> jax.Array:
-    """The key of a step: a function of seed and step."""
+    """Return the key of a step: a function of seed and step."""
     return jax.random.fold_in(jax.random.key(state.seed), state.step)

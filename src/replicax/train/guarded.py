@@ -1,50 +1,58 @@
 """A training step that skips its update where that would do harm."""
 
-import copy
 import dataclasses
-import weakref
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.interpreters.partial_eval import dce_jaxpr
 
+from replicax.core.accumulate import Apply
 from replicax.core.data_parallel import DataParallel
-from replicax.core.update import SPIKE_WINDOW, TrainState
+from replicax.core.loss import LOSS
+from replicax.core.models.definition import PyTree
+from replicax.core.objective import StepSums
+from replicax.core.update import Metrics, TrainState
 
-_twins: "weakref.WeakKeyDictionary[DataParallel, dict[bool, DataParallel]]"
-_twins = weakref.WeakKeyDictionary()
+NOT_FINITE = "not_finite"
+"""The metric of a guarded step: whether its loss, or something in its gradient, is not finite."""
+
+SPIKE = "spike"
+"""The metric of a guarded step whose state has `losses`: whether its loss is far above them."""
+
+SPIKE_WINDOW = 128
+"""Losses that one is compared with. This, and `SPIKE_SIGMAS`, are what MaxText and OLMo-core have
+(`skip_step_interval` and `skip_step_scaling_factor`; `SkipStepOptimizer`)."""
+
+SPIKE_SIGMAS = 6.0
+"""Standard deviations above their mean at which a loss is a spike."""
+
+_LARGEST_GRADIENT = float(np.sqrt(np.finfo(np.float32).max))
+"""Adam and norms take its square, which of a larger one is not finite in float32: 1.8e19."""
 
 
 def guarded(dp: DataParallel, state: TrainState) -> DataParallel:
-    """`dp`, but a bad step leaves all of the state as it was, except that `step` counts on.
+    """Return `dp`, but a bad step leaves all of the state as it was, except that `step` counts on.
 
-    A step is bad where its loss or something in its gradient is not finite (or so large that its
-    square is not), and, with a state of `with_losses`, where its loss is a spike. `step` then gives
-    the metrics `replicax.core.update.NOT_FINITE` and `SPIKE`, and does not raise for a first
+    A step is bad where its loss or something in the gradient that the optimizer reads is not finite
+    (or so large that its square is not), and, with a state of `with_losses`, where its loss is a
+    spike. `step` then gives the metrics `NOT_FINITE` and `SPIKE`, and does not raise for a first
     loss that is not finite: who reads them decides. See `replicax.train.bad_steps`.
 
     That also keeps what an audit looks for: a flipped bit in one replica's weights can make
     everybody's next gradient NaN, and all replicas equal again if it were applied.
 
     Args:
-        dp: anything; it stays as it is, and gets the same twin every time.
-        state: of `dp`, or its shapes; the twin takes such as have `losses` where this one does.
+        dp: anything with a model; it stays as it is, and gives the same one every time.
+        state: of `dp`, or its shapes; the one returned takes states with `losses` if this has them.
     """
-    spikes = bool(jax.tree.leaves(state.losses))
-    twins = _twins.setdefault(dp, {})
-    if spikes not in twins:
-        twin = twins[spikes] = copy.copy(dp)
-        twin._guard, twin._agreed = True, set()
-        twin._fits = twin._finite = False
-        shapes = jax.eval_shape(lambda leaf: leaf, state)
-        twin._step = twin._lift_update(shapes, dp.mesh)
-        if spikes:
-            twin._score = twin._lift_score(shapes)
-    return twins[spikes]
+    return dp.wrapping(skip_bad_steps, state)
 
 
 def with_losses(state: TrainState) -> TrainState:
-    """`state` with a window of losses, still empty: a guarded step then skips spikes too.
+    """Return `state` with a window of losses, still empty: a guarded step then skips spikes too.
 
     A spike is a loss that is `SPIKE_SIGMAS` standard deviations above the mean of the last
     `SPIKE_WINDOW` that were none, once there are as many.
@@ -61,3 +69,85 @@ def with_losses(state: TrainState) -> TrainState:
         nothing = np.full(shape, np.nan, np.float32)
         losses = jax.make_array_from_callback(shape, where, lambda part: nothing[part])
     return dataclasses.replace(state, losses=losses)
+
+
+def skip_bad_steps(apply: Apply) -> Apply:
+    """Return `apply`, but a bad step keeps all of the state, bit for bit, and `step` counts on.
+
+    All replicas decide alike, for they look at the sums that all were given.
+    """
+
+    def guarded_apply(
+        state: TrainState, total: StepSums, *rest: PyTree
+    ) -> tuple[TrainState, Metrics]:
+        read = _read_by(apply, state, total, *rest)
+        verdicts, losses = _judge(state.losses, total, read)
+        good = ~jnp.stack(list(verdicts.values())).any()
+        # A choice between two states would be slower by up to half of a step that is mostly
+        # optimizer. With the branches the other way around, XLA:CPU keeps two more gradients.
+        after, told = lax.cond(
+            good,
+            lambda state: apply(state, total, *rest),
+            lambda state: (state, _zeros(apply, state, total, *rest)),
+            state,
+        )
+        after = dataclasses.replace(after, step=state.step + 1, losses=losses)
+        return after, {**told, **verdicts}
+
+    return guarded_apply
+
+
+def _zeros(apply: Apply, *arguments: PyTree) -> Metrics:
+    """Metrics of a step that was skipped, where `apply` has some."""
+    shapes = jax.eval_shape(apply, *arguments)[1]
+    return {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in shapes.items()}
+
+
+def _read_by(apply: Apply, state: TrainState, total: StepSums, *rest: PyTree) -> list[jax.Array]:
+    """The leaves of the gradient that `apply` reads.
+
+    The compiler leaves out those of frozen parameters, unless somebody else looks at them.
+    """
+    leaves, structure = jax.tree.flatten(total.gradient)
+
+    def outcome(leaves: list[jax.Array], state: TrainState, total: StepSums, *rest: PyTree) -> Any:
+        gradient = jax.tree.unflatten(structure, leaves)
+        return apply(state, dataclasses.replace(total, gradient=gradient), *rest)
+
+    jaxpr = jax.make_jaxpr(outcome)(leaves, state, total, *rest).jaxpr
+    _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    return [leaf for leaf, is_used in zip(leaves, used, strict=False) if is_used]
+
+
+def _judge(losses: Any, total: StepSums, gradient: list[jax.Array]) -> tuple[Metrics, Any]:
+    """What may make a step bad, and the losses to compare the next one's with.
+
+    Args:
+        losses: those that this one is compared with; empty where none is.
+        total: sums over the global batch.
+        gradient: its leaves that count.
+    """
+    not_finite = ~_is_finite(total, gradient)
+    if not jax.tree.leaves(losses):
+        return {NOT_FINITE: not_finite}, losses
+    loss = total.weighted[LOSS].mean().astype(jnp.float32)
+    # Of a window that is not full, mean and deviation are NaN, and nothing is above that.
+    spike = loss > jnp.mean(losses) + SPIKE_SIGMAS * jnp.std(losses, ddof=1)
+    enters = jnp.isfinite(loss) & ~spike & ~not_finite
+    pushed = jnp.where(enters, jnp.append(losses[1:], loss), losses)
+    return {NOT_FINITE: not_finite, SPIKE: spike & ~not_finite}, pushed
+
+
+def _is_finite(total: StepSums, gradient: list[jax.Array]) -> jax.Array:
+    """Whether the loss is, and each element of the gradient with its square.
+
+    Those that are not are counted, as a float: unlike that of a norm this sum is 0 or not in any
+    order, and unlike a logical one it is taken of a split gradient where its parts are.
+    """
+    wrong = [
+        jnp.sum(jnp.where(jnp.abs(leaf) < _LARGEST_GRADIENT, jnp.float32(0), jnp.float32(1)))
+        for leaf in gradient
+    ]
+    return (jnp.sum(jnp.stack([jnp.float32(0), *wrong])) == 0) & jnp.isfinite(
+        total.weighted[LOSS].total
+    )

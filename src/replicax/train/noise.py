@@ -14,15 +14,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from replicax.cluster.link import current_link
-from replicax.core.accumulate import Running, folded, zeros_like
+from replicax.core.accumulate import Sequential, folded, zeros_like
+from replicax.core.agreed import agree_on_program
 from replicax.core.batch import Batch
 from replicax.core.capacity import check_fits
 from replicax.core.data_parallel import DataParallel
-from replicax.core.loss import LOSS
-from replicax.core.mesh import DATA, replicated
+from replicax.core.mesh import DATA, by_rows, replicated
 from replicax.core.models.definition import PyTree
-from replicax.core.modes import lift
+from replicax.core.modes import MODES, lift
 from replicax.core.objective import Objective
 from replicax.core.update import TrainState, step_key
 
@@ -65,16 +64,20 @@ class NoiseProbe:
     """
 
     def __init__(self, dp: DataParallel, state: TrainState) -> None:
-        self._dp = dp
-        shardings = dp._shardings(jax.eval_shape(lambda leaf: leaf, state), dp.mesh)
+        program = dp.program(state)
+        mesh, shardings = dp.mesh, program.shardings
         function = partial(
             _sample,
-            objective=dp._objective,
+            objective=dataclasses.replace(program.objective, split=None),
             micro_batches=-(-dp.split.micro_batches // PARTS),
-            mesh=dp.mesh,
+            mesh=mesh,
             shardings=shardings.params,
         )
-        self._program = lift(function, "jit", dp.mesh, shardings, replicated(dp.mesh))
+        self._mesh = mesh
+        self._agree = partial(agree_on_program, program.configuration, "the noise measurement")
+        self._compute = lift(
+            function, MODES["jit"], mesh, shardings, by_rows(mesh), replicated(mesh)
+        )
         self._seen: set[Any] = set()
 
     def prepare(self, state: TrainState, batch: Batch) -> None:
@@ -87,9 +90,9 @@ class NoiseProbe:
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(batch))
         if shapes in self._seen:
             return
-        if current_link() is not None:
-            self._dp._agree("the noise measurement", self._program.lower, state, batch)
-        check_fits(self._program.lower(state, batch).compile(), self._dp.mesh, batch.size)
+        lowered = self._compute.lower(state, batch)
+        self._agree((state, batch), lowered)
+        check_fits(lowered.compile(), self._mesh, batch.size)
         self._seen.add(shapes)
 
     def take(self, state: TrainState, batch: Batch) -> NoiseSample:
@@ -100,7 +103,7 @@ class NoiseProbe:
             batch: from `feed`.
         """
         self.prepare(state, batch)
-        sample: NoiseSample = self._program(state, batch)
+        sample: NoiseSample = self._compute(state, batch)
         return sample
 
 
@@ -129,13 +132,13 @@ def _sample(
         mesh: the devices.
         shardings: of the parameters, and so of gradients.
     """
-    summation = Running(micro_batches)
+    accumulate = Sequential(micro_batches)
     key = step_key(state)
 
     def gradient(number: jax.Array, rows: Batch) -> tuple[PyTree, jax.Array]:
         own = folded(key, number)
-        sums, _ = summation(objective.sums, state.params, state.extras, rows, own, None)
-        weight = sums.means[LOSS].weight
+        sums, _ = accumulate(objective.step_sums, state, rows, own, None)
+        weight = sums.weight
         mean = jax.tree.map(lambda leaf: leaf / _or_one(weight), sums.gradient)
         return lax.with_sharding_constraint(mean, shardings), weight
 

@@ -1,0 +1,239 @@
+"""What was configured, and a model -> the step and the score, as functions ready to be compiled."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from replicax.core.accumulate import Accumulator, Apply, Sequential
+from replicax.core.batch import Batch, described, row_count
+from replicax.core.feed import Split
+from replicax.core.job import Alone, Job
+from replicax.core.layout import Layout, Rules, as_layout, check_axes
+from replicax.core.mesh import (
+    AnyMesh,
+    by_rows,
+    check_mesh,
+    check_processes,
+    make_mesh,
+    replica_count,
+    replicated,
+)
+from replicax.core.models.definition import Definition, PyTree
+from replicax.core.modes import Mode, as_mode, lift
+from replicax.core.objective import LossFunction, Objective
+from replicax.core.precision import Precision
+from replicax.core.reduction import REDUCTIONS, Reduction, as_reduction
+from replicax.core.update import TrainState, apply_gradient, create, score, takes_value, update
+from replicax.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Configuration:
+    """What a `DataParallel` was made of; see there."""
+
+    loss: LossFunction
+    optimizer: optax.GradientTransformation
+    mesh: Mesh
+    mode: Mode
+    layout: Layout
+    accumulate: int
+    micro_shards: int
+    precision: Precision
+    reduction: Reduction
+    donate: bool
+    job: Job
+    wrap_apply: Callable[[Apply], Apply] | None = None
+    """Wraps the optimizer's part of the step, to skip bad ones say."""
+
+    def names(self) -> dict[str, Any]:
+        """Return what was chosen, by name, as JSON has it."""
+        return {
+            "mode": self.mode.name,
+            "layout": self.layout.name,
+            "accumulate": self.accumulate,
+            "micro_shards": self.micro_shards if self.mode.bitwise else None,
+            "precision": self.precision.name,
+            "reduction": getattr(self.reduction, "name", type(self.reduction).__name__),
+            "donate": self.donate,
+        }
+
+    def accumulator(self, mesh: AnyMesh) -> Accumulator:
+        """Return what adds up a replica's micro-batches on `mesh`."""
+        return self.mode.accumulator(self.accumulate, self.micro_shards, mesh, self.reduction)
+
+    def split(self, mesh: AnyMesh) -> Split:
+        """Return how a batch is divided on `mesh`: over replicas, then over micro-batches."""
+        replicas = replica_count(mesh)
+        return Split(replicas, self.accumulator(mesh).micro_batches(replicas))
+
+
+def configure(
+    *,
+    mesh: Mesh | None,
+    mode: str | Mode,
+    layout: str | Rules | Layout,
+    precision: str | Precision,
+    reduction: str | Reduction,
+    job: Job | None,
+    **rest: Any,
+) -> Configuration:
+    """Return the configuration of a `DataParallel`'s arguments, names replaced by what they name.
+
+    Raises:
+        ConfigError: arguments that cannot work, alone or together.
+    """
+    mode, layout = as_mode(mode), as_layout(layout)
+    job = Alone() if job is None else job
+    if mesh is None:
+        mesh = make_mesh(devices=jax.devices()[: mode.most_devices])
+    mesh = check_mesh(mesh)
+    check_processes(mesh, job)
+    mode.check(mesh, layout)
+    check_axes(layout, mesh)
+    if rest["accumulate"] < 1:
+        raise ConfigError(
+            f"accumulate={rest['accumulate']}; a step has at least 1 micro-batch: raise it"
+        )
+    configuration = Configuration(
+        mesh=mesh,
+        mode=mode,
+        layout=layout,
+        precision=precision if isinstance(precision, Precision) else Precision(precision),
+        reduction=as_reduction(reduction),
+        job=job,
+        **rest,
+    )
+    mode.reduce(configuration.reduction)
+    configuration.accumulator(mesh)
+    return configuration
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The step and the score of one model on one mesh."""
+
+    configuration: Configuration
+    mesh: AnyMesh
+    definition: Definition
+    objective: Objective
+    shapes: TrainState
+    """Shapes and dtypes of a state."""
+    shardings: TrainState
+    """Where its arrays live."""
+    step: Any
+    """A `jax.jit` function `(state, batch) -> (state, metrics)`."""
+    score: Any
+    """A `jax.jit` function `(state, batch) -> sums of loss and metrics`."""
+
+    @property
+    def split(self) -> Split:
+        """How a batch is divided: replicas and micro-batches."""
+        return self.configuration.split(self.mesh)
+
+    def described(self, batch: Any) -> Batch:
+        """Return the shapes of the batch that `step` runs for a `Batch` or a pytree `[rows, ...]`.
+
+        Args:
+            batch: arrays, or their shapes.
+        """
+        if not isinstance(batch, Batch):
+            batch = described(batch, self.split.padded(row_count(batch)))
+        shapes: Batch = jax.eval_shape(lambda arrays: arrays, batch)
+        return shapes
+
+    def holds(self, state: Any, batch: Any) -> bool:
+        """Whether these are a state and a batch that lie where `step` has them."""
+        if not (isinstance(state, TrainState) and isinstance(batch, Batch)):
+            return False
+        rows = jax.tree.map(lambda _: by_rows(self.mesh), batch)
+        wanted = jax.tree.leaves((self.shardings, rows))
+        leaves = jax.tree.leaves((state, batch))
+        return len(leaves) == len(wanted) and all(
+            isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+            for leaf, sharding in zip(leaves, wanted, strict=True)
+        )
+
+    def abstract_state(self) -> TrainState:
+        """Return the shapes of a state with their shardings."""
+        abstract: TrainState = jax.tree.map(
+            lambda leaf, sharding: leaf.update(sharding=sharding), self.shapes, self.shardings
+        )
+        return abstract
+
+
+def create_state(configuration: Configuration, mesh: AnyMesh) -> Callable[..., TrainState]:
+    """Return `create(params, extras, seed)` of a configuration."""
+    replicas = replica_count(mesh)
+
+    def of_each_replica(params: PyTree) -> PyTree:
+        own = configuration.reduction.init(params)
+        return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (replicas, *leaf.shape)), own)
+
+    return partial(create, optimizer=configuration.optimizer, reduction=of_each_replica)
+
+
+def state_shapes(
+    configuration: Configuration, mesh: AnyMesh, params: PyTree, extras: PyTree
+) -> TrainState:
+    """Return the shapes and dtypes of the state before the first step."""
+    make = create_state(configuration, mesh)
+    shapes: TrainState = jax.eval_shape(make, params, extras, np.uint32(0))
+    return shapes
+
+
+def build(
+    configuration: Configuration, definition: Definition, shapes: TrainState, mesh: AnyMesh
+) -> Program:
+    """Return the step and the score, not yet traced; the same arguments give the same program.
+
+    Args:
+        configuration: what was asked for; its mesh is not looked at.
+        definition: the model without its arrays.
+        shapes: of a state.
+        mesh: attached devices, described ones, or how many replicas.
+
+    Raises:
+        ConfigError: a layout that the mesh cannot hold.
+    """
+    config, mode = configuration, configuration.mode
+    shardings = config.layout.shardings(shapes, mesh)
+    split = shardings.params if config.layout.splits_params else None
+    objective = Objective(definition, config.loss, config.precision, split)
+    accumulator = config.accumulator(mesh)
+    apply = partial(
+        apply_gradient,
+        optimizer=config.optimizer,
+        takes_value=takes_value(config.optimizer, shapes.params),
+    )
+    step = partial(
+        update,
+        objective=objective,
+        accumulator=accumulator,
+        reduce=mode.reduce(config.reduction),
+        apply=apply if config.wrap_apply is None else config.wrap_apply(apply),
+    )
+    evaluation = partial(
+        score,
+        objective=objective,
+        accumulator=accumulator if mode.bitwise else Sequential(),
+        reduce=mode.reduce(REDUCTIONS["float32"]),
+    )
+    rows, everywhere = by_rows(mesh), replicated(mesh)
+    out = (shardings, everywhere)
+    return Program(
+        configuration=config,
+        mesh=mesh,
+        definition=definition,
+        objective=objective,
+        shapes=shapes,
+        shardings=shardings,
+        step=lift(step, mode, mesh, shardings, rows, out, donate=config.donate),
+        score=lift(evaluation, mode, mesh, shardings, rows, everywhere),
+    )

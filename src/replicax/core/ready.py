@@ -1,0 +1,112 @@
+"""What is looked at before a program first runs: the loss, the other processes, the memory."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from replicax.core.agreed import agree_on_program
+from replicax.core.batch import Batch
+from replicax.core.capacity import check_fits
+from replicax.core.loss import LOSS, scalars
+from replicax.core.models.definition import PyTree
+from replicax.core.objective import Objective
+from replicax.core.program import Program
+from replicax.core.update import Metrics, TrainState
+from replicax.errors import LossError, StateError
+
+
+class Ready:
+    """Remembers what was looked at of one program, so that each is done once."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._scalars: tuple[str, ...] | None = None
+        self._agreed: set[Any] = set()
+        self._fits = False
+        self._finite = program.configuration.wrap_apply is not None  # a wrapper judges for itself
+
+    def check(self, what: str, function: Any, state: TrainState, batch: Batch) -> None:
+        """Look at the loss, and agree with the other processes on what is about to run.
+
+        Args:
+            what: the program, in words.
+            function: the `jax.jit` function.
+            state: its first argument.
+            batch: its second one.
+
+        Raises:
+            LossError: the loss does not keep its contract.
+            StateError: the state was given to `step` before.
+            AgreementError: the processes are about to run different programs.
+        """
+        check_alive(state)
+        if self._scalars is None:
+            self._scalars = _scalar_outputs(self._program, state, batch)
+        if self._scalars:
+            self._refuse_padding(batch)
+        configuration = self._program.configuration
+        shapes = (what, *((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(batch)))
+        if configuration.job.processes > 1 and shapes not in self._agreed:
+            agree_on_program(configuration, what, (state, batch), function.lower(state, batch))
+            self._agreed.add(shapes)
+
+    def check_memory(self, state: TrainState, batch: Batch, lower: Callable[[], Any]) -> None:
+        """Raise `ConfigError` where the first step needs more memory than there is."""
+        if not self._fits and self._program.holds(state, batch):
+            check_fits(lower().compile(), self._program.configuration.mesh, batch.size)
+            self._fits = True
+
+    def check_finite(self, metrics: Metrics) -> None:
+        """Raise `LossError` where the first step's loss is not finite; waits for it."""
+        if self._finite:
+            return
+        loss = float(metrics[LOSS])
+        if not math.isfinite(loss):
+            raise LossError(
+                f"the loss is {loss} in the first step; a run cannot recover from it: look at the "
+                "batch and the initial parameters (jax_debug_nans finds the operation)"
+            )
+        self._finite = True
+
+    def check_padding(self, size: int, padding: int | None) -> None:
+        """Raise `LossError` where the loss, once looked at, is one number for padded rows too."""
+        if self._scalars and padding:
+            raise LossError(
+                f"{self._scalars[0]} is one number a batch, and {padding} of {size} rows in a "
+                "batch of this feed are padding, which one number cannot leave out: return one "
+                "value a row, or choose a batch size that divides the rows"
+            )
+
+    def _refuse_padding(self, batch: Batch) -> None:
+        rows = int(np.sum(batch.mask)) if batch.rows is None else batch.rows
+        self.check_padding(batch.size, batch.feed_padding or batch.size - rows)
+
+
+def check_alive(state: TrainState) -> None:
+    """Raise `StateError` where `state` was donated."""
+    # jax 0.10 does not raise for donated arrays on several devices: it kills the process.
+    if isinstance(state.step, jax.Array) and state.step.is_deleted():
+        raise StateError(
+            "this state was consumed by an earlier step; use the one that step returned, or "
+            "DataParallel(donate=False)"
+        )
+
+
+def _scalar_outputs(program: Program, state: TrainState, batch: Batch) -> tuple[str, ...]:
+    """Names of scalar outputs; raises what is wrong with the loss before anything compiles."""
+    found: list[tuple[str, ...]] = []
+    loss = program.configuration.loss
+
+    def observed(model: Any, data: PyTree, key: jax.Array | None) -> Any:
+        returned = loss(model, data, key)
+        found.append(scalars(returned))
+        return returned
+
+    watching = Objective(program.definition, observed, program.configuration.precision)
+    trace = partial(watching.loss_sums, axis=None)
+    jax.eval_shape(trace, state.params, state.extras, batch, jax.random.key(0))
+    return found[0]
