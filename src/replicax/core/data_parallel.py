@@ -107,10 +107,11 @@ class DataParallel:
         )
 
     def _configure(self, configuration: Configuration) -> None:
-        self.configuration = configuration
-        self.mesh, self.job = configuration.mesh, configuration.job
-        self.mode, self.layout = configuration.mode, configuration.layout
-        self.loss, self.optimizer = configuration.loss, configuration.optimizer
+        self.configuration = chosen = configuration
+        self.loss, self.optimizer, self.mesh = chosen.loss, chosen.optimizer, chosen.mesh
+        self.mode, self.layout, self.precision = chosen.mode, chosen.layout, chosen.precision
+        self.accumulate, self.micro_shards = chosen.accumulate, chosen.micro_shards
+        self.reduction, self.donate, self.job = chosen.reduction, chosen.donate, chosen.job
         self._program: Program | None = None
         self._ready: Ready | None = None
         self._wrapped: dict[Any, DataParallel] = {}
