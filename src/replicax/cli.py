@@ -4,6 +4,7 @@
 75 stopped early with everything saved; launch: the first failure's own code
 """
 
+import importlib
 import importlib.metadata
 import os
 import re
@@ -11,11 +12,14 @@ import select
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from replicax.cluster.failure import end
+from replicax.commands.output import failed
 from replicax.errors import ConfigError, ReplicaxError, did_you_mean
 
+COMMANDS = ("train", "plan", "bench", "verify", "launch", "doctor", "recipes")
+"""Each is the function of its name in `replicax.commands`, loaded when it is called."""
 USAGE = """\
 usage: replicax COMMAND ...
 
@@ -40,7 +44,6 @@ options:
   --version              show the version
 """
 
-
 # JAX has no type of its own for what an allocator says.
 _OUT_OF_MEMORY = re.compile(r"(Out of memory|Unable to allocate)[^.;]*")
 SMALLER = "lower --batch-size, raise --accumulate, or use more devices"
@@ -64,15 +67,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _explain(error: BaseException) -> int:
     """Say in one line what ended the command; returns its exit code."""
     if isinstance(error, ReplicaxError):
-        return _failed(str(error), error.exit_code)
+        return failed(str(error), error.exit_code)
     if isinstance(error, KeyboardInterrupt):
-        return _failed("interrupted", 1)
+        return failed("interrupted", 1)
     if isinstance(error, BrokenPipeError) and _nobody_reads():
         return 128 + signal.SIGPIPE
     if refused := _OUT_OF_MEMORY.search(str(error)):
-        return _failed(f"{refused[0]}; {SMALLER}", 1)
+        return failed(f"{refused[0]}; {SMALLER}", 1)
     traceback.print_exception(error)  # a recipe's own: its author needs it
-    return _failed(f"{type(error).__name__}: {error}", 1)
+    return failed(f"{type(error).__name__}: {error}", 1)
 
 
 def _nobody_reads() -> bool:
@@ -86,15 +89,6 @@ def _nobody_reads() -> bool:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    commands: dict[str, Callable[[list[str]], int]] = {
-        "train": _train,
-        "plan": _plan,
-        "bench": _bench,
-        "verify": _verify,
-        "launch": _launch,
-        "doctor": _doctor,
-        "recipes": _recipes,
-    }
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0 if arguments else 2
@@ -102,70 +96,11 @@ def _dispatch(arguments: list[str]) -> int:
     if command == "--version":
         print(f"replicax {importlib.metadata.version('replicax')}")
         return 0
-    if command not in commands:
+    if command not in COMMANDS:
         raise ConfigError(
-            f"no command {command!r}; there are {', '.join(commands)}"
-            f"{did_you_mean(command, commands)}"
+            f"no command {command!r}; there are {', '.join(COMMANDS)}"
+            f"{did_you_mean(command, COMMANDS)}"
         )
-    return commands[command](rest)
-
-
-def _recipes(arguments: list[str]) -> int:
-    if arguments and arguments[0] not in ("-h", "--help"):
-        raise ConfigError(f"recipes takes no argument {arguments[0]!r}; leave it out")
-    from replicax.recipes.recipe import BUILT_IN, find_recipe
-
-    for name in BUILT_IN:
-        try:
-            text = (find_recipe(name).__doc__ or "").splitlines()[0]
-        except ReplicaxError as error:
-            text = f"not available: {error}"
-        print(f"{name:<18} {text}")
-    print(f"{'file.py:Name':<18} your own; replicax train RECIPE --help lists the flags of any")
-    return 0
-
-
-def _train(arguments: list[str]) -> int:
-    from replicax.commands.train import train
-
-    code, said = train(arguments)
-    return _failed(said, code) if said else code
-
-
-def _plan(arguments: list[str]) -> int:
-    from replicax.commands.plan import plan
-
-    plan(arguments)
-    return 0
-
-
-def _bench(arguments: list[str]) -> int:
-    from replicax.commands.bench import bench
-
-    bench(arguments)
-    return 0
-
-
-def _verify(arguments: list[str]) -> int:
-    from replicax.commands.verify import verify
-
-    return verify(arguments)
-
-
-def _launch(arguments: list[str]) -> int:
-    from replicax.commands.launch import launch
-
-    code, said = launch(arguments)
-    return _failed(said, code) if said else code
-
-
-def _doctor(arguments: list[str]) -> int:
-    from replicax.commands.doctor import doctor
-
-    return doctor(arguments)
-
-
-def _failed(message: str, code: int) -> int:
-    line = " ".join(message.split())
-    print(f"replicax: {line}", file=sys.stderr)
+    run = getattr(importlib.import_module(f"replicax.commands.{command}"), command)
+    code: int = run(rest)
     return code

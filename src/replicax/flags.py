@@ -5,7 +5,7 @@ import dataclasses
 import inspect
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, NoReturn, TypeVar
 
 from replicax.errors import ConfigError, did_you_mean, require
@@ -14,6 +14,39 @@ from replicax.recipes.recipe import presets_of
 Options = TypeVar("Options")
 
 PRESET = "--preset"
+
+
+def one_of(table: Iterable[str]) -> Any:
+    """Return the annotation of a flag that takes a name of `table`, as it is when flags are parsed.
+
+    Args:
+        table: names, or a mapping from names, to which others may still be added.
+    """
+    tyro = require("tyro", "cli")
+    return tyro.conf.arg(
+        constructor_factory=lambda: tyro.extras.literal_type_from_choices(list(table)),
+        help_behavior_hint=lambda default: f"(default: {default[2:-2]})",  # tyro has it as ['jit']
+    )
+
+
+def several_of(table: Iterable[str], default: str) -> Any:
+    """Return the annotation of a flag that takes names of `table`, separated by commas, or None.
+
+    Args:
+        table: as for `one_of`; no name is refused here.
+        default: what help calls None.
+    """
+    tyro = require("tyro", "cli")
+    return tyro.conf.arg(
+        metavar="NAMES",
+        help_behavior_hint=lambda _: f"(any of {', '.join(table)}; default: {default})",
+    )
+
+
+def shown_as(value: str, default: str) -> Any:
+    """Return the annotation of a flag that is None by default: what help calls both."""
+    tyro = require("tyro", "cli")
+    return tyro.conf.arg(metavar=value, help_behavior_hint=f"(default: {default})")
 
 
 def parse_flags(

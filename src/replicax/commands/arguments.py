@@ -52,3 +52,8 @@ def parse_arguments(
     program = f"replicax {command} {spec}"
     options, recipe, preset = parse_flags(find_recipe(spec), options_class, flags, program)
     return Arguments(spec, preset, recipe, options)
+
+
+def words(text: str) -> list[str]:
+    """Return the words of a flag that takes several, separated by commas."""
+    return [word.strip() for word in text.split(",") if word.strip()]

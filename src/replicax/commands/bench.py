@@ -2,12 +2,10 @@
 
 import dataclasses
 import itertools
-import os
 import sys
 import tempfile
-import time
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any
 
 import jax
 
@@ -21,15 +19,15 @@ from replicax.bench.notes import notes_on_cases
 from replicax.bench.report import table
 from replicax.bench.result import Bench
 from replicax.bench.run import USUAL_MODES
-from replicax.bench.run import bench as run_bench
 from replicax.bench.save import write_bench
-from replicax.cluster.place import find_place
-from replicax.commands.arguments import Arguments, parse_arguments
+from replicax.commands.arguments import Arguments, parse_arguments, words
 from replicax.commands.data import print_data
-from replicax.commands.devices import make_host_devices
-from replicax.core.exact import MICRO_SHARDS
-from replicax.core.threads import fix_threads
+from replicax.commands.devices import check_alone, make_host_devices
+from replicax.commands.output import new_folder
+from replicax.commands.step import StepOptions
+from replicax.core.modes import MODES
 from replicax.errors import ConfigError, MissingDependencyError
+from replicax.flags import several_of, shown_as
 from replicax.train.host_memory import keep_freed_memory
 
 MEMORY = "memory.png"
@@ -38,23 +36,17 @@ JOBS = "jobs"
 
 
 @dataclasses.dataclass(frozen=True)
-class BenchOptions:
+class BenchOptions(StepOptions):
     """What to measure of a recipe, whichever it is."""
 
-    devices: str | None = None
-    """Device counts, as 1,2,4,8; by default the powers of two up to all. On a CPU: host devices."""
-    processes: str | None = None
+    devices: Annotated[str | None, shown_as("COUNTS", "powers of two up to all")] = None
+    """Device counts to measure, as 1,2,4,8; on a CPU they are simulated."""
+    processes: Annotated[str | None, shown_as("COUNTS", "none")] = None
     """Process counts, as 1,2, instead of devices: weak scaling over processes on this host, each
-    with a core and a host device of its own."""
-    modes: str | None = None
-    """Modes, as jit,shard_map; by default all but exact, and these two with --processes. For exact
-    a CPU gets 8 threads, in all modes."""
-    layout: Literal["replicated", "zero1", "fsdp"] = "replicated"
-    """Where the training state lives."""
-    accumulate: int = 1
-    """Micro-batches that each device computes one after the other."""
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """Dtype the model computes in; parameters and optimizer stay in float32."""
+    with a core and a simulated device of its own."""
+    modes: Annotated[str | None, several_of(MODES, "all but exact")] = None
+    """Modes to measure, as jit,shard_map, which are the default with --processes. With exact, a CPU
+    gets a thread for each micro-shard in all modes."""
     rounds: int = 5
     """Times that every step is measured, for about a quarter of a second each."""
     pin: bool = False
@@ -67,40 +59,30 @@ class BenchOptions:
     """Name of the folder in runs/; bench, recipe and time by default."""
 
 
-def bench(arguments: list[str]) -> None:
-    """Run the command."""
+def bench(arguments: list[str]) -> int:
+    """Run the command; return its exit code."""
     parsed = parse_arguments("bench", BenchOptions, arguments)
     if parsed is None:
-        return
-    options, recipe = parsed.options, parsed.recipe
-    _check_alone()
+        return 0
+    options = parsed.options
+    check_alone("bench", "it starts processes itself: run it once, with --processes")
     if options.processes is not None:
         _over_processes(parsed, arguments)
-        return
+        return 0
     devices = counts_of("--devices", options.devices)
-    if "exact" in modes_of(options):
-        fix_threads(MICRO_SHARDS)
+    options.fix_threads(*modes_of(options))
     if devices:
         make_host_devices(max(devices))
     if jax.devices()[0].platform == "cpu":
         keep_freed_memory()
-    folder = _folder(parsed)
-    print_data(recipe)
-    result = run_bench(
-        recipe.loss,
-        recipe.optimizer(),
-        recipe.model(jax.random.key(options.seed)),
-        recipe.train_source(),
-        batch_size=recipe.batch_size,
+    folder = new_folder("bench", parsed.name, options.run)
+    print_data(parsed.recipe)
+    result = bench_recipe(
+        parsed,
+        batch_size=parsed.recipe.batch_size,
         devices=devices,
-        modes=modes_of(options),
-        layout=options.layout,
-        accumulate=options.accumulate,
-        precision=options.precision,
         rounds=options.rounds,
         pin=options.pin,
-        seed=options.seed,
-        tokens_per_row=getattr(recipe, "tokens_per_row", None),
     )
     print(*table(result), sep="\n", flush=True)
     folder.mkdir(parents=True)
@@ -113,6 +95,23 @@ def bench(arguments: list[str]) -> None:
     print(f"see    {folder}/ ({', '.join([*names, *pictures])})")
     for trace in (folder / TRACES).glob("plugins/profile/*/perfetto_trace.json.gz"):
         print(f"trace  {trace}\n       open it in https://ui.perfetto.dev")
+    return 0
+
+
+def bench_recipe(parsed: Arguments[BenchOptions], **arguments: Any) -> Bench:
+    """Measure the recipe's step as the options say, with further `arguments` of `rx.bench`."""
+    options, recipe = parsed.options, parsed.recipe
+    return rx.bench(
+        recipe.loss,
+        recipe.optimizer(),
+        recipe.model(jax.random.key(options.seed)),
+        recipe.train_source(),
+        modes=modes_of(options),
+        seed=options.seed,
+        tokens_per_row=getattr(recipe, "tokens_per_row", None),
+        **options.settings(),
+        **arguments,
+    )
 
 
 def _over_processes(parsed: Arguments[BenchOptions], arguments: list[str]) -> None:
@@ -131,7 +130,7 @@ def _over_processes(parsed: Arguments[BenchOptions], arguments: list[str]) -> No
     rows = weak_rows(recipe.batch_size, counts)
     cases = all_cases(rows * max(counts), counts, modes, weak=True)
     notes += notes_on_cases(recipe.batch_size, cases, options.accumulate)
-    folder = _folder(parsed)
+    folder = new_folder("bench", parsed.name, options.run)
     print_data(recipe)
     if not check_source(recipe.train_source(), recipe.batch_size):
         raise ConfigError(
@@ -147,16 +146,6 @@ def _over_processes(parsed: Arguments[BenchOptions], arguments: list[str]) -> No
     print(f"see    {folder}/ ({', '.join([*names, f'{JOBS}/'])})")
 
 
-def _check_alone() -> None:
-    """Raise `ConfigError` in a job of several processes, each of which would measure by itself."""
-    place = find_place(os.environ)
-    if place.processes > 1:
-        raise ConfigError(
-            f"bench as process {place.process} of {place.processes} ({place.engine}); it starts "
-            "processes itself: run it once, with --processes"
-        )
-
-
 def _draw_memory(parsed: Arguments[BenchOptions], result: Bench, folder: Path) -> bool:
     """Draw the memory of one of the steps through two executions, where that can be known.
 
@@ -165,16 +154,10 @@ def _draw_memory(parsed: Arguments[BenchOptions], result: Bench, folder: Path) -
     options, recipe = parsed.options, parsed.recipe
     devices = max(case.devices for case in result.cases)
     measured = [case.mode for case in result.cases if case.devices == devices]
-    mode = "shard_map" if "shard_map" in measured else measured[0]
-    dp = rx.DataParallel(
-        recipe.loss,
-        recipe.optimizer(),
-        mesh=rx.make_mesh(devices, devices=jax.devices()),
-        mode=mode,
-        layout=options.layout,
-        accumulate=options.accumulate,
-        precision=options.precision,
-    )
+    per_replica = (name for name, mode in MODES.items() if mode.per_replica and name in measured)
+    mode = next(per_replica, measured[0])
+    mesh = rx.make_mesh(devices, devices=jax.devices())
+    dp = options.data_parallel(recipe, mode, mesh)
     state = dp.init(recipe.model(jax.random.key(options.seed)), seed=options.seed)
     (batch, *_) = itertools.islice(dp.feed(recipe.train_source(), recipe.batch_size), 1)
     with tempfile.TemporaryDirectory() as temporary:
@@ -197,26 +180,14 @@ def counts_of(flag: str, text: str | None) -> list[int] | None:
     """
     if text is None:
         return None
-    words = _words(text)
-    if not words or not all(word.isdecimal() for word in words):
+    counts = words(text)
+    if not counts or not all(count.isdecimal() for count in counts):
         raise ConfigError(f"{flag} {text!r}; it is a list of counts: write 1,2,4")
-    return [int(word) for word in words]
+    return [int(count) for count in counts]
 
 
 def modes_of(options: BenchOptions) -> list[str]:
     """The modes that are asked for."""
     if options.modes is None:
         return list(USUAL_MODES if options.processes is None else processes.MODES)
-    return _words(options.modes)
-
-
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
-
-
-def _folder(parsed: Arguments[BenchOptions]) -> Path:
-    name = parsed.options.run or f"bench-{parsed.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder = Path("runs") / name
-    if folder.exists():
-        raise ConfigError(f"{folder} exists; a bench has a folder of its own: choose another name")
-    return folder
+    return words(options.modes)

@@ -12,9 +12,8 @@ import jax
 import replicax as rx
 from replicax.bench.cases import weak_rows
 from replicax.bench.processes import RUNS, write_part
-from replicax.bench.run import bench
 from replicax.commands.arguments import parse_arguments
-from replicax.commands.bench import BenchOptions, counts_of, modes_of
+from replicax.commands.bench import BenchOptions, bench_recipe, counts_of
 from replicax.train.host_memory import keep_freed_memory
 
 
@@ -23,28 +22,19 @@ def main(arguments: list[str]) -> None:
     *own, path = arguments
     parsed = parse_arguments("bench", BenchOptions, own)
     assert parsed is not None, "the launcher has no use for help"
-    options, recipe = parsed.options, parsed.recipe
-    counts = counts_of("--processes", options.processes)
+    counts = counts_of("--processes", parsed.options.processes)
     assert counts
-    rx.initialize(verbose=False)
+    job = rx.initialize(verbose=False)
     keep_freed_memory()
-    result = bench(
-        recipe.loss,
-        recipe.optimizer(),
-        recipe.model(jax.random.key(options.seed)),
-        recipe.train_source(),
-        batch_size=weak_rows(recipe.batch_size, counts) * jax.device_count(),
+    result = bench_recipe(
+        parsed,
+        batch_size=weak_rows(parsed.recipe.batch_size, counts) * jax.device_count(),
         devices=[jax.device_count()],
-        modes=modes_of(options),
-        layout=options.layout,
-        accumulate=options.accumulate,
-        precision=options.precision,
         rounds=RUNS,
-        seed=options.seed,
-        tokens_per_row=getattr(recipe, "tokens_per_row", None),
+        job=job,
         progress=False,
     )
-    if jax.process_index() == 0:
+    if job.process == 0:
         write_part(result, Path(path))
 
 

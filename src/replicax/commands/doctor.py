@@ -10,10 +10,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
 
 from replicax.cluster.failure import leave_at_once, write_failure
 from replicax.cluster.variables import FAILURE_FILE, PROCESS_ID
+from replicax.commands.output import live, standard_output
 from replicax.doctor.examination import PART_SECONDS, Examination
 from replicax.doctor.row import PROBLEM, WARNING
 from replicax.doctor.table import print_table, summary, to_json
@@ -51,23 +51,23 @@ class _Terminated(BaseException):
 
 
 def doctor(arguments: list[str]) -> int:
-    """Run the command; its exit code."""
+    """Run the command; return its exit code."""
     options = parse_options(DoctorOptions, arguments, PROGRAM)  # exits where help is asked for
     _check(options)
     require("rich", "cli")
-    standard_output = _StandardOutput()
-    with standard_output, _live(not options.json and sys.stderr.isatty()) as show:
+    with contextlib.ExitStack() as terminal:
+        terminal.enter_context(standard_output(True))  # JAX's C++ prints there of itself
+        show = terminal.enter_context(live(not options.json))
 
         def finish(done: Examination) -> None:
-            show(None)
-            standard_output.give_back()
+            terminal.close()
             _report(done, options)
 
         examination = Examination(
             named_folders=options.folders,
             largest_bytes=int(options.largest_mb * 2**20),
             timeout_seconds=options.timeout,
-            show=show,
+            show=lambda check: show(f"checking {check}"),
             say=_say,
             finish=finish,
         )
@@ -139,26 +139,6 @@ def _own_number() -> int:
     return int(told) if told.isdecimal() else 0
 
 
-class _StandardOutput:
-    """Standard output, kept from JAX's C++, which prints there of itself: that goes to stderr."""
-
-    def __enter__(self) -> None:
-        sys.stdout.flush()
-        self._kept = os.dup(1)
-        self._taken = True
-        os.dup2(2, 1)
-
-    def __exit__(self, *error: object) -> None:
-        self.give_back()
-        os.close(self._kept)
-
-    def give_back(self) -> None:
-        if self._taken:
-            self._taken = False
-            sys.stdout.flush()
-            os.dup2(self._kept, 1)
-
-
 @contextlib.contextmanager
 def _terminable(unless: Callable[[], bool]) -> Iterator[None]:
     """SIGTERM raises `_Terminated` here, so that what was found can still be told."""
@@ -172,25 +152,6 @@ def _terminable(unless: Callable[[], bool]) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-@contextlib.contextmanager
-def _live(shown: bool) -> Iterator[Any]:
-    """A function that shows the name of the check that runs, on a terminal; None ends that."""
-    if not shown:
-        yield lambda check: None
-        return
-    from rich.console import Console
-
-    with Console(stderr=True, highlight=False).status("") as status:
-
-        def show(check: str | None) -> None:
-            if check is None:
-                status.stop()
-            else:
-                status.update(f"checking {check}")
-
-        yield show
 
 
 def _say(line: str) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
+from replicax.commands.output import failed
 from replicax.errors import ConfigError, did_you_mean
 from replicax.flags import parse_options
 from replicax.launch.job import Job
@@ -62,8 +63,8 @@ class Engine:
     run: Callable[[Job, Any], tuple[int, str | None]]
 
 
-def launch(arguments: list[str]) -> tuple[int, str | None]:
-    """Run the command; its exit code, and what there is to say of the end in one line."""
+def launch(arguments: list[str]) -> int:
+    """Run the command; return its exit code."""
     if "--" not in arguments and not {"-h", "--help"} & set(arguments):
         raise ConfigError(f"launch without a command; it comes last, after --: {EXAMPLE}")
     flags, command = _split(arguments)
@@ -86,7 +87,8 @@ def launch(arguments: list[str]) -> tuple[int, str | None]:
         restarts=options.restarts,
         name=options.name,
     )
-    return engine.run(job, options)
+    code, said = engine.run(job, options)
+    return failed(said, code) if said else code
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:

@@ -1,4 +1,4 @@
-"""What a command prints while it works, and as JSON."""
+"""Where a command's output goes: the terminal, JSON, its folder."""
 
 import contextlib
 import json
@@ -10,6 +10,26 @@ from pathlib import Path
 from typing import Any
 
 from replicax.errors import ConfigError
+
+
+def failed(message: str, code: int) -> int:
+    """Print why a command failed, in one line; return its exit code."""
+    print(f"replicax: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+def new_folder(command: str, recipe: str, run: str | None) -> Path:
+    """Return the folder in runs/ that `--run` names, or a name with the time.
+
+    Raises:
+        ConfigError: it is there already.
+    """
+    folder = Path("runs") / (run or f"{command}-{recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
+    if folder.exists():
+        raise ConfigError(
+            f"{folder} exists; a {command} has a folder of its own: choose another name"
+        )
+    return folder
 
 
 def check_json(to: str | None) -> None:
@@ -58,9 +78,9 @@ def standard_output(kept_for_json: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def live() -> Iterator[Callable[[str], None]]:
-    """A live line on a terminal, with the time; nothing elsewhere."""
-    if not sys.stderr.isatty():
+def live(shown: bool = True) -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows a live line on a terminal, with the time; nothing elsewhere."""
+    if not shown or not sys.stderr.isatty():
         yield lambda text: None
         return
     from rich.console import Console

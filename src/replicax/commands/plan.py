@@ -2,9 +2,8 @@
 
 import dataclasses
 import math
-import time
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import jax
 
@@ -12,11 +11,17 @@ import replicax as rx
 from replicax.commands.arguments import Arguments, parse_arguments
 from replicax.commands.data import first_rows, print_data
 from replicax.commands.devices import make_host_devices
-from replicax.commands.output import check_json, live, standard_output, with_value, write_json
-from replicax.commands.parallel import parallel_of
-from replicax.core.exact import MICRO_SHARDS
+from replicax.commands.output import (
+    check_json,
+    live,
+    new_folder,
+    standard_output,
+    with_value,
+    write_json,
+)
+from replicax.commands.step import ModeOptions, StepOptions
 from replicax.core.models.split import abstract_model
-from replicax.core.threads import fix_threads
+from replicax.core.modes import as_mode
 from replicax.errors import ConfigError
 from replicax.plan.cells import line
 from replicax.plan.result import Plan
@@ -34,22 +39,12 @@ REMAT = "remat"
 
 
 @dataclasses.dataclass(frozen=True)
-class PlanOptions:
+class PlanOptions(StepOptions, ModeOptions):
     """What to plan of a recipe, whichever it is."""
 
     target: str = ATTACHED
     """Hardware to plan for: h100:8, h100:64 (hosts of 8), v5e:16x16, v4:2x2x2, cpu:8; by default
     the attached devices."""
-    mode: Literal["jit", "shard_map", "pmap", "single", "exact"] = "jit"
-    """How the step is lifted to the devices."""
-    layout: Literal["replicated", "zero1", "fsdp"] = "replicated"
-    """Where the training state lives."""
-    accumulate: int = 1
-    """Micro-batches that each device computes one after the other."""
-    micro_shards: int = MICRO_SHARDS
-    """In mode exact: the parts of a global batch, a power of two."""
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """Dtype the model computes in; parameters and optimizer stay in float32."""
     tokens: float | None = None
     """Tokens to train on in all, or rows where a recipe has no tokens: the device-hours follow."""
     noise_scale: str | None = None
@@ -62,16 +57,15 @@ class PlanOptions:
     """Name of the folder in runs/; plan, recipe and time by default."""
 
 
-def plan(arguments: list[str]) -> None:
-    """Run the command."""
+def plan(arguments: list[str]) -> int:
+    """Run the command; return its exit code."""
     parsed = parse_arguments("plan", PlanOptions, with_value(arguments))
     if parsed is None:
-        return
+        return 0
     options = parsed.options
     check_json(options.json)
-    folder = _folder(parsed)
-    if options.mode == "exact":
-        fix_threads(options.micro_shards)
+    folder = new_folder("plan", parsed.name, options.run)
+    options.fix_threads(options.mode)
     target = _target(options)
     noise_scale = _noise_scale(options.noise_scale)
     if options.tokens is not None:
@@ -80,11 +74,12 @@ def plan(arguments: list[str]) -> None:
         found = _plan(parsed, target, noise_scale, show)
     write_json(found.to_json(), options.json)
     if options.json == "-":
-        return
+        return 0
     print_data(parsed.recipe)
     print(*table(found), sep="\n", flush=True)
     names = [path.name for path in write_plan(found, folder)]
     print(*line("see", f"{folder}/ ({', '.join(names)})"), sep="\n")
+    return 0
 
 
 def _plan(
@@ -96,7 +91,7 @@ def _plan(
     tokens_per_row = getattr(recipe, "tokens_per_row", None)
     wished = None if options.tokens is None else options.tokens / (tokens_per_row or 1)
     found = rx.plan(
-        parallel_of(recipe, options, mesh),
+        options.data_parallel(recipe, options.mode, mesh),
         abstract_model(recipe.model, jax.random.key(0)),
         _batch(recipe),
         target=target,
@@ -122,10 +117,11 @@ def _target(options: PlanOptions) -> Target:
     if options.target.strip().lower() != ATTACHED:
         jax.config.update("jax_platforms", "cpu")
     target = parse_target(options.target)
-    if options.mode == "single" and target.devices > 1:
+    most = as_mode(options.mode).most_devices
+    if most is not None and target.devices > most:
         raise ConfigError(
-            f"--mode single with --target {options.target}, which has {target.devices} devices; it "
-            "runs on 1: leave the mode out"
+            f"--mode {options.mode} with --target {options.target}, which has {target.devices} "
+            f"devices; it runs on {most}: leave the mode out"
         )
     if target.chip.platform == "cuda" and target.devices <= MOST_HOST_DEVICES:
         make_host_devices(target.devices)
@@ -149,7 +145,9 @@ def _changes(
         return None
     others = [value for value in values if value != getattr(recipe, REMAT)]
     return {
-        f"{REMAT}={value}": parallel_of(dataclasses.replace(recipe, remat=value), options, mesh)
+        f"{REMAT}={value}": options.data_parallel(
+            dataclasses.replace(recipe, remat=value), options.mode, mesh
+        )
         for value in others
     }
 
@@ -184,11 +182,3 @@ def _noise_scale(text: str | None) -> float | None:
 def _check_positive(flag: str, given: object, value: float) -> None:
     if not 0 < value < math.inf:
         raise ConfigError(f"{flag} {given}; it is a number above 0: give one")
-
-
-def _folder(parsed: Arguments[PlanOptions]) -> Path:
-    name = parsed.options.run or f"plan-{parsed.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder = Path("runs") / name
-    if folder.exists():
-        raise ConfigError(f"{folder} exists; a plan has a folder of its own: choose another name")
-    return folder

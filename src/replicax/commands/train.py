@@ -13,11 +13,11 @@ import replicax as rx
 from replicax.cluster.failure import stop_all_now
 from replicax.commands.arguments import parse_arguments
 from replicax.commands.data import print_data
-from replicax.commands.devices import make_host_devices, of_this_process
-from replicax.commands.parallel import parallel_of
-from replicax.core.exact import MICRO_SHARDS
+from replicax.commands.devices import make_host_devices
+from replicax.commands.output import failed
+from replicax.commands.step import DeviceOptions, ModeOptions, StepOptions
+from replicax.core.job import Job
 from replicax.core.mesh import by_rows
-from replicax.core.threads import fix_threads
 from replicax.errors import ConfigError
 from replicax.train.fit import Fit
 from replicax.train.host_memory import keep_freed_memory
@@ -29,23 +29,9 @@ NOISE_EVERY = 10
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainOptions:
+class TrainOptions(StepOptions, ModeOptions, DeviceOptions):
     """How to run a recipe, whichever it is."""
 
-    devices: int | None = None
-    """Devices to train on, of all processes together; all by default. On a CPU: that many host
-    devices."""
-    mode: Literal["jit", "shard_map", "pmap", "single", "exact"] = "jit"
-    """How the step is lifted to the devices; exact gives the same bits on any number of them."""
-    layout: Literal["replicated", "zero1", "fsdp"] = "replicated"
-    """Where the training state lives."""
-    accumulate: int = 1
-    """Micro-batches that each device computes one after the other."""
-    micro_shards: int = MICRO_SHARDS
-    """In mode exact: the parts of a global batch, which all device counts must share; a power of
-    two."""
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """Dtype the model computes in; parameters and optimizer stay in float32."""
     steps: int | None = None
     """Updates, instead of epochs."""
     seed: int = 0
@@ -82,26 +68,26 @@ class TrainOptions:
     """Continue a run although its configuration has changed; each change is printed."""
 
 
-def train(arguments: list[str]) -> tuple[int, str | None]:
-    """Run the command; its exit code, and why it ended early or None."""
+def train(arguments: list[str]) -> int:
+    """Run the command; return its exit code."""
     parsed = parse_arguments("train", TrainOptions, arguments)
     if parsed is None:
-        return 0, None
+        return 0
     options, recipe = parsed.options, parsed.recipe
     folder = _folder(parsed.name, options)
-    if options.mode == "exact":
-        fix_threads(options.micro_shards)
+    options.fix_threads(options.mode)
     with Interrupt(at_once=_end_at_once) as interrupt:
-        rx.initialize()
+        job = rx.initialize()
         told = dataclasses.asdict(options)
         del told["accept_changes"]  # of this start, not of the run
         config = {**parsed.to_config(), "options": told}
-        result = _run(parsed.name, recipe, options, config, folder, interrupt)
+        result = _run(parsed.name, recipe, options, config, folder, job, interrupt)
     if not result.interrupted:
-        return 0, None
+        return 0
+    said = f"interrupted after {result.steps} steps; what was recorded is kept"
     if result.exit_code == 75:
-        return 75, f"stopped early with everything saved; start it again: --run {folder.name}"
-    return result.exit_code, f"interrupted after {result.steps} steps; what was recorded is kept"
+        said = f"stopped early with everything saved; start it again: --run {folder.name}"
+    return failed(said, result.exit_code)
 
 
 def _run(
@@ -110,14 +96,18 @@ def _run(
     options: TrainOptions,
     config: dict[str, Any],
     folder: Path,
+    job: Job,
     interrupt: Interrupt,
 ) -> Fit:
-    mesh = _mesh(options)
-    if mesh.devices.flat[0].platform == "cpu":
+    mesh = None
+    if options.devices is not None:
+        make_host_devices(options.devices, job.processes)
+        mesh = rx.make_mesh(options.devices)
+    dp = options.data_parallel(recipe, options.mode, mesh, job)
+    if dp.mesh.devices.flat[0].platform == "cpu":
         keep_freed_memory()
-    dp = parallel_of(recipe, options, mesh)
     state = dp.init(recipe.model(jax.random.key(options.seed)), seed=options.seed)
-    speaks = jax.process_index() == 0
+    speaks = job.process == 0
     if speaks:
         print_data(recipe)
     source = recipe.train_source()
@@ -182,14 +172,3 @@ def _folder(name: str, options: TrainOptions) -> Path:
 def _end_at_once(number: int) -> None:
     """End the process, and with it the others, while nothing is lost by it."""
     stop_all_now(f"{signal_name(number)} before the first step; start it again to go on")
-
-
-def _mesh(options: TrainOptions) -> jax.sharding.Mesh:
-    """A mesh of the first `--devices` devices."""
-    wanted = options.devices
-    if wanted is None:
-        return rx.make_mesh(data=1 if options.mode == "single" else -1)
-    if wanted < 1:
-        raise ConfigError(f"--devices {wanted}; a run needs at least 1: raise it")
-    make_host_devices(of_this_process(wanted))
-    return rx.make_mesh(data=wanted)

@@ -4,21 +4,19 @@ import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Annotated
 
 import jax
 
 import replicax as rx
-from replicax.cluster.place import find_place
-from replicax.commands.arguments import Arguments, parse_arguments
+from replicax.commands.arguments import Arguments, parse_arguments, words
 from replicax.commands.data import first_rows, print_data
-from replicax.commands.devices import make_host_devices
+from replicax.commands.devices import check_alone, make_host_devices
 from replicax.commands.output import check_json, live, standard_output, with_value, write_json
-from replicax.commands.parallel import parallel_of
-from replicax.core.exact import MICRO_SHARDS
-from replicax.core.threads import fix_threads
+from replicax.commands.step import DeviceOptions, ModeOptions, StepOptions
+from replicax.core.modes import MODES, as_mode
 from replicax.errors import ConfigError
-from replicax.flags import parse_options
+from replicax.flags import parse_options, several_of
 from replicax.verify.check import Verification
 from replicax.verify.table import print_table
 from replicax.verify.verify import rows_needed
@@ -41,24 +39,12 @@ replicax verify --step --help those of the other two.
 
 
 @dataclasses.dataclass(frozen=True)
-class VerifyOptions:
+class VerifyOptions(StepOptions, ModeOptions, DeviceOptions):
     """What to check of a recipe, whichever it is."""
 
-    devices: int | None = None
-    """Devices to run on; all by default. On a CPU: that many host devices, 8 by default."""
-    mode: Literal["jit", "shard_map", "pmap", "exact", "single"] = "jit"
-    """The mode that is trained in: what it cannot do fails, what another cannot is skipped."""
-    modes: str | None = None
-    """Modes to compare with one device, as jit,shard_map; by default all."""
-    layout: Literal["replicated", "zero1", "fsdp"] = "replicated"
-    """Where the training state lives."""
-    accumulate: int = 1
-    """Micro-batches that each device computes one after the other."""
-    micro_shards: int = MICRO_SHARDS
-    """In mode exact: the parts of a global batch, which all device counts must share; a power of
-    two."""
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """Dtype the model computes in; parameters and optimizer stay in float32."""
+    modes: Annotated[str | None, several_of(MODES, "all")] = None
+    """Modes to compare with one device, as jit,shard_map. What --mode cannot do fails; what another
+    one cannot is skipped."""
     seed: int = 0
     """Of the initial model, and of all else that is random."""
     json: str | None = None
@@ -67,7 +53,7 @@ class VerifyOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class StepOptions:
+class HandWrittenOptions(DeviceOptions):
     """Checks a step that was written by hand against its single-device form, or source code."""
 
     step: str | None = None
@@ -89,28 +75,25 @@ class StepOptions:
     """Consecutive steps whose state is compared."""
     source: Path | None = None
     """A file to read, for the classic errors of hand-written data parallelism."""
-    devices: int | None = None
-    """Host devices to make on a CPU; 8 by default."""
     json: str | None = None
     """Write all checks or findings as JSON to this file; - prints them instead of the table."""
 
 
 def verify(arguments: list[str]) -> int:
-    """Run the command; its exit code."""
+    """Run the command; return its exit code."""
     if arguments in (["-h"], ["--help"]):
         print(USAGE, end="")
         return 0
     if arguments and arguments[0].startswith("--"):
         if {"-h", "--help"} & set(arguments):  # after --step, it would be the step's name
             arguments = ["--help"]
-        return _by_hand(parse_options(StepOptions, with_value(arguments), PROGRAM))
+        return _by_hand(parse_options(HandWrittenOptions, with_value(arguments), PROGRAM))
     parsed = parse_arguments("verify", VerifyOptions, with_value(arguments))
     if parsed is None:
         return 0
-    _check_alone()
     options = parsed.options
     check_json(options.json)
-    fix_threads(options.micro_shards)  # exact is compared, whichever mode is trained in
+    options.fix_threads(*MODES)  # all are compared, whichever is trained in
     _make_devices(options.devices)
     with standard_output(options.json == "-"):
         if options.json != "-":
@@ -122,15 +105,15 @@ def verify(arguments: list[str]) -> int:
 
 def _of_recipe(parsed: Arguments[VerifyOptions], show: Callable[[str], None]) -> Verification:
     options, recipe = parsed.options, parsed.recipe
-    mesh = rx.make_mesh(data=1 if options.mode == "single" else options.devices or -1)
-    dp = parallel_of(recipe, options, mesh)
+    mesh = rx.make_mesh(as_mode(options.mode).most_devices or options.devices or -1)
+    dp = options.data_parallel(recipe, options.mode, mesh)
     show("reading the data")
     batch = first_rows(recipe.train_source(), rows_needed(dp))
     verification = rx.verify(
         dp,
         recipe.model(jax.random.key(options.seed)),
         batch,
-        modes=None if options.modes is None else _words(options.modes),
+        modes=None if options.modes is None else words(options.modes),
         seed=options.seed,
         show=show,
     )
@@ -138,7 +121,7 @@ def _of_recipe(parsed: Arguments[VerifyOptions], show: Callable[[str], None]) ->
     return dataclasses.replace(verification, about=about)
 
 
-def _by_hand(options: StepOptions) -> int:
+def _by_hand(options: HandWrittenOptions) -> int:
     check_json(options.json)
     if options.source is not None:
         return _of_source(options)
@@ -150,7 +133,6 @@ def _by_hand(options: StepOptions) -> int:
         )
     from replicax.verify.step_files import verify_files
 
-    _check_alone()
     _make_devices(options.devices)
     with standard_output(options.json == "-"), live() as show:
         show(f"{options.step} against {options.reference}")
@@ -168,7 +150,7 @@ def _by_hand(options: StepOptions) -> int:
     return _report(verification, options.json, options.step)
 
 
-def _of_source(options: StepOptions) -> int:
+def _of_source(options: HandWrittenOptions) -> int:
     from replicax.verify.source import examine, findings_lines, to_json
 
     assert options.source is not None
@@ -196,20 +178,9 @@ def _report(verification: Verification, to: str | None, name: str) -> int:
 
 
 def _make_devices(devices: int | None) -> None:
-    if devices is not None and devices < 1:
-        raise ConfigError(f"--devices {devices}; a step runs on at least 1: raise it")
+    check_alone(
+        "verify",
+        "it reads every device's copies, so it runs in one process: run it alone, with --devices",
+    )
     if devices is not None or "JAX_NUM_CPU_DEVICES" not in os.environ:
-        make_host_devices(devices or HOST_DEVICES)
-
-
-def _check_alone() -> None:
-    place = find_place(os.environ)
-    if place.processes > 1:
-        raise ConfigError(
-            f"verify as process {place.process} of {place.processes} ({place.engine}); it reads "
-            "every device's copies, so it runs in one process: run it alone, with --devices"
-        )
-
-
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
+        make_host_devices(HOST_DEVICES if devices is None else devices)
