@@ -5,9 +5,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from replicax.doctor.reduction import size_text
 from replicax.doctor.row import OK, PROBLEM, SKIPPED, WARNING, Row
 from replicax.errors import require
+from replicax.wording import size_text
 
 _NO_BREAK = "\ue000"
 """Of no alphabet; rich breaks lines at the usual no-break space too."""
