@@ -5,10 +5,11 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from support.waiting import until
 
 from replicax.launch.job import Job
 from replicax.launch.supervisor import Outcome, launch
@@ -20,11 +21,32 @@ def fail(error, blames=None, step=None, late=0.0):
     with open(os.environ["REPLICAX_FAILURE_FILE"], "x") as file:
         json.dump({"process": me, "time": time.time() + late, "error": error, "step": step,
                    "blames": blames}, file)
+beside = os.path.join(os.path.dirname(os.environ["REPLICAX_FAILURE_FILE"]), "here-")
+def wait(true):
+    while not true():
+        time.sleep(0.005)
+def here():
+    with open(f"{beside}{me}.part", "w") as file:
+        print(os.getpid(), os.getppid(), file=file)
+    os.rename(f"{beside}{me}.part", f"{beside}{me}")
+def found(process):
+    wait(lambda: os.path.exists(f"{beside}{process}"))
+    return open(f"{beside}{process}").read().split()
+def gone(process):
+    guard = found(process)[1]
+    wait(lambda: not os.path.exists(f"/proc/{guard}"))
+def stopped(process):
+    pid = found(process)[0]
+    wait(lambda: open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] == "T")
 """
 
 
 def python(script: str) -> tuple[str, ...]:
-    """A command that runs `script`, which knows `me`, and `fail` to leave a report."""
+    """A command that runs `script`.
+
+    It knows `me`, and `fail` to leave a report. After `here()` of a process the others can wait
+    for what becomes of it: `gone(process)`, once the launcher knows of its end, `stopped(process)`.
+    """
     return (sys.executable, "-S", "-c", PROLOGUE + textwrap.dedent(script))
 
 
@@ -67,15 +89,6 @@ sys.exit(outcome.exit_code)
             yield started
         finally:
             started.kill()
-
-
-def until(true: Callable[[], Any], seconds: float = 5.0) -> Any:
-    """What `true` gives once that is true; an error after `seconds`."""
-    deadline = time.monotonic() + seconds
-    while not (value := true()):
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.01)
-    return value
 
 
 def alive(pid: int) -> bool:

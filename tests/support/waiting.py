@@ -1,0 +1,28 @@
+"""Waiting for events instead of the clock, so that no test hangs on how busy the machine is."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+HANG_SECONDS = 60.0
+"""Bounds a wait for what is certain to come, so that a test of broken code ends; no promise."""
+
+
+def until(true: Callable[[], Any], seconds: float = HANG_SECONDS) -> Any:
+    """Return what `true` gives once that is true; fail after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not (value := true()):
+        assert time.monotonic() < deadline, "it did not come true in time"
+        time.sleep(0.005)
+    return value
+
+
+def within(seconds: float, attempt: Callable[[], float], attempts: int = 5) -> None:
+    """Assert that one of several attempts takes less than `seconds`, which each returns.
+
+    Others at work on the machine only lengthen one: the shortest tells what the code takes.
+    """
+    taken: list[float] = []
+    while not taken or min(taken) >= seconds:
+        assert len(taken) < attempts, f"{min(taken):.2f} s at best; at most {seconds:g} s"
+        taken.append(attempt())
