@@ -1,3 +1,4 @@
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -69,10 +70,8 @@ def test_the_host_says_what_is_free() -> None:
 
 
 class Device:
-    platform = "gpu"
-
-    def __init__(self, **stats: int) -> None:
-        self._stats = stats
+    def __init__(self, platform: str = "gpu", **stats: int) -> None:
+        self.platform, self._stats = platform, stats
 
     def memory_stats(self) -> dict[str, int] | None:
         return self._stats or None
@@ -87,3 +86,20 @@ def test_of_accelerators_the_fullest_counts() -> None:
     full, empty = (Device(bytes_limit=100, bytes_in_use=used) for used in (90, 0))
     assert capacity._free_bytes(Devices(empty, full)) == 10  # type: ignore[arg-type]
     assert capacity._free_bytes(Devices(Device())) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("platform", "needs"), [("gpu", 20 - 12 + 70), ("tpu", 50 - 30)])
+def test_what_a_compiled_step_needs_beside_its_arguments(platform: str, needs: int) -> None:
+    stats = SimpleNamespace(
+        argument_size_in_bytes=30,
+        output_size_in_bytes=20,
+        alias_size_in_bytes=12,
+        temp_size_in_bytes=70,
+        peak_memory_in_bytes=50,
+    )
+    compiled: Any = SimpleNamespace(memory_analysis=lambda: stats)
+    mesh: Any = Devices(Device(platform, bytes_limit=needs, bytes_in_use=0))
+    capacity.check_fits(compiled, mesh, 8)
+    mesh = Devices(Device(platform, bytes_limit=needs, bytes_in_use=1))
+    with pytest.raises(rx.ConfigError, match="a step of 8 rows needs"):
+        capacity.check_fits(compiled, mesh, 8)

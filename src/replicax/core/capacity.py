@@ -1,90 +1,65 @@
 """Whether a train state, and then a compiled step, fits into the memory that is free."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from replicax.analysis.compiled import inspect
 from replicax.errors import ConfigError
 
 GIB = 2**30
 
 
 def check_state_fits(state: Any, mesh: Mesh) -> None:
-    """Raise where a train state needs more memory than there is, before it is placed.
-
-    Args:
-        state: shapes with shardings.
-        mesh: whose devices it is for.
-
-    Raises:
-        ConfigError: it cannot fit.
-    """
-    free = _free_bytes(mesh)
+    """Raise `ConfigError` where `state`, shapes with shardings, cannot be placed on `mesh`."""
     each = sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(state)
     )
-    needed = _sharing(mesh) * each
-    if free is not None and needed > free:
-        raise ConfigError(
-            f"the training state needs {needed / GIB:.1f} GiB{_where(mesh)}, and "
-            f"{free / GIB:.1f} GiB are free: train a smaller model, or split it with layout fsdp"
-        )
+    fix = "train a smaller model, or split it with layout fsdp"
+    _check(each, mesh, "the training state", "", fix)
 
 
 def check_fits(compiled: jax.stages.Compiled, mesh: Mesh, rows: int) -> None:
-    """Raise where a step needs more memory than there is, before it is run.
-
-    Args:
-        compiled: the step; its arguments are in memory already.
-        mesh: whose devices it runs on.
-        rows: of the global batch.
-
-    Raises:
-        ConfigError: it cannot fit.
-    """
-    memory = inspect(compiled).memory
-    free = _free_bytes(mesh)
-    if memory is None or free is None:
+    """Raise `ConfigError` where a step of `rows`, its arguments placed, cannot be run on `mesh`."""
+    stats = compiled.memory_analysis()
+    if stats is None:
         return
-    needed = _sharing(mesh) * (memory.peak - memory.arguments)
-    if needed > free:
+    needed = stats.output_size_in_bytes - stats.alias_size_in_bytes + stats.temp_size_in_bytes
+    if mesh.local_devices[0].platform == "tpu":  # whose temporaries share memory over time
+        needed = stats.peak_memory_in_bytes - stats.argument_size_in_bytes
+    fix = "lower the batch size, or raise accumulate"
+    _check(needed, mesh, f"a step of {rows} rows", " beside the training state", fix)
+
+
+def _check(each: int, mesh: Mesh, what: str, beside: str, fix: str) -> None:
+    """Raise where `each` bytes on every device are more than there are."""
+    sharing = len(mesh.local_devices) if mesh.local_devices[0].platform == "cpu" else 1
+    free = _free_bytes(mesh)
+    if free is not None and sharing * each > free:
+        where = f" on {sharing} host devices together" if sharing > 1 else " on a device"
         raise ConfigError(
-            f"a step of {rows} rows needs {needed / GIB:.1f} GiB{_where(mesh)} beside the training "
-            f"state, and {free / GIB:.1f} GiB are free: lower the batch size, or raise accumulate"
+            f"{what} needs {sharing * each / GIB:.1f} GiB{where}{beside}, and {free / GIB:.1f} GiB "
+            f"are free: {fix}"
         )
-
-
-def _sharing(mesh: Mesh) -> int:
-    """Devices that share one memory."""
-    devices = mesh.local_devices
-    return len(devices) if devices[0].platform == "cpu" else 1
-
-
-def _where(mesh: Mesh) -> str:
-    sharing = _sharing(mesh)
-    return f" on {sharing} host devices together" if sharing > 1 else " on a device"
 
 
 def _free_bytes(mesh: Mesh) -> int | None:
     """On the device that has the least; of the host, for host devices. None where nobody tells."""
-    devices = mesh.local_devices
-    if devices[0].platform == "cpu":
+    if mesh.local_devices[0].platform == "cpu":
         return _free_host_bytes()
-    stats = [device.memory_stats() or {} for device in devices]
+    stats = [device.memory_stats() or {} for device in mesh.local_devices]
     known = [each["bytes_limit"] - each["bytes_in_use"] for each in stats if "bytes_limit" in each]
     return min(known, default=None)
 
 
 def _free_host_bytes() -> int | None:
     try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        text = Path("/proc/meminfo").read_text(encoding="utf-8")
     except OSError:
         return None
-    sizes = dict(line.split(":") for line in lines)
-    available = sizes.get("MemAvailable", "").split()
-    return int(available[0]) * 1024 if available else None
+    available = re.search(r"^MemAvailable:\s*(\d+) kB", text, re.MULTILINE)
+    return int(available[1]) * 1024 if available else None

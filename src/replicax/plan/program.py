@@ -7,9 +7,9 @@ from typing import Any
 import jax
 
 from replicax.analysis.flops import count_flops
+from replicax.analysis.traced_for import traced_for
 from replicax.core.data_parallel import DataParallel
 from replicax.core.mesh import AnyMesh, abstract_mesh, make_mesh
-from replicax.core.traced_for import traced_for
 from replicax.errors import ConfigError, require
 
 CUDNN_CALLS = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")

@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 
+from replicax.analysis.traced_for import cuda_capability, traced_for
 from replicax.core.data_parallel import DataParallel
 from replicax.core.mesh import abstract_mesh
-from replicax.core.traced_for import cuda_capability, traced_for
 from replicax.plan.compilation import Compilation, TooLarge
 from replicax.plan.compiler import Compiler
 from replicax.plan.gpu_description import DESCRIPTIONS

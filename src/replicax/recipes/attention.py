@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from replicax.analysis.traced_for import cuda_capability
 from replicax.core.precision import to_sum
-from replicax.core.traced_for import cuda_capability
 
 SAVED = "attention"
 """The name, for `jax.checkpoint` policies, of what the backward pass on a CPU wants kept."""
