@@ -6,7 +6,8 @@ import types
 from typing import Any
 
 import pytest
-from support.cluster_jobs import VERSIONS, Job, opened, until
+from support.cluster_jobs import VERSIONS, Job, opened
+from support.waiting import HANG_SECONDS, until
 
 from replicax.cluster import hub as hub_module
 from replicax.cluster.patience import Patience
@@ -19,13 +20,14 @@ HELLO = {"job": "ours", "process": 1, "processes": 2, "host": "h", "pid": 1, "ve
 
 def works(job: Job, processes: list[Any]) -> bool:
     """Whether the job goes on as if nothing had been."""
-    values = [job.call(p.gather, "still there", p.process) for p in processes]
-    return [v.result(timeout=5.0) for v in values] == [list(range(job.processes))] * job.processes
+    waiting = [job.call(p.gather, "still there", p.process) for p in processes]
+    values = [each.result(timeout=HANG_SECONDS) for each in waiting]
+    return values == [list(range(job.processes))] * job.processes
 
 
 def refusal(ours: Job, process: int, **more: Any) -> str:
     with pytest.raises(ClusterError) as caught:
-        ours.come(process, **more).result(timeout=5.0)
+        ours.come(process, **more).result(timeout=HANG_SECONDS)
     return str(caught.value)
 
 
@@ -51,7 +53,7 @@ def test_all_come_and_learn_the_same() -> None:
 
 
 def test_what_is_prepared_reaches_all() -> None:
-    job = Job(2, Patience(), 5.0)
+    job = Job(2, Patience(), HANG_SECONDS)
     job.open(lambda hellos: {"order": [hello["process"] for hello in hellos]})
     try:
         assert [p.go["order"] for p in job.start()] == [[0, 1], [0, 1]]
@@ -63,12 +65,12 @@ def test_what_cannot_be_prepared_ends_all() -> None:
     def prepare(hellos: list[Any]) -> dict[str, Any]:
         raise ValueError("2 GPUs for 3 processes")
 
-    job = Job(2, Patience(), 5.0)
+    job = Job(2, Patience(), HANG_SECONDS)
     job.open(prepare)
     try:
         for coming in [job.come(0), job.come(1)]:
             with pytest.raises(AgreementError, match="2 GPUs for 3 processes"):
-                coming.result(timeout=5.0)
+                coming.result(timeout=HANG_SECONDS)
     finally:
         job.close()
 
@@ -79,7 +81,7 @@ def test_an_id_that_exists_before_the_start() -> None:
         until(lambda: job.hub._members)  # type: ignore[union-attr]
         assert "process 0 (" in refusal(job, 0)
         second = job.come(1)
-        assert works(job, [first.result(timeout=5.0), second.result(timeout=5.0)])
+        assert works(job, [first.result(timeout=HANG_SECONDS), second.result(timeout=HANG_SECONDS)])
 
 
 def test_an_id_that_exists_after_the_start() -> None:
@@ -164,12 +166,12 @@ def test_a_stranger_that_never_ends_a_line(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_stranger_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "HELLO_SECONDS", 0.2)
     with opened(2) as job:
-        stranger = job.stranger()
-        processes = job.start()
-        assert ends(stranger)
-        assert works(job, processes)
+        with monkeypatch.context() as patch:
+            patch.setattr(hub_module, "HELLO_SECONDS", 0.2)
+            assert ends(job.stranger())
+        job.stranger()
+        assert works(job, job.start())
 
 
 def test_the_hub_closes_all_connections(caplog: pytest.LogCaptureFixture) -> None:
@@ -215,7 +217,7 @@ def test_one_that_never_comes_is_named_to_all_that_came() -> None:
         started = time.monotonic()
         for coming in [job.come(0), job.come(2)]:
             with pytest.raises(ClusterError) as caught:
-                coming.result(timeout=5.0)
+                coming.result(timeout=HANG_SECONDS)
             assert str(caught.value) == (
                 "processes 1 and 3 of 4 did not come within 0 s: see why in their output"
             )
@@ -231,7 +233,7 @@ def test_versions_that_differ_end_all() -> None:
         ]
         for each in coming:
             with pytest.raises(AgreementError) as caught:
-                each.result(timeout=5.0)
+                each.result(timeout=HANG_SECONDS)
             assert str(caught.value) == (
                 "the processes differ: jax is 0.11.0 on process 1, 0.10.2 on processes 0 and 2: "
                 "start all in the same environment"
@@ -243,7 +245,7 @@ def test_one_that_is_gone_without_a_word() -> None:
         processes = job.start()
         processes[1].link.close()
         for process in (processes[0], processes[2]):
-            verdict = process.stopped.result(timeout=2.0)
+            verdict = process.stopped.result(timeout=HANG_SECONDS)
             assert list(verdict.blames) == [1]
             assert verdict.reason.startswith(processes[0].go["names"][1])
             assert "is gone without a word, last heard of at step 0" in verdict.reason
@@ -264,7 +266,7 @@ def test_the_first_verdict_stands() -> None:
         processes[1].wire.send({"failed": "ValueError: one", "collateral": False})
         processes[2].wire.send({"accuse": {"reason": "late", "blames": [0], "stacks": False}})
         for process in processes:
-            assert process.stopped.result(timeout=2.0).blames in ([1], [0])
+            assert process.stopped.result(timeout=HANG_SECONDS).blames in ([1], [0])
         assert len({p.stopped.result().reason for p in processes}) == 1
 
 
@@ -274,4 +276,4 @@ def test_what_a_process_says_of_the_hub_that_slept() -> None:
         said = Verdict("process 0 gave no sign of life for 5 s", [0], True)
         second.wire.send({"accuse": {"reason": said.reason, "blames": [0], "stacks": True}})
         second.wire.close()
-        assert first.stopped.result(timeout=2.0) == said
+        assert first.stopped.result(timeout=HANG_SECONDS) == said

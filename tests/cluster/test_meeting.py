@@ -6,6 +6,7 @@ import time
 
 import pytest
 from support.cluster_jobs import Job, free_port, opened, place
+from support.waiting import HANG_SECONDS
 
 from replicax.cluster import meeting
 from replicax.cluster.meeting import is_loopback, meet, open_hub
@@ -69,11 +70,11 @@ def test_nothing_listens() -> None:
 
 
 def test_process_0_comes_later() -> None:
-    job = Job(2, Patience(), 5.0)
+    job = Job(2, Patience(), HANG_SECONDS)
     early = job.come(1)
     time.sleep(0.3)
     job.open()
-    assert [p.result(timeout=5.0).process for p in (job.come(0), early)] == [0, 1]
+    assert [p.result(timeout=HANG_SECONDS).process for p in (job.come(0), early)] == [0, 1]
     job.close()
 
 
@@ -131,7 +132,7 @@ def test_it_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "_SAY_SECONDS", 0.1)
     with opened(3, silent_seconds=0.8, timeout_seconds=0.6) as job:
         with pytest.raises(ClusterError):
-            job.come(0).result(timeout=5.0)
+            job.come(0).result(timeout=HANG_SECONDS)
         assert any(line.startswith("waiting for processes 1 and 2 since ") for line in job.said)
 
 

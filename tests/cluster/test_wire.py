@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from support.waiting import HANG_SECONDS
 
 from replicax.cluster import wire as wire_module
 from replicax.cluster.wire import Wire, decode, encode
@@ -25,7 +26,7 @@ def pair() -> Iterator[tuple[Wire, Wire]]:
 def receive_all(wire: Wire, count: int) -> list[object]:
     found: list[object] = []
     while len(found) < count:
-        found += wire.receive(timeout_seconds=5.0)
+        found += wire.receive(timeout_seconds=HANG_SECONDS)
     return found
 
 
@@ -75,10 +76,10 @@ def test_threads_do_not_mix_their_messages(pair: tuple[Wire, Wire]) -> None:
 def test_who_stops_reading_finds_the_rest_later(pair: tuple[Wire, Wire]) -> None:
     here, there = pair
     there._socket.sendall(encode({"go": 1}) + encode({"stop": 2}) + b'{"half":')
-    assert next(here.receive(5.0)) == {"go": 1}
-    assert list(here.receive(5.0)) == [{"stop": 2}]
+    assert next(here.receive(HANG_SECONDS)) == {"go": 1}
+    assert list(here.receive(HANG_SECONDS)) == [{"stop": 2}]
     there._socket.sendall(b"3}\n")
-    assert list(here.receive(5.0)) == [{"half": 3}]
+    assert list(here.receive(HANG_SECONDS)) == [{"half": 3}]
 
 
 def test_nothing_comes_in_time(pair: tuple[Wire, Wire]) -> None:
@@ -91,9 +92,9 @@ def test_the_other_end_closes(pair: tuple[Wire, Wire]) -> None:
     here, there = pair
     there.send({"last": "word"})
     there.close()
-    assert list(here.receive(5.0)) == [{"last": "word"}]
+    assert list(here.receive(HANG_SECONDS)) == [{"last": "word"}]
     with pytest.raises(ConnectionError):
-        list(here.receive(5.0))
+        list(here.receive(HANG_SECONDS))
 
 
 def test_a_message_without_an_end(pair: tuple[Wire, Wire], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,5 +127,5 @@ def test_closing_ends_a_receive_in_another_thread(pair: tuple[Wire, Wire]) -> No
     thread.start()
     time.sleep(0.05)
     here.close()
-    assert ended.wait(2.0)
+    assert ended.wait(HANG_SECONDS)
     thread.join()
