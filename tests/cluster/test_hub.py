@@ -188,7 +188,7 @@ def test_a_hub_that_was_frozen_forgives_silence(monkeypatch: pytest.MonkeyPatch)
     offset = [0.0]
     clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + offset[0])
     monkeypatch.setattr(hub_module, "time", clock)
-    with opened(2, silent_seconds=1.0) as job:
+    with opened(2, silent_seconds=4.0) as job:
         members = [job.stranger(), job.stranger()]
         for process, member in enumerate(members):
             member.sendall(encode({**HELLO, "process": process}))
@@ -213,15 +213,15 @@ def test_one_that_leaves_before_the_start_may_come_again() -> None:
 
 
 def test_one_that_never_comes_is_named_to_all_that_came() -> None:
-    with opened(4, timeout_seconds=0.4) as job:
+    with opened(4, timeout_seconds=1.0) as job:
         started = time.monotonic()
         for coming in [job.come(0), job.come(2)]:
             with pytest.raises(ClusterError) as caught:
                 coming.result(timeout=HANG_SECONDS)
             assert str(caught.value) == (
-                "processes 1 and 3 of 4 did not come within 0 s: see why in their output"
+                "processes 1 and 3 of 4 did not come within 1 s: see why in their output"
             )
-        assert 0.3 < time.monotonic() - started < 2.0
+        assert time.monotonic() - started > 0.9
         assert "processes 1 and 3 of 4 did not come" in refusal(job, 1)  # who comes too late
 
 

@@ -130,7 +130,7 @@ def test_what_listens_hangs_up() -> None:
 
 def test_it_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "_SAY_SECONDS", 0.1)
-    with opened(3, silent_seconds=0.8, timeout_seconds=0.6) as job:
+    with opened(3, silent_seconds=0.8, timeout_seconds=2.0) as job:
         with pytest.raises(ClusterError):
             job.come(0).result(timeout=HANG_SECONDS)
         assert any(line.startswith("waiting for processes 1 and 2 since ") for line in job.said)
