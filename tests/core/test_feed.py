@@ -1,7 +1,6 @@
 """A feed: one epoch as batches of one size, on all devices, nothing dropped or counted twice."""
 
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.clock import Clock, is_waiting
+from support.waiting import until
 
+from replicax.core import feed as feed_module
+from replicax.core import prefetch as prefetch_module
 from replicax.core.batch import Batch
 from replicax.core.feed import Feed, Split
 from replicax.core.job import Alone
@@ -243,24 +246,37 @@ def test_breaking_off_ends_the_thread() -> None:
     assert not [t for t in threading.enumerate() if t.name == "replicax-prefetch"]
 
 
-def test_waiting_for_a_slow_source_is_most_of_the_time() -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    for module in (feed_module, prefetch_module):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def test_waiting_for_a_slow_source_is_most_of_the_time(clock: Clock) -> None:
+    consumer, taken = threading.current_thread(), threading.Semaphore(1)
+
     def slow() -> Iterator[np.ndarray]:
         for _ in range(4):
-            time.sleep(0.05)
+            taken.acquire()
+            until(lambda: is_waiting(consumer))
+            clock.now += 0.05
             yield np.arange(16)
 
     made = feed(slow())
     for _ in made:
-        pass
-    assert made.wait_seconds > 0.1
-    assert made.input_wait_fraction > 0.5
+        clock.now += 0.01
+        taken.release()
+    assert made.wait_seconds == pytest.approx(0.2)
+    assert made.input_wait_fraction == pytest.approx(0.2 / 0.24)
 
 
-def test_a_slow_loop_on_a_fast_source_hardly_waits() -> None:
+def test_a_slow_loop_on_a_fast_source_hardly_waits(clock: Clock) -> None:
     made = feed(np.arange(64))
     for _ in made:
-        time.sleep(0.05)
-    assert made.input_wait_fraction < 0.5
+        clock.now += 0.05
+    assert made.input_wait_fraction == 0.0
 
 
 def test_a_feed_that_was_not_read_has_not_waited() -> None:

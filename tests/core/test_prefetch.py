@@ -3,20 +3,14 @@
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
+from support.clock import Clock, is_waiting
+from support.waiting import HANG_SECONDS, until
 
+from replicax.core import prefetch as module
 from replicax.core.prefetch import Prefetch
-
-PATIENCE_SECONDS = 5.0
-
-
-def eventually(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return condition()
 
 
 def threads() -> list[threading.Thread]:
@@ -27,7 +21,7 @@ def threads() -> list[threading.Thread]:
 def _no_thread_is_left() -> Iterator[None]:
     assert not threads()
     yield
-    assert eventually(lambda: not threads())
+    assert until(lambda: not threads())
 
 
 class Counter:
@@ -56,7 +50,7 @@ def test_the_thread_is_at_most_depth_and_one_ahead(depth: int) -> None:
     items = Prefetch(counter, depth)
     for taken in range(1, 6):
         assert next(items) == taken
-        assert eventually(lambda taken=taken: counter.made == taken + depth + 1)
+        assert until(lambda taken=taken: counter.made == taken + depth + 1)
         time.sleep(0.01)
         assert counter.made == taken + depth + 1  # the queue, and the one that waits for room
     items.close()
@@ -90,7 +84,7 @@ def test_breaking_off_ends_the_thread_and_the_source() -> None:
     assert next(prefetch) == 0
     prefetch.close()
     assert not threads()
-    assert eventually(closed.is_set)
+    assert until(closed.is_set)
     with pytest.raises(StopIteration):
         next(prefetch)
 
@@ -101,7 +95,7 @@ def test_forgetting_it_ends_the_thread() -> None:
     assert threads()
     del prefetch
     gc.collect()
-    assert eventually(lambda: not threads())
+    assert until(lambda: not threads())
 
 
 def test_closing_twice_is_closing() -> None:
@@ -110,21 +104,38 @@ def test_closing_twice_is_closing() -> None:
     prefetch.close()
 
 
-def test_waiting_for_a_slow_source_is_counted() -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def test_waiting_for_a_slow_source_is_counted(clock: Clock) -> None:
+    consumer, taken = threading.current_thread(), threading.Semaphore(1)
+
     def items() -> Iterator[int]:
         for number in range(3):
-            time.sleep(0.05)
+            taken.acquire()
+            until(lambda: is_waiting(consumer))
+            clock.now += 0.05
             yield number
 
     prefetch = Prefetch(items, 2)
-    list(prefetch)
-    assert prefetch.wait_seconds >= 0.12
+    for _ in prefetch:
+        taken.release()
+    assert prefetch.wait_seconds == pytest.approx(0.15)
 
 
-def test_what_is_ready_costs_no_waiting() -> None:
-    counter = Counter(3)
-    prefetch = Prefetch(counter, 3)
-    assert eventually(lambda: counter.made == 3)
-    time.sleep(0.02)
+def test_what_is_ready_costs_no_waiting(clock: Clock) -> None:
+    def items() -> Iterator[int]:
+        for number in range(3):
+            clock.now += 10.0  # while nobody waits for it
+            yield number
+        made.set()
+
+    made = threading.Event()
+    prefetch = Prefetch(items, 3)
+    assert made.wait(HANG_SECONDS)
     list(prefetch)
-    assert prefetch.wait_seconds < 0.1
+    assert prefetch.wait_seconds == 0.0

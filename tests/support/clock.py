@@ -1,0 +1,29 @@
+"""A clock that the tests set, and a look at what a thread does."""
+
+import dataclasses
+import queue
+import sys
+import threading
+
+
+@dataclasses.dataclass
+class Clock:
+    """Stands in for the module `time`."""
+
+    now: float = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+def is_waiting(thread: threading.Thread) -> bool:
+    """Whether `thread` is inside `Queue.get`."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None:
+        if frame.f_code is queue.Queue.get.__code__:
+            return True
+        frame = frame.f_back
+    return False
