@@ -1,12 +1,19 @@
 """The meter: records every so many steps, each row and each wait in exactly one of them."""
 
-import time
-
 import jax.numpy as jnp
 import pytest
+from support.clock import Clock
 
+from replicax.train import meter as module
 from replicax.train.meter import STEPS_IN_FLIGHT, Meter
 from replicax.train.records import Record
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
 
 
 def metered(meter: Meter, steps: range, rows: int = 10) -> list[Record]:
@@ -54,17 +61,17 @@ def test_every_row_is_in_one_record(log_every: int) -> None:
     assert steps[-1] == 22
 
 
-def test_waiting_is_a_share_of_the_time_it_belongs_to() -> None:
+def test_waiting_is_a_share_of_the_time_it_belongs_to(clock: Clock) -> None:
     meter = Meter(1)
     meter.add_wait(5.0)  # for the first batch: not in any rate
     metered(meter, range(1, 2))
-    started = time.perf_counter()
-    time.sleep(0.04)
+    clock.now += 0.04
     meter.add_wait(0.02)
     metered(meter, range(2, 3))
     (record,) = meter.flush()
-    assert 0.04 <= record.seconds <= time.perf_counter() - started + 0.01
-    assert record.input_wait_fraction == pytest.approx(0.02 / record.seconds)
+    assert record.seconds == pytest.approx(0.04)
+    assert record.input_wait_fraction == pytest.approx(0.5)
+    clock.now += 0.04
     metered(meter, range(3, 4))
     (record,) = meter.flush()
     assert record.input_wait_fraction == 0.0
@@ -79,15 +86,15 @@ def test_waiting_is_never_more_than_all_the_time() -> None:
     assert record.input_wait_fraction == 1.0
 
 
-def test_an_evaluation_is_left_out_of_the_rate() -> None:
+def test_an_evaluation_is_left_out_of_the_rate(clock: Clock) -> None:
     meter = Meter(100)
     metered(meter, range(1, 2))
-    before = time.perf_counter()
-    time.sleep(0.1)
-    meter.leave_out(time.perf_counter() - before)
+    clock.now += 100.0
+    meter.leave_out(100.0)
+    clock.now += 0.5
     metered(meter, range(2, 3))
     (record,) = meter.flush()
-    assert 0 <= record.seconds < 0.09
+    assert record.seconds == 0.5
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 4, 7])
@@ -105,18 +112,21 @@ def test_what_is_done_again_after_a_rewind_is_recorded_once(step: int, new_start
     assert [record.rows for record in records] == [10, 20, 30, 30, 10]
 
 
-def test_the_seconds_of_an_earlier_start_are_in_the_next_record() -> None:
+def test_the_seconds_of_an_earlier_start_are_in_the_next_record(clock: Clock) -> None:
     meter = Meter(50)
     meter.rewind(20, 5.0, resumed=True, compiled=False)
+    clock.now += 100.0  # the step that compiles
     metered(meter, range(6, 7))
     (record,) = meter.flush()
     assert record.rows == 30
-    assert 5.0 <= record.seconds < 5.5  # without the step that compiles
+    assert record.seconds == 5.0
     meter.rewind(20, 5.0, resumed=True, compiled=False)
-    metered(meter, range(5, 7))
+    metered(meter, range(5, 6))
+    clock.now += 1.0
+    metered(meter, range(6, 7))
     (record,) = meter.flush()
     assert record.rows == 40
-    assert 5.0 < record.seconds < 6.0
+    assert record.seconds == 6.0
 
 
 def test_a_settled_meter_can_go_on() -> None:
