@@ -4,9 +4,10 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
+from support.waiting import HANG_SECONDS, until
 
 from replicax.train.interrupt import Interrupt, signal_name
 
@@ -26,13 +27,6 @@ def wakeup_fd() -> int:
     current = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(current)
     return current
-
-
-def until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 5.0
-    while not true():
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.005)
 
 
 def sigterm() -> None:
@@ -167,7 +161,7 @@ def test_hold_waits_for_who_ends_the_process() -> None:
 
     with Interrupt(at_once=at_once) as interrupt:
         sigterm()
-        assert running.wait(5.0)
+        assert running.wait(HANG_SECONDS)
         interrupt.hold()
         assert done.is_set()
 
@@ -242,12 +236,14 @@ def test_a_wakeup_descriptor_of_others_comes_back() -> None:
 def test_a_forked_child_is_ended_by_its_own_sigterm() -> None:
     """As a pool ends its processes; the parent is not told, and does not wait for them."""
     calls: list[int] = []
+    forked, told = os.pipe()
     with Interrupt(at_once=calls.append) as interrupt:
         child = os.fork()
         if child == 0:
+            os.write(told, b".")
             time.sleep(30)
             os._exit(0)
-        time.sleep(0.1)
+        os.read(forked, 1)
         os.kill(child, signal.SIGTERM)
         _, status = os.waitpid(child, 0)
         assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
@@ -258,6 +254,8 @@ def test_a_forked_child_is_ended_by_its_own_sigterm() -> None:
         assert not interrupt.wanted
     os.kill(left, signal.SIGKILL)
     os.waitpid(left, 0)
+    os.close(forked)
+    os.close(told)
     assert not calls
 
 
