@@ -45,7 +45,7 @@ def test_without_locks_the_signs_of_life_decide(
     )
     try:
         assert start.line() == "held"
-        assert f"pid {start.pid}" in refused(run, wait_seconds=0.3)
+        assert f"pid {start.pid}" in refused(run, wait_seconds=20)
     finally:
         start.end()
     capsys.readouterr()
