@@ -43,6 +43,7 @@ from jax._src.distributed import global_state
 import replicax as rx
 from replicax.cluster.failure import end
 from replicax.core.digest import sha256
+from replicax.core.job import Job
 
 
 class Notes:
@@ -169,9 +170,9 @@ def copies(state: Any) -> list[str]:
     return [sha256(arrays) for arrays in held.values()]
 
 
-def train(folder: Path, data: str, notes: Notes) -> int:
+def train(folder: Path, data: str, notes: Notes, job: Job) -> int:
     """Start or continue the run; returns the exit code."""
-    dp = rx.DataParallel(loss, optimizer())
+    dp = rx.DataParallel(loss, optimizer(), job=job)
     state = dp.init(model(), seed=3)
     notes.write("fitting")
     result = rx.fit(
@@ -214,9 +215,9 @@ def main() -> int:
     failing_writes.install(os.environ.get("CHAOS_FAIL_WRITES", ""))
     defences.switch_off(os.environ.get("CHAOS_WITHOUT", ""))
     try:
-        rx.initialize(verbose=False)
+        job = rx.initialize(verbose=False)
         notes.write("joined")
-        return train(folder, data, notes)
+        return train(folder, data, notes, job)
     except rx.ReplicaxError as error:
         print(f"replicax: {error}", file=sys.stderr, flush=True)
         end(error, error.exit_code)

@@ -1,19 +1,16 @@
-"""Nothing of these tests is left behind: no pulse, no link, no open socket."""
+"""Nothing of these tests is left behind: no job, no open socket."""
 
 import gc
 from collections.abc import Iterator
 
 import pytest
 
-from replicax.cluster import link
-from replicax.cluster.pulse import PULSE
+from replicax.cluster.job import set_job
 
 
 @pytest.fixture(autouse=True)
 def _alone() -> Iterator[None]:
-    PULSE.reset()
-    PULSE.rest()
+    set_job(None)
     yield
-    link.set_link(None)
-    PULSE.reset()
+    set_job(None)
     gc.collect()  # an unclosed socket warns, hence fails, where it was left and not in a later test

@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 from support.cluster_jobs import opened
+from support.waiting import HANG_SECONDS
 
 from replicax.cluster import failure, link
+from replicax.cluster.job import set_job
+from replicax.cluster.pulse import Pulse
 from replicax.cluster.verdict import Verdict
+from replicax.core.in_flight import InFlight
 from replicax.errors import AgreementError
 
 
@@ -67,7 +71,7 @@ def test_a_verdict_is_said_and_written(
     process: int, said: str, path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(Left, match="1"):
-        failure.stop_now(process, Verdict("process 1 is late", [1]))
+        failure.stop_now(process, Pulse(InFlight()), Verdict("process 1 is late", [1]))
     assert capsys.readouterr().err == f"replicax: process {process}{said}process 1 is late\n"
     assert written(path)["blames"] == [1]
 
@@ -76,7 +80,9 @@ def test_a_stop_with_everything_saved_is_no_failure(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(Left, match="75"):
-        failure.stop_now(1, Verdict("SIGTERM before the first step", [], code=75))
+        failure.stop_now(
+            1, Pulse(InFlight()), Verdict("SIGTERM before the first step", [], code=75)
+        )
     said = "replicax: process 1 stops: SIGTERM before the first step\n"
     assert capsys.readouterr().err == said
     assert not path.exists()
@@ -88,7 +94,7 @@ def test_a_victim_of_such_a_stop_ends_like_the_others(
     """The devices of the one that stopped are gone before its word has come."""
     with opened(2) as job:
         first, second = job.start()
-        link.set_link(first.link)
+        set_job(first.job)
         job.call(time.sleep, 0.2).add_done_callback(
             lambda _: second.link.stop_all("SIGTERM before the first step", 75)
         )
@@ -122,9 +128,8 @@ def test_who_stops_all_ends_even_if_process_0_does_not_answer(
     monkeypatch.setattr(link, "_ACKNOWLEDGE_SECONDS", 0.3)
     with opened(2) as job:
         _, second = job.start()
-        link.set_link(second.link)
-        job.hub._loop.call_soon_threadsafe(time.sleep, 1.0)  # type: ignore[union-attr]
-        with pytest.raises(Left, match="75"):
+        set_job(second.job)
+        with job.hub_asleep(), pytest.raises(Left, match="75"):
             failure.stop_all_now("SIGTERM before the first step")
     assert capsys.readouterr().err == "replicax: process 1 stops: SIGTERM before the first step\n"
 
@@ -132,8 +137,11 @@ def test_who_stops_all_ends_even_if_process_0_does_not_answer(
 def test_the_stacks_come_with_it(path: Path) -> None:
     script = (
         "from replicax.cluster.failure import stop_now\n"
+        "from replicax.cluster.pulse import Pulse\n"
         "from replicax.cluster.verdict import Verdict\n"
-        "def waiting_here(): stop_now(0, Verdict('late', [1], stacks=True))\n"
+        "from replicax.core.in_flight import InFlight\n"
+        "pulse, late = Pulse(InFlight()), Verdict('late', [1], stacks=True)\n"
+        "def waiting_here(): stop_now(0, pulse, late)\n"
         "waiting_here()"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
@@ -146,7 +154,7 @@ def test_the_stacks_come_with_it(path: Path) -> None:
 def test_a_failure_of_its_own(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with opened(2) as job:
         first, second = job.start()
-        link.set_link(second.link)
+        set_job(second.job)
         with pytest.raises(Left, match="7"):
             failure.end(ValueError("bad value"), 7)
         assert first.reason().endswith(" failed: ValueError: bad value")
@@ -162,7 +170,7 @@ def test_a_failure_of_its_own(path: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_a_victim_says_who_was_killed(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with opened(3) as job:
         processes = job.start()
-        link.set_link(processes[0].link)
+        set_job(processes[0].job)
         job.call(lambda: processes[2].link.close())
         failure.report(JaxRuntimeError("connection reset by peer"))
     assert written(path)["blames"] == [2]
@@ -181,7 +189,7 @@ def test_what_looks_like_another_s_fault(name: str, monkeypatch: pytest.MonkeyPa
         def fail(self, error: str, *, collateral: bool) -> None:
             told.append(collateral)
 
-    monkeypatch.setattr(failure, "current_link", Recorder)
+    monkeypatch.setattr(failure, "_link", Recorder)
     failure.report(type(name, (RuntimeError,), {})("x"))
     failure.report(RuntimeError("x"))
     assert told == [True, False]
@@ -190,12 +198,12 @@ def test_what_looks_like_another_s_fault(name: str, monkeypatch: pytest.MonkeyPa
 def test_a_disagreement_blames_nobody(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(2) as job:
         first, second = job.start()
-        link.set_link(second.link)
+        set_job(second.job)
         failure.report(AgreementError("steps is 2 on process 1, 1 on process 0"))
         second.link.close()  # the process ends
         time.sleep(0.2)
         assert not first.stopped.done()
-        link.set_link(first.link)
+        set_job(first.job)
         failure.report(AgreementError("steps is 2 on process 1, 1 on process 0"))
         assert not first.stopped.done()
     assert written(path)["blames"] is None
@@ -209,13 +217,13 @@ def test_an_exception_ends_a_process_at_once(tmp_path: Path) -> None:
         "class Link:\n"
         "    verdict, process = None, 0\n"
         "    def fail(self, error, *, collateral): print('told', error, flush=True)\n"
-        "failure.current_link = Link\n"
+        "failure._link = Link\n"
         "failure.watch_exceptions()\n"
         "threading.Thread(target=time.sleep, args=(60,)).start()\n"
         "raise ValueError('bad value')"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=30
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=HANG_SECONDS
     )
     assert done.returncode == 1
     assert done.stdout == "told ValueError: bad value\n"

@@ -1,29 +1,27 @@
 """Joining a job, as far as it goes without other processes; `test_faults.py` has real ones."""
 
 import socket
-from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
 from support.cluster_jobs import free_port, place
-from support.processes import run_job
 
 from replicax.cluster import join
+from replicax.cluster.job import current_job
 from replicax.cluster.join import initialize
 from replicax.errors import ClusterError, ConfigError
 
 
 @pytest.fixture(autouse=True)
 def _not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(join, "_place", None)
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"):
         monkeypatch.delenv(name, raising=False)
 
 
 def test_a_lone_process_joins_nobody(capsys: pytest.CaptureFixture[str]) -> None:
     found = initialize()
-    assert (found.process, found.processes) == (0, 1)
+    assert (found.process, found.processes, found.place.engine) == (0, 1, "nothing")
     assert initialize(processes=4) is found  # a second call gives what the first found
     assert capsys.readouterr().err == ""
 
@@ -40,7 +38,7 @@ def test_one_process_says_what_was_found(
 def test_a_wrong_place_is_told_before_anything_is_waited_for() -> None:
     with pytest.raises(ConfigError, match="lower it"):
         initialize(coordinator="127.0.0.1:1", processes=2, process=2)
-    assert join._place is None
+    assert current_job() is None
 
 
 def test_a_wrong_patience_is_told_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,18 +90,3 @@ def test_the_port_for_jax_is_kept_until_it_listens() -> None:
         service.bind(("127.0.0.1", port))
         service.listen()
     held[0].close()
-
-
-@pytest.mark.slow
-def test_processes_that_were_imported_long_ago_may_join(tmp_path: Path) -> None:
-    (tmp_path / "late.py").write_text(
-        "import replicax as rx\n"
-        "from replicax.cluster.pulse import PULSE\n"
-        "PULSE._moved_at -= 10_000\n"
-        "rx.initialize(patience=rx.Patience(start_seconds=60.0))\n"
-        "import time, jax\n"
-        "time.sleep(3)\n"
-        "print(jax.process_count())\n"
-    )
-    for ended in run_job(tmp_path / "late.py"):
-        assert (ended.code, ended.out) == (0, "2\n"), ended.err

@@ -7,6 +7,8 @@ import pytest
 from replicax.cluster import pulse as pulse_module
 from replicax.cluster.patience import Patience
 from replicax.cluster.pulse import Pulse, Standing
+from replicax.core import in_flight
+from replicax.core.in_flight import InFlight
 
 PATIENCE = Patience(stall_multiple=10.0, stall_seconds=60.0, start_seconds=1800.0)
 
@@ -30,23 +32,33 @@ class Result:
             raise RuntimeError("Array has been deleted")
         return self.done
 
+    def block_until_ready(self) -> None:
+        assert self.done
+
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(pulse_module, "time", clock)
+    for module in (pulse_module, in_flight):
+        monkeypatch.setattr(module, "time", clock)
     return clock
 
 
 @pytest.fixture
 def pulse(clock: Clock) -> Pulse:
-    return Pulse()
+    return Pulse(InFlight())
+
+
+def begin(pulse: Pulse, result: Result) -> None:
+    """Give a step to the devices."""
+    pulse.move()
+    pulse.in_flight.add(result)
 
 
 def step(pulse: Pulse, clock: Clock, seconds: float) -> None:
     """One that takes so long."""
     clock.now += seconds
-    pulse.step(Result(done=True))
+    begin(pulse, Result(done=True))
 
 
 def test_before_the_first_step(pulse: Pulse, clock: Clock) -> None:
@@ -57,7 +69,7 @@ def test_before_the_first_step(pulse: Pulse, clock: Clock) -> None:
 def test_begun_and_finished(pulse: Pulse, clock: Clock) -> None:
     results = [Result() for _ in range(4)]
     for result in results:
-        pulse.step(result)
+        begin(pulse, result)
     results[0].done = True
     results[1].deleted = True
     results[3].done = True  # the devices work in order: it can only be a guess
@@ -75,12 +87,15 @@ def test_the_usual_time_is_the_median(pulse: Pulse, clock: Clock) -> None:
     assert pulse.stand(PATIENCE) == Standing(5, 5, "stepping", 79.0, 80.0)
 
 
-def test_a_loop_that_runs_ahead_of_its_devices(pulse: Pulse, clock: Clock) -> None:
+def test_a_loop_that_runs_ahead_of_its_devices(
+    pulse: Pulse, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Fifty steps given at once, of 20 seconds each: nobody is stuck."""
+    monkeypatch.setattr(in_flight, "STEPS_IN_FLIGHT", 50)
     results = [Result() for _ in range(50)]
     for result in results:
         clock.now += 0.001
-        pulse.step(result)
+        begin(pulse, result)
     for number, result in enumerate(results):
         clock.now += 20.0
         stand = pulse.stand(PATIENCE)
@@ -91,12 +106,6 @@ def test_a_loop_that_runs_ahead_of_its_devices(pulse: Pulse, clock: Clock) -> No
     assert pulse.stand(PATIENCE).allowed_seconds == pytest.approx(200.0)
     clock.now += 201.0
     assert pulse.stand(PATIENCE).seconds == 201.0
-
-
-def test_what_is_finished_is_forgotten(pulse: Pulse, clock: Clock) -> None:
-    for _ in range(1000):
-        step(pulse, clock, 0.1)
-    assert not pulse._pending
 
 
 def test_resting_and_moving(pulse: Pulse, clock: Clock) -> None:
@@ -140,10 +149,3 @@ def test_the_stacks_tell_more(pulse: Pulse, clock: Clock, file: str, doing: str)
     thread.join()
     assert stand.doing == doing
     assert stand.allowed_seconds == (1800.0 if doing == "compiling" else 60.0)
-
-
-def test_from_the_start_again(pulse: Pulse, clock: Clock) -> None:
-    for _ in range(3):
-        step(pulse, clock, 1.0)
-    pulse.reset()
-    assert pulse.stand(PATIENCE) == Standing(0, 0, "starting", 0.0, 1800.0)

@@ -7,38 +7,25 @@ from typing import Any, TypeVar
 
 import pytest
 
-from replicax.doctor.peers import Peers
+from replicax.core.job import Alone, Job
 
 Result = TypeVar("Result")
-Together = Callable[[int, Callable[[Peers], Result]], list[Result]]
+Together = Callable[[int, Callable[[Job], Result]], list[Result]]
 
 
-class _Thread(Peers):
+class _Thread(Alone):
     """A process that is a thread. The others are in `values`, topic by topic."""
 
     def __init__(self, number: int, values: list[Any], barrier: threading.Barrier) -> None:
         super().__init__()
-        fields = {"number": number, "values": values, "barrier": barrier}
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
+        self.process, self.processes = number, len(values)
+        self._values, self._barrier = values, barrier
 
-    number: int
-    values: list[Any]
-    barrier: threading.Barrier
-
-    @property
-    def process(self) -> int:
-        return self.number
-
-    @property
-    def processes(self) -> int:
-        return len(self.values)
-
-    def gather(self, topic: str, value: Any) -> list[Any]:
-        self.values[self.number] = value
-        self.barrier.wait(5)
-        gathered = list(self.values)
-        self.barrier.wait(5)
+    def gather(self, topic: str, value: Any, **options: Any) -> list[Any]:
+        self._values[self.process] = value
+        self._barrier.wait(5)
+        gathered = list(self._values)
+        self._barrier.wait(5)
         return gathered
 
 
@@ -46,11 +33,11 @@ class _Thread(Peers):
 def together() -> Together[Any]:
     """Runs a check in so many processes; what each gave."""
 
-    def run(count: int, check: Callable[[Peers], Result]) -> list[Result]:
+    def run(count: int, check: Callable[[Job], Result]) -> list[Result]:
         values: list[Any] = [None] * count
         barrier = threading.Barrier(count)
         with ThreadPoolExecutor(count) as pool:
-            peers = [_Thread(number, values, barrier) for number in range(count)]
-            return list(pool.map(check, peers))
+            jobs = [_Thread(number, values, barrier) for number in range(count)]
+            return list(pool.map(check, jobs))
 
     return run

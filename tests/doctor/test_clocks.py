@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
+from replicax.core.job import Alone
 from replicax.doctor.clocks import check_clocks, judge_clocks
-from replicax.doctor.peers import Peers
 from replicax.doctor.row import OK, SKIPPED, WARNING
 
 
 def test_one_process_has_one_clock() -> None:
-    (row,) = check_clocks(Peers())
+    (row,) = check_clocks(Alone())
     assert row.verdict == SKIPPED
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from replicax.core.job import Alone
 from replicax.doctor import folders
 from replicax.doctor.folders import check_folders, judge_folder
-from replicax.doctor.peers import Peers
 from replicax.doctor.row import OK, PROBLEM, WARNING
 
 SEEN = folders._Seen("/shared", "node0", True, None, 50 * 10**9, sees_token=True)
@@ -19,7 +19,7 @@ def other(**changed: Any) -> folders._Seen:
 
 
 def test_an_empty_folder_is_fine_and_stays_empty(folder: Path) -> None:
-    here, runs = check_folders(Peers(), ())
+    here, runs = check_folders(Alone(), ())
     assert (here.verdict, runs.verdict) == (OK, OK)
     assert here.found.startswith(f". ({folder}): can be written")
     assert "is made by the first run" in runs.found
@@ -28,7 +28,7 @@ def test_an_empty_folder_is_fine_and_stays_empty(folder: Path) -> None:
 
 def test_a_folder_is_named_once(folder: Path) -> None:
     (folder / "runs").mkdir()
-    rows = check_folders(Peers(), ["runs", "."])
+    rows = check_folders(Alone(), ["runs", "."])
     assert len(rows) == 2
     assert "can be written" in rows[1].found
 
@@ -36,7 +36,7 @@ def test_a_folder_is_named_once(folder: Path) -> None:
 @pytest.mark.parametrize("place", ["file", "file/below"])
 def test_what_cannot_be_written(place: str, folder: Path) -> None:
     (folder / "file").write_text("")
-    *_, row = check_folders(Peers(), [place])
+    *_, row = check_folders(Alone(), [place])
     assert row.verdict == PROBLEM
     assert row.fix
 

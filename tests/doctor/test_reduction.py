@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from replicax.core.job import Alone
 from replicax.doctor import reduction
-from replicax.doctor.peers import Peers
-from replicax.doctor.reduction import check_reduction, judge_reduction, size_text, sizes, timing
+from replicax.doctor.reduction import check_reduction, judge_reduction, sizes, timing
 from replicax.doctor.row import OK, PROBLEM, SKIPPED, WARNING
 
 KB, MB = 2**10, 2**20
 
 
 def test_sums_over_eight_devices() -> None:
-    (row,) = check_reduction(Peers(), 64 * KB)
+    (row,) = check_reduction(Alone(), 64 * KB)
     assert row.verdict == OK
     assert row.found.startswith("sums over 8 devices are exact, up to ")
     assert [each["size_bytes"] for each in row.figures["sizes"]] == [4 * KB, 64 * KB]
@@ -26,7 +26,7 @@ def test_sums_over_eight_devices() -> None:
 def test_one_device_has_nothing_to_reduce(monkeypatch: pytest.MonkeyPatch) -> None:
     one = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda: one)
-    (row,) = check_reduction(Peers(), MB)
+    (row,) = check_reduction(Alone(), MB)
     assert row.verdict == SKIPPED
 
 
@@ -74,22 +74,13 @@ def test_gpus_on_a_slow_network() -> None:
 
 def test_what_takes_too_long_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reduction, "BUDGET_SECONDS", 0.0)
-    (row,) = check_reduction(Peers(), MB)
+    (row,) = check_reduction(Alone(), MB)
     assert [each["size_bytes"] for each in row.figures["sizes"]] == [4 * KB]
-    assert "64 KB and above left out" in row.found
+    assert "65.5 kB and above left out" in row.found
 
 
 def test_what_takes_too_much_memory_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reduction, "_free_bytes", lambda: 8 * MB)
-    (row,) = check_reduction(Peers(), MB)
+    (row,) = check_reduction(Alone(), MB)
     assert [each["size_bytes"] for each in row.figures["sizes"]] == [4 * KB, 64 * KB]
-    assert "1 MB and above left out: they take 32 MB of memory" in row.found
-
-
-def test_sizes_as_text() -> None:
-    assert [size_text(n) for n in (100, 4 * KB, 64 * MB, 2**31)] == [
-        "100 B",
-        "4 KB",
-        "64 MB",
-        "2 GB",
-    ]
+    assert "1.05 MB and above left out: they take 33.6 MB of memory" in row.found

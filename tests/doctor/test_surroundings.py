@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from replicax.doctor.peers import Peers
+from replicax.core.job import Alone
 from replicax.doctor.row import OK, PROBLEM, SKIPPED, WARNING
 from replicax.doctor.surroundings import check_surroundings, judge_surroundings, surroundings
 
@@ -18,7 +18,7 @@ def one(**changed: Any) -> dict[str, Any]:
 
 
 def test_one_process_has_nothing_to_compare() -> None:
-    (row,) = check_surroundings(Peers(), {})
+    (row,) = check_surroundings(Alone(), {})
     assert row.verdict == SKIPPED
 
 

@@ -27,18 +27,18 @@ def loss(model: dict[str, jax.Array], batch: dict[str, jax.Array], key: jax.Arra
 
 
 def main(path: str) -> None:
-    rx.initialize()
+    job = rx.initialize()
     numbers = np.random.default_rng(0)
     x = numbers.normal(size=(ROWS, 8)).astype(np.float32)
     source = {"x": x, "y": (x[:, :4] + x[:, 4:]).argmax(axis=1).astype(np.int32)}
-    dp = rx.DataParallel(loss, optax.adamw(1e-2))
+    dp = rx.DataParallel(loss, optax.adamw(1e-2), job=job)
     state = dp.init(make_model())
     for _ in range(EPOCHS):
         for batch in dp.feed(source, batch_size=16):  # the last of an epoch has 3 rows
             state, metrics = dp.step(state, batch)
     assert jax.device_count() == 2
-    print(f"process {jax.process_index()} of {jax.process_count()}: {float(metrics['loss']):.6f}")
-    if jax.process_index() == 0:
+    print(f"process {job.process} of {job.processes}: {float(metrics['loss']):.6f}")
+    if job.process == 0:
         np.savez(path, **{name: np.asarray(value) for name, value in dp.model(state).items()})
 
 

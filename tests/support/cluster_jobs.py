@@ -3,18 +3,22 @@
 import contextlib
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from support.waiting import HANG_SECONDS, until
+
 from replicax.cluster.hub import Hub
+from replicax.cluster.job import Linked
 from replicax.cluster.link import Link
 from replicax.cluster.meeting import meet, open_hub
 from replicax.cluster.patience import Patience
 from replicax.cluster.place import Place
+from replicax.cluster.pulse import Pulse
 from replicax.cluster.verdict import Verdict
 from replicax.cluster.wire import Message, Wire
+from replicax.core.in_flight import InFlight
 
 VERSIONS = {"python": "3.13.1", "jax": "0.10.2"}
 
@@ -31,15 +35,6 @@ def place(process: int, processes: int, port: int, job: str = "ours") -> Place:
     return Place(process, processes, address, job, None, None, None, "test", {})
 
 
-def until(true: Callable[[], Any], seconds: float = 5.0) -> Any:
-    """What `true` gives once that is true; an error after `seconds`."""
-    deadline = time.monotonic() + seconds
-    while not (value := true()):
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.005)
-    return value
-
-
 class Process:
     """A thread's part in a job."""
 
@@ -48,7 +43,9 @@ class Process:
     ) -> None:
         self.process, self.go, self.wire, self._over = process, go, wire, over
         self.stopped: Future[Verdict] = Future()
-        self.link = Link(wire, process, go["names"], patience, self.stopped.set_result)
+        pulse = Pulse(InFlight())
+        self.link = Link(wire, process, go["names"], patience, pulse, self.stopped.set_result)
+        self.job = Linked(place(process, self.link.processes, 0), self.link)
 
     def gather(self, topic: str, value: Any) -> list[Any]:
         """As the link's, and without waiting any longer once the test is over."""
@@ -56,7 +53,7 @@ class Process:
 
     def reason(self) -> str:
         """Why it was stopped."""
-        return self.stopped.result(timeout=5.0).reason
+        return self.stopped.result(timeout=HANG_SECONDS).reason
 
 
 class Job:
@@ -102,15 +99,32 @@ class Job:
     def start(self) -> list[Process]:
         """All come, in the wrong order."""
         coming = [self.come(process) for process in reversed(range(self.processes))]
-        return [future.result(timeout=5.0) for future in reversed(coming)]
+        return [future.result(timeout=HANG_SECONDS) for future in reversed(coming)]
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         return self._threads.submit(function, *arguments)
 
     def stranger(self) -> socket.socket:
-        connected = socket.create_connection(("127.0.0.1", self.port), timeout=5.0)
+        connected = socket.create_connection(("127.0.0.1", self.port), timeout=HANG_SECONDS)
         self._closing.callback(connected.close)
         return connected
+
+    @contextlib.contextmanager
+    def hub_asleep(self) -> Iterator[None]:
+        """Within this context the hub does nothing, as in a process that was stopped."""
+        assert self.hub is not None
+        asleep, awake = threading.Event(), threading.Event()
+
+        def sleep() -> None:
+            asleep.set()
+            awake.wait(HANG_SECONDS)
+
+        self.hub._loop.call_soon_threadsafe(sleep)
+        assert asleep.wait(HANG_SECONDS)
+        try:
+            yield
+        finally:
+            awake.set()
 
     def close(self) -> None:
         self._over.set()
@@ -119,7 +133,7 @@ class Job:
 
 @contextlib.contextmanager
 def opened(
-    processes: int, *, silent_seconds: float = 5.0, timeout_seconds: float = 5.0
+    processes: int, *, silent_seconds: float = 5.0, timeout_seconds: float = HANG_SECONDS
 ) -> Iterator[Job]:
     """A job whose hub serves; no thread of it is left at the end."""
     before = set(threading.enumerate())

@@ -78,7 +78,8 @@ def digest(model: Any) -> str:
 
 
 def main() -> None:
-    rx.initialize(timeout_seconds=ABSENT_SECONDS if FAULT == "absent" else START_SECONDS)
+    timeout_seconds = ABSENT_SECONDS if FAULT == "absent" else START_SECONDS
+    job = rx.initialize(timeout_seconds=timeout_seconds)
     numbers = np.random.default_rng(0)
     model = {
         "w": numbers.normal(size=(8, 16)).astype(np.float32),
@@ -89,7 +90,7 @@ def main() -> None:
         "y": numbers.normal(size=ROWS).astype(np.float32),
     }
     rate = 1e-2 if FAULT == "learning-rate" and WRONG else 1e-3
-    dp = rx.DataParallel(loss, optax.adamw(rate), mode="shard_map")
+    dp = rx.DataParallel(loss, optax.adamw(rate), mode="shard_map", job=job)
     state = dp.init(model)
     if FAULT == "steps":
         (FOLDER / f"ready-{ME}").touch()

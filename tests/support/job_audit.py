@@ -16,9 +16,9 @@ from replicax.cluster.failure import end
 
 def main() -> None:
     """Twelve steps with an audit every four; the weights' norm at the end."""
-    rx.initialize(verbose=False)
+    job = rx.initialize(verbose=False)
     process, step, on_divergence = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    dp = rx.DataParallel(loss, optax.adamw(1e-2), mode="shard_map")
+    dp = rx.DataParallel(loss, optax.adamw(1e-2), mode="shard_map", job=job)
     state = dp.init(model())
     device = [each for each in jax.devices() if each.process_index == process][-1]
     leaf = leaf_names(state).index("params['in']")

@@ -22,10 +22,10 @@ def source(epoch: int) -> dict[str, np.ndarray]:
 
 def main() -> None:
     """What was skipped, and the weights' norm after each epoch."""
-    rx.initialize(verbose=False)
-    dp = rx.DataParallel(loss, optax.adamw(1e-2), mode="shard_map")
+    job = rx.initialize(verbose=False)
+    dp = rx.DataParallel(loss, optax.adamw(1e-2), mode="shard_map", job=job)
     state = dp.init(model())
-    dp, bad, step = guarded(dp, state), BadSteps(2), 0
+    dp, bad, step = guarded(dp, state), BadSteps(2, job), 0
     for epoch in range(4):
         for batch in dp.feed(source(epoch), 8, epoch=epoch):
             state, metrics = dp.step(state, batch)

@@ -18,6 +18,7 @@ from flax import nnx
 
 import replicax as rx
 from replicax.analysis.hlo import instructions
+from replicax.core.job import Job
 
 ROWS, FEATURES, STEPS_OF_AN_EPOCH = 51, 6, 4
 BATCH = 16
@@ -72,13 +73,13 @@ def train(source: Any, mesh: Any = None, **options: Any) -> dict[str, Any]:
     }
 
 
-def train_network(mesh: Any = None) -> list[float]:
+def train_network(mesh: Any = None, job: Job | None = None) -> list[float]:
     """The weights of an NNX network with Dropout, which holds random keys, after an epoch."""
 
     def network_loss(network: Any, batch: Any, key: Any) -> Any:
         return (network(batch["x"])[:, 0] - batch["y"]) ** 2
 
-    dp = rx.DataParallel(network_loss, optax.adamw(1e-2), mesh=mesh, mode="exact")
+    dp = rx.DataParallel(network_loss, optax.adamw(1e-2), mesh=mesh, mode="exact", job=job)
     rngs = nnx.Rngs(0)
     layers = [nnx.Linear(FEATURES, 16, rngs=rngs), nnx.Dropout(0.5, rngs=rngs), nnx.relu]
     state = dp.init(nnx.Sequential(*layers, nnx.Linear(16, 1, rngs=rngs)))
@@ -132,24 +133,24 @@ def own_arrays() -> dict[str, np.ndarray]:
     return {name: leaf[cut] for name, leaf in DATA.items()}
 
 
-CASES: dict[str, Callable[[], dict[str, Any]]] = {
-    "jit": lambda: train(DATA),
-    "shard_map": lambda: train(DATA, mode="shard_map"),
-    "micro-batches": lambda: train(DATA, accumulate=3),
-    "micro-batches, shard_map": lambda: train(DATA, accumulate=3, mode="shard_map"),
-    "exact": lambda: train(DATA, mode="exact"),
-    "zero1": lambda: train(DATA, layout="zero1"),
-    "fsdp": lambda: train(DATA, layout="fsdp"),
-    "grain": lambda: train(grain.MapDataset.source(Rows())),
-    "uneven loaders": lambda: train(rx.PerProcess(Own())),
-    "uneven loaders, shard_map": lambda: train(rx.PerProcess(Own()), mode="shard_map"),
-    "own arrays": lambda: train(rx.PerProcess(own_arrays())),
+CASES: dict[str, Callable[[Job], dict[str, Any]]] = {
+    "jit": lambda job: train(DATA, job=job),
+    "shard_map": lambda job: train(DATA, mode="shard_map", job=job),
+    "micro-batches": lambda job: train(DATA, accumulate=3, job=job),
+    "micro-batches, shard_map": lambda job: train(DATA, accumulate=3, mode="shard_map", job=job),
+    "exact": lambda job: train(DATA, mode="exact", job=job),
+    "zero1": lambda job: train(DATA, layout="zero1", job=job),
+    "fsdp": lambda job: train(DATA, layout="fsdp", job=job),
+    "grain": lambda job: train(grain.MapDataset.source(Rows()), job=job),
+    "uneven loaders": lambda job: train(rx.PerProcess(Own()), job=job),
+    "uneven loaders, shard_map": lambda job: train(rx.PerProcess(Own()), mode="shard_map", job=job),
+    "own arrays": lambda job: train(rx.PerProcess(own_arrays()), job=job),
 }
 
 
-def reductions() -> list[str]:
+def reductions(job: Job) -> list[str]:
     """The shape of each reduction in a step of mode `shard_map`."""
-    dp = rx.DataParallel(loss, optax.adamw(1e-2), mode="shard_map")
+    dp = rx.DataParallel(loss, optax.adamw(1e-2), mode="shard_map", job=job)
     compiled = dp.lower(model(), {name: leaf[:BATCH] for name, leaf in DATA.items()}).compile()
     return [
         each.shape for each in instructions(compiled.as_text()) if each.opcode.startswith("all-")
@@ -158,10 +159,10 @@ def reductions() -> list[str]:
 
 def main() -> None:
     """As one process of a job."""
-    rx.initialize(verbose=False)
-    results: dict[str, Any] = {name: case() for name, case in CASES.items()}
-    results["reductions"] = reductions()
-    results["network"] = train_network()
+    job = rx.initialize(verbose=False)
+    results: dict[str, Any] = {name: case(job) for name, case in CASES.items()}
+    results["reductions"] = reductions(job)
+    results["network"] = train_network(job=job)
     if jax.process_index() == 0:
         Path(sys.argv[1]).write_text(json.dumps(results))
 

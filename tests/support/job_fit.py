@@ -8,30 +8,28 @@ import threading
 import time
 from pathlib import Path
 
-import jax
 import numpy as np
 import optax
 from support.job_cases import DATA, loss, model
 
 import replicax as rx
-from replicax.cluster.pulse import PULSE
+from replicax.core.job import Job
 
 
-def interrupt(steps: int) -> None:
+def interrupt(job: Job, steps: int) -> None:
     """Send this process a Ctrl-C after so many steps."""
-    while PULSE.stand(rx.Patience()).begun < steps:
+    while job.in_flight.begun < steps:
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGINT)
 
 
 def main() -> None:
     """Steps of this process from `STEPS` (of each process, by commas), Ctrl-C in `INTERRUPTED`."""
-    rx.initialize(verbose=False)
-    process = jax.process_index()
-    steps = [int(number) for number in sys.argv[1].split(",")][process]
-    if sys.argv[3] == str(process):
-        threading.Thread(target=interrupt, args=[20], daemon=True).start()
-    dp = rx.DataParallel(loss, optax.adamw(1e-3))
+    job = rx.initialize(verbose=False)
+    steps = [int(number) for number in sys.argv[1].split(",")][job.process]
+    if sys.argv[3] == str(job.process):
+        threading.Thread(target=interrupt, args=[job, 20], daemon=True).start()
+    dp = rx.DataParallel(loss, optax.adamw(1e-3), job=job)
     state = dp.init(model())
     result = rx.fit(
         dp,

@@ -41,9 +41,9 @@ def watch(told: Any, stop: int) -> None:
 
 def main() -> None:
     """Train, as far as it goes; exit with what `fit` says."""
-    rx.initialize(verbose=False)
+    job = rx.initialize(verbose=False)
     folder, mode, steps, stop = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-    dp = rx.DataParallel(loss, optax.adamw(1e-3), mode=mode)
+    dp = rx.DataParallel(loss, optax.adamw(1e-3), mode=mode, job=job)
     state = dp.init(model())
     with (folder / "told.jsonl").open("a") as told:
         watch(told, stop)

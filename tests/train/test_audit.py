@@ -20,10 +20,9 @@ from support.processes import SUPPORT, Ended, run_job
 import replicax as rx
 from replicax.core.digest import sha256
 from replicax.core.sources import as_source
-from replicax.train.guarded import NOT_FINITE
 from replicax.errors import ConfigError, DivergedError, ReplicasDifferError
 from replicax.train.audit import Audit, Place
-from replicax.train.guarded import guarded
+from replicax.train.guarded import NOT_FINITE, guarded
 from replicax.train.snapshot import Snapshot
 
 CASE = CASES["linen"]

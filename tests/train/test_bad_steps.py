@@ -12,10 +12,10 @@ from support.processes import SUPPORT, run_job
 import replicax as rx
 from replicax.core.batch import Batch, pad
 from replicax.core.in_flight import STEPS_IN_FLIGHT
-from replicax.train.guarded import NOT_FINITE, SPIKE
+from replicax.core.job import Alone
 from replicax.errors import ConfigError, DivergedError
 from replicax.train.bad_steps import BadSteps
-from replicax.train.guarded import guarded
+from replicax.train.guarded import NOT_FINITE, SPIKE, guarded
 from replicax.train.records import Record
 
 
@@ -45,7 +45,7 @@ def run_of(kind: str, first: int, count: int) -> dict[int, str]:
 
 
 def test_a_skipped_step_is_recorded_with_its_real_examples() -> None:
-    bad = BadSteps(9)
+    bad = BadSteps(9, Alone())
     (record,) = follow(bad, {118: "good", 119: "good", 120: "nan", 121: "good"})
     assert (record.kind, record.step, record.epoch, record.rows) == ("skip", 120, 1, 3)
     assert set(record.metrics) == {"loss"}
@@ -54,14 +54,14 @@ def test_a_skipped_step_is_recorded_with_its_real_examples() -> None:
 
 
 def test_a_spike_is_told_from_a_loss_that_is_not_finite() -> None:
-    bad = BadSteps(9)
+    bad = BadSteps(9, Alone())
     spike, nan = follow(bad, {1: "spike", 2: "nan", 3: "good"}, spikes=True)
     assert spike.metrics == {"loss": 9.0, "spike": 1.0}
     assert set(nan.metrics) == {"loss"}
 
 
 def test_verdicts_are_taken_out_and_read_late() -> None:
-    bad = BadSteps(9)
+    bad = BadSteps(9, Alone())
     for step in range(1, STEPS_IN_FLIGHT + 1):
         given = metrics("nan", spikes=True)
         assert bad.after(step, 0, batch(step), given) == []
@@ -76,7 +76,7 @@ def test_verdicts_are_taken_out_and_read_late() -> None:
 
 @pytest.mark.parametrize("most", [1, 2, 5])
 def test_too_many_in_a_row_end_the_run(most: int) -> None:
-    bad = BadSteps(most)
+    bad = BadSteps(most, Alone())
     records = follow(bad, run_of("nan", 120, most - 1) | {119 + most: "good"})
     bad.check()
     assert len(records) == most - 1
@@ -92,7 +92,7 @@ def test_too_many_in_a_row_end_the_run(most: int) -> None:
 
 
 def test_a_good_step_ends_the_row() -> None:
-    bad = BadSteps(2)
+    bad = BadSteps(2, Alone())
     kinds = {step: "nan" if step % 2 else "good" for step in range(20)}
     assert len(follow(bad, kinds)) == 10
     bad.check()
@@ -100,18 +100,18 @@ def test_a_good_step_ends_the_row() -> None:
 
 
 def test_spikes_count_too_and_are_named() -> None:
-    bad = BadSteps(2)
+    bad = BadSteps(2, Alone())
     follow(bad, {1: "spike", 2: "spike"}, spikes=True)
     with pytest.raises(DivergedError, match=r"^the loss was far above those before in 2 steps"):
         bad.check()
-    bad = BadSteps(2)
+    bad = BadSteps(2, Alone())
     follow(bad, {1: "spike", 2: "nan"}, spikes=True)
     with pytest.raises(DivergedError, match="above those before, or it or its gradient was not"):
         bad.check()
 
 
 def test_a_resumed_row_goes_on() -> None:
-    bad = BadSteps(4)
+    bad = BadSteps(4, Alone())
     bad.in_a_row = 2
     bad.check()
     follow(bad, run_of("nan", 7, 2))
@@ -120,7 +120,7 @@ def test_a_resumed_row_goes_on() -> None:
 
 
 def test_steps_to_be_done_again_are_forgotten() -> None:
-    bad = BadSteps(3)
+    bad = BadSteps(3, Alone())
     for step in (5, 6, 7):
         bad.after(step, 0, batch(step), metrics("nan"))
     bad.rewind(1)
@@ -131,7 +131,7 @@ def test_steps_to_be_done_again_are_forgotten() -> None:
 
 
 def test_many_examples_are_named_in_part() -> None:
-    bad = BadSteps(1)
+    bad = BadSteps(1, Alone())
     bad.after(1, 0, batch(1, rows=64, size=64), metrics("nan"))
     (record,) = bad.settle()
     assert record.examples == tuple(range(73, 9, -1))
@@ -141,7 +141,7 @@ def test_many_examples_are_named_in_part() -> None:
 
 def test_at_least_one_step_is_bad_before_the_end() -> None:
     with pytest.raises(ConfigError, match="max_bad_steps=0"):
-        BadSteps(0)
+        BadSteps(0, Alone())
 
 
 def test_the_steps_of_a_twin_are_followed() -> None:
@@ -154,7 +154,7 @@ def test_the_steps_of_a_twin_are_followed() -> None:
     x[[17, 40]] = np.nan
     dp = rx.DataParallel(loss, optax.sgd(0.1), mode="shard_map")
     state = dp.init({"w": jnp.float32(0.5)})
-    dp, bad, records = guarded(dp, state), BadSteps(3), []
+    dp, bad, records = guarded(dp, state), BadSteps(3, Alone()), []
     step = 0
     for epoch in range(3):
         for each in dp.feed({"x": x}, 8, shuffle=True, seed=3, epoch=epoch):

@@ -52,6 +52,7 @@ def opened(folder: Path, said: list[str], accept: bool = False) -> Run:
         folder,
         CONFIG,
         SAVING,
+        Alone(),
         accept_changes=accept,
         state=state_at(0),
         seed=0,

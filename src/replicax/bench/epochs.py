@@ -6,7 +6,7 @@ from typing import Any
 
 from replicax.core.batch import Batch
 from replicax.core.data_parallel import DataParallel
-from replicax.core.job import Alone, Job
+from replicax.core.job import Job
 from replicax.core.sources import IterableSource, Source, as_source, can_shuffle
 from replicax.errors import ConfigError
 
@@ -45,7 +45,7 @@ class Epochs:
             close()
 
 
-def check_source(source: Any, batch_size: int, job: Job = Alone()) -> bool:
+def check_source(source: Any, batch_size: int, job: Job) -> bool:
     """Whether `source` can be cut into batches of any size.
 
     Raises:

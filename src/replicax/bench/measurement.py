@@ -15,6 +15,7 @@ from replicax.bench.display import Display
 from replicax.bench.epochs import Epochs
 from replicax.bench.runner import Runner
 from replicax.core.data_parallel import DataParallel
+from replicax.core.job import Job
 from replicax.core.layout import Layout
 from replicax.core.mesh import make_mesh
 from replicax.core.objective import LossFunction
@@ -34,6 +35,7 @@ class Subject:
     accumulate: int
     precision: str
     seed: int
+    job: Job
 
     def data_parallel(self, case: Case) -> DataParallel:
         """The step of `case`, on the first of the attached devices."""
@@ -45,6 +47,7 @@ class Subject:
             layout=self.layout,
             accumulate=self.accumulate,
             precision=self.precision,
+            job=self.job,
         )
 
 

@@ -27,6 +27,7 @@ from replicax.bench.notes import (
 )
 from replicax.bench.result import Bench
 from replicax.bench.timing import environment
+from replicax.core.job import Alone, Job
 from replicax.core.layout import Layout, layout_name
 from replicax.core.mesh import make_mesh
 from replicax.core.modes import check_mode
@@ -52,6 +53,7 @@ def bench(
     rounds: int = 5,
     pin: bool = False,
     seed: int = 0,
+    job: Job | None = None,
     tokens_per_row: int | None = None,
     progress: bool = True,
 ) -> Bench:
@@ -81,6 +83,7 @@ def bench(
         pin: whether a host device has one processor core to itself; without it one device uses all
             of them, and a second one adds nothing.
         seed: of the initial state, the order of the rows, and that of the cases in a round.
+        job: as for `DataParallel`.
         tokens_per_row: where throughput is wanted in tokens, too.
         progress: whether to print what is going on.
 
@@ -88,6 +91,7 @@ def bench(
         ConfigError: arguments that cannot work, a batch too small for the devices among them.
         LossError: see `DataParallel.step`.
     """
+    job = Alone() if job is None else job
     attached = jax.devices()
     platform = attached[0].platform
     _check(modes, rounds, tokens_per_row)
@@ -100,7 +104,7 @@ def bench(
     kept, notes = modes_with_layout(modes, layout, counts)
     if pin:
         check_pinning(max(counts), platform)
-    can_be_cut = check_source(source, batch_size)
+    can_be_cut = check_source(source, batch_size, job)
     cases = all_cases(batch_size, counts, kept, weak=can_be_cut)
     notes += notes_on_cases(batch_size, cases, accumulate)
     notes += notes_on_source(can_be_cut, counts)
@@ -108,7 +112,7 @@ def bench(
         notes += notes_on_machine(max(counts), platform, pin)
 
     started = time.perf_counter()
-    subject = Subject(loss, optimizer, model, source, layout, accumulate, precision, seed)
+    subject = Subject(loss, optimizer, model, source, layout, accumulate, precision, seed, job)
     display = Display(progress, len(cases), rounds)
     measurement = Measurement(subject, own_cores() if pin else [], display)
     with contextlib.closing(measurement):

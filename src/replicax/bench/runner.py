@@ -11,7 +11,6 @@ from replicax.analysis.compiled import CompiledStep, inspect
 from replicax.analysis.flops import count_flops
 from replicax.bench.cases import Case
 from replicax.bench.epochs import Epochs
-from replicax.cluster.link import current_link
 from replicax.core.data_parallel import DataParallel
 from replicax.core.update import TrainState
 
@@ -58,7 +57,8 @@ class Runner:
             started = time.perf_counter()
             state, _ = jax.block_until_ready(self.dp.step(state, next(self.batches)))
         seconds = time.perf_counter() - started
-        self.steps = _agreed(steps_in_a_run(seconds))
+        # Process 0's, in all processes of a job: their steps wait for each other.
+        self.steps = self.dp.job.broadcast("steps in a run", lambda: steps_in_a_run(seconds))
         self.run_seconds = (UNMEASURED_STEPS + self.steps) * seconds
         memory = self.compiled.step.memory
         if memory is not None:
@@ -89,12 +89,6 @@ class Runner:
 def steps_in_a_run(seconds_per_step: float) -> int:
     """As many as take about `RUN_SECONDS`."""
     return min(max(round(RUN_SECONDS / seconds_per_step), FEWEST_STEPS), MOST_STEPS)
-
-
-def _agreed(steps: int) -> int:
-    """Process 0's, in all processes of a job: their steps wait for each other."""
-    link = current_link()
-    return steps if link is None else int(link.gather(link.unique("steps in a run"), steps)[0])
 
 
 def own_peak(

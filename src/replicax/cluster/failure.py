@@ -12,9 +12,10 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from replicax.cluster import variables
-from replicax.cluster.link import Link, current_link
+from replicax.cluster.job import Linked, current_job
+from replicax.cluster.link import Link
 from replicax.cluster.patience import Patience
-from replicax.cluster.pulse import PULSE
+from replicax.cluster.pulse import Pulse
 from replicax.cluster.verdict import SAVED, Verdict
 from replicax.errors import AgreementError
 
@@ -39,10 +40,10 @@ def before_stopping(say: Callable[[Verdict], None]) -> None:
     _last_words.append(say)
 
 
-def stop_now(process: int, verdict: Verdict) -> None:
+def stop_now(process: int, pulse: Pulse, verdict: Verdict) -> None:
     """End this process because of `verdict`, whatever its main thread waits for."""
     if verdict.stacks:
-        _print(f"replicax: process {process} {PULSE.stand(Patience())}; its Python stacks:")
+        _print(f"replicax: process {process} {pulse.stand(Patience())}; its Python stacks:")
         with contextlib.suppress(Exception):  # a stderr without a file, in a notebook
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
     if process in verdict.blames:
@@ -68,7 +69,7 @@ def stop_all_now(reason: str, code: int = SAVED) -> NoReturn:
         reason: one line, which each process says.
         code: the exit code; `SAVED` where nothing was lost.
     """
-    link = current_link()
+    link = _link()
     if link is not None and link.stop_all(reason, code) is not None:
         time.sleep(_ENDING_SECONDS)  # the link's thread ends this process meanwhile
     told = os.environ.get(variables.PROCESS_ID)
@@ -83,27 +84,53 @@ def report(error: BaseException) -> Verdict | None:
     Returns:
         Why it really ends, where that is not a fault of its own.
     """
-    link = current_link()
+    link = _link()
+    process = _own_process(link)
     text = _one_line(f"{type(error).__name__}: {error}")
-    if isinstance(error, AgreementError) or link is None:  # then the others know, or cannot
-        write_failure(_own_process(link), text, blames=None)
-        if link is not None:
-            link.part()
+    verdict = None
+    if link is not None and isinstance(error, AgreementError):  # then the others know
+        link.part()
+    else:
+        verdict = fail(text, collateral=is_collateral(error))
+    if verdict is None:
+        write_failure(process, text, blames=None)
+    else:
+        _print(f"replicax: process {process} stops: {verdict.reason}")
+        _write_verdict(process, verdict)
+    return verdict
+
+
+def fail(error: str, *, collateral: bool) -> Verdict | None:
+    """Tell the other processes, if there are any, that this one fails.
+
+    Args:
+        error: one line.
+        collateral: whether it looks like another's fault.
+
+    Returns:
+        Why all stop, if that is another's fault.
+    """
+    link = _link()
+    if link is None:
         return None
-    collateral = type(error).__name__ in _COLLATERAL_TYPES
-    verdict = link.verdict or link.fail(text, collateral=collateral)
-    if verdict and link.process not in verdict.blames:
-        _print(f"replicax: process {link.process} stops: {verdict.reason}")
-        _write_verdict(link.process, verdict)
-        return verdict
-    write_failure(link.process, text, blames=None)
-    return None
+    verdict = link.verdict or link.fail(error, collateral=collateral)
+    return verdict if verdict and link.process not in verdict.blames else None
+
+
+def is_collateral(error: BaseException) -> bool:
+    """Return whether `error` looks like another process's fault."""
+    return type(error).__name__ in _COLLATERAL_TYPES
+
+
+def has_joined() -> bool:
+    """Return whether other processes may wait for this one."""
+    return _link() is not None
 
 
 def end(error: BaseException, code: int) -> None:
     """Report `error`, and where others would be waited for, end the process with `code`."""
     verdict = report(error)
-    if current_link() is not None:
+    if has_joined():
         leave_at_once(verdict.code if verdict else code)
 
 
@@ -130,7 +157,7 @@ def write_failure(process: int, error: str, *, blames: list[int] | None) -> None
         "process": process,
         "time": time.time(),
         "error": error,
-        "step": PULSE.stand(Patience()).finished,
+        "step": _finished_steps(),
         "blames": blames,
     }
     with contextlib.suppress(OSError), open(path, "x") as file:
@@ -153,6 +180,19 @@ def _write_verdict(process: int, verdict: Verdict) -> None:
 def _one_line(text: str) -> str:
     line = " ".join(text.split())
     return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}..."
+
+
+def _link() -> Link | None:
+    job = current_job()
+    return job.link if isinstance(job, Linked) else None
+
+
+def _finished_steps() -> int:
+    job = current_job()
+    if job is None:
+        return 0
+    job.in_flight.look()
+    return job.in_flight.finished
 
 
 def _own_process(link: Link | None) -> int:

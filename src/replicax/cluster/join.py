@@ -14,18 +14,18 @@ import jax
 from replicax.cluster.accelerators import deal, visible_gpus
 from replicax.cluster.address import join_address, split_address
 from replicax.cluster.failure import leave_at_once, stop_now, watch_exceptions
-from replicax.cluster.link import Link, current_link, set_link
+from replicax.cluster.job import ClusterJob, Linked, Lone, current_job, set_job
+from replicax.cluster.link import Link
 from replicax.cluster.meeting import is_loopback, meet, open_hub
 from replicax.cluster.patience import Patience, find_patience
 from replicax.cluster.place import Place, find_place
-from replicax.cluster.pulse import PULSE
+from replicax.cluster.pulse import Pulse
 from replicax.cluster.wire import Message
+from replicax.core.in_flight import InFlight
 from replicax.errors import ClusterError
 
 _PACKAGES = ("replicax", "jax", "jaxlib", "numpy", "optax", "flax")
 _DAY_SECONDS = 86_400
-
-_place: Place | None = None
 
 
 def initialize(
@@ -38,14 +38,14 @@ def initialize(
     timeout_seconds: float = 300.0,
     patience: Patience | None = None,
     verbose: bool = True,
-) -> Place:
-    """Join the other processes of this job, wherever the environment says that there are some.
+) -> ClusterJob:
+    """Join the other processes of this job, if the environment says that there are some.
 
-    Call it first in the program. It reads Slurm, Open MPI, Kubernetes (indexed jobs), TPU pods,
-    `RANK`/`WORLD_SIZE`/`MASTER_ADDR` and `REPLICAX_*`, in a lone process it does nothing, and a
-    second call gives back what the first one found. Afterwards `jax.devices()` are those of all
-    processes. From then on a process that is lost, stuck, or different from the others ends all of
-    them, each with the cause on stderr.
+    Call it first in the program, and hand the job that it returns to `rx.DataParallel`. It reads
+    Slurm, Open MPI, Kubernetes (indexed jobs), TPU pods, `RANK`/`WORLD_SIZE`/`MASTER_ADDR` and
+    `REPLICAX_*`; a lone process is a job of its own, and a second call returns the first one's.
+    Afterwards `jax.devices()` are those of all processes. From then on a process that is lost,
+    stuck, or different from the others ends all of them, each with the cause on stderr.
 
     Args:
         coordinator: `host:port` where process 0 listens and the others find it.
@@ -58,14 +58,18 @@ def initialize(
         patience: with a process that makes no progress.
         verbose: whether process 0 says on stderr what was found, and from where.
 
+    Returns:
+        The job: `process`, `processes`, what `DataParallel` asks of it, and `place`, which tells
+        what was found and what decided it.
+
     Raises:
         ConfigError: a variable or an argument that is missing, wrong, or contradicts another.
         ClusterError: another process cannot be reached, never came, or refuses this one.
         AgreementError: the processes have different versions of Python, JAX or Replicax.
     """
-    global _place
-    if _place is not None:
-        return _place
+    earlier = current_job()
+    if earlier is not None and (earlier.processes == 1 or jax.distributed.is_initialized()):
+        return earlier
     patience = find_patience(os.environ) if patience is None else patience
     place = find_place(
         os.environ,
@@ -79,12 +83,13 @@ def initialize(
         _say(place.line())
     if place.processes > 1:
         watch_exceptions()
-        _join(place, patience, timeout_seconds)
-    _place = place
-    return place
+        return _join(place, patience, timeout_seconds)
+    lone = Lone(place)
+    set_job(lone)
+    return lone
 
 
-def _join(place: Place, patience: Patience, timeout_seconds: float) -> None:
+def _join(place: Place, patience: Patience, timeout_seconds: float) -> Linked:
     if jax.distributed.is_initialized():
         raise ClusterError(
             "jax.distributed.initialize() was called before rx.initialize(), which calls it "
@@ -100,14 +105,15 @@ def _join(place: Place, patience: Patience, timeout_seconds: float) -> None:
         "local_devices": place.local_devices,
     }
     wire, prepared = meet(place, told, timeout_seconds, _say)
-    PULSE.reset()  # how long ago Replicax was imported is nobody's concern
-    stop = partial(stop_now, place.process)
-    link = Link(wire, place.process, prepared["names"], patience, stop)
-    set_link(link)
+    pulse = Pulse(InFlight())
+    stop = partial(stop_now, place.process, pulse)
+    job = Linked(place, Link(wire, place.process, prepared["names"], patience, pulse, stop))
+    set_job(job)
     _start_jax(place, prepared, timeout_seconds)
     for held_port in held:
         held_port.close()
-    atexit.register(_leave)  # after JAX's own, hence before it: that one waits for everybody
+    atexit.register(_leave, job.link)  # after JAX's, hence before it: that waits for everybody
+    return job
 
 
 def _start_jax(place: Place, prepared: Message, timeout_seconds: float) -> None:
@@ -175,10 +181,7 @@ def _installed(package: str) -> str:
         return "not installed"
 
 
-def _leave() -> None:
-    link = current_link()
-    if link is None:
-        return
+def _leave(link: Link) -> None:
     if link.verdict is not None:
         leave_at_once(link.verdict.code)
     link.leave()

@@ -1,6 +1,5 @@
 """This process's connection to the others of its job, by way of process 0."""
 
-import collections
 import contextlib
 import dataclasses
 import threading
@@ -9,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from replicax.cluster.patience import Patience
-from replicax.cluster.pulse import PULSE
+from replicax.cluster.pulse import Pulse
 from replicax.cluster.verdict import Verdict
 from replicax.cluster.wire import Message, Wire
 
@@ -27,6 +26,7 @@ class Link:
         process: this one.
         names: of all processes, in order, as people would want them named.
         patience: with the others.
+        pulse: of this process.
         on_stop: called once, in the link's thread, with why all stop.
     """
 
@@ -36,15 +36,16 @@ class Link:
         process: int,
         names: Sequence[str],
         patience: Patience,
+        pulse: Pulse,
         on_stop: Callable[[Verdict], None],
     ) -> None:
         self.process, self.processes = process, len(names)
+        self.pulse = pulse
         self.verdict: Verdict | None = None
         self._wire, self._patience, self._on_stop = wire, patience, on_stop
         self._hub = names[0]
         self._awaited: set[str] = set()
         self._gathered: dict[str, list[Any]] = {}
-        self._uses: collections.Counter[str] = collections.Counter()
         self._changed = threading.Condition()
         self._leaving = self._failing = False
         self._thread = threading.Thread(target=self._run, name="replicax-link", daemon=True)
@@ -54,7 +55,7 @@ class Link:
         self,
         topic: str,
         value: Any,
-        cancelled: Callable[[], bool] = lambda: False,
+        cancelled: Callable[[], bool] | None = None,
         patience_seconds: float | None = None,
     ) -> list[Any]:
         """`value` of every process, in order, once all have given theirs on `topic`.
@@ -70,7 +71,7 @@ class Link:
             self._awaited.add(topic)
         self._wire.send({"gather": topic, "value": value, "patience_seconds": patience_seconds})
         with self._changed:
-            while topic not in self._gathered and not cancelled():
+            while topic not in self._gathered and not (cancelled and cancelled()):
                 self._changed.wait(timeout=0.1)
             self._awaited.discard(topic)
             values = self._gathered.pop(topic, None)
@@ -80,11 +81,6 @@ class Link:
         with contextlib.suppress(OSError):
             self._wire.send({"withdraw": topic})
         return []
-
-    def unique(self, topic: str) -> str:
-        """`topic` with a number: the same in all processes that ask as often, in the same order."""
-        self._uses[topic] += 1
-        return f"{topic} ({self._uses[topic]})"
 
     def fail(self, error: str, *, collateral: bool) -> Verdict | None:
         """Tell the others that this process fails with `error`.
@@ -141,7 +137,7 @@ class Link:
             try:
                 if looked_at > beat_at:
                     beat_at = looked_at + self._patience.beat_seconds
-                    self._wire.send({"beat": dataclasses.asdict(PULSE.stand(self._patience))})
+                    self._wire.send({"beat": dataclasses.asdict(self.pulse.stand(self._patience))})
                 for message in self._wire.receive(self._patience.beat_seconds / 4):
                     heard_at = time.monotonic()
                     self._take(message)
@@ -154,7 +150,7 @@ class Link:
             now = time.monotonic()
             if now - looked_at > self._patience.silent_seconds / 2:  # we were frozen ourselves
                 heard_at += now - looked_at
-                PULSE.forgive(now - looked_at)
+                self.pulse.forgive(now - looked_at)
             looked_at = now
             if now - heard_at > self._patience.silent_seconds:
                 silent = f"{self._hub} gave no sign of life for {now - heard_at:.0f} s"
@@ -178,17 +174,3 @@ class Link:
             self._changed.notify_all()
         if not self._failing:
             self._on_stop(verdict)
-
-
-_current: Link | None = None
-
-
-def current_link() -> Link | None:
-    """The link of this process, once it has joined others."""
-    return _current
-
-
-def set_link(link: Link | None) -> None:
-    """Make `link` that of this process."""
-    global _current
-    _current = link

@@ -25,6 +25,7 @@ from replicax.commands.data import print_data
 from replicax.commands.devices import check_alone, make_host_devices
 from replicax.commands.output import new_folder
 from replicax.commands.step import StepOptions
+from replicax.core.job import Alone
 from replicax.core.modes import MODES
 from replicax.errors import ConfigError, MissingDependencyError
 from replicax.flags import several_of, shown_as
@@ -132,7 +133,7 @@ def _over_processes(parsed: Arguments[BenchOptions], arguments: list[str]) -> No
     notes += notes_on_cases(recipe.batch_size, cases, options.accumulate)
     folder = new_folder("bench", parsed.name, options.run)
     print_data(recipe)
-    if not check_source(recipe.train_source(), recipe.batch_size):
+    if not check_source(recipe.train_source(), recipe.batch_size, Alone()):
         raise ConfigError(
             f"--processes {options.processes} with a source of whole batches; each count needs "
             "other batches: give arrays or a Grain dataset, or use --devices"

@@ -80,7 +80,7 @@ def doctor(arguments: list[str]) -> int:
     if code:
         _leave_word(examination)
     if examination.parted:
-        if examination.peers is None or examination.peers.process == 0:
+        if examination.job is None or examination.job.process == 0:
             time.sleep(PART_SECONDS)
         leave_at_once(code)  # an exit would wait for processes that have given up
     return code
@@ -101,7 +101,7 @@ def _report(done: Examination, options: DoctorOptions) -> None:
     if place is not None and place.process > 0:
         # Process 0 speaks for all, where it has heard of what they found.
         for row in done.rows:
-            untold = done.peers is None or (done.parted and row.check == done.running)
+            untold = done.job is None or (done.parted and row.check == done.running)
             if untold and row.verdict in (WARNING, PROBLEM):
                 fix = f": {row.fix}" if row.fix else ""
                 _say(f"process {place.process}, {row.check}: {row.found}{fix}")
@@ -125,7 +125,7 @@ def _leave_word(done: Examination) -> None:
     number = done.place.process if done.place else _own_number()
     if number == 0:
         write_failure(0, f"the doctor found {summary(done.rows)}", blames=None)
-    elif done.peers is not None and not done.parted:
+    elif done.job is not None and not done.parted:
         write_failure(number, "process 0 reports for all", blames=[0])
     else:
         if not done.parted:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 
 from replicax.cluster.differences import processes_text
-from replicax.doctor.peers import Peers
+from replicax.core.job import Job
 from replicax.doctor.row import OK, SKIPPED, WARNING, Row
 
 CHECK = "clocks"
@@ -16,15 +16,15 @@ Reading = tuple[float, float]
 """The clock just after the others were heard, and how long that took before; in seconds."""
 
 
-def check_clocks(peers: Peers) -> list[Row]:
+def check_clocks(job: Job) -> list[Row]:
     """The clocks of all processes against process 0's. All processes call it."""
-    if peers.processes == 1:
+    if job.processes == 1:
         return [Row(CHECK, "one process: one clock", SKIPPED)]
     reading: Reading = (time.time(), 0.0)
     rounds: list[list[Reading]] = []
     for _ in range(_ROUNDS + 1):
         started = time.monotonic()
-        rounds.append([tuple(each) for each in peers.gather("clocks", reading)])
+        rounds.append([tuple(each) for each in job.gather("the doctor's clocks", reading)])
         reading = (time.time(), time.monotonic() - started)
     return judge_clocks(rounds[1:])  # before the first, they had heard of nothing together
 

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from replicax.cluster.failure import before_stopping
-from replicax.cluster.link import current_link
+from replicax.cluster.failure import before_stopping, fail, has_joined, is_collateral
 from replicax.cluster.place import Place
 from replicax.cluster.verdict import Verdict
+from replicax.core.job import Alone, Job
 from replicax.doctor import (
     clocks,
     coordinator,
@@ -23,7 +23,6 @@ from replicax.doctor import (
     surroundings,
     versions,
 )
-from replicax.doctor.peers import Peers
 from replicax.doctor.row import OK, PROBLEM, SKIPPED, Row, combined, failed, guarded, worst
 
 PART_SECONDS = 0.5
@@ -39,7 +38,6 @@ _TOGETHER = (
 _ITS_OUTPUT = "see the output of that process"
 _ITS_LAUNCHER = "see what started it"
 _ON_DEVICES = (devices.MESH, reduction.CHECK)
-_COLLATERAL_TYPES = ("JaxRuntimeError", "XlaRuntimeError")
 
 
 class Examination:
@@ -69,7 +67,7 @@ class Examination:
     ) -> None:
         self.rows: list[Row] = []
         self.place: Place | None = None
-        self.peers: Peers | None = None
+        self.job: Job | None = None
         self.verdict: str = PROBLEM
         """Of the whole job, the same in all processes; a problem until it is known."""
         self.running = versions.CHECK
@@ -85,8 +83,8 @@ class Examination:
         """Fill `rows`, and finish."""
         self._by_itself()
         self._join()
-        if self.peers is not None:
-            self._in_company(self.peers)
+        if self.job is not None:
+            self._in_company(self.job)
         elif not self.parted:
             self._unjoined()
         self._finishing.acquire()  # and keep it: whoever has it finishes
@@ -132,47 +130,46 @@ class Examination:
         if self.place is not None and self.place.processes > 1:
             before_stopping(self._stopped)
         before = [row for row in self.rows if row.check == coordinator.CHECK]
-        rows, self.peers = joining.check_joining(self.place, before, self._timeout)
+        rows, self.job = joining.check_joining(self.place, before, self._timeout)
         self.rows += rows
-        if self.peers is None:
+        if self.job is None:
             self._part(rows)
             if self.parted:
                 self._skip_the_rest("not done: the processes have not joined")
 
-    def _in_company(self, peers: Peers) -> None:
+    def _in_company(self, job: Job) -> None:
         """What needs all processes; each runs all of it, in this order."""
         env = os.environ
         checks: dict[str, Callable[[], Sequence[Row]]] = {
-            surroundings.CHECK: lambda: surroundings.check_surroundings(peers, env),
-            clocks.CHECK: lambda: clocks.check_clocks(peers),
-            folders.CHECK: lambda: folders.check_folders(peers, self._folders),
-            devices.DEVICES: lambda: self._shared(peers, devices.check_devices(env)),
+            surroundings.CHECK: lambda: surroundings.check_surroundings(job, env),
+            clocks.CHECK: lambda: clocks.check_clocks(job),
+            folders.CHECK: lambda: folders.check_folders(job, self._folders),
+            devices.DEVICES: lambda: self._shared(job, devices.check_devices(env)),
             devices.MESH: devices.check_mesh,
-            reduction.CHECK: lambda: reduction.check_reduction(peers, self._largest),
+            reduction.CHECK: lambda: reduction.check_reduction(job, self._largest),
         }
         self._begin(joining.CHECK)
         try:
-            self.rows = self._shared(peers, self.rows)
+            self.rows = self._shared(job, self.rows)
             for check, function in checks.items():
                 self._begin(check)
-                if peers.link is not None:
+                if job.processes > 1:
                     self.rows += function()
                 elif check in _ON_DEVICES and not self._has_devices():
                     self.rows.append(Row(check, "not done: there are no devices", SKIPPED))
                 else:
                     self.rows += guarded(check, function)
-            self.verdict = peers.gather("verdict", worst(self.rows))[0]
+            self.verdict = job.gather("the doctor's verdict", worst(self.rows))[0]
         except Exception as error:  # the others wait in this check, and need to be told
             self.rows.append(failed(self.running, error))
-            self._part(self.rows[-1:], collateral=type(error).__name__ in _COLLATERAL_TYPES)
+            self._part(self.rows[-1:], collateral=is_collateral(error))
             self._skip_the_rest("not done: a check before it failed, and the processes parted")
 
     def _unjoined(self) -> None:
         """What is left to find out for a process that could not join."""
-        alone = Peers()
         why = "not done: the processes have not joined"
         self.rows += [Row(check, why, SKIPPED) for check in (surroundings.CHECK, clocks.CHECK)]
-        self._check(folders.CHECK, lambda: folders.check_folders(alone, self._folders))
+        self._check(folders.CHECK, lambda: folders.check_folders(Alone(), self._folders))
         self._check(devices.DEVICES, lambda: devices.check_devices(os.environ))
         self._skip_the_rest(why)
 
@@ -182,23 +179,25 @@ class Examination:
 
     def _begin(self, check: str) -> None:
         self.running = check
+        if self.job is not None:
+            self.job.move()
         self._show(check)
 
-    def _shared(self, peers: Peers, rows: Sequence[Row]) -> list[Row]:
+    def _shared(self, job: Job, rows: Sequence[Row]) -> list[Row]:
         """The rows of all processes as one list."""
-        values: list[list[dict[str, Any]]] = peers.gather("rows", [vars(row) for row in rows])
+        own = [vars(row) for row in rows]
+        values: list[list[dict[str, Any]]] = job.gather("the doctor's rows", own)
         return combined([[Row(**value) for value in values_of] for values_of in values])
 
     def _part(self, rows: Sequence[Row], *, collateral: bool = False) -> None:
-        """Tell the others, where there is a link, that this process fails."""
-        link = current_link()
-        if link is None:
+        """Tell the others, if there are any, that this process fails."""
+        self.parted = has_joined()
+        if not self.parted:
             return
-        self.parted = True
         problem = next((row for row in rows if row.verdict == PROBLEM), None)
         text = f"{problem.check}: {problem.found}" if problem else "the doctor failed"
-        verdict = link.fail(text, collateral=collateral)
-        if verdict is not None and link.process not in verdict.blames:
+        verdict = fail(text, collateral=collateral)
+        if verdict is not None:
             # What failed here only followed from that.
             if collateral:
                 self.rows.pop()

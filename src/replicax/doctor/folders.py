@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from replicax.cluster.differences import processes_text
-from replicax.doctor.peers import Peers
+from replicax.core.job import Job
 from replicax.doctor.row import OK, PROBLEM, WARNING, Row, Verdict
 
 CHECK = "folder"
@@ -34,7 +34,7 @@ class _Seen:
     sees_token: bool = False
 
 
-def check_folders(peers: Peers, named: Sequence[str]) -> list[Row]:
+def check_folders(job: Job, named: Sequence[str]) -> list[Row]:
     """The working directory, `runs/` and the folders that the user named. All processes call it.
 
     Process 0 writes a file with random contents into each, the others look for it, and then it is
@@ -42,7 +42,7 @@ def check_folders(peers: Peers, named: Sequence[str]) -> list[Row]:
     """
     rows = []
     for folder in dict.fromkeys([".", "runs", *named]):
-        seen = _look_at(peers, Path(folder))
+        seen = _look_at(job, Path(folder))
         rows += judge_folder(folder, seen, is_named=folder in named)
     return rows
 
@@ -95,19 +95,19 @@ def _sharing(seen: Sequence["_Seen"], severe: Verdict) -> tuple[str, Verdict, st
     return found, severe, "use a folder on a file system that all hosts share"
 
 
-def _look_at(peers: Peers, folder: Path) -> list["_Seen"]:
+def _look_at(job: Job, folder: Path) -> list["_Seen"]:
     """What all processes see of `folder`."""
     token, contents = None, ""
     try:
         seen = _own_view(folder)
-        if peers.process == 0 and seen.exists and not seen.trouble:
+        if job.process == 0 and seen.exists and not seen.trouble:
             with contextlib.suppress(OSError):
                 token, contents = _write_token(folder)
-        written = peers.gather("token", token and [token.name, contents])[0]
+        written = job.gather("the doctor's token", token and [token.name, contents])[0]
         if written:
             name, contents = written
             seen = dataclasses.replace(seen, sees_token=_sees(folder / name, contents))
-        gathered: list[dict[str, Any]] = peers.gather("folder", dataclasses.asdict(seen))
+        gathered: list[dict[str, Any]] = job.gather("the doctor's folder", dataclasses.asdict(seen))
         return [_Seen(**each) for each in gathered]
     finally:
         if token is not None:

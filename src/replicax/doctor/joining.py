@@ -7,10 +7,9 @@ import time
 from collections.abc import Sequence
 
 from replicax.cluster.join import initialize
-from replicax.cluster.link import current_link
 from replicax.cluster.patience import find_patience
 from replicax.cluster.place import Place
-from replicax.doctor.peers import Peers
+from replicax.core.job import Alone, Job
 from replicax.doctor.row import OK, PROBLEM, SKIPPED, Row, failed, guarded
 from replicax.errors import AgreementError, ClusterError
 
@@ -22,8 +21,8 @@ LEAST_PATIENCE_SECONDS = 30.0
 
 def check_joining(
     place: Place | None, before: Sequence[Row], timeout_seconds: float
-) -> tuple[list[Row], Peers | None]:
-    """Join the others; the row, and who they are, or None where they are not joined.
+) -> tuple[list[Row], Job | None]:
+    """Join the others; return the row, and the job, or None where they are not joined.
 
     Args:
         place: of this process, where it is known.
@@ -33,20 +32,19 @@ def check_joining(
     if place is None:
         return [Row(CHECK, "the place of this process is not known", SKIPPED)], None
     if place.processes == 1:
-        return [Row(CHECK, "one process", SKIPPED)], Peers()
+        return [Row(CHECK, "one process", SKIPPED)], Alone()
     if any(row.verdict == PROBLEM for row in before):
         return [Row(CHECK, "not tried: see the coordinator", SKIPPED)], None
     started = time.monotonic()
     try:
         start_seconds = max(timeout_seconds, LEAST_PATIENCE_SECONDS)
         patience = dataclasses.replace(find_patience(os.environ), start_seconds=start_seconds)
-        initialize(timeout_seconds=timeout_seconds, patience=patience, verbose=False)
+        job = initialize(timeout_seconds=timeout_seconds, patience=patience, verbose=False)
     except Exception as error:
         return [_not_joined(error)], None
-    peers = Peers(current_link())
     seconds = time.monotonic() - started
-    rows = guarded(CHECK, lambda: _who(peers, seconds))
-    return rows, peers
+    rows = guarded(CHECK, lambda: _who(job, seconds))
+    return rows, job
 
 
 def _not_joined(error: Exception) -> Row:
@@ -56,9 +54,9 @@ def _not_joined(error: Exception) -> Row:
     return failed(CHECK, error)
 
 
-def _who(peers: Peers, seconds: float) -> list[Row]:
+def _who(job: Job, seconds: float) -> list[Row]:
     own = {"host": socket.gethostname(), "pid": os.getpid(), "seconds": seconds}
-    them = peers.gather("processes", own)
+    them = job.gather("the doctor's processes", own)
     hosts = list(dict.fromkeys(each["host"] for each in them))
     slowest = max(each["seconds"] for each in them)
     if len(hosts) == 1:

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from replicax.doctor.peers import Peers
+from replicax.core.job import Job
 from replicax.doctor.row import OK, PROBLEM, SKIPPED, WARNING, Row
+from replicax.wording import size_text
 
 CHECK = "all-reduce"
 BUDGET_SECONDS = 8.0
@@ -39,11 +40,11 @@ class Timing:
     """What each device sends and receives at that speed: 2 (N - 1) / N times the former."""
 
 
-def check_reduction(peers: Peers, largest_bytes: int) -> list[Row]:
+def check_reduction(job: Job, largest_bytes: int) -> list[Row]:
     """Sum known numbers over all devices, in growing sizes. All processes call it.
 
     Args:
-        peers: of this process.
+        job: of this process.
         largest_bytes: that a device contributes.
     """
     devices = jax.devices()
@@ -55,13 +56,14 @@ def check_reduction(peers: Peers, largest_bytes: int) -> list[Row]:
     timings: list[Timing] = []
     left_out = None
     for size in sizes(largest_bytes):
-        left_out = _reason_to_stop(peers, size, timings, deadline)
+        job.move()
+        left_out = _reason_to_stop(job, size, timings, deadline)
         if left_out:
             break
         trial = _Sum(mesh, size, jnp.float32)
         wrong += trial.wrong()
         timings.append(timing(size, trial.seconds(), len(devices)))
-    wrong_of = peers.gather("sums", wrong)
+    wrong_of = job.gather("the doctor's sums", wrong)
     return judge_reduction(timings, wrong_of, len(devices), devices[0].platform, left_out)
 
 
@@ -158,7 +160,7 @@ class _Sum:
             yield time.perf_counter() - started
 
 
-def _reason_to_stop(peers: Peers, size: int, timings: list[Timing], deadline: float) -> str | None:
+def _reason_to_stop(job: Job, size: int, timings: list[Timing], deadline: float) -> str | None:
     """Why `size` is too much, the same in all processes: what process 0 says."""
     reason = None
     if timings:
@@ -170,17 +172,8 @@ def _reason_to_stop(peers: Peers, size: int, timings: list[Timing], deadline: fl
     needed, free = 4 * size * jax.local_device_count(), _free_bytes()
     if free is not None and needed > free / 2:
         reason = f"{size_text(size)} and above left out: they take {size_text(needed)} of memory"
-    said = peers.gather("size", reason)
+    said = job.gather("the doctor's size", reason)
     return next((each for each in said if each), None)
-
-
-def size_text(size_bytes: float) -> str:
-    """`4 KB`, `64 MB`; powers of 1024, as the sizes are."""
-    for unit in ("B", "KB", "MB"):
-        if size_bytes < 1024:
-            return f"{size_bytes:.0f} {unit}"
-        size_bytes /= 1024
-    return f"{size_bytes:.3g} GB"
 
 
 def _free_bytes() -> int | None:

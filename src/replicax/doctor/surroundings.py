@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from replicax.cluster.differences import differences
-from replicax.doctor.peers import Peers
+from replicax.core.job import Job
 from replicax.doctor.row import OK, PROBLEM, SKIPPED, WARNING, Row, Verdict
 from replicax.doctor.versions import installed
 
@@ -20,11 +20,11 @@ _MATTERS = re.compile(r"(JAX|NCCL|XLA|LIBTPU|TF_XLA|MALLOC)_\w+|LD_LIBRARY_PATH|
 _OF_ONE_PROCESS = re.compile(r"JAX_(PROCESS_ID|LOCAL_DEVICE_IDS|PROCESS_INDEX|VISIBLE_DEVICES)")
 
 
-def check_surroundings(peers: Peers, env: Mapping[str, str]) -> list[Row]:
+def check_surroundings(job: Job, env: Mapping[str, str]) -> list[Row]:
     """What differs between the processes that should not. All processes call it."""
-    if peers.processes == 1:
+    if job.processes == 1:
         return [Row(CHECK, "one process: nothing to compare", SKIPPED)]
-    return judge_surroundings(peers.gather("surroundings", surroundings(env)))
+    return judge_surroundings(job.gather("the doctor's surroundings", surroundings(env)))
 
 
 def surroundings(env: Mapping[str, str]) -> dict[str, Any]:

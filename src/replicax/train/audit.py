@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from replicax.cluster.decided import meet
 from replicax.core.batch import Batch
 from replicax.core.data_parallel import DataParallel
 from replicax.core.in_flight import STEPS_IN_FLIGHT
@@ -123,7 +122,7 @@ class Audit:
         """
         table = self._fingerprint.take(state)
         if differences := self._fingerprint.differences(table):
-            meet("what an audit has found")
+            self._dp.job.barrier("what an audit has found")
             raise ReplicasDifferError(self._text(differences, self._outvoted(differences), place))
         self._never_finite = set(self._fingerprint.not_finite(table))
         self._note_good(place, state)
@@ -186,7 +185,7 @@ class Audit:
         """That the state is finite where it was at first: an optimizer's may be so no longer."""
         leaves = [x for x in self._fingerprint.not_finite(table) if x not in self._never_finite]
         if leaves:
-            meet("what an audit has found")
+            self._dp.job.barrier("what an audit has found")
             raise DivergedError(f"not finite at step {place.step}: {named(leaves)}{_CANNOT_GO_ON}")
 
     def _note_good(self, place: Place, state: TrainState) -> None:
@@ -203,14 +202,14 @@ class Audit:
             wrong, how = self._replayed(differences, state, now.step)
         text = self._text(differences, wrong, audited, how)
         if not self._restores:
-            meet("what an audit has found")
+            self._dp.job.barrier("what an audit has found")
             raise ReplicasDifferError(f"{text}: {self._advice(wrong)}")
         assert self._snapshot is not None
         assert self.good is not None
         self._in_a_row = 1 if self._restored_from != self.good else self._in_a_row + 1
         self._restored_from = self.good
         if self._in_a_row > RESTORES:
-            meet("what an audit has found")
+            self._dp.job.barrier("what an audit has found")
             raise ReplicasDifferError(
                 f"{text}, again after {RESTORES} restores of step {self.good.step}: "
                 f"{self._advice(wrong)}"

@@ -7,14 +7,13 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from replicax.cluster.agreement import agree
-from replicax.cluster.decided import meet
 from replicax.core.batch import Batch
 from replicax.core.in_flight import STEPS_IN_FLIGHT
+from replicax.core.job import Job
 from replicax.core.loss import LOSS
 from replicax.core.update import Metrics
-from replicax.train.guarded import NOT_FINITE, SPIKE
 from replicax.errors import ConfigError, DivergedError
+from replicax.train.guarded import NOT_FINITE, SPIKE
 from replicax.train.records import Record
 
 _NAMED = 8
@@ -42,12 +41,13 @@ class BadSteps:
     Args:
         most_in_a_row: bad steps in a row at which the run ends. `optax.apply_if_finite` would go on
             then, and apply the update.
+        job: of the processes.
 
     Raises:
         ConfigError: fewer than 1.
     """
 
-    def __init__(self, most_in_a_row: int) -> None:
+    def __init__(self, most_in_a_row: int, job: Job) -> None:
         if most_in_a_row < 1:
             raise ConfigError(
                 f"max_bad_steps={most_in_a_row}; a run ends at the first bad step or later: "
@@ -56,7 +56,7 @@ class BadSteps:
         self.in_a_row = 0
         """Bad steps since the last good one, as far as they are read; set it where a run resumes.
         """
-        self._most = most_in_a_row
+        self._most, self._job = most_in_a_row, job
         self._in_flight: deque[_Dispatched] = deque()
         self._skipped: list[Record] = []  # of those in a row
 
@@ -97,8 +97,8 @@ class BadSteps:
         if begin == end:
             on, when, those = "on", f"at step {end}", "it was"
         # Before anybody ends, which would break what others still read.
-        agree("the bad steps", {"first": begin, "last": end})
-        meet("too many bad steps")
+        self._job.agree("the bad steps", {"first": begin, "last": end})
+        self._job.barrier("too many bad steps")
         raise DivergedError(
             f"{self._what()} {when} ({on} {_examples_text(first)}); {those} skipped: lower the "
             "learning rate, clip the gradient, or look at these examples"

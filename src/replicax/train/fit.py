@@ -8,8 +8,6 @@ from typing import Any
 
 import jax
 
-from replicax.cluster.agreement import agree
-from replicax.cluster.pulse import PULSE
 from replicax.core.data_parallel import DataParallel
 from replicax.core.digest import sha256
 from replicax.core.feed import Feed
@@ -164,19 +162,19 @@ def fit(
     wanted |= {"log_every": log_every, "audit_every": audit_every, "on_divergence": on_divergence}
     wanted |= {"measure_noise_every": measure_noise_every, "max_bad_steps": max_bad_steps}
     wanted |= {"skip_spikes": skip_spikes, "saving": dataclasses.asdict(saving)}
-    agree("the run", {**wanted, "evaluation": eval_source is not None, **(config or {})})
+    dp.job.agree("the run", {**wanted, "evaluation": eval_source is not None, **(config or {})})
     if skip_spikes:
         state = with_losses(state)
     dp = guarded(dp, state)
     first = dp.feed(opened)
     total = steps if steps is not None else _total_steps(first, epochs)
     eval_feed = None if eval_source is None else dp.feed(eval_source, eval_batch_size)
-    bad_steps, audit, noise = BadSteps(max_bad_steps), None, None
+    bad_steps, audit, noise = BadSteps(max_bad_steps, dp.job), None, None
     if audit_every is not None:
         audit = Audit(dp, state, opened, audit_every, on_divergence)
     if measure_noise_every is not None:
         noise = NoiseMeter(dp, state, measure_noise_every, opened.batch_size)
-    speaks = jax.process_index() == 0
+    speaks = dp.job.process == 0
     with contextlib.ExitStack() as stack:
         display = open_progress(progress and speaks, total)
         stack.callback(display.close)
@@ -194,6 +192,7 @@ def fit(
                         Path(run_dir),
                         facts,
                         saving,
+                        dp.job,
                         accept_changes=accept_changes,
                         state=state,
                         seed=seed,
@@ -215,7 +214,7 @@ def fit(
             ledger=Ledger(None) if run is None else run.ledger,
             display=display,
             interrupt=interrupt,
-            stopping=Stopping(interrupt, None if run is None else saving.clock_seconds),
+            stopping=Stopping(interrupt, dp.job, None if run is None else saving.clock_seconds),
         )
         if run is not None and run.found is not None:
             state = _resume(loop, run, run.found, state)
@@ -227,7 +226,7 @@ def fit(
         result = _go(loop, state, title)
         for line in summary(result, loop.total):
             display.line(line)
-        if dp.mode == "exact":
+        if dp.mode.bitwise:
             display.line(f"bits   sha256 of the weights {sha256(result.state.params)[:16]}")
     return result
 
@@ -241,7 +240,7 @@ def _go(loop: Loop, state: TrainState, title: str) -> Fit:
     finally:
         if folder and loop.records:
             _draw(loop.records, folder.path, title, loop.display)
-    PULSE.rest()
+    loop.dp.job.rest()
     scale = None if loop.noise is None else noise_scale(loop.records)
     if folder and scale is not None:
         scale.save(folder.path)

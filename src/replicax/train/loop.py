@@ -12,12 +12,13 @@ from replicax.core.batch import Batch
 from replicax.core.data_parallel import DataParallel
 from replicax.core.feed import Feed
 from replicax.core.sources import Source
-from replicax.core.update import NOT_FINITE, TrainState
+from replicax.core.update import TrainState
 from replicax.errors import DivergedError
 from replicax.train.audit import Audit, Place, Restored
 from replicax.train.bad_steps import BadSteps
 from replicax.train.checkpoints.manifest import Position
 from replicax.train.goodput import Ledger
+from replicax.train.guarded import NOT_FINITE
 from replicax.train.interrupt import Interrupt
 from replicax.train.meter import Meter
 from replicax.train.noise_scale import NoiseMeter, noise_record

@@ -10,7 +10,6 @@ import optax
 
 from replicax.core.data_parallel import DataParallel
 from replicax.core.feed import Feed
-from replicax.core.layout import layout_name
 from replicax.core.mesh import replica_count
 from replicax.core.update import TrainState
 from replicax.train.progress import duration
@@ -25,13 +24,13 @@ def describe(dp: DataParallel, state: TrainState, feed: Feed) -> list[str]:
     arrays = jax.tree.leaves(state.params)
     parameters = sum(int(np.prod(array.shape)) for array in arrays)
     devices = dp.mesh.devices.size
-    micro, word = dp.split.micro_batches, "micro-shard" if dp.mode == "exact" else "micro-batch"
+    micro, word = dp.split.micro_batches, "micro-shard" if dp.mode.bitwise else "micro-batch"
     lines = [
         f"model  {_count(parameters, 'parameter')} in {_count(len(arrays), 'array')} · "
         f"{dp.precision.name}",
         f"mesh   {_count(devices, dp.mesh.devices.flat[0].device_kind + ' device')}"
         f"{_processes()} · {_count(replica_count(dp.mesh), 'replica')} · mode {dp.mode} · "
-        f"layout {layout_name(dp.layout)}",
+        f"layout {dp.layout}",
     ]
     size = feed.source.batch_size
     if size:
@@ -57,11 +56,11 @@ def derived(dp: DataParallel, feed: Feed) -> dict[str, Any]:
     """The same for `config.json`, with versions."""
     return {
         "parallel": {
-            "mode": dp.mode,
-            "layout": layout_name(dp.layout),
+            "mode": dp.mode.name,
+            "layout": dp.layout.name,
             "precision": dp.precision.name,
             "accumulate": dp.accumulate,
-            "micro_shards": dp.micro_shards if dp.mode == "exact" else None,
+            "micro_shards": dp.micro_shards if dp.mode.bitwise else None,
             "mesh": dict(dp.mesh.shape),
             "device_kind": dp.mesh.devices.flat[0].device_kind,
             "processes": jax.process_count(),

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from replicax.cluster.decided import decided
+from replicax.core.job import Job
 from replicax.core.per_process import PerProcessSource
 from replicax.core.sources import Source
 from replicax.core.update import TrainState
@@ -79,6 +79,7 @@ class Run:
         path: its folder; another start may have been there.
         config: what is run; what JSON does not know is written as text.
         saving: when, and what is kept.
+        job: of the processes.
         accept_changes: whether to go on where the configuration is another than before.
         state: of the run, as it would begin.
         seed: of the order of the data.
@@ -95,6 +96,7 @@ class Run:
         path: Path,
         config: dict[str, Any],
         saving: Saving,
+        job: Job,
         *,
         accept_changes: bool,
         state: TrainState,
@@ -112,7 +114,7 @@ class Run:
             require("orbax.checkpoint", "checkpoints")
         self.found: Found | None = None
         try:
-            told = decided("where the run goes on", self._open_or_refuse)
+            told = job.broadcast("where the run goes on", self._open_or_refuse)
             self.token: int = told["token"]
             if told["checkpoint"] is not None:
                 position = Position(**told["position"])
@@ -126,6 +128,7 @@ class Run:
             self._store,
             self.token,
             self._check,
+            job,
             seed,
             self._config,
             params_not_finite(state) if saving.wanted else (),

@@ -2,7 +2,7 @@
 
 import time
 
-from replicax.cluster.link import current_link
+from replicax.core.job import Job
 from replicax.train.interrupt import Interrupt
 
 _BETWEEN_VOTES_SECONDS = 0.5
@@ -16,13 +16,16 @@ class Stopping:
 
     Args:
         interrupt: of this process.
+        job: of the processes.
         save_every_seconds: between two saves, by the clock of process 0; None for none.
     """
 
-    def __init__(self, interrupt: Interrupt, save_every_seconds: float | None = None) -> None:
+    def __init__(
+        self, interrupt: Interrupt, job: Job, save_every_seconds: float | None = None
+    ) -> None:
         self.save_due = False
         """Whether all are to save now; until they have."""
-        self._interrupt, self._save_every = interrupt, save_every_seconds
+        self._interrupt, self._job, self._save_every = interrupt, job, save_every_seconds
         self._saved_at = time.monotonic()
         self._decided: int | None = None
         self._calls = 0
@@ -38,7 +41,7 @@ class Stopping:
     @property
     def signal(self) -> int | None:
         """The signal because of which all stop, as far as it is decided."""
-        return self._interrupt.signal if current_link() is None else self._decided
+        return self._interrupt.signal if self._job.processes == 1 else self._decided
 
     def saved(self) -> None:
         """All have saved, or begun to: the time to the next save runs from here."""
@@ -53,14 +56,13 @@ class Stopping:
                 one takes says nothing about the other.
         """
         self._calls += 1
-        link = current_link()
-        if link is None:
+        if self._job.processes == 1:
             self.save_due = self.save_due or self._is_time()
         elif self._decided is None and (self._calls >= self._vote_at or unit != self._unit):
             mine = {"stop": self._interrupt.signal, "save": self._is_time(), "next": self._next()}
             if unit != self._unit:
                 self._span = mine["next"] = 1
-            votes = link.gather(link.unique("whether to stop"), mine)
+            votes = self._job.gather("whether to stop", mine)
             self._decided = next((v["stop"] for v in votes if v["stop"] is not None), None)
             self.save_due = self.save_due or votes[0]["save"]
             self._vote_at = self._calls + votes[0]["next"]

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import replicax as rx
+from replicax.core.job import Alone
 from replicax.train.checkpoints.arrays import array_entries, begin_writing
 from replicax.train.checkpoints.finite import first_not_finite, params_not_finite
 from replicax.train.checkpoints.manifest import Position
@@ -42,7 +43,9 @@ def test_one_element_is_found(tmp_path: Path, dtype: Any, value: float) -> None:
 
 def test_what_was_never_finite_may_stay_so_and_the_rest_may_not(tmp_path: Path) -> None:
     begun = state(b=jnp.float32(-jnp.inf))
-    saver = Saver(Store(tmp_path, 3, None), 1, lambda: None, 0, {}, params_not_finite(begun))
+    saver = Saver(
+        Store(tmp_path, 3, None), 1, lambda: None, Alone(), 0, {}, params_not_finite(begun)
+    )
     saver.save(begun, AT, {})
     assert saver.wait()
     later = state(b=jnp.float32(-jnp.inf), a=jnp.full((9, 8), jnp.nan))

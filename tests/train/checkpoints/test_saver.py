@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 from support.saved_checkpoint import POSITION
 
+from replicax.core.job import Alone
 from replicax.core.update import TrainState
 from replicax.errors import CheckpointError, RunInUseError
 from replicax.train.checkpoints import saver as module
@@ -31,7 +32,7 @@ def store(tmp_path: Path) -> Store:
 
 @pytest.fixture
 def saver(store: Store) -> Iterator[Saver]:
-    made = Saver(store, 7, lambda: None, 11, {"rate": 1})
+    made = Saver(store, 7, lambda: None, Alone(), 11, {"rate": 1})
     yield made
     if made._thread is not None:
         made._thread.join(20)
@@ -221,7 +222,7 @@ def test_a_run_that_was_taken_over_ends(tmp_path: Path, ask: str) -> None:
     def check() -> None:
         raise RunInUseError("start 8 of this run has taken over; this one stops")
 
-    saver = Saver(store, 7, check, 0, {})
+    saver = Saver(store, 7, check, Alone(), 0, {})
     save(saver, 1)
     finished(saver)
     with pytest.raises(RunInUseError, match=r"^start 8 of this run has taken over"):
@@ -239,7 +240,7 @@ def test_the_lease_is_looked_at_last_before_the_rename(
         assert read_manifest(folder).position.step == 1
         calls.append("check")
 
-    saver = Saver(store, 7, check, 0, {})
+    saver = Saver(store, 7, check, Alone(), 0, {})
     whole = store.commit
     monkeypatch.setattr(
         store, "commit", lambda *arguments: (calls.append("commit"), whole(*arguments))

@@ -6,13 +6,11 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from replicax.cluster.decided import LONGEST_SECONDS
-from replicax.cluster.link import current_link
-from replicax.cluster.pulse import PULSE
+from replicax.core.job import Job
 from replicax.core.update import TrainState
 from replicax.errors import CheckpointError, RunInUseError
 from replicax.train.checkpoints.arrays import array_entries, begin_writing
@@ -35,6 +33,7 @@ class Saver:
         token: of the run's lease.
         check: called before a checkpoint is put in its place; raises where the run has been taken
             over.
+        job: of the processes.
         seed: of the order of the data.
         config: of the run, for the manifests.
         not_finite: parameters that were not finite when the run began, and may be so.
@@ -45,13 +44,14 @@ class Saver:
         store: Store,
         token: int,
         check: Callable[[], None],
+        job: Job,
         seed: int,
         config: dict[str, Any],
         not_finite: Collection[str] = (),
     ) -> None:
         self.saved_step: int | None = None
         """Of the newest checkpoint that is in its place."""
-        self._store, self._token, self._check = store, token, check
+        self._store, self._token, self._check, self._job = store, token, check, job
         self._seed, self._config, self._not_finite = seed, config, not_finite
         self._number = self._failures = 0
         self._arrays: dict[str, ArrayEntry] = {}
@@ -112,10 +112,10 @@ class Saver:
             RunInUseError: as for `poll`.
         """
         if self._thread is not None:
-            PULSE.rest()  # a slow disk is not a process that stands still
+            self._job.rest()  # a slow disk is not a process that stands still
             self._thread.join()
             self._thread = None
-            PULSE.move()
+            self._job.move()
             self._judge()
         return self._failures == 0
 
@@ -143,17 +143,22 @@ class Saver:
     ) -> None:
         """In the background: once all have written their parts, process 0 puts all in its place."""
         try:
-            failed = _first(_told(f"{topic}: written", _error_of(written)))
+            failed = self._first(f"{topic}: written", _error_of(written))
             if failed is None:
-                mine = self._commit(folder, manifest) if _is_first() else None
-                failed = _first(_told(f"{topic}: in its place", mine))
+                mine = self._commit(folder, manifest) if self._job.process == 0 else None
+                failed = self._first(f"{topic}: in its place", mine)
             if failed is None:
                 self.saved_step = manifest.position.step
-            elif _is_first():
+            elif self._job.process == 0:
                 self._store.discard(folder)
             self._failed = failed
         except BaseException as error:  # it belongs to the main thread
             self._broken = error
+
+    def _first(self, topic: str, mine: str | None) -> str | None:
+        """Of what went wrong in any process, the first."""
+        errors = self._job.gather(topic, mine, slow=True)
+        return next((error for error in errors if error), None)
 
     def _commit(self, folder: Path, manifest: Manifest) -> str | None:
         """Add the manifest, put the checkpoint in its place; what went wrong, or None."""
@@ -199,18 +204,3 @@ def _text(error: Exception) -> str:
         return error.strerror
     number = re.search(r"os_error_code='(\d+)'|\[OS error (\d+):", str(error))
     return os.strerror(int(number[1] or number[2])) if number else first_line(error)
-
-
-def _told(topic: str, mine: str | None) -> list[str | None]:
-    """`mine` of every process."""
-    link = current_link()
-    return [mine] if link is None else link.gather(topic, mine, patience_seconds=LONGEST_SECONDS)
-
-
-def _first(errors: Sequence[str | None]) -> str | None:
-    return next((error for error in errors if error), None)
-
-
-def _is_first() -> bool:
-    link = current_link()
-    return link is None or link.process == 0

@@ -1,0 +1,119 @@
+"""What processes ask each other: all go on with equal fields, or none does."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support.cluster_jobs import Process, opened
+
+from replicax.core.job import Alone, Job
+from replicax.errors import AgreementError, CheckpointError
+
+
+def asked(count: int, ask: Callable[[Job], Any]) -> list[Any]:
+    """What each of `count` processes is told; as text where that is an error of Replicax."""
+
+    def run(process: Process) -> Any:
+        try:
+            return ask(process.job)
+        except (AgreementError, CheckpointError) as error:
+            process.link.part()
+            return str(error)
+
+    with opened(count) as job:
+        processes = job.start()
+        told = [future.result(5.0) for future in [job.call(run, p) for p in processes]]
+        assert not any(process.stopped.done() for process in processes)  # nobody is blamed
+    return told
+
+
+def outcome(fields: list[Any]) -> list[Any]:
+    """What each process is told; None where it may go on."""
+    return asked(len(fields), lambda job: job.agree("the run", fields[job.process]))
+
+
+def test_a_lone_process_asks_itself() -> None:
+    job: Job = Alone()
+    job.agree("the run", {"steps": object()})
+    job.barrier("the end")
+    assert job.gather("rows", 3) == [3]
+    assert job.broadcast("the step", lambda: 7) == 7
+
+
+def test_equal_fields() -> None:
+    fields = {"steps": 10, "model": {"layers": (4, 2)}, "path": __file__}
+    assert outcome([fields, dict(reversed(fields.items()))]) == [None, None]
+
+
+def test_a_tuple_equals_a_list_as_json_has_them() -> None:
+    assert outcome([{"a": (1, 2)}, {"a": [1, 2]}]) == [None, None]
+
+
+def test_all_are_told_the_same() -> None:
+    told = outcome([{"steps": 10}, {"steps": 10}, {"steps": 12}])
+    assert (
+        told
+        == [
+            "the processes disagree on the run: steps is 12 on process 2, 10 on processes 0 and 1: "
+            "start all with the same code, data and arguments"
+        ]
+        * 3
+    )
+
+
+def test_the_first_few_of_many() -> None:
+    told = outcome([{f"f{n}": p for n in range(9)} for p in range(2)])
+    assert all("f2 is 1 on process 1, 0 on process 0; and 6 more: start" in text for text in told)
+    assert "f3" not in told[0]
+
+
+def test_where_an_object_lies_in_memory_is_no_difference() -> None:
+    here, there = object(), object()
+    assert outcome([{"a": here}, {"a": there}]) == [None, None]
+
+
+def test_a_topic_can_be_gathered_again() -> None:
+    def ask(job: Job) -> Any:
+        return [job.gather("rows", (job.process, number)) for number in range(3)]
+
+    assert asked(2, ask) == [[[[0, number], [1, number]] for number in range(3)]] * 2
+
+
+def test_what_process_0_finds_out_is_known_to_all() -> None:
+    def ask(job: Job) -> Any:
+        return job.broadcast("the step", lambda: {"found by": job.process})
+
+    assert asked(3, ask) == [{"found by": 0}] * 3
+
+
+def test_an_error_of_process_0_is_raised_in_all() -> None:
+    def find() -> Any:
+        raise CheckpointError("no checkpoint can be read")
+
+    told = asked(2, lambda job: job.broadcast("the step", find))
+    assert told == ["no checkpoint can be read"] * 2
+
+
+def test_names_that_are_used_once() -> None:
+    with opened(2) as job:
+        first, second = job.start()
+        assert [first.job.unique("a"), first.job.unique("b"), first.job.unique("a")] == [
+            "a (1)",
+            "b (1)",
+            "a (2)",
+        ]
+        assert second.job.unique("a") == "a (1)"
+
+
+@pytest.mark.parametrize(("slow", "seconds"), [(False, 0.0), (True, 3600.0)])
+def test_a_slow_process_is_waited_for(slow: bool, seconds: float) -> None:
+    with opened(2) as job:
+        first, _ = job.start()
+
+        def patience() -> bool:
+            gathers = job.hub._gathers  # type: ignore[union-attr]
+            return any(
+                list(each.patience_seconds.values()) == [seconds] for each in gathers.values()
+            )
+
+        assert first.job.gather("the save", 1, slow=slow, cancelled=patience) == []
