@@ -1,0 +1,118 @@
+"""The job that `initialize` gives: one process of it, or several that ask each other."""
+
+import collections
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from replicax import errors
+from replicax.cluster.differences import differences
+from replicax.cluster.link import Link
+from replicax.cluster.place import Place
+from replicax.core.job import Alone
+from replicax.errors import AgreementError, ReplicaxError
+
+_SHOWN = 3
+"""Differing fields named in the message; the first ones are usually the cause of the rest."""
+
+_SLOW_SECONDS = 3600.0
+"""Patience with a process that reads a large checkpoint back, or writes one."""
+
+
+class Lone(Alone):
+    """A job of one process.
+
+    Args:
+        place: of this process, and how it was found.
+    """
+
+    def __init__(self, place: Place) -> None:
+        super().__init__()
+        self.place = place
+
+
+class Linked:
+    """A job of several processes.
+
+    Args:
+        place: of this process, and how it was found.
+        link: to the others.
+    """
+
+    def __init__(self, place: Place, link: Link) -> None:
+        self.place, self.link = place, link
+        self.process, self.processes = link.process, link.processes
+        self.in_flight = link.pulse.in_flight
+        self._uses: collections.Counter[str] = collections.Counter()
+
+    def agree(self, topic: str, fields: Mapping[str, Any]) -> None:
+        found = differences(self.gather(topic, _plain(fields)))
+        if found:
+            more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+            raise AgreementError(
+                f"the processes disagree on {topic}: {'; '.join(found[:_SHOWN])}{more}: "
+                "start all with the same code, data and arguments"
+            )
+
+    def gather(
+        self,
+        topic: str,
+        value: Any,
+        *,
+        slow: bool = False,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> list[Any]:
+        patience_seconds = _SLOW_SECONDS if slow else None
+        return self.link.gather(self.unique(topic), value, cancelled, patience_seconds)
+
+    def broadcast(self, topic: str, find: Callable[[], Any]) -> Any:
+        found: dict[str, Any] = {}
+        if self.process == 0:
+            try:
+                found = {"value": find()}
+            except ReplicaxError as error:
+                found = {"error": type(error).__name__, "text": str(error)}
+        told = self.gather(topic, found, slow=True)[0]
+        if "error" in told:
+            raise getattr(errors, told["error"])(told["text"])
+        return told["value"]
+
+    def barrier(self, topic: str) -> None:
+        self.gather(topic, None)
+
+    def unique(self, topic: str) -> str:
+        self._uses[topic] += 1
+        return f"{topic} ({self._uses[topic]})"
+
+    def move(self) -> None:
+        self.link.pulse.move()
+
+    def rest(self) -> None:
+        self.link.pulse.rest()
+
+
+ClusterJob = Lone | Linked
+
+_current: ClusterJob | None = None
+
+
+def current_job() -> ClusterJob | None:
+    """Return the job of this process, for what ends it whole: exceptions, signals, its exit."""
+    return _current
+
+
+def set_job(job: ClusterJob | None) -> None:
+    """Make `job` that of this process."""
+    global _current
+    _current = job
+
+
+def _plain(fields: Any) -> Any:
+    """`fields` as JSON has them, so that a tuple here equals the list that comes back."""
+    return json.loads(json.dumps(fields, default=_text))
+
+
+def _text(value: Any) -> str:
+    """`value` without where it lies in memory, which is another place in each process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))

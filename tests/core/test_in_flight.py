@@ -1,0 +1,118 @@
+"""The tracker of dispatched steps, with results that the tests finish."""
+
+import threading
+
+import pytest
+
+from replicax.core.in_flight import STEPS_IN_FLIGHT, InFlight
+
+
+class Result:
+    """An array that the devices compute: when it is waited for, or before."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.done, self.waited, self.error = False, 0, error
+
+    def is_ready(self) -> bool:
+        return self.done
+
+    def block_until_ready(self) -> None:
+        self.waited += 1
+        self.done = True
+        if self.error is not None:
+            raise self.error
+
+
+def added(steps: InFlight, count: int) -> list[Result]:
+    """The results of `count` steps, each with its number as a note."""
+    results = [Result() for _ in range(count)]
+    for result in results:
+        steps.add(result)
+        steps.note(steps.begun)
+    return results
+
+
+def test_the_oldest_is_waited_for_once_too_many_are_unfinished() -> None:
+    steps = InFlight()
+    results = added(steps, STEPS_IN_FLIGHT)
+    assert not any(result.waited for result in results)
+    results += added(steps, 2)
+    assert [result.waited for result in results] == [1, 1, *[0] * STEPS_IN_FLIGHT]
+    steps.look()
+    assert (steps.begun, steps.finished) == (STEPS_IN_FLIGHT + 2, 2)
+
+
+def test_a_look_counts_what_has_finished_and_does_not_wait() -> None:
+    steps = InFlight()
+    results = added(steps, 4)
+    for finished in (results[0], results[1], results[3]):  # they finish in order
+        finished.done = True
+    steps.look()
+    assert steps.finished == 2
+    assert not any(result.waited for result in results)
+
+
+def test_what_a_step_raises_is_raised_although_a_look_has_counted_it() -> None:
+    steps = InFlight()
+    broken = Result(RuntimeError("connection reset by peer"))
+    steps.add(broken)
+    broken.done = True
+    steps.look()
+    with pytest.raises(RuntimeError, match="reset by peer"):
+        added(steps, STEPS_IN_FLIGHT)
+
+
+def test_notes_come_in_order_once_their_steps_have_finished() -> None:
+    steps = InFlight()
+    added(steps, STEPS_IN_FLIGHT)
+    assert list(steps.notes()) == []
+    added(steps, 3)
+    assert list(steps.notes()) == [1, 2, 3]
+    assert steps.remaining == [4, 5, 6, 7]
+    assert list(steps.notes(1)) == [4, 5, 6]
+    assert list(steps.notes(0)) == [7]
+    assert list(steps.notes(0)) == []
+
+
+def test_notes_are_taken_one_at_a_time() -> None:
+    steps = InFlight()
+    results = added(steps, 3)
+    notes = steps.notes(0)
+    assert next(notes) == 1
+    assert [result.waited for result in results] == [1, 0, 0]
+    assert steps.remaining == [2, 3]
+
+
+def test_notes_of_steps_that_others_have_waited_for_are_kept() -> None:
+    steps = InFlight()
+    added(steps, 2)
+    for _ in range(2 * STEPS_IN_FLIGHT):
+        steps.add(Result())
+    assert list(steps.notes()) == [1, 2]
+
+
+def test_notes_can_be_dropped() -> None:
+    steps = InFlight()
+    added(steps, 2 * STEPS_IN_FLIGHT)
+    steps.forget()
+    assert steps.remaining == []
+    added(steps, 1)
+    assert list(steps.notes(0)) == [2 * STEPS_IN_FLIGHT + 1]
+
+
+def test_another_thread_may_look_at_any_time() -> None:
+    steps, over = InFlight(), threading.Event()
+    seen: list[tuple[int, int]] = []
+
+    def look() -> None:
+        while not over.is_set():
+            steps.look()
+            seen.append((steps.finished, steps.begun))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    added(steps, 20_000)
+    over.set()
+    thread.join()
+    assert all(finished <= begun for finished, begun in seen)
+    assert [pair[0] for pair in seen] == sorted(pair[0] for pair in seen)
