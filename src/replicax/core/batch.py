@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from replicax.core.random_keys import is_random_key
 from replicax.core.share import Share
 from replicax.errors import DataError
 
@@ -48,13 +49,14 @@ def row_count(data: PyTree) -> int:
     """The one leading dim that all leaves of `data` share.
 
     Raises:
-        DataError: no leaf, a leaf without dims, or two leaves that disagree.
+        DataError: no leaf, a leaf without dims, one of random keys, or two leaves that disagree.
     """
     leaves = jax.tree_util.tree_leaves_with_path(data)
     if not leaves:
         raise DataError("the batch has no array; give a pytree of arrays [rows, ...]")
     first_path, first = leaves[0]
     for path, leaf in leaves:
+        _refuse_keys(path, leaf)
         shape = np.shape(leaf)
         if not shape:
             raise DataError(
@@ -79,7 +81,7 @@ def host_rows(data: PyTree, *, copy: bool) -> PyTree:
     integer that does not fit is refused.
 
     Raises:
-        DataError: a leaf is not numeric, or an integer does not fit 32 bits.
+        DataError: a leaf is not numeric, or a number does not fit 32 bits.
     """
     return jax.tree_util.tree_map_with_path(partial(_host_leaf, copy=copy), data)
 
@@ -136,6 +138,7 @@ def described(data: PyTree, size: int) -> Batch:
 
 
 def _host_leaf(path: tuple[Any, ...], leaf: Any, copy: bool) -> np.ndarray:
+    _refuse_keys(path, leaf)
     array = np.array(leaf, copy=True) if copy else np.asarray(leaf)
     if array.dtype.kind in "OSUMm" or array.dtype.names:
         raise DataError(
@@ -160,6 +163,14 @@ def _host_leaf(path: tuple[Any, ...], leaf: Any, copy: bool) -> np.ndarray:
             f"{dtype} holds {np.finfo(dtype).max}: scale them or set jax_enable_x64"
         )
     return narrow
+
+
+def _refuse_keys(path: tuple[Any, ...], leaf: Any) -> None:
+    if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) and is_random_key(leaf):
+        raise DataError(
+            f"batch{_name(path)} holds {leaf.size} random keys, which are no numbers; split the "
+            "key that the loss is given, or pass jax.random.key_data and wrap it in the loss"
+        )
 
 
 def _name(path: tuple[Any, ...]) -> str:

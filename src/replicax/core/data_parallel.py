@@ -13,10 +13,11 @@ from replicax.core.accumulate import Apply
 from replicax.core.agreed import agree_on_model
 from replicax.core.batch import Batch, host_rows, pad, place, row_count
 from replicax.core.capacity import check_state_fits
+from replicax.core.checks import check_kind, check_outside_jit
 from replicax.core.exact import MICRO_SHARDS
 from replicax.core.feed import Feed, Split
 from replicax.core.job import Job
-from replicax.core.layout import Layout, Rules, on_devices_of
+from replicax.core.layout import Layout, Rules, copied, on_devices_of
 from replicax.core.loss import LOSS, add_sums
 from replicax.core.mesh import AnyMesh, by_rows, check_mesh
 from replicax.core.models.definition import PyTree
@@ -242,7 +243,7 @@ class DataParallel:
         state, metrics = self._known.step(state, batch)
         self.job.move()
         self.job.in_flight.add(metrics[LOSS])
-        self._checks.check_finite(metrics)
+        self._checks.check_result(state, metrics)
         return state, metrics
 
     def prepare(self, state: TrainState, batch: Batch) -> None:
@@ -294,9 +295,19 @@ class DataParallel:
         if feed.padding:
             self._checks.check_padding(feed.split.padded(feed.source.batch_size), feed.padding)
 
-    def model(self, state: TrainState) -> Any:
-        """Return the user's model with the arrays of `state`, which it shares."""
-        return self._known.definition.merge(state.params, state.extras)
+    def model(self, state: TrainState, *, copy: bool = True) -> Any:
+        """Return the user's model with the arrays of `state`.
+
+        Args:
+            state: used as it is.
+            copy: whether the model has arrays of its own, on the same devices. Without them it
+                needs no memory, and the next step, which reuses that of `state`, deletes them.
+        """
+        check_kind(state)
+        arrays = state.params, state.extras
+        if copy and self.donate:
+            arrays = copied(arrays)
+        return self._known.definition.merge(*arrays)
 
     def program(self, model: Any, *, mesh: AnyMesh | None = None) -> Program:
         """Return the step and the score of a model, without compiling anything.
@@ -361,6 +372,7 @@ class DataParallel:
         self._program = program
 
     def _placed(self, data: PyTree) -> Batch:
+        check_outside_jit(data)
         rows = row_count(data)
         size = self.split.padded(rows)
         if rows < size or not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(data)):

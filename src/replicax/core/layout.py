@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -220,3 +221,9 @@ def on_devices_of(leaf: Any, sharding: jax.sharding.Sharding) -> Any:
     if isinstance(leaf, jax.Array) and leaf.sharding.device_set != sharding.device_set:
         return jax.device_put(leaf, sharding)
     return leaf
+
+
+@jax.jit
+def copied(tree: Any) -> Any:
+    """Return arrays of their own with the same values, where those of `tree` live."""
+    return jax.tree.map(jnp.copy, tree)

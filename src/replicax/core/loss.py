@@ -1,6 +1,7 @@
 """The loss contract: what a loss function may return, and the sums it stands for."""
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax.core.precision import to_sum
-from replicax.errors import LossError
+from replicax.errors import LossError, ReplicaxError
 
 LOSS = "loss"
 RESERVED = (LOSS, "rows")
@@ -40,6 +41,31 @@ class WeightedSum:
     def mean(self) -> jax.Array:
         """The weighted mean; NaN where nothing had any weight."""
         return self.total / self.weight
+
+
+def call(loss: Callable[..., Any], model: Any, data: Any, key: jax.Array | None) -> Any:
+    """Return `loss(model, data, key)`.
+
+    Raises:
+        LossError: it needs the key that evaluation does not have.
+    """
+    try:
+        return loss(model, data, key)
+    except Exception as error:
+        if key is None and not isinstance(error, ReplicaxError) and _works(loss, model, data):
+            raise LossError(
+                f"in evaluation key is None, and the loss raised {type(error).__name__} as it does "
+                "not with a key; draw random numbers in training alone: if key is not None"
+            ) from error
+        raise
+
+
+def _works(loss: Callable[..., Any], model: Any, data: Any) -> bool:
+    try:
+        loss(model, data, jax.random.key(0))
+    except Exception:
+        return False
+    return True
 
 
 def sums(returned: Any, mask: jax.Array) -> dict[str, WeightedSum]:
@@ -74,15 +100,20 @@ def _loss_and_metrics(returned: Any) -> tuple[Any, dict[str, Any]]:
     if not isinstance(returned, tuple):
         return returned, {}
     if len(returned) != 2 or not isinstance(returned[1], dict):
-        kinds = ", ".join(type(item).__name__ for item in returned)
+        kinds = ", ".join(map(_kind, returned))
         raise LossError(
-            f"the loss returned a tuple of ({kinds}); it returns values, or a pair "
-            "(values, dict of metrics)"
+            f"the loss returned a tuple of ({kinds}); it returns values, or a pair of values and a "
+            "dict of metrics: return the values alone, or the rest by name in a dict"
         )
     taken = sorted(set(RESERVED) & set(returned[1]))
     if taken:
         raise LossError(f"the loss returned a metric named {taken[0]!r}, which is taken: rename it")
     return returned
+
+
+def _kind(value: Any) -> str:
+    """`float32[8,10]`, or the name of a type that is no array."""
+    return str(jax.typeof(value)) if isinstance(value, jax.Array) else type(value).__name__
 
 
 def _values(value: Any) -> Any:

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax.core.batch import Batch
-from replicax.core.loss import LOSS, WeightedSum, sums
+from replicax.core.loss import LOSS, WeightedSum, call, sums
 from replicax.core.models.definition import Definition, PyTree
 from replicax.core.precision import Precision, to_sum
 
@@ -71,7 +71,7 @@ class Objective:
         """
         data = self.precision.to_compute(batch.data)
         returned, extras = self.definition.apply(
-            lambda model: self.loss(model, data, key),
+            lambda model: call(self.loss, model, data, key),
             self._gather(self.precision.to_compute(params)),
             extras,
             key=key,

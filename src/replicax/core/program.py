@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from replicax.core.accumulate import Accumulator, Apply, Sequential
 from replicax.core.batch import Batch, described, row_count
+from replicax.core.checks import check_loss, check_optimizer
 from replicax.core.feed import Split
 from replicax.core.job import Alone, Job
 from replicax.core.layout import Layout, Rules, as_layout, check_axes
@@ -89,6 +90,8 @@ def configure(
     Raises:
         ConfigError: arguments that cannot work, alone or together.
     """
+    check_loss(rest["loss"])
+    check_optimizer(rest["optimizer"])
     mode, layout = as_mode(mode), as_layout(layout)
     job = Alone() if job is None else job
     if mesh is None:

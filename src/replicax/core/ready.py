@@ -1,6 +1,7 @@
 """What is looked at before a program first runs: the loss, the other processes, the memory."""
 
 import math
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,12 +12,13 @@ import numpy as np
 from replicax.core.agreed import agree_on_program
 from replicax.core.batch import Batch
 from replicax.core.capacity import check_fits
+from replicax.core.checks import check_kind, check_outside_jit, check_state
 from replicax.core.loss import LOSS, scalars
 from replicax.core.models.definition import PyTree
 from replicax.core.objective import Objective
 from replicax.core.program import Program
 from replicax.core.update import Metrics, TrainState
-from replicax.errors import LossError, StateError
+from replicax.errors import LossError
 
 
 class Ready:
@@ -27,6 +29,7 @@ class Ready:
         self._scalars: tuple[str, ...] | None = None
         self._agreed: set[Any] = set()
         self._fits = False
+        self._latest: Callable[[], TrainState | None] = lambda: None
         self._finite = program.configuration.wrap_apply is not None  # a wrapper judges for itself
 
     def check(self, what: str, function: Any, state: TrainState, batch: Batch) -> None:
@@ -40,10 +43,14 @@ class Ready:
 
         Raises:
             LossError: the loss does not keep its contract.
-            StateError: the state was given to `step` before.
+            StateError: the state was given to `step` before, or is not one of this program.
             AgreementError: the processes are about to run different programs.
         """
-        check_alive(state)
+        check_kind(state)
+        check_outside_jit(batch.mask)
+        if state is not self._latest():
+            check_state(state, self._program.abstract_state())
+            self._latest = weakref.ref(state)
         if self._scalars is None:
             self._scalars = _scalar_outputs(self._program, state, batch)
         if self._scalars:
@@ -60,8 +67,14 @@ class Ready:
             check_fits(lower().compile(), self._program.configuration.mesh, batch.size)
             self._fits = True
 
-    def check_finite(self, metrics: Metrics) -> None:
-        """Raise `LossError` where the first step's loss is not finite; waits for it."""
+    def check_result(self, state: TrainState, metrics: Metrics) -> None:
+        """Raise `LossError` where the first step's loss is not finite; waits for it.
+
+        Args:
+            state: after a step; it need not be looked at when it comes back.
+            metrics: of that step.
+        """
+        self._latest = weakref.ref(state)
         if self._finite:
             return
         loss = float(metrics[LOSS])
@@ -84,16 +97,6 @@ class Ready:
     def _refuse_padding(self, batch: Batch) -> None:
         rows = int(np.sum(batch.mask)) if batch.rows is None else batch.rows
         self.check_padding(batch.size, batch.feed_padding or batch.size - rows)
-
-
-def check_alive(state: TrainState) -> None:
-    """Raise `StateError` where `state` was donated."""
-    # jax 0.10 does not raise for donated arrays on several devices: it kills the process.
-    if isinstance(state.step, jax.Array) and state.step.is_deleted():
-        raise StateError(
-            "this state was consumed by an earlier step; use the one that step returned, or "
-            "DataParallel(donate=False)"
-        )
 
 
 def _scalar_outputs(program: Program, state: TrainState, batch: Batch) -> tuple[str, ...]:

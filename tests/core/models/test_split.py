@@ -258,8 +258,7 @@ def test_an_abstract_model_is_the_real_one_without_values(kind: str) -> None:
         isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(split_model(abstract)[1:])
     )
     assert dp.abstract_state(abstract) == real  # of the same structure, or it is refused
-    batch = jax.eval_shape(lambda: case.source)
-    assert dp.program(abstract, batch)[1] == dp.program(case.model(), batch)[1]
+    assert dp.program(abstract).shapes == dp.program(case.model()).shapes
 
 
 LARGE = 2**20

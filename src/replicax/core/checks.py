@@ -1,0 +1,122 @@
+"""What a caller may give by mistake for a loss, an optimizer or a state, each refused in one line.
+
+Nothing here runs a model or waits for a device.
+"""
+
+import inspect
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from replicax.core.update import TrainState
+from replicax.errors import ConfigError, StateError
+
+
+def check_loss(loss: Any) -> None:
+    """Raise `ConfigError` if `loss` cannot be called as `loss(model, batch, key)`."""
+    if not callable(loss):
+        raise ConfigError(
+            f"the loss is a {type(loss).__name__}; it is a function loss(model, batch, key): "
+            "give DataParallel(loss, optimizer)"
+        )
+    try:
+        # A decorator's own arguments count, not those of what it wraps.
+        signature = inspect.signature(loss, follow_wrapped=False)
+    except (TypeError, ValueError):  # written in C, or by a library that hides it
+        return
+    try:
+        signature.bind(None, None, None)
+    except TypeError as error:
+        raise ConfigError(
+            f"the loss takes {signature} and is called with 3 arguments, loss(model, batch, key): "
+            f"give it all three, whether it uses them or not ({error})"
+        ) from error
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raise `ConfigError` if `optimizer` has no `init` and `update` as optax's have."""
+    if isinstance(optimizer, optax.GradientTransformation):
+        return
+    made = not isinstance(optimizer, type) and not inspect.isroutine(optimizer)
+    if made and all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
+        return
+    if made:
+        raise ConfigError(
+            f"the optimizer is a {type(optimizer).__name__}; it is an optax gradient "
+            "transformation: give optax.adam(1e-3), say"
+        )
+    name = getattr(optimizer, "__name__", "it")
+    raise ConfigError(
+        f"the optimizer is {name} itself, which makes one; call it: {name}(learning_rate), say"
+    )
+
+
+def check_outside_jit(tree: Any) -> None:
+    """Raise `StateError` if `tree` holds what `jax.jit` or `jax.grad` traces."""
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree)):
+        raise StateError(
+            "step and evaluate were called inside jax.jit or another transformation; they are "
+            "compiled already: call them outside of it"
+        )
+
+
+def check_kind(state: Any) -> None:
+    """Raise `StateError` if `state` is none, or what `jax.jit` traces, or was donated."""
+    if not isinstance(state, TrainState):
+        raise StateError(
+            f"the state is a {type(state).__name__}; it is the rx.TrainState that "
+            "state = dp.init(model) returns"
+        )
+    check_outside_jit(state.step)
+    # jax 0.10 does not raise for donated arrays on several devices: it kills the process.
+    if isinstance(state.step, jax.Array) and state.step.is_deleted():
+        raise StateError(
+            "this state was consumed by an earlier step; use the one that step returned, or "
+            "DataParallel(donate=False)"
+        )
+
+
+def check_state(state: TrainState, abstract: TrainState) -> None:
+    """Raise `StateError` if `state` is that of another model, optimizer or layout.
+
+    Args:
+        state: what the caller gave; `jax.jit` takes it in other dtypes too.
+        abstract: shapes and shardings of a state of this program.
+    """
+    check_outside_jit(state)
+    (found, structure), (wanted, expected) = _shapes(state), _shapes(abstract)
+    if (found, structure) != (wanted, expected):
+        paths = [path for path in {**wanted, **found} if found.get(path) != wanted.get(path)]
+        path = max(paths, default="")  # params before opt_state
+        what = f"state{path} has shape {found.get(path)} and not {wanted.get(path)}"
+        if not paths:  # two optimizers without arrays, say
+            what = "state has another structure"
+        raise StateError(
+            f"{what}; it is of another model, optimizer or reduction: use a state that init of "
+            "this DataParallel returned"
+        )
+    pairs = zip(jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True)
+    elsewhere = sum(_lies_elsewhere(leaf, like.sharding) for leaf, like in pairs)
+    if elsewhere:
+        raise StateError(
+            f"{elsewhere} arrays of the state lie on these devices otherwise than this "
+            "DataParallel's layout has them; begin with init(other.model(state))"
+        )
+
+
+def _shapes(state: TrainState) -> tuple[dict[str, tuple[int, ...]], Any]:
+    """Shapes by path, and the structure."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(state)
+    return {jax.tree_util.keystr(path): np.shape(leaf) for path, leaf in leaves}, structure
+
+
+def _lies_elsewhere(leaf: Any, sharding: jax.sharding.Sharding) -> bool:
+    """Whether `jax.jit` would refuse `leaf`: it moves what is on other devices, or on none yet."""
+    return (
+        isinstance(leaf, jax.Array)
+        and leaf.committed
+        and leaf.sharding.device_set == sharding.device_set
+        and not leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+    )
