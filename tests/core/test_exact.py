@@ -13,7 +13,7 @@ from support.cases import BATCH, CASES, DROPOUT_CASES, KEY, Case
 import replicax as rx
 from replicax.analysis.compiled import inspect
 from replicax.core.digest import sha256
-from replicax.core.reduction import reduce_by_tree
+from replicax.core.reduction import REDUCTIONS
 
 ALL = {**CASES, **{f"{name}, dropout": case for name, case in DROPOUT_CASES.items()}}
 QUICK = ("weighted", "rnn", "linen", "nnx, dropout", "gpt2")
@@ -94,7 +94,7 @@ def test_the_tree_is_that_of_one_device() -> None:
     values = jax.random.normal(KEY, (8, 5)) * 10.0 ** jnp.arange(8)[:, None]
     mesh = rx.make_mesh()
     added = jax.shard_map(
-        lambda own: reduce_by_tree(own[0], "data"),
+        lambda own: REDUCTIONS["float32"].in_order(own[0], "data"),
         mesh=mesh,
         in_specs=jax.sharding.PartitionSpec("data"),
         out_specs=jax.sharding.PartitionSpec(),

@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 from support.small_steps import SMALL_STEPS
 
 import replicax as rx
-from replicax.core.layout import LAYOUTS, check_layout, layout_name, state_shardings
+from replicax.core.layout import LAYOUTS, as_layout
+from replicax.core.modes import MODES
 from replicax.errors import ConfigError
 from replicax.plan.schedule import Schedule, read_schedule
 
@@ -46,7 +47,7 @@ def specs(layout: Any, mesh: Any = None) -> tuple[dict[str, P], dict[str, P]]:
     """Of the parameters, and of Adam's first moment."""
     dp = rx.DataParallel(loss, optax.adam(0.1), mesh=mesh, layout=layout)
     state = jax.eval_shape(lambda: _create(model()))
-    shardings = state_shardings(state, dp.mesh, layout)
+    shardings = dp.layout.shardings(state, dp.mesh)
     leaves = jax.tree_util.tree_leaves_with_path(shardings.opt_state)
     moment = {str(path[-1].key): leaf.spec for path, leaf in leaves if ".mu" in _text(path)}
     return {name: leaf.spec for name, leaf in shardings.params.items()}, moment
@@ -129,21 +130,38 @@ def test_a_rule_that_cannot_hold_is_refused(rules: Any, words: list[str]) -> Non
 
 def test_an_unknown_layout_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"'zero'.*replicated, zero1, fsdp.*mean 'zero1'"):
-        layout_name("zero")
+        as_layout("zero")
 
 
 @pytest.mark.parametrize("mode", ["single", "shard_map", "pmap"])
 @pytest.mark.parametrize("layout", ["zero1", "fsdp", RULES], ids=["zero1", "fsdp", "rules"])
 def test_a_mode_that_cannot_split_the_state_is_refused(mode: str, layout: Any) -> None:
     with pytest.raises(ConfigError, match=f"mode='{mode}'.*use mode='jit'"):
-        check_layout(layout, mode)
+        rx.DataParallel(loss, optax.adam(0.1), layout=layout, mode=mode)
 
 
 def test_every_mode_can_replicate_and_jit_can_do_all() -> None:
-    for mode in ("single", "jit", "shard_map", "pmap"):
-        check_layout("replicated", mode)
-    for layout in LAYOUTS:
-        check_layout(layout, "jit")
+    one = rx.make_mesh(devices=jax.devices()[:1])
+    for mode in MODES.values():
+        mode.check(one, LAYOUTS["replicated"])
+    for layout in LAYOUTS.values():
+        MODES["jit"].check(one, layout)
+
+
+@pytest.mark.parametrize(
+    ("axes", "layout", "refused"),
+    [
+        ({"stage": 2}, "replicated", "stage"),
+        ({"stage": 2}, RULES, "stage"),
+        ({"model": 2}, "fsdp", "model"),
+        ({"model": 2}, [("w1", P("data"))], "model"),
+    ],
+)
+def test_an_axis_over_which_nothing_is_split_is_refused(
+    axes: dict[str, int], layout: Any, refused: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"2 devices along '{refused}'"):
+        rx.DataParallel(loss, optax.adam(0.1), layout=layout, mesh=rx.make_mesh(**axes))
 
 
 def trained(**settings: Any) -> tuple[rx.TrainState, list[float]]:

@@ -14,9 +14,15 @@ from support.cases import BATCH, CASES, DROPOUT_CASES, Case
 
 import replicax as rx
 from replicax.core.digest import sha256
-from replicax.train.guarded import NOT_FINITE, SPIKE, SPIKE_SIGMAS, SPIKE_WINDOW
 from replicax.errors import LossError
-from replicax.train.guarded import guarded, with_losses
+from replicax.train.guarded import (
+    NOT_FINITE,
+    SPIKE,
+    SPIKE_SIGMAS,
+    SPIKE_WINDOW,
+    guarded,
+    with_losses,
+)
 
 RULES = [(r"Dense_0.*kernel", PartitionSpec(None, "data"))]
 RUNS = [
