@@ -23,6 +23,7 @@ class Reduction(Protocol):
 
     One of your own may compress what it sends. What it must remember from step to step (the
     residual of error feedback, say) is its state: each replica has its own, part of `TrainState`.
+    Where it has `error(roundings)` as `Wire` has, `replicax verify` allows as much.
     """
 
     def init(self, params: PyTree) -> PyTree:
@@ -48,8 +49,8 @@ class Wire:
     """The plain sum, its gradient rounded to `dtype` wherever it is sent.
 
     All additions are made in the gradient's own dtype. With `bfloat16` each replica's contribution
-    is rounded once, and the total once more: a relative error of at most 2**-8 of the sum of the
-    contributions' magnitudes. Loss, metrics and weights stay in float32.
+    is rounded once, and the total once more, each by at most 2**-8 of itself; see `error`. Loss,
+    metrics and weights stay in float32.
     """
 
     name: str
@@ -67,6 +68,16 @@ class Wire:
             return all_reduce(sums, axis), state
         rounded = _as_vectors(sums.gradient, partial(self._scatter_and_gather, axis=axis))
         return StepSums(rounded, all_reduce(sums.weighted, axis)), state
+
+    def error(self, roundings: int = 2) -> float:
+        """Return the largest error of a total, as a share of the sum of its parts' magnitudes.
+
+        Args:
+            roundings: from a part to the total. In mode `exact` each micro-shard's sums are a part,
+                rounded once and then at every level of the tree.
+        """
+        unit = 0.0 if self.dtype is None else float(jnp.finfo(self.dtype).eps) / 2  # type: ignore[no-untyped-call]
+        return (1 + unit) ** roundings - 1
 
     def rounded(self, sums: PyTree) -> PyTree:
         """Round the gradient, if `sums` has one, to what can be sent."""

@@ -1,6 +1,7 @@
 """A training step that skips its update where that would do harm."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -103,20 +104,31 @@ def _zeros(apply: Apply, *arguments: PyTree) -> Metrics:
     return {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in shapes.items()}
 
 
+def reads(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> list[bool]:
+    """Return for each leaf of `tree` whether the result of `function(tree, *rest)` depends on it.
+
+    Args:
+        function: not called with arrays, only traced.
+        tree: arrays or their shapes.
+        rest: likewise.
+    """
+    jaxpr = jax.make_jaxpr(function)(tree, *rest).jaxpr
+    _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    return used[: len(jax.tree.leaves(tree))]
+
+
 def _read_by(apply: Apply, state: TrainState, total: StepSums, *rest: PyTree) -> list[jax.Array]:
     """The leaves of the gradient that `apply` reads.
 
     The compiler leaves out those of frozen parameters, unless somebody else looks at them.
     """
-    leaves, structure = jax.tree.flatten(total.gradient)
 
-    def outcome(leaves: list[jax.Array], state: TrainState, total: StepSums, *rest: PyTree) -> Any:
-        gradient = jax.tree.unflatten(structure, leaves)
+    def outcome(gradient: PyTree, state: TrainState, total: StepSums, *rest: PyTree) -> Any:
         return apply(state, dataclasses.replace(total, gradient=gradient), *rest)
 
-    jaxpr = jax.make_jaxpr(outcome)(leaves, state, total, *rest).jaxpr
-    _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-    return [leaf for leaf, is_used in zip(leaves, used, strict=False) if is_used]
+    used = reads(outcome, total.gradient, state, total, *rest)
+    leaves = jax.tree.leaves(total.gradient)
+    return [leaf for leaf, is_used in zip(leaves, used, strict=True) if is_used]
 
 
 def _judge(losses: Any, total: StepSums, gradient: list[jax.Array]) -> tuple[Metrics, Any]:

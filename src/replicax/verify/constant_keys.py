@@ -6,6 +6,10 @@ from typing import Any
 import jax
 from jax.extend.core import Jaxpr, Literal, jaxprs_in_params
 
+from replicax.core.batch import Batch
+from replicax.core.objective import Objective
+from replicax.core.update import TrainState
+
 _DRAWS = frozenset({"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"})
 
 
@@ -44,13 +48,13 @@ def _follow(jaxpr: Jaxpr, keyed: Sequence[bool]) -> tuple[list[bool], bool]:
     return [depends(variable) for variable in jaxpr.outvars], drawn
 
 
-def loss_draws_from_a_constant(objective: Any, state: Any, batch: Any) -> bool:
+def loss_draws_from_a_constant(objective: Objective, state: TrainState, batch: Batch) -> bool:
     """Whether a loss in training draws random numbers that do not depend on its key."""
 
     def traced(key_data: jax.Array, rest: Any) -> Any:
         params, extras, rows = rest
         key = jax.random.wrap_key_data(key_data)
-        return objective.means(params, extras, rows, key, None)[0]
+        return objective.loss_sums(params, extras, rows, key, None)[0]
 
     rest = (state.params, state.extras, batch)
     key_data = jax.random.key_data(jax.random.key(0))

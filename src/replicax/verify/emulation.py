@@ -1,70 +1,64 @@
-"""The replicas of a per-replica mode, all on one device: what they have to compute.
-
-Each has its own rows and keys, and statistics over all of them, as in `replicax.core`. The
-gradient is that of the sum over the replicas, which takes no reduction.
-"""
+"""A mode and a reduction of verify's own, to compare others with."""
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
-from replicax.core.accumulate import Running, add_in_turn
+from replicax.core.accumulate import Part, Sequential, add_in_turn
 from replicax.core.batch import Batch
 from replicax.core.loss import LOSS
-from replicax.core.mesh import DATA
-from replicax.core.objective import Objective, Sums
+from replicax.core.mesh import DATA, AnyMesh
+from replicax.core.models.definition import PyTree
+from replicax.core.modes import Mode, by_compiler, global_view
+from replicax.core.objective import Objective, StepSums
 from replicax.core.precision import to_sum
-from replicax.core.update import update
-
-PyTree = Any
+from replicax.core.reduction import Reduction, Wire
 
 
-def emulated_update(
-    objective: Objective,
-    optimizer: optax.GradientTransformation,
-    replicas: int,
-    micro_batches: int,
-) -> Any:
-    """A compiled `update(state, batch)` of the global batch, as so many replicas would do it."""
-    function = partial(
-        update,
-        objective=objective,
-        optimizer=optimizer,
-        summation=_Replicas(micro_batches, replicas, objective),
+def emulated(replicas: int, objective: Objective) -> Mode:
+    """Return the mode in which one device computes what the replicas of a per-replica mode do.
+
+    Each has its own rows and keys, and statistics over all of them. The gradient is that of the sum
+    over the replicas, which takes no reduction.
+    """
+
+    def accumulator(
+        accumulate: int, _micro_shards: int, _mesh: AnyMesh, _reduction: Reduction
+    ) -> _Replicas:
+        return _Replicas(accumulate, replicas, objective)
+
+    return Mode(
+        "emulated",
+        "all replicas on one device",
+        global_view,
+        most_devices=1,
+        accumulator=accumulator,
+        reduce=by_compiler,
     )
-    return jax.jit(lambda state, batch: function(state, batch, None))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Replicas(Running):
+class _Replicas(Sequential):
     """The sums of all replicas, one micro-batch of all of them after the other."""
 
     replicas: int = 1
     objective: Any = None
 
     def __call__(
-        self,
-        part: Any,
-        params: PyTree,
-        extras: PyTree,
-        batch: Batch,
-        key: jax.Array | None,
-        axis: str | None,
+        self, part: Part, state: Any, batch: Batch, key: jax.Array | None, axis: str | None
     ) -> tuple[PyTree, PyTree]:
-        """See `Summation`; `part` and `axis` are those of one device."""
+        """Return the sums over all rows, and the extras after the step; `part` is not asked."""
         assert key is not None
         keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(self.replicas))
 
-        def one(extras: PyTree, number: jax.Array, rows: Batch) -> tuple[Sums, PyTree]:
+        def one(extras: PyTree, number: jax.Array, rows: Batch) -> tuple[StepSums, PyTree]:
             own = jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)
-            return self._sums(params, extras, rows, own)
+            return self._sums(state.params, extras, rows, own)
 
-        return add_in_turn(one, extras, jax.tree.map(self._cut, batch), self.parts)
+        return add_in_turn(one, state.extras, jax.tree.map(self._cut, batch), self.parts)
 
     def _cut(self, leaf: jax.Array) -> jax.Array:
         """`[rows, ...]` -> `[micro-batches, replicas, rows of one, ...]`."""
@@ -73,12 +67,10 @@ class _Replicas(Running):
 
     def _sums(
         self, params: PyTree, extras: PyTree, batch: Batch, keys: jax.Array
-    ) -> tuple[Sums, PyTree]:
-        means: Callable[..., Any] = self.objective.means
-
+    ) -> tuple[StepSums, PyTree]:
         def total(params: PyTree) -> tuple[jax.Array, Any]:
             def of_replica(rows: Batch, key: jax.Array) -> Any:
-                return means(params, extras, rows, key, DATA)
+                return self.objective.loss_sums(params, extras, rows, key, DATA)
 
             # Not vmapped over the gradient: each replica would have a kernel of its own, and a
             # convolution of many groups takes a minute on a CPU.
@@ -87,4 +79,28 @@ class _Replicas(Running):
             return found[LOSS].total, (found, jax.tree.map(lambda leaf: leaf[0], after))
 
         gradient, (found, after) = jax.grad(total, has_aux=True)(params)
-        return Sums(jax.tree.map(to_sum, gradient), found), after
+        return StepSums(jax.tree.map(to_sum, gradient), found), after
+
+
+@dataclasses.dataclass(frozen=True)
+class _Magnitudes(Wire):
+    """Adds the magnitudes of the parts, in any per-replica mode."""
+
+    def __call__(self, sums: StepSums, state: PyTree, axis: str) -> tuple[StepSums, PyTree]:
+        """Return the sum of the replicas' magnitudes."""
+        return super().__call__(self.rounded(sums), state, axis)
+
+    def rounded(self, sums: PyTree) -> PyTree:
+        """Return the magnitudes of a part; sums of magnitudes stay as they are."""
+        if not isinstance(sums, StepSums):
+            return sums
+        return dataclasses.replace(sums, gradient=jax.tree.map(_magnitude, sums.gradient))
+
+
+MAGNITUDES = _Magnitudes("magnitudes")
+
+
+def _magnitude(leaf: jax.Array) -> jax.Array:
+    if jnp.iscomplexobj(leaf):
+        return jax.lax.complex(jnp.abs(leaf.real), jnp.abs(leaf.imag))
+    return jnp.abs(leaf)

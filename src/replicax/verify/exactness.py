@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from replicax.core.digest import sha256
+from replicax.core.modes import Mode
 from replicax.errors import ReplicaxError
 from replicax.verify.check import FAIL, PASS, SKIP, Check
 from replicax.verify.facts import Facts
@@ -13,20 +14,22 @@ STEPS = 2
 _SHOWN = 12
 
 
-def check_exactness(subject: Subject, facts: Facts, show: Callable[[str], None]) -> Check:
-    """The SHA-256 of state and metrics after two steps, on every power of two of devices."""
+def check_exactness(
+    subject: Subject, facts: Facts, mode: Mode, show: Callable[[str], None]
+) -> Check:
+    """Return the row on a mode whose bits are fixed: those of two steps on 1, 2, 4, ... devices."""
     counts = [1 << power for power in range(subject.replicas.bit_length())]
     counts = [count for count in counts if count <= subject.replicas]
-    name = f"exact, {on_devices(counts)}"
+    name = f"{mode}, {on_devices(counts)}"
     if not facts.repeatable:
         return Check("parity", name, SKIP, "two runs on one device differ: nothing to compare with")
     digests: dict[int, str] = {}
     try:
         for count in counts:
-            show(f"parity: the bits of exact on {count} of {counts[-1]} devices")
-            digests[count] = _digest(subject, facts, Case("exact", 1, count))
+            show(f"parity: the bits of {mode} on {count} of {counts[-1]} devices")
+            digests[count] = _digest(subject, facts, Case(mode, 1, count))
     except ReplicaxError as error:
-        verdict = FAIL if subject.own.mode == "exact" else SKIP
+        verdict = FAIL if subject.own.mode == mode else SKIP
         return Check("parity", name, verdict, f"refused: {error}")
     figures = {"sha256": {str(count): digest for count, digest in digests.items()}}
     first = digests[counts[0]]

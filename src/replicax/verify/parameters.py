@@ -1,6 +1,5 @@
 """Parameters that never learn: no gradient reaches them, or the optimizer leaves them alone."""
 
-import dataclasses
 from collections.abc import Iterator
 
 import jax
@@ -10,7 +9,7 @@ from replicax.core.loss import LOSS
 from replicax.core.models.definition import PyTree
 from replicax.verify.check import FAIL, NOTE, PASS, SKIP, Check
 from replicax.verify.difference import leaves
-from replicax.verify.subject import Result, Subject
+from replicax.verify.subject import Subject
 from replicax.wording import named
 
 _DRAWS = 2
@@ -24,8 +23,8 @@ def check_parameters(subject: Subject) -> Iterator[Check]:
     Gradients are taken at parameters moved at random: where a gate is 0 at first, what is behind it
     has no gradient yet, and is not dead.
     """
-    results = [_run(subject, moved(subject.state.params, seed)) for seed in range(_DRAWS)]
-    if not all(np.isfinite(result.measured[LOSS]).all() for result in results):
+    results = [subject.sums(moved(subject.state.params, seed)) for seed in range(_DRAWS)]
+    if not all(np.isfinite(result[LOSS]) for result in results):
         yield Check(
             "parameters",
             "gradient",
@@ -35,9 +34,7 @@ def check_parameters(subject: Subject) -> Iterator[Check]:
         return
     paths = list(leaves(subject.state.params))
     without = [
-        path
-        for path in paths
-        if not any(np.any(result.measured[f"gradient{path}"]) for result in results)
+        path for path in paths if not any(np.any(result[f"gradient{path}"]) for result in results)
     ]
     dead = [path for path in without if not _reacts(subject, path)]
     stopped = [path for path in without if path not in dead]
@@ -61,11 +58,10 @@ DEAD = (
 
 
 def _of_optimizer(subject: Subject, paths: list[str]) -> Check:
-    result = subject.run(subject.single, subject.full)
+    changed = subject.run(subject.single, subject.full).params
+    found = subject.sums(subject.state.params)
     still = [
-        path
-        for path in paths
-        if not np.any(result.params[path]) and np.any(result.measured[f"gradient{path}"])
+        path for path in paths if not np.any(changed[path]) and np.any(found[f"gradient{path}"])
     ]
     figures = {"still": still}
     if not still:
@@ -105,14 +101,9 @@ def _reacts(subject: Subject, path: str) -> bool:
         base,
         other,
     )
-    losses = [_run(subject, params).measured for params in (base, changed)]
+    losses = [subject.sums(params) for params in (base, changed)]
     return any(
         losses[0][name].tobytes() != losses[1][name].tobytes()
         for name in losses[0]
         if not name.startswith("gradient") or name == LOSS
     )
-
-
-def _run(subject: Subject, params: PyTree) -> Result:
-    state = dataclasses.replace(subject.state, params=params)
-    return subject.run(subject.single, subject.full, state)

@@ -30,9 +30,11 @@ from replicax.wording import first_line
 FULL, PADDED, WEIGHTED = "full", "padded", "unequal weights"
 BATCHES = (FULL, PADDED, WEIGHTED)
 _SEEDS = 3
-OF_EACH_REPLICA = ("shard_map", "pmap")
-"""Modes in which each replica draws random numbers of its own."""
 
+NOT_FINITE = (
+    "the loss or its gradient is not finite there, and a run skips such a step: look at what "
+    "becomes NaN or infinite, in rows of weight 0 too (jax_debug_nans finds the operation)"
+)
 CONSTANT_KEY = (
     "a constant key: the loss draws random numbers (a dropout mask, say) that do not follow from "
     "its key argument, so every replica, every micro-batch and every step draws the same ones, a "
@@ -79,7 +81,7 @@ class Parity:
             return Check(
                 "parity", name, SKIP, "two runs on one device differ: nothing to compare with"
             )
-        if case.mode == "exact" and (reason := self._only_bits()):
+        if case.mode.bitwise and (reason := self._only_bits()):
             return Check("parity", name, SKIP, reason)
         try:
             found = self._subject.run(case, self._batch(kind))
@@ -100,10 +102,15 @@ class Parity:
 
     def _compared(self, case: Case, kind: str, found: Result, reference: _Reference) -> Check:
         expected = reference.result
+        name = f"{case}, {kind}"
+        if found.skipped or expected.skipped:
+            where = name if found.skipped else reference.name
+            return Check("parity", name, FAIL, f"{where}: the step is skipped", NOT_FINITE)
         gradient, _ = found.state.opt_state
         updated = self._subject.updated(jax.device_get(gradient), np.float32(found.measured[LOSS]))
+        allowed = self._allowed(case, kind, reference)
         pairs = (
-            ("", found.measured, expected.measured, reference.bounds),
+            ("", found.measured, expected.measured, allowed),
             ("params", found.params, updated, reference.update_bounds),
             ("extras", found.extras, expected.extras, reference.bounds),
         )
@@ -113,7 +120,6 @@ class Parity:
             for each in differences(here, there, bound)
         ]
         figures = {"against": reference.name, "differing": len(found_all)}
-        name = f"{case}, {kind}"
         if not found_all:
             share = _largest_share(pairs[:1])
             text = f"as {reference.name}, to {share:.1e} of each leaf's scale"
@@ -143,7 +149,6 @@ class Parity:
         if self._facts.constant_key:
             return CONSTANT_KEY
         batch = self._batch(kind)
-        apart = case.mode in OF_EACH_REPLICA
         alone = kind == FULL and not self._facts.random
         return likely_cause(
             Evidence(
@@ -151,7 +156,7 @@ class Parity:
                 reference.result.measured,
                 reference.bounds,
                 batch.size,
-                self._subject.replicas if apart else 1,
+                self._subject.replicas if case.draws_apart else 1,
                 case.micro_batches,
                 None if kind == FULL else np.asarray(batch.mask, np.float64),
                 self._on_rows if alone else None,
@@ -168,40 +173,27 @@ class Parity:
         """What `case` is compared with on a batch of this kind."""
         subject, facts = self._subject, self._facts
         batch, single = self._batch(kind), subject.single
-        if facts.random and case.mode in OF_EACH_REPLICA and subject.replicas > 1:
-            name = f"{subject.replicas} replicas on one device"
-            emulated = Case("emulated", case.micro_batches)
-            key = (emulated, kind)
-            return self._kept(
-                key, name, lambda state, rows: subject.emulate(emulated, rows, state), batch
-            )
         name = "one device"
-        if facts.random or facts.writes:
+        if facts.random and case.draws_apart and subject.replicas > 1:
+            single = Case(subject.emulated, case.micro_batches)
+            name = f"{subject.replicas} replicas on one device"
+        elif facts.random or facts.writes:
             single = dataclasses.replace(single, micro_batches=case.micro_batches)
         elif kind == PADDED and facts.rows.kind != DEPENDENT:
             batch, name = subject.some(np.arange(subject.real_rows)), "one device without padding"
-        return self._kept(
-            (single, kind), name, lambda state, rows: subject.run(single, rows, state), batch
-        )
+        if (single, kind) not in self._references:
+            self._references[single, kind] = self._made(name, single, batch)
+        return self._references[single, kind]
 
-    def _kept(
-        self, key: Any, name: str, run: Callable[[TrainState, Batch], Result], batch: Batch
-    ) -> _Reference:
-        if key not in self._references:
-            self._references[key] = self._made(name, run, batch)
-        return self._references[key]
-
-    def _made(
-        self, name: str, run: Callable[[TrainState, Batch], Result], batch: Batch
-    ) -> _Reference:
+    def _made(self, name: str, single: Case, batch: Batch) -> _Reference:
         subject = self._subject
         state = subject.state
 
         def computed(state: TrainState, data: Any) -> Leaves:
-            result = run(state, dataclasses.replace(batch, data=data))
+            result = subject.run(single, dataclasses.replace(batch, data=data), state)
             return {**result.measured, **result.extras}
 
-        result = run(state, batch)
+        result = subject.run(single, batch)
         gradient, _ = result.state.opt_state
         loss = np.float32(result.measured[LOSS])
 
@@ -219,6 +211,21 @@ class Parity:
             bounds(expected, noise, terms=rows, eps=eps),
             bounds(changed, of_update, terms=rows, eps=2.0**-23, values=leaves(state.params)),
         )
+
+    def _allowed(self, case: Case, kind: str, reference: _Reference) -> Leaves:
+        """The bounds of rounding, and for the gradient what the reduction may round besides."""
+        dp = self._subject.parallel(case)
+        error = getattr(dp.reduction, "error", None)
+        roundings = dp.micro_shards.bit_length() if case.mode.bitwise else 2
+        share = error(roundings) if error else 0.0
+        if not share:
+            return reference.bounds
+        measuring = dataclasses.replace(case, magnitudes=True)
+        parts = self._subject.run(measuring, self._batch(kind)).measured
+        return {
+            path: bound + share * np.abs(parts[path]) if path.startswith("gradient") else bound
+            for path, bound in reference.bounds.items()
+        }
 
     def _batch(self, kind: str) -> Batch:
         subject = self._subject

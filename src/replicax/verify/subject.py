@@ -1,7 +1,7 @@
 """What is verified: one `DataParallel` with its model and rows, run in any mode on any devices."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -15,11 +15,15 @@ from replicax.core.data_parallel import DataParallel
 from replicax.core.loss import LOSS
 from replicax.core.mesh import by_rows, make_mesh, replica_count
 from replicax.core.models.definition import PyTree
-from replicax.core.objective import Objective
+from replicax.core.models.split import split_model
+from replicax.core.modes import MODES, Mode
+from replicax.core.objective import Objective, StepSums
 from replicax.core.share import Share
-from replicax.core.update import TrainState
+from replicax.core.update import TrainState, step_key, takes_value
+from replicax.errors import LossError
+from replicax.train.guarded import NOT_FINITE, guarded, reads
 from replicax.verify.difference import Leaves, changes, coarsest_eps, leaves
-from replicax.verify.emulation import emulated_update
+from replicax.verify.emulation import MAGNITUDES, emulated
 
 WARM_STEPS = 2
 """Steps before anything is compared: a warm-up's first learning rate is 0, and Adam's first update
@@ -31,14 +35,21 @@ _LEAST_WEIGHT, _MOST_WEIGHT = 0.1, 10.0
 class Case:
     """One way to run the step."""
 
-    mode: str
+    mode: Mode
     micro_batches: int = 1
     devices: int = 1
+    magnitudes: bool = False
+    """Whether what is reduced are the magnitudes of the parts, which bound a reduction's error."""
 
     def __str__(self) -> str:
-        if self.micro_batches == 1 or self.mode == "exact":
-            return self.mode
+        if self.micro_batches == 1 or self.mode.bitwise:
+            return self.mode.name
         return f"{self.mode}, {self.micro_batches} micro-batches"
+
+    @property
+    def draws_apart(self) -> bool:
+        """Whether each replica draws random numbers of its own."""
+        return self.mode.per_replica and not self.mode.bitwise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,10 +64,12 @@ class Result:
     """What was added to the model's other arrays; those that are no floats as they are."""
     state: TrainState
     """After the step, on the devices."""
+    skipped: bool
+    """Whether the loss or the gradient was not finite, and the step changed nothing."""
 
 
 class Subject:
-    """What is verified, and the means to run it.
+    """A step as `rx.fit` runs it, with its model and rows, and the means to run it in other cases.
 
     Args:
         dp: the step; its mode, mesh, layout and micro-batches are those that matter most.
@@ -72,48 +85,48 @@ class Subject:
         self.data = host_rows(batch, copy=False)
         self.rows = row_count(self.data)
         self.replicas = replica_count(dp.mesh)
-        self.own = Case(dp.mode, dp.accumulate, self.replicas)
         self.micro_batches = sorted({1, dp.accumulate, micro_batches})
         self._model, self._seed = model, seed
         self._base = dp.replace(donate=False)
-        self._optimizer = optax.with_extra_args_support(dp._optimizer)
+        self._optimizer = optax.with_extra_args_support(dp.optimizer)
+        _, params, _ = split_model(model)
+        self._takes_value = takes_value(dp.optimizer, params)
+        self.trained = self._read_by_optimizer(params)
+        self.own = self.case(dp.mode, dp.accumulate)
         self._made: dict[Case, DataParallel] = {}
-        self._emulations: dict[Case, Any] = {}
         self.state = self._warm_state()
 
     # How it is run.
 
+    def case(self, mode: Mode, micro_batches: int = 1) -> Case:
+        """Return a mode's case on all devices, or on one of each replica."""
+        devices = self._base.mesh.devices.size if mode.splits_state else self.replicas
+        return Case(mode, micro_batches, min(devices, mode.most_devices or devices))
+
     def parallel(self, case: Case) -> DataParallel:
-        """The step in one case, which records its gradient in front of the optimizer."""
+        """Return the step in one case, which records the gradient that its optimizer reads."""
         if case not in self._made:
+            base = self._base
             changes: dict[str, Any] = {"mode": case.mode, "accumulate": case.micro_batches}
-            if case.mode != self._base.mode:
+            if not case.mode.splits_state:
                 changes["layout"] = "replicated"
-            if case.devices != self.replicas or case.mode == "single":
-                devices = list(self._base.mesh.devices.flat)[: case.devices]
+            if case.devices != base.mesh.devices.size:
+                devices = list(base.mesh.devices.flat)[: case.devices]
                 changes["mesh"] = make_mesh(devices=devices)
-            recorded = optax.chain(record_gradient(), self._optimizer)
-            made = self._base.replace(optimizer=recorded, **changes)
-            made.abstract_state(self._model)
-            self._made[case] = made
+            if not case.mode.per_replica:
+                changes["reduction"] = "float32"
+            if case.magnitudes:
+                changes["reduction"] = MAGNITUDES
+            recorded = optax.chain(record_gradient(self.trained), self._optimizer)
+            made = base.replace(optimizer=recorded, **changes)
+            self._made[case] = guarded(made, made.abstract_state(self._model))
         return self._made[case]
 
     def run(self, case: Case, batch: Batch, state: TrainState | None = None) -> Result:
-        """One step from `state`, the warm one by default, which stays as it is."""
+        """Return one step from `state`, the warm one by default, which stays as it is."""
         state = self.state if state is None else state
         dp = self.parallel(case)
         after, metrics = dp.step(self.placed(case, state), self.batch_on(case, batch))
-        return self._result(state, after, metrics)
-
-    def emulate(self, case: Case, batch: Batch, state: TrainState | None = None) -> Result:
-        """What the replicas of a per-replica mode have to compute, all of them on one device."""
-        state = self.state if state is None else state
-        if case not in self._emulations:
-            single = self.parallel(Case("single", case.micro_batches))
-            self._emulations[case] = emulated_update(
-                self.objective, single._optimizer, self.replicas, case.micro_batches
-            )
-        after, metrics = self._emulations[case](state, _arrays(batch))
         return self._result(state, after, metrics)
 
     def trace(self, case: Case, batch: Batch) -> jax.stages.Traced:
@@ -129,8 +142,12 @@ class Subject:
         return self.parallel(case).lower(*placed).compile()
 
     def placed(self, case: Case, state: TrainState) -> TrainState:
-        """`state` where the step of `case` has it."""
-        abstract = self.parallel(case).abstract_state(self._model)
+        """`state` where the step of `case` has it, its reduction before the first step."""
+        dp = self.parallel(case)
+        abstract = dp.abstract_state(self._model)
+        if jax.tree.leaves(abstract.reduction):
+            first = dp.init(self._model, seed=self._seed)
+            state = dataclasses.replace(state, reduction=first.reduction)
         placed: TrainState = jax.device_put(
             state, jax.tree.map(lambda leaf: leaf.sharding, abstract)
         )
@@ -179,12 +196,17 @@ class Subject:
     @property
     def single(self) -> Case:
         """The reference."""
-        return Case("single")
+        return Case(MODES["single"])
 
-    @property
+    @cached_property
+    def emulated(self) -> Mode:
+        """All replicas of a per-replica mode, on one device."""
+        return emulated(self.replicas, self.objective)
+
+    @cached_property
     def objective(self) -> Objective:
         """The loss on the model."""
-        return self.parallel(self.single)._objective
+        return self.parallel(self.single).program(self._model).objective
 
     @cached_property
     def eps(self) -> float:
@@ -192,9 +214,15 @@ class Subject:
         state, batch = self.state, self.some(np.arange(min(self.rows, 2)))
         key = jax.random.key(0)
         return coarsest_eps(
-            lambda params: self.objective.means(params, state.extras, batch, key, None)[0],
+            lambda params: self.objective.loss_sums(params, state.extras, batch, key, None)[0],
             state.params,
         )
+
+    def sums(self, params: PyTree) -> Leaves:
+        """Return loss, metrics and the gradient by every parameter, trained or not, at `params`."""
+        total = self._sums(params)
+        gradient = {f"gradient{path}": value for path, value in leaves(total.gradient).items()}
+        return {**{name: np.asarray(mean) for name, mean in total.means().items()}, **gradient}
 
     def updated(self, gradient: PyTree, loss: Any, state: TrainState | None = None) -> Leaves:
         """What one device's optimizer adds to the parameters for this gradient."""
@@ -206,20 +234,45 @@ class Subject:
     # What these are made of.
 
     @cached_property
+    def _sums(self) -> Callable[[PyTree], StepSums]:
+        state, batch = self.state, self.batch_on(self.single, self.full)
+        key = step_key(state)
+
+        def sums(params: PyTree) -> StepSums:
+            return self.objective.step_sums(params, state.extras, batch, key, None)[0]
+
+        return jax.jit(sums)
+
+    @cached_property
     def _apply(self) -> Any:
         def apply(params: PyTree, opt_state: Any, gradient: PyTree, loss: Any) -> PyTree:
-            updates, _ = self._optimizer.update(gradient, opt_state, params, value=loss)
-            return optax.apply_updates(params, updates)
+            return optax.apply_updates(params, self._update(gradient, params, opt_state, loss)[0])
 
         return jax.jit(apply)
+
+    def _update(self, gradient: PyTree, params: PyTree, opt_state: Any, loss: Any) -> Any:
+        value = {"value": loss} if self._takes_value else {}
+        return self._optimizer.update(gradient, opt_state, params, **value)
+
+    def _read_by_optimizer(self, params: PyTree) -> PyTree:
+        """For each parameter, whether the optimizer reads its gradient."""
+        shapes = jax.eval_shape(lambda params: params, params)
+        opt_state = jax.eval_shape(self._optimizer.init, shapes)
+        read = reads(self._update, shapes, shapes, opt_state, jnp.float32(0))
+        return jax.tree.unflatten(jax.tree.structure(shapes), read)
 
     def _warm_state(self) -> TrainState:
         dp = self.parallel(self.single)
         state = dp.init(self._model, seed=self._seed)
         batch = self.batch_on(self.single, self.full)
-        for _ in range(WARM_STEPS):
-            state, _ = dp.step(state, batch)
-        jax.block_until_ready(state)
+        for number in range(1, WARM_STEPS + 1):
+            state, metrics = dp.step(state, batch)
+            if metrics[NOT_FINITE]:
+                raise LossError(
+                    f"the loss is {float(metrics[LOSS])} in step {number}, or its gradient is not "
+                    "finite, and a run would skip the step: look at the batch and the initial "
+                    "parameters (jax_debug_nans finds the operation)"
+                )
         return state
 
     def _result(self, before: TrainState, after: TrainState, metrics: Mapping[str, Any]) -> Result:
@@ -227,21 +280,27 @@ class Subject:
         measured = {name[2:-2]: value for name, value in measured.items()}
         gradient = {f"gradient{path}": value for path, value in leaves(after.opt_state[0]).items()}
         loss = {LOSS: measured.pop(LOSS)}
+        skipped = bool(measured.pop(NOT_FINITE))
         return Result(
             {**loss, **measured, **gradient},
             changes(before.params, after.params),
             changes(before.extras, after.extras),
             after,
+            skipped,
         )
 
 
-def record_gradient() -> optax.GradientTransformation:
-    """Keeps the newest gradient in its state, in front of an optimizer."""
-    return optax.GradientTransformation(
-        lambda params: jax.tree.map(jnp.zeros_like, params),
-        lambda gradient, _state, _params=None: (gradient, gradient),
-    )
+def record_gradient(trained: PyTree) -> optax.GradientTransformation:
+    """Keeps the newest gradient in its state, in front of an optimizer.
 
+    Args:
+        trained: for each parameter, whether its gradient is kept: what is recorded is computed.
+    """
 
-def _arrays(batch: Batch) -> Batch:
-    return Batch(jax.tree.map(jnp.asarray, batch.data), jnp.asarray(batch.mask), batch.index)
+    def kept(gradient: PyTree, _state: PyTree, _params: PyTree = None) -> tuple[PyTree, PyTree]:
+        recorded = jax.tree.map(
+            lambda leaf, is_trained: leaf if is_trained else jnp.zeros_like(leaf), gradient, trained
+        )
+        return gradient, recorded
+
+    return optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), kept)

@@ -5,16 +5,12 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from replicax.analysis.compiled import CompiledStep, inspect
+from replicax.core.mesh import replica_count
 from replicax.errors import ReplicaxError
-from replicax.plan.traffic import (
-    SLIGHTLY,
-    advice,
-    sums_bytes,
-    wire_bytes,
-    wire_bytes_of_all_reduce,
-)
+from replicax.plan.traffic import SLIGHTLY, wire_bytes, wire_bytes_of_all_reduce
 from replicax.verify.check import FAIL, NOTE, PASS, SKIP, Check, Verdict
 from replicax.verify.facts import Facts
 from replicax.verify.independence import DEPENDENT
@@ -25,6 +21,10 @@ _FAR = 2.0
 """Times the lower bound: what is above it is wrong."""
 _SMALL_BYTES = 4096
 """Where there is next to nothing to send, what fills it up to whole parts is most of it."""
+_SUM_BYTES = 8
+"""Of a metric's total and weight."""
+_WIDE = 4
+"""Bytes of an element of a gradient's sum, at least."""
 _REDUNDANT = 1.1
 _ALL_OF_IT = 0.9
 
@@ -74,8 +74,7 @@ class _Traffic:
 
     def check(self, case: Case) -> Check:
         subject, program = self._subject, self._program
-        needed = bytes_needed(subject)
-        least = wire_bytes_of_all_reduce(needed, case.devices)
+        least = wire_bytes_of_all_reduce(bytes_needed(subject, case), case.devices)
         sent = sum(wire_bytes(each, case.devices) for each in program.step.collectives)
         figures = {
             "reductions": program.reductions,
@@ -93,7 +92,7 @@ class _Traffic:
         kinds = ", ".join(f"{each.count} {each.kind}" for each in program.step.collectives)
         share = sent / least
         text = f"{kinds or 'nothing'}; {size_text(sent)} a device, {share:.2f} of the least"
-        if case == self._subject.own and self._subject.parallel(case).layout != "replicated":
+        if not self._subject.parallel(case).layout.is_whole:
             return NOTE, f"{text}; a split layout also gathers what it splits", ""
         if not program.reductions:
             return FAIL, f"{text}: the replicas are not reduced", ""
@@ -110,10 +109,15 @@ class _Traffic:
         if share > _FAR and sent - least > _SMALL_BYTES:
             return FAIL, text, TWICE
         if share > SLIGHTLY:
-            return NOTE, f"{text}; {advice(case.mode)}", ""
+            return NOTE, f"{text}; {FILLED_UP if case.mode.per_replica else TWO_SUMS}", ""
         return PASS, text, ""
 
 
+FILLED_UP = "parts are filled up, or more than gradient and metrics is reduced"
+TWO_SUMS = (
+    "the compiler reduces a leaf twice (a tied embedding) or a sum by itself; mode='shard_map' "
+    "reduces once"
+)
 GROWS = (
     "the compiler reduces inside the loop over micro-batches; use mode='shard_map', which reduces "
     "once after it"
@@ -137,10 +141,15 @@ def check_work(
         times = flops * case.devices / single.flops
         text = f"{times:.2f} times the FLOPs of one device, over {case.devices}"
         figures = {"flops_per_device": flops, "flops_of_one": single.flops}
+        replicas = replica_count(subject.parallel(case).mesh)
+        of_each = case.devices // replicas
         if times <= _REDUNDANT:
             yield Check("redundant work", name, PASS, text, "", figures)
-        elif case.devices > 1 and times >= _ALL_OF_IT * case.devices:
+        elif replicas > 1 and times >= _ALL_OF_IT * case.devices:
             yield Check("redundant work", name, FAIL, text, EVERYTHING, figures)
+        elif of_each > 1 and times >= _ALL_OF_IT * of_each:
+            cause = NOT_SPLIT.format(of_each)
+            yield Check("redundant work", name, FAIL, text, cause, figures)
         else:
             text += ": some products do not depend on the rows, and each device computes them"
             yield Check("redundant work", name, NOTE, text, "", figures)
@@ -151,15 +160,30 @@ EVERYTHING = (
     "splitting the rows (a reshape or a gather that mixes them); use mode='shard_map', or "
     "constrain the rows to stay split"
 )
+NOT_SPLIT = (
+    "the {} devices of a replica all compute the same: the layout's rules split none of the large "
+    "matrices; write rules for those, or leave the devices to axis 'data'"
+)
 
 
-def bytes_needed(subject: Subject) -> int:
-    """Bytes of the sums of gradient, loss and metrics."""
+def bytes_needed(subject: Subject, case: Case) -> int:
+    """Bytes of the sums of loss, metrics and the gradient that the optimizer reads, as sent."""
     state, batch = subject.state, subject.full
-    means: Any = jax.eval_shape(
-        lambda params: subject.objective.means(
+    metrics: Any = jax.eval_shape(
+        lambda params: subject.objective.loss_sums(
             params, state.extras, batch, jax.random.key(0), None
         )[0],
         state.params,
     )
-    return sums_bytes(jax.tree.leaves(state.params), len(means))
+    sent = getattr(subject.parallel(case).reduction, "dtype", None)
+    pairs = zip(jax.tree.leaves(state.params), jax.tree.leaves(subject.trained), strict=True)
+    gradient: int = sum(leaf.size * _width(leaf, sent) for leaf, is_trained in pairs if is_trained)
+    return gradient + _SUM_BYTES * len(metrics)
+
+
+def _width(leaf: jax.Array, sent: Any) -> int:
+    """Bytes of an element of the gradient by `leaf`, in its own dtype of sums or as it is sent."""
+    if sent is None:
+        return max(_WIDE, leaf.dtype.itemsize)
+    parts = 2 if jnp.iscomplexobj(leaf) else 1
+    return parts * int(jnp.dtype(sent).itemsize)

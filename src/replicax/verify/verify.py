@@ -10,10 +10,9 @@ import jax
 from replicax.analysis.compiled import inspect
 from replicax.core.batch import row_count
 from replicax.core.data_parallel import DataParallel
-from replicax.core.layout import layout_name
 from replicax.core.mesh import replica_count
-from replicax.core.modes import MODES
-from replicax.errors import ConfigError, ReplicaxError, did_you_mean
+from replicax.core.modes import MODES, Mode, as_mode
+from replicax.errors import ConfigError, ReplicaxError
 from replicax.verify.check import FAIL, Check, Verification
 from replicax.verify.determinism import check_determinism
 from replicax.verify.exactness import check_exactness
@@ -38,7 +37,7 @@ def verify(
     model: Any,
     batch: Any,
     *,
-    modes: Sequence[str] | None = None,
+    modes: Sequence[str | Mode] | None = None,
     micro_batches: int = MICRO_BATCHES,
     seed: int = 0,
     show: Show | None = None,
@@ -78,14 +77,11 @@ def verify(
     rows = _rows(dp, row_count(batch), micro_batches)
     batch = jax.tree.map(lambda leaf: leaf[:rows], batch)
     about = {
-        "mode": dp.mode,
-        "layout": layout_name(dp.layout),
-        "accumulate": dp.accumulate,
-        "precision": dp.precision.name,
+        **dp.configuration.names(),
         "devices": int(dp.mesh.devices.size),
         "replicas": replica_count(dp.mesh),
         "platform": dp.mesh.devices.flat[0].platform,
-        "modes": chosen,
+        "modes": [mode.name for mode in chosen],
         "micro_batches": micro_batches,
         "rows": rows,
     }
@@ -104,13 +100,12 @@ def _checks(
     dp: DataParallel,
     model: Any,
     batch: Any,
-    modes: Sequence[str],
+    modes: Sequence[Mode],
     micro_batches: int,
     seed: int,
     show: Show,
 ) -> Iterator[Check]:
     show("one device")
-    own_name = Case(dp.mode, dp.accumulate)
     try:
         subject = Subject(dp, model, batch, micro_batches, seed)
         facts = examine(subject)
@@ -118,17 +113,18 @@ def _checks(
         yield Check("parity", "one device", FAIL, f"refused: {error}")
         return
     except Exception as error:
-        cause = HAND_REDUCED if "unbound axis name" in str(error) else ""
+        cause = next((text for words, text in CAUSES.items() if words in str(error)), "")
         yield Check("parity", "one device", FAIL, first_line(error), cause)
         return
     own = subject.own
     depends = facts.rows.kind == DEPENDENT
-    splits = own.mode not in ("jit", "single") or own.micro_batches > 1
+    splits = own.mode.per_replica or own.micro_batches > 1
     yield facts.rows.check(fails=depends and splits)
     cases = _cases(subject, modes)
     yield from Parity(subject, facts, show).checks(cases)
-    if "exact" in modes:
-        yield check_exactness(subject, facts, show)
+    for mode in modes:
+        if mode.bitwise:
+            yield check_exactness(subject, facts, mode, show)
     try:
         subject.run(own, subject.full)
     except Exception:  # parity has said it
@@ -144,37 +140,40 @@ def _checks(
         if case in programs and case.devices > 1:
             show(f"replicas: {case}")
             yield check_replicas(subject, case)
-    show(f"determinism: {own_name}")
+    show(f"determinism: {own}")
     yield from check_determinism(subject)
-    show(f"recompilation: {own_name}")
+    show(f"recompilation: {own}")
     yield check_recompilation(subject, padded=not facts.rows.scalar)
 
 
-HAND_REDUCED = (
-    "the loss reduces over the replicas itself (psum or pmean over an axis); Replicax does that, "
-    "once, and such a loss would count N times: take the reduction out of the loss"
-)
+CAUSES = {
+    "unbound axis name": (
+        "the loss reduces over the replicas itself (psum or pmean over an axis); Replicax does "
+        "that, once, and such a loss would count N times: take the reduction out of the loss"
+    ),
+    "must have equal types": (
+        "the state has other dtypes or shapes after a step than before it; a run keeps it where a "
+        "step is bad, and compiles once: have the optimizer return its state as it was given"
+    ),
+}
+"""By words of the error that the step fails with on one device."""
 
 
-def _cases(subject: Subject, modes: Sequence[str]) -> list[Case]:
+def _cases(subject: Subject, modes: Sequence[Mode]) -> list[Case]:
     cases = []
     for mode in modes:
-        counts = [1] if mode == "exact" else subject.micro_batches
-        cases += [Case(mode, count, subject.replicas) for count in counts]
+        counts = [1] if mode.bitwise else subject.micro_batches
+        cases += [subject.case(mode, count) for count in counts]
     if subject.own not in cases:
         cases.append(subject.own)
     return cases
 
 
-def _modes(dp: DataParallel, modes: Sequence[str] | None) -> list[str]:
+def _modes(dp: DataParallel, modes: Sequence[str | Mode] | None) -> list[Mode]:
+    """Those that were chosen; by default all that run on several devices, and the step's own."""
     if modes is None:
-        return [mode for mode in MODES if mode != "single" or dp.mode == "single"]
-    for mode in modes:
-        if mode not in MODES:
-            raise ConfigError(
-                f"no mode {mode!r}; there are {', '.join(MODES)}{did_you_mean(mode, MODES)}"
-            )
-    return list(dict.fromkeys(modes))
+        return [mode for mode in MODES.values() if mode.most_devices != 1 or mode == dp.mode]
+    return list(dict.fromkeys(map(as_mode, modes)))
 
 
 def _rows(dp: DataParallel, rows: int, micro_batches: int) -> int:
