@@ -16,7 +16,8 @@ import jax
 
 import replicax as rx
 from replicax.core.digest import sha256
-from replicax.core.threads import fix_threads
+from replicax.core.exact import fix_threads
+from replicax.core.job import Job
 from replicax.train.host_memory import keep_freed_memory
 
 
@@ -25,22 +26,28 @@ def main() -> None:
     name = sys.argv[1]
     devices, accumulate, steps, *after = map(int, sys.argv[2:])
     fix_threads(exact_subjects.MICRO_SHARDS)
-    place = rx.initialize(verbose=False)
-    jax.config.update("jax_num_cpu_devices", max([devices, *after]) // place.processes)
+    job = rx.initialize(verbose=False)
+    jax.config.update("jax_num_cpu_devices", max([devices, *after]) // job.processes)
     keep_freed_memory()
     subject = exact_subjects.subject(name)
     cut = steps // 2 if after else steps
-    state, metrics = _train(subject, devices, accumulate, None, 0, cut)
+    state, metrics = _train(subject, job, devices, accumulate, None, 0, cut)
     for count in after:
-        state, metrics = _train(subject, count, 1, jax.device_get(state), cut, steps)
-    if jax.process_index() == 0:
+        state, metrics = _train(subject, job, count, 1, jax.device_get(state), cut, steps)
+    if job.process == 0:
         loss = float(metrics["loss"])
         result = {"state": sha256(state), "weights": sha256(state.params), "loss": loss}
         print("RESULT", json.dumps(result), flush=True)
 
 
 def _train(
-    subject: Any, devices: int, accumulate: int, host_state: Any, first: int, last: int
+    subject: Any,
+    job: Job,
+    devices: int,
+    accumulate: int,
+    host_state: Any,
+    first: int,
+    last: int,
 ) -> Any:
     """The state after steps `first` to `last`, and the metrics of the last one."""
     dp = rx.DataParallel(
@@ -50,6 +57,7 @@ def _train(
         mode="exact",
         accumulate=accumulate,
         micro_shards=exact_subjects.MICRO_SHARDS,
+        job=job,
     )
     state = dp.init(subject.model(), seed=1)
     if host_state is not None:

@@ -42,13 +42,13 @@ def start(name: str) -> Any:
 
 def prepare(folder: Path, name: str, mode: str, rows: int) -> Any:
     """Every process has the global batch, and takes its own rows."""
-    rx.initialize(verbose=False)
+    job = rx.initialize(verbose=False)
     keep_freed_memory()
     with np.load(folder / f"{name}-batch.npz") as file:
-        size = rows * jax.process_count()
+        size = rows * job.processes
         data = {key: file[key][:size] for key in file}
     loss, optimizer = (gpt_loss, OPTIMIZER) if name == "gpt" else (lenet_loss, optax.sgd(**SGD))
-    dp = rx.DataParallel(loss, optimizer, mode=mode)
+    dp = rx.DataParallel(loss, optimizer, mode=mode, job=job)
     state = dp.init(start(name))
     (batch,) = dp.feed(data, size)
     step = inspect(dp.lower(state, batch).compile())
