@@ -360,4 +360,4 @@ def test_every_option_of_the_command_is_judged() -> None:
     """An option that is added is either listed as harmless or known here to matter."""
     names = {field.name for field in dataclasses.fields(TrainOptions)}
     harmless = {path[8:] for paths in HARMLESS.values() for path in paths if path[:8] == "options."}
-    assert names - harmless <= {"precision", "seed", "skip_spikes"}
+    assert names - harmless <= {"precision", "reduction", "seed", "skip_spikes"}

@@ -62,7 +62,6 @@ class Configuration:
             "micro_shards": self.micro_shards if self.mode.bitwise else None,
             "precision": self.precision.name,
             "reduction": getattr(self.reduction, "name", type(self.reduction).__name__),
-            "donate": self.donate,
         }
 
     def accumulator(self, mesh: AnyMesh) -> Accumulator:

@@ -12,13 +12,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+from replicax.core.modes import MODES
 from replicax.errors import ConfigError
 
 HARMLESS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "Where the work is done. The batches and the mathematics stay: sums are rounded in another "
         "order, and what each replica has of its own (keys, statistics) is cut elsewhere. Only "
-        "mode exact promises bits: see _matters.": (
+        "bitwise modes promise bits: see _matters.": (
             *("options.devices", "options.layout", "options.accumulate"),
             *("options.mode", "options.micro_shards", "parallel.mode", "parallel.micro_shards"),
             *("parallel.layout", "parallel.accumulate", "parallel.mesh", "parallel.device_kind"),
@@ -111,9 +112,9 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
         ConfigError: one of them cannot be written as JSON.
     """
     was, now = _as_json(old), _as_json(new)
-    exact = all(_mode(config) == "exact" for config in (was, now))
+    bitwise = all(_is_bitwise(_mode(config)) for config in (was, now))
     return [
-        Change(".".join(map(_printable, path)), before, after, _matters(path, before, after, exact))
+        Change(".".join(map(_printable, path)), before, after, _matters(path, before, after, bitwise))
         for path, before, after in _differences((), was, now)
     ]
 
@@ -240,11 +241,16 @@ _MODES = (("options", "mode"), ("parallel", "mode"))
 _MICRO_SHARDS = (("options", "micro_shards"), ("parallel", "micro_shards"))
 
 
-def _matters(path: tuple[str, ...], old: Any, new: Any, exact: bool) -> bool:
-    """Whether the field may not change; `exact`: the run was, and is to be, in that mode."""
-    if path in _MODES and "exact" in (old, new):  # the bits it promises are others, or no more
+def _is_bitwise(mode: Any) -> bool:
+    """Whether `mode`, read from a file, is the name of one that promises bits."""
+    return isinstance(mode, str) and mode in MODES and MODES[mode].bitwise
+
+
+def _matters(path: tuple[str, ...], old: Any, new: Any, bitwise: bool) -> bool:
+    """Whether the field may not change; `bitwise`: the run's bits were, and are to be, fixed."""
+    if path in _MODES and (_is_bitwise(old) or _is_bitwise(new)):  # those bits are others then
         return True
-    if path in _MICRO_SHARDS and exact:
+    if path in _MICRO_SHARDS and bitwise:
         return True
     return not any(path[:length] in _HARMLESS for length in range(1, len(path) + 1))
 

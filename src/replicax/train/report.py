@@ -56,11 +56,7 @@ def derived(dp: DataParallel, feed: Feed) -> dict[str, Any]:
     """The same for `config.json`, with versions."""
     return {
         "parallel": {
-            "mode": dp.mode.name,
-            "layout": dp.layout.name,
-            "precision": dp.precision.name,
-            "accumulate": dp.accumulate,
-            "micro_shards": dp.micro_shards if dp.mode.bitwise else None,
+            **dp.configuration.names(),
             "mesh": dict(dp.mesh.shape),
             "device_kind": dp.mesh.devices.flat[0].device_kind,
             "processes": jax.process_count(),
