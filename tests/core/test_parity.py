@@ -16,6 +16,8 @@ from flax import nnx
 from support.cases import BATCH, CASES, DROPOUT_CASES, Case
 
 import replicax as rx
+from replicax.core.mesh import DATA
+from replicax.core.modes import MODES, Mode
 
 STEPS = 5
 BOUNDS = {"sgd": 1e-6, "adamw": 1e-5}
@@ -146,6 +148,33 @@ def test_exact_agrees_with_one_device(kind: str, optimizer: str, devices: int) -
     found = run(CASES[kind], optimizer, "exact", devices, 1)
     bound = ROUNDING_DECIDES.get((kind, optimizer), BOUNDS[optimizer])
     check(found, reference(kind, False, optimizer, 1), bound)
+
+
+SIMULATED = 4
+
+
+def simulated_replicas(function: Any, _mesh: Any, _into: Any, _out: Any) -> Any:
+    """Replicas side by side on one device."""
+
+    def call(state: Any, batch: Any) -> Any:
+        rows = jax.tree.map(lambda leaf: leaf.reshape(SIMULATED, -1, *leaf.shape[1:]), batch)
+        replica = functools.partial(function, state, axis=DATA)
+        outcome = jax.vmap(lambda batch: replica(batch=batch), axis_name=DATA)(rows)
+        return jax.tree.map(lambda leaf: leaf[0], outcome)
+
+    return call
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("kind", [kind for kind in CASES if kind not in ("lenet", "cnn")])
+def test_a_mode_of_ones_own_is_one_entry(
+    kind: str, accumulate: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Convolutions aside: those of several replicas become one of many groups, rounded otherwise."""
+    mode = Mode("vmap", "replicas simulated on one device", simulated_replicas, per_replica=True)
+    monkeypatch.setitem(MODES, mode.name, mode)
+    found = run(CASES[kind], "sgd", "vmap", 1, accumulate)
+    check(found, reference(kind, False, "sgd", accumulate), BOUNDS["sgd"])
 
 
 @pytest.mark.parametrize(
