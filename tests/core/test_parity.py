@@ -170,7 +170,7 @@ def simulated_replicas(function: Any, _mesh: Any, _into: Any, _out: Any) -> Any:
 def test_a_mode_of_ones_own_is_one_entry(
     kind: str, accumulate: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Convolutions aside: those of several replicas become one of many groups, rounded otherwise."""
+    """Convolutions aside: several replicas' become one of many groups, which rounds otherwise."""
     mode = Mode("vmap", "replicas simulated on one device", simulated_replicas, per_replica=True)
     monkeypatch.setitem(MODES, mode.name, mode)
     found = run(CASES[kind], "sgd", "vmap", 1, accumulate)
