@@ -8,7 +8,7 @@ from replicax.bench.cases import (
     all_cases,
     check_devices,
     default_devices,
-    modes_with_layout,
+    possible_modes,
 )
 from replicax.bench.notes import (
     notes_on_cases,
@@ -88,21 +88,21 @@ def test_device_counts_are_sorted_and_unique() -> None:
 
 
 def test_modes_that_cannot_hold_a_layout_are_left_out_with_the_reason() -> None:
-    kept, notes = modes_with_layout(["single", "jit", "pmap"], "fsdp", (1, 2))
+    kept, notes = possible_modes(["single", "jit", "pmap"], (1, 2), "fsdp")
     assert kept == ["jit"]
     assert [note.partition(":")[0] for note in notes] == ["single is left out", "pmap is left out"]
     assert "mode='pmap' with layout='fsdp'" in notes[1]
 
 
 def test_single_is_left_out_where_one_device_is_not_measured() -> None:
-    kept, notes = modes_with_layout(["single", "jit"], "replicated", (2, 4))
+    kept, notes = possible_modes(["single", "jit"], (2, 4))
     assert kept == ["jit"]
     assert notes == ["single is left out: it runs on 1 device, and devices are 2, 4"]
 
 
 def test_no_mode_left_is_refused() -> None:
     with pytest.raises(ConfigError, match="leaves nothing to measure"):
-        modes_with_layout(["pmap"], "zero1", (1, 2))
+        possible_modes(["pmap"], (1, 2), "zero1")
 
 
 def test_shared_cores_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,9 @@
 import dataclasses
 from collections.abc import Sequence
 
-from replicax.core.layout import Layout, check_layout
+from replicax.core.layout import Layout, Rules, as_layout
+from replicax.core.modes import MODES, Mode, as_mode
+from replicax.core.reduction import Reduction, as_reduction
 from replicax.errors import ConfigError
 
 STRONG, WEAK = "strong", "weak"
@@ -54,33 +56,58 @@ def check_devices(devices: Sequence[int], attached: int, platform: str) -> tuple
     return counts
 
 
-def modes_with_layout(
-    modes: Sequence[str], layout: Layout, devices: Sequence[int]
+def usual_modes() -> tuple[str, ...]:
+    """Return the modes that are measured by default.
+
+    Fixed bits want a number of threads on a CPU that would change the others' times.
+    """
+    return tuple(name for name, mode in MODES.items() if not mode.bitwise)
+
+
+def possible_modes(
+    modes: Sequence[str],
+    devices: Sequence[int],
+    layout: str | Rules | Layout = "replicated",
+    reduction: str | Reduction = "float32",
 ) -> tuple[list[str], list[str]]:
-    """The modes that can be measured, and a note on each that cannot.
+    """Return the modes that can be measured, and a note on each that cannot.
 
     Raises:
-        ConfigError: no mode can, or no such layout.
+        ConfigError: no mode can, or no such mode, layout or reduction.
     """
-    check_layout(layout, "jit")
+    layout, reduction = as_layout(layout), as_reduction(reduction)
     kept, notes = [], []
-    for mode in dict.fromkeys(modes):
-        try:
-            check_layout(layout, mode)
-        except ConfigError as error:
-            notes.append(f"{mode} is left out: {error}")
-            continue
-        if mode == "single" and 1 not in devices:
-            counts = ", ".join(map(str, devices))
-            notes.append(f"single is left out: it runs on 1 device, and devices are {counts}")
-            continue
-        kept.append(mode)
+    for name in dict.fromkeys(modes):
+        why_not = _why_not(as_mode(name), devices, layout, reduction)
+        if why_not is None:
+            kept.append(name)
+        else:
+            notes.append(f"{name} is left out: {why_not}")
     if not kept:
         raise ConfigError(
             f"modes={','.join(modes) or '()'} leaves nothing to measure"
             f"{''.join(f' ({note})' for note in notes)}; add mode jit"
         )
     return kept, notes
+
+
+def _why_not(
+    mode: Mode, devices: Sequence[int], layout: Layout, reduction: Reduction
+) -> str | None:
+    """Return why `mode` cannot be measured, or None."""
+    if not (mode.splits_state or layout.is_whole):
+        return (
+            f"mode={mode.name!r} with layout={layout.name!r}; there each device holds the whole "
+            "state"
+        )
+    if not _counts(mode.name, devices):
+        counts = ", ".join(map(str, devices))
+        return f"it runs on {mode.most_devices} device, and devices are {counts}"
+    try:
+        mode.reduce(reduction)
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def weak_rows(batch_size: int, devices: Sequence[int]) -> int:
@@ -96,17 +123,18 @@ def all_cases(
     Args:
         batch_size: rows of the strong scaling's global batch.
         devices: counts, in ascending order.
-        modes: from `modes_with_layout`.
-        weak: whether the rows can be cut for a weak scaling. It has no mode `single`, which has no
-            other count to scale to.
+        modes: from `possible_modes`.
+        weak: whether the rows can be cut for a weak scaling. It has no mode that runs on one of the
+            counts alone.
     """
     rows = weak_rows(batch_size, devices)
     cases = []
     for count in devices:
         for mode in modes:
-            if mode == "single" and count > 1:
+            counts = _counts(mode, devices)
+            if count not in counts:
                 continue
-            is_weak = weak and len(devices) > 1 and mode != "single"
+            is_weak = weak and len(counts) > 1
             if is_weak and rows * count == batch_size:
                 cases.append(Case(mode, count, batch_size, (STRONG, WEAK)))
                 continue
@@ -114,3 +142,9 @@ def all_cases(
             if is_weak:
                 cases.append(Case(mode, count, rows * count, (WEAK,)))
     return cases
+
+
+def _counts(mode: str, devices: Sequence[int]) -> list[int]:
+    """Return the device counts that `mode` can run on."""
+    most = as_mode(mode).most_devices
+    return [count for count in devices if most is None or count <= most]

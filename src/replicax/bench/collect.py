@@ -12,6 +12,8 @@ from replicax.bench.peak import peak_flops_per_second
 from replicax.bench.result import CaseResult
 from replicax.bench.runner import Runner
 from replicax.bench.timing import ratios
+from replicax.core.layout import as_layout
+from replicax.core.reduction import Wire, as_reduction
 
 
 def case_results(
@@ -25,9 +27,9 @@ def case_results(
         tokens_per_row: for the throughput.
     """
     subject, runners = measurement.subject, measurement.runners
-    least = None
-    if subject.layout == "replicated":
-        least = _gradient_bytes(next(iter(measurement.states.values())).params)
+    reduction, least = as_reduction(subject.reduction), None
+    if as_layout(subject.layout).is_whole and isinstance(reduction, Wire):
+        least = _gradient_bytes(next(iter(measurement.states.values())).params, reduction)
     efficiency = _efficiency_of_cases(runners)
     return tuple(
         _result(
@@ -108,9 +110,9 @@ def _result(
     )
 
 
-def _gradient_bytes(params: Any) -> int:
-    """Of one gradient in the dtype it is summed in: float32, or wider where a parameter is."""
+def _gradient_bytes(params: Any, wire: Wire) -> int:
+    """Return the bytes of one gradient as it is sent: float32 or wider, unless it is rounded."""
     return sum(
-        leaf.size * jnp.promote_types(leaf.dtype, jnp.float32).itemsize
+        leaf.size * jnp.dtype(wire.dtype or jnp.promote_types(leaf.dtype, jnp.float32)).itemsize
         for leaf in jax.tree.leaves(params)
     )

@@ -16,9 +16,10 @@ from replicax.bench.epochs import Epochs
 from replicax.bench.runner import Runner
 from replicax.core.data_parallel import DataParallel
 from replicax.core.job import Job
-from replicax.core.layout import Layout
+from replicax.core.layout import Layout, Rules
 from replicax.core.mesh import make_mesh
 from replicax.core.objective import LossFunction
+from replicax.core.reduction import Reduction
 from replicax.core.update import TrainState
 from replicax.plan.host import product_flops_per_second
 
@@ -31,9 +32,11 @@ class Subject:
     optimizer: optax.GradientTransformation
     model: Any
     source: Any
-    layout: Layout
+    layout: str | Rules | Layout
     accumulate: int
+    micro_shards: int
     precision: str
+    reduction: str | Reduction
     seed: int
     job: Job
 
@@ -46,7 +49,9 @@ class Subject:
             mode=case.mode,
             layout=self.layout,
             accumulate=self.accumulate,
+            micro_shards=self.micro_shards,
             precision=self.precision,
+            reduction=self.reduction,
             job=self.job,
         )
 

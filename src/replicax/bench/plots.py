@@ -7,16 +7,20 @@ from typing import Any
 from replicax.bench.cases import STRONG, WEAK
 from replicax.bench.result import Bench, CaseResult
 from replicax.bench.timing import spread
+from replicax.core.modes import MODES, as_mode
 from replicax.errors import require
 
 # Okabe and Ito's colours, told apart with any kind of colour vision, and markers without one.
-STYLES = {
-    "single": ("#000000", "X"),
-    "jit": ("#0072B2", "o"),
-    "shard_map": ("#D55E00", "s"),
-    "pmap": ("#009E73", "^"),
-    "exact": ("#CC79A7", "D"),
-}
+STYLES = (
+    ("#000000", "X"),
+    ("#0072B2", "o"),
+    ("#D55E00", "s"),
+    ("#009E73", "^"),
+    ("#CC79A7", "D"),
+    ("#56B4E9", "v"),
+    ("#E69F00", "P"),
+    ("#F0E442", "*"),
+)
 IDEAL = "#7F7F7F"
 BESIDE = 0.02
 """Of the width, between neighbouring modes on the same devices: or they would hide each other."""
@@ -45,6 +49,11 @@ def draw_scaling(bench: Bench, path: Path) -> None:
         axis.grid(alpha=0.25, axis="y")
         axis.set_axisbelow(True)
     figure.savefig(path, dpi=150)
+
+
+def _style(mode: str) -> tuple[str, str]:
+    """Return the colour and the marker of a mode, by its place in the table."""
+    return STYLES[list(MODES).index(mode) % len(STYLES)]
 
 
 def _draw_throughput(axis: Any, bench: Bench) -> None:
@@ -77,7 +86,7 @@ def _draw_efficiency(axis: Any, bench: Bench) -> None:
     """Of both scalings: strong in solid lines, weak in dashed ones."""
     axis.axhline(100, color=IDEAL, linestyle=":", linewidth=1.2)
     for scaling, linestyle in ((STRONG, "-"), (WEAK, "--")):
-        cases = [case for case in bench.scaling(scaling) if case.mode != "single"]
+        cases = [case for case in bench.scaling(scaling) if as_mode(case.mode).most_devices != 1]
         _draw_modes(axis, cases, _efficiency(scaling), linestyle=linestyle, labelled=False)
         if cases:
             axis.plot([], [], color="#404040", linestyle=linestyle, label=scaling)
@@ -100,7 +109,7 @@ def _draw_modes(
         own = [case for case in cases if case.mode == mode]
         aside = span ** (BESIDE * (place - (len(modes) - 1) / 2 + (linestyle == "--") / 2))
         middles, lows, highs = zip(*(spread(values(case)) for case in own), strict=True)
-        colour, marker = STYLES[mode]
+        colour, marker = _style(mode)
         axis.errorbar(
             [case.devices * aside for case in own],
             middles,
@@ -124,7 +133,7 @@ def _draw_bars(axis: Any, bench: Bench, values: Values, label: str) -> None:
         [case.mode for case in cases],
         middles,
         yerr=_beside(middles, lows, highs),
-        color=[STYLES[case.mode][0] for case in cases],
+        color=[_style(case.mode)[0] for case in cases],
         width=0.6,
         capsize=4,
         ecolor="#404040",

@@ -15,24 +15,31 @@ from pathlib import Path
 from typing import Any
 
 from replicax.analysis.compiled import Collectives
-from replicax.bench.cases import STRONG, WEAK
+from replicax.bench.cases import STRONG, WEAK, usual_modes
 from replicax.bench.collect import efficiencies
 from replicax.bench.cores import Neighbours, only_cores, own_cores
 from replicax.bench.display import Display
 from replicax.bench.notes import notes_on_neighbours
 from replicax.bench.result import Bench, CaseResult
 from replicax.bench.timing import environment
+from replicax.core.modes import MODES
 from replicax.errors import ClusterError, ConfigError, did_you_mean
 from replicax.launch.job import Job
 from replicax.launch.supervisor import launch
 
 RUNS = 4
 """Of every step in one job; their median is what the round has measured."""
-MODES = ("jit", "shard_map")
-"""Those that several processes can run."""
-
 Measure = Callable[[int, int], Bench]
 """`measure(processes, round)`: what a job of so many processes has measured."""
+
+
+def modes_of_processes() -> list[str]:
+    """Return the usual modes that run in several processes."""
+    return [
+        name
+        for name in usual_modes()
+        if MODES[name].most_devices is None and MODES[name].most_processes is None
+    ]
 
 
 def check_counts(counts: Sequence[int], modes: Sequence[str]) -> tuple[int, ...]:
@@ -42,11 +49,12 @@ def check_counts(counts: Sequence[int], modes: Sequence[str]) -> tuple[int, ...]
         ConfigError: a count that this host cannot give a core each, or a mode that several
             processes cannot run.
     """
+    possible = modes_of_processes()
     for mode in modes:
-        if mode not in MODES:
+        if mode not in possible:
             raise ConfigError(
-                f"mode {mode!r} with --processes; several processes run {' or '.join(MODES)}"
-                f"{did_you_mean(mode, MODES)}: leave it out"
+                f"mode {mode!r} with --processes; several processes run {' or '.join(possible)}"
+                f"{did_you_mean(mode, possible)}: leave it out"
             )
     if not sys.platform.startswith("linux"):
         raise ConfigError(

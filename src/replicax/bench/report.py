@@ -50,12 +50,13 @@ def header(bench: Bench) -> list[str]:
     where, plural = bench.environment, "s" if bench.rounds > 1 else ""
     packages = (f"{name} {where[name]}" for name in ("replicax", "jax", "jaxlib", "python"))
     micro = f" · {bench.accumulate} micro-batches" if bench.accumulate > 1 else ""
+    reduction = "" if bench.reduction == "float32" else f" · reduction {bench.reduction}"
     return [
         f"{where['date']} · {bench.device_kind} devices · {where['processor']}, "
         f"{where['cores']} cores{f', one a {bench.replica}' if bench.pinned else ''}",
         " · ".join(packages),
         f"{bench.parameters:,} parameters, {traffic(bench.parameter_bytes)} · {bench.precision} · "
-        f"layout {bench.layout}",
+        f"layout {bench.layout}{reduction}",
         f"batch {bench.batch_size:,}{micro} · {bench.rounds} round{plural} in "
         f"{duration(bench.seconds)}, median ± half of what the quartiles are apart",
     ]

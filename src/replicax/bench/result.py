@@ -107,6 +107,7 @@ class Bench:
     """Of the whole measurement."""
     notes: tuple[str, ...]
     """What is not as asked, or must be known to read the figures."""
+    reduction: str = "float32"
     scaled_over: Literal["devices", "processes"] = "devices"
     """What there are more of from case to case; each process has one device."""
 

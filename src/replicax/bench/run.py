@@ -12,7 +12,8 @@ from replicax.bench.cases import (
     all_cases,
     check_devices,
     default_devices,
-    modes_with_layout,
+    possible_modes,
+    usual_modes,
 )
 from replicax.bench.collect import case_results
 from replicax.bench.cores import Neighbours, check_pinning, own_cores
@@ -27,15 +28,14 @@ from replicax.bench.notes import (
 )
 from replicax.bench.result import Bench
 from replicax.bench.timing import environment
+from replicax.core.exact import MICRO_SHARDS
 from replicax.core.job import Alone, Job
-from replicax.core.layout import Layout, layout_name
+from replicax.core.layout import Layout, Rules, as_layout
 from replicax.core.mesh import make_mesh
-from replicax.core.modes import check_mode
+from replicax.core.modes import as_mode
 from replicax.core.objective import LossFunction
+from replicax.core.reduction import Reduction
 from replicax.errors import ConfigError
-
-USUAL_MODES = ("single", "jit", "shard_map", "pmap")
-"""Without `exact`, which wants a number of threads on a CPU that would change the others' times."""
 
 
 def bench(
@@ -46,10 +46,12 @@ def bench(
     *,
     batch_size: int,
     devices: Sequence[int] | None = None,
-    modes: Sequence[str] = USUAL_MODES,
-    layout: Layout = "replicated",
+    modes: Sequence[str] | None = None,
+    layout: str | Rules | Layout = "replicated",
     accumulate: int = 1,
+    micro_shards: int = MICRO_SHARDS,
     precision: str = "float32",
+    reduction: str | Reduction = "float32",
     rounds: int = 5,
     pin: bool = False,
     seed: int = 0,
@@ -75,10 +77,12 @@ def bench(
         batch_size: rows of a global batch.
         devices: counts; by default the powers of two up to all attached devices, and these. In a
             job of several processes only all of them.
-        modes: any of `single` (on one device only), `jit`, `shard_map` and `pmap`.
+        modes: names of `replicax.core.modes.MODES`; by default all whose bits are not fixed.
         layout: as for `DataParallel`. A mode that cannot hold it is left out, with a note.
         accumulate: as for `DataParallel`.
+        micro_shards: as for `DataParallel`.
         precision: as for `DataParallel`.
+        reduction: as for `DataParallel`. A mode that cannot take it is left out, with a note.
         rounds: at least 1.
         pin: whether a host device has one processor core to itself; without it one device uses all
             of them, and a second one adds nothing.
@@ -94,6 +98,7 @@ def bench(
     job = Alone() if job is None else job
     attached = jax.devices()
     platform = attached[0].platform
+    modes = usual_modes() if modes is None else modes
     _check(modes, rounds, tokens_per_row)
     lone = jax.process_count() == 1
     if devices is None:
@@ -101,7 +106,7 @@ def bench(
     counts = check_devices(devices, len(attached), platform)
     if not lone:
         _check_job(counts, pin)
-    kept, notes = modes_with_layout(modes, layout, counts)
+    kept, notes = possible_modes(modes, counts, layout, reduction)
     if pin:
         check_pinning(max(counts), platform)
     can_be_cut = check_source(source, batch_size, job)
@@ -112,7 +117,19 @@ def bench(
         notes += notes_on_machine(max(counts), platform, pin)
 
     started = time.perf_counter()
-    subject = Subject(loss, optimizer, model, source, layout, accumulate, precision, seed, job)
+    subject = Subject(
+        loss=loss,
+        optimizer=optimizer,
+        model=model,
+        source=source,
+        layout=layout,
+        accumulate=accumulate,
+        micro_shards=micro_shards,
+        precision=precision,
+        reduction=reduction,
+        seed=seed,
+        job=job,
+    )
     display = Display(progress, len(cases), rounds)
     measurement = Measurement(subject, own_cores() if pin else [], display)
     with contextlib.closing(measurement):
@@ -122,6 +139,7 @@ def bench(
         measurement.measure(rounds)
         if platform == "cpu" and lone:
             notes += notes_on_neighbours(neighbours.cores())
+    names = measurement.runners[0].dp.configuration.names()
     params = jax.tree.leaves(measurement.states[cases[0].devices].params)
     return Bench(
         cases=case_results(measurement, rates, tokens_per_row),
@@ -131,7 +149,7 @@ def bench(
         parameters=sum(leaf.size for leaf in params),
         parameter_bytes=sum(leaf.nbytes for leaf in params),
         batch_size=batch_size,
-        layout=layout_name(layout),
+        layout=names["layout"],
         accumulate=accumulate,
         precision=precision,
         rounds=rounds,
@@ -139,6 +157,7 @@ def bench(
         seed=seed,
         seconds=time.perf_counter() - started,
         notes=tuple(notes),
+        reduction=names["reduction"],
     )
 
 
@@ -148,7 +167,7 @@ def _check(modes: Sequence[str], rounds: int, tokens_per_row: int | None) -> Non
         if value is not None and value < 1:
             raise ConfigError(f"{name}={value}; it is at least 1: raise it")
     for mode in modes:
-        check_mode(mode, make_mesh(devices=jax.devices()[:1]))
+        as_mode(mode).check(make_mesh(devices=jax.devices()[:1]), as_layout("replicated"))
 
 
 def _check_job(counts: Sequence[int], pin: bool) -> None:

@@ -11,14 +11,13 @@ import jax
 
 import replicax as rx
 from replicax.bench import processes
-from replicax.bench.cases import all_cases, modes_with_layout, weak_rows
+from replicax.bench.cases import all_cases, possible_modes, usual_modes, weak_rows
 from replicax.bench.epochs import check_source
 from replicax.bench.memory import measure_timeline
 from replicax.bench.memory_plot import draw_memory
 from replicax.bench.notes import notes_on_cases
 from replicax.bench.report import table
 from replicax.bench.result import Bench
-from replicax.bench.run import USUAL_MODES
 from replicax.bench.save import write_bench
 from replicax.commands.arguments import Arguments, parse_arguments, words
 from replicax.commands.data import print_data
@@ -127,7 +126,7 @@ def _over_processes(parsed: Arguments[BenchOptions], arguments: list[str]) -> No
     asked = counts_of("--processes", options.processes)
     assert asked, "the flag is there, or this would not be called"
     counts = processes.check_counts(asked, modes_of(options))
-    modes, notes = modes_with_layout(modes_of(options), options.layout, counts)
+    modes, notes = possible_modes(modes_of(options), counts, options.layout, options.reduction)
     rows = weak_rows(recipe.batch_size, counts)
     cases = all_cases(rows * max(counts), counts, modes, weak=True)
     notes += notes_on_cases(recipe.batch_size, cases, options.accumulate)
@@ -190,5 +189,5 @@ def counts_of(flag: str, text: str | None) -> list[int] | None:
 def modes_of(options: BenchOptions) -> list[str]:
     """The modes that are asked for."""
     if options.modes is None:
-        return list(USUAL_MODES if options.processes is None else processes.MODES)
+        return list(usual_modes() if options.processes is None else processes.modes_of_processes())
     return words(options.modes)
