@@ -140,15 +140,12 @@ def test_whatever_takes_three_arguments_is_a_loss(function: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_loss_with_logits_beside_it_is_refused_before_anything_compiles(
-    mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loss_with_logits_beside_it_is_refused_with_their_shapes(mode: str) -> None:
     def with_logits(model: Any, batch: Any, key: Any) -> Any:
         return loss(model, batch, key), batch["x"]
 
     dp = make(with_logits, mode=mode)
     state = dp.init(MODEL)
-    monkeypatch.setattr(jax.stages.Lowered, "compile", None)  # calling it would be a TypeError
     for call in (dp.step, lambda state, batch: dp.evaluate(state, [batch])):
         said = refusal(rx.LossError, functools.partial(call, state, ROWS))
         assert "(float32[8], float32[8,3])" in said
@@ -329,7 +326,7 @@ def test_an_error_of_the_loss_in_evaluation_is_its_own() -> None:
 
     for function, raised in ((always_wrong, TypeError), (wrong, rx.LossError)):
         dp = make(function)
-        with pytest.raises(raised):
+        with pytest.raises(raised, match=r"\(4, 4\)|\(4,\)"):
             dp.evaluate(dp.init(MODEL), [ROWS])
 
 

@@ -53,9 +53,10 @@ def call(loss: Callable[..., Any], model: Any, data: Any, key: jax.Array | None)
         return loss(model, data, key)
     except Exception as error:
         if key is None and not isinstance(error, ReplicaxError) and _works(loss, model, data):
+            said = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise LossError(
-                f"in evaluation key is None, and the loss raised {type(error).__name__} as it does "
-                "not with a key; draw random numbers in training alone: if key is not None"
+                f"in evaluation key is None, and the loss, which works with a key, raised {said}; "
+                "draw random numbers in training only: if key is not None"
             ) from error
         raise
 
