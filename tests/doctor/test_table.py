@@ -53,7 +53,7 @@ def test_verdicts_fixes_and_speeds(
     assert full.startswith(" ")  # the check's name stands above
     assert "fix: make room" in out
     assert "never shown" not in out
-    assert "1 MB  2 ms   0.5      0.75" in out
+    assert "1.05 MB  2 ms   0.5      0.75" in out
     assert out.splitlines()[-1] == "1 problem (folder) and 1 warning (folder)"
 
 
