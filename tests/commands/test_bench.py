@@ -40,7 +40,7 @@ def test_profile_leaves_a_trace_and_says_how_to_open_it(main: Main, folder: Path
     [
         (["--devices", "1,two"], ["'1,two'", "1,2,4"]),
         (["--devices", ""], ["--devices ''", "1,2,4"]),
-        (["--devices", "0"], ["devices=0", "at least 1"]),
+        (["--devices", "0"], ["--devices 0", "at least 1"]),
         (["--devices", "1,16"], ["16", "8"]),
         (["--modes", "jit,both"], ["'both'", "shard_map"]),
         (["--rounds", "0"], ["rounds=0", "at least 1"]),

@@ -90,7 +90,7 @@ def test_flags_reach_the_plan(main: Main, monkeypatch: pytest.MonkeyPatch) -> No
         main, monkeypatch, *LINE, "--target", "v5e:2x4", *flags, "--tokens", 96, "--noise-scale", 7
     )
     dp = asked["dp"]
-    assert (dp.mode, dp.layout, dp.accumulate) == ("jit", "zero1", 2)
+    assert (dp.mode.name, dp.layout.name, dp.accumulate) == ("jit", "zero1", 2)
     assert dp.precision.name == "bfloat16"
     assert asked["target"].text == "v5e:2x4"
     assert (asked["wished_rows"], asked["noise_scale"]) == (96, 7)  # it has no tokens: rows

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.command_line import Main, one_line
 
-from replicax.commands import verify as command
+from replicax.commands import step
 from replicax.verify import step_files
 from replicax.verify.check import Verification
 
@@ -157,7 +157,7 @@ def test_the_flags_of_a_step_reach_it(main: Main, monkeypatch: pytest.MonkeyPatc
 
 def test_exact_gets_its_threads(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(command, "fix_threads", asked.append)
+    monkeypatch.setattr(step, "fix_threads", asked.append)
     flags = ("--devices", 2, "--mode", "exact", "--modes", "exact", "--micro-shards", 16)
     code, _, err = main("verify", "linear_regression", *flags)
     assert asked == [16]
