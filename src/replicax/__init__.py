@@ -6,8 +6,8 @@ they need, when they are first used.
 
 import importlib
 import sys
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+import types
+import typing
 
 from replicax.core.batch import Batch as Batch
 from replicax.core.data_parallel import DataParallel as DataParallel
@@ -33,22 +33,22 @@ from replicax.errors import ReplicaxError as ReplicaxError
 from replicax.errors import RunInUseError as RunInUseError
 from replicax.errors import StateError as StateError
 
-if TYPE_CHECKING:
+if typing.TYPE_CHECKING:
     from replicax.bench.result import Bench as Bench
     from replicax.bench.run import bench as bench
     from replicax.cluster.join import initialize as initialize
     from replicax.cluster.patience import Patience as Patience
     from replicax.plan.plan import plan as plan
     from replicax.plan.result import Plan as Plan
-    from replicax.train.fit import Fit as Fit
     from replicax.train.fit import fit as fit
+    from replicax.train.result import Fit as Fit
     from replicax.verify.check import Verification as Verification
     from replicax.verify.step import verify_step as verify_step
     from replicax.verify.verify import verify as verify
 
 _LATER = {
     "Bench": "bench.result",
-    "Fit": "train.fit",
+    "Fit": "train.result",
     "Patience": "cluster.patience",
     "Plan": "plan.result",
     "Verification": "verify.check",
@@ -61,17 +61,17 @@ _LATER = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> typing.Any:
     if name not in _LATER:
         raise AttributeError(f"module 'replicax' has no attribute {name!r}")
     globals()[name] = found = getattr(importlib.import_module(f"replicax.{_LATER[name]}"), name)
     return found
 
 
-class _Package(ModuleType):
-    def __setattr__(self, name: str, value: Any) -> None:
+class _Package(types.ModuleType):
+    def __setattr__(self, name: str, value: typing.Any) -> None:
         # Python binds a subpackage's name as it is imported: `rx.plan` is the function all the same.
-        if not (name in _LATER and isinstance(value, ModuleType)):
+        if not (name in _LATER and isinstance(value, types.ModuleType)):
             super().__setattr__(name, value)
 
 

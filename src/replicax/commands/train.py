@@ -19,9 +19,9 @@ from replicax.commands.step import DeviceOptions, ModeOptions, StepOptions
 from replicax.core.job import Job
 from replicax.core.mesh import by_rows
 from replicax.errors import ConfigError
-from replicax.train.fit import Fit
 from replicax.train.host_memory import keep_freed_memory
 from replicax.train.interrupt import Interrupt, signal_name
+from replicax.train.result import Fit
 from replicax.train.sharding_view import abstract_batch, sharding_view
 
 NOISE_EVERY = 10

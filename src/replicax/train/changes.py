@@ -114,7 +114,9 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
     was, now = _as_json(old), _as_json(new)
     bitwise = all(_is_bitwise(_mode(config)) for config in (was, now))
     return [
-        Change(".".join(map(_printable, path)), before, after, _matters(path, before, after, bitwise))
+        Change(
+            ".".join(map(_printable, path)), before, after, _matters(path, before, after, bitwise)
+        )
         for path, before, after in _differences((), was, now)
     ]
 

@@ -17,59 +17,18 @@ from replicax.errors import ConfigError, MissingDependencyError
 from replicax.train.audit import Audit
 from replicax.train.bad_steps import BadSteps
 from replicax.train.curves import COLOURS, draw_curves
-from replicax.train.goodput import Goodput, Ledger
+from replicax.train.goodput import Ledger
 from replicax.train.guarded import guarded, with_losses
 from replicax.train.interrupt import Interrupt
 from replicax.train.loop import Loop
 from replicax.train.meter import Meter
-from replicax.train.noise_scale import NoiseMeter, NoiseScale, noise_scale
+from replicax.train.noise_scale import NoiseMeter, noise_scale
 from replicax.train.progress import Progress, open_progress
 from replicax.train.records import Record
 from replicax.train.report import derived, describe, summary
+from replicax.train.result import Fit
 from replicax.train.run import Found, Run, Saving, abstract, first_batch
 from replicax.train.stopping import Stopping
-
-
-@dataclasses.dataclass(frozen=True)
-class Fit:
-    """How a run ended."""
-
-    state: TrainState
-    records: list[Record]
-    steps: int
-    """Updates done in this call; those that were skipped are counted."""
-    rows: int
-    """Real rows trained on in this call."""
-    seconds: float
-    """Wall time, compilation and evaluation included."""
-    interrupted: bool
-    """Whether Ctrl-C or SIGTERM ended it early."""
-    step: int = 0
-    """Updates done in the whole run, over all its starts."""
-    saved: bool = False
-    """Whether the same call goes on from its end."""
-    clean_audits: int | None = None
-    """Audits that found all replicas equal; None where none was asked for."""
-    restores: int = 0
-    """Times that it went back to the state of a clean audit."""
-    noise_scale: NoiseScale | None = None
-    """The gradient noise scale; None where it was not measured."""
-    goodput: Goodput | None = None
-    """Where the run's time went, over all its starts; in process 0, where there is a folder."""
-
-    @property
-    def exit_code(self) -> int:
-        """0 where it is done; 75 where it stopped early with everything saved; else 1."""
-        if not self.interrupted:
-            return 0
-        return 75 if self.saved else 1
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Of the last evaluation, or of the last recorded step where there was none."""
-        steps = [r for r in self.records if r.kind in ("train", "eval")]
-        kinds = [r for r in steps if r.kind == "eval"] or steps
-        return kinds[-1].metrics if kinds else {}
 
 
 def fit(

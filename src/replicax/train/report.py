@@ -2,7 +2,7 @@
 
 import importlib.metadata
 import platform
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,9 +14,7 @@ from replicax.core.mesh import replica_count
 from replicax.core.update import TrainState
 from replicax.train.progress import duration
 from replicax.train.records import Record
-
-if TYPE_CHECKING:
-    from replicax.train.fit import Fit
+from replicax.train.result import Fit
 
 
 def describe(dp: DataParallel, state: TrainState, feed: Feed) -> list[str]:
@@ -101,7 +99,7 @@ def skip_line(record: Record) -> str:
     return f"{line}{', '.join(examples)}{more}"
 
 
-def summary(result: "Fit", total: int | None) -> list[str]:
+def summary(result: Fit, total: int | None) -> list[str]:
     """How the run ended."""
     of = f" of {total:,}" if result.interrupted and total else ""
     word = "stopped after" if result.interrupted else "done:"

@@ -1,0 +1,50 @@
+"""`Fit`: how a run ended."""
+
+import dataclasses
+
+from replicax.core.update import TrainState
+from replicax.train.goodput import Goodput
+from replicax.train.noise_scale import NoiseScale
+from replicax.train.records import Record
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """How a run ended."""
+
+    state: TrainState
+    records: list[Record]
+    steps: int
+    """Updates done in this call; those that were skipped are counted."""
+    rows: int
+    """Real rows trained on in this call."""
+    seconds: float
+    """Wall time, compilation and evaluation included."""
+    interrupted: bool
+    """Whether Ctrl-C or SIGTERM ended it early."""
+    step: int = 0
+    """Updates done in the whole run, over all its starts."""
+    saved: bool = False
+    """Whether the same call goes on from its end."""
+    clean_audits: int | None = None
+    """Audits that found all replicas equal; None where none was asked for."""
+    restores: int = 0
+    """Times that it went back to the state of a clean audit."""
+    noise_scale: NoiseScale | None = None
+    """The gradient noise scale; None where it was not measured."""
+    goodput: Goodput | None = None
+    """Where the run's time went, over all its starts; in process 0, where there is a folder."""
+
+    @property
+    def exit_code(self) -> int:
+        """0 where it is done; 75 where it stopped early with everything saved; else 1."""
+        if not self.interrupted:
+            return 0
+        return 75 if self.saved else 1
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of the last evaluation, or of the last recorded step where there was none."""
+        steps = [r for r in self.records if r.kind in ("train", "eval")]
+        kinds = [r for r in steps if r.kind == "eval"] or steps
+        return kinds[-1].metrics if kinds else {}
