@@ -10,6 +10,7 @@ from verify import zoo_recipes as zoo
 
 import replicax as rx
 from replicax.core import loss as loss_module
+from replicax.core.modes import MODES
 from replicax.verify.facts import Facts, examine
 from replicax.verify.parity import Parity
 from replicax.verify.subject import Case, Subject
@@ -45,10 +46,19 @@ def test_padding_that_counts_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
+class LeftOut:
+    """Reduces nothing."""
+
+    def init(self, params: Any) -> Any:
+        return ()
+
+    def __call__(self, sums: Any, state: Any, axis: str) -> Any:
+        return sums, state
+
+
 @pytest.mark.slow
-def test_a_reduction_that_is_left_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    of = subject(zoo.Entry())
-    monkeypatch.setattr("replicax.core.accumulate.reduce", lambda sums, axis: sums)
+def test_a_reduction_that_is_left_out_is_named() -> None:
+    of = subject(zoo.Entry(arguments={"reduction": LeftOut()}))
     parity = Parity(of, examine(of), lambda text: None)
     (check, *_) = parity.checks([of.own])
     assert check.verdict == "fail"
@@ -88,7 +98,7 @@ def test_one_device_and_several_are_told_apart() -> None:
     of = subject(zoo.Entry(zoo.dropout))
     batch = of.full
     alone = of.run(of.single, batch).measured
-    emulated = of.emulate(Case("emulated"), batch).measured
+    emulated = of.run(Case(of.emulated), batch).measured
     assert not np.allclose(alone["loss"], emulated["loss"])
     found = of.run(of.own, batch).measured
     np.testing.assert_allclose(found["loss"], emulated["loss"], rtol=1e-6)
@@ -103,6 +113,6 @@ def test_a_loss_that_differs_by_run_compares_nothing() -> None:
 def test_refusals_of_the_own_mode_fail() -> None:
     entry = zoo.BROKEN["own statistics, shard_map"]
     of = subject(entry)
-    found: dict[str, Any] = verdicts(of, of.own, Case("pmap", 1, 4))
+    found: dict[str, Any] = verdicts(of, of.own, of.case(MODES["pmap"]))
     assert found["shard_map, full"] == "fail"
     assert found["pmap, full"] == "skip"

@@ -112,8 +112,8 @@ def configure(
         job=job,
         **rest,
     )
-    mode.reduce(configuration.reduction)
     configuration.accumulator(mesh)
+    mode.reduce(configuration.reduction)
     return configuration
 
 

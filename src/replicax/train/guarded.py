@@ -10,12 +10,13 @@ import numpy as np
 from jax import lax
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from replicax.core.accumulate import Apply
+from replicax.core.accumulate import Apply, zeros_like
 from replicax.core.data_parallel import DataParallel
 from replicax.core.loss import LOSS
 from replicax.core.models.definition import PyTree
 from replicax.core.objective import StepSums
 from replicax.core.update import Metrics, TrainState
+from replicax.errors import ConfigError
 
 NOT_FINITE = "not_finite"
 """The metric of a guarded step: whether its loss, or something in its gradient, is not finite."""
@@ -81,6 +82,8 @@ def skip_bad_steps(apply: Apply) -> Apply:
     def guarded_apply(
         state: TrainState, total: StepSums, *rest: PyTree
     ) -> tuple[TrainState, Metrics]:
+        shapes, shapes_told = jax.eval_shape(apply, state, total, *rest)
+        _check_alike(state, shapes)
         read = _read_by(apply, state, total, *rest)
         verdicts, losses = _judge(state.losses, total, read)
         good = ~jnp.stack(list(verdicts.values())).any()
@@ -89,7 +92,7 @@ def skip_bad_steps(apply: Apply) -> Apply:
         after, told = lax.cond(
             good,
             lambda state: apply(state, total, *rest),
-            lambda state: (state, _zeros(apply, state, total, *rest)),
+            lambda state: (state, zeros_like(shapes_told)),
             state,
         )
         after = dataclasses.replace(after, step=state.step + 1, losses=losses)
@@ -98,10 +101,22 @@ def skip_bad_steps(apply: Apply) -> Apply:
     return guarded_apply
 
 
-def _zeros(apply: Apply, *arguments: PyTree) -> Metrics:
-    """Metrics of a step that was skipped, where `apply` has some."""
-    shapes = jax.eval_shape(apply, *arguments)[1]
-    return {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in shapes.items()}
+def _check_alike(state: TrainState, after: TrainState) -> None:
+    """Raise `ConfigError` where the state after a step cannot be chosen in place of that before."""
+    before, now = (
+        {
+            jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}"
+            for path, leaf in jax.tree_util.tree_leaves_with_path(each)
+        }
+        for each in (state, after)
+    )
+    for path in {**before, **now}:
+        found, wanted = now.get(path, "not there"), before.get(path, "not there")
+        if found != wanted:
+            raise ConfigError(
+                f"state{path} is {wanted} before a step and {found} after it; a bad step keeps the "
+                "state as it was, so both must be alike: cast it in the optimizer's update"
+            )
 
 
 def reads(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> list[bool]:

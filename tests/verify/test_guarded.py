@@ -1,0 +1,80 @@
+"""What is verified is the step that a run takes, which skips bad ones."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from verify import zoo_recipes as zoo
+
+import replicax as rx
+from replicax.errors import LossError
+from replicax.verify.check import Check
+from replicax.verify.facts import examine
+from replicax.verify.parity import Parity
+from replicax.verify.subject import Subject
+
+
+def data_parallel(loss: Any, optimizer: Any, **options: Any) -> rx.DataParallel:
+    mesh = rx.make_mesh(devices=jax.devices()[: zoo.DEVICES])
+    return rx.DataParallel(loss, optimizer, mesh=mesh, **options)
+
+
+def restless() -> optax.GradientTransformation:
+    """Its state is an integer and a float in turn."""
+
+    def turned(gradient: Any, count: jax.Array, params: Any = None) -> Any:
+        return gradient, count.astype(jnp.float32 if count.dtype == jnp.int32 else jnp.int32)
+
+    return optax.GradientTransformation(lambda params: jnp.int32(0), turned)
+
+
+def test_a_step_that_can_be_taken_and_not_skipped_fails() -> None:
+    dp = data_parallel(zoo.good, optax.chain(restless(), optax.sgd(0.1)))
+    state = dp.init(zoo.network())
+    for _ in range(2):
+        state, _ = dp.step(state, zoo.data())
+    verification = rx.verify(dp, zoo.network(), zoo.data(), modes=["jit"], micro_batches=1)
+    (check,) = verification.checks
+    assert (check.case, check.verdict) == ("one device", "fail")
+    assert "opt_state[1][0]" in check.found
+
+
+def half_in_bfloat16() -> dict[str, jax.Array]:
+    network = zoo.network()
+    return {**network, "last": network["last"].astype(jnp.bfloat16)}
+
+
+@pytest.mark.parametrize("mode", ["jit", "shard_map"])
+def test_a_bfloat16_leaf_among_float32_ones_passes_and_trains(mode: str) -> None:
+    dp = data_parallel(zoo.good, optax.adam(1e-2), mode=mode)
+    verification = rx.verify(dp, half_in_bfloat16(), zoo.data(), modes=[mode], micro_batches=1)
+    assert verification.ok, [check.found for check in verification.failed]
+    state = dp.init(half_in_bfloat16())
+    dtypes = jax.tree.map(lambda leaf: leaf.dtype, state)
+    run = rx.fit(dp, state, zoo.data(), batch_size=16, epochs=1, progress=False)
+    assert jax.tree.map(lambda leaf: leaf.dtype, run.state) == dtypes
+    assert run.state.step == 2
+
+
+def not_finite_on_few_rows(model: Any, batch: Any, key: Any) -> Any:
+    """The value of a row, but on a part of the batch its gradient is NaN."""
+    values = zoo.errors(model, batch)
+    if key is None or batch["x"].shape[0] == zoo.ROWS:
+        return values
+    return values + jnp.sqrt(0 * model["bias"][0])
+
+
+def test_a_step_that_is_skipped_fails() -> None:
+    dp = data_parallel(not_finite_on_few_rows, optax.adam(1e-2), mode="shard_map")
+    of = Subject(dp, zoo.network(), zoo.data(), 1, 0)
+    checks: list[Check] = list(Parity(of, examine(of), lambda text: None).checks([of.own]))
+    assert [check.verdict for check in checks] == ["fail"] * 3
+    assert all("skipped" in check.found for check in checks)
+
+
+def test_a_loss_that_is_never_finite_is_refused() -> None:
+    dp = data_parallel(lambda *given: zoo.good(*given) / 0, optax.adam(1e-2))
+    with pytest.raises(LossError, match="step 1"):
+        Subject(dp, zoo.network(), zoo.data(), 1, 0)
