@@ -70,7 +70,7 @@ def __getattr__(name: str) -> typing.Any:
 
 class _Package(types.ModuleType):
     def __setattr__(self, name: str, value: typing.Any) -> None:
-        # Python binds a subpackage's name as it is imported: `rx.plan` is the function all the same.
+        # Python binds a subpackage's name as it is imported: `rx.plan` stays the function.
         if not (name in _LATER and isinstance(value, types.ModuleType)):
             super().__setattr__(name, value)
 
