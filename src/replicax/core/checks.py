@@ -4,10 +4,10 @@ Nothing here runs a model or waits for a device.
 """
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 
 from replicax.core.update import TrainState
@@ -86,19 +86,14 @@ def check_state(state: TrainState, abstract: TrainState) -> None:
         abstract: shapes and shardings of a state of this program.
     """
     check_outside_jit(state)
-    (found, structure), (wanted, expected) = _shapes(state), _shapes(abstract)
-    if (found, structure) != (wanted, expected):
-        paths = [path for path in {**wanted, **found} if found.get(path) != wanted.get(path)]
-        path = max(paths, default="")  # params before opt_state
-        what = f"state{path} has shape {found.get(path)} and not {wanted.get(path)}"
-        if not paths:  # two optimizers without arrays, say
-            what = "state has another structure"
+    leaves, structure = jax.tree.flatten(state)
+    wanted, expected = jax.tree.flatten(abstract)
+    if (structure, _shapes(leaves)) != (expected, _shapes(wanted)):
         raise StateError(
-            f"{what}; it is of another model, optimizer or reduction: use a state that init of "
-            "this DataParallel returned"
+            f"{_difference(state, abstract)}; it is of another model, optimizer or reduction: use "
+            "a state that init of this DataParallel returned"
         )
-    pairs = zip(jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True)
-    elsewhere = sum(_lies_elsewhere(leaf, like.sharding) for leaf, like in pairs)
+    elsewhere = sum(map(_lies_elsewhere, leaves, wanted))
     if elsewhere:
         raise StateError(
             f"{elsewhere} arrays of the state lie on these devices otherwise than this "
@@ -106,17 +101,28 @@ def check_state(state: TrainState, abstract: TrainState) -> None:
         )
 
 
-def _shapes(state: TrainState) -> tuple[dict[str, tuple[int, ...]], Any]:
-    """Shapes by path, and the structure."""
-    leaves, structure = jax.tree_util.tree_flatten_with_path(state)
-    return {jax.tree_util.keystr(path): np.shape(leaf) for path, leaf in leaves}, structure
+def _difference(state: TrainState, abstract: TrainState) -> str:
+    found, wanted = map(_by_path, (state, abstract))
+    paths = [path for path in {**wanted, **found} if found.get(path) != wanted.get(path)]
+    if not paths:  # two optimizers without arrays, say
+        return "state has another structure"
+    path = max(paths)  # params before opt_state
+    return f"state{path} has shape {found.get(path)} and not {wanted.get(path)}"
 
 
-def _lies_elsewhere(leaf: Any, sharding: jax.sharding.Sharding) -> bool:
+def _by_path(state: TrainState) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    paths = [jax.tree_util.keystr(path) for path, _ in leaves]
+    return dict(zip(paths, _shapes([leaf for _, leaf in leaves]), strict=True))
+
+
+def _shapes(leaves: Iterable[Any]) -> list[tuple[int, ...]]:
+    return [getattr(leaf, "shape", ()) for leaf in leaves]  # np.shape takes ten times as long
+
+
+def _lies_elsewhere(leaf: Any, like: Any) -> bool:
     """Whether `jax.jit` would refuse `leaf`: it moves what is on other devices, or on none yet."""
-    return (
-        isinstance(leaf, jax.Array)
-        and leaf.committed
-        and leaf.sharding.device_set == sharding.device_set
-        and not leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
-    )
+    if not isinstance(leaf, jax.Array) or leaf.sharding == like.sharding or not leaf.committed:
+        return False
+    here, wanted = leaf.sharding, like.sharding
+    return here.device_set == wanted.device_set and not here.is_equivalent_to(wanted, leaf.ndim)

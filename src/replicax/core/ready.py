@@ -26,6 +26,7 @@ class Ready:
 
     def __init__(self, program: Program) -> None:
         self._program = program
+        self._abstract = program.abstract_state()
         self._scalars: tuple[str, ...] | None = None
         self._agreed: set[Any] = set()
         self._fits = False
@@ -49,17 +50,18 @@ class Ready:
         check_kind(state)
         check_outside_jit(batch.mask)
         if state is not self._latest():
-            check_state(state, self._program.abstract_state())
+            check_state(state, self._abstract)
             self._latest = weakref.ref(state)
         if self._scalars is None:
             self._scalars = _scalar_outputs(self._program, state, batch)
         if self._scalars:
             self._refuse_padding(batch)
         configuration = self._program.configuration
-        shapes = (what, *((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(batch)))
-        if configuration.job.processes > 1 and shapes not in self._agreed:
-            agree_on_program(configuration, what, (state, batch), function.lower(state, batch))
-            self._agreed.add(shapes)
+        if configuration.job.processes > 1:
+            shapes = (what, *((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(batch)))
+            if shapes not in self._agreed:
+                agree_on_program(configuration, what, (state, batch), function.lower(state, batch))
+                self._agreed.add(shapes)
 
     def check_memory(self, state: TrainState, batch: Batch, lower: Callable[[], Any]) -> None:
         """Raise `ConfigError` where the first step needs more memory than there is."""
