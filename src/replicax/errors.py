@@ -19,8 +19,11 @@ Every message is one line: the numbers that disagree, the rule, and the fix.
 
 import difflib
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import ModuleType
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class ReplicaxError(Exception):
@@ -102,6 +105,24 @@ def require(module: str, extra: str) -> ModuleType:
         raise MissingDependencyError(
             f"{package} is not installed and this needs it; pip install 'replicax[{extra}]'"
         ) from error
+
+
+def choose(argument: str, name: Any, table: Mapping[str, T], otherwise: str = "") -> T:
+    """Return what `table` has under `name`.
+
+    Args:
+        argument: what the user calls it, for the message.
+        name: what was given.
+        table: what there is.
+        otherwise: what else could be given, for the message.
+
+    Raises:
+        ConfigError: it has no such name.
+    """
+    if isinstance(name, str) and name in table:
+        return table[name]
+    nearest = did_you_mean(name, table) if isinstance(name, str) else ""
+    raise ConfigError(f"{argument}={name!r}; it is one of {', '.join(table)}{otherwise}{nearest}")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

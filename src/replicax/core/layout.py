@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from replicax.core.mesh import DATA, AnyMesh, by_rows, replica_count, replicated
 from replicax.core.random_keys import is_random_key, numbers
 from replicax.core.update import TrainState
-from replicax.errors import ConfigError, did_you_mean
+from replicax.errors import ConfigError, choose
 
 Rules = Sequence[tuple[str, PartitionSpec]]
 """`(path regex, PartitionSpec)`: the first match decides for a parameter and its moments."""
@@ -90,6 +90,9 @@ LAYOUTS = {
 }
 
 
+_OR_RULES = ", or a list of (path regex, PartitionSpec)"
+
+
 def as_layout(layout: str | Rules | Layout) -> Layout:
     """Return the layout of that name, or of those rules.
 
@@ -101,12 +104,7 @@ def as_layout(layout: str | Rules | Layout) -> Layout:
     if not isinstance(layout, str):
         _check_rules(layout)
         return Layout("rules", "as the rules say", rules=tuple(layout))
-    if layout not in LAYOUTS:
-        raise ConfigError(
-            f"layout={layout!r}; it is one of {', '.join(LAYOUTS)}, or a list of "
-            f"(path regex, PartitionSpec){did_you_mean(layout, LAYOUTS)}"
-        )
-    return LAYOUTS[layout]
+    return choose("layout", layout, LAYOUTS, _OR_RULES)
 
 
 def check_axes(layout: Layout, mesh: AnyMesh) -> None:
@@ -138,10 +136,7 @@ def _split_largest(shape: tuple[int, ...], parts: int) -> PartitionSpec:
 
 def _check_rules(rules: Any) -> None:
     if not isinstance(rules, Sequence):
-        raise ConfigError(
-            f"layout={rules!r}; it is one of {', '.join(LAYOUTS)}, or a list of "
-            "(path regex, PartitionSpec)"
-        )
+        choose("layout", rules, LAYOUTS, _OR_RULES)
     for rule in rules:
         if not (isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[1], PartitionSpec)):
             raise ConfigError(

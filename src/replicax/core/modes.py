@@ -19,7 +19,7 @@ from replicax.core.mesh import DATA, AnyMesh, is_data_only, replica_count
 from replicax.core.objective import StepSums
 from replicax.core.reduction import REDUCTIONS, Reduce, Reduction, Wire
 from replicax.core.update import TrainState
-from replicax.errors import ConfigError, did_you_mean
+from replicax.errors import ConfigError, choose
 
 PyTree = Any
 ReplicaFunction = Callable[[TrainState, Batch, str | None], Any]
@@ -54,13 +54,6 @@ def shard_map(
 def pmap(function: ReplicaFunction, mesh: Mesh, into: tuple[PyTree, PyTree], out: PyTree) -> Mapped:
     """Map by `jax.pmap`, the classic API."""
     replicas = replica_count(mesh)
-    mapped = jax.pmap(
-        lambda state, batch: function(state, batch, DATA),
-        axis_name=DATA,
-        in_axes=jax.tree.map(_axis, into),
-        out_axes=jax.tree.map(_axis, out),
-        devices=list(mesh.devices.flat),
-    )
 
     def stack(leaf: jax.Array) -> jax.Array:
         return leaf.reshape(replicas, leaf.shape[0] // replicas, *leaf.shape[1:])
@@ -69,6 +62,13 @@ def pmap(function: ReplicaFunction, mesh: Mesh, into: tuple[PyTree, PyTree], out
         return leaf.reshape(replicas * leaf.shape[1], *leaf.shape[2:])
 
     def call(state: TrainState, batch: Batch) -> Any:
+        mapped = jax.pmap(
+            lambda state, batch: function(state, batch, DATA),
+            axis_name=DATA,
+            in_axes=jax.tree.map(_axis, into),
+            out_axes=jax.tree.map(_axis, out),
+            devices=list(mesh.devices.flat),
+        )
         stacked = jax.tree.map(partial(_where_split, stack), into, (state, batch))
         return jax.tree.map(partial(_where_split, join), out, mapped(*stacked))
 
@@ -217,16 +217,10 @@ def lift(
     *,
     donate: bool = False,
 ) -> Any:
-    """Return `function` compiled for `mesh`: a `jax.jit` function of a state and a global batch.
+    """Return `function` as a `jax.jit` function of a state and a global batch.
 
-    Args:
-        function: takes a state, a batch, and the replica axis's name or None.
-        mode: how it is mapped.
-        mesh: the devices; for pmap, attached or described ones.
-        state: shardings of the state.
-        batch: shardings of the batch, or one for all of it.
-        out: shardings of what `function` returns, or one for all of it.
-        donate: whether the state's memory is given to the result.
+    `state`, `batch` and `out`, what it returns, are shardings, or one for all of it; `donate` gives
+    the state's memory to the result.
     """
     return jax.jit(
         mode.wrap(function, mesh, (state, batch), out),
@@ -237,18 +231,8 @@ def lift(
 
 
 def as_mode(mode: str | Mode) -> Mode:
-    """Return the mode of that name.
-
-    Raises:
-        ConfigError: no such mode.
-    """
-    if isinstance(mode, Mode):
-        return mode
-    if mode not in MODES:
-        raise ConfigError(
-            f"mode={mode!r}; it is one of {', '.join(MODES)}{did_you_mean(mode, MODES)}"
-        )
-    return MODES[mode]
+    """Return the mode of that name, or raise `ConfigError`."""
+    return mode if isinstance(mode, Mode) else choose("mode", mode, MODES)
 
 
 MODES = {

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from replicax.errors import ConfigError
+from replicax.errors import choose
 
 PyTree = Any
 
@@ -23,10 +23,7 @@ class Precision:
     name: str
 
     def __post_init__(self) -> None:
-        if self.name not in ("float32", "bfloat16"):
-            raise ConfigError(
-                f"precision={self.name!r}; it is one of float32, bfloat16: choose one"
-            )
+        choose("precision", self.name, dict.fromkeys(("float32", "bfloat16")))
 
     def to_compute(self, tree: PyTree) -> PyTree:
         """`tree` with its floating-point arrays in the dtype of the computation."""

@@ -11,7 +11,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from replicax.core.objective import StepSums
-from replicax.errors import ConfigError, did_you_mean
+from replicax.errors import choose
 
 PyTree = Any
 Reduce = Callable[[StepSums, PyTree, str | None], tuple[StepSums, PyTree]]
@@ -127,19 +127,10 @@ def as_reduction(reduction: "str | Reduction") -> Reduction:
     Raises:
         ConfigError: no such name, or an object that is no reduction.
     """
-    if not isinstance(reduction, str):
-        if callable(reduction) and hasattr(reduction, "init"):
-            return reduction
-        raise ConfigError(
-            f"reduction={reduction!r}; it is one of {', '.join(REDUCTIONS)}, or an object with "
-            "init(params) and __call__(sums, state, axis)"
-        )
-    if reduction not in REDUCTIONS:
-        raise ConfigError(
-            f"reduction={reduction!r}; it is one of {', '.join(REDUCTIONS)}"
-            f"{did_you_mean(reduction, REDUCTIONS)}"
-        )
-    return REDUCTIONS[reduction]
+    if callable(reduction) and hasattr(reduction, "init"):
+        return reduction
+    otherwise = ", or an object with init(params) and __call__(sums, state, axis)"
+    return choose("reduction", reduction, REDUCTIONS, otherwise)
 
 
 def all_reduce(sums: PyTree, axis: str) -> PyTree:
