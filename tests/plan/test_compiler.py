@@ -19,6 +19,7 @@ from replicax.errors import CompilerError, ConfigError, MissingDependencyError
 from replicax.plan.compilation import Compilation, Description, TooLarge, too_large
 from replicax.plan.compiler import CompilerProcess
 from replicax.plan.program import Program, export_step
+from replicax.train.guarded import guarded
 
 DEVICES, ROWS = 2, 16
 HOST = Description("cpu", DEVICES, {})
@@ -27,6 +28,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "shard_map": {"mode": "shard_map"},
     "zero1": {"layout": "zero1"},
     "fsdp": {"layout": "fsdp"},
+    "bfloat16 reduced": {"mode": "shard_map", "reduction": "bfloat16"},
 }
 
 
@@ -48,6 +50,7 @@ def folder_with(path: Path, package: str, version: str) -> Path:
     return path
 
 
+@pytest.mark.parametrize("in_fit", [False, True], ids=["step", "fit"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize(
@@ -55,10 +58,13 @@ def folder_with(path: Path, package: str, version: str) -> Path:
     ["mlp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lenet", "gpt2"))],
 )
 def test_a_planned_step_takes_what_the_run_will(
-    compiler: CompilerProcess, name: str, settings: dict[str, Any], accumulate: int
+    compiler: CompilerProcess, name: str, settings: dict[str, Any], accumulate: int, in_fit: bool
 ) -> None:
     mesh = rx.make_mesh(DEVICES, devices=jax.devices()[:DEVICES])
     step = SMALL_STEPS[name](ROWS, mesh=mesh, accumulate=accumulate, **settings)
+    if in_fit:
+        other = guarded(step.dp, step.dp.abstract_state(step.model))
+        step = dataclasses.replace(step, dp=other)
     planned = compiler.compile(program(step))
     run = read_memory(step.dp.lower(step.model, step.batch).compile())
     assert isinstance(planned, Compilation)

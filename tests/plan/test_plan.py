@@ -23,6 +23,7 @@ from replicax.plan.compiler import AttachedCompiler, Compiler
 from replicax.plan.hardware import Chip, Link
 from replicax.plan.result import Plan
 from replicax.plan.target import Target, parse_target
+from replicax.train.guarded import guarded
 
 planner: Any = importlib.import_module("replicax.plan.planner")
 module: Any = importlib.import_module("replicax.plan.plan")  # rx.plan is the function
@@ -59,8 +60,10 @@ def host(devices: int, usable_bytes: int | None = ROOM) -> Target:
 
 
 def compiled(dp: rx.DataParallel, devices: int, rows_of_each: int, **settings: Any) -> Memory:
+    """The memory of a step of `rx.fit`."""
     mesh = rx.make_mesh(devices, devices=jax.devices()[:devices])
     other = dp.replace(mesh=mesh, **settings)
+    other = guarded(other, other.abstract_state(MODEL))
     found = read_memory(other.lower(MODEL, rows(devices * rows_of_each)).compile())
     assert found is not None
     return found
@@ -305,6 +308,17 @@ def test_by_formula_where_it_is_asked_for() -> None:
     assert {point.devices for point in found.scaling.weak} >= {1, 2, 4, 8, 16, 1024}
     assert found.device_hours == pytest.approx(1e6 / speed.rows_per_second * 8 / 3600)
     strict(found)
+
+
+@pytest.mark.parametrize("mode", ["pmap", "jit"])
+def test_by_formula_a_mode_is_planned_for_more_devices_than_there_are(mode: str) -> None:
+    def planned(mode: str) -> Plan:
+        dp = step(mode=mode)
+        return rx.plan(dp, MODEL, rows(64), target="h100:64", by_formula=True, changes={})
+
+    found, equal = planned(mode), planned("shard_map")
+    assert found.about["mode"] == mode
+    assert (found.asked, found.speeds) == (equal.asked, equal.speeds)
 
 
 def test_a_chip_that_no_compiler_describes_says_so() -> None:

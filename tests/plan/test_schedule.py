@@ -343,6 +343,17 @@ def test_of_a_conditional_the_branch_with_more_products_counts() -> None:
     assert schedule.flops == 2 * 8**3
 
 
+@pytest.mark.parametrize("branches", ["%keep, %change", "%change, %keep"])
+def test_of_a_conditional_without_products_the_branch_that_moves_more_counts(branches: str) -> None:
+    schedule = entry(
+        f"%c = f32[8,8]{{1,0}} conditional(%p, %p, %p), branch_computations={{{branches}}}",
+        before="%keep (a: f32[8,8]) -> f32[8,8] {\n  ROOT %a = f32[8,8]{1,0} parameter(0)\n}\n\n"
+        "%change (b: f32[8,8]) -> f32[8,8] {\n  %b = f32[8,8]{1,0} parameter(0)\n"
+        "  ROOT %sine = f32[8,8]{1,0} sine(%b)\n}\n",
+    )
+    assert [each.name for each in schedule.kernels] == ["sine"]
+
+
 @pytest.mark.parametrize(
     ("line", "size"),
     [
@@ -403,8 +414,7 @@ def test_the_flops_are_those_of_every_other_count(mode: str, accumulate: int) ->
     assert schedule.flops * 8 == FLOPS
     assert schedule.flops == inspect(step).flops
     dp = rx.DataParallel(loss, optax.adam(0.1), mode=mode, accumulate=accumulate)
-    function, arguments = dp.program(MODEL, BATCH)
-    assert count_flops(jax.make_jaxpr(function)(*arguments).jaxpr, "cpu") == FLOPS
+    assert count_flops(dp.trace(MODEL, BATCH).jaxpr.jaxpr, "cpu") == FLOPS
     assert schedule.unknown_calls == ()
 
 

@@ -11,43 +11,11 @@ import optax
 import pytest
 
 import replicax as rx
-from replicax.analysis.compiled import Collectives
+from replicax.analysis.traffic import sums_bytes
+from replicax.core.layout import LAYOUTS
+from replicax.core.modes import MODES
 from replicax.plan.schedule import Collective, Kernel, Schedule, read_schedule
-from replicax.plan.traffic import (
-    Traffic,
-    advice,
-    least_wire_bytes,
-    read_traffic,
-    sums_bytes,
-    wire_bytes,
-    wire_bytes_of_all_reduce,
-)
-
-
-@pytest.mark.parametrize(
-    ("kind", "size", "sent"),
-    [
-        ("all-reduce", 400, 600),
-        ("all-gather", 400, 300),
-        ("reduce-scatter", 100, 300),
-        ("all-to-all", 400, 300),
-        ("collective-permute", 400, 400),
-    ],
-)
-def test_bytes_on_the_wire(kind: str, size: int, sent: float) -> None:
-    assert wire_bytes(Collectives(kind, 1, size), 4) == sent
-
-
-def test_a_reduce_scatter_and_an_all_gather_are_an_all_reduce() -> None:
-    parts = Collectives("reduce-scatter", 1, 100), Collectives("all-gather", 1, 400)
-    assert sum(wire_bytes(each, 4) for each in parts) == wire_bytes_of_all_reduce(400, 4)
-
-
-def test_sums_are_float32_at_least() -> None:
-    leaves = [jax.ShapeDtypeStruct((3, 5), dtype) for dtype in (jnp.bfloat16, jnp.float32)]
-    assert sums_bytes(leaves, 2) == 4 * 15 + 4 * 15 + 8 * 2
-    with jax.enable_x64(True):
-        assert sums_bytes([jax.ShapeDtypeStruct((3,), jnp.float64)], 0) == 24
+from replicax.plan.traffic import Traffic, advice, least_wire_bytes, read_traffic
 
 
 @pytest.mark.parametrize(
@@ -59,8 +27,8 @@ def test_sums_are_float32_at_least() -> None:
     ],
 )
 def test_the_least_of_each_layout(layout: str, least: float) -> None:
-    assert least_wire_bytes(layout, 4, 400, 200) == least
-    assert least_wire_bytes(layout, 1, 400, 200) == 0
+    assert least_wire_bytes(LAYOUTS[layout], 4, 400, 200) == least
+    assert least_wire_bytes(LAYOUTS[layout], 1, 400, 200) == 0
 
 
 def collective(kind: str, size: int, **changes: Any) -> Collective:
@@ -97,10 +65,12 @@ def test_how_long_kernels_run_is_not_always_known() -> None:
 
 @pytest.mark.parametrize(("size", "warns"), [(100, False), (102, False), (104, True)])
 def test_a_warning_beyond_two_in_a_hundred(size: int, warns: bool) -> None:
-    traffic = read_traffic(Schedule((collective("all-reduce", size),)), 4, 150, mode="shard_map")
+    traffic = read_traffic(
+        Schedule((collective("all-reduce", size),)), 4, 150, mode=MODES["shard_map"]
+    )
     assert bool(traffic.warning) == warns
     assert not warns or "156 B, 1.04 times the 150 B it has to" in traffic.warning
-    assert not warns or advice("shard_map") in traffic.warning
+    assert not warns or advice(MODES["shard_map"]) in traffic.warning
 
 
 def test_one_device_is_never_warned() -> None:
@@ -114,7 +84,7 @@ def test_a_parameter_that_is_reduced_twice_is_named_whatever_the_bytes() -> None
     params = [table, matrix, matrix]
     twice = (collective("all-reduce", 15_200, shapes=shapes),) * 2
     traffic = read_traffic(Schedule(twice), 4, 1e9, params)
-    assert traffic.warning == f"bf16[500,8] is reduced 2 times; {advice('jit')}"
+    assert traffic.warning == f"bf16[500,8] is reduced 2 times; {advice(MODES['jit'])}"
     assert not read_traffic(Schedule(twice[:1]), 4, 1e9, params).warning
 
 
@@ -136,8 +106,8 @@ def test_what_is_no_parameter_that_is_reduced_twice(changes: dict[str, Any]) -> 
 
 def test_the_advice_of_a_split_layout_is_not_another_mode() -> None:
     """`shard_map` has no split layouts."""
-    assert "shard_map" in advice("jit", "replicated")
-    assert "shard_map" not in advice("jit", "fsdp")
+    assert "shard_map" in advice(MODES["jit"], LAYOUTS["replicated"])
+    assert "shard_map" not in advice(MODES["jit"], LAYOUTS["fsdp"])
 
 
 # What XLA compiles for 8 CPU devices: a language model whose embedding is its output, too.
@@ -153,14 +123,13 @@ def loss(model: Any, batch: Any, key: Any) -> jax.Array:
 
 
 @cache
-def traffic(mode: str, layout: str = "replicated", devices: int = 8) -> Traffic:
+def traffic(mode: str, devices: int = 8) -> Traffic:
     mesh = rx.make_mesh(devices=jax.devices()[:devices])
-    dp = rx.DataParallel(loss, optax.sgd(0.1), mode=mode, layout=layout, mesh=mesh)
+    dp = rx.DataParallel(loss, optax.sgd(0.1), mode=mode, mesh=mesh)
     text = dp.lower(MODEL, BATCH).compile().as_text() or ""
     params = jax.tree.leaves(MODEL)
-    sums = sums_bytes(params, 1)
-    least = least_wire_bytes(layout, devices, sums, sum(leaf.nbytes for leaf in params))
-    return read_traffic(read_schedule(text), devices, least, params, mode=mode, layout=layout)
+    least = least_wire_bytes(dp.layout, devices, sums_bytes(params, 1))
+    return read_traffic(read_schedule(text), devices, least, params, mode=dp.mode)
 
 
 @pytest.mark.parametrize("devices", [2, 8])

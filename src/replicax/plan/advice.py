@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 
+from replicax.analysis.traffic import SLIGHTLY
 from replicax.core.data_parallel import DataParallel
 from replicax.plan.critical_batch import batch_cost, learning_rates
 from replicax.plan.hardware import Chip
 from replicax.plan.largest import MOST_ROWS
 from replicax.plan.need import Need
 from replicax.plan.result import Alternative, BatchAdvice, MicroBatches, Speed
-from replicax.plan.traffic import SLIGHTLY, Traffic
+from replicax.plan.traffic import Traffic
 from replicax.wording import size_text
 
 _WORTH = 1.1
@@ -43,8 +44,8 @@ def first_change(
             f"a batch of {most.rows * devices:,} rows, {most.rows:,} a device: up to {times:.1f} "
             "times the rows a second"
         )
-    jit = dp.mode == "jit" and dp.layout == "replicated"  # shard_map has no other layout
-    if jit and traffic is not None and traffic.share > SLIGHTLY and waiting > _WAITING:
+    other = not dp.mode.per_replica and dp.layout.is_whole  # which shard_map can hold
+    if other and traffic is not None and traffic.share > SLIGHTLY and waiting > _WAITING:
         return (
             f"mode=shard_map: it sends {1 / traffic.share:.0%} of what this mode does, and "
             f"{waiting:.0%} of a step waits for the network"

@@ -6,7 +6,10 @@ from typing import Any
 import jax
 
 from replicax.core.data_parallel import DataParallel
+from replicax.core.layout import LAYOUTS
+from replicax.core.modes import MODES
 from replicax.core.objective import LossFunction
+from replicax.core.reduction import REDUCTIONS
 from replicax.errors import ReplicaxError
 from replicax.plan.need import Need
 from replicax.plan.program import WITHOUT_CUDNN
@@ -14,6 +17,7 @@ from replicax.plan.result import Alternative
 from replicax.plan.steps import Steps
 from replicax.wording import first_line
 
+SPLITS_STATE = next(mode for mode in MODES.values() if mode.splits_state)
 REMAT = "remat (jax.checkpoint, products kept)"
 
 
@@ -69,9 +73,9 @@ def _together(
     if other.precision.name == "float32":
         names.append("precision=bfloat16")
         other = other.replace(precision="bfloat16")
-    if devices > 1 and other.layout in ("replicated", "zero1"):
-        names.append("layout=fsdp")
-        other = other.replace(layout="fsdp", mode="jit")
+    for name, split in list(_split(other, devices))[-1:]:
+        names.append(name)
+        other = split
     return ", ".join(names), other
 
 
@@ -83,10 +87,19 @@ def _changes(
     if given is None:
         yield REMAT, dp.replace(loss=_checkpointed(dp.loss))
     yield from (given or {}).items()
-    if devices > 1 and dp.layout in ("replicated", "zero1"):
-        layouts = ("zero1", "fsdp") if dp.layout == "replicated" else ("fsdp",)
-        for layout in layouts:
-            yield f"layout={layout}", dp.replace(layout=layout, mode="jit")
+    yield from _split(dp, devices)
+
+
+def _split(dp: DataParallel, devices: int) -> Iterator[tuple[str, DataParallel]]:
+    """With more of the state split, the most last, in a mode that can hold it."""
+    if devices == 1 or dp.layout.rules:
+        return
+    mode = dp.mode if dp.mode.splits_state else SPLITS_STATE
+    reduction = dp.reduction if dp.mode.splits_state else REDUCTIONS["float32"]
+    now = (dp.layout.splits_optimizer, dp.layout.splits_params)
+    for layout in LAYOUTS.values():
+        if (layout.splits_optimizer, layout.splits_params) > now:
+            yield f"layout={layout}", dp.replace(layout=layout, mode=mode, reduction=reduction)
 
 
 def _checkpointed(loss: LossFunction) -> LossFunction:

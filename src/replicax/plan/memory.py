@@ -12,14 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, jaxpr_as_fun
-from jax.sharding import AbstractMesh, Mesh
 
 from replicax.core.batch import Batch, described, row_count
 from replicax.core.data_parallel import DataParallel
-from replicax.core.layout import layout_name, state_shardings
 from replicax.core.loss import LOSS
-from replicax.core.mesh import abstract_mesh
-from replicax.core.models.definition import PyTree
+from replicax.core.mesh import AnyMesh, abstract_mesh
+from replicax.core.models.definition import PyTree, View
 from replicax.core.objective import Objective
 from replicax.core.precision import to_sum
 from replicax.core.update import TrainState
@@ -37,7 +35,7 @@ class MemoryFormula:
     parameters: int
     optimizer: int
     extras: int
-    """The model's other arrays."""
+    """The model's other arrays, the step, the seed and the reduction's state."""
     new_state: int
     """The state after the step, where that before it stays: `donate=False`."""
     batch: int
@@ -77,7 +75,7 @@ def memory_formula(
     dp: DataParallel,
     model: Any,
     batch: Any,
-    mesh: Mesh | AbstractMesh | int | None = None,
+    mesh: AnyMesh | int | None = None,
     *,
     platform: str = "cpu",
 ) -> MemoryFormula:
@@ -100,20 +98,20 @@ def memory_formula(
         ConfigError: a layout that the mesh cannot hold.
         LossError: the loss does not keep its contract.
     """
-    dp = dp.replace()
-    where = dp.mesh if mesh is None else abstract_mesh(mesh) if isinstance(mesh, int) else mesh
-    state = dp._state_shapes(*dp._adopt(model))
-    split = dp.split_on(where)
+    where = abstract_mesh(mesh) if isinstance(mesh, int) else mesh
+    program = dp.program(model, mesh=where)
+    state, split = program.shapes, program.split
     data = batch.data if isinstance(batch, Batch) else batch
     rows = split.padded(row_count(data)) // split.replicas
-    share = jax.tree.map(_on_one_device, state, state_shardings(state, where, dp.layout))
+    share = jax.tree.map(_on_one_device, state, program.shardings)
     parameters, optimizer = tree_bytes(share.params), tree_bytes(share.opt_state)
-    extras = tree_bytes((share.extras, share.step, share.seed))
+    extras = tree_bytes(share) - parameters - optimizer
     own_rows = tree_bytes(described(data, rows))
     part = described(data, rows // split.micro_batches)
     added_up = split.micro_batches > 1
-    gathered = layout_name(dp.layout) == "fsdp"
-    memory = _of_gradient(dp._objective, state, share.params, part, platform, added_up, gathered)
+    gathered = dp.layout.splits_params
+    objective = dataclasses.replace(program.objective, split=None)
+    memory = _of_gradient(objective, state, share.params, part, platform, added_up, gathered)
     return MemoryFormula(
         rows=rows,
         parameters=parameters,
@@ -250,7 +248,7 @@ def _traced(
     def means(*arrays: jax.Array) -> list[jax.Array]:
         params = jax.tree.unflatten(tree, arrays[: len(leaves)])
         extras, batch, key = jax.tree.unflatten(rest_tree, arrays[len(leaves) :])
-        found, extras = objective.means(params, extras, batch, key, None)
+        found, extras = objective.loss_sums(params, extras, batch, View(key))
         return [found[LOSS].total, *jax.tree.leaves((found, extras))]
 
     closed = jax.make_jaxpr(means)(*leaves, *rest)

@@ -22,6 +22,7 @@ from replicax.plan.result import OnPaper, Plan
 from replicax.plan.steps import Show, Steps
 from replicax.plan.target import ATTACHED, Target, parse_target
 from replicax.plan.transformer_formula import Transformer, transformer_activation_bytes
+from replicax.train.guarded import guarded
 
 
 def plan(
@@ -40,9 +41,10 @@ def plan(
 ) -> Plan:
     """Whether a step fits a target, the largest batch that does, and how fast it can be.
 
-    The step is exported here and compiled by the target's own compiler in a process of its own;
-    nothing runs, and no device of the target need be there. Where its compiler is not installed, or
-    there is none, the plan is by formula, and `Plan.notes` says what to install.
+    The step is that of `rx.fit`, which skips bad updates. It is exported here and compiled by the
+    target's own compiler in a process of its own; nothing runs, and no device of the target need be
+    there. Where its compiler is not installed, or there is none, the plan is by formula, and
+    `Plan.notes` says what to install.
 
     Args:
         dp: the step; its own mesh may be of any devices.
@@ -78,6 +80,9 @@ def plan(
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"{name}={value}; it is a number of rows above 0: give one")
     show = show or (lambda text: None)
+    dp = _in_fit(dp, model)
+    if changes is not None:
+        changes = {name: _in_fit(other, model) for name, other in changes.items()}
     aim = parse_target(target) if isinstance(target, str) else target
     if aim.chip.platform == "cpu":
         aim = dataclasses.replace(aim, chip=measured(aim.chip, aim.devices))
@@ -117,6 +122,10 @@ def compiler_for(
         except MissingDependencyError as missing:
             notes = (f"by formula: {missing}",)
         yield compiler, notes
+
+
+def _in_fit(dp: DataParallel, model: Any) -> DataParallel:
+    return guarded(dp, dp.abstract_state(model))
 
 
 def _on_paper(

@@ -1,16 +1,20 @@
 """The questions of a plan, one after the other, and what is beside them at once."""
 
 import datetime
+import itertools
 import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+import optax
 
+from replicax.analysis.traffic import sums_bytes
 from replicax.core.batch import row_count
 from replicax.core.data_parallel import DataParallel
-from replicax.core.layout import layout_name
+from replicax.core.reduction import Wire
+from replicax.core.update import TrainState, takes_value
 from replicax.errors import ConfigError
 from replicax.plan.advice import batch_advice, first_change
 from replicax.plan.alternatives import alternatives
@@ -30,7 +34,8 @@ from replicax.plan.speed import (
 )
 from replicax.plan.steps import Step, Steps, rows_of_a_device
 from replicax.plan.target import Target
-from replicax.plan.traffic import Traffic, least_wire_bytes, read_traffic, sums_bytes
+from replicax.plan.traffic import Traffic, least_wire_bytes, read_traffic
+from replicax.train.guarded import reads
 
 MOST_MICRO_BATCHES = 64
 
@@ -60,7 +65,9 @@ class Planner:
     ) -> None:
         self._dp, self._target, self._steps, self._changes = dp, target, steps, changes
         self._rows, self._tokens_per_row = row_count(batch), tokens_per_row
-        self._params = jax.tree.leaves(dp.abstract_state(model).params)
+        state = dp.abstract_state(model)
+        self._params = jax.tree.leaves(state.params)
+        self._trained = list(itertools.compress(self._params, _read(dp.optimizer, state)))
         self._notes: list[str] = []
         self._schedules: dict[int, Schedule] = {}
 
@@ -206,8 +213,7 @@ class Planner:
         if schedule is not None:
             return work_of_schedule(schedule, self._target, step.need.rows, dtype)
         flops = self._steps.flops(self._dp, step.need.rows)
-        gradient = sums_bytes(self._params, metrics=1)
-        return work_by_formula(flops, step.formula, gradient, self._target, dtype)
+        return work_by_formula(flops, step.formula, self._sums_bytes(1), self._target, dtype)
 
     def _speeds(
         self, shown: list[Need], noise_scale: float | None
@@ -232,35 +238,36 @@ class Planner:
             return tuple(speeds), None
 
     def _traffic(self, shown: Need) -> Traffic | None:
-        step, devices = self._steps.step(self._dp, shown.rows), self._target.devices
+        dp, devices = self._dp, self._target.devices
+        step = self._steps.step(dp, shown.rows)
         schedule = self._schedule(step)
         if schedule is None or step.program is None or devices == 1:
             return None
-        name = layout_name(self._dp.layout)
         held = sum(leaf.size * leaf.dtype.itemsize for leaf in self._params)
-        sums = sums_bytes(self._params, step.program.metrics)
-        least = least_wire_bytes("replicated" if name == "rules" else name, devices, sums, held)
-        dtype, chip = known_dtype(self._dp, self._target), self._target.chip
+        least = least_wire_bytes(dp.layout, devices, self._sums_bytes(step.program.metrics), held)
+        dtype, chip = known_dtype(dp, self._target), self._target.chip
         known = chip.flops_per_second and chip.memory_bytes_per_second
         return read_traffic(
             schedule,
             devices,
             least,
             self._params,
-            mode=self._dp.mode,
-            layout=name,
+            mode=dp.mode,
+            layout=dp.layout,
             seconds=(lambda kernel: kernel_roofline(kernel, chip, dtype).seconds)
             if known
             else None,
         )
 
+    def _sums_bytes(self, metrics: int) -> int:
+        reduction = self._dp.reduction
+        sent = reduction.dtype if isinstance(reduction, Wire) else None
+        return sums_bytes(self._trained, metrics, sent)
+
     def _about(self) -> dict[str, Any]:
         return {
             "target": self._target.text,
-            "mode": self._dp.mode,
-            "layout": layout_name(self._dp.layout),
-            "accumulate": self._dp.accumulate,
-            "precision": self._dp.precision.name,
+            **self._dp.configuration.names(),
             "parameters": sum(leaf.size for leaf in self._params),
             "batch_size": self._rows,
             "tokens_per_row": self._tokens_per_row,
@@ -268,3 +275,13 @@ class Planner:
             "jax": jax.__version__,
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         }
+
+
+def _read(optimizer: optax.GradientTransformation, state: TrainState) -> list[bool]:
+    """For each parameter, whether the optimizer reads its gradient: not of one that is frozen."""
+    value = {"value": 0.0} if takes_value(optimizer, state.params) else {}
+
+    def updates(gradient: Any, state: TrainState) -> Any:
+        return optimizer.update(gradient, state.opt_state, state.params, **value)
+
+    return reads(updates, state.params, state)

@@ -10,7 +10,9 @@ from replicax.analysis.flops import count_flops
 from replicax.analysis.traced_for import traced_for
 from replicax.core.data_parallel import DataParallel
 from replicax.core.mesh import AnyMesh, abstract_mesh, make_mesh
+from replicax.core.modes import MODES
 from replicax.errors import ConfigError, require
+from replicax.train.guarded import NOT_FINITE
 
 CUDNN_CALLS = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
 """Kernels that a model may ask for by name. JAX does not promise to keep them for exported
@@ -24,6 +26,8 @@ NEEDS_DEVICES = "require devices to be present"
 REASONS = (CALLS_BACK, CALLS_BACK_ELSEWHERE, NEEDS_DEVICES)
 
 
+PER_REPLICA = next(mode for mode in MODES.values() if mode.per_replica)
+"""What a step that sees the whole batch is exported as where it cannot be as it is."""
 WITHOUT_CUDNN = "planned without the kernels of cuDNN: the step may need less"
 
 
@@ -39,9 +43,9 @@ class Program:
     rows: int
     """Of the global batch, with its padding."""
     flops: int
-    """Of matrix products and convolutions, on all devices; see `parallel.flops`."""
+    """Of matrix products and convolutions, on all devices; see `analysis.flops`."""
     metrics: int
-    """Means that the step returns, the loss among them."""
+    """Means that the step reduces, the loss among them."""
     notes: tuple[str, ...] = ()
     """Where it is not the very step that was asked for."""
 
@@ -49,11 +53,11 @@ class Program:
 def export_step(
     dp: DataParallel, model: Any, batch: Any, devices: int, platform: str, capability: float | None
 ) -> Program:
-    """The step of `dp` on as many devices of a platform.
+    """Return the step of `dp` on as many devices of a platform.
 
-    Kernels of cuDNN are exported from per-replica modes alone: mode `jit` has its compiler call
-    back for how to split them. There the same step is exported as `shard_map`; a layout that only
-    `jit` has is exported without these kernels. `Program.notes` says so.
+    Kernels of cuDNN are exported from per-replica modes alone: others have their compiler call back
+    for how to split them. There the same step is exported as `PER_REPLICA`; a layout that this
+    cannot hold is exported without these kernels. `Program.notes` says so.
 
     Args:
         dp: whose step it is; its own mesh does not matter.
@@ -81,10 +85,10 @@ def export_step(
 
 
 def step_flops(dp: DataParallel, model: Any, batch: Any, devices: int, platform: str) -> int:
-    """Of matrix products and convolutions, on all devices; arguments as of `export_step`."""
+    """Return those of products and convolutions, on all devices; arguments as of `export_step`."""
+    equal, *_ = next(_forms(dp, None))
     with traced_for(None):
-        function, arguments = dp.program(model, batch, mesh=_mesh(devices))
-        return count_flops(function.trace(*arguments).jaxpr.jaxpr, platform)
+        return count_flops(equal.trace(model, batch, mesh=_mesh(devices)).jaxpr.jaxpr, platform)
 
 
 def _forms(
@@ -92,12 +96,13 @@ def _forms(
 ) -> Iterator[tuple[DataParallel, float | None, tuple[str, ...]]]:
     """What may be exported for `dp`, from the nearest on: the step, its capability, and notes."""
     notes: tuple[str, ...] = ()
-    if dp.mode == "pmap":
-        dp, notes = dp.replace(mode="shard_map"), ("mode pmap is planned as shard_map, its equal",)
+    if dp.mode.most_processes is not None:  # it knows attached devices alone
+        notes = (f"mode {dp.mode} is planned as {dp.mode.instead}, its equal",)
+        dp = dp.replace(mode=dp.mode.instead)
     yield dp, capability, notes
-    if dp.mode == "jit" and dp.layout == "replicated":
-        note = "mode jit is planned as shard_map, since the step has kernels of cuDNN"
-        yield dp.replace(mode="shard_map"), capability, (*notes, note)
+    if not dp.mode.per_replica and dp.layout.is_whole:
+        note = f"mode {dp.mode} is planned as {PER_REPLICA}, since the step has kernels of cuDNN"
+        yield dp.replace(mode=PER_REPLICA), capability, (*notes, note)
     if capability is not None:
         yield dp, None, (*notes, WITHOUT_CUDNN)
 
@@ -112,20 +117,21 @@ def _export(
     notes: tuple[str, ...],
 ) -> Program:
     with traced_for(capability):
-        function, arguments = dp.program(model, batch, mesh=_mesh(devices))
+        made = dp.program(model, mesh=_mesh(devices))
+        arguments = state, rows = made.shapes, made.described(batch)
         allowed = [jax.export.DisabledSafetyCheck.custom_call(name) for name in CUDNN_CALLS]
-        exported = jax.export.export(function, platforms=[platform], disabled_checks=allowed)(
+        exported = jax.export.export(made.step, platforms=[platform], disabled_checks=allowed)(
             *arguments
         )
-        jaxpr = function.trace(*arguments).jaxpr.jaxpr
-    state, rows = arguments
+        jaxpr = made.step.trace(*arguments).jaxpr.jaxpr
+    _, metrics = jax.tree.unflatten(exported.out_tree, exported.out_avals)
     return Program(
         module=bytes(_flat(exported, len(jax.tree.leaves(arguments))).serialize()),
         donated=len(jax.tree.leaves(state)) if dp.donate else 0,
         devices=devices,
         rows=rows.size,
         flops=count_flops(jaxpr, platform),
-        metrics=len(exported.out_avals) - len(jax.tree.leaves(state)),
+        metrics=len(metrics.keys() - {NOT_FINITE}),
         notes=notes,
     )
 

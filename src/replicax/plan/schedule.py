@@ -64,7 +64,7 @@ class Collective:
 
     name: str
     kind: str
-    """One of `parallel.compiled.COLLECTIVES`."""
+    """One of `analysis.compiled.COLLECTIVES`."""
     bytes: int
     """Of the result on one device, in one run."""
     runs: int
@@ -132,7 +132,7 @@ def read_schedule(text: str) -> Schedule:
     """Read a compiled module, as `compiled.as_text()` gives it.
 
     Bodies of loops whose trip count is not known count once. Of a conditional, the branch with the
-    most FLOPs counts.
+    most FLOPs counts, or else the most bytes: a step that is no bad one.
     """
     reader = _Reader(hlo.read_module(text))
     steps = reader.steps(reader.module.entry, 1)
@@ -161,7 +161,7 @@ class _Reader:
             return self._loop(instruction, around, runs)
         if opcode == "conditional":
             branches = (self.steps(called, runs) for called in instruction.called)
-            return max(branches, key=lambda steps: Schedule(steps).flops, default=())
+            return max(branches, key=_size, default=())
         if collectives := self._collectives(instruction, instruction.name, runs):
             return collectives
         if opcode in ("call", "async-start"):
@@ -227,6 +227,11 @@ class _Reader:
             instruction.op_name,
             product_dtype(self.module, instruction),
         )
+
+
+def _size(steps: tuple[Step, ...]) -> tuple[int, int]:
+    schedule = Schedule(steps)
+    return schedule.flops, schedule.bytes
 
 
 def _collective(instruction: Instruction, name: str, runs: int, asynchronous: bool) -> Collective:

@@ -64,7 +64,7 @@ class Steps:
 
     def unit(self, dp: DataParallel) -> int:
         """Rows of a device are a multiple of it: its micro-batches."""
-        return dp.split_on(abstract_mesh(self._target.devices)).micro_batches
+        return dp.configuration.split(abstract_mesh(self._target.devices)).micro_batches
 
     def formula(self, dp: DataParallel, rows: int) -> MemoryFormula:
         """By formula, for as many rows of a device."""

@@ -54,6 +54,7 @@ def _header(plan: Plan) -> Iterator[str]:
         about.get("mode"),
         about.get("layout"),
         about.get("accumulate", 1) > 1 and f"{about['accumulate']} micro-batches",
+        about.get("reduction", "float32") != "float32" and f"reduction {about['reduction']}",
     ]
     yield from line("plan", " · ".join(str(each) for each in model if each))
     kind = f"{target.devices:,} x {target.chip.title}"

@@ -1,39 +1,19 @@
 """What one step sends between devices, and the least that it has to."""
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
-
-import numpy as np
+from typing import Any
 
 from replicax.analysis import hlo
+from replicax.analysis.traffic import SLIGHTLY, wire_bytes, wire_bytes_of_all_reduce
+from replicax.core.layout import LAYOUTS, Layout
+from replicax.core.modes import MODES, Mode
 from replicax.plan.schedule import Collective, Kernel, Schedule
 from replicax.wording import size_text
 
-SLIGHTLY = 1.02
-"""Times the lower bound: what is above it is worth a word."""
-_SUM_BYTES = 8
-"""Of a metric's total and weight."""
-_WIDE = 4
-"""Bytes of an element of a gradient's sum, at least."""
 _SMALL_BYTES = 4096
 """Of an array that is not worth a word."""
-
-
-class Sent(Protocol):
-    """Result bytes of collectives of one kind, on one device."""
-
-    @property
-    def kind(self) -> str:
-        """As `parallel.compiled.COLLECTIVES` spell it."""
-        ...
-
-    @property
-    def bytes(self) -> int:
-        """Of the results."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -81,8 +61,8 @@ def read_traffic(
     least_bytes: float,
     params: Iterable[Any] = (),
     *,
-    mode: str = "jit",
-    layout: str = "replicated",
+    mode: Mode = MODES["jit"],
+    layout: Layout = LAYOUTS["replicated"],
     seconds: Callable[[Kernel], float] | None = None,
 ) -> Traffic:
     """What a step sends, against what it has to.
@@ -93,7 +73,7 @@ def read_traffic(
         least_bytes: see `least_wire_bytes`.
         params: the leaves of the parameters, or their shapes: those reduced twice are named.
         mode: of the `DataParallel`; the advice depends on it, and on the layout.
-        layout: see `least_wire_bytes`.
+        layout: of the `DataParallel`.
         seconds: of one run of a kernel, where that is known.
     """
     groups: dict[tuple[str, bool], list[Collective]] = {}
@@ -155,14 +135,14 @@ def _reduced_again(collectives: Iterable[Collective], params: Iterable[Any]) -> 
     return f"{shape} is reduced {again[shape]} times"
 
 
-def advice(mode: str, layout: str = "replicated") -> str:
-    """Why such a step sends more than it has to, and what to do."""
-    if layout != "replicated":
+def advice(mode: Mode, layout: Layout = LAYOUTS["replicated"]) -> str:
+    """Return why such a step sends more than it has to, and what to do."""
+    if not layout.is_whole:
         return (
             "the compiler reduces whole gradients of which a device keeps a part, as on a CPU, or "
             "splits what is computed and moves that"
         )
-    if mode == "jit":
+    if not mode.per_replica:
         return (
             "the compiler reduces a leaf twice (a tied embedding) or a sum by itself; "
             "mode='shard_map' reduces once"
@@ -171,9 +151,9 @@ def advice(mode: str, layout: str = "replicated") -> str:
 
 
 def least_wire_bytes(
-    layout: str, devices: int, sums_bytes: float, parameter_bytes: float = 0.0
+    layout: Layout, devices: int, sums_bytes: float, parameter_bytes: float = 0.0
 ) -> float:
-    """Bytes that each device has to send in one step, at least.
+    """Return the bytes that each device has to send in one step, at least.
 
     Reducing a gradient takes 2(n-1)/n of its bytes, however it is done (Patarasuk and Yuan 2009,
     "Bandwidth optimal all-reduce algorithms for clusters of workstations"). Where each device
@@ -182,42 +162,12 @@ def least_wire_bytes(
     sends more and keeps less.
 
     Args:
-        layout: `replicated`, `zero1` or `fsdp`.
+        layout: of the `DataParallel`.
         devices: replicas.
         sums_bytes: see `sums_bytes`.
         parameter_bytes: of the parameters as they are gathered.
     """
     once = (devices - 1) / devices
-    if layout == "replicated":
+    if not layout.splits_optimizer:
         return wire_bytes_of_all_reduce(sums_bytes, devices)
     return once * (sums_bytes + parameter_bytes)
-
-
-def sums_bytes(params: Iterable[Any], metrics: int) -> int:
-    """Bytes of the sums of gradient, loss and metrics.
-
-    Args:
-        params: the leaves of the parameters, or their shapes.
-        metrics: how many means are reduced, the loss among them.
-    """
-    gradient: int = sum(
-        math.prod(leaf.shape) * max(_WIDE, np.dtype(leaf.dtype).itemsize) for leaf in params
-    )
-    return gradient + _SUM_BYTES * metrics
-
-
-def wire_bytes_of_all_reduce(size: float, devices: int) -> float:
-    """Bytes that each device sends to reduce `size` bytes, at least."""
-    return 2 * size * (devices - 1) / devices
-
-
-def wire_bytes(sent: Sent, devices: int) -> float:
-    """Bytes that each device sends, in a ring."""
-    share = (devices - 1) / devices
-    factor = {
-        "all-reduce": 2 * share,
-        "all-gather": share,
-        "reduce-scatter": devices - 1,
-        "all-to-all": share,
-    }
-    return sent.bytes * factor.get(sent.kind, 1.0)

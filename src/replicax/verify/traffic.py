@@ -1,16 +1,22 @@
 """What a compiled step sends between devices, and what it computes twice."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from replicax.analysis.compiled import CompiledStep, inspect
+from replicax.analysis.traffic import (
+    SLIGHTLY,
+    sums_bytes,
+    wire_bytes,
+    wire_bytes_of_all_reduce,
+)
 from replicax.core.mesh import replica_count
+from replicax.core.models.definition import View
 from replicax.errors import ReplicaxError
-from replicax.plan.traffic import SLIGHTLY, wire_bytes, wire_bytes_of_all_reduce
 from replicax.verify.check import FAIL, NOTE, PASS, SKIP, Check, Verdict
 from replicax.verify.facts import Facts
 from replicax.verify.independence import DEPENDENT
@@ -21,10 +27,6 @@ _FAR = 2.0
 """Times the lower bound: what is above it is wrong."""
 _SMALL_BYTES = 4096
 """Where there is next to nothing to send, what fills it up to whole parts is most of it."""
-_SUM_BYTES = 8
-"""Of a metric's total and weight."""
-_WIDE = 4
-"""Bytes of an element of a gradient's sum, at least."""
 _REDUNDANT = 1.1
 _ALL_OF_IT = 0.9
 
@@ -171,19 +173,11 @@ def bytes_needed(subject: Subject, case: Case) -> int:
     state, batch = subject.state, subject.full
     metrics: Any = jax.eval_shape(
         lambda params: subject.objective.loss_sums(
-            params, state.extras, batch, jax.random.key(0), None
+            params, state.extras, batch, View(jax.random.key(0))
         )[0],
         state.params,
     )
     sent = getattr(subject.parallel(case).reduction, "dtype", None)
-    pairs = zip(jax.tree.leaves(state.params), jax.tree.leaves(subject.trained), strict=True)
-    gradient: int = sum(leaf.size * _width(leaf, sent) for leaf, is_trained in pairs if is_trained)
-    return gradient + _SUM_BYTES * len(metrics)
-
-
-def _width(leaf: jax.Array, sent: Any) -> int:
-    """Bytes of an element of the gradient by `leaf`, in its own dtype of sums or as it is sent."""
-    if sent is None:
-        return max(_WIDE, leaf.dtype.itemsize)
-    parts = 2 if jnp.iscomplexobj(leaf) else 1
-    return parts * int(jnp.dtype(sent).itemsize)
+    is_trained = jax.tree.leaves(subject.trained)
+    trained = itertools.compress(jax.tree.leaves(state.params), is_trained)
+    return sums_bytes(trained, len(metrics), sent)
