@@ -1,5 +1,7 @@
 """Which cases are measured, and what is said of those that are not."""
 
+import dataclasses
+
 import pytest
 
 from replicax.bench import notes
@@ -9,6 +11,7 @@ from replicax.bench.cases import (
     check_devices,
     default_devices,
     possible_modes,
+    usual_modes,
 )
 from replicax.bench.notes import (
     notes_on_cases,
@@ -16,6 +19,7 @@ from replicax.bench.notes import (
     notes_on_neighbours,
     notes_on_source,
 )
+from replicax.core.modes import MODES
 from replicax.errors import ConfigError
 
 
@@ -97,7 +101,27 @@ def test_modes_that_cannot_hold_a_layout_are_left_out_with_the_reason() -> None:
 def test_single_is_left_out_where_one_device_is_not_measured() -> None:
     kept, notes = possible_modes(["single", "jit"], (2, 4))
     assert kept == ["jit"]
-    assert notes == ["single is left out: it runs on 1 device, and devices are 2, 4"]
+    assert notes == ["single is left out: it runs on at most 1 device, and devices are 2, 4"]
+
+
+def test_modes_that_cannot_take_a_reduction_are_left_out_with_the_reason() -> None:
+    kept, notes = possible_modes(["jit", "shard_map", "exact"], (1, 2), reduction="bfloat16")
+    assert kept == ["shard_map", "exact"]
+    (note,) = notes
+    assert note.startswith("jit is left out: reduction='bfloat16'")
+
+
+def test_a_mode_that_is_added_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = usual_modes()
+    assert usual == ("single", "jit", "shard_map", "pmap")
+    two = dataclasses.replace(MODES["jit"], name="two", most_devices=2)
+    monkeypatch.setitem(MODES, "two", two)
+    assert usual_modes() == (*usual, "two")
+    counts = [(case.devices, case.scalings) for case in all_cases(8, (1, 2, 4), ["two"], weak=True)]
+    assert counts == [(1, ("strong",)), (1, ("weak",)), (2, ("strong",)), (2, ("weak",))]
+    kept, notes = possible_modes(["two", "jit"], (4, 8))
+    assert kept == ["jit"]
+    assert notes == ["two is left out: it runs on at most 2 devices, and devices are 4, 8"]
 
 
 def test_no_mode_left_is_refused() -> None:

@@ -86,7 +86,7 @@ def possible_modes(
     if not kept:
         raise ConfigError(
             f"modes={','.join(modes) or '()'} leaves nothing to measure"
-            f"{''.join(f' ({note})' for note in notes)}; add mode jit"
+            f"{''.join(f' ({note})' for note in notes)}; add a mode that can be"
         )
     return kept, notes
 
@@ -102,7 +102,8 @@ def _why_not(
         )
     if not _counts(mode.name, devices):
         counts = ", ".join(map(str, devices))
-        return f"it runs on {mode.most_devices} device, and devices are {counts}"
+        plural = "s" if mode.most_devices != 1 else ""
+        return f"it runs on at most {mode.most_devices} device{plural}, and devices are {counts}"
     try:
         mode.reduce(reduction)
     except ConfigError as error:

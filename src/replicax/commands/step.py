@@ -13,7 +13,7 @@ from replicax.core.modes import MODES, as_mode
 from replicax.core.reduction import REDUCTIONS
 from replicax.flags import one_of, shown_as
 
-# tyro keeps the line breaks of a text: one line each.
+# A docstring of one line each: tyro would keep its line breaks in --help.
 
 
 @dataclasses.dataclass(frozen=True)
