@@ -16,8 +16,8 @@ from replicax.core.job import Job as Job
 from replicax.core.loss import Weighted as Weighted
 from replicax.core.mesh import make_mesh as make_mesh
 from replicax.core.modes import Mode as Mode
-from replicax.core.per_process import PerProcess as PerProcess
 from replicax.core.reduction import Reduction as Reduction
+from replicax.core.sources import PerProcess as PerProcess
 from replicax.core.update import TrainState as TrainState
 from replicax.errors import AgreementError as AgreementError
 from replicax.errors import CheckpointError as CheckpointError

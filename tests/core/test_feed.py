@@ -19,8 +19,7 @@ from replicax.core.batch import Batch
 from replicax.core.feed import Feed, Split
 from replicax.core.job import Alone
 from replicax.core.mesh import by_rows, make_mesh
-from replicax.core.per_process import PerProcess
-from replicax.core.sources import as_source
+from replicax.core.sources import PerProcess, as_source
 from replicax.errors import ConfigError, DataError
 
 MESHES = {count: make_mesh(devices=jax.devices()[:count]) for count in (1, 2, 4, 8)}

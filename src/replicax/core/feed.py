@@ -12,10 +12,9 @@ import numpy as np
 
 from replicax.core.batch import Batch, masked, pad, place
 from replicax.core.job import Job
-from replicax.core.per_process import PerProcessSource
 from replicax.core.prefetch import Prefetch
 from replicax.core.share import Share
-from replicax.core.sources import Source
+from replicax.core.sources import PerProcessSource, Source
 from replicax.errors import ConfigError, DataError
 
 

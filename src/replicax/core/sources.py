@@ -4,10 +4,10 @@ A source gives one epoch at a time as `(data, index)` pairs: a pytree of fresh h
 most `batch_size` rows, and the index of each row in the source.
 """
 
+import dataclasses
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -16,15 +16,25 @@ import numpy as np
 from replicax.core.batch import PyTree, host_rows, row_count
 from replicax.core.digest import describe_leaves
 from replicax.core.job import Job
-from replicax.core.per_process import PerProcess, PerProcessSource, part_of
 from replicax.errors import ConfigError, DataError, require
 
 Rows = tuple[PyTree, np.ndarray]
-
-_SAMPLED_ROWS = 16
-
 Pick = Callable[[int], np.ndarray]
 """Rows in a batch -> which of them are wanted, by position in the batch; some may be repeated."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PerProcess:
+    """Marks data that this process alone reads, for `dp.feed` and `rx.fit`.
+
+    Without it, arrays and Grain MapDatasets are the whole data, the same in every process, and each
+    process takes its part of every batch. With it, `data` is the part already: a loader that shards
+    by process, say. Processes may have different numbers of batches; those that run out feed
+    batches without any weight until the last one is done, so that all results stay exact.
+    """
+
+    data: Any
+    """Arrays, a Grain dataset, or an iterable of batches: whatever `dp.feed` takes."""
 
 
 class Source(Protocol):
@@ -32,18 +42,12 @@ class Source(Protocol):
 
     batch_size: int
     """Rows of every batch but the last; 0 where only the first batch will tell."""
-
-    @property
-    def rows(self) -> int | None:
-        """Rows in an epoch, where that is known beforehand."""
-
-    @property
-    def batches(self) -> int | None:
-        """Batches in an epoch, where that is known beforehand."""
-
-    @property
-    def last_rows(self) -> int | None:
-        """Rows of the last batch, which has the fewest, where that is known beforehand."""
+    rows: int | None
+    """Rows in an epoch, where that is known beforehand."""
+    batches: int | None
+    """Batches in an epoch, where that is known beforehand."""
+    last_rows: int | None
+    """Rows of the last batch, which has the fewest, where that is known beforehand."""
 
     def epoch(self, number: int, pick: Pick | None = None, first: int = 0) -> Iterator[Rows]:
         """The batches of epoch `number`, counted from 0, from its batch `first` on.
@@ -75,89 +79,89 @@ def as_source(data: Any, batch_size: int | None, job: Job, *, shuffle: bool, see
     if isinstance(data, (ArraySource, GrainSource, IterableSource, PerProcessSource)):
         return data
     if isinstance(data, PerProcess):
-        part = None if batch_size is None else part_of(batch_size, job.processes)
-        own = as_source(data.data, part, job, shuffle=shuffle, seed=seed)
-        return PerProcessSource(own, batch_size, job)
-    if _is_arrays(data):
-        return ArraySource(data, _known(batch_size, "arrays"), shuffle, seed)
-    if _is_grain(data, "MapDataset", "IterDataset"):
-        return GrainSource(data, _known(batch_size, "a Grain dataset of rows"), shuffle, seed)
-    if not isinstance(data, Iterable):
+        part, remainder = divmod(batch_size or 0, count := job.processes)
+        if remainder:
+            raise ConfigError(
+                f"batch_size={batch_size} of rx.PerProcess data on {count} processes leaves a "
+                f"remainder; each gives as many rows: use a multiple of {count}"
+            )
+        own = as_source(data.data, part or None, job, shuffle=shuffle, seed=seed)
+        return PerProcessSource(own, job)
+    if not isinstance(data, Iterable) and not _is_grain(data, "MapDataset"):
         raise ConfigError(
             f"the source is a {type(data).__name__}; give a dict of arrays, a Grain dataset, or an "
             "iterable of host batches"
         )
-    if shuffle:
+    is_grain = _is_grain(data, "MapDataset", "IterDataset")
+    if shuffle and not can_shuffle(data):
+        kind = "a Grain IterDataset" if is_grain else "an iterable of batches"
         raise ConfigError(
-            "shuffle=True with an iterable of batches, which has an order of its own; "
-            "shuffle inside the loader, or give arrays or a Grain MapDataset"
+            f"shuffle=True with {kind}, which has an order of its own; shuffle inside it, or give "
+            "arrays or a Grain MapDataset"
         )
+    if is_grain or _is_arrays(data):
+        if batch_size is None:
+            raise ConfigError(
+                "batch_size is missing; arrays and Grain datasets must be cut: give batch_size=..."
+            )
+        ordered = GrainSource if is_grain else ArraySource
+        return ordered(data, batch_size, shuffle, seed)
     return IterableSource(data, batch_size or 0)
 
 
-class _Sized:
-    """What follows from the number of rows."""
+class _Ordered:
+    """Rows in an order that is drawn from a seed."""
 
-    rows: int | None
-    batch_size: int
-
-    @property
-    def batches(self) -> int | None:
-        return None if self.rows is None else -(-self.rows // self.batch_size)
-
-    @property
-    def last_rows(self) -> int | None:
-        return None if self.rows is None else (self.rows - 1) % self.batch_size + 1
-
-
-class ArraySource(_Sized):
-    """Arrays in memory (or memory-mapped): any row at any time."""
-
-    def __init__(self, data: PyTree, batch_size: int, shuffle: bool, seed: int) -> None:
-        self.rows = row_count(data)
-        self.batch_size = batch_size
-        self._data = jax.tree.map(np.asarray, data)
+    def __init__(self, rows: int | None, batch_size: int, shuffle: bool, seed: int) -> None:
+        self.rows, self.batch_size = rows, batch_size
+        self.batches = None if rows is None else -(-rows // batch_size)
+        self.last_rows = None if rows is None else (rows - 1) % batch_size + 1
         self._shuffle, self._seed = shuffle, seed
-        if not self.rows:
-            raise DataError("the source has 0 rows; give at least 1")
 
-    def epoch(self, number: int, pick: Pick | None = None, first: int = 0) -> Iterator[Rows]:
-        rows = self.rows or 0
-        order = np.arange(rows)
-        if self._shuffle:
-            order = np.random.default_rng([self._seed, number]).permutation(rows)
-        for start in range(first * self.batch_size, rows, self.batch_size):
-            index = order[start : start + self.batch_size]
-            if pick is not None:
-                index = index[pick(len(index))]
-            taken = jax.tree.map(partial(_take, index=index), self._data)
-            yield host_rows(taken, copy=False), index
-
-    def fingerprint(self) -> dict[str, Any]:
-        some = np.unique(np.linspace(0, (self.rows or 1) - 1, _SAMPLED_ROWS).astype(np.int64))
+    def _about(self, some: PyTree) -> dict[str, Any]:
+        """The fingerprint, with a checksum of some rows."""
         return {
             "rows": self.rows,
             "batch_size": self.batch_size,
             "shuffle": self._shuffle,
             "seed": self._seed,
-            "leaves": describe_leaves(jax.tree.map(partial(_take, index=some), self._data)),
+            "leaves": describe_leaves(some),
         }
 
 
-class GrainSource(_Sized):
+class ArraySource(_Ordered):
+    """Arrays in memory (or memory-mapped): any row at any time."""
+
+    def __init__(self, data: PyTree, batch_size: int, shuffle: bool, seed: int) -> None:
+        super().__init__(row_count(data), batch_size, shuffle, seed)
+        self._data = jax.tree.map(np.asarray, data)
+        if not self.rows:
+            raise DataError("the source has 0 rows; give at least 1")
+
+    def epoch(self, number: int, pick: Pick | None = None, first: int = 0) -> Iterator[Rows]:
+        order = np.arange(self.rows or 0)
+        if self._shuffle:
+            order = np.random.default_rng([self._seed, number]).permutation(len(order))
+        for start in range(first * self.batch_size, len(order), self.batch_size):
+            index = order[start : start + self.batch_size]
+            if pick is not None:
+                index = index[pick(len(index))]
+            taken = jax.tree.map(lambda leaf, index=index: leaf[index], self._data)  # fresh arrays
+            yield host_rows(taken, copy=False), index
+
+    def fingerprint(self) -> dict[str, Any]:
+        some = np.unique(np.linspace(0, (self.rows or 1) - 1, num=16).astype(np.int64))
+        return self._about(jax.tree.map(lambda leaf: leaf[some], self._data))
+
+
+class GrainSource(_Ordered):
     """A Grain dataset whose elements are rows; Grain shuffles, reads ahead and batches them."""
 
     def __init__(self, dataset: Any, batch_size: int, shuffle: bool, seed: int) -> None:
         self._grain = require("grain", "data")
         self._random_access = isinstance(dataset, self._grain.MapDataset)
-        self.rows = len(dataset) if self._random_access else None
-        self.batch_size = batch_size
-        self._dataset, self._shuffle, self._seed = dataset, shuffle, seed
-        if shuffle and not self._random_access:
-            raise ConfigError(
-                "shuffle=True with a Grain IterDataset, which has no random access; "
-                "shuffle the MapDataset it is made from"
-            )
+        super().__init__(len(dataset) if self._random_access else None, batch_size, shuffle, seed)
+        self._dataset = dataset
 
     def epoch(self, number: int, pick: Pick | None = None, first: int = 0) -> Iterator[Rows]:
         if not self._random_access:
@@ -180,24 +184,20 @@ class GrainSource(_Sized):
             yield host_rows(data, copy=True), np.asarray(index)
 
     def fingerprint(self) -> dict[str, Any]:
-        first = self._dataset[0] if self._random_access else None
-        return {
-            "rows": self.rows,
-            "batch_size": self.batch_size,
-            "shuffle": self._shuffle,
-            "seed": self._seed,
-            "leaves": describe_leaves(first),
-        }
+        return self._about(self._dataset[0] if self._random_access else None)
 
 
-class IterableSource(_Sized):
+class IterableSource:
     """Host batches from anything that can be iterated, in its own order.
 
     The batches are copied, so that a loader may reuse its buffers.
     """
 
+    rows: int | None = None
+    batches: int | None = None
+    last_rows: int | None = None
+
     def __init__(self, batches: Iterable[Any], batch_size: int) -> None:
-        self.rows = None
         self.batch_size = batch_size
         self.is_iterator = isinstance(batches, Iterator)
         self._batches = batches
@@ -205,12 +205,11 @@ class IterableSource(_Sized):
 
     def epoch(self, number: int, pick: Pick | None = None, first: int = 0) -> Iterator[Rows]:
         _refuse_pick(pick, "an iterable of batches")
-        empty = True
+        place = -1
         for place, rows in enumerate(_counted(self._batches)):
-            empty = False
             if place >= first:
                 yield rows
-        if empty and self._was_read:
+        if place < 0 and self._was_read:
             raise DataError(
                 f"the source gave no batch when read again in epoch {number}; a generator can be "
                 "read once: give a list, or a loader that can be iterated again"
@@ -219,6 +218,31 @@ class IterableSource(_Sized):
 
     def fingerprint(self) -> dict[str, Any]:
         return {"batch_size": self.batch_size}
+
+
+class PerProcessSource:
+    """Rows of this process's own: its part of each global batch.
+
+    The processes may have different numbers of rows: an epoch lasts as long as one of them has any.
+    """
+
+    rows: int | None = None
+    batches: int | None = None
+    last_rows: int | None = None
+
+    def __init__(self, own: Source, job: Job) -> None:
+        self.own, self.batch_size = own, own.batch_size * job.processes
+        rows = job.gather("rows of each process", own.rows)
+        if None not in rows:
+            self.rows, self.batches = sum(rows), -(-max(rows) // own.batch_size)
+            before = (self.batches - 1) * own.batch_size
+            self.last_rows = sum(max(count - before, 0) for count in rows)
+
+    def epoch(self, number: int, pick: Pick | None = None, first: int = 0) -> Iterator[Rows]:
+        yield from self.own.epoch(number, first=first)
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"batch_size": self.batch_size, "per_process": True}
 
 
 def can_repeat(source: Source) -> bool:
@@ -245,12 +269,6 @@ def can_shuffle(data: Any) -> bool:
     if isinstance(data, PerProcess):
         return can_shuffle(data.data)
     return _is_arrays(data) or _is_grain(data, "MapDataset")
-
-
-def _take(leaf: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """A fresh array of the rows `index`."""
-    taken: np.ndarray = leaf[index]
-    return taken
 
 
 def _is_arrays(data: Any) -> bool:
@@ -280,9 +298,3 @@ def _refuse_pick(pick: Pick | None, source: str) -> None:
             f"{source} in a job of several processes; each would read all of it: wrap what is this "
             "process's own in rx.PerProcess(...), or give arrays or a Grain MapDataset"
         )
-
-
-def _known(batch_size: int | None, source: str) -> int:
-    if batch_size is None:
-        raise ConfigError(f"batch_size is missing; {source} must be cut: give batch_size=...")
-    return batch_size

@@ -9,8 +9,7 @@ from typing import Any
 import jax
 
 from replicax.core.job import Job
-from replicax.core.per_process import PerProcessSource
-from replicax.core.sources import Source
+from replicax.core.sources import PerProcessSource, Source
 from replicax.core.update import TrainState
 from replicax.errors import ConfigError, require
 from replicax.train.changes import check_changes, read_config
