@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from replicax.core.batch import Batch
+from replicax.core.models.definition import View
 
 PyTree = Any
 Part = Callable[..., tuple[PyTree, PyTree]]
-"""`part(params, extras, batch, key, axis, alone) -> (sums, extras)`, as `Objective.step_sums`."""
+"""`part(params, extras, batch, view) -> (sums, extras)`, as `Objective.step_sums`."""
 Apply = Callable[..., tuple[PyTree, PyTree]]
 """`apply(state, total, extras, carried) -> (state, metrics)`; see `replicax.core.update`."""
 
@@ -67,10 +68,10 @@ class Sequential:
         """Return the sums over this replica's rows, and the extras after the step."""
         key = key if axis is None else folded(key, lax.axis_index(axis))
         if self.parts == 1:
-            return part(state.params, state.extras, batch, folded(key, 0), axis, False)
+            return part(state.params, state.extras, batch, View(folded(key, 0), axis))
 
         def one(extras: PyTree, number: jax.Array, rows: Batch) -> tuple[PyTree, PyTree]:
-            return part(state.params, extras, rows, folded(key, number), axis, False)
+            return part(state.params, extras, rows, View(folded(key, number), axis))
 
         parts = jax.tree.map(partial(_cut, parts=self.parts), batch)
         return add_in_turn(one, state.extras, parts, self.parts)

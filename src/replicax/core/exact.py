@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from replicax.core.accumulate import Apply, Part, PyTree, folded, zeros_like
 from replicax.core.batch import Batch
 from replicax.core.loss import LOSS
+from replicax.core.models.definition import View
 from replicax.core.precision import to_sum
 from replicax.core.reduction import Wire
 from replicax.errors import ConfigError
@@ -71,7 +72,7 @@ class FixedTree:
 
         def compute(carry: Any) -> Any:
             held, key, count, _ = carry
-            sums, after = part(state.params, state.extras, held, key, None, True)
+            sums, after = part(state.params, state.extras, held, View(key, alone=True))
             # The inputs change so that nothing which is computed from them leaves the loop.
             held = jax.tree.map(lambda leaf: jnp.where(count < 0, jnp.zeros_like(leaf), leaf), held)
             return held, folded(key, count), count + 1, (self.wire.rounded(sums), _floats(after))

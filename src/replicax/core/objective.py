@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax.core.batch import Batch
 from replicax.core.loss import LOSS, WeightedSum, call, sums
-from replicax.core.models.definition import Definition, PyTree
+from replicax.core.models.definition import Definition, PyTree, View
 from replicax.core.precision import Precision, to_sum
 
 LossFunction = Callable[[Any, PyTree, jax.Array | None], Any]
@@ -55,9 +55,7 @@ class Objective:
         params: PyTree,
         extras: PyTree,
         batch: Batch,
-        key: jax.Array | None,
-        axis: str | None,
-        alone: bool = False,
+        view: View,
     ) -> tuple[dict[str, WeightedSum], PyTree]:
         """Return the sums of loss and metrics over the rows of `batch`, and the extras after it.
 
@@ -65,18 +63,14 @@ class Objective:
             params: trainable arrays.
             extras: the model's other arrays.
             batch: some rows.
-            key: source of random numbers; None in evaluation.
-            axis: see `Definition.apply`.
-            alone: see `Definition.apply`.
+            view: how the model is called; the loss is given its key.
         """
         data = self.precision.to_compute(batch.data)
         returned, extras = self.definition.apply(
-            lambda model: call(self.loss, model, data, key),
+            lambda model: call(self.loss, model, data, view.key),
             self._gather(self.precision.to_compute(params)),
             extras,
-            key=key,
-            axis=axis,
-            alone=alone,
+            view,
         )
         return sums(returned, batch.mask), extras
 
@@ -88,14 +82,12 @@ class Objective:
         params: PyTree,
         extras: PyTree,
         batch: Batch,
-        key: jax.Array | None,
-        axis: str | None,
-        alone: bool = False,
+        view: View,
     ) -> tuple[StepSums, PyTree]:
         """As `loss_sums`, with the gradient."""
 
         def total(params: PyTree) -> tuple[jax.Array, tuple[dict[str, WeightedSum], PyTree]]:
-            weighted, after = self.loss_sums(params, extras, batch, key, axis, alone)
+            weighted, after = self.loss_sums(params, extras, batch, view)
             return weighted[LOSS].total, (weighted, after)
 
         gradient, (weighted, after) = jax.grad(total, has_aux=True)(params)

@@ -14,7 +14,7 @@ from replicax.core.batch import Batch
 from replicax.core.capacity import check_fits
 from replicax.core.checks import check_kind, check_outside_jit, check_state
 from replicax.core.loss import LOSS, scalars
-from replicax.core.models.definition import PyTree
+from replicax.core.models.definition import PyTree, View
 from replicax.core.objective import Objective
 from replicax.core.program import Program
 from replicax.core.update import Metrics, TrainState
@@ -112,6 +112,6 @@ def _scalar_outputs(program: Program, state: TrainState, batch: Batch) -> tuple[
         return returned
 
     watching = Objective(program.definition, observed, program.configuration.precision)
-    trace = partial(watching.loss_sums, axis=None)
-    jax.eval_shape(trace, state.params, state.extras, batch, jax.random.key(0))
+    trace = partial(watching.loss_sums, view=View(jax.random.key(0)))
+    jax.eval_shape(trace, state.params, state.extras, batch)
     return found[0]

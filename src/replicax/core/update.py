@@ -12,7 +12,7 @@ import optax
 from replicax.core.accumulate import Accumulator, Apply
 from replicax.core.batch import Batch
 from replicax.core.loss import LOSS, WeightedSum
-from replicax.core.models.definition import PyTree
+from replicax.core.models.definition import PyTree, View
 from replicax.core.objective import Objective, StepSums
 from replicax.core.reduction import Reduce
 
@@ -177,8 +177,8 @@ def score(
     `"rows"` counts the real rows: its total, with weight 1.
     """
 
-    def part(params: PyTree, extras: PyTree, rows: Batch, *view: Any) -> Any:
-        found, extras = objective.loss_sums(params, extras, rows, *view)
+    def part(params: PyTree, extras: PyTree, rows: Batch, view: View) -> Any:
+        found, extras = objective.loss_sums(params, extras, rows, view)
         count = jnp.sum(rows.mask)
         sums = {**found, "rows": WeightedSum(count, jnp.zeros_like(count))}
         return StepSums((), sums), extras

@@ -7,6 +7,7 @@ import jax
 from jax.extend.core import Jaxpr, Literal, jaxprs_in_params
 
 from replicax.core.batch import Batch
+from replicax.core.models.definition import View
 from replicax.core.objective import Objective
 from replicax.core.update import TrainState
 
@@ -54,7 +55,7 @@ def loss_draws_from_a_constant(objective: Objective, state: TrainState, batch: B
     def traced(key_data: jax.Array, rest: Any) -> Any:
         params, extras, rows = rest
         key = jax.random.wrap_key_data(key_data)
-        return objective.loss_sums(params, extras, rows, key, None)[0]
+        return objective.loss_sums(params, extras, rows, View(key))[0]
 
     rest = (state.params, state.extras, batch)
     key_data = jax.random.key_data(jax.random.key(0))

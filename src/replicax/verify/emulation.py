@@ -11,7 +11,7 @@ from replicax.core.accumulate import Part, Sequential, add_in_turn
 from replicax.core.batch import Batch
 from replicax.core.loss import LOSS
 from replicax.core.mesh import DATA, AnyMesh
-from replicax.core.models.definition import PyTree
+from replicax.core.models.definition import PyTree, View
 from replicax.core.modes import Mode, by_compiler, global_view
 from replicax.core.objective import Objective, StepSums
 from replicax.core.precision import to_sum
@@ -70,7 +70,7 @@ class _Replicas(Sequential):
     ) -> tuple[StepSums, PyTree]:
         def total(params: PyTree) -> tuple[jax.Array, Any]:
             def of_replica(rows: Batch, key: jax.Array) -> Any:
-                return self.objective.loss_sums(params, extras, rows, key, DATA)
+                return self.objective.loss_sums(params, extras, rows, View(key, DATA))
 
             # Not vmapped over the gradient: each replica would have a kernel of its own, and a
             # convolution of many groups takes a minute on a CPU.

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from replicax.core.loss import Weighted
+from replicax.core.models.definition import View
 from replicax.errors import ReplicaxError
 from replicax.verify.check import FAIL, NOTE, PASS, Check
 from replicax.verify.subject import Subject
@@ -72,9 +73,7 @@ class _Probe:
                 lambda model: objective.loss(model, objective.precision.to_compute(data), None),
                 objective.precision.to_compute(params),
                 extras,
-                key=None,
-                axis=None,
-                alone=False,
+                View(),
             )
             loss = returned[0] if isinstance(returned, tuple) else returned
             return loss.values if isinstance(loss, Weighted) else loss

@@ -14,7 +14,7 @@ from replicax.core.batch import Batch, host_rows, place, row_count
 from replicax.core.data_parallel import DataParallel
 from replicax.core.loss import LOSS
 from replicax.core.mesh import by_rows, make_mesh, replica_count
-from replicax.core.models.definition import PyTree
+from replicax.core.models.definition import PyTree, View
 from replicax.core.models.split import split_model
 from replicax.core.modes import MODES, Mode
 from replicax.core.objective import Objective, StepSums
@@ -214,7 +214,7 @@ class Subject:
         state, batch = self.state, self.some(np.arange(min(self.rows, 2)))
         key = jax.random.key(0)
         return coarsest_eps(
-            lambda params: self.objective.loss_sums(params, state.extras, batch, key, None)[0],
+            lambda params: self.objective.loss_sums(params, state.extras, batch, View(key))[0],
             state.params,
         )
 
@@ -239,7 +239,7 @@ class Subject:
         key = step_key(state)
 
         def sums(params: PyTree) -> StepSums:
-            return self.objective.step_sums(params, state.extras, batch, key, None)[0]
+            return self.objective.step_sums(params, state.extras, batch, View(key))[0]
 
         return jax.jit(sums)
 

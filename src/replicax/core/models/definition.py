@@ -1,5 +1,6 @@
 """What a step asks of a model of any kind: a definition, its trainable arrays, its other arrays."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -15,6 +16,18 @@ Parts = tuple["Definition", PyTree, PyTree]
 """`(definition, params, extras)`: a model taken apart."""
 
 
+@dataclasses.dataclass(frozen=True)
+class View:
+    """How a model is called: with which random numbers, and beside which other rows."""
+
+    key: jax.Array | None = None
+    """Source of random numbers in training; None in evaluation."""
+    axis: str | None = None
+    """The replica axis to average batch statistics over, if each replica sees its own rows."""
+    alone: bool = False
+    """Whether the rows are part of a batch, and no statistics are averaged with other parts'."""
+
+
 class Definition(Protocol):
     """A model without its arrays: what puts it together again, and calls a function on it."""
 
@@ -22,14 +35,7 @@ class Definition(Protocol):
         """Return the user's model, whole."""
 
     def apply(
-        self,
-        function: Callable[[Any], Any],
-        params: PyTree,
-        extras: PyTree,
-        *,
-        key: jax.Array | None,
-        axis: str | None,
-        alone: bool,
+        self, function: Callable[[Any], Any], params: PyTree, extras: PyTree, view: View
     ) -> tuple[Any, PyTree]:
         """Call `function(model)`.
 
@@ -37,10 +43,7 @@ class Definition(Protocol):
             function: takes the whole model.
             params: trainable arrays.
             extras: the other arrays.
-            key: source of the model's own random numbers in training; None in evaluation.
-            axis: the replica axis to average batch statistics over, if one is bound.
-            alone: whether the rows are a part of a batch and no statistics are averaged with those
-                of other parts.
+            view: how it is called.
 
         Returns:
             What the function returned, and the extras after the call.

@@ -7,7 +7,7 @@ import jax
 from equinox import Module
 from equinox.nn import State, StateIndex, inference_mode
 
-from replicax.core.models.definition import Parts, PyTree
+from replicax.core.models.definition import Parts, PyTree, View
 from replicax.core.models.pytree import PytreeDefinition, split_pytree
 from replicax.errors import ConfigError
 
@@ -35,17 +35,10 @@ class EquinoxDefinition(PytreeDefinition):
     """A pytree with Equinox modules."""
 
     def apply(
-        self,
-        function: Callable[[Any], Any],
-        params: PyTree,
-        extras: PyTree,
-        *,
-        key: jax.Array | None,
-        axis: str | None,
-        alone: bool,
+        self, function: Callable[[Any], Any], params: PyTree, extras: PyTree, view: View
     ) -> tuple[Any, PyTree]:
         model = self.merge(params, extras)
-        return function(inference_mode(model) if key is None else model), extras
+        return function(inference_mode(model) if view.key is None else model), extras
 
 
 def _holds(model: PyTree, kinds: tuple[type, ...]) -> bool:

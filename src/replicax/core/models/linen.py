@@ -6,7 +6,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from replicax.core.models.definition import Parts, PyTree, changed_alone
+from replicax.core.models.definition import Parts, PyTree, View, changed_alone
 from replicax.errors import ConfigError
 
 PARAMS = "params"
@@ -44,18 +44,11 @@ class LinenDefinition:
         return self._module.bind({PARAMS: params, **extras})
 
     def apply(
-        self,
-        function: Callable[[Any], Any],
-        params: PyTree,
-        extras: PyTree,
-        *,
-        key: jax.Array | None,
-        axis: str | None,
-        alone: bool,
+        self, function: Callable[[Any], Any], params: PyTree, extras: PyTree, view: View
     ) -> tuple[Any, PyTree]:
         # Linen draws every stream that is not named here from "params".
-        rngs = {} if key is None else {PARAMS: key}
-        mutable = [] if key is None else list(extras)
+        rngs = {} if view.key is None else {PARAMS: view.key}
+        mutable = [] if view.key is None else list(extras)
         model = self._module.bind({PARAMS: params, **extras}, rngs=rngs, mutable=mutable)
         synchronised: set[tuple[str, ...]] = set()
 
@@ -63,7 +56,7 @@ class LinenDefinition:
             call: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext
         ) -> Any:
             if isinstance(context.module, nn.BatchNorm):
-                object.__setattr__(context.module, "axis_name", axis)  # modules are frozen
+                object.__setattr__(context.module, "axis_name", view.axis)  # modules are frozen
                 synchronised.add(tuple(context.module.path))
             return call(*args, **kwargs)
 
@@ -76,7 +69,7 @@ class LinenDefinition:
             if new is old:
                 return old
             owner = tuple(entry.key for entry in path[1:-1])
-            if (alone or axis is not None) and owner not in synchronised:
+            if (view.alone or view.axis is not None) and owner not in synchronised:
                 raise changed_alone(jax.tree_util.keystr(path))
             return new.astype(old.dtype)
 

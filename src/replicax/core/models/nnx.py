@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from replicax.core.models.definition import Parts, PyTree, changed_alone, is_trainable
+from replicax.core.models.definition import Parts, PyTree, View, changed_alone, is_trainable
 
 
 def _is_param(_path: Any, node: Any) -> bool:
@@ -41,21 +41,14 @@ class NNXDefinition:
         )
 
     def apply(
-        self,
-        function: Callable[[Any], Any],
-        params: PyTree,
-        extras: PyTree,
-        *,
-        key: jax.Array | None,
-        axis: str | None,
-        alone: bool,
+        self, function: Callable[[Any], Any], params: PyTree, extras: PyTree, view: View
     ) -> tuple[Any, PyTree]:
         model = self.merge(params, extras)
-        if key is None:
+        if view.key is None:
             model.eval()
         else:
-            _reseed(model, key)
-        synchronised = _average_statistics_over(model, axis)
+            _reseed(model, view.key)
+        synchronised = _average_statistics_over(model, view.axis)
         random = _random(model)
         before = _extras_by_path(model)
         returned = function(model)
@@ -66,7 +59,7 @@ class NNXDefinition:
             new = after[name]
             if new is before[name] or name in random:
                 return old
-            if (alone or axis is not None) and name not in synchronised:
+            if (view.alone or view.axis is not None) and name not in synchronised:
                 raise changed_alone(".".join(map(str, name)))
             return new.astype(old.dtype)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from replicax.core.models.definition import Parts, PyTree, is_array, is_trainable
+from replicax.core.models.definition import Parts, PyTree, View, is_array, is_trainable
 
 
 class PytreeDefinition:
@@ -34,14 +34,7 @@ class PytreeDefinition:
         return jax.tree.unflatten(self._treedef, leaves)
 
     def apply(
-        self,
-        function: Callable[[Any], Any],
-        params: PyTree,
-        extras: PyTree,
-        *,
-        key: jax.Array | None,
-        axis: str | None,
-        alone: bool,
+        self, function: Callable[[Any], Any], params: PyTree, extras: PyTree, view: View
     ) -> tuple[Any, PyTree]:
         return function(self.merge(params, extras)), extras
 
