@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from replicax.core.job import Alone
 from replicax.core.mesh import (
     by_rows,
     check_mesh,
+    check_processes,
     is_data_only,
     make_mesh,
     replica_count,
@@ -86,3 +88,26 @@ def test_shardings_of_rows_and_of_copies() -> None:
     assert by_rows(mesh).spec == PartitionSpec("data")
     assert by_rows(mesh).shard_shape((8, 3)) == (2, 3)
     assert replicated(mesh).shard_shape((8, 3)) == (8, 3)
+
+
+class Pair(Alone):
+    """A job of two processes."""
+
+    processes = 2
+
+
+@pytest.mark.parametrize(("job", "count"), [(Alone(), 2), (Pair(), 1), (Pair(), 3)])
+def test_a_job_has_the_processes_that_jax_runs_in(
+    job: Alone, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = make_mesh()
+    monkeypatch.setattr(jax, "process_count", lambda: count)
+    with pytest.raises(ConfigError, match=r"in \d processes .*: hand in job=rx\.initialize\(\)"):
+        check_processes(mesh, job)
+
+
+def test_each_process_takes_part_with_as_many_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = make_mesh()
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ConfigError, match="8 of process 0, 0 of process 1"):
+        check_processes(mesh, Pair())
