@@ -1,40 +1,31 @@
 """`DataParallel`: a loss, an optimizer and a mesh -> init, feed, step, evaluate."""
 
-import math
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 from jax.sharding import Mesh
 
 from replicax.core.accumulate import Apply
 from replicax.core.agreed import agree_on_model
-from replicax.core.batch import Batch, host_rows, pad, place, row_count
+from replicax.core.batch import Batch
 from replicax.core.capacity import check_state_fits
-from replicax.core.checks import check_kind, check_outside_jit
+from replicax.core.checks import check_kind
 from replicax.core.exact import MICRO_SHARDS
 from replicax.core.feed import Feed, Split
 from replicax.core.job import Job
-from replicax.core.layout import Layout, Rules, copied, on_devices_of
-from replicax.core.loss import LOSS, add_sums
+from replicax.core.layout import Layout, Rules, copied
+from replicax.core.loss import LOSS, Totals
 from replicax.core.mesh import AnyMesh, by_rows, check_mesh
-from replicax.core.models.definition import PyTree
+from replicax.core.models.definition import Parts
 from replicax.core.models.split import split_model
 from replicax.core.modes import Mode
 from replicax.core.objective import LossFunction
-from replicax.core.program import (
-    Configuration,
-    Program,
-    build,
-    configure,
-    create_state,
-    state_shapes,
-)
+from replicax.core.program import Configuration, Program, configure, program_of
 from replicax.core.ready import Ready
 from replicax.core.reduction import Reduction
-from replicax.core.share import Share
 from replicax.core.sources import as_source
 from replicax.core.update import Metrics, TrainState
 from replicax.errors import ConfigError, StateError
@@ -91,21 +82,8 @@ class DataParallel:
         donate: bool = True,
         job: Job | None = None,
     ) -> None:
-        self._configure(
-            configure(
-                loss=loss,
-                optimizer=optimizer,
-                mesh=mesh,
-                mode=mode,
-                layout=layout,
-                accumulate=accumulate,
-                micro_shards=micro_shards,
-                precision=precision,
-                reduction=reduction,
-                donate=donate,
-                job=job,
-            )
-        )
+        arguments = {name: value for name, value in locals().items() if name != "self"}
+        self._configure(configure(**arguments))
 
     def _configure(self, configuration: Configuration) -> None:
         self.configuration = chosen = configuration
@@ -118,11 +96,7 @@ class DataParallel:
         self._wrapped: dict[Any, DataParallel] = {}
 
     def replace(self, **changes: Any) -> "DataParallel":
-        """Return another one, without a model, with some of the constructor's arguments changed.
-
-        Args:
-            changes: by name.
-        """
+        """Return another one, without a model, with these of its arguments changed."""
         other = object.__new__(DataParallel)
         other._configure(configure(**{**vars(self.configuration), **changes}))
         return other
@@ -137,9 +111,8 @@ class DataParallel:
         shapes = jax.eval_shape(lambda leaf: leaf, state)
         key = (wrap, jax.tree.structure(shapes))
         if key not in self._wrapped:
-            other = self.replace(wrap_apply=wrap)
-            other._build(build(other.configuration, self._known.definition, shapes, self.mesh))
-            self._wrapped[key] = other
+            other = self._wrapped[key] = self.replace(wrap_apply=wrap)
+            other._program = program_of(other.configuration, shapes, self.mesh, self._known)
         return self._wrapped[key]
 
     @property
@@ -161,32 +134,16 @@ class DataParallel:
         """
         if not 0 <= seed < 2**32:
             raise ConfigError(f"seed={seed}; it is at least 0 and below 2**32: choose another")
-        _, *parts = split_model(model)
-        arrays = jax.block_until_ready(parts)  # it takes its memory before we look
-        abstract = self.abstract_state(model)
-        check_state_fits(abstract, self.mesh)
-        agree_on_model(self.job, tuple(arrays), seed)
-        shardings = self._known.shardings
-        params, extras = jax.tree.map(
-            on_devices_of, tuple(arrays), (shardings.params, shardings.extras)
-        )
-        make = jax.jit(create_state(self.configuration, self.mesh), out_shardings=shardings)
-        state: TrainState = make(params, extras, np.uint32(seed))
-        return state
+        definition, params, extras = split_model(model)
+        program = self._adopt((definition, params, extras))
+        jax.block_until_ready((params, extras))  # they take their memory before we look
+        check_state_fits(program.abstract_state(), self.mesh)
+        agree_on_model(self.job, (params, extras), seed)
+        return program.init(params, extras, seed)
 
     def abstract_state(self, model: Any) -> TrainState:
-        """Return the shapes and shardings of `init(model)`; `step` then takes such a state.
-
-        Args:
-            model: as for `init`; arrays or their shapes.
-
-        Raises:
-            ConfigError: as for `init`.
-        """
-        program = self.program(model)
-        if self._program is None:
-            self._build(program)
-        return program.abstract_state()
+        """Return the shapes and shardings of `init(model)`; `step` then takes such a state."""
+        return self._adopt(split_model(model)).abstract_state()
 
     def feed(
         self,
@@ -238,7 +195,7 @@ class DataParallel:
             StateError: the state was given to `step` before.
         """
         if type(batch) is not Batch:
-            batch = self._placed(batch)
+            batch = self._known.placed(batch)
         self.prepare(state, batch)
         state, metrics = self._known.step(state, batch)
         self.job.move()
@@ -247,14 +204,7 @@ class DataParallel:
         return state, metrics
 
     def prepare(self, state: TrainState, batch: Batch) -> None:
-        """Look at the loss, agree with the other processes, compile, see whether it fits.
-
-        It raises what `step` does, which calls it, and takes long the first time only.
-
-        Args:
-            state: of the step, from `init`.
-            batch: from `feed`.
-        """
+        """Do what `step` does first: check the loss, agree with other processes, compile, fit."""
         self._checks.check("the step", self._known.step, state, batch)
         self._checks.check_memory(state, batch, lambda: self.lower(state, batch))
 
@@ -269,26 +219,17 @@ class DataParallel:
             The exact weighted mean of each, NaN where nothing has any weight, and `"rows"`, the
             number of rows.
         """
-        totals: dict[str, np.ndarray] = {}
-        pending: list[Any] = []
-        score = self._known.score
+        totals, pending, score = Totals(), deque[Any](), self._known.score
         for batch in batches:
-            placed = batch if type(batch) is Batch else self._placed(batch)
+            placed = batch if type(batch) is Batch else self._known.placed(batch)
             self._checks.check("the evaluation", score, state, placed)
             pending.append(score(state, placed))
             self.job.move()
             if len(pending) > 2:
-                add_sums(totals, pending.pop(0))
+                totals.add(pending.popleft())
         for sums in pending:
-            add_sums(totals, sums)
-        if not totals:
-            raise ConfigError("evaluate was given 0 batches; give at least 1")
-        rows = int(totals.pop("rows")[0])
-        means = {
-            name: float(total / weight) if weight else math.nan
-            for name, (total, weight) in totals.items()
-        }
-        return {**means, "rows": rows}
+            totals.add(sums)
+        return totals.means()
 
     def check(self, feed: Feed) -> None:
         """Raise `LossError` where the loss, once seen by `step`, cannot be exact on `feed`."""
@@ -316,21 +257,9 @@ class DataParallel:
             model: as for `init`, or a `TrainState` of this object; arrays or their shapes.
             mesh: this object's by default; attached devices, described ones, or how many replicas.
         """
-        known, where = self._program, self.mesh if mesh is None else check_mesh(mesh)
-        if isinstance(model, TrainState):
-            definition = self._known.definition
-            shapes = jax.eval_shape(lambda state: state, model)
-        else:
-            definition, params, extras = split_model(model)
-            if known is not None and definition != known.definition:
-                raise ConfigError(
-                    "init was given a model of another structure than before; one DataParallel "
-                    "trains one: make a second DataParallel"
-                )
-            shapes = state_shapes(self.configuration, where, params, extras)
-        if known is not None and where == known.mesh and _alike(shapes, known.shapes):
-            return known
-        return build(self.configuration, definition, shapes, where)
+        described = model if isinstance(model, TrainState) else split_model(model)
+        where = self.mesh if mesh is None else check_mesh(mesh)
+        return program_of(self.configuration, described, where, self._program)
 
     def lower(self, model: Any, batch: Any, *, mesh: Mesh | None = None) -> jax.stages.Lowered:
         """Return the step for `mesh`, attached or described, without running or placing anything.
@@ -340,9 +269,6 @@ class DataParallel:
             batch: a `Batch` or a pytree `[rows, ...]`; arrays or their shapes.
             mesh: this object's by default. `step` then runs what is compiled here, if `model` is a
                 state and `batch` a batch of `feed`; nothing is compiled twice.
-
-        Returns:
-            A lowered step: `.compile()` it, and read it with `replicax.analysis.compiled.inspect`.
         """
         lowered: jax.stages.Lowered = self.trace(model, batch, mesh=mesh).lower()
         return lowered
@@ -350,11 +276,16 @@ class DataParallel:
     def trace(self, model: Any, batch: Any, *, mesh: AnyMesh | None = None) -> jax.stages.Traced:
         """Return what `lower` lowers; `replicax.analysis.flops.count_flops` reads its `jaxpr`."""
         program = self.program(model, mesh=mesh)
-        arguments = (model, batch)
-        if not program.holds(*arguments):
-            arguments = (program.shapes, program.described(batch))
+        placed = program.holds(model, batch)
+        arguments = (model, batch) if placed else (program.shapes, program.described(batch))
         traced: jax.stages.Traced = program.step.trace(*arguments)
         return traced
+
+    def _adopt(self, parts: Parts) -> Program:
+        """The program of a model, which becomes, or already is, this object's."""
+        program = program_of(self.configuration, parts, self.mesh, self._program)
+        self._program = self._program or program
+        return program
 
     @property
     def _known(self) -> Program:
@@ -367,25 +298,3 @@ class DataParallel:
         if self._ready is None:
             self._ready = Ready(self._known)
         return self._ready
-
-    def _build(self, program: Program) -> None:
-        self._program = program
-
-    def _placed(self, data: PyTree) -> Batch:
-        check_outside_jit(data)
-        rows = row_count(data)
-        size = self.split.padded(rows)
-        if rows < size or not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(data)):
-            data = host_rows(data, copy=True)
-        share = Share(by_rows(self.mesh), size)
-        return place(share.part(pad(data, size, np.arange(rows))), share)
-
-
-def _alike(shapes: TrainState, others: TrainState) -> bool:
-    """Whether two states have the same structure, shapes and dtypes."""
-
-    def described(state: TrainState) -> Any:
-        leaves, structure = jax.tree.flatten(state)
-        return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
-
-    return bool(described(shapes) == described(others))

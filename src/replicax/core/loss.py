@@ -1,6 +1,7 @@
 """The loss contract: what a loss function may return, and the sums it stands for."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax.core.precision import to_sum
-from replicax.errors import LossError, ReplicaxError
+from replicax.errors import ConfigError, LossError, ReplicaxError
 
 LOSS = "loss"
 RESERVED = (LOSS, "rows")
@@ -162,8 +163,25 @@ def _to_dims(array: jax.Array, dims: int) -> jax.Array:
     return array.reshape(array.shape + (1,) * (dims - array.ndim))
 
 
-def add_sums(totals: dict[str, np.ndarray], sums: dict[str, WeightedSum]) -> None:
-    """Add float32 sums of a batch to the float64 ones of all."""
-    for name, value in jax.device_get(sums).items():
-        pair = np.asarray([value.total, value.weight], np.float64)
-        totals[name] = totals.get(name, np.zeros(2)) + pair
+class Totals:
+    """Sums over many batches, added in float64 on the host."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, np.ndarray] = {}
+
+    def add(self, sums: dict[str, WeightedSum]) -> None:
+        """Add the sums of a batch; waits for them."""
+        for name, value in jax.device_get(sums).items():
+            pair = np.asarray([value.total, value.weight], np.float64)
+            self._sums[name] = self._sums.get(name, np.zeros(2)) + pair
+
+    def means(self) -> dict[str, float]:
+        """Return the mean of each, NaN where nothing has any weight, and the number of rows."""
+        if not self._sums:
+            raise ConfigError("evaluate was given 0 batches; give at least 1")
+        rows = int(self._sums.pop("rows")[0])
+        named = self._sums.items()
+        means = {
+            name: float(total / weight) if weight else math.nan for name, (total, weight) in named
+        }
+        return {**means, "rows": rows}

@@ -12,11 +12,11 @@ import optax
 from jax.sharding import Mesh
 
 from replicax.core.accumulate import Accumulator, Apply, Sequential
-from replicax.core.batch import Batch, described, row_count
-from replicax.core.checks import check_loss, check_optimizer
+from replicax.core.batch import Batch, described, host_rows, pad, place, row_count
+from replicax.core.checks import check_loss, check_optimizer, check_outside_jit
 from replicax.core.feed import Split
 from replicax.core.job import Alone, Job
-from replicax.core.layout import Layout, Rules, as_layout, check_axes
+from replicax.core.layout import Layout, Rules, as_layout, check_axes, on_devices_of
 from replicax.core.mesh import (
     AnyMesh,
     by_rows,
@@ -26,13 +26,14 @@ from replicax.core.mesh import (
     replica_count,
     replicated,
 )
-from replicax.core.models.definition import Definition, PyTree
+from replicax.core.models.definition import Definition, Parts, PyTree
 from replicax.core.modes import Mode, as_mode, lift
 from replicax.core.objective import LossFunction, Objective
 from replicax.core.precision import Precision
 from replicax.core.reduction import REDUCTIONS, Reduction, as_reduction
+from replicax.core.share import Share
 from replicax.core.update import TrainState, apply_gradient, create, score, takes_value, update
-from replicax.errors import ConfigError
+from replicax.errors import ConfigError, StateError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +151,23 @@ class Program:
         shapes: Batch = jax.eval_shape(lambda arrays: arrays, batch)
         return shapes
 
+    def is_of(self, shapes: TrainState) -> bool:
+        """Whether states of these shapes, dtypes and structure are those of this program."""
+
+        def described(state: TrainState) -> Any:
+            leaves, structure = jax.tree.flatten(state)
+            return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
+
+        return bool(described(shapes) == described(self.shapes))
+
+    def init(self, params: PyTree, extras: PyTree, seed: int) -> TrainState:
+        """Return the state before the first step, each array placed where its layout wants it."""
+        where = (self.shardings.params, self.shardings.extras)
+        params, extras = jax.tree.map(on_devices_of, (params, extras), where)
+        make = jax.jit(create_state(self.configuration, self.mesh), out_shardings=self.shardings)
+        state: TrainState = make(params, extras, np.uint32(seed))
+        return state
+
     def holds(self, state: Any, batch: Any) -> bool:
         """Whether these are a state and a batch that lie where `step` has them."""
         if not (isinstance(state, TrainState) and isinstance(batch, Batch)):
@@ -161,6 +179,16 @@ class Program:
             isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
             for leaf, sharding in zip(leaves, wanted, strict=True)
         )
+
+    def placed(self, data: PyTree) -> Batch:
+        """Return rows as a batch that lies where `step` has it, padded."""
+        check_outside_jit(data)
+        rows = row_count(data)
+        size = self.split.padded(rows)
+        if rows < size or not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(data)):
+            data = host_rows(data, copy=True)
+        share = Share(by_rows(self.mesh), size)
+        return place(share.part(pad(data, size, np.arange(rows))), share)
 
     def abstract_state(self) -> TrainState:
         """Return the shapes of a state with their shardings."""
@@ -181,13 +209,37 @@ def create_state(configuration: Configuration, mesh: AnyMesh) -> Callable[..., T
     return partial(create, optimizer=configuration.optimizer, reduction=of_each_replica)
 
 
-def state_shapes(
-    configuration: Configuration, mesh: AnyMesh, params: PyTree, extras: PyTree
-) -> TrainState:
-    """Return the shapes and dtypes of the state before the first step."""
-    make = create_state(configuration, mesh)
-    shapes: TrainState = jax.eval_shape(make, params, extras, np.uint32(0))
-    return shapes
+def program_of(
+    configuration: Configuration, model: TrainState | Parts, mesh: AnyMesh, known: Program | None
+) -> Program:
+    """Return `known` if it is the program of `model` on `mesh`, and else another.
+
+    Args:
+        configuration: of the program.
+        model: taken apart; or a state of the known program's model; arrays or their shapes.
+        mesh: attached devices, described ones, or how many replicas.
+        known: the program that the caller has.
+
+    Raises:
+        ConfigError: a model of another structure than the known program's.
+        StateError: a state, where no program is known.
+    """
+    if isinstance(model, TrainState):
+        if known is None:
+            raise StateError("this DataParallel has no model yet; call init(model) first")
+        definition, shapes = known.definition, jax.eval_shape(lambda state: state, model)
+    else:
+        definition, params, extras = model
+        shapes = jax.eval_shape(create_state(configuration, mesh), params, extras, np.uint32(0))
+    if known is None:
+        return build(configuration, definition, shapes, mesh)
+    if definition != known.definition:
+        raise ConfigError(
+            "init was given a model of another structure than before; one DataParallel trains one: "
+            "make a second DataParallel"
+        )
+    same = configuration == known.configuration and mesh == known.mesh and known.is_of(shapes)
+    return known if same else build(configuration, definition, shapes, mesh)
 
 
 def build(
