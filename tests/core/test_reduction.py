@@ -7,6 +7,7 @@ what NumPy makes of them on one device is the same to the last bit.
 import dataclasses
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from jax import lax
 import replicax as rx
 from replicax.analysis.compiled import inspect
 from replicax.analysis.traffic import wire_bytes
+from replicax.core.digest import sha256
 from replicax.core.objective import StepSums
 from replicax.core.reduction import REDUCTIONS
 
@@ -82,10 +84,10 @@ def data_parallel(mode: str, devices: int = REPLICAS, **options: Any) -> rx.Data
     ("mode", "devices", "added"),
     [
         ("shard_map", 8, added_at_once),
-        ("pmap", 8, added_at_once),
+        pytest.param("pmap", 8, added_at_once, marks=pytest.mark.slow),
         ("exact", 8, added_by_tree),
         ("exact", 2, added_by_tree),
-        ("exact", 1, added_by_tree),
+        pytest.param("exact", 1, added_by_tree, marks=pytest.mark.slow),
     ],
 )
 def test_bfloat16_rounds_each_contribution_and_their_sum(
@@ -210,6 +212,26 @@ def test_compression_with_error_feedback(mode: str, compress: Callable[[Any, Any
     jax.tree.map(close, dict(state.reduction), residuals)
     assert state.reduction["w"].shape == (4, 12)
     assert np.ptp(residuals["w"], axis=0).min() > 1e-3
+
+
+def trained_by_fit(steps: int, run_dir: Path, devices: int = 4) -> rx.TrainState:
+    mesh = rx.make_mesh(devices=jax.devices()[:devices])
+    reduction = ErrorFeedback(signs)
+    dp = rx.DataParallel(
+        regression, optax.sgd(0.1), mesh=mesh, mode="shard_map", reduction=reduction
+    )
+    state = dp.init({"w": jnp.zeros(12), "b": jnp.zeros(1)})
+    options: dict[str, Any] = {"batch_size": ROWS // 2, "run_dir": run_dir, "progress": False}
+    return rx.fit(dp, state, points(), steps=steps, **options).state
+
+
+def test_a_run_resumes_with_its_residuals(tmp_path: Path) -> None:
+    whole = trained_by_fit(4, tmp_path / "whole")
+    trained_by_fit(3, tmp_path / "parts")
+    assert sha256(trained_by_fit(4, tmp_path / "parts")) == sha256(whole)
+    assert np.all(np.any(whole.reduction["w"], axis=1))
+    with pytest.raises(rx.ConfigError, match=r"reduction.w is float32\[4, 12\].*as many devices"):
+        trained_by_fit(6, tmp_path / "parts", devices=2)
 
 
 @pytest.mark.parametrize("mode", ["jit", "single", "exact"])

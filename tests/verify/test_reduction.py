@@ -1,0 +1,127 @@
+"""Reductions that round: what they may change is allowed, and no more."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from verify import zoo_recipes as zoo
+
+import replicax as rx
+from replicax.core.modes import MODES
+from replicax.core.objective import StepSums
+from replicax.core.reduction import REDUCTIONS, Reduction, Wire
+from replicax.verify.facts import examine
+from replicax.verify.parity import Parity
+from replicax.verify.subject import Subject
+from replicax.verify.traffic import check_traffic, read_programs
+
+IN_EVERY_MODE = pytest.mark.parametrize(
+    "mode", ["shard_map", pytest.param("pmap", marks=pytest.mark.slow), "exact"]
+)
+
+
+@functools.cache
+def make(mode: str, reduction: str | Reduction = "bfloat16", loss: Any = zoo.good) -> Subject:
+    mesh = rx.make_mesh(devices=jax.devices()[: zoo.DEVICES])
+    dp = rx.DataParallel(loss, optax.adam(1e-2), mesh=mesh, mode=mode, reduction=reduction)
+    return Subject(dp, zoo.network(), zoo.data(), 1, 0)
+
+
+def verdicts(subject: Subject) -> list[str]:
+    parity = Parity(subject, examine(subject), lambda text: None)
+    return [check.verdict for check in parity.checks([subject.own])]
+
+
+@IN_EVERY_MODE
+def test_bfloat16_passes_and_sends_half(mode: str) -> None:
+    subject = make(mode)
+    assert verdicts(subject) == ["pass"] * 3
+    programs = read_programs(subject, [subject.own], lambda text: None)
+    (check,) = check_traffic(subject, examine(subject), programs)
+    half = 2 * 3 / 4 * (2 * (6 * 8 + 8 + 8 * 4) + 8)
+    assert check.figures["least_bytes"] == half
+    assert check.figures["bytes"] <= 1.05 * half
+
+
+@pytest.mark.slow
+def test_each_replica_has_random_numbers_of_its_own() -> None:
+    assert verdicts(make("shard_map", loss=zoo.dropout)) == ["pass"] * 3
+
+
+@IN_EVERY_MODE
+def test_the_rounding_is_seen_and_the_bound_is_near(mode: str) -> None:
+    """A fifth of the bound and more; without the reduction's part of it, the step fails."""
+    subject = make(mode)
+    parity = Parity(subject, examine(subject), lambda text: None)
+    found = subject.run(subject.own, subject.full).measured
+    reference = parity._reference(subject.own, "full")
+    allowed = parity._allowed(subject.own, "full", reference)
+    gaps = {
+        path: np.abs(found[path] - reference.result.measured[path])
+        for path in allowed
+        if path.startswith("gradient")
+    }
+    assert max(np.max(gap / allowed[path]) for path, gap in gaps.items()) > 0.2
+    assert max(np.max(gap / reference.bounds[path]) for path, gap in gaps.items()) > 10
+
+
+class Dropping(Wire):
+    """Leaves out the last replica."""
+
+    def __call__(self, sums: StepSums, state: Any, axis: str) -> tuple[StepSums, Any]:
+        return super().__call__(self.without_last(sums, axis), state, axis)
+
+    def in_order(self, sums: Any, axis: str | None) -> Any:
+        return super().in_order(self.without_last(sums, axis), axis)
+
+    def without_last(self, sums: Any, axis: str | None) -> Any:
+        if axis is None or not isinstance(sums, StepSums):
+            return sums
+        counts = lax.axis_index(axis) < lax.axis_size(axis) - 1
+        gradient = jax.tree.map(lambda leaf: leaf * counts, sums.gradient)
+        return dataclasses.replace(sums, gradient=gradient)
+
+
+class Coarse(Wire):
+    """Rounds to 3 bits where it promises bfloat16's 8."""
+
+    def _round(self, leaf: jax.Array) -> jax.Array:
+        return leaf.astype(jnp.float8_e5m2).astype(leaf.dtype)
+
+    def _send(self, array: jax.Array, move: Any) -> jax.Array:
+        return super()._send(self._round(array), move)
+
+
+@IN_EVERY_MODE
+@pytest.mark.parametrize("broken", [Dropping, Coarse])
+def test_a_broken_one_fails(broken: type[Wire], mode: str) -> None:
+    assert verdicts(make(mode, broken("bfloat16", jnp.bfloat16))) == ["fail"] * 3
+
+
+class Sum:
+    """The plain sum, with a state that counts its steps."""
+
+    def init(self, params: Any) -> Any:
+        return {"steps": jnp.int32(7)}
+
+    def __call__(self, sums: StepSums, state: Any, axis: str) -> tuple[StepSums, Any]:
+        return lax.psum(sums, axis), {"steps": state["steps"] + 1}
+
+
+def test_one_with_a_state_passes_and_the_other_modes_go_without() -> None:
+    subject = make("shard_map", Sum())
+    assert verdicts(subject) == ["pass"] * 3
+    after = subject.run(subject.own, subject.full).state
+    np.testing.assert_array_equal(after.reduction["steps"], np.full(zoo.DEVICES, 8))
+    float32 = REDUCTIONS["float32"]
+    for case in (subject.single, subject.case(MODES["jit"])):
+        assert subject.parallel(case).reduction == float32
+    parity = Parity(subject, examine(subject), lambda text: None)
+    checks = parity.checks([subject.case(MODES[name]) for name in ("jit", "pmap", "exact")])
+    assert [check.verdict for check in checks] == ["pass"] * 6 + ["skip"] * 3
