@@ -42,7 +42,7 @@ def test_a_second_step_and_a_padded_batch_compile_nothing(mode: str) -> None:
         state, _ = dp.step(state, batch)
         seen += 1
     assert seen == 3
-    assert dp._step._cache_size() == 1
+    assert dp.program(state).step._cache_size() == 1
 
 
 def test_step_takes_a_plain_batch_and_pads_it() -> None:
@@ -178,6 +178,20 @@ def test_lower_takes_shapes_and_another_mesh() -> None:
     abstract = jax.eval_shape(lambda: MODEL)
     text = dp.lower(abstract, shapes, mesh=mesh).as_text()
     assert "num_partitions = 4" in text or 'data"=4' in text or "'data'=4" in text
+
+
+def test_what_is_lowered_has_the_rows_that_step_computes() -> None:
+    dp = make(mesh=rx.make_mesh(2), mode="exact", micro_shards=8)
+    ten = {"x": np.ones((10, 3), np.float32)}
+    (batch,) = dp.feed(ten, 10)
+    assert batch.size == 16  # 2 rows in each micro-shard
+    for described in (dp.lower(MODEL, ten), dp.trace(MODEL, ten)):
+        (_, rows), _ = described.args_info
+        assert jax.tree.map(jnp.shape, rows) == jax.tree.map(jnp.shape, batch)
+    assert dp.program(MODEL).described(ten).size == 16
+    state, _ = dp.step(dp.init(MODEL), ten)
+    dp.step(state, batch)
+    assert dp.program(state).step._cache_size() == 1
 
 
 @pytest.mark.parametrize("mode", ["single", "jit", "shard_map", "pmap"])
