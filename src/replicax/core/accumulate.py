@@ -55,17 +55,14 @@ class Sequential:
     parts: int = 1
 
     def micro_batches(self, _replicas: int) -> int:
-        """Return the micro-batches of each replica."""
         return self.parts
 
     def isolate(self, apply: Apply, state: Any, total: Any, *rest: PyTree) -> tuple[PyTree, PyTree]:
-        """Return `apply(state, total, *rest)`."""
         return apply(state, total, *rest)
 
     def __call__(
         self, part: Part, state: Any, batch: Batch, key: jax.Array | None, axis: str | None
     ) -> tuple[PyTree, PyTree]:
-        """Return the sums over this replica's rows, and the extras after the step."""
         key = key if axis is None else folded(key, lax.axis_index(axis))
         if self.parts == 1:
             return part(state.params, state.extras, batch, View(folded(key, 0), axis))

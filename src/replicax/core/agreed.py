@@ -13,13 +13,7 @@ from replicax.core.program import Configuration
 
 
 def agree_on_model(job: Job, model: PyTree, seed: int) -> None:
-    """Raise `AgreementError` where the processes start from other numbers.
-
-    Args:
-        job: of the processes.
-        model: a process's own arrays; those that lie on several processes are one for all.
-        seed: of the run.
-    """
+    """Raise `AgreementError` where the processes start from other numbers."""
     leaves = jax.tree.leaves(model)
     if job.processes == 1 or any(map(_is_shared, leaves)):
         return
@@ -32,14 +26,7 @@ def agree_on_program(
     arguments: tuple[Any, Any],
     lowered: jax.stages.Lowered,
 ) -> None:
-    """Raise `AgreementError` where the processes are about to run different programs.
-
-    Args:
-        configuration: what the user chose, and the processes.
-        what: the program, in words.
-        arguments: the state and the batch.
-        lowered: the program.
-    """
+    """Raise `AgreementError` where the processes are about to run different programs."""
     job, mesh, (state, batch) = configuration.job, configuration.mesh, arguments
     if job.processes == 1:
         return

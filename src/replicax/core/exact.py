@@ -64,7 +64,6 @@ class FixedTree:
     def __call__(
         self, part: Part, state: Any, batch: Batch, key: jax.Array | None, axis: str | None
     ) -> tuple[PyTree, PyTree]:
-        """Return the sums over this replica's micro-shards, and the extras after the step."""
         own = self.micro_batches(1 if axis is None else lax.axis_size(axis))
         rows = batch.size // own
         start = 0 if axis is None else lax.axis_index(axis) * own
@@ -93,7 +92,6 @@ class FixedTree:
         return local, after
 
     def isolate(self, apply: Apply, state: Any, total: Any, *rest: PyTree) -> tuple[PyTree, PyTree]:
-        """Return `apply(state, total, *rest)`, compiled alike whatever is around it."""
 
         def again(carry: Any) -> Any:
             state, loss, _ = carry

@@ -141,11 +141,7 @@ class Program:
         return self.configuration.split(self.mesh)
 
     def described(self, batch: Any) -> Batch:
-        """Return the shapes of the batch that `step` runs for a `Batch` or a pytree `[rows, ...]`.
-
-        Args:
-            batch: arrays, or their shapes.
-        """
+        """Return the shapes of the batch that `step` runs for a `Batch` or pytree `[rows, ...]`."""
         if not isinstance(batch, Batch):
             batch = described(batch, self.split.padded(row_count(batch)))
         shapes: Batch = jax.eval_shape(lambda arrays: arrays, batch)
@@ -214,15 +210,7 @@ def program_of(
 ) -> Program:
     """Return `known` if it is the program of `model` on `mesh`, and else another.
 
-    Args:
-        configuration: of the program.
-        model: taken apart; or a state of the known program's model; arrays or their shapes.
-        mesh: attached devices, described ones, or how many replicas.
-        known: the program that the caller has.
-
-    Raises:
-        ConfigError: a model of another structure than the known program's.
-        StateError: a state, where no program is known.
+    `model` is taken apart, or a state of the known program's model; arrays or their shapes.
     """
     if isinstance(model, TrainState):
         if known is None:
@@ -247,14 +235,7 @@ def build(
 ) -> Program:
     """Return the step and the score, not yet traced; the same arguments give the same program.
 
-    Args:
-        configuration: what was asked for; its mesh is not looked at.
-        definition: the model without its arrays.
-        shapes: of a state.
-        mesh: attached devices, described ones, or how many replicas.
-
-    Raises:
-        ConfigError: a layout that the mesh cannot hold.
+    `mesh` are attached devices, described ones, or how many replicas.
     """
     config, mode = configuration, configuration.mode
     shardings = config.layout.shardings(shapes, mesh)

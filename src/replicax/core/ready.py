@@ -34,19 +34,7 @@ class Ready:
         self._finite = program.configuration.wrap_apply is not None  # a wrapper judges for itself
 
     def check(self, what: str, function: Any, state: TrainState, batch: Batch) -> None:
-        """Look at the loss, and agree with the other processes on what is about to run.
-
-        Args:
-            what: the program, in words.
-            function: the `jax.jit` function.
-            state: its first argument.
-            batch: its second one.
-
-        Raises:
-            LossError: the loss does not keep its contract.
-            StateError: the state was given to `step` before, or is not one of this program.
-            AgreementError: the processes are about to run different programs.
-        """
+        """Look at the state and the loss, and agree with the other processes on `function`."""
         check_kind(state)
         check_outside_jit(batch.mask)
         if state is not self._latest():
@@ -70,11 +58,9 @@ class Ready:
             self._fits = True
 
     def check_result(self, state: TrainState, metrics: Metrics) -> None:
-        """Raise `LossError` where the first step's loss is not finite; waits for it.
+        """Raise `LossError` where the first step's loss is not finite; waits for that one.
 
-        Args:
-            state: after a step; it need not be looked at when it comes back.
-            metrics: of that step.
+        `state`, after a step, need not be looked at when it comes back.
         """
         self._latest = weakref.ref(state)
         if self._finite:

@@ -58,12 +58,10 @@ class Wire:
     """None sends the gradient in its own dtype."""
 
     def init(self, params: PyTree) -> PyTree:
-        """Return no state."""
         del params
         return ()
 
     def __call__(self, sums: StepSums, state: PyTree, axis: str) -> tuple[StepSums, PyTree]:
-        """Return the sums over all replicas, in one all-reduce where nothing is rounded."""
         if self.dtype is None:
             return all_reduce(sums, axis), state
         rounded = _as_vectors(sums.gradient, partial(self._scatter_and_gather, axis=axis))
