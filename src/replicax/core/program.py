@@ -95,7 +95,8 @@ def configure(
     mode, layout = as_mode(mode), as_layout(layout)
     job = Alone() if job is None else job
     if mesh is None:
-        mesh = make_mesh(devices=jax.devices()[: mode.most_devices])
+        most = mode.most_devices
+        mesh = make_mesh(devices=None if most is None else jax.devices()[:most])
     mesh = check_mesh(mesh)
     check_processes(mesh, job)
     mode.check(mesh, layout)
