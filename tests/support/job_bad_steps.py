@@ -9,6 +9,7 @@ import replicax as rx
 from replicax.cli import _explain
 from replicax.cluster.failure import end
 from replicax.train.bad_steps import BadSteps
+from replicax.train.dispatched import Place, dispatched
 from replicax.train.guarded import guarded
 
 
@@ -30,7 +31,8 @@ def main() -> None:
         for batch in dp.feed(source(epoch), 8, epoch=epoch):
             state, metrics = dp.step(state, batch)
             step += 1
-            for record in bad.after(step, epoch, batch, metrics):
+            job.in_flight.note(dispatched(Place(step, epoch, step % 4), batch, metrics))
+            for record in (r for done in job.in_flight.notes() for r in bad.finished(done)):
                 examples = ",".join(map(str, record.examples or ()))
                 print(record.kind, record.step, record.epoch, examples, record.rows, flush=True)
             bad.check()

@@ -19,9 +19,11 @@ from support.processes import SUPPORT, Ended, run_job
 
 import replicax as rx
 from replicax.core.digest import sha256
+from replicax.core.in_flight import STEPS_IN_FLIGHT
 from replicax.core.sources import as_source
 from replicax.errors import ConfigError, DivergedError, ReplicasDifferError
-from replicax.train.audit import Audit, Place
+from replicax.train.audit import Audit
+from replicax.train.dispatched import Place, dispatched
 from replicax.train.guarded import NOT_FINITE, guarded
 from replicax.train.snapshot import Snapshot
 
@@ -218,8 +220,11 @@ def audited(
         for batch, each in enumerate(dp.feed(opened, epoch=epoch)):
             state, metrics = dp.step(state, each)
             number += 1
-            found = audit.after(state, metrics[NOT_FINITE], Place(number, epoch, batch + 1))
-            assert found is None
+            place = Place(number, epoch, batch + 1)
+            dp.job.in_flight.note(dispatched(place, each, metrics, audit.take(state, place)))
+            may_remain = 0 if audit.waits(place) else STEPS_IN_FLIGHT
+            done = list(dp.job.in_flight.notes(may_remain))
+            assert audit.after(state, place, done) is None
             yield audit, bool(metrics[NOT_FINITE])
             if number == steps:
                 return

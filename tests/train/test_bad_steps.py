@@ -11,10 +11,10 @@ from support.processes import SUPPORT, run_job
 
 import replicax as rx
 from replicax.core.batch import Batch, pad
-from replicax.core.in_flight import STEPS_IN_FLIGHT
 from replicax.core.job import Alone
 from replicax.errors import ConfigError, DivergedError
 from replicax.train.bad_steps import BadSteps
+from replicax.train.dispatched import Dispatched, Place, dispatched
 from replicax.train.guarded import NOT_FINITE, SPIKE, guarded
 from replicax.train.records import Record
 
@@ -26,18 +26,17 @@ def batch(step: int, rows: int = 3, size: int = 4) -> Batch:
     return jax.tree.map(jnp.asarray, host)
 
 
-def metrics(kind: str, spikes: bool = False) -> dict[str, jax.Array]:
+def done(step: int, kind: str, spikes: bool = False, **options: Any) -> Dispatched:
     loss = jnp.float32(np.nan if kind == "nan" else 9.0 if kind == "spike" else 0.5)
-    found = {"loss": loss, NOT_FINITE: jnp.bool_(kind == "nan")}
-    return found | ({SPIKE: jnp.bool_(kind == "spike")} if spikes else {})
+    metrics = {"loss": loss, NOT_FINITE: jnp.bool_(kind == "nan")}
+    if spikes:
+        metrics[SPIKE] = jnp.bool_(kind == "spike")
+    return dispatched(Place(step, step // 100, step), batch(step, **options), metrics)
 
 
 def follow(bad: BadSteps, kinds: dict[int, str], **options: Any) -> list[Record]:
-    """Steps of these numbers and kinds, all read."""
-    records = []
-    for step, kind in kinds.items():
-        records += bad.after(step, step // 100, batch(step), metrics(kind, **options))
-    return records + bad.settle()
+    """Steps of these numbers and kinds, all finished."""
+    return [r for step, kind in kinds.items() for r in bad.finished(done(step, kind, **options))]
 
 
 def run_of(kind: str, first: int, count: int) -> dict[int, str]:
@@ -60,18 +59,12 @@ def test_a_spike_is_told_from_a_loss_that_is_not_finite() -> None:
     assert set(nan.metrics) == {"loss"}
 
 
-def test_verdicts_are_taken_out_and_read_late() -> None:
-    bad = BadSteps(9, Alone())
-    for step in range(1, STEPS_IN_FLIGHT + 1):
-        given = metrics("nan", spikes=True)
-        assert bad.after(step, 0, batch(step), given) == []
-        assert set(given) == {"loss"}
-        assert bad.in_a_row == 0
-    (first,) = bad.after(step + 1, 0, batch(step + 1), metrics("nan"))
-    assert (first.step, bad.in_a_row) == (1, 1)
-    assert [record.step for record in bad.settle()] == list(range(2, step + 2))
-    assert bad.in_a_row == step + 1
-    assert bad.settle() == []
+def test_verdicts_are_no_metrics() -> None:
+    step = done(1, "nan", spikes=True)
+    assert set(step.metrics) == {"loss"}
+    assert bool(step.not_finite)
+    assert step.spike is not None
+    assert not bool(step.spike)
 
 
 @pytest.mark.parametrize("most", [1, 2, 5])
@@ -121,10 +114,8 @@ def test_a_resumed_row_goes_on() -> None:
 
 def test_steps_to_be_done_again_are_forgotten() -> None:
     bad = BadSteps(3, Alone())
-    for step in (5, 6, 7):
-        bad.after(step, 0, batch(step), metrics("nan"))
+    follow(bad, {4: "nan", 5: "nan"})
     bad.rewind(1)
-    assert bad.settle() == []
     follow(bad, {5: "nan"})
     bad.check()
     assert bad.in_a_row == 2
@@ -132,8 +123,7 @@ def test_steps_to_be_done_again_are_forgotten() -> None:
 
 def test_many_examples_are_named_in_part() -> None:
     bad = BadSteps(1, Alone())
-    bad.after(1, 0, batch(1, rows=64, size=64), metrics("nan"))
-    (record,) = bad.settle()
+    (record,) = bad.finished(done(1, "nan", rows=64, size=64))
     assert record.examples == tuple(range(73, 9, -1))
     with pytest.raises(DivergedError, match=r"on examples 73, (\d\d, ){6}66, \.\.\. of epoch 0\)"):
         bad.check()
@@ -155,13 +145,14 @@ def test_the_steps_of_a_twin_are_followed() -> None:
     dp = rx.DataParallel(loss, optax.sgd(0.1), mode="shard_map")
     state = dp.init({"w": jnp.float32(0.5)})
     dp, bad, records = guarded(dp, state), BadSteps(3, Alone()), []
-    step = 0
+    step, steps = 0, dp.job.in_flight
     for epoch in range(3):
-        for each in dp.feed({"x": x}, 8, shuffle=True, seed=3, epoch=epoch):
+        for number, each in enumerate(dp.feed({"x": x}, 8, shuffle=True, seed=3, epoch=epoch), 1):
             state, found = dp.step(state, each)
             step += 1
-            records += bad.after(step, epoch, each, found)
-    records += bad.settle()
+            steps.note(dispatched(Place(step, epoch, number), each, found))
+            records += [record for ended in steps.notes() for record in bad.finished(ended)]
+    records += [record for ended in steps.notes(0) for record in bad.finished(ended)]
     met = [each for record in records for each in record.examples or () if each in (17, 40)]
     assert sorted(met) == [17] * 3 + [40] * 3
     assert all({17, 40} & set(record.examples or ()) for record in records)

@@ -5,7 +5,8 @@ import pytest
 from support.clock import Clock
 
 from replicax.train import meter as module
-from replicax.train.meter import STEPS_IN_FLIGHT, Meter
+from replicax.train.dispatched import Dispatched, Place
+from replicax.train.meter import Meter
 from replicax.train.records import Record
 
 
@@ -16,27 +17,28 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def metered(meter: Meter, steps: range, rows: int = 10) -> list[Record]:
-    return [
-        record for step in steps for record in meter.add(step, 0, rows, {"loss": jnp.float32(step)})
-    ]
+def done(step: int, loss: float, rows: int = 10) -> Dispatched:
+    nothing = jnp.zeros(0)
+    metrics = {"loss": jnp.float32(loss)}
+    return Dispatched(Place(step, 0, step), rows, nothing, nothing, metrics, nothing, None)
+
+
+def metered(meter: Meter, steps: range) -> list[Record]:
+    return [record for step in steps for record in meter.finished(done(step, step))]
 
 
 def test_the_first_step_has_a_record_of_its_own_without_its_time() -> None:
-    (first,) = Meter(50).add(1, 0, 10, {"loss": jnp.float32(7)})
+    (first,) = Meter(50).finished(done(1, 7))
     assert (first.kind, first.step, first.rows, first.seconds) == ("train", 1, 10, 0.0)
     assert first.metrics == {"loss": 7.0}
     assert first.input_wait_fraction is None
 
 
-def test_records_come_every_log_every_steps_and_late() -> None:
-    meter = Meter(3)
-    assert [record.step for record in metered(meter, range(1, 10))] == [1, 3]
-    assert 9 + STEPS_IN_FLIGHT == 13
-    assert [record.step for record in metered(meter, range(10, 14))] == [6, 9]
+def test_records_come_every_log_every_steps() -> None:
+    assert [record.step for record in metered(Meter(3), range(1, 12))] == [1, 3, 6, 9]
 
 
-def test_a_flush_waits_for_the_last_step() -> None:
+def test_a_flush_records_the_last_step() -> None:
     meter = Meter(3)
     records = metered(meter, range(1, 9)) + meter.flush()
     assert [record.step for record in records] == [1, 3, 6, 8]
@@ -67,13 +69,11 @@ def test_waiting_is_a_share_of_the_time_it_belongs_to(clock: Clock) -> None:
     metered(meter, range(1, 2))
     clock.now += 0.04
     meter.add_wait(0.02)
-    metered(meter, range(2, 3))
-    (record,) = meter.flush()
+    (record,) = metered(meter, range(2, 3))
     assert record.seconds == pytest.approx(0.04)
     assert record.input_wait_fraction == pytest.approx(0.5)
     clock.now += 0.04
-    metered(meter, range(3, 4))
-    (record,) = meter.flush()
+    (record,) = metered(meter, range(3, 4))
     assert record.input_wait_fraction == 0.0
 
 
@@ -81,8 +81,7 @@ def test_waiting_is_never_more_than_all_the_time() -> None:
     meter = Meter(1)
     metered(meter, range(1, 2))
     meter.add_wait(1000.0)
-    metered(meter, range(2, 3))
-    (record,) = meter.flush()
+    (record,) = metered(meter, range(2, 3))
     assert record.input_wait_fraction == 1.0
 
 
@@ -101,7 +100,7 @@ def test_an_evaluation_is_left_out_of_the_rate(clock: Clock) -> None:
 @pytest.mark.parametrize("new_start", [False, True])
 def test_what_is_done_again_after_a_rewind_is_recorded_once(step: int, new_start: bool) -> None:
     meter = Meter(3)
-    records = metered(meter, range(1, step + 1)) + meter.settle()
+    records = metered(meter, range(1, step + 1))
     rows, seconds = meter.unrecorded
     metered(meter, range(step + 1, step + 3))  # done for nothing
     if new_start:
@@ -129,17 +128,9 @@ def test_the_seconds_of_an_earlier_start_are_in_the_next_record(clock: Clock) ->
     assert record.seconds == 6.0
 
 
-def test_a_settled_meter_can_go_on() -> None:
-    meter = Meter(3)
-    records = metered(meter, range(1, 6))
-    records += meter.settle() + metered(meter, range(6, 9)) + meter.flush()
-    assert [record.step for record in records] == [1, 3, 6, 8]
-    assert sum(record.rows for record in records) == 80
-
-
 def test_a_rewind_to_the_start_is_a_start() -> None:
     meter = Meter(50)
     metered(meter, range(1, 4))
     meter.rewind(0, 0.0, resumed=False, compiled=False)
-    (first,) = meter.add(1, 0, 10, {"loss": jnp.float32(7)})
+    (first,) = meter.finished(done(1, 7))
     assert (first.step, first.rows, first.seconds) == (1, 10, 0.0)

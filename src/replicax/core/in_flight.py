@@ -1,6 +1,7 @@
 """The one tracker of the steps that were given to the devices."""
 
 import collections
+import itertools
 import statistics
 import threading
 import time
@@ -54,7 +55,7 @@ class InFlight:
         with self._lock:
             self.begun += 1
             self._unfinished.append((result, []))
-        self.look()
+            self._count()
         while len(self._unfinished) > STEPS_IN_FLIGHT:
             self._wait()
 
@@ -91,19 +92,20 @@ class InFlight:
         return statistics.median(paces) if paces else None
 
     def look(self) -> None:
-        """Count the steps that have finished, without waiting for any.
-
-        A host runs ahead of its devices, and then waits for many steps at once: only what is
-        finished tells how long a step takes, and that there is progress.
-        """
+        """Count the steps that have finished, without waiting for any."""
         with self._lock:
-            finished = self.begun - len(self._unfinished)
-            for result, _ in self._unfinished:
-                if not _is_done(result):
-                    break
-                finished += 1
-            if finished == self.finished:
-                return
+            self._count()
+
+    def _count(self) -> None:
+        # A host runs ahead of its devices, and then waits for many steps at once: only what is
+        # finished tells how long a step takes, and that there is progress.
+        waited_for = self.begun - len(self._unfinished)
+        finished = max(self.finished, waited_for)
+        for result, _ in itertools.islice(self._unfinished, finished - waited_for, None):
+            if not _is_done(result):
+                break
+            finished += 1
+        if finished > self.finished:
             now = time.monotonic()
             if self.finished_at is not None:
                 self._paces.append((now - self.finished_at) / (finished - self.finished))

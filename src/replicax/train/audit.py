@@ -1,7 +1,6 @@
 """Whether all replicas still hold the same bits, and which device errs where they do not."""
 
 import dataclasses
-from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,11 +9,11 @@ import numpy as np
 
 from replicax.core.batch import Batch
 from replicax.core.data_parallel import DataParallel
-from replicax.core.in_flight import STEPS_IN_FLIGHT
 from replicax.core.mesh import replica_count
 from replicax.core.sources import Source, can_repeat
 from replicax.core.update import TrainState
 from replicax.errors import ConfigError, DivergedError, ReplicasDifferError, did_you_mean
+from replicax.train.dispatched import Dispatched, Place
 from replicax.train.fingerprint import Difference, Fingerprint
 from replicax.train.snapshot import Snapshot
 from replicax.wording import listed, named, size_text
@@ -26,18 +25,6 @@ RESTORES = 3
 
 _STEPS_LATE = 2
 """Steps that are begun before an audit is read: by then it is done, and the devices have work."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """A point in a run."""
-
-    step: int
-    """Updates done."""
-    epoch: int
-    """Counted from 0."""
-    batch: int
-    """Batches of the epoch that were done."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,9 +68,7 @@ class Audit:
         self._devices = list(dp.mesh.devices.flat)
         self.keeps = self._restores or (replica_count(dp.mesh) == 2 and can_repeat(source))
         self._snapshot: Snapshot | None = None
-        self._pending: deque[tuple[Place, jax.Array]] = deque()
-        self._suspect: deque[tuple[Place, jax.Array]] = deque()
-        self._audited_step = -1
+        self._taken = self._read = -1  # the last steps of which a fingerprint was taken, and read
         self._in_a_row = 0
         self._restored_from: Place | None = None
         self._never_finite: set[str] = set()
@@ -127,58 +112,64 @@ class Audit:
         self._never_finite = set(self._fingerprint.not_finite(table))
         self._note_good(place, state)
 
-    def after(self, state: TrainState, not_finite: jax.Array, place: Place) -> Restored | None:
-        """Look at the state after a step; where to go on from, where that is not here.
+    def take(self, state: TrainState, place: Place) -> jax.Array | None:
+        """Return fingerprints of the state after a step, if it is one to be audited.
 
         Args:
             state: not yet given to the next step.
-            not_finite: the step's `replicax.train.guarded.NOT_FINITE`.
             place: after the step.
+        """
+        if place.step % self._every:
+            return None
+        self._taken = place.step
+        return self._fingerprint.take(state)
+
+    def waits(self, place: Place) -> bool:
+        """Return whether all steps up to `place` have to finish before there is another one."""
+        return self.keeps and place.step % self._every == 0
+
+    def after(
+        self, state: TrainState, place: Place, done: Sequence[Dispatched], *, look: bool = False
+    ) -> Restored | None:
+        """Read the audits that are due, and look at the steps that have finished.
+
+        Args:
+            state: not yet given to the next step.
+            place: of it.
+            done: the steps that have finished since the last call.
+            look: whether to audit `state` in any case.
+
+        Returns:
+            Where to go on from, where that is not here.
 
         Raises:
             ReplicasDifferError: the replicas differ, and the run is to stop, or has gone back too
                 often.
             DivergedError: the state is not finite any more, and it is no device's fault.
         """
-        not_finite.copy_to_host_async()
-        self._suspect.append((place, not_finite))
-        if place.step % self._every == 0:
-            self._pending.append((place, self._fingerprint.take(state)))
-            self._audited_step = place.step
-        late = 0 if self.keeps else _STEPS_LATE
-        return self._read(state, place, late) or self._look(state, place, STEPS_IN_FLIGHT)
-
-    def settle(self, state: TrainState, place: Place, *, audit: bool) -> Restored | None:
-        """As `after`, with nothing left to be read later; with one more `audit` if need be."""
-        if audit and self._audited_step != place.step:
-            self._pending.append((place, self._fingerprint.take(state)))
-            self._audited_step = place.step
-        return self._read(state, place, 0) or self._look(state, place, 0)
-
-    def _read(self, state: TrainState, place: Place, late: int) -> Restored | None:
-        """Read the audits that are `late` steps old."""
-        while self._pending and place.step - self._pending[0][0].step >= late:
-            audited, table = self._pending.popleft()
-            differences = self._fingerprint.differences(table)
-            if differences:
-                return self._diverged(differences, state, audited, place)
-            self._check_finite(table, audited)
-            self.clean += 1
-            self._note_good(audited, state)
-        return None
-
-    def _look(self, state: TrainState, place: Place, late: int) -> Restored | None:
-        """Audit at once after a step that was not finite: a device may be to blame.
-
-        If none is, the step was skipped by all alike, which `replicax.train.bad_steps` follows.
-        """
-        while len(self._suspect) > late:
-            _, not_finite = self._suspect[0]
-            if bool(not_finite):
+        on_the_way = self._dp.job.in_flight.remaining
+        late = 0 if self.keeps or not on_the_way else _STEPS_LATE
+        unread = [*done, *on_the_way]
+        tables = [(step.place, step.table) for step in unread if step.table is not None]
+        if look and self._taken != place.step:
+            self._taken = place.step
+            tables.append((place, self._fingerprint.take(state)))
+        for audited, table in tables:
+            if self._read < audited.step <= place.step - late:
+                self._read = audited.step
+                differences = self._fingerprint.differences(table)
+                if differences:
+                    return self._diverged(differences, state, audited, place, unread)
+                self._check_finite(table, audited)
+                self.clean += 1
+                self._note_good(audited, state)
+        for number, step in enumerate(done):
+            # A device may be to blame. If none is, the step was skipped by all alike, which
+            # `replicax.train.bad_steps` follows.
+            if bool(step.not_finite):
                 differences = self._fingerprint.differences(self._fingerprint.take(state))
                 if differences:
-                    return self._diverged(differences, state, place, place)
-            self._suspect.popleft()
+                    return self._diverged(differences, state, place, place, unread[number:])
         return None
 
     def _check_finite(self, table: jax.Array, place: Place) -> None:
@@ -194,12 +185,25 @@ class Audit:
             self._snapshot = Snapshot(state)
 
     def _diverged(
-        self, differences: list[Difference], state: TrainState, audited: Place, now: Place
+        self,
+        differences: list[Difference],
+        state: TrainState,
+        audited: Place,
+        now: Place,
+        unread: Sequence[Dispatched],
     ) -> Restored:
-        """Name the devices; stop, or go back."""
+        """Name the devices; stop, or go back.
+
+        Args:
+            differences: between devices.
+            state: the newest.
+            audited: where they were found.
+            now: where `state` is.
+            unread: the newest steps, of which nobody knows yet whether they were finite.
+        """
         wrong, how = self._outvoted(differences), ""
         if not wrong:
-            wrong, how = self._replayed(differences, state, now.step)
+            wrong, how = self._replayed(differences, state, now.step, unread)
         text = self._text(differences, wrong, audited, how)
         if not self._restores:
             self._dp.job.barrier("what an audit has found")
@@ -215,9 +219,7 @@ class Audit:
                 f"{self._advice(wrong)}"
             )
         self.restores += 1
-        self._pending.clear()
-        self._suspect.clear()
-        self._audited_step = self.good.step
+        self._taken = self._read = self.good.step
         devices = tuple(self._devices[place].id for place in wrong)
         return Restored(self._snapshot.restore(), self.good, devices, text)
 
@@ -226,7 +228,11 @@ class Audit:
         return tuple(sorted({place for each in differences for place in each.wrong or ()}))
 
     def _replayed(
-        self, differences: list[Difference], state: TrainState, step: int
+        self,
+        differences: list[Difference],
+        state: TrainState,
+        step: int,
+        unread: Sequence[Dispatched],
     ) -> tuple[tuple[int, ...], str]:
         """Places of the devices that a replay from the last good state contradicts, and its words.
 
@@ -236,10 +242,10 @@ class Audit:
         if self._snapshot is None or self.good is None:
             return (), "no state to replay from is kept"
         # As long as no step has been finite again, all of the state has stood still.
-        for at, not_finite in reversed(self._suspect):
-            if not bool(not_finite):
+        for each in reversed(unread):
+            if not bool(each.not_finite):
                 break
-            step = at.step - 1
+            step = each.place.step - 1
         count = max(step - self.good.step, 0)
         steps = f"{count} steps" if count > 1 else "the step"
         source = f"a replay of {steps} since" if count else "the last good state"

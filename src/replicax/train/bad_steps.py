@@ -1,42 +1,22 @@
 """Which steps were skipped, on which examples, and when there are too many of them in a row."""
 
-import dataclasses
-from collections import deque
-
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from replicax.core.batch import Batch
-from replicax.core.in_flight import STEPS_IN_FLIGHT
 from replicax.core.job import Job
 from replicax.core.loss import LOSS
-from replicax.core.update import Metrics
 from replicax.errors import ConfigError, DivergedError
-from replicax.train.guarded import NOT_FINITE, SPIKE
+from replicax.train.dispatched import Dispatched
+from replicax.train.guarded import SPIKE
 from replicax.train.records import Record
 
 _NAMED = 8
 """Examples that a message names; the record has them all."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Dispatched:
-    step: int
-    epoch: int
-    rows: int | None
-    mask: jax.Array
-    index: jax.Array
-    loss: jax.Array
-    not_finite: jax.Array
-    spike: jax.Array | None
-
-
 class BadSteps:
     """Follows the steps of a guarded twin; gives a `Record` for each whose update was skipped.
-
-    It reads a step's verdict when `STEPS_IN_FLIGHT` more have been begun, and so waits for nothing
-    that `step` does not wait for. In a job all processes read the same, at the same steps.
 
     Args:
         most_in_a_row: bad steps in a row at which the run ends. `optax.apply_if_finite` would go on
@@ -57,30 +37,18 @@ class BadSteps:
         """Bad steps since the last good one, as far as they are read; set it where a run resumes.
         """
         self._most, self._job = most_in_a_row, job
-        self._in_flight: deque[_Dispatched] = deque()
         self._skipped: list[Record] = []  # of those in a row
 
-    def after(self, step: int, epoch: int, batch: Batch, metrics: Metrics) -> list[Record]:
-        """Note that `step` was dispatched; records of bad ones that are known by now.
-
-        Args:
-            step: steps done, this one included.
-            epoch: counted from 0.
-            batch: what it was given.
-            metrics: what it returned; `NOT_FINITE` and `SPIKE` are taken out.
-        """
-        not_finite, spike = metrics.pop(NOT_FINITE), metrics.pop(SPIKE, None)
-        for verdict in (not_finite, spike):
-            if verdict is not None:
-                verdict.copy_to_host_async()
-        rows, mask, index = batch.rows, batch.mask, batch.index
-        done = _Dispatched(step, epoch, rows, mask, index, metrics[LOSS], not_finite, spike)
-        self._in_flight.append(done)
-        return self._read(STEPS_IN_FLIGHT)
-
-    def settle(self) -> list[Record]:
-        """Wait for all steps; records of the bad ones."""
-        return self._read(0)
+    def finished(self, step: Dispatched) -> list[Record]:
+        """Return a record of a step that has finished, if its update was skipped."""
+        spike = step.spike is not None and bool(step.spike)
+        if not spike and not bool(step.not_finite):
+            self.in_a_row = 0
+            self._skipped.clear()
+            return []
+        self.in_a_row += 1
+        self._skipped.append(_record(step, spike))
+        return self._skipped[-1:]
 
     def check(self) -> None:
         """Raise where too many steps in a row were bad; to be called when their records are kept.
@@ -108,25 +76,10 @@ class BadSteps:
         """Forget the steps that are to be done again.
 
         Args:
-            in_a_row: what `in_a_row` was, all being read, where the run goes on.
+            in_a_row: what `in_a_row` was where the run goes on.
         """
         self.in_a_row = in_a_row
-        self._in_flight.clear()
         self._skipped.clear()
-
-    def _read(self, may_remain: int) -> list[Record]:
-        records: list[Record] = []
-        while len(self._in_flight) > may_remain:
-            done = self._in_flight.popleft()
-            spike = done.spike is not None and bool(done.spike)
-            if not spike and not bool(done.not_finite):
-                self.in_a_row = 0
-                self._skipped.clear()
-                continue
-            self.in_a_row += 1
-            self._skipped.append(_record(done, spike))
-            records.append(self._skipped[-1])
-        return records
 
     def _what(self) -> str:
         """What was wrong with them."""
@@ -138,13 +91,13 @@ class BadSteps:
         return "the loss was far above those before, or it or its gradient was not finite,"
 
 
-def _record(done: _Dispatched, spike: bool) -> Record:
+def _record(step: Dispatched, spike: bool) -> Record:
     """That of a step whose update was skipped."""
-    real = _whole(done.mask) > 0
-    examples = tuple(int(each) for each in _whole(done.index)[real])
-    metrics = {LOSS: float(done.loss)} | ({SPIKE: 1.0} if spike else {})
-    rows = len(examples) if done.rows is None else done.rows
-    return Record("skip", done.step, done.epoch, metrics, rows, 0.0, examples=examples)
+    real = _whole(step.mask) > 0
+    examples = tuple(int(each) for each in _whole(step.index)[real])
+    metrics = {LOSS: float(step.metrics[LOSS])} | ({SPIKE: 1.0} if spike else {})
+    rows, at = len(examples) if step.rows is None else step.rows, step.place
+    return Record("skip", at.step, at.epoch, metrics, rows, 0.0, examples=examples)
 
 
 def _whole(array: jax.Array) -> np.ndarray:

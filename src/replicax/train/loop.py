@@ -5,20 +5,21 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from replicax.core.batch import Batch
 from replicax.core.data_parallel import DataParallel
 from replicax.core.feed import Feed
+from replicax.core.in_flight import STEPS_IN_FLIGHT
 from replicax.core.sources import Source
 from replicax.core.update import TrainState
 from replicax.errors import DivergedError
-from replicax.train.audit import Audit, Place, Restored
+from replicax.train.audit import Audit, Restored
 from replicax.train.bad_steps import BadSteps
 from replicax.train.checkpoints.manifest import Position
+from replicax.train.dispatched import Place, dispatched
 from replicax.train.goodput import Ledger
-from replicax.train.guarded import NOT_FINITE
 from replicax.train.interrupt import Interrupt
 from replicax.train.meter import Meter
 from replicax.train.noise_scale import NoiseMeter, noise_record
@@ -65,6 +66,7 @@ class Loop:
 
     def go(self, state: TrainState) -> TrainState:
         """All epochs, or as many steps as there are to be, or until it is to stop."""
+        self.dp.job.in_flight.forget()  # notes of a run that ended with an error
         while self.epochs is None or self.place.epoch < self.epochs:
             state, back = self._train(state)
             if back:
@@ -112,6 +114,7 @@ class Loop:
         """
         self.place = Place(position.step, position.epoch, batch)
         self.rows, self.evaluated_at = position.rows_trained, position.evaluated_step
+        self.dp.job.in_flight.forget()
         self.bad_steps.rewind(position.bad_steps)
         self.meter.rewind(
             position.rows_unrecorded,
@@ -150,7 +153,8 @@ class Loop:
                     break
             closing = self._all_steps_done() or not self._resumable or batches.ended
         last = self.stopping.wanted or self._all_steps_done() or epoch + 1 == self.epochs
-        restored = self._settle(state, closing, look=last or self.eval_feed is not None)
+        look = last or self.eval_feed is not None
+        restored = self._follow(state, 0, closing=closing, look=look)
         return (state, False) if restored is None else (self._go_back(restored), True)
 
     def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Restored | None]:
@@ -163,18 +167,13 @@ class Loop:
         self.rows += batch.rows or 0
         self.display.step(self.step)
         self.ledger.beat()
-        not_finite = metrics[NOT_FINITE]
-        self._keep(self.bad_steps.after(self.step, place.epoch, batch, metrics))
-        records = self.meter.add(self.step, place.epoch, batch.rows or 0, metrics)
-        if sample is not None:
-            records.append(noise_record(sample, self.step, place.epoch))
-        if self.audit is not None:
-            restored = self.audit.after(state, not_finite, place)
-            if restored is not None:
-                return state, restored
-        self._keep(records)
-        self.bad_steps.check()
-        self.note_good()
+        table = None if self.audit is None else self.audit.take(state, place)
+        self.dp.job.in_flight.note(dispatched(place, batch, metrics, table))
+        waits = not self.meter.is_timing or (self.audit is not None and self.audit.waits(place))
+        noise = [] if sample is None else [noise_record(sample, self.step, place.epoch)]
+        restored = self._follow(state, 0 if waits else STEPS_IN_FLIGHT, noise)
+        if restored is not None:
+            return state, restored
         if not self._begun:
             self._begun = True
             self.ledger.enter("productive")
@@ -191,29 +190,43 @@ class Loop:
         self.dp.prepare(state, batch)
         self.interrupt.hold()
 
-    def _settle(self, state: TrainState, closing: bool, look: bool) -> Restored | None:
-        """Wait for all steps; where to go on from, where that is not here.
+    def _follow(
+        self,
+        state: TrainState,
+        may_remain: int,
+        more: Sequence[Record] = (),
+        *,
+        closing: bool = False,
+        look: bool = False,
+    ) -> Restored | None:
+        """Follow the steps that have finished; return where to go on from, if it is not here.
 
         Args:
-            state: after them.
+            state: after the newest step.
+            may_remain: steps that are not waited for.
+            more: records to keep after theirs.
             closing: whether the epoch or the run ends here: then there is a record of it. Where it
                 only stops, there is none, and who goes on from there leaves the same records.
-            look: whether to audit.
+            look: whether to audit `state` in any case.
         """
+        done, records = [], []
+        for step in self.dp.job.in_flight.notes(may_remain):
+            done.append(step)
+            self._keep(self.bad_steps.finished(step))
+            records += self.meter.finished(step)
         if self.audit is not None:
-            restored = self.audit.settle(state, self.place, audit=look)
+            restored = self.audit.after(state, self.place, done, look=look)
             if restored is not None:
                 return restored
-        self._keep(self.bad_steps.settle())
-        self._keep(self.meter.flush() if closing else self.meter.settle())
+        self._keep([*records, *more, *(self.meter.flush() if closing else ())])
         self.bad_steps.check()
         self.note_good()
         return None
 
     def _save(self, state: TrainState, closing: bool) -> Restored | None:
-        """Save, as all processes do after this step; where to go on from, as in `_settle`."""
+        """Save, as all processes do after this step; where to go on from, as in `_follow`."""
         assert self.run is not None
-        restored = self._settle(state, closing, look=True)
+        restored = self._follow(state, 0, closing=closing, look=True)
         if restored is None:
             started = time.perf_counter()
             self.run.save(state, self.position(), self.extra())
@@ -229,7 +242,6 @@ class Loop:
     def note_good(self) -> None:
         """Where this is a place to come back to, note what is to be counted on from then."""
         if self.audit is not None and self.audit.keeps and self.audit.good == self.place:
-            self._keep(self.meter.settle())
             self.good = self.position(), self.meter.unrecorded[1]
             self._good_at = time.monotonic()
 
@@ -275,7 +287,7 @@ class Loop:
                 if self.stopping.vote(unit="batch"):
                     return
 
-    def _keep(self, records: list[Record]) -> None:
+    def _keep(self, records: Sequence[Record]) -> None:
         for record in records:
             self.records.append(record)
             if self.run is not None and self.run.folder is not None:
