@@ -13,22 +13,24 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 	$$python -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' \
 	2>/dev/null && echo $$python && break; done)
 
-# Also appended to the command of `train`, `test`, `test-fast`, `chaos` and `lock`.
+# Also appended to the command of `train`, `test`, `test-all`, `test-fast`, `chaos` and `lock`.
 ARGS ?=
 
-.PHONY: help train data peers engines compilers test test-fast chaos check bench lock clean
+.PHONY: help train data peers engines compilers test test-all test-fast chaos check bench lock \
+	clean
 
 help:
 	@echo 'make train      set up, get the data and train LeNet on two devices (ARGS="--epochs 1")'
-	@echo 'make data       get Fashion-MNIST from Debian where that is possible'
-	@echo 'make peers      install torch and transformers, which some tests compare with'
-	@echo 'make engines    install Slurm, Open MPI and Ray, which some tests run under'
-	@echo 'make compilers  install those for TPUs and GPUs, which some tests plan with'
-	@echo 'make test       every test'
-	@echo 'make test-fast  the tests that take seconds'
-	@echo 'make chaos      disturb training runs in all ways there are (ARGS="--trials 1000")'
+	@echo 'make test       every promise once: minutes, with what requirements.lock installs'
+	@echo 'make test-fast  those of them that take seconds'
+	@echo 'make test-all   what is exhaustive and not in `make test`; installs what it needs first'
 	@echo 'make check      lint, formatting, types'
+	@echo 'make chaos      disturb training runs in all ways there are (ARGS="--trials 1000")'
 	@echo 'make bench      what Replicax costs over hand-written JAX'
+	@echo 'make data       get Fashion-MNIST from Debian where that is possible'
+	@echo 'make peers      install torch and transformers, which `make test-all` compares with'
+	@echo 'make engines    install Slurm, Open MPI and Ray, which `make test-all` runs under'
+	@echo 'make compilers  install those for TPUs and GPUs, which `make test-all` plans with (3 GB)'
 	@echo 'make lock       resolve the dependencies again (ARGS=--upgrade for the newest)'
 	@echo 'make clean      remove what these targets made, .venv included; runs/ stays'
 
@@ -108,11 +110,17 @@ $(COMPILERS): requirements-compilers.txt $(STAMP)
 		--requirement requirements-compilers.txt </dev/null >/dev/null 2>&1 && : > $@; } \
 		|| echo 'compilers: that failed; the tests that plan with them will be skipped'
 
-test: $(STAMP) data peers engines compilers
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+# Each worker begins with one half of the tests, so that most modules make their fixtures once.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+
+test: $(STAMP)
+	$(PYTEST) -m "not exhaustive" $(ARGS)
+
+test-all: $(STAMP) data peers engines compilers
+	$(PYTEST) -m exhaustive $(ARGS)
 
 test-fast: $(STAMP)
-	$(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow and not exhaustive" $(ARGS)
 
 chaos: $(STAMP)
 	$(BIN)/python tests/chaos/chaos.py $(ARGS)
