@@ -5,7 +5,8 @@ from typing import Any
 
 from replicax.core.digest import sha256
 from replicax.core.modes import Mode
-from replicax.errors import ReplicaxError
+from replicax.errors import LossError, ReplicaxError
+from replicax.train.guarded import NOT_FINITE
 from replicax.verify.check import FAIL, PASS, SKIP, Check
 from replicax.verify.facts import Facts
 from replicax.verify.subject import Case, Subject
@@ -61,4 +62,6 @@ def _digest(subject: Subject, facts: Facts, case: Case) -> str:
     metrics: dict[str, Any] = {}
     for _ in range(STEPS):
         state, metrics = dp.step(state, batch)
-    return sha256((state, dict(metrics)))
+        if metrics.pop(NOT_FINITE):
+            raise LossError("the loss or its gradient is not finite, and the step is skipped")
+    return sha256((state, metrics))
