@@ -15,9 +15,9 @@ import exact_subjects
 import jax
 
 import replicax as rx
-from replicax.core.digest import sha256
 from replicax.core.exact import fix_threads
 from replicax.core.job import Job
+from replicax.train.fingerprint import sha256
 from replicax.train.host_memory import keep_freed_memory
 
 

@@ -42,8 +42,8 @@ from jax._src.distributed import global_state
 
 import replicax as rx
 from replicax.cluster.failure import end
-from replicax.core.digest import sha256
 from replicax.core.job import Job
+from replicax.train.fingerprint import sha256
 
 
 class Notes:

@@ -6,9 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from replicax.core.batch import Batch, host_rows, pad, place, row_count
+from replicax.core.batch import Batch, Share, host_rows, pad, row_count
 from replicax.core.mesh import by_rows, make_mesh
-from replicax.core.share import Share
 from replicax.errors import DataError
 
 
@@ -154,7 +153,7 @@ def test_whatever_asarray_reads_is_a_leaf() -> None:
 
 def test_place_splits_rows_over_all_devices() -> None:
     host = pad({"x": np.arange(32, dtype=np.uint8).reshape(16, 2)}, 16, np.arange(16))
-    batch = place(host, Share(by_rows(make_mesh()), 16))
+    batch = Share(by_rows(make_mesh()), 16).place(host)
     for array in (batch.data["x"], batch.mask, batch.index):
         assert len({shard.device for shard in array.addressable_shards}) == 8
         assert {shard.data.shape[0] for shard in array.addressable_shards} == {2}

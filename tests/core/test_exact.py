@@ -12,8 +12,8 @@ from support.cases import BATCH, CASES, DROPOUT_CASES, KEY, Case
 
 import replicax as rx
 from replicax.analysis.compiled import inspect
-from replicax.core.digest import sha256
 from replicax.core.reduction import REDUCTIONS
+from replicax.train.fingerprint import sha256
 
 ALL = {**CASES, **{f"{name}, dropout": case for name, case in DROPOUT_CASES.items()}}
 QUICK = ("weighted", "rnn", "linen", "nnx, dropout", "gpt2")

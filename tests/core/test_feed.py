@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.clock import Clock, is_waiting
-from support.waiting import until
+from support.waiting import HANG_SECONDS, until
 
 from replicax.core import feed as feed_module
-from replicax.core import prefetch as prefetch_module
 from replicax.core.batch import Batch
 from replicax.core.feed import Feed, Split
 from replicax.core.job import Alone
@@ -248,8 +247,7 @@ def test_breaking_off_ends_the_thread() -> None:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (feed_module, prefetch_module):
-        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(feed_module, "time", clock)
     return clock
 
 
@@ -276,6 +274,26 @@ def test_a_slow_loop_on_a_fast_source_hardly_waits(clock: Clock) -> None:
     for _ in made:
         clock.now += 0.05
     assert made.input_wait_fraction == 0.0
+
+
+def test_batches_that_are_ready_cost_no_waiting(clock: Clock) -> None:
+    one_is_taken, all_are_made = threading.Event(), threading.Event()
+
+    def loader() -> Iterator[np.ndarray]:
+        yield np.arange(16)
+        one_is_taken.wait(HANG_SECONDS)
+        for _ in range(3):
+            clock.now += 10.0  # while nobody waits for it
+            yield np.arange(16)
+        all_are_made.set()
+
+    made = feed(loader(), prefetch=3)
+    batches = iter(made)
+    next(batches)
+    one_is_taken.set()
+    assert all_are_made.wait(HANG_SECONDS)
+    assert len(list(batches)) == 3
+    assert made.wait_seconds == 0.0
 
 
 def test_a_feed_that_was_not_read_has_not_waited() -> None:

@@ -20,9 +20,9 @@ from jax import lax
 import replicax as rx
 from replicax.analysis.compiled import inspect
 from replicax.analysis.traffic import wire_bytes
-from replicax.core.digest import sha256
 from replicax.core.objective import StepSums
 from replicax.core.reduction import REDUCTIONS
+from replicax.train.fingerprint import sha256
 
 REPLICAS = 8
 ROWS = 32

@@ -15,7 +15,7 @@ import pytest
 
 import replicax as rx
 from replicax.core.data_parallel import DataParallel
-from replicax.core.random_keys import numbers
+from replicax.core.leaves import numbers
 from replicax.core.update import TrainState
 from replicax.train.records import Record
 

@@ -18,12 +18,12 @@ from support.command_line import Main
 from support.processes import SUPPORT, Ended, run_job
 
 import replicax as rx
-from replicax.core.digest import sha256
 from replicax.core.in_flight import STEPS_IN_FLIGHT
 from replicax.core.sources import as_source
 from replicax.errors import ConfigError, DivergedError, ReplicasDifferError
 from replicax.train.audit import Audit
 from replicax.train.dispatched import Place, dispatched
+from replicax.train.fingerprint import sha256
 from replicax.train.guarded import NOT_FINITE, guarded
 from replicax.train.snapshot import Snapshot
 

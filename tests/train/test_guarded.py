@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec
 from support.cases import BATCH, CASES, DROPOUT_CASES, Case
 
 import replicax as rx
-from replicax.core.digest import sha256
 from replicax.errors import LossError
+from replicax.train.fingerprint import sha256
 from replicax.train.guarded import (
     NOT_FINITE,
     SPIKE,

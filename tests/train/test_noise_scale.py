@@ -16,8 +16,8 @@ from support.command_line import REGRESSION, Main, one_line
 from support.processes import run_job
 
 import replicax as rx
-from replicax.core.digest import sha256
 from replicax.errors import ConfigError
+from replicax.train.fingerprint import sha256
 from replicax.train.noise_scale import (
     NoiseScale,
     _student,

@@ -7,7 +7,7 @@ from typing import Any
 from replicax.core.batch import Batch
 from replicax.core.data_parallel import DataParallel
 from replicax.core.job import Job
-from replicax.core.sources import IterableSource, Source, as_source, can_shuffle
+from replicax.core.sources import Source, as_source, can_shuffle
 from replicax.errors import ConfigError
 
 
@@ -62,4 +62,4 @@ def check_source(source: Any, batch_size: int, job: Job) -> bool:
             f"the source has batches of {opened.batch_size} rows and batch_size={batch_size}; they "
             "are the same: change one"
         )
-    return opened is not source and not isinstance(opened, IterableSource)
+    return opened is not source and opened.any_size

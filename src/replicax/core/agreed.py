@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from replicax.core.digest import describe_leaves
 from replicax.core.job import Job
+from replicax.core.leaves import describe_leaves
 from replicax.core.models.definition import PyTree
 from replicax.core.program import Configuration
 

@@ -1,19 +1,20 @@
 """One epoch of batches on the devices: padded to one size, split, and prefetched."""
 
+import contextlib
 import dataclasses
 import itertools
+import queue
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
 
-from replicax.core.batch import Batch, masked, pad, place
-from replicax.core.job import Job
-from replicax.core.prefetch import Prefetch
-from replicax.core.share import Share
+from replicax.core.batch import Batch, Share, pad
+from replicax.core.job import Alone, Job
 from replicax.core.sources import PerProcessSource, Source
 from replicax.errors import ConfigError, DataError
 
@@ -26,11 +27,7 @@ class Split:
     micro_batches: int
 
     def padded(self, batch_size: int) -> int:
-        """`batch_size` rounded up to a whole number of rows for every micro-batch of every replica.
-
-        Raises:
-            ConfigError: fewer rows than there are micro-batches in all.
-        """
+        """Return `batch_size` rounded up to equal micro-batches; each needs a row."""
         parts = self.replicas * self.micro_batches
         if batch_size < parts:
             micro = f" x {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
@@ -61,12 +58,10 @@ class Feed:
         first: int = 0,
         prefetch: int = 2,
     ) -> None:
-        self.source = source
-        self.split = split
-        self.epoch = epoch
-        self.first = first
+        self.source, self.split, self.epoch, self.first = source, split, epoch, first
         self._sharding, self._job, self._prefetch = sharding, job, prefetch
-        self._items: Prefetch[Batch] | None = None
+        self.wait_seconds = 0.0
+        """Time that the loop over the newest pass has waited for a batch."""
         self._elapsed_seconds = 0.0
         if prefetch < 1:
             raise ConfigError(f"prefetch={prefetch}; at least 1 batch is made ahead: raise it")
@@ -91,125 +86,131 @@ class Feed:
         return None if last is None else self.split.padded(self.source.batch_size) - last
 
     @property
-    def wait_seconds(self) -> float:
-        """Time that the loop over the newest pass has waited for a batch."""
-        return self._items.wait_seconds if self._items else 0.0
-
-    @property
     def input_wait_fraction(self) -> float:
         """Share of the newest pass's wall time that its loop waited for a batch."""
         return self.wait_seconds / self._elapsed_seconds if self._elapsed_seconds else 0.0
 
     def __iter__(self) -> Generator[Batch]:
-        topic = self._agree()
-        closing = threading.Event()
-        self._items = items = Prefetch(partial(self._batches, topic, closing), self._prefetch)
-        started = time.perf_counter()
+        if self._job.processes > 1:
+            place = {"epoch": self.epoch, "first": self.first}
+            self._job.agree("the data", {**self.source.fingerprint(), **place})
+        topic = self._job.unique("a pass over the data")
+        items = prefetched(partial(self._batches, topic), self._prefetch)
+        self.wait_seconds, started = 0.0, time.perf_counter()
         self._job.move()
         try:
-            for batch in items:
-                self._elapsed_seconds = time.perf_counter() - started
+            while True:
+                asked = time.perf_counter()
+                batch = next(items, None)
+                now = time.perf_counter()
+                self.wait_seconds += now - asked
+                self._elapsed_seconds = now - started
+                if batch is None:
+                    return
                 yield batch
         finally:
-            closing.set()
             items.close()
             self._job.rest()
             self._elapsed_seconds = time.perf_counter() - started
 
-    def _agree(self) -> str:
-        """That all processes read the same; returns a name for this pass, the same in all."""
-        if self._job.processes > 1:
-            place = {"epoch": self.epoch, "first": self.first}
-            self._job.agree("the data", {**self.source.fingerprint(), **place})
-        return self._job.unique("a pass over the data")
+    def _batches(self, topic: str, closing: threading.Event) -> Iterator[Batch]:
+        own = isinstance(self.source, PerProcessSource) or self._sharding.is_fully_addressable
+        for batch, share in self._own(topic, closing) if own else self._common():
+            yield share.place(dataclasses.replace(batch, feed_padding=self.padding))
 
-    def _batches(self, topic: str, closing: threading.Event) -> Generator[Batch]:
-        if isinstance(self.source, PerProcessSource):
-            parts = self._joint(self.source, topic, closing)
-        elif self._sharding.is_fully_addressable:
-            parts = self._whole()
-        else:
-            parts = self._shared()
-        share = None
-        for batch, size in parts:
-            share = share or Share(self._sharding, size)
-            yield place(dataclasses.replace(batch, feed_padding=self.padding), share)
-        if share is None and not self.first:
-            raise DataError("the source gave no batch; give at least 1")
-
-    def _whole(self) -> Iterator[tuple[Batch, int]]:
-        """Batches of which this process holds every row, each with its padded size."""
-        size = self.source.batch_size
-        skipped = self.first if size else 0  # else the epoch's first batch has to tell
-        epoch = self.source.epoch(self.epoch, first=skipped)
-        for number, (data, index) in enumerate(epoch, skipped):
-            size = size or len(index)
-            if number < self.first:
-                continue
-            padded = self.split.padded(size)
-            yield pad(data, padded, _fitting(index, size)), padded
-
-    def _shared(self) -> Iterator[tuple[Batch, int]]:
+    def _common(self) -> Iterator[tuple[Batch, Share]]:
         """Of batches that every process could read, the rows that this one holds."""
-        padded = self.split.padded(self.source.batch_size)
-        held = Share(self._sharding, padded).held
-        counts: list[int] = []
+        source = self.source
+        if source.rows is None:
+            kind = "a Grain IterDataset" if source.any_size else "an iterable of batches"
+            raise ConfigError(
+                f"{kind} in a job of several processes; each would read all of it: wrap what is "
+                "this process's own in rx.PerProcess(...), or give arrays or a Grain MapDataset"
+            )
+        share = Share(self._sharding, self.split.padded(source.batch_size))
+        epoch = source.epoch(self.epoch, share.held, self.first)
+        for number, (data, index) in enumerate(epoch, self.first):
+            rows = min(source.batch_size, source.rows - number * source.batch_size)
+            mask = (share.held < rows).astype(np.float32)
+            yield Batch(data, mask, index.astype(np.int32), rows), share
 
-        def pick(rows: int) -> np.ndarray:
-            counts.append(rows)
-            return held % rows
-
-        epoch = self.source.epoch(self.epoch, pick, self.first)
-        for number, (data, index) in enumerate(epoch):
-            yield masked(data, index, held < counts[number], counts[number]), padded
-
-    def _joint(
-        self, source: PerProcessSource, topic: str, closing: threading.Event
-    ) -> Iterator[tuple[Batch, int]]:
-        """Batches that each process has a part of, until the last one has no more."""
-        processes, process = self._job.processes, self._job.process
-        size, last = source.batch_size, None
+    def _own(self, topic: str, closing: threading.Event) -> Iterator[tuple[Batch, Share]]:
+        """Batches of which this process has its own part, until no process has any more."""
+        source, job, size = self.source, self._job, self.source.batch_size
+        if isinstance(source, PerProcessSource):
+            source = source.own
+        else:
+            job = Alone()
         # Where this process's rows end before `first`, its last batch gives the shapes.
-        own = source.own.batches
-        skipped = 0 if own is None else min(self.first, max(own - 1, 0))
-        epoch = itertools.chain(source.epoch(self.epoch, first=skipped), _NOTHING)
-        for number, part in enumerate(epoch, skipped):
+        skipped = 0 if source.batches is None else min(self.first, source.batches - 1)
+        parts = itertools.chain(source.epoch(self.epoch, first=skipped), itertools.repeat(None))
+        data, index, share = None, np.empty(0, int), None
+        for number, part in enumerate(parts, skipped):
+            rows = 0
             if part is not None:
                 data, index = part
-                size = size or len(index) * processes
-                last = data, _fitting(index, size // processes) * processes + process
+                rows = len(index)
+                size = size or rows * job.processes
+                if rows > size // job.processes:
+                    raise DataError(
+                        f"a batch has {rows} rows and the batch size is {size // job.processes}; "
+                        "no batch may be larger: raise batch_size or cut the loader's batches"
+                    )
             if number < self.first:
                 continue
-            if last is None:
-                raise DataError("this process's source gave no batch; each needs at least 1")
-            rows = len(last[1]) if part is not None else 0
-            counts = self._job.gather(topic, rows, cancelled=closing.is_set)
+            if data is None:
+                raise DataError("this process's source gave no batch; give at least 1")
+            counts = job.gather(topic, rows, cancelled=closing.is_set)
             if not any(counts):
                 return
-            padded = self.split.padded(size)
-            _check_parts(Share(self._sharding, padded), processes)
-            batch = pad(last[0], padded // processes, last[1])
-            real = np.arange(padded // processes) < rows
-            yield masked(batch.data, batch.index, real, sum(counts)), padded
+            if share is None:
+                share = Share(self._sharding, self.split.padded(size))
+                if len(share.held) * job.processes != share.size:
+                    raise ConfigError(
+                        f"this process holds {len(share.held)} of {share.size} rows and there are "
+                        f"{job.processes} processes; rx.PerProcess needs as many replicas on each "
+                        "and none on two: change the mesh, or give all the data to every process"
+                    )
+            batch = pad(data, share.size // job.processes, index * job.processes + job.process)
+            mask = batch.mask if rows else np.zeros_like(batch.mask)
+            yield dataclasses.replace(batch, mask=mask, rows=sum(counts)), share
 
 
-_NOTHING = itertools.repeat(None)
+def prefetched(items: Callable[[threading.Event], Iterator[Any]], depth: int) -> Generator[Any]:
+    """Yield `items(closing)`, which runs in a thread at most `depth` items ahead.
 
+    An error in the thread is raised where the item would have come. The thread ends with the
+    iteration, exhausted, broken off or forgotten: `closing` is set then.
+    """
+    made: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(depth)
+    closing = threading.Event()
 
-def _check_parts(share: Share, processes: int) -> None:
-    if len(share.held) * processes != share.size:
-        raise ConfigError(
-            f"this process holds {len(share.held)} of {share.size} rows and there are {processes} "
-            "processes; rx.PerProcess needs as many replicas on each and none on two: change the "
-            "mesh, or give all the data to every process"
-        )
+    def put(item: Any, error: BaseException | None = None) -> bool:
+        while not closing.is_set():
+            with contextlib.suppress(queue.Full):
+                made.put((item, error), timeout=0.1)
+                return True
+        return False
 
+    def produce() -> None:
+        try:
+            if all(map(put, items(closing))):
+                put(None, StopIteration())
+        except BaseException as error:  # it belongs to the consumer, whatever it is
+            put(None, error)
 
-def _fitting(index: np.ndarray, size: int) -> np.ndarray:
-    """`index`, of no more than `size` rows."""
-    if len(index) > size:
-        raise DataError(
-            f"a batch has {len(index)} rows and the batch size is {size}; no batch may be "
-            "larger: raise batch_size or cut the loader's batches"
-        )
-    return index
+    thread = threading.Thread(target=produce, name="replicax-prefetch", daemon=True)
+    thread.start()
+    try:
+        while True:
+            item, error = made.get()
+            if isinstance(error, StopIteration):
+                return
+            if error is not None:
+                raise error
+            yield item
+    finally:
+        closing.set()
+        while not made.empty():
+            made.get_nowait()
+        thread.join(timeout=5.0)  # a loader that hangs must not hang its reader

@@ -7,26 +7,20 @@ from replicax.core.in_flight import InFlight
 
 
 class Job(Protocol):
-    """The processes that compute together. All call its methods alike, in the same order."""
+    """The processes that compute together. All call its methods alike, in the same order.
 
-    @property
-    def process(self) -> int:
-        """Rank of this process, from 0."""
+    A `topic` says in words what a call is about. Values are what JSON can hold.
+    """
 
-    @property
-    def processes(self) -> int:
-        """Number of processes."""
-
-    @property
-    def in_flight(self) -> InFlight:
-        """Tracker of every step that this process gives to the devices."""
+    process: int
+    """Rank of this process, from 0."""
+    processes: int
+    """Number of processes."""
+    in_flight: InFlight
+    """Tracker of every step that this process gives to the devices."""
 
     def agree(self, topic: str, fields: Mapping[str, Any]) -> None:
-        """Return once all processes have called this with equal `fields`.
-
-        Args:
-            topic: what they are about, in words.
-            fields: JSON values and nested mappings of them.
+        """Return once all processes have called this with equal `fields`, nested or not.
 
         Raises:
             AgreementError: in every process, with the field and the processes that differ.
@@ -43,8 +37,8 @@ class Job(Protocol):
         """All-gather: return `value` of every process, in order.
 
         Args:
-            topic: what it is about, in words.
-            value: what JSON can hold.
+            topic: what it is about.
+            value: of this process.
             slow: whether others may take an hour for theirs; by default as long as each may go
                 without progress.
             cancelled: asked now and then; once it is true, the result is empty.
@@ -53,9 +47,7 @@ class Job(Protocol):
     def broadcast(self, topic: str, find: Callable[[], Any]) -> Any:
         """Return in every process what `find` returns in process 0, or raise what it raises there.
 
-        Args:
-            topic: what it is about, in words.
-            find: called in process 0 alone; returns what JSON can hold.
+        It is called in process 0 alone.
         """
 
     def barrier(self, topic: str) -> None:
@@ -79,30 +71,16 @@ class Alone:
     def __init__(self) -> None:
         self.in_flight = InFlight()
 
-    def agree(self, topic: str, fields: Mapping[str, Any]) -> None:
-        pass
+    def agree(self, topic: str, fields: Mapping[str, Any]) -> None: ...
+    def barrier(self, topic: str) -> None: ...
+    def move(self) -> None: ...
+    def rest(self) -> None: ...
 
-    def gather(
-        self,
-        topic: str,
-        value: Any,
-        *,
-        slow: bool = False,
-        cancelled: Callable[[], bool] | None = None,
-    ) -> list[Any]:
+    def gather(self, topic: str, value: Any, **options: Any) -> list[Any]:
         return [value]
 
     def broadcast(self, topic: str, find: Callable[[], Any]) -> Any:
         return find()
 
-    def barrier(self, topic: str) -> None:
-        pass
-
     def unique(self, topic: str) -> str:
         return topic
-
-    def move(self) -> None:
-        pass
-
-    def rest(self) -> None:
-        pass

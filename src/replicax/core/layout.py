@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from replicax.core.leaves import is_random_key, numbers
 from replicax.core.mesh import DATA, AnyMesh, by_rows, replica_count, replicated
-from replicax.core.random_keys import is_random_key, numbers
 from replicax.core.update import TrainState
 from replicax.errors import ConfigError, choose
 

@@ -12,7 +12,7 @@ import optax
 from jax.sharding import Mesh
 
 from replicax.core.accumulate import Accumulator, Apply, Sequential
-from replicax.core.batch import Batch, described, host_rows, pad, place, row_count
+from replicax.core.batch import Batch, Share, described, host_rows, pad, row_count
 from replicax.core.checks import check_loss, check_optimizer, check_outside_jit
 from replicax.core.feed import Split
 from replicax.core.job import Alone, Job
@@ -31,7 +31,6 @@ from replicax.core.modes import Mode, as_mode, lift
 from replicax.core.objective import LossFunction, Objective
 from replicax.core.precision import Precision
 from replicax.core.reduction import REDUCTIONS, Reduction, as_reduction
-from replicax.core.share import Share
 from replicax.core.update import TrainState, apply_gradient, create, score, takes_value, update
 from replicax.errors import ConfigError, StateError
 
@@ -184,8 +183,7 @@ class Program:
         size = self.split.padded(rows)
         if rows < size or not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(data)):
             data = host_rows(data, copy=True)
-        share = Share(by_rows(self.mesh), size)
-        return place(share.part(pad(data, size, np.arange(rows))), share)
+        return Share(by_rows(self.mesh), size).place(pad(data, size, np.arange(rows)))
 
     def abstract_state(self) -> TrainState:
         """Return the shapes of a state with their shardings."""

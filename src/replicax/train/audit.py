@@ -10,7 +10,7 @@ import numpy as np
 from replicax.core.batch import Batch
 from replicax.core.data_parallel import DataParallel
 from replicax.core.mesh import replica_count
-from replicax.core.sources import Source, can_repeat
+from replicax.core.sources import Source
 from replicax.core.update import TrainState
 from replicax.errors import ConfigError, DivergedError, ReplicasDifferError, did_you_mean
 from replicax.train.dispatched import Dispatched, Place
@@ -66,7 +66,7 @@ class Audit:
         self._every, self._restores = every, on_divergence == "restore"
         self._fingerprint = Fingerprint(state)
         self._devices = list(dp.mesh.devices.flat)
-        self.keeps = self._restores or (replica_count(dp.mesh) == 2 and can_repeat(source))
+        self.keeps = self._restores or (replica_count(dp.mesh) == 2 and source.can_repeat)
         self._snapshot: Snapshot | None = None
         self._taken = self._read = -1  # the last steps of which a fingerprint was taken, and read
         self._in_a_row = 0
@@ -349,7 +349,7 @@ def _check(dp: DataParallel, source: Source, every: int, on_divergence: str) -> 
             f"audit_every={every} on 1 device; an audit compares the copies of several, and there "
             "is nothing to compare with one device: leave it out, or use more devices"
         )
-    if on_divergence == "restore" and not can_repeat(source):
+    if on_divergence == "restore" and not source.can_repeat:
         raise ConfigError(
             "on_divergence='restore' with an iterator of batches, which cannot go back to an "
             "earlier one; give a list, a loader that can be iterated again, or arrays"

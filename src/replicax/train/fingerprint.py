@@ -6,6 +6,7 @@ longer equal. Here each device sums up its own.
 
 import collections
 import dataclasses
+import hashlib
 from functools import lru_cache, partial
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from replicax.core.leaves import numbers
 from replicax.core.models.definition import PyTree
 
 _SPREAD = np.uint32(0x9E3779B1), np.uint32(0x85EBCA77)  # primes, as xxHash has them
@@ -217,3 +219,13 @@ def _bytes(dtype: Any) -> int:
             * 4
         )
     return int(dtype.itemsize)
+
+
+def sha256(data: PyTree) -> str:
+    """Return the SHA-256, in hex, of the path, dtype, shape and bits of each array in `data`."""
+    digest = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(data):
+        array = np.ascontiguousarray(numbers(leaf))
+        digest.update(f"{jax.tree_util.keystr(path)} {array.dtype}{array.shape}".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 
 from replicax.core.data_parallel import DataParallel
-from replicax.core.digest import sha256
 from replicax.core.feed import Feed
 from replicax.core.sources import as_source, can_shuffle
 from replicax.core.update import TrainState
@@ -17,6 +16,7 @@ from replicax.errors import ConfigError, MissingDependencyError
 from replicax.train.audit import Audit
 from replicax.train.bad_steps import BadSteps
 from replicax.train.curves import COLOURS, draw_curves
+from replicax.train.fingerprint import sha256
 from replicax.train.goodput import Ledger
 from replicax.train.guarded import guarded, with_losses
 from replicax.train.interrupt import Interrupt

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from replicax.core.random_keys import is_random_key, numbers
+from replicax.core.leaves import is_random_key, numbers
 from replicax.core.update import TrainState
 
 

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from replicax.core.digest import sha256
 from replicax.core.modes import Mode
 from replicax.errors import LossError, ReplicaxError
+from replicax.train.fingerprint import sha256
 from replicax.train.guarded import NOT_FINITE
 from replicax.verify.check import FAIL, PASS, SKIP, Check
 from replicax.verify.facts import Facts

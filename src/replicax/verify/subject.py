@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from replicax.core.batch import Batch, host_rows, place, row_count
+from replicax.core.batch import Batch, Share, host_rows, row_count
 from replicax.core.data_parallel import DataParallel
 from replicax.core.loss import LOSS
 from replicax.core.mesh import by_rows, make_mesh, replica_count
@@ -18,7 +18,6 @@ from replicax.core.models.definition import PyTree, View
 from replicax.core.models.split import split_model
 from replicax.core.modes import MODES, Mode
 from replicax.core.objective import Objective, StepSums
-from replicax.core.share import Share
 from replicax.core.update import TrainState, step_key, takes_value
 from replicax.errors import LossError
 from replicax.train.guarded import NOT_FINITE, guarded, reads
@@ -155,7 +154,7 @@ class Subject:
 
     def batch_on(self, case: Case, batch: Batch) -> Batch:
         """`batch` where the step of `case` has it."""
-        return place(batch, Share(by_rows(self.parallel(case).mesh), batch.size))
+        return Share(by_rows(self.parallel(case).mesh), batch.size).place(batch)
 
     # What it is run on.
 

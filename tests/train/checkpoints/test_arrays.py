@@ -16,7 +16,7 @@ from support.resumable import bits, data_parallel, fit, model, no_curves, rows
 from support.saved_checkpoint import sealed
 
 import replicax as rx
-from replicax.core.random_keys import is_random_key
+from replicax.core.leaves import is_random_key
 from replicax.core.update import TrainState
 from replicax.errors import CheckpointError
 from replicax.train.checkpoints.arrays import array_entries, begin_writing, read

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax.core.random_keys import is_random_key, numbers
+from replicax.core.leaves import is_random_key, numbers
 from replicax.core.update import TrainState
 from replicax.errors import CheckpointError, require
 from replicax.train.checkpoints.manifest import ArrayEntry
