@@ -11,6 +11,7 @@ from verify import zoo_recipes as zoo
 import replicax as rx
 from replicax.errors import LossError
 from replicax.verify.check import Check
+from replicax.verify.exactness import check_exactness
 from replicax.verify.facts import examine
 from replicax.verify.parity import Parity
 from replicax.verify.subject import Subject
@@ -46,7 +47,7 @@ def half_in_bfloat16() -> dict[str, jax.Array]:
     return {**network, "last": network["last"].astype(jnp.bfloat16)}
 
 
-@pytest.mark.parametrize("mode", ["jit", "shard_map"])
+@pytest.mark.parametrize("mode", ["jit", pytest.param("shard_map", marks=pytest.mark.slow)])
 def test_a_bfloat16_leaf_among_float32_ones_passes_and_trains(mode: str) -> None:
     dp = data_parallel(zoo.good, optax.adam(1e-2), mode=mode)
     verification = rx.verify(dp, half_in_bfloat16(), zoo.data(), modes=[mode], micro_batches=1)
@@ -66,11 +67,15 @@ def not_finite_on_few_rows(model: Any, batch: Any, key: Any) -> Any:
     return values + jnp.sqrt(0 * model["bias"][0])
 
 
-def test_a_step_that_is_skipped_fails() -> None:
-    dp = data_parallel(not_finite_on_few_rows, optax.adam(1e-2), mode="shard_map")
+@pytest.mark.parametrize("mode", ["shard_map", pytest.param("exact", marks=pytest.mark.slow)])
+def test_a_step_that_is_skipped_fails(mode: str) -> None:
+    dp = data_parallel(not_finite_on_few_rows, optax.adam(1e-2), mode=mode)
     of = Subject(dp, zoo.network(), zoo.data(), 1, 0)
-    checks: list[Check] = list(Parity(of, examine(of), lambda text: None).checks([of.own]))
-    assert [check.verdict for check in checks] == ["fail"] * 3
+    facts = examine(of)
+    checks: list[Check] = list(Parity(of, facts, lambda text: None).checks([of.own]))
+    if dp.mode.bitwise:
+        checks.append(check_exactness(of, facts, dp.mode, lambda text: None))
+    assert {check.verdict for check in checks} == {"fail"}
     assert all("skipped" in check.found for check in checks)
 
 

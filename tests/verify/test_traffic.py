@@ -1,11 +1,17 @@
 """Bytes and FLOPs against what is needed."""
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
+import optax
 import pytest
+from jax.sharding import PartitionSpec
 from verify import zoo_recipes as zoo
 
 import replicax as rx
 from replicax.analysis.compiled import Collectives, CompiledStep
+from replicax.core.modes import MODES
 from replicax.verify.facts import examine
 from replicax.verify.subject import Case, Subject
 from replicax.verify.traffic import (
@@ -15,6 +21,10 @@ from replicax.verify.traffic import (
     check_work,
     read_programs,
 )
+
+
+def with_offset(model: Any, batch: Any, key: Any) -> Any:
+    return zoo.errors(model, batch) + 1e-3 * jnp.sum(model["offset"] ** 2)
 
 
 @pytest.fixture(scope="module")
@@ -29,11 +39,11 @@ def program(case: Case, count: int, size: int, flops: int = 100) -> Program:
 
 
 def test_the_least_is_the_gradient_and_two_numbers_a_metric(subject: Subject) -> None:
-    assert bytes_needed(subject) == 4 * (6 * 8 + 8 + 8 * 4) + 8
+    assert bytes_needed(subject, subject.own) == 4 * (6 * 8 + 8 + 8 * 4) + 8
 
 
 def test_what_is_compiled_needs_the_least(subject: Subject) -> None:
-    cases = [Case("shard_map", count, 4) for count in (1, 2)]
+    cases = [subject.case(MODES["shard_map"], count) for count in (1, 2)]
     programs = read_programs(subject, cases, lambda text: None)
     checks = list(check_traffic(subject, examine(subject), programs))
     assert [check.verdict for check in checks] == ["pass", "pass"]
@@ -52,7 +62,7 @@ def test_verdicts_by_bytes(subject: Subject, count: int, size: int, verdict: str
 
 def test_reductions_that_grow_with_micro_batches(subject: Subject) -> None:
     """They fail where the user trains so, and are worth a word elsewhere."""
-    cases = [Case("shard_map", count, 4) for count in (1, 2)]
+    cases = [subject.case(MODES["shard_map"], count) for count in (1, 2)]
     programs = {case: program(case, case.micro_batches, 360) for case in cases}
     facts = examine(subject)
     one, two = check_traffic(subject, facts, programs)
@@ -73,3 +83,35 @@ def test_work(subject: Subject, flops: int, verdict: str) -> None:
     programs = {subject.own: program(subject.own, 1, 360, flops)}
     (check,) = check_work(subject, programs, CompiledStep(None, 100, ()))
     assert check.verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("data", "rules", "times", "verdict"),
+    [
+        (2, {"first": (None, "model"), "bias": ("model",), "last": ("model",)}, 1, "pass"),
+        (2, {"offset": ("model",)}, 2, "fail"),
+        (1, {"offset": ("model",)}, 4, "fail"),
+    ],
+)
+def test_work_is_that_of_all_devices(
+    data: int, rules: dict[str, Any], times: int, verdict: str
+) -> None:
+    """Those of a replica that split no product of the model compute the same."""
+    mesh = rx.make_mesh(data, 4 // data, devices=jax.devices()[:4])
+    layout = [(path, PartitionSpec(*spec)) for path, spec in rules.items()]
+    dp = rx.DataParallel(with_offset, optax.adam(1e-2), mesh=mesh, layout=layout)
+    of = Subject(dp, {**zoo.network(), "offset": jnp.ones(8)}, zoo.data(), 1, 0)
+    programs = read_programs(of, [of.own, of.single], lambda text: None)
+    (check, _) = check_work(of, programs, programs[of.single].step)
+    assert check.verdict == verdict
+    assert 4 * check.figures["flops_per_device"] == times * check.figures["flops_of_one"]
+
+
+def test_a_frozen_parameter_is_not_reduced() -> None:
+    """The optimizer does not read its gradient, so that nobody computes it."""
+    mesh = rx.make_mesh(devices=jax.devices()[:4])
+    dp = rx.DataParallel(zoo.good, zoo.frozen_optimizer(), mesh=mesh, mode="shard_map")
+    of = Subject(dp, zoo.network(), zoo.data(), 1, 0)
+    (check,) = check_traffic(of, examine(of), read_programs(of, [of.own], lambda text: None))
+    assert check.verdict == "pass"
+    assert check.figures["bytes"] == 2 * 3 / 4 * (4 * (8 + 8 * 4) + 8)

@@ -1,7 +1,7 @@
 """N devices against one: loss, metrics, gradient, parameters and extras, leaf by leaf."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -119,15 +119,17 @@ class Parity:
             for prefix, here, there, bound in pairs
             for each in differences(here, there, bound)
         ]
-        figures = {"against": reference.name, "differing": len(found_all)}
+        figures: dict[str, Any] = {"against": reference.name, "differing": len(found_all)}
         if not found_all:
-            share = _largest_share(pairs[:1])
+            scales = {path: np.abs(value).max(initial=0) for path, value in pairs[0][2].items()}
+            share = _largest_share(found.measured, expected.measured, scales)
+            figures |= {"largest": share, "of_bound": _largest_share(*pairs[0][1:])}
             text = f"as {reference.name}, to {share:.1e} of each leaf's scale"
-            return Check("parity", name, PASS, text, "", {**figures, "largest": share})
+            return Check("parity", name, PASS, text, "", figures)
         verdict: Verdict = FAIL
         if self._facts.rows.kind == DEPENDENT and case != self._subject.own:
             verdict = SKIP
-        cause = self._cause(case, kind, found, reference, found_all)
+        cause = self._cause(case, kind, found, reference, allowed, found_all)
         first = found_all[0]
         count = sum(len(there) for _, _, there, _ in pairs)
         text = f"{first}; {len(found_all)} of {count} leaves, against {reference.name}"
@@ -139,6 +141,7 @@ class Parity:
         kind: str,
         found: Result,
         reference: _Reference,
+        allowed: Leaves,
         differing: list[Difference],
     ) -> str:
         rows = self._facts.rows
@@ -154,7 +157,7 @@ class Parity:
             Evidence(
                 found.measured,
                 reference.result.measured,
-                reference.bounds,
+                allowed,
                 batch.size,
                 self._subject.replicas if case.draws_apart else 1,
                 case.micro_batches,
@@ -232,13 +235,14 @@ class Parity:
         return {FULL: subject.full, PADDED: subject.padded, WEIGHTED: subject.weighted}[kind]
 
 
-def _largest_share(pairs: Iterable[tuple[str, Leaves, Leaves, Leaves]]) -> float:
-    """Over all leaves of floats: the largest difference over the leaf's largest value."""
+def _largest_share(
+    found: Leaves, expected: Leaves, scales: Mapping[str, np.ndarray | float]
+) -> float:
+    """Over all leaves: the largest difference, as a share of the leaf's scale."""
     shares = [0.0]
-    for _, here, there, _ in pairs:
-        for path, value in there.items():
-            gap = np.abs(np.asarray(here[path], np.float64) - value)
-            scale = np.max(np.abs(value), initial=0.0)
-            if np.isfinite(scale) and scale:
-                shares.append(float(np.max(gap, initial=0.0) / scale))
+    for path, value in expected.items():
+        gap = np.abs(np.asarray(found[path], np.float64) - value)
+        scale = np.broadcast_to(scales.get(path, 0.0), gap.shape)
+        known = np.isfinite(scale) & (scale > 0)
+        shares.append(float(np.max(gap[known] / scale[known], initial=0.0)))
     return max(shares)

@@ -93,6 +93,7 @@ class Subject:
         self.trained = self._read_by_optimizer(params)
         self.own = self.case(dp.mode, dp.accumulate)
         self._made: dict[Case, DataParallel] = {}
+        self._reductions: dict[Case, PyTree] = {}
         self.state = self._warm_state()
 
     # How it is run.
@@ -145,8 +146,9 @@ class Subject:
         dp = self.parallel(case)
         abstract = dp.abstract_state(self._model)
         if jax.tree.leaves(abstract.reduction):
-            first = dp.init(self._model, seed=self._seed)
-            state = dataclasses.replace(state, reduction=first.reduction)
+            if case not in self._reductions:
+                self._reductions[case] = dp.init(self._model, seed=self._seed).reduction
+            state = dataclasses.replace(state, reduction=self._reductions[case])
         placed: TrainState = jax.device_put(
             state, jax.tree.map(lambda leaf: leaf.sharding, abstract)
         )
