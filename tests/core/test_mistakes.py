@@ -47,8 +47,9 @@ class TorchLike:
 @pytest.mark.parametrize(
     ("optimizer", "name"),
     [
-        (optax.adam, "adam(learning_rate)"),
-        (optax.MultiSteps, "MultiSteps(learning_rate)"),
+        (optax.adam, "adam, not called"),
+        (optax.MultiSteps, "MultiSteps, not called"),
+        (optax.constant_schedule(0.1), "not called"),
         (0.1, "float"),
         ("adam", "str"),
         (nnx.Optimizer(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), optax.sgd(0.1), wrt=nnx.Param), "Opti"),
@@ -61,7 +62,7 @@ class TorchLike:
 def test_what_is_no_optimizer_is_refused_by_the_constructor(optimizer: Any, name: str) -> None:
     said = refusal(rx.ConfigError, lambda: rx.DataParallel(loss, optimizer))
     assert name in said
-    assert "optax" in said or "call it" in said
+    assert "optax" in said
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_what_optax_makes_is_an_optimizer(optimizer: Any) -> None:
     assert int(state.step) == 1
 
 
-def two(model: Any, batch: Any) -> Any:
+def two(model, batch) -> Any:
     return loss(model, batch, None)
 
 
@@ -99,11 +100,11 @@ class Loss:
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (two, ["(model: Any, batch: Any)", "3 arguments"]),
+        (two, ["(model, batch)", "3 arguments"]),
         (lambda batch: batch, ["(batch)", "3 arguments"]),
         (lambda model, batch, key, state: batch, ["(model, batch, key, state)", "3 arguments"]),
         (lambda model, batch, *, key: batch, ["key", "3 arguments"]),
-        (jax.jit(two), ["(model: Any, batch: Any)", "3 arguments"]),
+        (jax.jit(two), ["(model, batch)", "3 arguments"]),
         (optax.adam(0.1), ["GradientTransformation"]),
         ("mse", ["str"]),
         (None, ["NoneType"]),

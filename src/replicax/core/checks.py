@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
-import optax
 
 from replicax.core.update import TrainState
 from replicax.errors import ConfigError, StateError
@@ -30,26 +29,21 @@ def check_loss(loss: Any) -> None:
         signature.bind(None, None, None)
     except TypeError as error:
         raise ConfigError(
-            f"the loss takes {signature} and is called with 3 arguments, loss(model, batch, key): "
-            f"give it all three, whether it uses them or not ({error})"
+            f"the loss takes ({', '.join(signature.parameters)}) and is called with 3 arguments, "
+            f"loss(model, batch, key): let it take these, used or not ({error})"
         ) from error
 
 
 def check_optimizer(optimizer: Any) -> None:
     """Raise `ConfigError` if `optimizer` has no `init` and `update` as optax's have."""
-    if isinstance(optimizer, optax.GradientTransformation):
+    what = f"a {type(optimizer).__name__}"
+    if isinstance(optimizer, type) or inspect.isroutine(optimizer):
+        what = f"{optimizer.__name__}, not called"
+    elif all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         return
-    made = not isinstance(optimizer, type) and not inspect.isroutine(optimizer)
-    if made and all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
-        return
-    if made:
-        raise ConfigError(
-            f"the optimizer is a {type(optimizer).__name__}; it is an optax gradient "
-            "transformation: give optax.adam(1e-3), say"
-        )
-    name = getattr(optimizer, "__name__", "it")
     raise ConfigError(
-        f"the optimizer is {name} itself, which makes one; call it: {name}(learning_rate), say"
+        f"the optimizer is {what}; it is an optax gradient transformation: give optax.adam(1e-3), "
+        "say"
     )
 
 
