@@ -21,14 +21,14 @@ def describe(dp: DataParallel, state: TrainState, feed: Feed) -> list[str]:
     """The derived figures of a run, a line each."""
     arrays = jax.tree.leaves(state.params)
     parameters = sum(int(np.prod(array.shape)) for array in arrays)
-    devices = dp.mesh.devices.size
+    devices, reduction = dp.mesh.devices.size, dp.configuration.names()["reduction"]
     micro, word = dp.split.micro_batches, "micro-shard" if dp.mode.bitwise else "micro-batch"
     lines = [
         f"model  {_count(parameters, 'parameter')} in {_count(len(arrays), 'array')} · "
         f"{dp.precision.name}",
         f"mesh   {_count(devices, dp.mesh.devices.flat[0].device_kind + ' device')}"
         f"{_processes()} · {_count(replica_count(dp.mesh), 'replica')} · mode {dp.mode} · "
-        f"layout {dp.layout}",
+        f"layout {dp.layout}{'' if reduction == 'float32' else f' · {reduction} on the wire'}",
     ]
     size = feed.source.batch_size
     if size:
