@@ -25,7 +25,7 @@ from timing import RESULTS, environment, interleaved, ratios, save, spread
 
 import replicax as rx
 from replicax.analysis.compiled import inspect
-from replicax.core.threads import VARIABLE, fix_threads
+from replicax.core.exact import THREADS_VARIABLE, fix_threads
 from replicax.train.host_memory import keep_freed_memory
 
 NAMES = ("lenet", "cnn", "gpt2")
@@ -66,7 +66,7 @@ def _job(arguments: list[Any], processes: int) -> dict[str, Any]:
         launch = [sys.executable, "-m", "replicax", "launch", "--processes", str(processes), "--"]
         command = [*launch, *command]
     started = time.perf_counter()
-    own = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    own = {name: value for name, value in os.environ.items() if name != THREADS_VARIABLE}
     done = subprocess.run(
         command, capture_output=True, text=True, env={**own, "JAX_PLATFORMS": "cpu"}
     )

@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 from timing import environment, interleaved, ratios, save, spread
 
 import replicax as rx
-from replicax.core.mesh import by_rows, replicated
 from replicax.recipes.lenet import LeNet, logits
 from replicax.recipes.mlp import MLP, Network
 from replicax.train.host_memory import keep_freed_memory
@@ -34,12 +34,14 @@ OPTIMIZER = optax.sgd(0.1, momentum=0.9, nesterov=True)
 
 def hand_written(mean_loss: Any, mesh: jax.sharding.Mesh, optimizer: Any = OPTIMIZER) -> Any:
     """`jit` of the mean loss's gradient and the update, the state donated."""
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    by_rows = NamedSharding(mesh, PartitionSpec("data"))
 
     @functools.partial(
         jax.jit,
         donate_argnums=(0, 1),
-        in_shardings=(replicated(mesh), replicated(mesh), by_rows(mesh)),
-        out_shardings=replicated(mesh),
+        in_shardings=(everywhere, everywhere, by_rows),
+        out_shardings=everywhere,
     )
     def step(params: Any, opt_state: Any, batch: Any) -> Any:
         loss, gradient = jax.value_and_grad(mean_loss)(params, batch)
@@ -51,14 +53,13 @@ def hand_written(mean_loss: Any, mesh: jax.sharding.Mesh, optimizer: Any = OPTIM
 
 def hand_written_shard_map(mean_loss: Any, mesh: jax.sharding.Mesh) -> Any:
     """`shard_map` of the same on one replica's rows, with one pmean."""
-    spec = jax.sharding.PartitionSpec
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     @functools.partial(
         jax.shard_map,
         mesh=mesh,
-        in_specs=(spec(), spec(), spec("data")),
-        out_specs=spec(),
+        in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec("data")),
+        out_specs=PartitionSpec(),
         check_vma=False,
     )
     def step(params: Any, opt_state: Any, batch: Any) -> Any:
@@ -92,8 +93,9 @@ def steps_by_hand(
     optimizer: Any = OPTIMIZER,
 ) -> Any:
     """A function that takes `count` steps by hand."""
-    params = jax.device_put(jax.tree.map(jnp.copy, model), replicated(mesh))
-    opt_state = jax.device_put(optimizer.init(params), replicated(mesh))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    params = jax.device_put(jax.tree.map(jnp.copy, model), everywhere)
+    opt_state = jax.device_put(optimizer.init(params), everywhere)
 
     def run() -> None:
         nonlocal params, opt_state

@@ -28,7 +28,7 @@ CASE = CaseResult(
     peak_flops_per_second=None,
     product_flops_per_second=400e9,
     collectives=(),
-    least_collective_bytes=0,
+    least_sent_bytes=0,
     efficiency={STRONG: (1.0, 1.0, 1.0)},
 )
 ENVIRONMENT = {
@@ -83,7 +83,7 @@ def scaled(*devices: int, modes: tuple[str, ...] = ("jit", "shard_map", "pmap"))
                     seconds_per_step=seconds,
                     rows_per_second=tuple(256 / each for each in seconds),
                     collectives=(Collectives("all-reduce", 1, 4008),) if count > 1 else (),
-                    least_collective_bytes=4000 if count > 1 else 0,
+                    least_sent_bytes=4000 if count > 1 else 0,
                     efficiency={name: tuple(found[name][place]) for name in both},
                 )
             )
@@ -108,7 +108,7 @@ def extreme() -> Bench:
         flops_per_step=10**24,
         peak_flops_per_second=1e18,
         collectives=(Collectives("all-reduce", 123_456, 999_900_000_000),),
-        least_collective_bytes=999_900_000_000,
+        least_sent_bytes=999_900_000_000,
         efficiency={STRONG: (0.001, 1.2, 12.3), WEAK: (0.5, 1.2, 12.3)},
     )
     one = dataclasses.replace(case, devices=1, efficiency={STRONG: (1.0,) * 3, WEAK: (1.0,) * 3})

@@ -36,7 +36,7 @@ def part(count: int, seconds: float) -> Bench:
         seconds_per_step=runs,
         rows_per_second=tuple(128 * count / each for each in runs),
         collectives=reduced,
-        least_collective_bytes=4000 if count > 1 else 0,
+        least_sent_bytes=4000 if count > 1 else 0,
         product_flops_per_second=4e10 / seconds,
     )
     return make_bench(case, dataclasses.replace(case, mode="shard_map"), batch_size=128 * count)
@@ -65,7 +65,7 @@ def test_a_round_is_the_median_of_its_runs_and_is_compared_with_itself() -> None
     assert two.seconds_per_step == pytest.approx((0.125, 0.25, 0.375))
     assert two.rows_per_second == pytest.approx((2048, 1024, 256 / 0.375))
     assert two.efficiency == {"weak": pytest.approx((0.8, 0.8, 0.8))}
-    assert two.collective_bytes == 4008
+    assert two.sent_bytes == 4008
     assert (result.batch_size, result.pinned, result.scaled_over) == (256, True, "processes")
     assert result.rounds == 3
     assert result.notes[0] == "a"

@@ -68,10 +68,17 @@ def test_every_mode_is_measured_in_every_round(result: Bench) -> None:
 def test_collectives_are_counted_beside_the_least(result: Bench) -> None:
     (two,) = [case for case in result.cases if (case.mode, case.devices) == ("shard_map", 2)]
     assert two.collective_count == 1
-    assert two.collective_bytes == GRADIENT_BYTES + 8  # and the loss with its weight
-    assert two.least_collective_bytes == GRADIENT_BYTES == result.parameter_bytes
+    assert two.sent_bytes == GRADIENT_BYTES + 8  # and the loss with its weight
+    assert two.least_sent_bytes == GRADIENT_BYTES == result.parameter_bytes
     single = result.cases[0]
-    assert (single.mode, single.collectives, single.least_collective_bytes) == ("single", (), 0)
+    assert (single.mode, single.collectives, single.least_sent_bytes) == ("single", (), 0)
+
+
+def test_a_rounded_gradient_is_half_the_bytes() -> None:
+    result = run(devices=(2,), modes=["jit", "shard_map"], reduction="bfloat16")
+    (case,) = result.cases
+    assert (case.sent_bytes, case.least_sent_bytes) == (GRADIENT_BYTES / 2 + 8, GRADIENT_BYTES / 2)
+    assert result.notes[0].startswith("jit is left out: reduction='bfloat16'")
 
 
 def test_flops_are_of_all_devices(result: Bench) -> None:
@@ -113,7 +120,7 @@ def test_a_batch_that_does_not_divide_is_padded_and_noted() -> None:
 def test_a_layout_leaves_modes_out_with_a_note() -> None:
     result = run(layout="zero1", devices=(2,), modes=["single", "jit"])
     assert [case.mode for case in result.cases] == ["jit"]
-    assert result.cases[0].least_collective_bytes is None
+    assert result.cases[0].least_sent_bytes is None
     assert result.notes[0].startswith("single is left out: mode='single' with layout='zero1'")
 
 

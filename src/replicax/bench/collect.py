@@ -1,11 +1,10 @@
 """Runners that have run -> results, each compared with its mode's fewest devices."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 
+from replicax.analysis.traffic import sums_bytes, wire_bytes_of_all_reduce
 from replicax.bench.cases import STRONG, WEAK, Case
 from replicax.bench.measurement import Measurement
 from replicax.bench.peak import peak_flops_per_second
@@ -27,16 +26,17 @@ def case_results(
         tokens_per_row: for the throughput.
     """
     subject, runners = measurement.subject, measurement.runners
-    reduction, least = as_reduction(subject.reduction), None
+    reduction, gradient = as_reduction(subject.reduction), None
     if as_layout(subject.layout).is_whole and isinstance(reduction, Wire):
-        least = _gradient_bytes(next(iter(measurement.states.values())).params, reduction)
+        params = jax.tree.leaves(next(iter(measurement.states.values())).params)
+        gradient = sums_bytes(params, 0, reduction.dtype)
     efficiency = _efficiency_of_cases(runners)
     return tuple(
         _result(
             runner,
             tokens_per_row=tokens_per_row,
             product_rate=rates.get(runner.case.devices),
-            least=0 if runner.case.devices == 1 else least,
+            gradient_bytes=gradient,
             efficiency=efficiency[runner.case],
         )
         for runner in runners
@@ -77,12 +77,15 @@ def _result(
     *,
     tokens_per_row: int | None,
     product_rate: float | None,
-    least: int | None,
+    gradient_bytes: int | None,
     efficiency: dict[str, tuple[float, ...]],
 ) -> CaseResult:
     case, dp, compiled = runner.case, runner.dp, runner.compiled
     assert compiled is not None, "a runner is prepared before it runs"
     padded = dp.split.padded(case.global_batch)
+    least = None
+    if gradient_bytes is not None:
+        least = wire_bytes_of_all_reduce(gradient_bytes, case.devices)
     peak = peak_flops_per_second(dp.mesh.devices.flat[0].device_kind, dp.precision.name)
     memory = compiled.step.memory
     return CaseResult(
@@ -105,14 +108,6 @@ def _result(
         peak_flops_per_second=None if peak is None else peak * case.devices,
         product_flops_per_second=product_rate,
         collectives=compiled.step.collectives,
-        least_collective_bytes=least,
+        least_sent_bytes=least,
         efficiency=efficiency,
-    )
-
-
-def _gradient_bytes(params: Any, wire: Wire) -> int:
-    """Return the bytes of one gradient as it is sent: float32 or wider, unless it is rounded."""
-    return sum(
-        leaf.size * jnp.dtype(wire.dtype or jnp.promote_types(leaf.dtype, jnp.float32)).itemsize
-        for leaf in jax.tree.leaves(params)
     )

@@ -104,7 +104,7 @@ def resource_columns(bench: Bench) -> list[Column]:
         ("peak\nMiB", lambda case: mebibytes(case.peak_bytes_per_device)),
         ("compile\ns", lambda case: hundredths(case.trace_seconds + case.compile_seconds)),
         ("reduc-\ntions", lambda case: short(case.collective_count)),
-        ("\nbytes", lambda case: traffic(case.collective_bytes)),
+        ("\nsent", lambda case: traffic(round(case.sent_bytes))),
     ]
     if any(case.measured_peak_bytes_per_device is not None for case in bench.cases):
         measured = ("seen\nMiB", lambda case: mebibytes(case.measured_peak_bytes_per_device))
@@ -121,11 +121,11 @@ def resource_columns(bench: Bench) -> list[Column]:
 def footnotes(bench: Bench) -> list[str]:
     """What the columns mean where it is not plain, and the notes of the bench."""
     lines = ["wait: share of the time spent waiting for a batch; peak: memory of a device"]
-    least = max((case.least_collective_bytes or 0 for case in bench.cases), default=0)
-    if least:
+    most = max(bench.cases, key=lambda case: case.least_sent_bytes or 0)
+    if most.least_sent_bytes:
         lines.append(
-            f"reductions: one gradient is {traffic(least)}, which a step on more than one "
-            f"{bench.replica} must reduce"
+            f"sent: bytes of a {bench.replica} in a step; to reduce one gradient on {most.devices} "
+            f"{bench.scaled_over}, {traffic(round(most.least_sent_bytes))} at least"
         )
     rates = {case.devices: case.product_flops_per_second for case in bench.cases}
     if any(case.share_of_product for case in bench.cases):

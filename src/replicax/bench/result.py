@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from replicax.analysis.compiled import Collectives
+from replicax.analysis.traffic import wire_bytes
 from replicax.bench.timing import spread
 
 
@@ -45,9 +46,9 @@ class CaseResult:
     product_flops_per_second: float | None
     """Of a plain matrix product on the same cores; None where the device is no CPU."""
     collectives: tuple[Collectives, ...]
-    least_collective_bytes: int | None
-    """The bytes of one gradient, which every step must reduce; 0 on one device, and None where the
-    layout reduces otherwise."""
+    least_sent_bytes: float | None
+    """That each device has to send to reduce one gradient; None where the layout or the reduction
+    does not reduce it as a whole."""
     efficiency: dict[str, tuple[float, ...]]
     """By scaling, each round's; relative to the fewest devices of the same mode."""
 
@@ -78,9 +79,9 @@ class CaseResult:
         return sum(each.count for each in self.collectives)
 
     @property
-    def collective_bytes(self) -> int:
-        """Their result bytes on one device."""
-        return sum(each.bytes for each in self.collectives)
+    def sent_bytes(self) -> float:
+        """That each device sends in a step, in rings."""
+        return sum(wire_bytes(each, self.devices) for each in self.collectives)
 
 
 @dataclasses.dataclass(frozen=True)
