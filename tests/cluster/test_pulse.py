@@ -39,8 +39,7 @@ class Result:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (pulse_module, in_flight):
-        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(pulse_module, "time", clock)
     return clock
 
 
@@ -56,9 +55,10 @@ def begin(pulse: Pulse, result: Result) -> None:
 
 
 def step(pulse: Pulse, clock: Clock, seconds: float) -> None:
-    """One that takes so long."""
+    """One that takes so long, and a beat."""
     clock.now += seconds
     begin(pulse, Result(done=True))
+    pulse.stand(PATIENCE)
 
 
 def test_before_the_first_step(pulse: Pulse, clock: Clock) -> None:

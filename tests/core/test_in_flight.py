@@ -38,26 +38,24 @@ def test_the_oldest_is_waited_for_once_too_many_are_unfinished() -> None:
     assert not any(result.waited for result in results)
     results += added(steps, 2)
     assert [result.waited for result in results] == [1, 1, *[0] * STEPS_IN_FLIGHT]
-    steps.look()
     assert (steps.begun, steps.finished) == (STEPS_IN_FLIGHT + 2, 2)
 
 
-def test_a_look_counts_what_has_finished_and_does_not_wait() -> None:
+def test_what_has_finished_is_counted_without_waiting() -> None:
     steps = InFlight()
     results = added(steps, 4)
     for finished in (results[0], results[1], results[3]):  # they finish in order
         finished.done = True
-    steps.look()
     assert steps.finished == 2
     assert not any(result.waited for result in results)
 
 
-def test_what_a_step_raises_is_raised_although_a_look_has_counted_it() -> None:
+def test_what_a_step_raises_is_raised_although_it_was_counted() -> None:
     steps = InFlight()
     broken = Result(RuntimeError("connection reset by peer"))
     steps.add(broken)
     broken.done = True
-    steps.look()
+    assert steps.finished == 1
     with pytest.raises(RuntimeError, match="reset by peer"):
         added(steps, STEPS_IN_FLIGHT)
 
@@ -106,7 +104,6 @@ def test_another_thread_may_look_at_any_time() -> None:
 
     def look() -> None:
         while not over.is_set():
-            steps.look()
             seen.append((steps.finished, steps.begun))
 
     thread = threading.Thread(target=look)

@@ -1,13 +1,18 @@
 """Where this process stands: steps begun and done, what it does, and for how long already."""
 
+import collections
 import dataclasses
 import math
+import statistics
 import sys
 import time
 from typing import Any
 
 from replicax.cluster.patience import Patience
 from replicax.core.in_flight import InFlight
+
+_PACES = 100
+"""Beats whose pace is remembered; their median is the usual one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +46,9 @@ class Pulse:
         self.in_flight = in_flight
         self._idle = False
         self._moved_at = time.monotonic()
+        self._finished = 0, self._moved_at
+        """Steps that the devices have done, and when that was noticed."""
+        self._paces: collections.deque[float] = collections.deque(maxlen=_PACES)
 
     def move(self) -> None:
         """Report progress: a step was begun, a batch was evaluated."""
@@ -58,17 +66,25 @@ class Pulse:
         self._moved_at = min(now, self._moved_at + seconds)
 
     def stand(self, patience: Patience) -> Standing:
-        """Return where this process stands now."""
-        steps = self.in_flight
-        steps.look()
-        seconds = time.monotonic() - max(self._moved_at, steps.finished_at or self._moved_at)
+        """Return where this process stands now; called at each beat, which takes the pace of steps.
+
+        A host runs ahead of its devices, and then waits for many steps at once: only what is
+        finished tells how long a step takes, and that there is progress.
+        """
+        steps, now = self.in_flight, time.monotonic()
+        finished, (before, noticed_at) = steps.finished, self._finished
+        if finished > before:
+            if before:
+                self._paces.append((now - noticed_at) / (finished - before))
+            self._finished, noticed_at = (finished, now), now
+        seconds = now - max(self._moved_at, noticed_at)
         doing = "idle" if self._idle else "stepping" if steps.begun else "starting"
         if not self._idle and seconds > 1.0:
             doing = _inside() or doing
-        allowed = patience.allowed(steps.usual_seconds)
+        allowed = patience.allowed(statistics.median(self._paces) if self._paces else None)
         if doing in ("compiling", "starting"):
             allowed = max(allowed, patience.start_seconds)
-        return Standing(steps.begun, steps.finished, doing, seconds, allowed)
+        return Standing(steps.begun, finished, doing, seconds, allowed)
 
 
 def _inside() -> str | None:

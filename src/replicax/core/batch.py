@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.tree_util import keystr
+from jax.tree_util import keystr, register_dataclass
 
 from replicax.core.leaves import is_random_key
 from replicax.errors import DataError
@@ -14,12 +14,6 @@ from replicax.errors import DataError
 PyTree = Any
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["data", "mask", "index"],
-    meta_fields=[],
-    drop_fields=["rows", "feed_padding"],
-)
 @dataclasses.dataclass(frozen=True)
 class Batch:
     """Input of `DataParallel.step`: every array has the same leading row dim.
@@ -43,6 +37,9 @@ class Batch:
     def size(self) -> int:
         """Rows with the padding: the fixed size that the step is compiled for."""
         return int(self.mask.shape[0])
+
+
+register_dataclass(Batch, ["data", "mask", "index"], [], drop_fields=["rows", "feed_padding"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,8 +127,8 @@ def described(data: PyTree, size: int) -> Batch:
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
         return jax.ShapeDtypeStruct((size, *leaf.shape[1:]), dtype)
 
-    mask, index = (jax.ShapeDtypeStruct((size,), dtype) for dtype in (np.float32, np.int32))
-    return Batch(jax.tree.map(shape, data), mask, index)
+    batch: Batch = jax.tree.map(shape, Batch(data, np.ones(1, np.float32), np.ones(1, np.int32)))
+    return batch
 
 
 def _host_leaf(path: tuple[Any, ...], leaf: Any, copy: bool) -> np.ndarray:

@@ -142,7 +142,7 @@ class Feed:
         else:
             job = Alone()
         # Where this process's rows end before `first`, its last batch gives the shapes.
-        skipped = 0 if source.batches is None else min(self.first, source.batches - 1)
+        skipped = min(self.first, source.batches - 1) if source.batches else 0
         parts = itertools.chain(source.epoch(self.epoch, first=skipped), itertools.repeat(None))
         data, index, share = None, np.empty(0, int), None
         for number, part in enumerate(parts, skipped):

@@ -22,8 +22,7 @@ class Job(Protocol):
     def agree(self, topic: str, fields: Mapping[str, Any]) -> None:
         """Return once all processes have called this with equal `fields`, nested or not.
 
-        Raises:
-            AgreementError: in every process, with the field and the processes that differ.
+        Else raise `AgreementError` in all, with the field and the processes that differ.
         """
 
     def gather(
@@ -36,19 +35,12 @@ class Job(Protocol):
     ) -> list[Any]:
         """All-gather: return `value` of every process, in order.
 
-        Args:
-            topic: what it is about.
-            value: of this process.
-            slow: whether others may take an hour for theirs; by default as long as each may go
-                without progress.
-            cancelled: asked now and then; once it is true, the result is empty.
+        Others have as long as each may go without progress, or an hour if `slow`. `cancelled` is
+        asked now and then; once it is true, the result is empty.
         """
 
     def broadcast(self, topic: str, find: Callable[[], Any]) -> Any:
-        """Return in every process what `find` returns in process 0, or raise what it raises there.
-
-        It is called in process 0 alone.
-        """
+        """Return in all processes what `find` returns, or raise what it raises, in process 0."""
 
     def barrier(self, topic: str) -> None:
         """Wait for all processes: one that ends breaks what others still compute."""

@@ -64,10 +64,10 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def epoch(self, number: int, held: np.ndarray | None = None, first: int = 0) -> Iterator[Rows]:
-        """Return the batches of epoch `number`, counted from 0, from its batch `first` on.
+        """Return the batches of epoch `number`, counted from 0.
 
-        With `held`, where `rows` is known: of each batch the rows at these positions, which begin
-        again at its first row where it is shorter.
+        Where `rows` is known, from batch `first` on, and of each the rows at the positions `held`,
+        which begin again at its first row where it is shorter.
         """
 
     def fingerprint(self) -> dict[str, Any]:
@@ -142,13 +142,10 @@ class _Ordered(Source):
         if not rows:
             raise DataError("the source has 0 rows; give at least 1")
 
-    @abc.abstractmethod
-    def _some(self) -> PyTree:
-        """Return a few rows, to compare."""
-
-    def fingerprint(self) -> dict[str, Any]:
+    def _about(self, some: PyTree) -> dict[str, Any]:
+        """Return the fingerprint, with a checksum of some rows."""
         order = {"shuffle": self._shuffle, "seed": self._seed}
-        leaves = describe_leaves(self._some())
+        leaves = describe_leaves(some)
         return {"rows": self.rows, **super().fingerprint(), **order, "leaves": leaves}
 
 
@@ -168,8 +165,9 @@ class ArraySource(_Ordered):
     def _take(self, index: np.ndarray) -> PyTree:
         return jax.tree.map(lambda leaf: leaf[index], self._data)  # fresh arrays
 
-    def _some(self) -> PyTree:
-        return self._take(np.unique(np.linspace(0, self.rows - 1, num=16).astype(np.int64)))
+    def fingerprint(self) -> dict[str, Any]:
+        some = np.unique(np.linspace(0, self.rows - 1, num=16).astype(np.int64))
+        return self._about(self._take(some))
 
 
 class GrainSource(_Ordered):
@@ -184,23 +182,19 @@ class GrainSource(_Ordered):
         if not len(rows):
             return
         if held is not None:
-            all_rows, count = rows, len(rows)
-            starts = range(0, count, size)
-            places = [start + held % min(size, count - start) for start in starts]
+            all_rows, starts = rows, range(0, len(rows), size)
+            places = [start + held % min(size, len(rows) - start) for start in starts]
             picked = sys.modules["grain"].MapDataset.source(np.concatenate(places))
             rows, size = picked.map(lambda place: all_rows[int(place)]), len(held)
         for data, index in rows.batch(size, drop_remainder=False).to_iter_dataset():
             yield host_rows(data, copy=True), np.asarray(index)
 
-    def _some(self) -> PyTree:
-        return self._data[0]
+    def fingerprint(self) -> dict[str, Any]:
+        return self._about(self._data[0])
 
 
 class IterableSource(Source):
-    """Host batches from anything that can be iterated, in its own order.
-
-    The batches are copied, so that a loader may reuse its buffers.
-    """
+    """Host batches in the order of an iterable, copied, so that it may reuse its buffers."""
 
     def __init__(self, batches: Iterable[Any], batch_size: int, *, any_size: bool) -> None:
         super().__init__(batch_size)
@@ -209,13 +203,12 @@ class IterableSource(Source):
 
     def epoch(self, number: int, held: np.ndarray | None = None, first: int = 0) -> Iterator[Rows]:
         start = 0
-        for place, batch in enumerate(self._batches):
+        for batch in self._batches:
             data = host_rows(batch, copy=True)
             rows = row_count(data)
             if not rows:
                 raise DataError(f"a batch after row {start} has 0 rows; give at least 1")
-            if place >= first:
-                yield data, np.arange(start, start + rows)
+            yield data, np.arange(start, start + rows)
             start += rows
         if not start and self._was_read:
             raise DataError(
@@ -226,10 +219,7 @@ class IterableSource(Source):
 
 
 class PerProcessSource(Source):
-    """Rows of this process's own: its part of each global batch.
-
-    The processes may have different numbers of rows: an epoch lasts as long as one of them has any.
-    """
+    """Rows of this process's own, of each global batch a part, while any process has some."""
 
     def __init__(self, own: Source, job: Job) -> None:
         parts = job.gather("rows of each process", own.rows)
