@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from support.cases import CASES, DROPOUT_CASES, Case
+from support.tiers import EXHAUSTIVE, exhaustive
 
 import replicax as rx
 from replicax.analysis.compiled import inspect
@@ -138,17 +139,16 @@ def test_a_batch_with_fewer_rows_than_parts() -> None:
     assert (trace, rows) == (pytest.approx(np.sum((x[0] - x[1]) ** 2) / 2, rel=1e-5), 2)
 
 
-SLOW = pytest.mark.slow
 WAYS = [
     (8, {}),
     (8, {"layout": "fsdp"}),
     (8, {"mode": "shard_map"}),
-    pytest.param(2, {}, marks=SLOW),
-    pytest.param(3, {}, marks=SLOW),
-    pytest.param(8, {"mode": "pmap"}, marks=SLOW),
-    pytest.param(4, {"mode": "exact"}, marks=SLOW),
-    pytest.param(8, {"layout": "zero1"}, marks=SLOW),
-    pytest.param(2, {"mode": "shard_map", "accumulate": 8}, marks=SLOW),
+    exhaustive((2, {})),
+    exhaustive((3, {})),
+    exhaustive((8, {"mode": "pmap"})),
+    exhaustive((4, {"mode": "exact"})),
+    exhaustive((8, {"layout": "zero1"})),
+    exhaustive((2, {"mode": "shard_map", "accumulate": 8})),
 ]
 
 
@@ -164,7 +164,7 @@ def test_the_same_on_any_devices_in_any_mode(devices: int, options: dict[str, An
     np.testing.assert_allclose(found, on_one_device(), rtol=1e-5)
 
 
-@pytest.mark.slow
+@EXHAUSTIVE
 def test_masks_and_statistics_are_the_same_on_any_devices() -> None:
     """Dropout and BatchNorm, with rows that need no padding."""
     case = DROPOUT_CASES["nnx"]
@@ -184,7 +184,7 @@ def test_devices_share_the_rows() -> None:
         dp = rx.DataParallel(case.loss, optax.sgd(0.1), mesh=mesh)
         state = dp.init(case.model())
         batch = next(iter(dp.feed(source, 36)))
-        compiled = NoiseProbe(dp, state)._program.lower(state, batch).compile()
+        compiled = NoiseProbe(dp, state)._compute.lower(state, batch).compile()
         flops.append(inspect(compiled).flops)
     assert flops[1] < 0.6 * flops[0]
 
@@ -198,7 +198,7 @@ def test_one_reduction_a_part_and_room_for_few_gradients() -> None:
     dp = rx.DataParallel(loss, optax.sgd(0.1), mesh=rx.make_mesh(data=2))
     state = dp.init({"kernel": jnp.ones((width, width))})
     batch = next(iter(dp.feed({"x": np.ones((16, width), np.float32)}, 16)))
-    program = inspect(NoiseProbe(dp, state)._program.lower(state, batch).compile())
+    program = inspect(NoiseProbe(dp, state)._compute.lower(state, batch).compile())
     gradient = 4 * width * width
     assert {each.kind for each in program.collectives} == {"all-reduce"}
     moved = sum(each.bytes for each in program.collectives)
