@@ -7,8 +7,9 @@ import grain
 import jax
 import numpy as np
 import pytest
-from support.job_cases import CASES, DATA, Rows, joined_batches, train, train_network
+from support.job_cases import CASES, DATA, MORE, Rows, joined_batches, train, train_network
 from support.processes import SUPPORT, run_job
+from support.tiers import exhaustive, only
 
 import replicax as rx
 
@@ -16,12 +17,24 @@ pytestmark = pytest.mark.slow
 JOB = SUPPORT / "job_cases.py"
 
 
-@pytest.fixture(scope="module", params=[(2, 1), (2, 2)], ids=["2x1", "2x2"])
+FEW = ("shard_map", "exact", "fsdp", "uneven loaders", "own arrays")
+JOBS = {
+    "2x1": (1, (*FEW, *MORE)),
+    "2x1, others": (1, tuple(name for name in CASES if name not in FEW)),
+    "2x2": (2, (*CASES, *MORE)),
+}
+"""Devices of each of two processes, and what they compute."""
+in_small_and_large_jobs = pytest.mark.parametrize(
+    "results", only(["2x1"], ["2x1", "2x2"]), indirect=True
+)
+
+
+@pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Of the job's cases on two processes with one or two devices each."""
-    processes, devices = request.param
+    """What a job has computed."""
+    devices, names = JOBS[request.param]
     path = tmp_path_factory.mktemp("job") / "results.json"
-    for ended in run_job(JOB, path, processes=processes, devices=devices):
+    for ended in run_job(JOB, path, *names, devices=devices):
         assert ended.code == 0, ended.err
     return json.loads(path.read_text())
 
@@ -50,7 +63,16 @@ def _own_arrays_joined() -> list[dict[str, np.ndarray]]:
     return batches
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("results", "name"),
+    [
+        (job, name) if job == "2x1" else exhaustive((job, name))
+        for job, (_, names) in JOBS.items()
+        for name in names
+        if name in CASES
+    ],
+    indirect=["results"],
+)
 def test_processes_compute_what_one_device_does(
     name: str, results: dict[str, Any], expected: dict[str, Any]
 ) -> None:
@@ -63,20 +85,24 @@ def test_processes_compute_what_one_device_does(
             np.testing.assert_allclose(got[part][key], value, rtol=2e-6, atol=1e-6, err_msg=key)
 
 
+@in_small_and_large_jobs
 def test_exact_gives_the_bits_of_one_device(results: dict[str, Any]) -> None:
     one = train(DATA, mode="exact", mesh=rx.make_mesh(devices=jax.devices()[:1]))
     assert results["exact"] == one
 
 
+@in_small_and_large_jobs
 def test_a_network_with_random_keys_is_trained_alike(results: dict[str, Any]) -> None:
     assert results["network"] == train_network(rx.make_mesh(devices=jax.devices()[:1]))
 
 
+@in_small_and_large_jobs
 def test_arrays_of_each_process_have_a_known_length(results: dict[str, Any]) -> None:
     told = results["own arrays"]["told"]
     assert told == {"rows": 51, "padding": 16 - 3}  # 35 and 16: five batches, the last of 3 rows
 
 
+@in_small_and_large_jobs
 def test_shard_map_reduces_one_vector(results: dict[str, Any]) -> None:
     numbers = 6 * 16 + 16 + 2 * 2  # the gradient, and total and weight of the loss and the metric
     (shape,) = results["reductions"]

@@ -157,15 +157,19 @@ def reductions(job: Job) -> list[str]:
     ]
 
 
-def main() -> None:
+MORE: dict[str, Callable[[Job], Any]] = {
+    "reductions": reductions,
+    "network": lambda job: train_network(job=job),
+}
+
+
+def main(path: str, *names: str) -> None:
     """As one process of a job."""
     job = rx.initialize(verbose=False)
-    results: dict[str, Any] = {name: case(job) for name, case in CASES.items()}
-    results["reductions"] = reductions(job)
-    results["network"] = train_network(job=job)
+    results = {name: (CASES | MORE)[name](job) for name in names}
     if jax.process_index() == 0:
-        Path(sys.argv[1]).write_text(json.dumps(results))
+        Path(path).write_text(json.dumps(results))
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

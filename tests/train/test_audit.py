@@ -16,6 +16,7 @@ from support.bit_flips import before_step, flip_leaf, leaf_names
 from support.cases import CASES
 from support.command_line import Main
 from support.processes import SUPPORT, Ended, run_job
+from support.tiers import EXHAUSTIVE, only
 
 import replicax as rx
 from replicax.core.in_flight import STEPS_IN_FLIGHT
@@ -80,10 +81,7 @@ def told(result: rx.Fit) -> list[Any]:
     return [(r.kind, r.step, r.epoch, r.metrics, r.rows) for r in result.records]
 
 
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize("mode", ["jit", *(pytest.param(m, marks=SLOW) for m in OTHER_MODES)])
+@pytest.mark.parametrize("mode", only(["jit"], ["jit", *OTHER_MODES]))
 def test_clean_audits_are_counted_in_every_mode(mode: str) -> None:
     result = fit(make(8, mode=mode), steps=25)
     assert (result.clean_audits, result.restores, result.steps) == (3, 0, 25)
@@ -171,8 +169,8 @@ def test_with_two_replicas_and_an_iterator_nobody_is_named(two: rx.DataParallel)
     assert "who is right is open: test these devices" in said
 
 
-@pytest.mark.parametrize("devices", [pytest.param(8, marks=SLOW), 2])
-@pytest.mark.parametrize("step", [4, 13, 20, 21, 30])
+@pytest.mark.parametrize("devices", only([2], [8, 2]))
+@pytest.mark.parametrize("step", only([13, 20], [4, 13, 20, 21, 30]))
 def test_a_restored_run_is_the_undisturbed_one(
     devices: int, step: int, eight: rx.DataParallel, two: rx.DataParallel, folder: Path
 ) -> None:
@@ -340,7 +338,7 @@ def test_the_flags_of_the_command_line(main: Main) -> None:
     assert "audit  2 clean" in out.splitlines()
 
 
-@pytest.mark.slow
+@EXHAUSTIVE
 def test_random_flips_are_found_in_time() -> None:
     seed = int(np.random.SeedSequence().generate_state(1)[0])
     print(f"seed {seed}")
@@ -374,7 +372,7 @@ def test_both_processes_name_the_device_of_one() -> None:
     assert "of process 1 holds wrong bits in params['in'] after step 8; all were" in first.err
 
 
-@pytest.mark.slow
+@EXHAUSTIVE
 def test_a_replay_decides_between_two_processes(alone: list[Ended]) -> None:
     for process, (first, second) in enumerate((alone[:2], alone[2:])):
         assert first.code == second.code == 1
@@ -383,7 +381,7 @@ def test_a_replay_decides_between_two_processes(alone: list[Ended]) -> None:
         assert f"of process {1 - process}: start again" in first.err
 
 
-@pytest.mark.slow
+@EXHAUSTIVE
 def test_processes_go_back_together() -> None:
     disturbed, undisturbed = job(1, 6, "restore"), job(1, 99, "restore")
     norms = [ended.out.splitlines()[-1].split() for ended in (*disturbed, *undisturbed)]

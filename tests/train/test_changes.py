@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.tiers import EXHAUSTIVE
 
 from replicax.commands.train import TrainOptions
 from replicax.errors import ConfigError
@@ -349,7 +350,7 @@ def test_any_json_is_compared_or_refused(tmp_path: Path, value: Any) -> None:
     judged(tmp_path / "config.json", json.dumps(value).encode())
 
 
-@pytest.mark.slow
+@EXHAUSTIVE
 @settings(quick, max_examples=10_000)
 @given(mutated())
 def test_ten_thousand_mutations(tmp_path: Path, text: bytes) -> None:

@@ -11,6 +11,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 from support.cases import BATCH, CASES, DROPOUT_CASES, Case
+from support.tiers import EXHAUSTIVE, only
 
 import replicax as rx
 from replicax.errors import LossError
@@ -40,7 +41,7 @@ QUICK = ("jit, zero1", "shard_map, replicated", "exact, replicated")
 in_every_mode = pytest.mark.parametrize(
     ("mode", "layout", "devices"),
     [
-        pytest.param(*run, id=name, marks=() if name in QUICK else pytest.mark.slow)
+        pytest.param(*run, id=name, marks=() if name in QUICK else EXHAUSTIVE)
         for run, name in zip(RUNS, IDS, strict=True)
     ],
 )
@@ -136,7 +137,7 @@ def digest(devices: int, *, bad: bool) -> str:
     return sha256(three_steps(twin, case, poisoned(case.source, [20])))
 
 
-@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow), 8])
+@pytest.mark.parametrize("devices", only([1, 8], [1, 2, 8]))
 def test_exact_has_the_same_bits_on_any_number_of_devices(devices: int) -> None:
     assert digest(devices, bad=True) == digest(1, bad=False)
 

@@ -14,6 +14,7 @@ from support.bit_flips import before_step, flip_leaf, leaf_names
 from support.cases import CASES, DROPOUT_CASES
 from support.command_line import REGRESSION, Main, one_line
 from support.processes import run_job
+from support.tiers import exhaustive
 
 import replicax as rx
 from replicax.errors import ConfigError
@@ -140,17 +141,14 @@ def test_a_line_of_80_columns() -> None:
     assert "123,000 rows (95%: " in str(scale)
 
 
-SLOW = pytest.mark.slow
-
-
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
         ("nnx", "jit"),
-        pytest.param("nnx", "shard_map", marks=SLOW),
-        pytest.param("linen", "exact", marks=SLOW),
-        pytest.param("linen", "pmap", marks=SLOW),
-        pytest.param("gpt2", "single", marks=SLOW),
+        exhaustive(("nnx", "shard_map")),
+        exhaustive(("linen", "exact")),
+        exhaustive(("linen", "pmap")),
+        exhaustive(("gpt2", "single")),
     ],
 )
 def test_the_training_has_the_same_bits_with_and_without(name: str, mode: str) -> None:

@@ -22,6 +22,7 @@ from support.resumable import (
     undisturbed,
     written,
 )
+from support.tiers import EXHAUSTIVE, only
 
 import replicax as rx
 from replicax.core.data_parallel import DataParallel
@@ -54,7 +55,7 @@ def test_at_a_step(dp: rx.DataParallel, tmp_path: Path, at: int) -> None:
     stopped(dp, tmp_path / "run", at, log_every=2, **EVALUATED)
 
 
-@pytest.mark.slow
+@EXHAUSTIVE
 @pytest.mark.parametrize("evaluated", [{}, EVALUATED], ids=["plain", "evaluated"])
 @pytest.mark.parametrize("log_every", [1, 2, 7])
 @pytest.mark.parametrize("at", range(STEPS))
@@ -64,7 +65,7 @@ def test_at_any_step(
     stopped(dp, tmp_path / "run", at, log_every=log_every, **evaluated)
 
 
-@pytest.mark.slow
+@EXHAUSTIVE
 @pytest.mark.parametrize("save_every", [1, 2, 4, 5, 7])
 @pytest.mark.parametrize("at", [1, 4, 5, 6, 10, 14])
 def test_with_saves_anywhere(dp: rx.DataParallel, tmp_path: Path, at: int, save_every: int) -> None:
@@ -151,9 +152,7 @@ def test_a_run_of_steps_that_goes_further_has_the_same_state(
 
 
 @pytest.mark.parametrize("at", [2, BATCHES - 1, STEPS - 1])
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("number", only([signal.SIGTERM], [signal.SIGTERM, signal.SIGINT]))
 def test_a_signal_stops_it_with_everything_saved(
     dp: rx.DataParallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, at: int
 ) -> None:

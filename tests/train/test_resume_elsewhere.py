@@ -26,6 +26,7 @@ from support.resumable import (
     watching,
     written,
 )
+from support.tiers import EXHAUSTIVE
 
 import replicax as rx
 from replicax.errors import CheckpointError, ConfigError
@@ -91,7 +92,7 @@ def test_in_mode_exact_to_the_bit(tmp_path: Path) -> None:
     check_moved(tmp_path / "run", 80, [{"devices": n, **exact} for n in DEVICES], most=0)
 
 
-@pytest.mark.slow
+@EXHAUSTIVE
 def test_in_other_modes_and_layouts(tmp_path: Path) -> None:
     kinds = [{"devices": 4}, {"devices": 8, "layout": "fsdp"}, {"mode": "single"}]
     kinds += [{"devices": 2, "layout": "zero1"}, {"devices": 2, "mode": "shard_map"}]

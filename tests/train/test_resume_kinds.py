@@ -22,6 +22,7 @@ from support.resumable import (
     steps_saved,
     undisturbed,
 )
+from support.tiers import EXHAUSTIVE, exhaustive, only
 
 import replicax as rx
 
@@ -41,7 +42,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "accumulated": {"accumulate": 2},
     "bfloat16": {"precision": "bfloat16"},
 }
-FAST = 3
 
 
 @pytest.fixture(scope="module")
@@ -59,13 +59,7 @@ def stopped(dp: rx.DataParallel, folder: Path, at: int, **settings: Any) -> rx.F
     return found
 
 
-def some_slow(names: dict[str, Any]) -> list[Any]:
-    """The first few as they are, the others marked."""
-    marked = [pytest.param(name, marks=pytest.mark.slow) for name in list(names)[FAST:]]
-    return [*list(names)[:FAST], *marked]
-
-
-@pytest.mark.parametrize("kind", some_slow(KINDS))
+@pytest.mark.parametrize("kind", only(["single", "exact", "fsdp"], KINDS))
 def test_modes_and_layouts(tmp_path: Path, kind: str) -> None:
     dp = data_parallel(8, **KINDS[kind])
     stopped(dp, tmp_path, 7, log_every=2, eval_source=rows(20, 2))
@@ -75,10 +69,10 @@ def test_modes_and_layouts(tmp_path: Path, kind: str) -> None:
     ("name", "settings"),
     [
         ("nnx", {"mode": "jit"}),
-        pytest.param("nnx", {"mode": "shard_map"}, marks=pytest.mark.slow),
-        pytest.param("nnx", {"mode": "exact", "micro_shards": 8}, marks=pytest.mark.slow),
-        pytest.param("cnn", {"mode": "jit"}, marks=pytest.mark.slow),
-        pytest.param("cnn", {"layout": "fsdp"}, marks=pytest.mark.slow),
+        exhaustive(("nnx", {"mode": "shard_map"})),
+        exhaustive(("nnx", {"mode": "exact", "micro_shards": 8})),
+        exhaustive(("cnn", {"mode": "jit"})),
+        exhaustive(("cnn", {"layout": "fsdp"})),
     ],
 )
 def test_statistics_and_keys_of_a_model(
@@ -93,7 +87,7 @@ def test_statistics_and_keys_of_a_model(
     stopped(dp, tmp_path, 5, **arguments, eval_source=case.source)
 
 
-@pytest.mark.slow
+@EXHAUSTIVE
 @pytest.mark.parametrize("name", ["linen", "equinox", "gpt2", "weighted"])
 def test_models_of_every_library(tmp_path: Path, name: str) -> None:
     case = cases.CASES[name]
@@ -113,13 +107,13 @@ def batches() -> list[dict[str, np.ndarray]]:
     ]
 
 
-@pytest.mark.parametrize("at", [5, *(pytest.param(at, marks=pytest.mark.slow) for at in (4, 8))])
+@pytest.mark.parametrize("at", only([5], [4, 5, 8]))
 def test_a_loader_is_read_up_to_where_it_was(dp: rx.DataParallel, tmp_path: Path, at: int) -> None:
     evaluated = {"eval_source": rows(20, 2), "eval_batch_size": BATCH}
     stopped(dp, tmp_path, at, source=batches(), batch_size=None, **evaluated)
 
 
-@pytest.mark.parametrize("at", [4, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("at", only([4], [4, 5]))
 def test_a_grain_dataset(dp: rx.DataParallel, tmp_path: Path, at: int) -> None:
     source = rows()
     each = [{name: array[row] for name, array in source.items()} for row in range(len(source["x"]))]
@@ -158,9 +152,7 @@ def bad_steps(fit: rx.Fit) -> list[int]:
     return [record.step for record in fit.records if record.kind == "skip"]
 
 
-@pytest.mark.parametrize(
-    "at", [*(2, 3, 4), *(pytest.param(at, marks=pytest.mark.slow) for at in (1, 5, 6, 7, 8, 12))]
-)
+@pytest.mark.parametrize("at", only([2, 3, 4], [1, 2, 3, 4, 5, 6, 7, 8, 12]))
 def test_bad_steps_around_the_stop(dp: rx.DataParallel, tmp_path: Path, at: int) -> None:
     source = with_bad(17, 33, 50)  # unshuffled: batches 2, 3 and 4 of each epoch
     found = stopped(dp, tmp_path, at, source=source, shuffle=False, log_every=2)
@@ -191,7 +183,7 @@ def test_spikes_are_told_by_the_losses_before_the_stop(tmp_path: Path) -> None:
     assert bad_steps(found) == [140]
 
 
-@pytest.mark.parametrize("at", [4, pytest.param(9, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("at", only([4], [4, 9]))
 def test_noise_is_measured_at_the_same_steps(dp: rx.DataParallel, tmp_path: Path, at: int) -> None:
     found = stopped(dp, tmp_path, at, measure_noise_every=2, log_every=7)
     assert sum(record.kind == "noise" for record in found.records) > 2

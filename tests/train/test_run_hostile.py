@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from support.resumable import bits
 from support.saved_checkpoint import POSITION
+from support.tiers import EXHAUSTIVE
 
 import replicax as rx
 from replicax.core.job import Alone
@@ -262,7 +263,7 @@ def test_no_harm_goes_unnoticed(original: Path, tmp_path: Path, data: st.DataObj
     check_harmed(data, original, tmp_path)
 
 
-@pytest.mark.slow
+@EXHAUSTIVE
 @settings(max_examples=MANY_EXAMPLES, **HARMS)
 @given(st.data())
 def test_none_of_many_harms_goes_unnoticed(

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import PyTreeCheckpointer, PyTreeCheckpointHandler
 from support.resumable import bits, data_parallel, fit, model, no_curves, rows
 from support.saved_checkpoint import sealed
+from support.tiers import only
 
 import replicax as rx
 from replicax.core.leaves import is_random_key
@@ -180,7 +181,7 @@ def test_what_is_read_lies_in_memory_of_its_own(
     assert len(set(pointers(found))) == len(pointers(found))
 
 
-@pytest.mark.parametrize("kind", ["replicated", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", only(["replicated"], ["replicated", "fsdp"]))
 def test_steps_may_have_the_memory_of_what_was_read(
     tmp_path: Path, trained: TrainState, kind: str
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.saved_checkpoint import manifest
+from support.tiers import EXHAUSTIVE
 
 from replicax.errors import CheckpointError
 from replicax.train.checkpoints.manifest import (
@@ -392,14 +393,14 @@ def test_another_structure_is_refused_or_means_what_it_says(
     check_structure(place, whole, data)
 
 
-@pytest.mark.slow
+@EXHAUSTIVE
 @settings(max_examples=MANY_MUTATIONS, deadline=None)
 @given(st.data())
 def test_other_bytes_are_refused_many_times(place: Path, whole: bytes, data: st.DataObject) -> None:
     check_bytes(place, whole, data)
 
 
-@pytest.mark.slow
+@EXHAUSTIVE
 @settings(max_examples=MANY_MUTATIONS, deadline=None)
 @given(st.data())
 def test_another_structure_is_refused_or_means_what_it_says_many_times(

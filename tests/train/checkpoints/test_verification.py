@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from support.saved_checkpoint import entries, save, sealed, tree
+from support.tiers import EXHAUSTIVE
 
 from replicax.errors import CheckpointError
 from replicax.train.checkpoints.manifest import MANIFEST, ArrayEntry, FileEntry, read_manifest
@@ -436,7 +437,7 @@ def test_no_corruption_is_accepted(checkpoint: Path) -> None:
     assert accepted(checkpoint, range(CORRUPTIONS)) == []
 
 
-@pytest.mark.slow
+@EXHAUSTIVE
 def test_none_of_many_corruptions_is_accepted(checkpoint: Path) -> None:
     assert accepted(checkpoint, range(CORRUPTIONS, CORRUPTIONS + MANY_CORRUPTIONS)) == []
 
