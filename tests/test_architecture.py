@@ -38,8 +38,6 @@ ROOMS = {
 CLUSTER_TAKES = ("replicax.core.job", "replicax.core.in_flight")
 
 BROKEN = {
-    ("replicax.bench.measurement", "replicax.plan.host"),
-    ("replicax.bench.peak", "replicax.plan.hardware"),
     ("replicax.bench.processes", "replicax.launch.job"),
     ("replicax.bench.processes", "replicax.launch.supervisor"),
 }

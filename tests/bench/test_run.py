@@ -11,13 +11,13 @@ import numpy as np
 import optax
 import pytest
 
+from replicax.analysis import host
 from replicax.bench import cores, runner
 from replicax.bench import run as run_module
 from replicax.bench.result import Bench
 from replicax.bench.run import bench
 from replicax.bench.runner import own_peak, steps_in_a_run
 from replicax.errors import ConfigError, LossError
-from replicax.plan import host
 
 ROWS = 20
 SOURCE = {"x": np.random.default_rng(0).normal(size=(ROWS, 6)).astype(np.float32)}

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from replicax.analysis.hardware import Link
 from replicax.plan.collective import KINDS
-from replicax.plan.hardware import Link
 from replicax.plan.host_network import LINE_RATE_SHARE, HostNetwork
 
 INSIDE = Link(100.0, 0.5, "made up")

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from replicax.plan.hardware import Chip
+from replicax.analysis.hardware import Chip
 from replicax.plan.kernel_time import kernel_roofline, limits, timeline
 from replicax.plan.overlap import Transfer
 from replicax.plan.schedule import Collective, Kernel, Loop, Schedule, Wait

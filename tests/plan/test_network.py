@@ -2,8 +2,8 @@
 
 import pytest
 
+from replicax.analysis.hardware import CHIPS
 from replicax.errors import ConfigError
-from replicax.plan.hardware import CHIPS
 from replicax.plan.host_network import HostNetwork
 from replicax.plan.network import network
 from replicax.plan.target import parse_target

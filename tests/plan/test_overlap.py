@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from replicax.analysis.hardware import Link
 from replicax.plan.collective import CollectiveTime
-from replicax.plan.hardware import Link
 from replicax.plan.host_network import HostNetwork
 from replicax.plan.overlap import StepTime, Transfer, step_time
 

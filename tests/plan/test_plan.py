@@ -17,10 +17,10 @@ from support.cases import CASES
 
 import replicax as rx
 from replicax.analysis.compiled import Memory, read_memory
+from replicax.analysis.hardware import Chip, Link
 from replicax.errors import ConfigError
 from replicax.plan.alternatives import REMAT
 from replicax.plan.compiler import AttachedCompiler, Compiler
-from replicax.plan.hardware import Chip, Link
 from replicax.plan.result import Plan
 from replicax.plan.target import Target, parse_target
 from replicax.train.guarded import guarded

@@ -2,8 +2,8 @@
 
 import pytest
 
+from replicax.analysis.hardware import CHIPS, CPU
 from replicax.errors import ConfigError
-from replicax.plan.hardware import CHIPS, CPU
 from replicax.plan.roofline import roofline, roofline_seconds
 
 V100 = CHIPS["v100"]

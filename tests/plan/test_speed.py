@@ -9,8 +9,8 @@ import pytest
 from plan.plans import FORMULA
 
 import replicax as rx
+from replicax.analysis.hardware import Chip, Link
 from replicax.errors import ConfigError
-from replicax.plan.hardware import Chip, Link
 from replicax.plan.memory import MemoryFormula
 from replicax.plan.overlap import Transfer
 from replicax.plan.schedule import Kernel, Loop, Schedule

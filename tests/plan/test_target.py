@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import pytest
 
+from replicax.analysis.hardware import CHIPS, CPU
 from replicax.errors import ConfigError
-from replicax.plan.hardware import CHIPS, CPU
 from replicax.plan.target import attached_target, parse_target
 
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from replicax.analysis.hardware import Link
 from replicax.plan.collective import KINDS
-from replicax.plan.hardware import Link
 from replicax.plan.host_network import LINE_RATE_SHARE, HostNetwork
 from replicax.plan.torus import SliceNetwork, TorusNetwork
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from support.published_models import Decoder, even, resnet, vgg16
 from support.published_schedules import Layer, Timeline, bucketed, fused, sharded
 
+from replicax.analysis.hardware import CHIPS, Link
 from replicax.plan.collective import Network
-from replicax.plan.hardware import CHIPS, Link
 from replicax.plan.host_network import RING, HostNetwork
 from replicax.plan.network import network
 from replicax.plan.overlap import StepTime, Transfer, step_time

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import optax
 
+from replicax.analysis.host import product_flops_per_second
 from replicax.bench.cases import Case
 from replicax.bench.cores import only_cores
 from replicax.bench.display import Display
@@ -21,7 +22,6 @@ from replicax.core.mesh import make_mesh
 from replicax.core.objective import LossFunction
 from replicax.core.reduction import Reduction
 from replicax.core.update import TrainState
-from replicax.plan.host import product_flops_per_second
 
 
 @dataclasses.dataclass(frozen=True)

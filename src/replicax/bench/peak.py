@@ -1,6 +1,6 @@
 """How fast a device can multiply matrices, by its data sheet."""
 
-from replicax.plan.hardware import chip_of_kind
+from replicax.analysis.hardware import chip_of_kind
 
 
 def peak_flops_per_second(device_kind: str, precision: str) -> float | None:

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
+from replicax.analysis.hardware import Chip
 from replicax.analysis.traffic import SLIGHTLY
 from replicax.core.data_parallel import DataParallel
 from replicax.plan.critical_batch import batch_cost, learning_rates
-from replicax.plan.hardware import Chip
 from replicax.plan.largest import MOST_ROWS
 from replicax.plan.need import Need
 from replicax.plan.result import Alternative, BatchAdvice, MicroBatches, Speed

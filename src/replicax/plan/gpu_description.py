@@ -37,7 +37,7 @@ class GpuDescription:
         """The description for `get_topology_desc(platform="cuda", target_config=...)`.
 
         Args:
-            memory_bytes: of the GPU; see `replicax.plan.hardware`.
+            memory_bytes: of the GPU; see `replicax.analysis.hardware`.
         """
         major, minor = self.capability
         fields = {
@@ -134,4 +134,4 @@ DESCRIPTIONS = {
         memory_bytes_per_second=7672320000000,
     ),
 }
-"""By the chip's name in `replicax.plan.hardware`. Older ones (V100) no CUDA 13 compiles for."""
+"""By the chip's name in `replicax.analysis.hardware`. Older ones (V100) no CUDA 13 compiles for."""

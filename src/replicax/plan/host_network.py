@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from replicax.analysis.hardware import Link
 from replicax.plan.collective import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -13,7 +14,6 @@ from replicax.plan.collective import (
     CollectiveTime,
     check,
 )
-from replicax.plan.hardware import Link
 
 RING, TREE = "ring", "tree"
 LINE_RATE_SHARE = 0.96

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from replicax.plan.hardware import Chip
+from replicax.analysis.hardware import Chip
 from replicax.plan.overlap import Transfer
 from replicax.plan.roofline import COMPUTE, Roofline, roofline
 from replicax.plan.schedule import Collective, Kernel, Loop, Schedule, Step, Wait

@@ -1,8 +1,8 @@
 """Hardware planned for -> the network that joins its devices."""
 
+from replicax.analysis.hardware import Link
 from replicax.errors import ConfigError
 from replicax.plan.collective import Network
-from replicax.plan.hardware import Link
 from replicax.plan.host_network import RING, TREE, HostNetwork
 from replicax.plan.target import Target
 from replicax.plan.torus import SliceNetwork, TorusNetwork

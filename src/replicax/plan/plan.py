@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from replicax.analysis.host import measured
 from replicax.core.data_parallel import DataParallel
 from replicax.core.mesh import is_data_only
 from replicax.errors import ConfigError, MissingDependencyError
@@ -15,7 +16,6 @@ from replicax.plan.compilation import Description
 from replicax.plan.compiler import AttachedCompiler, Compiler
 from replicax.plan.compiler_pool import CompilerPool
 from replicax.plan.gpu_description import DESCRIPTIONS
-from replicax.plan.host import measured
 from replicax.plan.memory import rows_that_fit, tree_bytes
 from replicax.plan.planner import Planner
 from replicax.plan.result import OnPaper, Plan

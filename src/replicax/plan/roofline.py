@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from replicax.analysis.hardware import Chip
 from replicax.errors import ConfigError
-from replicax.plan.hardware import Chip
 
 COMPUTE, MEMORY = "compute", "memory"
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
+from replicax.analysis.hardware import CHIPS, CPU, Chip, chip_of_kind
 from replicax.errors import ConfigError, did_you_mean
-from replicax.plan.hardware import CHIPS, CPU, Chip, chip_of_kind
 
 ATTACHED = "attached"
 _OTHER_NAMES = {"h100-80": "h100", "v100-32": "v100", "h200-141": "h200", "b200-180": "b200"}

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from replicax.plan.hardware import Chip, Link
+from replicax.analysis.hardware import Chip, Link
 
 SIZE = 1024
 """Of the matrices that are multiplied."""

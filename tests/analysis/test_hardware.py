@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from replicax.plan.hardware import CHIPS, CPU, GIB, Chip, Link, chip_of_kind
+from replicax.analysis.hardware import CHIPS, CPU, GIB, Chip, Link, chip_of_kind
 
 NAMES = {
     *("p100", "v100-16", "v100", "v100-pcie-16", "v100-pcie", "t4"),

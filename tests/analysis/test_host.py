@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from replicax.plan import host
-from replicax.plan.hardware import CPU
+from replicax.analysis import host
+from replicax.analysis.hardware import CPU
 
 
 def test_a_product_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
