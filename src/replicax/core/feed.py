@@ -1,6 +1,5 @@
 """One epoch of batches on the devices: padded to one size, split, and prefetched."""
 
-import contextlib
 import dataclasses
 import itertools
 import queue
@@ -119,7 +118,7 @@ class Feed:
             yield share.place(dataclasses.replace(batch, feed_padding=self.padding))
 
     def _common(self) -> Iterator[tuple[Batch, Share]]:
-        """Of batches that every process could read, the rows that this one holds."""
+        """The rows that this process holds of batches that every process could read."""
         source = self.source
         if source.rows is None:
             kind = "a Grain IterDataset" if source.any_size else "an iterable of batches"
@@ -182,28 +181,26 @@ def prefetched(items: Callable[[threading.Event], Iterator[Any]], depth: int) ->
     An error in the thread is raised where the item would have come. The thread ends with the
     iteration, exhausted, broken off or forgotten: `closing` is set then.
     """
-    made: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(depth)
-    closing = threading.Event()
-
-    def put(item: Any, error: BaseException | None = None) -> bool:
-        while not closing.is_set():
-            with contextlib.suppress(queue.Full):
-                made.put((item, error), timeout=0.1)
-                return True
-        return False
+    made: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue()
+    room, closing = threading.Semaphore(depth), threading.Event()
 
     def produce() -> None:
         try:
-            if all(map(put, items(closing))):
-                put(None, StopIteration())
+            for item in items(closing):
+                made.put((item, None))
+                room.acquire()
+                if closing.is_set():
+                    return
+            made.put((None, StopIteration()))
         except BaseException as error:  # it belongs to the consumer, whatever it is
-            put(None, error)
+            made.put((None, error))
 
     thread = threading.Thread(target=produce, name="replicax-prefetch", daemon=True)
     thread.start()
     try:
         while True:
             item, error = made.get()
+            room.release()
             if isinstance(error, StopIteration):
                 return
             if error is not None:
@@ -211,6 +208,5 @@ def prefetched(items: Callable[[threading.Event], Iterator[Any]], depth: int) ->
             yield item
     finally:
         closing.set()
-        while not made.empty():
-            made.get_nowait()
+        room.release()
         thread.join(timeout=5.0)  # a loader that hangs must not hang its reader

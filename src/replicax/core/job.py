@@ -1,4 +1,4 @@
-"""What the core asks of the other processes of a job, and the job of one process."""
+"""The processes of a job as the core asks them, and the job of one process."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol

@@ -48,11 +48,9 @@ class Source(abc.ABC):
     can_repeat = True
     """Whether an epoch can be read again; an iterator is read once."""
     rows: int | None = None
-    """Rows in an epoch, where that is known beforehand."""
     batches: int | None = None
-    """Batches in an epoch, where that is known beforehand."""
     last_rows: int | None = None
-    """Rows of the last batch, which has the fewest, where that is known beforehand."""
+    """Rows in an epoch, its batches, rows of the last one, which has the fewest; where known."""
 
     def __init__(self, batch_size: int, parts: Sequence[int] = ()) -> None:
         self.batch_size = batch_size
@@ -120,10 +118,9 @@ def as_source(data: Any, batch_size: int | None, job: Job, *, shuffle: bool, see
 
 def can_shuffle(data: Any) -> bool:
     """Whether the rows of `data` can be had in any order."""
-    if isinstance(data, PerProcess):
-        return can_shuffle(data.data)
-    arrays = isinstance(data, (Mapping, tuple, np.ndarray, jax.Array))
-    return arrays or _is_grain(data, "MapDataset")
+    rows = data.data if isinstance(data, PerProcess) else data
+    arrays = (Mapping, tuple, np.ndarray, jax.Array)
+    return isinstance(rows, arrays) or _is_grain(rows, "MapDataset")
 
 
 def _is_grain(data: Any, *kinds: str) -> bool:
@@ -160,14 +157,12 @@ class ArraySource(_Ordered):
             index = order[start : start + self.batch_size]
             if held is not None:
                 index = index[held % len(index)]
-            yield host_rows(self._take(index), copy=False), index
-
-    def _take(self, index: np.ndarray) -> PyTree:
-        return jax.tree.map(lambda leaf: leaf[index], self._data)  # fresh arrays
+            taken = jax.tree.map(lambda leaf, index=index: leaf[index], self._data)  # fresh arrays
+            yield host_rows(taken, copy=False), index
 
     def fingerprint(self) -> dict[str, Any]:
         some = np.unique(np.linspace(0, self.rows - 1, num=16).astype(np.int64))
-        return self._about(self._take(some))
+        return self._about(jax.tree.map(lambda leaf: leaf[some], self._data))
 
 
 class GrainSource(_Ordered):
@@ -179,9 +174,7 @@ class GrainSource(_Ordered):
             seed = np.random.SeedSequence([self._seed, number]).generate_state(1)[0]
             rows = rows.shuffle(seed=int(seed))
         rows = rows[first * size :]
-        if not len(rows):
-            return
-        if held is not None:
+        if held is not None and len(rows):
             all_rows, starts = rows, range(0, len(rows), size)
             places = [start + held % min(size, len(rows) - start) for start in starts]
             picked = sys.modules["grain"].MapDataset.source(np.concatenate(places))
