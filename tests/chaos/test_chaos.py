@@ -12,6 +12,7 @@ from chaos.defences import DEFENCES
 from chaos.faults import FAULTS
 from chaos.fork_server import ForkServer
 from chaos.outcome import Outcome, table
+from support.tiers import EXHAUSTIVE, only
 
 TRIALS = 40
 JOBS = 2
@@ -24,7 +25,7 @@ def harness() -> Iterator[Harness]:
         yield opened
 
 
-@pytest.mark.slow
+@EXHAUSTIVE
 def test_nobody_can_tell_what_happened_to_a_run(harness: Harness) -> None:
     outcomes = harness.run(list(FAULTS), TRIALS, seed=0, jobs=JOBS)
     wrong = [outcome.line() for outcome in outcomes if outcome.wrong]
@@ -34,7 +35,14 @@ def test_nobody_can_tell_what_happened_to_a_run(harness: Harness) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", DEFENCES)
+def test_nobody_can_tell_that_a_run_was_killed(harness: Harness) -> None:
+    outcomes = harness.run(["kill"], 2, seed=0, jobs=JOBS)
+    assert [outcome.wrong for outcome in outcomes] == [[], []]
+    assert all(outcome.equal and not outcome.missed for outcome in outcomes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", only(["final-save"], DEFENCES))
 def test_a_trial_fails_without(harness: Harness, name: str) -> None:
     defence = DEFENCES[name]
     outcomes = harness.run([defence.fault], MUTATED_TRIALS, seed=0, jobs=JOBS, without=name)

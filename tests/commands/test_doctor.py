@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 from support.command_line import Main, one_line
+from support.tiers import EXHAUSTIVE, only
+from support.waiting import HANG_SECONDS
 
 CHECKS = [
     "versions",
@@ -144,7 +146,9 @@ class Doctors:
     def end(self) -> tuple[dict[str, Any], list[int]]:
         """What process 0 said, by check, and the exit codes; process 1 prints no report."""
         try:
-            out, silence = [process.communicate(timeout=60)[0] for process in self.processes]
+            out, silence = [
+                process.communicate(timeout=HANG_SECONDS)[0] for process in self.processes
+            ]
         finally:
             for process in self.processes:
                 process.kill()
@@ -187,7 +191,7 @@ def test_two_processes_that_differ(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("broken", [0, 1])
+@pytest.mark.parametrize("broken", only([1], [0, 1]))
 def test_a_process_without_devices_keeps_nobody_waiting(broken: int, tmp_path: Path) -> None:
     changes: list[dict[str, str]] = [{}, {}]
     changes[broken] = {"JAX_PLATFORMS": "cuda"}
@@ -199,7 +203,7 @@ def test_a_process_without_devices_keeps_nobody_waiting(broken: int, tmp_path: P
     assert rows["all-reduce"]["verdict"] == "skipped"
 
 
-@pytest.mark.slow
+@EXHAUSTIVE
 def test_a_port_that_is_taken(tmp_path: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -212,7 +216,7 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
     assert rows["joined"]["verdict"] == "skipped"
 
 
-@pytest.mark.slow
+@EXHAUSTIVE
 def test_a_process_with_the_wrong_coordinator(tmp_path: Path) -> None:
     wrong = {"REPLICAX_COORDINATOR": "127.0.0.1:1"}
     doctors = Doctors(tmp_path, {}, wrong, "--timeout", "4")
@@ -227,7 +231,7 @@ def test_a_process_with_the_wrong_coordinator(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_process_that_is_killed(tmp_path: Path) -> None:
     doctors = Doctors(tmp_path, {}, {}, "--largest-mb", "512")
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + HANG_SECONDS
     while "Gloo" not in doctors.err(1):  # its devices are joined
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -246,17 +250,17 @@ def catches_sigterm(process: subprocess.Popen[str]) -> bool:
     return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
 
 
-@pytest.mark.slow
+@EXHAUSTIVE
 def test_a_launcher_that_ends_it_still_gets_the_report(tmp_path: Path) -> None:
     doctors = Doctors(tmp_path, {}, {"REPLICAX_COORDINATOR": "127.0.0.1:1"})
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + HANG_SECONDS
     while not (listens(doctors.port) and all(map(catches_sigterm, doctors.processes))):
         assert time.monotonic() < deadline
         time.sleep(0.1)
     for process in doctors.processes:
         process.terminate()
-    out = doctors.processes[0].communicate(timeout=20)[0]
-    doctors.processes[1].communicate(timeout=20)
+    out = doctors.processes[0].communicate(timeout=HANG_SECONDS)[0]
+    doctors.processes[1].communicate(timeout=HANG_SECONDS)
     (row,) = [row for row in json.loads(out)["rows"] if row["verdict"] == "problem"]
     assert row["check"] == "joined"
     assert "SIGTERM" in row["found"]

@@ -14,6 +14,7 @@ from engines.leftovers import leftovers
 from engines.openmpi import missing_openmpi, mpirun
 from engines.ray import missing_ray, ray_cluster
 from engines.slurm import missing_slurm, slurm
+from support.tiers import EXHAUSTIVE
 
 from replicax.launch.job import Job
 from replicax.launch.slurm import SlurmOptions, slurm_script
@@ -71,6 +72,7 @@ def test_processes_under_launch_train_the_same_weights(
     _check(run([*launch, *SCRIPT, "weights.npz"], tmp_path), tmp_path, weights)
 
 
+@EXHAUSTIVE
 @needs_mpirun
 def test_processes_under_mpirun_train_the_same_weights(
     weights: dict[str, np.ndarray], tmp_path: Path
@@ -80,6 +82,7 @@ def test_processes_under_mpirun_train_the_same_weights(
     _check(done, tmp_path, weights)
 
 
+@EXHAUSTIVE
 @needs_slurm
 def test_processes_under_srun_train_the_same_weights(
     cluster: dict[str, str], weights: dict[str, np.ndarray], tmp_path: Path
@@ -89,6 +92,7 @@ def test_processes_under_srun_train_the_same_weights(
     _check(done, tmp_path, weights)
 
 
+@EXHAUSTIVE
 @needs_ray
 def test_processes_under_ray_train_the_same_weights(
     ray_address: str, weights: dict[str, np.ndarray], tmp_path: Path
@@ -96,6 +100,7 @@ def test_processes_under_ray_train_the_same_weights(
     _check(_on_ray(ray_address, [*SCRIPT, "weights.npz"], tmp_path), tmp_path, weights)
 
 
+@EXHAUSTIVE
 @needs_mpirun
 def test_replicax_train_runs_unchanged_under_mpirun(
     recipe_weights: list[float], tmp_path: Path
@@ -103,6 +108,7 @@ def test_replicax_train_runs_unchanged_under_mpirun(
     _check_printed(run([*mpirun(2), *TRAIN], tmp_path), recipe_weights)
 
 
+@EXHAUSTIVE
 @needs_slurm
 def test_replicax_train_runs_unchanged_under_srun(
     cluster: dict[str, str], recipe_weights: list[float], tmp_path: Path
@@ -110,6 +116,7 @@ def test_replicax_train_runs_unchanged_under_srun(
     _check_printed(run(["srun", "-n", "2", *TRAIN], tmp_path, cluster), recipe_weights)
 
 
+@EXHAUSTIVE
 @needs_slurm
 def test_a_batch_script_is_one_that_slurm_takes_and_runs(
     cluster: dict[str, str], weights: dict[str, np.ndarray], tmp_path: Path
@@ -123,6 +130,7 @@ def test_a_batch_script_is_one_that_slurm_takes_and_runs(
     _check(run(["sbatch", "--wait", "job.sh"], tmp_path, cluster), tmp_path, weights)
 
 
+@EXHAUSTIVE
 @needs_slurm
 def test_a_process_that_fails_ends_the_step_with_its_cause(
     cluster: dict[str, str], tmp_path: Path
@@ -139,6 +147,7 @@ def test_a_process_that_fails_ends_the_step_with_its_cause(
     assert "ValueError: a bad value" in done.stderr
 
 
+@EXHAUSTIVE
 @needs_ray
 def test_ray_starts_all_again_after_a_failure(ray_address: str, tmp_path: Path) -> None:
     """The first time process 1 fails, and the second time it does not."""
@@ -159,6 +168,7 @@ def test_ray_starts_all_again_after_a_failure(ray_address: str, tmp_path: Path) 
     assert len(jobs) == 2, jobs  # a job that is started again has an id of its own
 
 
+@EXHAUSTIVE
 @needs_ray
 def test_the_first_failure_under_ray_is_named(ray_address: str, tmp_path: Path) -> None:
     script = (
@@ -171,6 +181,7 @@ def test_the_first_failure_under_ray_is_named(ray_address: str, tmp_path: Path) 
     assert "process 1 failed first: exit code 1 (a bad value)" in done.stderr
 
 
+@EXHAUSTIVE
 @needs_ray
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_nothing_outlives_a_launcher_on_ray(

@@ -12,6 +12,7 @@ import jax
 import pytest
 from plan.compilers import PACKAGES, beside_jax
 from support.small_steps import SMALL_STEPS, SmallStep, gpt2, mlp
+from support.tiers import only
 
 import replicax as rx
 from replicax.analysis.compiled import read_memory
@@ -51,12 +52,9 @@ def folder_with(path: Path, package: str, version: str) -> Path:
 
 
 @pytest.mark.parametrize("in_fit", [False, True], ids=["step", "fit"])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", only([1], [1, 2]))
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-@pytest.mark.parametrize(
-    "name",
-    ["mlp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lenet", "gpt2"))],
-)
+@pytest.mark.parametrize("name", only(["mlp"], ["mlp", "lenet", "gpt2"]))
 def test_a_planned_step_takes_what_the_run_will(
     compiler: CompilerProcess, name: str, settings: dict[str, Any], accumulate: int, in_fit: bool
 ) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from plan.compilers import FOLDER, needs
 from support.small_steps import SmallStep, mlp, wide
+from support.tiers import EXHAUSTIVE
 
 from replicax.errors import MissingDependencyError
 from replicax.plan.compilation import Compilation, Description, TooLarge
@@ -24,7 +25,7 @@ HERE = Path(__file__).resolve().parent
 TPUS = ["v5e:1x1", "v5e:2x2", "v6e:2x2", "v4:2x2x1", "v5p:2x2x1", "v5e:4x8"]
 GPUS = ["h100:8", "h100:16", "h100:1", "a100-40:1", "a100-80:8", "h200:8", "b200:4x2"]
 
-pytestmark = pytest.mark.slow
+pytestmark = EXHAUSTIVE
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ import optax
 import pytest
 from plan.compilers import PACKAGES, beside_jax
 from support.cases import CASES
+from support.tiers import EXHAUSTIVE, only
 
 import replicax as rx
 from replicax.analysis.compiled import Memory, read_memory
@@ -135,7 +136,7 @@ def test_a_compiler_of_its_own_says_what_the_run_will() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("mode", ["jit", pytest.param("shard_map", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", only(["jit"], ["jit", "shard_map"]))
 def test_what_fits_and_how_fast(mode: str) -> None:
     dp = step(mode=mode)
     found = rx.plan(
@@ -173,7 +174,7 @@ def test_what_fits_and_how_fast(mode: str) -> None:
     assert plain["largest"]["rows"] == found.largest.rows
 
 
-@pytest.mark.slow
+@EXHAUSTIVE
 @pytest.mark.usefixtures("alone")
 def test_a_batch_that_fits_in_micro_batches() -> None:
     dp = step()
@@ -332,7 +333,10 @@ def test_a_chip_that_no_compiler_describes_says_so() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "platform", "extra"),
-    [("h100:8", "cuda", "plan-gpu"), ("v5e:2x4", "tpu", "plan-tpu")],
+    only(
+        [("h100:8", "cuda", "plan-gpu")],
+        [("h100:8", "cuda", "plan-gpu"), ("v5e:2x4", "tpu", "plan-tpu")],
+    ),
 )
 def test_a_compiler_that_is_missing_is_named_with_its_extra(
     target: str, platform: str, extra: str, monkeypatch: pytest.MonkeyPatch

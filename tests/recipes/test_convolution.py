@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
+from support.tiers import only
 
 from replicax.recipes.convolution import average_pool, conv2d
 
@@ -28,7 +29,8 @@ def xla_conv(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 
 @pytest.mark.parametrize(
-    ("channels", "size", "kernel"), [(1, 28, 3), (20, 12, 5), (3, 7, 1), (2, 5, 5)]
+    ("channels", "size", "kernel"),
+    only([(2, 5, 5)], [(1, 28, 3), (20, 12, 5), (3, 7, 1), (2, 5, 5)]),
 )
 def test_conv2d_and_its_gradients_match_lax(channels: int, size: int, kernel: int) -> None:
     x = normal(0, (channels, size, size + 1, 6))

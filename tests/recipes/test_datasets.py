@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.tiers import EXHAUSTIVE
 
 from replicax.errors import DataError
 from replicax.recipes import datasets
@@ -58,6 +59,7 @@ def write(folder: Path, contents: dict[str, bytes], *, compressed: bool = True) 
     return folder
 
 
+@EXHAUSTIVE
 @pytest.mark.skipif(
     not DEBIAN_DIR.is_dir(), reason="Debian's package dataset-fashion-mnist is not installed"
 )

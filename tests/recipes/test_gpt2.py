@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from support.command_line import Main, one_line
+from support.tiers import EXHAUSTIVE, only
 
 import replicax as rx
 from replicax.analysis.compiled import Collectives, inspect
@@ -218,8 +219,8 @@ def test_the_presets_parse(name: str) -> None:
     assert recipe.tokens_per_row == (1024 if name != "nano" else 128)
 
 
-@pytest.mark.parametrize("devices", [2, 8])
-@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("devices", only([2], [2, 8]))
+@pytest.mark.parametrize("accumulate", only([4], [1, 4]))
 def test_the_tied_embedding_is_reduced_once(devices: int, accumulate: int) -> None:
     """Its two gradients, of the input and of the output, are one before they travel."""
     shapes = jax.eval_shape(lambda: transformer.init(Shape(1, 2, 16, 8, 257), jax.random.key(0)))
@@ -310,6 +311,7 @@ def test_a_user_error_is_one_line_and_exit_code_2(
     assert not (folder / "runs").exists()
 
 
+@EXHAUSTIVE
 def test_bytes_of_any_kind_can_be_trained_on(main: Main, folder: Path) -> None:
     flags = ["--mode", "single", "--steps", "2", "--sample", "na", "--sample-tokens", "3"]
     code, out, err = main(*TRAIN, *latin(folder), *flags)

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from safetensors.numpy import load_file, save_file
+from support.tiers import EXHAUSTIVE
 
 from replicax.errors import ConfigError, DataError
 from replicax.recipes.gpt2_weights import load_weights, save_weights
@@ -222,7 +223,7 @@ def test_a_file_of_another_kind_is_an_error(content: bytes | None, path: Path) -
     assert "\n" not in message
 
 
-@pytest.mark.slow
+@EXHAUSTIVE
 def test_the_network_is_gpt2_as_published(tmp_path: Path) -> None:
     """Logits and every gradient are those of an implementation that everybody uses."""
     how = "no torch and transformers to compare with: `make peers` installs them"

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.tiers import EXHAUSTIVE
 
 from replicax.errors import DataError
 from replicax.recipes import text as module
@@ -99,7 +100,7 @@ def test_what_takes_long_is_announced(
     assert said("bytes") == "encoding 0.0 MB\n"
 
 
-@pytest.mark.slow
+@EXHAUSTIVE
 def test_the_standard_library_with_bpe() -> None:
     data = text_dataset(None, "bpe", 1024, context=256)
 

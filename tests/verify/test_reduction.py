@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from support.tiers import only
 from verify import zoo_recipes as zoo
 
 import replicax as rx
@@ -22,7 +23,7 @@ from replicax.verify.subject import Subject
 from replicax.verify.traffic import check_traffic, read_programs
 
 IN_EVERY_MODE = pytest.mark.parametrize(
-    "mode", ["shard_map", pytest.param("pmap", marks=pytest.mark.slow), "exact"]
+    "mode", only(["shard_map", "exact"], ["shard_map", "pmap", "exact"])
 )
 
 

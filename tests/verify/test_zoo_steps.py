@@ -1,6 +1,7 @@
 """Classic mistakes in hand-written steps are caught and named; correct steps raise no alarm."""
 
 import pytest
+from support.tiers import only
 from verify.zoo_broken_steps import BROKEN
 from verify.zoo_correct_steps import CORRECT
 
@@ -13,8 +14,21 @@ def verified(name: str) -> Verification:
     return verify_step(entry.step(), entry.reference, entry.state(), entry.batch(), **entry.options)
 
 
+USUAL = (
+    "pmap_no_pmean",
+    "psum_undivided",
+    "masked_mean_by_device",
+    "batch_replicated",
+    "remainder_dropped",
+    "one_replica_strays",
+    "jit_in_each_call",
+    "key_of_the_clock",
+)
+"""A mistake of each subject, and the most usual ones."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("name", only(USUAL, BROKEN))
 def test_a_mistake_is_caught_and_named(name: str) -> None:
     entry = BROKEN[name]
     verification = verified(name)
@@ -30,6 +44,6 @@ def test_a_mistake_is_caught_and_named(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CORRECT)
+@pytest.mark.parametrize("name", only(["pmap", "shard_map", "batch_norm_jit", "masked"], CORRECT))
 def test_a_correct_step_raises_no_alarm(name: str) -> None:
     assert verified(name).failed == []
