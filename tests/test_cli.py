@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.command_line import RECIPE, REGRESSION, Main, one_line
+from support.waiting import HANG_SECONDS
 
 from replicax import cli
 from replicax.core import capacity
@@ -373,7 +374,7 @@ class TestProcess:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=HANG_SECONDS,
         )
         assert (done.returncode, done.stderr) == (0, "")
         assert "mesh   6 cpu devices · 6 replicas" in done.stdout
@@ -389,7 +390,7 @@ class TestProcess:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=HANG_SECONDS,
         )
         assert done.returncode == 2
         assert "--devices 0" in one_line(done.stderr)
@@ -408,7 +409,7 @@ class TestProcess:
             text=True,
         ) as process:
             try:
-                deadline = time.monotonic() + 60
+                deadline = time.monotonic() + HANG_SECONDS
                 while not (run / "records.jsonl").exists() or not (
                     (run / "records.jsonl").read_text().count("eval") > 2
                 ):
@@ -416,7 +417,7 @@ class TestProcess:
                     assert process.poll() is None
                     time.sleep(0.05)
                 process.send_signal(signal.SIGINT)
-                out, err = process.communicate(timeout=20)
+                out, err = process.communicate(timeout=HANG_SECONDS)
             finally:
                 process.kill()
         assert process.returncode == 75

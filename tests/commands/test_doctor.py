@@ -29,7 +29,7 @@ CHECKS = [
     "mesh",
     "all-reduce",
 ]
-FAST = ["--largest-mb", "0.1", "--timeout", "30"]
+FAST = ["--largest-mb", "0.1", "--timeout", "240"]
 
 
 def verdicts(out: str) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 PYTHON = sys.executable
 REPLICAX = str(Path(PYTHON).with_name("replicax"))
-SECONDS = 120
+SECONDS = 240
 
 
 def run(

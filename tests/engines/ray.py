@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-START_SECONDS = 60
+START_SECONDS = 240
 STOP_SECONDS = 15
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-START_SECONDS = 20
+START_SECONDS = 120
 STOP_SECONDS = 5
 
 CONFIG = """\

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from support.small_steps import mlp
+from support.waiting import HANG_SECONDS
 
 import replicax as rx
 from replicax.errors import CompilerError
@@ -41,7 +42,7 @@ def test_who_waits_for_a_compiler_that_is_ended_gets_an_error() -> None:
         started = time.monotonic()
         pool.close()
         with pytest.raises(CompilerError, match="ended with signal SIGKILL"):
-            waiting.result(timeout=30)
+            waiting.result(timeout=HANG_SECONDS)
         assert time.monotonic() - started < 10
         with pytest.raises(CompilerError, match="ended before"):
-            asked(pool, threads).result(timeout=30)
+            asked(pool, threads).result(timeout=HANG_SECONDS)

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-HANG_SECONDS = 60.0
+HANG_SECONDS = 240.0
 """Bounds a wait for what is certain to come, so that a test of broken code ends; no promise."""
 
 
