@@ -238,6 +238,33 @@ def test_a_layout_is_not_compared_with_what_it_is_already() -> None:
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("settings", "sums"),
+    [({}, 4 * PARAMETERS + 8), ({"reduction": "bfloat16"}, 2 * PARAMETERS + 8)],
+    ids=["float32", "bfloat16"],
+)
+def test_what_is_sent_and_the_least_of_a_reduction(settings: dict[str, Any], sums: int) -> None:
+    dp = step(mode="shard_map", **settings)
+    found = rx.plan(dp, MODEL, rows(16), target=host(2, None), changes={})
+    assert found.traffic is not None
+    assert found.traffic.wire_bytes == found.traffic.least_bytes == sums  # half of it, twice
+    assert found.about["reduction"] == settings.get("reduction", "float32")
+
+
+@pytest.mark.usefixtures("alone")
+def test_of_frozen_parameters_nothing_is_sent() -> None:
+    labels = {"first": "frozen", "second": "frozen", "bias": "trained"}
+    optimizer = optax.multi_transform(
+        {"trained": optax.adam(1e-3), "frozen": optax.set_to_zero()}, labels
+    )
+    mesh = rx.make_mesh(1, devices=jax.devices())
+    dp = rx.DataParallel(loss, optimizer, mesh=mesh, mode="shard_map")
+    found = rx.plan(dp, MODEL, rows(16), target=host(2, None), changes={})
+    assert found.traffic is not None
+    assert found.traffic.wire_bytes == found.traffic.least_bytes == 4 * WIDTH + 8
+
+
+@pytest.mark.usefixtures("alone")
 def test_rows_are_filled_up_to_devices_and_micro_batches() -> None:
     found = rx.plan(step(accumulate=3), MODEL, rows(10), target=host(2, 1_100_000), changes={})
     assert found.asked.rows == 6
@@ -382,7 +409,8 @@ def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_mesh_whose_replicas_have_several_devices_is_refused() -> None:
-    dp = step(mesh=rx.make_mesh(data=4, model=2))
+    rules = [("second", jax.sharding.PartitionSpec("model"))]
+    dp = step(mesh=rx.make_mesh(data=4, model=2), layout=rules)
     with pytest.raises(ConfigError, match="without the axes model and stage"):
         rx.plan(dp, MODEL, rows(16), target="h100:8", by_formula=True)
 
