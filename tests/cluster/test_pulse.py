@@ -87,6 +87,16 @@ def test_the_usual_time_is_the_median(pulse: Pulse, clock: Clock) -> None:
     assert pulse.stand(PATIENCE) == Standing(5, 5, "stepping", 79.0, 80.0)
 
 
+def test_a_loop_that_is_stuck_after_its_first_beat(pulse: Pulse, clock: Clock) -> None:
+    for _ in range(18):
+        clock.now += 0.01
+        begin(pulse, Result(done=True))
+    pulse.stand(PATIENCE)
+    clock.now += 61.0
+    stand = pulse.stand(PATIENCE)
+    assert (stand.seconds, stand.allowed_seconds) == (61.0, 60.0)
+
+
 def test_a_loop_that_runs_ahead_of_its_devices(
     pulse: Pulse, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ import dataclasses
 import math
 import statistics
 import sys
+import threading
 import time
 from typing import Any
 
@@ -12,7 +13,7 @@ from replicax.cluster.patience import Patience
 from replicax.core.in_flight import InFlight
 
 _PACES = 100
-"""Beats whose pace is remembered; their median is the usual one."""
+"""Step times remembered; their median is the usual one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,11 +50,13 @@ class Pulse:
         self._finished = 0, self._moved_at
         """Steps that the devices have done, and when that was noticed."""
         self._paces: collections.deque[float] = collections.deque(maxlen=_PACES)
+        self._looking = threading.Lock()
 
     def move(self) -> None:
         """Report progress: a step was begun, a batch was evaluated."""
         self._idle = False
         self._moved_at = time.monotonic()
+        self._look()  # a loop may be stuck before there were two beats
 
     def rest(self) -> None:
         """Report that the loop is over, or not yet begun: nobody is to be alarmed."""
@@ -66,25 +69,33 @@ class Pulse:
         self._moved_at = min(now, self._moved_at + seconds)
 
     def stand(self, patience: Patience) -> Standing:
-        """Return where this process stands now; called at each beat, which takes the pace of steps.
+        """Return where this process stands now."""
+        finished, noticed_at = self._look()
+        begun = self.in_flight.begun
+        seconds = time.monotonic() - max(self._moved_at, noticed_at)
+        doing = "idle" if self._idle else "stepping" if begun else "starting"
+        if not self._idle and seconds > 1.0:
+            doing = _inside() or doing
+        paces = list(self._paces)  # another thread may add to them
+        allowed = patience.allowed(statistics.median(paces) if paces else None)
+        if doing in ("compiling", "starting"):
+            allowed = max(allowed, patience.start_seconds)
+        return Standing(begun, finished, doing, seconds, allowed)
+
+    def _look(self) -> tuple[int, float]:
+        """Return how many steps the devices have done, and when that was noticed; note their pace.
 
         A host runs ahead of its devices, and then waits for many steps at once: only what is
         finished tells how long a step takes, and that there is progress.
         """
-        steps, now = self.in_flight, time.monotonic()
-        finished, (before, noticed_at) = steps.finished, self._finished
-        if finished > before:
-            if before:
-                self._paces.append((now - noticed_at) / (finished - before))
-            self._finished, noticed_at = (finished, now), now
-        seconds = now - max(self._moved_at, noticed_at)
-        doing = "idle" if self._idle else "stepping" if steps.begun else "starting"
-        if not self._idle and seconds > 1.0:
-            doing = _inside() or doing
-        allowed = patience.allowed(statistics.median(self._paces) if self._paces else None)
-        if doing in ("compiling", "starting"):
-            allowed = max(allowed, patience.start_seconds)
-        return Standing(steps.begun, finished, doing, seconds, allowed)
+        with self._looking:
+            finished, now = self.in_flight.finished, time.monotonic()
+            before, noticed_at = self._finished
+            if finished > before:
+                if before:
+                    self._paces.append((now - noticed_at) / (finished - before))
+                self._finished = finished, now
+            return self._finished
 
 
 def _inside() -> str | None:
