@@ -265,6 +265,7 @@ class TestRunFolder:
             "precision": "float32",
             "accumulate": 1,
             "micro_shards": None,
+            "reduction": "float32",
             "mesh": {"data": 8, "model": 1, "stage": 1},
             "device_kind": "cpu",
             "processes": 1,
