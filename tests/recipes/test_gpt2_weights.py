@@ -1,5 +1,6 @@
 """Weights from a file: the network is GPT-2 as published, and a file of another one is refused."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,18 @@ from replicax.recipes.gpt2_weights import load_weights, save_weights
 from replicax.recipes.transformer import Params, Shape, init, logits
 
 SHAPE = Shape(layers=2, heads=1, width=4, context=8, vocab_size=11)
-PARAMS = init(SHAPE, jax.random.key(0))
 Tensors = dict[str, np.ndarray]
+
+
+@functools.cache
+def a_network() -> Params:
+    return init(SHAPE, jax.random.key(0))
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A file of `PARAMS`."""
-    save_weights(PARAMS, tmp_path / "model.safetensors")
+    """A file of `a_network`."""
+    save_weights(a_network(), tmp_path / "model.safetensors")
     return tmp_path / "model.safetensors"
 
 
@@ -63,14 +68,14 @@ def test_the_names_are_the_published_ones(path: Path) -> None:
     assert set(tensors) == names | {"wte.weight", "wpe.weight", "ln_f.weight", "ln_f.bias"}
     assert tensors["h.1.attn.c_attn.weight"].shape == (4, 12)  # inputs first, as published
     np.testing.assert_array_equal(
-        tensors["h.1.attn.c_attn.weight"], PARAMS["h"]["attn"]["c_attn"]["weight"][1]
+        tensors["h.1.attn.c_attn.weight"], a_network()["h"]["attn"]["c_attn"]["weight"][1]
     )
 
 
 def test_arrays_of_any_layout_are_saved_in_order(tmp_path: Path) -> None:
-    columns_first = jax.tree.map(lambda leaf: np.asfortranarray(np.asarray(leaf)), PARAMS)
+    columns_first = jax.tree.map(lambda leaf: np.asfortranarray(np.asarray(leaf)), a_network())
     save_weights(columns_first, tmp_path / "model.safetensors")
-    assert_same(load_weights(tmp_path / "model.safetensors", SHAPE), PARAMS)
+    assert_same(load_weights(tmp_path / "model.safetensors", SHAPE), a_network())
 
 
 def with_prefix(tensors: Tensors) -> None:
@@ -92,7 +97,7 @@ def with_buffers(tensors: Tensors) -> None:
 @pytest.mark.parametrize("changed", [with_prefix, with_output, with_buffers])
 def test_what_exports_add_is_left_out(changed: Callable[[Tensors], None], path: Path) -> None:
     change(path, changed)
-    assert_same(load_weights(path, SHAPE), PARAMS)
+    assert_same(load_weights(path, SHAPE), a_network())
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
@@ -101,7 +106,9 @@ def test_halves_become_float32(dtype: Any, path: Path) -> None:
         tensors |= {name: each.astype(dtype) for name, each in tensors.items()}
 
     change(path, halve)
-    expected = jax.tree.map(lambda leaf: np.asarray(leaf).astype(dtype).astype(np.float32), PARAMS)
+    expected = jax.tree.map(
+        lambda leaf: np.asarray(leaf).astype(dtype).astype(np.float32), a_network()
+    )
     assert_same(load_weights(path, SHAPE), expected)
 
 

@@ -1,5 +1,6 @@
 """LeNet: the model of the NCHW convolutions, and a batch that stays split."""
 
+import functools
 from typing import Any
 
 import jax
@@ -16,7 +17,11 @@ from replicax.recipes.images import cross_entropy
 from replicax.recipes.lenet import LeNet, logits
 
 RECIPE = LeNet()
-PARAMS = RECIPE.model(jax.random.key(0))
+
+
+@functools.cache
+def params() -> Any:
+    return RECIPE.model(jax.random.key(0))
 
 
 def rows(count: int) -> dict[str, np.ndarray]:
@@ -48,10 +53,10 @@ def test_logits_and_gradients_are_those_of_channels_first() -> None:
         def loss(params: Any) -> jax.Array:
             return jnp.mean(cross_entropy(model(params, batch["image"]), batch["label"])[0])
 
-        return jax.jit(jax.grad(loss))(PARAMS)
+        return jax.jit(jax.grad(loss))(params())
 
-    found = (jax.jit(logits)(PARAMS, batch["image"]), mean_loss(logits))
-    expected = (jax.jit(nchw_logits)(PARAMS, batch["image"]), mean_loss(nchw_logits))
+    found = (jax.jit(logits)(params(), batch["image"]), mean_loss(logits))
+    expected = (jax.jit(nchw_logits)(params(), batch["image"]), mean_loss(nchw_logits))
     for value, reference in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         assert np.abs(value - reference).max() <= 1e-6 * np.abs(reference).max()
 
@@ -63,7 +68,7 @@ def test_a_split_batch_stays_split(devices: int) -> None:
     def step(count: int) -> Any:
         mesh = rx.make_mesh(devices=jax.devices()[:count])
         dp = rx.DataParallel(RECIPE.loss, optax.sgd(0.1), mesh=mesh)
-        return inspect(dp.lower(PARAMS, rows(64)).compile())
+        return inspect(dp.lower(params(), rows(64)).compile())
 
     one, many = step(1), step(devices)
     assert [each.kind for each in many.collectives] == ["all-reduce"]
@@ -72,7 +77,7 @@ def test_a_split_batch_stays_split(devices: int) -> None:
 
 def test_it_computes_in_bfloat16() -> None:
     dp = rx.DataParallel(RECIPE.loss, optax.sgd(0.1), precision="bfloat16")
-    _, metrics = dp.step(dp.init(PARAMS), rows(64))
+    _, metrics = dp.step(dp.init(params()), rows(64))
     reference = rx.DataParallel(RECIPE.loss, optax.sgd(0.1))
-    _, expected = reference.step(reference.init(PARAMS), rows(64))
+    _, expected = reference.step(reference.init(params()), rows(64))
     assert float(metrics["loss"]) == pytest.approx(float(expected["loss"]), rel=0.01)

@@ -1,5 +1,6 @@
 """Sampling, with networks simple enough to know what must come out."""
 
+import functools
 from typing import Any
 
 import jax
@@ -10,12 +11,16 @@ import pytest
 from replicax.errors import ConfigError
 from replicax.recipes import transformer
 from replicax.recipes.sampling import sample
-from replicax.recipes.transformer import Shape
+from replicax.recipes.transformer import Params, Shape
 
 VOCAB_SIZE, HEADS, END = 13, 2, 12
 SHAPE = Shape(layers=1, heads=HEADS, width=16, context=40, vocab_size=VOCAB_SIZE)
-# Far from all alike, so that the likeliest token is one by a margin.
-PARAMS = jax.tree.map(lambda leaf: 20 * leaf, transformer.init(SHAPE, jax.random.key(0)))
+
+
+@functools.cache
+def a_network() -> Params:
+    """One whose logits are far apart, so that the likeliest token is one by a margin."""
+    return jax.tree.map(lambda leaf: 20 * leaf, transformer.init(SHAPE, jax.random.key(0)))
 
 
 def network(params: Any, tokens: jax.Array) -> jax.Array:
@@ -35,7 +40,7 @@ def fixed(logits: jax.Array, tokens: jax.Array) -> jax.Array:
 
 def test_the_likeliest_is_the_argmax_step_by_step() -> None:
     prompt = [3, 1, 4]
-    found = sample(network, PARAMS, prompt, count=50, context=40, end=-1, temperature=0)
+    found = sample(network, a_network(), prompt, count=50, context=40, end=-1, temperature=0)
     compute = jax.jit(network)
     seen = list(prompt)
     for token in found:
@@ -43,7 +48,7 @@ def test_the_likeliest_is_the_argmax_step_by_step() -> None:
         window = seen[-40:]
         at = len(window) - 1
         padded = np.array(window + [7] * (40 - len(window)))
-        assert token == int(compute(PARAMS, padded[None])[0, at].argmax())
+        assert token == int(compute(a_network(), padded[None])[0, at].argmax())
         seen.append(token)
     assert len(found) == 50
     assert len(set(found)) > 2
@@ -106,5 +111,5 @@ def test_draws_are_as_likely_as_the_network_says() -> None:
 def test_what_cannot_be_drawn_is_refused(changed: dict[str, Any], message: str) -> None:
     good = {"prompt": [1], "count": 1, "context": 40, "end": END}
     with pytest.raises(ConfigError) as caught:
-        sample(network, PARAMS, **good | changed)
+        sample(network, a_network(), **good | changed)
     assert str(caught.value) == message
