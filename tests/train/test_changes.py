@@ -148,6 +148,13 @@ def test_what_is_listed_as_harmless_is_named_and_not_refused(path: str) -> None:
     assert check_changes(CONFIG, new, accept=False)
 
 
+def test_a_field_that_is_newer_than_the_run_has_the_value_of_then() -> None:
+    old, now = {"parallel": {}, "options": {"seed": 0}}, {"options": {"seed": 0}}
+    (usual,) = changes(old, {**now, "parallel": {"reduction": "float32"}})
+    (rounded,) = changes(old, {**now, "parallel": {"reduction": "bfloat16"}})
+    assert (usual.matters, rounded.matters) == (False, True)
+
+
 def test_harmless_paths_are_whole_paths() -> None:
     assert changes({"options.devices": 1}, {})[0].matters
     assert changes({"fields": {"options": {"devices": 1}}}, {})[0].matters

@@ -144,7 +144,8 @@ def _run(
         also += ", checkpoints/" if options.save_minutes or options.save_every else ""
         print(f"see    {folder}/ (config.json, records.jsonl, curves.png{also})")
     if not result.interrupted and hasattr(recipe, "after_training"):
-        shown = recipe.after_training(dp.model(result.state))  # on the devices of all processes
+        model = dp.model(result.state, copy=False)  # on the devices of all processes
+        shown = recipe.after_training(model)
         if shown and speaks:
             print(f"\n{shown}")
     return result

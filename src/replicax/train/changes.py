@@ -243,6 +243,10 @@ _MODES = (("options", "mode"), ("parallel", "mode"))
 _MICRO_SHARDS = (("options", "micro_shards"), ("parallel", "micro_shards"))
 
 
+_BEFORE = {("options", "reduction"): "float32", ("parallel", "reduction"): "float32"}
+"""What runs did that began before there was such a field."""
+
+
 def _is_bitwise(mode: Any) -> bool:
     """Whether `mode`, read from a file, is the name of one that promises bits."""
     return isinstance(mode, str) and mode in MODES and MODES[mode].bitwise
@@ -254,6 +258,8 @@ def _matters(path: tuple[str, ...], old: Any, new: Any, bitwise: bool) -> bool:
         return True
     if path in _MICRO_SHARDS and bitwise:
         return True
+    if old is ABSENT and _BEFORE.get(path) == new:
+        return False
     return not any(path[:length] in _HARMLESS for length in range(1, len(path) + 1))
 
 
