@@ -113,7 +113,8 @@ def as_source(data: Any, batch_size: int | None, job: Job, *, shuffle: bool, see
         return IterableSource(batches, size, any_size=grain)
     if grain:
         return GrainSource(data, len(data), size, shuffle, seed)
-    return ArraySource(jax.tree.map(np.asarray, data), row_count(data), size, shuffle, seed)
+    rows = row_count(data)  # first: it refuses what is no array
+    return ArraySource(jax.tree.map(np.asarray, data), rows, size, shuffle, seed)
 
 
 def can_shuffle(data: Any) -> bool:
