@@ -243,7 +243,10 @@ _MODES = (("options", "mode"), ("parallel", "mode"))
 _MICRO_SHARDS = (("options", "micro_shards"), ("parallel", "micro_shards"))
 
 
-_BEFORE = {("options", "reduction"): "float32", ("parallel", "reduction"): "float32"}
+_BEFORE: Mapping[tuple[str, ...], Any] = {
+    ("options", "reduction"): "float32",
+    ("parallel", "reduction"): "float32",
+}
 """What runs did that began before there was such a field."""
 
 
