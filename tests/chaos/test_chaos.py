@@ -12,7 +12,7 @@ from chaos.defences import DEFENCES
 from chaos.faults import FAULTS
 from chaos.fork_server import ForkServer
 from chaos.outcome import Outcome, table
-from support.tiers import EXHAUSTIVE, only
+from support.tiers import EXHAUSTIVE
 
 TRIALS = 40
 JOBS = 2
@@ -41,8 +41,8 @@ def test_nobody_can_tell_that_a_run_was_killed(harness: Harness) -> None:
     assert all(outcome.equal and not outcome.missed for outcome in outcomes)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", only(["final-save"], DEFENCES))
+@EXHAUSTIVE
+@pytest.mark.parametrize("name", DEFENCES)
 def test_a_trial_fails_without(harness: Harness, name: str) -> None:
     defence = DEFENCES[name]
     outcomes = harness.run([defence.fault], MUTATED_TRIALS, seed=0, jobs=JOBS, without=name)

@@ -6,7 +6,7 @@ from support.tiers import only
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", only(["kill", "sleep", "error", "learning-rate"], FAULTS))
+@pytest.mark.parametrize("fault", only(["kill", "sleep", "learning-rate"], FAULTS))
 def test_the_others_learn_what_happened(fault: str) -> None:
     trial = run_trial(fault, 0)
     assert not trial.wrong, trial

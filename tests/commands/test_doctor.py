@@ -183,7 +183,7 @@ def test_two_processes_that_are_well(tmp_path: Path) -> None:
     assert len(set(pids)) == 2
 
 
-@pytest.mark.slow
+@EXHAUSTIVE
 def test_two_processes_that_differ(tmp_path: Path) -> None:
     rows, codes = Doctors(tmp_path, {}, {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}).end()
     assert (codes, not_well(rows)) == ([0, 0], ["differences"])

@@ -8,6 +8,7 @@ from typing import Any, get_type_hints
 
 import pytest
 from support.command_line import RECIPE, Main, one_line
+from support.tiers import only
 
 from replicax.commands import plan as command
 from replicax.commands.plan import PlanOptions
@@ -32,16 +33,17 @@ def refused(main: Main, *arguments: object) -> str:
 
 
 @pytest.mark.slow
-def test_a_recipe_is_compiled_for_its_target(main: Main) -> None:
-    out = shown(main, "lenet", "--target", "cpu:2", "--run", "mine", "--json", "p.json")
+@pytest.mark.parametrize("recipe", only(["linear_regression"], ["linear_regression", "lenet"]))
+def test_a_recipe_is_compiled_for_its_target(recipe: str, main: Main) -> None:
+    out = shown(main, recipe, "--target", "cpu:2", "--run", "mine", "--json", "p.json")
     written: dict[str, Any] = json.loads(Path("p.json").read_text())
     assert json.loads(Path("runs/mine/plan.json").read_text()) == written
     assert written["fits"]
     assert written["asked"]["compiled"]
-    assert written["about"]["recipe"] == "lenet"
+    assert written["about"]["recipe"] == recipe
     assert written["about"]["compiler"].startswith("jaxlib ")
     assert written["target"]["devices"] == 2
-    assert "lenet" in out
+    assert recipe in out
     assert "see    runs/mine/ (plan.json, memory.png" in out
     for name in ("plan.json", "memory.png"):
         assert Path("runs/mine", name).stat().st_size > 0

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from support.cases import BATCH, CASES
+from support.tiers import only
 
 import replicax as rx
 
@@ -92,7 +93,7 @@ def test_a_batch_without_weight_has_gradient_0() -> None:
         np.testing.assert_allclose(want, new, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 1), (2, 8)])
+@pytest.mark.parametrize(("before", "after"), only([(4, 1)], [(1, 4), (4, 1), (2, 8)]))
 def test_a_model_goes_on_on_other_devices(before: int, after: int) -> None:
     first, second = (make(mesh=rx.make_mesh(count)) for count in (before, after))
     state, _ = first.step(first.init(MODEL), SOURCE)
@@ -115,7 +116,7 @@ def test_evaluation_counts_every_row_once(mode: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["jit", "shard_map", "pmap"])
+@pytest.mark.parametrize("mode", only(["jit"], ["jit", "shard_map", "pmap"]))
 def test_a_loop_that_reads_nothing_does_not_run_too_far_ahead(mode: str) -> None:
     """Steps of some milliseconds, more of them than XLA's CPU backend lets wait without a hang."""
 
@@ -148,7 +149,7 @@ def test_bfloat16_computes_low_and_keeps_float32() -> None:
     assert metrics["loss"].dtype == jnp.float32
 
 
-@pytest.mark.parametrize("mode", ["jit", "shard_map", "pmap"])
+@pytest.mark.parametrize("mode", only(["shard_map"], ["jit", "shard_map", "pmap"]))
 @pytest.mark.parametrize("kind", ["pytree", "nnx"])
 def test_bfloat16_is_near_float32(mode: str, kind: str) -> None:
     case = CASES[kind]

@@ -17,7 +17,7 @@ from replicax.core.reduction import REDUCTIONS
 from replicax.train.fingerprint import sha256
 
 ALL = {**CASES, **{f"{name}, dropout": case for name, case in DROPOUT_CASES.items()}}
-QUICK = ("weighted", "rnn", "linen", "nnx, dropout")
+QUICK = ("weighted", "nnx, dropout")
 
 
 def optimizer() -> optax.GradientTransformation:
@@ -47,7 +47,7 @@ def test_the_same_bits_on_any_number_of_devices(name: str, devices: int) -> None
     assert trained(name, devices) == trained(name, 1)
 
 
-@pytest.mark.parametrize(("devices", "accumulate"), [(1, 8), (2, 4), (4, 2)])
+@pytest.mark.parametrize(("devices", "accumulate"), only([(2, 4)], [(1, 8), (2, 4), (4, 2)]))
 def test_the_same_bits_with_any_split_into_micro_batches(devices: int, accumulate: int) -> None:
     assert trained("weighted", devices, accumulate=accumulate) == trained("weighted", 1)
 

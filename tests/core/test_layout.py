@@ -10,6 +10,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 from support.small_steps import SMALL_STEPS
+from support.tiers import exhaustive
 
 import replicax as rx
 from replicax.core.layout import LAYOUTS, as_layout
@@ -214,7 +215,7 @@ def scheduled(name: str, layout: str, devices: int) -> tuple[Schedule, Any]:
     return read_schedule(text), step.dp.abstract_state(step.model).params
 
 
-GPT2 = pytest.param("gpt2", "fsdp", marks=pytest.mark.slow)
+GPT2 = exhaustive(("gpt2", "fsdp"))
 # The embedding is the last layer, too, and mode `jit` reduces each part of its gradient.
 TWICE = {"mlp": 0, "gpt2": 4 * 256 * 128}
 

@@ -141,6 +141,8 @@ def representative(kind: str, optimizer: str, mode: str, devices: int, accumulat
     """Of every other model one mode, and all of them where weights or statistics are at stake."""
     if kind == WHOLE:
         return True
+    if kind in ("lenet", "cnn"):  # of which float64 tells more, below
+        return False
     own = MODES_OF_DEVICES[list(CASES).index(kind) % len(MODES_OF_DEVICES)]
     usual = (optimizer, devices, accumulate) == ("adamw", 8, 4)
     return usual and (mode == own or kind in ("weighted", "linen"))

@@ -25,7 +25,7 @@ TRAIN = [REPLICAX, "train", f"{HERE / 'tiny_recipe.py'}:Tiny", *FLAGS]
 ONE_DEVICE = {"JAX_NUM_CPU_DEVICES": "1"}
 ABSOLUTE_DIFFERENCE = 1e-6
 
-pytestmark = pytest.mark.slow
+pytestmark = EXHAUSTIVE
 needs_mpirun = pytest.mark.skipif(missing_openmpi() is not None, reason=str(missing_openmpi()))
 needs_slurm = pytest.mark.skipif(missing_slurm() is not None, reason=str(missing_slurm()))
 needs_ray = pytest.mark.skipif(missing_ray() is not None, reason=str(missing_ray()))
@@ -72,7 +72,6 @@ def test_processes_under_launch_train_the_same_weights(
     _check(run([*launch, *SCRIPT, "weights.npz"], tmp_path), tmp_path, weights)
 
 
-@EXHAUSTIVE
 @needs_mpirun
 def test_processes_under_mpirun_train_the_same_weights(
     weights: dict[str, np.ndarray], tmp_path: Path
@@ -82,7 +81,6 @@ def test_processes_under_mpirun_train_the_same_weights(
     _check(done, tmp_path, weights)
 
 
-@EXHAUSTIVE
 @needs_slurm
 def test_processes_under_srun_train_the_same_weights(
     cluster: dict[str, str], weights: dict[str, np.ndarray], tmp_path: Path
@@ -92,7 +90,6 @@ def test_processes_under_srun_train_the_same_weights(
     _check(done, tmp_path, weights)
 
 
-@EXHAUSTIVE
 @needs_ray
 def test_processes_under_ray_train_the_same_weights(
     ray_address: str, weights: dict[str, np.ndarray], tmp_path: Path
@@ -100,7 +97,6 @@ def test_processes_under_ray_train_the_same_weights(
     _check(_on_ray(ray_address, [*SCRIPT, "weights.npz"], tmp_path), tmp_path, weights)
 
 
-@EXHAUSTIVE
 @needs_mpirun
 def test_replicax_train_runs_unchanged_under_mpirun(
     recipe_weights: list[float], tmp_path: Path
@@ -108,7 +104,6 @@ def test_replicax_train_runs_unchanged_under_mpirun(
     _check_printed(run([*mpirun(2), *TRAIN], tmp_path), recipe_weights)
 
 
-@EXHAUSTIVE
 @needs_slurm
 def test_replicax_train_runs_unchanged_under_srun(
     cluster: dict[str, str], recipe_weights: list[float], tmp_path: Path
@@ -116,7 +111,6 @@ def test_replicax_train_runs_unchanged_under_srun(
     _check_printed(run(["srun", "-n", "2", *TRAIN], tmp_path, cluster), recipe_weights)
 
 
-@EXHAUSTIVE
 @needs_slurm
 def test_a_batch_script_is_one_that_slurm_takes_and_runs(
     cluster: dict[str, str], weights: dict[str, np.ndarray], tmp_path: Path
@@ -130,7 +124,6 @@ def test_a_batch_script_is_one_that_slurm_takes_and_runs(
     _check(run(["sbatch", "--wait", "job.sh"], tmp_path, cluster), tmp_path, weights)
 
 
-@EXHAUSTIVE
 @needs_slurm
 def test_a_process_that_fails_ends_the_step_with_its_cause(
     cluster: dict[str, str], tmp_path: Path
@@ -147,7 +140,6 @@ def test_a_process_that_fails_ends_the_step_with_its_cause(
     assert "ValueError: a bad value" in done.stderr
 
 
-@EXHAUSTIVE
 @needs_ray
 def test_ray_starts_all_again_after_a_failure(ray_address: str, tmp_path: Path) -> None:
     """The first time process 1 fails, and the second time it does not."""
@@ -168,7 +160,6 @@ def test_ray_starts_all_again_after_a_failure(ray_address: str, tmp_path: Path) 
     assert len(jobs) == 2, jobs  # a job that is started again has an id of its own
 
 
-@EXHAUSTIVE
 @needs_ray
 def test_the_first_failure_under_ray_is_named(ray_address: str, tmp_path: Path) -> None:
     script = (
@@ -181,7 +172,6 @@ def test_the_first_failure_under_ray_is_named(ray_address: str, tmp_path: Path) 
     assert "process 1 failed first: exit code 1 (a bad value)" in done.stderr
 
 
-@EXHAUSTIVE
 @needs_ray
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_nothing_outlives_a_launcher_on_ray(

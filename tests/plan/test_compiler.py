@@ -75,7 +75,7 @@ def test_a_planned_step_takes_what_the_run_will(
     assert dataclasses.replace(planned.memory, temporaries=run.temporaries) == run
 
 
-@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+@pytest.mark.parametrize("platform", only(["tpu"], ["tpu", "cuda"]))
 def test_without_a_compiler_its_extra_is_named(
     platform: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,7 +121,7 @@ def strict(found: Plan) -> dict[str, Any]:
     return plain
 
 
-@pytest.mark.slow
+@EXHAUSTIVE
 def test_a_compiler_of_its_own_says_what_the_run_will() -> None:
     dp, said = step(), []
     found = rx.plan(dp, MODEL, rows(16), target=host(2), changes={}, show=said.append)

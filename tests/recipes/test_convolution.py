@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
-from support.tiers import only
+from support.tiers import EXHAUSTIVE, only
 
 from replicax.recipes.convolution import average_pool, conv2d
 
@@ -77,6 +77,7 @@ def test_the_gradient_of_the_images_is_not_computed() -> None:
     assert flops(1) < 0.75 * flops((0, 1))
 
 
+@EXHAUSTIVE
 def test_conv2d_inside_shard_map_pmap_scan_and_remat() -> None:
     x, w = normal(0, (8, 3, 9, 9, 4)), normal(1, (3, 3, 3, 5))
 

@@ -219,9 +219,10 @@ def test_the_presets_parse(name: str) -> None:
     assert recipe.tokens_per_row == (1024 if name != "nano" else 128)
 
 
+@pytest.mark.parametrize("mode", only(["shard_map"], ["shard_map", "jit"]))
 @pytest.mark.parametrize("devices", only([2], [2, 8]))
-@pytest.mark.parametrize("accumulate", only([4], [1, 4]))
-def test_the_tied_embedding_is_reduced_once(devices: int, accumulate: int) -> None:
+@pytest.mark.parametrize("accumulate", only([1], [1, 4]))
+def test_the_tied_embedding_is_reduced_once(accumulate: int, devices: int, mode: str) -> None:
     """Its two gradients, of the input and of the output, are one before they travel."""
     shapes = jax.eval_shape(lambda: transformer.init(Shape(1, 2, 16, 8, 257), jax.random.key(0)))
     parameters = 257 * 16 + 8 * 16 + 12 * 16 * 16 + 13 * 16 + 2 * 16
@@ -229,19 +230,14 @@ def test_the_tied_embedding_is_reduced_once(devices: int, accumulate: int) -> No
     rows = {"tokens": np.zeros((32, 9), np.uint16), "length": np.full(32, 8, np.int32)}
     batch = {**rows, "bytes": np.full(32, 8, np.int32)}
     mesh = rx.make_mesh(devices=jax.devices()[:devices])
-
-    def reductions(mode: str) -> Collectives:
-        loss = GPT2(heads=2, context=8).loss
-        dp = rx.DataParallel(loss, optax.sgd(0.1), mesh=mesh, mode=mode, accumulate=accumulate)
-        (found,) = inspect(dp.lower(shapes, batch).compile()).collectives
-        return found
-
+    loss = GPT2(heads=2, context=8).loss
+    dp = rx.DataParallel(loss, optax.sgd(0.1), mesh=mesh, mode=mode, accumulate=accumulate)
+    (found,) = inspect(dp.lower(shapes, batch).compile()).collectives
     # A total and a weight of the loss, and of bits_per_byte.
     least = 4 * (parameters + 4)
-    assert reductions("shard_map") == Collectives("all-reduce", 1, least)
-    by_the_compiler = reductions("jit")
-    assert by_the_compiler.kind == "all-reduce"
-    assert by_the_compiler.bytes >= least
+    assert found.kind == "all-reduce"
+    assert found.bytes >= least
+    assert mode == "jit" or found == Collectives("all-reduce", 1, least)
 
 
 TRAIN = ["train", "gpt2", *(f"--{name}={size}" for name, size in TINY.items())]

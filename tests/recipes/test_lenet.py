@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from support.tiers import only
+from support.tiers import EXHAUSTIVE
 
 import replicax as rx
 from replicax.analysis.compiled import inspect
@@ -61,7 +61,8 @@ def test_logits_and_gradients_are_those_of_channels_first() -> None:
         assert np.abs(value - reference).max() <= 1e-6 * np.abs(reference).max()
 
 
-@pytest.mark.parametrize("devices", only([2], [2, 8]))
+@EXHAUSTIVE
+@pytest.mark.parametrize("devices", [2, 8])
 def test_a_split_batch_stays_split(devices: int) -> None:
     """Global view: each device convolves its own rows, and only sums travel."""
 
@@ -75,6 +76,7 @@ def test_a_split_batch_stays_split(devices: int) -> None:
     assert many.flops * devices == one.flops > 0
 
 
+@EXHAUSTIVE
 def test_it_computes_in_bfloat16() -> None:
     dp = rx.DataParallel(RECIPE.loss, optax.sgd(0.1), precision="bfloat16")
     _, metrics = dp.step(dp.init(params()), rows(64))

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.tiers import only
 
 import replicax as rx
 from replicax.recipes.mlp import MLP
@@ -38,8 +39,9 @@ def test_the_mean_of_the_loss_is_the_mean_squared_error() -> None:
     )
 
 
-def test_ninety_layers_leave_a_signal() -> None:
-    deep = MLP(layers=90, hidden=64)
+@pytest.mark.parametrize("layers", only([9], [9, 90]))
+def test_many_layers_leave_a_signal(layers: int) -> None:
+    deep = MLP(layers=layers, hidden=64)
     x = deep.eval_source()["x"][:32]
     assert 0.01 < float(jnp.std(deep.model(jax.random.key(0))(x))) < 100
 

@@ -14,7 +14,7 @@ from support.bit_flips import before_step, flip_leaf, leaf_names
 from support.cases import CASES, DROPOUT_CASES
 from support.command_line import REGRESSION, Main, one_line
 from support.processes import run_job
-from support.tiers import exhaustive
+from support.tiers import EXHAUSTIVE, exhaustive
 
 import replicax as rx
 from replicax.errors import ConfigError
@@ -267,7 +267,7 @@ def test_the_command_refuses_one_row(main: Main) -> None:
     assert "batch_size=1" in one_line(err)
 
 
-@pytest.mark.slow
+@EXHAUSTIVE
 def test_processes_measure_what_one_measures(main: Main, folder: Path) -> None:
     flags = [*REGRESSION, "--epochs", "40", "--measure-noise-scale", "--devices", "2"]
     code, _, err = main(*flags, "--run", "one")

@@ -86,7 +86,7 @@ def test_on_other_devices(tmp_path: Path) -> None:
     check_moved(tmp_path / "run", 200, kinds, most=1e-6)
 
 
-@pytest.mark.slow
+@EXHAUSTIVE
 def test_in_mode_exact_to_the_bit(tmp_path: Path) -> None:
     exact = {"mode": "exact", "micro_shards": 8}
     check_moved(tmp_path / "run", 80, [{"devices": n, **exact} for n in DEVICES], most=0)

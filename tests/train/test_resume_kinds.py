@@ -59,7 +59,7 @@ def stopped(dp: rx.DataParallel, folder: Path, at: int, **settings: Any) -> rx.F
     return found
 
 
-@pytest.mark.parametrize("kind", only(["single", "exact", "fsdp"], KINDS))
+@pytest.mark.parametrize("kind", only(["exact", "fsdp"], KINDS))
 def test_modes_and_layouts(tmp_path: Path, kind: str) -> None:
     dp = data_parallel(8, **KINDS[kind])
     stopped(dp, tmp_path, 7, log_every=2, eval_source=rows(20, 2))
@@ -152,7 +152,7 @@ def bad_steps(fit: rx.Fit) -> list[int]:
     return [record.step for record in fit.records if record.kind == "skip"]
 
 
-@pytest.mark.parametrize("at", only([2, 3, 4], [1, 2, 3, 4, 5, 6, 7, 8, 12]))
+@pytest.mark.parametrize("at", only([3], [1, 2, 3, 4, 5, 6, 7, 8, 12]))
 def test_bad_steps_around_the_stop(dp: rx.DataParallel, tmp_path: Path, at: int) -> None:
     source = with_bad(17, 33, 50)  # unshuffled: batches 2, 3 and 4 of each epoch
     found = stopped(dp, tmp_path, at, source=source, shuffle=False, log_every=2)

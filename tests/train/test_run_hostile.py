@@ -30,7 +30,7 @@ from replicax.train.checkpoints.manifest import Position
 from replicax.train.records import Record
 from replicax.train.run import Run, Saving, abstract, first_batch
 
-EXAMPLES, MANY_EXAMPLES = 100, 1_000
+EXAMPLES, MANY_EXAMPLES = 50, 1_000
 CONFIG = {"fields": {"rate": 1, "layers": [1, 2]}, "parallel": {"mode": "jit"}}
 SAVING = Saving(every=1)
 STEPS = (2, 4)

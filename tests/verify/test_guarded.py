@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from support.tiers import only
 from verify import zoo_recipes as zoo
 
 import replicax as rx
@@ -47,7 +48,7 @@ def half_in_bfloat16() -> dict[str, jax.Array]:
     return {**network, "last": network["last"].astype(jnp.bfloat16)}
 
 
-@pytest.mark.parametrize("mode", ["jit", pytest.param("shard_map", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", only(["jit"], ["jit", "shard_map"]))
 def test_a_bfloat16_leaf_among_float32_ones_passes_and_trains(mode: str) -> None:
     dp = data_parallel(zoo.good, optax.adam(1e-2), mode=mode)
     verification = rx.verify(dp, half_in_bfloat16(), zoo.data(), modes=[mode], micro_batches=1)
@@ -67,7 +68,7 @@ def not_finite_on_few_rows(model: Any, batch: Any, key: Any) -> Any:
     return values + jnp.sqrt(0 * model["bias"][0])
 
 
-@pytest.mark.parametrize("mode", ["shard_map", pytest.param("exact", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", only(["shard_map"], ["shard_map", "exact"]))
 def test_a_step_that_is_skipped_fails(mode: str) -> None:
     dp = data_parallel(not_finite_on_few_rows, optax.adam(1e-2), mode=mode)
     of = Subject(dp, zoo.network(), zoo.data(), 1, 0)

@@ -1,16 +1,10 @@
 """Every broken recipe of the zoo is caught, with its cause; no correct one is."""
 
 import pytest
-from support.tiers import only
+from support.tiers import EXHAUSTIVE, only
 from verify.zoo_recipes import BROKEN, CORRECT, NOTED
 
-USUAL = (
-    "mean of means, shard_map",
-    "sum",
-    "constant batch size",
-    "traced random",
-    "reduced by hand",
-)
+USUAL = ("mean of means, shard_map", "sum", "reduced by hand")
 
 
 @pytest.mark.slow
@@ -23,8 +17,8 @@ def test_broken_is_caught(name: str) -> None:
     assert any(entry.words in text for text in said), said
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", only(["plain"], CORRECT))
+@EXHAUSTIVE
+@pytest.mark.parametrize("name", CORRECT)
 def test_correct_passes(name: str) -> None:
     verification = CORRECT[name].verify()
     assert verification.ok, [
