@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from support.command_line import Main, one_line
+from support.tiers import EXHAUSTIVE
 
 BENCH = ["bench", "linear_regression", "--points", "64", "--batch-size", "16", "--rounds", "1"]
 
@@ -87,7 +88,7 @@ def test_in_a_job_of_several_processes_it_is_refused(
     assert "bench as process 1 of 2" in one_line(err)
 
 
-@pytest.mark.slow
+@EXHAUSTIVE
 @pytest.mark.skipif(
     sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2, reason="needs two cores on Linux"
 )

@@ -134,14 +134,14 @@ def check(found: dict[str, Any], expected: dict[str, Any], bound: float) -> None
 
 
 WHOLE = "linear_regression"
-"""The smallest model, for which `make test` has every case."""
+"""The smallest model, for which `make test` has every mode, device count and accumulation."""
 
 
 def representative(kind: str, optimizer: str, mode: str, devices: int, accumulate: int) -> bool:
     """Of every other model one mode, and all of them where weights or statistics are at stake."""
     if kind == WHOLE:
-        return True
-    if kind in ("lenet", "cnn"):  # of which float64 tells more, below
+        return optimizer == "adamw"
+    if kind in ("lenet", "cnn", "mlp"):  # left to float64, or as the others
         return False
     own = MODES_OF_DEVICES[list(CASES).index(kind) % len(MODES_OF_DEVICES)]
     usual = (optimizer, devices, accumulate) == ("adamw", 8, 4)
@@ -218,7 +218,7 @@ def test_agrees_in_float64_where_rounding_decides(
 
 
 @pytest.mark.parametrize("devices", only([8], [2, 8]))
-@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("accumulate", only([4], [1, 4]))
 @pytest.mark.parametrize("kind", only(["nnx"], DROPOUT_CASES))
 def test_jit_draws_the_masks_of_one_device(kind: str, devices: int, accumulate: int) -> None:
     found = run(DROPOUT_CASES[kind], "sgd", "jit", devices, accumulate)

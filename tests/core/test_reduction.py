@@ -16,6 +16,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from support.tiers import exhaustive, only
 
 import replicax as rx
 from replicax.analysis.compiled import inspect
@@ -84,10 +85,10 @@ def data_parallel(mode: str, devices: int = REPLICAS, **options: Any) -> rx.Data
     ("mode", "devices", "added"),
     [
         ("shard_map", 8, added_at_once),
-        pytest.param("pmap", 8, added_at_once, marks=pytest.mark.slow),
+        exhaustive(("pmap", 8, added_at_once)),
         ("exact", 8, added_by_tree),
         ("exact", 2, added_by_tree),
-        pytest.param("exact", 1, added_by_tree, marks=pytest.mark.slow),
+        exhaustive(("exact", 1, added_by_tree)),
     ],
 )
 def test_bfloat16_rounds_each_contribution_and_their_sum(
@@ -120,7 +121,7 @@ def two_layers(model: Any, batch: Any, key: Any) -> Any:
     return jnp.sum(jnp.tanh(batch["x"] @ model["first"]) @ model["last"], axis=1)
 
 
-@pytest.mark.parametrize("mode", ["shard_map", "pmap", "exact"])
+@pytest.mark.parametrize("mode", only(["shard_map"], ["shard_map", "pmap", "exact"]))
 def test_bfloat16_halves_the_bytes_on_the_wire(mode: str) -> None:
     network = {"first": jnp.ones((100, 500)), "last": jnp.ones((500, 100))}
 
@@ -196,7 +197,7 @@ def trained_in_numpy(
     return params, residuals
 
 
-@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
+@pytest.mark.parametrize("mode", only(["shard_map"], ["shard_map", "pmap"]))
 @pytest.mark.parametrize("compress", [largest_quarter, signs])
 def test_compression_with_error_feedback(mode: str, compress: Callable[[Any, Any], Any]) -> None:
     mesh = rx.make_mesh(devices=jax.devices()[:4])

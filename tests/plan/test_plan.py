@@ -194,7 +194,7 @@ def test_a_batch_that_fits_in_micro_batches() -> None:
     assert [each.rows for each in found.speeds] == [found.largest.rows]
 
 
-@pytest.mark.slow
+@EXHAUSTIVE
 @pytest.mark.usefixtures("in_process")
 def test_not_even_one_row_fits() -> None:
     room = 3 * 4 * PARAMETERS - 1  # parameters and Adam's moments

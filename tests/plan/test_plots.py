@@ -19,6 +19,7 @@ from plan.plans import (
     too_large,
     unknown_chip,
 )
+from support.tiers import only
 
 from replicax.errors import MissingDependencyError
 from replicax.plan.plots import draw_memory, draw_scaling, shown_sizes
@@ -169,7 +170,7 @@ def test_a_plan_without_scaling_is_refused(tmp_path: Path) -> None:
         draw_scaling(make_plan(scaling=None), tmp_path / "scaling.png")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", only(["fits", "not even one", "huge"], KINDS))
 def test_any_plan_is_drawn_and_nothing_is_cut_off(
     kind: str, figures: list[Any], tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.tiers import only
 
 import replicax as rx
 from replicax.errors import ConfigError, DataError, DivergedError, LossError
@@ -63,7 +64,9 @@ def test_epochs_are_whole_passes(dp: rx.DataParallel) -> None:
     assert [record.epoch for record in of_kind(result, "train")] == [0, 0, 1, 2]
 
 
-@pytest.mark.parametrize(("steps", "rows"), [(1, 16), (2, 32), (3, 40), (4, 56), (7, 96)])
+@pytest.mark.parametrize(
+    ("steps", "rows"), only([(3, 40), (7, 96)], [(1, 16), (2, 32), (3, 40), (4, 56), (7, 96)])
+)
 def test_steps_end_anywhere_in_an_epoch(dp: rx.DataParallel, steps: int, rows: int) -> None:
     result = fit(dp, steps=steps)
     assert (result.steps, result.rows) == (steps, rows)
@@ -71,7 +74,7 @@ def test_steps_end_anywhere_in_an_epoch(dp: rx.DataParallel, steps: int, rows: i
     assert not threads()
 
 
-@pytest.mark.parametrize("log_every", [1, 2, 5, 100])
+@pytest.mark.parametrize("log_every", only([2, 100], [1, 2, 5, 100]))
 def test_records_have_rising_steps_and_every_row(dp: rx.DataParallel, log_every: int) -> None:
     result = fit(dp, epochs=4, log_every=log_every, eval_source=line(20, 1))
     steps = [record.step for record in of_kind(result, "train")]
@@ -92,7 +95,7 @@ def test_it_learns(dp: rx.DataParallel) -> None:
     assert float(result.state.params["w"]) == pytest.approx(2, abs=0.05)
 
 
-@pytest.mark.parametrize("rows", [16, 37, 5])
+@pytest.mark.parametrize("rows", only([37], [16, 37, 5]))
 def test_evaluation_counts_every_row_once(dp: rx.DataParallel, rows: int) -> None:
     scored = line(rows, 1)
     result = fit(dp, epochs=1, eval_source=scored)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from support.processes import SUPPORT, Ended, run_job
+from support.tiers import EXHAUSTIVE, only
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +34,7 @@ def test_processes_end_alike_and_process_0_speaks_for_all(folder: Path) -> None:
     assert [json.loads(record)["kind"] for record in records].count("eval") == 10
 
 
-@pytest.mark.parametrize("process", ["0", "1"])
+@pytest.mark.parametrize("process", only(["1"], ["0", "1"]))
 def test_ctrl_c_in_one_process_stops_all_after_the_same_step(folder: Path, process: str) -> None:
     first, second = fit(folder, "1000000,1000000", process)
     assert said(first) == said(second)
@@ -41,6 +42,7 @@ def test_ctrl_c_in_one_process_stops_all_after_the_same_step(folder: Path, proce
     assert 20 <= said(first)["steps"] < 1_000_000
 
 
+@EXHAUSTIVE
 def test_a_different_number_of_steps_stops_all_before_the_first(folder: Path) -> None:
     for ended in fit(folder, "40,41"):
         assert ended.code == 1

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.processes import SUPPORT, Ended, run_job
-from support.tiers import only
+from support.tiers import EXHAUSTIVE
 
 STEPS, STOP = 200, 100
 
@@ -22,9 +22,9 @@ def used(folder: Path) -> list[tuple[int, list[int]]]:
     return [(each["step"], each["examples"]) for each in told]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", only(["exact"], ["jit", "exact"]))
-@pytest.mark.parametrize("first", only([1], [1, 2]))
+@EXHAUSTIVE
+@pytest.mark.parametrize("mode", ["jit", "exact"])
+@pytest.mark.parametrize("first", [1, 2])
 def test_one_process_and_two_are_one_run(tmp_path: Path, mode: str, first: int) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     then = 3 - first

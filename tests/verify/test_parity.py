@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from support.tiers import EXHAUSTIVE
 from verify import zoo_recipes as zoo
 
 import replicax as rx
@@ -65,7 +66,7 @@ def test_a_reduction_that_is_left_out_is_named() -> None:
     assert "rows of replica 0 alone" in check.cause
 
 
-@pytest.mark.slow
+@EXHAUSTIVE
 def test_a_key_that_all_replicas_share_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     of = subject(zoo.Entry(zoo.dropout))
     facts = examine(of)

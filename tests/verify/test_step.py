@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.tiers import EXHAUSTIVE
 from verify import step_parts as zoo
 
 from replicax.errors import ConfigError
@@ -80,7 +81,7 @@ def test_is_what_json_can_hold(correct: Verification) -> None:
     assert json.loads(json.dumps(broken.to_json()))["ok"] is False
 
 
-@pytest.mark.slow
+@EXHAUSTIVE
 def test_a_failed_full_batch_leaves_out_the_others() -> None:
     verification = verified(zoo.sharded(zoo.reduced_by(zoo.psum))(), steps=2)
     assert of(verification, "parity", "other cases").verdict == "skip"
@@ -116,7 +117,7 @@ def test_a_state_of_parts_may_be_returned_in_parts() -> None:
     assert verify_step(step, parts, state, zoo.batch(), steps=1).ok
 
 
-@pytest.mark.slow
+@EXHAUSTIVE
 def test_metrics_that_only_one_returns_are_left_out() -> None:
     def more(state: Any, rows: Any) -> Any:
         after, metrics = zoo.reference(state, rows)
@@ -167,7 +168,7 @@ def test_a_state_that_comes_back_in_another_dtype_is_noted() -> None:
     assert "state['steps'] goes in as int32[] and comes back as float32[]" in note.cause
 
 
-@pytest.mark.slow
+@EXHAUSTIVE
 def test_reductions_of_every_micro_batch_are_noted() -> None:
     verification = verified(zoo.sharded(zoo.reduced_each_time)(), micro_batches=zoo.K)
     traffic = of(verification, "traffic")

@@ -4,7 +4,7 @@ import pytest
 from support.tiers import EXHAUSTIVE, only
 from verify.zoo_recipes import BROKEN, CORRECT, NOTED
 
-USUAL = ("mean of means, shard_map", "sum", "reduced by hand")
+USUAL = ("mean of means, shard_map", "reduced by hand")
 
 
 @pytest.mark.slow
