@@ -13,9 +13,12 @@ import pytest
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["NPROC"] = "8"  # threads of XLA, which would be more on a machine with more cores
 
+import hypothesis
 import jax
 from support.command_line import Main, runner
 
+hypothesis.settings.register_profile("replicax", deadline=None)  # the machine may be busy
+hypothesis.settings.load_profile("replicax")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.devices()  # now, before a command makes others
 

@@ -58,7 +58,7 @@ NAMED = {
 
 MOST_LINES = 500
 MOST_LINES_IN_CORE = 300
-MOST_LINES_OF_CORE = 3880
+MOST_LINES_OF_CORE = 3633
 """The aim is 3,000; it can only shrink."""
 # What a user may have and `import replicax` must not need; each is imported where it is used.
 OPTIONAL = (

@@ -198,7 +198,7 @@ def test_a_mode_of_ones_own_is_one_entry(
     kind: str, accumulate: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Convolutions aside: several replicas' become one of many groups, which rounds otherwise."""
-    mode = Mode("vmap", "replicas simulated on one device", simulated_replicas, per_replica=True)
+    mode = Mode("vmap", simulated_replicas, per_replica=True)
     monkeypatch.setitem(MODES, mode.name, mode)
     found = run(CASES[kind], "sgd", "vmap", 1, accumulate)
     check(found, reference(kind, False, "sgd", accumulate), BOUNDS["sgd"])

@@ -1,8 +1,10 @@
 """The job that `initialize` gives: one process of it, or several that ask each other."""
 
 import collections
+import hashlib
 import json
 import re
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -54,6 +56,19 @@ class Linked:
                 f"the processes disagree on {topic}: {'; '.join(found[:_SHOWN])}{more}: "
                 "start all with the same code, data and arguments"
             )
+
+    def agree_on_text(self, topic: str, text: str) -> None:
+        digests = self.gather(topic, hashlib.sha256(text.encode()).hexdigest())
+        if len(set(digests)) == 1:
+            return
+        lines = text.splitlines()
+        own = [zlib.crc32(line.encode()) for line in lines]
+        checksums = self.gather(f"{topic}, line by line", own)
+        shortest = min(map(len, checksums))
+        differing = (n for n in range(shortest) if len({sums[n] for sums in checksums}) > 1)
+        first = next(differing, shortest)
+        line = lines[first].strip() if first < len(lines) else "its end"
+        self.agree(f"the program of {topic}", {f"line {first + 1}": line})
 
     def gather(
         self,

@@ -20,9 +20,9 @@ from replicax.commands.output import (
     write_json,
 )
 from replicax.commands.step import ModeOptions, StepOptions
-from replicax.core.models.split import abstract_model
 from replicax.core.modes import as_mode
 from replicax.errors import ConfigError
+from replicax.plan.abstract_model import abstract_model
 from replicax.plan.cells import line
 from replicax.plan.result import Plan
 from replicax.plan.save import write_plan

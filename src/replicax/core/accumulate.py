@@ -28,7 +28,7 @@ class Accumulator(Protocol):
     def __call__(
         self, part: Part, state: Any, batch: Batch, key: jax.Array | None, axis: str | None
     ) -> tuple[PyTree, PyTree]:
-        """Return the sums over this replica's rows, and the extras after the step.
+        """Return the sums of `part` over this replica's rows, and the extras after the step.
 
         Args:
             part: the sums over some rows.
@@ -39,17 +39,17 @@ class Accumulator(Protocol):
         """
 
     def isolate(self, apply: Apply, state: Any, total: Any, *rest: PyTree) -> tuple[PyTree, PyTree]:
-        """Return `apply(state, total, *rest)`, rounded alike on any number of replicas if this
-        accumulator promises it.
+        """Return `apply(state, total, *rest)`, with the same bits on any number of replicas where
+        this accumulator promises them.
         """
 
 
 @dataclasses.dataclass(frozen=True)
 class Sequential:
-    """One micro-batch after the other.
+    """One micro-batch after the other, each of which begins with the extras of the last.
 
-    Extras pass from each micro-batch to the next. Keys are folded with the replica's index, where
-    each has its own rows, and with the micro-batch's number.
+    Keys are folded with the replica's index, where each has its own rows, and with the
+    micro-batch's number.
     """
 
     parts: int = 1
@@ -82,11 +82,7 @@ def add_in_turn(
 ) -> tuple[PyTree, PyTree]:
     """Return the sum of `part(extras, number, rows)` over `count` parts, and the last extras.
 
-    Args:
-        part: returns sums, and the extras that the next part begins with.
-        extras: those of the first part.
-        parts: rows of all parts, `[count, ...]`.
-        count: how many there are.
+    `parts` are the rows of all, `[count, ...]`; each part begins with the extras of the last.
     """
 
     def add(carry: tuple[PyTree, PyTree], numbered: tuple[jax.Array, PyTree]) -> Any:
@@ -97,8 +93,7 @@ def add_in_turn(
     first = jax.tree.map(lambda leaf: leaf[0], parts)
     shapes, _ = jax.eval_shape(part, extras, jnp.int32(0), first)
     carry, _ = lax.scan(add, (zeros_like(shapes), extras), (jnp.arange(count), parts))
-    total, extras = carry
-    return total, extras
+    return carry
 
 
 def zeros_like(shapes: PyTree) -> PyTree:

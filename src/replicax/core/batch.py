@@ -18,8 +18,8 @@ PyTree = Any
 class Batch:
     """Input of `DataParallel.step`: every array has the same leading row dim.
 
-    Padding repeats real rows, so that a model sees nothing unusual, and has mask 0, so that
-    it counts for nothing in the loss, the gradient, and the metrics.
+    Padding repeats real rows, so that a model sees nothing unusual, and has mask 0, so that it
+    counts for nothing in the loss, the gradient, and the metrics.
     """
 
     data: PyTree
@@ -64,7 +64,7 @@ class Share:
             data, mask, index = jax.device_put(arrays, self.sharding)
         else:
             data, mask, index = jax.tree.map(self._global, arrays)
-        return dataclasses.replace(batch, data=data, mask=mask, index=index)
+        return Batch(data, mask, index, batch.rows, batch.feed_padding)
 
     def _global(self, leaf: np.ndarray) -> jax.Array:
         def part(index: Any) -> Any:
@@ -78,24 +78,25 @@ class Share:
 
 def row_count(data: PyTree) -> int:
     """Return the one leading dim that all leaves share, or raise `DataError` naming a leaf."""
-    leaves = jax.tree_util.tree_leaves_with_path(data)
-    if not leaves:
-        raise DataError("the batch has no array; give a pytree of arrays [rows, ...]")
-    first_path, first = leaves[0]
-    for path, leaf in leaves:
+    counts: dict[str, int] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(data):
         _refuse_keys(path, leaf)
-        shape = np.shape(leaf)
-        if not shape:
+        if not np.shape(leaf):
             raise DataError(
                 f"batch{keystr(path)} is a scalar; every leaf needs a leading row dim: "
                 "make a list an array with np.asarray, or repeat a constant once a row"
             )
-        if shape[0] != np.shape(first)[0]:
+        counts[keystr(path)] = np.shape(leaf)[0]
+    if not counts:
+        raise DataError("the batch has no array; give a pytree of arrays [rows, ...]")
+    (first, rows), *others = counts.items()
+    for name, count in others:
+        if count != rows:
             raise DataError(
-                f"batch{keystr(path)} has {shape[0]} rows and batch{keystr(first_path)} has "
-                f"{np.shape(first)[0]}; all leaves share one leading row dim: give both the same"
+                f"batch{name} has {count} rows and batch{first} has {rows}; all leaves share one "
+                "leading row dim: give both the same"
             )
-    return int(np.shape(first)[0])
+    return rows
 
 
 def host_rows(data: PyTree, *, copy: bool) -> PyTree:

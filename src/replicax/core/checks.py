@@ -1,7 +1,4 @@
-"""What a caller may give by mistake for a loss, an optimizer or a state, each refused in one line.
-
-Nothing here runs a model or waits for a device.
-"""
+"""What may be given by mistake for a loss, an optimizer or a state, each refused in one line."""
 
 import inspect
 from collections.abc import Iterable
@@ -64,6 +61,11 @@ def check_kind(state: Any) -> None:
             "state = dp.init(model) returns"
         )
     check_outside_jit(state.step)
+    check_unused(state)
+
+
+def check_unused(state: TrainState) -> None:
+    """Raise `StateError` if `state` was donated."""
     # jax 0.10 does not raise for donated arrays on several devices: it kills the process.
     if isinstance(state.step, jax.Array) and state.step.is_deleted():
         raise StateError(
@@ -73,11 +75,9 @@ def check_kind(state: Any) -> None:
 
 
 def check_state(state: TrainState, abstract: TrainState) -> None:
-    """Raise `StateError` if `state` is that of another model, optimizer or layout.
+    """Raise `StateError` if `state` has other shapes or shardings than `abstract` has.
 
-    Args:
-        state: what the caller gave; `jax.jit` takes it in other dtypes too.
-        abstract: shapes and shardings of a state of this program.
+    Dtypes may differ; `jax.jit` takes it in others too.
     """
     check_outside_jit(state)
     leaves, structure = jax.tree.flatten(state)
@@ -96,18 +96,15 @@ def check_state(state: TrainState, abstract: TrainState) -> None:
 
 
 def _difference(state: TrainState, abstract: TrainState) -> str:
-    found, wanted = map(_by_path, (state, abstract))
+    found, wanted = (
+        {jax.tree_util.keystr(path): getattr(leaf, "shape", ()) for path, leaf in leaves}
+        for leaves in map(jax.tree_util.tree_leaves_with_path, (state, abstract))
+    )
     paths = [path for path in {**wanted, **found} if found.get(path) != wanted.get(path)]
     if not paths:  # two optimizers without arrays, say
         return "state has another structure"
     path = max(paths)  # params before opt_state
     return f"state{path} has shape {found.get(path)} and not {wanted.get(path)}"
-
-
-def _by_path(state: TrainState) -> dict[str, tuple[int, ...]]:
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    paths = [jax.tree_util.keystr(path) for path, _ in leaves]
-    return dict(zip(paths, _shapes([leaf for _, leaf in leaves]), strict=True))
 
 
 def _shapes(leaves: Iterable[Any]) -> list[tuple[int, ...]]:

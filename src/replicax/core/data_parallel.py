@@ -9,7 +9,6 @@ import optax
 from jax.sharding import Mesh
 
 from replicax.core.accumulate import Apply
-from replicax.core.agreed import agree_on_model
 from replicax.core.batch import Batch
 from replicax.core.capacity import check_state_fits
 from replicax.core.checks import check_kind
@@ -24,7 +23,7 @@ from replicax.core.models.split import split_model
 from replicax.core.modes import Mode
 from replicax.core.objective import LossFunction
 from replicax.core.program import Configuration, Program, configure, program_of
-from replicax.core.ready import Ready
+from replicax.core.ready import Ready, agree_on_model
 from replicax.core.reduction import Reduction
 from replicax.core.sources import as_source
 from replicax.core.update import Metrics, TrainState
@@ -104,9 +103,7 @@ class DataParallel:
     def wrapping(self, wrap: Callable[[Apply], Apply], state: TrainState) -> "DataParallel":
         """Return the one whose optimizer's part of the step is `wrap(apply)`, the same each time.
 
-        Args:
-            wrap: a function of a module, from `apply` to `apply`; see `replicax.core.update`.
-            state: of this one, or its shapes, or as the wrapper wants it.
+        `wrap` is a function of a module; `state` of this one, or its shapes, or as `wrap` wants it.
         """
         shapes = jax.eval_shape(lambda leaf: leaf, state)
         key = (wrap, jax.tree.structure(shapes))
@@ -204,7 +201,7 @@ class DataParallel:
         return state, metrics
 
     def prepare(self, state: TrainState, batch: Batch) -> None:
-        """Do what `step` does first: check the loss, agree with other processes, compile, fit."""
+        """Do what `step` does first: check the loss, agree with other processes, compile."""
         self._checks.check("the step", self._known.step, state, batch)
         self._checks.check_memory(state, batch, lambda: self.lower(state, batch))
 

@@ -30,9 +30,9 @@ class FixedTree:
     """The same bits on any number of replicas, each of which holds some of the micro-shards.
 
     The global batch is always cut into the same micro-shards, each is summed alone, and a binary
-    tree over all of them adds the sums. A replica adds a subtree, the reduction the rest. Keys are
-    folded with the micro-shard's number. Every micro-shard starts from the extras before the step;
-    after it they are the mean over the micro-shards.
+    tree adds the sums: a replica a subtree, the reduction the rest. Keys are folded with the
+    micro-shard's number. Every micro-shard starts from the extras before the step; after it they
+    are the mean over the micro-shards.
     """
 
     micro_shards: int
@@ -46,11 +46,7 @@ class FixedTree:
             )
 
     def micro_batches(self, replicas: int) -> int:
-        """Return the micro-shards of each of `replicas`, computed one after the other.
-
-        Raises:
-            ConfigError: they cannot share them out equally.
-        """
+        """Return how many each of `replicas` computes, or raise `ConfigError`."""
         if self.micro_shards % replicas:
             fix = f"raise micro_shards to {replicas}"
             if replicas & (replicas - 1):
@@ -132,9 +128,9 @@ def fix_threads(micro_shards: int) -> None:
 def check_threads(mesh: Mesh, micro_shards: int) -> None:
     """Raise `ConfigError` where a CPU has not as many threads as there are micro-shards.
 
-    XLA starts a thread for each core that the process may use, and not less than one for each of
-    its devices. On one device of two cores a large product is rounded otherwise than on one device
-    of eight, so that it takes a number which every layout and every machine can have.
+    XLA starts a thread for each core that the process may use, and at least one for each of its
+    devices. With two threads a large product is rounded otherwise than with eight, so that it takes
+    a number which every layout and every machine can have.
     """
     if mesh.devices.flat[0].platform != "cpu":
         return
@@ -163,9 +159,9 @@ def _cores() -> int:
 def _repeat(function: Callable[[Any], Any], carry: Any, once: jax.Array) -> Any:
     """`function(carry)`, in a loop that runs `once`, which is 1: the compiler must not know it.
 
-    XLA's own barriers do not keep it from fusing an operation with those before or after, and what
-    is fused rounds differently. It neither looks into a loop nor moves out of it what changes in
-    it, and keeps one of which it does not know how often it runs.
+    XLA's barriers do not keep it from fusing an operation with its neighbours, and what is fused
+    rounds differently. It neither looks into a loop nor moves out of it what changes in it, and
+    keeps one of which it does not know how often it runs.
     """
     return lax.fori_loop(0, once, lambda _, before: function(before), carry)
 

@@ -42,8 +42,8 @@ class Feed:
 
     Every batch has the same size: a short one is padded by repeating rows, with mask 0. Host work
     and transfers run in a background thread, at most `prefetch` batches ahead. Iterating again
-    gives the same epoch again. It begins with the epoch's batch `first`, counted from 0. In a job
-    of several processes all must iterate alike; each reads the rows that lie on its devices.
+    gives the same epoch again, from batch `first` on. In a job of several processes all must
+    iterate alike; each reads the rows that lie on its devices.
     """
 
     def __init__(
@@ -61,7 +61,6 @@ class Feed:
         self._sharding, self._job, self._prefetch = sharding, job, prefetch
         self.wait_seconds = 0.0
         """Time that the loop over the newest pass has waited for a batch."""
-        self._elapsed_seconds = 0.0
         if prefetch < 1:
             raise ConfigError(f"prefetch={prefetch}; at least 1 batch is made ahead: raise it")
         if source.batch_size:
@@ -84,33 +83,25 @@ class Feed:
         last = self.source.last_rows
         return None if last is None else self.split.padded(self.source.batch_size) - last
 
-    @property
-    def input_wait_fraction(self) -> float:
-        """Share of the newest pass's wall time that its loop waited for a batch."""
-        return self.wait_seconds / self._elapsed_seconds if self._elapsed_seconds else 0.0
-
     def __iter__(self) -> Generator[Batch]:
         if self._job.processes > 1:
             place = {"epoch": self.epoch, "first": self.first}
             self._job.agree("the data", {**self.source.fingerprint(), **place})
         topic = self._job.unique("a pass over the data")
         items = prefetched(partial(self._batches, topic), self._prefetch)
-        self.wait_seconds, started = 0.0, time.perf_counter()
+        self.wait_seconds = 0.0
         self._job.move()
         try:
             while True:
                 asked = time.perf_counter()
                 batch = next(items, None)
-                now = time.perf_counter()
-                self.wait_seconds += now - asked
-                self._elapsed_seconds = now - started
+                self.wait_seconds += time.perf_counter() - asked
                 if batch is None:
                     return
                 yield batch
         finally:
             items.close()
             self._job.rest()
-            self._elapsed_seconds = time.perf_counter() - started
 
     def _batches(self, topic: str, closing: threading.Event) -> Iterator[Batch]:
         own = isinstance(self.source, PerProcessSource) or self._sharding.is_fully_addressable

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 STEPS_IN_FLIGHT = 4
-"""How far the host runs ahead of the devices: far enough that they never wait for it, and near
-enough that the batches of unfinished steps fit in memory. XLA's CPU backend admits 32 programs a
-device; where several devices have a reduction in common, a host that goes on to the 33rd stops
-them all for good."""
+"""How far the host runs ahead: far enough that the devices never wait for it, near enough that the
+batches of unfinished steps fit in memory. XLA's CPU backend admits 32 programs a device; where
+several have a reduction in common, a host that goes on to the 33rd stops them all for good."""
 
 
 class InFlight:

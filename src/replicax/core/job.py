@@ -15,7 +15,6 @@ class Job(Protocol):
     process: int
     """Rank of this process, from 0."""
     processes: int
-    """Number of processes."""
     in_flight: InFlight
     """Tracker of every step that this process gives to the devices."""
 
@@ -24,6 +23,9 @@ class Job(Protocol):
 
         Else raise `AgreementError` in all, with the field and the processes that differ.
         """
+
+    def agree_on_text(self, topic: str, text: str) -> None:
+        """Do the same with the text of a program; the error names the first line that differs."""
 
     def gather(
         self,
@@ -64,6 +66,7 @@ class Alone:
         self.in_flight = InFlight()
 
     def agree(self, topic: str, fields: Mapping[str, Any]) -> None: ...
+    def agree_on_text(self, topic: str, text: str) -> None: ...
     def barrier(self, topic: str) -> None: ...
     def move(self) -> None: ...
     def rest(self) -> None: ...

@@ -24,10 +24,9 @@ Rule = Callable[[str, tuple[int, ...]], PartitionSpec]
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where the arrays of a train state live. `str(layout)` is its name."""
+    """Where the arrays of a train state live: on every device, unless it splits them."""
 
     name: str
-    summary: str
     splits_optimizer: bool = False
     """Whether the optimizer's state is split over the replicas."""
     splits_params: bool = False
@@ -49,62 +48,48 @@ class Layout:
         return {axis for entry in named for axis in ([entry] if isinstance(entry, str) else entry)}
 
     def shardings(self, state: TrainState, mesh: AnyMesh) -> TrainState:
-        """Return the tree of `state` with `NamedSharding`s for leaves.
-
-        Args:
-            state: arrays or their shapes.
-            mesh: the mesh they lie on.
+        """Return the tree of `state`, arrays or shapes, with `NamedSharding`s for leaves.
 
         Raises:
             ConfigError: a rule names an axis that the mesh does not have, or does not divide a dim.
         """
 
-        def everywhere(_path: str, _shape: tuple[int, ...]) -> PartitionSpec:
-            return PartitionSpec()
-
         def over_replicas(_path: str, shape: tuple[int, ...]) -> PartitionSpec:
             return _split_largest(shape, replica_count(mesh))
 
-        params: Rule = over_replicas if self.splits_params else everywhere
-        opt_state: Rule = over_replicas if self.splits_optimizer else everywhere
-        if self.rules:
-            params = opt_state = _by_rule(state.params, mesh, self.rules)
-        return TrainState(
-            step=replicated(mesh),
-            params=_shardings(state.params, mesh, params),
-            opt_state=_shardings(state.opt_state, mesh, opt_state),
-            extras=_shardings(state.extras, mesh, everywhere),
-            seed=replicated(mesh),
-            losses=_shardings(state.losses, mesh, everywhere),
-            reduction=jax.tree.map(lambda _: by_rows(mesh), state.reduction),
-        )
+        rule = _by_rule(state.params, mesh, self.rules) if self.rules else over_replicas
+
+        def sharding(path: Any, leaf: Any) -> NamedSharding:
+            return NamedSharding(mesh, rule(jax.tree_util.keystr(path), tuple(leaf.shape)))
+
+        where = jax.tree.map(lambda _: replicated(mesh), state)
+        split = {"reduction": jax.tree.map(lambda _: by_rows(mesh), state.reduction)}
+        chosen = {"params": self.splits_params, "opt_state": self.splits_optimizer}
+        for field in [name for name, splits in chosen.items() if splits or self.rules]:
+            split[field] = jax.tree_util.tree_map_with_path(sharding, getattr(state, field))
+        shardings: TrainState = dataclasses.replace(where, **split)
+        return shardings
 
 
 LAYOUTS = {
     layout.name: layout
     for layout in (
-        Layout("replicated", "every device holds everything"),
-        Layout("zero1", "the optimizer's state is split over the replicas", True),
-        Layout("fsdp", "the parameters are split too", True, True),
+        Layout("replicated"),
+        Layout("zero1", splits_optimizer=True),
+        Layout("fsdp", splits_optimizer=True, splits_params=True),
     )
 }
 
 
-_OR_RULES = ", or a list of (path regex, PartitionSpec)"
-
-
 def as_layout(layout: str | Rules | Layout) -> Layout:
-    """Return the layout of that name, or of those rules.
-
-    Raises:
-        ConfigError: no such layout.
-    """
+    """Return the layout of that name, or of those rules, or raise `ConfigError`."""
     if isinstance(layout, Layout):
         return layout
-    if not isinstance(layout, str):
-        _check_rules(layout)
-        return Layout("rules", "as the rules say", rules=tuple(layout))
-    return choose("layout", layout, LAYOUTS, _OR_RULES)
+    if isinstance(layout, Sequence) and not isinstance(layout, str):
+        for rule in layout:
+            _check_rule(rule)
+        return Layout("rules", rules=tuple(layout))
+    return choose("layout", layout, LAYOUTS, ", or a list of (path regex, PartitionSpec)")
 
 
 def check_axes(layout: Layout, mesh: AnyMesh) -> None:
@@ -118,13 +103,6 @@ def check_axes(layout: Layout, mesh: AnyMesh) -> None:
             )
 
 
-def _shardings(tree: Any, mesh: AnyMesh, rule: Rule) -> Any:
-    def sharding(path: Any, leaf: Any) -> NamedSharding:
-        return NamedSharding(mesh, rule(jax.tree_util.keystr(path), tuple(leaf.shape)))
-
-    return jax.tree_util.tree_map_with_path(sharding, tree)
-
-
 def _split_largest(shape: tuple[int, ...], parts: int) -> PartitionSpec:
     """Split the largest dim that `parts` divides; nothing where none does."""
     dims = [dim for dim, size in enumerate(shape) if size and size % parts == 0]
@@ -134,20 +112,15 @@ def _split_largest(shape: tuple[int, ...], parts: int) -> PartitionSpec:
     return PartitionSpec(*(DATA if dim == largest else None for dim in range(len(shape))))
 
 
-def _check_rules(rules: Any) -> None:
-    if not isinstance(rules, Sequence):
-        choose("layout", rules, LAYOUTS, _OR_RULES)
-    for rule in rules:
-        if not (isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[1], PartitionSpec)):
-            raise ConfigError(
-                f"the layout rule {rule!r} is no pair (path regex, PartitionSpec); write it as one"
-            )
-        try:
-            re.compile(rule[0])
-        except (re.error, TypeError) as error:
-            raise ConfigError(
-                f"the layout rule {rule[0]!r} is no regex ({error}); mend it"
-            ) from error
+def _check_rule(rule: Any) -> None:
+    if not (isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[1], PartitionSpec)):
+        raise ConfigError(
+            f"the layout rule {rule!r} is no pair (path regex, PartitionSpec); write it as one"
+        )
+    try:
+        re.compile(rule[0])
+    except (re.error, TypeError) as error:
+        raise ConfigError(f"the layout rule {rule[0]!r} is no regex ({error}); mend it") from error
 
 
 def _by_rule(params: Any, mesh: AnyMesh, rules: Rules) -> Rule:

@@ -24,7 +24,6 @@ def describe_leaves(data: Any) -> dict[str, str]:
     described = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(data):
         array = np.ascontiguousarray(numbers(leaf))
-        checksum = f"{zlib.crc32(array.tobytes()):08x}"
-        name = jax.tree_util.keystr(path) or "data"
-        described[name] = f"{array.dtype}{list(array.shape)} {checksum}"
+        kind, checksum = f"{array.dtype}{list(array.shape)}", zlib.crc32(array.tobytes())
+        described[jax.tree_util.keystr(path) or "data"] = f"{kind} {checksum:08x}"
     return described

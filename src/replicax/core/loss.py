@@ -81,26 +81,25 @@ def sums(returned: Any, mask: jax.Array) -> dict[str, WeightedSum]:
     Raises:
         LossError: something else was returned.
     """
-    loss, metrics = _loss_and_metrics(returned)
-    if not jnp.issubdtype(jnp.result_type(_values(loss)), jnp.floating):
+    named = _named(returned)
+    dtype = jnp.result_type(_values(named[LOSS]))
+    if not jnp.issubdtype(dtype, jnp.floating):
         raise LossError(
-            f"the loss has dtype {jnp.result_type(_values(loss))}; a gradient needs a real "
-            "floating-point loss: return floats, and counts as metrics"
+            f"the loss has dtype {dtype}; a gradient needs a real floating-point loss: return "
+            "floats, and counts as metrics"
         )
-    named = {LOSS: loss, **metrics}
     return {name: _sum(name, value, mask) for name, value in named.items()}
 
 
 def scalars(returned: Any) -> tuple[str, ...]:
     """Names of what a loss function returned as one number for the whole batch."""
-    loss, metrics = _loss_and_metrics(returned)
-    named = {LOSS: loss, **metrics}
-    return tuple(name for name, value in named.items() if jnp.ndim(_values(value)) == 0)
+    return tuple(name for name, value in _named(returned).items() if not jnp.ndim(_values(value)))
 
 
-def _loss_and_metrics(returned: Any) -> tuple[Any, dict[str, Any]]:
+def _named(returned: Any) -> dict[str, Any]:
+    """The loss and the metrics by name."""
     if not isinstance(returned, tuple):
-        return returned, {}
+        return {LOSS: returned}
     if len(returned) != 2 or not isinstance(returned[1], dict):
         kinds = ", ".join(map(_kind, returned))
         raise LossError(
@@ -110,7 +109,7 @@ def _loss_and_metrics(returned: Any) -> tuple[Any, dict[str, Any]]:
     taken = sorted(set(RESERVED) & set(returned[1]))
     if taken:
         raise LossError(f"the loss returned a metric named {taken[0]!r}, which is taken: rename it")
-    return returned
+    return {LOSS: returned[0], **returned[1]}
 
 
 def _kind(value: Any) -> str:
@@ -180,8 +179,8 @@ class Totals:
         if not self._sums:
             raise ConfigError("evaluate was given 0 batches; give at least 1")
         rows = int(self._sums.pop("rows")[0])
-        named = self._sums.items()
+        pairs = {name: tuple(map(float, pair)) for name, pair in self._sums.items()}
         means = {
-            name: float(total / weight) if weight else math.nan for name, (total, weight) in named
+            name: total / weight if weight else math.nan for name, (total, weight) in pairs.items()
         }
         return {**means, "rows": rows}

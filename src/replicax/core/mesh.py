@@ -23,10 +23,7 @@ MeshKind = TypeVar("MeshKind", Mesh, AbstractMesh, AnyMesh)
 
 
 def make_mesh(
-    data: int = -1,
-    model: int = 1,
-    stage: int = 1,
-    devices: Sequence[jax.Device] | None = None,
+    data: int = -1, model: int = 1, stage: int = 1, devices: Sequence[jax.Device] | None = None
 ) -> Mesh:
     """A mesh with the axes `data`, `model` and `stage`.
 
@@ -41,30 +38,26 @@ def make_mesh(
     """
     attached = devices is None
     devices = jax.devices() if devices is None else list(devices)
-    for name, size in (("model", model), ("stage", stage)):
-        if size < 1:
-            raise ConfigError(f"{name}={size}; an axis has at least 1 device: raise it")
     if not devices:
         raise ConfigError("devices=[] has 0 devices; a mesh has at least 1: name some")
-    others = model * stage
-    if data == -1:
-        if len(devices) % others:
+    if data == -1 and min(model, stage) > 0:
+        data, remainder = divmod(len(devices), model * stage)
+        if remainder:
             raise ConfigError(
                 f"{len(devices)} devices over model={model} x stage={stage} leaves a remainder; "
-                f"the product {others} must divide the devices: change the axes"
+                f"the product {model * stage} must divide the devices: change the axes"
             )
-        data = len(devices) // others
-    if data < 1:
-        raise ConfigError(f"data={data}; a mesh has at least 1 replica, or -1 for all: raise it")
-    needed = data * others
+    for name, size in {"model": model, "stage": stage, "data": data}.items():
+        if size < 1:
+            raise ConfigError(f"{name}={size}; an axis has at least 1 device: raise it")
+    needed = data * model * stage
     if needed > len(devices):
         raise ConfigError(
             f"{needed} devices asked for and {len(devices)} attached ({devices[0].platform}); "
             f"use at most {len(devices)}{_more_host_devices(devices[0], needed)}"
         )
     taken = _of_every_process(devices, needed) if attached else devices[:needed]
-    grid = np.asarray(taken).reshape(data, model, stage)
-    return Mesh(grid, AXES)
+    return Mesh(np.asarray(taken).reshape(data, model, stage), AXES)
 
 
 def abstract_mesh(data: int) -> AbstractMesh:
@@ -73,11 +66,7 @@ def abstract_mesh(data: int) -> AbstractMesh:
 
 
 def check_mesh(mesh: MeshKind) -> MeshKind:
-    """`mesh` with automatic axis types.
-
-    Raises:
-        ConfigError: the mesh has no `data` axis.
-    """
+    """Return `mesh` with automatic axis types; raise `ConfigError` where it has no `data` axis."""
     if DATA not in mesh.axis_names:
         raise ConfigError(
             f"the mesh has the axes {', '.join(mesh.axis_names)} and none named 'data'; replicas "
@@ -114,7 +103,7 @@ def replica_count(mesh: AnyMesh) -> int:
 
 
 def is_data_only(mesh: AnyMesh) -> bool:
-    """Whether every device of the mesh holds a replica of its own."""
+    """Whether every device holds a replica of its own."""
     return replica_count(mesh) == mesh.size
 
 

@@ -45,8 +45,8 @@ def shard_map(
     return jax.shard_map(
         lambda state, batch: function(state, batch, DATA),
         mesh=mesh,
-        in_specs=jax.tree.map(_spec, into),
-        out_specs=jax.tree.map(_spec, out),
+        in_specs=jax.tree.map(lambda sharding: sharding.spec, into),
+        out_specs=jax.tree.map(lambda sharding: sharding.spec, out),
         check_vma=False,
     )
 
@@ -75,10 +75,6 @@ def pmap(function: ReplicaFunction, mesh: Mesh, into: tuple[PyTree, PyTree], out
     return call
 
 
-def _spec(sharding: NamedSharding) -> PartitionSpec:
-    return sharding.spec
-
-
 def _axis(sharding: NamedSharding) -> int | None:
     return 0 if sharding.spec == PartitionSpec(DATA) else None
 
@@ -89,9 +85,7 @@ def _where_split(
     return tree if _axis(where) is None else jax.tree.map(function, tree)
 
 
-def sequential(
-    accumulate: int, _micro_shards: int, _mesh: AnyMesh, _reduction: Reduction
-) -> Accumulator:
+def sequential(accumulate: int, *_: Any) -> Accumulator:
     """Return the accumulator of every mode whose bits are not fixed."""
     return Sequential(accumulate)
 
@@ -99,12 +93,7 @@ def sequential(
 def fixed_tree(
     accumulate: int, micro_shards: int, mesh: AnyMesh, reduction: Reduction
 ) -> Accumulator:
-    """Return the accumulator of mode `exact`.
-
-    Raises:
-        ConfigError: a mesh that cannot share out the micro-shards, a CPU on which their number does
-            not fix the bits, or a reduction in an order of its own.
-    """
+    """Return the accumulator of mode `exact`."""
     if not isinstance(reduction, Wire):
         raise ConfigError(
             f"mode='exact' with reduction={reduction!r}; it adds in one fixed order: use one of "
@@ -124,11 +113,7 @@ def fixed_tree(
 
 
 def by_compiler(reduction: Reduction) -> Reduce:
-    """Return no reduction: the compiler places it, in the dtype of the sums.
-
-    Raises:
-        ConfigError: any other reduction was chosen.
-    """
+    """Return no reduction: the compiler places it, in the dtype of the sums."""
     if reduction != REDUCTIONS["float32"]:
         raise ConfigError(
             f"reduction={getattr(reduction, 'name', reduction)!r} in a mode that sees the whole "
@@ -159,7 +144,6 @@ class Mode:
     """How a step is mapped onto the mesh, and how its sums are added. `str(mode)` is its name."""
 
     name: str
-    summary: str
     wrap: Wrap
     """Maps a function of one replica's view: of the whole batch without an axis, or of a replica's
     rows and the axis to reduce over."""
@@ -168,8 +152,8 @@ class Mode:
     splits_state: bool = False
     """Whether it can hold layouts that split the state."""
     bitwise: bool = False
-    """Whether its bits do not depend on the number of devices. The batch is then cut into
-    `micro_shards` on any number."""
+    """Whether its bits do not depend on the number of devices: the batch is cut into `micro_shards`
+    on any number."""
     most_devices: int | None = None
     most_processes: int | None = None
     instead: str = "jit"
@@ -238,35 +222,12 @@ def as_mode(mode: str | Mode) -> Mode:
 MODES = {
     mode.name: mode
     for mode in (
-        Mode(
-            "single",
-            "one device: the reference for all others",
-            global_view,
-            splits_state=False,
-            most_devices=1,
-            reduce=by_compiler,
-        ),
-        Mode(
-            "jit",
-            "the whole batch in view, split by the compiler",
-            global_view,
-            splits_state=True,
-            reduce=by_compiler,
-        ),
-        Mode(
-            "shard_map", "one replica in view, exactly one reduction", shard_map, per_replica=True
-        ),
-        Mode(
-            "pmap",
-            "the same through the classic API",
-            pmap,
-            per_replica=True,
-            most_processes=1,
-            instead="shard_map",
-        ),
+        Mode("single", global_view, most_devices=1, reduce=by_compiler),
+        Mode("jit", global_view, splits_state=True, reduce=by_compiler),
+        Mode("shard_map", shard_map, per_replica=True),
+        Mode("pmap", pmap, per_replica=True, most_processes=1, instead="shard_map"),
         Mode(
             "exact",
-            "the same bits on any power of two of devices",
             shard_map,
             per_replica=True,
             bitwise=True,
@@ -275,4 +236,5 @@ MODES = {
         ),
     )
 }
-"""Every mode, by name."""
+"""Every mode, by name: the reference, the compiler's, one replica in view, the same through the
+classic API, and the same bits on any power of two of devices."""

@@ -47,42 +47,22 @@ class Objective:
     precision: Precision
     split: PyTree | None = None
     """Shardings of the parameters, where they are split over the replicas. The loss computes with
-    whole ones: a compiler might else split what is computed as the parameters are, and send that.
-    """
+    whole ones: a compiler might else split what is computed as they are, and send that."""
 
     def loss_sums(
-        self,
-        params: PyTree,
-        extras: PyTree,
-        batch: Batch,
-        view: View,
+        self, params: PyTree, extras: PyTree, batch: Batch, view: View
     ) -> tuple[dict[str, WeightedSum], PyTree]:
-        """Return the sums of loss and metrics over the rows of `batch`, and the extras after it.
-
-        Args:
-            params: trainable arrays.
-            extras: the model's other arrays.
-            batch: some rows.
-            view: how the model is called; the loss is given its key.
-        """
-        data = self.precision.to_compute(batch.data)
+        """Return the sums of loss and metrics over the rows of `batch`, and the extras after it."""
+        data, params = self.precision.to_compute((batch.data, params))
+        if self.split is not None:
+            params = jax.tree.map(_gathered, params, self.split)
         returned, extras = self.definition.apply(
-            lambda model: call(self.loss, model, data, view.key),
-            self._gather(self.precision.to_compute(params)),
-            extras,
-            view,
+            lambda model: call(self.loss, model, data, view.key), params, extras, view
         )
         return sums(returned, batch.mask), extras
 
-    def _gather(self, params: PyTree) -> PyTree:
-        return params if self.split is None else jax.tree.map(_gathered, params, self.split)
-
     def step_sums(
-        self,
-        params: PyTree,
-        extras: PyTree,
-        batch: Batch,
-        view: View,
+        self, params: PyTree, extras: PyTree, batch: Batch, view: View
     ) -> tuple[StepSums, PyTree]:
         """As `loss_sums`, with the gradient."""
 
@@ -94,20 +74,15 @@ class Objective:
         return StepSums(jax.tree.map(to_sum, gradient), weighted), after
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _gathered(leaf: jax.Array, split: NamedSharding) -> jax.Array:
     """`leaf` on every device, its gradient summed to where the leaf lay."""
     whole = NamedSharding(split.mesh, PartitionSpec())
+    gathered: jax.Array = lax.with_sharding_constraint(leaf, whole)
+    return gathered
 
-    @jax.custom_vjp
-    def gather(leaf: jax.Array) -> jax.Array:
-        whole_leaf: jax.Array = lax.with_sharding_constraint(leaf, whole)
-        return whole_leaf
 
-    def forward(leaf: jax.Array) -> tuple[jax.Array, None]:
-        return gather(leaf), None
-
-    def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
-        return (lax.with_sharding_constraint(gradient, split),)
-
-    gather.defvjp(forward, backward)
-    return gather(leaf)
+_gathered.defvjp(
+    lambda leaf, split: (_gathered(leaf, split), None),
+    lambda split, _, gradient: (lax.with_sharding_constraint(gradient, split),),
+)

@@ -8,16 +8,14 @@ import jax.numpy as jnp
 
 from replicax.errors import choose
 
-PyTree = Any
-
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
     """A dtype policy.
 
-    `float32` leaves everything as the user has it. `bfloat16` hands the loss function parameters
-    and floating-point batch leaves in bfloat16; their gradients come back in the parameters' own
-    dtype, because the cast is part of what is differentiated.
+    `float32` leaves everything as the user has it. `bfloat16` hands the loss parameters and
+    floating-point batch leaves in bfloat16; their gradients come back in the parameters' own dtype,
+    because the cast is part of what is differentiated.
     """
 
     name: str
@@ -25,11 +23,9 @@ class Precision:
     def __post_init__(self) -> None:
         choose("precision", self.name, dict.fromkeys(("float32", "bfloat16")))
 
-    def to_compute(self, tree: PyTree) -> PyTree:
+    def to_compute(self, tree: Any) -> Any:
         """`tree` with its floating-point arrays in the dtype of the computation."""
-        if self.name == "float32":
-            return tree
-        return jax.tree.map(_to_bfloat16, tree)
+        return tree if self.name == "float32" else jax.tree.map(_to_bfloat16, tree)
 
 
 def to_sum(array: jax.Array) -> jax.Array:
@@ -38,6 +34,5 @@ def to_sum(array: jax.Array) -> jax.Array:
 
 
 def _to_bfloat16(leaf: Any) -> Any:
-    if jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-        return jnp.asarray(leaf, jnp.bfloat16)
-    return leaf
+    floating = jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+    return jnp.asarray(leaf, jnp.bfloat16) if floating else leaf

@@ -84,11 +84,7 @@ def configure(
     job: Job | None,
     **rest: Any,
 ) -> Configuration:
-    """Return the configuration of a `DataParallel`'s arguments, names replaced by what they name.
-
-    Raises:
-        ConfigError: arguments that cannot work, alone or together.
-    """
+    """Return the configuration of a `DataParallel`'s arguments, names replaced by values."""
     check_loss(rest["loss"])
     check_optimizer(rest["optimizer"])
     mode, layout = as_mode(mode), as_layout(layout)
@@ -150,11 +146,11 @@ class Program:
     def is_of(self, shapes: TrainState) -> bool:
         """Whether states of these shapes, dtypes and structure are those of this program."""
 
-        def described(state: TrainState) -> Any:
+        def kinds(state: TrainState) -> Any:
             leaves, structure = jax.tree.flatten(state)
             return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
 
-        return bool(described(shapes) == described(self.shapes))
+        return bool(kinds(shapes) == kinds(self.shapes))
 
     def init(self, params: PyTree, extras: PyTree, seed: int) -> TrainState:
         """Return the state before the first step, each array placed where its layout wants it."""
@@ -209,7 +205,7 @@ def program_of(
 ) -> Program:
     """Return `known` if it is the program of `model` on `mesh`, and else another.
 
-    `model` is taken apart, or a state of the known program's model; arrays or their shapes.
+    `model` is taken apart, or a state of the known program; arrays or their shapes.
     """
     if isinstance(model, TrainState):
         if known is None:

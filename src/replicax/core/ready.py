@@ -9,14 +9,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from replicax.core.agreed import agree_on_program
 from replicax.core.batch import Batch
 from replicax.core.capacity import check_fits
-from replicax.core.checks import check_kind, check_outside_jit, check_state
+from replicax.core.checks import check_kind, check_outside_jit, check_state, check_unused
+from replicax.core.job import Job
+from replicax.core.leaves import describe_leaves
 from replicax.core.loss import LOSS, scalars
 from replicax.core.models.definition import PyTree, View
 from replicax.core.objective import Objective
-from replicax.core.program import Program
+from replicax.core.program import Configuration, Program
 from replicax.core.update import Metrics, TrainState
 from replicax.errors import LossError
 
@@ -35,15 +36,18 @@ class Ready:
 
     def check(self, what: str, function: Any, state: TrainState, batch: Batch) -> None:
         """Look at the state and the loss, and agree with the other processes on `function`."""
-        check_kind(state)
         check_outside_jit(batch.mask)
-        if state is not self._latest():
+        if state is self._latest():
+            check_unused(state)
+        else:
+            check_kind(state)
             check_state(state, self._abstract)
             self._latest = weakref.ref(state)
         if self._scalars is None:
             self._scalars = _scalar_outputs(self._program, state, batch)
         if self._scalars:
-            self._refuse_padding(batch)
+            rows = int(np.sum(batch.mask)) if batch.rows is None else batch.rows
+            self.check_padding(batch.size, batch.feed_padding or batch.size - rows)
         configuration = self._program.configuration
         if configuration.job.processes > 1:
             shapes = (what, *((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(batch)))
@@ -82,10 +86,6 @@ class Ready:
                 "value a row, or choose a batch size that divides the rows"
             )
 
-    def _refuse_padding(self, batch: Batch) -> None:
-        rows = int(np.sum(batch.mask)) if batch.rows is None else batch.rows
-        self.check_padding(batch.size, batch.feed_padding or batch.size - rows)
-
 
 def _scalar_outputs(program: Program, state: TrainState, batch: Batch) -> tuple[str, ...]:
     """Names of scalar outputs; raises what is wrong with the loss before anything compiles."""
@@ -101,3 +101,31 @@ def _scalar_outputs(program: Program, state: TrainState, batch: Batch) -> tuple[
     trace = partial(watching.loss_sums, view=View(jax.random.key(0)))
     jax.eval_shape(trace, state.params, state.extras, batch)
     return found[0]
+
+
+def agree_on_model(job: Job, model: PyTree, seed: int) -> None:
+    """Raise `AgreementError` where the processes start from other numbers."""
+    leaves = jax.tree.leaves(model)
+    shared = any(isinstance(leaf, jax.Array) and not leaf.is_fully_addressable for leaf in leaves)
+    if job.processes > 1 and not shared:
+        job.agree("the initial model", {"seed": seed, **describe_leaves(model)})
+
+
+def agree_on_program(
+    configuration: Configuration, what: str, arguments: tuple[Any, Any], lowered: jax.stages.Lowered
+) -> None:
+    """Raise `AgreementError` where the processes are about to run different programs."""
+    job, mesh = configuration.job, configuration.mesh
+    if job.processes > 1:
+        state, batch = map(_shapes, arguments)
+        devices = [device.id for device in mesh.devices.flat]
+        where = {"mesh": {**mesh.shape, "devices": devices}}
+        job.agree(what, {**configuration.names(), **where, "state": state, "batch": batch})
+        job.agree_on_text(what, lowered.as_text())
+
+
+def _shapes(tree: Any) -> dict[str, str]:
+    return {
+        jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }

@@ -27,11 +27,7 @@ class Reduction(Protocol):
     """
 
     def init(self, params: PyTree) -> PyTree:
-        """Return the state of one replica before the first step, a pytree of arrays; `()` for none.
-
-        Args:
-            params: trainable arrays, or their shapes.
-        """
+        """Return one replica's state before the first step, a pytree of arrays; `()` for none."""
 
     def __call__(self, sums: StepSums, state: PyTree, axis: str) -> tuple[StepSums, PyTree]:
         """Return the sums over all replicas, equal on each, and this replica's next state.
@@ -70,9 +66,8 @@ class Wire:
     def error(self, roundings: int = 2) -> float:
         """Return the largest error of a total, as a share of the sum of its parts' magnitudes.
 
-        Args:
-            roundings: from a part to the total. In mode `exact` each micro-shard's sums are a part,
-                rounded once and then at every level of the tree.
+        In mode `exact` each micro-shard's sums are a part, rounded once and at every level of the
+        tree, which makes as many `roundings`.
         """
         unit = 0.0 if self.dtype is None else float(jnp.finfo(self.dtype).eps) / 2  # type: ignore[no-untyped-call]
         return (1 + unit) ** roundings - 1
@@ -90,12 +85,11 @@ class Wire:
         """
         if axis is None or lax.axis_size(axis) == 1:
             return sums
+        by_tree = partial(_add_in_parts, axis=axis, send=_as_it_is, node=lambda part: part)
         if self.dtype is None or not isinstance(sums, StepSums):
-            return _as_vectors(sums, partial(_add_by_tree, axis=axis))
-        gradient = _as_vectors(
-            sums.gradient, partial(self._scatter_and_gather, axis=axis, tree=True)
-        )
-        return StepSums(gradient, _as_vectors(sums.weighted, partial(_add_by_tree, axis=axis)))
+            return _as_vectors(sums, by_tree)
+        add = partial(self._scatter_and_gather, axis=axis, tree=True)
+        return StepSums(_as_vectors(sums.gradient, add), _as_vectors(sums.weighted, by_tree))
 
     def _round(self, leaf: jax.Array) -> jax.Array:
         if jnp.iscomplexobj(leaf):
@@ -120,11 +114,7 @@ REDUCTIONS = {each.name: each for each in (Wire("float32"), Wire("bfloat16", jnp
 
 
 def as_reduction(reduction: "str | Reduction") -> Reduction:
-    """Return the reduction of that name; one of the caller's own as it is.
-
-    Raises:
-        ConfigError: no such name, or an object that is no reduction.
-    """
+    """Return the reduction of that name, or one of the caller's own; or raise `ConfigError`."""
     if callable(reduction) and hasattr(reduction, "init"):
         return reduction
     otherwise = ", or an object with init(params) and __call__(sums, state, axis)"
@@ -139,8 +129,8 @@ def all_reduce(sums: PyTree, axis: str) -> PyTree:
     return lax.psum(sums, axis)
 
 
-def _add_by_tree(vector: jax.Array, axis: str) -> jax.Array:
-    return _add_in_parts(vector, axis, lambda array, move: move(array), lambda part: part)
+def _as_it_is(array: jax.Array, move: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    return move(array)
 
 
 def _add_in_parts(
@@ -152,11 +142,8 @@ def _add_in_parts(
     """The sum of all replicas' vectors. Each replica adds one part, of which all send it theirs,
     and sends the result to all: 2 (N - 1) / N of the vector's bytes, as a ring all-reduce moves.
 
-    Args:
-        vector: of this replica.
-        axis: the replica axis.
-        send: moves an array by the collective it is given.
-        node: applied to each sum of two in a binary tree; None adds all at once.
+    `send` moves an array by the collective it is given. `node` is applied to each sum of two in a
+    binary tree; None adds all at once.
     """
     replicas = lax.axis_size(axis)
     padded = jnp.pad(vector, (0, -vector.size % replicas)).reshape(replicas, -1)
@@ -178,7 +165,6 @@ def _as_vectors(sums: PyTree, add: Callable[[jax.Array], jax.Array]) -> PyTree:
         places_of.setdefault(leaf.dtype, []).append(place)
     for places in places_of.values():
         vector, unpack = ravel_pytree([leaves[place] for place in places])
-        totals = unpack(lax.optimization_barrier(add(vector)))
-        for place, total in zip(places, totals, strict=True):
+        for place, total in zip(places, unpack(lax.optimization_barrier(add(vector))), strict=True):
             leaves[place] = total
     return jax.tree.unflatten(tree, leaves)

@@ -1,8 +1,4 @@
-"""Where rows come from: arrays in memory, a Grain dataset, or an iterable of host batches.
-
-A source gives one epoch at a time as `(data, index)` pairs: a pytree of fresh host arrays with at
-most `batch_size` rows, and the index of each row in the source.
-"""
+"""Where rows come from: arrays in memory, a Grain dataset, or an iterable of host batches."""
 
 import abc
 import dataclasses
@@ -19,16 +15,17 @@ from replicax.core.leaves import describe_leaves
 from replicax.errors import ConfigError, DataError
 
 Rows = tuple[PyTree, np.ndarray]
+"""Fresh host arrays of at most `batch_size` rows, and the index of each row in the source."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PerProcess:
     """Marks data that this process alone reads, for `dp.feed` and `rx.fit`.
 
-    Without it, arrays and Grain MapDatasets are the whole data, the same in every process, and each
-    process takes its part of every batch. With it, `data` is the part already: a loader that shards
-    by process, say. Processes may have different numbers of batches; those that run out feed
-    batches without any weight until the last one is done, so that all results stay exact.
+    Otherwise arrays and Grain MapDatasets are the whole data, the same in every process, and each
+    process takes its part of every batch. Processes may have different numbers of batches; those
+    that run out feed batches without any weight until the last one is done, so that all results
+    stay exact.
     """
 
     data: Any
@@ -38,9 +35,8 @@ class PerProcess:
 class Source(abc.ABC):
     """One pass over the data at a time, in batches of `batch_size` rows but for the last.
 
-    Args:
-        batch_size: 0 where only the first batch will tell.
-        parts: rows in an epoch, of each process where each has its own; none where unknown.
+    `batch_size` is 0 where only the first batch will tell; `parts` are the rows in an epoch, of
+    each process where each has its own, and none where unknown.
     """
 
     any_size = True
@@ -77,7 +73,7 @@ def as_source(data: Any, batch_size: int | None, job: Job, *, shuffle: bool, see
     """Return the `Source` for `data`: whatever `DataParallel.feed` takes, or a source already.
 
     Only an iterable may leave out `batch_size`: its first batch decides. Shuffled, each epoch has
-    an order of its own, drawn from `seed` and its number. What cannot work is a `ConfigError`.
+    an order of its own, drawn from `seed` and its number.
     """
     if batch_size is not None and batch_size < 1:
         raise ConfigError(f"batch_size={batch_size}; a batch has at least 1 row: raise it")
@@ -98,17 +94,17 @@ def as_source(data: Any, batch_size: int | None, job: Job, *, shuffle: bool, see
             f"the source is a {type(data).__name__}; give a dict of arrays, a Grain dataset, or an "
             "iterable of host batches"
         )
-    if shuffle and not can_shuffle(data):
-        kind = "a Grain IterDataset" if grain else "an iterable of batches"
-        raise ConfigError(
-            f"shuffle=True with {kind}, which has an order of its own; shuffle inside it, or give "
-            "arrays or a Grain MapDataset"
-        )
     if not size and (grain or can_shuffle(data)):
         raise ConfigError(
             "batch_size is missing; arrays and Grain datasets must be cut: give batch_size=..."
         )
     if not can_shuffle(data):
+        if shuffle:
+            raise ConfigError(
+                f"shuffle=True with {'a Grain IterDataset' if grain else 'an iterable of batches'},"
+                " which has an order of its own; shuffle inside it, or give arrays or a Grain "
+                "MapDataset"
+            )
         batches = data.batch(size, drop_remainder=False) if grain else data
         return IterableSource(batches, size, any_size=grain)
     if grain:
@@ -142,9 +138,8 @@ class _Ordered(Source):
 
     def _about(self, some: PyTree) -> dict[str, Any]:
         """Return the fingerprint, with a checksum of some rows."""
-        order = {"shuffle": self._shuffle, "seed": self._seed}
-        leaves = describe_leaves(some)
-        return {"rows": self.rows, **super().fingerprint(), **order, "leaves": leaves}
+        order = {"rows": self.rows, "shuffle": self._shuffle, "seed": self._seed}
+        return {**super().fingerprint(), **order, "leaves": describe_leaves(some)}
 
 
 class ArraySource(_Ordered):

@@ -30,8 +30,7 @@ class TrainState:
     """
 
     step: Any
-    """int32 scalar: steps done. A bad one, whose update was skipped, is counted like any, so that
-    keys and data stay in line with it."""
+    """int32 scalar: steps done, those whose update was skipped among them."""
     params: PyTree
     """Trainable arrays."""
     opt_state: PyTree
@@ -41,11 +40,10 @@ class TrainState:
     seed: Any
     """uint32 scalar: all random numbers of the run follow from it and the step."""
     losses: Any = ()
-    """float32 `[window]`, where spikes are skipped: the last losses, the newest last, and NaN
-    before the first; else empty. See `replicax.train.guarded`."""
+    """float32 `[window]`, where spikes are skipped: the last losses, the newest last, NaN before
+    the first; else empty. See `replicax.train.guarded`."""
     reduction: PyTree = ()
-    """State of the reduction, each leaf `[replicas, ...]`, split over the replicas; empty for those
-    that have none."""
+    """State of the reduction, where it has one: leaves `[replicas, ...]`, split over them."""
 
 
 Metrics = dict[str, jax.Array]
@@ -62,8 +60,6 @@ def update(
     apply: Apply,
 ) -> tuple[TrainState, Metrics]:
     """One step: local sums, one reduction, one division, one optimizer update.
-
-    A batch in which nothing has any weight has gradient 0, and its loss is NaN.
 
     Args:
         state: the state before the step.
@@ -94,6 +90,8 @@ def apply_gradient(
 ) -> tuple[TrainState, Metrics]:
     """Return the state after the optimizer has seen the gradient of the global mean loss.
 
+    That is 0, and the loss NaN, in a batch in which nothing has any weight.
+
     Args:
         state: the one before.
         total: sums over the global batch.
@@ -102,9 +100,8 @@ def apply_gradient(
         optimizer: turns that gradient into an update.
         takes_value: whether its `update` takes the loss as `value`.
     """
-    # Where there is no weight the sum is 0. Choosing between two states instead would cost a tenth
-    # of a step that is mostly optimizer.
     weight = total.weight
+    # The sum is 0 then. To choose between two states would cost a tenth of an optimizer's step.
     divisor = jnp.where(weight > 0, weight, 1)
     # In the parameter's dtype, as `jax.grad` gives it: an optimizer's moments keep theirs then.
     gradient = jax.tree.map(
@@ -124,12 +121,7 @@ def apply_gradient(
 
 
 def takes_value(optimizer: optax.GradientTransformation, params: PyTree) -> bool:
-    """Whether `optimizer.update` takes the loss as `value`, as line searches and plateaus do.
-
-    Args:
-        optimizer: it may pass on what it is given to others, so it is asked, not read.
-        params: their shapes.
-    """
+    """Whether `optimizer.update` takes the loss as `value`, as line searches and plateaus do."""
     if not isinstance(optimizer, optax.GradientTransformationExtraArgs):
         return False
 
@@ -137,7 +129,7 @@ def takes_value(optimizer: optax.GradientTransformation, params: PyTree) -> bool
         state = optimizer.init(params)
         return optimizer.update(params, state, params, value=jnp.float32(0))
 
-    try:
+    try:  # it may pass on what it is given to others, so it is asked, not read
         jax.eval_shape(call, params)
     except TypeError as error:
         return "'value'" not in str(error)

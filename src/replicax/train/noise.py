@@ -15,7 +15,6 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from replicax.core.accumulate import Sequential, folded, zeros_like
-from replicax.core.agreed import agree_on_program
 from replicax.core.batch import Batch
 from replicax.core.capacity import check_fits
 from replicax.core.data_parallel import DataParallel
@@ -23,6 +22,7 @@ from replicax.core.mesh import DATA, by_rows, replicated
 from replicax.core.models.definition import PyTree
 from replicax.core.modes import MODES, lift
 from replicax.core.objective import Objective
+from replicax.core.ready import agree_on_program
 from replicax.core.update import TrainState, step_key
 
 PARTS = 4

@@ -31,12 +31,7 @@ def emulated(replicas: int, objective: Objective) -> Mode:
         return _Replicas(accumulate, replicas, objective)
 
     return Mode(
-        "emulated",
-        "all replicas on one device",
-        global_view,
-        most_devices=1,
-        accumulator=accumulator,
-        reduce=by_compiler,
+        "emulated", global_view, most_devices=1, accumulator=accumulator, reduce=by_compiler
     )
 
 

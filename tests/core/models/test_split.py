@@ -15,7 +15,8 @@ from support.cases import BATCH, CASES, DROPOUT_CASES
 from support.tiers import only
 
 import replicax as rx
-from replicax.core.models.split import abstract_model, split_model
+from replicax.core.models.split import split_model
+from replicax.plan.abstract_model import abstract_model
 
 X = np.linspace(-1, 1, 48, dtype=np.float32).reshape(8, 6)
 

@@ -11,7 +11,6 @@ import numpy as np
 from replicax.errors import ConfigError
 
 PyTree = Any
-
 Parts = tuple["Definition", PyTree, PyTree]
 """`(definition, params, extras)`: a model taken apart."""
 
@@ -37,20 +36,10 @@ class Definition(Protocol):
     def apply(
         self, function: Callable[[Any], Any], params: PyTree, extras: PyTree, view: View
     ) -> tuple[Any, PyTree]:
-        """Call `function(model)`.
+        """Return `function(model)` and the extras after it.
 
-        Args:
-            function: takes the whole model.
-            params: trainable arrays.
-            extras: the other arrays.
-            view: how it is called.
-
-        Returns:
-            What the function returned, and the extras after the call.
-
-        Raises:
-            ConfigError: the rows are not the whole batch, and the call changed an array that is no
-                batch statistic.
+        Raises `ConfigError` where the rows are not the whole batch and it changed an array that is
+        no batch statistic.
         """
 
 

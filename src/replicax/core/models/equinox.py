@@ -18,11 +18,7 @@ def holds_equinox(model: PyTree) -> bool:
 
 
 def split_equinox(model: PyTree) -> Parts:
-    """`split_model` for a pytree with Equinox modules.
-
-    Raises:
-        ConfigError: it holds an Equinox `State`.
-    """
+    """`split_model` for a pytree with Equinox modules, of which none may hold a `State`."""
     if _holds(model, (State, StateIndex)):
         raise ConfigError(
             "the model holds an Equinox State (BatchNorm, say), which a loss cannot hand back; use "

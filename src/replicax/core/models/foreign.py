@@ -45,7 +45,7 @@ def _reason(node: Any) -> str | None:
     if _is(node, "flax.linen", "Module") and node.scope is not None:
         return f"is a bound {kind}; pass one bound Linen module that has all others as submodules"
     if isinstance(node, Mapping) and "params" in node:
-        others = [name for name in node if name != "params" and _is_collection(node[name])]
+        others = [name for name in node if name != "params" and _trains(node[name])]
         if others:
             return (
                 f"has params and {', '.join(map(str, others))}, as variables of a Linen module, of "
@@ -58,5 +58,5 @@ def _is(node: Any, module: str, name: str) -> bool:
     return isinstance(node, getattr(sys.modules.get(module), name, ()))
 
 
-def _is_collection(tree: Any) -> bool:
+def _trains(tree: Any) -> bool:
     return isinstance(tree, Mapping) and any(map(is_trainable, jax.tree.leaves(tree)))

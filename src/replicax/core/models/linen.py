@@ -13,11 +13,7 @@ PARAMS = "params"
 
 
 def split_linen(model: nn.Module) -> Parts:
-    """`split_model` for Linen: the collection `params` trains.
-
-    Raises:
-        ConfigError: the module is not bound to its variables.
-    """
+    """`split_model` for Linen, bound to its variables: the collection `params` trains."""
     if model.scope is None:
         raise ConfigError(
             f"the Linen module {type(model).__name__} comes without its variables; bind them: "

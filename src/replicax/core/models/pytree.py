@@ -12,26 +12,20 @@ class PytreeDefinition:
     """The structure of a pytree, and its leaves that are no arrays."""
 
     def __init__(self, model: PyTree) -> None:
-        leaves, self._treedef = jax.tree.flatten(model)
+        leaves, self._structure = jax.tree.flatten(model)
+        self._kinds = [_kind(leaf) for leaf in leaves]
         self._static = [None if is_array(leaf) else leaf for leaf in leaves]
-        self._trainable = [is_trainable(leaf) for leaf in leaves]
-        self._constant = [is_array(leaf) and not is_trainable(leaf) for leaf in leaves]
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and vars(self) == vars(other)
 
     def __hash__(self) -> int:
-        return hash(self._treedef)
+        return hash(self._structure)
 
     def merge(self, params: PyTree, extras: PyTree) -> Any:
-        trainable, constant = iter(jax.tree.leaves(params)), iter(jax.tree.leaves(extras))
-        leaves = [
-            next(trainable) if is_param else next(constant) if is_extra else static
-            for is_param, is_extra, static in zip(
-                self._trainable, self._constant, self._static, strict=True
-            )
-        ]
-        return jax.tree.unflatten(self._treedef, leaves)
+        leaves = {"params": iter(jax.tree.leaves(params)), "extras": iter(jax.tree.leaves(extras))}
+        leaves["static"] = (leaf for leaf in self._static if leaf is not None)
+        return jax.tree.unflatten(self._structure, [next(leaves[kind]) for kind in self._kinds])
 
     def apply(
         self, function: Callable[[Any], Any], params: PyTree, extras: PyTree, view: View
@@ -40,14 +34,15 @@ class PytreeDefinition:
 
 
 def split_pytree(model: PyTree, kind: type[PytreeDefinition] = PytreeDefinition) -> Parts:
-    """`split_model` for a plain pytree.
-
-    Args:
-        model: any pytree.
-        kind: class of the definition.
-    """
-    params = jax.tree.map(lambda leaf: leaf if is_trainable(leaf) else None, model)
-    extras = jax.tree.map(
-        lambda leaf: leaf if is_array(leaf) and not is_trainable(leaf) else None, model
+    """`split_model` for a plain pytree, with a definition of class `kind`."""
+    params, extras = (
+        jax.tree.map(lambda leaf, wanted=wanted: leaf if _kind(leaf) == wanted else None, model)
+        for wanted in ("params", "extras")
     )
     return kind(model), params, extras if jax.tree.leaves(extras) else {}
+
+
+def _kind(leaf: Any) -> str:
+    if is_trainable(leaf):
+        return "params"
+    return "extras" if is_array(leaf) else "static"

@@ -1,30 +1,26 @@
 """Any model <-> (params, extras): its trainable arrays, and its other arrays."""
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from replicax.core.models.definition import Definition, Parts, PyTree
+from replicax.core.models.definition import Parts
 from replicax.core.models.foreign import refuse_foreign
 from replicax.core.models.pytree import split_pytree
 from replicax.errors import ConfigError
 
 
 def split_model(model: Any) -> Parts:
-    """Return the definition, params and extras of a model.
-
-    Args:
-        model: a plain pytree, an Equinox module, a Flax NNX module or a bound Linen module.
+    """Return the definition, params and extras of a model of any kind.
 
     Raises:
         ConfigError: nothing to train, or what is no model.
     """
     definition, params, extras = _split(model)
     if not jax.tree.leaves(params):
-        leaves = jax.tree_util.tree_leaves_with_path(extras if extras else model)
-        kinds = sorted({type(leaf).__name__ for _, leaf in leaves})
+        leaves = jax.tree.leaves(extras if extras else model)
+        kinds = sorted({type(leaf).__name__ for leaf in leaves})
         raise ConfigError(
             f"the model has {len(leaves)} leaves ({', '.join(kinds) or 'none'}) and 0 trainable "
             "arrays; a trainable array has a floating-point dtype: make it one with jnp.asarray"
@@ -53,24 +49,3 @@ def _split(model: Any) -> Parts:
         if holds_equinox(model):
             return split_equinox(model)
     return split_pytree(model)
-
-
-def abstract_model(make: Callable[..., Any], *arguments: Any) -> Any:
-    """Return `make(*arguments)` with shapes for arrays; really made where it cannot be traced.
-
-    Args:
-        make: returns a model of any kind.
-        arguments: of it.
-    """
-    definitions: list[Definition] = []
-
-    def parts() -> tuple[PyTree, PyTree]:
-        definition, params, extras = split_model(make(*arguments))
-        definitions.append(definition)
-        return params, extras
-
-    try:
-        params, extras = jax.eval_shape(parts)
-    except jax.errors.JAXTypeError:  # it looks at values
-        return make(*arguments)
-    return definitions[0].merge(params, extras)
