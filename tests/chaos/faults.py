@@ -155,6 +155,11 @@ def _terminated(trial: Trial, start: Start, ready: bool, how: str) -> None:
     if start.codes == [0] * trial.processes:  # the last step was done
         trial.measure(start)
         return
+    if -signal.SIGTERM in start.codes and trial.disk().newest == STEPS:
+        # `fit` was over, all saved, its handler gone; the peer may miss who was to leave with it
+        start.killed.update(child.pid for child in start.children)
+        trial.finish()
+        return
     if how == "twice" and set(start.codes) - {SAVED}:
         start.killed.update(child.pid for child in start.children)
         trial.finish()

@@ -82,7 +82,8 @@ class ForkServer:
         self._ended: dict[int, dict[str, Any]] = {}
         self._sending = threading.Lock()
         self._open = True
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._listening = threading.Thread(target=self._listen, daemon=True)
+        self._listening.start()
 
     def fork(self, command: Sequence[str], env: Mapping[str, str], out: Path, err: Path) -> Child:
         """`python COMMAND` with `env` added to the environment; its output goes to files."""
@@ -121,10 +122,12 @@ class ForkServer:
             child.signal(signal.SIGKILL)
         self._server.kill()
         self._server.wait()
+        self._socket.shutdown(socket.SHUT_RDWR)  # a killed child may still have the other end
+        self._listening.join()
         self._socket.close()
 
     def _listen(self) -> None:
-        with contextlib.suppress(OSError, ValueError):
+        with self._lines, contextlib.suppress(OSError, ValueError):
             for line in self._lines:
                 told = json.loads(line)
                 with self._changed:
