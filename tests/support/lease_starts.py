@@ -80,13 +80,19 @@ def refused(run: Path, **arguments: Any) -> str:
 
 
 class Watch:
-    """The seconds that a block took."""
+    """The seconds that a block took, and those that it chose to wait, however busy the machine."""
 
-    seconds = 0.0
+    seconds = slept = 0.0
 
     def __enter__(self) -> "Watch":
-        self.since = time.monotonic()
+        self.since, self._sleep = time.monotonic(), time.sleep
+        time.sleep = self._sleeping
         return self
 
     def __exit__(self, *_: object) -> None:
+        time.sleep = self._sleep
         self.seconds = time.monotonic() - self.since
+
+    def _sleeping(self, seconds: float) -> None:
+        self.slept += seconds
+        self._sleep(seconds)

@@ -22,7 +22,7 @@ def test_a_second_start_is_refused_at_once_and_the_first_is_unharmed(
 ) -> None:
     with Watch() as watch:
         said = refused(run)
-    assert watch.seconds < AT_ONCE_SECONDS
+    assert watch.slept < AT_ONCE_SECONDS
     assert f"{run} is held by another start of it (start 1, host " in said
     assert f"pid {holding.pid}, since " in said
     refused(run)  # nor has looking unlocked it
@@ -38,7 +38,7 @@ def test_a_killed_start_is_followed_at_once(
     with Watch() as watch, take_lease(run) as taken:
         assert taken.token == 2
         taken.check()
-    assert watch.seconds < AT_ONCE_SECONDS
+    assert watch.slept < AT_ONCE_SECONDS
     assert capsys.readouterr().err == ""
 
 
@@ -65,7 +65,7 @@ def test_a_stopped_start_still_holds_its_run(run: Path, holding: Start) -> None:
     os.kill(holding.pid, signal.SIGSTOP)
     with Watch() as watch:
         refused(run)
-    assert watch.seconds < AT_ONCE_SECONDS
+    assert watch.slept < AT_ONCE_SECONDS
     os.kill(holding.pid, signal.SIGCONT)
     holding.go_on()
     assert holding.line() == "unharmed"
@@ -109,7 +109,7 @@ def test_a_released_run_is_taken_at_once(
     move(monkeypatch)
     with Watch() as watch, take_lease(run) as taken:
         assert taken.token == 3
-    assert watch.seconds < AT_ONCE_SECONDS
+    assert watch.slept < AT_ONCE_SECONDS
     assert capsys.readouterr().err == ""
     taken.release()
     with pytest.raises(RunInUseError, match="start 3 has given the run back"):
@@ -230,7 +230,7 @@ def test_a_start_on_another_host_that_moves_holds_its_run(
         move(monkeypatch)
         with Watch() as watch:
             assert "(start 1, host " in refused(run, wait_seconds=20)
-        assert watch.seconds < AT_ONCE_SECONDS
+        assert watch.slept < AT_ONCE_SECONDS
         taken.check()
     said = capsys.readouterr().err
     assert said.startswith("replicax: start 1 of ")
@@ -273,7 +273,8 @@ def test_a_run_released_meanwhile_is_taken_before_the_wait_is_over(
     with Watch() as watch, take_lease(run) as taken:
         assert taken.token == 2
     timer.join()
-    assert 0.2 <= watch.seconds < 2.0
+    assert watch.seconds >= 0.2
+    assert watch.slept < 2.0
 
 
 def test_a_wait_that_could_not_see_a_sign_of_life_is_refused(run: Path) -> None:

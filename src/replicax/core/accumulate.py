@@ -65,10 +65,12 @@ class Sequential:
     ) -> tuple[PyTree, PyTree]:
         key = key if axis is None else folded(key, lax.axis_index(axis))
         if self.parts == 1:
-            return part(state.params, state.extras, batch, View(folded(key, 0), axis))
+            view = View(folded(key, 0), axis, step=state.step)
+            return part(state.params, state.extras, batch, view)
 
         def one(extras: PyTree, number: jax.Array, rows: Batch) -> tuple[PyTree, PyTree]:
-            return part(state.params, extras, rows, View(folded(key, number), axis))
+            view = View(folded(key, number), axis, part=True, step=state.step)
+            return part(state.params, extras, rows, view)
 
         parts = jax.tree.map(partial(_cut, parts=self.parts), batch)
         return add_in_turn(one, state.extras, parts, self.parts)

@@ -67,7 +67,8 @@ class FixedTree:
 
         def compute(carry: Any) -> Any:
             held, key, count, _ = carry
-            sums, after = part(state.params, state.extras, held, View(key, alone=True))
+            view = View(key, alone=True, part=True, step=state.step)
+            sums, after = part(state.params, state.extras, held, view)
             # The inputs change so that nothing which is computed from them leaves the loop.
             held = jax.tree.map(lambda leaf: jnp.where(count < 0, jnp.zeros_like(leaf), leaf), held)
             return held, folded(key, count), count + 1, (self.wire.rounded(sums), _floats(after))

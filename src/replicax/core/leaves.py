@@ -1,6 +1,7 @@
-"""Leaves of a pytree as the numbers they hold, and in a few characters, to compare them."""
+"""Leaves of a pytree: by dtype, as the numbers they hold, and in a few characters."""
 
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,6 +18,19 @@ def is_random_key(leaf: Any) -> bool:
 def numbers(leaf: Any) -> Any:
     """Return the numbers (uint32 `[..., words]`) of random keys; anything else as it is."""
     return jax.random.key_data(leaf) if is_random_key(leaf) else leaf
+
+
+def by_dtype(function: Callable[[list[jax.Array]], list[jax.Array]], tree: Any) -> Any:
+    """Return `tree` with `function(leaves)` for the leaves of each dtype."""
+    leaves, structure = jax.tree.flatten(tree)
+    places_of: dict[Any, list[int]] = {}
+    for place, leaf in enumerate(leaves):
+        places_of.setdefault(leaf.dtype, []).append(place)
+    for places in places_of.values():
+        changed = function([leaves[place] for place in places])
+        for place, leaf in zip(places, changed, strict=True):
+            leaves[place] = leaf
+    return jax.tree.unflatten(structure, leaves)
 
 
 def describe_leaves(data: Any) -> dict[str, str]:

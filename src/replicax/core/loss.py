@@ -91,6 +91,12 @@ def sums(returned: Any, mask: jax.Array) -> dict[str, WeightedSum]:
     return {name: _sum(name, value, mask) for name, value in named.items()}
 
 
+def arrays_of_loss(returned: Any) -> tuple[Any, ...]:
+    """The values of the loss among what a loss function returned, and its weights if it has any."""
+    loss = _named(returned)[LOSS]
+    return (loss.values, loss.weights) if isinstance(loss, Weighted) else (loss,)
+
+
 def scalars(returned: Any) -> tuple[str, ...]:
     """Names of what a loss function returned as one number for the whole batch."""
     return tuple(name for name, value in _named(returned).items() if not jnp.ndim(_values(value)))

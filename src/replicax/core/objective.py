@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax.core.batch import Batch
+from replicax.core.inside import inside
 from replicax.core.loss import LOSS, WeightedSum, call, sums
 from replicax.core.models.definition import Definition, PyTree, View
 from replicax.core.precision import Precision, to_sum
@@ -53,13 +54,20 @@ class Objective:
         self, params: PyTree, extras: PyTree, batch: Batch, view: View
     ) -> tuple[dict[str, WeightedSum], PyTree]:
         """Return the sums of loss and metrics over the rows of `batch`, and the extras after it."""
+        returned, extras = self.returned(params, extras, batch, view)
+        return sums(returned, batch.mask), extras
+
+    def returned(
+        self, params: PyTree, extras: PyTree, batch: Batch, view: View
+    ) -> tuple[Any, PyTree]:
+        """Return what the loss returns for the rows of `batch`, and the extras after it."""
         data, params = self.precision.to_compute((batch.data, params))
         if self.split is not None:
             params = jax.tree.map(_gathered, params, self.split)
-        returned, extras = self.definition.apply(
-            lambda model: call(self.loss, model, data, view.key), params, extras, view
-        )
-        return sums(returned, batch.mask), extras
+        with inside(batch.mask, view):
+            return self.definition.apply(
+                lambda model: call(self.loss, model, data, view.key), params, extras, view
+            )
 
     def step_sums(
         self, params: PyTree, extras: PyTree, batch: Batch, view: View

@@ -3,7 +3,6 @@
 import math
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -14,9 +13,9 @@ from replicax.core.capacity import check_fits
 from replicax.core.checks import check_kind, check_outside_jit, check_state, check_unused
 from replicax.core.job import Job
 from replicax.core.leaves import describe_leaves
-from replicax.core.loss import LOSS, scalars
-from replicax.core.models.definition import PyTree, View
-from replicax.core.objective import Objective
+from replicax.core.look import Look
+from replicax.core.loss import LOSS
+from replicax.core.models.definition import PyTree
 from replicax.core.program import Configuration, Program
 from replicax.core.update import Metrics, TrainState
 from replicax.errors import LossError
@@ -28,7 +27,7 @@ class Ready:
     def __init__(self, program: Program) -> None:
         self._program = program
         self._abstract = program.abstract_state()
-        self._scalars: tuple[str, ...] | None = None
+        self._look: Look | None = None
         self._agreed: set[Any] = set()
         self._fits = False
         self._latest: Callable[[], TrainState | None] = lambda: None
@@ -43,9 +42,9 @@ class Ready:
             check_kind(state)
             check_state(state, self._abstract)
             self._latest = weakref.ref(state)
-        if self._scalars is None:
-            self._scalars = _scalar_outputs(self._program, state, batch)
-        if self._scalars:
+        if self._look is None:
+            self._look = self._looked(state, batch)
+        if self._look.needs_real_rows:
             rows = int(np.sum(batch.mask)) if batch.rows is None else batch.rows
             self.check_padding(batch.size, batch.feed_padding or batch.size - rows)
         configuration = self._program.configuration
@@ -78,29 +77,42 @@ class Ready:
         self._finite = True
 
     def check_padding(self, size: int, padding: int | None) -> None:
-        """Raise `LossError` where the loss, once looked at, is one number for padded rows too."""
-        if self._scalars and padding:
+        """Raise `LossError` where the loss, once looked at, is another one with padded rows."""
+        look = self._look
+        if not padding or look is None or not look.needs_real_rows:
+            return
+        where = f"{padding} of {size} rows in a batch of this feed are padding"
+        if look.scalars:
             raise LossError(
-                f"{self._scalars[0]} is one number a batch, and {padding} of {size} rows in a "
-                "batch of this feed are padding, which one number cannot leave out: return one "
-                "value a row, or choose a batch size that divides the rows"
+                f"{look.scalars[0]} is one number a batch, and {where}, which one number cannot "
+                "leave out: return one value a row, or choose a batch size that divides the rows"
             )
+        raise LossError(
+            f"the loss of a row changes beside other rows, and {where}: leave them out by "
+            "rx.row_weights(rows), 0 on padding, or choose a batch size that divides the rows"
+        )
 
-
-def _scalar_outputs(program: Program, state: TrainState, batch: Batch) -> tuple[str, ...]:
-    """Names of scalar outputs; raises what is wrong with the loss before anything compiles."""
-    found: list[tuple[str, ...]] = []
-    loss = program.configuration.loss
-
-    def observed(model: Any, data: PyTree, key: jax.Array | None) -> Any:
-        returned = loss(model, data, key)
-        found.append(scalars(returned))
-        return returned
-
-    watching = Objective(program.definition, observed, program.configuration.precision)
-    trace = partial(watching.loss_sums, view=View(jax.random.key(0)))
-    jax.eval_shape(trace, state.params, state.extras, batch)
-    return found[0]
+    def _looked(self, state: TrainState, batch: Batch) -> Look:
+        """Look at the loss; raise `LossError` where it needs all rows of a batch and sees some."""
+        mode, split = self._program.configuration.mode, self._program.split
+        seen_by = [f"{split.replicas} replicas"] * (mode.per_replica and split.replicas > 1)
+        seen_by += [f"{split.micro_batches} micro-batches"] * (split.micro_batches > 1)
+        look = Look(self._program.objective, state, batch, divided=bool(seen_by))
+        if not (seen_by and look.rows_meet):
+            return look
+        some = f"each of {' and '.join(seen_by)} sees some of the rows"
+        if LOSS in look.scalars:
+            raise LossError(
+                "the loss is one number, and that of some rows and that of as many others do not "
+                f"average to that of both; {some}, which makes another loss: return one value a "
+                "row, as rx.Weighted(values, weights) where they do not count alike"
+            )
+        fix = "gather those of all replicas by rx.gather(x)"
+        if split.micro_batches > 1:
+            fix = "use accumulate=1, and another mode than 'exact'"
+        raise LossError(
+            f"the loss of a row changes beside other rows, and {some}, which is another loss: {fix}"
+        )
 
 
 def agree_on_model(job: Job, model: PyTree, seed: int) -> None:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
+from replicax.core.leaves import by_dtype
 from replicax.core.objective import StepSums
 from replicax.errors import choose
 
@@ -159,12 +160,9 @@ def _as_vectors(sums: PyTree, add: Callable[[jax.Array], jax.Array]) -> PyTree:
 
     The barriers keep XLA from computing the gradient inside the loop that packs it, which is slow.
     """
-    leaves, tree = jax.tree.flatten(lax.optimization_barrier(sums))
-    places_of: dict[Any, list[int]] = {}
-    for place, leaf in enumerate(leaves):
-        places_of.setdefault(leaf.dtype, []).append(place)
-    for places in places_of.values():
-        vector, unpack = ravel_pytree([leaves[place] for place in places])
-        for place, total in zip(places, unpack(lax.optimization_barrier(add(vector))), strict=True):
-            leaves[place] = total
-    return jax.tree.unflatten(tree, leaves)
+
+    def added(leaves: list[jax.Array]) -> list[jax.Array]:
+        vector, unpack = ravel_pytree(leaves)
+        return list(unpack(lax.optimization_barrier(add(vector))))
+
+    return by_dtype(added, lax.optimization_barrier(sums))

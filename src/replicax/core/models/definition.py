@@ -25,6 +25,10 @@ class View:
     """The replica axis to average batch statistics over, if each replica sees its own rows."""
     alone: bool = False
     """Whether the rows are part of a batch, and no statistics are averaged with other parts'."""
+    part: bool = False
+    """Whether the rows are some of a replica's, one of its micro-batches."""
+    step: jax.Array | None = None
+    """int32 scalar: steps done before."""
 
 
 class Definition(Protocol):

@@ -1,0 +1,122 @@
+"""What a loss does, found out before it first runs: what it returns, and whether its rows meet."""
+
+import contextlib
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+
+from replicax.core.batch import Batch
+from replicax.core.inside import weighs
+from replicax.core.loss import LOSS, arrays_of_loss, scalars, sums
+from replicax.core.models.definition import PyTree, View
+from replicax.core.objective import Objective
+from replicax.core.rows import Rows, follow, gathers, holds_number
+from replicax.core.update import TrainState
+
+_UNITS = 512
+"""Of eps: as far apart as rounding may bring two values of one row."""
+_COARSEST = 0.1
+"""And never further than this share of the largest, in a dtype however coarse."""
+
+
+class Look:
+    """What the loss of `objective` does, on a state and a batch as the first step has them.
+
+    Whether rows meet often follows from its trace. Else the trace in evaluation may tell, where
+    BatchNorm averages nothing; else the loss is computed on two quarters of the rows, and on both
+    at once: as many rows as one forward pass has. One that cannot be computed so is trusted.
+
+    Args:
+        divided: whether some rows of a batch are computed without the others. Where they are not,
+            one number for the whole batch is nothing to look into.
+
+    Raises:
+        LossError: the loss does not keep its contract.
+    """
+
+    def __init__(
+        self, objective: Objective, state: TrainState, batch: Batch, *, divided: bool
+    ) -> None:
+        self.rows_meet = False
+        """Whether a row's loss depends on other rows, but for those that it gathers."""
+        self._objective, self._of = objective, (state, batch)
+        traced, (self.scalars, self.weighs) = self._trace(jax.random.key(0))
+        """Names of what is one number for the whole batch; whether it asks for rows' weights."""
+        self.gathers = gathers(traced)
+        if not (self.gathers or self._apart(traced)) and (divided or LOSS not in self.scalars):
+            with contextlib.suppress(Exception):  # the user's loss, in evaluation or on few rows
+                self.rows_meet = not self._apart(self._trace(None)[0]) and self._differ()
+        del self._of  # the arrays are not ours to keep
+
+    @property
+    def needs_real_rows(self) -> bool:
+        """Whether it is another loss with padding among the rows, and does not ask for its mask."""
+        depends = bool(self.scalars) or self.gathers or self.rows_meet
+        return depends and not self.weighs
+
+    def _trace(self, key: jax.Array | None) -> tuple[ClosedJaxpr, tuple[tuple[str, ...], bool]]:
+        """Trace the loss; see also which of its outputs are scalars, and whether it weighs rows."""
+        found: list[tuple[tuple[str, ...], bool]] = []
+
+        def observed(model: Any, data: PyTree, key: jax.Array | None) -> Any:
+            returned = self._objective.loss(model, data, key)
+            found.append((scalars(returned), weighs()))
+            return returned
+
+        def values(params: PyTree, extras: PyTree, batch: Batch) -> tuple[Any, ...]:
+            view = View(key, step=jnp.int32(0))
+            returned, _ = watching.returned(params, extras, batch, view)
+            sums(returned, batch.mask)  # says what must not be returned
+            return arrays_of_loss(returned)
+
+        watching = dataclasses.replace(self._objective, loss=observed)
+        state, batch = self._of
+        return jax.make_jaxpr(values)(state.params, state.extras, batch), found[0]
+
+    def _apart(self, traced: ClosedJaxpr) -> bool:
+        """Whether a trace of the loss shows that each row's follows from that row alone."""
+        batch = self._of[1]
+        rows = len(jax.tree.leaves(batch))
+        inputs = [None] * (len(traced.jaxpr.invars) - rows) + [Rows(0)] * rows
+        apart = all(each in (None, Rows(0)) for each in follow(traced.jaxpr, inputs))
+        return apart and not holds_number(traced, _counts(batch.size))
+
+    def _differ(self) -> bool:
+        """Whether two quarters of the rows have other values where both are computed at once."""
+        quarter = self._of[1].size // 4
+
+        def differences(state: TrainState, batch: Batch) -> Any:
+            def values(first: int, last: int) -> tuple[Any, ...]:
+                rows = jax.tree.map(lambda leaf: leaf[first * quarter : last * quarter], batch)
+                view = View(step=state.step)
+                returned, _ = self._objective.returned(state.params, state.extras, rows, view)
+                return tuple(map(jnp.asarray, arrays_of_loss(returned)))
+
+            def beside(one: jax.Array, other: jax.Array) -> jax.Array:
+                return jnp.concatenate([one, other]) if one.ndim else (one + other) / 2
+
+            together = values(0, 2)
+            alone = jax.tree.map(beside, values(0, 1), values(1, 2))
+            return [_share(*pair) for pair in zip(alone, together, strict=True)]
+
+        return any(share > bound for share, bound in jax.jit(differences)(*self._of))
+
+
+def _counts(rows: int) -> set[float]:
+    """What a loss that divides by the rows it sees, or multiplies by them, has as a constant."""
+    counts = {float(rows), rows - 1.0, math.sqrt(rows), math.log(rows)} - {0.0, 1.0}
+    return {float(np.float32(each)) for count in counts for each in (count, 1 / count)}
+
+
+def _share(alone: jax.Array, together: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The largest difference, as a share of the largest value, and how much rounding explains."""
+    floating = jnp.issubdtype(together.dtype, jnp.floating)
+    unit = jnp.finfo(together.dtype).eps if floating else 0  # type: ignore[no-untyped-call]
+    largest = jnp.max(jnp.abs(jnp.stack([alone, together])))
+    gap = jnp.max(jnp.abs(alone - together))
+    return gap / jnp.where(largest > 0, largest, 1), jnp.minimum(_UNITS * unit, _COARSEST)

@@ -1,0 +1,228 @@
+"""A loss whose rows depend on one another is found before anything is trained on another one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from support.tiers import only
+
+import replicax as rx
+from replicax.core.batch import Batch
+from replicax.core.look import Look
+
+Loss = Callable[[Any, Any, Any], Any]
+ROWS = 16
+NUMBERS = np.random.default_rng(0)
+MODEL = {"w": NUMBERS.normal(size=(5, 3)).astype(np.float32)}
+DATA = {
+    "x": NUMBERS.normal(size=(ROWS, 5)).astype(np.float32),
+    "y": NUMBERS.normal(size=(ROWS, 3)).astype(np.float32),
+}
+
+
+def errors(model: Any, batch: Any, key: Any) -> Any:
+    return jnp.sum((batch["x"] @ model["w"] - batch["y"]) ** 2, axis=1)
+
+
+def logits(model: Any, batch: Any) -> Any:
+    return batch["x"] @ model["w"] @ batch["y"].T
+
+
+def contrastive(model: Any, batch: Any, key: Any) -> Any:
+    scores = logits(model, batch)
+    return optax.softmax_cross_entropy_with_integer_labels(scores, jnp.arange(len(scores)))
+
+
+def normalised(model: Any, batch: Any, key: Any) -> Any:
+    return errors(model, batch, key) * (batch["x"][:, 0] - jnp.mean(batch["x"][:, 0]))
+
+
+def by_count(model: Any, batch: Any, key: Any) -> Any:
+    return errors(model, batch, key) / len(batch["x"])
+
+
+def by_largest_weight(model: Any, batch: Any, key: Any) -> Any:
+    weights = jnp.exp(batch["x"][:, 0])
+    return rx.Weighted(errors(model, batch, key), weights / jnp.max(weights))
+
+
+def total(model: Any, batch: Any, key: Any) -> Any:
+    return jnp.sum(errors(model, batch, key))
+
+
+def masked_mean(model: Any, batch: Any, key: Any) -> Any:
+    real = batch["x"][:, 0] > 0
+    return jnp.sum(errors(model, batch, key) * real) / jnp.sum(real)
+
+
+def mean(model: Any, batch: Any, key: Any) -> Any:
+    return jnp.mean(errors(model, batch, key))
+
+
+def dropped(model: Any, batch: Any, key: Any) -> Any:
+    x = batch["x"]
+    if key is not None:
+        x = x * jax.random.bernoulli(key, 0.5, x.shape)
+    return errors(model, {**batch, "x": x}, key)
+
+
+def mixed_up(model: Any, batch: Any, key: Any) -> Any:
+    """Rows are mixed in training alone, at random: another draw on each replica, no other loss."""
+    x = batch["x"] if key is None else batch["x"] + jax.random.permutation(key, batch["x"])
+    return errors(model, {**batch, "x": x}, key)
+
+
+def always_random(model: Any, batch: Any, key: Any) -> Any:
+    return errors(model, batch, key) * jax.random.uniform(jax.random.fold_in(key, 0))
+
+
+def there_and_back(model: Any, batch: Any, key: Any) -> Any:
+    """Apart, though its trace does not show it."""
+    return errors(model, {name: leaf[::-1] for name, leaf in batch.items()}, key)[::-1]
+
+
+MEET = [contrastive, normalised, by_count, by_largest_weight, total, masked_mean]
+STAY_APART = [errors, mean, dropped, mixed_up, always_random, there_and_back]
+DIVIDED = [{"mode": "shard_map"}, {"mode": "pmap"}, {"mode": "exact"}, {"accumulate": 2}]
+
+
+def step(loss: Loss, model: Any = MODEL, rows: int = ROWS, **arguments: Any) -> rx.DataParallel:
+    """One that has taken a step."""
+    dp = rx.DataParallel(loss, optax.sgd(0.01), **arguments)
+    dp.step(dp.init(model), {name: leaf[:rows] for name, leaf in DATA.items()})
+    return dp
+
+
+@pytest.mark.parametrize("arguments", only([DIVIDED[0], DIVIDED[3]], DIVIDED))
+@pytest.mark.parametrize("loss", MEET)
+def test_a_loss_that_needs_all_rows_is_refused_where_it_would_see_some(
+    loss: Loss, arguments: dict[str, Any]
+) -> None:
+    with pytest.raises(rx.LossError, match=r"sees some of the rows") as caught:
+        step(loss, **arguments)
+    said = str(caught.value)
+    if loss in (total, masked_mean):
+        assert "rx.Weighted" in said
+    else:
+        assert ("rx.gather" in said) == (arguments.get("mode") in ("shard_map", "pmap"))
+
+
+@pytest.mark.parametrize("loss", MEET)
+def test_it_trains_where_it_sees_all_rows(loss: Loss) -> None:
+    step(loss)
+    step(loss, mode="single")
+    step(loss, mode="shard_map", mesh=rx.make_mesh(devices=jax.devices()[:1]))
+
+
+@pytest.mark.parametrize("mode", ["jit", "single"])
+@pytest.mark.parametrize("loss", [contrastive, normalised, by_largest_weight])
+def test_it_is_refused_where_padding_is_among_the_rows(loss: Loss, mode: str) -> None:
+    dp = rx.DataParallel(loss, optax.sgd(0.01), mode=mode)
+    state = dp.init(MODEL)
+    first, last = dp.feed(DATA, 12)
+    with pytest.raises(rx.LossError, match=r"8 of 1[26] rows .* padding.*rx\.row_weights"):
+        dp.step(state, first)  # itself without padding in mode single, but a batch of this feed
+    with pytest.raises(rx.LossError, match=r"rx\.row_weights"):
+        dp.step(state, last)
+    with pytest.raises(rx.LossError, match=r"rx\.row_weights"):
+        dp.evaluate(state, [first])
+
+
+@pytest.mark.parametrize("arguments", only([DIVIDED[0], DIVIDED[3]], DIVIDED))
+@pytest.mark.parametrize("loss", STAY_APART)
+def test_rows_that_stay_apart_are_trained_on_anywhere(
+    loss: Loss, arguments: dict[str, Any]
+) -> None:
+    step(loss, **arguments)
+
+
+def test_gathered_rows_with_padding_among_them_are_refused() -> None:
+    def gathering(model: Any, batch: Any, key: Any) -> Any:
+        return errors(model, batch, key) - jnp.mean(rx.gather(batch["x"]))
+
+    with pytest.raises(rx.LossError, match=r"rx\.row_weights"):
+        step(gathering, mode="shard_map", rows=ROWS - 1)
+    step(gathering, mode="shard_map")
+
+
+def test_one_number_that_weighs_its_rows_may_be_padded() -> None:
+    def weighing(model: Any, batch: Any, key: Any) -> Any:
+        weights = rx.row_weights(batch)
+        return jnp.sum(weights * errors(model, batch, key)) / jnp.sum(weights)
+
+    dp = rx.DataParallel(weighing, optax.sgd(0.01))
+    rows = {name: leaf[:13] for name, leaf in DATA.items()}
+    _, metrics = dp.step(dp.init(MODEL), rows)
+    expected = float(mean(MODEL, rows, None))
+    assert float(metrics["loss"]) == pytest.approx(expected, rel=1e-6)
+
+
+class LinenNorm(nn.Module):
+    """Dense, BatchNorm, Dense."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        x = nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x))
+        return nn.Dense(3)(x)
+
+
+class NNXNorm(nnx.Module):
+    """The same in NNX."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.first, self.last = nnx.Linear(5, 8, rngs=rngs), nnx.Linear(8, 3, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        return self.last(self.norm(self.first(x)))
+
+
+def linen_norm() -> Any:
+    module = LinenNorm()
+    return module.bind(module.init(jax.random.key(0), DATA["x"], False))
+
+
+@pytest.mark.parametrize("model", [linen_norm, NNXNorm])
+@pytest.mark.parametrize("arguments", [{"mode": "shard_map"}, {"accumulate": 2}])
+def test_batch_norm_is_the_models_own_affair(model: Any, arguments: dict[str, Any]) -> None:
+    def loss(model: Any, batch: Any, key: Any) -> Any:
+        return jnp.mean((model(batch["x"], key is not None) - batch["y"]) ** 2, axis=1)
+
+    step(loss, model(), **arguments)
+
+
+def looked(loss: Loss, *, divided: bool = True) -> tuple[Look, int]:
+    """And how often the loss was traced."""
+    calls = []
+
+    def counted(model: Any, batch: Any, key: Any) -> Any:
+        calls.append(key)
+        return loss(model, batch, key)
+
+    dp = rx.DataParallel(counted, optax.sgd(0.01))
+    batch = Batch(DATA, np.ones(ROWS, np.float32), np.arange(ROWS))
+    objective = dp.program(MODEL).objective
+    return Look(objective, dp.init(MODEL), batch, divided=divided), len(calls)
+
+
+@pytest.mark.parametrize(
+    ("loss", "traces"),
+    [(errors, 1), (dropped, 1), (mixed_up, 2), (mean, 5), (there_and_back, 5), (contrastive, 5)],
+)
+def test_what_looking_costs(loss: Loss, traces: int) -> None:
+    """One trace where that tells; one more in evaluation; else three for as many computed rows."""
+    look, counted = looked(loss)
+    assert counted == traces
+    assert look.rows_meet == (loss is contrastive)
+
+
+def test_one_number_is_not_looked_into_where_the_batch_is_one() -> None:
+    look, counted = looked(total, divided=False)
+    assert (look.scalars, look.rows_meet, counted) == (("loss",), False, 1)

@@ -1,0 +1,107 @@
+"""Rows that stay apart are found in a jaxpr, and those that may have met are never overlooked."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+from replicax.core.rows import MIXED, Rows, follow
+
+ROWS = 6
+X = jnp.asarray(np.random.default_rng(0).normal(size=(ROWS, 4, 5)), jnp.float32)
+LABELS = jnp.arange(ROWS) % 4
+TABLE = jnp.ones((4, 5))
+
+
+def rows_of(function: Any) -> list[Any]:
+    """Of `function(x [rows, 4, 5], labels [rows])`."""
+    traced = jax.make_jaxpr(function)(X, LABELS)
+    return follow(traced.jaxpr, [Rows(0), Rows(0)])
+
+
+def attention(x: Any, _: Any) -> Any:
+    heads = jnp.einsum("btd,de->bte", x, jnp.ones((5, 6))).reshape(ROWS, 4, 2, 3)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", heads, heads)
+    mask = jnp.tril(jnp.ones((4, 4), bool))
+    weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, heads).reshape(ROWS, 4, 6)
+
+
+def recurrent(x: Any, _: Any) -> Any:
+    def step(carry: Any, now: Any) -> Any:
+        carry = jnp.tanh(carry @ jnp.ones((5, 5)) + now)
+        return carry, carry.sum(1)
+
+    last, all_of = lax.scan(step, jnp.zeros((ROWS, 5)), jnp.swapaxes(x, 0, 1))
+    return last, all_of.T
+
+
+APART = {
+    "dense": lambda x, _: jax.nn.gelu(x @ TABLE.T),
+    "cross-entropy": lambda x, t: optax.softmax_cross_entropy_with_integer_labels(x[:, 0], t),
+    "embedding": lambda _, t: TABLE[t].sum(-1),
+    "one-hot": lambda x, t: jax.nn.one_hot(t, 5) * x[:, 0],
+    "own entry": lambda x, t: jnp.take_along_axis(x[:, :, 0], t[:, None], 1),
+    "some columns": lambda x, _: x[:, jnp.array([0, 2])],
+    "layer norm": lambda x, _: (x - x.mean(-1, keepdims=True)) / x.std(-1, keepdims=True),
+    "attention": attention,
+    "recurrent": recurrent,
+    "rows and positions in one dim": lambda x, _: jnp.tanh(x.reshape(-1, 5)).reshape(ROWS, 4, 5),
+    "vmap": lambda x, t: jax.vmap(lambda row, label: row[0] * label)(x, t),
+    "checkpoint": lambda x, _: jax.checkpoint(lambda v: jnp.sin(v) ** 2)(x),
+    "custom gradients": lambda x, _: jax.nn.relu(x) + jax.nn.silu(x),
+    "branch": lambda x, _: lax.cond(True, jnp.sin, jnp.cos, x),
+    "while": lambda x, _: lax.fori_loop(0, 3, lambda i, v: v * 2, x),
+    "sorted within": lambda x, _: jnp.sort(x, axis=1) + lax.top_k(x, 5)[0],
+    "padded within": lambda x, _: jnp.pad(x, ((0, 0), (1, 1), (0, 0)))[:, 1:-1],
+    "moved": lambda x, _: jnp.moveaxis(jnp.moveaxis(x, 0, 2) * 2, 2, 0),
+    "cumulative within": lambda x, _: jnp.cumsum(x, axis=1),
+    "convolution": lambda x, _: lax.conv(x, jnp.ones((3, 4, 2)), (1,), "SAME"),
+    "pooled": lambda x, _: lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 1), (1, 1, 1), "SAME"),
+    "constant": lambda x, _: jnp.ones((ROWS, 2)),
+}
+
+MET = {
+    "mean": lambda x, _: x - x.mean(0),
+    "logits of all": lambda x, _: x[:, 0] @ x[:, 0].T,
+    "sum": lambda x, _: jnp.sum(x),
+    "largest": lambda x, _: x / jnp.max(x),
+    "reversed": lambda x, _: x[::-1],
+    "rolled": lambda x, _: jnp.roll(x, 1, axis=0),
+    "shifted": lambda x, _: jnp.pad(x, ((1, 0), (0, 0), (0, 0)))[:-1],
+    "cumulative": lambda x, _: jnp.cumsum(x, axis=0),
+    "sorted": lambda x, _: jnp.sort(x, axis=0),
+    "permuted": lambda x, _: x[jnp.array([1, 0, 2, 3, 4, 5])],
+    "picked by labels": lambda x, t: x[t],
+    "scan over rows": lambda x, _: lax.scan(lambda c, v: (c + v, c), jnp.zeros((4, 5)), x)[1],
+    "while a row lives": lambda x, _: lax.while_loop(lambda v: v[0, 0, 0] < 9, lambda v: v + 1, x),
+    "halves": lambda x, _: x.reshape(2, ROWS // 2, 4, 5).sum(0),
+    "transposed against itself": lambda x, _: x[:, :, 0] * x[:4, 0, 0],
+    "linear algebra": lambda x, _: jnp.linalg.inv(x[:4, :, :4]),
+    "fourier": lambda x, _: jnp.fft.fft(x, axis=0).real,
+    "a window over rows": lambda x, _: lax.reduce_window(
+        x, 0.0, lax.add, (2, 1, 1), (1, 1, 1), "SAME"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_rows_stay_apart(name: str) -> None:
+    assert set(rows_of(APART[name])) <= {Rows(0), None}
+
+
+@pytest.mark.parametrize("name", MET)
+def test_rows_may_have_met(name: str) -> None:
+    assert MIXED in rows_of(MET[name])
+
+
+@pytest.mark.parametrize("name", APART)
+def test_what_is_apart_is_apart_in_numbers(name: str) -> None:
+    """Another first row changes nothing in the others."""
+    before = APART[name](X, LABELS)
+    after = APART[name](X.at[0].add(1.0), LABELS.at[0].add(1))
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[1:], b[1:]), before, after)
