@@ -53,12 +53,12 @@ class DataParallel:
             `replicax.core.modes`.
         layout: `replicated`, `zero1`, `fsdp` or rules; see `replicax.core.layout`.
         accumulate: micro-batches a replica's rows are computed in, one after the other.
-        micro_shards: in mode `exact`, the parts that a global batch is cut into on any number of
-            devices, each computed alone; a power of two. Devices that share them out equally, at
-            least `accumulate` for each, compute the same bits.
+        micro_shards: in mode `exact`, the parts, a power of two, that a global batch is cut into on
+            any number of devices. Those that share them out equally compute the same bits.
         precision: `float32` or `bfloat16`; see `replicax.core.precision.Precision`.
         reduction: how the replicas' sums are added in the per-replica modes: `float32`, `bfloat16`
             (half the bytes), or one's own; see `replicax.core.reduction.Reduction`.
+        ema: decay of a moving average of the parameters; see `replicax.core.average.averaging`.
         donate: whether `step` reuses the memory of the state it is given, which is then gone.
         job: the processes that train together, from `rx.initialize()`; this one alone by default.
 
@@ -78,6 +78,7 @@ class DataParallel:
         micro_shards: int = MICRO_SHARDS,
         precision: str = "float32",
         reduction: str | Reduction = "float32",
+        ema: float | None = None,
         donate: bool = True,
         job: Job | None = None,
     ) -> None:
@@ -157,9 +158,8 @@ class DataParallel:
 
         Args:
             source: a dict or tuple of arrays `[rows, ...]`, a Grain dataset of rows, or an iterable
-                of host batches.
-            batch_size: rows of a global batch; the last one is padded to it. An iterable may leave
-                it out.
+                of host batches, whose size may be left out.
+            batch_size: rows of a global batch; the last one is padded to it.
             shuffle: whether the order is drawn from `seed` and `epoch`.
             seed: of the order.
             epoch: which epoch, from 0.
@@ -205,18 +205,21 @@ class DataParallel:
         self._checks.check("the step", self._known.step, state, batch)
         self._checks.check_memory(state, batch, lambda: self.lower(state, batch))
 
-    def evaluate(self, state: TrainState, batches: Iterable[Any]) -> dict[str, float]:
-        """Return the loss and the metrics over all rows of `batches`, each row counted once.
+    def evaluate(
+        self, state: TrainState, batches: Iterable[Any], *, ema: bool = False
+    ) -> dict[str, float]:
+        """Return loss and metrics over all rows of `batches`, each row counted once.
 
         Args:
-            state: used as it is; nothing in it changes.
+            state: used as it is.
             batches: from `feed`, or any pytrees of arrays `[rows, ...]`.
+            ema: whether with the moving average of the parameters.
 
         Returns:
-            The exact weighted mean of each, NaN where nothing has any weight, and `"rows"`, the
-            number of rows.
+            The exact weighted mean of each, NaN where nothing has any weight, and `"rows"`.
         """
         totals, pending, score = Totals(), deque[Any](), self._known.score
+        state = self._known.averaged(state) if ema else state
         for batch in batches:
             placed = batch if type(batch) is Batch else self._known.placed(batch)
             self._checks.check("the evaluation", score, state, placed)
@@ -233,19 +236,19 @@ class DataParallel:
         if feed.padding:
             self._checks.check_padding(feed.split.padded(feed.source.batch_size), feed.padding)
 
-    def model(self, state: TrainState, *, copy: bool = True) -> Any:
+    def model(self, state: TrainState, *, copy: bool = True, ema: bool = False) -> Any:
         """Return the user's model with the arrays of `state`.
 
         Args:
             state: used as it is.
             copy: whether the model has arrays of its own, on the same devices. Without them it
                 needs no memory, and the next step, which reuses that of `state`, deletes them.
+            ema: as for `evaluate`.
         """
         check_kind(state)
+        state = self._known.averaged(state) if ema else state
         arrays = state.params, state.extras
-        if copy and self.donate:
-            arrays = copied(arrays)
-        return self._known.definition.merge(*arrays)
+        return self._known.definition.merge(*(copied(arrays) if copy and self.donate else arrays))
 
     def program(self, model: Any, *, mesh: AnyMesh | None = None) -> Program:
         """Return the step and the score of a model, without compiling anything.
@@ -264,8 +267,7 @@ class DataParallel:
         Args:
             model: as for `init`, or a `TrainState`; arrays or their shapes.
             batch: a `Batch` or a pytree `[rows, ...]`; arrays or their shapes.
-            mesh: this object's by default. `step` then runs what is compiled here, if `model` is a
-                state and `batch` a batch of `feed`; nothing is compiled twice.
+            mesh: this object's by default. `step` runs what is compiled here for its own arguments.
         """
         lowered: jax.stages.Lowered = self.trace(model, batch, mesh=mesh).lower()
         return lowered

@@ -12,6 +12,7 @@ import optax
 from jax.sharding import Mesh
 
 from replicax.core.accumulate import Accumulator, Apply, Sequential
+from replicax.core.average import average_of, averaging
 from replicax.core.batch import Batch, Share, described, host_rows, pad, row_count
 from replicax.core.checks import check_loss, check_optimizer, check_outside_jit
 from replicax.core.feed import Split
@@ -82,11 +83,14 @@ def configure(
     precision: str | Precision,
     reduction: str | Reduction,
     job: Job | None,
+    ema: float | None = None,
     **rest: Any,
 ) -> Configuration:
     """Return the configuration of a `DataParallel`'s arguments, names replaced by values."""
     check_loss(rest["loss"])
     check_optimizer(rest["optimizer"])
+    if ema is not None:
+        rest["optimizer"] = averaging(rest["optimizer"], ema)
     mode, layout = as_mode(mode), as_layout(layout)
     job = Alone() if job is None else job
     if mesh is None:
@@ -180,6 +184,11 @@ class Program:
         if rows < size or not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(data)):
             data = host_rows(data, copy=True)
         return Share(by_rows(self.mesh), size).place(pad(data, size, np.arange(rows)))
+
+    def averaged(self, state: TrainState) -> TrainState:
+        """Return `state` with the average of the parameters in their place."""
+        average = jax.jit(average_of, out_shardings=self.shardings.params)
+        return dataclasses.replace(state, params=average(state.opt_state, state.params))
 
     def abstract_state(self) -> TrainState:
         """Return the shapes of a state with their shardings."""

@@ -45,7 +45,7 @@ class Ready:
         if self._look is None:
             self._look = self._looked(state, batch)
         if self._look.needs_real_rows:
-            rows = int(np.sum(batch.mask)) if batch.rows is None else batch.rows
+            rows = int(np.count_nonzero(batch.mask)) if batch.rows is None else batch.rows
             self.check_padding(batch.size, batch.feed_padding or batch.size - rows)
         configuration = self._program.configuration
         if configuration.job.processes > 1:

@@ -41,6 +41,7 @@ def fit(
     steps: int | None = None,
     eval_source: Any = None,
     eval_batch_size: int | None = None,
+    eval_ema: bool = False,
     shuffle: bool | None = None,
     seed: int = 0,
     log_every: int = 50,
@@ -76,6 +77,7 @@ def fit(
         steps: updates.
         eval_source: evaluated whole after every epoch, and after the last step.
         eval_batch_size: `batch_size` by default.
+        eval_ema: whether with the average of the parameters; see `DataParallel.evaluate`.
         shuffle: whether each epoch has an order of its own; by default wherever the source can.
         seed: of that order.
         log_every: steps between two train records.
@@ -120,7 +122,11 @@ def fit(
     wanted: dict[str, Any] = {"epochs": epochs, "steps": steps, "batch_size": batch_size}
     wanted |= {"log_every": log_every, "audit_every": audit_every, "on_divergence": on_divergence}
     wanted |= {"measure_noise_every": measure_noise_every, "max_bad_steps": max_bad_steps}
-    wanted |= {"skip_spikes": skip_spikes, "saving": dataclasses.asdict(saving)}
+    wanted |= {
+        "skip_spikes": skip_spikes,
+        "eval_ema": eval_ema,
+        "saving": dataclasses.asdict(saving),
+    }
     dp.job.agree("the run", {**wanted, "evaluation": eval_source is not None, **(config or {})})
     if skip_spikes:
         state = with_losses(state)
@@ -163,6 +169,7 @@ def fit(
             dp=dp,
             source=opened,
             eval_feed=eval_feed,
+            eval_ema=eval_ema,
             epochs=epochs,
             total=total,
             meter=Meter(log_every),

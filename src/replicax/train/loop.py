@@ -37,6 +37,7 @@ class Loop:
     dp: DataParallel
     source: Source
     eval_feed: Feed | None
+    eval_ema: bool
     epochs: int | None
     total: int | None
     meter: Meter
@@ -266,7 +267,9 @@ class Loop:
         epoch, started = self.place.epoch, time.perf_counter()
         record = None
         if self.eval_feed is not None:
-            metrics = self.dp.evaluate(state, self._until_stopped(self.eval_feed))
+            metrics = self.dp.evaluate(
+                state, self._until_stopped(self.eval_feed), ema=self.eval_ema
+            )
             if self.stopping.wanted:
                 return  # it is done whole when the run goes on
             rows = int(metrics.pop("rows"))

@@ -57,7 +57,7 @@ def on_devices(counts: list[int]) -> str:
 
 def _digest(subject: Subject, facts: Facts, case: Case) -> str:
     dp = subject.parallel(case)
-    batch = subject.batch_on(case, subject.full if facts.rows.scalar else subject.padded)
+    batch = subject.batch_on(case, subject.padded if facts.takes_padding else subject.full)
     state = subject.placed(case, subject.state)
     metrics: dict[str, Any] = {}
     for _ in range(STEPS):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from replicax.core.look import Look
 from replicax.verify.constant_keys import loss_draws_from_a_constant
 from replicax.verify.difference import Leaves, is_float
 from replicax.verify.independence import Independence, examine_rows
@@ -25,6 +26,8 @@ class Facts:
     constant_key: bool
     """Whether the loss draws random numbers that do not follow from the key."""
     rows: Independence
+    takes_padding: bool
+    """Whether the loss is the same with padding among the rows, or knows of it."""
 
 
 def examine(subject: Subject) -> Facts:
@@ -33,6 +36,7 @@ def examine(subject: Subject) -> Facts:
     reseeded = dataclasses.replace(subject.state, seed=jnp.uint32(int(subject.state.seed) ^ 1))
     other = subject.run(subject.single, subject.full, reseeded)
     repeatable = same_bits(first.measured, second.measured)
+    look = Look(subject.objective, subject.state, subject.full, divided=False)
     return Facts(
         repeatable,
         repeatable and not same_bits(first.measured, other.measured),
@@ -40,7 +44,8 @@ def examine(subject: Subject) -> Facts:
         loss_draws_from_a_constant(
             subject.objective, subject.state, jax.tree.map(jnp.asarray, subject.full)
         ),
-        examine_rows(subject),
+        examine_rows(subject, look.gathers),
+        not look.needs_real_rows,
     )
 
 

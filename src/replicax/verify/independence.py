@@ -40,17 +40,22 @@ class Independence:
     cause: str = ""
     scalar: bool = False
     """Whether the loss is one number for all rows."""
+    gathers: bool = False
+    """Whether rows that depend on one another are gathered."""
 
     def check(self, fails: bool) -> Check:
         """The row for it. Rows that depend on one another are wrong only where they are split."""
+        if self.kind == DEPENDENT and self.gathers:
+            text = "the rows depend on one another, and the loss gathers them from all replicas"
+            return Check("parity", CASE, PASS, text)
         verdict = {INDEPENDENT: PASS, DEPENDENT: FAIL if fails else NOTE, UNKNOWN: NOTE}
         return Check("parity", CASE, verdict.get(self.kind, FAIL), self.found, self.cause)
 
 
-def examine_rows(subject: Subject) -> Independence:
+def examine_rows(subject: Subject, gathers: bool = False) -> Independence:
     """Compute the loss on rows, and on fewer of them."""
     try:
-        return _Probe(subject).examine()
+        return dataclasses.replace(_Probe(subject).examine(), gathers=gathers)
     except ReplicaxError:
         raise
     except Exception as error:  # the user's loss
@@ -181,6 +186,6 @@ def _dependent(share: float) -> Independence:
 
 DEPENDS = (
     "the rows of a batch depend on one another (a contrastive loss, or statistics over the batch): "
-    "replicas and micro-batches that see a part of them compute another loss; use mode='jit' with "
-    "accumulate=1, where the batch is one"
+    "replicas and micro-batches that see a part of them compute another loss; gather those of all "
+    "replicas by rx.gather, or use mode='jit', and accumulate=1, where the batch is one"
 )

@@ -86,7 +86,7 @@ class Parity:
         try:
             found = self._subject.run(case, self._batch(kind))
         except ReplicaxError as error:
-            fails = case == self._subject.own and not (kind == PADDED and self._facts.rows.scalar)
+            fails = case == self._subject.own and (kind != PADDED or self._facts.takes_padding)
             return Check("parity", name, FAIL if fails else SKIP, f"refused: {error}")
         except Exception as error:
             return Check("parity", name, FAIL, first_line(error))
@@ -182,7 +182,7 @@ class Parity:
             name = f"{subject.replicas} replicas on one device"
         elif facts.random or facts.writes:
             single = dataclasses.replace(single, micro_batches=case.micro_batches)
-        elif kind == PADDED and facts.rows.kind != DEPENDENT:
+        elif kind == PADDED:
             batch, name = subject.some(np.arange(subject.real_rows)), "one device without padding"
         if (single, kind) not in self._references:
             self._references[single, kind] = self._made(name, single, batch)

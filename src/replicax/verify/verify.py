@@ -143,7 +143,7 @@ def _checks(
     show(f"determinism: {own}")
     yield from check_determinism(subject)
     show(f"recompilation: {own}")
-    yield check_recompilation(subject, padded=not facts.rows.scalar)
+    yield check_recompilation(subject, padded=facts.takes_padding)
 
 
 HAND_REDUCED = (
