@@ -72,7 +72,9 @@ def test_the_average_is_what_plain_jax_computes(arguments: Any) -> None:
 
 def test_an_average_of_coarse_parameters_is_kept_in_float32() -> None:
     dp, state = trained(jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), MODEL))
-    assert {leaf.dtype for leaf in jax.tree.leaves(state.opt_state.average)} == {jnp.dtype("float32")}
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.opt_state.average)} == {
+        jnp.dtype("float32")
+    }
     model = dp.model(state, ema=True)
     assert {leaf.dtype for leaf in jax.tree.leaves(model)} == {jnp.dtype("bfloat16")}
 

@@ -58,7 +58,7 @@ def averaging(
 
 
 def average_of(opt_state: PyTree, params: PyTree) -> PyTree:
-    """Return the average in the state of an optimizer, in the dtypes of `params`.
+    """Return the average in the state of an optimizer, in the dtypes of `params`; frozen ones too.
 
     Raises:
         ConfigError: there is none.
@@ -70,4 +70,11 @@ def average_of(opt_state: PyTree, params: PyTree) -> PyTree:
             "ema=True and the state has no average of the parameters; let it have one: "
             "DataParallel(loss, optimizer, ema=0.999)"
         )
-    return jax.tree.map(lambda leaf, like: jnp.asarray(leaf, like.dtype), found[0], params)
+
+    def newest(average: Any, param: jax.Array) -> jax.Array:
+        frozen = isinstance(average, optax.MaskedNode)
+        return param if frozen else jnp.asarray(average, param.dtype)
+
+    return jax.tree.map(
+        newest, found[0], params, is_leaf=lambda node: isinstance(node, optax.MaskedNode)
+    )

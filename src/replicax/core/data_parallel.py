@@ -26,6 +26,7 @@ from replicax.core.program import Configuration, Program, configure, program_of
 from replicax.core.ready import Ready, agree_on_model
 from replicax.core.reduction import Reduction
 from replicax.core.sources import as_source
+from replicax.core.trainable import Trainable
 from replicax.core.update import Metrics, TrainState
 from replicax.errors import ConfigError, StateError
 
@@ -58,6 +59,7 @@ class DataParallel:
         precision: `float32` or `bfloat16`; see `replicax.core.precision.Precision`.
         reduction: how the replicas' sums are added in the per-replica modes: `float32`, `bfloat16`
             (half the bytes), or one's own; see `replicax.core.reduction.Reduction`.
+        trainable: which parameters train, all by default; see `replicax.core.trainable.Trainable`.
         ema: decay of a moving average of the parameters; see `replicax.core.average.averaging`.
         donate: whether `step` reuses the memory of the state it is given, which is then gone.
         job: the processes that train together, from `rx.initialize()`; this one alone by default.
@@ -78,6 +80,7 @@ class DataParallel:
         micro_shards: int = MICRO_SHARDS,
         precision: str = "float32",
         reduction: str | Reduction = "float32",
+        trainable: Trainable = None,
         ema: float | None = None,
         donate: bool = True,
         job: Job | None = None,
@@ -127,8 +130,7 @@ class DataParallel:
             seed: of all random numbers in the run, 0 <= seed < 2**32.
 
         Raises:
-            ConfigError: nothing to train, another structure than this object already trains, or
-                more than the memory that is free.
+            ConfigError: nothing to train, a model of another structure, or too little memory.
         """
         if not 0 <= seed < 2**32:
             raise ConfigError(f"seed={seed}; it is at least 0 and below 2**32: choose another")
@@ -241,8 +243,7 @@ class DataParallel:
 
         Args:
             state: used as it is.
-            copy: whether the model has arrays of its own, on the same devices. Without them it
-                needs no memory, and the next step, which reuses that of `state`, deletes them.
+            copy: whether the model has arrays of its own. Else the next step deletes them.
             ema: as for `evaluate`.
         """
         check_kind(state)

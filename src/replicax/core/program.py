@@ -32,6 +32,7 @@ from replicax.core.modes import Mode, as_mode, lift
 from replicax.core.objective import LossFunction, Objective
 from replicax.core.precision import Precision
 from replicax.core.reduction import REDUCTIONS, Reduction, as_reduction
+from replicax.core.trainable import Trainable, training
 from replicax.core.update import TrainState, apply_gradient, create, score, takes_value, update
 from replicax.errors import ConfigError, StateError
 
@@ -49,6 +50,8 @@ class Configuration:
     micro_shards: int
     precision: Precision
     reduction: Reduction
+    trainable: Trainable
+    ema: float | None
     donate: bool
     job: Job
     wrap_apply: Callable[[Apply], Apply] | None = None
@@ -56,7 +59,7 @@ class Configuration:
 
     def names(self) -> dict[str, Any]:
         """Return what was chosen, by name, as JSON has it."""
-        return {
+        chosen = {
             "mode": self.mode.name,
             "layout": self.layout.name,
             "accumulate": self.accumulate,
@@ -64,6 +67,9 @@ class Configuration:
             "precision": self.precision.name,
             "reduction": getattr(self.reduction, "name", type(self.reduction).__name__),
         }
+        if self.trainable is not None:
+            chosen["trainable"] = str(self.trainable)
+        return chosen if self.ema is None else {**chosen, "ema": self.ema}
 
     def accumulator(self, mesh: AnyMesh) -> Accumulator:
         """Return what adds up a replica's micro-batches on `mesh`."""
@@ -83,14 +89,11 @@ def configure(
     precision: str | Precision,
     reduction: str | Reduction,
     job: Job | None,
-    ema: float | None = None,
     **rest: Any,
 ) -> Configuration:
     """Return the configuration of a `DataParallel`'s arguments, names replaced by values."""
     check_loss(rest["loss"])
     check_optimizer(rest["optimizer"])
-    if ema is not None:
-        rest["optimizer"] = averaging(rest["optimizer"], ema)
     mode, layout = as_mode(mode), as_layout(layout)
     job = Alone() if job is None else job
     if mesh is None:
@@ -130,6 +133,8 @@ class Program:
     """Shapes and dtypes of a state."""
     shardings: TrainState
     """Where its arrays live."""
+    optimizer: optax.GradientTransformation
+    """The configured one, on what trains, with the average that is wanted."""
     step: Any
     """A `jax.jit` function `(state, batch) -> (state, metrics)`."""
     score: Any
@@ -160,7 +165,8 @@ class Program:
         """Return the state before the first step, each array placed where its layout wants it."""
         where = (self.shardings.params, self.shardings.extras)
         params, extras = jax.tree.map(on_devices_of, (params, extras), where)
-        make = jax.jit(create_state(self.configuration, self.mesh), out_shardings=self.shardings)
+        create = create_state(self.configuration, self.mesh, self.optimizer)
+        make = jax.jit(create, out_shardings=self.shardings)
         state: TrainState = make(params, extras, np.uint32(seed))
         return state
 
@@ -198,7 +204,21 @@ class Program:
         return abstract
 
 
-def create_state(configuration: Configuration, mesh: AnyMesh) -> Callable[..., TrainState]:
+def optimizer_of(
+    configuration: Configuration, definition: Definition, params: PyTree
+) -> optax.GradientTransformation:
+    """Return what updates the parameters, arrays or their shapes: those of them that train."""
+    optimizer = configuration.optimizer
+    if configuration.ema is not None:
+        optimizer = averaging(optimizer, configuration.ema)
+    if configuration.trainable is not None:
+        optimizer = training(optimizer, configuration.trainable, definition, params)
+    return optimizer
+
+
+def create_state(
+    configuration: Configuration, mesh: AnyMesh, optimizer: optax.GradientTransformation
+) -> Callable[..., TrainState]:
     """Return `create(params, extras, seed)` of a configuration."""
     replicas = replica_count(mesh)
 
@@ -206,7 +226,7 @@ def create_state(configuration: Configuration, mesh: AnyMesh) -> Callable[..., T
         own = configuration.reduction.init(params)
         return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (replicas, *leaf.shape)), own)
 
-    return partial(create, optimizer=configuration.optimizer, reduction=of_each_replica)
+    return partial(create, optimizer=optimizer, reduction=of_each_replica)
 
 
 def program_of(
@@ -222,7 +242,9 @@ def program_of(
         definition, shapes = known.definition, jax.eval_shape(lambda state: state, model)
     else:
         definition, params, extras = model
-        shapes = jax.eval_shape(create_state(configuration, mesh), params, extras, np.uint32(0))
+        optimizer = optimizer_of(configuration, definition, params)
+        create = create_state(configuration, mesh, optimizer)
+        shapes = jax.eval_shape(create, params, extras, np.uint32(0))
     if known is None:
         return build(configuration, definition, shapes, mesh)
     if definition != known.definition:
@@ -246,10 +268,9 @@ def build(
     split = shardings.params if config.layout.splits_params else None
     objective = Objective(definition, config.loss, config.precision, split)
     accumulator = config.accumulator(mesh)
+    optimizer = optimizer_of(config, definition, shapes.params)
     apply = partial(
-        apply_gradient,
-        optimizer=config.optimizer,
-        takes_value=takes_value(config.optimizer, shapes.params),
+        apply_gradient, optimizer=optimizer, takes_value=takes_value(optimizer, shapes.params)
     )
     step = partial(
         update,
@@ -273,6 +294,7 @@ def build(
         objective=objective,
         shapes=shapes,
         shardings=shardings,
+        optimizer=optimizer,
         step=lift(step, mode, mesh, shardings, rows, out, donate=config.donate),
         score=lift(evaluation, mode, mesh, shardings, rows, everywhere),
     )

@@ -67,7 +67,9 @@ class Planner:
         self._rows, self._tokens_per_row = row_count(batch), tokens_per_row
         state = dp.abstract_state(model)
         self._params = jax.tree.leaves(state.params)
-        self._trained = list(itertools.compress(self._params, _read(dp.optimizer, state)))
+        self._trained = list(
+            itertools.compress(self._params, _read(dp.program(model).optimizer, state))
+        )
         self._notes: list[str] = []
         self._schedules: dict[int, Schedule] = {}
 

@@ -86,10 +86,11 @@ class Subject:
         self.replicas = replica_count(dp.mesh)
         self.micro_batches = sorted({1, dp.accumulate, micro_batches})
         self._model, self._seed = model, seed
-        self._base = dp.replace(donate=False)
-        self._optimizer = optax.with_extra_args_support(dp.optimizer)
+        self._base = dp.replace(donate=False, trainable=None, ema=None)
+        optimizer = dp.program(model).optimizer
+        self._optimizer = optax.with_extra_args_support(optimizer)
         _, params, _ = split_model(model)
-        self._takes_value = takes_value(dp.optimizer, params)
+        self._takes_value = takes_value(optimizer, params)
         self.trained = self._read_by_optimizer(params)
         self.own = self.case(dp.mode, dp.accumulate)
         self._made: dict[Case, DataParallel] = {}

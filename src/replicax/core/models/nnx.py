@@ -32,6 +32,14 @@ class NNXDefinition:
     def __hash__(self) -> int:
         return hash(self._parts)
 
+    def paths_of(self, wanted: Any, params: PyTree) -> list[str]:
+        """Return the paths of those `params` that an NNX filter picks."""
+        state = jax.tree.unflatten(self._parts[1], jax.tree.leaves(params))
+        picked = nnx.to_pure_dict(nnx.filter_state(state, wanted))
+        return [
+            jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(picked)
+        ]
+
     def merge(self, params: PyTree, extras: PyTree) -> Any:
         graphdef, params_treedef, extras_treedef = self._parts
         return nnx.merge(
