@@ -111,9 +111,12 @@ __all__ = [
     "Weighted",
     "bench",
     "fit",
+    "gather",
     "initialize",
     "make_mesh",
     "plan",
+    "row_weights",
+    "step_number",
     "verify",
     "verify_step",
 ]

@@ -126,7 +126,7 @@ def test_it_is_refused_where_padding_is_among_the_rows(loss: Loss, mode: str) ->
     dp = rx.DataParallel(loss, optax.sgd(0.01), mode=mode)
     state = dp.init(MODEL)
     first, last = dp.feed(DATA, 12)
-    with pytest.raises(rx.LossError, match=r"8 of 1[26] rows .* padding.*rx\.row_weights"):
+    with pytest.raises(rx.LossError, match=r"(8 of 12|12 of 16) rows .* padding.*rx\.row_weights"):
         dp.step(state, first)  # itself without padding in mode single, but a batch of this feed
     with pytest.raises(rx.LossError, match=r"rx\.row_weights"):
         dp.step(state, last)

@@ -9,7 +9,8 @@ import optax
 import pytest
 from jax import lax
 
-from replicax.core.rows import MIXED, Rows, follow
+from replicax.core.row_rules import MIXED, Rows
+from replicax.core.rows import follow
 
 ROWS = 6
 X = jnp.asarray(np.random.default_rng(0).normal(size=(ROWS, 4, 5)), jnp.float32)

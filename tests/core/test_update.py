@@ -11,7 +11,7 @@ import pytest
 
 import replicax as rx
 from replicax.analysis.compiled import inspect
-from replicax.core.update import takes_value
+from replicax.core.optimizer import takes_value
 from replicax.train.guarded import guarded
 
 SOURCE = {"x": np.arange(96, dtype=np.float32).reshape(16, 6) / 96, "y": np.ones(16, np.float32)}

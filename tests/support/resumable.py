@@ -84,11 +84,11 @@ def crashing(at: int, of: str = "step") -> Iterator[None]:
     """Within this context a run ends once `at` steps are done: before its next step, or `of`."""
     whole = getattr(DataParallel, of)
 
-    def crash(self: DataParallel, state: TrainState, *arguments: Any) -> Any:
+    def crash(self: DataParallel, state: TrainState, *arguments: Any, **more: Any) -> Any:
         if int(state.step) == at:
             settle()
             raise CrashError
-        return whole(self, state, *arguments)
+        return whole(self, state, *arguments, **more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DataParallel, of, crash)

@@ -185,7 +185,7 @@ def test_a_signal_in_an_evaluation_has_it_done_whole_later(
     settings = {"eval_source": rows(50, 2), "eval_batch_size": 10, "log_every": 2}
     evaluate, scored = DataParallel.evaluate, []
 
-    def signalled(self: DataParallel, state: Any, batches: Any) -> Any:
+    def signalled(self: DataParallel, state: Any, batches: Any, **more: Any) -> Any:
         def one_by_one() -> Any:
             for batch in batches:
                 if int(state.step) == at:
@@ -194,7 +194,7 @@ def test_a_signal_in_an_evaluation_has_it_done_whole_later(
                         signal.raise_signal(signal.SIGTERM)
                 yield batch
 
-        return evaluate(self, state, one_by_one())
+        return evaluate(self, state, one_by_one(), **more)
 
     with monkeypatch.context() as patch:
         patch.setattr(DataParallel, "evaluate", signalled)

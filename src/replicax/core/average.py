@@ -19,6 +19,15 @@ class Averaged(NamedTuple):
     """As the parameters, in float32 at least: small steps would be lost in a coarser dtype."""
 
 
+def check_decay(decay: float | None) -> None:
+    """Raise `ConfigError` where `decay` is none of an average."""
+    if decay is not None and not 0 < decay < 1:
+        raise ConfigError(
+            f"ema={decay}; it is the share of the average that a step leaves, above 0 and below 1: "
+            "use 0.999, say"
+        )
+
+
 def averaging(
     optimizer: optax.GradientTransformation, decay: float
 ) -> optax.GradientTransformation:
@@ -31,15 +40,7 @@ def averaging(
     Args:
         optimizer: any; it does what it did.
         decay: above 0 and below 1.
-
-    Raises:
-        ConfigError: another decay.
     """
-    if not 0 < decay < 1:
-        raise ConfigError(
-            f"ema={decay}; it is the share of the average that a step leaves, above 0 and below 1: "
-            "use 0.999, say"
-        )
 
     def init(params: PyTree) -> Averaged:
         return Averaged(optimizer.init(params), jax.tree.map(to_sum, params))

@@ -15,7 +15,8 @@ from replicax.core.inside import weighs
 from replicax.core.loss import LOSS, arrays_of_loss, scalars, sums
 from replicax.core.models.definition import PyTree, View
 from replicax.core.objective import Objective
-from replicax.core.rows import Rows, follow, gathers, holds_number
+from replicax.core.row_rules import Rows
+from replicax.core.rows import follow, gathers, holds_number
 from replicax.core.update import TrainState
 
 _UNITS = 512

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -46,6 +47,9 @@ class Objective:
     definition: Definition
     loss: LossFunction
     precision: Precision
+    read: tuple[bool, ...] | None = None
+    """For each parameter, whether anybody reads its gradient; None for all. None others are
+    computed, and reduced."""
     split: PyTree | None = None
     """Shardings of the parameters, where they are split over the replicas. The loss computes with
     whole ones: a compiler might else split what is computed as they are, and send that."""
@@ -72,14 +76,38 @@ class Objective:
     def step_sums(
         self, params: PyTree, extras: PyTree, batch: Batch, view: View
     ) -> tuple[StepSums, PyTree]:
-        """As `loss_sums`, with the gradient."""
+        """As `loss_sums`, with the gradient, which is None where nobody reads it."""
+        leaves, tree = jax.tree.flatten(params)
 
-        def total(params: PyTree) -> tuple[jax.Array, tuple[dict[str, WeightedSum], PyTree]]:
-            weighted, after = self.loss_sums(params, extras, batch, view)
+        def total(wanted: PyTree) -> tuple[jax.Array, tuple[dict[str, WeightedSum], PyTree]]:
+            own = iter(jax.tree.leaves(wanted))
+            read = self.read or (True,) * len(leaves)
+            whole = [next(own) if each else leaf for each, leaf in zip(read, leaves, strict=True)]
+            weighted, after = self.loss_sums(jax.tree.unflatten(tree, whole), extras, batch, view)
             return weighted[LOSS].total, (weighted, after)
 
-        gradient, (weighted, after) = jax.grad(total, has_aux=True)(params)
+        gradient, (weighted, after) = jax.grad(total, has_aux=True)(only_read(params, self.read))
         return StepSums(jax.tree.map(to_sum, gradient), weighted), after
+
+
+def only_read(tree: PyTree, read: tuple[bool, ...] | None) -> PyTree:
+    """Return `tree`, shaped as the parameters, with None for what is not read."""
+    if read is None:
+        return tree
+    leaves, structure = jax.tree.flatten(tree)
+    kept = [leaf if each else None for leaf, each in zip(leaves, read, strict=True)]
+    return jax.tree.unflatten(structure, kept)
+
+
+def with_zeros(gradient: PyTree, params: PyTree, read: tuple[bool, ...] | None) -> PyTree:
+    """Return `gradient`, as `only_read` leaves it, with zeros for what is not read."""
+    if read is None:
+        return gradient
+    leaves, structure = jax.tree.flatten(params)
+    found = iter(jax.tree.leaves(gradient))
+    pairs = zip(leaves, read, strict=True)
+    whole = [next(found) if each else jnp.zeros_like(leaf) for leaf, each in pairs]
+    return jax.tree.unflatten(structure, whole)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))

@@ -12,7 +12,7 @@ import optax
 from jax.sharding import Mesh
 
 from replicax.core.accumulate import Accumulator, Apply, Sequential
-from replicax.core.average import average_of, averaging
+from replicax.core.average import average_of, check_decay
 from replicax.core.batch import Batch, Share, described, host_rows, pad, row_count
 from replicax.core.checks import check_loss, check_optimizer, check_outside_jit
 from replicax.core.feed import Split
@@ -29,11 +29,12 @@ from replicax.core.mesh import (
 )
 from replicax.core.models.definition import Definition, Parts, PyTree
 from replicax.core.modes import Mode, as_mode, lift
-from replicax.core.objective import LossFunction, Objective
+from replicax.core.objective import LossFunction, Objective, only_read
+from replicax.core.optimizer import gradients_read, optimizer_of, takes_value
 from replicax.core.precision import Precision
 from replicax.core.reduction import REDUCTIONS, Reduction, as_reduction
-from replicax.core.trainable import Trainable, training
-from replicax.core.update import TrainState, apply_gradient, create, score, takes_value, update
+from replicax.core.trainable import Trainable
+from replicax.core.update import TrainState, apply_gradient, create, score, update
 from replicax.errors import ConfigError, StateError
 
 
@@ -75,6 +76,10 @@ class Configuration:
         """Return what adds up a replica's micro-batches on `mesh`."""
         return self.mode.accumulator(self.accumulate, self.micro_shards, mesh, self.reduction)
 
+    def optimizer_for(self, definition: Definition, params: PyTree) -> optax.GradientTransformation:
+        """Return the optimizer of a model's parameters, arrays or their shapes."""
+        return optimizer_of(self.optimizer, self.trainable, self.ema, definition, params)
+
     def split(self, mesh: AnyMesh) -> Split:
         """Return how a batch is divided on `mesh`: over replicas, then over micro-batches."""
         replicas = replica_count(mesh)
@@ -94,6 +99,7 @@ def configure(
     """Return the configuration of a `DataParallel`'s arguments, names replaced by values."""
     check_loss(rest["loss"])
     check_optimizer(rest["optimizer"])
+    check_decay(rest["ema"])
     mode, layout = as_mode(mode), as_layout(layout)
     job = Alone() if job is None else job
     if mesh is None:
@@ -204,18 +210,6 @@ class Program:
         return abstract
 
 
-def optimizer_of(
-    configuration: Configuration, definition: Definition, params: PyTree
-) -> optax.GradientTransformation:
-    """Return what updates the parameters, arrays or their shapes: those of them that train."""
-    optimizer = configuration.optimizer
-    if configuration.ema is not None:
-        optimizer = averaging(optimizer, configuration.ema)
-    if configuration.trainable is not None:
-        optimizer = training(optimizer, configuration.trainable, definition, params)
-    return optimizer
-
-
 def create_state(
     configuration: Configuration, mesh: AnyMesh, optimizer: optax.GradientTransformation
 ) -> Callable[..., TrainState]:
@@ -223,7 +217,8 @@ def create_state(
     replicas = replica_count(mesh)
 
     def of_each_replica(params: PyTree) -> PyTree:
-        own = configuration.reduction.init(params)
+        read = gradients_read(optimizer, params)
+        own = configuration.reduction.init(only_read(params, read))
         return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (replicas, *leaf.shape)), own)
 
     return partial(create, optimizer=optimizer, reduction=of_each_replica)
@@ -242,7 +237,7 @@ def program_of(
         definition, shapes = known.definition, jax.eval_shape(lambda state: state, model)
     else:
         definition, params, extras = model
-        optimizer = optimizer_of(configuration, definition, params)
+        optimizer = configuration.optimizer_for(definition, params)
         create = create_state(configuration, mesh, optimizer)
         shapes = jax.eval_shape(create, params, extras, np.uint32(0))
     if known is None:
@@ -266,11 +261,15 @@ def build(
     config, mode = configuration, configuration.mode
     shardings = config.layout.shardings(shapes, mesh)
     split = shardings.params if config.layout.splits_params else None
-    objective = Objective(definition, config.loss, config.precision, split)
+    optimizer = config.optimizer_for(definition, shapes.params)
+    read = gradients_read(optimizer, shapes.params)
+    objective = Objective(definition, config.loss, config.precision, read, split)
     accumulator = config.accumulator(mesh)
-    optimizer = optimizer_of(config, definition, shapes.params)
     apply = partial(
-        apply_gradient, optimizer=optimizer, takes_value=takes_value(optimizer, shapes.params)
+        apply_gradient,
+        optimizer=optimizer,
+        takes_value=takes_value(optimizer, shapes.params),
+        read=read,
     )
     step = partial(
         update,

@@ -108,7 +108,7 @@ class Ready:
                 "row, as rx.Weighted(values, weights) where they do not count alike"
             )
         fix = "gather those of all replicas by rx.gather(x)"
-        if split.micro_batches > 1:
+        if split.micro_batches > 1 or mode.bitwise:
             fix = "use accumulate=1, and another mode than 'exact'"
         raise LossError(
             f"the loss of a row changes beside other rows, and {some}, which is another loss: {fix}"

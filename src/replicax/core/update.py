@@ -13,7 +13,7 @@ from replicax.core.accumulate import Accumulator, Apply
 from replicax.core.batch import Batch
 from replicax.core.loss import LOSS, WeightedSum
 from replicax.core.models.definition import PyTree, View
-from replicax.core.objective import Objective, StepSums
+from replicax.core.objective import Objective, StepSums, with_zeros
 from replicax.core.reduction import Reduce
 
 
@@ -87,6 +87,7 @@ def apply_gradient(
     *,
     optimizer: optax.GradientTransformation,
     takes_value: bool = False,
+    read: tuple[bool, ...] | None = None,
 ) -> tuple[TrainState, Metrics]:
     """Return the state after the optimizer has seen the gradient of the global mean loss.
 
@@ -99,13 +100,16 @@ def apply_gradient(
         carried: the reduction's state after the step.
         optimizer: turns that gradient into an update.
         takes_value: whether its `update` takes the loss as `value`.
+        read: as `Objective.read` of the gradient in `total`.
     """
     weight = total.weight
     # The sum is 0 then. To choose between two states would cost a tenth of an optimizer's step.
     divisor = jnp.where(weight > 0, weight, 1)
     # In the parameter's dtype, as `jax.grad` gives it: an optimizer's moments keep theirs then.
     gradient = jax.tree.map(
-        lambda leaf, param: (leaf / divisor).astype(param.dtype), total.gradient, state.params
+        lambda leaf, param: (leaf / divisor).astype(param.dtype),
+        with_zeros(total.gradient, state.params, read),
+        state.params,
     )
     value = {"value": total.weighted[LOSS].total / weight} if takes_value else {}
     updates, opt_state = optimizer.update(gradient, state.opt_state, state.params, **value)
@@ -118,22 +122,6 @@ def apply_gradient(
         reduction=carried,
     )
     return after, {}
-
-
-def takes_value(optimizer: optax.GradientTransformation, params: PyTree) -> bool:
-    """Whether `optimizer.update` takes the loss as `value`, as line searches and plateaus do."""
-    if not isinstance(optimizer, optax.GradientTransformationExtraArgs):
-        return False
-
-    def call(params: PyTree) -> PyTree:
-        state = optimizer.init(params)
-        return optimizer.update(params, state, params, value=jnp.float32(0))
-
-    try:  # it may pass on what it is given to others, so it is asked, not read
-        jax.eval_shape(call, params)
-    except TypeError as error:
-        return "'value'" not in str(error)
-    return True
 
 
 def create(

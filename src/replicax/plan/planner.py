@@ -1,20 +1,18 @@
 """The questions of a plan, one after the other, and what is beside them at once."""
 
 import datetime
-import itertools
 import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
-import optax
 
 from replicax.analysis.traffic import sums_bytes
 from replicax.core.batch import row_count
 from replicax.core.data_parallel import DataParallel
+from replicax.core.objective import only_read
 from replicax.core.reduction import Wire
-from replicax.core.update import TrainState, takes_value
 from replicax.errors import ConfigError
 from replicax.plan.advice import batch_advice, first_change
 from replicax.plan.alternatives import alternatives
@@ -35,7 +33,6 @@ from replicax.plan.speed import (
 from replicax.plan.steps import Step, Steps, rows_of_a_device
 from replicax.plan.target import Target
 from replicax.plan.traffic import Traffic, least_wire_bytes, read_traffic
-from replicax.train.guarded import reads
 
 MOST_MICRO_BATCHES = 64
 
@@ -67,9 +64,7 @@ class Planner:
         self._rows, self._tokens_per_row = row_count(batch), tokens_per_row
         state = dp.abstract_state(model)
         self._params = jax.tree.leaves(state.params)
-        self._trained = list(
-            itertools.compress(self._params, _read(dp.program(model).optimizer, state))
-        )
+        self._trained = jax.tree.leaves(only_read(state.params, dp.program(model).objective.read))
         self._notes: list[str] = []
         self._schedules: dict[int, Schedule] = {}
 
@@ -277,13 +272,3 @@ class Planner:
             "jax": jax.__version__,
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         }
-
-
-def _read(optimizer: optax.GradientTransformation, state: TrainState) -> list[bool]:
-    """For each parameter, whether the optimizer reads its gradient: not of one that is frozen."""
-    value = {"value": 0.0} if takes_value(optimizer, state.params) else {}
-
-    def updates(gradient: Any, state: TrainState) -> Any:
-        return optimizer.update(gradient, state.opt_state, state.params, **value)
-
-    return reads(updates, state.params, state)

@@ -1,14 +1,12 @@
 """A training step that skips its update where that would do harm."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.interpreters.partial_eval import dce_jaxpr
 
 from replicax.core.accumulate import Apply, zeros_like
 from replicax.core.data_parallel import DataParallel
@@ -84,8 +82,7 @@ def skip_bad_steps(apply: Apply) -> Apply:
     ) -> tuple[TrainState, Metrics]:
         shapes, shapes_told = jax.eval_shape(apply, state, total, *rest)
         _check_alike(state, shapes)
-        read = _read_by(apply, state, total, *rest)
-        verdicts, losses = _judge(state.losses, total, read)
+        verdicts, losses = _judge(state.losses, total)
         good = ~jnp.stack(list(verdicts.values())).any()
         # A choice between two states would be slower by up to half of a step that is mostly
         # optimizer. With the branches the other way around, XLA:CPU keeps two more gradients.
@@ -119,42 +116,14 @@ def _check_alike(state: TrainState, after: TrainState) -> None:
             )
 
 
-def reads(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> list[bool]:
-    """Return for each leaf of `tree` whether the result of `function(tree, *rest)` depends on it.
-
-    Args:
-        function: not called with arrays, only traced.
-        tree: arrays or their shapes.
-        rest: likewise.
-    """
-    jaxpr = jax.make_jaxpr(function)(tree, *rest).jaxpr
-    _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-    return used[: len(jax.tree.leaves(tree))]
-
-
-def _read_by(apply: Apply, state: TrainState, total: StepSums, *rest: PyTree) -> list[jax.Array]:
-    """The leaves of the gradient that `apply` reads.
-
-    The compiler leaves out those of frozen parameters, unless somebody else looks at them.
-    """
-
-    def outcome(gradient: PyTree, state: TrainState, total: StepSums, *rest: PyTree) -> Any:
-        return apply(state, dataclasses.replace(total, gradient=gradient), *rest)
-
-    used = reads(outcome, total.gradient, state, total, *rest)
-    leaves = jax.tree.leaves(total.gradient)
-    return [leaf for leaf, is_used in zip(leaves, used, strict=True) if is_used]
-
-
-def _judge(losses: Any, total: StepSums, gradient: list[jax.Array]) -> tuple[Metrics, Any]:
+def _judge(losses: Any, total: StepSums) -> tuple[Metrics, Any]:
     """What may make a step bad, and the losses to compare the next one's with.
 
     Args:
         losses: those that this one is compared with; empty where none is.
         total: sums over the global batch.
-        gradient: its leaves that count.
     """
-    not_finite = ~_is_finite(total, gradient)
+    not_finite = ~_is_finite(total)
     if not jax.tree.leaves(losses):
         return {NOT_FINITE: not_finite}, losses
     loss = total.weighted[LOSS].mean().astype(jnp.float32)
@@ -165,7 +134,7 @@ def _judge(losses: Any, total: StepSums, gradient: list[jax.Array]) -> tuple[Met
     return {NOT_FINITE: not_finite, SPIKE: spike & ~not_finite}, pushed
 
 
-def _is_finite(total: StepSums, gradient: list[jax.Array]) -> jax.Array:
+def _is_finite(total: StepSums) -> jax.Array:
     """Whether the loss is, and each element of the gradient with its square.
 
     Those that are not are counted, as a float: unlike that of a norm this sum is 0 or not in any
@@ -173,7 +142,7 @@ def _is_finite(total: StepSums, gradient: list[jax.Array]) -> jax.Array:
     """
     wrong = [
         jnp.sum(jnp.where(jnp.abs(leaf) < _LARGEST_GRADIENT, jnp.float32(0), jnp.float32(1)))
-        for leaf in gradient
+        for leaf in jax.tree.leaves(total.gradient)
     ]
     return (jnp.sum(jnp.stack([jnp.float32(0), *wrong])) == 0) & jnp.isfinite(
         total.weighted[LOSS].total

@@ -21,7 +21,7 @@ from replicax.core.data_parallel import DataParallel
 from replicax.core.mesh import DATA, by_rows, replicated
 from replicax.core.models.definition import PyTree
 from replicax.core.modes import MODES, lift
-from replicax.core.objective import Objective
+from replicax.core.objective import Objective, only_read
 from replicax.core.ready import agree_on_program
 from replicax.core.update import TrainState, step_key
 
@@ -71,7 +71,7 @@ class NoiseProbe:
             objective=dataclasses.replace(program.objective, split=None),
             micro_batches=-(-dp.split.micro_batches // PARTS),
             mesh=mesh,
-            shardings=shardings.params,
+            shardings=only_read(shardings.params, program.objective.read),
         )
         self._mesh = mesh
         self._agree = partial(agree_on_program, program.configuration, "the noise measurement")
@@ -130,7 +130,7 @@ def _sample(
         objective: the loss on the model.
         micro_batches: of each part.
         mesh: the devices.
-        shardings: of the parameters, and so of gradients.
+        shardings: of gradients.
     """
     accumulate = Sequential(micro_batches)
     key = step_key(state)

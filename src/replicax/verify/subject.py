@@ -18,9 +18,10 @@ from replicax.core.models.definition import PyTree, View
 from replicax.core.models.split import split_model
 from replicax.core.modes import MODES, Mode
 from replicax.core.objective import Objective, StepSums
-from replicax.core.update import TrainState, step_key, takes_value
+from replicax.core.optimizer import gradients_read, takes_value
+from replicax.core.update import TrainState, step_key
 from replicax.errors import LossError
-from replicax.train.guarded import NOT_FINITE, guarded, reads
+from replicax.train.guarded import NOT_FINITE, guarded
 from replicax.verify.difference import Leaves, changes, coarsest_eps, leaves
 from replicax.verify.emulation import MAGNITUDES, emulated
 
@@ -241,7 +242,8 @@ class Subject:
         key = step_key(state)
 
         def sums(params: PyTree) -> StepSums:
-            return self.objective.step_sums(params, state.extras, batch, View(key))[0]
+            objective = dataclasses.replace(self.objective, read=None)
+            return objective.step_sums(params, state.extras, batch, View(key))[0]
 
         return jax.jit(sums)
 
@@ -258,10 +260,9 @@ class Subject:
 
     def _read_by_optimizer(self, params: PyTree) -> PyTree:
         """For each parameter, whether the optimizer reads its gradient."""
-        shapes = jax.eval_shape(lambda params: params, params)
-        opt_state = jax.eval_shape(self._optimizer.init, shapes)
-        read = reads(self._update, shapes, shapes, opt_state, jnp.float32(0))
-        return jax.tree.unflatten(jax.tree.structure(shapes), read)
+        leaves, structure = jax.tree.flatten(params)
+        read = gradients_read(self._optimizer, params)
+        return jax.tree.unflatten(structure, read or (True,) * len(leaves))
 
     def _warm_state(self) -> TrainState:
         dp = self.parallel(self.single)
