@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec
-from support.tiers import only
+from support.tiers import EXHAUSTIVE, only
 
 import replicax as rx
 
@@ -128,6 +128,7 @@ def test_a_skipped_step_leaves_the_average() -> None:
     jax.tree.map(np.testing.assert_array_equal, before, dp.model(guarded, ema=True))
 
 
+@EXHAUSTIVE
 def test_verify_takes_it() -> None:
     dp = rx.DataParallel(loss, optax.adam(0.1), ema=DECAY, mode="shard_map")
     assert rx.verify(dp, MODEL, {name: np.tile(leaf, (4, 1)) for name, leaf in DATA.items()}).ok

@@ -164,8 +164,8 @@ def test_the_average_is_of_what_trains() -> None:
     assert held == 3 * (2 * WIDTH * RANK) + 1
 
 
-def test_verify_and_plan_take_it() -> None:
-    dp = made(mode="shard_map")
+def test_verify_takes_it() -> None:
+    dp = made(mode="shard_map", ema=0.9)
     batch = {name: np.tile(leaf, (4, 1)) for name, leaf in DATA.items()}
     assert rx.verify(dp, MODEL, batch).ok
 
