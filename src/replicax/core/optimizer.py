@@ -1,5 +1,7 @@
 """What a step asks of an optimizer: on what it works, what it takes, and what it reads."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -10,19 +12,32 @@ from replicax.core.models.definition import Definition, PyTree
 from replicax.core.trainable import Trainable, training
 
 
-def optimizer_of(
+@dataclasses.dataclass(frozen=True)
+class Updater:
+    """An optimizer, and what it asks of a step."""
+
+    optimizer: optax.GradientTransformation
+    takes_value: bool
+    """Whether its `update` takes the loss as `value`."""
+    read: tuple[bool, ...] | None
+    """For each parameter whether it reads the gradient: not of a frozen one. None for all."""
+
+
+def updater(
     optimizer: optax.GradientTransformation,
     trainable: Trainable,
     ema: float | None,
     definition: Definition,
     params: PyTree,
-) -> optax.GradientTransformation:
-    """Return what updates the parameters, arrays or their shapes: those of them that train."""
+) -> Updater:
+    """Return what updates those parameters, arrays or their shapes, that train."""
     if ema is not None:
         optimizer = averaging(optimizer, ema)
     if trainable is not None:
         optimizer = training(optimizer, trainable, definition, params)
-    return optimizer
+    shapes = jax.eval_shape(lambda params: params, params)
+    more = takes_value(optimizer, shapes)
+    return Updater(optimizer, more, _gradients_read(optimizer, shapes, more))
 
 
 def takes_value(optimizer: optax.GradientTransformation, params: PyTree) -> bool:
@@ -41,19 +56,10 @@ def takes_value(optimizer: optax.GradientTransformation, params: PyTree) -> bool
     return True
 
 
-def gradients_read(
-    optimizer: optax.GradientTransformation, params: PyTree
+def _gradients_read(
+    optimizer: optax.GradientTransformation, shapes: PyTree, takes_value: bool
 ) -> tuple[bool, ...] | None:
-    """Return for each parameter whether the optimizer reads its gradient; None where it reads all.
-
-    That of a frozen parameter it does not.
-
-    Args:
-        optimizer: only traced. One that cannot be is taken to read all.
-        params: arrays or their shapes.
-    """
-    shapes = jax.eval_shape(lambda params: params, params)
-    more = {"value": jnp.float32(0)} if takes_value(optimizer, shapes) else {}
+    more = {"value": jnp.float32(0)} if takes_value else {}
 
     def updates(gradient: PyTree, params: PyTree, state: PyTree) -> PyTree:
         return optimizer.update(gradient, state, params, **more)

@@ -30,7 +30,7 @@ from replicax.core.mesh import (
 from replicax.core.models.definition import Definition, Parts, PyTree
 from replicax.core.modes import Mode, as_mode, lift
 from replicax.core.objective import LossFunction, Objective, only_read
-from replicax.core.optimizer import gradients_read, optimizer_of, takes_value
+from replicax.core.optimizer import Updater, updater
 from replicax.core.precision import Precision
 from replicax.core.reduction import REDUCTIONS, Reduction, as_reduction
 from replicax.core.trainable import Trainable
@@ -76,9 +76,9 @@ class Configuration:
         """Return what adds up a replica's micro-batches on `mesh`."""
         return self.mode.accumulator(self.accumulate, self.micro_shards, mesh, self.reduction)
 
-    def optimizer_for(self, definition: Definition, params: PyTree) -> optax.GradientTransformation:
-        """Return the optimizer of a model's parameters, arrays or their shapes."""
-        return optimizer_of(self.optimizer, self.trainable, self.ema, definition, params)
+    def updater(self, definition: Definition, params: PyTree) -> Updater:
+        """Return what updates a model's parameters, arrays or their shapes."""
+        return updater(self.optimizer, self.trainable, self.ema, definition, params)
 
     def split(self, mesh: AnyMesh) -> Split:
         """Return how a batch is divided on `mesh`: over replicas, then over micro-batches."""
@@ -139,8 +139,8 @@ class Program:
     """Shapes and dtypes of a state."""
     shardings: TrainState
     """Where its arrays live."""
-    optimizer: optax.GradientTransformation
-    """The configured one, on what trains, with the average that is wanted."""
+    updater: Updater
+    """The optimizer, on what trains, with the average that is wanted."""
     step: Any
     """A `jax.jit` function `(state, batch) -> (state, metrics)`."""
     score: Any
@@ -171,7 +171,7 @@ class Program:
         """Return the state before the first step, each array placed where its layout wants it."""
         where = (self.shardings.params, self.shardings.extras)
         params, extras = jax.tree.map(on_devices_of, (params, extras), where)
-        create = create_state(self.configuration, self.mesh, self.optimizer)
+        create = create_state(self.configuration, self.mesh, self.updater)
         make = jax.jit(create, out_shardings=self.shardings)
         state: TrainState = make(params, extras, np.uint32(seed))
         return state
@@ -211,17 +211,16 @@ class Program:
 
 
 def create_state(
-    configuration: Configuration, mesh: AnyMesh, optimizer: optax.GradientTransformation
+    configuration: Configuration, mesh: AnyMesh, updater: Updater
 ) -> Callable[..., TrainState]:
     """Return `create(params, extras, seed)` of a configuration."""
     replicas = replica_count(mesh)
 
     def of_each_replica(params: PyTree) -> PyTree:
-        read = gradients_read(optimizer, params)
-        own = configuration.reduction.init(only_read(params, read))
+        own = configuration.reduction.init(only_read(params, updater.read))
         return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (replicas, *leaf.shape)), own)
 
-    return partial(create, optimizer=optimizer, reduction=of_each_replica)
+    return partial(create, optimizer=updater.optimizer, reduction=of_each_replica)
 
 
 def program_of(
@@ -234,25 +233,30 @@ def program_of(
     if isinstance(model, TrainState):
         if known is None:
             raise StateError("this DataParallel has no model yet; call init(model) first")
-        definition, shapes = known.definition, jax.eval_shape(lambda state: state, model)
+        definition, updater = known.definition, known.updater
+        shapes = jax.eval_shape(lambda state: state, model)
     else:
         definition, params, extras = model
-        optimizer = configuration.optimizer_for(definition, params)
-        create = create_state(configuration, mesh, optimizer)
+        updater = configuration.updater(definition, params)
+        create = create_state(configuration, mesh, updater)
         shapes = jax.eval_shape(create, params, extras, np.uint32(0))
     if known is None:
-        return build(configuration, definition, shapes, mesh)
+        return build(configuration, definition, updater, shapes, mesh)
     if definition != known.definition:
         raise ConfigError(
             "init was given a model of another structure than before; one DataParallel trains one: "
             "make a second DataParallel"
         )
     same = configuration == known.configuration and mesh == known.mesh and known.is_of(shapes)
-    return known if same else build(configuration, definition, shapes, mesh)
+    return known if same else build(configuration, definition, updater, shapes, mesh)
 
 
 def build(
-    configuration: Configuration, definition: Definition, shapes: TrainState, mesh: AnyMesh
+    configuration: Configuration,
+    definition: Definition,
+    updater: Updater,
+    shapes: TrainState,
+    mesh: AnyMesh,
 ) -> Program:
     """Return the step and the score, not yet traced; the same arguments give the same program.
 
@@ -261,16 +265,9 @@ def build(
     config, mode = configuration, configuration.mode
     shardings = config.layout.shardings(shapes, mesh)
     split = shardings.params if config.layout.splits_params else None
-    optimizer = config.optimizer_for(definition, shapes.params)
-    read = gradients_read(optimizer, shapes.params)
-    objective = Objective(definition, config.loss, config.precision, read, split)
+    objective = Objective(definition, config.loss, config.precision, updater.read, split)
     accumulator = config.accumulator(mesh)
-    apply = partial(
-        apply_gradient,
-        optimizer=optimizer,
-        takes_value=takes_value(optimizer, shapes.params),
-        read=read,
-    )
+    apply = partial(apply_gradient, updater=updater)
     step = partial(
         update,
         objective=objective,
@@ -293,7 +290,7 @@ def build(
         objective=objective,
         shapes=shapes,
         shardings=shardings,
-        optimizer=optimizer,
+        updater=updater,
         step=lift(step, mode, mesh, shardings, rows, out, donate=config.donate),
         score=lift(evaluation, mode, mesh, shardings, rows, everywhere),
     )

@@ -116,10 +116,10 @@ def _repeated(
     """The carry that `body` leaves as it is, and what it returns beside it."""
     while True:
         after = body(carry)
-        joined = [joined(pair) for pair in zip(carry, after[: len(carry)], strict=True)]
-        if joined == carry:
+        both = [joined(pair) for pair in zip(carry, after[: len(carry)], strict=True)]
+        if both == carry:
             return carry, after[len(carry) :]
-        carry = joined
+        carry = both
 
 
 def _cond(params: Any, lies: list[Lie]) -> list[Lie]:

@@ -14,6 +14,7 @@ from replicax.core.batch import Batch
 from replicax.core.loss import LOSS, WeightedSum
 from replicax.core.models.definition import PyTree, View
 from replicax.core.objective import Objective, StepSums, with_zeros
+from replicax.core.optimizer import Updater
 from replicax.core.reduction import Reduce
 
 
@@ -85,9 +86,7 @@ def apply_gradient(
     extras: PyTree,
     carried: PyTree,
     *,
-    optimizer: optax.GradientTransformation,
-    takes_value: bool = False,
-    read: tuple[bool, ...] | None = None,
+    updater: Updater,
 ) -> tuple[TrainState, Metrics]:
     """Return the state after the optimizer has seen the gradient of the global mean loss.
 
@@ -98,9 +97,7 @@ def apply_gradient(
         total: sums over the global batch.
         extras: the model's other arrays after the step.
         carried: the reduction's state after the step.
-        optimizer: turns that gradient into an update.
-        takes_value: whether its `update` takes the loss as `value`.
-        read: as `Objective.read` of the gradient in `total`.
+        updater: turns that gradient into an update.
     """
     weight = total.weight
     # The sum is 0 then. To choose between two states would cost a tenth of an optimizer's step.
@@ -108,11 +105,12 @@ def apply_gradient(
     # In the parameter's dtype, as `jax.grad` gives it: an optimizer's moments keep theirs then.
     gradient = jax.tree.map(
         lambda leaf, param: (leaf / divisor).astype(param.dtype),
-        with_zeros(total.gradient, state.params, read),
+        with_zeros(total.gradient, state.params, updater.read),
         state.params,
     )
-    value = {"value": total.weighted[LOSS].total / weight} if takes_value else {}
-    updates, opt_state = optimizer.update(gradient, state.opt_state, state.params, **value)
+    value = {"value": total.weighted[LOSS].total / weight} if updater.takes_value else {}
+    update = updater.optimizer.update
+    updates, opt_state = update(gradient, state.opt_state, state.params, **value)
     after = dataclasses.replace(
         state,
         step=state.step + 1,

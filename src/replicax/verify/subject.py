@@ -15,10 +15,8 @@ from replicax.core.data_parallel import DataParallel
 from replicax.core.loss import LOSS
 from replicax.core.mesh import by_rows, make_mesh, replica_count
 from replicax.core.models.definition import PyTree, View
-from replicax.core.models.split import split_model
 from replicax.core.modes import MODES, Mode
 from replicax.core.objective import Objective, StepSums
-from replicax.core.optimizer import gradients_read, takes_value
 from replicax.core.update import TrainState, step_key
 from replicax.errors import LossError
 from replicax.train.guarded import NOT_FINITE, guarded
@@ -88,11 +86,12 @@ class Subject:
         self.micro_batches = sorted({1, dp.accumulate, micro_batches})
         self._model, self._seed = model, seed
         self._base = dp.replace(donate=False, trainable=None, ema=None)
-        optimizer = dp.program(model).optimizer
-        self._optimizer = optax.with_extra_args_support(optimizer)
-        _, params, _ = split_model(model)
-        self._takes_value = takes_value(optimizer, params)
-        self.trained = self._read_by_optimizer(params)
+        program = dp.program(model)
+        self._updater = program.updater
+        self._optimizer = optax.with_extra_args_support(self._updater.optimizer)
+        leaves, structure = jax.tree.flatten(program.shapes.params)
+        read = self._updater.read or (True,) * len(leaves)
+        self.trained = jax.tree.unflatten(structure, read)
         self.own = self.case(dp.mode, dp.accumulate)
         self._made: dict[Case, DataParallel] = {}
         self._reductions: dict[Case, PyTree] = {}
@@ -255,14 +254,8 @@ class Subject:
         return jax.jit(apply)
 
     def _update(self, gradient: PyTree, params: PyTree, opt_state: Any, loss: Any) -> Any:
-        value = {"value": loss} if self._takes_value else {}
+        value = {"value": loss} if self._updater.takes_value else {}
         return self._optimizer.update(gradient, opt_state, params, **value)
-
-    def _read_by_optimizer(self, params: PyTree) -> PyTree:
-        """For each parameter, whether the optimizer reads its gradient."""
-        leaves, structure = jax.tree.flatten(params)
-        read = gradients_read(self._optimizer, params)
-        return jax.tree.unflatten(structure, read or (True,) * len(leaves))
 
     def _warm_state(self) -> TrainState:
         dp = self.parallel(self.single)
