@@ -11,7 +11,8 @@ import pytest
 
 import replicax as rx
 from replicax.analysis.compiled import inspect
-from replicax.core.optimizer import takes_value
+from replicax.core.models.split import split_model
+from replicax.core.optimizer import updater
 from replicax.train.guarded import guarded
 
 SOURCE = {"x": np.arange(96, dtype=np.float32).reshape(16, 6) / 96, "y": np.ones(16, np.float32)}
@@ -36,7 +37,8 @@ def plateau() -> optax.GradientTransformation:
     ids=["scale", "sam", "plateau"],
 )
 def test_the_loss_is_given_to_optimizers_that_take_it(optimizer: Any, expected: bool) -> None:
-    assert takes_value(optimizer, {"w": jax.ShapeDtypeStruct((6, 3), jnp.float32)}) == expected
+    definition, params, _ = split_model({"w": jax.ShapeDtypeStruct((6, 3), jnp.float32)})
+    assert updater(optimizer, None, None, definition, params).takes_value == expected
 
 
 @pytest.mark.parametrize("make", [sam, plateau], ids=["sam", "plateau"])

@@ -18,7 +18,7 @@ class Updater:
 
     optimizer: optax.GradientTransformation
     takes_value: bool
-    """Whether its `update` takes the loss as `value`."""
+    """Whether its `update` takes the loss as `value`, as line searches and plateaus do."""
     read: tuple[bool, ...] | None
     """For each parameter whether it reads the gradient: not of a frozen one. None for all."""
 
@@ -36,39 +36,26 @@ def updater(
     if trainable is not None:
         optimizer = training(optimizer, trainable, definition, params)
     shapes = jax.eval_shape(lambda params: params, params)
-    more = takes_value(optimizer, shapes)
-    return Updater(optimizer, more, _gradients_read(optimizer, shapes, more))
+    if isinstance(optimizer, optax.GradientTransformationExtraArgs):
+        try:  # it may pass on what it is given to others, so it is asked
+            return Updater(optimizer, True, _read(optimizer, shapes, value=jnp.float32(0)))
+        except TypeError as error:
+            if "'value'" not in str(error):
+                return Updater(optimizer, True, None)
+    try:
+        return Updater(optimizer, False, _read(optimizer, shapes))
+    except Exception:  # the optimizer's own, which the step will show
+        return Updater(optimizer, False, None)
 
 
-def takes_value(optimizer: optax.GradientTransformation, params: PyTree) -> bool:
-    """Whether `optimizer.update` takes the loss as `value`, as line searches and plateaus do."""
-    if not isinstance(optimizer, optax.GradientTransformationExtraArgs):
-        return False
-
-    def call(params: PyTree) -> PyTree:
-        state = optimizer.init(params)
-        return optimizer.update(params, state, params, value=jnp.float32(0))
-
-    try:  # it may pass on what it is given to others, so it is asked, not read
-        jax.eval_shape(call, params)
-    except TypeError as error:
-        return "'value'" not in str(error)
-    return True
-
-
-def _gradients_read(
-    optimizer: optax.GradientTransformation, shapes: PyTree, takes_value: bool
+def _read(
+    optimizer: optax.GradientTransformation, shapes: PyTree, **more: jax.Array
 ) -> tuple[bool, ...] | None:
-    more = {"value": jnp.float32(0)} if takes_value else {}
-
     def updates(gradient: PyTree, params: PyTree, state: PyTree) -> PyTree:
         return optimizer.update(gradient, state, params, **more)
 
-    try:
-        state = jax.eval_shape(optimizer.init, shapes)
-        jaxpr = jax.make_jaxpr(updates)(shapes, shapes, state).jaxpr
-    except Exception:  # the optimizer's own, which the step will show
-        return None
+    state = jax.eval_shape(optimizer.init, shapes)
+    jaxpr = jax.make_jaxpr(updates)(shapes, shapes, state).jaxpr
     _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     read = tuple(used[: len(jax.tree.leaves(shapes))])
     return None if all(read) else read

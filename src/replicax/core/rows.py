@@ -66,7 +66,7 @@ def _all_within(jaxpr: ClosedJaxpr) -> Iterator[ClosedJaxpr]:
 
 def _outputs(eqn: Any, lies: list[Lie]) -> list[Lie]:
     name, count = eqn.primitive.name, len(eqn.outvars)
-    if eqn.params.get("name") == GATHERED or not any(lies):
+    if not count or eqn.params.get("name") == GATHERED or not any(lies):
         return [None] * count
     if MIXED in lies:
         return [MIXED] * count

@@ -138,8 +138,9 @@ class Subject:
         return fresh.trace(self.placed(case, self.state), self.batch_on(case, batch))
 
     def compiled(self, case: Case, batch: Batch) -> jax.stages.Compiled:
-        """The compiled step, which `run` has run or will run."""
+        """The compiled step, which `run` has run or will run; raises what `run` raises."""
         placed = self.placed(case, self.state), self.batch_on(case, batch)
+        self.parallel(case).prepare(*placed)
         return self.parallel(case).lower(*placed).compile()
 
     def placed(self, case: Case, state: TrainState) -> TrainState:
