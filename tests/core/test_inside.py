@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.tiers import only
 
 import replicax as rx
 
@@ -78,7 +79,7 @@ def trained(dp: rx.DataParallel, steps: int = 4) -> tuple[list[float], Any]:
     return losses, dp.model(state)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", only(["jit", "shard_map"], MODES))
 @pytest.mark.parametrize("loss", [clip, normalised])
 def test_rows_that_see_one_another_give_what_one_device_gives(loss: Loss, mode: str) -> None:
     losses, model = trained(rx.DataParallel(loss, OPTIMIZER, mode=mode))
@@ -129,7 +130,7 @@ def test_outside_of_a_step_all_is_as_on_one_device() -> None:
     assert int(rx.step_number()) == 0
 
 
-@pytest.mark.parametrize("mode", [*MODES, "exact"])
+@pytest.mark.parametrize("mode", only(["shard_map", "exact"], [*MODES, "exact"]))
 def test_a_loss_follows_the_number_of_the_step(mode: str) -> None:
     dp = rx.DataParallel(annealed, optax.sgd(0.0), mode=mode)
     state = dp.init(MODEL)

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from support.tiers import only
+from support.tiers import EXHAUSTIVE, only
 
 import replicax as rx
 
@@ -164,6 +164,7 @@ def test_the_average_is_of_what_trains() -> None:
     assert held == 3 * (2 * WIDTH * RANK) + 1
 
 
+@EXHAUSTIVE
 def test_verify_takes_it() -> None:
     dp = made(mode="shard_map", ema=0.9)
     batch = {name: np.tile(leaf, (4, 1)) for name, leaf in DATA.items()}

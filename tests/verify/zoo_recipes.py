@@ -97,6 +97,13 @@ def contrastive(model: Any, batch: Any, key: Any) -> Any:
     return optax.softmax_cross_entropy_with_integer_labels(left @ right.T, jnp.arange(len(left)))
 
 
+def contrastive_gathered(model: Any, batch: Any, key: Any) -> Any:
+    left = outputs(model, batch["x"])
+    right, real = rx.gather((batch["y"], rx.row_weights(left)))
+    among_all = jax.nn.logsumexp(left @ right.T, axis=1, b=real)
+    return among_all - jnp.sum(left * batch["y"], axis=1)
+
+
 def contrastive_mean(model: Any, batch: Any, key: Any) -> Any:
     return jnp.mean(contrastive(model, batch, key))
 
@@ -311,6 +318,7 @@ CORRECT = {
     "plain": Entry(),
     "contrastive": Entry(contrastive),
     "contrastive scalar": Entry(contrastive_mean),
+    "contrastive gathered, shard_map": Entry(contrastive_gathered, arguments={"mode": "shard_map"}),
     "linen BatchNorm": Entry(linen_loss, linen_norm_model),
     "nnx BatchNorm": Entry(nnx_loss, lambda: NNXNetwork(0.0)),
     "nnx BatchNorm, shard_map": Entry(
@@ -336,6 +344,7 @@ NOTED = {
     "frozen by stop_gradient": "frozen by stop_gradient",
     "frozen by optax": "the optimizer leaves it as it is",
     "contrastive": "depend on one another",
+    "contrastive gathered, shard_map": "gathers them from all replicas",
     "own statistics": "only BatchNorm's statistics",
 }
 """What correct ones are told all the same."""
