@@ -41,7 +41,7 @@ def loss(model, batch, key):
     of_pixels = jnp.sum(optax.sigmoid_binary_cross_entropy(logits, batch["x"]), axis=1)
     divergence = jnp.sum(mean**2 + jnp.exp(2 * log_scale) - 1 - 2 * log_scale, axis=1) / 2
     share = jnp.minimum(1.0, rx.step_number() / WARMUP)
-    return of_pixels + share * divergence, {"divergence": divergence, "share": share}
+    return of_pixels + share * divergence, {"divergence": divergence}
 
 
 def optimizer():
