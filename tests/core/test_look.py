@@ -47,6 +47,10 @@ def by_count(model: Any, batch: Any, key: Any) -> Any:
     return errors(model, batch, key) / len(batch["x"])
 
 
+def by_place(model: Any, batch: Any, key: Any) -> Any:
+    return errors(model, batch, key) * jnp.arange(len(batch["x"]))
+
+
 def by_largest_weight(model: Any, batch: Any, key: Any) -> Any:
     weights = jnp.exp(batch["x"][:, 0])
     return rx.Weighted(errors(model, batch, key), weights / jnp.max(weights))
@@ -87,7 +91,7 @@ def there_and_back(model: Any, batch: Any, key: Any) -> Any:
     return errors(model, {name: leaf[::-1] for name, leaf in batch.items()}, key)[::-1]
 
 
-MEET = [contrastive, normalised, by_count, by_largest_weight, total, masked_mean]
+MEET = [contrastive, normalised, by_count, by_place, by_largest_weight, total, masked_mean]
 STAY_APART = [errors, mean, dropped, mixed_up, always_random, there_and_back]
 DIVIDED = [{"mode": "shard_map"}, {"mode": "pmap"}, {"mode": "exact"}, {"accumulate": 2}]
 

@@ -15,7 +15,7 @@ from replicax.core.loss import LOSS, arrays_of_loss, scalars, sums
 from replicax.core.models.definition import PyTree, View
 from replicax.core.objective import Objective
 from replicax.core.row_rules import Rows
-from replicax.core.rows import follow, gathers, holds_number
+from replicax.core.rows import follow, gathers, holds_number, numbers_places
 from replicax.core.update import TrainState
 
 _UNITS = 512
@@ -79,12 +79,16 @@ class Look:
         return jax.make_jaxpr(values)(state.params, state.extras, batch), found[0]
 
     def _apart(self, traced: ClosedJaxpr) -> bool:
-        """Whether a trace of the loss shows that each row's follows from that row alone."""
+        """Whether a trace of the loss shows that each row's follows from that row alone.
+
+        Not from how many rows there are, either, or from its place among them.
+        """
         batch = self._of[1]
         rows = len(jax.tree.leaves(batch))
         inputs = [None] * (len(traced.jaxpr.invars) - rows) + [Rows(0)] * rows
         apart = all(each in (None, Rows(0)) for each in follow(traced.jaxpr, inputs))
-        return apart and not holds_number(traced, _counts(batch.size))
+        known = holds_number(traced, _counts(batch.size)) or numbers_places(traced, batch.size)
+        return apart and not known
 
     def _differ(self) -> bool:
         """Whether two quarters of the rows have other values where both are computed at once."""

@@ -44,6 +44,17 @@ def holds_number(jaxpr: ClosedJaxpr, numbers: Collection[float]) -> bool:
     )
 
 
+def numbers_places(jaxpr: ClosedJaxpr, count: int) -> bool:
+    """Whether something in `jaxpr` may differ by place among `count`: an `arange`, or constants."""
+    return any(
+        count in np.shape(const) for inner in _all_within(jaxpr) for const in inner.consts
+    ) or any(
+        eqn.primitive.name == "iota" and eqn.params["shape"][eqn.params["dimension"]] == count
+        for inner in _all_within(jaxpr)
+        for eqn in inner.jaxpr.eqns
+    )
+
+
 def _literals(jaxpr: Jaxpr) -> Iterator[Any]:
     return (atom.val for eqn in jaxpr.eqns for atom in eqn.invars if isinstance(atom, Literal))
 
