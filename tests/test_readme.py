@@ -1,4 +1,4 @@
-"""The README's programs run as printed, in the order they are printed."""
+"""The programs of the README, and then those of docs/training.md, run as printed, in order."""
 
 import re
 from pathlib import Path
@@ -7,8 +7,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-PROGRAMS = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+TRAINING = (ROOT / "docs/training.md").read_text(encoding="utf-8")
+PROGRAMS = re.findall(r"^```python\n(.*?)^```", README + TRAINING, re.MULTILINE | re.DOTALL)
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 150
+
+
+def test_every_link_leads_somewhere() -> None:
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        prose = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", prose):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
 
 
 def test_the_first_program_has_at_most_15_lines() -> None:
