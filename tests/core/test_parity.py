@@ -141,7 +141,7 @@ def representative(kind: str, optimizer: str, mode: str, devices: int, accumulat
     """Of every other model one mode, and all of them where weights or statistics are at stake."""
     if kind == WHOLE:
         return optimizer == "adamw"
-    if kind in ("lenet", "cnn", "mlp"):  # left to float64, or as the others
+    if kind in ("lenet", "cnn", "mlp", "gpt2"):  # left to float64, or as the others
         return False
     own = MODES_OF_DEVICES[list(CASES).index(kind) % len(MODES_OF_DEVICES)]
     usual = (optimizer, devices, accumulate) == ("adamw", 8, 4)
