@@ -60,7 +60,7 @@ def by_hand(steps: int = 3) -> Any:
     return lora
 
 
-@pytest.mark.parametrize("arguments", only([CASES[1], CASES[2], CASES[7]], CASES), ids=str)
+@pytest.mark.parametrize("arguments", only([CASES[2], CASES[7]], CASES), ids=str)
 def test_the_trained_part_is_trained_as_alone_and_the_rest_stays(arguments: Any) -> None:
     dp = made(**arguments)
     state = dp.init(MODEL)
@@ -101,8 +101,8 @@ def reduced(compiled: str) -> int:
     )
 
 
-@pytest.mark.parametrize("fits", [False, True])
-@pytest.mark.parametrize("arguments", [{}, {"mode": "shard_map"}, {"accumulate": 2}])
+@pytest.mark.parametrize("fits", only([True], [False, True]))
+@pytest.mark.parametrize("arguments", only([{}], [{}, {"mode": "shard_map"}, {"accumulate": 2}]))
 def test_what_is_frozen_costs_no_bytes(arguments: Any, fits: bool) -> None:
     dp = made(**arguments)
     state = dp.abstract_state(MODEL)
