@@ -134,8 +134,8 @@ def test_verify_takes_it() -> None:
     assert rx.verify(dp, MODEL, {name: np.tile(leaf, (4, 1)) for name, leaf in DATA.items()}).ok
 
 
-@pytest.mark.parametrize("decay", [0, 1, -0.1, 1.5, float("nan")])
-def test_another_decay_is_refused(decay: float) -> None:
+@pytest.mark.parametrize("decay", [0, 1, -0.1, 1.5, float("nan"), "0.9"])
+def test_another_decay_is_refused(decay: Any) -> None:
     with pytest.raises(rx.ConfigError, match="ema="):
         rx.DataParallel(loss, optax.sgd(0.1), ema=decay)
 
@@ -143,5 +143,11 @@ def test_another_decay_is_refused(decay: float) -> None:
 def test_without_one_the_state_has_none() -> None:
     dp = rx.DataParallel(loss, optax.sgd(0.1))
     state = dp.init(MODEL)
-    with pytest.raises(rx.ConfigError, match=r"DataParallel\(loss, optimizer, ema=0.999\)"):
-        dp.model(state, ema=True)
+    for ask in (
+        lambda: dp.model(state, ema=True),
+        lambda: dp.evaluate(state, [DATA], ema=True),
+        lambda: rx.fit(dp, state, DATA, batch_size=8, steps=1, eval_ema=True, progress=False),
+    ):
+        with pytest.raises(rx.ConfigError, match=r"DataParallel\(loss, optimizer, ema=0.999\)"):
+            ask()
+    assert int(state.step) == 0

@@ -157,10 +157,10 @@ def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def undisturbed() -> Callable[..., rx.Fit]:
     """`fit` without a folder, once for the same arguments."""
-    known: dict[str, rx.Fit] = {}
+    known: dict[tuple[rx.DataParallel, str], rx.Fit] = {}  # holds each, so that no id comes twice
 
     def run(dp: rx.DataParallel, **settings: Any) -> rx.Fit:
-        key = f"{id(dp)} {sorted(settings.items(), key=str)}"
+        key = dp, str(sorted(settings.items(), key=str))
         if key not in known:
             known[key] = fit(dp, **settings)
         return known[key]

@@ -1,5 +1,6 @@
 """An average of the parameters over the steps, kept beside the optimizer's state."""
 
+from numbers import Real
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ class Averaged(NamedTuple):
 
 def check_decay(decay: float | None) -> None:
     """Raise `ConfigError` where `decay` is none of an average."""
-    if decay is not None and not 0 < decay < 1:
+    if decay is not None and not (isinstance(decay, Real) and 0 < decay < 1):
         raise ConfigError(
             f"ema={decay}; it is the share of the average that a step leaves, above 0 and below 1: "
             "use 0.999, say"

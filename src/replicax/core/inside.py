@@ -1,4 +1,4 @@
-"""What a loss may ask while it runs: the rows of other replicas, which rows are real, the step.
+"""Functions for use in a loss: the rows of other replicas, which rows are real, the step number.
 
 Outside of a step each function answers as on one device, so that the same loss is tested alone.
 """
@@ -21,7 +21,7 @@ from replicax.core.models.definition import PyTree, View
 from replicax.errors import LossError
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class Inside:
     """The rows that a loss sees."""
 
@@ -29,9 +29,9 @@ class Inside:
     """float32 `[rows]`, 0 on padding."""
     view: View
     trace: Any
-    """In which it is traced."""
-    weighs: list[bool] = dataclasses.field(default_factory=list)
-    """Grows with each call of `row_weights`."""
+    """The JAX trace that calls the loss."""
+    weighs: bool = False
+    """Whether `row_weights` was called."""
 
 
 _current: ContextVar[Inside | None] = ContextVar("replicax_inside", default=None)
@@ -40,13 +40,12 @@ _gathers = jax.make_user_context()
 
 
 @contextlib.contextmanager
-def inside(mask: jax.Array, view: View) -> Iterator[Inside]:
+def inside(mask: jax.Array, view: View) -> Iterator[None]:
     """Within this context the functions below speak of these rows."""
-    here = Inside(mask, view, get_opaque_trace_state())
-    token = _current.set(here)
+    token = _current.set(Inside(mask, view, get_opaque_trace_state()))
     try:
         with _gathers((view.axis, view.part)):
-            yield here
+            yield
     finally:
         _current.reset(token)
 
@@ -104,7 +103,7 @@ def row_weights(rows: PyTree) -> jax.Array:
     if here is None:
         return jnp.ones(row_count(rows), jnp.float32)
     _check_trace("row_weights", here)
-    here.weighs.append(True)
+    here.weighs = True
     return here.mask
 
 
@@ -123,7 +122,7 @@ def step_number() -> jax.Array:
 def weighs() -> bool:
     """Whether `row_weights` was called since `inside` was entered."""
     here = _current.get()
-    return here is not None and bool(here.weighs)
+    return here is not None and here.weighs
 
 
 def _seeing(name: str, rows: PyTree) -> Inside | None:

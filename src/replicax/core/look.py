@@ -1,4 +1,4 @@
-"""What a loss does, found out before it first runs: what it returns, and whether its rows meet."""
+"""Examine a loss before it first runs: what it returns, and whether its rows are independent."""
 
 import contextlib
 import dataclasses
@@ -19,13 +19,13 @@ from replicax.core.rows import follow, gathers, holds_number, numbers_places
 from replicax.core.update import TrainState
 
 _UNITS = 512
-"""Of eps: as far apart as rounding may bring two values of one row."""
+"""Units of eps by which rounding may separate two values of one row."""
 _COARSEST = 0.1
 """And never further than this share of the largest, in a dtype however coarse."""
 
 
 class Look:
-    """What the loss of `objective` does, on a state and a batch as the first step has them.
+    """An examination of the loss of `objective`, on the first step's state and batch.
 
     Whether rows meet often follows from its trace. Else the trace in evaluation may tell, where
     BatchNorm averages nothing; else the loss is computed on two quarters of the rows, and on both
@@ -45,8 +45,8 @@ class Look:
         self.rows_meet = False
         """Whether a row's loss depends on other rows, but for those that it gathers."""
         self._objective, self._of = objective, (state, batch)
+        # Names of outputs that are one number for the whole batch, and whether it weighs rows.
         traced, (self.scalars, self.weighs) = self._trace(jax.random.key(0))
-        """Names of what is one number for the whole batch; whether it asks for rows' weights."""
         self.gathers = gathers(traced)
         if not (self.gathers or self._apart(traced)) and (divided or LOSS not in self.scalars):
             with contextlib.suppress(Exception):  # the user's loss, in evaluation or on few rows
@@ -112,7 +112,7 @@ class Look:
 
 
 def _counts(rows: int) -> set[float]:
-    """What a loss that divides by the rows it sees, or multiplies by them, has as a constant."""
+    """Constants that a loss holds if it divides or multiplies by the number of rows it sees."""
     counts = {float(rows), rows - 1.0} - {0.0, 1.0}
     return {float(np.float32(each)) for count in counts for each in (count, 1 / count)}
 

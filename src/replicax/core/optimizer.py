@@ -1,4 +1,4 @@
-"""What a step asks of an optimizer: on what it works, what it takes, and what it reads."""
+"""The optimizer of a model: the parameters it updates, and the gradients it reads."""
 
 import dataclasses
 

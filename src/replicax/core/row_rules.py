@@ -1,4 +1,4 @@
-"""What a primitive does to rows that lie in its inputs: whether each stays by itself."""
+"""Rules, one per primitive: where the rows of its inputs are in its output, if still apart."""
 
 import dataclasses
 import math
@@ -16,25 +16,25 @@ class Rows:
     each: int = 1
 
 
-Lie = Rows | None
+Place = Rows | None
 """None where an array is the same whatever the rows hold."""
 MIXED = Rows(-1)
 """Rows may have met."""
-Rule = Callable[[Any, list[Lie], list[Shape], Shape], Lie]
+Rule = Callable[[Any, list[Place], list[Shape], Shape], Place]
 
 
-def joined(lies: Sequence[Lie]) -> Lie:
+def joined(places: Sequence[Place]) -> Place:
     """How rows lie where arrays meet entry by entry."""
-    found = {each for each in lies if each}
+    found = {each for each in places if each}
     return MIXED if len(found) > 1 else next(iter(found), None)
 
 
-# Of a primitive: its parameters, how rows lie in its inputs, their shapes, and the output's.
+# Of a primitive: its parameters, where rows are in its inputs, their shapes, and the output's.
 
 
-def _by_entry(_params: Any, lies: list[Lie], shapes: list[Shape], out: Shape) -> Lie:
-    rows = joined(lies)
-    same = [shape for lie, shape in zip(lies, shapes, strict=True) if lie]
+def _by_entry(_params: Any, places: list[Place], shapes: list[Shape], out: Shape) -> Place:
+    rows = joined(places)
+    same = [shape for place, shape in zip(places, shapes, strict=True) if place]
     return rows if rows and all(_size(shape, rows) == _size(out, rows) for shape in same) else MIXED
 
 
@@ -42,16 +42,16 @@ def _size(shape: Shape, rows: Rows) -> tuple[int, int]:
     return len(shape), shape[rows.dim]
 
 
-def _broadcast(params: Any, lies: list[Lie], shapes: list[Shape], out: Shape) -> Lie:
-    rows = lies[0]
+def _broadcast(params: Any, places: list[Place], shapes: list[Shape], out: Shape) -> Place:
+    rows = places[0]
     if rows is None:
         return MIXED
     dim = params["broadcast_dimensions"][rows.dim]
     return Rows(dim, rows.each) if out[dim] == shapes[0][rows.dim] else MIXED
 
 
-def _reshape(params: Any, lies: list[Lie], shapes: list[Shape], out: Shape) -> Lie:
-    rows, shape = lies[0], shapes[0]
+def _reshape(params: Any, places: list[Place], shapes: list[Shape], out: Shape) -> Place:
+    rows, shape = places[0], shapes[0]
     if rows is None or params["dimensions"] is not None:
         return MIXED
     outside, count = math.prod(shape[: rows.dim]), shape[rows.dim] // rows.each
@@ -61,16 +61,16 @@ def _reshape(params: Any, lies: list[Lie], shapes: list[Shape], out: Shape) -> L
     return MIXED
 
 
-def _transpose(params: Any, lies: list[Lie], *_: Any) -> Lie:
-    rows = lies[0]
+def _transpose(params: Any, places: list[Place], *_: Any) -> Place:
+    rows = places[0]
     return rows and Rows(list(params["permutation"]).index(rows.dim), rows.each)
 
 
 def _without(dims: str) -> Rule:
-    """Of what takes away the dims that the parameter `dims` names."""
+    """Rule of a primitive that removes the dims named by its parameter `dims`."""
 
-    def rule(params: Any, lies: list[Lie], *_: Any) -> Lie:
-        rows, gone = joined(lies), params[dims]
+    def rule(params: Any, places: list[Place], *_: Any) -> Place:
+        rows, gone = joined(places), params[dims]
         if rows is None or rows.dim in gone:
             return MIXED
         return Rows(rows.dim - sum(dim < rows.dim for dim in gone), rows.each)
@@ -79,44 +79,48 @@ def _without(dims: str) -> Rule:
 
 
 def _across(dims: str) -> Rule:
-    """Of what works along the dims that the parameter `dims` names, and leaves their number."""
+    """Rule of a primitive that mixes the dims named by its parameter `dims`, and keeps all."""
 
-    def rule(params: Any, lies: list[Lie], *_: Any) -> Lie:
-        rows, along = joined(lies), params[dims]
+    def rule(params: Any, places: list[Place], *_: Any) -> Place:
+        rows, along = joined(places), params[dims]
         met = rows is None or rows.dim in (along if isinstance(along, tuple) else (along,))
         return MIXED if met else rows
 
     return rule
 
 
-def _whole_dim(_params: Any, lies: list[Lie], shapes: list[Shape], out: Shape) -> Lie:
-    """Of what takes or changes a part of other dims."""
-    rows = joined(lies)
-    sizes = {shape[rows.dim] for lie, shape in zip(lies, shapes, strict=True) if lie and rows}
+def _whole_dim(_params: Any, places: list[Place], shapes: list[Shape], out: Shape) -> Place:
+    """Rule of a primitive that takes or changes a part of other dims."""
+    rows = joined(places)
+    sizes = {shape[rows.dim] for place, shape in zip(places, shapes, strict=True) if place and rows}
     return rows if rows and sizes == {out[rows.dim]} else MIXED
 
 
-def _windows(params: Any, lies: list[Lie], shapes: list[Shape], out: Shape) -> Lie:
-    rows = lies[0]
-    if rows is None or params["window_dimensions"][rows.dim] != 1:
+def _windows(params: Any, places: list[Place], shapes: list[Shape], out: Shape) -> Place:
+    rows = places[0]
+    if (
+        rows is None
+        or params["window_dimensions"][rows.dim] != 1
+        or any(params["padding"][rows.dim])
+    ):
         return MIXED
-    return _whole_dim(params, lies, shapes, out) if not any(params["padding"][rows.dim]) else MIXED
+    return _whole_dim(params, places, shapes, out)
 
 
-def _pad(params: Any, lies: list[Lie], *_: Any) -> Lie:
-    rows = lies[0]
+def _pad(params: Any, places: list[Place], *_: Any) -> Place:
+    rows = places[0]
     return MIXED if rows is None or any(params["padding_config"][rows.dim]) else rows
 
 
-def _top_k(params: Any, lies: list[Lie], shapes: list[Shape], _out: Shape) -> Lie:
-    rows, dims = lies[0], len(shapes[0])
+def _top_k(params: Any, places: list[Place], shapes: list[Shape], _out: Shape) -> Place:
+    rows, dims = places[0], len(shapes[0])
     return MIXED if rows is None or rows.dim == params.get("axis", -1) % dims else rows
 
 
-def _dot(params: Any, lies: list[Lie], shapes: list[Shape], _out: Shape) -> Lie:
+def _dot(params: Any, places: list[Place], shapes: list[Shape], _out: Shape) -> Place:
     contracted, batched = params["dimension_numbers"]
     free, found = len(batched[0]), []
-    for rows, shape, summed, kept in zip(lies, shapes, contracted, batched, strict=True):
+    for rows, shape, summed, kept in zip(places, shapes, contracted, batched, strict=True):
         others = [dim for dim in range(len(shape)) if dim not in (*summed, *kept)]
         if rows is not None:
             if rows.dim in summed:
@@ -127,24 +131,24 @@ def _dot(params: Any, lies: list[Lie], shapes: list[Shape], _out: Shape) -> Lie:
     return joined(found)
 
 
-def _convolution(params: Any, lies: list[Lie], *_: Any) -> Lie:
-    numbers, rows = params["dimension_numbers"], lies[0]
-    apart = lies[1] is None and params["batch_group_count"] == 1
+def _convolution(params: Any, places: list[Place], *_: Any) -> Place:
+    numbers, rows = params["dimension_numbers"], places[0]
+    apart = places[1] is None and params["batch_group_count"] == 1
     if rows is None or not apart or rows.dim != numbers.lhs_spec[0]:
         return MIXED
     return Rows(numbers.out_spec[0], rows.each)
 
 
-def _gather(params: Any, lies: list[Lie], shapes: list[Shape], out: Shape) -> Lie:
-    """Of `x[i]`: a table's entries for each row, some entries of each row, or each row's own."""
-    numbers, (table, picked) = params["dimension_numbers"], lies
+def _gather(params: Any, places: list[Place], shapes: list[Shape], out: Shape) -> Place:
+    """Rule of `x[i]`: a table's entries for each row, some of each row, or each row's own."""
+    numbers, (table, picked) = params["dimension_numbers"], places
     by_pick = [dim for dim in range(len(out)) if dim not in numbers.offset_dims]
     if table is None and picked is not None:
         return Rows(by_pick[picked.dim], picked.each) if picked.dim < len(by_pick) else MIXED
     assert table is not None
     if table.dim in numbers.operand_batching_dims:
-        place = list(numbers.operand_batching_dims).index(table.dim)
-        beside = Rows(numbers.start_indices_batching_dims[place], table.each)
+        position = list(numbers.operand_batching_dims).index(table.dim)
+        beside = Rows(numbers.start_indices_batching_dims[position], table.each)
         return Rows(by_pick[beside.dim], table.each) if picked in (None, beside) else MIXED
     gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
     if picked is not None or table.dim in gone:

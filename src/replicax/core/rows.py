@@ -11,22 +11,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
-from replicax.core.row_rules import MIXED, RULES, Lie, Rows, joined
+from replicax.core.row_rules import MIXED, RULES, Place, Rows, joined
 
 GATHERED = "rows_gathered_already"
 """Name of the function that returns what `gather` does where one device has the whole batch."""
 
 
-def follow(jaxpr: Jaxpr, inputs: Sequence[Lie]) -> list[Lie]:
-    """Return how the rows lie in each output of `jaxpr`, given how they lie in its inputs."""
-    known: dict[Var, Lie] = dict(zip(jaxpr.invars, inputs, strict=True))
+def follow(jaxpr: Jaxpr, inputs: Sequence[Place]) -> list[Place]:
+    """Return where rows are in each output of `jaxpr`, given where they are in its inputs."""
+    known: dict[Var, Place] = dict(zip(jaxpr.invars, inputs, strict=True))
 
-    def lie(atom: Any) -> Lie:
+    def place(atom: Any) -> Place:
         return None if isinstance(atom, Literal) else known.get(atom)
 
     for eqn in jaxpr.eqns:
-        known.update(zip(eqn.outvars, _outputs(eqn, [lie(a) for a in eqn.invars]), strict=True))
-    return [lie(atom) for atom in jaxpr.outvars]
+        known.update(zip(eqn.outvars, _outputs(eqn, [place(a) for a in eqn.invars]), strict=True))
+    return [place(atom) for atom in jaxpr.outvars]
 
 
 def gathers(jaxpr: ClosedJaxpr) -> bool:
@@ -75,22 +75,22 @@ def _all_within(jaxpr: ClosedJaxpr) -> Iterator[ClosedJaxpr]:
                 )
 
 
-def _outputs(eqn: Any, lies: list[Lie]) -> list[Lie]:
+def _outputs(eqn: Any, places: list[Place]) -> list[Place]:
     name, count = eqn.primitive.name, len(eqn.outvars)
-    if not count or eqn.params.get("name") == GATHERED or not any(lies):
+    if not count or eqn.params.get("name") == GATHERED or not any(places):
         return [None] * count
-    if MIXED in lies:
+    if MIXED in places:
         return [MIXED] * count
     if name == "optimization_barrier":
-        return lies
+        return places
     if name in _WITH_INNER:
-        return _WITH_INNER[name](eqn.params, lies)
+        return _WITH_INNER[name](eqn.params, places)
     if name in _CALLS:
-        return follow(_open(eqn.params[_CALLS[name]]), lies)
+        return follow(_open(eqn.params[_CALLS[name]]), places)
     shapes = [atom.aval.shape for atom in eqn.invars]
     out = eqn.outvars[0].aval.shape
     rule = RULES.get(name)
-    return [rule(eqn.params, lies, shapes, out) if rule else MIXED] * count
+    return [rule(eqn.params, places, shapes, out) if rule else MIXED] * count
 
 
 def _open(jaxpr: ClosedJaxpr | Jaxpr) -> Jaxpr:
@@ -100,9 +100,9 @@ def _open(jaxpr: ClosedJaxpr | Jaxpr) -> Jaxpr:
 # What calls other jaxprs, in its own way.
 
 
-def _scan(params: Any, lies: list[Lie]) -> list[Lie]:
+def _scan(params: Any, places: list[Place]) -> list[Place]:
     consts, carried = params["num_consts"], params["num_carry"]
-    fixed, carry, over = lies[:consts], lies[consts:][:carried], lies[consts + carried :]
+    fixed, carry, over = places[:consts], places[consts:][:carried], places[consts + carried :]
     if any(each and each.dim == 0 for each in over):
         return [MIXED] * len(_open(params["jaxpr"]).outvars)
     steps = [each and Rows(each.dim - 1, each.each) for each in over]
@@ -113,17 +113,17 @@ def _scan(params: Any, lies: list[Lie]) -> list[Lie]:
     return [*carry, *stacked]
 
 
-def _while(params: Any, lies: list[Lie]) -> list[Lie]:
+def _while(params: Any, places: list[Place]) -> list[Place]:
     of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
-    body, carry = lies[of_cond:][:of_body], lies[of_cond + of_body :]
+    body, carry = places[of_cond:][:of_body], places[of_cond + of_body :]
     carry, _ = _repeated(lambda carry: follow(_open(params["body_jaxpr"]), [*body, *carry]), carry)
-    goes_on = follow(_open(params["cond_jaxpr"]), [*lies[:of_cond], *carry])
+    goes_on = follow(_open(params["cond_jaxpr"]), [*places[:of_cond], *carry])
     return [MIXED] * len(carry) if any(goes_on) else carry
 
 
 def _repeated(
-    body: Callable[[list[Lie]], list[Lie]], carry: list[Lie]
-) -> tuple[list[Lie], list[Lie]]:
+    body: Callable[[list[Place]], list[Place]], carry: list[Place]
+) -> tuple[list[Place], list[Place]]:
     """The carry that `body` leaves as it is, and what it returns beside it."""
     while True:
         after = body(carry)
@@ -133,8 +133,8 @@ def _repeated(
         carry = both
 
 
-def _cond(params: Any, lies: list[Lie]) -> list[Lie]:
-    which, *operands = lies
+def _cond(params: Any, places: list[Place]) -> list[Place]:
+    which, *operands = places
     branches = [follow(_open(branch), operands) for branch in params["branches"]]
     return [MIXED if which else joined(each) for each in zip(*branches, strict=True)]
 

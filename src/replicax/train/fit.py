@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from replicax.core.average import average_of
 from replicax.core.data_parallel import DataParallel
 from replicax.core.feed import Feed
 from replicax.core.sources import as_source, can_shuffle
@@ -114,6 +115,8 @@ def fit(
     """
     _check_length(epochs, steps, log_every)
     saving = Saving(save_every, save_seconds, keep, keep_every)
+    if eval_ema:  # now, and not when the first epoch is over
+        jax.eval_shape(average_of, state.opt_state, state.params)
     if eval_batch_size is None:
         eval_batch_size = batch_size
     if shuffle is None:
