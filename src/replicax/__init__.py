@@ -19,6 +19,8 @@ from replicax.core.job import Job as Job
 from replicax.core.loss import Weighted as Weighted
 from replicax.core.mesh import make_mesh as make_mesh
 from replicax.core.modes import Mode as Mode
+from replicax.core.own import mean as mean
+from replicax.core.own import value_and_grad as value_and_grad
 from replicax.core.reduction import Reduction as Reduction
 from replicax.core.sources import PerProcess as PerProcess
 from replicax.core.update import TrainState as TrainState
@@ -114,9 +116,11 @@ __all__ = [
     "gather",
     "initialize",
     "make_mesh",
+    "mean",
     "plan",
     "row_weights",
     "step_number",
+    "value_and_grad",
     "verify",
     "verify_step",
 ]

@@ -38,6 +38,9 @@ class Accumulator(Protocol):
             axis: the name of the replica axis, or None where the batch is the whole one.
         """
 
+    def replica_key(self, key: jax.Array, axis: str, /) -> jax.Array:
+        """Return the key that a replica draws from, from that of the step."""
+
     def isolate(self, apply: Apply, state: Any, total: Any, *rest: PyTree) -> tuple[PyTree, PyTree]:
         """Return `apply(state, total, *rest)`, with the same bits on any number of replicas where
         this accumulator promises them.
@@ -57,13 +60,17 @@ class Sequential:
     def micro_batches(self, _replicas: int) -> int:
         return self.parts
 
+    def replica_key(self, key: jax.Array, axis: str) -> jax.Array:
+        return jax.random.fold_in(key, lax.axis_index(axis))
+
     def isolate(self, apply: Apply, state: Any, total: Any, *rest: PyTree) -> tuple[PyTree, PyTree]:
         return apply(state, total, *rest)
 
     def __call__(
         self, part: Part, state: Any, batch: Batch, key: jax.Array | None, axis: str | None
     ) -> tuple[PyTree, PyTree]:
-        key = key if axis is None else folded(key, lax.axis_index(axis))
+        if key is not None and axis is not None:
+            key = self.replica_key(key, axis)
         if self.parts == 1:
             view = View(folded(key, 0), axis, step=state.step)
             return part(state.params, state.extras, batch, view)

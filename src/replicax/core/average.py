@@ -20,9 +20,9 @@ class Averaged(NamedTuple):
     """As the parameters, in float32 at least: small steps would be lost in a coarser dtype."""
 
 
-def check_decay(decay: float | None) -> None:
+def check_decay(decay: Any) -> None:
     """Raise `ConfigError` where `decay` is none of an average."""
-    if decay is not None and not (isinstance(decay, Real) and 0 < decay < 1):
+    if decay is not None and not (isinstance(decay, Real) and 0 < float(decay) < 1):
         raise ConfigError(
             f"ema={decay}; it is the share of the average that a step leaves, above 0 and below 1: "
             "use 0.999, say"

@@ -6,28 +6,35 @@ from typing import Any
 
 import jax
 
+from replicax.core.layout import Layout
 from replicax.core.update import TrainState
 from replicax.errors import ConfigError, StateError
 
 
 def check_loss(loss: Any) -> None:
     """Raise `ConfigError` if `loss` cannot be called as `loss(model, batch, key)`."""
-    if not callable(loss):
+    _check_function("loss", loss, ("model", "batch", "key"))
+
+
+def _check_function(name: str, function: Any, wanted: tuple[str, ...]) -> None:
+    call = f"{name}({', '.join(wanted)})"
+    if not callable(function):
+        given = "(loss, optimizer)" if name == "loss" else f"({name}={name})"
         raise ConfigError(
-            f"the loss is a {type(loss).__name__}; it is a function loss(model, batch, key): "
-            "give DataParallel(loss, optimizer)"
+            f"the {name} is a {type(function).__name__}; it is a function {call}: give "
+            f"DataParallel{given}"
         )
     try:
         # A decorator's own arguments count, not those of what it wraps.
-        signature = inspect.signature(loss, follow_wrapped=False)
+        signature = inspect.signature(function, follow_wrapped=False)
     except (TypeError, ValueError):  # written in C, or by a library that hides it
         return
     try:
         signature.bind(None, None, None)
     except TypeError as error:
         raise ConfigError(
-            f"the loss takes ({', '.join(signature.parameters)}) and is called with 3 arguments, "
-            f"loss(model, batch, key): let it take these, used or not ({error})"
+            f"the {name} takes ({', '.join(signature.parameters)}) and is called with 3 arguments, "
+            f"{call}: let it take these, used or not ({error})"
         ) from error
 
 
@@ -42,6 +49,34 @@ def check_optimizer(optimizer: Any) -> None:
         f"the optimizer is {what}; it is an optax gradient transformation: give optax.adam(1e-3), "
         "say"
     )
+
+
+def check_own_step(
+    *,
+    step: Any,
+    loss: Any,
+    optimizer: Any,
+    trainable: Any,
+    ema: Any,
+    layout: Layout,
+    **_others: Any,
+) -> None:
+    """Raise `ConfigError` if `step` cannot be called, or comes with what it must do itself."""
+    _check_function("step", step, ("state", "batch", "key"))
+    if loss is not None:
+        check_loss(loss)
+    itself = {"optimizer": optimizer, "trainable": trainable, "ema": ema}
+    given = [name for name, value in itself.items() if value is not None]
+    if given:
+        raise ConfigError(
+            f"step= and {' and '.join(given)} were given; a step of one's own updates its state "
+            "itself, optimizers, averages and frozen parameters too: write them in the step"
+        )
+    if layout.splits_optimizer and not layout.splits_params:
+        raise ConfigError(
+            f"step= with layout={layout.name!r}, which splits the optimizer's state; a step of "
+            "one's own has all its state in one: use layout='fsdp', or rules"
+        )
 
 
 def check_outside_jit(tree: Any) -> None:

@@ -19,9 +19,9 @@ from replicax.core.layout import Layout, Rules, copied
 from replicax.core.loss import LOSS, Totals
 from replicax.core.mesh import AnyMesh, by_rows, check_mesh
 from replicax.core.models.definition import Parts
-from replicax.core.models.split import split_model
 from replicax.core.modes import Mode
 from replicax.core.objective import LossFunction
+from replicax.core.own import StepFunction
 from replicax.core.program import Configuration, Program, configure, program_of
 from replicax.core.ready import Ready, agree_on_model
 from replicax.core.reduction import Reduction
@@ -48,6 +48,9 @@ class DataParallel:
             A scalar is taken as the mean over rows that all count alike, and refused where they do
             not. In evaluation `key` is None, and NNX and Equinox models are in evaluation mode.
         optimizer: an optax gradient transformation.
+        step: `step(state, batch, key) -> (state, metrics)`, in place of an optimizer: a step of
+            one's own over any pytree of state, written with `rx.value_and_grad` and `rx.mean`.
+            `loss` then is that of `evaluate`, on this state, where there is one. See docs/step.md.
         mesh: the devices, with an axis named `data`; all attached devices by default, the first
             one in mode `single`.
         mode: `jit`, `shard_map`, `pmap`, `exact` or `single`, or a `Mode` of one's own; see
@@ -70,9 +73,10 @@ class DataParallel:
 
     def __init__(
         self,
-        loss: LossFunction,
-        optimizer: optax.GradientTransformation,
+        loss: LossFunction | None = None,
+        optimizer: optax.GradientTransformation | None = None,
         *,
+        step: StepFunction | None = None,
         mesh: Mesh | None = None,
         mode: str | Mode = "jit",
         layout: str | Rules | Layout = "replicated",
@@ -97,6 +101,7 @@ class DataParallel:
         self._program: Program | None = None
         self._ready: Ready | None = None
         self._wrapped: dict[Any, DataParallel] = {}
+        self._scoring: dict[LossFunction, tuple[Ready, Any]] = {}
 
     def replace(self, **changes: Any) -> "DataParallel":
         """Return another one, without a model, with these of its arguments changed."""
@@ -134,7 +139,7 @@ class DataParallel:
         """
         if not 0 <= seed < 2**32:
             raise ConfigError(f"seed={seed}; it is at least 0 and below 2**32: choose another")
-        definition, params, extras = split_model(model)
+        definition, params, extras = self.configuration.split_model(model)
         program = self._adopt((definition, params, extras))
         jax.block_until_ready((params, extras))  # they take their memory before we look
         check_state_fits(program.abstract_state(), self.mesh)
@@ -143,7 +148,7 @@ class DataParallel:
 
     def abstract_state(self, model: Any) -> TrainState:
         """Return the shapes and shardings of `init(model)`; `step` then takes such a state."""
-        return self._adopt(split_model(model)).abstract_state()
+        return self._adopt(self.configuration.split_model(model)).abstract_state()
 
     def feed(
         self,
@@ -208,23 +213,36 @@ class DataParallel:
         self._checks.check_memory(state, batch, lambda: self.lower(state, batch))
 
     def evaluate(
-        self, state: TrainState, batches: Iterable[Any], *, ema: bool = False
+        self,
+        state: TrainState,
+        batches: Iterable[Any],
+        *,
+        loss: LossFunction | None = None,
+        ema: bool = False,
     ) -> dict[str, float]:
         """Return loss and metrics over all rows of `batches`, each row counted once.
 
         Args:
             state: used as it is.
             batches: from `feed`, or any pytrees of arrays `[rows, ...]`.
+            loss: another loss, or metrics, to evaluate; compiled once.
             ema: whether with the moving average of the parameters.
 
         Returns:
             The exact weighted mean of each, NaN where nothing has any weight, and `"rows"`.
         """
-        totals, pending, score = Totals(), deque[Any](), self._known.score
+        totals, pending, known = Totals(), deque[Any](), self._known
+        checks, score = self._checks, known.score
+        if loss is not None or self.configuration.step is not None:
+            loss = self.loss if loss is None else loss
+            if loss not in self._scoring:
+                program = known.scoring(loss)
+                self._scoring[loss] = Ready(program), program.score
+            checks, score = self._scoring[loss]
         state = self._known.averaged(state) if ema else state
         for batch in batches:
             placed = batch if type(batch) is Batch else self._known.placed(batch)
-            self._checks.check("the evaluation", score, state, placed)
+            checks.check("the evaluation", score, state, placed)
             pending.append(score(state, placed))
             self.job.move()
             if len(pending) > 2:
@@ -258,7 +276,9 @@ class DataParallel:
             model: as for `init`, or a `TrainState` of this object; arrays or their shapes.
             mesh: this object's by default; attached devices, described ones, or how many replicas.
         """
-        described = model if isinstance(model, TrainState) else split_model(model)
+        described = (
+            model if isinstance(model, TrainState) else self.configuration.split_model(model)
+        )
         where = self.mesh if mesh is None else check_mesh(mesh)
         return program_of(self.configuration, described, where, self._program)
 

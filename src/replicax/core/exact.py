@@ -88,6 +88,10 @@ class FixedTree:
         )
         return local, after
 
+    def replica_key(self, key: jax.Array, _axis: str) -> jax.Array:
+        """Return the step's own: no bit depends on how many replicas there are."""
+        return key
+
     def isolate(self, apply: Apply, state: Any, total: Any, *rest: PyTree) -> tuple[PyTree, PyTree]:
 
         def again(carry: Any) -> Any:

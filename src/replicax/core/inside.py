@@ -23,13 +23,15 @@ from replicax.errors import LossError
 
 @dataclasses.dataclass(eq=False)
 class Inside:
-    """The rows that a loss sees."""
+    """The rows that a loss, or a step of one's own, sees."""
 
     mask: jax.Array
     """float32 `[rows]`, 0 on padding."""
     view: View
     trace: Any
-    """The JAX trace that calls the loss."""
+    """The JAX trace that calls it."""
+    own: Any = None
+    """What a step of one's own sums with; None in a loss. See `replicax.core.own`."""
     weighs: bool = False
     """Whether `row_weights` was called."""
 
@@ -40,14 +42,22 @@ _gathers = jax.make_user_context()
 
 
 @contextlib.contextmanager
-def inside(mask: jax.Array, view: View) -> Iterator[None]:
+def inside(mask: jax.Array, view: View, own: Any = None) -> Iterator[Inside]:
     """Within this context the functions below speak of these rows."""
-    token = _current.set(Inside(mask, view, get_opaque_trace_state()))
+    here = Inside(mask, view, get_opaque_trace_state(), own)
+    token = _current.set(here)
+    # What a step sums is part of what is traced, so that no cache may give it to another trace.
+    once = None if own is None else object()
     try:
-        with _gathers((view.axis, view.part)):
-            yield
+        with _gathers((view.axis, view.part, once)):
+            yield here
     finally:
         _current.reset(token)
+
+
+def current() -> Inside | None:
+    """Return the rows that are spoken of here, if any."""
+    return _current.get()
 
 
 def gather(rows: PyTree) -> PyTree:

@@ -34,24 +34,35 @@ class Look:
     Args:
         divided: whether some rows of a batch are computed without the others. Where they are not,
             one number for the whole batch is nothing to look into.
+        compute: whether to compute the loss where its traces do not tell; else `decide` does later.
 
     Raises:
         LossError: the loss does not keep its contract.
     """
 
     def __init__(
-        self, objective: Objective, state: TrainState, batch: Batch, *, divided: bool
+        self,
+        objective: Objective,
+        state: TrainState,
+        batch: Batch,
+        *,
+        divided: bool,
+        compute: bool = True,
     ) -> None:
         self.rows_meet = False
         """Whether a row's loss depends on other rows, but for those that it gathers."""
+        self.unsure = False
+        """Whether no trace tells, and `decide` has to."""
         self._objective, self._of = objective, (state, batch)
         # Names of outputs that are one number for the whole batch, and whether it weighs rows.
         traced, (self.scalars, self.weighs) = self._trace(jax.random.key(0))
         self.gathers = gathers(traced)
         if not (self.gathers or self._apart(traced)) and (divided or LOSS not in self.scalars):
-            with contextlib.suppress(Exception):  # the user's loss, in evaluation or on few rows
-                self.rows_meet = not self._apart(self._trace(None)[0]) and self._differ()
+            with contextlib.suppress(Exception):  # the user's loss, in evaluation
+                self.unsure = not self._apart(self._trace(None)[0])
         del self._of  # the arrays are not ours to keep
+        if self.unsure and compute:
+            self.decide(jax.jit(self.differences)(state, batch))
 
     @property
     def needs_real_rows(self) -> bool:
@@ -90,25 +101,28 @@ class Look:
         known = holds_number(traced, _counts(batch.size)) or numbers_places(traced, batch.size)
         return apart and not known
 
-    def _differ(self) -> bool:
-        """Whether two quarters of the rows have other values where both are computed at once."""
-        quarter = self._of[1].size // 4
+    def differences(self, state: TrainState, batch: Batch) -> list[tuple[jax.Array, jax.Array]]:
+        """Return how far two quarters of the rows are from both computed at once, for `decide`."""
+        quarter = batch.size // 4
 
-        def differences(state: TrainState, batch: Batch) -> Any:
-            def values(first: int, last: int) -> tuple[Any, ...]:
-                rows = jax.tree.map(lambda leaf: leaf[first * quarter : last * quarter], batch)
-                view = View(step=state.step)
-                returned, _ = self._objective.returned(state.params, state.extras, rows, view)
-                return tuple(map(jnp.asarray, arrays_of_loss(returned)))
+        def values(first: int, last: int) -> tuple[Any, ...]:
+            rows = jax.tree.map(lambda leaf: leaf[first * quarter : last * quarter], batch)
+            view = View(step=state.step)
+            returned, _ = self._objective.returned(state.params, state.extras, rows, view)
+            return tuple(map(jnp.asarray, arrays_of_loss(returned)))
 
-            def beside(one: jax.Array, other: jax.Array) -> jax.Array:
-                return jnp.concatenate([one, other]) if one.ndim else (one + other) / 2
+        def beside(one: jax.Array, other: jax.Array) -> jax.Array:
+            return jnp.concatenate([one, other]) if one.ndim else (one + other) / 2
 
+        with contextlib.suppress(Exception):  # the user's loss, on few rows
             together = values(0, 2)
             alone = jax.tree.map(beside, values(0, 1), values(1, 2))
             return [_share(*pair) for pair in zip(alone, together, strict=True)]
+        return []
 
-        return any(share > bound for share, bound in jax.jit(differences)(*self._of))
+    def decide(self, differences: list[tuple[jax.Array, jax.Array]]) -> None:
+        """Let `rows_meet` follow from the `differences` of this loss."""
+        self.rows_meet = any(share > bound for share, bound in differences)
 
 
 def _counts(rows: int) -> set[float]:

@@ -88,7 +88,7 @@ def sums(returned: Any, mask: jax.Array) -> dict[str, WeightedSum]:
             f"the loss has dtype {dtype}; a gradient needs a real floating-point loss: return "
             "floats, and counts as metrics"
         )
-    return {name: _sum(name, value, mask) for name, value in named.items()}
+    return {name: weighted_sum(name, value, mask) for name, value in named.items()}
 
 
 def arrays_of_loss(returned: Any) -> tuple[Any, ...]:
@@ -133,7 +133,8 @@ def _values(value: Any) -> Any:
     return values
 
 
-def _sum(name: str, value: Any, mask: jax.Array) -> WeightedSum:
+def weighted_sum(name: str, value: Any, mask: jax.Array) -> WeightedSum:
+    """The sum behind one of the values that a loss may return, with that name in messages."""
     values = to_sum(jnp.asarray(_values(value)))
     if values.ndim == 0:
         if isinstance(value, Weighted):

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from replicax.core.accumulate import Accumulator, Apply, Sequential
 from replicax.core.average import average_of, check_decay
 from replicax.core.batch import Batch, Share, described, host_rows, pad, row_count
-from replicax.core.checks import check_loss, check_optimizer, check_outside_jit
+from replicax.core.checks import check_loss, check_optimizer, check_outside_jit, check_own_step
 from replicax.core.feed import Split
 from replicax.core.job import Alone, Job
 from replicax.core.layout import Layout, Rules, as_layout, check_axes, on_devices_of
@@ -28,13 +28,16 @@ from replicax.core.mesh import (
     replicated,
 )
 from replicax.core.models.definition import Definition, Parts, PyTree
+from replicax.core.models.pytree import OwnState, split_pytree
+from replicax.core.models.split import split_model
 from replicax.core.modes import Mode, as_mode, lift
 from replicax.core.objective import LossFunction, Objective, only_read
 from replicax.core.optimizer import Updater, updater
+from replicax.core.own import StepFunction, keep, own_update
 from replicax.core.precision import Precision
 from replicax.core.reduction import REDUCTIONS, Reduction, as_reduction
 from replicax.core.trainable import Trainable
-from replicax.core.update import TrainState, apply_gradient, create, score, update
+from replicax.core.update import Metrics, TrainState, apply_gradient, create, score, update
 from replicax.errors import ConfigError, StateError
 
 
@@ -44,6 +47,7 @@ class Configuration:
 
     loss: LossFunction
     optimizer: optax.GradientTransformation
+    step: StepFunction | None
     mesh: Mesh
     mode: Mode
     layout: Layout
@@ -70,7 +74,16 @@ class Configuration:
         }
         if self.trainable is not None:
             chosen["trainable"] = str(self.trainable)
+        if self.step is not None:
+            chosen["step"] = getattr(self.step, "__qualname__", type(self.step).__name__)
         return chosen if self.ema is None else {**chosen, "ema": self.ema}
+
+    def split_model(self, model: Any) -> Parts:
+        """Return the definition, params and extras of a model, or of the state of an own step."""
+        if self.step is None:
+            return split_model(model)
+        definition, params, _ = split_pytree(model, OwnState)
+        return definition, params, {}
 
     def accumulator(self, mesh: AnyMesh) -> Accumulator:
         """Return what adds up a replica's micro-batches on `mesh`."""
@@ -86,6 +99,16 @@ class Configuration:
         return Split(replicas, self.accumulator(mesh).micro_batches(replicas))
 
 
+_NO_OPTIMIZER = optax.identity()
+
+
+def _no_loss(*_: Any) -> Any:
+    raise ConfigError(
+        "there is a step and no loss to evaluate with: give evaluate(state, batches, loss=loss), "
+        "or DataParallel(loss, step=step)"
+    )
+
+
 def configure(
     *,
     mesh: Mesh | None,
@@ -97,10 +120,16 @@ def configure(
     **rest: Any,
 ) -> Configuration:
     """Return the configuration of a `DataParallel`'s arguments, names replaced by values."""
-    check_loss(rest["loss"])
-    check_optimizer(rest["optimizer"])
-    check_decay(rest["ema"])
     mode, layout = as_mode(mode), as_layout(layout)
+    if rest["step"] is None:
+        check_loss(rest["loss"])
+        check_optimizer(rest["optimizer"])
+    else:
+        if rest["optimizer"] is _NO_OPTIMIZER:  # of a configuration that is replaced
+            rest["optimizer"] = None
+        check_own_step(layout=layout, **rest)
+        rest |= {"loss": rest["loss"] or _no_loss, "optimizer": _NO_OPTIMIZER}
+    check_decay(rest["ema"])
     job = Alone() if job is None else job
     if mesh is None:
         most = mode.most_devices
@@ -141,10 +170,31 @@ class Program:
     """Where its arrays live."""
     updater: Updater
     """The optimizer, on what trains, with the average that is wanted."""
+    replica_step: Callable[..., tuple[TrainState, Metrics]]
+    """`step` of one replica's view: `(state, batch, axis)`, and its parts by keyword."""
     step: Any
     """A `jax.jit` function `(state, batch) -> (state, metrics)`."""
-    score: Any
-    """A `jax.jit` function `(state, batch) -> sums of loss and metrics`."""
+
+    @cached_property
+    def score(self) -> Any:
+        """A `jax.jit` function `(state, batch) -> sums of loss and metrics`."""
+        config, mesh, mode = self.configuration, self.mesh, self.configuration.mode
+        evaluation = partial(
+            score,
+            objective=self.objective,
+            accumulator=config.accumulator(mesh) if mode.bitwise else Sequential(),
+            reduce=mode.reduce(REDUCTIONS["float32"]),
+        )
+        return lift(evaluation, mode, mesh, self.shardings, by_rows(mesh), replicated(mesh))
+
+    def scoring(self, loss: LossFunction) -> "Program":
+        """Return this one with `loss` in evaluation, and no step but that."""
+        check_loss(loss)
+        return dataclasses.replace(
+            self,
+            configuration=dataclasses.replace(self.configuration, step=None),
+            objective=dataclasses.replace(self.objective, loss=loss),
+        )
 
     @property
     def split(self) -> Split:
@@ -267,22 +317,22 @@ def build(
     split = shardings.params if config.layout.splits_params else None
     objective = Objective(definition, config.loss, config.precision, updater.read, split)
     accumulator = config.accumulator(mesh)
-    apply = partial(apply_gradient, updater=updater)
-    step = partial(
-        update,
-        objective=objective,
-        accumulator=accumulator,
-        reduce=mode.reduce(config.reduction),
-        apply=apply if config.wrap_apply is None else config.wrap_apply(apply),
-    )
-    evaluation = partial(
-        score,
-        objective=objective,
-        accumulator=accumulator if mode.bitwise else Sequential(),
-        reduce=mode.reduce(REDUCTIONS["float32"]),
-    )
-    rows, everywhere = by_rows(mesh), replicated(mesh)
-    out = (shardings, everywhere)
+    wrap = config.wrap_apply or (lambda apply: apply)
+    if config.step is None:
+        written = partial(update, objective=objective)
+        apply = wrap(partial(apply_gradient, updater=updater))
+    else:
+        if jax.tree.leaves(shapes.reduction):
+            raise ConfigError(
+                f"step= with reduction={config.reduction!r}, which remembers one sum from step to "
+                "step; a step of one's own may sum several: use 'float32' or 'bfloat16'"
+            )
+        assert isinstance(definition, OwnState)
+        written, apply = partial(own_update, step=config.step, definition=definition), wrap(keep)
+        written = partial(written, precision=config.precision)
+    reduce = mode.reduce(config.reduction)
+    step = partial(written, accumulator=accumulator, reduce=reduce, apply=apply)
+    out = (shardings, replicated(mesh))
     return Program(
         configuration=config,
         mesh=mesh,
@@ -291,6 +341,6 @@ def build(
         shapes=shapes,
         shardings=shardings,
         updater=updater,
-        step=lift(step, mode, mesh, shardings, rows, out, donate=config.donate),
-        score=lift(evaluation, mode, mesh, shardings, rows, everywhere),
+        replica_step=step,
+        step=lift(step, mode, mesh, shardings, by_rows(mesh), out, donate=config.donate),
     )

@@ -17,6 +17,7 @@ from replicax.core.look import Look
 from replicax.core.loss import LOSS
 from replicax.core.models.definition import PyTree
 from replicax.core.program import Configuration, Program
+from replicax.core.step_look import StepLook
 from replicax.core.update import Metrics, TrainState
 from replicax.errors import LossError
 
@@ -27,7 +28,7 @@ class Ready:
     def __init__(self, program: Program) -> None:
         self._program = program
         self._abstract = program.abstract_state()
-        self._look: Look | None = None
+        self._look: Look | StepLook | None = None
         self._agreed: set[Any] = set()
         self._fits = False
         self._latest: Callable[[], TrainState | None] = lambda: None
@@ -82,6 +83,12 @@ class Ready:
         if not padding or look is None or not look.needs_real_rows:
             return
         where = f"{padding} of {size} rows in a batch of this feed are padding"
+        if isinstance(look, StepLook) and look.from_rows:
+            raise LossError(
+                f"{look.from_rows[0]} follows from rows in the step itself, and {where}: take "
+                "rx.mean of them, leave padding out by rx.row_weights(rows), or choose a batch "
+                "size that divides the rows"
+            )
         if look.scalars:
             raise LossError(
                 f"{look.scalars[0]} is one number a batch, and {where}, which one number cannot "
@@ -92,12 +99,19 @@ class Ready:
             "rx.row_weights(rows), 0 on padding, or choose a batch size that divides the rows"
         )
 
-    def _looked(self, state: TrainState, batch: Batch) -> Look:
+    def _looked(self, state: TrainState, batch: Batch) -> Look | StepLook:
         """Look at the loss; raise `LossError` where it needs all rows of a batch and sees some."""
-        mode, split = self._program.configuration.mode, self._program.split
+        configuration, split = self._program.configuration, self._program.split
+        mode = configuration.mode
         seen_by = [f"{split.replicas} replicas"] * (mode.per_replica and split.replicas > 1)
         seen_by += [f"{split.micro_batches} micro-batches"] * (split.micro_batches > 1)
-        look = Look(self._program.objective, state, batch, divided=bool(seen_by))
+        look: Look | StepLook
+        if configuration.step is None:
+            look = Look(self._program.objective, state, batch, divided=bool(seen_by))
+        else:
+            look = StepLook(self._program, state, batch, divided=bool(seen_by))
+            if mode.per_replica and split.replicas > 1:
+                _check_alike(look, split.replicas)
         if not (seen_by and look.rows_meet):
             return look
         some = f"each of {' and '.join(seen_by)} sees some of the rows"
@@ -112,6 +126,21 @@ class Ready:
             fix = "use accumulate=1, and another mode than 'exact'"
         raise LossError(
             f"the loss of a row changes beside other rows, and {some}, which is another loss: {fix}"
+        )
+
+
+def _check_alike(look: StepLook, replicas: int) -> None:
+    """Raise `LossError` where a step gives each replica another state, or other metrics."""
+    if look.from_rows:
+        raise LossError(
+            f"{look.from_rows[0]} follows from rows in the step itself, and each of {replicas} "
+            "replicas sees others, but replicas must stay equal: take rx.mean of rows, "
+            "rx.value_and_grad of a loss of them, or rx.gather them"
+        )
+    if look.from_key:
+        raise LossError(
+            f"{look.from_key[0]} follows from the step's key, of which each of {replicas} replicas "
+            "has its own, and replicas must stay equal: draw in a loss, or keep a key in the state"
         )
 
 

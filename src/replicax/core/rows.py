@@ -15,6 +15,8 @@ from replicax.core.row_rules import MIXED, RULES, Place, Rows, joined
 
 GATHERED = "rows_gathered_already"
 """Name of the function that returns what `gather` does where one device has the whole batch."""
+SUMMED = "sums_of_all_replicas"
+"""Name of the function that stands for the reduction where one device has the whole batch."""
 
 
 def follow(jaxpr: Jaxpr, inputs: Sequence[Place]) -> list[Place]:
@@ -77,16 +79,16 @@ def _all_within(jaxpr: ClosedJaxpr) -> Iterator[ClosedJaxpr]:
 
 def _outputs(eqn: Any, places: list[Place]) -> list[Place]:
     name, count = eqn.primitive.name, len(eqn.outvars)
-    if not count or eqn.params.get("name") == GATHERED or not any(places):
+    if not count or eqn.params.get("name") in _OF_ALL or not any(places):
         return [None] * count
-    if MIXED in places:
-        return [MIXED] * count
     if name == "optimization_barrier":
         return places
     if name in _WITH_INNER:
         return _WITH_INNER[name](eqn.params, places)
     if name in _CALLS:
         return follow(_open(eqn.params[_CALLS[name]]), places)
+    if MIXED in places:
+        return [MIXED] * count
     shapes = [atom.aval.shape for atom in eqn.invars]
     out = eqn.outvars[0].aval.shape
     rule = RULES.get(name)
@@ -103,9 +105,7 @@ def _open(jaxpr: ClosedJaxpr | Jaxpr) -> Jaxpr:
 def _scan(params: Any, places: list[Place]) -> list[Place]:
     consts, carried = params["num_consts"], params["num_carry"]
     fixed, carry, over = places[:consts], places[consts:][:carried], places[consts + carried :]
-    if any(each and each.dim == 0 for each in over):
-        return [MIXED] * len(_open(params["jaxpr"]).outvars)
-    steps = [each and Rows(each.dim - 1, each.each) for each in over]
+    steps = [each and (Rows(each.dim - 1, each.each) if each.dim > 0 else MIXED) for each in over]
     carry, ys = _repeated(
         lambda carry: follow(_open(params["jaxpr"]), [*fixed, *carry, *steps]), carry
     )
@@ -138,6 +138,9 @@ def _cond(params: Any, places: list[Place]) -> list[Place]:
     branches = [follow(_open(branch), operands) for branch in params["branches"]]
     return [MIXED if which else joined(each) for each in zip(*branches, strict=True)]
 
+
+_OF_ALL = {GATHERED, SUMMED}
+"""Names of functions whose results all replicas have alike."""
 
 _CALLS = {
     **dict.fromkeys(("checkpoint", "closed_call", "jit", "pjit", "remat", "remat2"), "jaxpr"),

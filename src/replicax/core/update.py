@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from replicax.core.accumulate import Accumulator, Apply
+from replicax.core.accumulate import Accumulator, Apply, Part
 from replicax.core.batch import Batch
 from replicax.core.loss import LOSS, WeightedSum
 from replicax.core.models.definition import PyTree, View
@@ -71,13 +71,35 @@ def update(
         reduce: the sums of each replica -> those of all.
         apply: total -> the next state, and metrics of its own; `apply_gradient`, or a wrapper.
     """
-    with jax.named_scope("gradient"):
-        sums, extras = accumulator(objective.step_sums, state, batch, step_key(state), axis)
-    with jax.named_scope("reduction"):
-        total, carried = reduce(sums, state.reduction, axis)  # the only communication
+    summing = Summing(accumulator, reduce, axis)
+    total, extras, carried = summing(objective.step_sums, state, batch, step_key(state))
     with jax.named_scope("update"):
         state, verdicts = accumulator.isolate(apply, state, total, extras, carried)
     return state, {**total.means(), **verdicts}
+
+
+@dataclasses.dataclass(frozen=True)
+class Summing:
+    """The primitive: sums over the rows of a replica, then one reduction."""
+
+    accumulator: Accumulator
+    """Rows -> sums, micro-batch by micro-batch."""
+    reduce: Reduce
+    """The sums of each replica -> those of all."""
+    axis: str | None
+    """The replica axis, or None where the batch is the whole one."""
+
+    def __call__(
+        self, part: Part, state: TrainState, batch: Batch, key: jax.Array | None
+    ) -> tuple[StepSums, PyTree, PyTree]:
+        """Return the sums of `part` over the global batch, the model's other arrays after it, and
+        the reduction's state after it.
+        """
+        with jax.named_scope("gradient"):
+            sums, extras = self.accumulator(part, state, batch, key, self.axis)
+        with jax.named_scope("reduction"):
+            total, carried = self.reduce(sums, state.reduction, self.axis)  # the only communication
+        return total, extras, carried
 
 
 def apply_gradient(
@@ -99,16 +121,8 @@ def apply_gradient(
         carried: the reduction's state after the step.
         updater: turns that gradient into an update.
     """
-    weight = total.weight
-    # The sum is 0 then. To choose between two states would cost a tenth of an optimizer's step.
-    divisor = jnp.where(weight > 0, weight, 1)
-    # In the parameter's dtype, as `jax.grad` gives it: an optimizer's moments keep theirs then.
-    gradient = jax.tree.map(
-        lambda leaf, param: (leaf / divisor).astype(param.dtype),
-        with_zeros(total.gradient, state.params, updater.read),
-        state.params,
-    )
-    value = {"value": total.weighted[LOSS].total / weight} if updater.takes_value else {}
+    gradient = mean_gradient(total, state.params, updater.read)
+    value = {"value": total.weighted[LOSS].mean()} if updater.takes_value else {}
     update = updater.optimizer.update
     updates, opt_state = update(gradient, state.opt_state, state.params, **value)
     after = dataclasses.replace(
@@ -120,6 +134,18 @@ def apply_gradient(
         reduction=carried,
     )
     return after, {}
+
+
+def mean_gradient(total: StepSums, params: PyTree, read: tuple[bool, ...] | None = None) -> PyTree:
+    """Return the gradient of the global mean loss, by params; 0 where nothing has any weight."""
+    # The sum is 0 then. To choose between two states would cost a tenth of an optimizer's step.
+    divisor = jnp.where(total.weight > 0, total.weight, 1)
+    # In the parameter's dtype, as `jax.grad` gives it: an optimizer's moments keep theirs then.
+    return jax.tree.map(
+        lambda leaf, param: (leaf / divisor).astype(param.dtype),
+        with_zeros(total.gradient, params, read),
+        params,
+    )
 
 
 def create(
@@ -161,8 +187,7 @@ def score(
         sums = {**found, "rows": WeightedSum(count, jnp.zeros_like(count))}
         return StepSums((), sums), extras
 
-    sums, _ = accumulator(part, state, batch, None, axis)
-    total, _ = reduce(sums, (), axis)
+    total, _, _ = Summing(accumulator, reduce, axis)(part, state, batch, None)
     return total.weighted
 
 

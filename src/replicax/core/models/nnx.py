@@ -48,6 +48,10 @@ class NNXDefinition:
             jax.tree.unflatten(extras_treedef, jax.tree.leaves(extras)),
         )
 
+    def write(self, model: nnx.Module, extras: PyTree) -> None:
+        """Set `model`'s other arrays to `extras`."""
+        nnx.update(model, jax.tree.unflatten(self._parts[2], jax.tree.leaves(extras)))
+
     def apply(
         self, function: Callable[[Any], Any], params: PyTree, extras: PyTree, view: View
     ) -> tuple[Any, PyTree]:
