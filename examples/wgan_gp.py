@@ -1,4 +1,4 @@
-"""A Wasserstein GAN with gradient penalty: two networks, two optimizers, five critic updates a step.
+"""A Wasserstein GAN with gradient penalty: two networks, and five critic updates in each step.
 
 The step is written with `rx.value_and_grad`, one call for each sum over all rows of the batch.
 """

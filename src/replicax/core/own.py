@@ -91,10 +91,15 @@ def value_and_grad(
             outside = here is not None and here.trace == get_opaque_trace_state()
             primitives.examiner.loss(objective, state, rows, outside)
         total, after, _ = primitives.summing(objective.step_sums, state, rows, key)
+
+        def divided(state: TrainState, total: StepSums) -> tuple[TrainState, Any]:
+            return state, (total.means(), mean_gradient(total, params))
+
+        _, found = primitives.summing.accumulator.isolate(divided, state, total)
+        (means, gradient), after = sums_of_all_replicas((found, after))
         if hasattr(definition, "write"):
             definition.write(model, after)
-        found: tuple[Metrics, PyTree] = _constant((total.means(), mean_gradient(total, params)))
-        return found
+        return means, gradient
 
     return means_and_gradient
 
@@ -119,7 +124,7 @@ def mean(values: Any) -> jax.Array:
         return StepSums((), {LOSS: weighted_sum("rx.mean", rows.data, rows.mask)}), extras
 
     total, _, _ = primitives.summing(part, state, rows, None)
-    found: jax.Array = _constant(total.means()[LOSS])
+    found: jax.Array = sums_of_all_replicas(total.means()[LOSS])
     return found
 
 
@@ -199,6 +204,12 @@ def _seen(
         batch = Batch(rows, here.mask, index)
     state = TrainState(step, params=params, opt_state=(), extras=extras, seed=())
     return primitives, state, batch
+
+
+@jax.jit
+def sums_of_all_replicas(found: PyTree) -> PyTree:
+    """Return `found`, alike on all replicas; `replicax.core.rows` finds this by its name."""
+    return _constant(found)
 
 
 @jax.custom_jvp

@@ -16,7 +16,7 @@ from replicax.core.row_rules import MIXED, RULES, Place, Rows, joined
 GATHERED = "rows_gathered_already"
 """Name of the function that returns what `gather` does where one device has the whole batch."""
 SUMMED = "sums_of_all_replicas"
-"""Name of the function that stands for the reduction where one device has the whole batch."""
+"""Name of the function that returns what is summed over the rows of all replicas."""
 
 
 def follow(jaxpr: Jaxpr, inputs: Sequence[Place]) -> list[Place]:

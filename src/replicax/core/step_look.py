@@ -42,7 +42,7 @@ class StepLook:
             after, metrics = program.replica_step(
                 *(state, batch, None),
                 accumulator=Sequential(),
-                reduce=_summed,
+                reduce=_as_they_are,
                 apply=keep,
                 examiner=self,
             )
@@ -100,10 +100,5 @@ class StepLook:
         return of_body or any(look.needs_real_rows for look in self._looks)
 
 
-def sums_of_all_replicas(sums: PyTree) -> PyTree:
-    """Return the sums as they are; `replicax.core.rows` finds this by its name."""
-    return sums
-
-
-def _summed(sums: StepSums, carried: PyTree, _axis: str | None) -> tuple[StepSums, PyTree]:
-    return jax.jit(sums_of_all_replicas)(sums), carried
+def _as_they_are(sums: StepSums, carried: PyTree, _axis: str | None) -> tuple[StepSums, PyTree]:
+    return sums, carried

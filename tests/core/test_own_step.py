@@ -1,0 +1,417 @@
+"""A step of one's own, in every mode, beside the step that is written for a loss and an optimizer."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from support.resumable import bits
+from support.tiers import only
+
+import replicax as rx
+from replicax.train.guarded import NOT_FINITE, guarded
+
+ROWS, BATCH = 52, 32
+optimizer = optax.adam(1e-2)
+State = dict[str, Any]
+PLACES = [("single", 1), ("jit", 4), ("shard_map", 2), ("shard_map", 4), ("pmap", 4)]
+places = pytest.mark.parametrize(("mode", "devices"), only([("shard_map", 4)], PLACES))
+
+
+def rows() -> dict[str, np.ndarray]:
+    random = np.random.default_rng(0)
+    x = random.normal(size=(ROWS, 4)).astype(np.float32)
+    return {"x": x, "y": np.tanh(x[:, :1] * 2).astype(np.float32)}
+
+
+def model() -> dict[str, jax.Array]:
+    random = np.random.default_rng(1)
+    draw = lambda *shape: jnp.asarray(random.normal(size=shape) / 2, jnp.float32)  # noqa: E731
+    return {"w": draw(4, 8), "v": draw(8, 1)}
+
+
+def state() -> State:
+    return {"model": model(), "moments": optimizer.init(model()), "done": jnp.int32(0)}
+
+
+def loss(model: Any, batch: Any, key: Any) -> Any:
+    error = jnp.tanh(batch["x"] @ model["w"]) @ model["v"] - batch["y"]
+    return jnp.sum(error**2, -1), {"size": jnp.abs(error[:, 0])}
+
+
+def step(state: State, batch: Any, key: Any) -> tuple[State, Any]:
+    means, gradient = rx.value_and_grad(loss)(state["model"], batch, key)
+    updates, moments = optimizer.update(gradient, state["moments"], state["model"])
+    trained = optax.apply_updates(state["model"], updates)
+    after = {"model": trained, "moments": moments, "done": state["done"] + 1}
+    return after, {**means, "mean": rx.mean(batch["y"])}
+
+
+def of_state(state: State, batch: Any, key: Any) -> Any:
+    return loss(state["model"], batch, key)
+
+
+def parallel(
+    step: Any = step, mode: str = "shard_map", devices: int = 4, **settings: Any
+) -> rx.DataParallel:
+    mesh = rx.make_mesh(devices=jax.devices()[:devices])
+    return rx.DataParallel(step=step, mode=mode, mesh=mesh, **settings)
+
+
+def trained(dp: rx.DataParallel, begin: Any, batch_size: int = BATCH) -> tuple[Any, Any]:
+    state, told = dp.init(begin), []
+    for batch in dp.feed(rows(), batch_size):
+        state, metrics = dp.step(state, batch)
+        told.append({name: float(value) for name, value in metrics.items()})
+    return state, told
+
+
+@places
+@pytest.mark.parametrize("settings", [{}, {"accumulate": 2}])
+def test_it_is_the_written_step(mode: str, devices: int, settings: dict[str, Any]) -> None:
+    own, mine = trained(parallel(mode=mode, devices=devices, **settings), state())
+    mesh = rx.make_mesh(devices=jax.devices()[:devices])
+    written = rx.DataParallel(loss, optimizer, mode=mode, mesh=mesh, **settings)
+    other, theirs = trained(written, model())
+    for name in ("loss", "size"):
+        np.testing.assert_allclose([m[name] for m in mine], [t[name] for t in theirs], rtol=1e-6)
+    np.testing.assert_allclose(mine[1]["mean"], rows()["y"][BATCH:].mean(), rtol=1e-6)
+    assert int(own.params["done"]) == 2
+    jax.tree.map(
+        lambda one, two: np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-7),
+        own.params["model"],
+        other.params,
+    )
+
+
+@pytest.mark.parametrize(
+    "kept", only([{"layout": "fsdp"}], [{"layout": "fsdp"}, {"precision": "bfloat16"}])
+)
+def test_layouts_and_precisions(kept: dict[str, Any]) -> None:
+    written = rx.DataParallel(loss, optimizer, **kept)
+    _, theirs = trained(written, model())
+    own, mine = trained(parallel(mode="jit", devices=8, **kept), state())
+    np.testing.assert_allclose([m["loss"] for m in mine], [t["loss"] for t in theirs], rtol=1e-5)
+    split = own.params["model"]["w"].sharding.is_fully_replicated
+    assert split == (kept.get("layout") != "fsdp")
+
+
+def test_exact_has_the_same_bits_on_any_devices() -> None:
+    found = [
+        trained(parallel(mode="exact", devices=devices, micro_shards=8), state())
+        for devices in (1, 2, 8)
+    ]
+    assert bits(found[0][0]) == bits(found[1][0]) == bits(found[2][0])
+    assert found[0][1] == found[1][1] == found[2][1]
+
+
+def test_outside_of_a_step_the_batch_is_the_global_one() -> None:
+    batch = rows()
+    means, gradient = rx.value_and_grad(loss)(model(), batch)
+    value, wanted = jax.value_and_grad(lambda m: jnp.mean(loss(m, batch, None)[0]))(model())
+    np.testing.assert_allclose(means["loss"], value, rtol=1e-6)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), gradient, wanted
+    )
+    np.testing.assert_allclose(rx.mean(jnp.asarray(batch["y"])), batch["y"].mean(), rtol=1e-6)
+    weights = np.arange(ROWS, dtype=np.float32)
+    found = rx.mean(rx.Weighted(jnp.asarray(batch["y"]), jnp.asarray(weights)))
+    np.testing.assert_allclose(found, np.average(batch["y"][:, 0], weights=weights), rtol=1e-5)
+
+
+# Loops, branches, several losses, and what the step may ask for.
+
+
+def many(state: State, batch: Any, key: Any) -> tuple[State, Any]:
+    """Two updates in a loop, one every other step, of an average that follows; rows are gathered."""
+
+    def update(carry: Any, _: Any) -> Any:
+        model, moments = carry
+        means, gradient = rx.value_and_grad(loss)(model, batch, key)
+        updates, moments = optimizer.update(gradient, moments, model)
+        return (optax.apply_updates(model, updates), moments), means
+
+    begin = state["model"], state["moments"]
+    (model, moments), means = jax.lax.scan(update, begin, None, length=2)
+    even = rx.step_number() % 2 == 0
+    (model, moments), _ = jax.lax.cond(
+        even,
+        lambda c: update(c, None),
+        lambda c: (c, jax.tree.map(lambda m: m[-1], means)),
+        (model, moments),
+    )  # noqa: E501
+    x, real = rx.gather((batch["x"], rx.row_weights(batch["x"])))
+    center = jnp.sum(x * real[:, None], 0) / jnp.sum(real)
+    after = {"model": model, "moments": moments, "center": state["center"] * 0.9 + center * 0.1}
+    return after, {"loss": means["loss"][0], "second": means["loss"][1]}
+
+
+@places
+def test_loops_branches_and_gathered_rows(mode: str, devices: int) -> None:
+    begin = {"model": model(), "moments": optimizer.init(model()), "center": jnp.zeros(4)}
+    wanted, told = trained(parallel(many, "single", 1), begin)
+    found, mine = trained(parallel(many, mode, devices), begin)
+    assert told[0]["second"] < told[0]["loss"]
+    assert int(found.params["moments"][0].count) == 5
+    for one, other in zip(mine, told, strict=True):
+        assert one == pytest.approx(other, rel=1e-6)
+    batches = [rows()["x"][:BATCH].mean(0), rows()["x"][BATCH:].mean(0)]
+    np.testing.assert_allclose(
+        found.params["center"], 0.09 * batches[0] + 0.1 * batches[1], atol=1e-6
+    )
+    jax.tree.map(
+        lambda one, two: np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-6),
+        found.params,
+        wanted.params,
+    )
+
+
+@places
+def test_an_nnx_model_keeps_its_statistics(mode: str, devices: int) -> None:
+    network = nnx.Sequential(
+        nnx.Linear(4, 8, rngs=nnx.Rngs(0)),
+        nnx.BatchNorm(8, rngs=nnx.Rngs(0)),
+        nnx.Linear(8, 1, rngs=nnx.Rngs(1)),
+    )
+    graph, params, rest = nnx.split(network, nnx.Param, ...)
+    begin = {"params": nnx.to_pure_dict(params), "rest": nnx.to_pure_dict(rest)}
+
+    def whole(state: State) -> Any:
+        nnx.replace_by_pure_dict(params, state["params"])
+        nnx.replace_by_pure_dict(rest, state["rest"])
+        return nnx.merge(graph, params, rest)
+
+    def error(model: Any, batch: Any, key: Any) -> Any:
+        return jnp.sum((model(batch["x"]) - batch["y"]) ** 2, -1)
+
+    def step(state: State, batch: Any, key: Any) -> Any:
+        model = whole(state)
+        means, gradient = rx.value_and_grad(error)(model, batch, key)
+        after = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], gradient)
+        return {
+            "params": after,
+            "rest": nnx.to_pure_dict(nnx.split(model, nnx.Param, ...)[2]),
+        }, means
+
+    found, told = trained(parallel(step, mode, devices), begin, batch_size=16)
+    wanted, theirs = trained(
+        rx.DataParallel(error, optax.sgd(0.1), mode="single"), network, batch_size=16
+    )
+    np.testing.assert_allclose(
+        [m["loss"] for m in told[:3]], [t["loss"] for t in theirs[:3]], rtol=1e-5
+    )
+    np.testing.assert_allclose(
+        found.params["rest"]["layers"][1]["mean"], wanted.extras["layers"][1]["mean"], atol=1e-5
+    )
+
+
+# Around a step: evaluation, bad steps, runs that are gone on with.
+
+
+def test_evaluate_takes_any_loss() -> None:
+    dp = parallel()
+    at = dp.init(state())
+    batches = lambda: dp.feed(rows(), BATCH)  # noqa: E731
+    error = np.asarray(loss(model(), rows(), None)[0])
+    found = dp.evaluate(at, batches(), loss=of_state)
+    assert found["loss"] == pytest.approx(error.mean(), rel=1e-6)
+    assert found["rows"] == ROWS
+    assert parallel(loss=of_state).evaluate is not None
+    with pytest.raises(rx.ConfigError, match=r"evaluate\(state, batches, loss=loss\)"):
+        dp.evaluate(at, batches())
+    other = rx.DataParallel(of_state, step=step)
+    assert other.evaluate(other.init(state()), batches_of(other)) == pytest.approx(found)
+    third = dp.evaluate(at, batches(), loss=lambda s, b, k: b["y"])
+    assert third["loss"] == pytest.approx(rows()["y"].mean(), rel=1e-5)
+
+
+def batches_of(dp: rx.DataParallel) -> rx.Feed:
+    return dp.feed(rows(), BATCH)
+
+
+def test_a_bad_step_leaves_the_state() -> None:
+    dp = parallel(donate=False)
+    before = dp.init(state())
+    safe = guarded(dp, before)
+    bad = rows()
+    bad["x"][3, 1] = np.nan
+    after, metrics = safe.step(before, {name: leaf[:BATCH] for name, leaf in bad.items()})
+    assert bool(metrics[NOT_FINITE])
+    kept = bits(after)
+    assert int(after.step) == 1
+    assert {n: v for n, v in kept.items() if n != ".step"} == {
+        n: v for n, v in bits(before).items() if n != ".step"
+    }
+    after, metrics = safe.step(after, {name: leaf[:BATCH] for name, leaf in rows().items()})
+    assert not bool(metrics[NOT_FINITE])
+    assert int(after.params["done"]) == 1
+
+
+def test_a_run_goes_on(tmp_path: Path) -> None:
+    def fit(folder: Path | None, steps: int) -> rx.Fit:
+        dp = parallel(loss=of_state)
+        where = {} if folder is None else {"run_dir": folder}
+        return rx.fit(
+            dp, dp.init(state()), rows(), batch_size=BATCH, steps=steps, log_every=1,
+            eval_source=rows(), progress=False, accept_changes=True, **where,
+        )  # fmt: skip
+
+    fit(tmp_path / "run", 3)
+    found, wanted = fit(tmp_path / "run", 7), fit(None, 7)
+    assert bits(found.state) == bits(wanted.state)
+    assert found.records[-1].metrics == wanted.records[-1].metrics
+
+
+# What is refused.
+
+
+def changed(**values: Callable[[State, Any, Any], Any]) -> Any:
+    """`step` with other values in its state or metrics."""
+
+    def other(state: State, batch: Any, key: Any) -> Any:
+        after, metrics = step(state, batch, key)
+        metrics |= {n: f(state, batch, key) for n, f in values.items() if n not in after}
+        return {
+            **after,
+            **{n: f(state, batch, key) for n, f in values.items() if n in after},
+        }, metrics
+
+    return other
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        (changed(seen=lambda s, b, k: jnp.mean(b["y"])), "metrics.seen follows from rows"),
+        (changed(done=lambda s, b, k: s["done"] + b["x"].sum().astype(int)), "state.done follows"),
+        (
+            changed(seen=lambda s, b, k: jax.random.uniform(k)),
+            "metrics.seen follows from the step's key",
+        ),
+        (changed(seen=lambda s, b, k: jax.lax.axis_index("data") * 1.0), "axis"),
+    ],
+)
+def test_replicas_that_would_differ_are_refused(own: Any, said: str) -> None:
+    with pytest.raises((rx.LossError, NameError), match=said):
+        trained(parallel(own), state())
+    if "axis" not in said:
+        trained(parallel(own, "jit"), state(), batch_size=52)
+
+
+def test_rows_of_the_step_itself_need_real_rows() -> None:
+    own = changed(seen=lambda s, b, k: jnp.mean(b["y"]))
+    with pytest.raises(rx.LossError, match=r"rx\.row_weights"):
+        trained(parallel(own, "jit"), state())
+    weighed = changed(seen=lambda s, b, k: jnp.sum(b["y"][:, 0] * rx.row_weights(b["y"])))
+    trained(parallel(weighed, "jit"), state())
+
+
+def contrastive(model: Any, batch: Any, key: Any) -> Any:
+    here = batch["x"] @ model["w"]
+    return jax.nn.logsumexp(here @ here.T, axis=1)
+
+
+def normalised(model: Any, batch: Any, key: Any) -> Any:
+    found = batch["x"] @ model["w"]
+    found = jax.lax.sort(found)  # no rule knows it, and rows stay apart
+    return jnp.sum(found, -1)
+
+
+def with_loss(loss: Any) -> Any:
+    def own(state: State, batch: Any, key: Any) -> Any:
+        means, gradient = rx.value_and_grad(loss)(state["model"], batch, key)
+        return {**state, "model": jax.tree.map(lambda p, g: p - g, state["model"], gradient)}, means
+
+    return own
+
+
+def test_a_loss_whose_rows_meet_is_refused() -> None:
+    with pytest.raises(rx.LossError, match=r"rx\.gather"):
+        trained(parallel(with_loss(contrastive)), state())
+    with pytest.raises(rx.LossError, match="accumulate=1"):
+        trained(parallel(with_loss(contrastive), "jit", accumulate=2), state())
+    with pytest.raises(rx.LossError, match="row_weights"):
+        trained(parallel(with_loss(contrastive), "jit"), state())
+    trained(parallel(with_loss(contrastive), "jit"), state(), batch_size=52)
+    trained(parallel(with_loss(normalised)), state())
+
+
+STEPS: dict[str, tuple[Any, type[Exception], str]] = {
+    "no metrics": (lambda s, b, k: s, rx.StateError, "return state, metrics"),
+    "no loss": (lambda s, b, k: (s, {"a": jnp.float32(0)}), rx.StateError, "'loss'"),
+    "a metric of rows": (lambda s, b, k: (s, {"loss": b["y"]}), rx.StateError, "rx.mean"),
+    "another dtype": (
+        changed(done=lambda s, b, k: s["done"] * 1.0),
+        rx.StateError,
+        r"\['done'\] is int32\[\] before the step and float32\[\] after",
+    ),
+    "another structure": (
+        lambda s, b, k: (s["model"], {"loss": jnp.float32(0)}),
+        rx.StateError,
+        "not there",
+    ),
+    "other rows": (
+        lambda s, b, k: (s, {"loss": rx.mean(b["y"][:3])}),
+        rx.LossError,
+        "3 rows, and the step sees 32",
+    ),
+    "differentiated": (
+        lambda s, b, k: (s, {"loss": jax.grad(lambda v: rx.mean(b["y"] * v))(1.0)}),
+        rx.LossError,
+        "rx.value_and_grad a loss",
+    ),
+    "sums in a loss": (
+        with_loss(lambda m, b, k: b["x"] @ m["w"] - rx.mean(b["x"])),
+        rx.LossError,
+        "rx.mean was called in a loss",
+    ),
+    "ints": (with_loss(lambda m, b, k: b["x"].sum(-1).astype(int)), rx.LossError, "dtype int32"),
+}
+
+
+@pytest.mark.parametrize("name", list(STEPS))
+def test_a_step_that_does_not_keep_its_contract(name: str) -> None:
+    own, error, said = STEPS[name]
+    with pytest.raises(error, match=said) as caught:
+        trained(parallel(own, "jit", 1), state())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_python_number_that_changes_is_refused() -> None:
+    counted = changed(done=lambda s, b, k: s["done"] + 1)
+    with pytest.raises(rx.StateError, match=r"jnp\.asarray"):
+        trained(parallel(counted, "jit", 1), {**state(), "done": 0})
+
+
+class Remembers:
+    """A reduction with a state."""
+
+    name = "remembers"
+
+    def init(self, params: Any) -> Any:
+        return jnp.zeros(())
+
+    def __call__(self, sums: Any, state: Any, axis: str) -> Any:
+        return sums, state
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"optimizer": optimizer}, "optimizer"),
+        ({"ema": 0.9}, "ema"),
+        ({"trainable": "w"}, "trainable"),
+        ({"layout": "zero1", "mode": "jit"}, "layout='fsdp'"),
+        ({"step": 3}, "step\\(state, batch, key\\)"),
+        ({"step": lambda state, batch: state}, "called with 3 arguments"),
+        ({"reduction": Remembers()}, "remembers one sum"),
+    ],
+)
+def test_what_a_step_does_not_go_with(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(rx.ConfigError, match=said):
+        rx.DataParallel(**{"step": step, "mode": "shard_map", **settings}).init(state())
