@@ -20,6 +20,7 @@ from replicax.core.job import Job
 from replicax.core.layout import Layout, Rules
 from replicax.core.mesh import make_mesh
 from replicax.core.objective import LossFunction
+from replicax.core.own import StepFunction
 from replicax.core.reduction import Reduction
 from replicax.core.update import TrainState
 
@@ -28,8 +29,9 @@ from replicax.core.update import TrainState
 class Subject:
     """What is measured, whatever the case."""
 
-    loss: LossFunction
-    optimizer: optax.GradientTransformation
+    loss: LossFunction | None
+    optimizer: optax.GradientTransformation | None
+    step: StepFunction | None
     model: Any
     source: Any
     layout: str | Rules | Layout
@@ -45,6 +47,7 @@ class Subject:
         return DataParallel(
             self.loss,
             self.optimizer,
+            step=self.step,
             mesh=make_mesh(case.devices, devices=jax.devices()),
             mode=case.mode,
             layout=self.layout,

@@ -34,17 +34,19 @@ from replicax.core.layout import Layout, Rules, as_layout
 from replicax.core.mesh import make_mesh
 from replicax.core.modes import as_mode
 from replicax.core.objective import LossFunction
+from replicax.core.own import StepFunction
 from replicax.core.reduction import Reduction
 from replicax.errors import ConfigError
 
 
 def bench(
-    loss: LossFunction,
-    optimizer: optax.GradientTransformation,
+    loss: LossFunction | None,
+    optimizer: optax.GradientTransformation | None,
     model: Any,
     source: Any,
     *,
     batch_size: int,
+    step: StepFunction | None = None,
     devices: Sequence[int] | None = None,
     modes: Sequence[str] | None = None,
     layout: str | Rules | Layout = "replicated",
@@ -75,6 +77,7 @@ def bench(
         model: as for `DataParallel.init`.
         source: as for `DataParallel.feed`, but it must be readable again and again.
         batch_size: rows of a global batch.
+        step: as for `DataParallel`, with None for `loss` and `optimizer`.
         devices: counts; by default the powers of two up to all attached devices, and these. In a
             job of several processes only all of them.
         modes: names of `replicax.core.modes.MODES`; by default all whose bits are not fixed.
@@ -120,6 +123,7 @@ def bench(
     subject = Subject(
         loss=loss,
         optimizer=optimizer,
+        step=step,
         model=model,
         source=source,
         layout=layout,

@@ -16,6 +16,7 @@ from replicax.core.program import Program
 from replicax.core.row_rules import MIXED, Place, Rows
 from replicax.core.rows import follow
 from replicax.core.update import TrainState
+from replicax.errors import LossError
 
 
 class StepLook:
@@ -48,7 +49,15 @@ class StepLook:
             )
             return {"state": after.params, "metrics": metrics}, [each for _, each in self._unsure]
 
-        traced, (shapes, _) = jax.make_jaxpr(run, return_shape=True)(state, batch)
+        try:
+            traced, (shapes, _) = jax.make_jaxpr(run, return_shape=True)(state, batch)
+        except NameError as error:
+            if "unbound axis name" not in str(error):
+                raise
+            raise LossError(
+                "the step reduces over the replicas itself (psum or pmean over an axis), and runs "
+                "where there is none too: use rx.mean, rx.value_and_grad or rx.gather"
+            ) from error
         names = [
             jax.tree_util.keystr(path, simple=True, separator=".")
             for path, _ in jax.tree_util.tree_leaves_with_path(shapes)

@@ -6,13 +6,15 @@ rest, the gradient of one micro-batch is traced, and its operations are followed
 """
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, jaxpr_as_fun
 
+from replicax.core.accumulate import Sequential
 from replicax.core.batch import Batch, described, row_count
 from replicax.core.data_parallel import DataParallel
 from replicax.core.loss import LOSS
@@ -111,7 +113,10 @@ def memory_formula(
     added_up = split.micro_batches > 1
     gathered = dp.layout.splits_params
     objective = dataclasses.replace(program.objective, split=None)
-    memory = _of_gradient(objective, state, share.params, part, platform, added_up, gathered)
+    if dp.configuration.step is None:
+        memory = _of_gradient(objective, state, share.params, part, platform, added_up, gathered)
+    else:
+        memory = _of_own_step(program.replica_step, state, part, platform)
     return MemoryFormula(
         rows=rows,
         parameters=parameters,
@@ -153,6 +158,19 @@ class _Gradient:
     activations: int
     workspace: int
     never_together: int
+
+
+def _of_own_step(
+    step: Callable[..., Any], state: TrainState, part: Batch, platform: str
+) -> _Gradient:
+    """The memory of a step of one's own on a micro-batch: the most that is stored at once.
+
+    The next state is among it, as if it took no memory of the one before.
+    """
+    plain = partial(step, accumulator=Sequential(), reduce=lambda sums, carried, _: (sums, carried))
+    closed = jax.make_jaxpr(lambda state, part: plain(state, part, None))(state, part)
+    traced = Program(for_platform(closed.jaxpr, platform), platform)
+    return _Gradient(0, 0, 0, workspace=peak(Liveness(traced, {}, set())).bytes, never_together=0)
 
 
 def _of_gradient(

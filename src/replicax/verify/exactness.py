@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+from replicax.core.data_parallel import DataParallel
+from replicax.core.mesh import replica_count
 from replicax.core.modes import Mode
 from replicax.errors import LossError, ReplicaxError
 from replicax.train.fingerprint import sha256
@@ -16,23 +18,30 @@ _SHOWN = 12
 
 
 def check_exactness(
-    subject: Subject, facts: Facts, mode: Mode, show: Callable[[str], None]
+    mode: Mode,
+    counts: list[int],
+    digest: Callable[[int], str],
+    is_own: bool,
+    show: Callable[[str], None],
 ) -> Check:
-    """Return the row on a mode whose bits are fixed: those of two steps on 1, 2, 4, ... devices."""
-    counts = [1 << power for power in range(subject.replicas.bit_length())]
-    counts = [count for count in counts if count <= subject.replicas]
+    """Return the row on a mode whose bits are fixed: those of two steps on 1, 2, 4, ... devices.
+
+    Args:
+        mode: the mode.
+        counts: of devices, from `replica_counts`.
+        digest: the bits on as many.
+        is_own: whether the step is configured with it, and must not be refused.
+        show: told what is next.
+    """
     name = f"{mode}, {on_devices(counts)}"
-    if not facts.repeatable:
-        return Check("parity", name, SKIP, "two runs on one device differ: nothing to compare with")
     digests: dict[int, str] = {}
     try:
         for count in counts:
             show(f"parity: the bits of {mode} on {count} of {counts[-1]} devices")
-            digests[count] = _digest(subject, facts, Case(mode, 1, count))
+            digests[count] = digest(count)
     except ReplicaxError as error:
-        verdict = FAIL if subject.own.mode == mode else SKIP
-        return Check("parity", name, verdict, f"refused: {error}")
-    figures = {"sha256": {str(count): digest for count, digest in digests.items()}}
+        return Check("parity", name, FAIL if is_own else SKIP, f"refused: {error}")
+    figures = {"sha256": {str(count): found for count, found in digests.items()}}
     first = digests[counts[0]]
     others = [count for count in counts if digests[count] != first]
     if not others:
@@ -55,7 +64,15 @@ def on_devices(counts: list[int]) -> str:
     return f"{', '.join(map(str, counts))} device{'s' if counts != [1] else ''}"
 
 
-def _digest(subject: Subject, facts: Facts, case: Case) -> str:
+def replica_counts(dp: DataParallel) -> list[int]:
+    """Return 1, 2, 4, ... up to the replicas of `dp`."""
+    replicas = replica_count(dp.mesh)
+    return [1 << power for power in range(replicas.bit_length())]
+
+
+def digest_of(subject: Subject, facts: Facts, mode: Mode, devices: int) -> str:
+    """Return the SHA-256 of state and metrics after `STEPS` steps on as many devices."""
+    case = Case(mode, 1, devices)
     dp = subject.parallel(case)
     batch = subject.batch_on(case, subject.padded if facts.takes_padding else subject.full)
     state = subject.placed(case, subject.state)

@@ -17,6 +17,7 @@ from replicax.verify.trial import Trial, renamed
 from replicax.wording import first_line, named
 
 PyTree = Any
+INDIVISIBLE = "indivisible batch"
 _SHARED_DRAWS = (
     "all replicas draw the same random numbers: fed the same rows, they give exactly what one "
     "device gives on these rows, dropout masks included; fold the replica's index into the key "
@@ -111,7 +112,7 @@ def weighted(trial: Trial, batch: PyTree, path: str, micro_batches: int) -> list
 
 def indivisible(trial: Trial, batch: PyTree, micro_batches: int) -> Check:
     """A batch whose rows do not divide over the replicas: refused, or right; not cut."""
-    case = "indivisible batch"
+    case = INDIVISIBLE
     rows = row_count(batch)
     fewer = rows - trial.replicas // 2 - 1
     if fewer < 1 or fewer % trial.replicas == 0:

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,11 +14,12 @@ from replicax.core.data_parallel import DataParallel
 from replicax.core.mesh import replica_count
 from replicax.core.modes import MODES, Mode, as_mode
 from replicax.errors import ConfigError, ReplicaxError
-from replicax.verify.check import FAIL, Check, Verification
+from replicax.verify.check import FAIL, SKIP, Check, Verification
 from replicax.verify.determinism import check_determinism
-from replicax.verify.exactness import check_exactness
+from replicax.verify.exactness import check_exactness, digest_of, replica_counts
 from replicax.verify.facts import examine
 from replicax.verify.independence import DEPENDENT
+from replicax.verify.own import check_own_step
 from replicax.verify.parameters import check_parameters
 from replicax.verify.parity import Parity
 from replicax.verify.recompilation import check_recompilation
@@ -86,7 +88,8 @@ def verify(
         "rows": rows,
     }
     show = show or (lambda text: None)
-    checks = list(_checks(dp, model, batch, chosen, micro_batches, seed, show))
+    look = _checks if dp.configuration.step is None else check_own_step
+    checks = list(look(dp, model, batch, chosen, micro_batches, seed, show))
     return Verification(checks, {**about, "seconds": round(time.monotonic() - started, 1)})
 
 
@@ -123,8 +126,12 @@ def _checks(
     cases = _cases(subject, modes)
     yield from Parity(subject, facts, show).checks(cases)
     for mode in modes:
-        if mode.bitwise:
-            yield check_exactness(subject, facts, mode, show)
+        if mode.bitwise and facts.repeatable:
+            digest = partial(digest_of, subject, facts, mode)
+            yield check_exactness(mode, replica_counts(dp), digest, own.mode == mode, show)
+        elif mode.bitwise:
+            text = "two runs on one device differ: nothing to compare with"
+            yield Check("parity", str(mode), SKIP, text)
     try:
         subject.run(own, subject.full)
     except Exception:  # parity has said it

@@ -1,0 +1,90 @@
+"""`verify` of a step of one's own: in every mode what one device computes, bits where promised."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from replicax.core.batch import Batch, host_rows, pad
+from replicax.core.data_parallel import DataParallel
+from replicax.core.mesh import make_mesh
+from replicax.core.modes import Mode
+from replicax.core.program import Program
+from replicax.core.update import TrainState
+from replicax.errors import ReplicaxError
+from replicax.train.fingerprint import sha256
+from replicax.verify.check import FAIL, SKIP, Check
+from replicax.verify.exactness import STEPS, check_exactness, replica_counts
+from replicax.verify.step import verify_step
+from replicax.verify.step_parity import INDIVISIBLE
+
+
+def check_own_step(
+    dp: DataParallel,
+    model: Any,
+    data: Any,
+    modes: Sequence[Mode],
+    micro_batches: int,
+    seed: int,
+    show: Callable[[str], None],
+) -> Iterator[Check]:
+    """Yield a row for each thing that was checked of a step of one's own, in each of `modes`.
+
+    Each mode's compiled step is held against that of mode `single` as `verify_step` holds one
+    against another. The rows' mask is the weight of each, so that padding is among the cases.
+    """
+    rows = len(jax.tree.leaves(data)[0])
+    batch = pad(host_rows(data, copy=True), rows, np.arange(rows))
+    base = dp.replace(donate=False, accumulate=1)
+    whole = {"layout": "replicated", "reduction": "float32"}
+    show("one device")
+    try:
+        alone = base.replace(mode="single", mesh=_first(dp, 1), **whole)
+        state = alone.init(model, seed=seed)
+        alone.prepare(state, alone.program(state).placed(data))
+    except ReplicaxError as error:
+        yield Check("parity", "one device", FAIL, f"refused: {error}")
+        return
+    reference = alone.program(state).step
+    state = jax.tree.map(np.asarray, state)
+    for mode in modes:
+        own = whole if mode != dp.mode else {}
+        for parts in sorted({1, dp.accumulate, micro_batches}) if not mode.bitwise else [1]:
+            name = f"{mode}, {parts} micro-batches" if parts > 1 else str(mode)
+            try:
+                chosen = base.replace(mode=mode, accumulate=parts, **own)
+                begun = chosen.init(model, seed=seed)
+                program = chosen.program(begun)
+                chosen.prepare(begun, program.placed(data))
+            except ReplicaxError as error:
+                verdict = FAIL if mode == dp.mode else SKIP
+                yield Check("parity", name, verdict, f"refused: {error}")
+                continue
+            show(name)
+            found = verify_step(
+                program.step, reference, state, batch, micro_batches=parts, show=show
+            )
+            for check in found.checks:
+                if check.case == INDIVISIBLE:  # a feed pads
+                    continue
+                yield dataclasses.replace(check, case=f"{name}, {check.case}")
+        if mode.bitwise:
+
+            def digest(count: int, mode: Mode = mode) -> str:
+                counted = base.replace(mode=mode, mesh=_first(dp, count), **whole)
+                return _digest(counted.program(model), state, batch)
+
+            yield check_exactness(mode, replica_counts(dp), digest, mode == dp.mode, show)
+
+
+def _digest(program: Program, state: TrainState, batch: Batch) -> str:
+    metrics: Any = {}
+    for _ in range(STEPS):
+        state, metrics = program.step(state, batch)
+    return sha256((state, metrics))
+
+
+def _first(dp: DataParallel, devices: int) -> Any:
+    return make_mesh(devices=list(dp.mesh.devices.flat)[:devices])
