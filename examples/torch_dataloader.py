@@ -32,11 +32,8 @@ class Flowers(Dataset):
 
 
 def loader(epoch=None):
-    """Batches in the order of `epoch`, or of the dataset; `drop_last` need not be set.
-
-    Workers that fork beside JAX's threads may hang: give `multiprocessing_context="forkserver"`
-    where `num_workers` is not 0.
-    """
+    """Batches in the order of `epoch`, or of the dataset; the last has the rows that are left."""
+    # With `num_workers`, `multiprocessing_context="forkserver"`: a fork beside threads may hang.
     order = None if epoch is None else torch.Generator().manual_seed(epoch)
     return DataLoader(Flowers(), BATCH, shuffle=order is not None, generator=order)
 

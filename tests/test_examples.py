@@ -25,8 +25,13 @@ PAGE = (FOLDER.parent / "docs/examples.md").read_text(encoding="utf-8")
 TABLE = re.findall(r"^\| \[`(\w+)`\].*\| (\d+) \| (\d+) \| (\S+) \|$", PAGE, re.MULTILINE)
 OF_PEERS = {"torch_dataloader"}
 
+# torch's tensors do not know of NumPy 2's `copy`, and are copied all the same.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
+)
 
-def tested(names: Any) -> list[Any]:
+
+def where_it_can(names: Any) -> list[Any]:
     """`names` for `parametrize`; `make test` installs no torch."""
     return only([name for name in names if name not in OF_PEERS], names)
 
@@ -38,7 +43,7 @@ def loaded(name: str) -> Any:
 
 
 @pytest.mark.parametrize(("mode", "devices"), only(KEPT, CASES))
-@pytest.mark.parametrize("name", tested([name for name in NAMES if name not in RANDOM]))
+@pytest.mark.parametrize("name", where_it_can([name for name in NAMES if name not in RANDOM]))
 def test_the_first_losses_are_those_of_plain_jax(name: str, mode: str, devices: int) -> None:
     example = loaded(name)
     expected = by_hand(name, example)
