@@ -1,122 +1,104 @@
 """Each example's first losses, on devices and in modes, against plain JAX on one device."""
 
-import runpy
-from pathlib import Path
-from types import SimpleNamespace
+import ast
+import re
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax import nnx
+from support.examples import (
+    CASES,
+    FOLDER,
+    NAMES,
+    RANDOM,
+    by_hand,
+    lines_here,
+    load,
+    plain_lines,
+    sources,
+    with_replicax,
+)
 from support.tiers import EXHAUSTIVE, only
 
-import replicax as rx
-
-FOLDER = Path(__file__).resolve().parents[1] / "examples"
-NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
-TRAINABLE = {"lora": nnx.LoRAParam, "frozen_backbone": "head"}
-RANDOM = {"vae"}
-"""Their draws are those of a batch's shape, and in per-replica modes each replica's own."""
-STEPS = 5
-CASES = [(mode, devices) for mode in ("jit", "shard_map", "pmap") for devices in (1, 2, 4)]
 KEPT = [("shard_map", 4)]
+PAGE = (FOLDER.parent / "docs/examples.md").read_text(encoding="utf-8")
+TABLE = re.findall(r"^\| \[`(\w+)`\].*\| (\d+) \| (\d+) \| (\S+) \|$", PAGE, re.MULTILINE)
+OF_PEERS = {"torch_dataloader"}
+
+# torch's tensors do not know of NumPy 2's `copy`, and are copied all the same.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
+)
 
 
-def load(name: str) -> Any:
-    return SimpleNamespace(**runpy.run_path(str(FOLDER / f"{name}.py")))
+def where_it_can(names: Any) -> list[Any]:
+    """`names` for `parametrize`; `make test` installs no torch."""
+    return only([name for name in names if name not in OF_PEERS], names)
 
 
-def batches(example: Any) -> list[Any]:
-    """Of two epochs in order, the third of 20 rows where the others have 32."""
-    rows = example.rows()
-    count = len(jax.tree.leaves(rows)[0])
-    parts = [slice(at, min(at + example.BATCH, count)) for at in range(0, count, example.BATCH)]
-    assert parts[-1].stop - parts[-1].start == 20
-    cut = [jax.tree.map(lambda leaf, part=part: leaf[part], rows) for part in parts]
-    return (2 * cut)[:STEPS]
-
-
-def mean(returned: Any) -> jax.Array:
-    loss = returned[0] if isinstance(returned, tuple) else returned
-    if isinstance(loss, rx.Weighted):
-        return jnp.sum(loss.values * loss.weights) / jnp.sum(loss.weights)
-    return jnp.mean(loss)
-
-
-def by_hand(name: str, example: Any) -> list[float]:
-    """The losses of plain JAX on one device."""
-    model, optimizer = example.model(), example.optimizer()
-    frozen: Any
-    if name == "lora":
-        graph, params, frozen = nnx.split(model, nnx.LoRAParam, ...)
-    elif name in TRAINABLE:
-        frozen, params = dict(model), {"head": model["head"]}
-    else:
-        frozen, params = {}, model
-
-    def whole(params: Any) -> Any:
-        return nnx.merge(graph, params, frozen) if name == "lora" else {**frozen, **params}
-
-    @jax.jit
-    def step(params: Any, state: Any, batch: Any) -> Any:
-        value, gradient = jax.value_and_grad(
-            lambda params: mean(example.loss(whole(params), batch, None))
-        )(params)
-        updates, state = optimizer.update(gradient, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    state, losses = optimizer.init(params), []
-    for batch in batches(example):
-        params, state, value = step(params, state, batch)
-        losses.append(float(value))
-    return losses
-
-
-def with_replicax(name: str, example: Any, mode: str, devices: int) -> list[float]:
-    mesh = rx.make_mesh(devices=jax.devices()[:devices])
-    dp = rx.DataParallel(
-        example.loss,
-        example.optimizer(),
-        mesh=mesh,
-        mode=mode,
-        trainable=TRAINABLE.get(name),
-    )
-    state, losses = dp.init(example.model()), []
-    for epoch in range(2):
-        for batch in dp.feed(example.rows(), 28 if name in RANDOM else example.BATCH, epoch=epoch):
-            state, metrics = dp.step(state, batch)
-            losses.append(float(metrics["loss"]))
-    return losses[:STEPS]
+def loaded(name: str) -> Any:
+    if name in OF_PEERS:
+        pytest.importorskip("torch", reason="no torch to load rows with: `make peers` installs it")
+    return load(name)
 
 
 @pytest.mark.parametrize(("mode", "devices"), only(KEPT, CASES))
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in RANDOM])
+@pytest.mark.parametrize("name", where_it_can([name for name in NAMES if name not in RANDOM]))
 def test_the_first_losses_are_those_of_plain_jax(name: str, mode: str, devices: int) -> None:
-    example = load(name)
-    found = with_replicax(name, example, mode, devices)
-    np.testing.assert_allclose(found, by_hand(name, example), rtol=1e-6, atol=1e-6)
+    example = loaded(name)
+    expected = by_hand(name, example)
+    for source in sources(example).values():
+        found, _ = with_replicax(name, example, source, mode, devices)
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("devices", only([4], [1, 2, 4]))
 @pytest.mark.parametrize("name", sorted(RANDOM))
 def test_random_numbers_are_those_of_one_device(name: str, devices: int) -> None:
     example = load(name)
-    expected = with_replicax(name, example, "single", 1)
-    np.testing.assert_allclose(with_replicax(name, example, "jit", devices), expected, rtol=1e-6)
+    expected = by_hand(name, example)
+    for mode, count in (("single", 1), ("jit", devices)):
+        found, _ = with_replicax(name, example, example.rows(), mode, count)
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["grain_pipeline", *only([], ["iterables", "clip"])])
+def test_so_they_are_in_an_order_that_replicax_draws(name: str) -> None:
+    example = load(name)
+    *_, source = sources(example).values()
+    found, order = with_replicax(name, example, source, "shard_map", 4, shuffle=True)
+    assert sorted(np.concatenate(order[:3])) == list(range(84))
+    assert list(order[0]) != sorted(order[0])
+    assert list(order[0]) != list(order[3])
+    np.testing.assert_allclose(found, by_hand(name, example, order), rtol=1e-6, atol=1e-6)
 
 
 @EXHAUSTIVE
 @pytest.mark.parametrize("name", NAMES)
 def test_it_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    load(name).main()
+    loaded(name).main()
     assert capsys.readouterr().out
 
 
-def test_each_header_says_what_it_shows() -> None:
-    assert len(NAMES) >= 8
-    for name in NAMES:
-        said = (load(name).__doc__ or "").strip().split("\n\n")
-        assert len(said) == 2, name
+@EXHAUSTIVE
+def test_an_epoch_of_a_torch_loader_can_be_had_again() -> None:
+    example = loaded("torch_dataloader")
+    first, again, other = (
+        np.concatenate([batch["x"].numpy() for batch in example.loader(epoch)])
+        for epoch in (1, 1, 2)
+    )
+    np.testing.assert_array_equal(first, again)
+    assert not np.array_equal(first, other)
+    np.testing.assert_array_equal(np.sort(first, axis=0), np.sort(other, axis=0))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_header_says_what_it_shows(name: str) -> None:
+    tree = ast.parse((FOLDER / f"{name}.py").read_text(encoding="utf-8"))
+    assert len((ast.get_docstring(tree) or "").split("\n\n")) == 2
+
+
+def test_the_page_lists_each_with_its_lines() -> None:
+    counted = [(name, plain_lines(name), lines_here(name)) for name in NAMES]
+    assert [(name, int(plain), int(here)) for name, plain, here, _ in TABLE] == counted
+    assert all(float(difference) < 1e-6 for *_, difference in TABLE)

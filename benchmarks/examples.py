@@ -1,0 +1,37 @@
+"""How far the first losses of `examples/` are from those of plain JAX on one device.
+
+The largest difference as a part of the loss, over modes, devices and sources: the last column of
+`docs/examples.md`, whose other figures it prints too. torch's example needs `make peers`.
+"""
+
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from support import examples
+
+
+def largest_difference(name: str) -> float:
+    example = examples.load(name)
+    expected = np.asarray(examples.by_hand(name, example))
+    found = [
+        examples.with_replicax(name, example, source, mode, devices)[0]
+        for mode, devices in examples.cases(name)
+        for source in examples.sources(example).values()
+    ]
+    return float(np.max(np.abs(found - expected) / np.abs(expected)))
+
+
+def main() -> None:
+    jax.config.update("jax_num_cpu_devices", 4)
+    for name in sys.argv[1:] or examples.NAMES:
+        plain, here = examples.plain_lines(name), examples.lines_here(name)
+        print(f"{name}: {plain} lines, {here} here, {largest_difference(name):.0e}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

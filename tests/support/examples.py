@@ -1,0 +1,104 @@
+"""The programs in `examples/`: their first losses here and in plain JAX, and their lines."""
+
+import inspect
+import re
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+from flax import nnx
+from support.plain_steps import PLAIN_STEPS, mean_of_rows
+
+import replicax as rx
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
+TRAINABLE = {"lora": nnx.LoRAParam, "frozen_backbone": "head"}
+RANDOM = {"vae"}
+"""Their draws are those of a batch's shape, and in per-replica modes each replica's own."""
+STEPS = 5
+EPOCHS = 2
+CASES = [(mode, devices) for mode in ("jit", "shard_map", "pmap") for devices in (1, 2, 4)]
+
+
+def load(name: str) -> Any:
+    return SimpleNamespace(**runpy.run_path(str(FOLDER / f"{name}.py")))
+
+
+def cases(name: str) -> list[tuple[str, int]]:
+    """Modes and devices where plain JAX's numbers are expected."""
+    return [(mode, devices) for mode, devices in CASES if name not in RANDOM or mode == "jit"]
+
+
+def sources(example: Any) -> dict[str, Any]:
+    """All that the example gives to `dp.feed`; each has the rows of `example.rows()`."""
+    return example.sources() if hasattr(example, "sources") else {"arrays": example.rows()}
+
+
+def batch_size(name: str, example: Any) -> int:
+    return 28 if name in RANDOM else example.BATCH
+
+
+def orders(name: str, example: Any) -> Iterator[np.ndarray]:
+    """The rows of each batch, in order, epoch after epoch; of 32 rows, every third has 20."""
+    count, size = len(jax.tree.leaves(example.rows())[0]), batch_size(name, example)
+    assert name in RANDOM or count % size == 20
+    for _ in range(EPOCHS):
+        yield from np.split(np.arange(count), range(size, count, size))
+
+
+def by_hand(name: str, example: Any, order: list[np.ndarray] | None = None) -> list[float]:
+    """The losses of plain JAX on one device."""
+    rows = example.rows()
+    batches = [
+        jax.tree.map(lambda leaf, part=part: leaf[part], rows)
+        for part in order or list(orders(name, example))
+    ][:STEPS]
+
+    def numbered(params: Any, batch: Any, key: Any, number: Any) -> Any:
+        with mock.patch.object(rx, "step_number", return_value=number):
+            return example.loss(params, batch, jax.random.fold_in(key, 0))  # of micro-batch 0
+
+    loss = numbered if name in RANDOM else example.loss
+    plain = PLAIN_STEPS.get(name, mean_of_rows)
+    return [float(value) for value in plain(loss, example.optimizer(), example.model(), batches)]
+
+
+def with_replicax(
+    name: str, example: Any, source: Any, mode: str, devices: int, *, shuffle: bool = False
+) -> tuple[list[float], list[np.ndarray]]:
+    """The losses in `mode` on so many devices, and the rows of each batch."""
+    dp = rx.DataParallel(
+        example.loss,
+        example.optimizer(),
+        mesh=rx.make_mesh(devices=jax.devices()[:devices]),
+        mode=mode,
+        trainable=TRAINABLE.get(name),
+    )
+    state, losses, order = dp.init(example.model()), [], []
+    for epoch in range(EPOCHS):
+        for batch in dp.feed(source, batch_size(name, example), shuffle=shuffle, epoch=epoch):
+            state, metrics = dp.step(state, batch)
+            losses.append(float(metrics["loss"]))
+            order.append(np.asarray(batch.index)[: batch.rows])
+    return losses[:STEPS], order[:STEPS]
+
+
+def plain_lines(name: str) -> int:
+    """Lines of the step, its update and the loop over batches, in plain JAX."""
+    text = inspect.getsource(PLAIN_STEPS.get(name, mean_of_rows))
+    body = [line.strip() for line in text.splitlines()[1:]]
+    return len([line for line in body if line and not line.startswith("yield")])
+
+
+def lines_here(name: str) -> int:
+    """Lines of the same in the example."""
+    said = r"rx\.DataParallel\(|dp\.init\(|in dp\.feed\(|dp\.step\(|rx\.fit\("
+    text = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
+    main = text[text.index("def main()") :]
+    return len([line for line in main.splitlines() if re.search(said, line)])

@@ -1,0 +1,127 @@
+"""The training of `examples/` on one device in plain JAX, as short as it gets.
+
+Each is a generator of losses; `docs/examples.md` counts its lines without the `yield`.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+
+def mean_of_rows(loss: Any, optimizer: Any, params: Any, batches: Iterable[Any]) -> Iterator[Any]:
+    @jax.jit
+    def step(params, opt_state, batch):
+        value, gradient = jax.value_and_grad(lambda p: jnp.mean(loss(p, batch, None)))(params)
+        updates, opt_state = optimizer.update(gradient, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    opt_state = optimizer.init(params)
+    for batch in batches:
+        params, opt_state, value = step(params, opt_state, batch)
+        yield value
+
+
+def weighted_mean(loss: Any, optimizer: Any, params: Any, batches: Iterable[Any]) -> Iterator[Any]:
+    def mean(params, batch):
+        found = loss(params, batch, None)
+        return jnp.sum(found.values * found.weights) / jnp.sum(found.weights)
+
+    @jax.jit
+    def step(params, opt_state, batch):
+        value, gradient = jax.value_and_grad(mean)(params, batch)
+        updates, opt_state = optimizer.update(gradient, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    opt_state = optimizer.init(params)
+    for batch in batches:
+        params, opt_state, value = step(params, opt_state, batch)
+        yield value
+
+
+def with_metrics(loss: Any, optimizer: Any, params: Any, batches: Iterable[Any]) -> Iterator[Any]:
+    def means(params, batch):
+        found, metrics = loss(params, batch, None)
+        return jnp.mean(found), jax.tree.map(jnp.mean, metrics)
+
+    @jax.jit
+    def step(params, opt_state, batch):
+        (value, metrics), gradient = jax.value_and_grad(means, has_aux=True)(params, batch)
+        updates, opt_state = optimizer.update(gradient, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value, metrics
+
+    opt_state = optimizer.init(params)
+    for batch in batches:
+        batch = jax.tree.map(np.asarray, batch)
+        params, opt_state, value, _ = step(params, opt_state, batch)
+        yield value
+
+
+def frozen_backbone(loss: Any, optimizer: Any, model: Any, batches: Iterable[Any]) -> Iterator[Any]:
+    def means(head, batch):
+        found, metrics = loss({**model, "head": head}, batch, None)
+        return jnp.mean(found), jax.tree.map(jnp.mean, metrics)
+
+    @jax.jit
+    def step(head, average, opt_state, batch):
+        (value, metrics), gradient = jax.value_and_grad(means, has_aux=True)(head, batch)
+        updates, opt_state = optimizer.update(gradient, opt_state, head)
+        head = optax.apply_updates(head, updates)
+        average = optax.incremental_update(head, average, 0.02)
+        return head, average, opt_state, value, metrics
+
+    head = average = model["head"]
+    opt_state = optimizer.init(head)
+    for batch in batches:
+        head, average, opt_state, value, _ = step(head, average, opt_state, batch)
+        yield value
+
+
+def lora(loss: Any, optimizer: Any, model: Any, batches: Iterable[Any]) -> Iterator[Any]:
+    def means(model, batch):
+        found, metrics = loss(model, batch, None)
+        return jnp.mean(found), jax.tree.map(jnp.mean, metrics)
+
+    @nnx.jit
+    def step(model, updater, batch):
+        some = nnx.DiffState(0, nnx.LoRAParam)
+        found, gradient = nnx.value_and_grad(means, argnums=some, has_aux=True)(model, batch)
+        updater.update(model, gradient)
+        return found
+
+    updater = nnx.Optimizer(model, optimizer, wrt=nnx.LoRAParam)
+    for batch in batches:
+        value, _ = step(model, updater, batch)
+        yield value
+
+
+def annealed(loss: Any, optimizer: Any, params: Any, batches: Iterable[Any]) -> Iterator[Any]:
+    def means(params, batch, number):
+        key = jax.random.fold_in(jax.random.key(0), number)
+        found, metrics = loss(params, batch, key, number)
+        return jnp.mean(found), jax.tree.map(jnp.mean, metrics)
+
+    @jax.jit
+    def step(params, opt_state, batch, number):
+        (value, metrics), gradient = jax.value_and_grad(means, has_aux=True)(params, batch, number)
+        updates, opt_state = optimizer.update(gradient, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value, metrics
+
+    opt_state = optimizer.init(params)
+    for number, batch in enumerate(batches):
+        params, opt_state, value, _ = step(params, opt_state, batch, number)
+        yield value
+
+
+PLAIN_STEPS = {
+    "frozen_backbone": frozen_backbone,
+    "lora": lora,
+    "packed_sequences": weighted_mean,
+    "torch_dataloader": with_metrics,
+    "vae": annealed,
+}
+"""By example; all others are `mean_of_rows`."""
