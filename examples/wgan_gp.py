@@ -53,7 +53,7 @@ def apply(network, x):
 
 
 def critic_loss(critic, batch, key):
-    """What the critic gives to fakes beyond what it gives to points, and its slope's penalty."""
+    """Score of the fake less that of the point, and a penalty on slopes other than 1."""
     point, fake = batch["point"], batch["fake"]
     mixed = fake + batch["mix"] * (point - fake)
     slope = jax.vmap(jax.grad(lambda x: apply(critic, x)[0]))(mixed)
@@ -62,14 +62,14 @@ def critic_loss(critic, batch, key):
     return PENALTY * penalty - distance, {"distance": distance}
 
 
-def step(state, batch, key, value_and_grad=rx.value_and_grad):
+def step(state, batch, key):
     generator = state["generator"]
 
     def update_critic(carry, drawn):
         critic, moments = carry
         noise, mix = drawn
         seen = {"point": batch["point"], "fake": apply(generator, noise), "mix": mix}
-        means, gradient = value_and_grad(critic_loss)(critic, seen, key)
+        means, gradient = rx.value_and_grad(critic_loss)(critic, seen, key)
         updates, moments = critic_optimizer.update(gradient, moments, critic)
         return (optax.apply_updates(critic, updates), moments), means
 
@@ -81,7 +81,7 @@ def step(state, batch, key, value_and_grad=rx.value_and_grad):
     def fooled(generator, noise, key):
         return -apply(critic, apply(generator, noise))[:, 0]
 
-    found, gradient = value_and_grad(fooled)(generator, noise[-1], key)
+    found, gradient = rx.value_and_grad(fooled)(generator, noise[-1], key)
     updates, moments = generator_optimizer.update(gradient, state["generator_moments"], generator)
     after = {
         "generator": optax.apply_updates(generator, updates),

@@ -1,4 +1,4 @@
-"""A step of one's own, in every mode, beside the step that is written for a loss and an optimizer."""
+"""A step of one's own, in every mode, beside the step written for a loss and an optimizer."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -128,7 +128,7 @@ def test_outside_of_a_step_the_batch_is_the_global_one() -> None:
 
 
 def many(state: State, batch: Any, key: Any) -> tuple[State, Any]:
-    """Two updates in a loop, one every other step, of an average that follows; rows are gathered."""
+    """Two updates in a loop, one in every other step, and a mean of gathered rows."""
 
     def update(carry: Any, _: Any) -> Any:
         model, moments = carry
@@ -144,7 +144,7 @@ def many(state: State, batch: Any, key: Any) -> tuple[State, Any]:
         lambda c: update(c, None),
         lambda c: (c, jax.tree.map(lambda m: m[-1], means)),
         (model, moments),
-    )  # noqa: E501
+    )
     x, real = rx.gather((batch["x"], rx.row_weights(batch["x"])))
     center = jnp.sum(x * real[:, None], 0) / jnp.sum(real)
     after = {"model": model, "moments": moments, "center": state["center"] * 0.9 + center * 0.1}

@@ -84,7 +84,7 @@ def _changes(
 ) -> Iterator[tuple[str, DataParallel]]:
     if dp.precision.name == "float32":
         yield "precision=bfloat16", dp.replace(precision="bfloat16")
-    if given is None:
+    if given is None and dp.configuration.step is None:
         yield REMAT, dp.replace(loss=_checkpointed(dp.loss))
     yield from (given or {}).items()
     yield from _split(dp, devices)
@@ -98,7 +98,8 @@ def _split(dp: DataParallel, devices: int) -> Iterator[tuple[str, DataParallel]]
     reduction = dp.reduction if dp.mode.splits_state else REDUCTIONS["float32"]
     now = (dp.layout.splits_optimizer, dp.layout.splits_params)
     for layout in LAYOUTS.values():
-        if (layout.splits_optimizer, layout.splits_params) > now:
+        own = dp.configuration.step is not None and not layout.splits_params
+        if (layout.splits_optimizer, layout.splits_params) > now and not own:
             yield f"layout={layout}", dp.replace(layout=layout, mode=mode, reduction=reduction)
 
 
