@@ -1,37 +1,37 @@
 """`DataParallel`: a loss, an optimizer and a mesh -> init, feed, step, evaluate."""
 
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import cached_property
 from typing import Any
 
 import jax
 import optax
 from jax.sharding import Mesh
 
-from replicax.core.accumulate import Apply
 from replicax.core.batch import Batch
 from replicax.core.capacity import check_state_fits
 from replicax.core.checks import check_kind
+from replicax.core.configuration import configure
+from replicax.core.configured import Configured
+from replicax.core.evaluation import Evaluation
 from replicax.core.exact import MICRO_SHARDS
-from replicax.core.feed import Feed, Split
+from replicax.core.feed import Feed
 from replicax.core.job import Job
 from replicax.core.layout import Layout, Rules, copied
-from replicax.core.loss import LOSS, Totals
-from replicax.core.mesh import AnyMesh, by_rows, check_mesh
-from replicax.core.models.definition import Parts
+from replicax.core.loss import LOSS
+from replicax.core.mesh import by_rows
 from replicax.core.modes import Mode
 from replicax.core.objective import LossFunction
 from replicax.core.own import StepFunction
-from replicax.core.program import Configuration, Program, configure, program_of
 from replicax.core.ready import Ready, agree_on_model
 from replicax.core.reduction import Reduction
 from replicax.core.sources import as_source
 from replicax.core.trainable import Trainable
 from replicax.core.update import Metrics, TrainState
-from replicax.errors import ConfigError, StateError
+from replicax.errors import ConfigError
 
 
-class DataParallel:
+class DataParallel(Configured):
     """A training step on every device of a mesh.
 
     Example:
@@ -91,40 +91,6 @@ class DataParallel:
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name != "self"}
         self._configure(configure(**arguments))
-
-    def _configure(self, configuration: Configuration) -> None:
-        self.configuration = chosen = configuration
-        self.loss, self.optimizer, self.mesh = chosen.loss, chosen.optimizer, chosen.mesh
-        self.mode, self.layout, self.precision = chosen.mode, chosen.layout, chosen.precision
-        self.accumulate, self.micro_shards = chosen.accumulate, chosen.micro_shards
-        self.reduction, self.donate, self.job = chosen.reduction, chosen.donate, chosen.job
-        self._program: Program | None = None
-        self._ready: Ready | None = None
-        self._wrapped: dict[Any, DataParallel] = {}
-        self._scoring: dict[LossFunction, tuple[Ready, Any]] = {}
-
-    def replace(self, **changes: Any) -> "DataParallel":
-        """Return another one, without a model, with these of its arguments changed."""
-        other = object.__new__(DataParallel)
-        other._configure(configure(**{**vars(self.configuration), **changes}))
-        return other
-
-    def wrapping(self, wrap: Callable[[Apply], Apply], state: TrainState) -> "DataParallel":
-        """Return the one whose optimizer's part of the step is `wrap(apply)`, the same each time.
-
-        `wrap` is a function of a module; `state` of this one, or its shapes, or as `wrap` wants it.
-        """
-        shapes = jax.eval_shape(lambda leaf: leaf, state)
-        key = (wrap, jax.tree.structure(shapes))
-        if key not in self._wrapped:
-            other = self._wrapped[key] = self.replace(wrap_apply=wrap)
-            other._program = program_of(other.configuration, shapes, self.mesh, self._known)
-        return self._wrapped[key]
-
-    @property
-    def split(self) -> Split:
-        """How a batch is divided: replicas and micro-batches."""
-        return self.configuration.split(self.mesh)
 
     def init(self, model: Any, *, seed: int = 0) -> TrainState:
         """Return the state before the first step, each array placed where its layout wants it.
@@ -215,41 +181,51 @@ class DataParallel:
     def evaluate(
         self,
         state: TrainState,
-        batches: Iterable[Any],
+        batches: Any,
         *,
         loss: LossFunction | None = None,
         ema: bool = False,
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         """Return loss and metrics over all rows of `batches`, each row counted once.
 
         Args:
             state: used as it is.
-            batches: from `feed`, or any pytrees of arrays `[rows, ...]`.
-            loss: another loss, or metrics, to evaluate; compiled once.
+            batches: from `feed`, or any pytrees of arrays `[rows, ...]`; or a dict of these.
+            loss: another loss, or metrics, to evaluate.
             ema: whether with the moving average of the parameters.
 
         Returns:
-            The exact weighted mean of each, NaN where nothing has any weight, and `"rows"`.
+            The exact weighted mean of each, NaN where nothing has any weight, and `"rows"`; of a
+            dict, a dict of these.
         """
-        totals, pending, known = Totals(), deque[Any](), self._known
-        checks, score = self._checks, known.score
-        if loss is not None or self.configuration.step is not None:
-            loss = self.loss if loss is None else loss
-            if loss not in self._scoring:
-                program = known.scoring(loss)
-                self._scoring[loss] = Ready(program), program.score
-            checks, score = self._scoring[loss]
         state = self._known.averaged(state) if ema else state
-        for batch in batches:
-            placed = batch if type(batch) is Batch else self._known.placed(batch)
-            checks.check("the evaluation", score, state, placed)
-            pending.append(score(state, placed))
-            self.job.move()
-            if len(pending) > 2:
-                totals.add(pending.popleft())
-        for sums in pending:
-            totals.add(sums)
-        return totals.means()
+        if isinstance(batches, dict):
+            means = self._evaluation.means
+            return {name: means(state, each, loss) for name, each in batches.items()}
+        return self._evaluation.means(state, batches, loss)
+
+    def predict(
+        self,
+        function: LossFunction,
+        state: TrainState,
+        batches: Iterable[Any],
+        *,
+        ema: bool = False,
+    ) -> Any:
+        """Return what `function` returns for all rows of `batches`, without their padding.
+
+        Args:
+            function: `function(model, batch, key)` -> a pytree of arrays `[rows, ...]`; the model
+                is in evaluation mode, and `key` None.
+            state: used as it is.
+            batches: as for `evaluate`, in whose order the rows are.
+            ema: as for `evaluate`.
+
+        Returns:
+            The pytree with NumPy arrays `[all rows, ...]`, on every process.
+        """
+        state = self._known.averaged(state) if ema else state
+        return self._evaluation.rows(function, state, batches)
 
     def check(self, feed: Feed) -> None:
         """Raise `LossError` where the loss, once seen by `step`, cannot be exact on `feed`."""
@@ -269,52 +245,10 @@ class DataParallel:
         arrays = state.params, state.extras
         return self._known.definition.merge(*(copied(arrays) if copy and self.donate else arrays))
 
-    def program(self, model: Any, *, mesh: AnyMesh | None = None) -> Program:
-        """Return the step and the score of a model, without compiling anything.
-
-        Args:
-            model: as for `init`, or a `TrainState` of this object; arrays or their shapes.
-            mesh: this object's by default; attached devices, described ones, or how many replicas.
-        """
-        described = (
-            model if isinstance(model, TrainState) else self.configuration.split_model(model)
-        )
-        where = self.mesh if mesh is None else check_mesh(mesh)
-        return program_of(self.configuration, described, where, self._program)
-
-    def lower(self, model: Any, batch: Any, *, mesh: Mesh | None = None) -> jax.stages.Lowered:
-        """Return the step for `mesh`, attached or described, without running or placing anything.
-
-        Args:
-            model: as for `init`, or a `TrainState`; arrays or their shapes.
-            batch: a `Batch` or a pytree `[rows, ...]`; arrays or their shapes.
-            mesh: this object's by default. `step` runs what is compiled here for its own arguments.
-        """
-        lowered: jax.stages.Lowered = self.trace(model, batch, mesh=mesh).lower()
-        return lowered
-
-    def trace(self, model: Any, batch: Any, *, mesh: AnyMesh | None = None) -> jax.stages.Traced:
-        """Return what `lower` lowers; `replicax.analysis.flops.count_flops` reads its `jaxpr`."""
-        program = self.program(model, mesh=mesh)
-        placed = program.holds(model, batch)
-        arguments = (model, batch) if placed else (program.shapes, program.described(batch))
-        traced: jax.stages.Traced = program.step.trace(*arguments)
-        return traced
-
-    def _adopt(self, parts: Parts) -> Program:
-        """The program of a model, which becomes, or already is, this object's."""
-        program = program_of(self.configuration, parts, self.mesh, self._program)
-        self._program = self._program or program
-        return program
-
-    @property
-    def _known(self) -> Program:
-        if self._program is None:
-            raise StateError("this DataParallel has no model yet; call init(model) first")
-        return self._program
-
-    @property
+    @cached_property
     def _checks(self) -> Ready:
-        if self._ready is None:
-            self._ready = Ready(self._known)
-        return self._ready
+        return Ready(self._known)
+
+    @cached_property
+    def _evaluation(self) -> Evaluation:
+        return Evaluation(self._known, self._checks)

@@ -1,4 +1,4 @@
-"""What was configured, and a model -> the step and the score, as functions ready to be compiled."""
+"""A configuration and a model -> the step and the score, as functions ready to be compiled."""
 
 import dataclasses
 from collections.abc import Callable
@@ -8,152 +8,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from jax.sharding import Mesh
 
-from replicax.core.accumulate import Accumulator, Apply, Sequential
-from replicax.core.average import average_of, check_decay
+from replicax.core.accumulate import Sequential
+from replicax.core.average import average_of
 from replicax.core.batch import Batch, Share, described, host_rows, pad, row_count
-from replicax.core.checks import check_loss, check_optimizer, check_outside_jit, check_own_step
+from replicax.core.checks import check_loss, check_outside_jit
+from replicax.core.configuration import Configuration
 from replicax.core.feed import Split
-from replicax.core.job import Alone, Job
-from replicax.core.layout import Layout, Rules, as_layout, check_axes, on_devices_of
-from replicax.core.mesh import (
-    AnyMesh,
-    by_rows,
-    check_mesh,
-    check_processes,
-    make_mesh,
-    replica_count,
-    replicated,
-)
+from replicax.core.layout import on_devices_of
+from replicax.core.mesh import AnyMesh, by_rows, replica_count, replicated
 from replicax.core.models.definition import Definition, Parts, PyTree
-from replicax.core.models.pytree import OwnState, split_pytree
-from replicax.core.models.split import split_model
-from replicax.core.modes import Mode, as_mode, lift
+from replicax.core.models.pytree import OwnState
+from replicax.core.modes import lift
 from replicax.core.objective import LossFunction, Objective, only_read
-from replicax.core.optimizer import Updater, updater
-from replicax.core.own import StepFunction, keep, own_update
-from replicax.core.precision import Precision
-from replicax.core.reduction import REDUCTIONS, Reduction, as_reduction
-from replicax.core.trainable import Trainable
+from replicax.core.optimizer import Updater
+from replicax.core.own import keep, own_update
+from replicax.core.reduction import REDUCTIONS
 from replicax.core.update import Metrics, TrainState, apply_gradient, create, score, update
 from replicax.errors import ConfigError, StateError
-
-
-@dataclasses.dataclass(frozen=True)
-class Configuration:
-    """What a `DataParallel` was made of; see there."""
-
-    loss: LossFunction
-    optimizer: optax.GradientTransformation
-    step: StepFunction | None
-    mesh: Mesh
-    mode: Mode
-    layout: Layout
-    accumulate: int
-    micro_shards: int
-    precision: Precision
-    reduction: Reduction
-    trainable: Trainable
-    ema: float | None
-    donate: bool
-    job: Job
-    wrap_apply: Callable[[Apply], Apply] | None = None
-    """Wraps the optimizer's part of the step, to skip bad ones say."""
-
-    def names(self) -> dict[str, Any]:
-        """Return what was chosen, by name, as JSON has it."""
-        chosen = {
-            "mode": self.mode.name,
-            "layout": self.layout.name,
-            "accumulate": self.accumulate,
-            "micro_shards": self.micro_shards if self.mode.bitwise else None,
-            "precision": self.precision.name,
-            "reduction": getattr(self.reduction, "name", type(self.reduction).__name__),
-        }
-        if self.trainable is not None:
-            chosen["trainable"] = str(self.trainable)
-        if self.step is not None:
-            chosen["step"] = getattr(self.step, "__qualname__", type(self.step).__name__)
-        return chosen if self.ema is None else {**chosen, "ema": self.ema}
-
-    def split_model(self, model: Any) -> Parts:
-        """Return the definition, params and extras of a model, or of the state of an own step."""
-        if self.step is None:
-            return split_model(model)
-        definition, params, _ = split_pytree(model, OwnState)
-        return definition, params, {}
-
-    def accumulator(self, mesh: AnyMesh) -> Accumulator:
-        """Return what adds up a replica's micro-batches on `mesh`."""
-        return self.mode.accumulator(self.accumulate, self.micro_shards, mesh, self.reduction)
-
-    def updater(self, definition: Definition, params: PyTree) -> Updater:
-        """Return what updates a model's parameters, arrays or their shapes."""
-        return updater(self.optimizer, self.trainable, self.ema, definition, params)
-
-    def split(self, mesh: AnyMesh) -> Split:
-        """Return how a batch is divided on `mesh`: over replicas, then over micro-batches."""
-        replicas = replica_count(mesh)
-        return Split(replicas, self.accumulator(mesh).micro_batches(replicas))
-
-
-_NO_OPTIMIZER = optax.identity()
-
-
-def _no_loss(*_: Any) -> Any:
-    raise ConfigError(
-        "there is a step and no loss to evaluate with: give evaluate(state, batches, loss=loss), "
-        "or DataParallel(loss, step=step)"
-    )
-
-
-def configure(
-    *,
-    mesh: Mesh | None,
-    mode: str | Mode,
-    layout: str | Rules | Layout,
-    precision: str | Precision,
-    reduction: str | Reduction,
-    job: Job | None,
-    **rest: Any,
-) -> Configuration:
-    """Return the configuration of a `DataParallel`'s arguments, names replaced by values."""
-    mode, layout = as_mode(mode), as_layout(layout)
-    if rest["step"] is None:
-        check_loss(rest["loss"])
-        check_optimizer(rest["optimizer"])
-    else:
-        if rest["optimizer"] is _NO_OPTIMIZER:  # of a configuration that is replaced
-            rest["optimizer"] = None
-        check_own_step(layout=layout, **rest)
-        rest |= {"loss": rest["loss"] or _no_loss, "optimizer": _NO_OPTIMIZER}
-    check_decay(rest["ema"])
-    job = Alone() if job is None else job
-    if mesh is None:
-        most = mode.most_devices
-        mesh = make_mesh(devices=None if most is None else jax.devices()[:most])
-    mesh = check_mesh(mesh)
-    check_processes(mesh, job)
-    mode.check(mesh, layout)
-    check_axes(layout, mesh)
-    if rest["accumulate"] < 1:
-        raise ConfigError(
-            f"accumulate={rest['accumulate']}; a step has at least 1 micro-batch: raise it"
-        )
-    configuration = Configuration(
-        mesh=mesh,
-        mode=mode,
-        layout=layout,
-        precision=precision if isinstance(precision, Precision) else Precision(precision),
-        reduction=as_reduction(reduction),
-        job=job,
-        **rest,
-    )
-    configuration.accumulator(mesh)
-    mode.reduce(configuration.reduction)
-    return configuration
 
 
 @dataclasses.dataclass(frozen=True)

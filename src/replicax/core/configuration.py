@@ -1,0 +1,143 @@
+"""What a `DataParallel` was made of, its arguments as values."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from replicax.core.accumulate import Accumulator, Apply
+from replicax.core.average import check_decay
+from replicax.core.checks import check_loss, check_optimizer, check_own_step
+from replicax.core.feed import Split
+from replicax.core.job import Alone, Job
+from replicax.core.layout import Layout, Rules, as_layout, check_axes
+from replicax.core.mesh import AnyMesh, check_mesh, check_processes, make_mesh, replica_count
+from replicax.core.models.definition import Definition, Parts, PyTree
+from replicax.core.models.pytree import OwnState, split_pytree
+from replicax.core.models.split import split_model
+from replicax.core.modes import Mode, as_mode
+from replicax.core.objective import LossFunction
+from replicax.core.optimizer import Updater, updater
+from replicax.core.own import StepFunction
+from replicax.core.precision import Precision
+from replicax.core.reduction import Reduction, as_reduction
+from replicax.core.trainable import Trainable
+from replicax.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Configuration:
+    """What a `DataParallel` was made of; see there."""
+
+    loss: LossFunction
+    optimizer: optax.GradientTransformation
+    step: StepFunction | None
+    mesh: Mesh
+    mode: Mode
+    layout: Layout
+    accumulate: int
+    micro_shards: int
+    precision: Precision
+    reduction: Reduction
+    trainable: Trainable
+    ema: float | None
+    donate: bool
+    job: Job
+    wrap_apply: Callable[[Apply], Apply] | None = None
+    """Wraps the optimizer's part of the step, to skip bad ones say."""
+
+    def names(self) -> dict[str, Any]:
+        """Return what was chosen, by name, as JSON has it."""
+        chosen = {
+            "mode": self.mode.name,
+            "layout": self.layout.name,
+            "accumulate": self.accumulate,
+            "micro_shards": self.micro_shards if self.mode.bitwise else None,
+            "precision": self.precision.name,
+            "reduction": getattr(self.reduction, "name", type(self.reduction).__name__),
+        }
+        if self.trainable is not None:
+            chosen["trainable"] = str(self.trainable)
+        if self.step is not None:
+            chosen["step"] = getattr(self.step, "__qualname__", type(self.step).__name__)
+        return chosen if self.ema is None else {**chosen, "ema": self.ema}
+
+    def split_model(self, model: Any) -> Parts:
+        """Return the definition, params and extras of a model, or of the state of an own step."""
+        if self.step is None:
+            return split_model(model)
+        definition, params, _ = split_pytree(model, OwnState)
+        return definition, params, {}
+
+    def accumulator(self, mesh: AnyMesh) -> Accumulator:
+        """Return what adds up a replica's micro-batches on `mesh`."""
+        return self.mode.accumulator(self.accumulate, self.micro_shards, mesh, self.reduction)
+
+    def updater(self, definition: Definition, params: PyTree) -> Updater:
+        """Return what updates a model's parameters, arrays or their shapes."""
+        return updater(self.optimizer, self.trainable, self.ema, definition, params)
+
+    def split(self, mesh: AnyMesh) -> Split:
+        """Return how a batch is divided on `mesh`: over replicas, then over micro-batches."""
+        replicas = replica_count(mesh)
+        return Split(replicas, self.accumulator(mesh).micro_batches(replicas))
+
+
+_NO_OPTIMIZER = optax.identity()
+
+
+def _no_loss(*_: Any) -> Any:
+    raise ConfigError(
+        "there is a step and no loss to evaluate with: give evaluate(state, batches, loss=loss), "
+        "or DataParallel(loss, step=step)"
+    )
+
+
+def configure(
+    *,
+    mesh: Mesh | None,
+    mode: str | Mode,
+    layout: str | Rules | Layout,
+    precision: str | Precision,
+    reduction: str | Reduction,
+    job: Job | None,
+    **rest: Any,
+) -> Configuration:
+    """Return the configuration of a `DataParallel`'s arguments, names replaced by values."""
+    mode, layout = as_mode(mode), as_layout(layout)
+    if rest["step"] is None:
+        check_loss(rest["loss"])
+        check_optimizer(rest["optimizer"])
+    else:
+        if rest["optimizer"] is _NO_OPTIMIZER:  # of a configuration that is replaced
+            rest["optimizer"] = None
+        check_own_step(layout=layout, **rest)
+        rest |= {"loss": rest["loss"] or _no_loss, "optimizer": _NO_OPTIMIZER}
+    check_decay(rest["ema"])
+    job = Alone() if job is None else job
+    if mesh is None:
+        most = mode.most_devices
+        mesh = make_mesh(devices=None if most is None else jax.devices()[:most])
+    mesh = check_mesh(mesh)
+    check_processes(mesh, job)
+    mode.check(mesh, layout)
+    check_axes(layout, mesh)
+    if rest["accumulate"] < 1:
+        raise ConfigError(
+            f"accumulate={rest['accumulate']}; a step has at least 1 micro-batch: raise it"
+        )
+    configuration = Configuration(
+        mesh=mesh,
+        mode=mode,
+        layout=layout,
+        precision=precision if isinstance(precision, Precision) else Precision(precision),
+        reduction=as_reduction(reduction),
+        job=job,
+        **rest,
+    )
+    configuration.accumulator(mesh)
+    mode.reduce(configuration.reduction)
+    return configuration

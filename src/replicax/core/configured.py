@@ -1,0 +1,95 @@
+"""A configuration, and the program of the model that it is first given."""
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import jax
+from jax.sharding import Mesh
+
+from replicax.core.accumulate import Apply
+from replicax.core.configuration import Configuration, configure
+from replicax.core.feed import Split
+from replicax.core.mesh import AnyMesh, check_mesh
+from replicax.core.models.definition import Parts
+from replicax.core.program import Program, program_of
+from replicax.core.update import TrainState
+from replicax.errors import StateError
+
+
+class Configured:
+    """What can be done with a step without running it; see `DataParallel`."""
+
+    def _configure(self, configuration: Configuration) -> None:
+        self.configuration = chosen = configuration
+        self.loss, self.optimizer, self.mesh = chosen.loss, chosen.optimizer, chosen.mesh
+        self.mode, self.layout, self.precision = chosen.mode, chosen.layout, chosen.precision
+        self.accumulate, self.micro_shards = chosen.accumulate, chosen.micro_shards
+        self.reduction, self.donate, self.job = chosen.reduction, chosen.donate, chosen.job
+        self._program: Program | None = None
+        self._wrapped: dict[Any, Self] = {}
+
+    def replace(self, **changes: Any) -> Self:
+        """Return another one, without a model, with these of its arguments changed."""
+        other = object.__new__(type(self))
+        other._configure(configure(**{**vars(self.configuration), **changes}))
+        return other
+
+    def wrapping(self, wrap: Callable[[Apply], Apply], state: TrainState) -> Self:
+        """Return the one whose optimizer's part of the step is `wrap(apply)`, the same each time.
+
+        `wrap` is a function of a module; `state` of this one, or its shapes, or as `wrap` wants it.
+        """
+        shapes = jax.eval_shape(lambda leaf: leaf, state)
+        key = (wrap, jax.tree.structure(shapes))
+        if key not in self._wrapped:
+            other = self._wrapped[key] = self.replace(wrap_apply=wrap)
+            other._program = program_of(other.configuration, shapes, self.mesh, self._known)
+        return self._wrapped[key]
+
+    @property
+    def split(self) -> Split:
+        """How a batch is divided: replicas and micro-batches."""
+        return self.configuration.split(self.mesh)
+
+    def program(self, model: Any, *, mesh: AnyMesh | None = None) -> Program:
+        """Return the step and the score of a model, without compiling anything.
+
+        Args:
+            model: as for `init`, or a `TrainState` of this object; arrays or their shapes.
+            mesh: this object's by default; attached devices, described ones, or how many replicas.
+        """
+        is_state = isinstance(model, TrainState)
+        described = model if is_state else self.configuration.split_model(model)
+        where = self.mesh if mesh is None else check_mesh(mesh)
+        return program_of(self.configuration, described, where, self._program)
+
+    def lower(self, model: Any, batch: Any, *, mesh: Mesh | None = None) -> jax.stages.Lowered:
+        """Return the step for `mesh`, attached or described, without running or placing anything.
+
+        Args:
+            model: as for `init`, or a `TrainState`; arrays or their shapes.
+            batch: a `Batch` or a pytree `[rows, ...]`; arrays or their shapes.
+            mesh: this object's by default. `step` runs what is compiled here for its own arguments.
+        """
+        lowered: jax.stages.Lowered = self.trace(model, batch, mesh=mesh).lower()
+        return lowered
+
+    def trace(self, model: Any, batch: Any, *, mesh: AnyMesh | None = None) -> jax.stages.Traced:
+        """Return what `lower` lowers; `replicax.analysis.flops.count_flops` reads its `jaxpr`."""
+        program = self.program(model, mesh=mesh)
+        placed = program.holds(model, batch)
+        arguments = (model, batch) if placed else (program.shapes, program.described(batch))
+        traced: jax.stages.Traced = program.step.trace(*arguments)
+        return traced
+
+    def _adopt(self, parts: Parts) -> Program:
+        """The program of a model, which becomes, or already is, this object's."""
+        program = program_of(self.configuration, parts, self.mesh, self._program)
+        self._program = self._program or program
+        return program
+
+    @property
+    def _known(self) -> Program:
+        if self._program is None:
+            raise StateError("this DataParallel has no model yet; call init(model) first")
+        return self._program

@@ -1,0 +1,108 @@
+"""Means of a loss, and predictions, over all rows of some batches."""
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from replicax.core.batch import Batch, row_count
+from replicax.core.loss import Totals
+from replicax.core.mesh import by_rows, replicated
+from replicax.core.models.definition import PyTree, View
+from replicax.core.modes import lift
+from replicax.core.objective import LossFunction, Objective
+from replicax.core.program import Program
+from replicax.core.ready import Ready
+from replicax.core.update import TrainState
+from replicax.errors import ConfigError, LossError
+
+_IN_FLIGHT = 2
+"""Batches that are computed while results of an earlier one are read."""
+
+
+class Evaluation:
+    """What one program computes in evaluation, each function compiled once.
+
+    Args:
+        program: of the model.
+        ready: looks at its loss before it first runs.
+    """
+
+    def __init__(self, program: Program, ready: Ready) -> None:
+        self._program, self._ready = program, ready
+        self._scoring: dict[LossFunction, tuple[Program, Ready]] = {}
+        self._predicting: dict[LossFunction, Any] = {}
+
+    def means(
+        self, state: TrainState, batches: Iterable[Any], loss: LossFunction | None
+    ) -> dict[str, float]:
+        """Return the means of `loss`, or of the program's own, over all rows of `batches`."""
+        program, ready = self._program, self._ready
+        if loss is not None or program.configuration.step is not None:
+            loss = program.objective.loss if loss is None else loss
+            if loss not in self._scoring:
+                other = program.scoring(loss)
+                self._scoring[loss] = other, Ready(other)
+            program, ready = self._scoring[loss]
+
+        def score(state: TrainState, batch: Batch) -> Any:
+            ready.check("the evaluation", program.score, state, batch)
+            return program.score(state, batch)
+
+        totals = Totals()
+        for sums in self._results(score, state, batches):
+            totals.add(sums)
+        return totals.means()
+
+    def rows(self, function: LossFunction, state: TrainState, batches: Iterable[Any]) -> PyTree:
+        """Return `function(model, batch, None)` of all rows of `batches`, on the host."""
+        if function not in self._predicting:
+            program = self._program
+            objective = dataclasses.replace(program.objective, loss=function)
+            mode, rows = program.configuration.mode, by_rows(program.mesh)
+            found = partial(_predicted, objective=objective)
+            self._predicting[function] = lift(
+                found, mode, program.mesh, program.shardings, rows, rows
+            )
+        parts = []
+        for found, mask in self._results(self._predicting[function], state, batches):
+            real = self._on_host(mask) > 0
+            parts.append(jax.tree.map(lambda leaf, real=real: self._on_host(leaf)[real], found))
+        if not parts:
+            raise ConfigError("predict was given 0 batches; give at least 1")
+        return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+
+    def _results(
+        self, compute: Callable[..., Any], state: TrainState, batches: Iterable[Any]
+    ) -> Iterator[Any]:
+        pending = deque[Any]()
+        for batch in batches:
+            placed = batch if type(batch) is Batch else self._program.placed(batch)
+            pending.append(compute(state, placed))
+            self._program.configuration.job.move()
+            if len(pending) > _IN_FLIGHT:
+                yield pending.popleft()
+        yield from pending
+
+    def _on_host(self, leaf: jax.Array) -> np.ndarray:
+        """All rows, those of other processes too."""
+        if not leaf.is_fully_addressable:
+            leaf = jax.jit(lambda leaf: leaf, out_shardings=replicated(self._program.mesh))(leaf)
+        return np.asarray(leaf)
+
+
+def _predicted(
+    state: TrainState, batch: Batch, axis: str | None, *, objective: Objective
+) -> tuple[PyTree, jax.Array]:
+    view = View(axis=axis, step=state.step)
+    found, _ = objective.returned(state.params, state.extras, batch, view)
+    if row_count(found) != batch.mask.shape[0]:
+        raise LossError(
+            f"predict was given a function that returns {row_count(found)} rows of "
+            f"{batch.mask.shape[0]}; it returns arrays [rows, ...]: return one entry a row"
+        )
+    return found, batch.mask
