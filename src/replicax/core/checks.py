@@ -60,17 +60,17 @@ def check_kind(state: Any) -> None:
             f"the state is a {type(state).__name__}; it is the rx.TrainState that "
             "state = dp.init(model) returns"
         )
-    check_outside_jit(state.step)
+    check_outside_jit(state)
     check_unused(state)
 
 
-def check_unused(state: TrainState) -> None:
-    """Raise `StateError` if `state` was donated."""
+def check_unused(tree: Any) -> None:
+    """Raise `StateError` if an array in a state or model was donated."""
     # jax 0.10 does not raise for donated arrays on several devices: it kills the process.
-    if isinstance(state.step, jax.Array) and state.step.is_deleted():
+    if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(tree)):
         raise StateError(
-            "this state was consumed by an earlier step; use the one that step returned, or "
-            "DataParallel(donate=False)"
+            "this state or model has arrays that were consumed by an earlier step; use the state "
+            "that step returned, dp.model without copy=False, or DataParallel(donate=False)"
         )
 
 
@@ -79,7 +79,6 @@ def check_state(state: TrainState, abstract: TrainState) -> None:
 
     Dtypes may differ; `jax.jit` takes it in others too.
     """
-    check_outside_jit(state)
     leaves, structure = jax.tree.flatten(state)
     wanted, expected = jax.tree.flatten(abstract)
     if (structure, _shapes(leaves)) != (expected, _shapes(wanted)):

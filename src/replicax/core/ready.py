@@ -37,7 +37,7 @@ class Ready:
         """Look at the state and the loss, and agree with the other processes on `function`."""
         check_outside_jit(batch.mask)
         if state is self._latest():
-            check_unused(state)
+            check_unused(state.step)
         else:
             check_kind(state)
             check_state(state, self._abstract)
