@@ -67,7 +67,8 @@ def check_kind(state: Any) -> None:
 def check_unused(tree: Any) -> None:
     """Raise `StateError` if an array in a state or model was donated."""
     # jax 0.10 does not raise for donated arrays on several devices: it kills the process.
-    if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(tree)):
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+    if any(not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted() for leaf in arrays):
         raise StateError(
             "this state or model has arrays that were consumed by an earlier step; use the state "
             "that step returned, dp.model without copy=False, or DataParallel(donate=False)"

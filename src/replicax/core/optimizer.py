@@ -71,9 +71,11 @@ def _read(
             f"the optimizer raised {said}; a step calls update(gradient, state, params) and gives "
             f"value=loss if it is taken, and no more: {next(fixes, 'mend it, or use another')}"
         ) from error
-    pairs = zip(jax.tree.leaves(found[0]), jax.tree.leaves(shapes), strict=False)
-    other = [f"{one.shape} and not {like.shape}" for one, like in pairs if one.shape != like.shape]
-    if other and jax.tree.structure(found[0]) == jax.tree.structure(shapes):
+    given, wanted = ([leaf.shape for leaf in jax.tree.leaves(tree)] for tree in (found[0], shapes))
+    other = [
+        f"{one} and not {like}" for one, like in zip(given, wanted, strict=False) if one != like
+    ]
+    if other and len(given) == len(wanted):
         raise ConfigError(
             f"the optimizer returns updates of shape {other[0]}, as one that wants a gradient per "
             "row does; it is given that of the mean: use another"

@@ -261,8 +261,8 @@ def _check_length(epochs: int | None, steps: int | None, log_every: int) -> None
 def _check_eval_source(source: Any, eval_source: Any) -> None:
     if not (isinstance(eval_source, Mapping) and isinstance(source, Mapping | tuple)):
         return
-    rows = jax.tree.structure(source)
-    named = [name for name, each in eval_source.items() if jax.tree.structure(each) == rows]
+    rows: Any = jax.tree.structure(source)
+    named = [name for name, each in eval_source.items() if rows == jax.tree.structure(each)]
     if named:
         raise ConfigError(
             f"eval_source has {len(named)} sources ({', '.join(map(str, named))}); fit evaluates "
