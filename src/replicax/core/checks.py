@@ -33,7 +33,7 @@ def check_loss(loss: Any) -> None:
 
 def check_optimizer(optimizer: Any) -> None:
     """Raise `ConfigError` if `optimizer` has no `init` and `update` as optax's have."""
-    what = f"a {type(optimizer).__name__}"
+    what = f"of type {type(optimizer).__name__}"
     if isinstance(optimizer, type) or inspect.isroutine(optimizer):
         what = f"{optimizer.__name__}, not called"
     elif all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):

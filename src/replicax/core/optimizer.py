@@ -65,7 +65,7 @@ def _read(
     except NameError:  # it names a mesh axis, which only the step has
         return None
     except Exception as error:
-        said = f"{type(error).__name__}: {error}".partition("\n")[0]
+        said = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
         fixes = (fix for word, fix in _INSTEAD.items() if word in str(error))
         raise ConfigError(
             f"the optimizer raised {said}; a step calls update(gradient, state, params) and gives "

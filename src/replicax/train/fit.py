@@ -266,7 +266,7 @@ def _check_eval_source(source: Any, eval_source: Any) -> None:
     if named:
         raise ConfigError(
             f"eval_source has {len(named)} sources ({', '.join(map(str, named))}); fit evaluates "
-            f"one: give eval_source={named[0]!r}'s, and the others to dp.evaluate afterwards"
+            "one: give one of them, and the others to dp.evaluate"
         )
 
 
