@@ -17,7 +17,7 @@ _INSTEAD = {
     "grad_fn": "use opaque_mode=False, as examples/sam.py does",
     "'fast'": "average the parameters by DataParallel(ema=0.99)",
 }
-"""By a word of what an optimizer says that asks for more than a step has."""
+"""Fixes, by a word of what an optimizer says that asks for more than a step has."""
 
 
 @dataclasses.dataclass(frozen=True)
