@@ -121,6 +121,43 @@ def whole(*arguments: Any) -> Any:
     return loss(*arguments).mean()
 
 
+ZERO = {
+    "ints": lambda *a: (loss(*a) * 9).astype(int).mean() + 0.0,
+    "argmax": lambda m, b, k: jnp.argmax(b["x"] * m["w"], axis=1).astype(float),
+    "comparison": lambda *a: jnp.where(loss(*a) > 0.5, 1.0, 0.0),
+    "constant": lambda *a: jax.lax.stop_gradient(loss(*a)),
+    "round": lambda *a: jnp.round(loss(*a)),
+    "no parameter": lambda m, b, k: b["x"].sum(1),
+    "scan": lambda m, b, k: jax.lax.scan(lambda c, x: (c, jnp.sign(x @ m["w"])), 0.0, b["x"])[1],
+}
+MOVES = {
+    "scan": lambda m, b, k: jax.lax.scan(lambda c, x: (c, x @ m["w"]), 0.0, b["x"])[1],
+    "relu": lambda *a: jax.nn.relu(loss(*a)),
+    "checkpoint": jax.checkpoint(loss),
+    "jit": jax.jit(loss),
+    "straight through": lambda *a: loss(*a) + jax.lax.stop_gradient(jnp.round(loss(*a)) - loss(*a)),
+    "drawn": lambda m, b, k: jax.random.normal(k, (8,)) * m["w"][0],
+    "penalty": lambda m, b, k: jnp.full(8, (m["w"] ** 2).sum()),
+    "cond": lambda m, b, k: jax.lax.cond(
+        b["x"][0, 0] > 0, lambda: b["x"] @ m["w"], lambda: b["x"][:, 0]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ZERO)
+@pytest.mark.parametrize("mode", ["jit", "shard_map"])
+def test_a_loss_without_a_gradient_is_refused(name: str, mode: str) -> None:
+    with pytest.raises(LossError, match=r"gradient of 0.*stop_gradient"):
+        step(ZERO[name], mode=mode)
+    dp = make(ZERO[name], mode=mode)
+    assert dp.evaluate(dp.init(PARAMS), [ROWS])["rows"] == 8
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_a_loss_with_a_gradient_somewhere_trains(name: str) -> None:
+    assert np.isfinite(step(MOVES[name])["loss"])
+
+
 CASES: dict[str, tuple[Callable[[], Any], type[ReplicaxError], str]] = {
     # the optimizer
     "optimizer of example_libraries": (

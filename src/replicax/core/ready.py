@@ -44,6 +44,11 @@ class Ready:
             self._latest = weakref.ref(state)
         if self._look is None:
             self._look = self._looked(state, batch)
+        if what == "the step" and not self._look.moves:
+            raise LossError(
+                "the loss has a gradient of 0 whatever the parameters are, and nothing would "
+                "train; compute it from them in floats: without argmax, round, == or stop_gradient"
+            )
         if self._look.needs_real_rows:
             rows = int(np.count_nonzero(batch.mask)) if batch.rows is None else batch.rows
             self.check_padding(batch.size, batch.feed_padding or batch.size - rows)

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from replicax.core.row_rules import MIXED, RULES, Place, Rows, joined
 
@@ -144,3 +145,18 @@ _CALLS = {
     **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), "call_jaxpr"),
 }
 _WITH_INNER = {"scan": _scan, "while": _while, "cond": _cond}
+
+
+def moves(traced: ClosedJaxpr, count: int) -> bool:
+    """Whether the derivative of the first output by one of the first `count` inputs is not 0."""
+
+    def derivative(values: list[Any], tangents: list[Any]) -> Any:
+        def first(*own: Any) -> Any:
+            return jaxpr_as_fun(traced)(*own, *values[count:])[0]
+
+        return jax.jvp(first, tuple(values[:count]), tuple(tangents))[1]
+
+    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in traced.in_avals]
+    jaxpr = jax.make_jaxpr(derivative)(shapes, shapes[:count]).jaxpr
+    _, used = dce_jaxpr(jaxpr, [True])
+    return any(used[-count:])
