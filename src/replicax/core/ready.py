@@ -44,7 +44,7 @@ class Ready:
             self._latest = weakref.ref(state)
         if self._look is None:
             self._look = self._looked(state, batch)
-        if what == "the step" and not self._look.moves:
+        if what == "the step" and isinstance(self._look, Look) and not self._look.moves:
             raise LossError(
                 "the loss has a gradient of 0 whatever the parameters are, and nothing would "
                 "train; compute it from them in floats: without argmax, round, == or stop_gradient"
