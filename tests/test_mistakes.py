@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 from flax.training import train_state
 from jax.example_libraries import optimizers
+from support.tiers import exhaustive
 
 import replicax as rx
 from replicax.errors import ConfigError, DataError, LossError, ReplicaxError, StateError
@@ -145,7 +146,7 @@ MOVES = {
 
 
 @pytest.mark.parametrize("name", ZERO)
-@pytest.mark.parametrize("mode", ["jit", "shard_map"])
+@pytest.mark.parametrize("mode", ["jit", exhaustive("shard_map")])
 def test_a_loss_without_a_gradient_is_refused(name: str, mode: str) -> None:
     with pytest.raises(LossError, match=r"gradient of 0.*stop_gradient"):
         step(ZERO[name], mode=mode)

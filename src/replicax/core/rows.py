@@ -149,14 +149,16 @@ _WITH_INNER = {"scan": _scan, "while": _while, "cond": _cond}
 
 def moves(traced: ClosedJaxpr, count: int) -> bool:
     """Whether the derivative of the first output by one of the first `count` inputs is not 0."""
+    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in traced.in_avals]
+    moved = [i for i in range(count) if jnp.issubdtype(shapes[i].dtype, jnp.inexact)]
 
     def derivative(values: list[Any], tangents: list[Any]) -> Any:
         def first(*own: Any) -> Any:
-            return jaxpr_as_fun(traced)(*own, *values[count:])[0]
+            known = dict(enumerate(values)) | dict(zip(moved, own, strict=True))
+            return jaxpr_as_fun(traced)(*known.values())[0]
 
-        return jax.jvp(first, tuple(values[:count]), tuple(tangents))[1]
+        return jax.jvp(first, tuple(values[i] for i in moved), tuple(tangents))[1]
 
-    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in traced.in_avals]
-    jaxpr = jax.make_jaxpr(derivative)(shapes, shapes[:count]).jaxpr
+    jaxpr = jax.make_jaxpr(derivative)(shapes, [shapes[i] for i in moved]).jaxpr
     _, used = dce_jaxpr(jaxpr, [True])
-    return any(used[-count:])
+    return any(used[len(shapes) :])
