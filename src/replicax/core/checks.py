@@ -40,7 +40,7 @@ def _check_function(name: str, function: Any, wanted: tuple[str, ...]) -> None:
 
 def check_optimizer(optimizer: Any) -> None:
     """Raise `ConfigError` if `optimizer` has no `init` and `update` as optax's have."""
-    what = f"a {type(optimizer).__name__}"
+    what = f"of type {type(optimizer).__name__}"
     if isinstance(optimizer, type) or inspect.isroutine(optimizer):
         what = f"{optimizer.__name__}, not called"
     elif all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
@@ -95,17 +95,18 @@ def check_kind(state: Any) -> None:
             f"the state is a {type(state).__name__}; it is the rx.TrainState that "
             "state = dp.init(model) returns"
         )
-    check_outside_jit(state.step)
+    check_outside_jit(state)
     check_unused(state)
 
 
-def check_unused(state: TrainState) -> None:
-    """Raise `StateError` if `state` was donated."""
+def check_unused(tree: Any) -> None:
+    """Raise `StateError` if an array in a state or model was donated."""
     # jax 0.10 does not raise for donated arrays on several devices: it kills the process.
-    if isinstance(state.step, jax.Array) and state.step.is_deleted():
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+    if any(not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted() for leaf in arrays):
         raise StateError(
-            "this state was consumed by an earlier step; use the one that step returned, or "
-            "DataParallel(donate=False)"
+            "this state or model has arrays that were consumed by an earlier step; use the state "
+            "that step returned, dp.model without copy=False, or DataParallel(donate=False)"
         )
 
 
@@ -114,7 +115,6 @@ def check_state(state: TrainState, abstract: TrainState) -> None:
 
     Dtypes may differ; `jax.jit` takes it in others too.
     """
-    check_outside_jit(state)
     leaves, structure = jax.tree.flatten(state)
     wanted, expected = jax.tree.flatten(abstract)
     if (structure, _shapes(leaves)) != (expected, _shapes(wanted)):

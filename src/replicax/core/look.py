@@ -15,7 +15,7 @@ from replicax.core.loss import LOSS, arrays_of_loss, scalars, sums
 from replicax.core.models.definition import PyTree, View
 from replicax.core.objective import Objective
 from replicax.core.row_rules import Rows
-from replicax.core.rows import follow, gathers, holds_number, numbers_places
+from replicax.core.rows import follow, gathers, holds_number, moves, numbers_places
 from replicax.core.update import TrainState
 
 _UNITS = 512
@@ -56,6 +56,8 @@ class Look:
         self._objective, self._of = objective, (state, batch)
         # Names of outputs that are one number for the whole batch, and whether it weighs rows.
         traced, (self.scalars, self.weighs) = self._trace(jax.random.key(0))
+        self.moves = moves(traced, len(jax.tree.leaves(state.params)))
+        """Whether it has a gradient that is not 0 whatever the parameters are."""
         self.gathers = gathers(traced)
         if not (self.gathers or self._apart(traced)) and (divided or LOSS not in self.scalars):
             with contextlib.suppress(Exception):  # the user's loss, in evaluation

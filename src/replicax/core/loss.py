@@ -48,11 +48,16 @@ def call(loss: Callable[..., Any], model: Any, data: Any, key: jax.Array | None)
     """Return `loss(model, data, key)`.
 
     Raises:
-        LossError: it needs the key that evaluation does not have.
+        LossError: it needs the key that evaluation does not have, or an axis of its own.
     """
     try:
         return loss(model, data, key)
     except Exception as error:
+        if isinstance(error, NameError) and "axis name" in str(error):
+            raise LossError(
+                f"the loss uses a mesh axis ({error}".partition(". ")[0] + "); Replicax averages "
+                "over all rows: take the collective out, or use rx.gather(x)"
+            ) from error
         if key is None and not isinstance(error, ReplicaxError) and _works(loss, model, data):
             said = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise LossError(

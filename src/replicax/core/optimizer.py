@@ -10,6 +10,14 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from replicax.core.average import averaging
 from replicax.core.models.definition import Definition, PyTree
 from replicax.core.trainable import Trainable, training
+from replicax.errors import ConfigError
+
+_INSTEAD = {
+    "value_fn": "use optax.lbfgs(0.1, linesearch=None)",
+    "grad_fn": "use opaque_mode=False, as examples/sam.py does",
+    "'fast'": "average the parameters by DataParallel(ema=0.99)",
+}
+"""Fixes, by a word of what an optimizer says that asks for more than a step has."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,13 +47,10 @@ def updater(
     if isinstance(optimizer, optax.GradientTransformationExtraArgs):
         try:  # it may pass on what it is given to others, so it is asked
             return Updater(optimizer, True, _read(optimizer, shapes, value=jnp.float32(0)))
-        except TypeError as error:
-            if "'value'" not in str(error):
-                return Updater(optimizer, True, None)
-    try:
-        return Updater(optimizer, False, _read(optimizer, shapes))
-    except Exception:  # the optimizer's own, which the step will show
-        return Updater(optimizer, False, None)
+        except ConfigError as error:
+            if "argument 'value'" not in str(error):
+                raise
+    return Updater(optimizer, False, _read(optimizer, shapes))
 
 
 def _read(
@@ -54,8 +59,28 @@ def _read(
     def updates(gradient: PyTree, params: PyTree, state: PyTree) -> PyTree:
         return optimizer.update(gradient, state, params, **more)
 
-    state = jax.eval_shape(optimizer.init, shapes)
-    jaxpr = jax.make_jaxpr(updates)(shapes, shapes, state).jaxpr
+    try:
+        state = jax.eval_shape(optimizer.init, shapes)
+        closed, found = jax.make_jaxpr(updates, return_shape=True)(shapes, shapes, state)
+    except NameError:  # it names a mesh axis, which only the step has
+        return None
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
+        fixes = (fix for word, fix in _INSTEAD.items() if word in str(error))
+        raise ConfigError(
+            f"the optimizer raised {said}; a step calls update(gradient, state, params) and gives "
+            f"value=loss if it is taken, and no more: {next(fixes, 'mend it, or use another')}"
+        ) from error
+    given, wanted = ([leaf.shape for leaf in jax.tree.leaves(tree)] for tree in (found[0], shapes))
+    other = [
+        f"{one} and not {like}" for one, like in zip(given, wanted, strict=False) if one != like
+    ]
+    if other and len(given) == len(wanted):
+        raise ConfigError(
+            f"the optimizer returns updates of shape {other[0]}, as one that wants a gradient per "
+            "row does; it is given that of the mean: use another"
+        )
+    jaxpr = closed.jaxpr
     _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     read = tuple(used[: len(jax.tree.leaves(shapes))])
     return None if all(read) else read

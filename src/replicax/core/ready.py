@@ -39,13 +39,18 @@ class Ready:
         """Look at the state and the loss, and agree with the other processes on `function`."""
         check_outside_jit(batch.mask)
         if state is self._latest():
-            check_unused(state)
+            check_unused(state.step)
         else:
             check_kind(state)
             check_state(state, self._abstract)
             self._latest = weakref.ref(state)
         if self._look is None:
             self._look = self._looked(state, batch)
+        if what == "the step" and isinstance(self._look, Look) and not self._look.moves:
+            raise LossError(
+                "the loss has a gradient of 0 whatever the parameters are, and nothing would "
+                "train; compute it from them in floats: without argmax, round, == or stop_gradient"
+            )
         if self._look.needs_real_rows:
             rows = int(np.count_nonzero(batch.mask)) if batch.rows is None else batch.rows
             self.check_padding(batch.size, batch.feed_padding or batch.size - rows)

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from replicax.core.row_rules import MIXED, RULES, Place, Rows, joined
 
@@ -147,3 +148,20 @@ _CALLS = {
     **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), "call_jaxpr"),
 }
 _WITH_INNER = {"scan": _scan, "while": _while, "cond": _cond}
+
+
+def moves(traced: ClosedJaxpr, count: int) -> bool:
+    """Whether the derivative of the first output by one of the first `count` inputs is not 0."""
+    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in traced.in_avals]
+    moved = [i for i in range(count) if jnp.issubdtype(shapes[i].dtype, jnp.inexact)]
+
+    def derivative(values: list[Any], tangents: list[Any]) -> Any:
+        def first(*own: Any) -> Any:
+            known = dict(enumerate(values)) | dict(zip(moved, own, strict=True))
+            return jaxpr_as_fun(traced)(*known.values())[0]
+
+        return jax.jvp(first, tuple(values[i] for i in moved), tuple(tangents))[1]
+
+    jaxpr = jax.make_jaxpr(derivative)(shapes, [shapes[i] for i in moved]).jaxpr
+    _, used = dce_jaxpr(jaxpr, [True])
+    return any(used[len(shapes) :])

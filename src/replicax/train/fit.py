@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,7 @@ def fit(
         RunInUseError: another start holds the run.
     """
     _check_length(epochs, steps, log_every)
+    _check_eval_source(source, eval_source)
     saving = Saving(save_every, save_seconds, keep, keep_every)
     if eval_ema:  # now, and not when the first epoch is over
         jax.eval_shape(average_of, state.opt_state, state.params)
@@ -254,6 +256,18 @@ def _check_length(epochs: int | None, steps: int | None, log_every: int) -> None
     for name, value in (("epochs", epochs), ("steps", steps), ("log_every", log_every)):
         if value is not None and value < 1:
             raise ConfigError(f"{name}={value}; it is at least 1: raise it")
+
+
+def _check_eval_source(source: Any, eval_source: Any) -> None:
+    if not (isinstance(eval_source, Mapping) and isinstance(source, Mapping | tuple)):
+        return
+    rows: Any = jax.tree.structure(source)
+    named = [name for name, each in eval_source.items() if rows == jax.tree.structure(each)]
+    if named:
+        raise ConfigError(
+            f"eval_source has {len(named)} sources ({', '.join(map(str, named))}); fit evaluates "
+            "one: give one of them, and the others to dp.evaluate"
+        )
 
 
 def _total_steps(feed: Feed, epochs: int | None) -> int | None:

@@ -44,6 +44,8 @@ def _reason(node: Any) -> str | None:
         return f"is an nnx.{kind}, which does not train; pass the NNX model, not its state"
     if _is(node, "flax.linen", "Module") and node.scope is not None:
         return f"is a bound {kind}; pass one bound Linen module that has all others as submodules"
+    if isinstance(node, Mapping) and set(node) == {"average", "counter", "hidden"}:
+        return "is state of a Haiku module, which does not train; pass the params alone"
     if isinstance(node, Mapping) and "params" in node:
         others = [name for name in node if name != "params" and _trains(node[name])]
         if others:

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from replicax.core.checks import check_unused
 from replicax.core.models.definition import Parts
 from replicax.core.models.foreign import refuse_foreign
 from replicax.core.models.pytree import split_pytree
@@ -16,6 +17,7 @@ def split_model(model: Any) -> Parts:
 
     Raises:
         ConfigError: nothing to train, or what is no model.
+        StateError: arrays that a step consumed.
     """
     definition, params, extras = _split(model)
     if not jax.tree.leaves(params):
@@ -25,6 +27,7 @@ def split_model(model: Any) -> Parts:
             f"the model has {len(leaves)} leaves ({', '.join(kinds) or 'none'}) and 0 trainable "
             "arrays; a trainable array has a floating-point dtype: make it one with jnp.asarray"
         )
+    check_unused((params, extras))
     return definition, params, extras
 
 
