@@ -1,4 +1,4 @@
-"""The programs of the README, and then those of docs/training.md, run as printed, in order."""
+"""The programs of the README, then of docs/training.md and docs/step.md, run in order."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 TRAINING = (ROOT / "docs/training.md").read_text(encoding="utf-8")
-PROGRAMS = re.findall(r"^```python\n(.*?)^```", README + TRAINING, re.MULTILINE | re.DOTALL)
+STEP = (ROOT / "docs/step.md").read_text(encoding="utf-8")
+PROGRAMS = re.findall(r"^```python\n(.*?)^```", README + TRAINING + STEP, re.MULTILINE | re.DOTALL)
 
 
 def test_the_readme_is_short() -> None:
