@@ -12,7 +12,7 @@ from unittest import mock
 import jax
 import numpy as np
 from flax import nnx
-from support.plain_steps import PLAIN_STEPS, mean_of_rows
+from support.plain_steps import PLAIN_STEPS, mean_of_rows, own_step, plain_forms
 
 import replicax as rx
 
@@ -21,6 +21,7 @@ NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
 TRAINABLE = {"lora": nnx.LoRAParam, "frozen_backbone": "head"}
 RANDOM = {"vae"}
 """Their draws are those of a batch's shape, and in per-replica modes each replica's own."""
+Metrics = dict[str, float]
 STEPS = 5
 EPOCHS = 2
 CASES = [(mode, devices) for mode in ("jit", "shard_map", "pmap") for devices in (1, 2, 4)]
@@ -52,13 +53,25 @@ def orders(name: str, example: Any) -> Iterator[np.ndarray]:
         yield from np.split(np.arange(count), range(size, count, size))
 
 
-def by_hand(name: str, example: Any, order: list[np.ndarray] | None = None) -> list[float]:
-    """The losses of plain JAX on one device."""
+def has_own_step(example: Any) -> bool:
+    return hasattr(example, "step")
+
+
+def by_hand(name: str, example: Any, order: list[np.ndarray] | None = None) -> list[Metrics]:
+    """The losses of plain JAX on one device; all metrics of a step of the example's own."""
     rows = example.rows()
     batches = [
         jax.tree.map(lambda leaf, part=part: leaf[part], rows)
         for part in order or list(orders(name, example))
     ][:STEPS]
+
+    if has_own_step(example):
+
+        def on_one_device(state: Any, batch: Any, number: Any) -> Any:
+            with mock.patch.dict(example.step.__globals__, rx=plain_forms(number)):
+                return example.step(state, batch, None)
+
+        return [told(found) for found in own_step(on_one_device, example.state(), batches)]
 
     def numbered(params: Any, batch: Any, key: Any, number: Any) -> Any:
         with mock.patch.object(rx, "step_number", return_value=number):
@@ -66,34 +79,59 @@ def by_hand(name: str, example: Any, order: list[np.ndarray] | None = None) -> l
 
     loss = numbered if name in RANDOM else example.loss
     plain = PLAIN_STEPS.get(name, mean_of_rows)
-    return [float(value) for value in plain(loss, example.optimizer(), example.model(), batches)]
+    losses = plain(loss, example.optimizer(), example.model(), batches)
+    return [{"loss": float(value)} for value in losses]
+
+
+def told(metrics: Any) -> Metrics:
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def with_replicax(
     name: str, example: Any, source: Any, mode: str, devices: int, *, shuffle: bool = False
-) -> tuple[list[float], list[np.ndarray]]:
-    """The losses in `mode` on so many devices, and the rows of each batch."""
-    dp = rx.DataParallel(
-        example.loss,
-        example.optimizer(),
-        mesh=rx.make_mesh(devices=jax.devices()[:devices]),
-        mode=mode,
-        trainable=TRAINABLE.get(name),
-    )
-    state, losses, order = dp.init(example.model()), [], []
+) -> tuple[list[Metrics], list[np.ndarray]]:
+    """The metrics in `mode` on so many devices, and the rows of each batch."""
+    mesh = rx.make_mesh(devices=jax.devices()[:devices])
+    if has_own_step(example):
+        dp = rx.DataParallel(step=example.step, mesh=mesh, mode=mode)
+        state = dp.init(example.state())
+    else:
+        dp = rx.DataParallel(
+            example.loss,
+            example.optimizer(),
+            mesh=mesh,
+            mode=mode,
+            trainable=TRAINABLE.get(name),
+        )
+        state = dp.init(example.model())
+    found, order = [], []
     for epoch in range(EPOCHS):
         for batch in dp.feed(source, batch_size(name, example), shuffle=shuffle, epoch=epoch):
             state, metrics = dp.step(state, batch)
-            losses.append(float(metrics["loss"]))
+            found.append(told(metrics))
             order.append(np.asarray(batch.index)[: batch.rows])
-    return losses[:STEPS], order[:STEPS]
+    return found[:STEPS], order[:STEPS]
+
+
+def largest_difference(found: list[Metrics], expected: list[Metrics]) -> float:
+    """The largest difference between losses, as a part of the loss."""
+    mine, theirs = (np.asarray([each["loss"] for each in losses]) for losses in (found, expected))
+    return float(np.max(np.abs(mine - theirs) / np.abs(theirs)))
 
 
 def plain_lines(name: str) -> int:
     """Lines of the step, its update and the loop over batches, in plain JAX."""
-    text = inspect.getsource(PLAIN_STEPS.get(name, mean_of_rows))
+    own = lines_of_own_step(name)
+    text = inspect.getsource(own_step if own else PLAIN_STEPS.get(name, mean_of_rows))
     body = [line.strip() for line in text.splitlines()[1:]]
-    return len([line for line in body if line and not line.startswith("yield")])
+    return own + len([line for line in body if line and not line.startswith("yield")])
+
+
+def lines_of_own_step(name: str) -> int:
+    """Lines of the example's own step, 0 where it has none."""
+    text = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
+    steps = re.findall(r"^def step\(.*\n(?:(?: .*)?\n)*", text, re.MULTILINE)
+    return sum(bool(line.strip()) for step in steps for line in step.splitlines())
 
 
 def lines_here(name: str) -> int:
@@ -101,4 +139,6 @@ def lines_here(name: str) -> int:
     said = r"rx\.DataParallel\(|dp\.init\(|in dp\.feed\(|dp\.step\(|rx\.fit\("
     text = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
     main = text[text.index("def main()") :]
-    return len([line for line in main.splitlines() if re.search(said, line)])
+    return lines_of_own_step(name) + len(
+        [line for line in main.splitlines() if re.search(said, line)]
+    )

@@ -1,9 +1,11 @@
 """The training of `examples/` on one device in plain JAX, as short as it gets.
 
-Each is a generator of losses; `docs/examples.md` counts its lines without the `yield`.
+Each is a generator of losses, `own_step` of metrics; `docs/examples.md` counts its lines without
+the `yield`.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -117,6 +119,38 @@ def annealed(loss: Any, optimizer: Any, params: Any, batches: Iterable[Any]) -> 
         yield value
 
 
+def own_step(step: Any, state: Any, batches: Iterable[Any]) -> Iterator[Any]:
+    step = jax.jit(step)
+    for number, batch in enumerate(batches):
+        state, metrics = step(state, batch, number)
+        yield metrics
+
+
+def plain_forms(number: Any) -> Any:
+    """Return what stands for `rx` in a step of one's own: one device, rows without padding."""
+    return SimpleNamespace(
+        value_and_grad=_means_and_gradient,
+        mean=jnp.mean,
+        gather=lambda rows: rows,
+        row_weights=lambda rows: jnp.ones(len(jax.tree.leaves(rows)[0])),
+        step_number=lambda: number,
+    )
+
+
+def _means_and_gradient(loss: Any) -> Callable[..., Any]:
+    def means(params: Any, batch: Any, key: Any) -> Any:
+        found = loss(params, batch, key)
+        values, metrics = found if isinstance(found, tuple) else (found, {})
+        found = {"loss": jnp.mean(values), **jax.tree.map(jnp.mean, metrics)}
+        return found["loss"], found
+
+    def found(params: Any, batch: Any, key: Any = None) -> Any:
+        (_, means_of_rows), gradient = jax.value_and_grad(means, has_aux=True)(params, batch, key)
+        return means_of_rows, gradient
+
+    return found
+
+
 PLAIN_STEPS = {
     "frozen_backbone": frozen_backbone,
     "lora": lora,
@@ -124,4 +158,4 @@ PLAIN_STEPS = {
     "torch_dataloader": with_metrics,
     "vae": annealed,
 }
-"""By example; all others are `mean_of_rows`."""
+"""By example; all others are `mean_of_rows`, or `own_step` where they have a step of their own."""

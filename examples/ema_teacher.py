@@ -1,0 +1,78 @@
+"""Self-distillation without labels: a student learns from the moving average of itself.
+
+The teacher's outputs are centred by their moving mean over the rows of all devices: `rx.mean`.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import replicax as rx
+
+ROWS, BATCH, INPUTS, WIDTH, CLASSES, VIEWS = 84, 32, 8, 32, 6, 2
+NOISE, SHARPNESS, TEACHER_SHARPNESS, SHARE, CENTRE_SHARE = 0.3, 5.0, 10.0, 0.02, 0.1
+
+optimizer = optax.adamw(3e-3)
+
+
+def rows():
+    """Points about some places, and for each row the noise of both its views."""
+    random = np.random.default_rng(0)
+    places = random.normal(size=(CLASSES, INPUTS))
+    points = places[random.integers(CLASSES, size=ROWS)] + random.normal(size=(ROWS, INPUTS)) / 4
+    noise = random.normal(size=(ROWS, VIEWS, INPUTS))
+    return {"point": points.astype(np.float32), "noise": noise.astype(np.float32)}
+
+
+def state():
+    """A network of two layers twice, the centre of outputs, and the optimizer's state."""
+    first, last = jax.random.split(jax.random.key(0))
+    network = {
+        "in": jax.random.normal(first, (INPUTS, WIDTH)) / INPUTS**0.5,
+        "out": jax.random.normal(last, (WIDTH, CLASSES)) / WIDTH**0.5,
+    }
+    start = {"student": network, "teacher": network, "centre": jnp.zeros(CLASSES)}
+    return start | {"moments": optimizer.init(network)}
+
+
+def apply(network, x):
+    found = jnp.tanh(x @ network["in"]) @ network["out"]
+    return found / jnp.linalg.norm(found, axis=-1, keepdims=True)
+
+
+def loss(student, batch, key):
+    """Cross-entropy of the student on each view with the teacher on the other."""
+    log_chances = jax.nn.log_softmax(SHARPNESS * apply(student, batch["views"]))
+    return -jnp.mean(jnp.sum(batch["taught"] * log_chances, axis=2), axis=1)
+
+
+def step(state, batch, key):
+    views = batch["point"][:, None] + NOISE * batch["noise"]
+    said = apply(state["teacher"], views)
+    taught = jax.nn.softmax(TEACHER_SHARPNESS * (said - state["centre"]))
+    seen = {"views": views, "taught": taught[:, ::-1]}
+    means, gradient = rx.value_and_grad(loss)(state["student"], seen, key)
+    updates, moments = optimizer.update(gradient, state["moments"], state["student"])
+    student = optax.apply_updates(state["student"], updates)
+    of_classes = jax.vmap(rx.mean, in_axes=2)
+    after = {
+        "student": student,
+        "teacher": optax.incremental_update(student, state["teacher"], SHARE),
+        "centre": optax.incremental_update(of_classes(said), state["centre"], CENTRE_SHARE),
+        "moments": moments,
+    }
+    return after, {**means, "largest": jnp.max(of_classes(taught))}
+
+
+def main():
+    dp = rx.DataParallel(step=step)
+    trained = dp.init(state())
+    for epoch in range(40):
+        for batch in dp.feed(rows(), BATCH, shuffle=True, epoch=epoch):
+            trained, metrics = dp.step(trained, batch)
+    print({name: round(float(value), 3) for name, value in metrics.items()})
+
+
+if __name__ == "__main__":
+    main()
