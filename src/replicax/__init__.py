@@ -18,6 +18,8 @@ from replicax.core.inside import step_number as step_number
 from replicax.core.job import Job as Job
 from replicax.core.loss import Weighted as Weighted
 from replicax.core.mesh import make_mesh as make_mesh
+from replicax.core.models.stateful import Stateful as Stateful
+from replicax.core.models.stateful import Written as Written
 from replicax.core.modes import Mode as Mode
 from replicax.core.own import mean as mean
 from replicax.core.own import value_and_grad as value_and_grad
@@ -108,9 +110,11 @@ __all__ = [
     "ReplicaxError",
     "RunInUseError",
     "StateError",
+    "Stateful",
     "TrainState",
     "Verification",
     "Weighted",
+    "Written",
     "bench",
     "fit",
     "gather",

@@ -13,8 +13,9 @@ from replicax.core.batch import Batch
 from replicax.core.inside import weighs
 from replicax.core.loss import LOSS, arrays_of_loss, scalars, sums
 from replicax.core.models.definition import PyTree, View
+from replicax.core.models.stateful import values_of
 from replicax.core.objective import Objective
-from replicax.core.row_rules import Rows
+from replicax.core.row_rules import Place, Rows
 from replicax.core.rows import follow, gathers, holds_number, moves, numbers_places
 from replicax.core.update import TrainState
 
@@ -54,14 +55,22 @@ class Look:
         self.unsure = False
         """Whether no trace tells, and `decide` has to."""
         self._objective, self._of = objective, (state, batch)
+        self._writes = getattr(objective.definition, "writes", False)
         # Names of outputs that are one number for the whole batch, and whether it weighs rows.
         traced, (self.scalars, self.weighs) = self._trace(jax.random.key(0))
         self.moves = moves(traced, len(jax.tree.leaves(state.params)))
         """Whether it has a gradient that is not 0 whatever the parameters are."""
         self.gathers = gathers(traced)
-        if not (self.gathers or self._apart(traced)) and (divided or LOSS not in self.scalars):
+        values, written = self._places(traced)
+        self.writes_alone = any(written)
+        """Whether what it writes to a `Stateful` model follows from the rows in sight."""
+        apart = self.gathers or self._apart(traced, values)
+        if not apart and self._writes and divided:
+            self.rows_meet = True  # statistics of the rows in sight, perhaps: evaluation has none
+        elif not apart and (divided or LOSS not in self.scalars):
             with contextlib.suppress(Exception):  # the user's loss, in evaluation
-                self.unsure = not self._apart(self._trace(None)[0])
+                traced = self._trace(None)[0]
+                self.unsure = not self._apart(traced, self._places(traced)[0])
         del self._of  # the arrays are not ours to keep
         if self.unsure and compute:
             self.decide(jax.jit(self.differences)(state, batch))
@@ -78,30 +87,36 @@ class Look:
 
         def observed(model: Any, data: PyTree, key: jax.Array | None) -> Any:
             returned = self._objective.loss(model, data, key)
-            found.append((scalars(returned), weighs()))
+            found.append((scalars(values_of(returned)), weighs()))
             return returned
 
-        def values(params: PyTree, extras: PyTree, batch: Batch) -> tuple[Any, ...]:
+        def values(params: PyTree, extras: PyTree, batch: Batch) -> tuple[Any, Any]:
             view = View(key, step=jnp.int32(0))
-            returned, _ = watching.returned(params, extras, batch, view)
+            returned, after = watching.returned(params, extras, batch, view)
             sums(returned, batch.mask)  # says what must not be returned
-            return arrays_of_loss(returned)
+            return arrays_of_loss(returned), after if self._writes else ()
 
         watching = dataclasses.replace(self._objective, loss=observed)
         state, batch = self._of
         return jax.make_jaxpr(values)(state.params, state.extras, batch), found[0]
 
-    def _apart(self, traced: ClosedJaxpr) -> bool:
+    def _places(self, traced: ClosedJaxpr) -> tuple[list[Place], list[Place]]:
+        """Where rows are in the loss's values, and in what it writes."""
+        state, batch = self._of
+        rows = len(jax.tree.leaves(batch))
+        inputs = [None] * (len(traced.jaxpr.invars) - rows) + [Rows(0)] * rows
+        places = follow(traced.jaxpr, inputs)
+        values = len(places) - len(jax.tree.leaves(state.extras)) * self._writes
+        return places[:values], places[values:]
+
+    def _apart(self, traced: ClosedJaxpr, values: list[Place]) -> bool:
         """Whether a trace of the loss shows that each row's follows from that row alone.
 
         Not from how many rows there are, either, or from its place among them.
         """
-        batch = self._of[1]
-        rows = len(jax.tree.leaves(batch))
-        inputs = [None] * (len(traced.jaxpr.invars) - rows) + [Rows(0)] * rows
-        apart = all(each in (None, Rows(0)) for each in follow(traced.jaxpr, inputs))
-        known = holds_number(traced, _counts(batch.size)) or numbers_places(traced, batch.size)
-        return apart and not known
+        size = self._of[1].size
+        apart = all(each in (None, Rows(0)) for each in values)
+        return apart and not (holds_number(traced, _counts(size)) or numbers_places(traced, size))
 
     def differences(self, state: TrainState, batch: Batch) -> list[tuple[jax.Array, jax.Array]]:
         """Return how far two quarters of the rows are from both computed at once, for `decide`."""

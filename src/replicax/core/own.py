@@ -19,7 +19,7 @@ from replicax.core.objective import LossFunction, Objective, StepSums
 from replicax.core.precision import Precision, to_sum
 from replicax.core.reduction import Reduce
 from replicax.core.update import Metrics, Summing, TrainState, mean_gradient, step_key
-from replicax.errors import LossError, StateError
+from replicax.errors import ConfigError, LossError, StateError
 
 StepFunction = Callable[[Any, PyTree, jax.Array], tuple[Any, Metrics]]
 """`step(state, batch, key) -> (state, metrics)`."""
@@ -84,6 +84,11 @@ def value_and_grad(
         model: Any, batch: PyTree, key: jax.Array | None = None
     ) -> tuple[Metrics, PyTree]:
         definition, params, extras = split_model(model)
+        if getattr(definition, "writes", False):
+            raise ConfigError(
+                "rx.value_and_grad was given an rx.Stateful, whose state it cannot hand back: give "
+                "DataParallel its loss and optimizer, or use a Flax NNX model, which keeps it"
+            )
         primitives, state, rows = _seen("value_and_grad", batch, params, extras)
         objective = Objective(definition, loss, primitives.precision)
         if primitives.examiner is not None:

@@ -118,6 +118,12 @@ class Ready:
             look = StepLook(self._program, state, batch, divided=bool(seen_by))
             if mode.per_replica and split.replicas > 1:
                 _check_alike(look, split.replicas)
+        if mode.per_replica and split.replicas > 1 and look.writes_alone:
+            raise LossError(
+                "the loss writes the model's state from the rows it sees, and each of "
+                f"{split.replicas} replicas sees others, but replicas must stay equal: use "
+                "mode='jit', or rx.gather the rows"
+            )
         if not (seen_by and look.rows_meet):
             return look
         some = f"each of {' and '.join(seen_by)} sees some of the rows"

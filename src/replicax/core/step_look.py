@@ -98,6 +98,11 @@ class StepLook:
         return any(look.rows_meet for look in self._looks)
 
     @property
+    def writes_alone(self) -> bool:
+        """Whether some loss writes to its model from the rows in sight."""
+        return any(look.writes_alone for look in self._looks)
+
+    @property
     def scalars(self) -> tuple[str, ...]:
         """Names of what a loss returns as one number for the whole batch."""
         return tuple(name for look in self._looks for name in look.scalars)

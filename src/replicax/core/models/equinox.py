@@ -1,6 +1,5 @@
 """Equinox modules, alone or in a pytree: in evaluation they are in inference mode."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,6 +8,7 @@ from equinox.nn import State, StateIndex, inference_mode
 
 from replicax.core.models.definition import Parts, PyTree, View
 from replicax.core.models.pytree import PytreeDefinition, split_pytree
+from replicax.core.models.stateful import Stateful
 from replicax.errors import ConfigError
 
 
@@ -18,11 +18,11 @@ def holds_equinox(model: PyTree) -> bool:
 
 
 def split_equinox(model: PyTree) -> Parts:
-    """`split_model` for a pytree with Equinox modules, of which none may hold a `State`."""
-    if _holds(model, (State, StateIndex)):
+    """`split_model` for a pytree with Equinox modules; a `State` must be that of a `Stateful`."""
+    if _holds(model, (State, StateIndex)) and not isinstance(model, Stateful):
         raise ConfigError(
-            "the model holds an Equinox State (BatchNorm, say), which a loss cannot hand back; use "
-            "equinox.nn.GroupNorm or LayerNorm, or a Flax NNX or Linen model"
+            "the model holds an Equinox State (BatchNorm, say), which a loss has to hand back: "
+            "init(rx.Stateful(model, state)), and return rx.Written(values, state)"
         )
     return split_pytree(model, EquinoxDefinition)
 
@@ -30,11 +30,8 @@ def split_equinox(model: PyTree) -> Parts:
 class EquinoxDefinition(PytreeDefinition):
     """A pytree with Equinox modules."""
 
-    def apply(
-        self, function: Callable[[Any], Any], params: PyTree, extras: PyTree, view: View
-    ) -> tuple[Any, PyTree]:
-        model = self.merge(params, extras)
-        return function(inference_mode(model) if view.key is None else model), extras
+    def seen(self, model: Any, view: View) -> Any:
+        return inference_mode(model) if view.key is None else model
 
 
 def _holds(model: PyTree, kinds: tuple[type, ...]) -> bool:

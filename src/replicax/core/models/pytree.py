@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from replicax.core.leaves import is_random_key
 from replicax.core.models.definition import Parts, PyTree, View, is_array, is_trainable
+from replicax.core.models.stateful import Stateful, take_state, values_of
 from replicax.errors import StateError
 
 
@@ -16,7 +17,8 @@ class PytreeDefinition:
 
     def __init__(self, model: PyTree) -> None:
         leaves, self._structure = jax.tree.flatten(model)
-        self._kinds = [self.kind(leaf) for leaf in leaves]
+        self._kinds = kinds(model, self.kind)
+        self.writes = isinstance(model, Stateful)
         self._static = [None if is_array(leaf) else leaf for leaf in leaves]
 
     def __eq__(self, other: object) -> bool:
@@ -26,9 +28,9 @@ class PytreeDefinition:
         return hash(self._structure)
 
     @staticmethod
-    def kind(leaf: Any) -> str:
+    def kind(leaf: Any, written: bool) -> str:
         """Return which of the two trees has `leaf`, or `static`."""
-        if is_trainable(leaf):
+        if is_trainable(leaf) and not written:
             return "params"
         return "extras" if is_array(leaf) else "static"
 
@@ -40,23 +42,39 @@ class PytreeDefinition:
     def apply(
         self, function: Callable[[Any], Any], params: PyTree, extras: PyTree, view: View
     ) -> tuple[Any, PyTree]:
-        return function(self.merge(params, extras)), extras
+        returned = function(self.seen(self.merge(params, extras), view))
+        if self.writes:
+            extras = take_state(returned, extras, view)
+        return values_of(returned) if self.writes else returned, extras
+
+    def seen(self, model: Any, _view: View) -> Any:
+        """Return the model as a loss is given it."""
+        return model
 
 
 def split_pytree(model: PyTree, kind: type[PytreeDefinition] = PytreeDefinition) -> Parts:
     """`split_model` for a plain pytree, with a definition of class `kind`."""
+    leaves, structure = jax.tree.flatten(model)
+    of_leaves = list(zip(leaves, kinds(model, kind.kind), strict=True))
     params, extras = (
-        jax.tree.map(lambda leaf, wanted=wanted: leaf if kind.kind(leaf) == wanted else None, model)
+        jax.tree.unflatten(structure, [leaf if own == wanted else None for leaf, own in of_leaves])
         for wanted in ("params", "extras")
     )
     return kind(model), params, extras if jax.tree.leaves(extras) else {}
+
+
+def kinds(model: PyTree, kind: Callable[[Any, bool], str]) -> list[str]:
+    """Return the kind of each leaf, given whether it is in the state of a `Stateful`."""
+    model, state = (model.model, model.state) if isinstance(model, Stateful) else (model, ())
+    trained = [kind(leaf, False) for leaf in jax.tree.leaves(model)]
+    return trained + [kind(leaf, True) for leaf in jax.tree.leaves(state)]
 
 
 class OwnState(PytreeDefinition):
     """The state of a step of one's own: all its arrays are `params`."""
 
     @staticmethod
-    def kind(leaf: Any) -> str:
+    def kind(leaf: Any, _written: bool) -> str:
         return "params" if is_array(leaf) else "static"
 
     def arrays(self, after: PyTree, before: PyTree) -> PyTree:

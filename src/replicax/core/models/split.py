@@ -9,6 +9,7 @@ from replicax.core.checks import check_unused
 from replicax.core.models.definition import Parts
 from replicax.core.models.foreign import refuse_foreign
 from replicax.core.models.pytree import split_pytree
+from replicax.core.models.stateful import Stateful
 from replicax.errors import ConfigError
 
 
@@ -45,7 +46,7 @@ def _split(model: Any) -> Parts:
             from replicax.core.models.linen import split_linen
 
             return split_linen(model)
-    refuse_foreign(model)
+    refuse_foreign(model.model if isinstance(model, Stateful) else model)
     if "equinox" in sys.modules:
         from replicax.core.models.equinox import holds_equinox, split_equinox
 

@@ -1,0 +1,87 @@
+"""Models of functions that hand their state back: Equinox's `State`, Haiku's, a codebook."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from replicax.core.models.definition import PyTree, View, is_array
+from replicax.errors import ConfigError, LossError
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Stateful:
+    """A model beside what it writes: nothing in `state` trains, and a loss returns what follows it.
+
+    Example:
+        >>> def loss(model, batch, key):
+        ...     out, state = network.apply(model.model, model.state, key, batch["x"])
+        ...     return rx.Written((out - batch["y"]) ** 2, state)
+        >>> state = dp.init(rx.Stateful(*network.init(key, x)))
+    """
+
+    model: Any
+    """A pytree, Equinox modules among them."""
+    state: Any
+    """A pytree of arrays of any dtype."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """What a loss on a `Stateful` model returns: its values, and the state that follows.
+
+    In evaluation the state stays as it is.
+    """
+
+    values: Any
+    """All that a loss may return: values, or a pair of values and metrics."""
+    state: Any
+    """As `Stateful.state`, in the same dtypes."""
+
+
+def values_of(returned: Any) -> Any:
+    """Return what a loss returned, without the state."""
+    return returned.values if isinstance(returned, Written) else returned
+
+
+def take_state(returned: Any, extras: PyTree, view: View) -> PyTree:
+    """Return `extras`, the arrays of a `Stateful` that do not train, with the state of `returned`.
+
+    Raises:
+        ConfigError: the rows are a micro-shard, and each writes a state of its own.
+        LossError: no state was returned, or one of other arrays.
+    """
+    if view.key is None:
+        return extras
+    if not isinstance(returned, Written):
+        raise LossError(
+            "the model is an rx.Stateful, and the loss returned no state; it is written in every "
+            "step: return rx.Written(values, state)"
+        )
+    if view.alone:
+        raise ConfigError(
+            "the loss writes the model's state from a micro-shard, one of those that mode 'exact' "
+            "computes alone: use mode='jit'"
+        )
+    after = jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, returned.state)
+    found, wanted = map(_described, (after, extras.state))
+    if found != wanted:
+        paths = [path for path in {**wanted, **found} if found.get(path) != wanted.get(path)]
+        raise LossError(
+            f"state{paths[0]} was {wanted.get(paths[0], 'not there')} and is "
+            f"{found.get(paths[0], 'not there')}; the state that a loss writes has the arrays of "
+            "the one before: return all of it, cast as it was"
+        )
+    leaves = [jnp.asarray(leaf, leaf.dtype) for leaf in jax.tree.leaves(after)]
+    state = jax.tree.unflatten(jax.tree.structure(extras.state), leaves)
+    return dataclasses.replace(extras, state=state)
+
+
+def _described(tree: PyTree) -> dict[str, str]:
+    return {
+        jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
