@@ -338,9 +338,11 @@ def test_by_formula_where_it_is_asked_for() -> None:
     strict(found)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("by_formula", [True, False])
-def test_a_step_of_ones_own_is_planned(by_formula: bool) -> None:
+def test_a_step_of_ones_own_is_planned(by_formula: bool, request: pytest.FixtureRequest) -> None:
+    if not by_formula:
+        request.getfixturevalue("in_process")
+
     def own(state: Any, batch: Any, key: Any) -> Any:
         means, gradient = rx.value_and_grad(loss)(state["model"], batch, key)
         after = jax.tree.map(lambda value, slope: value - 0.1 * slope, state["model"], gradient)
