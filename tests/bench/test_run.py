@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 
+import replicax as rx
 from replicax.analysis import host
 from replicax.bench import cores, runner
 from replicax.bench import run as run_module
@@ -79,6 +80,20 @@ def test_a_rounded_gradient_is_half_the_bytes() -> None:
     (case,) = result.cases
     assert (case.sent_bytes, case.least_sent_bytes) == (GRADIENT_BYTES / 2 + 8, GRADIENT_BYTES / 2)
     assert result.notes[0].startswith("jit is left out: reduction='bfloat16'")
+
+
+def test_a_step_of_ones_own_is_measured_as_the_written_one_is() -> None:
+    def step(model: Any, batch: Any, key: Any) -> Any:
+        means, gradient = rx.value_and_grad(loss)(model, batch, key)
+        return jax.tree.map(lambda value, slope: value - 0.01 * slope, model, gradient), means
+
+    options: dict[str, Any] = {"devices": (2,), "modes": ["shard_map"], "rounds": 1}
+    given = {"batch_size": 8, "progress": False, **options}
+    (own,) = bench(None, None, MODEL, SOURCE, step=step, **given).cases
+    (written,) = run(**options).cases
+    assert (own.sent_bytes, own.collectives) == (written.sent_bytes, written.collectives)
+    assert own.flops_per_step == written.flops_per_step
+    assert min(own.seconds_per_step) > 0
 
 
 def test_flops_are_of_all_devices(result: Bench) -> None:

@@ -9,7 +9,17 @@ import grain
 import jax
 import numpy as np
 import pytest
-from support.job_cases import CASES, DATA, MORE, Rows, joined_batches, train, train_network
+from support.job_cases import (
+    CASES,
+    DATA,
+    MORE,
+    Rows,
+    joined_batches,
+    own_step,
+    predict,
+    train,
+    train_network,
+)
 from support.processes import SUPPORT, run_job
 from support.tiers import exhaustive, only
 
@@ -60,13 +70,16 @@ def expected() -> dict[str, dict[str, Any]]:
 
 
 def _own_arrays_joined() -> list[dict[str, np.ndarray]]:
+    return [{name: leaf[index] for name, leaf in DATA.items()} for index in _own_indices()]
+
+
+def _own_indices() -> list[np.ndarray]:
     """Process 0's rows 0 to 34 and process 1's 35 to 50, eight of each in a batch."""
     batches = []
     for number in range(5):
         first = np.arange(8 * number, min(8 * number + 8, 35))
         second = np.arange(35 + 8 * number, min(35 + 8 * number + 8, 51))
-        index = np.concatenate([first, second])
-        batches.append({name: leaf[index] for name, leaf in DATA.items()})
+        batches.append(np.concatenate([first, second]))
     return batches
 
 
@@ -100,6 +113,26 @@ def test_exact_gives_the_bits_of_one_device(job: str, results: Results) -> None:
 @in_small_and_large_jobs
 def test_a_network_with_random_keys_is_trained_alike(job: str, results: Results) -> None:
     assert results(job)["network"] == train_network(rx.make_mesh(devices=jax.devices()[:1]))
+
+
+@in_small_and_large_jobs
+def test_every_process_has_all_predictions(job: str, results: Results) -> None:
+    """That they agree on them is checked in the job."""
+    one, found = predict(rx.make_mesh(devices=jax.devices()[:1])), results(job)["predictions"]
+    for name, leaf in one["arrays"].items():
+        np.testing.assert_allclose(found["arrays"][name], leaf, rtol=1e-5, atol=1e-6)
+        own = np.asarray(leaf)[np.concatenate(_own_indices())]
+        np.testing.assert_allclose(found["own arrays"][name], own, rtol=1e-5, atol=1e-6)
+
+
+@in_small_and_large_jobs
+def test_a_step_of_ones_own_is_that_of_one_device(job: str, results: Results) -> None:
+    one, found = own_step(rx.make_mesh(devices=jax.devices()[:1])), results(job)["own step"]
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6),
+        found,
+        json.loads(json.dumps(one)),
+    )
 
 
 @in_small_and_large_jobs

@@ -186,6 +186,25 @@ def compare(model: Any, loss: Any, batch: Any, devices: int, **settings: Any) ->
     return memory_formula(dp, model, batch, platform="cpu").total / memory.peak
 
 
+@pytest.mark.parametrize("mode", only(["shard_map"], ["jit", "shard_map"]))
+def test_a_step_of_ones_own_is_within_a_factor_of_two(mode: str) -> None:
+    optimizer = optax.adamw(1e-3)
+    begin = {"model": MODEL, "moments": jax.eval_shape(optimizer.init, MODEL)}
+    batch = Array((8192, WIDTH), jnp.float32)
+
+    def step(state: Any, batch: Any, key: Any) -> Any:
+        means, gradient = rx.value_and_grad(chain)(state["model"], batch, key)
+        updates, moments = optimizer.update(gradient, state["moments"], state["model"])
+        return {"model": optax.apply_updates(state["model"], updates), "moments": moments}, means
+
+    dp = rx.DataParallel(step=step, mode=mode, mesh=rx.make_mesh(2))
+    memory = inspect(dp.lower(begin, batch).compile()).memory
+    assert isinstance(memory, Memory)
+    assert memory.peak > 4_000_000
+    found = memory_formula(dp, begin, batch)
+    assert 0.5 < found.total / memory.peak < 2
+
+
 @pytest.mark.slow
 @EXHAUSTIVE
 @pytest.mark.parametrize("remat", ["none", "selective", "full"])

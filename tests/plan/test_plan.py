@@ -338,6 +338,30 @@ def test_by_formula_where_it_is_asked_for() -> None:
     strict(found)
 
 
+@pytest.mark.parametrize("by_formula", [True, False])
+def test_a_step_of_ones_own_is_planned(by_formula: bool, request: pytest.FixtureRequest) -> None:
+    if not by_formula:
+        request.getfixturevalue("in_process")
+
+    def own(state: Any, batch: Any, key: Any) -> Any:
+        means, gradient = rx.value_and_grad(loss)(state["model"], batch, key)
+        after = jax.tree.map(lambda value, slope: value - 0.1 * slope, state["model"], gradient)
+        return {"model": after, "done": state["done"] + 1}, means
+
+    begin = {"model": MODEL, "done": jax.ShapeDtypeStruct((), np.int32)}
+    dp = rx.DataParallel(step=own, mode="shard_map", mesh=rx.make_mesh(1))
+    found = rx.plan(dp, begin, rows(64), target=host(4), by_formula=by_formula)
+    assert found.asked.compiled != by_formula
+    assert found.asked.rows == 16
+    assert found.asked.fits
+    assert found.largest is not None
+    assert 16 < found.largest.rows < 8192
+    assert found.formula.parameters == 4 * PARAMETERS + 4
+    assert 0.5 < found.formula.total / found.asked.bytes < 2
+    assert {each.change for each in found.alternatives} >= {"precision=bfloat16", "layout=fsdp"}
+    strict(found)
+
+
 @pytest.mark.parametrize("mode", ["pmap", "jit"])
 def test_by_formula_a_mode_is_planned_for_more_devices_than_there_are(mode: str) -> None:
     def planned(mode: str) -> Plan:

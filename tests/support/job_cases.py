@@ -19,6 +19,7 @@ from flax import nnx
 import replicax as rx
 from replicax.analysis.hlo import instructions
 from replicax.core.job import Job
+from replicax.train.fingerprint import sha256
 
 ROWS, FEATURES, STEPS_OF_AN_EPOCH = 51, 6, 4
 BATCH = 16
@@ -157,9 +158,57 @@ def reductions(job: Job) -> list[str]:
     ]
 
 
+def predict(mesh: Any = None, job: Job | None = None) -> dict[str, Any]:
+    """Predictions for rows in one memory, and in that of each process."""
+
+    def predicted(model: Any, batch: Any, key: Any) -> Any:
+        out = jnp.tanh(batch["x"] @ model["in"]) @ model["out"]
+        return {"out": out, "half": batch["x"].astype(jnp.bfloat16)}
+
+    dp = rx.DataParallel(loss, optax.sgd(0.1), mesh=mesh, mode="shard_map", job=job)
+    state = dp.init(model())
+    sources = {"arrays": DATA}
+    if job is not None:
+        sources["own arrays"] = rx.PerProcess(own_arrays())
+    found = {
+        name: dp.predict(predicted, state, dp.feed(each, BATCH)) for name, each in sources.items()
+    }
+    dp.job.agree("the predictions", {"sha256": sha256(found)})
+    return jax.tree.map(lambda leaf: leaf.astype(np.float32).tolist(), found)
+
+
+def own_step(mesh: Any = None, job: Job | None = None) -> dict[str, Any]:
+    """An epoch of a step of one's own: its state, and what it told."""
+    optimizer = optax.adam(1e-2)
+
+    def step(state: Any, batch: Any, key: Any) -> Any:
+        means, gradient = rx.value_and_grad(loss)(state["model"], batch, key)
+        updates, moments = optimizer.update(gradient, state["moments"])
+        x, real = rx.gather((batch["x"], rx.row_weights(batch["x"])))
+        after = {
+            "model": optax.apply_updates(state["model"], updates),
+            "moments": moments,
+            "center": jnp.sum(x * real[:, None], 0) / jnp.sum(real),
+        }
+        return after, {**means, "mean": rx.mean(batch["y"])}
+
+    dp = rx.DataParallel(step=step, mesh=mesh, mode="shard_map", job=job)
+    begin = {"model": model(), "moments": optimizer.init(model()), "center": jnp.zeros(FEATURES)}
+    state, told = dp.init(begin), []
+    for batch in dp.feed(DATA, BATCH):
+        state, metrics = dp.step(state, batch)
+        told.append({name: float(value) for name, value in metrics.items()})
+    return {
+        "state": jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), state.params),
+        "told": told,
+    }
+
+
 MORE: dict[str, Callable[[Job], Any]] = {
     "reductions": reductions,
     "network": lambda job: train_network(job=job),
+    "predictions": lambda job: predict(job=job),
+    "own step": lambda job: own_step(job=job),
 }
 
 

@@ -11,18 +11,22 @@ from replicax.core.update import TrainState
 from replicax.errors import ConfigError, StateError
 
 
-def check_loss(loss: Any) -> None:
-    """Raise `ConfigError` if `loss` cannot be called as `loss(model, batch, key)`."""
-    _check_function("loss", loss, ("model", "batch", "key"))
+def check_loss(loss: Any, name: str = "loss") -> None:
+    """Raise `ConfigError` if `loss`, or what has that name, is not called `(model, batch, key)`."""
+    _check_function(name, loss, ("model", "batch", "key"))
 
 
 def _check_function(name: str, function: Any, wanted: tuple[str, ...]) -> None:
     call = f"{name}({', '.join(wanted)})"
     if not callable(function):
-        given = "(loss, optimizer)" if name == "loss" else f"({name}={name})"
+        instead = {
+            "loss": "DataParallel(loss, optimizer)",
+            "step": "DataParallel(step=step)",
+            "function": "predict(function, state, batches)",
+        }
         raise ConfigError(
             f"the {name} is a {type(function).__name__}; it is a function {call}: give "
-            f"DataParallel{given}"
+            f"{instead[name]}"
         )
     try:
         # A decorator's own arguments count, not those of what it wraps.

@@ -3,13 +3,14 @@
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
 import numpy as np
 
-from replicax.core.batch import Batch, row_count
+from replicax.core.batch import Batch
+from replicax.core.checks import check_kind, check_loss, check_state
 from replicax.core.loss import Totals
 from replicax.core.mesh import by_rows, replicated
 from replicax.core.models.definition import PyTree, View
@@ -60,7 +61,10 @@ class Evaluation:
 
     def rows(self, function: LossFunction, state: TrainState, batches: Iterable[Any]) -> PyTree:
         """Return `function(model, batch, None)` of all rows of `batches`, on the host."""
+        check_kind(state)
+        check_state(state, self._program.abstract_state())
         if function not in self._predicting:
+            check_loss(function, "function")
             program = self._program
             objective = dataclasses.replace(program.objective, loss=function)
             mode, rows = program.configuration.mode, by_rows(program.mesh)
@@ -88,10 +92,14 @@ class Evaluation:
                 yield pending.popleft()
         yield from pending
 
+    @cached_property
+    def _whole(self) -> Any:
+        return jax.jit(lambda leaf: leaf, out_shardings=replicated(self._program.mesh))
+
     def _on_host(self, leaf: jax.Array) -> np.ndarray:
         """All rows, those of other processes too."""
         if not leaf.is_fully_addressable:
-            leaf = jax.jit(lambda leaf: leaf, out_shardings=replicated(self._program.mesh))(leaf)
+            leaf = self._whole(leaf)
         return np.asarray(leaf)
 
 
@@ -100,9 +108,12 @@ def _predicted(
 ) -> tuple[PyTree, jax.Array]:
     view = View(axis=axis, step=state.step)
     found, _ = objective.returned(state.params, state.extras, batch, view)
-    if row_count(found) != batch.mask.shape[0]:
-        raise LossError(
-            f"predict was given a function that returns {row_count(found)} rows of "
-            f"{batch.mask.shape[0]}; it returns arrays [rows, ...]: return one entry a row"
-        )
+    rows, leaves = batch.mask.shape[0], jax.tree_util.tree_leaves_with_path(found)
+    for path, leaf in leaves or [((), None)]:
+        if np.shape(leaf)[:1] != (rows,):
+            raise LossError(
+                f"the function of predict returned{jax.tree_util.keystr(path)} of shape "
+                f"{np.shape(leaf)} for {rows} rows; it returns a pytree of arrays [rows, ...]: "
+                "return one entry a row, before any mean"
+            )
     return found, batch.mask

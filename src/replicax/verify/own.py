@@ -13,12 +13,12 @@ from replicax.core.mesh import make_mesh
 from replicax.core.modes import Mode
 from replicax.core.program import Program
 from replicax.core.update import TrainState
-from replicax.errors import ReplicaxError
+from replicax.errors import LossError, ReplicaxError
 from replicax.train.fingerprint import sha256
 from replicax.verify.check import FAIL, SKIP, Check
 from replicax.verify.exactness import STEPS, check_exactness, replica_counts
 from replicax.verify.step import verify_step
-from replicax.verify.step_parity import INDIVISIBLE
+from replicax.verify.step_parity import INDIVISIBLE, UNEQUAL
 
 
 def check_own_step(
@@ -47,6 +47,9 @@ def check_own_step(
     except ReplicaxError as error:
         yield Check("parity", "one device", FAIL, f"refused: {error}")
         return
+    full_only = _without_padding(alone, data)
+    if full_only is not None:
+        yield full_only
     reference = alone.program(state).step
     state = jax.tree.map(np.asarray, state)
     for mode in modes:
@@ -67,7 +70,8 @@ def check_own_step(
                 program.step, reference, state, batch, micro_batches=parts, show=show
             )
             for check in found.checks:
-                if check.case == INDIVISIBLE:  # a feed pads
+                left_out = (INDIVISIBLE, *(UNEQUAL if full_only else ()))  # a feed pads
+                if check.case in left_out:
                     continue
                 yield dataclasses.replace(check, case=f"{name}, {check.case}")
         if mode.bitwise:
@@ -77,6 +81,16 @@ def check_own_step(
                 return _digest(counted.program(model), state, batch)
 
             yield check_exactness(mode, replica_counts(dp), digest, mode == dp.mode, show)
+
+
+def _without_padding(alone: DataParallel, data: Any) -> Check | None:
+    """A row where the step, once prepared, is refused on padded batches; None where it is not."""
+    fewer = jax.tree.map(lambda leaf: leaf[1:], data)
+    try:
+        alone.check(alone.feed(fewer, len(jax.tree.leaves(data)[0])))
+    except LossError as error:
+        return Check("parity", " and ".join(UNEQUAL), SKIP, f"refused: {error}")
+    return None
 
 
 def _digest(program: Program, state: TrainState, batch: Batch) -> str:

@@ -18,6 +18,7 @@ from replicax.wording import first_line, named
 
 PyTree = Any
 INDIVISIBLE = "indivisible batch"
+UNEQUAL = ("unequal weights", "padded batch")
 _SHARED_DRAWS = (
     "all replicas draw the same random numbers: fed the same rows, they give exactly what one "
     "device gives on these rows, dropout masks included; fold the replica's index into the key "
@@ -92,7 +93,7 @@ def weighted(trial: Trial, batch: PyTree, path: str, micro_batches: int) -> list
     replica = np.arange(rows) // max(rows // trial.replicas, 1)
     unequal = np.where((replica % 2 == 1) & (place % 2 == 1), 0, 1)
     padded = np.arange(rows) < rows - rows // trial.replicas - 1
-    for case, weights in (("unequal weights", unequal), ("padded batch", padded)):
+    for case, weights in zip(UNEQUAL, (unequal, padded), strict=True):
         given = with_weights(batch, path, weights.astype(np.float64))
         if not weights.any() or weights.all():
             continue

@@ -1,0 +1,231 @@
+"""Predictions for all rows of a feed, in order; evaluation of several feeds, and of any loss."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from support.resumable import bits
+from support.tiers import only
+
+import replicax as rx
+
+ROWS, BATCH = 52, 32
+PLACES = [
+    ("single", 1, "replicated"),
+    ("jit", 4, "replicated"),
+    ("jit", 4, "fsdp"),
+    ("jit", 4, "zero1"),
+    ("shard_map", 4, "replicated"),
+    ("pmap", 4, "replicated"),
+    ("exact", 4, "replicated"),
+]
+KEPT = [("jit", 4, "fsdp"), ("shard_map", 4, "replicated")]
+places = pytest.mark.parametrize(("mode", "devices", "layout"), only(KEPT, PLACES))
+random = np.random.default_rng(0)
+DATA = {
+    "x": random.normal(size=(ROWS, 4)).astype(np.float32),
+    "y": random.normal(size=ROWS).astype(np.float32),
+    "number": np.arange(ROWS, dtype=np.int32),
+}
+MODEL = {"w": jnp.asarray(random.normal(size=(4, 8)), jnp.float32), "b": jnp.ones(8)}
+Dict = dict[str, Any]
+
+
+def loss(model: Any, batch: Any, key: Any) -> Any:
+    return (jnp.sum(batch["x"] @ model["w"] + model["b"], -1) - batch["y"]) ** 2
+
+
+def several(model: Any, batch: Any, key: Any) -> Any:
+    found = jnp.tanh(batch["x"] @ model["w"] + model["b"])
+    both = found[:, 0], found.astype(jnp.bfloat16)
+    return {"found": found, "both": both, "number": batch["number"], "positive": found > 0}
+
+
+def parallel(
+    mode: str = "shard_map", devices: int = 4, layout: str = "replicated", **settings: Any
+) -> rx.DataParallel:
+    mesh = rx.make_mesh(devices=jax.devices()[:devices])
+    given = {"loss": loss, "optimizer": optax.sgd(0.1), **settings}
+    return rx.DataParallel(mode=mode, mesh=mesh, layout=layout, **given)
+
+
+def predicted(function: Any, dp: rx.DataParallel, model: Any = MODEL, **options: Any) -> Any:
+    return dp.predict(function, dp.init(model), dp.feed(DATA, BATCH), **options)
+
+
+def near(found: Any, wanted: Any) -> None:
+    def check(one: np.ndarray, other: Any) -> None:
+        assert type(one) is np.ndarray
+        assert one.dtype == other.dtype
+        bound = 1e-2 if one.dtype == jnp.bfloat16 else 1e-5
+        kind = np.float32 if one.dtype == jnp.bfloat16 else one.dtype
+        np.testing.assert_allclose(one.astype(kind), other.astype(kind), rtol=bound, atol=bound)
+
+    jax.tree.map(check, found, wanted)
+
+
+@places
+def test_all_rows_in_order(mode: str, devices: int, layout: str) -> None:
+    near(predicted(several, parallel(mode, devices, layout)), several(MODEL, DATA, None))
+
+
+def test_a_function_may_gather() -> None:
+    def centred(model: Any, batch: Any, key: Any) -> Any:
+        x, real = rx.gather((batch["x"], rx.row_weights(batch["x"])))
+        return batch["x"] - jnp.sum(x * real[:, None], 0) / jnp.sum(real)
+
+    x = DATA["x"]
+    wanted = np.concatenate([part - part.mean(0) for part in (x[:BATCH], x[BATCH:])])
+    near(predicted(centred, parallel()), wanted)
+    near(predicted(centred, parallel("jit")), wanted)
+
+
+def test_a_network_is_in_evaluation_mode() -> None:
+    rngs = nnx.Rngs(0)
+    layers = [nnx.Linear(4, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)]
+    network = nnx.Sequential(*layers, nnx.Linear(8, 3, rngs=rngs))
+
+    def error(model: Any, batch: Any, key: Any) -> Any:
+        return (jnp.sum(model(batch["x"]), -1) - batch["y"]) ** 2
+
+    def logits(model: Any, batch: Any, key: Any) -> Any:
+        assert key is None
+        return model(batch["x"])
+
+    dp = parallel("jit", loss=error)
+    state, _ = dp.step(dp.init(network), next(iter(dp.feed(DATA, BATCH))))
+    before = bits(state)
+    found = dp.predict(logits, state, dp.feed(DATA, BATCH))
+    model = dp.model(state)
+    model.eval()
+    near(found, model(DATA["x"]))
+    assert bits(state) == before
+
+
+def test_the_average_of_the_parameters() -> None:
+    dp = parallel(ema=0.5)
+    state = dp.init(MODEL)
+    for batch in dp.feed(DATA, BATCH):
+        state, _ = dp.step(state, batch)
+    for ema in (False, True):
+        found = dp.predict(several, state, dp.feed(DATA, BATCH), ema=ema)
+        near(found["found"], several(dp.model(state, ema=ema), DATA, None)["found"])
+
+
+def test_batches_of_ones_own_and_a_function_that_is_traced_once() -> None:
+    traces = []
+
+    def counted(model: Any, batch: Any, key: Any) -> Any:
+        traces.append(batch["x"].shape)
+        return batch["number"], model["b"] * batch["x"][:, :1]
+
+    dp = parallel()
+    state = dp.init(MODEL)
+    cut = lambda *at: {name: leaf[slice(*at)] for name, leaf in DATA.items()}  # noqa: E731
+    parts = [cut(0, 8), cut(8, 15), cut(15, 19)]  # 8 rows, 7 padded to 8, and 4
+    for _ in range(2):
+        number, scaled = dp.predict(counted, state, parts)
+        np.testing.assert_array_equal(number, np.arange(19))
+        near(scaled, DATA["x"][:19, :1] * np.ones(8, np.float32))
+    assert len(traces) == 2
+
+
+def drawn(model: Any, batch: Any, key: Any) -> Any:
+    return jax.random.normal(key, (len(batch["y"]),))
+
+
+@pytest.mark.parametrize("mode", only(["shard_map"], ["jit", "shard_map", "pmap"]))
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda m, b, k: jnp.mean(b["y"]), "one entry a row"),
+        (lambda m, b, k: {"a": b["y"], "mean": jnp.mean(b["y"])}, "one entry a row"),
+        (lambda m, b, k: b["y"][:3], "one entry a row"),
+        (lambda m, b, k: {"all": b["y"], "some": b["y"][:3]}, "one entry a row"),
+        (lambda m, b, k: "text", "one entry a row"),
+        (lambda m, b, k: None, "one entry a row"),
+        (drawn, "in evaluation key is None"),
+    ],
+)
+def test_what_is_no_prediction(function: Any, said: str, mode: str) -> None:
+    with pytest.raises(rx.LossError, match=said) as caught:
+        predicted(function, parallel(mode))
+    assert "\n" not in str(caught.value)
+
+
+def test_what_cannot_be_predicted_with() -> None:
+    dp, feed = parallel(), parallel().feed(DATA, BATCH)
+    with pytest.raises(rx.StateError, match="call init"):
+        dp.predict(several, None, feed)  # type: ignore[arg-type]
+    state = dp.init(MODEL)
+    with pytest.raises(rx.ConfigError, match="predict was given 0 batches"):
+        dp.predict(several, state, [])
+    with pytest.raises(rx.ConfigError, match=r"predict\(function, state, batches\)"):
+        dp.predict("several", state, feed)  # type: ignore[arg-type]
+    with pytest.raises(rx.StateError, match=r"the state is a dict"):
+        dp.predict(several, MODEL, feed)  # type: ignore[arg-type]
+    dp.step(state, next(iter(feed)))
+    with pytest.raises(rx.StateError, match="consumed by an earlier step"):
+        dp.predict(several, state, feed)
+
+
+# Evaluation.
+
+
+def test_a_dict_of_feeds() -> None:
+    dp = parallel()
+    state = dp.init(MODEL)
+    some = {name: leaf[:20] for name, leaf in DATA.items()}
+    feeds = lambda: {"all": dp.feed(DATA, BATCH), "some": dp.feed(some, 16)}  # noqa: E731
+    for options in ({}, {"loss": lambda m, b, k: b["y"]}):
+        wanted = {name: dp.evaluate(state, feed, **options) for name, feed in feeds().items()}
+        assert dp.evaluate(state, feeds(), **options) == wanted
+        assert [each["rows"] for each in wanted.values()] == [ROWS, 20]
+
+
+@places
+def test_any_loss_is_evaluated(mode: str, devices: int, layout: str) -> None:
+    traces = []
+
+    def size(model: Any, batch: Any, key: Any) -> Any:
+        traces.append(batch)
+        return jnp.abs(batch["x"] @ model["w"]), {"y": rx.Weighted(batch["y"], batch["number"])}
+
+    dp = parallel(mode, devices, layout)
+    state = dp.init(MODEL)
+    found = dp.evaluate(state, dp.feed(DATA, BATCH), loss=size)
+    assert found["loss"] == pytest.approx(np.abs(DATA["x"] @ MODEL["w"]).mean(), rel=1e-5)
+    wanted = np.average(DATA["y"], weights=DATA["number"])
+    assert found["y"] == pytest.approx(wanted, rel=1e-5)
+    assert found["rows"] == ROWS
+    traced = len(traces)
+    assert dp.evaluate(state, dp.feed(DATA, BATCH), loss=size) == found
+    assert len(traces) == traced
+    own = dp.evaluate(state, dp.feed(DATA, BATCH))
+    assert own["loss"] == pytest.approx(float(jnp.mean(loss(MODEL, DATA, None))), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("other", "mode", "error", "said"),
+    [
+        (lambda m, b, k: jnp.mean(b["y"]), "jit", rx.LossError, "padding"),
+        (lambda m, b, k: b["y"] - b["y"].mean(), "shard_map", rx.LossError, "rows"),
+        (lambda m, b, k: b["number"], "jit", rx.LossError, "int32"),
+        (drawn, "jit", rx.LossError, "key is None"),
+        (lambda m, b: b["y"], "jit", rx.ConfigError, "loss"),
+        ("loss", "jit", rx.ConfigError, "loss"),
+    ],
+)
+def test_another_loss_is_looked_at_as_the_first_is(
+    other: Any, mode: str, error: type[Exception], said: str
+) -> None:
+    dp = parallel(mode)
+    state = dp.init(MODEL)
+    dp.evaluate(state, dp.feed(DATA, BATCH))
+    with pytest.raises(error, match=said) as caught:
+        dp.evaluate(state, dp.feed(DATA, BATCH), loss=other)
+    assert "\n" not in str(caught.value)

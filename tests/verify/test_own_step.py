@@ -1,0 +1,102 @@
+"""`rx.verify` of a step of one's own: what passes, and mistakes with their fixes."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import replicax as rx
+from replicax.verify.check import PASS, SKIP, Verification
+
+optimizer = optax.adam(1e-2)
+random = np.random.default_rng(0)
+MODEL = {"w": jnp.asarray(random.normal(size=(4, 2)), jnp.float32)}
+STATE = {"model": MODEL, "moments": optimizer.init(MODEL)}
+DATA = {
+    "x": random.normal(size=(32, 4)).astype(np.float32),
+    "y": random.normal(size=(32, 2)).astype(np.float32),
+}
+
+
+def loss(model: Any, batch: Any, key: Any) -> Any:
+    return jnp.sum((jnp.tanh(batch["x"] @ model["w"]) - batch["y"]) ** 2, -1)
+
+
+def updated(state: Any, gradient: Any) -> Any:
+    updates, moments = optimizer.update(gradient, state["moments"], state["model"])
+    return {"model": optax.apply_updates(state["model"], updates), "moments": moments}
+
+
+def step_of(loss: Any) -> Any:
+    def step(state: Any, batch: Any, key: Any) -> Any:
+        means, gradient = rx.value_and_grad(loss)(state["model"], batch, key)
+        return updated(state, gradient), {**means, "y": rx.mean(batch["y"])}
+
+    return step
+
+
+def by_hand(state: Any, batch: Any, key: Any) -> Any:
+    gradient = jax.grad(lambda model: jnp.mean(loss(model, batch, key)))(state["model"])
+    return updated(state, gradient), {"loss": rx.mean(loss(state["model"], batch, key))}
+
+
+def draws(state: Any, batch: Any, key: Any) -> Any:
+    after, means = step_of(loss)(state, batch, key)
+    noise = 0.01 * jax.random.normal(key, MODEL["w"].shape)
+    return {**after, "model": {"w": after["model"]["w"] + noise}}, means
+
+
+def verified(step: Any, *modes: str, mode: str = "shard_map") -> Verification:
+    mesh = rx.make_mesh(devices=jax.devices()[:4])
+    dp = rx.DataParallel(step=step, mode=mode, mesh=mesh, micro_shards=8)
+    return rx.verify(dp, STATE, DATA, modes=modes, micro_batches=1)
+
+
+@pytest.mark.slow
+def test_a_correct_step_passes() -> None:
+    found = verified(step_of(loss), "jit", "shard_map", "exact")
+    assert {check.verdict for check in found.checks} == {PASS}
+    cases = [check.case for check in found.checks if check.subject == "parity"]
+    kinds = ("full batch", "2 steps", "unequal weights", "padded batch")
+    assert cases == [
+        *(f"{mode}, {kind}" for mode in ("jit", "shard_map", "exact") for kind in kinds),
+        "exact, 1, 2, 4 devices",
+    ]
+    assert len(set(found.checks[-1].figures["sha256"].values())) == 1
+
+
+def weighted_mean(model: Any, batch: Any, key: Any) -> Any:
+    weights = jnp.abs(batch["y"][:, 0])
+    return jnp.sum(loss(model, batch, key) * weights) / jnp.sum(weights)
+
+
+@pytest.mark.parametrize(
+    ("step", "fix"),
+    [
+        (by_hand, r"state.model.w follows from rows .*: take rx\.mean of rows, rx\.value_and_grad"),
+        (draws, r"state.model.w follows from the step's key.* draw in a loss, or keep a key in"),
+        (step_of(weighted_mean), r"return one value a row, as rx\.Weighted"),
+    ],
+)
+def test_a_mistake_is_found_with_its_fix(step: Any, fix: str) -> None:
+    (check,) = verified(step, "shard_map").failed
+    assert check.case == "shard_map"
+    assert re.search(fix, check.found)
+
+
+@pytest.mark.parametrize(
+    ("step", "fix"),
+    [
+        (by_hand, "state.model.w follows from rows in the step itself, .* rx.mean of them"),
+        (step_of(lambda m, b, k: jnp.mean(loss(m, b, k))), "one number a batch, .* a row, or"),
+    ],
+)
+def test_a_mean_that_padding_would_change_is_said_to_be_refused(step: Any, fix: str) -> None:
+    found = verified(step, "jit", mode="jit")
+    (check,) = (check for check in found.checks if check.verdict != PASS)
+    assert (check.verdict, check.case) == (SKIP, "unequal weights and padded batch")
+    assert re.search(fix, check.found)
