@@ -10,7 +10,7 @@ from support.examples import (
     CASES,
     FOLDER,
     NAMES,
-    RANDOM,
+    WHOLE,
     Metrics,
     by_hand,
     lines_here,
@@ -51,7 +51,7 @@ def assert_equal(found: list[Metrics], expected: list[Metrics]) -> None:
 
 
 @pytest.mark.parametrize(("mode", "devices"), only(KEPT, CASES))
-@pytest.mark.parametrize("name", where_it_can([name for name in NAMES if name not in RANDOM]))
+@pytest.mark.parametrize("name", where_it_can([name for name in NAMES if name not in WHOLE]))
 def test_the_first_losses_are_those_of_plain_jax(name: str, mode: str, devices: int) -> None:
     example = loaded(name)
     expected = by_hand(name, example)
@@ -61,8 +61,8 @@ def test_the_first_losses_are_those_of_plain_jax(name: str, mode: str, devices: 
 
 
 @pytest.mark.parametrize("devices", only([4], [1, 2, 4]))
-@pytest.mark.parametrize("name", sorted(RANDOM))
-def test_random_numbers_are_those_of_one_device(name: str, devices: int) -> None:
+@pytest.mark.parametrize("name", sorted(WHOLE))
+def test_whole_batches_are_those_of_one_device(name: str, devices: int) -> None:
     example = load(name)
     expected = by_hand(name, example)
     for mode, count in (("single", 1), ("jit", devices)):

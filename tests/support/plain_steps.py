@@ -8,11 +8,14 @@ from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+
+import replicax as rx
 
 
 def mean_of_rows(loss: Any, optimizer: Any, params: Any, batches: Iterable[Any]) -> Iterator[Any]:
@@ -119,6 +122,26 @@ def annealed(loss: Any, optimizer: Any, params: Any, batches: Iterable[Any]) -> 
         yield value
 
 
+def stateful(loss: Any, optimizer: Any, model: Any, batches: Iterable[Any]) -> Iterator[Any]:
+    def mean(params, rest, state, batch):
+        found = loss(rx.Stateful(eqx.combine(params, rest), state), batch, jax.random.key(0))
+        return jnp.mean(found.values[0]), found.state
+
+    @eqx.filter_jit
+    def step(params, rest, opt_state, state, batch):
+        (value, state), gradient = jax.value_and_grad(mean, has_aux=True)(
+            params, rest, state, batch
+        )
+        updates, opt_state = optimizer.update(gradient, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, state, value
+
+    params, rest = eqx.partition(model.model, eqx.is_inexact_array)
+    opt_state, state = optimizer.init(params), model.state
+    for batch in batches:
+        params, opt_state, state, value = step(params, rest, opt_state, state, batch)
+        yield value
+
+
 def own_step(step: Any, state: Any, batches: Iterable[Any]) -> Iterator[Any]:
     step = jax.jit(step)
     for number, batch in enumerate(batches):
@@ -152,6 +175,7 @@ def _means_and_gradient(loss: Any) -> Callable[..., Any]:
 
 
 PLAIN_STEPS = {
+    "equinox_state": stateful,
     "frozen_backbone": frozen_backbone,
     "lora": lora,
     "packed_sequences": weighted_mean,

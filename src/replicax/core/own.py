@@ -112,7 +112,8 @@ def value_and_grad(
 def mean(values: Any) -> jax.Array:
     """Return the mean of `values` over the rows of the global batch, padding left out.
 
-    For a step of one's own: equal on all replicas. Outside of a step, the plain mean.
+    For a step of one's own: equal on all replicas. Outside of a step, the plain mean. It is one
+    number; `jax.vmap(rx.mean, in_axes=-1)` has one for each entry of the last dim.
 
     Args:
         values: floats `[rows, ...]`, or an `rx.Weighted` of such.
