@@ -168,9 +168,22 @@ def test_what_cannot_be_predicted_with() -> None:
         dp.predict("several", state, feed)  # type: ignore[arg-type]
     with pytest.raises(rx.StateError, match=r"the state is a dict"):
         dp.predict(several, MODEL, feed)  # type: ignore[arg-type]
-    dp.step(state, next(iter(feed)))
+    for batches in (DATA, {"all": feed}, DATA["x"]):
+        with pytest.raises(rx.ConfigError, match=r"give dp\.feed"):
+            dp.predict(several, state, batches)
+    with pytest.raises(rx.ConfigError, match=r"give dp\.feed"):
+        dp.evaluate(state, DATA)
+
+
+@pytest.mark.parametrize("ema", [False, True])
+def test_a_state_that_a_step_consumed(ema: bool) -> None:
+    dp = parallel(ema=0.5)
+    state = dp.init(MODEL)
+    dp.step(state, next(iter(dp.feed(DATA, BATCH))))
     with pytest.raises(rx.StateError, match="consumed by an earlier step"):
-        dp.predict(several, state, feed)
+        dp.predict(several, state, dp.feed(DATA, BATCH), ema=ema)
+    with pytest.raises(rx.StateError, match="consumed by an earlier step"):
+        dp.evaluate(state, dp.feed(DATA, BATCH), ema=ema)
 
 
 # Evaluation.

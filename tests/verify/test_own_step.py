@@ -88,6 +88,23 @@ def test_a_mistake_is_found_with_its_fix(step: Any, fix: str) -> None:
     assert re.search(fix, check.found)
 
 
+def dropout(model: Any, batch: Any, key: Any) -> Any:
+    kept = jax.random.bernoulli(key, 0.5, batch["x"].shape)
+    return loss(model, {**batch, "x": batch["x"] * kept}, key)
+
+
+def test_random_numbers_of_each_replica_are_not_compared() -> None:
+    found = verified(step_of(dropout), "shard_map")
+    skipped = [check for check in found.checks if check.verdict != PASS]
+    assert [check.verdict for check in skipped] == [SKIP] * 2
+    assert "dropout rate 0" in skipped[0].found
+
+
+def test_a_step_that_raises_is_a_row() -> None:
+    (check,) = verified(lambda state, batch, key: state["no such"], "jit").failed
+    assert (check.case, check.found) == ("one device", "KeyError: 'no such'")
+
+
 @pytest.mark.parametrize(
     ("step", "fix"),
     [

@@ -83,6 +83,11 @@ class Evaluation:
     def _results(
         self, compute: Callable[..., Any], state: TrainState, batches: Iterable[Any]
     ) -> Iterator[Any]:
+        if isinstance(batches, dict) or hasattr(batches, "shape"):
+            raise ConfigError(
+                f"evaluate and predict take batches, and were given a {type(batches).__name__}; "
+                "give dp.feed(rows, batch_size), or [batch] for a single one"
+            )
         pending = deque[Any]()
         for batch in batches:
             placed = batch if type(batch) is Batch else self._program.placed(batch)

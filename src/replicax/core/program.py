@@ -12,7 +12,7 @@ import numpy as np
 from replicax.core.accumulate import Sequential
 from replicax.core.average import average_of
 from replicax.core.batch import Batch, Share, described, host_rows, pad, row_count
-from replicax.core.checks import check_loss, check_outside_jit
+from replicax.core.checks import check_kind, check_loss, check_outside_jit
 from replicax.core.configuration import Configuration
 from replicax.core.feed import Split
 from replicax.core.layout import on_devices_of
@@ -121,6 +121,7 @@ class Program:
 
     def averaged(self, state: TrainState) -> TrainState:
         """Return `state` with the average of the parameters in their place."""
+        check_kind(state)
         average = jax.jit(average_of, out_shardings=self.shardings.params)
         return dataclasses.replace(state, params=average(state.opt_state, state.params))
 

@@ -17,8 +17,10 @@ from replicax.errors import LossError, ReplicaxError
 from replicax.train.fingerprint import sha256
 from replicax.verify.check import FAIL, SKIP, Check
 from replicax.verify.exactness import STEPS, check_exactness, replica_counts
+from replicax.verify.form import Step
 from replicax.verify.step import verify_step
 from replicax.verify.step_parity import INDIVISIBLE, UNEQUAL
+from replicax.wording import first_line
 
 
 def check_own_step(
@@ -47,6 +49,9 @@ def check_own_step(
     except ReplicaxError as error:
         yield Check("parity", "one device", FAIL, f"refused: {error}")
         return
+    except Exception as error:  # the user's step
+        yield Check("parity", "one device", FAIL, first_line(error))
+        return
     full_only = _without_padding(alone, data)
     if full_only is not None:
         yield full_only
@@ -73,6 +78,9 @@ def check_own_step(
                 left_out = (INDIVISIBLE, *(UNEQUAL if full_only else ()))  # a feed pads
                 if check.case in left_out:
                     continue
+                own_draws = mode.per_replica or parts > 1
+                if check.verdict == FAIL and check.subject == "parity" and own_draws:
+                    check = dataclasses.replace(check, **_if_random(reference, state, batch))
                 yield dataclasses.replace(check, case=f"{name}, {check.case}")
         if mode.bitwise:
 
@@ -81,6 +89,19 @@ def check_own_step(
                 return _digest(counted.program(model), state, batch)
 
             yield check_exactness(mode, replica_counts(dp), digest, mode == dp.mode, show)
+
+
+def _if_random(reference: Step, state: TrainState, batch: Batch) -> dict[str, Any]:
+    """What is changed in a failed check of a step that draws random numbers."""
+    reseeded = dataclasses.replace(state, seed=np.uint32(int(state.seed) ^ 1))
+    one, other = (reference(each, batch) for each in (state, reseeded))
+    if sha256((one[0].params, one[1])) == sha256((other[0].params, other[1])):
+        return {}
+    text = (
+        "random: each replica and micro-batch draws numbers of its own; give a step that draws "
+        "none (dropout rate 0) to have them compared"
+    )
+    return {"verdict": SKIP, "found": text, "cause": ""}
 
 
 def _without_padding(alone: DataParallel, data: Any) -> Check | None:
