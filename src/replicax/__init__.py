@@ -10,6 +10,7 @@ import types
 import typing
 
 from replicax.core.batch import Batch as Batch
+from replicax.core.batch import Shared as Shared
 from replicax.core.data_parallel import DataParallel as DataParallel
 from replicax.core.feed import Feed as Feed
 from replicax.core.inside import gather as gather
@@ -109,6 +110,7 @@ __all__ = [
     "ReplicasDifferError",
     "ReplicaxError",
     "RunInUseError",
+    "Shared",
     "StateError",
     "Stateful",
     "TrainState",

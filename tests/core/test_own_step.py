@@ -341,6 +341,22 @@ def test_a_loss_whose_rows_meet_is_refused() -> None:
     trained(parallel(with_loss(normalised)), state())
 
 
+def test_a_loss_may_close_over_what_the_step_has() -> None:
+    def step(state: State, batch: Any, key: Any) -> Any:
+        rate = 0.1 / (1 + rx.step_number())
+
+        def scaled(model: Any, batch: Any, key: Any) -> Any:
+            return rate * loss(model, batch, key)[0]
+
+        means, gradient = rx.value_and_grad(scaled)(state["model"], batch, key)
+        model = jax.tree.map(lambda p, g: p - g, state["model"], gradient)
+        return {**state, "model": model}, means
+
+    _, expected = trained(parallel(step, "single", 1), state())
+    _, found = trained(parallel(step), state())
+    assert [m["loss"] for m in found] == pytest.approx([m["loss"] for m in expected], rel=1e-6)
+
+
 STEPS: dict[str, tuple[Any, type[Exception], str]] = {
     "no metrics": (lambda s, b, k: s, rx.StateError, "return state, metrics"),
     "no loss": (lambda s, b, k: (s, {"a": jnp.float32(0)}), rx.StateError, "'loss'"),

@@ -1,17 +1,58 @@
 """A batch of fixed size: the user's rows, which of them are real, and where they lie."""
 
 import dataclasses
+from collections.abc import Sequence
 from functools import cached_property, partial
 from typing import Any
 
 import jax
 import numpy as np
-from jax.tree_util import keystr, register_dataclass
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import keystr, register_dataclass, register_pytree_node
 
 from replicax.core.leaves import is_random_key
 from replicax.errors import DataError
 
 PyTree = Any
+
+
+class Shared:
+    """Marks what is no row in a batch: a clip range, a temperature, target parameters.
+
+    Every replica and micro-batch sees it whole, and another value does not recompile. A loss is
+    given the value itself; a step of one's own finds it as `batch["clip"].value`. In a job of
+    several processes all give the same.
+
+    Example:
+        >>> batch = {"x": x, "clip": rx.Shared(0.2)}
+
+    Args:
+        value: a number, an array of any shape, or a pytree of these.
+    """
+
+    def __init__(self, value: PyTree) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"Shared({self.value!r})"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Held:
+    """The value of a `Shared`, which is none of its leaves: what maps over rows passes it by."""
+
+    value: PyTree
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Held) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+register_pytree_node(
+    Shared, lambda shared: ((), _Held(shared.value)), lambda held, _: Shared(held.value)
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +73,28 @@ class Batch:
     """Real rows, known on the host without asking the device; None where nobody counted."""
     feed_padding: int | None = None
     """Most padding rows in any batch of the same feed, where that is known beforehand."""
+    shared: tuple[PyTree, ...] = ()
+    """Values of the `Shared` in `data`, in order, once they are arrays on the devices."""
+
+    def apart(self) -> "Batch":
+        """Return the batch with the values of its `Shared` as arrays in `shared`."""
+        values = tuple(node.value for node in _shared_nodes(self.data))
+        return self._with_values([None] * len(values), host_rows(values, copy=True))
+
+    def whole(self) -> "Batch":
+        """Return the batch with `shared` back in its places, as it was before `apart`."""
+        return self._with_values(self.shared, ())
+
+    def _with_values(self, values: Sequence[PyTree], shared: tuple[PyTree, ...]) -> "Batch":
+        if not values:
+            return self
+        each = iter(values)
+        data = jax.tree.map(
+            lambda node: Shared(next(each)) if isinstance(node, Shared) else node,
+            self.data,
+            is_leaf=lambda node: isinstance(node, Shared),
+        )
+        return dataclasses.replace(self, data=data, shared=shared)
 
     @property
     def size(self) -> int:
@@ -39,14 +102,30 @@ class Batch:
         return int(self.mask.shape[0])
 
 
-register_dataclass(Batch, ["data", "mask", "index"], [], drop_fields=["rows", "feed_padding"])
+register_dataclass(
+    Batch, ["data", "mask", "index", "shared"], [], drop_fields=["rows", "feed_padding"]
+)
+
+
+def unshared(data: PyTree) -> PyTree:
+    """Return `data` with the value of each `Shared` in its place."""
+    return jax.tree.map(
+        lambda node: node.value if isinstance(node, Shared) else node,
+        data,
+        is_leaf=lambda node: isinstance(node, Shared),
+    )
+
+
+def _shared_nodes(data: PyTree) -> list[Shared]:
+    nodes = jax.tree.leaves(data, is_leaf=lambda node: isinstance(node, Shared))
+    return [node for node in nodes if isinstance(node, Shared)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Share:
     """The rows of global batches of one size that lie on this process's devices."""
 
-    sharding: jax.sharding.Sharding
+    sharding: NamedSharding
     """By rows, over the devices of all processes."""
     size: int
     """Rows of a global batch, its padding included."""
@@ -59,12 +138,21 @@ class Share:
 
     def place(self, batch: Batch) -> Batch:
         """Return a host batch, all of it or the held rows, on the devices; do not wait for it."""
-        arrays = batch.data, batch.mask, batch.index
+        batch = batch.apart()
+        arrays, shared = (batch.data, batch.mask, batch.index), batch.shared
+        everywhere = NamedSharding(self.sharding.mesh, PartitionSpec())
         if self.sharding.is_fully_addressable:
             data, mask, index = jax.device_put(arrays, self.sharding)
+            shared = jax.device_put(shared, everywhere) if shared else shared
         else:
             data, mask, index = jax.tree.map(self._global, arrays)
-        return Batch(data, mask, index, batch.rows, batch.feed_padding)
+            shared = jax.tree.map(
+                lambda leaf: jax.make_array_from_callback(
+                    leaf.shape, everywhere, lambda part: leaf[part]
+                ),
+                shared,
+            )
+        return Batch(data, mask, index, batch.rows, batch.feed_padding, shared)
 
     def _global(self, leaf: np.ndarray) -> jax.Array:
         def part(index: Any) -> Any:
@@ -128,8 +216,10 @@ def described(data: PyTree, size: int) -> Batch:
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
         return jax.ShapeDtypeStruct((size, *leaf.shape[1:]), dtype)
 
-    batch: Batch = jax.tree.map(shape, Batch(data, np.ones(1, np.float32), np.ones(1, np.int32)))
-    return batch
+    batch = Batch(data, np.ones(1, np.float32), np.ones(1, np.int32)).apart()
+    shared = jax.eval_shape(lambda values: values, batch.shared)
+    rows: Batch = jax.tree.map(shape, dataclasses.replace(batch, shared=()))
+    return dataclasses.replace(rows, shared=shared)
 
 
 def _host_leaf(path: tuple[Any, ...], leaf: Any, copy: bool) -> np.ndarray:

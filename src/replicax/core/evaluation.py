@@ -14,7 +14,7 @@ from replicax.core.checks import check_kind, check_loss, check_state
 from replicax.core.loss import Totals
 from replicax.core.mesh import by_rows, replicated
 from replicax.core.models.definition import PyTree, View
-from replicax.core.modes import lift
+from replicax.core.modes import batch_shardings, lift
 from replicax.core.objective import LossFunction, Objective
 from replicax.core.program import Program
 from replicax.core.ready import Ready
@@ -67,10 +67,10 @@ class Evaluation:
             check_loss(function, "function")
             program = self._program
             objective = dataclasses.replace(program.objective, loss=function)
-            mode, rows = program.configuration.mode, by_rows(program.mesh)
+            mode, mesh = program.configuration.mode, program.mesh
             found = partial(_predicted, objective=objective)
             self._predicting[function] = lift(
-                found, mode, program.mesh, program.shardings, rows, rows
+                found, mode, mesh, program.shardings, batch_shardings(mesh), by_rows(mesh)
             )
         parts = []
         for found, mask in self._results(self._predicting[function], state, batches):

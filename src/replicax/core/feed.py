@@ -9,8 +9,8 @@ from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from typing import Any
 
-import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from replicax.core.batch import Batch, Share, pad
 from replicax.core.job import Alone, Job
@@ -50,7 +50,7 @@ class Feed:
         self,
         source: Source,
         split: Split,
-        sharding: jax.sharding.Sharding,
+        sharding: NamedSharding,
         job: Job,
         *,
         epoch: int = 0,

@@ -103,9 +103,9 @@ class Look:
     def _places(self, traced: ClosedJaxpr) -> tuple[list[Place], list[Place]]:
         """Where rows are in the loss's values, and in what it writes."""
         state, batch = self._of
-        rows = len(jax.tree.leaves(batch))
-        inputs = [None] * (len(traced.jaxpr.invars) - rows) + [Rows(0)] * rows
-        places = follow(traced.jaxpr, inputs)
+        inputs = places_of(batch, Rows(0))
+        held = [None] * (len(traced.jaxpr.invars) - len(inputs))
+        places = follow(traced.jaxpr, [*held, *inputs])
         values = len(places) - len(jax.tree.leaves(state.extras)) * self._writes
         return places[:values], places[values:]
 
@@ -120,7 +120,7 @@ class Look:
 
     def differences(self, state: TrainState, batch: Batch) -> list[tuple[jax.Array, jax.Array]]:
         """Return how far two quarters of the rows are from both computed at once, for `decide`."""
-        quarter = batch.size // 4
+        batch, quarter = batch.whole(), batch.size // 4
 
         def values(first: int, last: int) -> tuple[Any, ...]:
             rows = jax.tree.map(lambda leaf: leaf[first * quarter : last * quarter], batch)
@@ -140,6 +140,12 @@ class Look:
     def decide(self, differences: list[tuple[jax.Array, jax.Array]]) -> None:
         """Let `rows_meet` follow from the `differences` of this loss."""
         self.rows_meet = any(share > bound for share, bound in differences)
+
+
+def places_of(batch: Batch, rows: Place) -> list[Place]:
+    """Return where rows are in each leaf of `batch`, given where they are in what holds them."""
+    shared = len(jax.tree.leaves(batch.shared))
+    return [rows] * (len(jax.tree.leaves(batch)) - shared) + [None] * shared
 
 
 def _counts(rows: int) -> set[float]:

@@ -15,7 +15,14 @@ from replicax.core.accumulate import Accumulator, Sequential
 from replicax.core.batch import Batch
 from replicax.core.exact import FixedTree, check_threads
 from replicax.core.layout import Layout
-from replicax.core.mesh import DATA, AnyMesh, is_data_only, replica_count
+from replicax.core.mesh import (
+    DATA,
+    AnyMesh,
+    by_rows,
+    is_data_only,
+    replica_count,
+    replicated,
+)
 from replicax.core.objective import StepSums
 from replicax.core.reduction import REDUCTIONS, Reduce, Reduction, Wire
 from replicax.core.update import TrainState
@@ -212,6 +219,12 @@ def lift(
         out_shardings=out,
         donate_argnums=0 if donate else (),
     )
+
+
+def batch_shardings(mesh: AnyMesh) -> Batch:
+    """Return where a batch lies: its rows split over the replicas, what they share everywhere."""
+    rows = by_rows(mesh)
+    return Batch(rows, rows, rows, shared=replicated(mesh))  # type: ignore[arg-type]
 
 
 def as_mode(mode: str | Mode) -> Mode:

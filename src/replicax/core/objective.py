@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from replicax.core.batch import Batch
+from replicax.core.batch import Batch, unshared
 from replicax.core.inside import inside
 from replicax.core.loss import LOSS, WeightedSum, call, sums
 from replicax.core.models.definition import Definition, PyTree, View
@@ -65,7 +65,7 @@ class Objective:
         self, params: PyTree, extras: PyTree, batch: Batch, view: View
     ) -> tuple[Any, PyTree]:
         """Return what the loss returns for the rows of `batch`, and the extras after it."""
-        data, params = self.precision.to_compute((batch.data, params))
+        data, params = self.precision.to_compute((unshared(batch.whole().data), params))
         if self.split is not None:
             params = jax.tree.map(_gathered, params, self.split)
         with inside(batch.mask, view):

@@ -167,7 +167,7 @@ def own_update(
     primitives = Primitives(Summing(accumulator, reduce, axis), precision, examiner)
     view = View(key, axis, step=state.step)
     with inside(batch.mask, view, (primitives, batch.index)) as here:
-        returned = step(definition.merge(state.params, {}), batch.data, key)
+        returned = step(definition.merge(state.params, {}), batch.whole().data, key)
     if examiner is not None:
         examiner.step(here)
     params, metrics = _returned(returned, definition, state.params)

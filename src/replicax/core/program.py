@@ -19,7 +19,7 @@ from replicax.core.layout import on_devices_of
 from replicax.core.mesh import AnyMesh, by_rows, replica_count, replicated
 from replicax.core.models.definition import Definition, Parts, PyTree
 from replicax.core.models.pytree import OwnState
-from replicax.core.modes import lift
+from replicax.core.modes import batch_shardings, lift
 from replicax.core.objective import LossFunction, Objective, only_read
 from replicax.core.optimizer import Updater
 from replicax.core.own import keep, own_update
@@ -57,7 +57,7 @@ class Program:
             accumulator=config.accumulator(mesh) if mode.bitwise else Sequential(),
             reduce=mode.reduce(REDUCTIONS["float32"]),
         )
-        return lift(evaluation, mode, mesh, self.shardings, by_rows(mesh), replicated(mesh))
+        return lift(evaluation, mode, mesh, self.shardings, batch_shardings(mesh), replicated(mesh))
 
     def scoring(self, loss: LossFunction) -> "Program":
         """Return this one with `loss` in evaluation, and no step but that."""
@@ -102,8 +102,8 @@ class Program:
         """Whether these are a state and a batch that lie where `step` has them."""
         if not (isinstance(state, TrainState) and isinstance(batch, Batch)):
             return False
-        rows = jax.tree.map(lambda _: by_rows(self.mesh), batch)
-        wanted = jax.tree.leaves((self.shardings, rows))
+        where = batch_shardings(self.mesh)
+        wanted = jax.tree.leaves((self.shardings, jax.tree.broadcast(where, batch)))
         leaves = jax.tree.leaves((state, batch))
         return len(leaves) == len(wanted) and all(
             isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
@@ -215,5 +215,5 @@ def build(
         shardings=shardings,
         updater=updater,
         replica_step=step,
-        step=lift(step, mode, mesh, shardings, by_rows(mesh), out, donate=config.donate),
+        step=lift(step, mode, mesh, shardings, batch_shardings(mesh), out, donate=config.donate),
     )

@@ -63,6 +63,8 @@ def _literals(jaxpr: Jaxpr) -> Iterator[Any]:
 
 
 def _is_float(value: Any) -> bool:
+    if isinstance(value, jax.core.Tracer):  # of a step of one's own that the loss is part of
+        return False
     if hasattr(value, "dtype"):
         return np.shape(value) == () and bool(jnp.issubdtype(value.dtype, np.floating))
     return isinstance(value, float)

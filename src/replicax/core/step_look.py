@@ -8,7 +8,7 @@ from jax.extend.core import jaxpr_as_fun
 from replicax.core.accumulate import Sequential
 from replicax.core.batch import Batch
 from replicax.core.inside import Inside
-from replicax.core.look import Look
+from replicax.core.look import Look, places_of
 from replicax.core.models.definition import PyTree
 from replicax.core.objective import Objective, StepSums
 from replicax.core.own import keep
@@ -65,9 +65,8 @@ class StepLook:
 
         def depending(seed: Place, rows: Place) -> list[str]:
             paths = jax.tree_util.tree_leaves_with_path(state)
-            inputs = [seed if leaf is state.seed else None for _, leaf in paths]
-            inputs += [rows] * len(jax.tree.leaves(batch))
-            places = follow(traced.jaxpr, inputs)[: len(names)]
+            inputs: list[Place] = [seed if leaf is state.seed else None for _, leaf in paths]
+            places = follow(traced.jaxpr, [*inputs, *places_of(batch, rows)])[: len(names)]
             return [name for name, place in zip(names, places, strict=True) if place]
 
         self.from_rows = depending(None, Rows(0))

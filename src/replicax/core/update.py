@@ -96,7 +96,7 @@ class Summing:
         the reduction's state after it.
         """
         with jax.named_scope("gradient"):
-            sums, extras = self.accumulator(part, state, batch, key, self.axis)
+            sums, extras = self.accumulator(part, state, batch.whole(), key, self.axis)
         with jax.named_scope("reduction"):
             total, carried = self.reduce(sums, state.reduction, self.axis)  # the only communication
         return total, extras, carried

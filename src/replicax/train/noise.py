@@ -18,9 +18,9 @@ from replicax.core.accumulate import Sequential, folded, zeros_like
 from replicax.core.batch import Batch
 from replicax.core.capacity import check_fits
 from replicax.core.data_parallel import DataParallel
-from replicax.core.mesh import DATA, by_rows, replicated
+from replicax.core.mesh import DATA, replicated
 from replicax.core.models.definition import PyTree
-from replicax.core.modes import MODES, lift
+from replicax.core.modes import MODES, batch_shardings, lift
 from replicax.core.objective import Objective, only_read
 from replicax.core.ready import agree_on_program
 from replicax.core.update import TrainState, step_key
@@ -76,7 +76,7 @@ class NoiseProbe:
         self._mesh = mesh
         self._agree = partial(agree_on_program, program.configuration, "the noise measurement")
         self._compute = lift(
-            function, MODES["jit"], mesh, shardings, by_rows(mesh), replicated(mesh)
+            function, MODES["jit"], mesh, shardings, batch_shardings(mesh), replicated(mesh)
         )
         self._seen: set[Any] = set()
 
@@ -132,7 +132,7 @@ def _sample(
         mesh: the devices.
         shardings: of gradients.
     """
-    accumulate = Sequential(micro_batches)
+    batch, accumulate = batch.whole(), Sequential(micro_batches)
     key = step_key(state)
 
     def gradient(number: jax.Array, rows: Batch) -> tuple[PyTree, jax.Array]:

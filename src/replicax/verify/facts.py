@@ -36,7 +36,7 @@ def examine(subject: Subject) -> Facts:
     reseeded = dataclasses.replace(subject.state, seed=jnp.uint32(int(subject.state.seed) ^ 1))
     other = subject.run(subject.single, subject.full, reseeded)
     repeatable = same_bits(first.measured, second.measured)
-    look = Look(subject.objective, subject.state, subject.full, divided=False)
+    look = Look(subject.objective, subject.state, subject.full.apart(), divided=False)
     return Facts(
         repeatable,
         repeatable and not same_bits(first.measured, other.measured),
