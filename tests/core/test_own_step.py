@@ -311,6 +311,14 @@ def test_rows_of_the_step_itself_need_real_rows() -> None:
     trained(parallel(weighed, "jit"), state())
 
 
+def test_gathered_rows_need_real_rows_too() -> None:
+    own = changed(seen=lambda s, b, k: jnp.mean(rx.gather(b["y"])))
+    with pytest.raises(rx.LossError, match=r"rx\.row_weights"):
+        trained(parallel(own), state())
+    _, told = trained(parallel(own), state(), batch_size=52)
+    assert told[0]["seen"] == pytest.approx(rows()["y"].mean(), rel=1e-5)
+
+
 def contrastive(model: Any, batch: Any, key: Any) -> Any:
     here = batch["x"] @ model["w"]
     return jax.nn.logsumexp(here @ here.T, axis=1)

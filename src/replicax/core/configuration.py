@@ -1,4 +1,4 @@
-"""What a `DataParallel` was made of, its arguments as values."""
+"""The configuration of a `DataParallel`: its arguments as values."""
 
 import dataclasses
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from replicax.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Configuration:
-    """What a `DataParallel` was made of; see there."""
+    """The arguments of a `DataParallel`; see there."""
 
     loss: LossFunction
     optimizer: optax.GradientTransformation

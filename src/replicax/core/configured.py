@@ -17,7 +17,7 @@ from replicax.errors import StateError
 
 
 class Configured:
-    """What can be done with a step without running it; see `DataParallel`."""
+    """A step that need not run: `DataParallel` before its first batch."""
 
     def _configure(self, configuration: Configuration) -> None:
         self.configuration = chosen = configuration

@@ -26,7 +26,7 @@ _IN_FLIGHT = 2
 
 
 class Evaluation:
-    """What one program computes in evaluation, each function compiled once.
+    """The evaluation of one program, each function compiled once.
 
     Args:
         program: of the model.

@@ -31,7 +31,9 @@ class Inside:
     trace: Any
     """The JAX trace that calls it."""
     own: Any = None
-    """What a step of one's own sums with; None in a loss. See `replicax.core.own`."""
+    """The means of a step of one's own to sum; None in a loss. See `replicax.core.own`."""
+    gathers: bool = False
+    """Whether `gather` was called."""
     weighs: bool = False
     """Whether `row_weights` was called."""
 
@@ -83,6 +85,7 @@ def gather(rows: PyTree) -> PyTree:
     here = _seeing("gather", rows)
     if here is None:
         return rows
+    here.gathers = True
     if here.view.part:
         raise LossError(
             "rx.gather in a loss computed on micro-batches, each of which would see its own rows "

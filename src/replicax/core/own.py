@@ -37,7 +37,7 @@ class Examiner(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Primitives:
-    """What `value_and_grad` and `mean` sum with in one call of a step."""
+    """The means of `value_and_grad` and `mean` to sum in one call of a step."""
 
     summing: Summing
     precision: Precision
@@ -189,7 +189,7 @@ def keep(
 def _seen(
     name: str, rows: PyTree, params: PyTree, extras: PyTree
 ) -> tuple[Primitives, TrainState, Batch]:
-    """What sums here, and the parameters and rows that it sums over."""
+    """The primitives in force, and the parameters and rows that they sum over."""
     count, here, step = row_count(rows), current(), None
     if here is None:
         primitives = _ALONE

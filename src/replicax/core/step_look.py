@@ -37,7 +37,7 @@ class StepLook:
         self._divided = divided
         self._looks: list[Look] = []
         self._unsure: list[tuple[Look, Any]] = []
-        self._weighed = True
+        self._weighs = self._gathers = False
 
         def run(state: TrainState, batch: Batch) -> Any:
             after, metrics = program.replica_step(
@@ -89,7 +89,7 @@ class StepLook:
 
     def step(self, here: Inside) -> None:
         """Look at what the step itself asked for."""
-        self._weighed = here.weighs
+        self._weighs, self._gathers = here.weighs, here.gathers
 
     @property
     def rows_meet(self) -> bool:
@@ -109,8 +109,8 @@ class StepLook:
     @property
     def needs_real_rows(self) -> bool:
         """Whether it is another step with padding among the rows."""
-        of_body = bool(self.from_rows) and not self._weighed
-        return of_body or any(look.needs_real_rows for look in self._looks)
+        of_body = bool(self.from_rows) or self._gathers
+        return (of_body and not self._weighs) or any(look.needs_real_rows for look in self._looks)
 
 
 def _as_they_are(sums: StepSums, carried: PyTree, _axis: str | None) -> tuple[StepSums, PyTree]:

@@ -92,7 +92,7 @@ def check_own_step(
 
 
 def _if_random(reference: Step, state: TrainState, batch: Batch) -> dict[str, Any]:
-    """What is changed in a failed check of a step that draws random numbers."""
+    """Changes to a failed check, where the step draws random numbers."""
     reseeded = dataclasses.replace(state, seed=np.uint32(int(state.seed) ^ 1))
     one, other = (reference(each, batch) for each in (state, reseeded))
     if sha256((one[0].params, one[1])) == sha256((other[0].params, other[1])):

@@ -31,7 +31,7 @@ class Stateful:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """What a loss on a `Stateful` model returns: its values, and the state that follows.
+    """The result of a loss on a `Stateful` model: its values, and the state that follows.
 
     In evaluation the state stays as it is.
     """
