@@ -252,6 +252,24 @@ def test_a_bad_step_leaves_the_state() -> None:
     assert int(after.params["done"]) == 1
 
 
+def test_a_state_that_is_finite_no_more_is_bad_too() -> None:
+    """However finite its loss is; what was infinite before may stay so."""
+    begin = {**state(), "best": jnp.float32(jnp.inf)}
+
+    def step(state: State, batch: Any, key: Any) -> tuple[State, Any]:
+        wrong = jnp.where(rx.step_number() == 1, jnp.inf, 0.0)
+        model = jax.tree.map(lambda leaf: leaf + wrong, state["model"])
+        return {**state, "model": model}, {"loss": rx.mean(batch["y"])}
+
+    dp = parallel(step, donate=False)
+    first = dp.init(begin)
+    safe, batch = guarded(dp, first), {name: leaf[:BATCH] for name, leaf in rows().items()}
+    second, good = safe.step(first, batch)
+    third, bad = safe.step(second, batch)
+    assert [bool(each[NOT_FINITE]) for each in (good, bad)] == [False, True]
+    assert bits(third.params) == bits(second.params)
+
+
 def test_a_run_goes_on(tmp_path: Path) -> None:
     def fit(folder: Path | None, steps: int) -> rx.Fit:
         dp = parallel(loss=of_state)
