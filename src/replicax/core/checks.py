@@ -99,7 +99,7 @@ def check_kind(state: Any) -> None:
             f"the state is a {type(state).__name__}; it is the rx.TrainState that "
             "state = dp.init(model) returns"
         )
-    check_outside_jit(state)
+    check_outside_jit(state.step)
     check_unused(state)
 
 
@@ -119,6 +119,7 @@ def check_state(state: TrainState, abstract: TrainState) -> None:
 
     Dtypes may differ; `jax.jit` takes it in others too.
     """
+    check_outside_jit(state)
     leaves, structure = jax.tree.flatten(state)
     wanted, expected = jax.tree.flatten(abstract)
     if (structure, _shapes(leaves)) != (expected, _shapes(wanted)):

@@ -55,8 +55,8 @@ def call(loss: Callable[..., Any], model: Any, data: Any, key: jax.Array | None)
     except Exception as error:
         if isinstance(error, NameError) and "axis name" in str(error):
             raise LossError(
-                f"the loss uses a mesh axis ({error}".partition(". ")[0] + "); Replicax averages "
-                "over all rows: take the collective out, or use rx.gather(x)"
+                f"the loss reduces over the replicas itself ({error}".partition(". ")[0] + "); "
+                "Replicax does that, once: take the reduction out, or use rx.gather(x)"
             ) from error
         if key is None and not isinstance(error, ReplicaxError) and _works(loss, model, data):
             said = f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -116,8 +116,7 @@ def _checks(
         yield Check("parity", "one device", FAIL, f"refused: {error}")
         return
     except Exception as error:
-        cause = HAND_REDUCED if "unbound axis name" in str(error) else ""
-        yield Check("parity", "one device", FAIL, first_line(error), cause)
+        yield Check("parity", "one device", FAIL, first_line(error))
         return
     own = subject.own
     depends = facts.rows.kind == DEPENDENT
@@ -151,12 +150,6 @@ def _checks(
     yield from check_determinism(subject)
     show(f"recompilation: {own}")
     yield check_recompilation(subject, padded=facts.takes_padding)
-
-
-HAND_REDUCED = (
-    "the loss reduces over the replicas itself (psum or pmean over an axis); Replicax does that, "
-    "once, and such a loss would count N times: take the reduction out of the loss"
-)
 
 
 def _cases(subject: Subject, modes: Sequence[Mode]) -> list[Case]:
