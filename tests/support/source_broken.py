@@ -391,4 +391,53 @@ def step(params, opt_state, batch):
     updates, opt_state = opt.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state
 """,
+    "a weight that anneals outside of a compiled loss": """
+import replicax as rx
+
+beta = 0.0
+
+def loss(params, batch, key):
+    return batch["x"] @ params["w"] + beta * (params["w"] ** 2).sum()
+
+dp = rx.DataParallel(loss, tx)
+state = dp.init({"w": jnp.zeros(3)})
+for batch in batches:
+    state, metrics = dp.step(state, batch)
+    beta += 0.1  #! frozen-value
+""",
+    "a learning rate of the surroundings": """
+def train(params, batches):
+    rate = 0.1
+
+    @jax.jit
+    def update(params, batch):
+        grads = jax.grad(loss_fn)(params, batch)
+        return jax.tree.map(lambda p, g: p - rate * g, params, grads)
+
+    for epoch in range(10):
+        rate = 0.1 / (1 + epoch)  #! frozen-value
+        for batch in batches:
+            params = update(params, batch)
+    return params
+""",
+    "a clip range that a loop gives": """
+def surrogate(params, batch):
+    ratio = jnp.exp(batch["x"] @ params["w"])
+    return jnp.clip(ratio, 1 - clip, 1 + clip).mean()
+
+fast = jax.jit(surrogate)
+for clip in (0.2, 0.1):  #! frozen-value
+    fast({"w": jnp.zeros(3)}, batch)
+""",
+    "a scale that is changed between two calls": """
+scale = 1.0
+
+@partial(jax.jit, static_argnums=1)
+def scaled(x, axis):
+    return scale * x.sum(axis)
+
+first = scaled(data, 0)
+scale = 2.0  #! frozen-value
+second = scaled(data, 0)
+""",
 }

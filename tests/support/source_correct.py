@@ -359,4 +359,42 @@ def step(state, batch):
     # Each device trains a network of its own.  replicax: ignore[no-reduction]
     return state.apply_gradients(grads=grads)
 """,
+    "values that are arguments, set before, made anew, or no longer read": """
+rate = 0.1
+rate = rate / 2
+
+@jax.jit
+def update(params, batch, rate, unused=None):
+    grads = jax.grad(loss_fn)(params, batch)
+    return jax.tree.map(lambda p, g: p - rate * g, params, grads)
+
+params = {"w": jnp.zeros((3, 2))}
+for batch in batches:
+    params = update(params, batch, rate)
+    rate = rate * 0.9
+
+width = 3
+
+@jax.jit
+def widened(x):
+    return jnp.zeros(width) + x
+
+found = widened(1.0)
+width = 4
+
+def swept(rates, batch):
+    for own in rates:
+
+        @jax.jit
+        def step(params):
+            return jax.tree.map(lambda p: p * own, params)
+
+        step(params)
+
+def plain(x):
+    return offset + x
+
+for offset in (1, 2):
+    plain(3)
+""",
 }

@@ -36,6 +36,7 @@ RULES = {
     "batch-not-sharded",
     "compiled-in-loop",
     "fetched-every-step",
+    "frozen-value",
     "index-gathers",
     "index-not-stacked",
     "local-batch-norm",

@@ -15,6 +15,7 @@ The rules, and what each speaks of:
 - batch-not-sharded: jit over a mesh with the whole batch on every device
 - fetched-every-step: the host waits for a metric after each step
 - compiled-in-loop: a function compiled anew at each turn
+- frozen-value: a value that a compiled function closes over, assigned again after it was read
 - old-api, index-gathers: notes on what works and is no longer the way
 
 `# replicax: ignore[RULE]` on the line, or alone above it, silences a rule there.
@@ -29,6 +30,7 @@ from typing import Any
 
 from replicax.errors import ConfigError
 from replicax.verify.rules.finding import ERROR, NOTE, WARNING, Finding, spot
+from replicax.verify.rules.frozen import check_frozen
 from replicax.verify.rules.machine import Machine
 from replicax.verify.rules.names import Imports
 from replicax.verify.rules.norms import check_norms
@@ -92,6 +94,7 @@ def examine(path: Path) -> Examination:
         raise ConfigError(f"--source {path} cannot be read: {_DEEP}") from error
     check_removed(tree, imports, report)
     check_norms(machine, imports)
+    check_frozen(tree, imports, report)
     _note_gathers(machine, report)
     mapped = [made for made in machine.parallels if made.kind != JIT]
     counted = machine.parallels if machine.file_has_mesh else mapped
