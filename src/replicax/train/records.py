@@ -45,6 +45,8 @@ class Record:
     """Share of that time in which the loop waited for a batch."""
     examples: tuple[int, ...] | None = None
     """Where the update was skipped: indices, in the source, of the batch's real rows."""
+    figures: dict[str, float] | None = None
+    """What hooks tell beside the metrics, in a train record: a learning rate, say."""
 
     @property
     def rows_per_second(self) -> float:
@@ -54,8 +56,9 @@ class Record:
     def to_json(self) -> str:
         """One line; a number that is not finite becomes null, as JSON has none."""
         fields = {**dataclasses.asdict(self), "rows_per_second": self.rows_per_second}
-        if self.examples is None:
-            del fields["examples"]
+        for name in ("examples", "figures"):
+            if fields[name] is None:
+                del fields[name]
         return json.dumps(_finite(fields))
 
 
@@ -186,6 +189,7 @@ def record_from_json(text: bytes | str) -> Record:
     fields = json.loads(text)
     metrics = {str(name): _number(value) for name, value in fields["metrics"].items()}
     waited, examples = fields.get("input_wait_fraction"), fields.get("examples")
+    figures = fields.get("figures")
     return Record(
         kind=str(fields["kind"]),
         step=int(fields["step"]),
@@ -194,7 +198,8 @@ def record_from_json(text: bytes | str) -> Record:
         rows=int(fields["rows"]),
         seconds=_number(fields["seconds"]),
         input_wait_fraction=None if waited is None else _number(waited),
-        **({} if examples is None else {"examples": tuple(map(int, examples))}),
+        examples=None if examples is None else tuple(map(int, examples)),
+        figures=None if figures is None else {k: _number(v) for k, v in figures.items()},
     )
 
 
