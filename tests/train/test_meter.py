@@ -1,4 +1,8 @@
-"""The meter: records every so many steps, each row and each wait in exactly one of them."""
+"""The meter: records every so many steps, each row, metric and wait in exactly one of them."""
+
+import json
+import math
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -17,14 +21,21 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def done(step: int, loss: float, rows: int = 10) -> Dispatched:
-    nothing = jnp.zeros(0)
-    metrics = {"loss": jnp.float32(loss)}
-    return Dispatched(Place(step, 0, step), rows, nothing, nothing, metrics, nothing, None)
+def done(step: int, loss: float, rows: int = 10, *, bad: str = "", **more: float) -> Dispatched:
+    nothing, place = jnp.zeros(0), Place(step, 0, step)
+    metrics = {name: jnp.float32(value) for name, value in {"loss": loss, **more}.items()}
+    verdicts = jnp.array(bad == "not finite"), jnp.array(bad == "spike")
+    return Dispatched(place, rows, nothing, nothing, metrics, *verdicts)
 
 
 def metered(meter: Meter, steps: range) -> list[Record]:
     return [record for step in steps for record in meter.finished(done(step, step))]
+
+
+def saved(meter: Meter) -> dict[str, Any]:
+    """As a checkpoint holds it."""
+    state: dict[str, Any] = json.loads(json.dumps(meter.save_state(), allow_nan=False))
+    return state
 
 
 def test_the_first_step_has_a_record_of_its_own_without_its_time() -> None:
@@ -42,8 +53,54 @@ def test_a_flush_records_the_last_step() -> None:
     meter = Meter(3)
     records = metered(meter, range(1, 9)) + meter.flush()
     assert [record.step for record in records] == [1, 3, 6, 8]
-    assert [record.metrics["loss"] for record in records] == [1, 3, 6, 8]
+    # Of steps 1 | 2, 3 | 4, 5, 6 | 7, 8, whose losses are their numbers.
+    assert [record.metrics["loss"] for record in records] == [1, 2.5, 5, 7.5]
     assert meter.flush() == []
+
+
+def test_metrics_are_means_over_the_rows_since_the_last_record() -> None:
+    meter = Meter(4)
+    meter.finished(done(1, 9, accuracy=0.0))
+    meter.finished(done(2, 5, 10, accuracy=0.5))
+    meter.finished(done(3, 3, 30, accuracy=0.25))
+    (record,) = meter.finished(done(4, 2, 60, accuracy=1.0))
+    assert record.rows == 100
+    # (10 x 5 + 30 x 3 + 60 x 2) / 100, and (10 x 0.5 + 30 x 0.25 + 60 x 1) / 100
+    assert record.metrics == {"loss": 2.6, "accuracy": 0.725}
+
+
+def test_a_mean_of_one_step_is_the_step_to_the_bit() -> None:
+    value = float(jnp.float32(0.1))
+    (first,) = Meter(1).finished(done(1, value, 7))
+    assert first.metrics == {"loss": value}
+
+
+@pytest.mark.parametrize(("bad", "loss"), [("not finite", math.nan), ("spike", 1e6)])
+def test_a_skipped_step_is_in_no_mean(bad: str, loss: float) -> None:
+    meter = Meter(4)
+    meter.finished(done(1, 9))
+    meter.finished(done(2, 5, 10))
+    meter.finished(done(3, loss, 40, bad=bad))
+    (record,) = meter.finished(done(4, 2, 20))
+    assert record.rows == 70
+    assert record.metrics == {"loss": 3.0}  # (10 x 5 + 20 x 2) / 30
+
+
+def test_where_all_are_skipped_there_is_no_mean() -> None:
+    meter = Meter(3)
+    meter.finished(done(1, 9))
+    meter.finished(done(2, math.nan, bad="not finite"))
+    (record,) = meter.finished(done(3, math.nan, bad="not finite"))
+    assert math.isnan(record.metrics["loss"])
+    assert record.rows == 20
+
+
+def test_a_metric_that_is_not_finite_is_left_out_alone() -> None:
+    meter = Meter(3)
+    meter.finished(done(1, 9, recall=0.5))
+    meter.finished(done(2, 4, recall=math.nan))  # no row of that class, say
+    (record,) = meter.finished(done(3, 6, recall=0.25))
+    assert record.metrics == {"loss": 5.0, "recall": 0.25}
 
 
 def test_a_last_step_on_the_beat_is_recorded_once() -> None:
@@ -101,25 +158,47 @@ def test_an_evaluation_is_left_out_of_the_rate(clock: Clock) -> None:
 def test_what_is_done_again_after_a_rewind_is_recorded_once(step: int, new_start: bool) -> None:
     meter = Meter(3)
     records = metered(meter, range(1, step + 1))
-    rows, seconds = meter.unrecorded
+    state = saved(meter)
     metered(meter, range(step + 1, step + 3))  # done for nothing
     if new_start:
         meter = Meter(3)
-    meter.rewind(rows, seconds, resumed=True, compiled=not new_start)
+    meter.rewind(state, resumed=True, compiled=not new_start)
     records += metered(meter, range(step + 1, 11)) + meter.flush()
     assert [record.step for record in records] == [1, 3, 6, 9, 10]
     assert [record.rows for record in records] == [10, 20, 30, 30, 10]
+    assert [record.metrics["loss"] for record in records] == [1, 2.5, 5, 8, 10]
+
+
+def test_a_mean_is_the_same_to_the_bit_however_often_it_is_saved() -> None:
+    once, often = Meter(20), Meter(20)
+    for step in range(1, 20):
+        for meter in (once, often):
+            meter.finished(done(step, 0.1 * step, 3 + step, accuracy=1 / step))
+        often.rewind(saved(often), resumed=True, compiled=True)
+    (wanted,), (found,) = (meter.finished(done(20, 0.3)) for meter in (once, often))
+    assert found.metrics == wanted.metrics
+    assert found.rows == wanted.rows
+
+
+@pytest.mark.parametrize("state", [{}, {"rows": 20, "seconds": 5.0}])
+def test_a_checkpoint_without_sums_is_gone_on_from(state: dict[str, float]) -> None:
+    meter = Meter(50)
+    meter.rewind(state, resumed=True, compiled=False)
+    metered(meter, range(6, 9))
+    (record,) = meter.flush()
+    assert record.metrics == {"loss": 7.0}  # of steps 6, 7, 8
+    assert record.rows == 30 + state.get("rows", 0)
 
 
 def test_the_seconds_of_an_earlier_start_are_in_the_next_record(clock: Clock) -> None:
     meter = Meter(50)
-    meter.rewind(20, 5.0, resumed=True, compiled=False)
+    meter.rewind({"rows": 20, "seconds": 5.0}, resumed=True, compiled=False)
     clock.now += 100.0  # the step that compiles
     metered(meter, range(6, 7))
     (record,) = meter.flush()
     assert record.rows == 30
     assert record.seconds == 5.0
-    meter.rewind(20, 5.0, resumed=True, compiled=False)
+    meter.rewind({"rows": 20, "seconds": 5.0}, resumed=True, compiled=False)
     metered(meter, range(5, 6))
     clock.now += 1.0
     metered(meter, range(6, 7))
@@ -131,6 +210,6 @@ def test_the_seconds_of_an_earlier_start_are_in_the_next_record(clock: Clock) ->
 def test_a_rewind_to_the_start_is_a_start() -> None:
     meter = Meter(50)
     metered(meter, range(1, 4))
-    meter.rewind(0, 0.0, resumed=False, compiled=False)
+    meter.rewind({}, resumed=False, compiled=False)
     (first,) = meter.finished(done(1, 7))
     assert (first.step, first.rows, first.seconds) == (1, 10, 0.0)

@@ -41,9 +41,14 @@ class Dispatched:
     attached: dict[str, Any] = dataclasses.field(default_factory=dict)
     """What hooks attach to it, by a name of theirs, to find it once the step has finished."""
 
+    @property
+    def skipped(self) -> bool:
+        """Whether its update was; waits until the step has finished."""
+        return bool(self.not_finite) or (self.spike is not None and bool(self.spike))
+
 
 def dispatched(place: Place, batch: Batch, metrics: Metrics) -> Dispatched:
-    """Return the record of a step, and have its verdicts copied to the host.
+    """Return the record of a step, and have its metrics and verdicts copied to the host.
 
     Args:
         place: after the step.
@@ -52,7 +57,6 @@ def dispatched(place: Place, batch: Batch, metrics: Metrics) -> Dispatched:
     """
     others = {name: value for name, value in metrics.items() if name not in (NOT_FINITE, SPIKE)}
     not_finite, spike = metrics[NOT_FINITE], metrics.get(SPIKE)
-    for verdict in (not_finite, spike):
-        if verdict is not None:
-            verdict.copy_to_host_async()
+    for value in metrics.values():
+        value.copy_to_host_async()
     return Dispatched(place, batch.rows, batch.mask, batch.index, others, not_finite, spike)
