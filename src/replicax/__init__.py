@@ -48,17 +48,31 @@ if typing.TYPE_CHECKING:
     from replicax.cluster.patience import Patience as Patience
     from replicax.plan.plan import plan as plan
     from replicax.plan.result import Plan as Plan
+    from replicax.train.audit import Audit as Audit
+    from replicax.train.evaluation import Evaluation as Evaluation
     from replicax.train.fit import fit as fit
+    from replicax.train.hook import Hook as Hook
+    from replicax.train.noise_scale import NoiseMeter as NoiseMeter
     from replicax.train.result import Fit as Fit
+    from replicax.train.run import Guard as Guard
+    from replicax.train.run import Run as Run
+    from replicax.train.storage import Saving as Saving
     from replicax.verify.check import Verification as Verification
     from replicax.verify.step import verify_step as verify_step
     from replicax.verify.verify import verify as verify
 
 _LATER = {
+    "Audit": "train.audit",
     "Bench": "bench.result",
+    "Evaluation": "train.evaluation",
     "Fit": "train.result",
+    "Guard": "train.run",
+    "Hook": "train.hook",
+    "NoiseMeter": "train.noise_scale",
     "Patience": "cluster.patience",
     "Plan": "plan.result",
+    "Run": "train.run",
+    "Saving": "train.storage",
     "Verification": "verify.check",
     "bench": "bench.run",
     "fit": "train.fit",
@@ -88,6 +102,7 @@ sys.modules[__name__].__class__ = _Package
 
 __all__ = [
     "AgreementError",
+    "Audit",
     "Batch",
     "Bench",
     "CheckpointError",
@@ -97,19 +112,25 @@ __all__ = [
     "DataError",
     "DataParallel",
     "DivergedError",
+    "Evaluation",
     "Feed",
     "Fit",
+    "Guard",
+    "Hook",
     "Job",
     "LossError",
     "MissingDependencyError",
     "Mode",
+    "NoiseMeter",
     "Patience",
     "PerProcess",
     "Plan",
     "Reduction",
     "ReplicasDifferError",
     "ReplicaxError",
+    "Run",
     "RunInUseError",
+    "Saving",
     "Shared",
     "StateError",
     "Stateful",

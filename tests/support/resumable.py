@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.settings import grouped
 
 import replicax as rx
 from replicax.core.data_parallel import DataParallel
@@ -69,7 +70,7 @@ def fit(dp: rx.DataParallel, folder: Path | None = None, **settings: Any) -> rx.
         wanted |= {"run_dir": folder, "save_every": 3}
     wanted |= settings
     state = wanted.pop("state", None) or dp.init(wanted.pop("model", model)())
-    return rx.fit(dp, state, wanted.pop("source"), **wanted)
+    return rx.fit(dp, state, wanted.pop("source"), **grouped(wanted))
 
 
 def settle() -> None:

@@ -28,7 +28,7 @@ from replicax.train import lease
 from replicax.train.checkpoints import manifest as manifests
 from replicax.train.checkpoints.manifest import Position
 from replicax.train.records import Record
-from replicax.train.run import Run, Saving, abstract, first_batch
+from replicax.train.storage import Saving, Storage, abstract, first_batch
 
 EXAMPLES, MANY_EXAMPLES = 50, 1_000
 CONFIG = {"fields": {"rate": 1, "layers": [1, 2]}, "parallel": {"mode": "jit"}}
@@ -48,8 +48,8 @@ def position_at(step: int) -> Position:
     return Position(**{**vars(POSITION), "step": step, "epoch": 0, "rows": 4, "records": step})
 
 
-def opened(folder: Path, said: list[str], accept: bool = False) -> Run:
-    return Run(
+def opened(folder: Path, said: list[str], accept: bool = False) -> Storage:
+    return Storage(
         folder,
         CONFIG,
         SAVING,

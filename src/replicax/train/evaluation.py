@@ -82,7 +82,7 @@ class Evaluator:
     ) -> None:
         if plan.ema:  # now, and not when the first epoch is over
             jax.eval_shape(average_of, state.opt_state, state.params)
-        size = plan.batch_size or batch_size
+        size = batch_size if plan.batch_size is None else plan.batch_size
         sources = plan.sets or {"": plan.source}
         self._feeds = {name: dp.feed(source, size) for name, source in sources.items()}
         self._plan, self._dp = plan, dp

@@ -116,6 +116,8 @@ def summary(result: Fit, total: int | None) -> list[str]:
         parts.append(f"{rate:,.0f} rows/s")
         parts.append(f"input wait {waited / seconds:.0%}")
     lines = [" · ".join(parts)]
+    if first and not result.steps:
+        lines = [f"complete at step {first:,}: nothing was trained"]
     if result.metrics:
         kind = "eval" if any(r.kind == "eval" for r in result.records) else "train"
         lines.append(f"{kind:<6} {_metrics(result.metrics)}")

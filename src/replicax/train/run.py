@@ -177,7 +177,7 @@ class Run(Loop):
 
     def _take_folder(self, stack: contextlib.ExitStack) -> None:
         """Hold the run's folder, where there is one, and find where it goes on from."""
-        self._ledger = Ledger(None)
+        self._storage, self._ledger = None, Ledger(None)
         if self._run_dir is None:
             return
         self._storage = Storage(
@@ -241,8 +241,6 @@ class Run(Loop):
             failed_hooks=tuple(self.hooks.failed),
             goodput=self._ledger.summary() if self.folder is not None else None,
         )
-        if not self.result.steps and step:
-            self.say(f"complete at step {step:,}: nothing was trained")
         for line in [*summary(self.result, self.total), *self.hooks.summary()]:
             self.say(line)
         if self.result.goodput is not None and self.result.saved:
