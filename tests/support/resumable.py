@@ -153,7 +153,7 @@ def steps_saved(folder: Path) -> list[str]:
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs draw none, which takes longer than they do; import this where that is so."""
-    monkeypatch.setattr("replicax.train.fit._draw", lambda *arguments: None)
+    monkeypatch.setattr("replicax.train.curves.draw_curves", lambda *arguments: None)
 
 
 def undisturbed() -> Callable[..., rx.Fit]:
