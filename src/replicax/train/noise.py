@@ -133,6 +133,7 @@ def _sample(
         shardings: of gradients.
     """
     batch, accumulate = batch.whole(), Sequential(micro_batches)
+    state = dataclasses.replace(state, scale=())  # gradients as they are
     key = step_key(state)
 
     def gradient(number: jax.Array, rows: Batch) -> tuple[PyTree, jax.Array]:
