@@ -131,8 +131,8 @@ def check_state(state: TrainState, abstract: TrainState) -> None:
     wanted, expected = jax.tree.flatten(abstract)
     if (structure, _shapes(leaves)) != (expected, _shapes(wanted)):
         raise StateError(
-            f"{_difference(state, abstract)}; it is of another model, optimizer or reduction: use "
-            "a state that init of this DataParallel returned"
+            f"{_difference(state, abstract)}; it is of another model, optimizer, reduction or "
+            "precision: use a state that init of this DataParallel returned"
         )
     elsewhere = sum(map(_lies_elsewhere, leaves, wanted))
     if elsewhere:

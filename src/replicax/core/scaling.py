@@ -1,6 +1,7 @@
 """Dynamic loss scaling: the gradients of a float16 computation, none too small or too large."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from replicax.core.accumulate import Apply, zeros_like
+from replicax.core.accumulate import Apply, scale_of, zeros_like
+from replicax.core.loss import LOSS
 from replicax.core.objective import StepSums
 from replicax.core.update import Metrics, TrainState
 
@@ -23,6 +25,8 @@ _MOST = float(np.finfo(np.float16).max)
 
 LOSS_SCALE = "loss_scale"
 """The metric of a scaled step: the scale that its gradient was computed with."""
+OVERFLOWS = "overflows"
+"""The metric of a scaled step: how many were skipped for an overflow so far, it among them."""
 
 
 @jax.tree_util.register_dataclass
@@ -53,10 +57,35 @@ def first_scale() -> Scale:
     return Scale(jnp.float32(LARGEST), jnp.int32(0), jnp.int32(0))
 
 
+def unscaled(total: StepSums, state: TrainState) -> StepSums:
+    """Return `total` with its gradient divided by the scale of `state`, if that has one."""
+    scale = scale_of(state)
+    if scale is None:
+        return total
+    gradient = jax.tree.map(lambda leaf: leaf / scale, total.gradient)  # exact: a power of two
+    return dataclasses.replace(total, gradient=gradient)
+
+
+def overflows(state: TrainState) -> int:
+    """Return how many steps were skipped for an overflow."""
+    return int(state.scale.skipped) if state.scale else 0
+
+
+def settled(step: Callable[[TrainState], Any], state: TrainState) -> TrainState:
+    """Return the state after the first step that does not overflow; `state` if it has no scale."""
+    while state.scale:
+        before = overflows(state)
+        state, _ = step(state)
+        if overflows(state) == before:
+            break
+    return state
+
+
 def unscaling(apply: Apply) -> Apply:
     """Return `apply` on the gradient divided by the scale; an overflow skips it, and only counts.
 
-    All replicas decide alike, for they look at the sums that all were given.
+    A loss that is not finite is no overflow, for no scale mends it. All replicas decide alike, for
+    they look at the sums that all were given.
     """
 
     def unscaled_apply(
@@ -65,9 +94,9 @@ def unscaling(apply: Apply) -> Apply:
         scale: Scale = state.scale
         # Of the sum over all rows, so that it does not matter in how many parts they were summed.
         held = [jnp.all(jnp.abs(leaf) <= _MOST) for leaf in jax.tree.leaves(total.gradient)]
-        overflow = ~jnp.all(jnp.stack(held)) & (scale.value > SMALLEST)
-        gradient = jax.tree.map(lambda leaf: leaf / scale.value, total.gradient)  # exact
-        total = dataclasses.replace(total, gradient=gradient)
+        mends = jnp.isfinite(total.weighted[LOSS].total) & (scale.value > SMALLEST)
+        overflow = ~jnp.all(jnp.stack(held)) & mends
+        total = unscaled(total, state)
         shapes = jax.eval_shape(apply, state, total, *rest)[1]
         after, told = lax.cond(
             overflow,
@@ -76,6 +105,6 @@ def unscaling(apply: Apply) -> Apply:
             state,
         )
         after = dataclasses.replace(after, scale=scale.after(overflow))
-        return after, {**told, LOSS_SCALE: scale.value}
+        return after, {**told, LOSS_SCALE: scale.value, OVERFLOWS: after.scale.skipped}
 
     return unscaled_apply

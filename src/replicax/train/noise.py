@@ -23,6 +23,7 @@ from replicax.core.models.definition import PyTree
 from replicax.core.modes import MODES, batch_shardings, lift
 from replicax.core.objective import Objective, only_read
 from replicax.core.ready import agree_on_program
+from replicax.core.scaling import unscaled
 from replicax.core.update import TrainState, step_key
 
 PARTS = 4
@@ -133,14 +134,13 @@ def _sample(
         shardings: of gradients.
     """
     batch, accumulate = batch.whole(), Sequential(micro_batches)
-    state = dataclasses.replace(state, scale=())  # gradients as they are
     key = step_key(state)
 
     def gradient(number: jax.Array, rows: Batch) -> tuple[PyTree, jax.Array]:
         own = folded(key, number)
         sums, _ = accumulate(objective.step_sums, state, rows, own, None)
         weight = sums.weight
-        mean = jax.tree.map(lambda leaf: leaf / _or_one(weight), sums.gradient)
+        mean = jax.tree.map(lambda leaf: leaf / _or_one(weight), unscaled(sums, state).gradient)
         return lax.with_sharding_constraint(mean, shardings), weight
 
     def add(carry: Any, numbered: tuple[jax.Array, Batch]) -> tuple[Any, None]:
