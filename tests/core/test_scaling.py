@@ -13,8 +13,9 @@ from support.tiers import only
 
 import replicax as rx
 from replicax.core import scaling
-from replicax.core.scaling import LARGEST, LOSS_SCALE, SMALLEST, Scale
+from replicax.core.scaling import LARGEST, LOSS_SCALE, OVERFLOWS, SMALLEST, Scale
 from replicax.train.guarded import NOT_FINITE, guarded
+from replicax.train.noise import NoiseProbe
 
 PLACES: dict[str, tuple[int, dict[str, Any]]] = {
     "jit": (4, {}),
@@ -65,7 +66,7 @@ def test_it_is_the_step_of_one_device(place: str) -> None:
     wanted, theirs = trained(alone)
     found, mine = trained(parallel(place))
     bound = 2e-2 if "wire" in place else 2e-3
-    for name in ("loss", LOSS_SCALE):
+    for name in ("loss", LOSS_SCALE, OVERFLOWS):
         np.testing.assert_allclose([m[name] for m in mine], [t[name] for t in theirs], rtol=bound)
     np.testing.assert_allclose(found.params["w"], wanted.params["w"], atol=bound)
     skipped = int(found.scale.skipped)
@@ -116,16 +117,21 @@ def test_a_gradient_too_small_for_float16_arrives() -> None:
 
 
 def test_what_no_scale_mends_is_bad_and_not_an_overflow() -> None:
-    dp = parallel(donate=False)
-    state = dp.init(MODEL)
-    safe = guarded(dp, state)
-    nothing = {**DATA, "x": DATA["x"] * np.nan}
-    told = []
-    for _ in range(32):
-        state, metrics = safe.step(state, nothing)
-        told.append(bool(metrics[NOT_FINITE]))
-    assert told == [False] * 29 + [True] * 3
-    assert int(state.scale.skipped) == 29
+    def steep(model: Any, batch: Any, key: Any) -> Any:
+        """A gradient of 0 times infinity."""
+        return loss(model, batch, key) + jnp.sum(jnp.sqrt(batch["x"] @ model["w"] * 0), -1)
+
+    def told(loss: Any, data: Any) -> tuple[list[bool], int]:
+        dp = parallel(loss=loss, donate=False)
+        state = dp.init(MODEL)
+        safe, bad = guarded(dp, state), []
+        for _ in range(32):
+            state, metrics = safe.step(state, data)
+            bad.append(bool(metrics[NOT_FINITE]))
+        return bad, int(metrics[OVERFLOWS])
+
+    assert told(loss, {**DATA, "x": DATA["x"] * np.nan}) == ([True] * 32, 0)
+    assert told(steep, DATA) == ([False] * 29 + [True] * 3, 29)
 
 
 def test_a_run_goes_on(tmp_path: Path) -> None:
@@ -143,8 +149,33 @@ def test_a_run_goes_on(tmp_path: Path) -> None:
     assert found.records[-1].metrics[LOSS_SCALE] <= LARGEST
 
 
-def test_verify_takes_it() -> None:
-    assert rx.verify(parallel(), MODEL, DATA, modes=["shard_map"], micro_batches=2).ok
+def test_exact_keeps_its_bits() -> None:
+    def trained_on(devices: int) -> Any:
+        mesh = rx.make_mesh(devices=jax.devices()[:devices])
+        dp = parallel("exact", optimizer=optax.adam(1e-2)).replace(mesh=mesh)
+        return bits(trained(dp)[0])
+
+    assert trained_on(1) == trained_on(8)
+
+
+def test_the_noise_of_gradients_is_that_of_float32() -> None:
+    """Where they would be lost in float16."""
+
+    def noise(loss: Any, precision: str) -> float:
+        dp = parallel(loss=lambda *given: loss(*given) * 1e-7).replace(precision=precision)
+        state = dp.init(MODEL)
+        (batch,) = dp.feed(DATA, batch_size=64)
+        return float(NoiseProbe(dp, state).take(state, batch).trace)
+
+    assert noise(loss, "float16") == pytest.approx(noise(in_float32, "float32"), rel=1e-2)
+
+
+def test_verify_compares_steps_that_were_taken() -> None:
+    """Its first steps overflow."""
+    result = rx.verify(parallel(), MODEL, DATA, modes=["shard_map"], micro_batches=2)
+    assert result.ok
+    (check,) = (each for each in result.checks if each.case == "update")
+    assert check.verdict == "pass"
 
 
 def test_a_step_of_ones_own_is_refused() -> None:
