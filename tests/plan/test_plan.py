@@ -388,7 +388,6 @@ def test_float16_counts_a_v100s_tensor_cores_and_is_what_is_tried_there() -> Non
     )
     assert not any("no units" in note for note in half.notes)
     assert [each.change for each in wide.alternatives][:1] == ["precision=float16"]
-    assert half.speeds[0].step.compute_seconds <= wide.speeds[0].step.compute_seconds
     assert half.speeds[0].peak_share == pytest.approx(
         half.speeds[0].flops / half.speeds[0].step.seconds / 125e12
     )
