@@ -6,7 +6,6 @@ import pickle
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -80,8 +79,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits for another host's start take no time."""
-    monkeypatch.setattr(lease, "time", SimpleNamespace(sleep=lambda seconds: None))
-    monkeypatch.setattr(lease, "say", lambda text: None)
+    monkeypatch.setattr(lease, "EXPIRE_SECONDS", 0.0)
 
 
 def listing(folder: Path) -> list[tuple[str, int, int, bytes]]:

@@ -160,7 +160,9 @@ def _read(path: Path) -> bytes:
 
 def _open_here(path: str, flags: int) -> int:
     """Not through a link out of the folder, and not waiting for the other end of a pipe."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+    for name in ("O_NOFOLLOW", "O_NONBLOCK"):
+        flags |= getattr(os, name, 0)  # Windows has neither
+    return os.open(path, flags)
 
 
 def _cause(error: Exception) -> str:

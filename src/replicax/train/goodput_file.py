@@ -104,7 +104,8 @@ class Appender:
         try:
             _check_regular(descriptor)
             size = os.fstat(descriptor).st_size
-            self._torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+            os.lseek(descriptor, max(0, size - 1), os.SEEK_SET)
+            self._torn = size > 0 and os.read(descriptor, 1) != b"\n"
         except OSError:
             os.close(descriptor)
             raise
@@ -113,7 +114,9 @@ class Appender:
 
 def _open_here(path: str, flags: int) -> int:
     """Not through a link out of the folder, and not waiting for the other end of a pipe."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"):
+        flags |= getattr(os, name, 0)  # Windows has none of them
+    return os.open(path, flags, 0o666)
 
 
 def _check_regular(descriptor: int) -> None:
