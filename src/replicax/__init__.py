@@ -1,7 +1,7 @@
 """Data-parallel training for JAX that proves itself.
 
-The core is loaded with the package; `fit`, `initialize`, `verify`, `plan` and `bench` with what
-they need, when they are first used.
+The core is loaded with the package; `fit`, `load`, `initialize`, `verify`, `plan` and `bench` with
+what they need, when they are first used.
 """
 
 import importlib
@@ -48,7 +48,9 @@ if typing.TYPE_CHECKING:
     from replicax.cluster.patience import Patience as Patience
     from replicax.plan.plan import plan as plan
     from replicax.plan.result import Plan as Plan
+    from replicax.runs import load as load
     from replicax.train.fit import fit as fit
+    from replicax.train.load import Loaded as Loaded
     from replicax.train.result import Fit as Fit
     from replicax.verify.check import Verification as Verification
     from replicax.verify.step import verify_step as verify_step
@@ -57,12 +59,14 @@ if typing.TYPE_CHECKING:
 _LATER = {
     "Bench": "bench.result",
     "Fit": "train.result",
+    "Loaded": "train.load",
     "Patience": "cluster.patience",
     "Plan": "plan.result",
     "Verification": "verify.check",
     "bench": "bench.run",
     "fit": "train.fit",
     "initialize": "cluster.join",
+    "load": "runs",
     "plan": "plan.plan",
     "verify": "verify.verify",
     "verify_step": "verify.step",
@@ -100,6 +104,7 @@ __all__ = [
     "Feed",
     "Fit",
     "Job",
+    "Loaded",
     "LossError",
     "MissingDependencyError",
     "Mode",
@@ -121,6 +126,7 @@ __all__ = [
     "fit",
     "gather",
     "initialize",
+    "load",
     "make_mesh",
     "mean",
     "plan",
