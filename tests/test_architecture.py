@@ -27,9 +27,10 @@ ROOMS = {
     "train": TEXT | {"core", "cluster", "analysis"},
     "recipes": TEXT | {"core", "analysis", ""},
     **{verb: TEXT | BESIDE | {""} for verb in VERBS},
-    "": TEXT | BESIDE | VERBS,
+    "runs": TEXT | BESIDE,
+    "": TEXT | BESIDE | VERBS | {"runs"},
     "flags": TEXT | BESIDE | {""},
-    "commands": TEXT | BESIDE | VERBS | {"", "flags"},
+    "commands": TEXT | BESIDE | VERBS | {"", "flags", "runs"},
     "cli": TEXT | BESIDE | VERBS | {"", "flags", "commands"},
     "__main__": {"cli"},
 }

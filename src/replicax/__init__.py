@@ -1,7 +1,7 @@
 """Data-parallel training for JAX that proves itself.
 
-The core is loaded with the package; `fit`, `initialize`, `verify`, `plan` and `bench` with what
-they need, when they are first used.
+The core is loaded with the package; `fit`, `load`, `initialize`, `verify`, `plan` and `bench` with
+what they need, when they are first used.
 """
 
 import importlib
@@ -48,10 +48,12 @@ if typing.TYPE_CHECKING:
     from replicax.cluster.patience import Patience as Patience
     from replicax.plan.plan import plan as plan
     from replicax.plan.result import Plan as Plan
+    from replicax.runs import load as load
     from replicax.train.audit import Audit as Audit
     from replicax.train.evaluation import Evaluation as Evaluation
     from replicax.train.fit import fit as fit
     from replicax.train.hook import Hook as Hook
+    from replicax.train.load import Loaded as Loaded
     from replicax.train.noise_scale import NoiseMeter as NoiseMeter
     from replicax.train.result import Fit as Fit
     from replicax.train.run import Guard as Guard
@@ -69,6 +71,7 @@ _LATER = {
     "Guard": "train.run",
     "Hook": "train.hook",
     "NoiseMeter": "train.noise_scale",
+    "Loaded": "train.load",
     "Patience": "cluster.patience",
     "Plan": "plan.result",
     "Run": "train.run",
@@ -77,6 +80,7 @@ _LATER = {
     "bench": "bench.run",
     "fit": "train.fit",
     "initialize": "cluster.join",
+    "load": "runs",
     "plan": "plan.plan",
     "verify": "verify.verify",
     "verify_step": "verify.step",
@@ -118,6 +122,7 @@ __all__ = [
     "Guard",
     "Hook",
     "Job",
+    "Loaded",
     "LossError",
     "MissingDependencyError",
     "Mode",
@@ -142,6 +147,7 @@ __all__ = [
     "fit",
     "gather",
     "initialize",
+    "load",
     "make_mesh",
     "mean",
     "plan",
