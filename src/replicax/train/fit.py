@@ -25,6 +25,7 @@ from replicax.train.interrupt import Interrupt
 from replicax.train.loop import Loop
 from replicax.train.meter import Meter
 from replicax.train.noise_scale import NoiseMeter, noise_scale
+from replicax.train.program_fingerprint import program_fingerprint
 from replicax.train.progress import Progress, open_progress
 from replicax.train.records import Record
 from replicax.train.report import derived, describe, summary
@@ -155,7 +156,7 @@ def fit(
             display.line(line)
         run = None
         if run_dir is not None:
-            facts = {**(config or {}), **derived(dp, first)}
+            facts = {**(config or {}), **derived(dp, state, first)}
             run = stack.enter_context(
                 contextlib.closing(
                     Run(
@@ -195,6 +196,9 @@ def fit(
             for line in audit.describe():
                 display.line(line)
         result = _go(loop, state, title)
+        if run is not None and not (run.knows_program or result.interrupted) and opened.can_repeat:
+            rows, _ = next(opened.epoch(0))  # no batch has told: there was nothing left to train
+            run.check_program(program_fingerprint(dp, result.state, rows))
         for line in summary(result, loop.total):
             display.line(line)
         if dp.mode.bitwise:

@@ -23,6 +23,7 @@ from replicax.train.goodput import Ledger
 from replicax.train.interrupt import Interrupt
 from replicax.train.meter import Meter
 from replicax.train.noise_scale import NoiseMeter, noise_record
+from replicax.train.program_fingerprint import program_fingerprint
 from replicax.train.progress import Progress
 from replicax.train.records import Record
 from replicax.train.report import epoch_line, skip_line
@@ -185,6 +186,8 @@ class Loop:
     def _begin(self, state: TrainState, batch: Batch) -> None:
         """Compile: until that is done, a signal may end the run at once, as nothing is lost."""
         self.ledger.enter("compiling")
+        if self.run is not None and not self.run.knows_program:
+            self.run.check_program(program_fingerprint(self.dp, state, batch))
         self.display.status("compiling the step")
         if self.noise is not None:
             self.noise.prepare(state, batch)
