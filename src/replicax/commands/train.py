@@ -27,6 +27,9 @@ from replicax.train.sharding_view import abstract_batch, sharding_view
 NOISE_EVERY = 10
 """Steps between two samples of the gradient noise. It takes hundreds where batches are small."""
 
+OF_THIS_START = ("accept_changes", "config")
+"""Options that are none of the run's."""
+
 
 @dataclasses.dataclass(frozen=True)
 class TrainOptions(StepOptions, ModeOptions, DeviceOptions):
@@ -95,7 +98,7 @@ def train(arguments: list[str]) -> int:
     with Interrupt(at_once=_end_at_once) as interrupt:
         job = rx.initialize()
         told = dataclasses.asdict(options)
-        del told["accept_changes"]  # of this start, not of the run
+        told = {name: value for name, value in told.items() if name not in OF_THIS_START}
         config = {**parsed.to_config(), "options": told}
         result = _run(parsed.name, recipe, options, config, folder, job, interrupt)
     if not result.interrupted:

@@ -23,6 +23,7 @@ from replicax.train.goodput import Ledger
 from replicax.train.hook import Hooks
 from replicax.train.interrupt import Interrupt
 from replicax.train.meter import Meter
+from replicax.train.program_fingerprint import program_fingerprint
 from replicax.train.progress import Progress
 from replicax.train.records import Record
 from replicax.train.stopping import Stopping
@@ -297,6 +298,8 @@ class Loop:
     def _begin(self, batch: Batch) -> None:
         """Compile: until that is done, a signal may end the run at once, as nothing is lost."""
         self._ledger.enter("compiling")
+        if self._storage is not None and not self._storage.knows_program:
+            self._storage.check_program(program_fingerprint(self.dp, self.state, batch))
         self._display.status("compiling the step")
         self.dp.prepare(self.state, batch)
         self._interrupt.hold()
