@@ -141,8 +141,8 @@ def test_the_last_state_is_audited_too(eight: rx.DataParallel) -> None:
 
 def test_a_state_that_differs_before_the_first_step_is_refused(eight: rx.DataParallel) -> None:
     state = flipping(7)(eight.init(CASE.model()))
+    hooks = [rx.Audit(1)]
     with pytest.raises(ReplicasDifferError, match=r"device 7 .* before the first step"):
-        hooks = [rx.Audit(1)]
         rx.fit(eight, state, CASE.source, batch_size=16, steps=3, hooks=hooks, progress=False)
 
 

@@ -26,8 +26,8 @@ from support.tiers import EXHAUSTIVE, only
 
 import replicax as rx
 from replicax.core.data_parallel import DataParallel
-from replicax.train.storage import Storage
 from replicax.train.stopping import Stopping
+from replicax.train.storage import Storage
 
 __all__ = ["no_curves"]
 EVALUATED = {"eval_source": rows(20, 2)}

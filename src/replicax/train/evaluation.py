@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -111,7 +111,7 @@ class Evaluator:
         self,
         state: TrainState,
         place: Place,
-        through: Callable[[Iterator[Batch]], Iterator[Batch]],
+        through: Callable[[Generator[Batch]], Iterator[Batch]],
     ) -> Record:
         """Return the record of an evaluation of `state`.
 
@@ -120,7 +120,8 @@ class Evaluator:
             place: of the record.
             through: given the batches of each source, gives those to evaluate.
         """
-        started, rows, found = time.perf_counter(), 0, {}
+        found: dict[str, float] = {}
+        started, rows = time.perf_counter(), 0
         for name, feed in self._feeds.items():
             batches = through(self._limited(feed))
             means = self._dp.evaluate(state, batches, loss=self._plan.loss, ema=self._plan.ema)
@@ -130,7 +131,7 @@ class Evaluator:
         seconds = time.perf_counter() - started
         return Record("eval", place.step, place.epoch, found, rows, seconds)
 
-    def _limited(self, feed: Feed) -> Iterator[Batch]:
+    def _limited(self, feed: Feed) -> Generator[Batch]:
         seen, most = 0, self._plan.rows
         batches = iter(feed)
         try:

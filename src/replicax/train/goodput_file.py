@@ -5,16 +5,18 @@ import dataclasses
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 FILE = "goodput.jsonl"
 
-BUCKETS = ("productive", "compiling", "lost", "saving", "restoring", "waiting", "starting")
+BUCKETS = (
+    *("productive", "compiling", "lost", "saving", "restoring", "waiting", "hooks", "starting"),
+)
 """Where time goes: to steps and evaluations that count, to compiling, to what was thrown away, to
-what saving keeps the loop from, to reading and verifying a checkpoint, to waiting for input, and
-to all that comes before."""
+what saving keeps the loop from, to reading and verifying a checkpoint, to waiting for input, to
+hooks, and to all that comes before."""
 
 Seconds = dict[str, float]
 """Bucket -> seconds."""
@@ -47,6 +49,8 @@ class Line:
     """Seconds since 1970."""
     seconds: Seconds
     """Since it began."""
+    hooks: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Name -> seconds of each hook that took any."""
 
     def to_json(self) -> str:
         """One line."""
@@ -54,6 +58,7 @@ class Line:
         if self.known:
             fields["restored"] = self.restored
         fields |= {"step": self.step, "mark": self.mark, "at": self.at, "seconds": self.seconds}
+        fields |= {"hooks": dict(self.hooks)} if self.hooks else {}
         return json.dumps(fields)
 
 
@@ -142,7 +147,7 @@ def _line(text: bytes) -> Line | None:
     """The line that `text` is, or None."""
     try:
         fields = json.loads(text)
-        seconds = {bucket: _time(fields["seconds"][bucket]) for bucket in BUCKETS}
+        seconds = {bucket: _time(fields["seconds"].get(bucket, 0.0)) for bucket in BUCKETS}
         return Line(
             start=_count(fields["start"]),
             known="restored" in fields,

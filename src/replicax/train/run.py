@@ -46,6 +46,9 @@ class Guard:
     spikes: bool = False
 
 
+_EVERY_TEN_MINUTES = Saving()
+
+
 class Run(Loop):
     """A run of training: gives batches from the exact one that is next, and steps on them.
 
@@ -107,7 +110,7 @@ class Run(Loop):
         hooks: Sequence[Hook] = (),
         guard: Guard = Guard(),
         run_dir: str | Path | None = None,
-        saving: Saving = Saving(),
+        saving: Saving = _EVERY_TEN_MINUTES,
         accept_changes: bool = False,
         config: dict[str, Any] | None = None,
         progress: bool = True,
