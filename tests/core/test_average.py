@@ -23,8 +23,8 @@ MODEL = {
 DATA = {
     "x": NUMBERS.normal(size=(ROWS, 8)).astype(np.float32),
     "y": NUMBERS.normal(size=(ROWS, 4)).astype(np.float32),
-AVERAGED = rx.Evaluation(DATA, ema=True)
 }
+AVERAGED = rx.Evaluation(DATA, ema=True)
 CASES = [
     *({"mode": mode} for mode in ("single", "jit", "shard_map", "pmap", "exact")),
     {"layout": "zero1"},
@@ -153,7 +153,7 @@ def test_without_one_the_state_has_none() -> None:
             DATA,
             batch_size=8,
             steps=1,
-            eval_source=rx.Evaluation(DATA, ema=True),
+            eval_source=AVERAGED,
             progress=False,
         ),
     ):
