@@ -67,6 +67,7 @@ OPTIONAL = (
     "flax",
     "grain",
     "matplotlib",
+    "mlflow",
     "orbax",
     "pooch",
     "ray",
@@ -80,6 +81,7 @@ OPTIONAL = (
     "torch",
     "transformers",
     "tyro",
+    "wandb",
 )
 
 

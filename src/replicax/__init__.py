@@ -49,6 +49,18 @@ if typing.TYPE_CHECKING:
     from replicax.plan.plan import plan as plan
     from replicax.plan.result import Plan as Plan
     from replicax.train.fit import fit as fit
+    from replicax.train.hooks.device_memory import DeviceMemory as DeviceMemory
+    from replicax.train.hooks.early_stopping import EarlyStopping as EarlyStopping
+    from replicax.train.hooks.gradient_norm import GradientNorm as GradientNorm
+    from replicax.train.hooks.keep_best import KeepBest as KeepBest
+    from replicax.train.hooks.learning_rate import LearningRate as LearningRate
+    from replicax.train.hooks.profile import Profile as Profile
+    from replicax.train.hooks.throughput import Throughput as Throughput
+    from replicax.train.loggers.csv import CSV as CSV
+    from replicax.train.loggers.logger import Logger as Logger
+    from replicax.train.loggers.mlflow import MLflow as MLflow
+    from replicax.train.loggers.tensorboard import TensorBoard as TensorBoard
+    from replicax.train.loggers.wandb import WandB as WandB
     from replicax.train.result import Fit as Fit
     from replicax.verify.check import Verification as Verification
     from replicax.verify.step import verify_step as verify_step
@@ -56,10 +68,22 @@ if typing.TYPE_CHECKING:
 
 _LATER = {
     "Bench": "bench.result",
+    "CSV": "train.loggers.csv",
+    "DeviceMemory": "train.hooks.device_memory",
+    "EarlyStopping": "train.hooks.early_stopping",
     "Fit": "train.result",
+    "GradientNorm": "train.hooks.gradient_norm",
+    "KeepBest": "train.hooks.keep_best",
+    "LearningRate": "train.hooks.learning_rate",
+    "Logger": "train.loggers.logger",
+    "MLflow": "train.loggers.mlflow",
     "Patience": "cluster.patience",
     "Plan": "plan.result",
+    "Profile": "train.hooks.profile",
+    "TensorBoard": "train.loggers.tensorboard",
+    "Throughput": "train.hooks.throughput",
     "Verification": "verify.check",
+    "WandB": "train.loggers.wandb",
     "bench": "bench.run",
     "fit": "train.fit",
     "initialize": "cluster.join",
@@ -86,26 +110,35 @@ class _Package(types.ModuleType):
 sys.modules[__name__].__class__ = _Package
 
 
-__all__ = [
+__all__ = [  # noqa: RUF022 - CSV is no constant
     "AgreementError",
     "Batch",
     "Bench",
+    "CSV",
     "CheckpointError",
     "ClusterError",
     "CompilerError",
     "ConfigError",
     "DataError",
     "DataParallel",
+    "DeviceMemory",
     "DivergedError",
+    "EarlyStopping",
     "Feed",
     "Fit",
+    "GradientNorm",
     "Job",
+    "KeepBest",
+    "LearningRate",
+    "Logger",
     "LossError",
+    "MLflow",
     "MissingDependencyError",
     "Mode",
     "Patience",
     "PerProcess",
     "Plan",
+    "Profile",
     "Reduction",
     "ReplicasDifferError",
     "ReplicaxError",
@@ -113,8 +146,11 @@ __all__ = [
     "Shared",
     "StateError",
     "Stateful",
+    "TensorBoard",
+    "Throughput",
     "TrainState",
     "Verification",
+    "WandB",
     "Weighted",
     "Written",
     "bench",
