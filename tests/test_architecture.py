@@ -68,6 +68,7 @@ OPTIONAL = (
     "flax",
     "grain",
     "matplotlib",
+    "mlflow",
     "orbax",
     "pooch",
     "ray",
@@ -81,6 +82,7 @@ OPTIONAL = (
     "torch",
     "transformers",
     "tyro",
+    "wandb",
 )
 
 

@@ -53,7 +53,19 @@ if typing.TYPE_CHECKING:
     from replicax.train.evaluation import Evaluation as Evaluation
     from replicax.train.fit import fit as fit
     from replicax.train.hook import Hook as Hook
+    from replicax.train.hooks.device_memory import DeviceMemory as DeviceMemory
+    from replicax.train.hooks.early_stopping import EarlyStopping as EarlyStopping
+    from replicax.train.hooks.gradient_norm import GradientNorm as GradientNorm
+    from replicax.train.hooks.keep_best import KeepBest as KeepBest
+    from replicax.train.hooks.learning_rate import LearningRate as LearningRate
+    from replicax.train.hooks.profile import Profile as Profile
+    from replicax.train.hooks.throughput import Throughput as Throughput
     from replicax.train.load import Loaded as Loaded
+    from replicax.train.loggers.csv import CSV as CSV
+    from replicax.train.loggers.logger import Logger as Logger
+    from replicax.train.loggers.mlflow import MLflow as MLflow
+    from replicax.train.loggers.tensorboard import TensorBoard as TensorBoard
+    from replicax.train.loggers.wandb import WandB as WandB
     from replicax.train.noise_scale import NoiseMeter as NoiseMeter
     from replicax.train.result import Fit as Fit
     from replicax.train.run import Guard as Guard
@@ -66,17 +78,29 @@ if typing.TYPE_CHECKING:
 _LATER = {
     "Audit": "train.audit",
     "Bench": "bench.result",
+    "CSV": "train.loggers.csv",
+    "DeviceMemory": "train.hooks.device_memory",
+    "EarlyStopping": "train.hooks.early_stopping",
     "Evaluation": "train.evaluation",
     "Fit": "train.result",
+    "GradientNorm": "train.hooks.gradient_norm",
     "Guard": "train.run",
     "Hook": "train.hook",
-    "NoiseMeter": "train.noise_scale",
+    "KeepBest": "train.hooks.keep_best",
+    "LearningRate": "train.hooks.learning_rate",
     "Loaded": "train.load",
+    "Logger": "train.loggers.logger",
+    "MLflow": "train.loggers.mlflow",
+    "NoiseMeter": "train.noise_scale",
     "Patience": "cluster.patience",
     "Plan": "plan.result",
+    "Profile": "train.hooks.profile",
     "Run": "train.run",
     "Saving": "train.storage",
+    "TensorBoard": "train.loggers.tensorboard",
+    "Throughput": "train.hooks.throughput",
     "Verification": "verify.check",
+    "WandB": "train.loggers.wandb",
     "bench": "bench.run",
     "fit": "train.fit",
     "initialize": "cluster.join",
@@ -109,27 +133,36 @@ __all__ = [
     "Audit",
     "Batch",
     "Bench",
+    "CSV",
     "CheckpointError",
     "ClusterError",
     "CompilerError",
     "ConfigError",
     "DataError",
     "DataParallel",
+    "DeviceMemory",
     "DivergedError",
+    "EarlyStopping",
     "Evaluation",
     "Feed",
     "Fit",
+    "GradientNorm",
     "Guard",
     "Hook",
     "Job",
+    "KeepBest",
+    "LearningRate",
     "Loaded",
+    "Logger",
     "LossError",
+    "MLflow",
     "MissingDependencyError",
     "Mode",
     "NoiseMeter",
     "Patience",
     "PerProcess",
     "Plan",
+    "Profile",
     "Reduction",
     "ReplicasDifferError",
     "ReplicaxError",
@@ -139,8 +172,11 @@ __all__ = [
     "Shared",
     "StateError",
     "Stateful",
+    "TensorBoard",
+    "Throughput",
     "TrainState",
     "Verification",
+    "WandB",
     "Weighted",
     "Written",
     "bench",
