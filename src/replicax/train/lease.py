@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from replicax.errors import CheckpointError, ConfigError, RunInUseError
+from replicax.train.places import write_whole
 
 RENEW_SECONDS = 5.0
 """Between two heartbeats of a start."""
@@ -148,16 +149,14 @@ def _written(folder: Path, token: int) -> Path | None:
     here, since = _process(os.getpid()), time.strftime("%Y-%m-%d %H:%M:%S")
     who = f"start {token}, host {here['host']}, pid {here['pid']}, since {since}"
     file = folder / f"{token:08d}-{secrets.token_hex(8)}.json"
-    beside = file.with_name(f".{file.name}")  # nobody meets half a file
     is_alone = False
     try:
-        beside.write_text(json.dumps({"who": who, **here}), encoding="utf-8")
-        beside.replace(file)
+        write_whole(file, json.dumps({"who": who, **here}).encode())
         is_alone = all(each < token for name, each in _tokens(folder).items() if name != file.name)
         return file if is_alone else None
     finally:
-        for each in () if is_alone else (beside, file):
-            each.unlink(missing_ok=True)
+        if not is_alone:
+            file.unlink(missing_ok=True)
 
 
 def _tidy(folder: Path, last: int) -> None:
