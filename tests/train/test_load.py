@@ -15,9 +15,11 @@ from support.resumable import bits, data_parallel, fit, model, no_curves, rows, 
 
 import replicax as rx
 from replicax.errors import CheckpointError, ConfigError, StateError
+from replicax.recipes import mlp
 from replicax.train import load as loading
 from replicax.train.checkpoints.store import Store
 from replicax.train.guarded import with_losses
+from replicax.train.lease import take_lease
 
 __all__ = ["no_curves"]
 
@@ -42,9 +44,7 @@ def one_device() -> Any:
 
 
 def of_mlp(**settings: Any) -> rx.DataParallel:
-    from replicax.recipes.mlp import MLP as Recipe
-
-    recipe = Recipe(layers=2, hidden=16, rows=200, epochs=2)
+    recipe = mlp.MLP(layers=2, hidden=16, rows=200, epochs=2)
     return rx.DataParallel(recipe.loss, recipe.optimizer(), **settings)
 
 
@@ -212,8 +212,6 @@ def test_a_checkpoint_deleted_while_it_is_read_is_no_state(
 
 
 def test_a_run_that_is_held_can_be_loaded(mine: tuple[Path, rx.Fit]) -> None:
-    from replicax.train.lease import take_lease
-
     folder, result = mine
     dp = data_parallel(1)
     with take_lease(folder):
