@@ -49,7 +49,7 @@ def positional() -> Any:
 
 
 def shown_as(value: str, default: str | None = None) -> Any:
-    """Return the annotation of a flag that is None by default, or has none: help names both."""
+    """Return the annotation of a flag: what help calls its value, and its default of None."""
     tyro = require("tyro", "cli")
     hint = "" if default is None else f"(default: {default})"
     return tyro.conf.arg(metavar=value, help_behavior_hint=hint)
