@@ -145,7 +145,9 @@ class Logger(Hook):
     def _tell(self, run: Running) -> None:
         if self._fault is not None and not self._told:
             self._told = True
-            run.say(f"ALARM  {self.name}: {self._fault}; some records do not arrive; the run is as it was")
+            run.say(
+                f"ALARM  {self.name}: {self._fault}; records are dropped, and the run is as it was"
+            )
 
 
 def scalars(record: Record) -> dict[str, float]:
