@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from replicax.errors import require
+from replicax.train.hook import Hook
 from replicax.train.records import Record
 
 # Okabe and Ito's colours, told apart with any kind of colour vision.
@@ -79,3 +80,7 @@ def _dress(axis: Any) -> None:
     axis.xaxis.set_major_formatter("{x:,.0f}")
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(alpha=0.25)
+
+
+class Curves(Hook):
+    """Draws."""

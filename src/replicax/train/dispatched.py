@@ -1,6 +1,7 @@
 """A step of a run: where it is in the run, and what is read of it once it has finished."""
 
 import dataclasses
+from typing import Any
 
 import jax
 
@@ -37,8 +38,8 @@ class Dispatched:
     """Whether its update was skipped because something was not finite."""
     spike: jax.Array | None
     """Whether it was skipped as a spike; None where spikes are not looked for."""
-    table: jax.Array | None = None
-    """Fingerprints of the state after it, where that is audited."""
+    attached: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What hooks attach to it, by a name of theirs, to find it once the step has finished."""
 
     @property
     def skipped(self) -> bool:
@@ -46,20 +47,17 @@ class Dispatched:
         return bool(self.not_finite) or (self.spike is not None and bool(self.spike))
 
 
-def dispatched(
-    place: Place, batch: Batch, metrics: Metrics, table: jax.Array | None = None
-) -> Dispatched:
+def dispatched(place: Place, batch: Batch, metrics: Metrics) -> Dispatched:
     """Return the record of a step, and begin to copy its metrics and verdicts to the host.
 
     Args:
         place: after the step.
         batch: its batch.
         metrics: what it returned.
-        table: see `Dispatched`.
     """
     others = {name: value for name, value in metrics.items() if name not in (NOT_FINITE, SPIKE)}
     not_finite, spike = metrics[NOT_FINITE], metrics.get(SPIKE)
     if next(iter(not_finite.devices())).platform != "cpu":  # there it would only cost time
         for value in metrics.values():
             value.copy_to_host_async()
-    return Dispatched(place, batch.rows, batch.mask, batch.index, others, not_finite, spike, table)
+    return Dispatched(place, batch.rows, batch.mask, batch.index, others, not_finite, spike)

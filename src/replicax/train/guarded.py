@@ -1,6 +1,7 @@
 """A training step that skips its update where that would do harm."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -33,7 +34,9 @@ _LARGEST_GRADIENT = float(np.sqrt(np.finfo(np.float32).max))
 """Adam and norms take its square, which of a larger one is not finite in float32: 1.8e19."""
 
 
-def guarded(dp: DataParallel, state: TrainState) -> DataParallel:
+def guarded(
+    dp: DataParallel, state: TrainState, around: tuple[Callable[[Apply], Apply], ...] = ()
+) -> DataParallel:
     """Return `dp`, but a bad step leaves all of the state as it was, except that `step` counts on.
 
     A step is bad where its loss or something in the gradient that the optimizer reads is not finite
@@ -47,8 +50,21 @@ def guarded(dp: DataParallel, state: TrainState) -> DataParallel:
     Args:
         dp: anything with a model; it stays as it is, and gives the same one every time.
         state: of `dp`, or its shapes; the one returned takes states with `losses` if this has them.
+        around: what else wraps the optimizer's part of the step, inside the guard.
     """
-    return dp.wrapping(skip_bad_steps, state)
+    return dp.wrapping(_Around(around) if around else skip_bad_steps, state)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Around:
+    """The guard around other wrappers; equal where they are."""
+
+    wraps: tuple[Callable[[Apply], Apply], ...]
+
+    def __call__(self, apply: Apply) -> Apply:
+        for wrap in self.wraps:
+            apply = wrap(apply)
+        return skip_bad_steps(apply)
 
 
 def with_losses(state: TrainState) -> TrainState:

@@ -39,10 +39,6 @@ class Running(Protocol):
     """What the run failed with, in `Hook.end`."""
 
     @property
-    def step(self) -> int:
-        """Updates done in the whole run."""
-
-    @property
     def is_main(self) -> bool:
         """Whether this process writes and prints for all."""
 
@@ -129,8 +125,8 @@ class Hook:
             due: whether `run.state` is about to be saved or evaluated, or the run to end.
         """
 
-    def figures(self, run: Running, step: Dispatched) -> dict[str, float]:
-        """Return what the train record of `step` is to have among its `figures`."""
+    def figures(self, run: Running, record: Record) -> dict[str, float]:
+        """Return what `record`, of kind `train`, is to have among its `figures`."""
         return {}
 
     def record(self, run: Running, record: Record) -> None:
@@ -204,11 +200,11 @@ class Hooks:
         for hook in tuple(self._at[point]):
             self._call(hook, point, run, *arguments)
 
-    def figures(self, run: Running, step: Dispatched) -> dict[str, float]:
+    def figures(self, run: Running, record: Record) -> dict[str, float]:
         """Return those of all hooks."""
         found: dict[str, float] = {}
         for hook in tuple(self._at["figures"]):
-            found |= self._call(hook, "figures", run, step) or {}
+            found |= self._call(hook, "figures", run, record) or {}
         return found
 
     def summary(self) -> list[str]:
@@ -243,7 +239,7 @@ class Hooks:
         except ReplicaxError:
             raise
         except Exception as error:  # a hook's mistake is not the run's
-            self._leave_out(hook, point, run.step, error)
+            self._leave_out(hook, point, run.place.step, error)
             return None
         finally:
             self.seconds[hook.name] += time.perf_counter() - started

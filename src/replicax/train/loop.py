@@ -5,312 +5,435 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 from replicax.core.batch import Batch
 from replicax.core.data_parallel import DataParallel
-from replicax.core.feed import Feed
 from replicax.core.in_flight import STEPS_IN_FLIGHT
 from replicax.core.sources import Source
-from replicax.core.update import TrainState
-from replicax.errors import DivergedError
-from replicax.train.audit import Audit, Restored
+from replicax.core.update import Metrics, TrainState
+from replicax.errors import ConfigError, DivergedError, StateError
 from replicax.train.bad_steps import BadSteps
 from replicax.train.checkpoints.manifest import Position
-from replicax.train.dispatched import Place, dispatched
+from replicax.train.dispatched import Dispatched, Place, dispatched
+from replicax.train.evaluation import Evaluator, losses_of
 from replicax.train.goodput import Ledger
+from replicax.train.hook import Hooks
 from replicax.train.interrupt import Interrupt
 from replicax.train.meter import Meter
-from replicax.train.noise_scale import NoiseMeter, noise_record
 from replicax.train.progress import Progress
 from replicax.train.records import Record
-from replicax.train.report import epoch_line, skip_line
-from replicax.train.run import Run, parts_of_processes
 from replicax.train.stopping import Stopping
+from replicax.train.storage import Storage, parts_of_processes
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
+class _Good:
+    """Where the state was good that a hook keeps."""
+
+    place: Place
+    position: Position
+    extra: dict[str, Any]
+    at: float
+
+
+@dataclasses.dataclass(frozen=True)
+class _Back:
+    """Where a hook wants the run to go on from."""
+
+    state: TrainState
+    place: Place
+    why: str
+    metrics: dict[str, float]
+
+
 class Loop:
-    """A run on its way, in this start of it."""
+    """A run on its way, in this start of it: the parts of `rx.Run` that move it on."""
 
     dp: DataParallel
     source: Source
-    eval_feed: Feed | None
-    eval_ema: bool
+    state: TrainState
+    config: dict[str, Any]
     epochs: int | None
     total: int | None
-    meter: Meter
-    bad_steps: BadSteps
-    audit: Audit | None
-    noise: NoiseMeter | None
-    run: Run | None
-    ledger: Ledger
-    display: Progress
-    interrupt: Interrupt
-    stopping: Stopping
-    records: list[Record] = dataclasses.field(default_factory=list)
-    place: Place = dataclasses.field(default_factory=lambda: Place(0, 0, 0))
-    rows: int = 0
-    """Trained on in the whole run."""
-    evaluated_at: int = 0
-    good: tuple[Position, float] | None = None
-    """Where the state was good that an audit keeps, and the seconds of its unrecorded rows."""
-    _good_at: float = 0.0
-    _begun: bool = False
-    """Whether a step was done in this start."""
+    hooks: Hooks
+    _evaluator: Evaluator | None
+    _meter: Meter
+    _bad_steps: BadSteps
+    _storage: Storage | None
+    _ledger: Ledger
+    _display: Progress
+    _interrupt: Interrupt
+    _stopping: Stopping
+
+    def __init__(self) -> None:
+        self.place = Place(0, 0, 0)
+        self.records: list[Record] = []
+        self.rows = 0
+        """Trained on in the whole run."""
+        self.error: BaseException | None = None
+        self._evaluated_at = self._closed_at = -1
+        self._good: _Good | None = None
+        self._good_at: float | None = None
+        self._back: _Back | None = None
+        self._waits = False
+        self._begun = False
+        """Whether a step was done in this start."""
+        self._given: Batch | None = None
+        """A batch that no step was done on yet."""
+        self._stream: Generator[Batch] | None = None
+        self._ended = False
+        """Whether all batches were given that there are to be."""
 
     @property
-    def step(self) -> int:
-        """Updates done in the whole run."""
-        return self.place.step
+    def is_main(self) -> bool:
+        """Whether this process writes and prints for all."""
+        return self.dp.job.process == 0
 
-    def go(self, state: TrainState) -> TrainState:
-        """All epochs, or as many steps as there are to be, or until it is to stop."""
-        self.dp.job.in_flight.forget()  # notes of a run that ended with an error
-        while self.epochs is None or self.place.epoch < self.epochs:
-            state, back = self._train(state)
-            if back:
-                continue
-            if self.step != self.evaluated_at and not self.stopping.wanted:
-                self._evaluate(state)
-            if self.stopping.wanted or self._all_steps_done():
-                break
-            if self.place.epoch + 1 == self.epochs:
-                break
-            self.place = Place(self.step, self.place.epoch + 1, 0)
-        if self.run is not None and self._resumable:
-            self.run.finish(state, self.position(), self.extra())
-        self.interrupt.let_go()
-        return state
+    @property
+    def folder(self) -> Path | None:
+        """Of the run; None where it has none, and in processes other than 0."""
+        return None if self._storage is None or not self.is_main else self._storage.path
 
-    def position(self) -> Position:
-        """Where the run stands, all records being written that are due."""
-        unrecorded, _ = self.meter.unrecorded
-        rows = self.place.batch * self.source.batch_size
-        return Position(
-            step=self.step,
-            epoch=self.place.epoch,
-            rows=rows if self.source.rows is None else min(rows, self.source.rows),
-            evaluated_step=self.evaluated_at,
-            rows_trained=self.rows,
-            rows_unrecorded=unrecorded,
-            records=len(self.records),
-            bad_steps=self.bad_steps.in_a_row,
-        )
+    def __iter__(self) -> Iterator[Batch]:
+        """Give batches from the exact one that is next; between two, do what is due."""
+        self._stream = self._batches()
+        return self._stream
 
-    def extra(self) -> dict[str, Any]:
-        """What a checkpoint holds beside it: see `stand_at` and `first_batch`."""
-        _, seconds = self.meter.unrecorded
-        told = {"batch": self.place.batch, "seconds_unrecorded": round(seconds, 6)}
-        return told | parts_of_processes(self.source)
+    def step(self, batch: Batch) -> Metrics:
+        """Do the step on the batch that was given last, and return its metrics.
 
-    def stand_at(self, position: Position, batch: int, seconds_unrecorded: float) -> None:
-        """Go on from `position`: what came after it has not been.
+        They are float32 scalars on the device: reading one waits for the step.
 
-        Args:
-            position: with `records` of those that there are.
-            batch: of the epoch, counted from 0, that is next.
-            seconds_unrecorded: that the rows without a record took.
+        Raises:
+            StateError: another batch, or a second step on the same one.
+            ReplicaxError: as `DataParallel.step`, and what hooks find.
         """
-        self.place = Place(position.step, position.epoch, batch)
-        self.rows, self.evaluated_at = position.rows_trained, position.evaluated_step
-        self.dp.job.in_flight.forget()
-        self.bad_steps.rewind(position.bad_steps)
-        self.meter.rewind(
-            position.rows_unrecorded,
-            seconds_unrecorded,
-            resumed=position.step > 0,
-            compiled=self._begun and position.step > 0,
-        )
-        del self.records[position.records :]
+        if batch is not self._given:
+            raise StateError(
+                "run.step was given another batch than the run gave last, or the same one twice; a "
+                "run knows where it stands by one step for each batch: step on each one once"
+            )
+        if not self._begun:
+            self._begin(batch)
+        self.hooks("before_step", self, batch)
+        self.state, metrics = self.dp.step(self.state, batch)
+        self._given = None
+        place = self.place = Place(self.place.step + 1, self.place.epoch, self.place.batch + 1)
+        self.rows += batch.rows or 0
+        step = dispatched(place, batch, metrics)
+        self.dp.job.in_flight.note(step)
+        self._ledger.beat()
+        self.hooks("dispatched", self, step)
+        waits, self._waits = self._waits or not self._meter.is_timing, False
+        self._follow(0 if waits else STEPS_IN_FLIGHT)
+        if not self._begun:
+            self._begun = True
+            self._ledger.enter("productive")
+            if self._evaluator is not None:
+                self._evaluator.check()
+        return step.metrics
 
-    def _train(self, state: TrainState) -> tuple[TrainState, bool]:
+    def say(self, line: str) -> None:
+        """Print a line that stays; in process 0 alone, and not where `progress` is off."""
+        self._display.line(line)
+
+    def keep(self, record: Record) -> None:
+        """Add a record, and tell the hooks of it."""
+        self.records.append(record)
+        self.hooks("record", self, record)
+
+    def stop(self, why: str) -> None:
+        """Ask that the run ends here, as if it were done."""
+        self._stopping.stop(why)
+
+    def save(self) -> None:
+        """Ask for a checkpoint.
+
+        Raises:
+            ConfigError: the run has none.
+        """
+        if not self._resumable:
+            raise ConfigError(
+                "a checkpoint was asked for, and the run has none; give it a run_dir, and a Saving "
+                "with steps or minutes"
+            )
+        self._stopping.save()
+
+    def evaluate(self) -> None:
+        """Ask for an evaluation; see `replicax.train.evaluation`."""
+        self._stopping.evaluate()
+
+    def wait(self) -> None:
+        """Ask, in `Hook.dispatched`, that this step is waited for before the next is given."""
+        self._waits = True
+
+    def note_good(self) -> None:
+        """Note, in `Hook.start` or `Hook.settle`, that this is a place to come back to."""
+        self._good_at = time.monotonic()
+
+    def go_back(self, state: TrainState, place: Place, why: str, metrics: dict[str, float]) -> None:
+        """Ask, in `Hook.settle`, that the run goes on from an earlier `state` at `place`."""
+        self._back = _Back(state, place, why, metrics)
+
+    def _batches(self) -> Generator[Batch]:
+        """All epochs, or as many steps as there are to be, or until it is to stop."""
+        while not self._is_over():
+            went_back = yield from self._epoch()
+            if went_back:
+                continue
+            self._close_epoch()
+            if self._is_last():
+                break
+            self.place = Place(self.place.step, self.place.epoch + 1, 0)
+        self._ended = True
+
+    def _epoch(self) -> Generator[Batch, None, bool]:
         """The rest of the epoch, or what is left of the steps.
 
         Returns:
-            The state, and whether the run went back and is to go on from there.
+            Whether the run went back, and is to go on from there.
         """
-        if self._all_steps_done():
-            return state, False
-        epoch = self.place.epoch
-        feed = self.dp.feed(self.source, epoch=epoch, first=self.place.batch)
+        self._evaluate_if_due()
+        feed = self.dp.feed(self.source, epoch=self.place.epoch, first=self.place.batch)
         waited = 0.0
         with contextlib.closing(iter(feed)) as items:
             batches = _Ahead(items)
             for batch in batches:
                 waited = self._note_wait(feed.wait_seconds, waited)
-                state, restored = self._step(state, batch)
-                if restored is not None:
-                    return self._go_back(restored), True
-                stop = self.stopping.vote()
-                if self.run is not None:
-                    self.run.tell()
-                    if not stop and self.run.due(self.step, self.stopping.save_due):
-                        restored = self._save(state, self._all_steps_done() or batches.ended)
-                        if restored is not None:
-                            return self._go_back(restored), True
-                if stop or self._all_steps_done():
+                self._given = batch
+                yield batch
+                if self._given is not None:
+                    raise StateError(
+                        f"no step was done on batch {self.place.batch} of epoch {self.place.epoch};"
+                        " a run knows where it stands by one step for each batch: call "
+                        "run.step(batch), and leave rows out in the source"
+                    )
+                if self._went_back() or self._do_what_is_due(batches):
+                    return True
+                if self._stopping.over or self._all_steps_done():
                     break
             closing = self._all_steps_done() or not self._resumable or batches.ended
-        last = self.stopping.wanted or self._all_steps_done() or epoch + 1 == self.epochs
-        look = last or self.eval_feed is not None
-        restored = self._follow(state, 0, closing=closing, look=look)
-        return (state, False) if restored is None else (self._go_back(restored), True)
+        due = self._is_last() or self._evaluator is not None
+        self._follow(0, closing=closing, due=due)
+        return self._went_back()
 
-    def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Restored | None]:
-        """One step, and where to go on from, where that is not after it."""
-        if not self._begun:
-            self._begin(state, batch)
-        sample = None if self.noise is None else self.noise.take(self.step, state, batch)
-        state, metrics = self.dp.step(state, batch)
-        place = self.place = Place(self.step + 1, self.place.epoch, self.place.batch + 1)
-        self.rows += batch.rows or 0
-        self.display.step(self.step)
-        self.ledger.beat()
-        table = None if self.audit is None else self.audit.take(state, place)
-        self.dp.job.in_flight.note(dispatched(place, batch, metrics, table))
-        waits = not self.meter.is_timing or (self.audit is not None and self.audit.waits(place))
-        noise = [] if sample is None else [noise_record(sample, self.step, place.epoch)]
-        restored = self._follow(state, 0 if waits else STEPS_IN_FLIGHT, noise)
-        if restored is not None:
-            return state, restored
-        if not self._begun:
-            self._begun = True
-            self.ledger.enter("productive")
-            if self.eval_feed is not None:
-                self.dp.check(self.eval_feed)
-        return state, None
+    def _do_what_is_due(self, batches: "_Ahead") -> bool:
+        """Evaluate and save between two steps; whether the run went back by that."""
+        self._stopping.vote()
+        if self._storage is not None:
+            self._storage.tell()
+        if not self._stopping.wanted and self._evaluate_if_due():
+            return True
+        if not self._stopping.wanted and self._save_is_due():
+            self._follow(0, closing=self._all_steps_done() or batches.ended, due=True)
+            if self._went_back():
+                return True
+            self._save()
+        return False
 
-    def _begin(self, state: TrainState, batch: Batch) -> None:
-        """Compile: until that is done, a signal may end the run at once, as nothing is lost."""
-        self.ledger.enter("compiling")
-        self.display.status("compiling the step")
-        if self.noise is not None:
-            self.noise.prepare(state, batch)
-        self.dp.prepare(state, batch)
-        self.interrupt.hold()
-
-    def _follow(
-        self,
-        state: TrainState,
-        may_remain: int,
-        more: Sequence[Record] = (),
-        *,
-        closing: bool = False,
-        look: bool = False,
-    ) -> Restored | None:
-        """Follow the steps that have finished; return where to go on from, if it is not here.
-
-        Args:
-            state: after the newest step.
-            may_remain: steps that are not waited for.
-            more: records to keep after theirs.
-            closing: whether the epoch or the run ends here: then there is a record of it. Where it
-                only stops, there is none, and who goes on from there leaves the same records.
-            look: whether to audit `state` in any case.
-        """
-        done, records = [], []
-        for step in self.dp.job.in_flight.notes(may_remain):
-            done.append(step)
-            self._keep(self.bad_steps.finished(step))
-            records += self.meter.finished(step)
-        if self.audit is not None:
-            restored = self.audit.after(state, self.place, done, look=look)
-            if restored is not None:
-                return restored
-        self._keep([*records, *more, *(self.meter.flush() if closing else ())])
-        self.bad_steps.check()
-        self.note_good()
-        return None
-
-    def _save(self, state: TrainState, closing: bool) -> Restored | None:
-        """Save, as all processes do after this step; where to go on from, as in `_follow`."""
-        assert self.run is not None
-        restored = self._follow(state, 0, closing=closing, look=True)
-        if restored is None:
-            started = time.perf_counter()
-            self.run.save(state, self.position(), self.extra())
-            self.stopping.saved()
-            self.meter.leave_out(time.perf_counter() - started)
-        return restored
-
-    def _note_wait(self, now: float, before: float) -> float:
-        self.meter.add_wait(now - before)
-        self.ledger.move("productive", "waiting", now - before)
-        return now
-
-    def note_good(self) -> None:
-        """Where this is a place to come back to, note what is to be counted on from then."""
-        if self.audit is not None and self.audit.keeps and self.audit.good == self.place:
-            self.good = self.position(), self.meter.unrecorded[1]
-            self._good_at = time.monotonic()
-
-    def _go_back(self, restored: Restored) -> TrainState:
-        """Go on from an earlier step: what came after it has not been."""
-        assert self.good is not None
-        lost, place = self.step - restored.place.step, restored.place
-        self.display.line(f"restored step {place.step:,}, {lost} steps back: {restored.text}")
-        position, seconds = self.good
-        self.ledger.move("productive", "lost", time.monotonic() - self._good_at)
-        self.stand_at(position, place.batch, seconds)
-        if self.run is not None and self.run.folder is not None:
-            self.run.folder.keep(position.records)
-        told = {"steps_lost": float(lost)}
-        told |= {f"device_{device}": 1.0 for device in restored.devices}
-        self._keep([Record("restore", place.step, place.epoch, told, 0, 0.0)])
-        self.good = self.position(), seconds
-        return restored.state
-
-    def _evaluate(self, state: TrainState) -> None:
-        """Evaluate where there is something to evaluate on, and say how the epoch went."""
-        epoch, started = self.place.epoch, time.perf_counter()
+    def _close_epoch(self) -> None:
+        """Evaluate where that is due, and tell the hooks: an epoch is over, or the run."""
+        if self._stopping.wanted or self.place.step == self._closed_at:
+            return
         record = None
-        if self.eval_feed is not None:
-            metrics = self.dp.evaluate(
-                state, self._until_stopped(self.eval_feed), ema=self.eval_ema
-            )
-            if self.stopping.wanted:
+        evaluator, here = self._evaluator, self.place
+        due = self._is_last() or (evaluator and evaluator.is_due(here, epoch_over=True))
+        if evaluator is not None and due and self._evaluated_at != here.step:
+            record = self._evaluate()
+            if record is None:
                 return  # it is done whole when the run goes on
-            rows = int(metrics.pop("rows"))
-            seconds = time.perf_counter() - started
-            record = Record("eval", self.step, epoch, metrics, rows, seconds)
-        self.evaluated_at = self.step
-        if record is not None:
-            self._keep([record])
-        trained = [r for r in self.records if r.kind == "train" and r.epoch == epoch]
-        self.display.line(epoch_line(epoch, self.epochs, self.step, trained, record))
-        self.meter.leave_out(time.perf_counter() - started)
+        self._closed_at = self.place.step
+        self.hooks("epoch", self, record)
+        self._stopping.vote(now=True)
+        if self._save_is_due(asked=True):
+            self._save()
 
-    def _until_stopped(self, feed: Feed) -> Iterator[Batch]:
-        with contextlib.closing(iter(feed)) as batches:
+    def _evaluate_if_due(self) -> bool:
+        """Evaluate between two steps, where that is due; whether the run went back by that."""
+        if self._evaluator is None or self._evaluated_at == self.place.step:
+            return False
+        asked = self._stopping.evaluation_due
+        if not asked and not self._evaluator.is_due(self.place, epoch_over=False):
+            return False
+        self._follow(0, due=True)
+        if self._went_back():
+            return True
+        self._evaluate()
+        self._stopping.vote(now=True)
+        return False
+
+    def _evaluate(self) -> Record | None:
+        """Evaluate, and keep the record; None where a signal stops it."""
+        assert self._evaluator is not None
+        started = time.perf_counter()
+        record = self._evaluator(self.state, self.place, self._until_stopped)
+        if self._stopping.wanted:
+            return None
+        self._stopping.evaluation_due = False
+        self._evaluated_at = self.place.step
+        self.keep(record)
+        for name, value in losses_of(record):
+            if not math.isfinite(value):
+                raise DivergedError(
+                    f"the eval {name} is {value} at step {record.step}; training cannot go on from "
+                    "it: lower the learning rate, or clip the gradient"
+                )
+        self.hooks("evaluation", self, record)
+        self._meter.leave_out(time.perf_counter() - started)
+        return record
+
+    def _until_stopped(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        with contextlib.closing(batches):
             for batch in batches:
                 yield batch
-                self.ledger.beat()
-                if self.stopping.vote(unit="batch"):
+                self._ledger.beat()
+                self._stopping.vote(unit="batch")
+                if self._stopping.wanted:
                     return
 
-    def _keep(self, records: Sequence[Record]) -> None:
-        for record in records:
-            self.records.append(record)
-            if self.run is not None and self.run.folder is not None:
-                self.run.folder.append(record)
-            if record.kind == "train":
-                self.display.record(record)
-            if record.kind == "skip":
-                self.display.line(skip_line(record))
-            if record.kind == "eval" and not math.isfinite(record.metrics.get("loss", 0.0)):
-                raise DivergedError(
-                    f"the eval loss is {record.metrics['loss']} at step {record.step}; training "
-                    "cannot go on from it: lower the learning rate, or clip the gradient"
-                )
+    def _begin(self, batch: Batch) -> None:
+        """Compile: until that is done, a signal may end the run at once, as nothing is lost."""
+        self._ledger.enter("compiling")
+        self._display.status("compiling the step")
+        self.dp.prepare(self.state, batch)
+        self._interrupt.hold()
+
+    def _follow(self, may_remain: int, *, closing: bool = False, due: bool = False) -> None:
+        """Follow the steps that have finished; a hook may then want the run to go back.
+
+        Args:
+            may_remain: steps that are not waited for.
+            closing: whether the epoch or the run ends here: then there is a record of it. Where it
+                only stops, there is none, and who goes on from there leaves the same records.
+            due: whether the state is about to be saved or evaluated, or the run to end.
+        """
+        made: list[Record] = []
+        for step in self.dp.job.in_flight.notes(may_remain):
+            for record in self._bad_steps.finished(step):
+                self.keep(record)
+            self.hooks("step", self, step)
+            made += self._meter.finished(step)
+        self.hooks("settle", self, due)
+        if self._back is not None:
+            return
+        for record in [*made, *(self._meter.flush() if closing else ())]:
+            figures = self.hooks.figures(self, record)
+            self.keep(dataclasses.replace(record, figures=figures or None))
+        self._bad_steps.check()
+        if self._good_at is not None:
+            self._good = _Good(self.place, self._position(), self._extra(), self._good_at)
+            self._good_at = None
+
+    def _went_back(self) -> bool:
+        """Go on from where a hook wants to, if one does: what came after it has not been."""
+        if self._back is None:
+            return False
+        back, good = self._back, self._good
+        assert good is not None
+        assert good.place == back.place
+        lost = self.place.step - back.place.step
+        self.say(f"restored step {back.place.step:,}, {lost} steps back: {back.why}")
+        self._ledger.move("productive", "lost", time.monotonic() - good.at)
+        self._stand_at(good.position, good.extra)
+        self.state, self._back = back.state, None
+        self.hooks("rewound", self)
+        told = {"steps_lost": float(lost), **back.metrics}
+        self.keep(Record("restore", back.place.step, back.place.epoch, told, 0, 0.0))
+        self._good = dataclasses.replace(good, position=self._position())
+        return True
+
+    def _save_is_due(self, *, asked: bool = False) -> bool:
+        """Whether to save now; if `asked`, only where the clock or a hook says so."""
+        if not self._resumable:
+            return False
+        assert self._storage is not None
+        every = self._storage.saving.every
+        by_step = every is not None and self.place.step % every == 0 and not asked
+        return by_step or self._stopping.save_due
+
+    def _save(self) -> None:
+        """Save, as all processes do after this step."""
+        assert self._storage is not None
+        started = time.perf_counter()
+        self.hooks("saving", self)
+        self._storage.save(self.state, self._position(), self._extra())
+        self._stopping.saved()
+        self._meter.leave_out(time.perf_counter() - started)
+
+    def _position(self) -> Position:
+        """Where the run stands, all records being written that are due."""
+        unrecorded, _ = self._meter.unrecorded
+        rows = self.place.batch * self.source.batch_size
+        return Position(
+            step=self.place.step,
+            epoch=self.place.epoch,
+            rows=rows if self.source.rows is None else min(rows, self.source.rows),
+            evaluated_step=max(self._closed_at, 0),
+            rows_trained=self.rows,
+            rows_unrecorded=unrecorded,
+            records=len(self.records),
+            bad_steps=self._bad_steps.in_a_row,
+        )
+
+    def _extra(self) -> dict[str, Any]:
+        """What a checkpoint holds beside it; see `_stand_at` and `storage.first_batch`."""
+        return {
+            "batch": self.place.batch,
+            "evaluated": self._evaluated_at,
+            "meter": self._meter.save_state(),
+            "hooks": self.hooks.save_state(),
+            **parts_of_processes(self.source),
+        }
+
+    def _stand_at(
+        self, position: Position, extra: dict[str, Any], batch: int | None = None
+    ) -> None:
+        """Go on from `position`: what came after it has not been.
+
+        Args:
+            position: with `records` of those that there are.
+            extra: of the checkpoint.
+            batch: of the epoch, counted from 0, that is next; as `extra` has it by default.
+        """
+        batch = extra["batch"] if batch is None else batch
+        self.place = Place(position.step, position.epoch, batch)
+        self.rows, self._closed_at = position.rows_trained, position.evaluated_step
+        self._evaluated_at = extra.get("evaluated", position.evaluated_step)
+        self.dp.job.in_flight.forget()
+        self._bad_steps.rewind(position.bad_steps)
+        older = {
+            "rows": position.rows_unrecorded,
+            "seconds": extra.get("seconds_unrecorded", 0.0),
+        }
+        begun = position.step > 0
+        self._meter.rewind(
+            extra.get("meter", older), resumed=begun, compiled=self._begun and begun
+        )
+        self.hooks.load_state(extra.get("hooks", {}))
+        del self.records[position.records :]
+
+    def _note_wait(self, now: float, before: float) -> float:
+        self._meter.add_wait(now - before)
+        self._ledger.move("productive", "waiting", now - before)
+        return now
 
     @property
     def _resumable(self) -> bool:
-        return self.run is not None and self.run.saving.wanted
+        return self._storage is not None and self._storage.saving.wanted
 
     def _all_steps_done(self) -> bool:
-        return self.total is not None and self.step >= self.total
+        return self.total is not None and self.place.step >= self.total
+
+    def _is_over(self) -> bool:
+        """Whether there is to be no further step."""
+        return self._stopping.over or self._all_steps_done()
+
+    def _is_last(self) -> bool:
+        """Whether the run is over once this epoch is."""
+        return self._is_over() or self.place.epoch + 1 == self.epochs
 
 
 class _Ahead:

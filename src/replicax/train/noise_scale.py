@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from replicax.core.batch import Batch
-from replicax.core.data_parallel import DataParallel
-from replicax.core.update import TrainState
 from replicax.errors import ConfigError
+from replicax.train.dispatched import Dispatched
+from replicax.train.hook import Hook, Running
 from replicax.train.noise import PARTS, NoiseProbe, NoiseSample
 from replicax.train.records import Record
 
@@ -85,46 +85,66 @@ class NoiseScale:
         (folder / FILE).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
-class NoiseMeter:
-    """Measures every so many steps.
+class NoiseMeter(Hook):
+    """Measures the gradient noise every so many steps, each time at the cost of about a gradient.
+
+    The estimate is `scale` once the run has ended, and `noise_scale.json` in its folder. See
+    docs/noise-scale.md.
+
+    Example:
+        >>> noise = rx.NoiseMeter(every=10)
+        >>> rx.fit(dp, state, source, batch_size=32, epochs=9, hooks=[noise])
+        >>> print(noise.scale)
 
     Args:
-        dp: what steps.
-        state: its state, or its shapes.
         every: steps between two samples.
-        batch_size: rows of a batch; 0 where that is not known yet.
 
     Raises:
         ConfigError: nothing to measure.
     """
 
-    def __init__(self, dp: DataParallel, state: TrainState, every: int, batch_size: int) -> None:
+    def __init__(self, every: int) -> None:
         if every < 1:
-            raise ConfigError(f"measure_noise_every={every}; it is at least 1 step: raise it")
-        if batch_size == 1:
+            raise ConfigError(f"every={every} of a NoiseMeter; it is at least 1 step: raise it")
+        self.scale: NoiseScale | None = None
+        self._every = every
+        self._probe: NoiseProbe | None = None
+        self._prepared = False
+        self._sample: NoiseSample | None = None
+
+    def start(self, run: Running) -> None:
+        """Make what measures."""
+        if run.source.batch_size == 1:
             raise ConfigError(
-                f"measure_noise_every={every} with batch_size=1; the noise is how far parts of a "
-                "batch are apart, and 1 row has none: use at least 2 rows, better many"
+                "a NoiseMeter with batch_size=1; the noise is how far parts of a batch are apart, "
+                "and 1 row has none: use at least 2 rows, better many"
             )
-        self._probe, self._every = NoiseProbe(dp, state), every
+        self._probe = NoiseProbe(run.dp, run.state)
 
-    def prepare(self, state: TrainState, batch: Batch) -> None:
-        """Compile, before the clock is started.
+    def before_step(self, run: Running, batch: Batch) -> None:
+        """Measure before the step on `batch`, where it is time to, without waiting for it."""
+        assert self._probe is not None
+        if not self._prepared:  # it compiles now, before the clock is started
+            self._probe.prepare(run.state, batch)
+            self._prepared = True
+        if (run.place.step + 1) % self._every == 0:
+            self._sample = self._probe.take(run.state, batch)
 
-        Raises:
-            ConfigError: it needs more memory than there is.
-        """
-        self._probe.prepare(state, batch)
+    def dispatched(self, run: Running, step: Dispatched) -> None:
+        """Keep what was measured."""
+        sample, self._sample = self._sample, None
+        if sample is not None:
+            run.keep(noise_record(sample, step.place.step, step.place.epoch))
 
-    def take(self, done: int, state: TrainState, batch: Batch) -> NoiseSample | None:
-        """Measure before the step on `batch`, where it is time to, without waiting for it.
+    def end(self, run: Running) -> None:
+        """Put the samples together."""
+        self.scale = noise_scale(run.records)
+        if run.folder is not None and run.error is None:
+            self.scale.save(run.folder)
 
-        Args:
-            done: steps before.
-            state: before the step.
-            batch: from `feed`.
-        """
-        return None if (done + 1) % self._every else self._probe.take(state, batch)
+    def summary(self) -> list[str]:
+        """The estimate."""
+        return [f"noise  {self.scale}"]
 
 
 def noise_record(sample: NoiseSample, step: int, epoch: int) -> Record:

@@ -4,6 +4,8 @@ import sys
 import time
 from typing import Any, Protocol
 
+from replicax.train.dispatched import Dispatched
+from replicax.train.hook import Hook, Running
 from replicax.train.records import Record
 
 SECONDS_BETWEEN_LINES = 10.0
@@ -141,3 +143,14 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+
+
+class Shown(Hook):
+    """Shows a run on a display."""
+
+    def __init__(self, display: Progress) -> None:
+        self._display = display
+
+    def dispatched(self, run: Running, step: Dispatched) -> None:
+        """Count it."""
+        self._display.step(step.place.step)

@@ -121,14 +121,10 @@ def summary(result: Fit, total: int | None) -> list[str]:
         lines.append(f"{kind:<6} {_metrics(result.metrics)}")
     if skipped := sum(record.kind == "skip" for record in result.records):
         lines.append(f"skip   {_count(skipped, 'step')}; see records.jsonl for their examples")
-    if result.clean_audits is not None:
-        clean = "1 audit, clean" if result.clean_audits == 1 else f"{result.clean_audits:,} clean"
-        back = f" · went back {_count(result.restores, 'time')}" if result.restores else ""
-        lines.append(f"audit  {clean}{back}")
-    if result.noise_scale is not None:
-        lines.append(f"noise  {result.noise_scale}")
-    if result.goodput is not None and result.saved:
-        lines += result.goodput.lines()
+    if result.stopped is not None:
+        lines.append(f"stop   {result.stopped}")
+    if result.failed_hooks:
+        lines.append(f"hooks  failed and left out: {', '.join(result.failed_hooks)}")
     return lines
 
 

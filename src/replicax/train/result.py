@@ -4,7 +4,6 @@ import dataclasses
 
 from replicax.core.update import TrainState
 from replicax.train.goodput import Goodput
-from replicax.train.noise_scale import NoiseScale
 from replicax.train.records import Record
 
 
@@ -26,12 +25,10 @@ class Fit:
     """Updates done in the whole run, over all its starts."""
     saved: bool = False
     """Whether the same call goes on from its end."""
-    clean_audits: int | None = None
-    """Audits that found all replicas equal; None where none was asked for."""
-    restores: int = 0
-    """Times that it went back to the state of a clean audit."""
-    noise_scale: NoiseScale | None = None
-    """The gradient noise scale; None where it was not measured."""
+    stopped: str | None = None
+    """Why a hook ended it early, as if it were done; None where none did."""
+    failed_hooks: tuple[str, ...] = ()
+    """Names of the hooks that failed, and were left out from there on."""
     goodput: Goodput | None = None
     """Where the run's time went, over all its starts; in process 0, where there is a folder."""
 

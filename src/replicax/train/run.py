@@ -1,316 +1,278 @@
-"""A run with a folder: held by one start at a time, which goes on from what is there."""
+"""`Run`: training as an object that gives batches, steps, saves, resumes and calls hooks."""
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import jax
 
-from replicax.core.job import Job
-from replicax.core.sources import PerProcessSource, Source
+from replicax.core.data_parallel import DataParallel
+from replicax.core.sources import as_source, can_shuffle
 from replicax.core.update import TrainState
-from replicax.errors import ConfigError, require
-from replicax.train.changes import check_changes, read_config
-from replicax.train.checkpoints.arrays import array_entries, read
-from replicax.train.checkpoints.finite import params_not_finite
-from replicax.train.checkpoints.manifest import Position
-from replicax.train.checkpoints.saver import Saver
-from replicax.train.checkpoints.store import Store
-from replicax.train.checkpoints.verification import STATE
+from replicax.errors import ConfigError
+from replicax.train.bad_steps import BadSteps
+from replicax.train.curves import Curves
+from replicax.train.evaluation import Evaluation, Evaluator
+from replicax.train.fingerprint import sha256
 from replicax.train.goodput import Ledger
-from replicax.train.goodput_file import FILE
-from replicax.train.lease import Lease, take_lease
-from replicax.train.records import CONFIG, Record, RunFolder, plain_config, read_records
-
-CHECKPOINTS = "checkpoints"
+from replicax.train.guarded import guarded, with_losses
+from replicax.train.hook import Hook, Hooks
+from replicax.train.interrupt import Interrupt
+from replicax.train.loop import Loop
+from replicax.train.meter import Meter
+from replicax.train.progress import Shown, open_progress
+from replicax.train.report import derived, describe, summary
+from replicax.train.result import Fit
+from replicax.train.stopping import Stopping
+from replicax.train.storage import RecordsFile, Saving, Storage, abstract, first_batch
 
 
 @dataclasses.dataclass(frozen=True)
-class Saving:
-    """When a run is saved, and what is kept.
+class Guard:
+    """What becomes of steps whose update would do harm: it is skipped, its examples recorded.
 
     Args:
-        every: steps between two checkpoints; None to go by the clock.
-        every_seconds: between two checkpoints, where `every` is None.
-        keep: the newest checkpoints that stay.
-        keep_every: those of a multiple of so many steps stay as well; None for none.
+        most: steps in a row whose loss or gradient is not finite before the run stops.
+        spikes: whether a loss far above those before is skipped too; see
+            `replicax.train.guarded.with_losses`.
     """
 
-    every: int | None = None
-    every_seconds: float | None = 600.0
-    keep: int = 3
-    keep_every: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, value in (("save_every", self.every), ("save_seconds", self.every_seconds)):
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name}={value}; it is above 0: raise it")
-
-    @property
-    def wanted(self) -> bool:
-        """Whether there are checkpoints at all."""
-        return self.every is not None or self.every_seconds is not None
-
-    @property
-    def clock_seconds(self) -> float | None:
-        """Between two checkpoints, where the clock says when."""
-        return self.every_seconds if self.every is None else None
+    most: int = 5
+    spikes: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """Where a run goes on from."""
+class Run(Loop):
+    """A run of training: gives batches from the exact one that is next, and steps on them.
 
-    path: Path
-    position: Position
-    extra: dict[str, Any]
-    records: list[Record]
+    With a `run_dir` it is saved on the way, and the same program after any stop goes on where the
+    last good checkpoint is, with the same results; `state` then gives its place to what was saved.
+    In a job of several processes all call it alike, and process 0 prints and records.
 
-
-class Run:
-    """One start's hold on the run in `path`.
-
-    All processes make one alike; process 0 alone holds the lease, and writes all but arrays.
+    Example:
+        >>> with rx.Run(dp, state, source, batch_size=256, epochs=10, run_dir="runs/x") as run:
+        ...     for batch in run:
+        ...         metrics = run.step(batch)
+        >>> model = dp.model(run.state)
 
     Args:
-        path: its folder; another start may have been there.
-        config: what is run; what JSON does not know is written as text.
-        saving: when, and what is kept.
-        job: of the processes.
-        accept_changes: whether to go on where the configuration is another than before.
-        state: of the run, as it would begin.
-        seed: of the order of the data.
-        say: told what there is to say, a line each.
+        dp: what to step with.
+        state: from `dp.init`; consumed where `dp` donates.
+        source: as for `dp.feed`.
+        batch_size: rows of a global batch.
+        epochs: passes over the source. Give this or `steps`.
+        steps: updates.
+        eval_source: evaluated whole after every epoch and the last step: a source, or an
+            `rx.Evaluation`.
+        shuffle: whether each epoch has an order of its own; by default wherever the source can.
+        seed: of that order.
+        log_every: steps between two train records.
+        hooks: what observes the run beside `records.jsonl`, `curves.png` and the progress; see
+            `replicax.train.hook`.
+        guard: when a step is skipped, and when there are too many of them.
+        run_dir: a folder for `config.json`, `records.jsonl`, `curves.png`, and the checkpoints;
+            None for none of these.
+        saving: when a checkpoint is taken, and which are kept.
+        accept_changes: whether to go on in a `run_dir` whose configuration was another.
+        config: what `config.json` is to hold beside what is derived here.
+        progress: whether to print what is derived, a live line, and a closing summary.
+        interrupt: that is told of SIGINT and SIGTERM; one of its own by default.
 
     Raises:
-        ConfigError: the folder holds another run, or cannot be written.
-        MissingDependencyError: Orbax is not installed.
-        RunInUseError: another start holds it.
+        ConfigError: arguments that cannot work.
+        AgreementError: processes that were given different ones.
+        LossError: see `DataParallel.step`.
+        DivergedError: the loss is no longer finite.
+        CheckpointError: the state cannot be saved, or what was saved cannot be read.
+        RunInUseError: another start holds the run.
     """
 
     def __init__(
         self,
-        path: Path,
-        config: dict[str, Any],
-        saving: Saving,
-        job: Job,
-        *,
-        accept_changes: bool,
+        dp: DataParallel,
         state: TrainState,
-        seed: int,
-        say: Callable[[str], None],
+        source: Any,
+        *,
+        batch_size: int | None = None,
+        epochs: int | None = None,
+        steps: int | None = None,
+        eval_source: Any = None,
+        shuffle: bool | None = None,
+        seed: int = 0,
+        log_every: int = 50,
+        hooks: Sequence[Hook] = (),
+        guard: Guard = Guard(),
+        run_dir: str | Path | None = None,
+        saving: Saving = Saving(),
+        accept_changes: bool = False,
+        config: dict[str, Any] | None = None,
+        progress: bool = True,
+        interrupt: Interrupt | None = None,
     ) -> None:
-        self.path, self.saving = path, saving
-        self.folder: RunFolder | None = None
-        self.ledger = Ledger(None)
-        self._lease: Lease | None = None
-        self._config, self._accept, self._say = plain_config(config), accept_changes, say
-        self._store = Store(path / CHECKPOINTS, saving.keep, saving.keep_every)
-        self._wanted = array_entries(state) if saving.wanted else {}
-        if saving.wanted:
-            require("orbax.checkpoint", "checkpoints")
-        self.found: Found | None = None
-        try:
-            told = job.broadcast("where the run goes on", self._open_or_refuse)
-            self.token: int = told["token"]
-            if told["checkpoint"] is not None:
-                position = Position(**told["position"])
-                records = read_records(path, position.records)
-                where = self._store.folder / told["checkpoint"]
-                self.found = Found(where, position, told["extra"], records)
-        except BaseException:
-            self.close()
-            raise
-        self._saver = Saver(
-            self._store,
-            self.token,
-            self._check,
-            job,
-            seed,
-            self._config,
-            params_not_finite(state) if saving.wanted else (),
-        )
-        self._saved: Position | None = None
+        super().__init__()
+        _check_length(epochs, steps, log_every)
+        if shuffle is None:
+            shuffle = can_shuffle(source)
+        self.source = as_source(source, batch_size, dp.job, shuffle=shuffle, seed=seed)
+        plan = _as_evaluation(eval_source)
+        told: dict[str, Any] = {"epochs": epochs, "steps": steps, "batch_size": batch_size}
+        told |= {"log_every": log_every, **_fields(guard=guard, saving=saving, evaluation=plan)}
+        dp.job.agree("the run", {**told, **(config or {})})
+        state = with_losses(state) if guard.spikes else state
+        self._file, self._first = RecordsFile(), dp.feed(self.source)
+        self.epochs, self.total = epochs, steps
+        if epochs is not None and self._first.padding is not None:
+            self.total = epochs * len(self._first)
+        self._display = open_progress(progress and dp.job.process == 0, self.total)
+        ours = [Shown(self._display), *([] if run_dir is None else [Curves()])]
+        self.hooks = Hooks([self._file, *hooks, *ours], self.say)
+        self.dp, self.state = guarded(dp, state, self.hooks.wraps), state
+        self._evaluator = None if plan is None else Evaluator(plan, self.dp, state, batch_size)
+        self._meter, self._bad_steps = Meter(log_every), BadSteps(guard.most, dp.job)
+        self.config = {**(config or {}), **derived(self.dp, self._first)}
+        self._run_dir = None if run_dir is None else Path(run_dir)
+        self._saving, self._seed, self._accept = saving, seed, accept_changes
+        self._given_interrupt = interrupt
+        self._open = contextlib.ExitStack()
 
-    def _open_or_refuse(self) -> dict[str, Any]:
-        try:
-            return self._open()
-        except OSError as error:
-            raise ConfigError(
-                f"{error.filename or self.path} cannot be written ({error.strerror}); make it "
-                "writable, or choose another"
-            ) from error
-
-    def _open(self) -> dict[str, Any]:
-        """In process 0: take the run, and find where it goes on from."""
-        self.folder = RunFolder(self.path)
-        if not self.saving.wanted:
-            self.folder.refuse_another("without checkpoints none goes on")
-            self.folder.write_config(self._config)
-            return {"token": 1, "checkpoint": None}
-        self._lease = take_lease(self.path)
-        self._check_config(self.folder)
-        self._store.clean()
-        self.ledger = Ledger(self.path / FILE, self._lease.token)
-        there = len(self._store.paths())
-        with self.ledger.spending("restoring"):
-            found = self._store.newest_good(self._wanted, self._say)
-        self.ledger.restored(None if found is None else found[1].position.step)
-        told: dict[str, Any] = {"token": self._lease.token, "checkpoint": None}
-        if found is None:
-            if there:
-                self._say(f"begin  at step 0: none of {there} checkpoints can be trusted")
-            self.folder.keep(0)
-            self.folder.write_config(self._config)
-            return told
-        path, manifest = found
-        position = manifest.position
-        read_records(self.path, position.records)  # they are left as they are where this fails
-        lines, reached = self.folder.keep(position.records)
-        if lines < position.records:
-            self._say(
-                f"history {position.records} records were written up to step {position.step:,}, "
-                f"and {lines} are there: the rest is lost"
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._display.close)
+            self._interrupt = self._given_interrupt or stack.enter_context(
+                Interrupt(terminate=self._run_dir is not None and self._saving.wanted)
             )
-            position = dataclasses.replace(position, records=lines)
-        saved = _clock(manifest.saved_at)
-        again = (
-            f"; {reached - position.step:,} more are done again" if reached > position.step else ""
-        )
-        self._say(f"resume {self.path}: step {position.step:,}, saved {saved}{again}")
-        told |= {"checkpoint": path.name, "position": dataclasses.asdict(position)}
-        return {**told, "extra": manifest.extra}
+            for line in describe(self.dp, self.state, self._first):
+                self.say(line)
+            self._take_folder(stack)
+            clock = self._saving.clock_seconds if self._resumable else None
+            self._stopping = Stopping(self._interrupt, self.dp.job, clock)
+            self._resume()
+            self.dp.job.in_flight.forget()  # notes of a run that ended with an error
+            self._since = time.perf_counter(), self.place.step, self.rows
+            stack.push(self._conclude)
+            stack.push(self._end_hooks)
+            self.hooks("start", self)
+            self._follow(0)
+            self._open = stack.pop_all()
+        return self
 
-    def _check_config(self, folder: RunFolder) -> None:
-        path = self.path / CONFIG
-        if path.exists():
-            for line in check_changes(read_config(path), self._config, accept=self._accept):
-                self._say(line)
-        else:
-            folder.refuse_another("it has no config.json")
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with self._open:
+            if self._stream is not None:
+                self._stream.close()
+            if error is None:
+                self._finish()
 
-    def restore(self, like: TrainState) -> TrainState:
-        """The state of what was found, laid out as `like`.
+    def _end_hooks(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
+        self.error = error
+        self.hooks("end", self)
 
-        Raises:
-            CheckpointError: it cannot be read.
-        """
-        assert self.found is not None
-        with self.ledger.spending("restoring"):
-            state = read(like, self.found.path / STATE)
-        self._saved, self._saver.saved_step = self.found.position, self.found.position.step
-        if self.folder is not None:  # not before: a start that is refused leaves it as it was
-            self.folder.write_config(self._config)
-        return state
-
-    def due(self, step: int, by_clock: bool) -> bool:
-        """Whether to save after `step`."""
-        if not self.saving.wanted:
-            return False
-        return step % self.saving.every == 0 if self.saving.every is not None else by_clock
-
-    def save(self, state: TrainState, position: Position, extra: dict[str, Any]) -> None:
-        """Begin to save `state`, where it is not saved already; see `Saver.save`."""
-        if position == self._saved:
+    def _take_folder(self, stack: contextlib.ExitStack) -> None:
+        """Hold the run's folder, where there is one, and find where it goes on from."""
+        self._ledger = Ledger(None)
+        if self._run_dir is None:
             return
-        if self.folder is not None:
-            self.folder.sync()
-        with self.ledger.spending("saving"):
-            self._saver.save(state, position, extra)
-            self.ledger.mark(position.step)
-        self._saved = position
-
-    def finish(self, state: TrainState, position: Position, extra: dict[str, Any]) -> None:
-        """Save `state` for sure, before the run ends.
-
-        Raises:
-            CheckpointError: it cannot be saved.
-        """
-        with self.ledger.spending("saving"):
-            self.save(state, position, extra)
-            while not self._saver.wait():
-                self.tell()
-                self._saved = None
-                self.save(state, position, extra)
-            self.tell()
-
-    def tell(self) -> None:
-        """Say what there is to say of the saves; see `Saver.poll` for what this raises."""
-        for line in self._saver.poll():
-            self._saved = None
-            self._say(line)
-        if self.ledger.fault is not None:
-            fault, self.ledger.fault = self.ledger.fault, None
-            self._say(f"ALARM  {fault}")
-
-    def close(self) -> None:
-        """Let go of the run."""
-        if self.folder is not None:
-            self.folder.close()
-        self.ledger.close()
-        if self._lease is not None:
-            self._lease.release()
-
-    def _check(self) -> None:
-        if self._lease is not None:
-            self._lease.check()
-
-
-def _clock(seconds: float) -> str:
-    """Date and time, of seconds since 1970."""
-    try:
-        return time.strftime("%d %b %H:%M:%S", time.localtime(seconds))
-    except (OverflowError, OSError, ValueError):  # what a checkpoint says need not be a time
-        return "at an unknown time"
-
-
-def abstract(state: TrainState) -> TrainState:
-    """The shapes and shardings of `state`, without its arrays."""
-    shapes: TrainState = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
-    )
-    return shapes
-
-
-def first_batch(source: Source, position: Position, extra: dict[str, Any]) -> int:
-    """The next batch of `position.epoch`, counted from 0; by its rows where these can be told.
-
-    Args:
-        source: of the run, which may be cut into other batches now.
-        position: in the order of the data, which is the same in any number of processes.
-        extra: of the checkpoint.
-
-    Raises:
-        ConfigError: `source` cannot begin there.
-    """
-    told = extra.get("processes")
-    now = parts_of_processes(source).get("processes")
-    if told != now:
-        raise ConfigError(
-            f"the run was fed by {_fed(told)} and is now fed by {_fed(now)}; rows of rx.PerProcess "
-            "data are in another order then: start as many processes, or a new run"
+        self._storage = Storage(
+            self._run_dir,
+            self.config,
+            self._saving,
+            self.dp.job,
+            accept_changes=self._accept,
+            state=self.state,
+            seed=self._seed,
+            say=self.say,
         )
-    batch, size = extra.get("batch"), source.batch_size
-    if not size or not position.rows:
-        return batch if type(batch) is int and batch >= 0 else 0
-    if position.rows == source.rows:
-        return source.batches or 0
-    if position.rows % size:
-        raise ConfigError(
-            f"the run stopped {position.rows:,} rows into epoch {position.epoch} and batch_size="
-            f"{size} leaves a remainder; the next batch begins there: use a batch size that "
-            "divides it"
+        stack.callback(self._storage.close)
+        self._file.folder, self._ledger = self._storage.folder, self._storage.ledger
+        self._ledger.hooks = self.hooks.seconds
+
+    def _resume(self) -> None:
+        """Stand where the run was saved; the state gives its place to that one."""
+        found = None if self._storage is None else self._storage.found
+        if self._storage is None or found is None:
+            return
+        batch = first_batch(self.source, found.position, found.extra)
+        if self.epochs is not None and self.source.batches is not None:  # as they are cut now
+            remaining = (self.epochs - found.position.epoch) * self.source.batches - batch
+            self.total = found.position.step + max(remaining, 0)
+        like = abstract(self.state)
+        if self.dp.donate:
+            for leaf in jax.tree.leaves(self.state):
+                leaf.delete()
+        self.records.extend(found.records)
+        self._stand_at(found.position, found.extra, batch)
+        self.state = self._storage.restore(like)
+
+    def _finish(self) -> None:
+        """Save for sure, whether all steps are done or the loop was left early."""
+        if not self._ended:  # left early
+            self._follow(0, closing=not self._resumable, due=True)
+            self._went_back()
+        if self._storage is not None and self._resumable:
+            self.hooks("saving", self)
+            self._storage.finish(self.state, self._position(), self._extra())
+        self._interrupt.let_go()
+        self.dp.job.rest()
+
+    def _conclude(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
+        """Say how the run ended, and keep that in `result`; nothing where it failed."""
+        if error is not None:
+            return
+        started, step, rows = self._since
+        self._ledger.close(kept=True)
+        self.result = Fit(
+            state=self.state,
+            records=self.records,
+            steps=self.place.step - step,
+            rows=self.rows - rows,
+            seconds=time.perf_counter() - started,
+            interrupted=self._stopping.wanted,
+            step=self.place.step,
+            saved=self._resumable,
+            stopped=self._stopping.why,
+            failed_hooks=tuple(self.hooks.failed),
+            goodput=self._ledger.summary() if self.folder is not None else None,
         )
-    return position.rows // size
+        if not self.result.steps and step:
+            self.say(f"complete at step {step:,}: nothing was trained")
+        for line in [*summary(self.result, self.total), *self.hooks.summary()]:
+            self.say(line)
+        if self.result.goodput is not None and self.result.saved:
+            for line in self.result.goodput.lines():
+                self.say(line)
+        if self.dp.mode.bitwise:
+            self.say(f"bits   sha256 of the weights {sha256(self.state.params)[:16]}")
 
 
-def parts_of_processes(source: Source) -> dict[str, int]:
-    """How many processes have rows of their own, where they do."""
-    own = isinstance(source, PerProcessSource)
-    return {"processes": jax.process_count()} if own else {}
+def _as_evaluation(source: Any) -> Evaluation | None:
+    return source if source is None or isinstance(source, Evaluation) else Evaluation(source)
 
 
-def _fed(processes: Any) -> str:
-    return "data that all have" if processes is None else f"rx.PerProcess in {processes} processes"
+def _fields(**values: Any) -> dict[str, Any]:
+    """Plain numbers and names of `values`, for processes to compare."""
+    plain: dict[str, Any] = {}
+    for name, value in values.items():
+        fields = {} if value is None else vars(value)
+        plain[name] = {
+            key: each if isinstance(each, int | float | str | None) else type(each).__name__
+            for key, each in fields.items()
+        }
+    return plain
+
+
+def _check_length(epochs: int | None, steps: int | None, log_every: int) -> None:
+    if (epochs is None) == (steps is None):
+        raise ConfigError(
+            f"epochs={epochs} and steps={steps}; a run has one length: give one of them"
+        )
+    for name, value in (("epochs", epochs), ("steps", steps), ("log_every", log_every)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name}={value}; it is at least 1: raise it")

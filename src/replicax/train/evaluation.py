@@ -1,0 +1,150 @@
+"""When and on what a run is evaluated."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+
+from replicax.core.average import average_of
+from replicax.core.batch import Batch
+from replicax.core.data_parallel import DataParallel
+from replicax.core.feed import Feed
+from replicax.core.loss import LOSS
+from replicax.core.objective import LossFunction
+from replicax.core.update import TrainState
+from replicax.errors import ConfigError
+from replicax.train.dispatched import Place
+from replicax.train.records import Record
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """When and on what a run is evaluated; at its end in any case.
+
+    Example:
+        >>> rx.fit(dp, state, source, batch_size=32, steps=1000,
+        ...        eval_source=rx.Evaluation(sets={"dev": dev, "test": test}, every_steps=100))
+
+    Args:
+        source: as for `dp.feed`.
+        sets: name -> source, in place of one; the metrics are then `name/loss` and so on.
+        batch_size: that of the run by default.
+        every_epochs: epochs between two evaluations; None for none at their ends.
+        every_steps: steps between two.
+        at_start: whether also before the first step.
+        rows: most rows of each source, rounded up to whole batches; None for all.
+        ema: whether with the average of the parameters; see `DataParallel.evaluate`.
+        loss: another loss, or metrics, to evaluate; see there.
+
+    Raises:
+        ConfigError: numbers below 1, or both a source and sets, or neither.
+    """
+
+    source: Any = None
+    _: dataclasses.KW_ONLY
+    sets: Mapping[str, Any] | None = None
+    batch_size: int | None = None
+    every_epochs: int | None = 1
+    every_steps: int | None = None
+    at_start: bool = False
+    rows: int | None = None
+    ema: bool = False
+    loss: LossFunction | None = None
+
+    def __post_init__(self) -> None:
+        if (self.source is None) == (not self.sets):
+            raise ConfigError(
+                "an evaluation takes a source, or sets={name: source}: give one of them"
+            )
+        for name in ("every_epochs", "every_steps", "rows"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value} of an evaluation; it is at least 1: raise it")
+
+
+class Evaluator:
+    """Evaluates a run's states.
+
+    Args:
+        plan: when and on what.
+        dp: of the run.
+        state: of the run, or its shapes.
+        batch_size: of the run, where the plan has none.
+
+    Raises:
+        ConfigError: a source that cannot be fed, or no average of the parameters.
+    """
+
+    def __init__(
+        self, plan: Evaluation, dp: DataParallel, state: TrainState, batch_size: int | None
+    ) -> None:
+        if plan.ema:  # now, and not when the first epoch is over
+            jax.eval_shape(average_of, state.opt_state, state.params)
+        size = plan.batch_size or batch_size
+        sources = plan.sets or {"": plan.source}
+        self._feeds = {name: dp.feed(source, size) for name, source in sources.items()}
+        self._plan, self._dp = plan, dp
+
+    def check(self) -> None:
+        """Raise `LossError` where the loss cannot be exact on what is evaluated."""
+        for feed in self._feeds.values():
+            self._dp.check(feed)
+
+    def is_due(self, place: Place, *, epoch_over: bool) -> bool:
+        """Whether to evaluate at `place`, the run not being at its end.
+
+        Args:
+            place: after the newest step.
+            epoch_over: whether that was the last of its epoch.
+        """
+        plan = self._plan
+        if place.step == 0:
+            return plan.at_start
+        if plan.every_steps is not None and place.step % plan.every_steps == 0:
+            return True
+        every = plan.every_epochs
+        return epoch_over and every is not None and (place.epoch + 1) % every == 0
+
+    def __call__(
+        self,
+        state: TrainState,
+        place: Place,
+        through: Callable[[Iterator[Batch]], Iterator[Batch]],
+    ) -> Record:
+        """Return the record of an evaluation of `state`.
+
+        Args:
+            state: after `place`.
+            place: of the record.
+            through: given the batches of each source, gives those to evaluate.
+        """
+        started, rows, found = time.perf_counter(), 0, {}
+        for name, feed in self._feeds.items():
+            batches = through(self._limited(feed))
+            means = self._dp.evaluate(state, batches, loss=self._plan.loss, ema=self._plan.ema)
+            rows += int(means.pop("rows"))
+            prefix = f"{name}/" if name else ""
+            found |= {f"{prefix}{metric}": value for metric, value in means.items()}
+        seconds = time.perf_counter() - started
+        return Record("eval", place.step, place.epoch, found, rows, seconds)
+
+    def _limited(self, feed: Feed) -> Iterator[Batch]:
+        seen, most = 0, self._plan.rows
+        batches = iter(feed)
+        try:
+            for batch in batches:
+                yield batch
+                seen += batch.rows or batch.size
+                if most is not None and seen >= most:
+                    return
+        finally:
+            batches.close()
+
+
+def losses_of(record: Record) -> Iterator[tuple[str, float]]:
+    """The losses among the metrics of an evaluation, by name."""
+    for name, value in record.metrics.items():
+        if name == LOSS or name.endswith(f"/{LOSS}"):
+            yield name, value

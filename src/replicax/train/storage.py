@@ -1,0 +1,340 @@
+"""The folder of a run: held by one start at a time, which goes on from what is there."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from replicax.core.job import Job
+from replicax.core.sources import PerProcessSource, Source
+from replicax.core.update import TrainState
+from replicax.errors import ConfigError, require
+from replicax.train.changes import check_changes, read_config
+from replicax.train.checkpoints.arrays import array_entries, read
+from replicax.train.checkpoints.finite import params_not_finite
+from replicax.train.checkpoints.manifest import Position
+from replicax.train.checkpoints.saver import Saver
+from replicax.train.checkpoints.store import Store
+from replicax.train.checkpoints.verification import STATE
+from replicax.train.goodput import Ledger
+from replicax.train.goodput_file import FILE
+from replicax.train.hook import Hook, Running
+from replicax.train.lease import Lease, take_lease
+from replicax.train.records import CONFIG, Record, RunFolder, plain_config, read_records
+
+CHECKPOINTS = "checkpoints"
+
+
+@dataclasses.dataclass(frozen=True)
+class Saving:
+    """When a run is saved, and what is kept.
+
+    Args:
+        every: steps between two checkpoints; None to go by the clock.
+        minutes: between two checkpoints, where `every` is None; None too for no checkpoints.
+        keep: the newest checkpoints that stay.
+        keep_every: those of a multiple of so many steps stay as well; None for none.
+    """
+
+    every: int | None = None
+    minutes: float | None = 10.0
+    keep: int = 3
+    keep_every: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("every", "minutes", "keep", "keep_every"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name}={value} of a Saving; it is above 0: raise it")
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there are checkpoints at all."""
+        return self.every is not None or self.minutes is not None
+
+    @property
+    def clock_seconds(self) -> float | None:
+        """Between two checkpoints, where the clock says when."""
+        return 60 * self.minutes if self.every is None and self.minutes is not None else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """Where a run goes on from."""
+
+    path: Path
+    position: Position
+    extra: dict[str, Any]
+    records: list[Record]
+
+
+class RecordsFile(Hook):
+    """Writes each record into `records.jsonl`, at once visible to a reader."""
+
+    folder: RunFolder | None = None
+    """Where there is one, in process 0."""
+
+    def record(self, run: Running, record: Record) -> None:
+        if self.folder is not None:
+            self.folder.append(record)
+
+    def rewound(self, run: Running) -> None:
+        if self.folder is not None:
+            self.folder.keep(len(run.records))
+
+
+class Storage:
+    """One start's hold on the folder of a run.
+
+    All processes make one alike; process 0 alone holds the lease, and writes all but arrays.
+
+    Args:
+        path: its folder; another start may have been there.
+        config: what is run; what JSON does not know is written as text.
+        saving: when, and what is kept.
+        job: of the processes.
+        accept_changes: whether to go on where the configuration is another than before.
+        state: of the run, as it would begin.
+        seed: of the order of the data.
+        say: told what there is to say, a line each.
+
+    Raises:
+        ConfigError: the folder holds another run, or cannot be written.
+        MissingDependencyError: Orbax is not installed.
+        RunInUseError: another start holds it.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        config: dict[str, Any],
+        saving: Saving,
+        job: Job,
+        *,
+        accept_changes: bool,
+        state: TrainState,
+        seed: int,
+        say: Callable[[str], None],
+    ) -> None:
+        self.path, self.saving = path, saving
+        self.folder: RunFolder | None = None
+        self.ledger = Ledger(None)
+        self._lease: Lease | None = None
+        self._config, self._accept, self._say = plain_config(config), accept_changes, say
+        self._store = Store(path / CHECKPOINTS, saving.keep, saving.keep_every)
+        self._wanted = array_entries(state) if saving.wanted else {}
+        if saving.wanted:
+            require("orbax.checkpoint", "checkpoints")
+        self.found: Found | None = None
+        try:
+            told = job.broadcast("where the run goes on", self._open_or_refuse)
+            self.token: int = told["token"]
+            if told["checkpoint"] is not None:
+                position = Position(**told["position"])
+                records = read_records(path, position.records)
+                where = self._store.folder / told["checkpoint"]
+                self.found = Found(where, position, told["extra"], records)
+        except BaseException:
+            self.close()
+            raise
+        self._saver = Saver(
+            self._store,
+            self.token,
+            self._check,
+            job,
+            seed,
+            self._config,
+            params_not_finite(state) if saving.wanted else (),
+        )
+        self._saved: Any = None
+
+    def _open_or_refuse(self) -> dict[str, Any]:
+        try:
+            return self._open()
+        except OSError as error:
+            raise ConfigError(
+                f"{error.filename or self.path} cannot be written ({error.strerror}); make it "
+                "writable, or choose another"
+            ) from error
+
+    def _open(self) -> dict[str, Any]:
+        """In process 0: take the run, and find where it goes on from."""
+        self.folder = RunFolder(self.path)
+        if not self.saving.wanted:
+            self.folder.refuse_another("without checkpoints none goes on")
+            self.folder.write_config(self._config)
+            return {"token": 1, "checkpoint": None}
+        self._lease = take_lease(self.path)
+        self._check_config(self.folder)
+        self._store.clean()
+        self.ledger = Ledger(self.path / FILE, self._lease.token)
+        there = len(self._store.paths())
+        with self.ledger.spending("restoring"):
+            found = self._store.newest_good(self._wanted, self._say)
+        self.ledger.restored(None if found is None else found[1].position.step)
+        told: dict[str, Any] = {"token": self._lease.token, "checkpoint": None}
+        if found is None:
+            if there:
+                self._say(f"begin  at step 0: none of {there} checkpoints can be trusted")
+            self.folder.keep(0)
+            self.folder.write_config(self._config)
+            return told
+        path, manifest = found
+        position = manifest.position
+        read_records(self.path, position.records)  # they are left as they are where this fails
+        lines, reached = self.folder.keep(position.records)
+        if lines < position.records:
+            self._say(
+                f"history {position.records} records were written up to step {position.step:,}, "
+                f"and {lines} are there: the rest is lost"
+            )
+            position = dataclasses.replace(position, records=lines)
+        saved = _clock(manifest.saved_at)
+        again = (
+            f"; {reached - position.step:,} more are done again" if reached > position.step else ""
+        )
+        self._say(f"resume {self.path}: step {position.step:,}, saved {saved}{again}")
+        told |= {"checkpoint": path.name, "position": dataclasses.asdict(position)}
+        return {**told, "extra": manifest.extra}
+
+    def _check_config(self, folder: RunFolder) -> None:
+        path = self.path / CONFIG
+        if path.exists():
+            for line in check_changes(read_config(path), self._config, accept=self._accept):
+                self._say(line)
+        else:
+            folder.refuse_another("it has no config.json")
+
+    def restore(self, like: TrainState) -> TrainState:
+        """The state of what was found, laid out as `like`.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        assert self.found is not None
+        with self.ledger.spending("restoring"):
+            state = read(like, self.found.path / STATE)
+        self._saved = _what_is_saved(self.found.position, self.found.extra)
+        self._saver.saved_step = self.found.position.step
+        if self.folder is not None:  # not before: a start that is refused leaves it as it was
+            self.folder.write_config(self._config)
+        return state
+
+    def due(self, step: int, by_clock: bool) -> bool:
+        """Whether to save after `step`."""
+        if not self.saving.wanted:
+            return False
+        return step % self.saving.every == 0 if self.saving.every is not None else by_clock
+
+    def save(self, state: TrainState, position: Position, extra: dict[str, Any]) -> None:
+        """Begin to save `state`, where it is not saved already; see `Saver.save`."""
+        what = _what_is_saved(position, extra)
+        if what == self._saved:
+            return
+        if self.folder is not None:
+            self.folder.sync()
+        with self.ledger.spending("saving"):
+            self._saver.save(state, position, extra)
+            self.ledger.mark(position.step)
+        self._saved = what
+
+    def finish(self, state: TrainState, position: Position, extra: dict[str, Any]) -> None:
+        """Save `state` for sure, before the run ends.
+
+        Raises:
+            CheckpointError: it cannot be saved.
+        """
+        with self.ledger.spending("saving"):
+            self.save(state, position, extra)
+            while not self._saver.wait():
+                self.tell()
+                self._saved = None
+                self.save(state, position, extra)
+            self.tell()
+
+    def tell(self) -> None:
+        """Say what there is to say of the saves; see `Saver.poll` for what this raises."""
+        for line in self._saver.poll():
+            self._saved = None
+            self._say(line)
+        if self.ledger.fault is not None:
+            fault, self.ledger.fault = self.ledger.fault, None
+            self._say(f"ALARM  {fault}")
+
+    def close(self) -> None:
+        """Let go of the run."""
+        if self.folder is not None:
+            self.folder.close()
+        self.ledger.close()
+        if self._lease is not None:
+            self._lease.release()
+
+    def _check(self) -> None:
+        if self._lease is not None:
+            self._lease.check()
+
+
+def _what_is_saved(position: Position, extra: dict[str, Any]) -> Any:
+    """What tells two checkpoints of a start apart: how long a step took does not."""
+    return position, extra.get("evaluated"), extra.get("hooks")
+
+
+def _clock(seconds: float) -> str:
+    """Date and time, of seconds since 1970."""
+    try:
+        return time.strftime("%d %b %H:%M:%S", time.localtime(seconds))
+    except (OverflowError, OSError, ValueError):  # what a checkpoint says need not be a time
+        return "at an unknown time"
+
+
+def abstract(state: TrainState) -> TrainState:
+    """The shapes and shardings of `state`, without its arrays."""
+    shapes: TrainState = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
+    )
+    return shapes
+
+
+def first_batch(source: Source, position: Position, extra: dict[str, Any]) -> int:
+    """The next batch of `position.epoch`, counted from 0; by its rows where these can be told.
+
+    Args:
+        source: of the run, which may be cut into other batches now.
+        position: in the order of the data, which is the same in any number of processes.
+        extra: of the checkpoint.
+
+    Raises:
+        ConfigError: `source` cannot begin there.
+    """
+    told = extra.get("processes")
+    now = parts_of_processes(source).get("processes")
+    if told != now:
+        raise ConfigError(
+            f"the run was fed by {_fed(told)} and is now fed by {_fed(now)}; rows of rx.PerProcess "
+            "data are in another order then: start as many processes, or a new run"
+        )
+    batch, size = extra.get("batch"), source.batch_size
+    if not size or not position.rows:
+        return batch if type(batch) is int and batch >= 0 else 0
+    if position.rows == source.rows:
+        return source.batches or 0
+    if position.rows % size:
+        raise ConfigError(
+            f"the run stopped {position.rows:,} rows into epoch {position.epoch} and batch_size="
+            f"{size} leaves a remainder; the next batch begins there: use a batch size that "
+            "divides it"
+        )
+    return position.rows // size
+
+
+def parts_of_processes(source: Source) -> dict[str, int]:
+    """How many processes have rows of their own, where they do."""
+    own = isinstance(source, PerProcessSource)
+    return {"processes": jax.process_count()} if own else {}
+
+
+def _fed(processes: Any) -> str:
+    return "data that all have" if processes is None else f"rx.PerProcess in {processes} processes"
