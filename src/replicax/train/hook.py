@@ -33,6 +33,8 @@ class Running(Protocol):
     """Of the run; None where it has none, and in processes other than 0."""
     config: dict[str, Any]
     """What `config.json` holds."""
+    epochs: int | None
+    """Passes over the source; None where the run is so many steps."""
     total: int | None
     """Steps that the run is to have, where that is known."""
     error: BaseException | None

@@ -12,9 +12,9 @@ from replicax.core.data_parallel import DataParallel
 from replicax.core.feed import Feed
 from replicax.core.mesh import replica_count
 from replicax.core.update import TrainState
-from replicax.train.progress import duration
 from replicax.train.records import Record
 from replicax.train.result import Fit
+from replicax.wording import duration
 
 
 def describe(dp: DataParallel, state: TrainState, feed: Feed) -> list[str]:
