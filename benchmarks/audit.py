@@ -83,10 +83,11 @@ def clean(subjects: list[Subject], audits: int) -> dict[str, Any]:
     for subject in subjects:
         steps = -(-audits // len(subjects))
         started = time.monotonic()
-        result = subject.run(steps=steps, audit_every=1, log_every=1000)
-        done[f"{subject.name}, {subject.mode}"] = result.clean_audits or 0
+        audit = rx.Audit(1)
+        subject.run(steps=steps, hooks=[audit], log_every=1000)
+        done[f"{subject.name}, {subject.mode}"] = audit.clean
         print(
-            f"clean audits, {subject.name}, {subject.mode}: {result.clean_audits:,} "
+            f"clean audits, {subject.name}, {subject.mode}: {audit.clean:,} "
             f"({time.monotonic() - started:.0f} s)",
             flush=True,
         )

@@ -27,9 +27,10 @@ ROOMS = {
     "train": TEXT | {"core", "cluster", "analysis"},
     "recipes": TEXT | {"core", "analysis", ""},
     **{verb: TEXT | BESIDE | {""} for verb in VERBS},
-    "": TEXT | BESIDE | VERBS,
+    "runs": TEXT | BESIDE,
+    "": TEXT | BESIDE | VERBS | {"runs"},
     "flags": TEXT | BESIDE | {""},
-    "commands": TEXT | BESIDE | VERBS | {"", "flags"},
+    "commands": TEXT | BESIDE | VERBS | {"", "flags", "runs"},
     "cli": TEXT | BESIDE | VERBS | {"", "flags", "commands"},
     "__main__": {"cli"},
 }
@@ -58,7 +59,7 @@ NAMED = {
 
 MOST_LINES = 500
 MOST_LINES_IN_CORE = 300
-MOST_LINES_OF_CORE = 5655
+MOST_LINES_OF_CORE = 5806
 """The aim is 3,000: 3,633 for what was there, the rest for what docs/architecture.md lists. It
 grows with what the core can do, and else shrinks."""
 # What a user may have and `import replicax` must not need; each is imported where it is used.
@@ -67,6 +68,7 @@ OPTIONAL = (
     "flax",
     "grain",
     "matplotlib",
+    "mlflow",
     "orbax",
     "pooch",
     "ray",
@@ -80,6 +82,7 @@ OPTIONAL = (
     "torch",
     "transformers",
     "tyro",
+    "wandb",
 )
 
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["trian"], ["'trian'", "train, plan, bench, verify, ", "mean 'train'"]),
+        (["trian"], ["'trian'", "train, evaluate, sample, ", "mean 'train'"]),
         (["train"], ["needs a recipe", "replicax recipes"]),
         (["train", "--devices", "2"], ["needs a recipe", "replicax recipes"]),
         (["train", "linear_regresion"], ["'linear_regresion'", "mean 'linear_regression'"]),

@@ -1,7 +1,7 @@
 """Data-parallel training for JAX that proves itself.
 
-The core is loaded with the package; `fit`, `initialize`, `verify`, `plan` and `bench` with what
-they need, when they are first used.
+The core is loaded with the package; `fit`, `load`, `initialize`, `verify`, `plan` and `bench` with
+what they need, when they are first used.
 """
 
 import importlib
@@ -48,21 +48,63 @@ if typing.TYPE_CHECKING:
     from replicax.cluster.patience import Patience as Patience
     from replicax.plan.plan import plan as plan
     from replicax.plan.result import Plan as Plan
+    from replicax.runs import load as load
+    from replicax.train.audit import Audit as Audit
+    from replicax.train.evaluation import Evaluation as Evaluation
     from replicax.train.fit import fit as fit
+    from replicax.train.hook import Hook as Hook
+    from replicax.train.hooks.device_memory import DeviceMemory as DeviceMemory
+    from replicax.train.hooks.early_stopping import EarlyStopping as EarlyStopping
+    from replicax.train.hooks.gradient_norm import GradientNorm as GradientNorm
+    from replicax.train.hooks.keep_best import KeepBest as KeepBest
+    from replicax.train.hooks.learning_rate import LearningRate as LearningRate
+    from replicax.train.hooks.profile import Profile as Profile
+    from replicax.train.hooks.throughput import Throughput as Throughput
+    from replicax.train.load import Loaded as Loaded
+    from replicax.train.loggers.csv import CSV as CSV
+    from replicax.train.loggers.logger import Logger as Logger
+    from replicax.train.loggers.mlflow import MLflow as MLflow
+    from replicax.train.loggers.tensorboard import TensorBoard as TensorBoard
+    from replicax.train.loggers.wandb import WandB as WandB
+    from replicax.train.noise_scale import NoiseMeter as NoiseMeter
     from replicax.train.result import Fit as Fit
+    from replicax.train.run import Guard as Guard
+    from replicax.train.run import Run as Run
+    from replicax.train.storage import Saving as Saving
     from replicax.verify.check import Verification as Verification
     from replicax.verify.step import verify_step as verify_step
     from replicax.verify.verify import verify as verify
 
 _LATER = {
+    "Audit": "train.audit",
     "Bench": "bench.result",
+    "CSV": "train.loggers.csv",
+    "DeviceMemory": "train.hooks.device_memory",
+    "EarlyStopping": "train.hooks.early_stopping",
+    "Evaluation": "train.evaluation",
     "Fit": "train.result",
+    "GradientNorm": "train.hooks.gradient_norm",
+    "Guard": "train.run",
+    "Hook": "train.hook",
+    "KeepBest": "train.hooks.keep_best",
+    "LearningRate": "train.hooks.learning_rate",
+    "Loaded": "train.load",
+    "Logger": "train.loggers.logger",
+    "MLflow": "train.loggers.mlflow",
+    "NoiseMeter": "train.noise_scale",
     "Patience": "cluster.patience",
     "Plan": "plan.result",
+    "Profile": "train.hooks.profile",
+    "Run": "train.run",
+    "Saving": "train.storage",
+    "TensorBoard": "train.loggers.tensorboard",
+    "Throughput": "train.hooks.throughput",
     "Verification": "verify.check",
+    "WandB": "train.loggers.wandb",
     "bench": "bench.run",
     "fit": "train.fit",
     "initialize": "cluster.join",
+    "load": "runs",
     "plan": "plan.plan",
     "verify": "verify.verify",
     "verify_step": "verify.step",
@@ -88,39 +130,60 @@ sys.modules[__name__].__class__ = _Package
 
 __all__ = [
     "AgreementError",
+    "Audit",
     "Batch",
     "Bench",
+    "CSV",
     "CheckpointError",
     "ClusterError",
     "CompilerError",
     "ConfigError",
     "DataError",
     "DataParallel",
+    "DeviceMemory",
     "DivergedError",
+    "EarlyStopping",
+    "Evaluation",
     "Feed",
     "Fit",
+    "GradientNorm",
+    "Guard",
+    "Hook",
     "Job",
+    "KeepBest",
+    "LearningRate",
+    "Loaded",
+    "Logger",
     "LossError",
+    "MLflow",
     "MissingDependencyError",
     "Mode",
+    "NoiseMeter",
     "Patience",
     "PerProcess",
     "Plan",
+    "Profile",
     "Reduction",
     "ReplicasDifferError",
     "ReplicaxError",
+    "Run",
     "RunInUseError",
+    "Saving",
     "Shared",
     "StateError",
     "Stateful",
+    "TensorBoard",
+    "Throughput",
     "TrainState",
     "Verification",
+    "WandB",
     "Weighted",
     "Written",
     "bench",
     "fit",
     "gather",
     "initialize",
+    "load",
     "make_mesh",
     "mean",
     "plan",

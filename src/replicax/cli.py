@@ -18,7 +18,10 @@ from replicax.cluster.failure import end
 from replicax.commands.output import failed
 from replicax.errors import ConfigError, ReplicaxError, did_you_mean
 
-COMMANDS = ("train", "plan", "bench", "verify", "launch", "doctor", "recipes")
+COMMANDS = (
+    *("train", "evaluate", "sample", "export", "runs"),
+    *("plan", "bench", "verify", "launch", "doctor", "recipes"),
+)
 """Each is the function of its name in `replicax.commands`, loaded when it is called."""
 USAGE = """\
 usage: replicax COMMAND ...
@@ -27,6 +30,10 @@ Data-parallel training for JAX that proves itself.
 
 commands:
   train RECIPE [FLAGS]   train a recipe; replicax train RECIPE --help lists its flags
+  evaluate RUN [FLAGS]   loss and metrics of a run's model, on its data or on yours
+  sample RUN TEXT        continue a text with a run's model
+  export RUN FILE        write a run's model as a .safetensors file
+  runs [FOLDER]          list the runs in runs/, and how far each has come
   plan RECIPE --target T [FLAGS]
                          will it fit, and how fast, on hardware you do not have
   bench RECIPE [FLAGS]   measure its step in every mode, on several device counts
@@ -38,6 +45,7 @@ commands:
   recipes                list the built-in recipes
 
 A recipe is a built-in name, your own as file.py:Name, or package.module:Name.
+A run is what train has left in runs/: its name, or its folder.
 
 options:
   -h, --help             show this help

@@ -43,10 +43,16 @@ def several_of(table: Iterable[str], default: str) -> Any:
     )
 
 
-def shown_as(value: str, default: str) -> Any:
-    """Return the annotation of a flag that is None by default: what help calls both."""
+def positional() -> Any:
+    """Return the annotation of what is given by its place, without a flag; `shown_as` names it."""
+    return require("tyro", "cli").conf.Positional
+
+
+def shown_as(value: str, default: str | None = None) -> Any:
+    """Return the annotation of a flag that is None by default, or has none: help names both."""
     tyro = require("tyro", "cli")
-    return tyro.conf.arg(metavar=value, help_behavior_hint=f"(default: {default})")
+    hint = "" if default is None else f"(default: {default})"
+    return tyro.conf.arg(metavar=value, help_behavior_hint=hint)
 
 
 def parse_flags(

@@ -40,7 +40,10 @@ def test_facts_are_in_the_right_units(name: str) -> None:
     assert chip.memory_bytes_per_second is not None
     assert 10 * GIB < chip.usable_bytes < chip.memory_bytes < 200 * GIB
     assert 1e11 < chip.memory_bytes_per_second < 1e13
-    assert set(chip.flops_per_second) in ({"float32"}, {"float32", "bfloat16"})
+    rates = chip.flops_per_second
+    assert set(rates) <= {"float32", "bfloat16", "float16"}
+    if chip.platform == "cuda" and "bfloat16" in rates:
+        assert rates["float16"] == rates["bfloat16"]
     assert all(1e12 < rate < 1e16 for rate in chip.flops_per_second.values())
     for link in (chip.inside, chip.between):
         if link is not None:

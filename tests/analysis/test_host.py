@@ -21,6 +21,6 @@ def test_devices_share_what_the_host_can_do(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(host, "product_flops_per_second", lambda device, dtype: 800.0)
     monkeypatch.setattr(host, "_copied_bytes_per_second", lambda device: 400.0)
     chip = host.measured(CPU, 8)
-    assert chip.flops_per_second == {"float32": 100.0, "bfloat16": 100.0}
+    assert chip.flops_per_second == dict.fromkeys(("float32", "bfloat16", "float16"), 100.0)
     assert chip.memory_bytes_per_second == 50.0
     assert "8 devices" in chip.sources["flops_per_second"]

@@ -40,7 +40,7 @@ def _fallback() -> None:
 
 
 def _lease() -> None:
-    from replicax.train import run
+    from replicax.train import storage
 
     class Nobodys:
         token = int(time.time() * 1000)
@@ -48,7 +48,7 @@ def _lease() -> None:
         def check(self) -> None: ...
         def release(self) -> None: ...
 
-    run.take_lease = lambda folder: Nobodys()  # type: ignore[assignment]
+    storage.take_lease = lambda folder: Nobodys()  # type: ignore[assignment]
 
 
 def _guard() -> None:
@@ -73,13 +73,13 @@ def _agreed_stop() -> None:
     from replicax.train.stopping import Stopping
 
     Stopping.signal = property(lambda self: self._interrupt.signal)  # type: ignore[method-assign]
-    Stopping.vote = lambda self, unit="step": self.wanted  # type: ignore[method-assign]
+    Stopping.vote = lambda self, unit="step", now=False: self.over  # type: ignore[method-assign]
 
 
 def _position() -> None:
-    from replicax.train import fit
+    from replicax.train import run
 
-    fit.first_batch = lambda *arguments: 0  # type: ignore[assignment]
+    run.first_batch = lambda *arguments: 0  # type: ignore[assignment]
 
 
 def _atomic_rename() -> None:
@@ -96,16 +96,16 @@ def _atomic_rename() -> None:
 
 
 def _sigterm() -> None:
-    from replicax.train import fit
+    from replicax.train import run
     from replicax.train.interrupt import Interrupt
 
-    fit.Interrupt = lambda **options: Interrupt(terminate=False)  # type: ignore[assignment, misc]
+    run.Interrupt = lambda **options: Interrupt(terminate=False)  # type: ignore[assignment, misc]
 
 
 def _final_save() -> None:
-    from replicax.train.run import Run
+    from replicax.train.storage import Storage
 
-    Run.finish = lambda *arguments: None  # type: ignore[method-assign]
+    Storage.finish = lambda *arguments: None  # type: ignore[method-assign]
 
 
 def _failed_saves() -> None:

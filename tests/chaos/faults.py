@@ -211,7 +211,7 @@ def _wake_later(trial: Trial, start: Start, victim: Child) -> None:
     if again.codes == [0] * trial.processes:
         trial.measure(again)
         return
-    # On the same host a frozen holder still has the lock, and nobody else the run.
+    # On the same host a frozen holder still lives, and holds its run.
     refused = "is held by another start" in trial.said(again)
     trial.check(
         refused and victim is start.children[0], f"the start after it was harmed: {again.codes}"

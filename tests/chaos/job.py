@@ -186,9 +186,8 @@ def train(folder: Path, data: str, notes: Notes, job: Job) -> int:
         eval_source=rows(EVAL_ROWS, seed=5),
         log_every=1,
         run_dir=folder / "run",
-        save_every=SAVE_EVERY,
-        keep=KEEP,
-        max_bad_steps=MAX_BAD_STEPS,
+        saving=rx.Saving(every=SAVE_EVERY, keep=KEEP),
+        guard=rx.Guard(most=MAX_BAD_STEPS),
         config={"job": "chaos", "data": data},
     )
     notes.write("fitted", copies=copies(result.state))

@@ -24,6 +24,7 @@ DATA = {
     "x": NUMBERS.normal(size=(ROWS, 8)).astype(np.float32),
     "y": NUMBERS.normal(size=(ROWS, 4)).astype(np.float32),
 }
+AVERAGED = rx.Evaluation(DATA, ema=True)
 CASES = [
     *({"mode": mode} for mode in ("single", "jit", "shard_map", "pmap", "exact")),
     {"layout": "zero1"},
@@ -107,7 +108,7 @@ def test_fit_evaluates_with_it_and_resumes_it(tmp_path: Path) -> None:
     def fitted(folder: Path, steps: int) -> Any:
         dp = rx.DataParallel(loss, optax.adam(0.1), ema=DECAY)
         return dp, rx.fit(
-            dp, dp.init(MODEL), DATA, batch_size=8, steps=steps, eval_source=DATA, eval_ema=True,
+            dp, dp.init(MODEL), DATA, batch_size=8, steps=steps, eval_source=AVERAGED,
             run_dir=folder, progress=False,
         )  # fmt: skip
 
@@ -146,7 +147,15 @@ def test_without_one_the_state_has_none() -> None:
     for ask in (
         lambda: dp.model(state, ema=True),
         lambda: dp.evaluate(state, [DATA], ema=True),
-        lambda: rx.fit(dp, state, DATA, batch_size=8, steps=1, eval_ema=True, progress=False),
+        lambda: rx.fit(
+            dp,
+            state,
+            DATA,
+            batch_size=8,
+            steps=1,
+            eval_source=AVERAGED,
+            progress=False,
+        ),
     ):
         with pytest.raises(rx.ConfigError, match=r"DataParallel\(loss, optimizer, ema=0.999\)"):
             ask()

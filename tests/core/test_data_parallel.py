@@ -248,7 +248,7 @@ def test_a_mesh_of_explicit_axes_works() -> None:
         ({"mode": "pmap", "layout": "fsdp"}, "use mode='jit'"),
         ({"mode": "shard_map", "layout": "zero1"}, "use mode='jit'"),
         ({"accumulate": 0}, "accumulate=0"),
-        ({"precision": "float16"}, "float32, bfloat16"),
+        ({"precision": "float8"}, "float32, bfloat16, float16"),
         ({"mesh": jax.sharding.Mesh(jax.devices(), ("batch",))}, "none named 'data'"),
         ({"mode": "single", "mesh": jax.sharding.Mesh(jax.devices(), ("data",))}, "runs on 1"),
     ],

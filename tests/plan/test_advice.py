@@ -125,11 +125,17 @@ def test_bfloat16_where_the_chip_is_faster_in_it() -> None:
 
 @pytest.mark.parametrize(
     ("target", "dp"),
-    [("h100:8", step(precision="bfloat16")), ("v100:8", step()), ("v5e:4x4", step())],
+    [("h100:8", step(precision="bfloat16")), ("p100:8", step()), ("v5e:4x4", step())],
     ids=["in it already", "no units for it", "as fast in float32"],
 )
 def test_no_bfloat16_where_it_is_not_faster(target: str, dp: rx.DataParallel) -> None:
     assert first(FITS, target, dp=dp).startswith("nothing: ")
+
+
+def test_float16_where_a_gpu_has_units_for_that_alone() -> None:
+    assert first(FITS, "v100:8") == "precision=float16: products up to 8.0 times as fast"
+    own = rx.DataParallel(step=lambda state, batch, key: (state, {}))  # refuses float16
+    assert first(FITS, "v100:8", dp=own).startswith("nothing: ")
 
 
 def test_fewer_devices_where_all_else_is_done_and_it_waits() -> None:

@@ -376,9 +376,22 @@ def test_by_formula_a_mode_is_planned_for_more_devices_than_there_are(mode: str)
 def test_a_chip_that_no_compiler_describes_says_so() -> None:
     found = rx.plan(step(precision="bfloat16"), MODEL, rows(64), target="v100:8", changes={})
     assert any("no compiler describes an NVIDIA V100" in note for note in found.notes)
-    assert any(note.endswith("multiplies in float32 at best") for note in found.notes)
+    assert any(note.endswith("bfloat16: at best as fast as float32") for note in found.notes)
     assert not found.asked.compiled
     strict(found)
+
+
+def test_float16_counts_a_v100s_tensor_cores_and_is_what_is_tried_there() -> None:
+    wide, half = (
+        rx.plan(step(precision=each), MODEL, rows(64), target="v100:1", changes={})
+        for each in ("float32", "float16")
+    )
+    assert not any("no units" in note for note in half.notes)
+    assert [each.change for each in wide.alternatives][:1] == ["precision=float16"]
+    assert half.speeds[0].peak_share == pytest.approx(
+        half.speeds[0].flops / half.speeds[0].step.seconds / 125e12
+    )
+    strict(half)
 
 
 @pytest.mark.slow

@@ -145,6 +145,8 @@ def test_more_devices_pay_to_the_critical_batch_alone() -> None:
         ("float32", {"bfloat16": 1.0, "float32": 1.0}, "float32"),
         ("bfloat16", {"float32": 1.0}, "float32"),
         ("bfloat16", {}, "float32"),
+        ("float16", {"float32": 1.0, "float16": 1.0}, "float16"),
+        ("float16", {"bfloat16": 1.0, "float32": 1.0}, "float32"),
     ],
 )
 def test_the_dtype_whose_peak_counts(precision: str, rates: dict[str, float], dtype: str) -> None:

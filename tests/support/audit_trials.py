@@ -66,7 +66,7 @@ class Subject:
 
     def run(self, **options: Any) -> rx.Fit:
         """A run from the start."""
-        options = {"steps": STEPS, "audit_every": AUDIT_EVERY, **options}
+        options = {"steps": STEPS, "hooks": [rx.Audit(AUDIT_EVERY)], **options}
         return rx.fit(
             self.dp,
             self._start.restore(),

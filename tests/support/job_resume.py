@@ -47,7 +47,8 @@ def main() -> None:
     state = dp.init(model())
     with (folder / "told.jsonl").open("a") as told:
         watch(told, stop)
-        settings: dict[str, Any] = {"batch_size": 16, "steps": steps, "save_every": 30}
+        settings: dict[str, Any] = {"batch_size": 16, "steps": steps}
+        settings["saving"] = rx.Saving(every=30)
         result = rx.fit(dp, state, DATA, run_dir=folder / "run", progress=False, **settings)
     if jax.process_index() == 0 and not result.interrupted:
         np.savez(folder / "params.npz", **jax.tree.map(np.asarray, dp.model(result.state)))

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.settings import grouped
 
 import replicax as rx
 from replicax.core.data_parallel import DataParallel
@@ -69,7 +70,7 @@ def fit(dp: rx.DataParallel, folder: Path | None = None, **settings: Any) -> rx.
         wanted |= {"run_dir": folder, "save_every": 3}
     wanted |= settings
     state = wanted.pop("state", None) or dp.init(wanted.pop("model", model)())
-    return rx.fit(dp, state, wanted.pop("source"), **wanted)
+    return rx.fit(dp, state, wanted.pop("source"), **grouped(wanted))
 
 
 def settle() -> None:
@@ -152,7 +153,7 @@ def steps_saved(folder: Path) -> list[str]:
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs draw none, which takes longer than they do; import this where that is so."""
-    monkeypatch.setattr("replicax.train.fit._draw", lambda *arguments: None)
+    monkeypatch.setattr("replicax.train.curves.draw_curves", lambda *arguments: None)
 
 
 def undisturbed() -> Callable[..., rx.Fit]:

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import optax
 
 import replicax as rx
-from replicax.plan.abstract_model import abstract_model
 from replicax.recipes import transformer
+from replicax.recipes.abstract_model import abstract_model
 from replicax.recipes.gpt2 import GPT2
 from replicax.recipes.lenet import LeNet
 from replicax.recipes.mlp import MLP

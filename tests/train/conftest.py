@@ -24,6 +24,7 @@ def holding(run: Path) -> Iterator[Start]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Signs of life every 20 ms, and a look every 50."""
+    """Heartbeats every 20 ms, a look every 50, and half a second without is death."""
     monkeypatch.setattr(lease, "RENEW_SECONDS", 0.02)
     monkeypatch.setattr(lease, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(lease, "EXPIRE_SECONDS", 0.5)

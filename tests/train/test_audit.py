@@ -22,7 +22,7 @@ import replicax as rx
 from replicax.core.in_flight import STEPS_IN_FLIGHT
 from replicax.core.sources import as_source
 from replicax.errors import ConfigError, DivergedError, ReplicasDifferError
-from replicax.train.audit import Audit
+from replicax.train.auditor import TABLE, Auditor
 from replicax.train.dispatched import Place, dispatched
 from replicax.train.fingerprint import sha256
 from replicax.train.guarded import NOT_FINITE, guarded
@@ -50,8 +50,16 @@ def two() -> rx.DataParallel:
 
 
 def fit(dp: rx.DataParallel, **settings: Any) -> rx.Fit:
-    settings = {"batch_size": 16, "steps": 30, "audit_every": 10, "progress": False, **settings}
-    return rx.fit(dp, dp.init(CASE.model()), settings.pop("source", CASE.source), **settings)
+    """A run with an audit every 10 steps, or as `audit` has it; None for none."""
+    settings = {"batch_size": 16, "steps": 30, "progress": False, **settings}
+    audit = settings.pop("audit", rx.Audit(10))
+    source = settings.pop("source", CASE.source)
+    hooks = [] if audit is None else [audit]
+    return rx.fit(dp, dp.init(CASE.model()), source, hooks=hooks, **settings)
+
+
+def restoring() -> dict[str, Any]:
+    return {"audit": rx.Audit(10, "restore")}
 
 
 def flipping(device: int, bit: int = 0, leaf: str = "params") -> Callable[[Any], Any]:
@@ -83,13 +91,10 @@ def told(result: rx.Fit) -> list[Any]:
 
 @pytest.mark.parametrize("mode", only(["jit"], ["jit", *OTHER_MODES]))
 def test_clean_audits_are_counted_in_every_mode(mode: str) -> None:
-    result = fit(make(8, mode=mode), steps=25)
-    assert (result.clean_audits, result.restores, result.steps) == (3, 0, 25)
+    audit = rx.Audit(10)
+    result = fit(make(8, mode=mode), steps=25, audit=audit)
+    assert (audit.clean, audit.restores, result.steps) == (3, 0, 25)
     assert all(set(record.metrics) == {"loss", "accuracy"} for record in result.records)
-
-
-def test_without_audits_nothing_is_counted(eight: rx.DataParallel) -> None:
-    assert fit(eight, audit_every=None).clean_audits is None
 
 
 @pytest.mark.parametrize("device", [0, 5])
@@ -123,7 +128,7 @@ def test_a_bit_that_makes_everything_nan_is_found_at_once(optimizer: Any) -> Non
             {"x": x, "y": 2 * x},
             batch_size=16,
             steps=30,
-            audit_every=1000,
+            hooks=[rx.Audit(1000)],
             progress=False,
         )
 
@@ -136,8 +141,9 @@ def test_the_last_state_is_audited_too(eight: rx.DataParallel) -> None:
 
 def test_a_state_that_differs_before_the_first_step_is_refused(eight: rx.DataParallel) -> None:
     state = flipping(7)(eight.init(CASE.model()))
+    hooks = [rx.Audit(1)]
     with pytest.raises(ReplicasDifferError, match=r"device 7 .* before the first step"):
-        rx.fit(eight, state, CASE.source, batch_size=16, steps=3, audit_every=1, progress=False)
+        rx.fit(eight, state, CASE.source, batch_size=16, steps=3, hooks=hooks, progress=False)
 
 
 @pytest.mark.parametrize("device", [0, 1])
@@ -175,11 +181,12 @@ def test_a_restored_run_is_the_undisturbed_one(
     devices: int, step: int, eight: rx.DataParallel, two: rx.DataParallel, folder: Path
 ) -> None:
     dp = eight if devices == 8 else two
-    settings = {"on_divergence": "restore", "log_every": 3, "eval_source": CASE.source}
-    undisturbed = fit(dp, **settings)
+    settings = {"log_every": 3, "eval_source": CASE.source}
+    calm, audit = rx.Audit(10, "restore"), rx.Audit(10, "restore")
+    undisturbed = fit(dp, audit=calm, **settings)
     with before_step(step, flipping(1, 21)):
-        result = fit(dp, run_dir=folder / "run", **settings)
-    assert (undisturbed.restores, result.restores) == (0, 1)
+        result = fit(dp, audit=audit, run_dir=folder / "run", **settings)
+    assert (calm.restores, audit.restores) == (0, 1)
     assert same(undisturbed.state, result.state)
     assert (result.steps, result.rows) == (30, undisturbed.rows)
     back = [record for record in told(result) if record[0] == "restore"]
@@ -194,7 +201,7 @@ def test_a_restored_run_is_the_undisturbed_one(
 
 
 def test_a_fault_that_stays_ends_the_run_after_three_restores(eight: rx.DataParallel) -> None:
-    said = message(eight, 13, flipping(6), times=1000, on_divergence="restore")
+    said = message(eight, 13, flipping(6), times=1000, **restoring())
     assert said.startswith("device 6 of process 0 holds wrong bits in params")
     assert "again after 3 restores of step" in said
 
@@ -206,12 +213,12 @@ def to_nan(state: Any) -> Any:
 
 def audited(
     dp: rx.DataParallel, steps: int, source: Any = CASE.source, **settings: Any
-) -> Iterator[tuple[Audit, bool]]:
+) -> Iterator[tuple[Auditor, bool]]:
     """Guarded steps with an audit, which alone decides; after each: it, and whether it was bad."""
     state = dp.init(CASE.model())
     dp, opened = guarded(dp, state), as_source(source, 16, dp.job, shuffle=False, seed=0)
     settings = {"every": 10, "on_divergence": "stop", **settings}
-    audit = Audit(dp, state, opened, **settings)
+    audit = Auditor(dp, state, opened, **settings)
     audit.begin(state, Place(0, 0, 0))
     number = 0
     for epoch in range(steps):
@@ -219,7 +226,9 @@ def audited(
             state, metrics = dp.step(state, each)
             number += 1
             place = Place(number, epoch, batch + 1)
-            dp.job.in_flight.note(dispatched(place, each, metrics, audit.take(state, place)))
+            step, table = dispatched(place, each, metrics), audit.take(state, place)
+            step.attached.update({} if table is None else {TABLE: table})
+            dp.job.in_flight.note(step)
             may_remain = 0 if audit.waits(place) else STEPS_IN_FLIGHT
             done = list(dp.job.in_flight.notes(may_remain))
             assert audit.after(state, place, done) is None
@@ -288,9 +297,9 @@ def test_a_moment_that_is_nan_on_all_replicas_ends_the_run(eight: rx.DataParalle
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"audit_every": 0}, "audit_every=0; it is at least 1 step"),
-        ({"on_divergence": "restor"}, "did you mean 'restore'"),
-        ({"on_divergence": "restore", "source": iter([])}, "an iterator of batches"),
+        ({"audit": rx.Audit(0)}, "every=0 of an audit; it is at least 1 step"),
+        ({"audit": rx.Audit(10, "restor")}, "did you mean 'restore'"),
+        ({**restoring(), "source": iter([])}, "an iterator of batches"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused(
@@ -392,4 +401,4 @@ def test_processes_go_back_together() -> None:
 def test_audits_leave_the_bits_of_exact_as_they_are() -> None:
     """Else its digests could be compared only among runs that all audit, or all do not."""
     dp = make(4, mode="exact")
-    assert sha256(fit(dp).state) == sha256(fit(dp, audit_every=None).state)
+    assert sha256(fit(dp).state) == sha256(fit(dp, audit=None).state)

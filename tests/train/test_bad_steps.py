@@ -130,7 +130,7 @@ def test_many_examples_are_named_in_part() -> None:
 
 
 def test_at_least_one_step_is_bad_before_the_end() -> None:
-    with pytest.raises(ConfigError, match="max_bad_steps=0"):
+    with pytest.raises(ConfigError, match="most=0"):
         BadSteps(0, Alone())
 
 

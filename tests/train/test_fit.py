@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.settings import grouped
 from support.tiers import only
 
 import replicax as rx
@@ -45,7 +46,8 @@ def dp() -> rx.DataParallel:
 
 def fit(dp: rx.DataParallel, source: Any = None, **settings: Any) -> rx.Fit:
     source = line(40) if source is None else source
-    return rx.fit(dp, dp.init(model()), source, **{"batch_size": 16, "progress": False, **settings})
+    settings = grouped({"batch_size": 16, "progress": False, **settings})
+    return rx.fit(dp, dp.init(model()), source, **settings)
 
 
 def of_kind(result: rx.Fit, kind: str) -> list[Any]:
@@ -231,7 +233,6 @@ def run(dp: rx.DataParallel, tmp_path_factory: pytest.TempPathFactory) -> tuple[
         eval_source=line(20, 1),
         run_dir=folder,
         config={"recipe": "a line", "path": Path("x")},
-        title="a line · 8 devices",
     )
     return result, folder
 
@@ -347,7 +348,7 @@ class TestDivergence:
                 rx.DataParallel(loss, optax.sgd(0.1)),
                 {"x": np.full(16, np.nan), "y": np.zeros(16)},
                 epochs=9,
-                max_bad_steps=3,
+                guard=rx.Guard(most=3),
             )
 
 

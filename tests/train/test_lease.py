@@ -1,18 +1,21 @@
 """The lease: one start holds a run, and one that no longer does is told so."""
 
+import errno
 import json
 import os
+import shutil
 import signal
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.lease_starts import AT_ONCE_SECONDS, Start, Watch, file_of, move, refused
 
-from replicax.errors import ConfigError, ReplicaxError, RunInUseError
-from replicax.train import lease, lease_file
-from replicax.train.lease import Lease, take_lease
-from replicax.train.lease_file import MOST_KEPT
+from replicax.errors import CheckpointError, ConfigError, ReplicaxError, RunInUseError
+from replicax.train import lease
+from replicax.train.lease import MOST_KEPT, Lease, take_lease
 
 # On one host
 
@@ -25,7 +28,6 @@ def test_a_second_start_is_refused_at_once_and_the_first_is_unharmed(
     assert watch.slept < AT_ONCE_SECONDS
     assert f"{run} is held by another start of it (start 1, host " in said
     assert f"pid {holding.pid}, since " in said
-    refused(run)  # nor has looking unlocked it
     holding.go_on()
     assert holding.line() == "unharmed"
 
@@ -42,23 +44,12 @@ def test_a_killed_start_is_followed_at_once(
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("dies", [True, False])
-def test_a_start_that_is_being_taken_down_is_given_time_to_end(
-    run: Path, holding: Start, monkeypatch: pytest.MonkeyPatch, dies: bool
-) -> None:
-    """Its memory goes before its locks; here the file names a process that is no more."""
-    monkeypatch.setattr(lease, "_ENDING_SECONDS", 10.0 if dies else 0.3)
-    gone = {**json.loads(file_of(run, 1).read_bytes()), "process_started": 1}
-    file_of(run, 1).write_text(json.dumps(gone))
-    if dies:
-        timer = threading.Timer(0.2, os.kill, (holding.pid, signal.SIGKILL))
-        timer.start()
-        with Watch() as watch, take_lease(run) as taken:
-            assert taken.token == 2
-        timer.join()
-        assert 0.2 <= watch.seconds < 5
-    else:
-        refused(run)
+def test_a_process_id_that_came_again_is_not_the_holder(run: Path, holding: Start) -> None:
+    file = file_of(run, 1)
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps({**content, "started": content["started"] - 1}))
+    with take_lease(run) as taken:
+        assert taken.token == 2
 
 
 def test_a_stopped_start_still_holds_its_run(run: Path, holding: Start) -> None:
@@ -72,32 +63,12 @@ def test_a_stopped_start_still_holds_its_run(run: Path, holding: Start) -> None:
 
 
 def test_a_run_is_taken_once_in_a_process_too(run: Path) -> None:
-    """POSIX locks do not keep a process from itself, and looking must not lose the lock."""
     with take_lease(run) as taken:
         assert f"pid {os.getpid()}" in refused(run)
         taken.check()
         other = Start("try: take_lease(folder)\nexcept Exception as e: print(repr(e))", run)
         assert "RunInUseError" in other.line()
         other.end()
-
-
-def test_a_lock_that_got_lost_does_not_make_a_living_start_dead(
-    run: Path, quick: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Whoever copies the run's folder within its process closes the lease file."""
-    start = Start(
-        "lease.RENEW_SECONDS = 0.02\nheld = take_lease(folder, wait_seconds=1)\n"
-        "(folder / 'lease' / '00000001.json').read_bytes()\n"
-        "print('lost', flush=True)\nsys.stdin.readline()",
-        run,
-    )
-    try:
-        assert start.line() == "lost"
-        assert lease_file.look(run, 1).is_locked is False
-        assert f"pid {start.pid}" in refused(run)
-        assert "may be alive" in capsys.readouterr().err
-    finally:
-        start.end()
 
 
 def test_a_released_run_is_taken_at_once(
@@ -156,7 +127,7 @@ def test_of_racing_processes_one_wins_and_the_next_number_is_its(run: Path) -> N
     finally:
         start.end()
     left = sorted(path.name for path in (run / "lease").iterdir())
-    assert left == [f"{token:08d}.json" for token in range(16 - MOST_KEPT, 16)]
+    assert [int(name.partition("-")[0]) for name in left] == list(range(16 - MOST_KEPT, 16))
 
 
 def test_of_racing_threads_one_wins(run: Path) -> None:
@@ -223,18 +194,19 @@ def test_a_child_that_outlives_its_parent_does_not_hold_the_run(run: Path) -> No
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_start_on_another_host_that_moves_holds_its_run(
+def test_a_start_on_another_host_that_lives_holds_its_run(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(lease, "EXPIRE_SECONDS", 20.0)
     with take_lease(run) as taken:
         move(monkeypatch)
         with Watch() as watch:
-            assert "(start 1, host " in refused(run, wait_seconds=20)
+            assert f"(start 1, host {os.uname().nodename}, pid {os.getpid()}, " in refused(run)
         assert watch.slept < AT_ONCE_SECONDS
         taken.check()
     said = capsys.readouterr().err
-    assert said.startswith("replicax: start 1 of ")
-    assert said.endswith(" may be alive; waiting 20 s to see\n")
+    assert said.startswith("replicax: start 1, host ")
+    assert said.endswith(f" may hold {run}; waiting 20 s\n")
     assert said.count("\n") == 1
 
 
@@ -242,22 +214,18 @@ def test_a_start_on_another_host_that_stands_still_is_followed_and_told_so(
     run: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lease, "RENEW_SECONDS", 1000.0)
-    frozen = take_lease(run, wait_seconds=2000)
+    frozen = take_lease(run)
     monkeypatch.setattr(lease, "RENEW_SECONDS", 0.02)
     move(monkeypatch)
     with Watch() as watch:
-        taken = take_lease(run, wait_seconds=0.3)
-    assert watch.seconds >= 0.3
+        taken = take_lease(run)
+    assert watch.seconds >= 0.5
     assert taken.token == 2
-    with pytest.raises(RunInUseError) as error:
+    with pytest.raises(RunInUseError, match=f"start 2, host other-host, pid {os.getpid()}"):
         frozen.check()
-    assert str(error.value) == (
-        f"start 2 of this run, on host other-host (pid {os.getpid()}), has taken over; "
-        "this one stops"
-    )
     frozen.release()
     taken.check()
-    refused(run, wait_seconds=20)  # nor has the old one's release given the new one's run back
+    refused(run)  # nor has the old one's release given the new one's run back
     taken.release()
 
 
@@ -266,6 +234,7 @@ def test_a_run_released_meanwhile_is_taken_before_the_wait_is_over(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lease, "RENEW_SECONDS", 10.0)
+    monkeypatch.setattr(lease, "EXPIRE_SECONDS", 20.0)
     held = take_lease(run)
     move(monkeypatch)
     timer = threading.Timer(0.2, held.release)
@@ -277,8 +246,178 @@ def test_a_run_released_meanwhile_is_taken_before_the_wait_is_over(
     assert watch.slept < 2.0
 
 
-def test_a_wait_that_could_not_see_a_sign_of_life_is_refused(run: Path) -> None:
-    for seconds in (0.0, 9.9, float("nan"), float("inf")):
-        with pytest.raises(ConfigError, match="every 5 s: wait at least 10"):
-            take_lease(run, wait_seconds=seconds)
-    assert not run.exists()
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("lives", [True, False])
+def test_where_no_system_tells_of_processes_heartbeats_decide(
+    run: Path, monkeypatch: pytest.MonkeyPatch, lives: bool
+) -> None:
+    """As on Windows, or where those of others are hidden."""
+
+    def unknown(pid: int) -> dict[str, Any]:
+        return {"host": "here", "boot": None, "pid": pid, "started": None}
+
+    monkeypatch.setattr(lease, "_process", unknown)
+    if not lives:
+        monkeypatch.setattr(Lease, "_renew", lambda self: None)
+    taken = take_lease(run)
+    if lives:
+        refused(run)
+    else:
+        assert take_lease(run).token == 2
+    taken.release()
+
+
+# Two that take it at once
+
+
+class Raced:
+    """A file of another start, which is there from the n-th listing on, for so many of them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, file: Path, at: int, until: int) -> None:
+        self.listings, self.sleeps = 0, 0
+        listdir = os.listdir
+
+        def raced(folder: Path) -> list[str]:
+            self.listings += 1
+            if self.listings == at:
+                file.write_text("{}")
+            elif self.listings == until:
+                file.unlink()
+            return listdir(folder)
+
+        def slept(seconds: float) -> None:
+            self.sleeps += 1
+
+        monkeypatch.setattr(os, "listdir", raced)
+        monkeypatch.setattr(time, "sleep", slept)
+
+
+@pytest.mark.parametrize("token", [1, 2])
+def test_who_sees_another_after_its_own_file_withdraws(
+    run: Path, monkeypatch: pytest.MonkeyPatch, token: int
+) -> None:
+    """Its own is there at the second listing; the other one withdraws as well, in the pause."""
+    other = run / "lease" / f"{token:08d}-{'0' * 16}.json"
+    raced = Raced(monkeypatch, other, 2, 3)
+    with take_lease(run) as taken:
+        assert taken.token == 1
+        assert raced.sleeps == 1
+        assert [path.name for path in (run / "lease").glob("*.json")] == [file_of(run, 1).name]
+
+
+def test_another_that_is_late_and_will_withdraw_does_not_stop_the_holder(run: Path) -> None:
+    with take_lease(run) as taken:
+        (run / "lease" / f"00000001-{'0' * 16}.json").write_text("{}")
+        taken.check()
+        refused(run)
+
+
+def test_a_start_that_is_slow_does_not_count_backwards(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = run / "lease" / f"00000012-{'0' * 16}.released"
+    Raced(monkeypatch, late, 2, 99)
+    with take_lease(run) as taken:
+        assert taken.token == 13
+
+
+# Storage
+
+
+def full(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("call", ["write_text", "replace"])
+def test_a_full_disk_is_one_line_and_leaves_nothing(
+    run: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    take_lease(run).release()
+    before = sorted((run / "lease").iterdir())
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, call, full)
+        with pytest.raises(ConfigError, match=r"^\S+ cannot be written \(No space left on"):
+            take_lease(run)
+    assert sorted((run / "lease").iterdir()) == before
+    take_lease(run).release()
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"cannot be written \(Not a directory\)"):
+        take_lease(tmp_path / "file" / "x")
+
+
+def test_a_removed_or_replaced_folder_is_noticed(run: Path) -> None:
+    first = take_lease(run)
+    shutil.rmtree(run)
+    with pytest.raises(RunInUseError, match="folder was removed or replaced"):
+        first.check()
+    with take_lease(run) as second:
+        assert second.token == first.token == 1
+        with pytest.raises(RunInUseError, match="folder was removed or replaced"):
+            first.check()
+        first.release()
+        second.check()
+        refused(run)
+
+
+def test_a_folder_that_cannot_be_read_commits_nothing(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with take_lease(run) as taken:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "listdir", full)
+            with pytest.raises(CheckpointError, match=r"cannot be read \(No space"):
+                taken.check()
+        taken.check()
+
+
+def test_a_failing_renewal_is_not_fatal(
+    run: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = threading.Event()
+
+    def broken(*_: object) -> None:
+        tried.set()
+        full()
+
+    monkeypatch.setattr(os, "utime", broken)
+    with take_lease(run) as taken:
+        assert tried.wait(5)
+        tried.clear()
+        assert tried.wait(5)
+        taken.check()
+
+
+def test_names_that_are_no_tokens_are_passed_over(run: Path) -> None:
+    (run / "lease").mkdir(parents=True)
+    names = ["7.json", "00000009.json.bak", "x", ".hidden", "-0000009.json", "00000009.JSON"]
+    for name in names:
+        (run / "lease" / name).touch()
+    with take_lease(run) as taken:
+        assert taken.token == 1
+    assert {path.name for path in (run / "lease").iterdir()} > set(names)
+
+
+def test_numbers_go_on_where_an_earlier_version_counted(run: Path) -> None:
+    (run / "lease").mkdir(parents=True)
+    for name in ("00000006.json", "00000006.released", f".00000001-{'0' * 16}.json"):
+        (run / "lease" / name).touch()
+    with take_lease(run) as taken:
+        assert taken.token == 7
+    for _ in range(2):
+        take_lease(run).release()
+    left = {path.name for path in (run / "lease").iterdir()}
+    assert {name for name in left if "-" not in name} == {"00000006.json", "00000006.released"}
+    assert not any(name.startswith(".") for name in left)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("content", [b"", b"\xff{"])
+def test_a_newest_file_that_tells_nothing_is_waited_for(run: Path, content: bytes) -> None:
+    (run / "lease").mkdir(parents=True)
+    (run / "lease" / f"00000004-{'0' * 16}.json").write_bytes(content)
+    with Watch() as watch, take_lease(run) as taken:
+        assert taken.token == 5
+    assert watch.seconds >= 0.5

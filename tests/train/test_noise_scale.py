@@ -14,6 +14,7 @@ from support.bit_flips import before_step, flip_leaf, leaf_names
 from support.cases import CASES, DROPOUT_CASES
 from support.command_line import REGRESSION, Main, one_line
 from support.processes import run_job
+from support.settings import grouped
 from support.tiers import EXHAUSTIVE, exhaustive
 
 import replicax as rx
@@ -53,7 +54,14 @@ def batches(rows: int, count: int, distance: float = DISTANCE) -> list[Any]:
 
 def fit(dp: rx.DataParallel, source: Any, model: Any = None, **settings: Any) -> rx.Fit:
     state = dp.init({"theta": jnp.zeros(DIM)} if model is None else model)
-    return rx.fit(dp, state, source, progress=False, **settings)
+    return rx.fit(dp, state, source, progress=False, **grouped(settings))
+
+
+def measured(dp: rx.DataParallel, source: Any, every: int, **settings: Any) -> NoiseScale:
+    noise = rx.NoiseMeter(every)
+    fit(dp, source, noise=noise, **settings)
+    assert noise.scale is not None
+    return noise.scale
 
 
 def samples(pairs: Any, first: int = 1) -> list[Record]:
@@ -69,8 +77,7 @@ def later(pairs: Any) -> NoiseScale:
 
 
 def test_a_quadratic_has_the_noise_scale_of_its_closed_form() -> None:
-    found = fit(still(), batches(16, 200), epochs=1, measure_noise_every=2).noise_scale
-    assert found is not None
+    found = measured(still(), batches(16, 200), 2, epochs=1)
     assert found.low < TRUTH < found.high
     assert found.high < 1.4 * found.low  # a range that would hold anything shows nothing
     assert found.squared_gradient_norm == pytest.approx(DISTANCE**2, rel=0.15)
@@ -80,12 +87,11 @@ def test_a_quadratic_has_the_noise_scale_of_its_closed_form() -> None:
 
 
 def test_without_a_gradient_there_is_no_upper_end() -> None:
-    found = fit(still(), batches(16, 80, distance=0.0), epochs=1, measure_noise_every=2)
-    assert found.noise_scale is not None
-    assert not found.noise_scale.resolved
-    assert 16 < found.noise_scale.low < math.inf
-    assert "B_simple above" in str(found.noise_scale)
-    assert "measure longer" in str(found.noise_scale)
+    found = measured(still(), batches(16, 80, distance=0.0), 2, epochs=1)
+    assert not found.resolved
+    assert 16 < found.low < math.inf
+    assert "B_simple above" in str(found)
+    assert "measure longer" in str(found)
 
 
 @pytest.mark.parametrize("square", [4.0, 1.0, 0.3])
@@ -156,24 +162,25 @@ def test_the_training_has_the_same_bits_with_and_without(name: str, mode: str) -
     case = DROPOUT_CASES.get(name, CASES[name])
     mesh = rx.make_mesh(data=1 if mode == "single" else 4)
     states, told = [], []
-    for every in (None, 1):
+    for noise in (None, rx.NoiseMeter(1)):
         dp = rx.DataParallel(case.loss, optax.adamw(1e-2), mesh=mesh, mode=mode)
         settings: dict[str, Any] = {"batch_size": 16, "epochs": 2, "log_every": 1}
-        settings |= {"eval_source": case.source, "measure_noise_every": every}
+        settings |= {"eval_source": case.source, "noise": noise}
         result = fit(dp, case.source, case.model(), **settings)
         states.append(sha256(result.state))
         kept = [r for r in result.records if r.kind != "noise"]
         told.append(([(r.kind, r.step, r.metrics, r.rows) for r in kept], result.metrics))
     assert states[0] == states[1]
     assert told[0] == told[1]
-    assert result.noise_scale is not None
-    assert result.noise_scale.samples == 4
+    assert noise is not None
+    assert noise.scale is not None
+    assert noise.scale.samples == 4
     assert sum(r.kind == "noise" for r in result.records) == 8
 
 
 def test_a_sample_is_no_metric_of_the_run() -> None:
-    result = fit(still(), batches(16, 1), steps=1, measure_noise_every=1)
-    assert [record.kind for record in result.records] == ["train", "noise"]
+    result = fit(still(), batches(16, 1), steps=1, noise=rx.NoiseMeter(1))
+    assert [record.kind for record in result.records] == ["noise", "train"]
     assert set(result.metrics) == {"loss"}
 
 
@@ -182,12 +189,13 @@ def test_going_back_takes_samples_back_too(tmp_path: Path) -> None:
         number = next(n for n, name in enumerate(leaf_names(state)) if "params" in name)
         return flip_leaf(state, number, jax.devices()[1], 3, 5)
 
-    settings: dict[str, Any] = {"batch_size": 16, "steps": 20, "measure_noise_every": 2}
-    settings |= {"audit_every": 5, "on_divergence": "restore", "run_dir": tmp_path / "run"}
+    settings: dict[str, Any] = {"batch_size": 16, "steps": 20, "noise": rx.NoiseMeter(2)}
+    audit = rx.Audit(5, "restore")
+    settings |= {"audit": audit, "run_dir": tmp_path / "run"}
     source = batches(64, 1)[0]
     with before_step(12, flip, 1):
         result = fit(still(4), source, **settings)
-    assert result.restores == 1
+    assert audit.restores == 1
     lines = (tmp_path / "run" / "records.jsonl").read_text().splitlines()
     steps = [each["step"] for each in map(json.loads, lines) if each["kind"] == "noise"]
     assert steps == list(range(2, 21, 2))
@@ -195,10 +203,9 @@ def test_going_back_takes_samples_back_too(tmp_path: Path) -> None:
 
 
 def test_what_was_measured_is_kept_and_read(tmp_path: Path) -> None:
-    result = fit(still(), batches(16, 30), epochs=1, measure_noise_every=1, run_dir=tmp_path / "a")
-    assert result.noise_scale is not None
-    assert load_noise_scale(tmp_path / "a") == result.noise_scale
-    assert load_noise_scale(tmp_path / "a" / "noise_scale.json") == result.noise_scale
+    found = measured(still(), batches(16, 30), 1, epochs=1, run_dir=tmp_path / "a")
+    assert load_noise_scale(tmp_path / "a") == found
+    assert load_noise_scale(tmp_path / "a" / "noise_scale.json") == found
 
 
 def test_what_is_not_finite_is_kept_as_null(tmp_path: Path) -> None:
@@ -211,8 +218,7 @@ def test_what_is_not_finite_is_kept_as_null(tmp_path: Path) -> None:
 
 
 def test_without_the_option_nothing_is_measured(tmp_path: Path) -> None:
-    result = fit(still(), batches(16, 2), epochs=1, run_dir=tmp_path / "a")
-    assert result.noise_scale is None
+    fit(still(), batches(16, 2), epochs=1, run_dir=tmp_path / "a")
     assert not (tmp_path / "a" / "noise_scale.json").exists()
     with pytest.raises(ConfigError, match=r"cannot be read.*--measure-noise-scale"):
         load_noise_scale(tmp_path / "a")
@@ -246,7 +252,7 @@ def test_another_file_is_refused(tmp_path: Path, changed: Any, why: str) -> None
 def test_what_cannot_be_measured_is_refused(every: int, rows: int, why: str) -> None:
     source = batches(8, 1)[0]
     with pytest.raises(ConfigError, match=why):
-        fit(still(1), source, batch_size=rows, steps=1, measure_noise_every=every)
+        fit(still(1), source, batch_size=rows, steps=1, noise=rx.NoiseMeter(every))
 
 
 def test_the_command_measures_and_says_so(main: Main, folder: Path) -> None:

@@ -26,8 +26,8 @@ from support.tiers import EXHAUSTIVE, only
 
 import replicax as rx
 from replicax.core.data_parallel import DataParallel
-from replicax.train.run import Run
 from replicax.train.stopping import Stopping
+from replicax.train.storage import Storage
 
 __all__ = ["no_curves"]
 EVALUATED = {"eval_source": rows(20, 2)}
@@ -101,10 +101,10 @@ def test_at_every_second_step(dp: rx.DataParallel, tmp_path: Path) -> None:
 def test_before_the_last_save(
     dp: rx.DataParallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def crash(self: Run, *arguments: Any) -> None:
+    def crash(self: Storage, *arguments: Any) -> None:
         raise CrashError
 
-    monkeypatch.setattr(Run, "finish", crash)
+    monkeypatch.setattr(Storage, "finish", crash)
     with pytest.raises(CrashError):
         fit(dp, tmp_path / "run", log_every=2, **EVALUATED)
     monkeypatch.undo()

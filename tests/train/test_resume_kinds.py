@@ -185,17 +185,18 @@ def test_spikes_are_told_by_the_losses_before_the_stop(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("at", only([4], [4, 9]))
 def test_noise_is_measured_at_the_same_steps(dp: rx.DataParallel, tmp_path: Path, at: int) -> None:
-    found = stopped(dp, tmp_path, at, measure_noise_every=2, log_every=7)
+    found = stopped(dp, tmp_path, at, noise=rx.NoiseMeter(2), log_every=7)
     assert sum(record.kind == "noise" for record in found.records) > 2
 
 
-@pytest.mark.parametrize("settings", [{"audit_every": 2}, {"audit_every": 4, "log_every": 7}])
+@pytest.mark.parametrize(("every", "settings"), [(2, {}), (4, {"log_every": 7})])
 @pytest.mark.parametrize("restore", ["stop", "restore"])
 def test_audits(
-    dp: rx.DataParallel, tmp_path: Path, settings: dict[str, Any], restore: str
+    dp: rx.DataParallel, tmp_path: Path, every: int, settings: dict[str, Any], restore: str
 ) -> None:
-    found = stopped(dp, tmp_path, 8, **settings, on_divergence=restore)
-    assert found.clean_audits
+    audit = rx.Audit(every, restore)
+    stopped(dp, tmp_path, 8, audit=audit, **settings)
+    assert audit.clean
 
 
 def test_the_state_that_is_given_does_not_matter(dp: rx.DataParallel, tmp_path: Path) -> None:

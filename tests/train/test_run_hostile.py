@@ -6,7 +6,6 @@ import pickle
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -28,7 +27,7 @@ from replicax.train import lease
 from replicax.train.checkpoints import manifest as manifests
 from replicax.train.checkpoints.manifest import Position
 from replicax.train.records import Record
-from replicax.train.run import Run, Saving, abstract, first_batch
+from replicax.train.storage import Saving, Storage, abstract, first_batch
 
 EXAMPLES, MANY_EXAMPLES = 50, 1_000
 CONFIG = {"fields": {"rate": 1, "layers": [1, 2]}, "parallel": {"mode": "jit"}}
@@ -48,8 +47,8 @@ def position_at(step: int) -> Position:
     return Position(**{**vars(POSITION), "step": step, "epoch": 0, "rows": 4, "records": step})
 
 
-def opened(folder: Path, said: list[str], accept: bool = False) -> Run:
-    return Run(
+def opened(folder: Path, said: list[str], accept: bool = False) -> Storage:
+    return Storage(
         folder,
         CONFIG,
         SAVING,
@@ -80,8 +79,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits for another host's start take no time."""
-    monkeypatch.setattr(lease, "time", SimpleNamespace(sleep=lambda seconds: None))
-    monkeypatch.setattr(lease, "say", lambda text: None)
+    monkeypatch.setattr(lease, "EXPIRE_SECONDS", 0.0)
 
 
 def listing(folder: Path) -> list[tuple[str, int, int, bytes]]:

@@ -49,10 +49,10 @@ class Chip:
         memory_bytes: the memory of one device; None where nobody tells.
         usable_bytes: what a program can have of it by default: on a GPU the share that JAX
             preallocates, on a TPU what libtpu's compiler says is available; None as above.
-        flops_per_second: dense peak of matrix products, by dtype (`bfloat16`, `float32`). float32
-            is what JAX does with it by default: TF32 on Ampere and newer, plain float32 on older
-            GPUs, bfloat16 multiplications on TPUs. bfloat16 accumulates in float32. A dtype
-            without units of its own is absent.
+        flops_per_second: dense peak of matrix products, by dtype (`float32`, `bfloat16`,
+            `float16`). float32 is what JAX does with it by default: TF32 on Ampere and newer, plain
+            float32 on older GPUs, bfloat16 multiplications on TPUs. The others accumulate in
+            float32. A dtype without units of its own is absent.
         memory_bytes_per_second: peak of the device's memory; None where not known.
         inside: between the devices of one host; on a TPU, the torus, which crosses hosts. None
             where not known.
@@ -139,17 +139,24 @@ def _gpu(
     memory: Memory,
     gigabytes_per_second: float,
     tera: tuple[float | None, float],
+    float16: float | None = None,
     sheet: str,
     inside: Link,
     host: str | None = None,
     network_gigabits: float = 0,
 ) -> Chip:
-    """A GPU by its data sheet, in hosts of 8; `tera` is TFLOP/s in bfloat16 and in float32."""
+    """A GPU by its data sheet, in hosts of 8.
+
+    `tera` is TFLOP/s in bfloat16 and in float32; `float16` those in it where bfloat16 has none.
+    Where it has, data sheets give both the same.
+    """
     size, told = memory
     bfloat16, float32 = tera
     rates = {"float32": float32 * 1e12}
     if bfloat16 is not None:
-        rates["bfloat16"] = bfloat16 * 1e12
+        rates["bfloat16"] = rates["float16"] = bfloat16 * 1e12
+    elif float16 is not None:
+        rates["float16"] = float16 * 1e12
     return Chip(
         name,
         title,
@@ -251,11 +258,12 @@ def _volta_and_older() -> Iterable[Chip]:
     sxm2 = partial(
         v100,
         tera=(None, 15.7),
+        float16=125.0,
         inside=_nvlink(6, 20.0, sheet),
         host="NVIDIA DGX-1 system architecture WP-08437-002",
         network_gigabits=400,
     )
-    card = partial(v100, tera=(None, 14.0), inside=_pcie(3, sheet))
+    card = partial(v100, tera=(None, 14.0), float16=112.0, inside=_pcie(3, sheet))
     small, large = _memory_in_xla("v100", 16935682048), _memory_in_smi(32510)
     yield sxm2("v100", "NVIDIA V100 32 GB (SXM2)", r"Tesla V100-SXM\d-32GB.*", memory=large)
     yield sxm2("v100-16", "NVIDIA V100 16 GB (SXM2)", r"Tesla V100-SXM\d-16GB.*", memory=small)
@@ -269,6 +277,7 @@ def _volta_and_older() -> Iterable[Chip]:
         memory=_memory_in_smi(15360),
         gigabytes_per_second=300,
         tera=(None, 8.1),
+        float16=65.0,
         sheet=sheet,
         inside=_pcie(3, sheet),
         host="Amazon EC2 g4dn.metal",

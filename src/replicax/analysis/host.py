@@ -15,7 +15,7 @@ SIZE = 1024
 COPIED_BYTES = 2**28
 """Beyond any cache."""
 REPEATS = 5
-_DTYPES = ("float32", "bfloat16")
+_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def measured(chip: Chip, devices: int) -> Chip:

@@ -8,7 +8,7 @@ def peak_flops_per_second(device_kind: str, precision: str) -> float | None:
 
     Args:
         device_kind: `jax.Device.device_kind`.
-        precision: `float32` (TF32 where JAX takes that by default) or `bfloat16`.
+        precision: `float32` (TF32 where JAX takes that by default), `bfloat16` or `float16`.
     """
     chip = chip_of_kind(device_kind)
     return None if chip is None else chip.flops_per_second.get(precision)

@@ -22,7 +22,6 @@ from replicax.commands.output import (
 from replicax.commands.step import ModeOptions, StepOptions
 from replicax.core.modes import as_mode
 from replicax.errors import ConfigError
-from replicax.plan.abstract_model import abstract_model
 from replicax.plan.cells import line
 from replicax.plan.result import Plan
 from replicax.plan.save import write_plan
@@ -30,6 +29,7 @@ from replicax.plan.steps import Show
 from replicax.plan.table import table
 from replicax.plan.target import ATTACHED, Target, parse_target
 from replicax.plan.transformer_formula import Transformer
+from replicax.recipes.abstract_model import abstract_model
 from replicax.train.noise_scale import load_noise_scale
 
 MOST_HOST_DEVICES = 4096

@@ -29,7 +29,7 @@ class StepOptions:
     """Micro-batches per device, computed one after another."""
     micro_shards: int = MICRO_SHARDS
     """Mode exact: parts of every global batch, on any number of devices; a power of two."""
-    precision: Literal["float32", "bfloat16"] = "float32"
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype the model computes in; parameters and optimizer state stay in float32."""
     reduction: Annotated[str, one_of(REDUCTIONS)] = "float32"
     """Dtype gradients are rounded to on the wire; bfloat16 in per-replica modes only."""

@@ -27,6 +27,9 @@ from replicax.train.sharding_view import abstract_batch, sharding_view
 NOISE_EVERY = 10
 """Steps between two samples of the gradient noise. It takes hundreds where batches are small."""
 
+OF_THIS_START = ("accept_changes", "config")
+"""Options that are none of the run's."""
+
 
 @dataclasses.dataclass(frozen=True)
 class TrainOptions(StepOptions, ModeOptions, DeviceOptions):
@@ -67,6 +70,22 @@ class TrainOptions(StepOptions, ModeOptions, DeviceOptions):
     accept_changes: bool = False
     """Continue a run although its configuration has changed; each change is printed."""
 
+    def hooks(self) -> list[rx.Hook]:
+        """What observes the run, as far as flags ask for it."""
+        hooks: list[rx.Hook] = []
+        if self.audit_every is not None:
+            hooks.append(rx.Audit(self.audit_every, self.on_divergence))
+        if self.measure_noise_scale:
+            hooks.append(rx.NoiseMeter(NOISE_EVERY))
+        return hooks
+
+    def saving(self) -> rx.Saving:
+        """When a checkpoint is taken, and which are kept."""
+        minutes = self.save_minutes or None
+        return rx.Saving(
+            every=self.save_every, minutes=minutes, keep=self.keep, keep_every=self.keep_every
+        )
+
 
 def train(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
@@ -79,7 +98,7 @@ def train(arguments: list[str]) -> int:
     with Interrupt(at_once=_end_at_once) as interrupt:
         job = rx.initialize()
         told = dataclasses.asdict(options)
-        del told["accept_changes"]  # of this start, not of the run
+        told = {name: value for name, value in told.items() if name not in OF_THIS_START}
         config = {**parsed.to_config(), "options": told}
         result = _run(parsed.name, recipe, options, config, folder, job, interrupt)
     if not result.interrupted:
@@ -124,19 +143,12 @@ def _run(
         eval_source=recipe.eval_source(),
         seed=options.seed,
         log_every=options.log_every,
-        audit_every=options.audit_every,
-        on_divergence=options.on_divergence,
-        measure_noise_every=NOISE_EVERY if options.measure_noise_scale else None,
-        max_bad_steps=options.max_bad_steps,
-        skip_spikes=options.skip_spikes,
+        hooks=options.hooks(),
+        guard=rx.Guard(options.max_bad_steps, options.skip_spikes),
         run_dir=folder,
-        save_every=options.save_every,
-        save_seconds=60 * options.save_minutes or None,
-        keep=options.keep,
-        keep_every=options.keep_every,
+        saving=options.saving(),
         accept_changes=options.accept_changes,
         config=config,
-        title=f"{name} · {dp.mesh.devices.size} devices · {options.mode}",
         interrupt=interrupt,
     )
     if speaks:

@@ -72,11 +72,12 @@ class Sequential:
         if key is not None and axis is not None:
             key = self.replica_key(key, axis)
         if self.parts == 1:
-            view = View(folded(key, 0), axis, step=state.step)
+            view = View(folded(key, 0), axis, step=state.step, scale=scale_of(state))
             return part(state.params, state.extras, batch, view)
 
         def one(extras: PyTree, number: jax.Array, rows: Batch) -> tuple[PyTree, PyTree]:
-            view = View(folded(key, number), axis, part=True, step=state.step)
+            own = folded(key, number)
+            view = View(own, axis, part=True, step=state.step, scale=scale_of(state))
             return part(state.params, extras, rows, view)
 
         parts = jax.tree.map(partial(_cut, parts=self.parts), batch)
@@ -108,6 +109,11 @@ def add_in_turn(
 def zeros_like(shapes: PyTree) -> PyTree:
     """Return zeros of these shapes and dtypes."""
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+
+def scale_of(state: Any) -> jax.Array | None:
+    """Return what the loss is multiplied by, of a state that has a scale."""
+    return state.scale.value if state.scale else None
 
 
 def folded(key: jax.Array | None, number: Any) -> jax.Array | None:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from replicax.core.layout import Layout
+from replicax.core.precision import Precision, as_precision
 from replicax.core.update import TrainState
 from replicax.errors import ConfigError, StateError
 
@@ -63,6 +64,7 @@ def check_own_step(
     trainable: Any,
     ema: Any,
     layout: Layout,
+    precision: str | Precision,
     **_others: Any,
 ) -> None:
     """Raise `ConfigError` if `step` cannot be called, or comes with what it must do itself."""
@@ -75,6 +77,11 @@ def check_own_step(
         raise ConfigError(
             f"step= and {' and '.join(given)} were given; a step of one's own updates its state "
             "itself, optimizers, averages and frozen parameters too: write them in the step"
+        )
+    if as_precision(precision).scales:
+        raise ConfigError(
+            "step= with precision='float16', where one scale keeps the gradient of one loss in "
+            "range; a step of one's own may have several: use 'bfloat16' or 'float32'"
         )
     if layout.splits_optimizer and not layout.splits_params:
         raise ConfigError(
@@ -124,8 +131,8 @@ def check_state(state: TrainState, abstract: TrainState) -> None:
     wanted, expected = jax.tree.flatten(abstract)
     if (structure, _shapes(leaves)) != (expected, _shapes(wanted)):
         raise StateError(
-            f"{_difference(state, abstract)}; it is of another model, optimizer or reduction: use "
-            "a state that init of this DataParallel returned"
+            f"{_difference(state, abstract)}; it is of another model, optimizer, reduction or "
+            "precision: use a state that init of this DataParallel returned"
         )
     elsewhere = sum(map(_lies_elsewhere, leaves, wanted))
     if elsewhere:

@@ -22,7 +22,7 @@ from replicax.core.modes import Mode, as_mode
 from replicax.core.objective import LossFunction
 from replicax.core.optimizer import Updater, updater
 from replicax.core.own import StepFunction
-from replicax.core.precision import Precision
+from replicax.core.precision import Precision, as_precision
 from replicax.core.reduction import Reduction, as_reduction
 from replicax.core.trainable import Trainable
 from replicax.errors import ConfigError
@@ -114,7 +114,7 @@ def configure(
     else:
         if rest["optimizer"] is _NO_OPTIMIZER:  # of a configuration that is replaced
             rest["optimizer"] = None
-        check_own_step(layout=layout, **rest)
+        check_own_step(layout=layout, precision=precision, **rest)
         rest |= {"loss": rest["loss"] or _no_loss, "optimizer": _NO_OPTIMIZER}
     check_decay(rest["ema"])
     job = Alone() if job is None else job
@@ -133,7 +133,7 @@ def configure(
         mesh=mesh,
         mode=mode,
         layout=layout,
-        precision=precision if isinstance(precision, Precision) else Precision(precision),
+        precision=as_precision(precision),
         reduction=as_reduction(reduction),
         job=job,
         **rest,

@@ -59,7 +59,7 @@ class DataParallel(Configured):
         accumulate: micro-batches a replica's rows are computed in, one after the other.
         micro_shards: in mode `exact`, the parts, a power of two, that a global batch is cut into on
             any number of devices. Those that share them out equally compute the same bits.
-        precision: `float32` or `bfloat16`; see `replicax.core.precision.Precision`.
+        precision: `float32`, `bfloat16` or `float16`; see `replicax.core.precision.Precision`.
         reduction: how the replicas' sums are added in the per-replica modes: `float32`, `bfloat16`
             (half the bytes), or one's own; see `replicax.core.reduction.Reduction`.
         trainable: which parameters train, all by default; see `replicax.core.trainable.Trainable`.

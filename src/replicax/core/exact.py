@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from replicax.core.accumulate import Apply, Part, PyTree, folded, zeros_like
+from replicax.core.accumulate import Apply, Part, PyTree, folded, scale_of, zeros_like
 from replicax.core.batch import Batch
 from replicax.core.loss import LOSS
 from replicax.core.models.definition import View
@@ -67,7 +67,7 @@ class FixedTree:
 
         def compute(carry: Any) -> Any:
             held, key, count, _ = carry
-            view = View(key, alone=True, part=True, step=state.step)
+            view = View(key, alone=True, part=True, step=state.step, scale=scale_of(state))
             sums, after = part(state.params, state.extras, held, view)
             # The inputs change so that nothing which is computed from them leaves the loop.
             held = jax.tree.map(lambda leaf: jnp.where(count < 0, jnp.zeros_like(leaf), leaf), held)

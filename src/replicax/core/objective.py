@@ -84,7 +84,8 @@ class Objective:
             read = self.read or (True,) * len(leaves)
             whole = [next(own) if each else leaf for each, leaf in zip(read, leaves, strict=True)]
             weighted, after = self.loss_sums(jax.tree.unflatten(tree, whole), extras, batch, view)
-            return weighted[LOSS].total, (weighted, after)
+            value = weighted[LOSS].total
+            return value if view.scale is None else value * view.scale, (weighted, after)
 
         gradient, (weighted, after) = jax.grad(total, has_aux=True)(only_read(params, self.read))
         return StepSums(jax.tree.map(to_sum, gradient), weighted), after

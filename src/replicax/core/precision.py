@@ -1,12 +1,15 @@
 """Which dtype the model computes in. Parameters, optimizer and reduction stay in float32."""
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from replicax.errors import choose
+
+_DTYPES = {"bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,17 +18,30 @@ class Precision:
 
     `float32` leaves everything as the user has it. `bfloat16` hands the loss parameters and
     floating-point batch leaves in bfloat16; their gradients come back in the parameters' own dtype,
-    because the cast is part of what is differentiated.
+    because the cast is part of what is differentiated. `float16` does so in float16, for GPUs that
+    have no bfloat16, with dynamic loss scaling; see `replicax.core.scaling`.
     """
 
     name: str
 
     def __post_init__(self) -> None:
-        choose("precision", self.name, dict.fromkeys(("float32", "bfloat16")))
+        choose("precision", self.name, dict.fromkeys(("float32", *_DTYPES)))
+
+    @property
+    def scales(self) -> bool:
+        """Whether the loss is scaled, lest its gradient be too small for the dtype."""
+        return self.name == "float16"
 
     def to_compute(self, tree: Any) -> Any:
         """`tree` with its floating-point arrays in the dtype of the computation."""
-        return tree if self.name == "float32" else jax.tree.map(_to_bfloat16, tree)
+        if self.name == "float32":
+            return tree
+        return jax.tree.map(partial(_cast, dtype=_DTYPES[self.name]), tree)
+
+
+def as_precision(precision: str | Precision) -> Precision:
+    """Return the policy of that name, or raise `ConfigError`."""
+    return precision if isinstance(precision, Precision) else Precision(precision)
 
 
 def to_sum(array: jax.Array) -> jax.Array:
@@ -33,6 +49,6 @@ def to_sum(array: jax.Array) -> jax.Array:
     return array.astype(jnp.promote_types(array.dtype, jnp.float32))
 
 
-def _to_bfloat16(leaf: Any) -> Any:
+def _cast(leaf: Any, dtype: Any) -> Any:
     floating = jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
-    return jnp.asarray(leaf, jnp.bfloat16) if floating else leaf
+    return jnp.asarray(leaf, dtype) if floating else leaf

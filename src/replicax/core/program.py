@@ -24,6 +24,7 @@ from replicax.core.objective import LossFunction, Objective, only_read
 from replicax.core.optimizer import Updater
 from replicax.core.own import keep, own_update
 from replicax.core.reduction import REDUCTIONS
+from replicax.core.scaling import first_scale, unscaling
 from replicax.core.update import Metrics, TrainState, apply_gradient, create, score, update
 from replicax.errors import ConfigError, StateError
 
@@ -143,7 +144,8 @@ def create_state(
         own = configuration.reduction.init(only_read(params, updater.read))
         return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (replicas, *leaf.shape)), own)
 
-    return partial(create, optimizer=updater.optimizer, reduction=of_each_replica)
+    scale = first_scale if configuration.precision.scales else tuple
+    return partial(create, optimizer=updater.optimizer, reduction=of_each_replica, scale=scale)
 
 
 def program_of(
@@ -194,6 +196,7 @@ def build(
     if config.step is None:
         written = partial(update, objective=objective)
         apply = wrap(partial(apply_gradient, updater=updater))
+        apply = unscaling(apply) if config.precision.scales else apply
     else:
         if jax.tree.leaves(shapes.reduction):
             raise ConfigError(

@@ -20,7 +20,9 @@ from replicax.core.reduction import Reduce
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["step", "params", "opt_state", "extras", "seed", "losses", "reduction"],
+    data_fields=[
+        *("step", "params", "opt_state", "extras", "seed", "losses", "reduction", "scale")
+    ],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +47,8 @@ class TrainState:
     the first; else empty. See `replicax.train.guarded`."""
     reduction: PyTree = ()
     """State of the reduction, where it has one: leaves `[replicas, ...]`, split over them."""
+    scale: PyTree = ()
+    """Scale of the loss, where the precision needs one; see `replicax.core.scaling`."""
 
 
 Metrics = dict[str, jax.Array]
@@ -155,6 +159,7 @@ def create(
     *,
     optimizer: optax.GradientTransformation,
     reduction: Callable[[PyTree], PyTree],
+    scale: Callable[[], PyTree],
 ) -> TrainState:
     """Return the state before the first step."""
     return TrainState(
@@ -164,6 +169,7 @@ def create(
         extras=extras,
         seed=jnp.uint32(seed),
         reduction=reduction(params),
+        scale=scale(),
     )
 
 

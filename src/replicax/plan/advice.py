@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from replicax.analysis.hardware import Chip
 from replicax.analysis.traffic import SLIGHTLY
 from replicax.core.data_parallel import DataParallel
+from replicax.plan.alternatives import half_precision
 from replicax.plan.critical_batch import batch_cost, learning_rates
 from replicax.plan.largest import MOST_ROWS
 from replicax.plan.need import Need
@@ -50,11 +51,12 @@ def first_change(
             f"mode=shard_map: it sends {1 / traffic.share:.0%} of what this mode does, and "
             f"{waiting:.0%} of a step waits for the network"
         )
-    faster = rates.get("bfloat16", 0) / rates.get("float32", float("inf"))
+    half = half_precision(dp, chip)
+    faster = rates.get(half, 0) / rates.get("float32", float("inf"))
     if dp.precision.name == "float32" and faster > _WORTH:
-        freed = next((a.freed_bytes for a in alternatives if a.change.endswith("bfloat16")), 0)
+        freed = next((a.freed_bytes for a in alternatives if a.change.endswith(half)), 0)
         frees = f", and {size_text(freed)} less a device" if freed > 0 else ""
-        return f"precision=bfloat16: products up to {faster:.1f} times as fast{frees}"
+        return f"precision={half}: products up to {faster:.1f} times as fast{frees}"
     if waiting > _WAITING:
         return f"fewer devices, or faster links: {waiting:.0%} of a step waits for the network"
     return "nothing: the step is as large and as fast as this target allows"

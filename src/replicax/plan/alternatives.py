@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from replicax.analysis.hardware import Chip
 from replicax.core.data_parallel import DataParallel
 from replicax.core.layout import LAYOUTS
 from replicax.core.modes import MODES
@@ -25,6 +26,7 @@ def alternatives(
     steps: Steps,
     dp: DataParallel,
     asked: Need,
+    chip: Chip,
     devices: int,
     given: Mapping[str, DataParallel] | None,
 ) -> tuple[tuple[Alternative, ...], tuple[str, ...]]:
@@ -34,12 +36,13 @@ def alternatives(
         steps: for the target.
         dp: the step as it is.
         asked: what it needs.
+        chip: of the target.
         devices: of the target.
         given: further changes, by name; none of them means that the loss as a whole is tried with
             `jax.checkpoint`.
     """
     found, notes = [], []
-    for change, other in _changes(dp, devices, given):
+    for change, other in _changes(dp, chip, devices, given):
         try:
             found.append(_compared(steps, other, asked, change))
         except ReplicaxError as error:
@@ -49,7 +52,7 @@ def alternatives(
                 raise
             notes.append(f"{change}: the loss does not allow it ({first_line(error)})")
     if not asked.fits and not any(each.need.fits for each in found):
-        change, other = _together(dp, devices, given)
+        change, other = _together(dp, chip, devices, given)
         if other is not dp:
             found.append(_compared(steps, other, asked, change))
     return tuple(found), tuple(notes)
@@ -63,7 +66,7 @@ def _compared(steps: Steps, other: DataParallel, asked: Need, change: str) -> Al
 
 
 def _together(
-    dp: DataParallel, devices: int, given: Mapping[str, DataParallel] | None
+    dp: DataParallel, chip: Chip, devices: int, given: Mapping[str, DataParallel] | None
 ) -> tuple[str, DataParallel]:
     """The most that can be changed at once; of the given changes, the last."""
     names, other = [], dp
@@ -71,8 +74,9 @@ def _together(
         name, other = list(given.items())[-1]
         names.append(name)
     if other.precision.name == "float32":
-        names.append("precision=bfloat16")
-        other = other.replace(precision="bfloat16")
+        half = half_precision(dp, chip)
+        names.append(f"precision={half}")
+        other = other.replace(precision=half)
     for name, split in list(_split(other, devices))[-1:]:
         names.append(name)
         other = split
@@ -80,14 +84,22 @@ def _together(
 
 
 def _changes(
-    dp: DataParallel, devices: int, given: Mapping[str, DataParallel] | None
+    dp: DataParallel, chip: Chip, devices: int, given: Mapping[str, DataParallel] | None
 ) -> Iterator[tuple[str, DataParallel]]:
     if dp.precision.name == "float32":
-        yield "precision=bfloat16", dp.replace(precision="bfloat16")
+        half = half_precision(dp, chip)
+        yield f"precision={half}", dp.replace(precision=half)
     if given is None and dp.configuration.step is None:
         yield REMAT, dp.replace(loss=_checkpointed(dp.loss))
     yield from (given or {}).items()
     yield from _split(dp, devices)
+
+
+def half_precision(dp: DataParallel, chip: Chip) -> str:
+    """bfloat16, or float16 where the chip has units for that alone and the step can be scaled."""
+    rates = chip.flops_per_second
+    alone = "float16" in rates and "bfloat16" not in rates
+    return "float16" if alone and dp.configuration.step is None else "bfloat16"
 
 
 def _split(dp: DataParallel, devices: int) -> Iterator[tuple[str, DataParallel]]:

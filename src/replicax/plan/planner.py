@@ -78,12 +78,15 @@ class Planner:
             noise_scale: as for `replicax.plan.plan.plan`.
             notes: that it begins with.
         """
-        dp, steps, devices = self._dp, self._steps, self._target.devices
+        dp, steps = self._dp, self._steps
+        chip, devices = self._target.chip, self._target.devices
         self._notes += notes
         asked = self._asked()
         beside = ThreadPoolExecutor(1)  # compilers take long and a core each
         try:
-            changed = beside.submit(alternatives, steps, dp, asked.need, devices, self._changes)
+            changed = beside.submit(
+                alternatives, steps, dp, asked.need, chip, devices, self._changes
+            )
             largest, too_large = self._largest(asked.need)
             micro_batches = self._micro_batches(asked.need, largest)
             others, refused = changed.result()
@@ -91,7 +94,7 @@ class Planner:
             beside.shutdown(wait=False)
         if largest is None and too_large is not None and too_large.rows < asked.need.rows:
             # Nothing fits as it is: what would make the least of it fit?
-            others, refused = alternatives(steps, dp, too_large, devices, self._changes)
+            others, refused = alternatives(steps, dp, too_large, chip, devices, self._changes)
         self._notes += refused
         shown = self._shown(asked.need, largest)
         speeds, grown = self._speeds(shown, noise_scale)
@@ -225,7 +228,8 @@ class Planner:
         if not works:
             return (), None
         if dtype != self._dp.precision.name:
-            self._notes.append(f"{self._target.chip.title} multiplies in {dtype} at best")
+            asked, chip = self._dp.precision.name, self._target.chip
+            self._notes.append(f"{chip.title} has no units for {asked}: at best as fast as {dtype}")
         if self._target.devices == 1 or self._target.chip.platform == "cpu":
             return tuple(speeds), None  # one device sends nothing, and one host has no more
         try:

@@ -11,6 +11,7 @@ from replicax.analysis.traced_for import traced_for
 from replicax.core.data_parallel import DataParallel
 from replicax.core.mesh import AnyMesh, abstract_mesh, make_mesh
 from replicax.core.modes import MODES
+from replicax.core.scaling import LOSS_SCALE, OVERFLOWS
 from replicax.errors import ConfigError, require
 from replicax.train.guarded import NOT_FINITE
 
@@ -131,7 +132,7 @@ def _export(
         devices=devices,
         rows=rows.size,
         flops=count_flops(jaxpr, platform),
-        metrics=len(metrics.keys() - {NOT_FINITE}),
+        metrics=len(metrics.keys() - {NOT_FINITE, LOSS_SCALE, OVERFLOWS}),
         notes=notes,
     )
 

@@ -35,7 +35,7 @@ def roofline(flops: float, bytes: float, chip: Chip, dtype: str = "bfloat16") ->
         flops: of one device.
         bytes: that one device reads from its memory and writes to it.
         chip: the device.
-        dtype: of the products, `bfloat16` or `float32`.
+        dtype: of the products, `float32`, `bfloat16` or `float16`.
 
     Raises:
         ConfigError: the chip's speed is not known, or it has no units for that dtype.

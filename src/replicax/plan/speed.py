@@ -131,4 +131,4 @@ def scaling(work: Work, target: Target, noise_scale: float | None) -> Scaling:
 def known_dtype(dp: DataParallel, target: Target) -> str:
     """The dtype whose peak counts: the step's, or float32 where the chip has no units for it."""
     rates = target.chip.flops_per_second
-    return dp.precision.name if dp.precision.name in rates else next(iter(rates), "float32")
+    return dp.precision.name if dp.precision.name in rates else "float32"

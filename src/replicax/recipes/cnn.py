@@ -90,6 +90,10 @@ class CNN:
         """The test images."""
         return self._data.test
 
+    def eval_data(self, path: Path) -> dict[str, Any]:
+        """The test images in the folder `path`."""
+        return fashion_mnist(path).test
+
     def data_description(self) -> str:
         """Which images were found, and where."""
         return f"{self._data.name}: {self._data.source}"

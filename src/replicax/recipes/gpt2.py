@@ -17,10 +17,10 @@ import replicax as rx
 from replicax.core.precision import to_sum
 from replicax.errors import ConfigError
 from replicax.recipes import transformer
-from replicax.recipes.corpus import Document
-from replicax.recipes.gpt2_weights import load_weights
+from replicax.recipes.corpus import Document, read_corpus
+from replicax.recipes.gpt2_weights import load_weights, published
 from replicax.recipes.sampling import check_sampling, sample
-from replicax.recipes.text import TextDataset, text_dataset
+from replicax.recipes.text import TextDataset, packed, text_dataset
 
 
 def _published(layers: int, heads: int, width: int, **fields: Any) -> Mapping[str, Any]:
@@ -126,6 +126,10 @@ class GPT2:
         """The same of the held-out text."""
         return self._text.heldout
 
+    def eval_data(self, path: Path) -> dict[str, np.ndarray]:
+        """The same of all text at `path`."""
+        return packed(self._text.tokenizer, read_corpus(path).documents, self.context)
+
     def data_description(self) -> str:
         """Which text was found, and how it became tokens."""
         return self._text.source
@@ -139,6 +143,21 @@ class GPT2:
         """The continuation of `sample`, with it."""
         if self.sample is None:
             return None
+        return self.continued(
+            model, self.sample, tokens=self.sample_tokens, temperature=self.temperature
+        )
+
+    def continued(
+        self,
+        model: transformer.Params,
+        text: str,
+        *,
+        tokens: int,
+        temperature: float,
+        seed: int = 0,
+    ) -> str:
+        """`text`, and at most so many tokens after it; see `replicax.recipes.sampling.sample`."""
+        check_sampling(text, tokens, temperature)
         tokenizer = self._text.tokenizer
         known = tokenizer.vocab_size  # of the rows beyond, no text has trained any
 
@@ -148,13 +167,18 @@ class GPT2:
         drawn = sample(
             logits,
             jax.device_put(model, jax.devices()[0]),
-            tokenizer.encode(Document("--sample", self.sample.encode())).tolist(),
-            count=self.sample_tokens,
+            tokenizer.encode(Document("the text to continue", text.encode())).tolist(),
+            count=tokens,
             context=self.context,
             end=tokenizer.end_of_text,
-            temperature=self.temperature,
+            temperature=temperature,
+            seed=seed,
         )
-        return self.sample + tokenizer.decode(drawn)
+        return text + tokenizer.decode(drawn)
+
+    def published_weights(self, model: transformer.Params) -> dict[str, np.ndarray]:
+        """The parameters under GPT-2's published names, in float32."""
+        return published(model)
 
     @cached_property
     def _text(self) -> TextDataset:

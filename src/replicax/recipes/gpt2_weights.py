@@ -48,12 +48,17 @@ def load_weights(path: Path, shape: Shape) -> Params:
 def save_weights(params: Params, path: Path) -> None:
     """Write `params` to `path` under the published names, in float32."""
     numpy_format = require("safetensors.numpy", "text")
+    numpy_format.save_file(published(params), path)
+
+
+def published(params: Params) -> dict[str, np.ndarray]:
+    """`params` under the published names, in float32."""
     tensors: dict[str, np.ndarray] = {}
     for path_of_array, array in jax.tree.leaves_with_path(params):
         host = np.ascontiguousarray(array, np.float32)  # of other arrays it writes the wrong order
         layers = host if _is_stacked(path_of_array) else [host]
         tensors |= dict(zip(_published_names(path_of_array, len(layers)), layers, strict=True))
-    numpy_format.save_file(tensors, path)
+    return tensors
 
 
 def _parameters(path: Path, file: Any, shape: Shape) -> Params:

@@ -32,6 +32,10 @@ class Recipe(Protocol):
 
     - `data_description() -> str`: what data was found;
     - `after_training(model) -> str | None`: what to show of the trained model;
+    - `eval_data(path) -> source`: what `eval_source` gives, of the data at `path`;
+    - `continued(model, text, *, tokens, temperature, seed) -> str`: `text`, continued;
+    - `published_weights(model) -> dict[str, np.ndarray]`: the parameters under the names that other
+      programs read;
     - `tokens_per_row: int`: what a row counts for where tokens are counted;
     - `presets: ClassVar[Mapping[str, Mapping[str, Any]]]`: names for `--preset`, each with values
       of fields.

@@ -58,23 +58,27 @@ def text_dataset(
         rate = BYTES_ENCODING_BYTES_PER_SECOND
     _announce("encoding", train + held_out, rate)
 
-    def packed(documents: Iterable[Document]) -> dict[str, np.ndarray]:
-        ids = tokenizer.encode_all(documents)
-        rows = pack(ids, tokenizer.end_of_text, context, tokenizer.vocab_size)
-        return {**rows, "bytes": _target_bytes(rows, tokenizer.token_bytes)}
-
-    rows = packed(train)
+    rows = packed(tokenizer, train, context)
     if rows["length"][0] < context:
         raise DataError(
             f"context {context:,} takes {context + 1:,} tokens for one row, and the training text "
             f"has {_tokens(rows):,}; lower --context or give more text"
         )
-    heldout_rows = packed(held_out)
+    heldout_rows = packed(tokenizer, held_out, context)
     source = (
         f"{corpus.source}; {tokenizer.name}; {_tokens(rows):,} tokens to train on, "
         f"{_tokens(heldout_rows):,} held out"
     )
     return TextDataset(source, tokenizer, rows, heldout_rows)
+
+
+def packed(
+    tokenizer: Tokenizer, documents: Iterable[Document], context: int
+) -> dict[str, np.ndarray]:
+    """Rows of `context` targets; see `TextDataset`."""
+    ids = tokenizer.encode_all(documents)
+    rows = pack(ids, tokenizer.end_of_text, context, tokenizer.vocab_size)
+    return {**rows, "bytes": _target_bytes(rows, tokenizer.token_bytes)}
 
 
 def _target_bytes(rows: dict[str, np.ndarray], token_bytes: np.ndarray) -> np.ndarray:

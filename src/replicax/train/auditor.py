@@ -78,7 +78,7 @@ class Auditor:
         self._never_finite: set[str] = set()
         if not any(leaf.startswith("params") for leaf in self._fingerprint.compared):
             raise ConfigError(
-                f"audit_every={every} with a layout that has each parameter on one device alone; "
+                "an audit with a layout that has each parameter on one device alone; "
                 "an audit compares copies: leave it out, or use layout='replicated' or 'zero1'"
             )
 
@@ -347,10 +347,10 @@ def _check(dp: DataParallel, source: Source, every: int, on_divergence: str) -> 
             f"{did_you_mean(on_divergence, ON_DIVERGENCE)}"
         )
     if every < 1:
-        raise ConfigError(f"audit_every={every}; it is at least 1 step: raise it")
+        raise ConfigError(f"every={every} of an audit; it is at least 1 step: raise it")
     if dp.mesh.devices.size == 1:
         raise ConfigError(
-            f"audit_every={every} on 1 device; an audit compares the copies of several, and there "
+            "an audit on 1 device; an audit compares the copies of several, and there "
             "is nothing to compare with one device: leave it out, or use more devices"
         )
     if on_divergence == "restore" and not source.can_repeat:

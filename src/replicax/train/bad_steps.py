@@ -30,7 +30,7 @@ class BadSteps:
     def __init__(self, most_in_a_row: int, job: Job) -> None:
         if most_in_a_row < 1:
             raise ConfigError(
-                f"max_bad_steps={most_in_a_row}; a run ends at the first bad step or later: "
+                f"most={most_in_a_row} of a Guard; a run ends at the first bad step or later: "
                 "use at least 1"
             )
         self.in_a_row = 0

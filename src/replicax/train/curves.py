@@ -222,5 +222,7 @@ def _dress(axis: Any) -> None:
 
 
 def _short(step: float, _: int) -> str:
-    """`250k` or `1.5M`: in a small panel, longer ones would run into each other."""
-    return f"{step / 1e6:g}M" if step >= 1e6 else f"{step / 1e3:g}k"
+    """`0`, `250k` or `1.5M`: in a small panel, longer ones would run into each other."""
+    if step >= 1e6:
+        return f"{step / 1e6:g}M"
+    return f"{step / 1e3:g}k" if step >= 1e3 else f"{step:g}"

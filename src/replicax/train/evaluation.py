@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -82,7 +82,7 @@ class Evaluator:
     ) -> None:
         if plan.ema:  # now, and not when the first epoch is over
             jax.eval_shape(average_of, state.opt_state, state.params)
-        size = plan.batch_size or batch_size
+        size = batch_size if plan.batch_size is None else plan.batch_size
         sources = plan.sets or {"": plan.source}
         self._feeds = {name: dp.feed(source, size) for name, source in sources.items()}
         self._plan, self._dp = plan, dp
@@ -111,7 +111,7 @@ class Evaluator:
         self,
         state: TrainState,
         place: Place,
-        through: Callable[[Iterator[Batch]], Iterator[Batch]],
+        through: Callable[[Generator[Batch]], Iterator[Batch]],
     ) -> Record:
         """Return the record of an evaluation of `state`.
 
@@ -120,7 +120,8 @@ class Evaluator:
             place: of the record.
             through: given the batches of each source, gives those to evaluate.
         """
-        started, rows, found = time.perf_counter(), 0, {}
+        found: dict[str, float] = {}
+        started, rows = time.perf_counter(), 0
         for name, feed in self._feeds.items():
             batches = through(self._limited(feed))
             means = self._dp.evaluate(state, batches, loss=self._plan.loss, ema=self._plan.ema)
@@ -130,7 +131,7 @@ class Evaluator:
         seconds = time.perf_counter() - started
         return Record("eval", place.step, place.epoch, found, rows, seconds)
 
-    def _limited(self, feed: Feed) -> Iterator[Batch]:
+    def _limited(self, feed: Feed) -> Generator[Batch]:
         seen, most = 0, self._plan.rows
         batches = iter(feed)
         try:

@@ -1,6 +1,6 @@
 """`fit`: a whole run in one call."""
 
-import functools
+import inspect
 from collections.abc import Callable
 from typing import ParamSpec
 
@@ -19,8 +19,9 @@ def _to_its_end(run: Callable[_Settings, Run]) -> Callable[_Settings, Fit]:
                 running.step(batch)
         return running.result
 
-    functools.update_wrapper(fit, run, ["__module__"], [])
-    fit.__name__ = fit.__qualname__ = "fit"
+    signature = inspect.signature(run).replace(return_annotation=Fit)
+    fit.__signature__ = signature  # type: ignore[attr-defined]
+    fit.__qualname__ = "fit"
     fit.__doc__ = """Train for some epochs or steps: an `rx.Run` from its beginning to its end.
 
     It takes the arguments of `rx.Run`, and raises what that raises.

@@ -17,7 +17,7 @@ import dataclasses
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,8 @@ class Goodput:
     """Of the run, this one included."""
     down_seconds: float
     """Between its starts, as far as is known; no wall time of the run."""
+    hooks: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Name -> seconds of each hook, in this start."""
 
     @property
     def wall_seconds(self) -> float:
@@ -69,7 +71,7 @@ class Goodput:
         wall = self.wall_seconds
         starts = f" over {self.starts:,} starts" if self.starts > 1 else ""
         parts = [
-            f"{bucket} {self.seconds[bucket] / wall:.1%}"
+            f"{bucket} {self.seconds[bucket] / wall:.1%}{self._most(bucket)}"
             for bucket in BUCKETS
             if self.seconds[bucket] >= 5e-4 * wall > 0
         ]
@@ -84,6 +86,12 @@ class Goodput:
                 lines.append(f"{' ' * _MARGIN}· {part}")
         return lines
 
+    def _most(self, bucket: str) -> str:
+        """The hook that took most of its time, after the bucket of the hooks."""
+        if bucket != "hooks" or not self.hooks:
+            return ""
+        return f" (most {max(self.hooks, key=lambda name: self.hooks[name])})"
+
     def to_json(self) -> dict[str, Any]:
         """The same as JSON values."""
         return {
@@ -92,6 +100,7 @@ class Goodput:
             "starts": self.starts,
             "down_seconds": self.down_seconds,
             "seconds": dict(self.seconds),
+            "hooks": dict(self.hooks),
         }
 
 
@@ -139,6 +148,8 @@ class Ledger:
             lines, self._unread = read_lines(path, token)
             self._earlier, self._appender = _history(lines), Appender(path)
         self.fault: str | None = None
+        self.hooks: Mapping[str, float] = {}
+        """Name -> seconds that the loop has spent in each hook, kept by who calls them."""
         self._write(mark=False)
 
     def enter(self, bucket: str) -> None:
@@ -213,13 +224,20 @@ class Ledger:
         down = self._earlier.down_seconds
         if self._earlier.starts:
             down += max(0.0, self._began - self._earlier.ended)
-        return Goodput(seconds, len(self._earlier.starts) + 1, down)
+        return Goodput(seconds, len(self._earlier.starts) + 1, down, self._of_hooks())
 
     def _spent(self) -> Seconds:
         with self._counting:
             seconds = dict(self._seconds)
             seconds[self._bucket] += self._clock() - self._since
+        taken = min(math.fsum(self.hooks.values()), seconds["productive"])
+        seconds["productive"] -= taken
+        seconds["hooks"] += taken
         return seconds
+
+    def _of_hooks(self) -> dict[str, float]:
+        """Those that took a millisecond and more."""
+        return {name: round(took, 3) for name, took in self.hooks.items() if took >= 1e-3}
 
     def _write(self, *, mark: bool) -> None:
         with self._writing:  # a beat of another thread does not come after what is newer
@@ -234,6 +252,7 @@ class Ledger:
                 mark=mark,
                 at=self._now(),
                 seconds=self._spent(),
+                hooks=self._of_hooks(),
             )
             self.fault = self._appender.append(line) or self._unread
 

@@ -5,16 +5,18 @@ import dataclasses
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 FILE = "goodput.jsonl"
 
-BUCKETS = ("productive", "compiling", "lost", "saving", "restoring", "waiting", "starting")
+BUCKETS = (
+    *("productive", "compiling", "lost", "saving", "restoring", "waiting", "hooks", "starting"),
+)
 """Where time goes: to steps and evaluations that count, to compiling, to what was thrown away, to
-what saving keeps the loop from, to reading and verifying a checkpoint, to waiting for input, and
-to all that comes before."""
+what saving keeps the loop from, to reading and verifying a checkpoint, to waiting for input, to
+hooks, and to all that comes before."""
 
 Seconds = dict[str, float]
 """Bucket -> seconds."""
@@ -47,6 +49,8 @@ class Line:
     """Seconds since 1970."""
     seconds: Seconds
     """Since it began."""
+    hooks: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Name -> seconds of each hook that took any."""
 
     def to_json(self) -> str:
         """One line."""
@@ -54,6 +58,7 @@ class Line:
         if self.known:
             fields["restored"] = self.restored
         fields |= {"step": self.step, "mark": self.mark, "at": self.at, "seconds": self.seconds}
+        fields |= {"hooks": dict(self.hooks)} if self.hooks else {}
         return json.dumps(fields)
 
 
@@ -104,7 +109,8 @@ class Appender:
         try:
             _check_regular(descriptor)
             size = os.fstat(descriptor).st_size
-            self._torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+            os.lseek(descriptor, max(0, size - 1), os.SEEK_SET)
+            self._torn = size > 0 and os.read(descriptor, 1) != b"\n"
         except OSError:
             os.close(descriptor)
             raise
@@ -113,7 +119,9 @@ class Appender:
 
 def _open_here(path: str, flags: int) -> int:
     """Not through a link out of the folder, and not waiting for the other end of a pipe."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"):
+        flags |= getattr(os, name, 0)  # Windows has none of them
+    return os.open(path, flags, 0o666)
 
 
 def _check_regular(descriptor: int) -> None:
@@ -139,7 +147,7 @@ def _line(text: bytes) -> Line | None:
     """The line that `text` is, or None."""
     try:
         fields = json.loads(text)
-        seconds = {bucket: _time(fields["seconds"][bucket]) for bucket in BUCKETS}
+        seconds = {bucket: _time(fields["seconds"].get(bucket, 0.0)) for bucket in BUCKETS}
         return Line(
             start=_count(fields["start"]),
             known="restored" in fields,

@@ -29,8 +29,6 @@ class Running(Protocol):
     """Where the run stands: steps, epoch, batches of it."""
     records: list[Record]
     """Of the whole run."""
-    folder: Path | None
-    """Of the run; None where it has none, and in processes other than 0."""
     config: dict[str, Any]
     """What `config.json` holds."""
     epochs: int | None
@@ -39,6 +37,10 @@ class Running(Protocol):
     """Steps that the run is to have, where that is known."""
     error: BaseException | None
     """What the run failed with, in `Hook.end`."""
+
+    @property
+    def folder(self) -> Path | None:
+        """Of the run; None where it has none, and in processes other than 0."""
 
     @property
     def is_main(self) -> bool:

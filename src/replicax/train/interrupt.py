@@ -149,4 +149,5 @@ def _after_fork() -> None:
         _open.pop()._restore()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+if hasattr(os, "register_at_fork"):  # Windows does not fork
+    os.register_at_fork(after_in_child=_after_fork)

@@ -1,197 +1,198 @@
 """The lease: by which one start of a run holds its folder, and learns that it no longer does.
 
 A lease is Gray and Cheriton's ("Leases", SOSP 1989), its token what Chubby calls a sequencer
-(Burrows, OSDI 2006). On one host the kernel says whether a start lives, by a lock on its file that
-ends with the process. Another host's start shows it by touching its file every `RENEW_SECONDS`; one
-that stood still, was taken for dead and wakes up finds the higher token before it commits anything.
+(Burrows, OSDI 2006). Each start has a file in the run's folder `lease`:
+
+00000004-<random>.json      who start 4 is; touched every `RENEW_SECONDS`
+00000004-<random>.released  it has given the run back
+
+Whoever takes a run writes a file with the next token, then lists the folder, and withdraws its file
+where another's has the same token or a higher one. A list shows every file that was whole before it
+was asked for. So if one start does not see the other's file, that one was written later, and its
+start, which lists later still, sees the first: at most one of two sees only itself. Both may
+withdraw; they begin again after pauses of random length. That takes no locks and no links. A start
+that was frozen, and taken for dead, finds the higher token before it commits anything.
 """
 
 import contextlib
+import json
 import math
 import os
+import re
+import secrets
+import socket
+import sys
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 from replicax.errors import CheckpointError, ConfigError, RunInUseError
-from replicax.train.lease_file import (
-    Seen,
-    Starts,
-    close,
-    key_of,
-    lease_path,
-    look,
-    make_folder,
-    publish,
-    say,
-    starts,
-)
 
 RENEW_SECONDS = 5.0
-"""Between two signs of life of a start."""
-
+"""Between two heartbeats of a start."""
 EXPIRE_SECONDS = 30.0
 """Without one, and the start of another host counts as dead."""
-
+MOST_KEPT = 8
+"""Starts whose files are kept."""
 _LOOK_SECONDS = 0.5
-_ENDING_SECONDS = 3.0
-"""A killed process keeps its locks until the kernel has freed its memory."""
+_EXITING = 0x4  # PF_EXITING of Linux's sched.h: of a killed process that still frees its memory
+_NAME = re.compile(r"([0-9]{8,})(?:-[0-9a-f]{16})?\.(?:json|released)")
 
 
-class Lease:
-    """One start's hold on a run. Use it as a context manager, or call `release`.
+class Lease(contextlib.AbstractContextManager["Lease"]):
+    """One start's hold on a run, made by `take_lease`: a context manager, or call `release`."""
 
-    A forked child neither renews it nor gives it back.
-    """
+    def __init__(self, file: Path, token: int) -> None:
+        self.token = token  # which start of the run it is, from 1
+        self._file, self._pid, self._ended = file, os.getpid(), threading.Event()
+        threading.Thread(target=self._renew, name="replicax-lease", daemon=True).start()
 
-    def __init__(self, folder: Path, token: int, descriptor: int) -> None:
-        self.token = token
-        """Counts the starts of a run, from 1."""
-        self._folder = folder
-        self._descriptor = descriptor
-        self._key = key_of(os.fstat(descriptor))
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._renew, name="replicax-lease", daemon=True)
-        self._thread.start()
-
-    def __enter__(self) -> "Lease":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def check(self) -> None:
         """Make sure that this start still holds the run: right before anything is committed to it.
-
-        Lists a few names, and opens no file unless the answer is no.
 
         Raises:
             RunInUseError: a newer start has taken over, or the run's folder is another one.
             CheckpointError: the folder cannot be read, so nobody knows.
         """
         try:
-            newest = starts(self._folder).newest
-            if newest > self.token:
-                raise RunInUseError(f"{self._named(newest)} has taken over; this one stops")
-            is_present = self._is_present()
+            tokens = _tokens(self._file.parent)
         except (FileNotFoundError, NotADirectoryError):
-            is_present = False
+            tokens = {}
         except OSError as error:
             raise CheckpointError(
-                f"{self._folder / 'lease'} cannot be read ({error.strerror}), so another start may "
-                "have taken the run over; nothing is committed until it can be"
+                f"{self._file.parent} cannot be read ({error.strerror}), so another start may have "
+                "taken the run over; nothing is committed until it can be"
             ) from error
-        if not is_present:
-            raise RunInUseError(
-                "the lease of this run is gone: its folder was removed or replaced; this start "
-                "stops"
-            )
+        newest = max(tokens, key=lambda name: tokens[name], default="")
+        if tokens.get(newest, 0) > self.token:
+            who = _look(self._file.with_name(newest).with_suffix(".json"))[0].get("who", newest)
+            raise RunInUseError(f"a newer start ({who}) has taken the run over; this one stops")
+        if self._file.name not in tokens:
+            raise RunInUseError("the run's folder was removed or replaced; this start of it stops")
         if self._ended.is_set():
             raise RunInUseError(f"start {self.token} has given the run back; take a new lease")
 
     def release(self) -> None:
-        """Give the run back, so that the next start need not wait. More than once is fine."""
-        if self._ended.is_set() or self._key[0] != os.getpid():
+        """Give the run back, so that the next start need not wait. A forked child gives nothing."""
+        if self._ended.is_set() or self._pid != os.getpid():
             return
         self._ended.set()
-        self._thread.join(timeout=1.0)
         with contextlib.suppress(OSError):  # then the next start finds out by itself
-            if self._is_present():  # in another folder of that name the number is another start's
-                lease_path(self._folder, self.token).with_suffix(".released").touch(exist_ok=False)
-        if not self._thread.is_alive():  # else storage hangs, and the thread needs its descriptor
-            close(self._descriptor)
+            if self._file.exists():  # else the folder is another one
+                self._file.with_suffix(".released").touch()
 
     def _renew(self) -> None:
         while not self._ended.wait(RENEW_SECONDS):
             with contextlib.suppress(OSError):  # `check` tells what comes of it
-                os.utime(self._descriptor)
-
-    def _is_present(self) -> bool:
-        return key_of(os.lstat(lease_path(self._folder, self.token)))[1:] == self._key[1:]
-
-    def _named(self, token: int) -> str:
-        holder = None
-        with contextlib.suppress(FileNotFoundError):
-            holder = look(self._folder, token).holder
-        where = f", on host {holder.host} (pid {holder.pid})," if holder else ""
-        return f"start {token} of this run{where}"
+                os.utime(self._file)
 
 
-def take_lease(folder: Path, *, wait_seconds: float = EXPIRE_SECONDS) -> Lease:
+def take_lease(folder: Path) -> Lease:
     """Hold the run in `folder`, which is made where it is missing.
 
-    A start on this host that has ended, or was killed, is followed at once.
-
-    Args:
-        folder: the run's; the lease's files are in `lease` there.
-        wait_seconds: how long the start of another host must show no sign of life.
+    A start on this host that was killed is followed at once, another's after `EXPIRE_SECONDS`.
 
     Raises:
         RunInUseError: another start holds the run.
-        ConfigError: `folder` cannot be written, or `wait_seconds` is too short to tell.
+        ConfigError: `folder` cannot be written.
     """
-    if not 2 * RENEW_SECONDS <= wait_seconds < math.inf:
-        raise ConfigError(
-            f"wait_seconds={wait_seconds:g}; a start shows that it lives every "
-            f"{RENEW_SECONDS:g} s: wait at least {2 * RENEW_SECONDS:g}"
-        )
+    lease = folder / "lease"
     try:
-        make_folder(folder)
+        lease.mkdir(parents=True, exist_ok=True)
         while True:
-            there = starts(folder)
-            if there.newest and not there.released:
-                _wait_for(folder, there.newest, wait_seconds)
-            descriptor = publish(folder, there.newest + 1)
-            if descriptor is not None:
-                return Lease(folder, there.newest + 1, descriptor)
+            tokens = _tokens(lease)
+            newest = max(tokens.values(), default=0)
+            held = {name for name in tokens if tokens[name] == newest and name.endswith(".json")}
+            held -= {name.replace(".released", ".json") for name in tokens if ".rel" in name}
+            if all(_is_dead(lease / name, tokens) for name in held):
+                if file := _written(lease, newest + 1):
+                    _tidy(lease, newest + 1 - MOST_KEPT)
+                    return Lease(file, newest + 1)
+                time.sleep(secrets.randbelow(1000) / 10_000)
     except OSError as error:
-        raise ConfigError(
-            f"{folder} cannot be written ({error.strerror or error}); choose another"
-        ) from error
+        why = error.strerror or error
+        raise ConfigError(f"{folder} cannot be written ({why}); choose another") from error
 
 
-def _wait_for(folder: Path, token: int, wait_seconds: float) -> None:
-    """Return once start `token` has ended, or is not the newest; raise where it lives."""
-    first = look(folder, token)
-    holder = first.holder
-    if holder is not None and holder.is_on_this_host:
-        if first.is_locked:
-            if holder.is_running or not _is_unlocked_soon(folder, token):
-                raise _in_use(folder, token, first)
-            return
-        # A process that lives may have lost its lock by closing another descriptor of the file.
-        lives = holder.is_running and holder.pid != os.getpid()
-        if first.is_locked is False and not lives:
-            return
-    where = f"on host {holder.host}" if holder else "on an unknown host"
-    say(f"start {token} of {folder}, {where}, may be alive; waiting {wait_seconds:g} s to see")
-    # Looks are counted, not seconds: those in which this process itself was stopped tell nothing.
-    for _ in range(math.ceil(wait_seconds / _LOOK_SECONDS)):
-        time.sleep(_LOOK_SECONDS)
-        if starts(folder) != Starts(token, released=False):
-            return
-        seen = look(folder, token)
-        if (seen.touched_ns, seen.holder) != (first.touched_ns, first.holder):
-            raise _in_use(folder, token, seen)
+def _is_dead(file: Path, tokens: dict[str, int]) -> bool:
+    """Return True where its start is, False where `tokens` are others now; raise where it lives."""
+    holder, _ = first = _look(file)
+    if not file.exists():  # withdrawn
+        return False
+    folder, who = file.parent.parent, holder.get("who", f"start {tokens[file.name]}, host unknown")
+    here = _process(holder.get("pid", 0))
+    lives = holder == holder | here
+    if here["boot"] is None or any(holder.get(key) != here[key] for key in ("host", "boot")):
+        print(f"replicax: {who} may hold {folder}; waiting {EXPIRE_SECONDS:g} s", file=sys.stderr)
+        # Looks are counted, not seconds: those in which this process was stopped tell nothing.
+        for _ in range(math.ceil(EXPIRE_SECONDS / _LOOK_SECONDS)):
+            time.sleep(_LOOK_SECONDS)
+            if _tokens(file.parent) != tokens:
+                return False
+            if lives := _look(file) != first:
+                break
+    if lives:
+        raise RunInUseError(
+            f"{folder} is held by another start of it ({who}): wait for it or stop it, or choose "
+            "another --run"
+        )
+    return True
 
 
-def _is_unlocked_soon(folder: Path, token: int) -> bool:
-    for _ in range(math.ceil(_ENDING_SECONDS / 0.1)):
-        time.sleep(0.1)
-        if look(folder, token).is_locked is False:
-            return True
-    return False
+def _written(folder: Path, token: int) -> Path | None:
+    """The file of this process as start `token`; None where another start is there as well."""
+    here, since = _process(os.getpid()), time.strftime("%Y-%m-%d %H:%M:%S")
+    who = f"start {token}, host {here['host']}, pid {here['pid']}, since {since}"
+    file = folder / f"{token:08d}-{secrets.token_hex(8)}.json"
+    beside = file.with_name(f".{file.name}")  # nobody meets half a file
+    is_alone = False
+    try:
+        beside.write_text(json.dumps({"who": who, **here}), encoding="utf-8")
+        beside.replace(file)
+        is_alone = all(each < token for name, each in _tokens(folder).items() if name != file.name)
+        return file if is_alone else None
+    finally:
+        for each in () if is_alone else (beside, file):
+            each.unlink(missing_ok=True)
 
 
-def _in_use(folder: Path, token: int, seen: Seen) -> RunInUseError:
-    who = str(seen.holder) if seen.holder else f"start {token}, host unknown"
-    return RunInUseError(
-        f"{folder} is held by another start of it ({who}): wait for it or stop it, or choose "
-        "another --run"
-    )
+def _tidy(folder: Path, last: int) -> None:
+    """Remove what starts up to `last` left, half files of killed ones included."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            found = _NAME.fullmatch(name.removeprefix("."))
+            if found and int(found[1]) <= last:
+                (folder / name).unlink()
+
+
+def _tokens(folder: Path) -> dict[str, int]:
+    """Name -> token of each file of a start."""
+    return {found[0]: int(found[1]) for found in map(_NAME.fullmatch, os.listdir(folder)) if found}
+
+
+def _look(file: Path) -> tuple[dict[str, Any], int]:
+    """Who a file names, where it can be read; and when it was touched."""
+    holder, touched = {}, 0
+    # NFS asks its server where a file is opened, and else its cache.
+    with contextlib.suppress(OSError, ValueError), file.open("rb") as opened:
+        touched = os.fstat(opened.fileno()).st_mtime_ns
+        holder = json.load(opened)
+    return holder, touched
+
+
+def _process(pid: int) -> dict[str, Any]:
+    """What tells process `pid` from all others, as far as this host knows."""
+    boot = started = None
+    with contextlib.suppress(OSError):
+        Path("/proc/1/stat").read_bytes()  # else the processes of others are hidden
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        boot += f" {os.readlink('/proc/self/ns/pid')}"  # a container counts its own
+        # From proc(5). The command before the bracket may itself hold brackets and blanks.
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        if fields[0] not in (b"Z", b"X") and not int(fields[6]) & _EXITING:
+            started = int(fields[19])  # clock ticks after the boot, as process ids come again
+    return {"host": socket.gethostname(), "boot": boot, "pid": pid, "started": started}

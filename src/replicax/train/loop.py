@@ -17,12 +17,13 @@ from replicax.core.update import Metrics, TrainState
 from replicax.errors import ConfigError, DivergedError, StateError
 from replicax.train.bad_steps import BadSteps
 from replicax.train.checkpoints.manifest import Position
-from replicax.train.dispatched import Dispatched, Place, dispatched
+from replicax.train.dispatched import Place, dispatched
 from replicax.train.evaluation import Evaluator, losses_of
 from replicax.train.goodput import Ledger
 from replicax.train.hook import Hooks
 from replicax.train.interrupt import Interrupt
 from replicax.train.meter import Meter
+from replicax.train.program_fingerprint import program_fingerprint
 from replicax.train.progress import Progress
 from replicax.train.records import Record
 from replicax.train.stopping import Stopping
@@ -203,7 +204,7 @@ class Loop:
             batches = _Ahead(items)
             for batch in batches:
                 waited = self._note_wait(feed.wait_seconds, waited)
-                self._given = batch
+                self._give(batch)
                 yield batch
                 if self._given is not None:
                     raise StateError(
@@ -219,6 +220,9 @@ class Loop:
         due = self._is_last() or self._evaluator is not None
         self._follow(0, closing=closing, due=due)
         return self._went_back()
+
+    def _give(self, batch: Batch) -> None:
+        self._given = batch
 
     def _do_what_is_due(self, batches: "_Ahead") -> bool:
         """Evaluate and save between two steps; whether the run went back by that."""
@@ -285,7 +289,7 @@ class Loop:
         self._meter.leave_out(time.perf_counter() - started)
         return record
 
-    def _until_stopped(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def _until_stopped(self, batches: Generator[Batch]) -> Iterator[Batch]:
         with contextlib.closing(batches):
             for batch in batches:
                 yield batch
@@ -297,6 +301,8 @@ class Loop:
     def _begin(self, batch: Batch) -> None:
         """Compile: until that is done, a signal may end the run at once, as nothing is lost."""
         self._ledger.enter("compiling")
+        if self._storage is not None and not self._storage.knows_program:
+            self._storage.check_program(program_fingerprint(self.dp, self.state, batch))
         self._display.status("compiling the step")
         self.dp.prepare(self.state, batch)
         self._interrupt.hold()
@@ -409,9 +415,7 @@ class Loop:
             "seconds": extra.get("seconds_unrecorded", 0.0),
         }
         begun = position.step > 0
-        self._meter.rewind(
-            extra.get("meter", older), resumed=begun, compiled=self._begun and begun
-        )
+        self._meter.rewind(extra.get("meter", older), resumed=begun, compiled=self._begun and begun)
         self.hooks.load_state(extra.get("hooks", {}))
         del self.records[position.records :]
 

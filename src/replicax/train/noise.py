@@ -23,6 +23,7 @@ from replicax.core.models.definition import PyTree
 from replicax.core.modes import MODES, batch_shardings, lift
 from replicax.core.objective import Objective, only_read
 from replicax.core.ready import agree_on_program
+from replicax.core.scaling import unscaled
 from replicax.core.update import TrainState, step_key
 
 PARTS = 4
@@ -139,7 +140,7 @@ def _sample(
         own = folded(key, number)
         sums, _ = accumulate(objective.step_sums, state, rows, own, None)
         weight = sums.weight
-        mean = jax.tree.map(lambda leaf: leaf / _or_one(weight), sums.gradient)
+        mean = jax.tree.map(lambda leaf: leaf / _or_one(weight), unscaled(sums, state).gradient)
         return lax.with_sharding_constraint(mean, shardings), weight
 
     def add(carry: Any, numbered: tuple[jax.Array, Batch]) -> tuple[Any, None]:

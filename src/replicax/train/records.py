@@ -145,8 +145,18 @@ class RunFolder:
 
 
 def plain_config(config: dict[str, Any]) -> dict[str, Any]:
-    """`config` as JSON has it: what it does not know as text, what is not finite as null."""
-    plain: dict[str, Any] = json.loads(json.dumps(_finite(config), default=str))
+    """`config` as JSON has it: what it does not know as text, what is not finite as null.
+
+    Raises:
+        ConfigError: it cannot be written so.
+    """
+    try:
+        plain: dict[str, Any] = json.loads(json.dumps(_finite(config), default=str))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"this configuration cannot be written as JSON ({error}); use numbers, texts, lists, "
+            "and dicts with texts as keys"
+        ) from error
     return plain
 
 

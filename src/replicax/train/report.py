@@ -1,7 +1,13 @@
 """What a run says about itself: what was derived, how each epoch went, how it ended."""
 
+import contextlib
+import datetime
 import importlib.metadata
+import os
 import platform
+import socket
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -12,6 +18,7 @@ from replicax.core.data_parallel import DataParallel
 from replicax.core.feed import Feed
 from replicax.core.mesh import replica_count
 from replicax.core.update import TrainState
+from replicax.train.program_fingerprint import program_fingerprint, some_rows
 from replicax.train.records import Record
 from replicax.train.result import Fit
 from replicax.wording import duration
@@ -50,8 +57,12 @@ def describe(dp: DataParallel, state: TrainState, feed: Feed) -> list[str]:
     return lines
 
 
-def derived(dp: DataParallel, feed: Feed) -> dict[str, Any]:
-    """The same for `config.json`, with versions."""
+def derived(dp: DataParallel, state: TrainState, feed: Feed) -> dict[str, Any]:
+    """The same for `config.json`, with versions, the program, and what this start was.
+
+    There is no `program` where only the first batch tells what rows there are.
+    """
+    rows = some_rows(feed.source)
     return {
         "parallel": {
             **dp.configuration.names(),
@@ -70,8 +81,28 @@ def derived(dp: DataParallel, feed: Feed) -> dict[str, Any]:
             "jax": jax.__version__,
             "numpy": np.__version__,
             "optax": optax.__version__,
+            # The libraries of models: the operations of one that is loaded may follow from it.
+            **{
+                name: importlib.metadata.version(name)
+                for name in ("flax", "equinox")
+                if name in sys.modules
+            },
         },
+        "start": this_start(),
+        **({} if rows is None else {"program": program_fingerprint(dp, state, rows)}),
     }
+
+
+def this_start() -> dict[str, Any]:
+    """What was called, where and when; the working directory's commit, if it is in one."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    start = {"command": list(sys.argv), "host": socket.gethostname(), "time": now}
+    ask = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    env = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        said = subprocess.run(ask, capture_output=True, timeout=1, check=True, env=env, text=True)
+        start["commit"] = said.stdout.strip()
+    return start
 
 
 def epoch_line(
@@ -116,6 +147,8 @@ def summary(result: Fit, total: int | None) -> list[str]:
         parts.append(f"{rate:,.0f} rows/s")
         parts.append(f"input wait {waited / seconds:.0%}")
     lines = [" · ".join(parts)]
+    if first and not result.steps:
+        lines = [f"complete at step {first:,}: nothing was trained"]
     if result.metrics:
         kind = "eval" if any(r.kind == "eval" for r in result.records) else "train"
         lines.append(f"{kind:<6} {_metrics(result.metrics)}")

@@ -24,6 +24,7 @@ from replicax.train.hook import Hook, Hooks
 from replicax.train.interrupt import Interrupt
 from replicax.train.loop import Loop
 from replicax.train.meter import Meter
+from replicax.train.program_fingerprint import program_fingerprint
 from replicax.train.progress import Shown, open_progress
 from replicax.train.report import derived, describe, summary
 from replicax.train.result import Fit
@@ -43,6 +44,9 @@ class Guard:
 
     most: int = 5
     spikes: bool = False
+
+
+_EVERY_TEN_MINUTES = Saving()
 
 
 class Run(Loop):
@@ -106,7 +110,7 @@ class Run(Loop):
         hooks: Sequence[Hook] = (),
         guard: Guard = Guard(),
         run_dir: str | Path | None = None,
-        saving: Saving = Saving(),
+        saving: Saving = _EVERY_TEN_MINUTES,
         accept_changes: bool = False,
         config: dict[str, Any] | None = None,
         progress: bool = True,
@@ -132,7 +136,7 @@ class Run(Loop):
         self.dp, self.state = guarded(dp, state, self.hooks.wraps), state
         self._evaluator = None if plan is None else Evaluator(plan, self.dp, state, batch_size)
         self._meter, self._bad_steps = Meter(log_every), BadSteps(guard.most, dp.job)
-        self.config = {**(config or {}), **derived(self.dp, self._first)}
+        self.config = {**(config or {}), **derived(self.dp, state, self._first)}
         self._run_dir = None if run_dir is None else Path(run_dir)
         self._saving, self._seed, self._accept = saving, seed, accept_changes
         self._given_interrupt = interrupt
@@ -177,7 +181,7 @@ class Run(Loop):
 
     def _take_folder(self, stack: contextlib.ExitStack) -> None:
         """Hold the run's folder, where there is one, and find where it goes on from."""
-        self._ledger = Ledger(None)
+        self._storage, self._ledger = None, Ledger(None)
         if self._run_dir is None:
             return
         self._storage = Storage(
@@ -219,6 +223,10 @@ class Run(Loop):
         if self._storage is not None and self._resumable:
             self.hooks("saving", self)
             self._storage.finish(self.state, self._position(), self._extra())
+        storage, repeats = self._storage, self.source.can_repeat
+        if storage is not None and not storage.knows_program and repeats and not self._begun:
+            rows, _ = next(self.source.epoch(0))  # no batch has told: nothing was left to train
+            storage.check_program(program_fingerprint(self.dp, self.state, rows))
         self._interrupt.let_go()
         self.dp.job.rest()
 
@@ -241,8 +249,6 @@ class Run(Loop):
             failed_hooks=tuple(self.hooks.failed),
             goodput=self._ledger.summary() if self.folder is not None else None,
         )
-        if not self.result.steps and step:
-            self.say(f"complete at step {step:,}: nothing was trained")
         for line in [*summary(self.result, self.total), *self.hooks.summary()]:
             self.say(line)
         if self.result.goodput is not None and self.result.saved:

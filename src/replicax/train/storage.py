@@ -124,6 +124,9 @@ class Storage:
         self.ledger = Ledger(None)
         self._lease: Lease | None = None
         self._config, self._accept, self._say = plain_config(config), accept_changes, say
+        self._job, self._before = job, self._config
+        self.knows_program = "program" in config
+        """Whether it is compared already, and `check_program` has nothing to do."""
         self._store = Store(path / CHECKPOINTS, saving.keep, saving.keep_every)
         self._wanted = array_entries(state) if saving.wanted else {}
         if saving.wanted:
@@ -203,10 +206,34 @@ class Storage:
     def _check_config(self, folder: RunFolder) -> None:
         path = self.path / CONFIG
         if path.exists():
-            for line in check_changes(read_config(path), self._config, accept=self._accept):
+            self._before = read_config(path)
+            for line in check_changes(self._before, self._config, accept=self._accept):
                 self._say(line)
+            if "program" in self._before:  # until the first batch tells which it is now
+                self._config.setdefault("program", self._before["program"])
         else:
             folder.refuse_another("it has no config.json")
+
+    def check_program(self, program: dict[str, str]) -> None:
+        """Compare the program, where only the first batch could tell it; all processes call it.
+
+        Raises:
+            ConfigError: it is another than before, and that is not accepted.
+        """
+        parts = ("versions", "program")
+        before = {part: self._before[part] for part in parts if part in self._before}
+        now = {**self._config, "program": program}
+        now = {part: now[part] for part in parts if part in now}
+
+        def compare() -> None:
+            for line in check_changes(before, now, accept=self._accept):
+                if line.startswith("change program."):  # versions were told when it was opened
+                    self._say(line)
+
+        self._job.broadcast("the program", compare)
+        self._config["program"], self.knows_program = program, True
+        if self.folder is not None:
+            self.folder.write_config(self._config)
 
     def restore(self, like: TrainState) -> TrainState:
         """The state of what was found, laid out as `like`.

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from replicax.core.accumulate import Part, Sequential, add_in_turn
+from replicax.core.accumulate import Part, Sequential, add_in_turn, scale_of
 from replicax.core.batch import Batch
 from replicax.core.loss import LOSS
 from replicax.core.mesh import DATA, AnyMesh
@@ -51,7 +51,7 @@ class _Replicas(Sequential):
 
         def one(extras: PyTree, number: jax.Array, rows: Batch) -> tuple[StepSums, PyTree]:
             own = jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)
-            return self._sums(state.params, extras, rows, own)
+            return self._sums(state.params, extras, rows, own, scale_of(state))
 
         return add_in_turn(one, state.extras, jax.tree.map(self._cut, batch), self.parts)
 
@@ -61,7 +61,7 @@ class _Replicas(Sequential):
         return jnp.moveaxis(cut, 2, 0)
 
     def _sums(
-        self, params: PyTree, extras: PyTree, batch: Batch, keys: jax.Array
+        self, params: PyTree, extras: PyTree, batch: Batch, keys: jax.Array, scale: Any
     ) -> tuple[StepSums, PyTree]:
         def total(params: PyTree) -> tuple[jax.Array, Any]:
             def of_replica(rows: Batch, key: jax.Array) -> Any:
@@ -71,7 +71,8 @@ class _Replicas(Sequential):
             # convolution of many groups takes a minute on a CPU.
             found, after = jax.vmap(of_replica, axis_name=DATA)(batch, keys)
             found = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), found)
-            return found[LOSS].total, (found, jax.tree.map(lambda leaf: leaf[0], after))
+            value = found[LOSS].total if scale is None else found[LOSS].total * scale
+            return value, (found, jax.tree.map(lambda leaf: leaf[0], after))
 
         gradient, (found, after) = jax.grad(total, has_aux=True)(params)
         return StepSums(jax.tree.map(to_sum, gradient), found), after

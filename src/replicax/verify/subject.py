@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from replicax.core.accumulate import scale_of
 from replicax.core.batch import Batch, Share, host_rows, row_count
 from replicax.core.data_parallel import DataParallel
 from replicax.core.loss import LOSS
@@ -17,6 +18,7 @@ from replicax.core.mesh import by_rows, make_mesh, replica_count
 from replicax.core.models.definition import PyTree, View
 from replicax.core.modes import MODES, Mode
 from replicax.core.objective import Objective, StepSums
+from replicax.core.scaling import SMALLEST, overflows, settled, unscaled
 from replicax.core.update import TrainState, step_key
 from replicax.errors import LossError
 from replicax.train.guarded import NOT_FINITE, guarded
@@ -27,6 +29,8 @@ WARM_STEPS = 2
 """Steps before anything is compared: a warm-up's first learning rate is 0, and Adam's first update
 knows only the gradient's sign."""
 _LEAST_WEIGHT, _MOST_WEIGHT = 0.1, 10.0
+_SCALE_MARGIN = 16
+"""A power of two above the largest weight."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +67,7 @@ class Result:
     state: TrainState
     """After the step, on the devices."""
     skipped: bool
-    """Whether the loss or the gradient was not finite, and the step changed nothing."""
+    """Whether the loss or the gradient was not finite, or overflowed, and nothing was changed."""
 
 
 class Subject:
@@ -243,7 +247,8 @@ class Subject:
 
         def sums(params: PyTree) -> StepSums:
             objective = dataclasses.replace(self.objective, read=None)
-            return objective.step_sums(params, state.extras, batch, View(key))[0]
+            view = View(key, scale=scale_of(state))
+            return unscaled(objective.step_sums(params, state.extras, batch, view)[0], state)
 
         return jax.jit(sums)
 
@@ -262,6 +267,7 @@ class Subject:
         dp = self.parallel(self.single)
         state = dp.init(self._model, seed=self._seed)
         batch = self.batch_on(self.single, self.full)
+        state = settled(lambda state: dp.step(state, batch), state)
         for number in range(1, WARM_STEPS + 1):
             state, metrics = dp.step(state, batch)
             if metrics[NOT_FINITE]:
@@ -270,6 +276,9 @@ class Subject:
                     "finite, and a run would skip the step: look at the batch and the initial "
                     "parameters (jax_debug_nans finds the operation)"
                 )
+        if state.scale:  # lest a batch of larger weights overflow
+            value = jnp.maximum(state.scale.value / _SCALE_MARGIN, SMALLEST)
+            state = dataclasses.replace(state, scale=dataclasses.replace(state.scale, value=value))
         return state
 
     def _result(self, before: TrainState, after: TrainState, metrics: Mapping[str, Any]) -> Result:
@@ -277,7 +286,7 @@ class Subject:
         measured = {name[2:-2]: value for name, value in measured.items()}
         gradient = {f"gradient{path}": value for path, value in leaves(after.opt_state[0]).items()}
         loss = {LOSS: measured.pop(LOSS)}
-        skipped = bool(measured.pop(NOT_FINITE))
+        skipped = bool(measured.pop(NOT_FINITE)) or overflows(after) > overflows(before)
         return Result(
             {**loss, **measured, **gradient},
             changes(before.params, after.params),

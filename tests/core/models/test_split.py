@@ -16,7 +16,7 @@ from support.tiers import only
 
 import replicax as rx
 from replicax.core.models.split import split_model
-from replicax.plan.abstract_model import abstract_model
+from replicax.recipes.abstract_model import abstract_model
 
 X = np.linspace(-1, 1, 48, dtype=np.float32).reshape(8, 6)
 

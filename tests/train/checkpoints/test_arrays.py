@@ -22,7 +22,7 @@ from replicax.core.update import TrainState
 from replicax.errors import CheckpointError
 from replicax.train.checkpoints.arrays import array_entries, begin_writing, read
 from replicax.train.checkpoints.verification import verify
-from replicax.train.run import abstract
+from replicax.train.storage import abstract
 
 __all__ = ["no_curves"]
 

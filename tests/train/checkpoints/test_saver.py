@@ -20,7 +20,7 @@ from replicax.train.checkpoints.arrays import array_entries, read
 from replicax.train.checkpoints.manifest import Position, read_manifest
 from replicax.train.checkpoints.saver import MOST_FAILURES, Saver
 from replicax.train.checkpoints.store import Store
-from replicax.train.run import abstract
+from replicax.train.storage import abstract
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

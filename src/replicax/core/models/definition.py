@@ -29,6 +29,8 @@ class View:
     """Whether the rows are some of a replica's, one of its micro-batches."""
     step: jax.Array | None = None
     """int32 scalar: steps done before."""
+    scale: jax.Array | None = None
+    """float32 scalar that the loss is multiplied by before it is differentiated; None for 1."""
 
 
 class Definition(Protocol):

@@ -61,7 +61,7 @@ def read(like: TrainState, folder: Path) -> TrainState:
     """The state in `folder`, laid out as `like`; each process reads its own parts.
 
     Args:
-        like: `jax.ShapeDtypeStruct`s with shardings.
+        like: `jax.ShapeDtypeStruct`s with shardings; what it lacks is not read.
         folder: written by `begin_writing`, on any devices.
 
     Raises:
@@ -76,7 +76,7 @@ def read(like: TrainState, folder: Path) -> TrainState:
         )
         for name, leaf in wanted.items()
     }
-    restore = orbax.args.PyTreeRestore(item=wanted, restore_args=arguments)
+    restore = orbax.args.PyTreeRestore(item=wanted, restore_args=arguments, partial_restore=True)
     try:
         arrays = _handler().restore(epath.Path(folder), args=restore)
     except Exception as error:  # tensorstore's own, of many kinds

@@ -14,7 +14,9 @@ MOST_PARTS = 16
 """Folders a file may be deep, itself counted."""
 
 # Not blocking: a pipe in a file's place would wait for a writer. Regular files are read as ever.
-_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_FLAGS = os.O_RDONLY
+for _name in ("O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK"):
+    _FLAGS |= getattr(os, _name, 0)  # Windows has none of them
 
 
 @contextlib.contextmanager

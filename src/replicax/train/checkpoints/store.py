@@ -79,11 +79,7 @@ class Store:
         """
         for step, path in reversed(self.paths()):
             try:
-                if path.is_symlink():
-                    raise CheckpointError("it is a symbolic link")
-                manifest = read_manifest(path)
-                if manifest.position.step != step:
-                    raise CheckpointError(f"it holds step {manifest.position.step}")
+                manifest = read_placed(step, path)
                 verify(path, manifest)
             except CheckpointError as error:
                 aside = self._aside(path)
@@ -154,6 +150,20 @@ class Store:
                 "folder writable"
             ) from error
         return aside
+
+
+def read_placed(step: int, path: Path) -> Manifest:
+    """The manifest of a checkpoint in the place of `step`; its files are not looked at.
+
+    Raises:
+        CheckpointError: there is none that belongs there.
+    """
+    if path.is_symlink():
+        raise CheckpointError("it is a symbolic link")
+    manifest = read_manifest(path)
+    if manifest.position.step != step:
+        raise CheckpointError(f"it holds step {manifest.position.step}")
+    return manifest
 
 
 def _sync(folder: Path) -> None:

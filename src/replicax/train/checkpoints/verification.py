@@ -79,7 +79,7 @@ def check_arrays(arrays: Mapping[str, ArrayEntry], wanted: Mapping[str, ArrayEnt
         return
     more = len(differences) - _MOST_NAMED
     named = "; ".join(differences[:_MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
-    fix = "the model or the optimizer is another; go back to theirs"
+    fix = "the model, the optimizer or the precision is another; go back to theirs"
     if all(each.startswith("reduction") for each in differences):
         fix = "each replica has its own; go back to as many devices, and to this reduction"
     raise CheckpointError(f"{named}: {fix}, or start a new run")

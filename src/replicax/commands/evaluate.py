@@ -1,0 +1,105 @@
+"""`replicax evaluate`: loss and metrics of a run's model."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from replicax.commands.data import print_data
+from replicax.commands.opened import RunOptions, about_line, metrics_text
+from replicax.commands.output import check_json, standard_output, with_value, write_json
+from replicax.errors import ConfigError
+from replicax.flags import parse_options
+from replicax.recipes.recipe import recipe_name
+from replicax.train.load import Loaded
+
+PROGRAM = "replicax evaluate"
+
+ANOTHER_ROUNDING = 1e-2
+"""Relative difference of a metric that other devices may make, in bfloat16 at most."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluateOptions(RunOptions):
+    """Evaluates the model of a run that replicax train made.
+
+    On the recipe's evaluation data, or on yours. Beside the figures stand those that the run itself
+    recorded at this step, where it did. Nothing in the run's folder is changed.
+    """
+
+    data: Path | None = None
+    """Other data to evaluate on, all of it: text for gpt2, the folder of the images for lenet and
+    cnn."""
+    json: str | None = None
+    """Write the figures as JSON to this file; - prints it instead."""
+
+
+def evaluate(arguments: list[str]) -> int:
+    """Run the command; return its exit code."""
+    options = parse_options(EvaluateOptions, with_value(arguments), PROGRAM)
+    check_json(options.json)
+    with standard_output(options.json == "-"):
+        loaded = options.open("evaluate")
+        if options.json != "-":
+            print(about_line(loaded), flush=True)
+        source = _source(loaded.recipe, options)
+        dp, rows_of_batch = loaded.dp, loaded.recipe.batch_size
+        metrics = dp.evaluate(loaded.state, dp.feed(source, rows_of_batch))
+    rows = int(metrics.pop("rows"))
+    recorded = None if options.data is not None else _recorded(loaded)
+    content = {
+        "run": str(loaded.path.parent.parent),
+        "recipe": recipe_name(type(loaded.recipe)),
+        "step": loaded.step,
+        "data": None if options.data is None else str(options.data),
+        "rows": rows,
+        "metrics": {
+            name: value if math.isfinite(value) else None for name, value in metrics.items()
+        },
+        "recorded": recorded,
+    }
+    write_json(content, options.json)
+    if options.json != "-":
+        print(f"eval   {metrics_text(metrics)} · {rows:,} rows")
+        if recorded is not None:
+            print(f"record {metrics_text(recorded)}{_verdict(metrics, recorded)}")
+    return 0
+
+
+def _source(recipe: Any, options: EvaluateOptions) -> Any:
+    """What to evaluate on."""
+    name = recipe_name(type(recipe))
+    if options.data is not None:
+        if not hasattr(recipe, "eval_data"):
+            raise ConfigError(
+                f"--data with recipe {name}, which reads no data from a path; leave --data out, or "
+                "give the recipe a method eval_data(path)"
+            )
+        if options.json != "-":
+            print(f"data   {options.data}", flush=True)
+        return recipe.eval_data(options.data)
+    source = recipe.eval_source()
+    if source is None:
+        raise ConfigError(f"recipe {name} has no evaluation data; give some by --data")
+    if options.json != "-":
+        print_data(recipe)
+    return source
+
+
+def _recorded(loaded: Loaded) -> dict[str, float] | None:
+    """The metrics of the run's own evaluation at this step, if there was one."""
+    found = [
+        record.metrics
+        for record in loaded.records
+        if record.kind == "eval" and record.step == loaded.step
+    ]
+    return found[-1] if found else None
+
+
+def _verdict(metrics: Mapping[str, float], recorded: Mapping[str, float]) -> str:
+    same = metrics.keys() == recorded.keys() and all(
+        math.isclose(value, recorded[name], rel_tol=ANOTHER_ROUNDING, abs_tol=1e-6)
+        for name, value in metrics.items()
+    )
+    return "" if same else " · differs: the data, or the recipe's code, is not that of the run"

@@ -1,0 +1,96 @@
+"""`replicax export`: a run's model as a .safetensors file."""
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from replicax.commands.opened import RunOptions, about_line
+from replicax.core.models.definition import PyTree
+from replicax.errors import ConfigError, require
+from replicax.flags import parse_options, positional, shown_as
+from replicax.train.load import Loaded
+from replicax.wording import size_text
+
+PROGRAM = "replicax export"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportOptions(RunOptions):
+    """Writes the model of a run as a .safetensors file, which needs neither JAX nor Replicax.
+
+    Parameters, and statistics such as BatchNorm's, have their dotted paths for names, and the
+    dtypes that they are trained in. Those of gpt2 have the published names, in float32, so that
+    transformers reads them, and replicax train gpt2 --init-from.
+    """
+
+    file: Annotated[Path, positional(), shown_as("FILE")]
+    """The file to write, model.safetensors say."""
+    force: bool = False
+    """Overwrite the file."""
+
+
+def export(arguments: list[str]) -> int:
+    """Run the command; return its exit code."""
+    options = parse_options(ExportOptions, arguments, PROGRAM)
+    _check_file(options.file, options.force)
+    numpy_format = require("safetensors.numpy", "text")
+    loaded = options.open("export")
+    tensors = _tensors(loaded)
+    beside = options.file.with_name(f".{options.file.name}.new")  # all of it, or nothing
+    try:
+        numpy_format.save_file(tensors, beside, metadata={"format": "pt"})
+        beside.replace(options.file)
+    except (OSError, KeyError, require("safetensors", "text").SafetensorError) as error:
+        beside.unlink(missing_ok=True)
+        raise ConfigError(f"{options.file} cannot be written ({error}); choose another") from error
+    size = size_text(os.path.getsize(options.file))
+    parameters = sum(array.size for array in tensors.values())
+    print(about_line(loaded))
+    print(f"wrote  {options.file}: {parameters:,} numbers in {len(tensors):,} tensors, {size}")
+    return 0
+
+
+def _tensors(loaded: Loaded) -> dict[str, np.ndarray]:
+    """The model's arrays by name."""
+    recipe: Any = loaded.recipe
+    if hasattr(recipe, "published_weights"):
+        published: dict[str, np.ndarray] = recipe.published_weights(
+            loaded.dp.model(loaded.state, copy=False)
+        )
+        return published
+    params, extras = _named(loaded.state.params), _named(loaded.state.extras)
+    # Beside the statistics, a model may keep counters, and keys that it draws from.
+    statistics = {
+        name: leaf for name, leaf in extras.items() if jnp.issubdtype(leaf.dtype, jnp.inexact)
+    }
+    if both := params.keys() & statistics.keys():
+        raise ConfigError(
+            f"{min(both)} is a parameter and a statistic of this model; a file has each name once: "
+            "rename one in the model"
+        )
+    return {
+        name: np.asarray(leaf, order="C")  # of other arrays safetensors writes the wrong order
+        for name, leaf in {**params, **statistics}.items()
+    }
+
+
+def _named(tree: PyTree) -> dict[str, jax.Array]:
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def _check_file(file: Path, force: bool) -> None:
+    """Raise `ConfigError` where it cannot be written, before anything is loaded."""
+    if file.is_dir():
+        raise ConfigError(f"{file} is a folder; name a file, as in {file / 'model.safetensors'}")
+    if not file.parent.is_dir():
+        raise ConfigError(f"{file}: there is no folder {file.parent}; make it first")
+    if os.path.lexists(file) and not force:
+        raise ConfigError(f"{file} exists; choose another name, or overwrite it with --force")

@@ -1,0 +1,73 @@
+"""The run that a command opens again."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import replicax as rx
+from replicax.commands.devices import check_alone
+from replicax.errors import ConfigError, did_you_mean
+from replicax.flags import positional, shown_as
+from replicax.recipes.recipe import recipe_name
+from replicax.train.load import Loaded
+
+RUNS = Path("runs")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Which run, in the commands that open one."""
+
+    run: Annotated[str, positional(), shown_as("RUN")]
+    """The run: its name in runs/, or its folder."""
+    step: Annotated[str | None, shown_as("N|best", "the newest")] = None
+    """The checkpoint to take: updates done, or best for the one that best.json names."""
+
+    def open(self, command: str) -> Loaded:
+        """Return the run's checkpoint, on the devices that are there.
+
+        Raises:
+            ConfigError: no such run or checkpoint, or `command` is one of several processes.
+            CheckpointError: the checkpoint is harmed.
+        """
+        check_alone(command, "it opens a run in one process: run it alone")
+        return rx.load(self.folder(), step=self._step())
+
+    def folder(self) -> Path:
+        """Return the run's folder.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        for folder in (RUNS / self.run, Path(self.run)):
+            if folder.is_dir():
+                return folder
+        names = [path.name for path in RUNS.iterdir()] if RUNS.is_dir() else []
+        raise ConfigError(
+            f"no run is named {self.run!r}: {RUNS / self.run} is no folder, and neither is "
+            f"{self.run}{did_you_mean(self.run, names)}; replicax runs lists those in runs/"
+        )
+
+    def _step(self) -> int | str | None:
+        step = self.step
+        if step in (None, "best"):
+            return step
+        assert step is not None
+        if not step.replace(",", "").isdecimal():
+            raise ConfigError(
+                f"--step {step}; it is a number of steps, or best: leave it out for the newest"
+            )
+        return int(step.replace(",", ""))
+
+
+def about_line(loaded: Loaded) -> str:
+    """`run    runs/first · lenet · step 400`."""
+    recipe = recipe_name(type(loaded.recipe))
+    return f"run    {loaded.path.parent.parent} · {recipe} · step {loaded.step:,}"
+
+
+def metrics_text(metrics: Mapping[str, float]) -> str:
+    """`loss 0.3964 accuracy 0.8513`; the loss comes first."""
+    names = sorted(metrics, key=lambda name: name != "loss")
+    return " ".join(f"{name} {metrics[name]:.4g}" for name in names)

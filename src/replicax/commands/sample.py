@@ -1,0 +1,67 @@
+"""`replicax sample`: a text, continued by a run's model."""
+
+import dataclasses
+from typing import Annotated, Any
+
+from replicax.commands.opened import RunOptions
+from replicax.core.job import Alone
+from replicax.core.sources import as_source
+from replicax.errors import ConfigError
+from replicax.flags import parse_options, positional, shown_as
+from replicax.recipes.recipe import recipe_name
+from replicax.train.load import Loaded
+
+PROGRAM = "replicax sample"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SampleOptions(RunOptions):
+    """Continues a text with the model of a run of gpt2, and prints both."""
+
+    text: Annotated[str, positional(), shown_as("TEXT")]
+    """The text to continue."""
+    tokens: int = 50
+    """Tokens to continue it by, at most."""
+    temperature: float = 0.8
+    """Below 1 for likelier tokens, 0 for the likeliest."""
+    seed: int = 0
+    """Of the draws."""
+
+
+def sample(arguments: list[str]) -> int:
+    """Run the command; return its exit code."""
+    options = parse_options(SampleOptions, arguments, PROGRAM)
+    loaded = options.open("sample")
+    recipe = loaded.recipe
+    if not hasattr(recipe, "continued"):
+        raise ConfigError(
+            f"recipe {recipe_name(type(recipe))} continues no text; sample takes a run of gpt2, or "
+            "of a recipe with a method continued"
+        )
+    _check_tokenizer(loaded)
+    model = loaded.dp.model(loaded.state, copy=False)
+    print(
+        recipe.continued(
+            model,
+            options.text,
+            tokens=options.tokens,
+            temperature=options.temperature,
+            seed=options.seed,
+        )
+    )
+    return 0
+
+
+def _check_tokenizer(loaded: Loaded) -> None:
+    """Raise `ConfigError` where a tokenizer that was trained on the text is now another."""
+    recipe: Any = loaded.recipe
+    if getattr(recipe, "tokenizer", None) != "bpe":
+        return
+    source = as_source(recipe.train_source(), recipe.batch_size, Alone(), shuffle=False, seed=0)
+    told, now = loaded.config.get("data", {}), source.fingerprint()
+    if any(told.get(name) != now[name] for name in ("rows", "leaves")):
+        raise ConfigError(
+            f"the text has changed since the run ({told.get('rows')} rows then, {now['rows']} "
+            "now), and with it the bpe tokenizer that is trained on it; restore the text, or train "
+            "with --tokenizer my/tokenizer.json"
+        )

@@ -1,0 +1,200 @@
+"""A checkpoint of a run, opened to be used: the run's folder stays as it is, whoever holds it."""
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+from replicax.core.data_parallel import DataParallel
+from replicax.core.update import TrainState
+from replicax.errors import CheckpointError, ConfigError, require
+from replicax.train.changes import read_config
+from replicax.train.checkpoints.arrays import array_entries, read
+from replicax.train.checkpoints.manifest import Manifest
+from replicax.train.checkpoints.store import LOSSES, Store, read_placed
+from replicax.train.checkpoints.verification import STATE, check_arrays, verify
+from replicax.train.records import CONFIG, Record, read_records
+from replicax.wording import named
+
+CHECKPOINTS, BEST = "checkpoints", "best.json"
+
+_OF_THE_RUN_ALONE = (LOSSES, "reduction")
+"""Fields of a state that only a run going on needs: a state without them is loaded without them."""
+
+_MOST_NAMED = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A checkpoint of a run, on the devices of `dp`; from `rx.load`."""
+
+    dp: DataParallel
+    """What steps and evaluates `state`."""
+    state: TrainState
+    """All that was saved, placed as `dp` places it."""
+    step: int
+    """Updates done."""
+    records: list[Record]
+    """The run's, up to this checkpoint."""
+    config: dict[str, Any]
+    """The configuration that the checkpoint was saved under, as JSON has it."""
+    path: Path
+    """The checkpoint's folder."""
+    recipe: Any = None
+    """The recipe, where the run was made by `replicax train`."""
+
+    @property
+    def model(self) -> Any:
+        """The user's model, with arrays of its own; before a step consumes `state`."""
+        return self.dp.model(self.state)
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint in its place, whose arrays have not been looked at."""
+
+    run: Path
+    path: Path
+    manifest: Manifest
+    identity: tuple[int, int] | None
+    """Of its folder, on the file system."""
+    others: tuple[int, ...]
+    """Steps of the other checkpoints, the oldest first."""
+
+
+def find_checkpoint(run: Path, step: int | str | None) -> Checkpoint:
+    """The checkpoint of `step` in the folder of a run.
+
+    Args:
+        run: the folder.
+        step: updates done; `"best"` for the one that `best.json` names, None for the newest.
+
+    Raises:
+        ConfigError: `run` is no run, or has no such checkpoint.
+        CheckpointError: the checkpoint is harmed.
+    """
+    if not run.is_dir():
+        raise ConfigError(f"{run} is no folder; give that of a run, as in runs/NAME")
+    store = Store(run / CHECKPOINTS, keep=1, keep_every=None)
+    there = dict(store.paths())  # of each step the last
+    if not there and not os.path.lexists(run / CONFIG):
+        raise ConfigError(
+            f"{run} is no run: it has no {CONFIG}; give the folder that rx.fit(run_dir=...) or "
+            "replicax train has made"
+        )
+    if not there:
+        raise ConfigError(
+            f"{run} has no checkpoint: none was saved yet, or none was to be (save_seconds=None, "
+            "--save-minutes 0); go on with the run, or train another that saves"
+        )
+    wanted = _wanted_step(run, step, max(there))
+    if wanted not in there:
+        steps = [f"{each:,}" for each in sorted(there, reverse=True)]
+        raise ConfigError(
+            f"{run} has no checkpoint of step {wanted:,}; there is {named(steps, _MOST_NAMED)}: "
+            "choose one of these"
+        )
+    path = there.pop(wanted)
+    others, identity = tuple(there), _identity(path)
+    try:
+        manifest = read_placed(wanted, path)
+    except CheckpointError as error:
+        raise _refused(path, identity, others, error) from error
+    return Checkpoint(run, path, manifest, identity, others)
+
+
+def load_checkpoint(
+    checkpoint: Checkpoint, dp: DataParallel, state: TrainState, recipe: Any = None
+) -> Loaded:
+    """Verify a checkpoint to the byte, and read it.
+
+    Args:
+        checkpoint: from `find_checkpoint`.
+        dp: of the same model and optimizer.
+        state: of `dp`, or its shapes.
+        recipe: that `dp` was made of, if it was.
+
+    Raises:
+        ConfigError: the checkpoint is of another model or optimizer.
+        CheckpointError: it is harmed, or was deleted in the meantime.
+    """
+    require("orbax.checkpoint", "checkpoints")
+    if not isinstance(state, TrainState):
+        raise ConfigError(
+            f"state is a {type(state).__name__}; it is the rx.TrainState of dp.init(model), or its "
+            "shapes: give state=dp.abstract_state(model)"
+        )
+    like, manifest, path = dp.program(state).abstract_state(), checkpoint.manifest, checkpoint.path
+    wanted = array_entries(like)
+    found = {
+        name: entry
+        for name, entry in manifest.arrays.items()
+        if name in wanted or name.partition(".")[0] not in _OF_THE_RUN_ALONE
+    }
+    try:
+        check_arrays(found, wanted)
+    except CheckpointError as error:
+        raise ConfigError(f"{path} does not fit this state: {error}") from error
+    try:
+        verify(path, manifest)
+        restored = read(like, path / STATE)
+    except CheckpointError as error:
+        raise _refused(path, checkpoint.identity, checkpoint.others, error) from error
+    # Deleted meanwhile, what is missing was read as zeros. A checkpoint loses its name first.
+    if _identity(path) != checkpoint.identity:
+        raise _deleted(path)
+    position = manifest.position
+    return Loaded(
+        dp=dp,
+        state=restored,
+        step=position.step,
+        records=read_records(checkpoint.run, position.records),
+        config=manifest.config,
+        path=path,
+        recipe=recipe,
+    )
+
+
+def _wanted_step(run: Path, step: int | str | None, newest: int) -> int:
+    if step is None:
+        return newest
+    if type(step) is int:
+        return step
+    if step != "best":
+        raise ConfigError(
+            f'step={step!r}; it is a number of steps, "best", or None for the newest: give one'
+        )
+    path = run / BEST
+    if not os.path.lexists(path):
+        raise ConfigError(f"{run} has no {BEST}: it did not keep its best; leave the step out")
+    best = read_config(path).get("step")
+    if type(best) is not int:
+        raise ConfigError(f"{path} names no step; give the number of one")
+    return best
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat(follow_symlinks=False)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _refused(
+    path: Path, identity: tuple[int, int] | None, others: tuple[int, ...], error: CheckpointError
+) -> CheckpointError:
+    if _identity(path) != identity:
+        return _deleted(path)
+    steps = [f"{step:,}" for step in reversed(others)]
+    instead = f"load another step ({named(steps, _MOST_NAMED)}), or " if steps else ""
+    return CheckpointError(
+        f"{path} is harmed and was not loaded: {error}; {instead}start the run again, which sets "
+        "it aside"
+    )
+
+
+def _deleted(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{path} was deleted while it was read: the run goes on, and keeps its newest; load again"
+    )

@@ -1,0 +1,1 @@
+"""Loggers: hooks that send a run's records elsewhere, one place a file."""

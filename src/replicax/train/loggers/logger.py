@@ -1,0 +1,148 @@
+"""`Logger`: a hook that hands the records of a run to a thread of its own, which sends them on."""
+
+import dataclasses
+import queue
+import threading
+from pathlib import Path
+from typing import Any
+
+from replicax.errors import require
+from replicax.train.hook import Hook, Running
+from replicax.train.records import Record
+from replicax.wording import first_line
+
+MOST_WAITING = 1000
+"""Records that wait to be sent; more are dropped."""
+
+END_SECONDS = 10.0
+"""For what still waits when the run ends."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """Where a start of a run begins, or goes on from after it went back."""
+
+    folder: Path | None
+    """Of the run."""
+    config: dict[str, Any]
+    """What `config.json` holds."""
+    step: int
+    """Updates done in the whole run."""
+    records: tuple[Record, ...]
+    """Of the whole run."""
+
+
+class Logger(Hook):
+    """A hook that sends records elsewhere: override `write`, and `open` and `close` where needed.
+
+    They are called by a thread of the logger's own, in process 0 alone, and cost no step. What they
+    raise is said once and does no harm: the record is dropped and counted, and the next one is
+    tried. Where more than 1,000 wait, the next are dropped too. At the end what still waits is
+    sent, for 10 seconds at most.
+
+    Example:
+        >>> class Post(rx.Logger):
+        ...     def write(self, record):
+        ...         requests.post("http://host:8000", data=record.to_json(), timeout=5)
+        >>> rx.fit(dp, state, source, batch_size=32, epochs=1, hooks=[Post()])
+    """
+
+    package = ""
+    """What it needs, imported as the run begins."""
+
+    _thread: threading.Thread | None = None
+    _queue: "queue.SimpleQueue[tuple[str, Any] | None]"
+    _given = _sent = 0
+    """Records."""
+    _fault: str | None = None
+    """What went wrong first."""
+    _told = False
+
+    def open(self, start: Start) -> None:
+        """Make ready; called again before each record until it succeeds."""
+
+    def write(self, record: Record) -> None:
+        """Send a record."""
+
+    def go_back(self, start: Start) -> None:
+        """Forget what came after `start`, where that can be done."""
+
+    def close(self, error: BaseException | None) -> None:
+        """Let go of what was opened; the run may have failed with `error`."""
+
+    def start(self, run: Running) -> None:
+        if not run.is_main:
+            return
+        if self.package:
+            require(self.package, "loggers")
+        self._queue, self._given, self._sent = queue.SimpleQueue(), 0, 0
+        self._fault, self._told = None, False
+        name = f"replicax-{self.name}"
+        self._thread = threading.Thread(
+            target=self._work, args=(_start(run),), name=name, daemon=True
+        )
+        self._thread.start()
+
+    def record(self, run: Running, record: Record) -> None:
+        if self._thread is None:
+            return
+        self._given += 1
+        if self._queue.qsize() < MOST_WAITING:
+            self._queue.put(("write", record))
+        else:
+            self._fault = self._fault or f"{MOST_WAITING:,} records wait"
+        self._tell(run)
+
+    def rewound(self, run: Running) -> None:
+        if self._thread is not None:
+            self._queue.put(("go_back", _start(run)))
+
+    def end(self, run: Running) -> None:
+        if self._thread is None:
+            return
+        self._queue.put(("close", run.error))
+        self._queue.put(None)
+        self._thread.join(END_SECONDS)
+        if self._thread.is_alive():
+            self._fault = self._fault or f"not done {END_SECONDS:.0f} s after the end of the run"
+        self._thread = None
+        self._tell(run)
+        if self._sent < self._given:
+            lost = self._given - self._sent
+            run.say(f"{self.name}: {lost:,} of {self._given:,} records were dropped")
+
+    def _work(self, start: Start) -> None:
+        """Do what comes, in order, in the logger's thread."""
+        opened = self._try("open", start)
+        while (task := self._queue.get()) is not None:
+            point, argument = task
+            if point == "go_back":
+                start = argument
+            opened = opened or (point == "write" and self._try("open", start))
+            if opened and self._try(point, argument):
+                self._sent += point == "write"
+
+    def _try(self, point: str, argument: Any) -> bool:
+        try:
+            getattr(self, point)(argument)
+        except Exception as error:  # of whatever it talks to
+            self._fault = self._fault or first_line(error)
+            return False
+        return True
+
+    def _tell(self, run: Running) -> None:
+        if self._fault is not None and not self._told:
+            self._told = True
+            run.say(f"ALARM  {self.name}: {self._fault}; records are dropped, and the run goes on")
+
+
+def scalars(record: Record) -> dict[str, float]:
+    """The numbers of a record, by names such as `train/loss` and `eval/rows_per_second`."""
+    numbers = {**record.metrics, **(record.figures or {}), "epoch": float(record.epoch)}
+    if record.seconds > 0:
+        numbers["rows_per_second"] = record.rows_per_second
+    return {f"{record.kind}/{name}": value for name, value in numbers.items()}
+
+
+def _start(run: Running) -> Start:
+    return Start(run.folder, run.config, run.place.step, tuple(run.records))

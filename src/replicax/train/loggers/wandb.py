@@ -1,0 +1,65 @@
+"""`WandB`: the records of a run at Weights & Biases."""
+
+import secrets
+from typing import Any
+
+from replicax.errors import require
+from replicax.train.hook import Running
+from replicax.train.loggers.logger import Logger, Start, scalars
+from replicax.train.records import Record
+
+STEP = "step"
+
+
+class WandB(Logger):
+    """Sends metrics and figures by step, and the configuration, to Weights & Biases.
+
+    A run that is started again goes on as the same run there, whose id is in the checkpoints. What
+    a killed start did after its last checkpoint is then there twice, with the same numbers.
+
+    Example:
+        >>> rx.fit(dp, state, source, batch_size=32, epochs=1, run_dir="runs/x",
+        ...        hooks=[rx.WandB("digits", tags=["first"])])
+
+    Args:
+        project: the project.
+        init: what else `wandb.init` takes, `mode="offline"` say.
+
+    Raises:
+        MissingDependencyError: in a run, wandb is not installed.
+    """
+
+    package = "wandb"
+
+    def __init__(self, project: str | None = None, **init: Any) -> None:
+        self._init = {"project": project, **init}
+        self._id: str | None = None
+        self._run: Any = None
+
+    def start(self, run: Running) -> None:
+        self._id = self._init.get("id") or self._id or secrets.token_hex(4)
+        super().start(run)
+
+    def open(self, start: Start) -> None:
+        wandb = require("wandb", "loggers")
+        given = {"dir": start.folder, "config": start.config, "resume": "allow", **self._init}
+        self._run = wandb.init(**{**given, "id": self._id})
+        # Its own steps cannot go back, as a run that goes on from a checkpoint does.
+        self._run.define_metric(STEP)
+        self._run.define_metric("*", step_metric=STEP)
+
+    def write(self, record: Record) -> None:
+        self._run.log({STEP: record.step, **scalars(record)})
+
+    def close(self, error: BaseException | None) -> None:
+        self._run.finish(exit_code=0 if error is None else 1)
+
+    def end(self, run: Running) -> None:
+        super().end(run)
+        self._id = None  # of this run; there may be another
+
+    def save_state(self) -> Any:
+        return self._id
+
+    def load_state(self, state: Any) -> None:
+        self._id = state

@@ -1,0 +1,210 @@
+"""Digests of what a step computes: those of the same program are equal wherever it runs."""
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
+
+from replicax.core.accumulate import Sequential
+from replicax.core.batch import Batch, described, row_count
+from replicax.core.data_parallel import DataParallel
+from replicax.core.leaves import numbers
+from replicax.core.models.definition import PyTree, View
+from replicax.core.own import keep
+from replicax.core.program import Program
+from replicax.core.sources import PerProcessSource, Source
+from replicax.core.update import TrainState
+
+ROWS = 64
+"""Of the batch that is traced: the same for every batch size, number of devices and padding."""
+
+_DIGITS = 12
+
+_NO_PART = frozenset(("name", "name_and_src_info", "debug_info", "metadata", "ctx_mesh"))
+"""Parameters of an operation that say what something is called, or where it was written."""
+
+_LOOKS_ON = frozenset(("debug_print", "debug_callback"))
+
+
+def program_fingerprint(dp: DataParallel, state: TrainState, batch: PyTree) -> dict[str, str]:
+    """Return a digest of each part of `dp`'s step that a person knows.
+
+    They follow from the operations that JAX traces, with the values of all constants, and not from
+    names, comments, devices, mode, layout, micro-batches or padding. Code that runs in Python while
+    the step runs (a callback) is not seen, nor what nothing is computed from. The loss and the
+    optimizer are traced once, on shapes; nothing is compiled or run.
+
+    Args:
+        dp: anything with a model.
+        state: of `dp`; arrays or their shapes.
+        batch: a `Batch`, or a pytree `[rows, ...]`; arrays or their shapes, any number of rows.
+
+    Returns:
+        12 hex digits each: `model` (paths, shapes and dtypes of its arrays), `loss` (with its
+        gradient and metrics) and `optimizer`; or `model` and `step`, for a step of one's own. An
+        optimizer that asks for a mesh axis by name has none.
+
+    Example:
+        >>> program_fingerprint(dp, state, {"x": x, "y": y})
+        {'model': '1c0fd43a9be2', 'loss': '97a33c5a1d0b', 'optimizer': 'd15e8890c0aa'}
+    """
+    program = dp.program(state)
+    plain = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
+        dataclasses.replace(program.shapes, losses=(), reduction=()),
+    )
+    found = {"model": _digest(_described((plain.params, plain.extras)))}
+    data = batch.whole().data if isinstance(batch, Batch) else batch
+    try:
+        return found | _traced(program, plain, described(data, ROWS))
+    except Exception:  # the user's loss, which may ask for a number of rows: then it is given those
+        return found | _traced(program, plain, described(data, row_count(data)))
+
+
+def some_rows(source: Source) -> PyTree | None:
+    """Return a row or more of `source`; None of an iterable, which would be read by that."""
+    if isinstance(source, PerProcessSource):
+        source = source.own
+    if source.batches is None:
+        return None
+    data, _ = next(source.epoch(0, np.zeros(1, np.int64), source.batches - 1))
+    return data
+
+
+def _traced(program: Program, state: TrainState, batch: Batch) -> dict[str, str]:
+    if program.configuration.step is None:
+        found = {"loss": _loss(program, state, batch)}
+        try:
+            return found | {"optimizer": _optimizer(program, state)}
+        except NameError:  # it names a mesh axis, which only the compiled step has
+            return found
+
+    def step(state: TrainState, batch: Batch) -> Any:
+        after, metrics = program.replica_step(
+            *(state, batch, None), accumulator=Sequential(), reduce=_as_they_are, apply=keep
+        )
+        return after.params, metrics
+
+    return {"step": _of_trace(step, state, batch)}
+
+
+def _loss(program: Program, state: TrainState, batch: Batch) -> str:
+    """The digest of the loss's sums and their gradient, of which custom rules are a part."""
+    objective = dataclasses.replace(program.objective, split=None)
+
+    def sums(params: PyTree, extras: PyTree, batch: Batch, seed: Any, step: Any) -> Any:
+        return objective.step_sums(params, extras, batch, View(jax.random.key(seed), step=step))
+
+    return _of_trace(sums, state.params, state.extras, batch, state.seed, state.step)
+
+
+def _optimizer(program: Program, state: TrainState) -> str:
+    updater, optimizer = program.updater, program.updater.optimizer
+
+    def update(gradient: PyTree, opt_state: PyTree, params: PyTree, loss: Any) -> Any:
+        value = {"value": loss} if updater.takes_value else {}
+        return optimizer.update(gradient, opt_state, params, **value)
+
+    loss = jax.ShapeDtypeStruct((), jnp.float32)
+    begun = _of_trace(optimizer.init, state.params)
+    return _digest([begun, _of_trace(update, state.params, state.opt_state, state.params, loss)])
+
+
+def _as_they_are(sums: Any, carried: PyTree, _axis: str | None) -> tuple[Any, PyTree]:
+    return sums, carried
+
+
+def _of_trace(function: Any, *arguments: PyTree) -> str:
+    """The digest of what `function` does, and of the names of what it returns."""
+    traced, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    return _digest([_text(traced), *_described(shapes)])
+
+
+def _described(tree: PyTree) -> list[str]:
+    return [
+        f"{jax.tree_util.keystr(path)} {leaf.dtype}{list(leaf.shape)}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+
+
+def _digest(lines: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:_DIGITS]
+
+
+def _of_jaxpr(jaxpr: Jaxpr, consts: Iterable[Any]) -> str:
+    """The digest of `jaxpr`, in which a variable is known by its place alone."""
+    places: dict[Any, int] = {}
+
+    def said(atom: Any) -> str:
+        if isinstance(atom, Literal):
+            return f"{_kind(atom)}={_value(atom.val)}"
+        return str(places.setdefault(atom, len(places)))
+
+    def named(atoms: Iterable[Any]) -> str:
+        return " ".join(f"{said(atom)}:{_kind(atom)}" for atom in atoms)
+
+    lines = [named([*jaxpr.constvars, *jaxpr.invars]), *map(_value, consts)]
+    for eqn in _that_matter(jaxpr):
+        about = {key: each for key, each in eqn.params.items() if key not in _NO_PART}
+        does = f"{eqn.primitive.name} {_text(about)} {' '.join(map(said, eqn.invars))}"
+        lines.append(f"{named(eqn.outvars)} = {does}")
+    return _digest([*lines, " ".join(map(said, jaxpr.outvars))])
+
+
+def _that_matter(jaxpr: Jaxpr) -> list[Any]:
+    """The operations from which something follows, without those that only look on."""
+    wanted = {atom for atom in jaxpr.outvars if isinstance(atom, Var)}
+    kept = []
+    for eqn in reversed(jaxpr.eqns):
+        looks_on = eqn.primitive.name in _LOOKS_ON
+        if not looks_on and (eqn.effects or not wanted.isdisjoint(eqn.outvars)):
+            kept.append(eqn)
+            wanted |= {atom for atom in eqn.invars if isinstance(atom, Var)}
+    return kept[::-1]
+
+
+def _kind(atom: Any) -> str:
+    return f"{getattr(atom.aval, 'dtype', '')}{getattr(atom.aval, 'shape', '')}"
+
+
+def _value(value: Any) -> str:
+    """The dtype, shape and bits of a constant."""
+    array = np.ascontiguousarray(numbers(value))
+    return f"{array.dtype}{array.shape}{hashlib.sha256(array.tobytes()).hexdigest()}"
+
+
+def _text(value: Any) -> str:
+    """A parameter of an operation as text that is the same in every process."""
+    kind = type(value).__name__
+    match value:
+        case ClosedJaxpr():
+            return _of_jaxpr(value.jaxpr, value.consts)
+        case Jaxpr():
+            return _of_jaxpr(value, ())
+        case np.ndarray() | jax.Array():
+            return _value(value)
+        case dict():
+            return f"{{{', '.join(sorted(f'{key}: {_text(value[key])}' for key in value))}}}"
+        case list() | tuple():
+            return f"{kind}({', '.join(map(_text, value))})"
+        case set() | frozenset():
+            return f"{kind}({', '.join(sorted(map(_text, value)))})"
+        case NamedSharding():
+            return str(value.spec)
+        case Sharding() | Mesh() | AbstractMesh():  # where, and not what
+            return kind
+        case type():
+            return value.__qualname__
+    if dataclasses.is_dataclass(value):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return kind + _text({key: each for key, each in fields.items() if key not in _NO_PART})
+    if callable(value):  # a rule for derivatives, say, which the gradient holds where it is used
+        return kind
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
