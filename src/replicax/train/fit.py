@@ -196,9 +196,11 @@ def fit(
             for line in audit.describe():
                 display.line(line)
         result = _go(loop, state, title)
-        if run is not None and not (run.knows_program or result.interrupted) and opened.can_repeat:
-            rows, _ = next(opened.epoch(0))  # no batch has told: there was nothing left to train
-            run.check_program(program_fingerprint(dp, result.state, rows))
+        if run is not None and not (run.knows_program or result.interrupted):
+            repeats = dp.job.gather("whether a source can be read again", opened.can_repeat)
+            rows = next(opened.epoch(0))[0] if all(repeats) else None
+            if rows is not None:  # no batch has told, as there was nothing left to train
+                run.check_program(program_fingerprint(dp, result.state, rows))
         for line in summary(result, loop.total):
             display.line(line)
         if dp.mode.bitwise:
