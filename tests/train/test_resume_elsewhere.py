@@ -163,12 +163,10 @@ def test_another_model_is_refused(dp: rx.DataParallel, tmp_path: Path) -> None:
         fit(dp, folder)
     saved = steps_saved(folder)
     other = rx.DataParallel(loss, optax.sgd(0.01))
-    for settings, said in (
-        ({}, "program.optimizer"),
-        ({"accept_changes": True}, "opt_state.0.count is in it and not in this run"),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            fit(other, folder, **settings)
+    with pytest.raises(ConfigError, match=r"configuration: program\.optimizer \w+ -> \w+ \("):
+        fit(other, folder)
+    with pytest.raises(ConfigError, match=r"opt_state.0.count is in it and not in this run"):
+        fit(other, folder, accept_changes=True)
     assert steps_saved(folder) == saved
     check_same(fit(dp, folder), run(dp), folder)
 

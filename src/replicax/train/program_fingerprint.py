@@ -70,11 +70,11 @@ def program_fingerprint(dp: DataParallel, state: TrainState, batch: PyTree) -> d
 
 def some_rows(source: Source) -> PyTree | None:
     """Return a row or more of `source`; None of an iterable, which would be read by that."""
-    if isinstance(source, PerProcessSource):
-        source = source.own
-    if source.batches is None:
+    if source.batches is None:  # in all processes alike
         return None
-    data, _ = next(source.epoch(0, np.zeros(1, np.int64), source.batches - 1))
+    own = source.own if isinstance(source, PerProcessSource) else source
+    assert own.batches is not None
+    data, _ = next(own.epoch(0, np.zeros(1, np.int64), own.batches - 1))
     return data
 
 

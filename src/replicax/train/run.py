@@ -224,10 +224,11 @@ class Run(Loop):
         if self._storage is not None and self._resumable:
             self.hooks("saving", self)
             self._storage.finish(self.state, self._position(), self._extra())
-        storage, repeats = self._storage, self.source.can_repeat
-        if storage is not None and not storage.knows_program and repeats and not self._begun:
-            rows, _ = next(self.source.epoch(0))  # no batch has told: nothing was left to train
-            storage.check_program(program_fingerprint(self.dp, self.state, rows))
+        storage, job = self._storage, self.dp.job
+        if storage is not None and not storage.knows_program and not self._begun:
+            if all(job.gather("whether a source can be read again", self.source.can_repeat)):
+                rows, _ = next(self.source.epoch(0))  # no batch has told: nothing was left to train
+                storage.check_program(program_fingerprint(self.dp, self.state, rows))
         self._interrupt.let_go()
         self.dp.job.rest()
 
