@@ -1,6 +1,6 @@
 import pytest
 
-from replicax.wording import first_line, listed, named, size_text
+from replicax.wording import duration, first_line, listed, named, size_text
 
 
 @pytest.mark.parametrize(
@@ -38,6 +38,23 @@ def test_listed(words: list[str], text: str) -> None:
 )
 def test_size_text(count: float, text: str) -> None:
     assert size_text(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (0, "0.0 s"),
+        (9.94, "9.9 s"),
+        (10, "10 s"),
+        (59.4, "59 s"),
+        (60, "1 min 00 s"),
+        (3599.9, "1 h 00 min"),
+        (3725, "1 h 02 min"),
+        (90061, "25 h 01 min"),
+    ],
+)
+def test_durations_read_well(seconds: float, shown: str) -> None:
+    assert duration(seconds) == shown
 
 
 @pytest.mark.parametrize(

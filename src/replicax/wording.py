@@ -1,4 +1,4 @@
-"""Lists, sizes and errors in few words."""
+"""Lists, sizes, times and errors in few words."""
 
 from collections.abc import Sequence
 
@@ -21,6 +21,15 @@ def size_text(size_bytes: float) -> str:
     while size >= 999.5 and units[1:]:
         size, units = size / 1000, units[1:]
     return f"{size:.3g} {units[0]}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person reads them."""
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
 
 
 def first_line(error: BaseException) -> str:

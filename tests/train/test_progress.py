@@ -1,21 +1,28 @@
-"""What a run shows: nothing, plain lines, or a live line that fits the terminal."""
+"""What a run shows: nothing, plain lines, or a live line on a terminal or in a notebook."""
 
+import dataclasses
 import fcntl
+import math
 import os
 import pty
 import struct
 import sys
 import termios
 import threading
+import types
 from collections.abc import Callable, Iterator
+from typing import Any, cast
 
+import jax.numpy as jnp
 import pytest
+from support.clock import Clock
 
 from replicax.train import progress as module
+from replicax.train.dispatched import Dispatched, Place
 from replicax.train.progress import (
     PlainProgress,
+    Shown,
     SilentProgress,
-    duration,
     figures,
     open_progress,
 )
@@ -35,23 +42,6 @@ def record(step: int = 3, seconds: float = 1.5, wait: float | None = 0.25) -> Re
 )
 def test_figures_are_the_loss_the_rate_and_the_wait(given: Record, shown: str) -> None:
     assert figures(given) == shown
-
-
-@pytest.mark.parametrize(
-    ("seconds", "shown"),
-    [
-        (0, "0.0 s"),
-        (9.94, "9.9 s"),
-        (10, "10 s"),
-        (59.4, "59 s"),
-        (60, "1 min 00 s"),
-        (3599.9, "1 h 00 min"),
-        (3725, "1 h 02 min"),
-        (90061, "25 h 01 min"),
-    ],
-)
-def test_durations_read_well(seconds: float, shown: str) -> None:
-    assert duration(seconds) == shown
 
 
 def test_without_progress_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
@@ -225,3 +215,122 @@ def test_without_rich_a_terminal_gets_plain_lines(
         display.line("a line")
 
     assert screen(terminal(show))[0][0] == "a line"
+
+
+class Page:
+    """Stands in for IPython: the outputs of a cell, each with all that it has ever shown."""
+
+    def __init__(self, kernel: object) -> None:
+        self.outputs: list[list[str]] = []
+        self.kernel = kernel
+
+    def get_ipython(self) -> "Page":
+        return self
+
+    def display(self, data: dict[str, str], *, raw: bool, display_id: bool) -> "Output":
+        assert raw
+        assert display_id
+        self.outputs.append([data["text/plain"]])
+        return Output(self.outputs[-1])
+
+
+@dataclasses.dataclass
+class Output:
+    """What `display` returns."""
+
+    texts: list[str]
+
+    def update(self, data: dict[str, str], *, raw: bool) -> None:
+        assert raw
+        self.texts.append(data["text/plain"])
+
+
+@pytest.fixture
+def page(monkeypatch: pytest.MonkeyPatch) -> Page:
+    page = Page(kernel=object())
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: page))
+    monkeypatch.setitem(sys.modules, "IPython.display", page)
+    return page
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def test_in_a_notebook_one_output_changes_and_lines_are_printed(
+    page: Page, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    display = open_progress(True, 10)
+    display.line("batch  64 rows")
+    display.status("compiling the step")
+    for step in range(1, 11):
+        display.step(step)
+        display.record(record(step))
+        clock.now += 0.1
+    display.line("epoch 1/1")
+    display.close()
+    shown = "epoch 1 · loss 0.1235 · 64,000 rows/s · wait 25%"
+    assert page.outputs == [
+        [
+            "compiling the step",  # at 0.0 s; then what a step finds 0.2 s later, and so on
+            f"step 3/10 · {shown} · 0.7 s left",  # 2 steps took 0.2 s
+            f"step 5/10 · {shown} · 0.5 s left",
+            f"step 7/10 · {shown} · 0.3 s left",
+            f"step 9/10 · {shown} · 0.1 s left",
+            f"step 10/10 · {shown}",
+        ]
+    ]
+    assert capsys.readouterr().out == "batch  64 rows\nepoch 1/1\n"
+
+
+def test_a_run_in_a_notebook_that_shows_nothing_has_no_output(page: Page) -> None:
+    open_progress(True, 10).close()
+    open_progress(False, 10).step(1)
+    assert page.outputs == []
+
+
+def test_ipython_on_a_terminal_is_no_notebook(page: Page) -> None:
+    page.kernel = None
+    display = open_progress(True, 10)
+    assert type(display) is PlainProgress
+
+
+class Told:
+    """A display that notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[object] = []
+
+    def line(self, text: str) -> None:
+        self.told.append(text)
+
+    def step(self, step: int) -> None:
+        self.told.append(step)
+
+    def record(self, record: Record) -> None:
+        self.told.append(record)
+
+
+def test_a_run_is_shown_by_a_hook() -> None:
+    told, nothing = Told(), jnp.zeros(0)
+    shown: Any = Shown(cast(Any, told))
+    earlier, first, second = record(1), record(2), record(3)
+    earlier = dataclasses.replace(earlier, epoch=0, metrics={"loss": 9.0})
+    first, second = (dataclasses.replace(each, epoch=1) for each in (first, second))
+    score = Record("eval", 3, 1, {"loss": 0.25, "accuracy": 0.5}, 64, 0.1)
+    skip = Record("skip", 3, 1, {"loss": math.nan}, 4, 0.0, examples=(7, 8))
+    run = types.SimpleNamespace(
+        place=Place(3, 1, 1), epochs=4, records=[earlier, first, second, skip, score]
+    )
+    shown.dispatched(run, Dispatched(run.place, 4, nothing, nothing, {}, nothing, None))
+    for each in run.records:
+        shown.record(run, each)
+    shown.epoch(run, score)
+    assert told.told == [
+        *(3, earlier, first, second),
+        "skip   step 3: loss or gradient not finite, examples 7, 8",
+        "epoch 2/4 · loss 0.1235 · eval loss 0.25 accuracy 0.5 · 64,000 rows/s",
+    ]

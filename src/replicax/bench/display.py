@@ -4,7 +4,7 @@ import sys
 import time
 from typing import Any
 
-from replicax.train.progress import duration
+from replicax.wording import duration
 
 
 class Display:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from replicax.bench.cases import STRONG, WEAK
 from replicax.bench.result import Bench, CaseResult, by_mode
 from replicax.bench.timing import spread
-from replicax.train.progress import duration
+from replicax.wording import duration
 
 WIDTH = 80
 UNKNOWN = "-"

@@ -5,8 +5,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from replicax.train.progress import duration
-from replicax.wording import size_text
+from replicax.wording import duration, size_text
 
 WIDTH = 80
 MARGIN = 7

@@ -48,7 +48,7 @@ class Dispatched:
 
 
 def dispatched(place: Place, batch: Batch, metrics: Metrics) -> Dispatched:
-    """Return the record of a step, and have its metrics and verdicts copied to the host.
+    """Return the record of a step, and begin to copy its metrics and verdicts to the host.
 
     Args:
         place: after the step.
@@ -57,6 +57,7 @@ def dispatched(place: Place, batch: Batch, metrics: Metrics) -> Dispatched:
     """
     others = {name: value for name, value in metrics.items() if name not in (NOT_FINITE, SPIKE)}
     not_finite, spike = metrics[NOT_FINITE], metrics.get(SPIKE)
-    for value in metrics.values():
-        value.copy_to_host_async()
+    if next(iter(not_finite.devices())).platform != "cpu":  # there it would only cost time
+        for value in metrics.values():
+            value.copy_to_host_async()
     return Dispatched(place, batch.rows, batch.mask, batch.index, others, not_finite, spike)

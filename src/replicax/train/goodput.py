@@ -29,7 +29,7 @@ from replicax.train.goodput_file import (
     nothing_spent,
     read_lines,
 )
-from replicax.train.progress import duration
+from replicax.wording import duration
 
 _STAYS = ("saving", "restoring", "lost")
 """Buckets whose seconds stay where they are when what was done is thrown away."""

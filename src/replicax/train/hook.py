@@ -31,6 +31,8 @@ class Running(Protocol):
     """Of the whole run."""
     config: dict[str, Any]
     """What `config.json` holds."""
+    epochs: int | None
+    """Passes over the source; None where the run is so many steps."""
     total: int | None
     """Steps that the run is to have, where that is known."""
     error: BaseException | None

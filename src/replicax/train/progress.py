@@ -1,5 +1,7 @@
-"""What a run shows while it goes: a live line on a terminal, plain lines elsewhere."""
+"""What a run shows while it goes: one line that moves where there can be one, else plain lines."""
 
+import importlib
+import math
 import sys
 import time
 from typing import Any, Protocol
@@ -7,8 +9,12 @@ from typing import Any, Protocol
 from replicax.train.dispatched import Dispatched
 from replicax.train.hook import Hook, Running
 from replicax.train.records import Record
+from replicax.train.report import epoch_line, skip_line
+from replicax.wording import duration
 
 SECONDS_BETWEEN_LINES = 10.0
+SECONDS_BETWEEN_UPDATES = 0.2
+"""In a notebook, whose page is redrawn by a browser."""
 
 
 class Progress(Protocol):
@@ -31,15 +37,47 @@ class Progress(Protocol):
 
 
 def open_progress(shown: bool, total_steps: int | None) -> Progress:
-    """The display for standard output: live on a terminal with rich installed, else plain."""
+    """The display for standard output: live in a notebook, and on a terminal with rich installed;
+    else plain.
+    """
     if not shown:
         return SilentProgress()
+    if _in_notebook():
+        return NotebookProgress(total_steps)
     if sys.stdout.isatty():
         try:
             return LiveProgress(total_steps)
         except ImportError:
             pass
     return PlainProgress(total_steps)
+
+
+class Shown(Hook):
+    """Tells a display how a run goes.
+
+    Args:
+        display: from `open_progress`; who opened it closes it.
+    """
+
+    def __init__(self, display: Progress) -> None:
+        self._display = display
+
+    def dispatched(self, run: Running, step: Dispatched) -> None:
+        """Move the line on."""
+        self._display.step(step.place.step)
+
+    def record(self, run: Running, record: Record) -> None:
+        """Show the newest figures, or which examples were skipped."""
+        if record.kind == "train":
+            self._display.record(record)
+        if record.kind == "skip":
+            self._display.line(skip_line(record))
+
+    def epoch(self, run: Running, record: Record | None) -> None:
+        """Say how the epoch went."""
+        at = run.place
+        trained = [r for r in run.records if r.kind == "train" and r.epoch == at.epoch]
+        self._display.line(epoch_line(at.epoch, run.epochs, at.step, trained, record))
 
 
 class SilentProgress:
@@ -75,10 +113,12 @@ class PlainProgress:
 
     def record(self, record: Record) -> None:
         if time.monotonic() - self._last >= SECONDS_BETWEEN_LINES:
-            total = f"/{self._total}" if self._total else ""
-            self.line(f"step {record.step}{total} · {figures(record)}{self._left()}")
+            self.line(f"{self._count(record.step)} · {figures(record)}{self._left()}")
 
     def close(self) -> None: ...
+
+    def _count(self, step: int) -> str:
+        return f"step {step}/{self._total}" if self._total else f"step {step}"
 
     def _left(self) -> str:
         done = self._step - self._first
@@ -86,6 +126,41 @@ class PlainProgress:
             return ""
         seconds = (time.monotonic() - self._started) / done * (self._total - self._step)
         return f" · {duration(seconds)} left"
+
+
+class NotebookProgress(PlainProgress):
+    """Prints lines, and shows the newest figures in one that changes in its place."""
+
+    def __init__(self, total_steps: int | None) -> None:
+        super().__init__(total_steps)
+        self._handle: Any = None
+        self._shown_at, self._figures = -math.inf, ""
+
+    def status(self, text: str) -> None:
+        self._figures = text
+        self._show()
+
+    def step(self, step: int) -> None:
+        super().step(step)
+        if time.monotonic() - self._shown_at >= SECONDS_BETWEEN_UPDATES:
+            self._show(self._left())
+
+    def record(self, record: Record) -> None:
+        self._figures = figures(record)
+
+    def close(self) -> None:
+        if self._handle is not None:
+            self._show()
+
+    def _show(self, left: str = "") -> None:
+        self._shown_at = time.monotonic()
+        counted = [] if self._started is None else [self._count(self._step)]
+        text = {"text/plain": " · ".join([*counted, self._figures]) + left}
+        if self._handle is None:
+            display = importlib.import_module("IPython.display").display
+            self._handle = display(text, raw=True, display_id=True)
+        else:
+            self._handle.update(text, raw=True)
 
 
 class LiveProgress:
@@ -126,6 +201,12 @@ class LiveProgress:
         self._bar.stop()
 
 
+def _in_notebook() -> bool:
+    """Whether a Jupyter kernel runs this; in IPython on a terminal the shell has none."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return getattr(shell, "kernel", None) is not None
+
+
 def figures(record: Record) -> str:
     """The figures of a train record on one line; "wait" is the time spent waiting for input."""
     parts = [f"epoch {record.epoch + 1}", f"loss {record.metrics['loss']:.4g}"]
@@ -134,23 +215,3 @@ def figures(record: Record) -> str:
     if record.input_wait_fraction is not None:
         parts.append(f"wait {record.input_wait_fraction:.0%}")
     return " · ".join(parts)
-
-
-def duration(seconds: float) -> str:
-    """Seconds as a person reads them."""
-    if seconds < 60:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
-
-
-class Shown(Hook):
-    """Shows a run on a display."""
-
-    def __init__(self, display: Progress) -> None:
-        self._display = display
-
-    def dispatched(self, run: Running, step: Dispatched) -> None:
-        """Count it."""
-        self._display.step(step.place.step)

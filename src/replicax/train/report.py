@@ -19,9 +19,9 @@ from replicax.core.feed import Feed
 from replicax.core.mesh import replica_count
 from replicax.core.update import TrainState
 from replicax.train.program_fingerprint import program_fingerprint, some_rows
-from replicax.train.progress import duration
 from replicax.train.records import Record
 from replicax.train.result import Fit
+from replicax.wording import duration
 
 
 def describe(dp: DataParallel, state: TrainState, feed: Feed) -> list[str]:
