@@ -194,6 +194,7 @@ class Run(Loop):
             state=self.state,
             seed=self._seed,
             say=self.say,
+            pinned=lambda: self.hooks.pinned,
         )
         stack.callback(self._storage.close)
         self._file.folder, self._ledger = self._storage.folder, self._storage.ledger

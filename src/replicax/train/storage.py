@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +100,7 @@ class Storage:
         state: of the run, as it would begin.
         seed: of the order of the data.
         say: told what there is to say, a line each.
+        pinned: tells the steps whose checkpoints stay, however many there are.
 
     Raises:
         ConfigError: the folder holds another run, or cannot be written.
@@ -118,6 +119,7 @@ class Storage:
         state: TrainState,
         seed: int,
         say: Callable[[str], None],
+        pinned: Callable[[], Collection[int]] = tuple,
     ) -> None:
         self.path, self.saving = path, saving
         self.folder: RunFolder | None = None
@@ -151,6 +153,7 @@ class Storage:
             seed,
             self._config,
             params_not_finite(state) if saving.wanted else (),
+            pinned,
         )
         self._saved: Any = None
 

@@ -32,9 +32,7 @@ def test_of_an_accuracy_the_highest_is_the_best() -> None:
     assert stops_at(rx.EarlyStopping("accuracy", 1, mode="min"), rising, "accuracy") == 2
 
 
-@pytest.mark.parametrize(
-    "metric", ["loss", "dev/loss", "top5_error", "perplexity", "bits_per_byte"]
-)
+@pytest.mark.parametrize("metric", ["loss", "dev/loss", "top5_error", "bits_per_byte"])
 def test_of_what_one_wants_less_of_the_lowest_is_the_best(metric: str) -> None:
     assert stops_at(rx.EarlyStopping(metric, 1), [3.0, 2.0, 1.0], metric) is None
 

@@ -1,0 +1,161 @@
+"""Ready hooks in runs: what stops, what stays, and what the next start knows."""
+
+import csv
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import replicax as rx
+from replicax.errors import ConfigError
+
+X = np.random.default_rng(0).normal(size=32).astype(np.float32)
+SOURCE = {"x": X, "y": 2 * X}
+EPOCH = 4
+
+
+class Crash(rx.Hook):
+    """Ends a run with an error, after a step."""
+
+    def __init__(self, at: int) -> None:
+        self._at = at
+
+    def dispatched(self, run: Any, step: Any) -> None:
+        if step.place.step == self._at:
+            raise ConfigError("as a kill would")
+
+
+class Scores(rx.Hook):
+    """Makes evaluations say what a test wants: the values of `score` in their order."""
+
+    def __init__(self, *values: float) -> None:
+        self._values = values
+
+    def record(self, run: Any, record: Any) -> None:
+        if record.kind == "eval":
+            number = sum(each.kind == "eval" for each in run.records)
+            record.metrics["score"] = self._values[number - 1]
+
+
+def loss(model: Any, batch: Any, key: Any) -> Any:
+    return (model["w"] * batch["x"] - batch["y"]) ** 2
+
+
+@pytest.fixture(scope="module")
+def dp() -> rx.DataParallel:
+    return rx.DataParallel(loss, optax.sgd(0.01))
+
+
+def fit(dp: rx.DataParallel, *hooks: rx.Hook, **settings: Any) -> rx.Fit:
+    settings = {"epochs": 6, "eval_source": SOURCE, "progress": False, "log_every": 1, **settings}
+    state = dp.init({"w": jnp.float32(0)})
+    return rx.fit(dp, state, SOURCE, batch_size=8, hooks=hooks, **settings)
+
+
+def checkpoints(run: Path) -> set[int]:
+    return {int(path.name[5:14]) for path in (run / "checkpoints").glob("step-*")}
+
+
+def test_early_stopping_ends_a_run_as_if_it_were_done(dp: rx.DataParallel) -> None:
+    result = fit(dp, Scores(1.0, 3.0, 2.0, 2.0, 9.0, 9.0), rx.EarlyStopping("score", 2))
+    assert (result.step, result.exit_code) == (4 * EPOCH, 0)
+    assert "3" in str(result.stopped)
+
+
+def test_a_run_that_was_stopped_stops_at_once_when_it_is_started_again(
+    dp: rx.DataParallel, tmp_path: Path
+) -> None:
+    def hooks() -> list[rx.Hook]:
+        return [Scores(3.0, 2.0, 2.0), rx.EarlyStopping("score", 1)]
+
+    assert fit(dp, *hooks(), run_dir=tmp_path).step == 2 * EPOCH
+    again = fit(dp, *hooks(), run_dir=tmp_path)
+    assert (again.step, again.steps) == (2 * EPOCH, 0)
+    more = fit(dp, Scores(3.0, 2.0, 1.0), rx.EarlyStopping("score", 2), run_dir=tmp_path)
+    assert more.step == 3 * EPOCH
+
+
+def test_what_the_hooks_know_survives_a_crash(dp: rx.DataParallel, tmp_path: Path) -> None:
+    """The run is that of one without a crash: when it stops, what is best, and its table."""
+    scores = Scores(2.0, 3.0, 1.0, 1.0, 1.0, 9.0)
+
+    def hooks() -> list[rx.Hook]:
+        return [scores, rx.EarlyStopping("score", 3), rx.KeepBest("score"), rx.CSV()]
+
+    ends = []
+    for name, crash in (("whole", None), ("crashed", 3 * EPOCH + 2)):
+        run, saving = tmp_path / name, rx.Saving(every=3, keep=1)
+        if crash is not None:
+            with pytest.raises(ConfigError):
+                fit(dp, *hooks(), Crash(crash), run_dir=run, saving=saving)
+        result = fit(dp, *hooks(), run_dir=run, saving=saving)
+        best = json.loads((run / "best.json").read_text())
+        with (run / "records.csv").open(newline="") as file:
+            table = [(row["kind"], row["step"], row["loss"]) for row in csv.DictReader(file)]
+        assert table == [(r.kind, str(r.step), str(r.metrics["loss"])) for r in result.records]
+        ends.append((result.step, best, table))
+    assert ends[0] == ends[1]
+    assert ends[0][:2] == (5 * EPOCH, {"metric": "score", "value": 3.0, "step": 2 * EPOCH})
+
+
+def test_the_best_checkpoint_stays_however_few_are_kept(
+    dp: rx.DataParallel, tmp_path: Path
+) -> None:
+    scores = Scores(1.0, 3.0, 2.0, 2.0, 2.0, 2.0)
+    fit(dp, scores, rx.KeepBest("score"), run_dir=tmp_path, saving=rx.Saving(every=3, keep=1))
+    assert json.loads((tmp_path / "best.json").read_text())["step"] == 2 * EPOCH
+    assert checkpoints(tmp_path) == {2 * EPOCH, 6 * EPOCH}
+
+
+def test_keeping_the_best_of_a_run_without_checkpoints_is_refused(
+    dp: rx.DataParallel, tmp_path: Path
+) -> None:
+    without = rx.Saving(every=None, minutes=None)
+    with pytest.raises(ConfigError, match="checkpoint"):
+        fit(dp, rx.KeepBest("loss"), run_dir=tmp_path, saving=without)
+
+
+def test_the_norm_of_the_gradient_is_a_metric_of_train_records(dp: rx.DataParallel) -> None:
+    result = fit(dp, rx.GradientNorm(), epochs=1, eval_source=None)
+    first, expected = result.records[0], abs(np.mean(-2 * X[:8] * SOURCE["y"][:8]))
+    assert result.failed_hooks == ()
+    assert {"loss", "gradient_norm"} == set(first.metrics)
+    whole = fit(dp, rx.GradientNorm(), epochs=1, eval_source=None, shuffle=False)
+    assert whole.records[0].metrics["gradient_norm"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_profile_is_what_tensorboard_opens(dp: rx.DataParallel, tmp_path: Path) -> None:
+    result = fit(dp, rx.Profile(2, 3), run_dir=tmp_path, epochs=1)
+    assert result.failed_hooks == ()
+    assert len(list(tmp_path.glob("profile/plugins/profile/*/*.xplane.pb"))) == 1
+
+
+def test_a_hook_that_fails_is_named_and_the_run_goes_on(
+    dp: rx.DataParallel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "profile").write_text("in the way")
+    result = fit(dp, rx.Profile(2, 3), rx.CSV(), run_dir=tmp_path, epochs=1, progress=True)
+    assert (result.failed_hooks, result.step) == (("Profile",), EPOCH)
+    assert "hook Profile failed" in capsys.readouterr().out
+    assert (tmp_path / "records.csv").exists()
+
+
+def test_a_logger_without_its_package_ends_the_run_before_it_begins(
+    dp: rx.DataParallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(rx.MissingDependencyError):
+        fit(dp, rx.WandB("digits"), run_dir=tmp_path)
+
+
+def test_two_hooks_of_one_kind_are_told_apart_by_their_metrics(dp: rx.DataParallel) -> None:
+    scores = Scores(1.0, 2.0, 3.0, 3.0, 3.0, 3.0)
+    hooks = rx.EarlyStopping("score", 2), rx.EarlyStopping("loss", 5)
+    assert fit(dp, scores, *hooks).step == 5 * EPOCH
+    with pytest.raises(ConfigError, match="name"):
+        fit(dp, rx.CSV("a.csv"), rx.CSV("b.csv"))
