@@ -128,7 +128,7 @@ class _Package(types.ModuleType):
 sys.modules[__name__].__class__ = _Package
 
 
-__all__ = [
+__all__ = [  # noqa: RUF022 - CSV is no constant
     "AgreementError",
     "Audit",
     "Batch",

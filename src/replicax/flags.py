@@ -13,7 +13,7 @@ from replicax.recipes.recipe import presets_of
 
 Options = TypeVar("Options")
 
-PRESET = "--preset"
+PRESET, CONFIG = "--preset", "--config"
 
 
 def one_of(table: Iterable[str]) -> Any:
@@ -49,14 +49,18 @@ def positional() -> Any:
 
 
 def shown_as(value: str, default: str | None = None) -> Any:
-    """Return the annotation of a flag that is None by default, or has none: help names both."""
+    """Return the annotation of a flag: what help calls its value, and its default of None."""
     tyro = require("tyro", "cli")
     hint = "" if default is None else f"(default: {default})"
     return tyro.conf.arg(metavar=value, help_behavior_hint=hint)
 
 
 def parse_flags(
-    recipe_class: type[Any], options_class: type[Options], flags: Sequence[str], program: str
+    recipe_class: type[Any],
+    options_class: type[Options],
+    flags: Sequence[str],
+    program: str,
+    begun: tuple[Options, Any, str | None] | None = None,
 ) -> tuple[Options, Any, str | None]:
     """The options, the recipe, and the name of the preset it starts from, or None.
 
@@ -65,6 +69,7 @@ def parse_flags(
         options_class: a dataclass whose fields are flags with every recipe.
         flags: the arguments after the recipe.
         program: the command and the recipe, as help and errors call them.
+        begun: what to begin with in place of the defaults.
 
     Raises:
         ConfigError: a wrong flag or preset, or a field of the recipe with an option's name.
@@ -80,13 +85,21 @@ def parse_flags(
             "rename the field"
         )
     unprefixed = tyro.conf.arg(name="")
-    start = dataclasses.field()
-    if preset is not None:
-        recipe = _from_preset(recipe_class, presets[preset], tyro.MISSING)
+    start, before = dataclasses.field(), dataclasses.field()
+    if begun is not None:
+        if preset is not None:
+            raise ConfigError(
+                f"{PRESET} and {CONFIG} both say what fields to start from; leave one of them out"
+            )
+        options, recipe, preset = begun
         start = dataclasses.field(default_factory=lambda: recipe)
+        before = dataclasses.field(default_factory=lambda: options)
+    elif preset is not None:
+        filled = _from_preset(recipe_class, presets[preset], tyro.MISSING)
+        start = dataclasses.field(default_factory=lambda: filled)
     fields: list[Any] = [
         ("recipe", Annotated[recipe_class, unprefixed], start),
-        ("options", Annotated[options_class, unprefixed]),
+        ("options", Annotated[options_class, unprefixed], before),
     ]
     if presets:
         choice = tyro.conf.arg(
@@ -149,28 +162,42 @@ def _parsed(
     return parsed
 
 
+def take_flag(flag: str, flags: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The value of `flag`, which others follow from, "" where it has none; and the other flags.
+
+    Raises:
+        ConfigError: it is given more than once.
+    """
+    rest = list(flags)
+    places = [place for place, each in enumerate(rest) if each.partition("=")[0] == flag]
+    if not places:
+        return None, rest
+    if len(places) > 1:
+        raise ConfigError(
+            f"{flag} is given {len(places)} times; a run starts from one: leave the others out"
+        )
+    (place,) = places
+    _, equals, value = rest.pop(place).partition("=")
+    if not equals:
+        value = rest.pop(place) if rest[place:] and not rest[place].startswith("-") else ""
+    return value, rest
+
+
 def _take_preset(
     recipe_class: type[Any], flags: Sequence[str], program: str
 ) -> tuple[str | None, list[str]]:
     """The preset that `flags` name, and the flags without it: tyro is given it as the defaults."""
     presets = presets_of(recipe_class)
-    rest = list(flags)
-    places = [place for place, flag in enumerate(rest) if flag.partition("=")[0] == PRESET]
-    if not places or (not presets and "preset" in _field_names(recipe_class)):
+    if not presets and "preset" in _field_names(recipe_class):
+        return None, list(flags)
+    name, rest = take_flag(PRESET, flags)
+    if name is None:
         return None, rest
     if not presets:
         raise ConfigError(
             f"unknown flag {PRESET!r}: {recipe_class.__name__} has no presets; {program} --help "
             "lists the flags"
         )
-    if len(places) > 1:
-        raise ConfigError(
-            f"{PRESET} is given {len(places)} times; a run starts from one: leave the others out"
-        )
-    (place,) = places
-    _, equals, name = rest.pop(place).partition("=")
-    if not equals:
-        name = rest.pop(place) if rest[place:] and not rest[place].startswith("-") else ""
     if name not in presets:
         said = f"no preset {name!r}" if name else f"{PRESET} comes without the name of a preset"
         raise ConfigError(

@@ -3,7 +3,7 @@
 import random
 from pathlib import Path
 
-KINDS = ("flip", "truncate", "delete", "swap", "stale")
+KINDS = ("flip", "truncate", "delete", "swap", "stale", "extra")
 
 
 def corrupt(newest: Path, older: Path | None, chance: random.Random) -> str:
@@ -30,6 +30,9 @@ def corrupt(newest: Path, older: Path | None, chance: random.Random) -> str:
         size = chance.randrange(len(content))
         path.write_bytes(content[:size])
         return f"{name} truncated from {len(content)} to {size} bytes"
+    if kind == "extra":
+        path.with_name(f"{path.name}.0").write_bytes(content)
+        return f"{name}.0 added"
     if kind == "stale" and older is not None and (older / name).is_file():
         old = (older / name).read_bytes()
         if old != content:

@@ -35,7 +35,6 @@ def grouped(settings: dict[str, Any]) -> dict[str, Any]:
     }
     if evaluated:
         settings["eval_source"] = rx.Evaluation(settings["eval_source"], **evaluated)
-    hooks = [settings.pop(name) for name in ("audit", "noise") if settings.get(name) is not None]
-    if hooks:
-        settings["hooks"] = [*settings.get("hooks", ()), *hooks]
+    hooks = [settings.pop(name, None) for name in ("audit", "noise")]
+    settings["hooks"] = [*settings.get("hooks", ()), *(hook for hook in hooks if hook is not None)]
     return settings

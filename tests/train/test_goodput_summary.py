@@ -27,7 +27,7 @@ def test_the_closing_summary() -> None:
 
 
 @given(
-    st.lists(st.floats(0, 1e9), min_size=7, max_size=7),
+    st.lists(st.floats(0, 1e9), min_size=len(BUCKETS), max_size=len(BUCKETS)),
     st.integers(1, 10**6),
     st.floats(0, 1e10),
 )

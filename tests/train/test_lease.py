@@ -328,14 +328,14 @@ def full(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("call", ["write_text", "replace"])
+@pytest.mark.parametrize(("module", "call"), [(os, "fsync"), (Path, "replace")])
 def test_a_full_disk_is_one_line_and_leaves_nothing(
-    run: Path, monkeypatch: pytest.MonkeyPatch, call: str
+    run: Path, monkeypatch: pytest.MonkeyPatch, module: Any, call: str
 ) -> None:
     take_lease(run).release()
     before = sorted((run / "lease").iterdir())
     with monkeypatch.context() as patch:
-        patch.setattr(Path, call, full)
+        patch.setattr(module, call, full)
         with pytest.raises(ConfigError, match=r"^\S+ cannot be written \(No space left on"):
             take_lease(run)
     assert sorted((run / "lease").iterdir()) == before

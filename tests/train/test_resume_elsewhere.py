@@ -146,7 +146,7 @@ def test_rows_of_processes_are_those_of_as_many(
     with crashing(4):
         fit(dp, tmp_path / "run", source=rx.PerProcess(rows()))
     with monkeypatch.context() as patch:
-        patch.setattr("replicax.train.run.parts_of_processes", lambda source: {"processes": 2})
+        patch.setattr("replicax.train.storage.parts_of_processes", lambda source: {"processes": 2})
         with pytest.raises(ConfigError, match=r"fed by rx.PerProcess in 1 processes and is now"):
             fit(dp, tmp_path / "run", source=rx.PerProcess(rows()))
     accepted = {"accept_changes": True, "source": rows()}
@@ -163,8 +163,11 @@ def test_another_model_is_refused(dp: rx.DataParallel, tmp_path: Path) -> None:
         fit(dp, folder)
     saved = steps_saved(folder)
     other = rx.DataParallel(loss, optax.sgd(0.01))
-    for settings in ({}, {"accept_changes": True}):
-        with pytest.raises(ConfigError, match=r"opt_state.0.count is in it and not in this run"):
+    for settings, said in (
+        ({}, "program.optimizer"),
+        ({"accept_changes": True}, "opt_state.0.count is in it and not in this run"),
+    ):
+        with pytest.raises(ConfigError, match=said):
             fit(other, folder, **settings)
     assert steps_saved(folder) == saved
     check_same(fit(dp, folder), run(dp), folder)

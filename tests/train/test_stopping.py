@@ -45,7 +45,7 @@ class Voting(Alone):
         return [value, *self.others]
 
 
-QUIET = {"stop": None, "save": False, "next": 1}
+QUIET = {"signal": None, "stop": None, "save": False, "evaluate": False, "clock": False, "next": 1}
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def test_steps_that_only_seem_fast_do_not_put_off_the_vote(clock: Clock, job: Vo
 
 
 def test_process_0_says_when_to_save_and_anybody_when_to_stop(clock: Clock, job: Voting) -> None:
-    job.others = ({**QUIET, "save": True, "next": 99},)
+    job.others = ({**QUIET, "clock": True, "next": 99},)
     stopping = Stopping(Interrupt(), job, save_every_seconds=60.0)
     clock.now += 30.0
     stopping.vote()
@@ -148,7 +148,7 @@ def test_process_0_says_when_to_save_and_anybody_when_to_stop(clock: Clock, job:
     stopping.vote()
     assert stopping.save_due
     assert not stopping.wanted
-    job.others = (QUIET, {**QUIET, "stop": int(signal.SIGTERM)})
+    job.others = (QUIET, {**QUIET, "signal": int(signal.SIGTERM)})
     clock.now += 30.0
     assert stopping.vote()
     assert (stopping.wanted, stopping.signal) == (True, signal.SIGTERM)
@@ -170,6 +170,18 @@ def test_process_0_says_when_the_next_vote_is(clock: Clock) -> None:
         clock.now += 2.0
         stopping.vote()
     assert votes == [1, 8, 15]
+
+
+def test_anybody_may_ask_to_save_to_evaluate_and_to_stop(clock: Clock, job: Voting) -> None:
+    stopping = Stopping(Interrupt(), job)
+    job.others = ({**QUIET, "save": True, "evaluate": True},)
+    assert not stopping.vote(now=True)
+    assert stopping.save_due
+    assert stopping.evaluation_due
+    stopping.stop("good enough")
+    assert stopping.why is None  # not before all know
+    assert stopping.vote(now=True)
+    assert (stopping.why, stopping.wanted, stopping.over) == ("good enough", False, True)
 
 
 def test_a_signal_is_a_wish_until_all_know(clock: Clock, job: Voting) -> None:

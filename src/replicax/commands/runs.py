@@ -13,7 +13,7 @@ from replicax.flags import parse_options, positional, shown_as
 from replicax.train.changes import read_config
 from replicax.train.checkpoints.manifest import Manifest
 from replicax.train.checkpoints.store import Store, read_placed
-from replicax.train.lease_file import look, starts
+from replicax.train.lease import is_held
 from replicax.train.load import CHECKPOINTS
 from replicax.train.records import CONFIG, RECORDS, Record, record_from_json
 from replicax.wording import size_text
@@ -91,7 +91,7 @@ def _row(path: Path) -> Row:
         step, epoch = manifest.position.step, manifest.position.epoch
         saved_at = manifest.saved_at
     of_steps, of_epochs = _length(config)
-    state = "running" if _is_held(path) else _state(config, manifest)
+    state = "running" if is_held(path) else _state(config, manifest)
     cells = (
         str(config.get("recipe") or "-"),
         f"{step}/{of_steps}" if of_steps else str(step),
@@ -148,15 +148,6 @@ def _state(config: dict[str, Any], manifest: Manifest | None) -> str:
         return "?"
     done = position.epoch + 1 >= epochs and position.rows >= rows
     return "done" if done else "stopped"
-
-
-def _is_held(path: Path) -> bool:
-    """Whether a start on a host that shares locks holds it."""
-    try:
-        last = starts(path)
-        return not last.released and bool(look(path, last.newest).is_locked)
-    except OSError:
-        return False
 
 
 def _bytes(path: Path) -> int:

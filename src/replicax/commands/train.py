@@ -67,6 +67,9 @@ class TrainOptions(StepOptions, ModeOptions, DeviceOptions):
     """How many of the newest checkpoints stay."""
     keep_every: int | None = None
     """Checkpoints at a multiple of so many steps stay as well."""
+    config: Path | None = None
+    """The config.json of a run: its options and the recipe's fields, for the other flags to go on
+    top. The run's name is not taken from it."""
     accept_changes: bool = False
     """Continue a run although its configuration has changed; each change is printed."""
 

@@ -85,8 +85,8 @@ def read_config(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         cause = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise ConfigError(
-            f"{path} is no configuration ({_shortened(cause, 100)}): this folder is no run, or it "
-            "was damaged; choose another --run"
+            f"{path} is no configuration ({_shortened(cause, 100)}): it is not of a run, or was "
+            "damaged; choose another"
         ) from error
     return value
 

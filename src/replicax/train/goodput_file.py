@@ -147,7 +147,8 @@ def _line(text: bytes) -> Line | None:
     """The line that `text` is, or None."""
     try:
         fields = json.loads(text)
-        seconds = {bucket: _time(fields["seconds"].get(bucket, 0.0)) for bucket in BUCKETS}
+        told = {"hooks": 0.0, **fields["seconds"]}  # older lines have no hooks
+        seconds = {bucket: _time(told[bucket]) for bucket in BUCKETS}
         return Line(
             start=_count(fields["start"]),
             known="restored" in fields,

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from replicax.errors import CheckpointError, ConfigError, RunInUseError
+from replicax.train.places import write_whole
 
 RENEW_SECONDS = 5.0
 """Between two heartbeats of a start."""
@@ -106,9 +107,7 @@ def take_lease(folder: Path) -> Lease:
         while True:
             tokens = _tokens(lease)
             newest = max(tokens.values(), default=0)
-            held = {name for name in tokens if tokens[name] == newest and name.endswith(".json")}
-            held -= {name.replace(".released", ".json") for name in tokens if ".rel" in name}
-            if all(_is_dead(lease / name, tokens) for name in held):
+            if all(_is_dead(lease / name, tokens) for name in _unreleased(tokens)):
                 if file := _written(lease, newest + 1):
                     _tidy(lease, newest + 1 - MOST_KEPT)
                     return Lease(file, newest + 1)
@@ -116,6 +115,20 @@ def take_lease(folder: Path) -> Lease:
     except OSError as error:
         why = error.strerror or error
         raise ConfigError(f"{folder} cannot be written ({why}); choose another") from error
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a start holds the run in `folder`, or was killed within `EXPIRE_SECONDS`."""
+    lease, now = folder / "lease", time.time()
+    files = _unreleased(_tokens(lease)) if lease.is_dir() else set()
+    return any(now - _look(lease / name)[1] / 1e9 < EXPIRE_SECONDS for name in files)
+
+
+def _unreleased(tokens: dict[str, int]) -> set[str]:
+    """The files of the newest start that have no mark of release."""
+    newest = max(tokens.values(), default=0)
+    files = {name for name in tokens if tokens[name] == newest and name.endswith(".json")}
+    return files - {name.replace(".released", ".json") for name in tokens if ".rel" in name}
 
 
 def _is_dead(file: Path, tokens: dict[str, int]) -> bool:
@@ -148,16 +161,14 @@ def _written(folder: Path, token: int) -> Path | None:
     here, since = _process(os.getpid()), time.strftime("%Y-%m-%d %H:%M:%S")
     who = f"start {token}, host {here['host']}, pid {here['pid']}, since {since}"
     file = folder / f"{token:08d}-{secrets.token_hex(8)}.json"
-    beside = file.with_name(f".{file.name}")  # nobody meets half a file
     is_alone = False
     try:
-        beside.write_text(json.dumps({"who": who, **here}), encoding="utf-8")
-        beside.replace(file)
+        write_whole(file, json.dumps({"who": who, **here}).encode())
         is_alone = all(each < token for name, each in _tokens(folder).items() if name != file.name)
         return file if is_alone else None
     finally:
-        for each in () if is_alone else (beside, file):
-            each.unlink(missing_ok=True)
+        if not is_alone:
+            file.unlink(missing_ok=True)
 
 
 def _tidy(folder: Path, last: int) -> None:

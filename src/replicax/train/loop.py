@@ -181,10 +181,11 @@ class Loop:
 
     def _batches(self) -> Generator[Batch]:
         """All epochs, or as many steps as there are to be, or until it is to stop."""
-        while not self._is_over():
-            went_back = yield from self._epoch()
-            if went_back:
-                continue
+        while True:
+            if not self._all_steps_done() and self._stopping.why is None:
+                went_back = yield from self._epoch()
+                if went_back:
+                    continue
             self._close_epoch()
             if self._is_last():
                 break

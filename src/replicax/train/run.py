@@ -160,6 +160,7 @@ class Run(Loop):
             stack.push(self._end_hooks)
             self.hooks("start", self)
             self._follow(0)
+            self._stopping.vote(now=True)
             self._open = stack.pop_all()
         return self
 

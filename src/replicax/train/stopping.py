@@ -78,13 +78,14 @@ class Stopping:
         Args:
             unit: what was done since the last call, a step or `batch` of an evaluation: how long
                 one takes says nothing about the other.
-            now: whether to vote in any case, where all are known to be at the same place.
+            now: whether to vote on what was asked for in any case, where all are known to be at the
+                same place.
         """
         self._calls += 1
         if self._job.processes == 1:
-            self._decide([self._mine()])
+            self._decide([self._mine(now)])
         elif not self.over and (now or self._calls >= self._vote_at or unit != self._unit):
-            mine = {**self._mine(), "next": self._next()}
+            mine = {**self._mine(now), "next": self._next()}
             if unit != self._unit:
                 self._span = mine["next"] = 1
             votes = self._job.gather("whether to stop", mine)
@@ -93,13 +94,13 @@ class Stopping:
         self._unit = unit
         return self.over
 
-    def _mine(self) -> dict[str, Any]:
+    def _mine(self, now: bool) -> dict[str, Any]:
         mine = {
             "signal": self._interrupt.signal,
             "stop": self._asked_to_stop,
             "save": self._asked_to_save,
             "evaluate": self._asked_to_evaluate,
-            "clock": self._is_time(),
+            "clock": not now and self._is_time(),
         }
         self._asked_to_save = self._asked_to_evaluate = False
         return mine

@@ -1,9 +1,8 @@
-"""Checksums: of every byte, by pieces; and nothing outside the folder is opened."""
+"""Checksums: of every byte, by pieces."""
 
 import dataclasses
 import hashlib
 import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,11 +10,7 @@ import pytest
 
 from replicax.errors import CheckpointError
 from replicax.train.checkpoints import checksum
-from replicax.train.checkpoints.checksum import (
-    file_entries,
-    first_difference,
-    first_difference_in_size,
-)
+from replicax.train.checkpoints.checksum import file_entries, first_difference
 from replicax.train.checkpoints.manifest import PIECE_BYTES, FileEntry
 
 TEXTS = {"a/b/0.0": b"chunk", "a/b/.zarray": b"{}", "empty": b"", "a/c/0": b"x" * 4096}
@@ -40,7 +35,6 @@ def test_every_file_is_described(folder: Path) -> None:
     assert file_entries(folder) == expected
     assert list(file_entries(folder)) == sorted(TEXTS)
     assert first_difference(folder, expected) is None
-    assert first_difference_in_size(folder, expected) is None
 
 
 def test_more_files_than_a_thread_takes_at_once(tmp_path: Path) -> None:
@@ -125,8 +119,8 @@ HARM: dict[str, tuple[Callable[[Path], object], str]] = {
         "empty has 1 bytes, and 0 are recorded",
     ),
     "extra": (
-        lambda folder: (folder / "a/x\x1b").write_bytes(b""),
-        "'a/x\\x1b' is not in the manifest",
+        lambda folder: (folder / "a/x").write_bytes(b""),
+        "a/x is not in the manifest",
     ),
     "folder for a file": (
         lambda folder: ((folder / "empty").unlink(), (folder / "empty").mkdir()),
@@ -136,13 +130,9 @@ HARM: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: ((folder / "empty").unlink(), os.mkfifo(folder / "empty")),
         "empty is no regular file",
     ),
-    "too deep": (
-        lambda folder: (folder / "/".join("d" * 16)).mkdir(parents=True),
-        "/".join("d" * 16) + " is a folder more than 15 deep",
-    ),
     "not there": (
         lambda folder: folder.rename(folder.with_name("elsewhere")),
-        "step-1 is missing",
+        "step-1 cannot be read (No such file or directory)",
     ),
 }
 
@@ -154,104 +144,12 @@ def test_what_is_different_is_named(
     entries = file_entries(folder)
     harm(folder)
     assert first_difference(folder, entries) == line
-    if "checksum" not in line:
-        assert first_difference_in_size(folder, entries) == line
 
 
 def test_a_file_that_should_not_be_empty_of_checksums(folder: Path) -> None:
     entries = file_entries(folder)
     entries["a/c/0"] = dataclasses.replace(entries["a/c/0"], sha256=(sha256(b""),))
     assert first_difference(folder, entries) == "a/c/0 differs from its checksum in bytes 0 to 4096"
-
-
-def test_a_socket_is_no_regular_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(folder)  # a socket's path is short
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind("s")
-        with pytest.raises(CheckpointError, match="s is no regular file"):
-            file_entries(folder)
-
-
-@pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Where each descriptor that was opened points to."""
-    found: list[str] = []
-    open_ = os.open
-
-    def noted(path: os.PathLike[str] | str, flags: int, *args: int, **options: int) -> int:
-        file = open_(path, flags, *args, **options)
-        found.append(os.readlink(f"/proc/self/fd/{file}"))
-        return file
-
-    monkeypatch.setattr(os, "open", noted)
-    return found
-
-
-LINKS: dict[str, Callable[[Path, Path], None]] = {
-    "file": lambda folder, outside: (folder / "a/c/0").symlink_to(outside / "a/c/0"),
-    "folder": lambda folder, outside: (folder / "a/c").symlink_to(outside / "a/c"),
-    "upper folder": lambda folder, outside: (folder / "a").symlink_to(outside / "a"),
-    "nowhere": lambda folder, outside: (folder / "a/c/0").symlink_to("nowhere"),
-    "itself": lambda folder, outside: (folder / "a/c/0").symlink_to(folder / "a/c/0"),
-}
-
-
-@pytest.mark.parametrize("link", LINKS.values(), ids=LINKS.keys())
-def test_no_link_is_followed(
-    folder: Path, link: Callable[[Path, Path], None], opened: list[str]
-) -> None:
-    """Though behind it is what was there."""
-    entries = file_entries(folder)
-    outside = folder.with_name("outside")
-    moved = {
-        "file": "a/c/0",
-        "folder": "a/c",
-        "upper folder": "a",
-        "nowhere": "a/c/0",
-        "itself": "a/c/0",
-    }[next(name for name, each in LINKS.items() if each is link)]
-    (outside / moved).parent.mkdir(parents=True)
-    (folder / moved).rename(outside / moved)
-    link(folder, outside)
-    opened.clear()
-    assert first_difference(folder, entries) == f"{moved} is no regular file"
-    with pytest.raises(CheckpointError, match=f"{moved} is no regular file"):
-        file_entries(folder)
-    assert opened
-    assert all(Path(path).is_relative_to(folder) for path in opened)
-
-
-def test_a_link_in_the_place_of_the_folder_is_refused(folder: Path) -> None:
-    entries = file_entries(folder)
-    (folder.with_name("link")).symlink_to(folder)
-    assert first_difference(folder.with_name("link"), entries) == "link is no folder"
-
-
-def test_what_becomes_a_link_meanwhile_is_not_followed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    entries = file_entries(folder)
-    before = checksum.first_difference_in_size
-
-    def and_then(*args: object) -> str | None:
-        found = before(*args)  # type: ignore[arg-type]
-        (folder / "a").rename(folder.with_name("outside"))
-        (folder / "a").symlink_to(folder.with_name("outside"))
-        return found
-
-    monkeypatch.setattr(checksum, "first_difference_in_size", and_then)
-    assert first_difference(folder, entries) == "a is no folder"
-
-
-@pytest.mark.parametrize("path", ["../outside", "/etc/hostname", "a/../empty", "./empty"])
-def test_a_path_that_leaves_the_folder_is_never_opened(
-    folder: Path, path: str, opened: list[str]
-) -> None:
-    folder.with_name("outside").write_bytes(b"")
-    entries = {**file_entries(folder), path: FileEntry(0, (sha256(b""),))}
-    opened.clear()
-    assert first_difference(folder, entries) == f"{path} is missing"
-    assert all(Path(each).is_relative_to(folder) for each in opened)
 
 
 def test_sizes_are_looked_at_before_a_file_is_opened(
@@ -261,21 +159,21 @@ def test_sizes_are_looked_at_before_a_file_is_opened(
     flip(folder / "a/b/0.0", 0)
     os.truncate(folder / "empty", 7)
 
-    def never(root: int, path: str) -> int:
-        raise AssertionError(f"{path} was opened")
+    def never(folder: Path, piece: tuple[str, int, int]) -> str:
+        raise AssertionError(f"{piece[0]} was opened")
 
-    monkeypatch.setattr(checksum, "open_file", never)
+    monkeypatch.setattr(checksum, "_digest", never)
     assert first_difference(folder, entries) == "empty has 7 bytes, and 0 are recorded"
 
 
 def test_a_failing_disk_is_a_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entries = file_entries(folder)
+    (folder / "a/b/.zarray").unlink()
     # What no process has at address 0 is read as from a bad sector.
-    monkeypatch.setattr(
-        checksum, "open_file", lambda root, path: os.open("/proc/self/mem", os.O_RDONLY)
-    )
+    monkeypatch.setattr(checksum, "_sizes", lambda folder: {"a/b/.zarray": 2})
+    (folder / "a/b/.zarray").symlink_to("/proc/self/mem")
     line = "a/b/.zarray cannot be read (Input/output error)"
-    assert first_difference(folder, entries) == line
+    assert first_difference(folder, {"a/b/.zarray": entries["a/b/.zarray"]}) == line
     with pytest.raises(CheckpointError) as refused:
         file_entries(folder)
     assert str(refused.value) == line
@@ -285,7 +183,8 @@ def test_a_file_that_shrinks_meanwhile_is_a_line(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entries = file_entries(folder)
-    monkeypatch.setattr(checksum, "first_difference_in_size", lambda folder, files: None)
+    sizes = {path: entry.bytes for path, entry in entries.items()}
+    monkeypatch.setattr(checksum, "_sizes", lambda folder: sizes)
     os.truncate(folder / "a/c/0", 12)
     assert first_difference(folder, entries) == "a/c/0 has become shorter: 12 bytes"
 

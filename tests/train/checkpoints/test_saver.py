@@ -288,3 +288,16 @@ def test_older_ones_go(saver: Saver, store: Store) -> None:
     assert saver.wait()
     assert saved(store) == [3, 4, 5]
     assert sorted(os.listdir(store.folder)) == [f"step-{step:09d}" for step in (3, 4, 5)]
+
+
+def test_what_is_pinned_when_it_is_saved_stays(store: Store) -> None:
+    best = [1]
+    saver = Saver(store, 7, lambda: None, Alone(), 11, {}, pinned=lambda: best)
+    for step in range(1, 6):
+        save(saver, step)
+        assert saver.wait()
+    assert saved(store) == [1, 3, 4, 5]
+    best[:] = [4]
+    save(saver, 8)
+    assert saver.wait()
+    assert saved(store) == [4, 5, 8]

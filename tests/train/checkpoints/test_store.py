@@ -121,6 +121,16 @@ def test_so_many_stay(tmp_path: Path, keep: int, keep_every: int | None, kept: l
     assert len(list(tmp_path.iterdir())) == len(kept)
 
 
+def test_what_is_pinned_stays_whatever_else_does(tmp_path: Path) -> None:
+    store = Store(tmp_path, 2, 5)
+    for step in range(1, 13):
+        (tmp_path / f"step-{step:09d}").mkdir()
+    store.retire(pinned=(3, 12, 99))
+    assert [step for step, _ in store.paths()] == [3, 5, 10, 11, 12]
+    store.retire(pinned=[7])  # which is no more
+    assert [step for step, _ in store.paths()] == [5, 10, 11, 12]
+
+
 def test_of_one_step_the_last_stays(tmp_path: Path) -> None:
     for name in ("step-000000005", "step-000000005.2", "step-000000006", "step-000000006.2"):
         (tmp_path / name).mkdir()

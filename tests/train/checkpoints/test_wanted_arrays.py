@@ -51,7 +51,3 @@ def test_three_differences_are_named_and_the_others_counted() -> None:
     assert f"; and {len(SAVED) - 3} more: " in reason
     three = dict.fromkeys(sorted(SAVED)[-3:], ArrayEntry("int8", ()))
     assert " more" not in refusal({**SAVED, **three})
-
-
-def test_names_that_would_disturb_a_terminal_are_quoted() -> None:
-    assert "x1b[2J" in refusal({**SAVED, "\x1b[2J": ArrayEntry("int8", ())})

@@ -9,7 +9,7 @@ import numpy as np
 
 from replicax.core.update import TrainState
 from replicax.train.checkpoints.arrays import named
-from replicax.train.checkpoints.manifest import ArrayEntry, dtypes
+from replicax.train.checkpoints.manifest import ArrayEntry
 
 _PARAMS = "params."
 _BYTES_AT_ONCE = 2**24
@@ -39,7 +39,7 @@ def first_not_finite(
     for name, entry in arrays.items():
         if not name.startswith(_PARAMS) or name in but or not entry.nbytes:
             continue
-        dtype = dtypes()[entry.dtype]
+        dtype = np.dtype(entry.dtype)
         if not jnp.issubdtype(dtype, jnp.inexact):
             continue
         for chunk in (folder / name).iterdir():

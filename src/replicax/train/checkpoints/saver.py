@@ -37,6 +37,7 @@ class Saver:
         seed: of the order of the data.
         config: of the run, for the manifests.
         not_finite: parameters that were not finite when the run began, and may be so.
+        pinned: tells the steps whose checkpoints stay, whatever else the store keeps.
     """
 
     def __init__(
@@ -48,11 +49,13 @@ class Saver:
         seed: int,
         config: dict[str, Any],
         not_finite: Collection[str] = (),
+        pinned: Callable[[], Collection[int]] = tuple,
     ) -> None:
         self.saved_step: int | None = None
         """Of the newest checkpoint that is in its place."""
         self._store, self._token, self._check, self._job = store, token, check, job
         self._seed, self._config, self._not_finite = seed, config, not_finite
+        self._pinned = pinned
         self._number = self._failures = 0
         self._arrays: dict[str, ArrayEntry] = {}
         self._thread: threading.Thread | None = None
@@ -176,7 +179,7 @@ class Saver:
         except Exception as error:
             return _text(error)
         with contextlib.suppress(OSError):  # too many are kept, which harms nobody
-            self._store.retire()
+            self._store.retire(self._pinned())
         return None
 
 

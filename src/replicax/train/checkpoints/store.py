@@ -10,12 +10,13 @@ refused-...           a checkpoint that was not what its manifest says; for a pe
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from replicax.errors import CheckpointError, ConfigError
 from replicax.train.checkpoints.manifest import ArrayEntry, Manifest, read_manifest
 from replicax.train.checkpoints.verification import check_arrays, verify
+from replicax.train.places import sync_folder
 
 _COMMITTED = re.compile(r"step-(\d{9,18})(?:\.([2-9]|[1-9]\d{1,8}))?")
 LOSSES = "losses"
@@ -103,12 +104,13 @@ class Store:
             again += 1
             path = first.with_name(f"{first.name}.{again}")
         os.rename(temporary, path)
-        _sync(self.folder)
+        sync_folder(self.folder)
 
-    def retire(self) -> None:
-        """Delete those that need not be kept; never the newest."""
+    def retire(self, pinned: Collection[int] = ()) -> None:
+        """Delete those that need not be kept; never the newest, nor those of the steps `pinned`."""
         newest = dict(self.paths())  # of each step the last
         kept = [step for step in newest if self._keep_every and not step % self._keep_every]
+        kept += pinned
         kept += list(newest)[-self._keep :]
         for step, path in self.paths():
             if step not in kept or newest[step] != path:
@@ -165,10 +167,3 @@ def read_placed(step: int, path: Path) -> Manifest:
         raise CheckpointError(f"it holds step {manifest.position.step}")
     return manifest
 
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

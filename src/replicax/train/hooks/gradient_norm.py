@@ -36,7 +36,7 @@ class GradientNorm(Hook):
         if run.dp.configuration.step is not None:
             raise ConfigError(
                 "GradientNorm and a step of one's own, which may have several gradients: leave the "
-                "hook out, and return optax.global_norm(gradient) among the step's metrics"
+                "hook out, and return optax.tree.norm(gradient) among the step's metrics"
             )
 
 

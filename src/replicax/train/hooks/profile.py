@@ -84,8 +84,8 @@ class Profile(Hook):
     def end(self, run: Running) -> None:
         if self._began is not None:
             self._stop(run)
-        elif not self._done and run.error is None:
-            run.say(f"profile none: no step of {self._first} to {self._last} was done")
+        elif self._into is not None and run.place.step < self._first:
+            run.say(f"profile none: the run ended at step {run.place.step:,}")
 
     def _stop(self, run: Running) -> None:
         began, self._began, self._done = self._began, None, True

@@ -3,6 +3,7 @@
 import dataclasses
 import queue
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ MOST_WAITING = 1000
 
 END_SECONDS = 10.0
 """For what still waits when the run ends."""
+
+SLOW_SECONDS = 30.0
+"""Without an answer, after which it is said that there is none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +58,8 @@ class Logger(Hook):
     _queue: "queue.SimpleQueue[tuple[str, Any] | None]"
     _given = _sent = 0
     """Records."""
+    _asked_at: float | None = None
+    """When the thread began with what it does."""
     _fault: str | None = None
     """What went wrong first."""
     _told = False
@@ -76,7 +82,7 @@ class Logger(Hook):
         if self.package:
             require(self.package, "loggers")
         self._queue, self._given, self._sent = queue.SimpleQueue(), 0, 0
-        self._fault, self._told = None, False
+        self._fault, self._told, self._asked_at = None, False, None
         name = f"replicax-{self.name}"
         self._thread = threading.Thread(
             target=self._work, args=(_start(run),), name=name, daemon=True
@@ -91,6 +97,9 @@ class Logger(Hook):
             self._queue.put(("write", record))
         else:
             self._fault = self._fault or f"{MOST_WAITING:,} records wait"
+        asked_at = self._asked_at
+        if asked_at is not None and time.monotonic() - asked_at > SLOW_SECONDS:
+            self._fault = self._fault or f"no answer in {SLOW_SECONDS:.0f} s"
         self._tell(run)
 
     def rewound(self, run: Running) -> None:
@@ -104,7 +113,7 @@ class Logger(Hook):
         self._queue.put(None)
         self._thread.join(END_SECONDS)
         if self._thread.is_alive():
-            self._fault = self._fault or f"not done {END_SECONDS:.0f} s after the end of the run"
+            self._fault = self._fault or f"no answer in {END_SECONDS:.0f} s at the end"
         self._thread = None
         self._tell(run)
         if self._sent < self._given:
@@ -123,17 +132,22 @@ class Logger(Hook):
                 self._sent += point == "write"
 
     def _try(self, point: str, argument: Any) -> bool:
+        self._asked_at = time.monotonic()
         try:
             getattr(self, point)(argument)
         except Exception as error:  # of whatever it talks to
             self._fault = self._fault or first_line(error)
             return False
+        finally:
+            self._asked_at = None
         return True
 
     def _tell(self, run: Running) -> None:
         if self._fault is not None and not self._told:
             self._told = True
-            run.say(f"ALARM  {self.name}: {self._fault}; records are dropped, and the run goes on")
+            run.say(
+                f"ALARM  {self.name}: {self._fault}; records are dropped, and the run is as it was"
+            )
 
 
 def scalars(record: Record) -> dict[str, float]:

@@ -52,11 +52,12 @@ class MLflow(Logger):
         self._where = self._uri
         if run.is_main and self._uri is None:
             self._where = in_folder(run, FOLDER, "MLflow()").absolute().as_uri()
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # else it wants a database
         super().start(run)
 
     def open(self, start: Start) -> None:
         mlflow = require("mlflow", "loggers")
+        if self._uri is None:
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # else it wants a database
         client = mlflow.MlflowClient(tracking_uri=self._where)
         if self._id is None:
             found = client.get_experiment_by_name(self._experiment)

@@ -10,6 +10,9 @@ from replicax.train.records import Record
 
 STEP = "step"
 
+INIT_SECONDS = 20
+"""For an answer; after that the next record tries again."""
+
 
 class WandB(Logger):
     """Sends metrics and figures by step, and the configuration, to Weights & Biases.
@@ -42,8 +45,10 @@ class WandB(Logger):
 
     def open(self, start: Start) -> None:
         wandb = require("wandb", "loggers")
-        given = {"dir": start.folder, "config": start.config, "resume": "allow", **self._init}
-        self._run = wandb.init(**{**given, "id": self._id})
+        given = {"dir": start.folder, "config": start.config, "resume": "allow"}
+        # By default 90 s, which the process would wait as it ends where nobody answers.
+        settings = wandb.Settings(init_timeout=INIT_SECONDS)
+        self._run = wandb.init(**{**given, "settings": settings, **self._init, "id": self._id})
         # Its own steps cannot go back, as a run that goes on from a checkpoint does.
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)

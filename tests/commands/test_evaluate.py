@@ -1,0 +1,114 @@
+"""`replicax evaluate`: the figures of a run's model are those that the run recorded."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from support.command_line import Main, one_line
+from support.recipe_runs import Ended
+
+from replicax.train.checkpoints.store import Store
+
+HELP = ("usage: replicax evaluate", "RUN", "--step N|best", "--data", "--json")
+
+
+@pytest.mark.parametrize("recipe", ["mlp", "gpt2"])
+def test_the_figures_are_those_of_the_last_evaluation(
+    recipe: str, main: Main, there: dict[str, Ended]
+) -> None:
+    code, out, err = main("evaluate", recipe, "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    *_, last = (each for each in there[recipe].result.records if each.kind == "eval")
+    assert found["recorded"] == last.metrics
+    assert found["metrics"] == pytest.approx(last.metrics, rel=1e-6)
+    assert (found["step"], found["rows"]) == (last.step, last.rows)
+    code, out, err = main("evaluate", there[recipe].folder)
+    assert (code, err) == (0, "")
+    lines = dict(line.split(maxsplit=1) for line in out.splitlines() if line[0] != " ")
+    assert f"{recipe} · step {last.step}" in lines["run"]
+    assert lines["eval"].startswith(lines["record"])
+    assert "differs" not in out
+
+
+def test_other_data_is_evaluated_whole(main: Main, there: dict[str, Ended]) -> None:
+    text = there["gpt2"].folder.parents[1] / "texts" / "00.txt"
+    code, out, err = main("evaluate", "gpt2", "--data", text, "--json", "-")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert (found["data"], found["recorded"]) == (str(text), None)
+    assert found["rows"] == -(-len(text.read_bytes()) // 16)  # and not the twentieth held out
+
+
+def test_what_is_no_longer_the_runs_data_is_told(main: Main, there: dict[str, Ended]) -> None:
+    texts = there["gpt2"].folder.parents[1] / "texts" / "19.txt"
+    before = texts.read_bytes()
+    try:
+        texts.write_bytes(before[::-1])
+        code, out, _ = main("evaluate", "gpt2")
+    finally:
+        texts.write_bytes(before)
+    assert code == 0
+    assert out.splitlines()[-1].startswith("record ")
+    assert "differs" in out.splitlines()[-1]
+
+
+def test_an_earlier_step_has_no_record(main: Main, there: dict[str, Ended]) -> None:
+    code, out, _ = main("evaluate", "mlp", "--step", "3")
+    assert code == 0
+    assert "step 3" in out
+    assert "record" not in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["mlq"], ["'mlq'", "runs/mlq", "mean 'mlp'", "replicax runs"]),
+        (["texts"], ["texts is no run"]),
+        (["mlp", "--step", "some"], ["--step some", "best"]),
+        (["mlp", "--step", "7"], ["step 7", "8, 6, 3"]),
+        (["mlp", "--step", "best"], ["best.json"]),
+        (["mlp", "--data", "x"], ["mlp", "--data"]),
+        (["gpt2", "--data", "nowhere"], ["nowhere does not exist"]),
+        (["mlp", "--json=no/where.json"], ["no folder no"]),
+        (["mlp", "stray"], ["'stray'", "--help"]),
+        ([], ["RUN", "--help"]),
+    ],
+    ids=lambda value: " ".join(value)[:30],
+)
+def test_a_user_error_is_one_line(
+    arguments: list[str], words: list[str], main: Main, there: dict[str, Ended]
+) -> None:
+    code, _, err = main("evaluate", *arguments)
+    assert code == 2
+    assert all(word in one_line(err) for word in words)
+
+
+def test_a_harmed_checkpoint_is_refused(main: Main, there: dict[str, Ended], folder: Path) -> None:
+    shutil.copytree(there["mlp"].folder, folder / "harmed")
+    _, newest = Store(folder / "harmed/checkpoints", 1, None).paths()[-1]
+    chunk = newest / "state/step/0"
+    chunk.write_bytes(b"\1" + chunk.read_bytes()[1:])
+    code, _, err = main("evaluate", folder / "harmed")
+    assert code == 1
+    assert "state/step/0" in one_line(err)
+    assert newest.is_dir()
+
+
+def test_several_processes_are_refused(
+    main: Main, there: dict[str, Ended], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    code, _, err = main("evaluate", "mlp")
+    assert code == 2
+    assert "process 1 of 2" in one_line(err)
+
+
+def test_help_lists_the_flags(main: Main) -> None:
+    code, out, err = main("evaluate", "--help")
+    assert (code, err) == (0, "")
+    assert all(word in out for word in HELP)

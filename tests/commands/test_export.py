@@ -1,0 +1,149 @@
+"""`replicax export`: the parameters to the bit, under names that others read."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file
+from support.command_line import Main, one_line
+from support.recipe_runs import Ended, train
+from support.tiers import EXHAUSTIVE
+
+import replicax as rx
+from replicax.recipes import transformer
+
+
+def test_parameters_have_their_dotted_paths(
+    main: Main, there: dict[str, Ended], folder: Path
+) -> None:
+    file = folder / "mlp.safetensors"
+    code, out, err = main("export", "mlp", file)
+    assert (code, err) == (0, "")
+    assert f"{file}: 714 numbers in 6 tensors" in out
+    params = there["mlp"].result.state.params
+    wanted = {
+        f"{layer}.{name}": np.asarray(array)
+        for layer, arrays in params.items()
+        for name, array in arrays.items()
+    }
+    found = load_file(file)
+    assert found.keys() == wanted.keys()
+    for name, array in wanted.items():
+        assert found[name].dtype == array.dtype
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+    assert list(folder.iterdir()) == [file]
+
+
+def test_a_gpt2_is_read_back_to_the_bit(main: Main, there: dict[str, Ended], folder: Path) -> None:
+    file = folder / "gpt2.safetensors"
+    assert main("export", "gpt2", file)[0] == 0
+    with safe_open(file, framework="np") as opened:
+        assert opened.metadata() == {"format": "pt"}
+        assert {"wte.weight", "h.1.attn.c_attn.weight"} <= set(opened.keys())
+    run = rx.load(there["gpt2"].folder)
+    from_file = dataclasses.replace(run.recipe, init_from=file)
+    read = from_file.model(jax.random.key(0))
+    jax.tree.map(np.testing.assert_array_equal, read, there["gpt2"].result.state.params)
+
+
+def test_statistics_are_exported_and_counters_are_not(main: Main, folder: Path) -> None:
+    (folder / "my_batchnorm.py").write_text(BATCH_NORM)
+    ended = train("it", "my_batchnorm.py:Normed", "--epochs", "1")
+    assert main("export", "it", "it.safetensors")[0] == 0
+    found = load_file(folder / "it.safetensors")
+    assert set(found) == {
+        "linear.bias",
+        "linear.kernel",
+        "norm.bias",
+        "norm.scale",
+        "norm.mean",
+        "norm.var",
+    }
+    np.testing.assert_array_equal(found["norm.mean"], ended.result.state.extras["norm"]["mean"])
+    assert found["norm.mean"].any()
+
+
+BATCH_NORM = """
+import dataclasses
+import jax.numpy as jnp
+from flax import nnx
+from replicax.recipes.linear_regression import LinearRegression
+
+class Network(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(1, 1, rngs=rngs)
+        self.norm = nnx.BatchNorm(1, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.norm(self.linear(x[:, None])))[:, 0]
+
+@dataclasses.dataclass(frozen=True)
+class Normed(LinearRegression):
+    "A line through BatchNorm."
+    points: int = 64
+
+    def model(self, key):
+        return Network(nnx.Rngs(key))
+
+    def loss(self, model, batch, key):
+        return (model(batch["x"] + 1) - batch["y"]) ** 2
+"""
+
+
+def test_a_file_is_not_overwritten_without_force(
+    main: Main, there: dict[str, Ended], folder: Path
+) -> None:
+    file = folder / "model.safetensors"
+    file.write_text("mine")
+    code, _, err = main("export", "mlp", file)
+    assert code == 2
+    assert "--force" in one_line(err)
+    assert file.read_text() == "mine"
+    assert main("export", "mlp", file, "--force", "--step", "3")[0] == 0
+    first = load_file(file)
+    assert main("export", "mlp", file, "--force")[0] == 0
+    assert any((load_file(file)[name] != array).any() for name, array in first.items())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["mlp", "no/where.safetensors"], ["no folder no"]),
+        (["mlp", "texts"], ["texts is a folder"]),
+        (["mlp"], ["FILE", "--help"]),
+        (["mpl", "x.safetensors"], ["mean 'mlp'"]),
+    ],
+    ids=lambda value: " ".join(value)[:30],
+)
+def test_a_user_error_is_one_line(
+    arguments: list[str], words: list[str], main: Main, there: dict[str, Ended]
+) -> None:
+    code, _, err = main("export", *arguments)
+    assert code == 2
+    assert all(word in one_line(err) for word in words)
+
+
+@EXHAUSTIVE
+def test_transformers_reads_it_and_gives_the_same_logits(
+    main: Main, there: dict[str, Ended], folder: Path
+) -> None:
+    how = "no torch and transformers to compare with: `make peers` installs them"
+    torch = pytest.importorskip("torch", reason=how)
+    transformers = pytest.importorskip("transformers", reason=how)
+
+    assert main("export", "gpt2", folder / "model.safetensors")[0] == 0
+    sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 16, "vocab_size": 257}
+    transformers.GPT2Config(**sizes, bos_token_id=256, eos_token_id=256).save_pretrained(folder)
+    theirs, report = transformers.GPT2LMHeadModel.from_pretrained(folder, output_loading_info=True)
+    assert not any(report[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    tokens = np.random.default_rng(0).integers(0, 257, (5, 16))
+    run = rx.load(there["gpt2"].folder)
+    ours = transformer.logits(run.model, tokens, run.recipe.heads)
+    with torch.no_grad():
+        wanted = theirs.eval()(torch.tensor(tokens)).logits.numpy()
+    assert np.abs(wanted).max() > 1
+    np.testing.assert_allclose(ours, wanted, rtol=0, atol=1e-4)

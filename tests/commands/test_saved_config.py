@@ -1,0 +1,95 @@
+"""`replicax train RECIPE --config FILE`: a run's configuration, given back."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.command_line import RECIPE, REGRESSION, Main, one_line
+
+FIELDS = """
+    root: Path | None = None
+    other: Path = Path("there")
+    sizes: tuple[int, ...] = (1, 2)
+    files: tuple[Path, ...] = ()
+    kind: Literal["a", "b"] = "a"
+    rate: float | None = None
+    presets: ClassVar = {"small": {"points": 32}}
+"""
+IMPORTS = "from pathlib import Path\nfrom typing import ClassVar, Literal\n"
+FLAGS = (
+    *("--points", "16", "--root", "a/b", "--sizes", "3", "4", "5", "--files", "x", "--kind", "b"),
+    *("--steps", "2", "--devices", "2", "--layout", "zero1", "--seed", "5", "--max-bad-steps", "3"),
+)
+
+
+@pytest.fixture
+def recipe(folder: Path) -> str:
+    (folder / "my_recipe.py").write_text(IMPORTS + RECIPE + FIELDS)
+    return "my_recipe.py:Mine"
+
+
+def config_of(folder: Path, run: str) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / f"runs/{run}/config.json").read_text())
+    assert config["options"].pop("run") == run
+    del config["start"]
+    return config
+
+
+def test_a_configuration_that_is_given_back_is_the_same(
+    recipe: str, main: Main, folder: Path
+) -> None:
+    assert main("train", recipe, "--preset", "small", *FLAGS, "--run", "a")[0] == 0
+    code, out, err = main("train", recipe, "--config", "runs/a/config.json", "--run", "b")
+    assert (code, err) == (0, "")
+    assert "resume" not in out
+    wanted = config_of(folder, "a")
+    assert config_of(folder, "b") == wanted
+    assert (wanted["preset"], wanted["fields"]["sizes"]) == ("small", [3, 4, 5])
+    again = ["--config=runs/b/config.json", "--seed", "6", "--sizes", "7", "--run", "c"]
+    assert main("train", recipe, *again)[0] == 0
+    changed = config_of(folder, "c")
+    assert (changed["options"]["seed"], changed["fields"]["sizes"]) == (6, [7])
+    assert changed["fields"] == {**wanted["fields"], "sizes": [7]}
+    assert {**changed["options"], "seed": 5} == wanted["options"]
+    assert changed["program"] == wanted["program"]
+
+
+def test_a_run_goes_on_by_its_own_configuration(main: Main, folder: Path) -> None:
+    assert main(*REGRESSION, "--learning-rate", "0.05", "--run", "a")[0] == 0
+    given = ["train", "linear_regression", "--config", "runs/a/config.json", "--run", "a"]
+    code, out, err = main(*given, "--epochs", "3")
+    assert (code, err) == (0, "")
+    assert "change fields.epochs 1 -> 3\n" in out
+    assert "done: 2 steps since step 1" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--config", "nowhere.json"], ["nowhere.json", "No such file"]),
+        (["--config"], ["no configuration"]),
+        (["--config", "a.json", "--config=b.json"], ["--config", "2 times"]),
+        (["--config", "other.json"], ["other.json", "recipe mlp", "my_recipe.py:Mine"]),
+        (["--config", "script.json"], ["script.json", "no recipe"]),
+        (["--config", "older.json"], ["older.json", "gone", "Mine"]),
+        (["--config", "text.json"], ["text.json", "'many'", "--points"]),
+        (["--config", "good.json", "--preset", "small"], ["--preset", "--config"]),
+    ],
+)
+def test_what_cannot_be_given_back_is_one_line(
+    flags: list[str], words: list[str], recipe: str, main: Main, folder: Path
+) -> None:
+    good: dict[str, Any] = {"recipe": recipe, "preset": None, "fields": {}, "options": {}}
+    for name, edits in {
+        "good": {},
+        "other": {"recipe": "mlp"},
+        "script": {"recipe": None},
+        "older": {"fields": {"gone": 1}},
+        "text": {"fields": {"points": "many"}},
+    }.items():
+        (folder / f"{name}.json").write_text(json.dumps({**good, **edits}))
+    code, _, err = main("train", recipe, *flags)
+    assert code == 2
+    for word in words:
+        assert word in one_line(err)

@@ -1,0 +1,141 @@
+"""`KeepBest`: what `best.json` names is there, and is the best that is."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.watched_run import WatchedRun
+
+import replicax as rx
+from replicax.errors import ConfigError
+
+
+@pytest.fixture
+def hook() -> rx.KeepBest:
+    return rx.KeepBest("accuracy")
+
+
+@pytest.fixture
+def run(hook: rx.KeepBest, tmp_path: Path) -> WatchedRun:
+    run = WatchedRun(hook, tmp_path)
+    hook.start(run)
+    return run
+
+
+def saved(run: WatchedRun, step: int) -> None:
+    """A checkpoint is in its place."""
+    (run.folder / "checkpoints" / f"step-{step:09d}").mkdir(parents=True)
+
+
+def best(run: WatchedRun, file: str = "best.json") -> Any:
+    path = run.folder / file
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def test_the_best_is_saved_and_named_once_its_checkpoint_is_there(
+    hook: rx.KeepBest, run: WatchedRun
+) -> None:
+    run.evaluated(10, accuracy=0.5)
+    hook.settle(run, due=False)
+    assert (run.saves, best(run), set(hook.pinned)) == (1, None, {10})
+    saved(run, 10)
+    hook.settle(run, due=False)
+    assert best(run) == {"metric": "accuracy", "value": 0.5, "step": 10}
+
+
+def test_the_one_before_stays_until_the_new_one_is_there(
+    hook: rx.KeepBest, run: WatchedRun
+) -> None:
+    run.evaluated(10, accuracy=0.5)
+    saved(run, 10)
+    hook.settle(run, due=False)
+    run.evaluated(20, accuracy=0.75)
+    hook.settle(run, due=False)
+    assert (best(run)["step"], set(hook.pinned)) == (10, {10, 20})
+    saved(run, 20)
+    hook.settle(run, due=False)
+    assert (best(run)["step"], set(hook.pinned)) == (20, {20})
+
+
+def test_what_is_not_better_is_not_saved(hook: rx.KeepBest, run: WatchedRun) -> None:
+    for step, value in ((10, 0.5), (20, 0.5), (30, float("nan")), (40, 0.25)):
+        run.evaluated(step, accuracy=value)
+    assert (run.saves, set(hook.pinned)) == (1, {10})
+
+
+def test_a_save_that_failed_is_said_and_the_file_names_the_one_before(
+    hook: rx.KeepBest, run: WatchedRun
+) -> None:
+    run.evaluated(10, accuracy=0.5)
+    saved(run, 10)
+    hook.settle(run, due=False)
+    run.evaluated(20, accuracy=0.75)
+    hook.end(run)
+    assert best(run)["step"] == 10
+    assert len(run.lines) == 1
+    assert "20" in run.lines[0]
+
+
+def test_a_kill_before_it_was_named_leaves_that_to_the_next_start(
+    hook: rx.KeepBest, run: WatchedRun
+) -> None:
+    run.evaluated(10, accuracy=0.5)
+    saved(run, 10)
+    state = json.loads(json.dumps(hook.save_state()))
+    again = rx.KeepBest("accuracy")
+    again.load_state(state)
+    resumed = WatchedRun(again, run.folder)
+    again.start(resumed)
+    assert best(run)["step"] == 10
+    resumed.evaluated(20, accuracy=0.25)
+    assert resumed.saves == 0
+
+
+def test_where_the_run_went_back_a_lost_best_is_none(hook: rx.KeepBest, run: WatchedRun) -> None:
+    run.evaluated(10, accuracy=0.5)
+    state = hook.save_state()
+    run.evaluated(20, accuracy=0.75)
+    run.go_back(10, 1, state)
+    assert set(hook.pinned) == {10}
+    run.evaluated(20, accuracy=0.625)
+    assert (run.saves, set(hook.pinned)) == (3, {20})
+
+
+def test_several_have_files_of_their_own(tmp_path: Path) -> None:
+    for hook in (rx.KeepBest("accuracy"), rx.KeepBest("loss", file="best-loss.json")):
+        run = WatchedRun(hook, tmp_path)
+        hook.start(run)
+        run.evaluated(10, accuracy=0.5, loss=2.0)
+        run.evaluated(20, accuracy=0.5, loss=1.0)
+        for step in (10, 20):
+            (tmp_path / "checkpoints" / f"step-{step:09d}").mkdir(parents=True, exist_ok=True)
+        hook.end(run)
+    assert (best(run)["step"], best(run, "best-loss.json")["step"]) == (10, 20)
+
+
+def test_two_that_write_one_file_are_found_out(tmp_path: Path) -> None:
+    hooks = rx.KeepBest("accuracy"), rx.KeepBest("loss")
+    assert hooks[0].name != hooks[1].name
+    runs = [WatchedRun(hook, tmp_path) for hook in hooks]
+    for hook, run in zip(hooks, runs, strict=True):
+        hook.start(run)
+        run.evaluated(10, accuracy=0.5, loss=2.0)
+    saved(runs[0], 10)
+    hooks[0].settle(runs[0], due=False)
+    with pytest.raises(ConfigError, match=r"best-loss\.json"):
+        hooks[1].settle(runs[1], due=False)
+
+
+def test_a_run_without_a_folder_is_refused(hook: rx.KeepBest) -> None:
+    with pytest.raises(ConfigError, match="run_dir"):
+        hook.start(WatchedRun(hook))
+
+
+def test_another_process_decides_alike_and_writes_nothing(hook: rx.KeepBest) -> None:
+    run = WatchedRun(hook, is_main=False)
+    hook.start(run)
+    run.evaluated(10, accuracy=0.5)
+    hook.settle(run, due=True)
+    hook.end(run)
+    assert (run.saves, run.lines) == (1, [])
