@@ -71,8 +71,8 @@ if typing.TYPE_CHECKING:
     from replicax.train.run import Guard as Guard
     from replicax.train.run import Run as Run
     from replicax.train.storage import Saving as Saving
-    from replicax.verify.check import Verification as Verification
     from replicax.verify.step import verify_step as verify_step
+    from replicax.verify.verification import Verification as Verification
     from replicax.verify.verify import verify as verify
 
 _LATER = {
@@ -99,7 +99,7 @@ _LATER = {
     "Saving": "train.storage",
     "TensorBoard": "train.loggers.tensorboard",
     "Throughput": "train.hooks.throughput",
-    "Verification": "verify.check",
+    "Verification": "verify.verification",
     "WandB": "train.loggers.wandb",
     "bench": "bench.run",
     "fit": "train.fit",

@@ -9,7 +9,7 @@ from support.command_line import Main, one_line
 
 from replicax.commands import step
 from replicax.verify import step_files
-from replicax.verify.check import Verification
+from replicax.verify.verification import Verification
 
 BROKEN = """
 import dataclasses

@@ -10,7 +10,8 @@ import optax
 import pytest
 
 import replicax as rx
-from replicax.verify.check import PASS, SKIP, Verification
+from replicax.verify.check import PASS, SKIP
+from replicax.verify.verification import Verification
 
 optimizer = optax.adam(1e-2)
 random = np.random.default_rng(0)

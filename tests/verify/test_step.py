@@ -14,9 +14,10 @@ from support.tiers import EXHAUSTIVE
 from verify import step_parts as zoo
 
 from replicax.errors import ConfigError
-from replicax.verify.check import Check, Verification
+from replicax.verify.check import Check
 from replicax.verify.step import verify_step
 from replicax.verify.step_files import verify_files
+from replicax.verify.verification import Verification
 
 
 def of(verification: Verification, subject: str, case: str | None = None) -> Check:

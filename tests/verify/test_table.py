@@ -1,9 +1,12 @@
 """The table: one line where many say the same, and 80 columns."""
 
+import sys
+
 import pytest
 
-from replicax.verify.check import Check, Verification
+from replicax.verify.check import Check
 from replicax.verify.table import merged, print_table, summary
+from replicax.verify.verification import Verification
 
 PASSED = [
     Check("parity", f"jit, {part}{batch}", "pass", "as one device, to 1e-7 of", "", {"largest": at})
@@ -26,12 +29,29 @@ def test_failures_stay_apart() -> None:
 
 
 def test_it_fits_and_counts(capsys: pytest.CaptureFixture[str]) -> None:
-    print_table(Verification([*PASSED, FAILED, SKIPPED]))
-    lines = capsys.readouterr().out.splitlines()
+    print_table([*PASSED, FAILED, SKIPPED])
+    printed = capsys.readouterr().out
+    lines = printed.splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[-1] == "6 checks: 4 pass, 1 fail, 1 skip"
     assert any("cause: a mean of means" in line for line in lines)
+    print(Verification([*PASSED, FAILED, SKIPPED]))
+    assert capsys.readouterr().out == printed
 
 
 def test_summary_of_one() -> None:
-    assert summary(Verification([SKIPPED])) == "1 check: 1 skip"
+    assert summary([SKIPPED]) == "1 check: 1 skip"
+
+
+def test_a_verification_is_one_line_and_printed_a_table() -> None:
+    found = Verification([*PASSED, FAILED, SKIPPED])
+    assert repr(found) == "Verification(ok=False, 6 checks: 4 pass, 1 fail, 1 skip)"
+    assert repr(Verification(PASSED)) == "Verification(ok=True, 4 checks: 4 pass)"
+    assert str(found).splitlines()[-1] == "6 checks: 4 pass, 1 fail, 1 skip"
+
+
+def test_without_rich_a_verification_is_a_line_for_each_check(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert str(Verification([SKIPPED])) == ("skip  traffic, jit: nothing to see\n1 check: 1 skip")

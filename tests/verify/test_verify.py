@@ -6,7 +6,7 @@ import pytest
 from verify import zoo_recipes as zoo
 
 import replicax as rx
-from replicax.verify.check import Verification
+from replicax.verify.verification import Verification
 from replicax.verify.verify import rows_needed
 
 

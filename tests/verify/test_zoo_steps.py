@@ -5,8 +5,8 @@ from support.tiers import only
 from verify.zoo_broken_steps import BROKEN
 from verify.zoo_correct_steps import CORRECT
 
-from replicax.verify.check import Verification
 from replicax.verify.step import verify_step
+from replicax.verify.verification import Verification
 
 
 def verified(name: str) -> Verification:

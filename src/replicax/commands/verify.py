@@ -17,8 +17,8 @@ from replicax.commands.step import DeviceOptions, ModeOptions, StepOptions
 from replicax.core.modes import MODES, as_mode
 from replicax.errors import ConfigError
 from replicax.flags import parse_options, several_of
-from replicax.verify.check import Verification
 from replicax.verify.table import print_table
+from replicax.verify.verification import Verification
 from replicax.verify.verify import rows_needed
 
 HOST_DEVICES = 8
@@ -171,7 +171,7 @@ def _report(verification: Verification, to: str | None, name: str) -> int:
         about = verification.about
         where = f"{about['devices']} devices · {about['mode']}" if "mode" in about else ""
         print(" · ".join(filter(None, (name, where))))
-        print_table(verification)
+        print_table(verification.checks)
         if to is not None:
             print(f"see    {to}")
     return 0 if verification.ok else 1

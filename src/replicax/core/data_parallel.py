@@ -92,6 +92,13 @@ class DataParallel(Configured):
         arguments = {name: value for name, value in locals().items() if name != "self"}
         self._configure(configure(**arguments))
 
+    def __repr__(self) -> str:
+        usual = {"accumulate": 1, "precision": "float32", "reduction": "float32"}
+        names, devices = self.configuration.names().items(), self.mesh.devices
+        chosen = [f"{name}={value!r}" for name, value in names if value != usual.get(name)]
+        where = f"{devices.size} x {devices.flat[0].device_kind}"
+        return f"DataParallel({', '.join([*chosen, where])})"
+
     def init(self, model: Any, *, seed: int = 0) -> TrainState:
         """Return the state before the first step, each array placed where its layout wants it.
 

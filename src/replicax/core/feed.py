@@ -71,6 +71,13 @@ class Feed:
                 f"{source.batches}: change it"
             )
 
+    def __repr__(self) -> str:
+        source, first = self.source, f", first={self.first}" if self.first else ""
+        rows = "? rows" if source.rows is None else f"{source.rows:,} rows"
+        batches = "?" if source.batches is None else f"{source.batches:,}"
+        of = f" of {source.batch_size:,}" if source.batch_size else ""
+        return f"Feed({rows} in {batches} batches{of}, epoch={self.epoch}{first})"
+
     def __len__(self) -> int:
         """Batches from `first` on. A `TypeError` where the source cannot tell."""
         if self.source.batches is None:

@@ -1,6 +1,7 @@
 """One step of training: the mathematics, written once, as a function of one replica's view."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -50,8 +51,26 @@ class TrainState:
     scale: PyTree = ()
     """Scale of the loss, where the precision needs one; see `replicax.core.scaling`."""
 
+    def __repr__(self) -> str:
+        leaves, params = jax.tree.leaves(self), jax.tree.leaves(self.params)
+        if not all(hasattr(leaf, "dtype") for leaf in leaves):  # shardings, say
+            kinds = dict.fromkeys(type(leaf).__name__ for leaf in leaves)
+            return f"TrainState({len(leaves)} leaves: {', '.join(kinds)})"
+        size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+        taken = f"{size / 1e6:,.1f} MB" if size >= 1e5 else f"{size:,} bytes"
+        count = sum(math.prod(leaf.shape) for leaf in params)
+        return f"TrainState(step={_number(self.step)}, {count:,} parameters, {taken})"
+
 
 Metrics = dict[str, jax.Array]
+
+
+def _number(step: Any) -> str:
+    """`step` where it is known now, else a question mark."""
+    try:
+        return str(int(step)) if step.is_ready() else "?"
+    except Exception:  # a shape, a tracer, or given to a later step
+        return "?"
 
 
 def update(

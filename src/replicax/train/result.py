@@ -5,6 +5,7 @@ import dataclasses
 from replicax.core.update import TrainState
 from replicax.train.goodput import Goodput
 from replicax.train.records import Record
+from replicax.wording import duration
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +32,13 @@ class Fit:
     """Names of the hooks that failed, and were left out from there on."""
     goodput: Goodput | None = None
     """Where the run's time went, over all its starts; in process 0, where there is a folder."""
+
+    def __repr__(self) -> str:
+        how = "stopped early, " if self.interrupted else ""
+        ordered = sorted(self.metrics.items(), key=lambda item: item[0] != "loss")
+        told = "".join(f", {name} {value:.4g}" for name, value in ordered[:2])
+        done = f"{self.rows:,} rows in {duration(self.seconds)}"
+        return f"Fit({how}step={self.step}, {done}{told})"
 
     @property
     def exit_code(self) -> int:

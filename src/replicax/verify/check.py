@@ -1,7 +1,7 @@
-"""What a verification has found: one row for each thing that was checked."""
+"""One thing that was checked, and what was found."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final, Literal
 
 Verdict = Literal["pass", "fail", "note", "skip"]
@@ -35,30 +35,3 @@ class Check:
     """The likely cause of a failure, and its fix."""
     figures: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The same as numbers, for programs; what JSON can hold."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Verification:
-    """All checks of one step."""
-
-    checks: Sequence[Check]
-    about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """What was verified, and on what: what JSON can hold."""
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing failed."""
-        return not self.failed
-
-    @property
-    def failed(self) -> list[Check]:
-        """The checks that failed."""
-        return [check for check in self.checks if check.verdict == FAIL]
-
-    def to_json(self) -> dict[str, Any]:
-        """As what `json.dumps` takes."""
-        return {
-            "ok": self.ok,
-            "about": dict(self.about),
-            "checks": [dataclasses.asdict(check) for check in self.checks],
-        }

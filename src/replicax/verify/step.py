@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from replicax.errors import ConfigError
-from replicax.verify.check import PASS, SKIP, Check, Verification
+from replicax.verify.check import PASS, SKIP, Check
 from replicax.verify.difference import changes, coarsest_eps, is_float
 from replicax.verify.form import Step, host
 from replicax.verify.rows import find_weights, row_count, with_weights
@@ -27,6 +27,7 @@ from replicax.verify.trial import (
     find_form,
     run_reference,
 )
+from replicax.verify.verification import Verification
 
 PyTree = Any
 MOST_WARM_STEPS = 2

@@ -10,9 +10,9 @@ import numpy as np
 
 from replicax.errors import ConfigError, did_you_mean
 from replicax.python_file import load_file
-from replicax.verify.check import Verification
 from replicax.verify.form import Step
 from replicax.verify.step import verify_step
+from replicax.verify.verification import Verification
 
 
 def verify_files(

@@ -1,24 +1,45 @@
-"""A verification as a table that fits a terminal."""
+"""Checks as a table that fits a terminal."""
 
 import collections
 import dataclasses
+import io
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
-from replicax.errors import require
-from replicax.verify.check import FAIL, NOTE, PASS, SKIP, Check, Verification
+from replicax.errors import MissingDependencyError, require
+from replicax.verify.check import FAIL, NOTE, PASS, SKIP, Check
 
 WIDTH = 80
 _STYLES = {PASS: "green", NOTE: "yellow", FAIL: "bold red", SKIP: "dim"}
 
 
-def print_table(verification: Verification, most_columns: int = WIDTH) -> None:
-    """Subject, case, what was found and the verdict of each row, and the cause below it.
-
-    Rows of one subject and mode that pass alike are shown as one.
-    """
+def print_table(checks: Sequence[Check]) -> None:
+    """Print them as `table_text` has them, in colour on a terminal."""
     require("rich", "cli")
     from rich.console import Console
+
+    terminal = Console(highlight=False)
+    console = Console(highlight=False, width=min(WIDTH, terminal.width))
+    print(_drawn(checks, console), flush=True)
+
+
+def table_text(checks: Sequence[Check]) -> str:
+    """Return subject, case, what was found and the verdict of each, and the cause below it.
+
+    Rows of one subject and mode that pass alike are shown as one. Without rich it is a line each.
+    """
+    try:
+        require("rich", "cli")
+    except MissingDependencyError:
+        lines = [f"{each.verdict}  {each.subject}, {each.case}: {each.found}" for each in checks]
+        return "\n".join([*lines, summary(checks)])
+    from rich.console import Console
+
+    return _drawn(checks, Console(highlight=False, width=WIDTH, file=io.StringIO()))
+
+
+def _drawn(checks: Sequence[Check], console: Any) -> str:
     from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
@@ -27,7 +48,7 @@ def print_table(verification: Verification, most_columns: int = WIDTH) -> None:
     drawn.add_column(ratio=1, overflow="fold")
     drawn.add_column(no_wrap=True)
     before, told = None, ""
-    for check in merged(verification.checks):
+    for check in merged(checks):
         style = _STYLES[check.verdict]
         if check.subject != before:
             drawn.add_row(Text(check.subject, "bold"), "")
@@ -38,20 +59,17 @@ def print_table(verification: Verification, most_columns: int = WIDTH) -> None:
             cause = check.cause if check.cause != told else "as above"
             told = check.cause
             drawn.add_row(Padding(Text(f"cause: {cause}", style), (0, 0, 0, 4)), "")
-    terminal = Console(highlight=False)
-    console = Console(highlight=False, width=min(most_columns, terminal.width))
     with console.capture() as captured:
         console.print(drawn)
-    lines = (line.rstrip() for line in captured.get().splitlines())
-    print(*lines, f"\n{summary(verification)}", sep="\n", flush=True)
+    lines = [line.rstrip() for line in captured.get().splitlines()]
+    return "\n".join([*lines, "", summary(checks)])
 
 
-def summary(verification: Verification) -> str:
+def summary(checks: Sequence[Check]) -> str:
     """`38 checks: 36 pass, 1 note, 1 fail`."""
-    counts = collections.Counter[str](check.verdict for check in verification.checks)
+    counts = collections.Counter[str](check.verdict for check in checks)
     listed = [f"{counts[verdict]} {verdict}" for verdict in _STYLES if counts[verdict]]
-    total = len(verification.checks)
-    return f"{total} check{'s' if total != 1 else ''}: {', '.join(listed)}"
+    return f"{len(checks)} check{'s' if len(checks) != 1 else ''}: {', '.join(listed)}"
 
 
 def merged(checks: Sequence[Check]) -> list[Check]:

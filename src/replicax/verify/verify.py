@@ -14,7 +14,7 @@ from replicax.core.data_parallel import DataParallel
 from replicax.core.mesh import replica_count
 from replicax.core.modes import MODES, Mode, as_mode
 from replicax.errors import ConfigError, ReplicaxError
-from replicax.verify.check import FAIL, SKIP, Check, Verification
+from replicax.verify.check import FAIL, SKIP, Check
 from replicax.verify.determinism import check_determinism
 from replicax.verify.exactness import check_exactness, digest_of, replica_counts
 from replicax.verify.facts import examine
@@ -26,6 +26,7 @@ from replicax.verify.recompilation import check_recompilation
 from replicax.verify.replicas import check_replicas
 from replicax.verify.subject import Case, Subject
 from replicax.verify.traffic import check_traffic, check_work, read_programs
+from replicax.verify.verification import Verification
 from replicax.wording import first_line
 
 MICRO_BATCHES = 4
