@@ -227,8 +227,9 @@ class Run(Loop):
             self._storage.finish(self.state, self._position(), self._extra())
         storage, job = self._storage, self.dp.job
         if storage is not None and not storage.knows_program and not self._begun:
-            if all(job.gather("whether a source can be read again", self.source.can_repeat)):
-                rows, _ = next(self.source.epoch(0))  # no batch has told: nothing was left to train
+            repeats = job.gather("whether a source can be read again", self.source.can_repeat)
+            rows = next(self.source.epoch(0))[0] if all(repeats) else None
+            if rows is not None:  # no batch has told, as there was nothing left to train
                 storage.check_program(program_fingerprint(self.dp, self.state, rows))
         self._interrupt.let_go()
         self.dp.job.rest()

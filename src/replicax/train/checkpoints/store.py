@@ -166,4 +166,3 @@ def read_placed(step: int, path: Path) -> Manifest:
     if manifest.position.step != step:
         raise CheckpointError(f"it holds step {manifest.position.step}")
     return manifest
-
