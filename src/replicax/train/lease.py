@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from replicax.errors import CheckpointError, ConfigError, RunInUseError
-from replicax.train.places import write_whole
+from replicax.train.places import make_folder, names, read_touched, remove, touch, write_whole
 
 RENEW_SECONDS = 5.0
 """Between two heartbeats of a start."""
@@ -83,13 +83,13 @@ class Lease(contextlib.AbstractContextManager["Lease"]):
             return
         self._ended.set()
         with contextlib.suppress(OSError):  # then the next start finds out by itself
-            if self._file.exists():  # else the folder is another one
-                self._file.with_suffix(".released").touch()
+            if self._file.name in names(self._file.parent):  # else the folder is another one
+                write_whole(self._file.with_suffix(".released"), b"")
 
     def _renew(self) -> None:
         while not self._ended.wait(RENEW_SECONDS):
             with contextlib.suppress(OSError):  # `check` tells what comes of it
-                os.utime(self._file)
+                touch(self._file)
 
 
 def take_lease(folder: Path) -> Lease:
@@ -103,7 +103,7 @@ def take_lease(folder: Path) -> Lease:
     """
     lease = folder / "lease"
     try:
-        lease.mkdir(parents=True, exist_ok=True)
+        make_folder(lease)
         while True:
             tokens = _tokens(lease)
             newest = max(tokens.values(), default=0)
@@ -122,7 +122,7 @@ def take_lease(folder: Path) -> Lease:
 def _is_dead(file: Path, tokens: dict[str, int]) -> bool:
     """Return True where its start is, False where `tokens` are others now; raise where it lives."""
     holder, _ = first = _look(file)
-    if not file.exists():  # withdrawn
+    if file.name not in names(file.parent):  # withdrawn
         return False
     folder, who = file.parent.parent, holder.get("who", f"start {tokens[file.name]}, host unknown")
     here = _process(holder.get("pid", 0))
@@ -156,30 +156,29 @@ def _written(folder: Path, token: int) -> Path | None:
         return file if is_alone else None
     finally:
         if not is_alone:
-            file.unlink(missing_ok=True)
+            remove(file)
 
 
 def _tidy(folder: Path, last: int) -> None:
     """Remove what starts up to `last` left, half files of killed ones included."""
     with contextlib.suppress(OSError):
-        for name in os.listdir(folder):
+        for name in names(folder):
             found = _NAME.fullmatch(name.removeprefix("."))
             if found and int(found[1]) <= last:
-                (folder / name).unlink()
+                remove(folder / name)
 
 
 def _tokens(folder: Path) -> dict[str, int]:
     """Name -> token of each file of a start."""
-    return {found[0]: int(found[1]) for found in map(_NAME.fullmatch, os.listdir(folder)) if found}
+    return {found[0]: int(found[1]) for found in map(_NAME.fullmatch, names(folder)) if found}
 
 
 def _look(file: Path) -> tuple[dict[str, Any], int]:
     """Who a file names, where it can be read; and when it was touched."""
     holder, touched = {}, 0
-    # NFS asks its server where a file is opened, and else its cache.
-    with contextlib.suppress(OSError, ValueError), file.open("rb") as opened:
-        touched = os.fstat(opened.fileno()).st_mtime_ns
-        holder = json.load(opened)
+    with contextlib.suppress(OSError, ValueError):
+        data, touched = read_touched(file)
+        holder = json.loads(data)
     return holder, touched
 
 

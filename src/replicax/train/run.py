@@ -199,7 +199,7 @@ class Run:
         """
         assert self.found is not None
         with self.ledger.spending("restoring"):
-            state = read(like, self.found.path / STATE)
+            state = read(like, self._store.local(self.found.path) / STATE)
         self._saved, self._saver.saved_step = self.found.position, self.found.position.step
         if self.folder is not None:  # not before: a start that is refused leaves it as it was
             self.folder.write_config(self._config)
