@@ -10,7 +10,7 @@ from replicax.core.batch import Batch
 from replicax.errors import ConfigError
 from replicax.train.dispatched import Dispatched
 from replicax.train.hook import Hook, Running
-from replicax.train.hooks.folder import in_folder
+from replicax.train.hooks.folder import on_disk
 
 FOLDER = "profile"
 
@@ -65,7 +65,7 @@ class Profile(Hook):
         if not run.is_main:
             return
         name = f"Profile({self._first}, {self._last})"
-        self._into = str(self._folder or in_folder(run, FOLDER, name))
+        self._into = str(on_disk(run, self._folder, FOLDER, name))
         self._done = False
 
     def before_step(self, run: Running, batch: Batch) -> None:
