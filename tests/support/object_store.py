@@ -50,12 +50,16 @@ class Objects(AbstractFileSystem):
         if mode == "rb":
             return self._file(path).open("rb")
         assert mode == "wb", f"an object store cannot open in mode {mode}"
-        return _Upload(self._file(path))
+        return _Upload(self, self._file(path))
+
+    def changes(self) -> None:
+        """Another object is about to be written or removed."""
 
     def rm(self, path: str, recursive: bool = False, maxdepth: int | None = None) -> None:
         below = f"{self._strip_protocol(path)}/"
         keys = [key for key in self.listed() if key.startswith(below)] if recursive else [path]
         for key in keys:
+            self.changes()
             self._file(key).unlink()
         self.invalidate_cache()
 
@@ -63,21 +67,22 @@ class Objects(AbstractFileSystem):
 class _Upload(io.BytesIO):
     """An object that is there once it is closed."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, objects: Objects, file: Path) -> None:
         super().__init__()
-        self._target = file
+        self._objects, self._target = objects, file
 
     def close(self) -> None:
         if not self.closed:
             beside = self._target.with_name(f"{self._target.name}~{os.getpid()}")
             beside.write_bytes(self.getvalue())
+            self._objects.changes()
             beside.replace(self._target)
         super().close()
 
 
-def register(root: Path) -> Objects:
+def register(root: Path, kind: type[Objects] = Objects) -> Objects:
     """Have `s3://` be what is in `root`, from now on in this process."""
-    fsspec.register_implementation("s3", Objects, clobber=True)
+    fsspec.register_implementation("s3", kind, clobber=True)
     Objects.root = root
     objects: Objects = fsspec.filesystem("s3")
     objects.invalidate_cache()
