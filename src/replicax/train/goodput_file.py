@@ -2,12 +2,16 @@
 
 import contextlib
 import dataclasses
+import io
 import json
 import os
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from replicax.train.lines import Lines
+from replicax.train.places import is_remote, read_bytes
 
 FILE = "goodput.jsonl"
 
@@ -65,8 +69,8 @@ class Line:
 def read_lines(path: Path, below: int) -> tuple[Iterator[Line], str | None]:
     """The lines in `path` of starts with a token under `below`, and why there may be more."""
     try:
-        with open(path, "rb", opener=_open_here) as file:
-            _check_regular(file.fileno())
+        remote = io.BytesIO(read_bytes(path)) if is_remote(path) else None
+        with remote or open(path, "rb", opener=_open_here) as file:
             lines = [line for text in _texts(file) if (line := _line(text)) and line.start < below]
     except FileNotFoundError:
         return iter(()), None
@@ -76,16 +80,25 @@ def read_lines(path: Path, below: int) -> tuple[Iterator[Line], str | None]:
 
 
 class Appender:
-    """Adds lines to `path`, each whole or not at all for who reads it."""
+    """Adds lines to `path`, each whole or not at all for who reads it.
+
+    In an object store they are there from the next mark on, and once it is closed.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._remote = Lines(path) if is_remote(path) else None
         self._descriptor: int | None = None
         self._torn = False
 
     def append(self, line: Line) -> str | None:
         """Write `line`; returns why it could not, or None."""
         try:
+            if self._remote is not None:
+                self._remote.append(line.to_json())
+                if line.mark:
+                    self._remote.sync()
+                return None
             if self._descriptor is None:
                 self._open()
             assert self._descriptor is not None
@@ -99,6 +112,9 @@ class Appender:
 
     def close(self) -> None:
         """Close the file."""
+        if self._remote is not None:
+            with contextlib.suppress(OSError):
+                self._remote.sync()
         if self._descriptor is not None:
             with contextlib.suppress(OSError):  # each line was written when it was added
                 os.close(self._descriptor)
@@ -107,7 +123,6 @@ class Appender:
     def _open(self) -> None:
         descriptor = _open_here(str(self._path), os.O_RDWR | os.O_APPEND | os.O_CREAT)
         try:
-            _check_regular(descriptor)
             size = os.fstat(descriptor).st_size
             os.lseek(descriptor, max(0, size - 1), os.SEEK_SET)
             self._torn = size > 0 and os.read(descriptor, 1) != b"\n"
@@ -121,12 +136,11 @@ def _open_here(path: str, flags: int) -> int:
     """Not through a link out of the folder, and not waiting for the other end of a pipe."""
     for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"):
         flags |= getattr(os, name, 0)  # Windows has none of them
-    return os.open(path, flags, 0o666)
-
-
-def _check_regular(descriptor: int) -> None:
+    descriptor = os.open(path, flags, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
         raise OSError(0, "not a regular file")
+    return descriptor
 
 
 def _cause(path: Path, error: OSError) -> str:

@@ -20,6 +20,7 @@ from replicax.errors import ConfigError
 from replicax.train.dispatched import Dispatched
 from replicax.train.hook import Hook, Running
 from replicax.train.noise import PARTS, NoiseProbe, NoiseSample
+from replicax.train.places import write_whole
 from replicax.train.records import Record
 
 NOISE = "noise"
@@ -82,7 +83,7 @@ class NoiseScale:
     def save(self, folder: Path) -> None:
         """Write `noise_scale.json`; JSON has no infinity, and null stands for it."""
         fields = {name: _or_null(value) for name, value in dataclasses.asdict(self).items()}
-        (folder / FILE).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+        write_whole(folder / FILE, f"{json.dumps(fields, indent=2)}\n".encode())
 
 
 class NoiseMeter(Hook):
