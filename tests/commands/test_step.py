@@ -13,7 +13,7 @@ from replicax.commands import step
 from replicax.commands.bench import BenchOptions
 from replicax.commands.plan import PlanOptions
 from replicax.commands.step import DeviceOptions, ModeOptions, StepOptions
-from replicax.commands.train import TrainOptions
+from replicax.commands.train_options import TrainOptions
 from replicax.commands.verify import VerifyOptions
 from replicax.core.layout import LAYOUTS
 from replicax.core.modes import MODES
