@@ -42,7 +42,7 @@ def help_of(main: Main, command: str) -> dict[str, str]:
     text = " ".join(out.replace("│", " ").split())
     return {
         flag: " ".join(words.split())
-        for flag, words in re.findall(r" --([a-z-]+) (.*?\(default: [^)]*\))", text)
+        for flag, words in re.findall(r" --([a-z][a-z-]+) (.*?\(default: [^)]*\))", text)
     }
 
 
