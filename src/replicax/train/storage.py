@@ -19,8 +19,7 @@ from replicax.train.checkpoints.manifest import Position
 from replicax.train.checkpoints.saver import Saver
 from replicax.train.checkpoints.store import Store
 from replicax.train.checkpoints.verification import STATE
-from replicax.train.goodput import Ledger
-from replicax.train.goodput_file import FILE
+from replicax.train.goodput import FILE, Ledger
 from replicax.train.hook import Hook, Running
 from replicax.train.lease import Lease, take_lease
 from replicax.train.records import CONFIG, Record, RunFolder, plain_config, read_records
