@@ -110,7 +110,6 @@ class RunFolder:
             that are no more, 0 where there is none.
         """
         self.sync()
-        self.close()
         if not exists(self.records):
             return 0, 0
         _refuse_odd(self.records)
@@ -130,10 +129,6 @@ class RunFolder:
     def sync(self) -> None:
         """Have all records on the disk, or in the object store."""
         self._lines.sync()
-
-    def close(self) -> None:
-        """Close `records.jsonl`."""
-        self._lines.close()
 
 
 def plain_config(config: dict[str, Any]) -> dict[str, Any]:

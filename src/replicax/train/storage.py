@@ -20,8 +20,7 @@ from replicax.train.checkpoints.manifest import Position
 from replicax.train.checkpoints.saver import Saver
 from replicax.train.checkpoints.store import Store
 from replicax.train.checkpoints.verification import STATE
-from replicax.train.goodput import Ledger
-from replicax.train.goodput_file import FILE
+from replicax.train.goodput import FILE, Ledger
 from replicax.train.hook import Hook, Running
 from replicax.train.lease import Lease, take_lease
 from replicax.train.places import exists
@@ -298,10 +297,8 @@ class Storage:
 
     def close(self) -> None:
         """Let go of the run."""
-        if self.folder is not None:
-            with contextlib.suppress(RunInUseError):
-                self._sync()
-            self.folder.close()
+        with contextlib.suppress(RunInUseError):
+            self._sync()
         self.ledger.close()
         if self._lease is not None:
             self._lease.release()
