@@ -42,8 +42,8 @@ def load(
             default.
 
     Returns:
-        What was saved. The window of `skip_spikes` and the state of a reduction are left out where
-        `state` has none.
+        What was saved. The losses of `Guard(spikes=True)` and the state of a reduction are left out
+        where `state` has none.
 
     Raises:
         ConfigError: no run, no such checkpoint, or one of another model or optimizer.

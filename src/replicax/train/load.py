@@ -92,8 +92,8 @@ def _found(run: Path, step: int | str | None) -> Checkpoint:
         )
     if not there:
         raise ConfigError(
-            f"{run} has no checkpoint: none was saved yet, or none was to be (save_seconds=None, "
-            "--save-minutes 0); go on with the run, or train another that saves"
+            f"{run} has no checkpoint: none was saved yet, or none was to be "
+            "(Saving(minutes=None), --save-minutes 0); go on with the run, or train one that saves"
         )
     wanted = _wanted_step(run, step, max(there))
     if wanted not in there:

@@ -2,7 +2,7 @@
 
 config.json       what was run, and on what
 records.jsonl     one JSON object a line: kind "train", "eval", "noise", "skip" or "restore", ...
-curves.png        drawn at the end
+curves.png        drawn while it trains, and at the end
 noise_scale.json  what the "noise" records come to, where it was measured
 """
 
@@ -26,7 +26,7 @@ CONFIG, RECORDS = "config.json", "records.jsonl"
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """Metrics of one step, or of one evaluation."""
+    """Metrics of some steps, or of one evaluation."""
 
     kind: str
     """`"train"`, `"eval"`, `"noise"` (see `replicax.train.noise_scale`), `"skip"`: the update of

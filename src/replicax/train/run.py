@@ -137,7 +137,7 @@ class Run(Loop):
         self.dp, self.state = guarded(dp, state, self.hooks.wraps), state
         self._evaluator = None if plan is None else Evaluator(plan, self.dp, state, batch_size)
         self._meter, self._bad_steps = Meter(log_every), BadSteps(guard.most, dp.job)
-        self.config = {**(config or {}), **derived(self.dp, state, self._first)}
+        self.config = dict(config or {})
         self._run_dir = None if run_dir is None else place(run_dir)
         self._saving, self._seed, self._accept = saving, seed, accept_changes
         self._given_interrupt = interrupt
@@ -149,6 +149,7 @@ class Run(Loop):
             self._interrupt = self._given_interrupt or stack.enter_context(
                 Interrupt(terminate=self._run_dir is not None and self._saving.wanted)
             )
+            self.config |= derived(self.dp, self.state, self._first)  # it traces: a signal may come
             for line in describe(self.dp, self.state, self._first):
                 self.say(line)
             self._take_folder(stack)
