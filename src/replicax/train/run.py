@@ -172,11 +172,15 @@ class Run(Loop):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if error is not None:  # told to all that is open, which else takes the run for done
+            if self._stream is not None:
+                self._open.callback(self._stream.close)
+            self._open.__exit__(kind, error, traceback)
+            return
         with self._open:
             if self._stream is not None:
                 self._stream.close()
-            if error is None:
-                self._finish()
+            self._finish()
 
     def _end_hooks(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
         self.error = error
