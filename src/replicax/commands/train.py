@@ -15,14 +15,13 @@ from replicax.commands.arguments import parse_arguments
 from replicax.commands.data import print_data
 from replicax.commands.devices import make_host_devices
 from replicax.commands.output import failed
+from replicax.commands.sharding import print_sharding
 from replicax.commands.step import DeviceOptions, ModeOptions, StepOptions
 from replicax.core.job import Job
-from replicax.core.mesh import by_rows
 from replicax.errors import ConfigError
 from replicax.train.host_memory import keep_freed_memory
 from replicax.train.interrupt import Interrupt, signal_name
 from replicax.train.result import Fit
-from replicax.train.sharding_view import abstract_batch, sharding_view
 
 NOISE_EVERY = 10
 """Steps between two samples of the gradient noise. It takes hundreds where batches are small."""
@@ -134,8 +133,7 @@ def _run(
         print_data(recipe)
     source = recipe.train_source()
     if options.show_sharding and speaks:
-        batch = abstract_batch(source, dp.split.padded(recipe.batch_size), by_rows(dp.mesh))
-        print(*sharding_view(state, batch), sep="\n", flush=True)
+        print_sharding(state, dp.split.padded(recipe.batch_size))
     result = rx.fit(
         dp,
         state,
