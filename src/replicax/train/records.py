@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from replicax.errors import ConfigError
+from replicax.train.places import write_whole
 
 _NO_RECORD = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 """What reading a line raises that is none."""
@@ -121,12 +122,8 @@ class RunFolder:
         return len(kept), max(map(_step, dropped), default=0)
 
     def _replace(self, path: Path, content: bytes) -> None:
-        beside = path.with_name(f"{path.name}.new")  # a reader, or a crash, meets all or nothing
         try:
-            beside.unlink(missing_ok=True)  # it may be a link to elsewhere
-            with beside.open("xb") as file:
-                file.write(content)
-            beside.replace(path)
+            write_whole(path, content)
         except OSError as error:
             raise ConfigError(
                 f"{path} cannot be written ({error.strerror}); mend its folder"
@@ -197,19 +194,17 @@ def record_from_json(text: bytes | str) -> Record:
         ValueError: it is none; or a KeyError, a TypeError.
     """
     fields = json.loads(text)
-    metrics = {str(name): _number(value) for name, value in fields["metrics"].items()}
     waited, examples = fields.get("input_wait_fraction"), fields.get("examples")
-    figures = fields.get("figures")
     return Record(
         kind=str(fields["kind"]),
         step=int(fields["step"]),
         epoch=int(fields["epoch"]),
-        metrics=metrics,
+        metrics=_numbers(fields["metrics"]),
         rows=int(fields["rows"]),
         seconds=_number(fields["seconds"]),
         input_wait_fraction=None if waited is None else _number(waited),
         examples=None if examples is None else tuple(map(int, examples)),
-        figures=None if figures is None else {k: _number(v) for k, v in figures.items()},
+        figures=_numbers(fields["figures"]) if fields.get("figures") else None,
     )
 
 
@@ -223,6 +218,10 @@ def _step(line: bytes) -> int:
 
 def _number(value: Any) -> float:
     return math.nan if value is None else float(value)
+
+
+def _numbers(values: dict[str, Any]) -> dict[str, float]:
+    return {name: _number(value) for name, value in values.items()}
 
 
 def _finite(value: Any) -> Any:
