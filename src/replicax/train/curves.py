@@ -39,12 +39,13 @@ class Curves(Hook):
 
     def __init__(self, title: str | None = None, seconds: float = 60.0) -> None:
         self._title, self._seconds = title, seconds
+        self._begun_at = time.monotonic()
+        self._thread = ThreadPoolExecutor(1, "replicax-curves")
+        self._drawing: Future[None] | None = None
 
     def start(self, run: Running) -> None:
         """Draw for the first time so many seconds from now."""
         self._begun_at = time.monotonic()
-        self._thread = ThreadPoolExecutor(1, "replicax-curves")
-        self._drawing: Future[None] | None = None
 
     def record(self, run: Running, record: Record) -> None:
         """Begin to draw, where it is time."""

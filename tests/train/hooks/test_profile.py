@@ -37,7 +37,8 @@ class Steps:
 
 
 @pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
+def steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Steps:
+    monkeypatch.chdir(tmp_path)
     return Steps(monkeypatch)
 
 

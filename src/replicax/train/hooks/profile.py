@@ -65,8 +65,9 @@ class Profile(Hook):
         if not run.is_main:
             return
         name = f"Profile({self._first}, {self._last})"
-        self._into = str(self._folder or in_folder(run, FOLDER, name))
-        self._done = False
+        folder = Path(self._folder or in_folder(run, FOLDER, name))
+        folder.mkdir(parents=True, exist_ok=True)  # JAX says so only once all is recorded
+        self._into, self._done = str(folder), False
 
     def before_step(self, run: Running, batch: Batch) -> None:
         step = run.place.step + 1
