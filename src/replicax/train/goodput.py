@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from replicax.train.lines import Lines
+from replicax.train.places import read_bytes
 from replicax.wording import duration
 
 FILE = "goodput.jsonl"
@@ -111,7 +113,8 @@ class Ledger:
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
     ) -> None:
-        self._path, self._clock, self._now = path, clock, now
+        self._lines = None if path is None else Lines(path)
+        self._clock, self._now = clock, now
         self._seconds, self._bucket = dict.fromkeys(BUCKETS, 0.0), "starting"
         self._made = self._since = self._written_at = clock()
         self._began = now()
@@ -123,7 +126,7 @@ class Ledger:
         """Name -> seconds that the loop has spent in each hook, kept by who calls them."""
         if path is not None:
             with contextlib.suppress(OSError):  # writing tells
-                text = path.read_bytes()
+                text = read_bytes(path)
                 self._earlier = _starts(text, token)
                 self._before_line = "\n" if text and not text.endswith(b"\n") else ""
         self._write(mark=False)
@@ -184,8 +187,8 @@ class Ledger:
                 no checkpoint has it: true of what follows a last checkpoint (drawing, say), false
                 of a start that failed, which is done again from there.
         """
-        self._write(mark=kept and self._told["step"] is not None)
-        self._path = None
+        self._write(mark=kept and self._told["step"] is not None, last=True)
+        self._lines = None
 
     def summary(self) -> Goodput:
         """Of all starts up to now."""
@@ -205,18 +208,19 @@ class Ledger:
         seconds["hooks"] += taken
         return seconds
 
-    def _write(self, *, mark: bool) -> None:
+    def _write(self, *, mark: bool, last: bool = False) -> None:
         self._written_at = self._clock()
-        if self._path is None:
+        if self._lines is None:
             return
         line = {**self._told, "mark": mark, "at": self._now(), "seconds": self._spent()}
         try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(f"{self._before_line}{json.dumps(line)}\n")
+            self._lines.append(f"{self._before_line}{json.dumps(line)}")
+            if mark or last:
+                self._lines.sync()
             self._before_line, self.fault = "", None
         except OSError as error:
             self._before_line = "\n"  # after what a full disk has left of it
-            self.fault = f"{self._path}: {error.strerror}"
+            self.fault = f"{self._lines.path}: {error.strerror}"
 
 
 class _Start:

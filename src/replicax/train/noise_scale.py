@@ -22,6 +22,7 @@ from replicax.errors import ConfigError
 from replicax.train.dispatched import Dispatched
 from replicax.train.hook import Hook, Running
 from replicax.train.noise import PARTS, NoiseSample, noise_probe
+from replicax.train.places import write_whole
 from replicax.train.records import Record, plain_config
 from replicax.wording import first_line
 
@@ -84,7 +85,7 @@ class NoiseScale:
     def save(self, folder: Path) -> None:
         """Write `noise_scale.json`; JSON has no infinity, and null stands for it."""
         text = json.dumps(plain_config(dataclasses.asdict(self)), indent=2)
-        (folder / FILE).write_text(f"{text}\n", encoding="utf-8")
+        write_whole(folder / FILE, f"{text}\n".encode())
 
 
 class NoiseMeter(Hook):
