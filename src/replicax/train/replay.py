@@ -1,4 +1,4 @@
-"""Steps of a run, done once more: what feeds them, and which device's state is like what they give."""
+"""Steps of a run, done once more: what feeds them, and whose state is like what they give."""
 
 import itertools
 from collections.abc import Iterator, Sequence
