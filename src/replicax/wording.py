@@ -36,4 +36,9 @@ def first_line(error: BaseException) -> str:
     """An error's class and the first line of what it says, in at most 200 characters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    return text if len(text) <= 200 else f"{text[:197]}..."
+    return shortened(text, 200)
+
+
+def shortened(text: str, width: int) -> str:
+    """`text`, without its end where it is longer."""
+    return text if len(text) <= width else f"{text[: width - 3]}..."

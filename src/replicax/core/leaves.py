@@ -33,6 +33,14 @@ def by_dtype(function: Callable[[list[jax.Array]], list[jax.Array]], tree: Any) 
     return jax.tree.unflatten(structure, leaves)
 
 
+def shapes_by_path(tree: Any) -> dict[str, str]:
+    """Return dtype and shape of each array in `tree`, or of its `jax.ShapeDtypeStruct`, by path."""
+    return {
+        jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
 def describe_leaves(data: Any) -> dict[str, str]:
     """Return dtype, shape and checksum of each array in `data`, by path."""
     described = {}

@@ -13,7 +13,7 @@ from replicax.core.capacity import check_fits
 from replicax.core.checks import check_kind, check_outside_jit, check_state, check_unused
 from replicax.core.configuration import Configuration
 from replicax.core.job import Job
-from replicax.core.leaves import describe_leaves
+from replicax.core.leaves import describe_leaves, shapes_by_path
 from replicax.core.look import Look
 from replicax.core.loss import LOSS
 from replicax.core.models.definition import PyTree
@@ -170,15 +170,8 @@ def agree_on_program(
     """Raise `AgreementError` where the processes are about to run different programs."""
     job, mesh = configuration.job, configuration.mesh
     if job.processes > 1:
-        state, batch = map(_shapes, arguments)
+        state, batch = map(shapes_by_path, arguments)
         devices = [device.id for device in mesh.devices.flat]
         where = {"mesh": {**mesh.shape, "devices": devices}}
         job.agree(what, {**configuration.names(), **where, "state": state, "batch": batch})
         job.agree_on_text(what, lowered.as_text())
-
-
-def _shapes(tree: Any) -> dict[str, str]:
-    return {
-        jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}"
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }

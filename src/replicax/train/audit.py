@@ -6,12 +6,12 @@ from typing import NoReturn
 
 import jax
 
-from replicax.core.batch import Batch
 from replicax.core.mesh import replica_count
 from replicax.errors import ConfigError, DivergedError, ReplicasDifferError, choose
 from replicax.train.dispatched import Dispatched, Place
 from replicax.train.fingerprint import Difference, Fingerprint
 from replicax.train.hook import Hook, Running
+from replicax.train.replay import batches_after, votes_of
 from replicax.train.snapshot import Snapshot
 from replicax.wording import listed, named, size_text
 
@@ -226,11 +226,11 @@ class Audit(Hook):
         steps = f"{count} steps" if count > 1 else "the step"
         source = f"a replay of {steps} since" if count else "the last good state"
         replay = self._snapshot.restore()
-        for batch in itertools.islice(_batches(run, self._good), count):
+        for batch in itertools.islice(batches_after(run, self._good), count):
             replay, _ = run.dp.step(replay, batch)
         if self._fingerprint.differences(self._fingerprint.take(replay)):
             return [], f"{source} makes them differ again"
-        votes, exact = self._fingerprint.votes(differences, run.state, replay)
+        votes, exact = votes_of(replay, self._fingerprint, differences, run.state)
         best = max(votes.values())
         wrong = sorted(place for place, count in votes.items() if count < best)
         if not wrong:
@@ -270,13 +270,6 @@ class Audit(Hook):
 def _outvoted(differences: list[Difference]) -> list[int]:
     """Places of the devices that most others contradict."""
     return sorted({place for each in differences for place in each.wrong or ()})
-
-
-def _batches(run: Running, since: Place) -> Iterator[Batch]:
-    """The batches after `since`, once more."""
-    yield from run.dp.feed(run.source, epoch=since.epoch, first=since.batch)
-    for epoch in itertools.count(since.epoch + 1):
-        yield from run.dp.feed(run.source, epoch=epoch)
 
 
 def _names(run: Running, places: Sequence[int]) -> str:

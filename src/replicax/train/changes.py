@@ -11,6 +11,7 @@ from replicax.core.modes import MODES
 from replicax.errors import ConfigError
 from replicax.train.places import read_bytes
 from replicax.train.records import plain_config
+from replicax.wording import shortened
 
 HARMLESS = (
     # Where the work is done. The batches and the mathematics stay: sums are rounded in another
@@ -88,7 +89,7 @@ def read_config(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         cause = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise ConfigError(
-            f"{path} is no configuration ({_shortened(cause, 100)}): it is not of a run, or was "
+            f"{path} is no configuration ({shortened(cause, 100)}): it is not of a run, or was "
             "damaged; choose another"
         ) from error
     return value
@@ -217,7 +218,7 @@ def _line(change: Change) -> str:
     end = " (accepted)" if change.matters else ""
     if change.field.startswith("program.") and not change.matters:
         end = " (other versions: cannot be told)"
-    field = _shortened(change.field, _LONGEST_FIELD)
+    field = shortened(change.field, _LONGEST_FIELD)
     room = _COLUMNS - len("change   -> ") - len(field) - len(end)
     return f"change {_text(change, room // 2)}{end}"
 
@@ -237,8 +238,8 @@ def _text(change: Change, width: int) -> str:
         same = next(at for at, (a, b) in pairs if a != b)
         if same > width // 2:  # paths, say, that end differently
             old, new = (f"...{text[same - width // 4 :]}" for text in (old, new))
-    field = _shortened(change.field, _LONGEST_FIELD)
-    return f"{field} {_shortened(old, width)} -> {_shortened(new, width)}"
+    field = shortened(change.field, _LONGEST_FIELD)
+    return f"{field} {shortened(old, width)} -> {shortened(new, width)}"
 
 
 def _shown(value: Any) -> str:
@@ -246,7 +247,3 @@ def _shown(value: Any) -> str:
         return "absent"
     plain = isinstance(value, str) and value.isprintable() and value.strip()
     return value if plain else json.dumps(value)
-
-
-def _shortened(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: width - 3]}..."

@@ -110,35 +110,6 @@ class Fingerprint:
         copies: jax.Array = _copies(self.mesh, self._specs[column])(jax.tree.leaves(state)[column])
         return np.asarray(copies.addressable_data(0))
 
-    def votes(
-        self, differences: list[Difference], state: PyTree, replay: PyTree
-    ) -> tuple[dict[int, int], bool]:
-        """Elements in which each device is nearest to `replay`, and whether the best equals it.
-
-        Only those count in which devices differ from each other.
-        """
-        votes = {place: 0 for each in differences for place in sum(each.groups, ())}
-        exact = True
-        for each in differences:
-            held, again = self.gather(state, each.leaf), self.gather(replay, each.leaf)
-            places = [group[0] for group in each.groups]
-            distance = np.stack([_distance(held[place], again[place]) for place in places])
-            apart = distance[:, (distance != distance[:1]).any(0)]
-            exact &= not apart.min(0, initial=np.inf).any()
-            nearest = (apart == apart.min(0)).sum(1)
-            for group, count in zip(each.groups, nearest, strict=True):
-                votes |= {place: votes[place] + int(count) for place in group}
-        return votes, exact
-
-
-def _distance(held: np.ndarray, again: np.ndarray) -> Any:
-    """How far each element is from what it should be: 0 for the same bits alone."""
-    with np.errstate(invalid="ignore", over="ignore"):
-        apart = np.abs(held.astype(np.complex128) - again.astype(np.complex128))
-    apart = np.where(np.isnan(apart), np.inf, np.maximum(apart, np.finfo(np.float64).tiny))
-    differ = held[..., None].view(np.uint8) != again[..., None].view(np.uint8)
-    return np.where(differ.any(-1), apart, 0.0).reshape(-1)
-
 
 def fingerprint(array: jax.Array) -> jax.Array:
     """Two uint32s of all bits of `array`, traced."""

@@ -11,6 +11,7 @@ from jax import lax
 
 from replicax.core.accumulate import Apply, zeros_like
 from replicax.core.data_parallel import DataParallel
+from replicax.core.leaves import shapes_by_path
 from replicax.core.loss import LOSS
 from replicax.core.models.definition import PyTree
 from replicax.core.objective import StepSums
@@ -116,13 +117,7 @@ def skip_bad_steps(apply: Apply) -> Apply:
 
 def _check_alike(state: TrainState, after: TrainState) -> None:
     """Raise `ConfigError` where the state after a step cannot be chosen in place of that before."""
-    before, now = (
-        {
-            jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}"
-            for path, leaf in jax.tree_util.tree_leaves_with_path(each)
-        }
-        for each in (state, after)
-    )
+    before, now = shapes_by_path(state), shapes_by_path(after)
     for path in {**before, **now}:
         found, wanted = now.get(path, "not there"), before.get(path, "not there")
         if found != wanted:

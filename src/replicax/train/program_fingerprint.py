@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 from replicax.core.accumulate import Sequential
 from replicax.core.batch import Batch, described, row_count
 from replicax.core.data_parallel import DataParallel
-from replicax.core.leaves import numbers
+from replicax.core.leaves import numbers, shapes_by_path
 from replicax.core.models.definition import PyTree, View
 from replicax.core.own import keep
 from replicax.core.program import Program
@@ -128,10 +128,7 @@ def _of_trace(function: Any, *arguments: PyTree) -> str:
 
 
 def _described(tree: PyTree) -> list[str]:
-    return [
-        f"{jax.tree_util.keystr(path)} {leaf.dtype}{list(leaf.shape)}"
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    ]
+    return [f"{path} {kind}" for path, kind in shapes_by_path(tree).items()]
 
 
 def _digest(lines: Iterable[str]) -> str:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from replicax.errors import ConfigError
+from replicax.wording import shortened
 
 PyTree = Any
 Step = Callable[..., Any]
@@ -164,7 +165,7 @@ def _named(rest: Any) -> dict[str, PyTree]:
 
 def _outline(tree: Any) -> str:
     text = str(jax.tree.structure(tree)).removeprefix("PyTreeDef(").removesuffix(")")
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return shortened(text, 80)
 
 
 def _is_array(leaf: Any) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from replicax.core.leaves import shapes_by_path
 from replicax.core.models.definition import PyTree, View, is_array
 from replicax.errors import ConfigError, LossError
 
@@ -67,7 +68,7 @@ def take_state(returned: Any, extras: PyTree, view: View) -> PyTree:
             "computes alone: use mode='jit'"
         )
     after = jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, returned.state)
-    found, wanted = map(_described, (after, extras.state))
+    found, wanted = map(shapes_by_path, (after, extras.state))
     if found != wanted:
         paths = [path for path in {**wanted, **found} if found.get(path) != wanted.get(path)]
         raise LossError(
@@ -78,10 +79,3 @@ def take_state(returned: Any, extras: PyTree, view: View) -> PyTree:
     leaves = [jnp.asarray(leaf, leaf.dtype) for leaf in jax.tree.leaves(after)]
     state = jax.tree.unflatten(jax.tree.structure(extras.state), leaves)
     return dataclasses.replace(extras, state=state)
-
-
-def _described(tree: PyTree) -> dict[str, str]:
-    return {
-        jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}"
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }

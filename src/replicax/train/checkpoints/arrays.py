@@ -133,12 +133,7 @@ def _empty(leaf: jax.ShapeDtypeStruct) -> jax.Array:
 
 def named(tree: Any) -> dict[str, Any]:
     """Leaf name -> leaf. A name is that of a folder, made of the path: `params.dense.kernel`."""
-    return dict(zip(_names(tree), jax.tree.leaves(tree), strict=True))
-
-
-def _names(tree: Any) -> list[str]:
-    """A name for each leaf, of its path: `params.dense.kernel`. It is a folder's, hence quoted."""
-    return [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    return {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def _name(path: Sequence[Any]) -> str:
