@@ -37,6 +37,9 @@ from replicax.train.storage import RecordsFile, Saving, Storage, abstract, first
 class Guard:
     """What becomes of steps whose update would do harm: it is skipped, its examples recorded.
 
+    Example:
+        >>> rx.fit(dp, state, source, batch_size=32, epochs=9, guard=rx.Guard(most=10, spikes=True))
+
     Args:
         most: steps in a row whose loss or gradient is not finite before the run stops.
         spikes: whether a loss far above those before is skipped too; see

@@ -34,11 +34,18 @@ CHECKPOINTS = "checkpoints"
 class Saving:
     """When a run is saved, and what is kept.
 
+    Example:
+        >>> rx.fit(dp, state, source, batch_size=32, epochs=9, run_dir="runs/x",
+        ...        saving=rx.Saving(every=1000, keep=2))
+
     Args:
         every: steps between two checkpoints; None to go by the clock.
         minutes: between two checkpoints, where `every` is None; None too for no checkpoints.
         keep: the newest checkpoints that stay.
         keep_every: those of a multiple of so many steps stay as well; None for none.
+
+    Raises:
+        ConfigError: a number that is not above 0.
     """
 
     every: int | None = None
