@@ -12,7 +12,9 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 TRAINING = (ROOT / "docs/training.md").read_text(encoding="utf-8")
 STEP = (ROOT / "docs/step.md").read_text(encoding="utf-8")
 RUN = (ROOT / "docs/run.md").read_text(encoding="utf-8")
-PROGRAMS = re.findall(r"^```python\n(.*?)^```", README + TRAINING + STEP + RUN, re.MULTILINE | re.DOTALL)
+PROGRAMS = re.findall(
+    r"^```python\n(.*?)^```", README + TRAINING + STEP + RUN, re.MULTILINE | re.DOTALL
+)
 
 
 def test_the_readme_is_short() -> None:
