@@ -6,6 +6,7 @@ STAMP := $(VENV)/.installed
 PEERS := $(VENV)/.peers
 ENGINES := $(VENV)/.engines
 COMPILERS := $(VENV)/.compilers
+LOGGERS := $(VENV)/.loggers
 UV_VERSION := 0.13.8
 
 # The first that is Python 3.11 or newer and can make a virtual environment.
@@ -16,8 +17,8 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 # Also appended to the command of `train`, `test`, `test-all`, `test-fast`, `chaos` and `lock`.
 ARGS ?=
 
-.PHONY: help train data peers engines compilers test test-all test-fast chaos check bench lock \
-	clean
+.PHONY: help train data peers engines compilers loggers test test-all test-fast chaos check \
+	bench lock clean
 
 help:
 	@echo 'make train      set up, get the data and train LeNet on two devices (ARGS="--epochs 1")'
@@ -31,6 +32,7 @@ help:
 	@echo 'make peers      install torch and transformers, which `make test-all` compares with'
 	@echo 'make engines    install Slurm, Open MPI and Ray, which `make test-all` runs under'
 	@echo 'make compilers  install those for TPUs and GPUs, which `make test-all` plans with (3 GB)'
+	@echo 'make loggers    install TensorBoard, MLflow and wandb, which `make test-all` logs to'
 	@echo 'make lock       resolve the dependencies again (ARGS=--upgrade for the newest)'
 	@echo 'make clean      remove what these targets made, .venv included; runs/ stays'
 
@@ -110,13 +112,22 @@ $(COMPILERS): requirements-compilers.txt $(STAMP)
 		--requirement requirements-compilers.txt </dev/null >/dev/null 2>&1 && : > $@; } \
 		|| echo 'compilers: that failed; the tests that plan with them will be skipped'
 
+loggers: $(LOGGERS)
+
+$(LOGGERS): requirements-loggers.txt $(STAMP)
+	@echo "loggers: installing $(shell sed '/^#/d' requirements-loggers.txt)"
+	@sed -n 's/^\([a-z].*\) \\$$/\1/p' requirements.lock >$(VENV)/constraints.txt
+	@{ $(BIN)/python -m pip install --requirement requirements-loggers.txt \
+		--constraint $(VENV)/constraints.txt </dev/null >/dev/null 2>&1 && : > $@; } \
+		|| echo 'loggers: that failed; the tests that log to them will be skipped'
+
 # Each worker begins with one half of the tests, so that most modules make their fixtures once.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
 test: $(STAMP)
 	$(PYTEST) -m "not exhaustive" $(ARGS)
 
-test-all: $(STAMP) data peers engines compilers
+test-all: $(STAMP) data peers engines compilers loggers
 	$(PYTEST) -m exhaustive $(ARGS)
 
 test-fast: $(STAMP)

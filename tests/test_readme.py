@@ -1,4 +1,4 @@
-"""The programs of the README, then of docs/training.md, step.md and run.md, run in order."""
+"""The programs of the README, then those of `PAGES`, run in order."""
 
 import re
 from pathlib import Path
@@ -9,12 +9,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-TRAINING = (ROOT / "docs/training.md").read_text(encoding="utf-8")
-STEP = (ROOT / "docs/step.md").read_text(encoding="utf-8")
-RUN = (ROOT / "docs/run.md").read_text(encoding="utf-8")
-PROGRAMS = re.findall(
-    r"^```python\n(.*?)^```", README + TRAINING + STEP + RUN, re.MULTILINE | re.DOTALL
-)
+PAGES = ("training", "audit", "noise-scale", "step", "run")
+TEXTS = [README, *((ROOT / f"docs/{page}.md").read_text(encoding="utf-8") for page in PAGES)]
+PROGRAMS = re.findall(r"^```python\n(.*?)^```", "".join(TEXTS), re.MULTILINE | re.DOTALL)
 
 
 def test_the_readme_is_short() -> None:

@@ -6,6 +6,7 @@ import inspect
 import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, NoReturn, TypeVar
 
 from replicax.errors import ConfigError, did_you_mean, require
@@ -85,22 +86,24 @@ def parse_flags(
             "rename the field"
         )
     unprefixed = tyro.conf.arg(name="")
-    start, before = dataclasses.field(), dataclasses.field()
+    start, groups = dataclasses.field(), _groups(options_class)
     if begun is not None:
         if preset is not None:
             raise ConfigError(
                 f"{PRESET} and {CONFIG} both say what fields to start from; leave one of them out"
             )
-        options, recipe, preset = begun
+        _, recipe, preset = begun
         start = dataclasses.field(default_factory=lambda: recipe)
-        before = dataclasses.field(default_factory=lambda: options)
     elif preset is not None:
         filled = _from_preset(recipe_class, presets[preset], tyro.MISSING)
         start = dataclasses.field(default_factory=lambda: filled)
-    fields: list[Any] = [
-        ("recipe", Annotated[recipe_class, unprefixed], start),
-        ("options", Annotated[options_class, unprefixed], before),
-    ]
+    fields: list[Any] = [("recipe", Annotated[recipe_class, unprefixed], start)]
+    for title, group in groups.items():
+        before = dataclasses.field()
+        if begun is not None:
+            before = dataclasses.field(default_factory=partial(_part, group, begun[0]))
+        as_group = unprefixed if group is options_class else tyro.conf.OmitArgPrefixes
+        fields.append((title, Annotated[group, as_group, tyro.conf.arg(help="")], before))
     if presets:
         choice = tyro.conf.arg(
             metavar=f"{{{','.join(presets)}}}",
@@ -110,7 +113,8 @@ def parse_flags(
     both = dataclasses.make_dataclass("Flags", fields, kw_only=True)
     names = [*reserved, *_field_names(recipe_class)]
     parsed = _parsed(both, flags, program, recipe_class.__doc__, names)
-    return parsed.options, parsed.recipe, preset
+    given = {name: value for title in groups for name, value in vars(vars(parsed)[title]).items()}
+    return options_class(**given), parsed.recipe, preset
 
 
 def parse_options(options_class: type[Options], flags: Sequence[str], program: str) -> Options:
@@ -217,6 +221,21 @@ def _from_preset(recipe_class: type[Any], values: Mapping[str, Any], missing: An
         and field.default_factory is dataclasses.MISSING
     }
     return recipe_class(**{**unset, **values})
+
+
+def _groups(options_class: type[Any]) -> dict[str, type[Any]]:
+    """Title -> the classes that `options_class` is made of, where it has no fields of its own.
+
+    Help has a box for each.
+    """
+    if inspect.get_annotations(options_class):
+        return {"options": options_class}
+    return {each.__name__.removesuffix("Options").lower(): each for each in options_class.__bases__}
+
+
+def _part(group: type[Any], options: Any) -> Any:
+    """What `options` has of `group`, which it inherits from."""
+    return group(**{name: getattr(options, name) for name in _field_names(group)})
 
 
 def _field_names(each: type[Any]) -> list[str]:

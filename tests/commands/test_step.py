@@ -13,7 +13,7 @@ from replicax.commands import step
 from replicax.commands.bench import BenchOptions
 from replicax.commands.plan import PlanOptions
 from replicax.commands.step import DeviceOptions, ModeOptions, StepOptions
-from replicax.commands.train import TrainOptions
+from replicax.commands.train_options import TrainOptions
 from replicax.commands.verify import VerifyOptions
 from replicax.core.layout import LAYOUTS
 from replicax.core.modes import MODES
@@ -42,7 +42,7 @@ def help_of(main: Main, command: str) -> dict[str, str]:
     text = " ".join(out.replace("│", " ").split())
     return {
         flag: " ".join(words.split())
-        for flag, words in re.findall(r" --([a-z-]+) (.*?\(default: [^)]*\))", text)
+        for flag, words in re.findall(r" --([a-z][a-z-]+) (.*?\(default: [^)]*\))", text)
     }
 
 

@@ -15,7 +15,7 @@ from support.tiers import EXHAUSTIVE, only
 
 import replicax as rx
 from replicax.analysis.compiled import Collectives, inspect
-from replicax.commands.train import TrainOptions
+from replicax.commands.train_options import TrainOptions
 from replicax.errors import ConfigError
 from replicax.flags import parse_flags
 from replicax.recipes import transformer

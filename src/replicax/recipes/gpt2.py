@@ -111,12 +111,16 @@ class GPT2:
 
     def optimizer(self) -> optax.GradientTransformation:
         """AdamW, warmed up and cooled down, its gradient clipped."""
+        decay = self.weight_decay
+        descent = optax.adamw(self.schedule(), b2=0.95, weight_decay=decay, mask=_matrices)
+        return optax.chain(optax.clip_by_global_norm(self.clip_norm), descent)
+
+    def schedule(self) -> optax.Schedule:
+        """The learning rate, by updates before."""
         steps = self.epochs * -(-len(self._text.train["length"]) // self.batch_size)
-        rate = optax.warmup_cosine_decay_schedule(
+        return optax.warmup_cosine_decay_schedule(
             0.0, self.learning_rate, steps // 100, steps, self.learning_rate / 10
         )
-        descent = optax.adamw(rate, b2=0.95, weight_decay=self.weight_decay, mask=_matrices)
-        return optax.chain(optax.clip_by_global_norm(self.clip_norm), descent)
 
     def train_source(self) -> dict[str, np.ndarray]:
         """`tokens` `[rows, context + 1]`, `length` and `bytes` `[rows]`; see `TextDataset`."""

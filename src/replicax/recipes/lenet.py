@@ -58,11 +58,14 @@ class LeNet:
 
     def optimizer(self) -> optax.GradientTransformation:
         """Gradient descent with momentum, warmed up and cooled down, its gradient clipped."""
+        descent = optax.sgd(self.schedule(), momentum=self.momentum, nesterov=True)
+        return optax.chain(optax.clip_by_global_norm(self.clip_norm), descent)
+
+    def schedule(self) -> optax.Schedule:
+        """The learning rate, by updates before."""
         rows = len(self._data.train["label"])
         steps = self.epochs * -(-rows // self.batch_size)
-        rate = optax.warmup_cosine_decay_schedule(0.0, self.learning_rate, steps // 10, steps)
-        descent = optax.sgd(rate, momentum=self.momentum, nesterov=True)
-        return optax.chain(optax.clip_by_global_norm(self.clip_norm), descent)
+        return optax.warmup_cosine_decay_schedule(0.0, self.learning_rate, steps // 10, steps)
 
     def train_source(self) -> dict[str, Any]:
         """`image` uint8 `[rows, 28, 28, 1]` and `label` int32 `[rows]`."""

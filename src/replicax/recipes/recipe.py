@@ -37,6 +37,8 @@ class Recipe(Protocol):
     - `published_weights(model) -> dict[str, np.ndarray]`: the parameters under the names that other
       programs read;
     - `tokens_per_row: int`: what a row counts for where tokens are counted;
+    - `schedule() -> optax.Schedule`: the learning rate of its optimizer, for records, in the class
+      that has `optimizer`;
     - `presets: ClassVar[Mapping[str, Mapping[str, Any]]]`: names for `--preset`, each with values
       of fields.
     """

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from replicax.core.modes import MODES
 from replicax.errors import ConfigError
+from replicax.train.places import read_bytes
 from replicax.train.records import plain_config
 
 HARMLESS = (
@@ -23,7 +24,9 @@ HARMLESS = (
     *("options.steps", "options.run", "options.log_every", "options.show_sharding"),
     *("options.audit_every", "options.on_divergence", "options.max_bad_steps"),
     *("options.measure_noise_scale", "options.save_every", "options.save_minutes"),
-    *("options.keep", "options.keep_every"),
+    *("options.keep", "options.keep_every", "options.keep_best", "options.early_stopping"),
+    *("options.eval_every", "options.eval_every_epochs", "options.eval_rows"),
+    *("options.eval_at_start", "options.log_to", "options.gradient_norm", "options.profile"),
     "preset",  # a name for values of fields, each of which is compared
     "versions",  # an update may round differently; nothing that was asked for changes
     "start",  # who asked, where, when, with which code: what that computes is compared
@@ -79,7 +82,7 @@ def read_config(path: Path) -> dict[str, Any]:
         ConfigError: it cannot be read, or is damaged.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_bytes(path))
         if not isinstance(value, dict):
             raise ValueError(f"a JSON {type(value).__name__}, where an object belongs")
     except (OSError, ValueError) as error:

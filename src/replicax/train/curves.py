@@ -1,6 +1,7 @@
 """Records -> a picture of the run, drawn while it goes."""
 
 import contextlib
+import io
 import itertools
 import math
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 from replicax.errors import MissingDependencyError, require
 from replicax.train.hook import Hook, Running
+from replicax.train.places import write_whole
 from replicax.train.records import Record
 
 FILE = "curves.png"
@@ -99,11 +101,9 @@ def draw_curves(records: Sequence[Record], path: Path, title: str) -> None:
     _draw_rates(axes[count - 1], records)
     for axis in axes[count:]:
         axis.set_visible(False)
-    beside = path.with_name(f"{path.name}.new")
-    beside.unlink(missing_ok=True)  # it may be a link to elsewhere
-    with beside.open("xb") as file:
-        figure.savefig(file, format="png", dpi=150)
-    beside.replace(path)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=150)
+    write_whole(path, drawn.getvalue())
 
 
 def panels_of(records: Sequence[Record]) -> Panels:

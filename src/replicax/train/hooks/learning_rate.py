@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from replicax.core.in_flight import STEPS_IN_FLIGHT
+from replicax.core.update import TrainState
 from replicax.errors import ConfigError
 from replicax.train.dispatched import Dispatched
 from replicax.train.hook import Hook, Running
@@ -61,16 +62,19 @@ class LearningRate(Hook):
         return {LEARNING_RATE: float(rate)}
 
 
-def _injected(run: Running) -> jax.Array:
-    """The rate in the optimizer's state."""
+def injected_rates(state: TrainState) -> list[jax.Array]:
+    """Return the learning rates in `state`: those of `optax.inject_hyperparams`."""
 
     def is_injected(node: Any) -> bool:
         return LEARNING_RATE in getattr(node, "hyperparams", ())
 
-    nodes = jax.tree.leaves(run.state.opt_state, is_leaf=is_injected)
-    found: list[jax.Array] = [
-        node.hyperparams[LEARNING_RATE] for node in nodes if is_injected(node)
-    ]
+    nodes = jax.tree.leaves(state.opt_state, is_leaf=is_injected)
+    return [node.hyperparams[LEARNING_RATE] for node in nodes if is_injected(node)]
+
+
+def _injected(run: Running) -> jax.Array:
+    """The rate in the optimizer's state."""
+    found = injected_rates(run.state)
     if len(found) != 1:
         raise ConfigError(
             f"LearningRate() and {len(found)} learning rates in the optimizer's state, where there "
