@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -51,6 +52,17 @@ def test_a_missing_package_is_named_with_how_to_install_it(module: str) -> None:
     assert message.startswith("no_such_package is not installed")
     assert "pip install 'replicax[data]'" in message
     assert "\n" not in message
+
+
+def test_a_folder_that_has_the_name_of_a_package_is_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As wandb leaves one, named after itself, where a run had no folder."""
+    (tmp_path / "only_a_folder").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(MissingDependencyError):
+        require("only_a_folder", "data")
+    sys.modules.pop("only_a_folder", None)
 
 
 def test_a_package_that_is_there_and_broken_is_not_called_missing(

@@ -97,7 +97,11 @@ class MissingDependencyError(ReplicaxError, ImportError):
 def require(module: str, extra: str) -> ModuleType:
     """Import an optional `module`, or raise `MissingDependencyError` naming its `extra`."""
     try:
-        return importlib.import_module(module)
+        found = importlib.import_module(module)
+        if found.__spec__ is not None and found.__spec__.origin is None:
+            # A folder of that name, such as wandb leaves, which Python takes for a package.
+            raise ModuleNotFoundError(name=module)
+        return found
     except ModuleNotFoundError as error:
         package = module.partition(".")[0]
         if (error.name or "").partition(".")[0] != package:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support.object_store import Objects, register
-from support.processes import SUPPORT
+from support.processes import SUPPORT, run_job
 from support.resumable import bits, crashing, data_parallel, fit, rows, told, undisturbed, untimed
 from support.tiers import EXHAUSTIVE
 
@@ -94,13 +94,21 @@ ANY = [1, 3, 7, 25, 60]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "at", [pytest.param(ANY), pytest.param(sorted({*range(1, 91)} - {*ANY}), marks=EXHAUSTIVE)]
+    "at", [pytest.param(ANY), pytest.param([*range(2, 91, 3)], marks=EXHAUSTIVE)]
 )
 def test_a_kill_at_any_operation_changes_nothing(tmp_path: Path, at: list[int]) -> None:
     whole, *others = killed(tmp_path, at)
     assert len(others) == len(at)
     for number, other in zip(at, others, strict=True):
         assert other == whole, number
+
+
+@pytest.mark.slow
+def test_a_job_of_two_processes_goes_on(tmp_path: Path) -> None:
+    for steps, done in ((6, 6), (10, 4)):
+        for ended in run_job(SUPPORT / "job_fit_remote.py", tmp_path, steps):
+            assert ended.code == 0, ended.err
+            assert ended.out.splitlines()[-1] == f"{done} steps, equal"
 
 
 def test_who_was_taken_over_leaves_the_records_of_the_other(

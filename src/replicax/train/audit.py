@@ -70,14 +70,11 @@ class Audit(Hook):
         self.clean = self.restores = 0
         table = self._fingerprint.take(run.state)
         if differences := self._fingerprint.differences(table):
-            self._fail(
-                run,
-                ReplicasDifferError(
-                    self._text(run, differences, _outvoted(differences), run.place)
-                ),
-            )
+            text = self._text(run, differences, _outvoted(differences), run.place)
+            self._fail(run, ReplicasDifferError(text))
         self._never_finite = set(self._fingerprint.not_finite(table))
-        self._note_good(run, run.place)
+        self._keep_good(run, run.place)
+        run.note_good()
         for line in self._describe(run, two):
             run.say(line)
 
@@ -108,6 +105,9 @@ class Audit(Hook):
             table = self._fingerprint.take(run.state)
             if differences := self._fingerprint.differences(table):
                 self._diverged(run, differences, run.place, done)
+                return
+        if self._keeps and self._good == run.place:  # also where a record was due since
+            run.note_good()
 
     def summary(self) -> list[str]:
         """How many audits there were."""
@@ -167,14 +167,13 @@ class Audit(Hook):
             )
             self._fail(run, DivergedError(why))
         self.clean += 1
-        self._note_good(run, place)
+        self._keep_good(run, place)
         return False
 
-    def _note_good(self, run: Running, place: Place) -> None:
+    def _keep_good(self, run: Running, place: Place) -> None:
         self._good, self._in_a_row = place, 0
         if self._keeps:
             self._snapshot = Snapshot(run.state)
-            run.note_good()
 
     def _diverged(
         self, run: Running, differences: list[Difference], at: Place, done: Sequence[Dispatched]

@@ -183,19 +183,17 @@ def record_from_json(text: bytes | str) -> Record:
         ValueError: it is none; or a KeyError, a TypeError.
     """
     fields = json.loads(text)
-    metrics = {str(name): _number(value) for name, value in fields["metrics"].items()}
     waited, examples = fields.get("input_wait_fraction"), fields.get("examples")
-    figures = fields.get("figures")
     return Record(
         kind=str(fields["kind"]),
         step=int(fields["step"]),
         epoch=int(fields["epoch"]),
-        metrics=metrics,
+        metrics=_numbers(fields["metrics"]),
         rows=int(fields["rows"]),
         seconds=_number(fields["seconds"]),
         input_wait_fraction=None if waited is None else _number(waited),
         examples=None if examples is None else tuple(map(int, examples)),
-        figures=None if figures is None else {k: _number(v) for k, v in figures.items()},
+        figures=_numbers(fields["figures"]) if fields.get("figures") else None,
     )
 
 
@@ -209,6 +207,10 @@ def _step(line: bytes) -> int:
 
 def _number(value: Any) -> float:
     return math.nan if value is None else float(value)
+
+
+def _numbers(values: dict[str, Any]) -> dict[str, float]:
+    return {name: _number(value) for name, value in values.items()}
 
 
 def _finite(value: Any) -> Any:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.tiers import EXHAUSTIVE
 from support.watched_run import WatchedRun
 
 import replicax as rx
@@ -40,6 +41,7 @@ def history(mlflow: Any, folder: Path, name: str) -> list[tuple[int, float]]:
     return sorted((metric.step, metric.value) for metric in found)
 
 
+@EXHAUSTIVE
 def test_metrics_are_there_by_step_and_the_configuration_as_parameters(
     mlflow: Any, tmp_path: Path
 ) -> None:
@@ -57,6 +59,7 @@ def test_metrics_are_there_by_step_and_the_configuration_as_parameters(
     assert found.info.status == "FINISHED"
 
 
+@EXHAUSTIVE
 def test_the_next_start_is_the_same_run(mlflow: Any, tmp_path: Path) -> None:
     state = None
     for step in (10, 20):

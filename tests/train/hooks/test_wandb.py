@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.tiers import EXHAUSTIVE
 from support.watched_run import WatchedRun
 
 import replicax as rx
 
-pytest.importorskip("wandb", reason="no wandb to log to: `make loggers` installs it")
+WHY = "no wandb to log to: `make loggers` installs it"
 
 BLOCK, HEADER = 32768, 7
 
@@ -63,7 +64,9 @@ def logged(folder: Path) -> tuple[set[str], dict[str, Any], list[dict[str, Any]]
     return ids, config, rows
 
 
+@EXHAUSTIVE
 def test_a_run_that_goes_on_is_the_same_run_there(tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason=WHY)
     state = None
     for step in (10, 20):
         hook = rx.WandB("digits")

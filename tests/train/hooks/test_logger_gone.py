@@ -1,0 +1,110 @@
+"""A logger whose server is gone: the run is as it was without one, and it is said once."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.tiers import EXHAUSTIVE
+
+import replicax as rx
+from replicax.train.loggers.logger import END_SECONDS, SLOW_SECONDS
+
+ROWS = np.random.default_rng(0).normal(size=64).astype(np.float32)
+STEPS = 40
+
+
+class Gone(rx.Logger):
+    """Talks to nobody."""
+
+    def __init__(self, at: str) -> None:
+        self._at = at
+
+    def open(self, start: Any) -> None:
+        self._call("open")
+
+    def write(self, record: Any) -> None:
+        self._call("write")
+
+    def _call(self, point: str) -> None:
+        if point == self._at:
+            socket.create_connection(("127.0.0.1", 9), timeout=5)
+
+
+def loss(model: Any, batch: Any, key: Any) -> Any:
+    return (model["w"] * batch["x"] - 2 * batch["x"]) ** 2
+
+
+def weights(*hooks: rx.Hook) -> bytes:
+    """The bits after all steps; what is said is printed."""
+    dp = rx.DataParallel(loss, optax.sgd(0.01))
+    state = dp.init({"w": jnp.float32(0)})
+    result = rx.fit(
+        dp, state, {"x": ROWS}, batch_size=16, steps=STEPS, log_every=2, hooks=list(hooks)
+    )
+    assert (result.step, result.failed_hooks, result.exit_code) == (STEPS, (), 0)
+    return np.asarray(result.state.params["w"]).tobytes()
+
+
+@pytest.mark.parametrize("at", ["open", "write"])
+def test_it_costs_no_step_no_bit_and_one_line(at: str, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = weights()
+    assert "ALARM" not in capsys.readouterr().out
+    assert weights(Gone(at)) == expected
+    said = capsys.readouterr().out.splitlines()
+    (alarm,) = (line for line in said if line.startswith("ALARM"))
+    assert "ConnectionRefusedError" in alarm
+    (lost,) = (line for line in said if line.startswith("Gone:"))
+    assert f"{STEPS // 2 + 1} of {STEPS // 2 + 1} " in lost
+
+
+@contextlib.contextmanager
+def server(*, listens: bool) -> Iterator[str]:
+    """The address of one that refuses, or that takes what comes and never answers."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        if listens:
+            taken.listen()
+        yield f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+
+@EXHAUSTIVE
+@pytest.mark.parametrize("listens", [False, True], ids=["refuses", "is silent"])
+@pytest.mark.parametrize("package", ["mlflow", "wandb"])
+def test_so_it_is_with_real_clients(package: str, listens: bool, tmp_path: Path) -> None:
+    """In a process of its own: these clients leave threads, and one a process, behind."""
+    pytest.importorskip(package, reason="no client to test: `make loggers` installs it")
+    expected = weights().hex()
+    tests = Path(__file__).parents[2]
+    with server(listens=listens) as address:
+        wandb = {"WANDB_BASE_URL": address, "WANDB_API_KEY": "a" * 40, "WANDB_SILENT": "true"}
+        done = subprocess.run(
+            [sys.executable, __file__, package, address],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(tests), **wandb},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
+    assert said.count(f"weights {expected}") == 1
+    assert sum(line.startswith("ALARM") for line in said) == 1
+    (seconds,) = (float(line.split()[1]) for line in said if line.startswith("seconds"))
+    assert seconds < END_SECONDS + SLOW_SECONDS  # neither client gives up before minutes
+
+
+if __name__ == "__main__":
+    _, package, address = sys.argv
+    begun = time.perf_counter()
+    bits = weights(rx.MLflow(address) if package == "mlflow" else rx.WandB("gone"))
+    print(f"weights {bits.hex()}\nseconds {time.perf_counter() - begun}")
