@@ -15,7 +15,7 @@ from support.processes import SUPPORT
 from support.resumable import written
 from support.tiers import exhaustive
 
-STEPS = {"ema_teacher": 60, "wgan_gp": 120, "seq2seq": 100}
+STEPS = {"ema_teacher": 60, "wgan_gp": 120, "seq2seq": 60}
 """So many are enough for each to be evaluated and saved several times."""
 
 
@@ -28,7 +28,7 @@ def start(name: str, run: Path, step: int = 0, seconds: float = 0.0) -> tuple[in
         env={**os.environ, "JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": str(SUPPORT.parent)},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     if ended.returncode == -signal.SIGKILL:
         return ended.returncode, None

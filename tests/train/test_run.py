@@ -244,6 +244,16 @@ def test_a_hook_that_raises_is_left_out_and_changes_nothing(
     assert called == []
 
 
+@pytest.mark.parametrize("state", [np.float32(1), float("nan"), {"best": jnp.float32(1)}])
+def test_a_hooks_state_that_is_no_json_is_refused_by_name(
+    dp: rx.DataParallel, tmp_path: Path, state: Any
+) -> None:
+    counts = Counts()
+    counts.save_state = lambda: state  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match="hook Counts"):
+        whole(run(dp, counts, run_dir=tmp_path))
+
+
 def test_a_figure_tells_of_the_step_of_its_record(dp: rx.DataParallel, tmp_path: Path) -> None:
     whole(run(dp, Counts(), run_dir=tmp_path, log_every=3), 2)  # the next record is in the air
     found = whole(run(dp, Counts(), run_dir=tmp_path, log_every=3))

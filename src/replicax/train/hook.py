@@ -1,5 +1,6 @@
 """Hooks: what observes a run on its way, and may ask something of it."""
 
+import json
 import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
@@ -229,8 +230,20 @@ class Hooks:
         return {step for hook in self._hooks for step in hook.pinned}
 
     def save_state(self) -> dict[str, Any]:
-        """Return what a checkpoint is to hold of all hooks."""
+        """Return what a checkpoint is to hold of all hooks.
+
+        Raises:
+            ConfigError: what one returned is no JSON.
+        """
         states = {hook.name: hook.save_state() for hook in self._hooks}
+        for name, state in states.items():
+            try:
+                json.dumps(state, allow_nan=False)
+            except (TypeError, ValueError) as error:
+                raise ConfigError(
+                    f"what save_state of hook {name} returned is no JSON ({first_line(error)}); a "
+                    "checkpoint holds JSON: return finite numbers, texts, lists and dicts of these"
+                ) from error
         return {name: state for name, state in states.items() if state is not None}
 
     def load_state(self, states: dict[str, Any]) -> None:
