@@ -25,6 +25,7 @@ DEVICES = 2
 jax.config.update("jax_num_cpu_devices", DEVICES)
 
 import replicax as rx  # noqa: E402
+from replicax.core.job import Alone  # noqa: E402
 from replicax.recipes import transformer  # noqa: E402
 from replicax.recipes.gpt2 import GPT2  # noqa: E402
 from replicax.recipes.mlp import MLP  # noqa: E402
@@ -35,7 +36,7 @@ from replicax.train.checkpoints.store import Store  # noqa: E402
 from replicax.train.checkpoints.verification import verify  # noqa: E402
 from replicax.train.guarded import guarded  # noqa: E402
 from replicax.train.host_memory import keep_freed_memory  # noqa: E402
-from replicax.train.run import Saving, abstract  # noqa: E402
+from replicax.train.storage import Saving, abstract  # noqa: E402
 
 
 def gpt(**sizes: int) -> tuple[Any, Any, Any]:
@@ -80,7 +81,7 @@ def measured(make: Any, rounds: int, folder: Path) -> dict[str, Any]:
     dp = guarded(plain, state)
     (batch,) = plain.feed(data, recipe.batch_size)
     store = Store(folder / "checkpoints", 1, None)
-    saver = Saver(store, 1, lambda: None, 0, {})
+    saver = Saver(store, 1, lambda: None, Alone(), 0, {})
     seconds: dict[str, list[float]] = {"step": [], "save": [], "step meanwhile": []}
     background, number = [], 0
 
@@ -121,7 +122,7 @@ def costs(seconds: dict[str, list[float]], size: int) -> dict[str, Any]:
     """The stall, in all its units."""
     step = statistics.median(seconds["step"])
     stall, hundreds = statistics.median(seconds["save"]), size / 1e8
-    interval = Saving().every_seconds
+    interval = Saving().clock_seconds
     assert interval is not None
     return {
         "state_bytes": size,

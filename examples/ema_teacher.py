@@ -1,7 +1,10 @@
 """Self-distillation without labels: a student learns from the moving average of itself.
 
 The teacher's outputs are centred by their moving mean over the rows of all devices: `rx.mean`.
+`rx.Run` gives the batches, and a hook watches for a teacher that calls everything the same.
 """
+
+import argparse
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +13,7 @@ import optax
 
 import replicax as rx
 
-ROWS, BATCH, INPUTS, WIDTH, CLASSES, VIEWS = 84, 32, 8, 32, 6, 2
+ROWS, BATCH, STEPS, INPUTS, WIDTH, CLASSES, VIEWS = 84, 32, 120, 8, 32, 6, 2
 NOISE, SHARPNESS, TEACHER_SHARPNESS, SHARE, CENTRE_SHARE = 0.3, 5.0, 10.0, 0.02, 0.1
 
 optimizer = optax.adamw(3e-3)
@@ -65,13 +68,59 @@ def step(state, batch, key):
     return after, {**means, "largest": jnp.max(of_classes(taught))}
 
 
+def disagreement(state, batch, key):
+    """Whether the teacher puts the two views of a row into different classes."""
+    views = batch["point"][:, None] + NOISE * batch["noise"]
+    named = jnp.argmax(apply(state["teacher"], views), axis=-1)
+    return jnp.float32(named[:, 0] != named[:, 1])
+
+
+class Collapse(rx.Hook):
+    """Stops a run whose teacher gives nearly all rows to one class, on average of late."""
+
+    def __init__(self, most=0.9, share=0.1):
+        self.most, self.share, self.average = most, share, 0.0
+
+    def step(self, run, step):
+        self.average += self.share * (float(step.metrics["largest"]) - self.average)
+
+    def figures(self, run, record):
+        return {"collapse": self.average}
+
+    def epoch(self, run, record):
+        if self.average > self.most:
+            run.stop(f"the teacher gives {self.average:.0%} to one class")
+
+    def save_state(self):
+        return self.average
+
+    def load_state(self, state):
+        self.average = state
+
+    def summary(self):
+        return [f"class  {self.average:.3f} of all rows in the largest, on average of late"]
+
+
 def main():
-    dp = rx.DataParallel(step=step)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run-dir", help="where to save; started again, it goes on from there")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    flags = parser.parse_args()
+    dp = rx.DataParallel(disagreement, step=step)
     trained = dp.init(state())
-    for epoch in range(40):
-        for batch in dp.feed(rows(), BATCH, shuffle=True, epoch=epoch):
-            trained, metrics = dp.step(trained, batch)
-    print({name: round(float(value), 3) for name, value in metrics.items()})
+    with rx.Run(
+        dp,
+        trained,
+        rows(),
+        batch_size=BATCH,
+        steps=flags.steps,
+        eval_source=rx.Evaluation(rows(), every_epochs=10),
+        hooks=[Collapse()],
+        run_dir=flags.run_dir,
+        saving=rx.Saving(every=10),
+    ) as run:
+        for batch in run:
+            run.step(batch)
 
 
 if __name__ == "__main__":

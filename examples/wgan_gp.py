@@ -1,7 +1,10 @@
 """A Wasserstein GAN with gradient penalty: two networks, and five critic updates in each step.
 
 The step is written with `rx.value_and_grad`, one call for each sum over all rows of the batch.
+`rx.Run` gives the batches; a hook smooths the critic's distance, and tells how near the ring it is.
 """
+
+import argparse
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +13,10 @@ import optax
 
 import replicax as rx
 
-ROWS, BATCH, NOISE, WIDTH, PENALTY, CRITIC_UPDATES = 84, 32, 4, 16, 10.0, 5
+ROWS, BATCH, STEPS, NOISE, WIDTH, PENALTY, CRITIC_UPDATES = 84, 32, 500, 4, 32, 10.0, 5
 
-generator_optimizer = optax.adam(1e-3, b1=0.5, b2=0.9)
-critic_optimizer = optax.adam(1e-3, b1=0.5, b2=0.9)
+generator_optimizer = optax.adam(5e-4, b1=0.0, b2=0.9)
+critic_optimizer = optax.adam(3e-3, b1=0.0, b2=0.9)
 
 
 def rows():
@@ -44,12 +47,13 @@ def network(key, inputs, outputs):
     first, last = jax.random.split(key)
     return {
         "in": jax.random.normal(first, (inputs, WIDTH)) / inputs**0.5,
+        "bias": jnp.linspace(-2, 2, WIDTH),
         "out": jax.random.normal(last, (WIDTH, outputs)) / WIDTH**0.5,
     }
 
 
 def apply(network, x):
-    return jnp.tanh(x @ network["in"]) @ network["out"]
+    return jnp.tanh(x @ network["in"] + network["bias"]) @ network["out"]
 
 
 def critic_loss(critic, batch, key):
@@ -92,13 +96,60 @@ def step(state, batch, key):
     return after, {"loss": found["loss"], "distance": means["distance"][-1]}
 
 
+def off_the_ring(state, batch, key):
+    """How far each generated point is from the ring."""
+    points = apply(state["generator"], batch["noise"][:, -1])
+    return jnp.abs(jnp.linalg.norm(points, axis=1) - 1)
+
+
+class Distance(rx.Hook):
+    """The critic's distance, averaged over the last 50 steps or so; and the nearest evaluation."""
+
+    def __init__(self):
+        self.smooth, self.steps, self.nearest = 0.0, 0, None
+
+    def step(self, run, step):
+        self.steps += 1
+        share = max(1 / self.steps, 0.02)
+        self.smooth += share * (float(step.metrics["distance"]) - self.smooth)
+
+    def figures(self, run, record):
+        return {"smooth_distance": self.smooth}
+
+    def evaluation(self, run, record):
+        run.say(f"step {record.step} · {record.metrics['loss']:.3f} off the ring")
+        self.nearest = min(self.nearest or [9.0], [record.metrics["loss"], record.step])
+
+    def save_state(self):
+        return [self.smooth, self.steps, self.nearest]
+
+    def load_state(self, state):
+        self.smooth, self.steps, self.nearest = state
+
+    def summary(self):
+        return ["near   {:.3f} off the ring at step {}".format(*self.nearest)]
+
+
 def main():
-    dp = rx.DataParallel(step=step)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run-dir", help="where to save; started again, it goes on from there")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    flags = parser.parse_args()
+    dp = rx.DataParallel(off_the_ring, step=step)
     trained = dp.init(state())
-    for epoch in range(3):
-        for batch in dp.feed(rows(), BATCH, shuffle=True, epoch=epoch):
-            trained, metrics = dp.step(trained, batch)
-        print({name: round(float(value), 4) for name, value in metrics.items()})
+    with rx.Run(
+        dp,
+        trained,
+        rows(),
+        batch_size=BATCH,
+        steps=flags.steps,
+        eval_source=rx.Evaluation(rows(), every_epochs=None, every_steps=100),
+        hooks=[Distance()],
+        run_dir=flags.run_dir,
+        saving=rx.Saving(every=25),
+    ) as run:
+        for batch in run:
+            run.step(batch)
 
 
 if __name__ == "__main__":

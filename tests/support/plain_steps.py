@@ -179,6 +179,7 @@ PLAIN_STEPS = {
     "frozen_backbone": frozen_backbone,
     "lora": lora,
     "packed_sequences": weighted_mean,
+    "seq2seq": weighted_mean,
     "torch_dataloader": with_metrics,
     "vae": annealed,
 }

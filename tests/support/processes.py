@@ -46,7 +46,9 @@ def run_job(
     shared = {
         **os.environ,
         "JAX_NUM_CPU_DEVICES": str(devices),
-        "PYTHONPATH": str(SUPPORT.parent),
+        "PYTHONPATH": os.pathsep.join(
+            [str(SUPPORT.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        ),
         "REPLICAX_PROCESSES": str(processes),
         "REPLICAX_COORDINATOR": f"127.0.0.1:{free_port()}",
         "REPLICAX_JOB_ID": "test",

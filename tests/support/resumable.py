@@ -122,15 +122,16 @@ def bits(state: TrainState) -> dict[str, bytes]:
 
 def told(records: list[Record]) -> list[dict[str, Any]]:
     """The records, without what the clock says; in order where they are read equally late."""
-    return _untimed([record.to_json() for record in records])
+    return untimed([record.to_json() for record in records])
 
 
 def written(folder: Path) -> list[dict[str, Any]]:
     """Those of `records.jsonl`."""
-    return _untimed((folder / "records.jsonl").read_text().splitlines())
+    return untimed((folder / "records.jsonl").read_text().splitlines())
 
 
-def _untimed(lines: list[str]) -> list[dict[str, Any]]:
+def untimed(lines: list[str]) -> list[dict[str, Any]]:
+    """Records that were written as `lines`, without what the clock says."""
     found = [json.loads(line) for line in lines]
     kept = [{key: each[key] for key in each if key not in _TIMED} for each in found]
     if {each["kind"] for each in kept} <= {"train", "eval"}:

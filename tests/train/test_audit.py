@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,8 @@ from support.processes import SUPPORT, Ended, run_job
 from support.tiers import EXHAUSTIVE, only
 
 import replicax as rx
-from replicax.core.in_flight import STEPS_IN_FLIGHT
-from replicax.core.sources import as_source
 from replicax.errors import ConfigError, DivergedError, ReplicasDifferError
-from replicax.train.auditor import TABLE, Auditor
-from replicax.train.dispatched import Place, dispatched
 from replicax.train.fingerprint import sha256
-from replicax.train.guarded import NOT_FINITE, guarded
 from replicax.train.snapshot import Snapshot
 
 CASE = CASES["linen"]
@@ -211,45 +206,15 @@ def to_nan(state: Any) -> Any:
     return dataclasses.replace(state, params=params)
 
 
-def audited(
-    dp: rx.DataParallel, steps: int, source: Any = CASE.source, **settings: Any
-) -> Iterator[tuple[Auditor, bool]]:
-    """Guarded steps with an audit, which alone decides; after each: it, and whether it was bad."""
-    state = dp.init(CASE.model())
-    dp, opened = guarded(dp, state), as_source(source, 16, dp.job, shuffle=False, seed=0)
-    settings = {"every": 10, "on_divergence": "stop", **settings}
-    audit = Auditor(dp, state, opened, **settings)
-    audit.begin(state, Place(0, 0, 0))
-    number = 0
-    for epoch in range(steps):
-        for batch, each in enumerate(dp.feed(opened, epoch=epoch)):
-            state, metrics = dp.step(state, each)
-            number += 1
-            place = Place(number, epoch, batch + 1)
-            step, table = dispatched(place, each, metrics), audit.take(state, place)
-            step.attached.update({} if table is None else {TABLE: table})
-            dp.job.in_flight.note(step)
-            may_remain = 0 if audit.waits(place) else STEPS_IN_FLIGHT
-            done = list(dp.job.in_flight.notes(may_remain))
-            assert audit.after(state, place, done) is None
-            yield audit, bool(metrics[NOT_FINITE])
-            if number == steps:
-                return
+ALONE = rx.Guard(most=1000)
+"""With it the audit alone decides what becomes of a run of bad steps."""
 
 
 def test_a_run_that_is_nan_by_itself_is_no_devices_fault(eight: rx.DataParallel) -> None:
     """Its steps are skipped, and the audit of the state says what it is that does not go away."""
-    bad = []
-
-    def follow() -> None:
-        for _, not_finite in audited(eight, 30):
-            bad.append(not_finite)
-
     said = r"^not finite at step 20: params.*all replicas hold the same bits"
     with before_step(13, to_nan), pytest.raises(DivergedError, match=said):
-        follow()
-    assert bad == [False] * 12 + [True] * (len(bad) - 12)
-    assert len(bad) >= 20
+        fit(eight, guard=ALONE)
 
 
 @pytest.mark.parametrize("devices", [2, 8])
@@ -258,9 +223,12 @@ def test_a_bad_batch_is_no_devices_fault(
 ) -> None:
     x = CASE.source["x"].copy()
     x[17] = np.nan  # in the second of an epoch's four batches
-    found = list(audited(eight if devices == 8 else two, 30, {**CASE.source, "x": x}))
-    assert [bad for _, bad in found] == [step % 4 == 2 for step in range(1, 31)]
-    assert found[-1][0].clean >= 2
+    audit, dp = rx.Audit(10), eight if devices == 8 else two
+    source = {**CASE.source, "x": x}
+    result = fit(dp, audit=audit, source=source, guard=ALONE, shuffle=False)
+    skipped = [record.step for record in result.records if record.kind == "skip"]
+    assert skipped == list(range(2, 31, 4))
+    assert audit.clean == 3
 
 
 @pytest.mark.parametrize("device", [0, 1])
@@ -269,11 +237,10 @@ def test_a_bit_is_found_beside_bad_batches(two: rx.DataParallel, step: int, devi
     """Steps 14 and 18 are bad anyway; the replay skips them as the run did."""
     x = CASE.source["x"].copy()
     x[17] = np.nan
-    steps = audited(two, 30, {**CASE.source, "x": x})
-    with before_step(step, flipping(device, 20)), pytest.raises(ReplicasDifferError) as stopped:
-        list(steps)
-    assert f"device {device} of process 0 holds wrong bits in params" in str(stopped.value)
-    assert f"{1 - device} of process 0: start again without device" in str(stopped.value)
+    source = {**CASE.source, "x": x}
+    said = message(two, step, flipping(device, 20), source=source, guard=ALONE, shuffle=False)
+    assert f"device {device} of process 0 holds wrong bits in params" in said
+    assert f"{1 - device} of process 0: start again without device" in said
 
 
 def test_a_moment_that_is_nan_on_all_replicas_ends_the_run(eight: rx.DataParallel) -> None:
@@ -297,16 +264,18 @@ def test_a_moment_that_is_nan_on_all_replicas_ends_the_run(eight: rx.DataParalle
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"audit": rx.Audit(0)}, "every=0 of an audit; it is at least 1 step"),
-        ({"audit": rx.Audit(10, "restor")}, "did you mean 'restore'"),
-        ({**restoring(), "source": iter([])}, "an iterator of batches"),
+        ((0,), "every=0 of an audit; it is at least 1 step"),
+        ((10, "restor"), "did you mean 'restore'"),
     ],
 )
-def test_arguments_that_cannot_work_are_refused(
-    eight: rx.DataParallel, settings: dict[str, Any], said: str
-) -> None:
+def test_arguments_that_cannot_work_are_refused(settings: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        fit(eight, **settings)
+        rx.Audit(*settings)
+
+
+def test_an_iterator_cannot_go_back(eight: rx.DataParallel) -> None:
+    with pytest.raises(ConfigError, match="an iterator of batches"):
+        fit(eight, **restoring(), source=iter([]))
 
 
 def test_one_device_has_nothing_to_compare_with() -> None:

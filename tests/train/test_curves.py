@@ -72,7 +72,7 @@ def coloured(pixels: bytes) -> int:
     ids=["usual", "one step", "nan", "eval only", "metric in eval only", "none"],
 )
 def test_any_history_is_drawn(records: list[Record], tmp_path: Path) -> None:
-    draw_curves(records, tmp_path / "curves.png", "a run · 8 devices")
+    draw_curves(records, tmp_path / "curves.png")
     width, height, pixels = png(tmp_path / "curves.png")
     names = {name for record in records for name in record.metrics}
     assert (width, height) == ((len(names) + 1) * 630, 495)
@@ -82,7 +82,7 @@ def test_any_history_is_drawn(records: list[Record], tmp_path: Path) -> None:
 def test_a_single_record_can_be_seen(tmp_path: Path) -> None:
     import matplotlib.image
 
-    draw_curves([train(1, loss=1.0)], tmp_path / "one.png", "one step")
+    draw_curves([train(1, loss=1.0)], tmp_path / "one.png")
     image = matplotlib.image.imread(tmp_path / "one.png")[..., :3]
     panel = image[150:400, 100:420]  # inside the loss panel's axes, clear of its legend
     blue = np.array([0x00, 0x72, 0xB2]) / 255
@@ -91,13 +91,13 @@ def test_a_single_record_can_be_seen(tmp_path: Path) -> None:
 
 def test_many_metrics_still_make_a_picture_of_a_sane_size(tmp_path: Path) -> None:
     metrics = {f"metric {number}": 1.0 for number in range(16)}
-    draw_curves([train(1, loss=1.0, **metrics)], tmp_path / "many.png", "many")
+    draw_curves([train(1, loss=1.0, **metrics)], tmp_path / "many.png")
     width, height, _ = png(tmp_path / "many.png")
     assert max(width, height) < 10_000
 
 
 def test_a_file_of_five_panels_has_two_rows_of_three(tmp_path: Path) -> None:
-    draw_curves([train(1, loss=1.0, a=1.0, b=1.0, c=1.0)], tmp_path / "five.png", "five")
+    draw_curves([train(1, loss=1.0, a=1.0, b=1.0, c=1.0)], tmp_path / "five.png")
     width, height, _ = png(tmp_path / "five.png")
     assert (width, height) == (3 * 630, 2 * 495)
 
@@ -125,11 +125,10 @@ def test_a_panel_has_each_series_of_its_metric() -> None:
     assert next(iter(panels)) == "loss"
 
 
-def test_rates_are_of_long_windows() -> None:
-    # 100 s in all, so that a window has 2 s or more; the last 0.5 s go to the one before.
-    records = timed((10, 0.0), (10, 1.0), (2, 0.5), (20, 1.5), (930, 93.0), (30, 3.5), (1, 0.5))
-    # (10 + 2 + 20) / 3 s; 930 / 93 s; (30 + 1) / 4 s
-    assert rates_of([*records, score(8, loss=1.0)]) == [(4, 32 / 3), (5, 10.0), (7, 7.75)]
+def test_rates_are_of_neighbours_where_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RATES", 2)
+    records = timed((10, 0.0), (10, 1.0), (2, 0.5), (20, 1.5), (930, 93.0), (30, 3.5))
+    assert rates_of([*records, score(8, loss=1.0)]) == [(4, 32 / 3), (6, 960 / 96.5)]
 
 
 def test_records_of_one_length_have_rates_of_their_own() -> None:
@@ -137,20 +136,19 @@ def test_records_of_one_length_have_rates_of_their_own() -> None:
     assert rates_of(timed((10, 0.0))) == []
 
 
-def test_a_long_run_is_drawn_as_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_POINTS", 3)
-    given = [(1, 4.0), (2, 8.0), (3, 1.0), (4, math.nan), (5, math.nan), (6, math.nan), (7, 5.0)]
-    found = module._thinned(given)
-    assert [step for step, _ in found] == [3, 6, 7]
-    np.testing.assert_array_equal([value for _, value in found], [13 / 3, math.nan, 5.0])
-    assert module._thinned(given[:3]) == given[:3]
+def test_a_long_run_is_drawn_as_means() -> None:
+    given = [4.0, 8.0, 1.0, math.nan, math.nan, math.nan, 5.0]
+    groups = module._groups(given, 3)
+    assert [len(each) for each in groups] == [3, 3, 1]
+    np.testing.assert_array_equal([module._mean(each) for each in groups], [13 / 3, math.nan, 5.0])
+    assert module._groups(given, 7) == [[each] for each in given]
 
 
 @pytest.mark.parametrize(
     ("step", "text"), [(0, "0"), (500, "500"), (250_000, "250k"), (1_500_000, "1.5M")]
 )
 def test_many_steps_are_written_short(step: int, text: str) -> None:
-    assert module._short(step, 0) == text
+    assert module._short()(step) == text
 
 
 def test_a_drawing_that_fails_leaves_the_last_one(
@@ -159,7 +157,7 @@ def test_a_drawing_that_fails_leaves_the_last_one(
     from matplotlib.figure import Figure
 
     path = tmp_path / "curves.png"
-    draw_curves([train(1, loss=1.0)], path, "one")
+    draw_curves([train(1, loss=1.0)], path)
     before = path.read_bytes()
 
     def half(figure: Figure, file: Any, **settings: Any) -> None:
@@ -168,14 +166,15 @@ def test_a_drawing_that_fails_leaves_the_last_one(
 
     monkeypatch.setattr(Figure, "savefig", half)
     with pytest.raises(OSError, match="No space"):
-        draw_curves([train(2, loss=1.0)], path, "two")
+        draw_curves([train(2, loss=1.0)], path)
     assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize("title", ["costs $5 and $", "a_b^c", "50 % {x}"])
 def test_a_title_is_text(title: str, tmp_path: Path) -> None:
-    draw_curves([train(1, loss=1.0)], tmp_path / "title.png", title)
-    png(tmp_path / "title.png")
+    (tmp_path / title).mkdir()
+    draw_curves([train(1, loss=1.0)], tmp_path / title / "curves.png")
+    png(tmp_path / title / "curves.png")
 
 
 def test_without_matplotlib_the_error_names_the_extra(
@@ -183,23 +182,23 @@ def test_without_matplotlib_the_error_names_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingDependencyError, match=r"matplotlib.*replicax\[cli\]"):
-        draw_curves([], tmp_path / "curves.png", "none")
+        draw_curves([], tmp_path / "curves.png")
 
 
 class Drawings:
     """Stands in for `draw_curves`: what was drawn, in which thread; holds each until it may go."""
 
     def __init__(self) -> None:
-        self.drawn: list[tuple[int, str, Path, bool]] = []
+        self.drawn: list[tuple[int, Path, bool]] = []
         self.error: Exception | None = None
         self.begun, self.may_go = threading.Semaphore(0), threading.Event()
         self.may_go.set()
 
-    def __call__(self, records: Sequence[Record], path: Path, title: str) -> None:
+    def __call__(self, records: Sequence[Record], path: Path) -> None:
         beside = threading.current_thread() is not threading.main_thread()
         self.begun.release()
         assert self.may_go.wait(10)
-        self.drawn.append((len(records), title, path, beside))
+        self.drawn.append((len(records), path, beside))
         if self.error is not None:
             raise self.error
 
@@ -246,15 +245,15 @@ def test_a_run_is_drawn_every_so_often_beside_it_and_at_its_end(
     hook.end(run)
     path = tmp_path / "first" / "curves.png"
     assert drawings.drawn == [
-        *((count, "first", path, True) for count in (6, 12, 18, 24, 30)),
-        (30, "first", path, False),
+        *((count, path, True) for count in (6, 12, 18, 24, 30)),
+        (30, path, False),
     ]
 
 
 def test_a_run_does_not_wait_for_a_drawing_and_its_end_does(
     drawings: Drawings, clock: Clock, tmp_path: Path
 ) -> None:
-    hook: Any = Curves("a title", seconds=1)
+    hook: Any = Curves(seconds=1)
     run = Going(tmp_path)
     hook.start(run)
     drawings.may_go.clear()
@@ -266,10 +265,7 @@ def test_a_run_does_not_wait_for_a_drawing_and_its_end_does(
     assert drawings.drawn == []
     threading.Timer(0.1, drawings.may_go.set).start()
     hook.end(run)
-    assert [(count, title) for count, title, *_ in drawings.drawn] == [
-        (1, "a title"),
-        (5, "a title"),
-    ]
+    assert [count for count, *_ in drawings.drawn] == [1, 5]
 
 
 def test_what_a_drawing_raises_is_raised_in_the_run(

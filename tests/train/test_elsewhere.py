@@ -32,6 +32,25 @@ with take_lease(pathlib.Path(sys.argv[1])) as lease:
     lease.check()
     print(lease.token)
 """
+SAVED = """
+import jax.numpy as jnp
+from replicax.core.job import Alone
+from replicax.core.update import TrainState
+from replicax.train.checkpoints.arrays import array_entries, read
+from replicax.train.checkpoints.manifest import Position
+from replicax.train.checkpoints.saver import Saver
+from replicax.train.checkpoints.store import Store
+store = Store(pathlib.Path(sys.argv[1]).resolve() / "checkpoints", 3, None)
+state = TrainState(jnp.int32(3), {"w": jnp.full(2, 1.5)}, (), {}, jnp.uint32(0))
+saver = Saver(store, 1, lambda: None, Alone(), 0, {})
+saver.save(state, Position(3, 0, 0, 0, 0, 0, 0, 0), {})
+assert saver.wait(), saver.poll()
+path, manifest = store.newest_good(array_entries(state), print)
+like = jax.tree.map(
+    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
+)
+print(manifest.position.step, str(read(like, path / "state").params["w"].tolist()).replace(" ", ""))
+"""
 
 
 def said(program: str, *arguments: str) -> list[str]:
@@ -48,3 +67,7 @@ def test_every_module_of_train_is_imported() -> None:
 def test_a_lease_is_taken_and_given_back(tmp_path: Path) -> None:
     assert said(TAKEN, str(tmp_path)) == ["1"]
     assert said(TAKEN, str(tmp_path)) == ["2"]
+
+
+def test_a_checkpoint_is_saved_and_restored(tmp_path: Path) -> None:
+    assert said(SAVED, str(tmp_path))[-2:] == ["3", "[1.5,1.5]"]

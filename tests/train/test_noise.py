@@ -1,4 +1,4 @@
-"""`NoiseProbe`: its estimates are unbiased, and the same on any devices, in any mode."""
+"""`noise_probe`: its estimates are unbiased, and the same on any devices, in any mode."""
 
 from functools import lru_cache
 from typing import Any
@@ -13,7 +13,7 @@ from support.tiers import EXHAUSTIVE, exhaustive
 
 import replicax as rx
 from replicax.analysis.compiled import inspect
-from replicax.train.noise import PARTS, NoiseProbe
+from replicax.train.noise import PARTS, noise_probe
 
 DIM = 5
 MEAN = np.array([1.0, -0.5, 0.0, 2.0, 0.5], np.float32)
@@ -30,17 +30,17 @@ def weighted(model: Any, batch: Any, key: Any) -> Any:
 
 
 @lru_cache(maxsize=4)
-def quadratic(loss: Any, devices: int = 1) -> tuple[rx.DataParallel, Any, NoiseProbe]:
+def quadratic(loss: Any, devices: int = 1) -> tuple[rx.DataParallel, Any, Any]:
     """At theta = 0, where G is minus the mean of x, and the covariance that of x."""
     dp = rx.DataParallel(loss, optax.sgd(0.1), mesh=rx.make_mesh(data=devices))
     state = dp.init({"theta": jnp.zeros(DIM)})
-    return dp, state, NoiseProbe(dp, state)
+    return dp, state, noise_probe(dp, state)
 
 
 def take(loss: Any, data: dict[str, np.ndarray], devices: int = 1) -> tuple[float, float, float]:
     dp, state, probe = quadratic(loss, devices)
     (batch,) = dp.feed(data, len(data["x"]), prefetch=1)
-    sample = probe.take(state, batch)
+    sample = probe(state, batch)
     return float(sample.squared_gradient_norm), float(sample.trace), float(sample.rows)
 
 
@@ -54,7 +54,7 @@ def measure(case: Case, rows: int, devices: int, **options: Any) -> tuple[float,
     dp = rx.DataParallel(case.loss, optax.sgd(0.1), mesh=mesh, **options)
     state = dp.init(case.model(), seed=3)
     batch = next(iter(dp.feed(case.source, rows)))
-    sample = NoiseProbe(dp, state).take(state, batch)
+    sample = noise_probe(dp, state)(state, batch)
     return float(sample.squared_gradient_norm), float(sample.trace)
 
 
@@ -184,7 +184,7 @@ def test_devices_share_the_rows() -> None:
         dp = rx.DataParallel(case.loss, optax.sgd(0.1), mesh=mesh)
         state = dp.init(case.model())
         batch = next(iter(dp.feed(source, 36)))
-        compiled = NoiseProbe(dp, state)._compute.lower(state, batch).compile()
+        compiled = noise_probe(dp, state).lower(state, batch).compile()
         flops.append(inspect(compiled).flops)
     assert flops[1] < 0.6 * flops[0]
 
@@ -198,7 +198,7 @@ def test_one_reduction_a_part_and_room_for_few_gradients() -> None:
     dp = rx.DataParallel(loss, optax.sgd(0.1), mesh=rx.make_mesh(data=2))
     state = dp.init({"kernel": jnp.ones((width, width))})
     batch = next(iter(dp.feed({"x": np.ones((16, width), np.float32)}, 16)))
-    program = inspect(NoiseProbe(dp, state)._compute.lower(state, batch).compile())
+    program = inspect(noise_probe(dp, state).lower(state, batch).compile())
     gradient = 4 * width * width
     assert {each.kind for each in program.collectives} == {"all-reduce"}
     moved = sum(each.bytes for each in program.collectives)

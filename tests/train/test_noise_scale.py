@@ -220,32 +220,20 @@ def test_what_is_not_finite_is_kept_as_null(tmp_path: Path) -> None:
 def test_without_the_option_nothing_is_measured(tmp_path: Path) -> None:
     fit(still(), batches(16, 2), epochs=1, run_dir=tmp_path / "a")
     assert not (tmp_path / "a" / "noise_scale.json").exists()
-    with pytest.raises(ConfigError, match=r"cannot be read.*--measure-noise-scale"):
+    with pytest.raises(ConfigError, match=r"No such file .*--measure-noise-scale"):
         load_noise_scale(tmp_path / "a")
 
 
 @pytest.mark.parametrize(
-    ("changed", "why"),
-    [
-        (b"\xff", "no text"),
-        (b"{", "no JSON"),
-        (b"[]", "not an object of rows, low"),
-        ({"rows": "many"}, 'rows is "many", which is no number'),
-        ({"low": None}, "low is null, which is no number"),
-        ({"samples": 1.5}, "samples is 1.5, which is no whole number"),
-        ({"rows": -1.0}, "rows is -1.0, which is below 0"),
-        ({"parts": True}, "parts is true, which is no number"),
-    ],
+    "text", [b"\xff", b"{", b"[]", b"7", b'{"rows": 3.0}', b'{"parallel": null}']
 )
-def test_another_file_is_refused(tmp_path: Path, changed: Any, why: str) -> None:
-    later([(2.0, 8.0)] * 6).save(tmp_path)
-    file = tmp_path / "noise_scale.json"
-    if isinstance(changed, dict):
-        changed = json.dumps({**json.loads(file.read_text()), **changed}).encode()
-    file.write_bytes(changed)
-    with pytest.raises(ConfigError, match="measure again") as refused:
+def test_another_file_is_refused(tmp_path: Path, text: bytes) -> None:
+    file = tmp_path / "config.json"
+    file.write_bytes(text)
+    with pytest.raises(
+        ConfigError, match=r"config\.json holds no noise scale .*--measure-noise-scale"
+    ):
         load_noise_scale(file)
-    assert why in str(refused.value)
 
 
 @pytest.mark.parametrize(("every", "rows", "why"), [(0, 4, "at least 1 step"), (1, 1, "1 row has")])

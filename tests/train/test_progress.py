@@ -21,8 +21,8 @@ from replicax.train import progress as module
 from replicax.train.dispatched import Dispatched, Place
 from replicax.train.progress import (
     PlainProgress,
+    Progress,
     Shown,
-    SilentProgress,
     figures,
     open_progress,
 )
@@ -46,7 +46,7 @@ def test_figures_are_the_loss_the_rate_and_the_wait(given: Record, shown: str) -
 
 def test_without_progress_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
     display = open_progress(False, 10)
-    assert isinstance(display, SilentProgress)
+    assert type(display) is Progress
     display.line("a line")
     display.status("a status")
     display.step(1)

@@ -73,14 +73,11 @@ def test_records_are_visible_as_they_come(tmp_path: Path) -> None:
         folder.append(record(step=step))
         lines = (tmp_path / "deep" / "run" / "records.jsonl").read_text().splitlines()
         assert [strict(line)["step"] for line in lines] == list(range(1, step + 1))
-    folder.close()
-    folder.close()
 
 
 def test_the_config_is_json_and_what_json_does_not_know_is_text(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.write_config({"path": Path("a/b"), "rate": 0.1, "none": None})
-    folder.close()
     text = (tmp_path / "run" / "config.json").read_text()
     assert strict(text) == {"path": "a/b", "rate": 0.1, "none": None}
 
@@ -88,14 +85,12 @@ def test_the_config_is_json_and_what_json_does_not_know_is_text(tmp_path: Path) 
 def test_the_config_has_null_for_what_is_not_finite(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.write_config({"fields": {"clip": math.inf}})
-    folder.close()
     assert strict((tmp_path / "run" / "config.json").read_text()) == {"fields": {"clip": None}}
 
 
 def test_a_folder_with_another_run_is_refused_and_left_alone(tmp_path: Path) -> None:
     first = RunFolder(tmp_path / "run")
     first.append(record())
-    first.close()
     with pytest.raises(ConfigError, match=r"another run.*choose another name") as caught:
         RunFolder(tmp_path / "run").refuse_another("it is old")
     assert str(tmp_path / "run") in str(caught.value)
@@ -107,7 +102,6 @@ def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
         folder = RunFolder(tmp_path)
         folder.refuse_another("it is old")
         folder.write_config({})
-        folder.close()
     assert not (tmp_path / "records.jsonl").exists()
 
 
@@ -127,7 +121,6 @@ def test_what_is_to_be_done_again_is_taken_out(tmp_path: Path) -> None:
     assert folder.keep(2) == (2, 7)
     folder.append(record(kind="restore", step=3))
     folder.append(record(step=5))
-    folder.close()
     lines = (tmp_path / "records.jsonl").read_text().splitlines()
     assert [(strict(line)["kind"], strict(line)["step"]) for line in lines] == [
         ("train", 1),
@@ -142,13 +135,11 @@ def test_a_line_that_a_kill_cut_off_goes_with_what_comes_after_it(tmp_path: Path
     folder = RunFolder(tmp_path)
     folder.append(record(step=1))
     folder.append(record(step=3))
-    folder.close()
     whole = (tmp_path / "records.jsonl").read_bytes()
     (tmp_path / "records.jsonl").write_bytes(whole[:-7])
     again = RunFolder(tmp_path)
     assert again.keep(1) == (1, 0)
     again.append(record(step=3))
-    again.close()
     assert (tmp_path / "records.jsonl").read_bytes() == whole
 
 
@@ -161,7 +152,6 @@ def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for each in written:
         folder.append(each)
-    folder.close()
     assert read_records(tmp_path, 3) == written
     assert read_records(tmp_path, 2) == written[:2]
     assert read_records(tmp_path, 0) == []

@@ -26,6 +26,7 @@ from support.tiers import EXHAUSTIVE, only
 
 import replicax as rx
 from replicax.core.data_parallel import DataParallel
+from replicax.train.report import derived
 from replicax.train.stopping import Stopping
 from replicax.train.storage import Storage
 
@@ -217,6 +218,18 @@ def test_the_exit_code_says_whether_the_same_call_goes_on(
     found = fit(dp, tmp_path / "run", **{"save_every": None, "interrupt": interrupt, **settings})
     assert (found.steps, found.exit_code) == (1, code)
     assert steps_saved(tmp_path / "run") == (["step-000000001"] if code == 75 else [])
+
+
+def test_a_signal_while_the_run_is_described_stops_it_after_a_step(
+    dp: rx.DataParallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def signalled(*arguments: Any) -> dict[str, Any]:
+        signal.raise_signal(signal.SIGINT)
+        return derived(*arguments)
+
+    monkeypatch.setattr("replicax.train.run.derived", signalled)
+    found = fit(dp, tmp_path / "run")
+    assert (found.steps, found.exit_code) == (1, 75)
 
 
 def test_saves_by_the_clock(dp: rx.DataParallel, tmp_path: Path) -> None:

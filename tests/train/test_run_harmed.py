@@ -1,5 +1,6 @@
 """A run's folder that was harmed at random: the right arrays, or one clear line."""
 
+import collections
 import random
 import shutil
 from pathlib import Path
@@ -87,9 +88,9 @@ def listing(folder: Path) -> list[tuple[str, int, int, bytes]]:
     return found
 
 
-def check_opened(beside: Path, accept: bool) -> None:
-    """Open the run and restore it."""
-    said: list[str] = []
+def check_opened(beside: Path, accept: bool) -> str:
+    """Open the run and restore it; what became of it."""
+    said, outcome = list[str](), "begun anew"
     before = listing(beside)
     try:
         run = opened(beside / "run", said, accept)
@@ -100,7 +101,7 @@ def check_opened(beside: Path, accept: bool) -> None:
                 assert batch >= 0
                 restored = run.restore(abstract(state_at(0)))
                 step = run.found.position.step
-                assert step in STEPS
+                outcome = {STEPS[0]: "older", STEPS[-1]: "newest"}[step]
                 assert bits(restored) == bits(state_at(step))
                 assert len(run.found.records) == run.found.position.records <= STEPS[-1]
                 assert all(type(record) is Record for record in run.found.records)
@@ -109,21 +110,27 @@ def check_opened(beside: Path, accept: bool) -> None:
             run.close()
     except ReplicaxError as error:
         said.append(str(error))
+        outcome = "refused"
     for line in said:
         assert line.isprintable(), repr(line)
         assert line.strip()
     assert listing(beside) == before
+    return outcome
 
 
-def check_harmed(original: Path, tmp_path: Path, seeds: range) -> None:
+def check_harmed(original: Path, tmp_path: Path, seeds: range) -> collections.Counter[str]:
+    """Harm a copy for each of `seeds`; what became of how many."""
+    found: collections.Counter[str] = collections.Counter()
     for seed in seeds:
         beside, chance = tmp_path / str(seed), random.Random(seed)
         shutil.copytree(original, beside)
         older, newest = (beside / f"run/checkpoints/step-{step:09d}" for step in STEPS)
         for _ in range(chance.choice([1, 1, 2, 5])):
             corrupt(chance.choice([newest, newest, older, beside / "run"]), older, chance)
-        check_opened(beside, chance.random() < 0.5)
+        found[check_opened(beside, chance.random() < 0.5)] += 1
         shutil.rmtree(beside)
+    print(dict(found))
+    return found
 
 
 def test_no_harm_goes_unnoticed(original: Path, tmp_path: Path) -> None:
@@ -132,7 +139,9 @@ def test_no_harm_goes_unnoticed(original: Path, tmp_path: Path) -> None:
 
 @EXHAUSTIVE
 def test_none_of_many_harms_goes_unnoticed(original: Path, tmp_path: Path) -> None:
-    check_harmed(original, tmp_path, range(FOLDERS, FOLDERS + MANY_FOLDERS))
+    found = check_harmed(original, tmp_path, range(FOLDERS, FOLDERS + MANY_FOLDERS))
+    assert set(found) == {"newest", "older", "begun anew", "refused"}
+    assert sum(found.values()) == MANY_FOLDERS
 
 
 def test_a_run_that_was_not_harmed_goes_on(original: Path, tmp_path: Path) -> None:
@@ -143,4 +152,4 @@ def test_a_run_that_was_not_harmed_goes_on(original: Path, tmp_path: Path) -> No
     assert run.found is not None
     assert run.found.position.step == STEPS[-1]
     assert len(said) == 1
-    check_opened(tmp_path / "copy", accept=False)
+    assert check_opened(tmp_path / "copy", accept=False) == "newest"

@@ -11,6 +11,7 @@ from replicax.errors import ConfigError, did_you_mean
 from replicax.flags import positional, shown_as
 from replicax.recipes.recipe import recipe_name
 from replicax.train.load import Loaded
+from replicax.train.places import place
 
 RUNS = Path("runs")
 
@@ -20,7 +21,7 @@ class RunOptions:
     """Which run, in the commands that open one."""
 
     run: Annotated[str, positional(), shown_as("RUN")]
-    """The run: its name in runs/, or its folder."""
+    """The run: its name in runs/, its folder, or its URL in an object store."""
     step: Annotated[str | None, shown_as("N|best", "the newest")] = None
     """The checkpoint to take: updates done, or best for the one that best.json names."""
 
@@ -40,6 +41,8 @@ class RunOptions:
         Raises:
             ConfigError: there is none.
         """
+        if "://" in self.run:
+            return place(self.run)
         for folder in (RUNS / self.run, Path(self.run)):
             if folder.is_dir():
                 return folder

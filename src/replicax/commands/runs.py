@@ -12,7 +12,7 @@ from replicax.errors import CheckpointError, ConfigError
 from replicax.flags import parse_options, positional, shown_as
 from replicax.train.changes import read_config
 from replicax.train.checkpoints.manifest import Manifest
-from replicax.train.checkpoints.store import Store, read_placed
+from replicax.train.checkpoints.store import Store
 from replicax.train.lease import is_held
 from replicax.train.load import CHECKPOINTS
 from replicax.train.records import CONFIG, RECORDS, Record, record_from_json
@@ -61,7 +61,7 @@ def runs(arguments: list[str]) -> int:
             raise ConfigError("there is no folder runs here; replicax train makes it: train one")
         raise ConfigError(f"{folder} is no folder; give one that holds runs")
     inside = sorted(path for path in folder.iterdir() if path.is_dir())
-    found = [path for path in inside if os.path.lexists(path / CONFIG) or _saved(path)]
+    found = [path for path in inside if os.path.lexists(path / CONFIG) or _store(path).paths()]
     rows = sorted(map(_row, found), key=lambda row: row.saved_at)
     if rows:
         print(*_table(rows, time.time()), sep="\n")
@@ -83,9 +83,10 @@ def _row(path: Path) -> Row:
     step = records[-1].step if records else 0
     epoch = records[-1].epoch if records else 0
     manifest, saved_at = None, 0.0
-    if places := _saved(path):
+    store = _store(path)
+    if places := store.paths():
         try:
-            manifest = read_placed(*places[-1])
+            manifest = store.read_placed(*places[-1])
         except CheckpointError as error:
             return Row(path.name, fault=f"{places[-1][1].name} is harmed: {error}")
         step, epoch = manifest.position.step, manifest.position.epoch
@@ -102,9 +103,9 @@ def _row(path: Path) -> Row:
     return Row(path.name, saved_at, cells, metrics)
 
 
-def _saved(path: Path) -> list[tuple[int, Path]]:
-    """Steps and folders of its checkpoints, the oldest first."""
-    return Store(path / CHECKPOINTS, keep=1, keep_every=None).paths()
+def _store(path: Path) -> Store:
+    """Its checkpoints."""
+    return Store(path / CHECKPOINTS, keep=1, keep_every=None)
 
 
 def _records(path: Path) -> list[Record]:

@@ -14,16 +14,15 @@ from replicax.commands.arguments import Arguments, parse_arguments
 from replicax.commands.data import print_data
 from replicax.commands.devices import make_host_devices
 from replicax.commands.output import failed
+from replicax.commands.sharding import print_sharding
 from replicax.commands.train_options import TrainOptions, check_installed
 from replicax.core.job import Job
-from replicax.core.mesh import by_rows
 from replicax.core.update import TrainState
 from replicax.errors import ConfigError
 from replicax.train.hooks.learning_rate import injected_rates
 from replicax.train.host_memory import keep_freed_memory
 from replicax.train.interrupt import Interrupt, signal_name
 from replicax.train.result import Fit
-from replicax.train.sharding_view import abstract_batch, sharding_view
 
 OF_THIS_START = ("accept_changes", "config")
 """Options that are none of the run's."""
@@ -72,8 +71,7 @@ def _run(
     source, evaluation = recipe.train_source(), options.evaluation(recipe.eval_source())
     state = dp.init(recipe.model(jax.random.key(options.seed)), seed=options.seed)
     if options.show_sharding and speaks:
-        batch = abstract_batch(source, dp.split.padded(recipe.batch_size), by_rows(dp.mesh))
-        print(*sharding_view(state, batch), sep="\n", flush=True)
+        print_sharding(state, dp.split.padded(recipe.batch_size))
     told = dataclasses.asdict(options)
     told = {name: value for name, value in told.items() if name not in OF_THIS_START}
     result = rx.fit(

@@ -80,7 +80,7 @@ class Sequential:
             view = View(own, axis, part=True, step=state.step, scale=scale_of(state))
             return part(state.params, extras, rows, view)
 
-        parts = jax.tree.map(partial(_cut, parts=self.parts), batch)
+        parts = jax.tree.map(partial(cut, parts=self.parts), batch)
         return add_in_turn(one, state.extras, parts, self.parts)
 
 
@@ -121,7 +121,7 @@ def folded(key: jax.Array | None, number: Any) -> jax.Array | None:
     return None if key is None else jax.random.fold_in(key, number)
 
 
-def _cut(array: jax.Array, parts: int) -> jax.Array:
+def cut(array: jax.Array, parts: int) -> jax.Array:
     """`[rows, ...]` -> `[parts, rows / parts, ...]`, part k holding the rows k, k + parts, ...
 
     Neighbours go to different parts, so that a dim split over devices stays split without moving

@@ -1,14 +1,32 @@
 """`Audit`: the hook that compares the bits of the replicas while a run goes on."""
 
-from replicax.train.auditor import TABLE, Auditor
-from replicax.train.dispatched import Dispatched
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NoReturn
+
+import jax
+
+from replicax.core.batch import Batch
+from replicax.core.mesh import replica_count
+from replicax.errors import ConfigError, DivergedError, ReplicasDifferError, choose
+from replicax.train.dispatched import Dispatched, Place
+from replicax.train.fingerprint import Difference, Fingerprint
 from replicax.train.hook import Hook, Running
+from replicax.train.snapshot import Snapshot
+from replicax.wording import listed, named, size_text
+
+RESTORES = 3
+"""Times in a row that a run goes back to the same step before it gives up."""
+
+_TABLE = "audit"
+"""The name under which fingerprints are attached to a step."""
 
 
 class Audit(Hook):
     """Compares the bits of all that the devices hold copies of, every so many steps.
 
-    See docs/audit.md.
+    Where it may have to go back it keeps the state of the last clean audit in host memory, and then
+    the devices are waited for at each audit. See docs/audit.md.
 
     Example:
         >>> rx.fit(dp, state, source, batch_size=32, epochs=9, hooks=[rx.Audit(every=100)])
@@ -16,60 +34,79 @@ class Audit(Hook):
     Args:
         every: steps between two audits.
         on_divergence: what to do where a device holds other bits: `stop`, or `restore` the state of
-            the last clean audit, which is kept in host memory, and go on from there.
+            the last clean audit, and go on from there.
 
     Raises:
-        ConfigError: when the run starts: nothing to compare, or a source that cannot go back.
+        ConfigError: numbers below 1, no such way; when the run starts: nothing to compare, or a
+            source that cannot go back.
         ReplicasDifferError: in the run: the replicas are no longer equal.
         DivergedError: in the run: the state is no longer finite, and no device is at fault.
     """
 
+    _fingerprint: Fingerprint
+    _good: Place | None
+    _snapshot: Snapshot | None
+    _never_finite: set[str]
+
     def __init__(self, every: int, on_divergence: str = "stop") -> None:
-        self._every, self._on_divergence = every, on_divergence
-        self._auditor: Auditor | None = None
-        self._done: list[Dispatched] = []
-
-    @property
-    def clean(self) -> int:
+        if every < 1:
+            raise ConfigError(f"every={every} of an audit; it is at least 1 step: raise it")
+        ways = {"stop": False, "restore": True}
+        self._restoring = choose("on_divergence", on_divergence, ways)
+        self._every = every
+        self.clean = 0
         """Audits that found all replicas equal, in this start."""
-        return 0 if self._auditor is None else self._auditor.clean
-
-    @property
-    def restores(self) -> int:
+        self.restores = 0
         """Times that the run went back to the state of a clean audit, in this start."""
-        return 0 if self._auditor is None else self._auditor.restores
 
     def start(self, run: Running) -> None:
         """Audit the state that the run starts from."""
-        auditor = Auditor(run.dp, run.state, run.source, self._every, self._on_divergence)
-        self._auditor, self._done = auditor, []
-        auditor.begin(run.state, run.place)
+        self._fingerprint = Fingerprint(run.state)
+        self._check(run)
+        two = replica_count(run.dp.mesh) == 2  # of which a replay tells the right one
+        self._keeps = self._restoring or (two and run.source.can_repeat)
+        self._done: list[Dispatched] = []
+        self._good = self._snapshot = None
+        self.clean = self.restores = 0
+        table = self._fingerprint.take(run.state)
+        if differences := self._fingerprint.differences(table):
+            text = self._text(run, differences, _outvoted(differences), run.place)
+            self._fail(run, ReplicasDifferError(text))
+        self._never_finite = set(self._fingerprint.not_finite(table))
+        self._keep_good(run, run.place)
         run.note_good()
-        for line in auditor.describe():
+        for line in self._describe(run, two):
             run.say(line)
 
     def dispatched(self, run: Running, step: Dispatched) -> None:
         """Have the devices compute the fingerprints of the state, where it is to be audited."""
-        assert self._auditor is not None
-        table = self._auditor.take(run.state, step.place)
-        if table is not None:
-            step.attached[TABLE] = table
-        if self._auditor.waits(step.place):
-            run.wait()
+        if step.place.step % self._every == 0:
+            step.attached[_TABLE] = self._fingerprint.take(run.state)
+            if self._keeps:
+                run.wait()
 
     def step(self, run: Running, step: Dispatched) -> None:
         """Note a step that has finished."""
         self._done.append(step)
 
     def settle(self, run: Running, due: bool) -> None:
-        """Read the audits that are due."""
-        assert self._auditor is not None
+        """Read the audits of the steps that have finished."""
         done, self._done = self._done, []
-        back = self._auditor.after(run.state, run.place, done, look=due)
-        if back is not None:
-            told = {f"device_{device}": 1.0 for device in back.devices}
-            run.go_back(back.state, back.place, back.text, told)
-        elif self._auditor.keeps and self._auditor.good == run.place:
+        tables = [(s.attached[_TABLE], s.place) for s in done if _TABLE in s.attached]
+        if any(self._is_over(run, *each, done) for each in tables):
+            return
+        if due and self._good is not None and self._good.step != run.place.step:
+            table = self._fingerprint.take(run.state)
+            if self._is_over(run, table, run.place, done):
+                return
+        # A device may be to blame. If none is, the step was skipped by all alike, which
+        # `replicax.train.bad_steps` follows.
+        if any(bool(step.not_finite) for step in done):
+            table = self._fingerprint.take(run.state)
+            if differences := self._fingerprint.differences(table):
+                self._diverged(run, differences, run.place, done)
+                return
+        if self._keeps and self._good == run.place:  # also where a record was due since
             run.note_good()
 
     def summary(self) -> list[str]:
@@ -77,3 +114,176 @@ class Audit(Hook):
         clean = "1 audit, clean" if self.clean == 1 else f"{self.clean:,} clean"
         times = f"{self.restores} time{'s' * (self.restores != 1)}"
         return [f"audit  {clean}{f' · went back {times}' if self.restores else ''}"]
+
+    def _check(self, run: Running) -> None:
+        if run.dp.mesh.devices.size == 1:
+            raise ConfigError(
+                "an audit on 1 device; an audit compares the copies of several, and there "
+                "is nothing to compare with one device: leave it out, or use more devices"
+            )
+        if self._restoring and not run.source.can_repeat:
+            raise ConfigError(
+                "on_divergence='restore' with an iterator of batches, which cannot go back to an "
+                "earlier one; give a list, a loader that can be iterated again, or arrays"
+            )
+        if not any(leaf.startswith("params") for leaf in self._fingerprint.compared):
+            raise ConfigError(
+                "an audit with a layout that has each parameter on one device alone; "
+                "an audit compares copies: leave it out, or use layout='replicated' or 'zero1'"
+            )
+
+    def _describe(self, run: Running, two: bool) -> Iterator[str]:
+        """What is audited, a line each."""
+        of = self._fingerprint
+        steps = "every step" if self._every == 1 else f"every {self._every:,} steps"
+        yield (
+            f"audit  {steps}: {len(of.compared)} leaves, {size_text(of.compared_bytes)} on each "
+            f"of {run.dp.mesh.devices.size} devices"
+        )
+        if of.alone_bytes:
+            alone = size_text(of.alone_bytes)
+            yield f"       {alone} more are on no other device: nothing to compare with"
+        if self._snapshot is not None:
+            kept = size_text(self._snapshot.nbytes)
+            yield f"       the last good state is kept: {kept} of host memory"
+        elif two:
+            yield "       of 2 replicas, which one is wrong cannot be told: the source"
+            yield "       is an iterator, and steps cannot be replayed"
+
+    def _is_over(
+        self, run: Running, table: jax.Array, place: Place, done: Sequence[Dispatched]
+    ) -> bool:
+        """Read the fingerprints of the state at `place`; whether the run goes back by that."""
+        if differences := self._fingerprint.differences(table):
+            self._diverged(run, differences, place, done)
+            return True
+        # An optimizer's state may be finite no longer, by itself.
+        leaves = [x for x in self._fingerprint.not_finite(table) if x not in self._never_finite]
+        if leaves:
+            why = (
+                f"not finite at step {place.step}: {named(leaves)}, and all replicas hold the same "
+                "bits: no device is at fault, and training cannot go on from it: lower the "
+                "learning rate, or clip the gradient"
+            )
+            self._fail(run, DivergedError(why))
+        self.clean += 1
+        self._keep_good(run, place)
+        return False
+
+    def _keep_good(self, run: Running, place: Place) -> None:
+        self._good, self._in_a_row = place, 0
+        if self._keeps:
+            self._snapshot = Snapshot(run.state)
+
+    def _diverged(
+        self, run: Running, differences: list[Difference], at: Place, done: Sequence[Dispatched]
+    ) -> None:
+        """Name the devices; stop, or go back.
+
+        Args:
+            run: the run.
+            differences: between devices.
+            at: where they were found.
+            done: the steps that have finished since the last look.
+        """
+        wrong, how = _outvoted(differences), ""
+        if not wrong:
+            wrong, how = self._replayed(run, differences, done)
+        text = self._text(run, differences, wrong, at, how)
+        advice = f"start again without {_names(run, wrong)}" if wrong else "test these devices"
+        good = self._good
+        assert good is not None
+        if not self._restoring or self._snapshot is None:
+            back = f"go back to step {good.step} and on from there"
+            told = f"{text}: {advice}, or have on_divergence='restore' {back}"
+            self._fail(run, ReplicasDifferError(told))
+        self._in_a_row += 1
+        if self._in_a_row > RESTORES:
+            again = f"again after {RESTORES} restores of step {good.step}"
+            self._fail(run, ReplicasDifferError(f"{text}, {again}: {advice}"))
+        self.restores += 1
+        devices = run.dp.mesh.devices.flat
+        metrics = {f"device_{devices[place].id}": 1.0 for place in wrong}
+        run.go_back(self._snapshot.restore(), good, text, metrics)
+
+    def _replayed(
+        self, run: Running, differences: list[Difference], done: Sequence[Dispatched]
+    ) -> tuple[list[int], str]:
+        """Places of the devices that a replay from the last good state contradicts, and its words.
+
+        What one replica computed from wrong weights is in the gradient that all were given. So none
+        may be where the replay is, but the right one is the nearest: it has not the fault itself.
+        """
+        if self._snapshot is None or self._good is None:
+            return [], "no state to replay from is kept"
+        step = run.place.step
+        # As long as no step has been finite again, all of the state has stood still.
+        for each in reversed([*done, *run.dp.job.in_flight.remaining]):
+            if not bool(each.not_finite):
+                break
+            step = each.place.step - 1
+        count = max(step - self._good.step, 0)
+        steps = f"{count} steps" if count > 1 else "the step"
+        source = f"a replay of {steps} since" if count else "the last good state"
+        replay = self._snapshot.restore()
+        for batch in itertools.islice(_batches(run, self._good), count):
+            replay, _ = run.dp.step(replay, batch)
+        if self._fingerprint.differences(self._fingerprint.take(replay)):
+            return [], f"{source} makes them differ again"
+        votes, exact = self._fingerprint.votes(differences, run.state, replay)
+        best = max(votes.values())
+        wrong = sorted(place for place, count in votes.items() if count < best)
+        if not wrong:
+            return [], f"{source} is as near to each"
+        verb = "gives the bits of" if exact else "comes nearest to"
+        return wrong, f"{source} {verb} {_names(run, sorted({*votes} - {*wrong}))}"
+
+    def _text(
+        self,
+        run: Running,
+        differences: list[Difference],
+        wrong: Sequence[int],
+        at: Place,
+        how: str = "",
+    ) -> str:
+        """Who differs in what, and since when."""
+        what = named(list(dict.fromkeys(each.leaf for each in differences)))
+        when = f"after step {at.step}" if at.step else "before the first step"
+        if self._good is not None:
+            when += f"; all were equal after step {self._good.step}"
+        if how:
+            when += f"; {how}"
+        if wrong:
+            verb = "holds" if len(wrong) == 1 else "hold"
+            return f"{_names(run, wrong)} {verb} wrong bits in {what} {when}"
+        names = _names(
+            run, sorted({place for each in differences for place in sum(each.groups, ())})
+        )
+        return f"{names} hold different bits in {what} {when}; who is right is open"
+
+    def _fail(self, run: Running, error: Exception) -> NoReturn:
+        """Raise `error`, as all processes do."""
+        run.dp.job.barrier("what an audit has found")
+        raise error
+
+
+def _outvoted(differences: list[Difference]) -> list[int]:
+    """Places of the devices that most others contradict."""
+    return sorted({place for each in differences for place in each.wrong or ()})
+
+
+def _batches(run: Running, since: Place) -> Iterator[Batch]:
+    """The batches after `since`, once more."""
+    yield from run.dp.feed(run.source, epoch=since.epoch, first=since.batch)
+    for epoch in itertools.count(since.epoch + 1):
+        yield from run.dp.feed(run.source, epoch=epoch)
+
+
+def _names(run: Running, places: Sequence[int]) -> str:
+    """`devices 4 and 5 of process 1`."""
+    of: dict[int, list[str]] = {}
+    for device in (run.dp.mesh.devices.flat[place] for place in places):
+        of.setdefault(device.process_index, []).append(str(device.id))
+    return listed(
+        [f"device{'s' * (len(ids) > 1)} {listed(ids)} of process {p}" for p, ids in of.items()]
+    )

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from replicax.core.modes import MODES
 from replicax.errors import ConfigError
+from replicax.train.places import read_bytes
 from replicax.train.records import plain_config
 
 HARMLESS = (
@@ -81,7 +82,7 @@ def read_config(path: Path) -> dict[str, Any]:
         ConfigError: it cannot be read, or is damaged.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_bytes(path))
         if not isinstance(value, dict):
             raise ValueError(f"a JSON {type(value).__name__}, where an object belongs")
     except (OSError, ValueError) as error:

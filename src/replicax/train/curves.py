@@ -1,6 +1,7 @@
 """Records -> a picture of the run, drawn while it goes."""
 
 import contextlib
+import io
 import itertools
 import math
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 from replicax.errors import MissingDependencyError, require
 from replicax.train.hook import Hook, Running
+from replicax.train.places import write_whole
 from replicax.train.records import Record
 
 FILE = "curves.png"
@@ -22,8 +24,7 @@ MOST_POINTS = 1000
 LOG_SCALE_FROM = 30.0
 """Largest loss over smallest from which a linear axis would hide the end of a run."""
 RATES = 50
-"""At most so many rates are drawn, each over as much of the time: records that an evaluation cut
-short would make a zigzag."""
+"""At most so many are drawn: those of single records would make a zigzag."""
 
 Panels = dict[str, dict[str, list[tuple[int, float]]]]
 """Metric -> series (`train`, `eval`, or the name of a set that was evaluated) -> steps, values."""
@@ -33,12 +34,11 @@ class Curves(Hook):
     """Draws `curves.png` in the run's folder, in a thread while it trains, and once it is over.
 
     Args:
-        title: of the picture; the folder's name by default.
         seconds: at least so many are between two drawings.
     """
 
-    def __init__(self, title: str | None = None, seconds: float = 60.0) -> None:
-        self._title, self._seconds = title, seconds
+    def __init__(self, seconds: float = 60.0) -> None:
+        self._seconds = seconds
         self._begun_at = time.monotonic()
         self._thread = ThreadPoolExecutor(1, "replicax-curves")
         self._drawing: Future[None] | None = None
@@ -64,22 +64,19 @@ class Curves(Hook):
         if run.folder is None or not run.records:
             return
         try:
-            draw_curves(run.records, run.folder / FILE, self._title_of(run.folder))
+            draw_curves(run.records, run.folder / FILE)
         except MissingDependencyError as error:
             run.say(f"no {FILE}: {error}")
 
     def _draw(self, records: list[Record], folder: Path) -> None:
         with contextlib.suppress(MissingDependencyError):  # the end says so
-            draw_curves(records, folder / FILE, self._title_of(folder))
-
-    def _title_of(self, folder: Path) -> str:
-        return self._title or folder.resolve().name
+            draw_curves(records, folder / FILE)
 
 
-def draw_curves(records: Sequence[Record], path: Path, title: str) -> None:
+def draw_curves(records: Sequence[Record], path: Path) -> None:
     """Draw every metric and figure over the steps, one panel each, and rows per second.
 
-    Who looks at `path` meanwhile finds what was there before.
+    The title is the folder's name. Who looks at `path` meanwhile finds what was there before.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
@@ -90,7 +87,7 @@ def draw_curves(records: Sequence[Record], path: Path, title: str) -> None:
     rows = -(-count // COLUMNS)
     columns = -(-count // rows)
     figure = figure_module.Figure(figsize=(4.2 * columns, 3.3 * rows), layout="constrained")
-    figure.suptitle(title, parse_math=False)
+    figure.suptitle(path.parent.resolve().name, parse_math=False)
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axis, (name, series) in zip(axes, panels.items(), strict=False):
         _draw_panel(axis, name, series)
@@ -99,11 +96,9 @@ def draw_curves(records: Sequence[Record], path: Path, title: str) -> None:
     _draw_rates(axes[count - 1], records)
     for axis in axes[count:]:
         axis.set_visible(False)
-    beside = path.with_name(f"{path.name}.new")
-    beside.unlink(missing_ok=True)  # it may be a link to elsewhere
-    with beside.open("xb") as file:
-        figure.savefig(file, format="png", dpi=150)
-    beside.replace(path)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=150)
+    write_whole(path, picture.getvalue())
 
 
 def panels_of(records: Sequence[Record]) -> Panels:
@@ -120,25 +115,12 @@ def panels_of(records: Sequence[Record]) -> Panels:
 
 
 def rates_of(records: Sequence[Record]) -> list[tuple[int, float]]:
-    """Return steps and rows per second, each over at least a part in `RATES` of the timed seconds.
-
-    Args:
-        records: of any kind; those of train records that were timed are looked at.
-    """
+    """Return steps and rows per second of the train records that were timed, a few together."""
     timed = [record for record in records if record.kind == "train" and record.seconds > 0]
-    least = math.fsum(record.seconds for record in timed) / RATES
-    windows: list[tuple[int, int, float]] = []
-    for record in timed:
-        rows, seconds = record.rows, record.seconds
-        if windows and windows[-1][2] < least:
-            _, more_rows, more_seconds = windows.pop()
-            rows, seconds = rows + more_rows, seconds + more_seconds
-        windows.append((record.step, rows, seconds))
-    if len(windows) > 1 and windows[-1][2] < least:  # the rest
-        _, rows, seconds = windows.pop(-2)
-        step, more_rows, more_seconds = windows.pop()
-        windows.append((step, rows + more_rows, seconds + more_seconds))
-    return [(step, rows / seconds) for step, rows, seconds in windows]
+    return [
+        (each[-1].step, sum(r.rows for r in each) / math.fsum(r.seconds for r in each))
+        for each in _groups(timed, RATES)
+    ]
 
 
 def _values(record: Record, trained: set[str]) -> Iterator[tuple[str, str, float]]:
@@ -172,8 +154,7 @@ def _draw_rates(axis: Any, records: Sequence[Record]) -> None:
     axis.set_ylabel("rows per second")
     fastest = max((rate for _, rate in rates), default=1.0)
     axis.set_ylim(0, 1.1 * fastest)
-    if fastest > 10:
-        axis.yaxis.set_major_formatter("{x:,.0f}")
+    axis.yaxis.set_major_formatter(_short())
     _dress(axis)
 
 
@@ -182,10 +163,10 @@ def _plot(axis: Any, label: str, points: list[tuple[int, float]], colour: str) -
         return
     # One point has no line, and many markers hide theirs.
     few = len(points) == 1 or (label != "train" and len(points) <= MOST_MARKERS)
-    steps, values = zip(*_thinned(points), strict=True)
+    groups = _groups(points, MOST_POINTS)
     axis.plot(
-        steps,
-        values,
+        [each[-1][0] for each in groups],
+        [_mean([value for _, value in each]) for each in groups],
         color=colour,
         label=label,
         marker="o" if few else None,
@@ -194,13 +175,10 @@ def _plot(axis: Any, label: str, points: list[tuple[int, float]], colour: str) -
     )
 
 
-def _thinned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Return `points`, or means of neighbours where there are more than can be seen."""
-    size = -(-len(points) // MOST_POINTS)
-    if size <= 1:
-        return points
-    groups = [points[at : at + size] for at in range(0, len(points), size)]
-    return [(each[-1][0], _mean([value for _, value in each])) for each in groups]
+def _groups(items: Sequence[Any], most: int) -> list[Sequence[Any]]:
+    """Return `items` in at most so many groups of neighbours."""
+    size = max(-(-len(items) // most), 1)
+    return [items[at : at + size] for at in range(0, len(items), size)]
 
 
 def _mean(values: list[float]) -> float:
@@ -217,13 +195,11 @@ def _use_log_scale(axis: Any, series: dict[str, list[tuple[int, float]]]) -> Non
 def _dress(axis: Any) -> None:
     axis.set_xlabel("step")
     axis.xaxis.get_major_locator().set_params(integer=True)
-    axis.xaxis.set_major_formatter(_short if axis.get_xlim()[1] >= 100_000 else "{x:,.0f}")
+    axis.xaxis.set_major_formatter(_short())
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(alpha=0.25)
 
 
-def _short(step: float, _: int) -> str:
-    """`0`, `250k` or `1.5M`: in a small panel, longer ones would run into each other."""
-    if step >= 1e6:
-        return f"{step / 1e6:g}M"
-    return f"{step / 1e3:g}k" if step >= 1e3 else f"{step:g}"
+def _short() -> Any:
+    """Return what writes `0`, `250k` or `1.5M`: in a small panel, longer ones would collide."""
+    return require("matplotlib.ticker", "cli").EngFormatter(sep="")

@@ -7,6 +7,7 @@ longer equal. Here each device sums up its own.
 import collections
 import dataclasses
 import hashlib
+import math
 from functools import lru_cache, partial
 from typing import Any
 
@@ -53,35 +54,21 @@ class Fingerprint:
 
     def __init__(self, state: PyTree) -> None:
         paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(state), strict=True)
-        shardings: list[NamedSharding] = [leaf.sharding for leaf in leaves]
-        self.mesh: Mesh = shardings[0].mesh  # type: ignore[assignment]
+        self.mesh: Mesh = leaves[0].sharding.mesh
         self.leaves = tuple(jax.tree_util.keystr(path).lstrip(".") for path in paths)
-        self._specs = tuple(sharding.spec for sharding in shardings)
-        self._alike = [_alike(self.mesh, spec) for spec in self._specs]
-        self._bytes = [
-            _bytes(leaf.dtype) * int(np.prod(sharding.shard_shape(leaf.shape)))
-            for leaf, sharding in zip(leaves, shardings, strict=True)
-        ]
-
-    @property
-    def compared(self) -> tuple[str, ...]:
+        self._specs = tuple(leaf.sharding.spec for leaf in leaves)
+        self._alike = [_alike(leaf) for leaf in leaves]
+        self.compared: list[str] = []
         """The leaves that more than one device holds."""
-        pairs = zip(self.leaves, self._alike, strict=True)
-        return tuple(leaf for leaf, alike in pairs if len(alike[0]) > 1)
-
-    @property
-    def compared_bytes(self) -> int:
-        """Bytes of a device that another holds too."""
-        return sum(size for size, alike in self._sized if len(alike[0]) > 1)
-
-    @property
-    def alone_bytes(self) -> int:
-        """Bytes of a device that no other holds, so that nothing can be compared with them."""
-        return sum(size for size, alike in self._sized if len(alike[0]) == 1)
-
-    @property
-    def _sized(self) -> zip:  # type: ignore[type-arg]
-        return zip(self._bytes, self._alike, strict=True)
+        self.compared_bytes = self.alone_bytes = 0
+        """Bytes of a device that another holds too, and that no other does."""
+        for name, leaf, alike in zip(self.leaves, leaves, self._alike, strict=True):
+            size = leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
+            if len(alike[0]) > 1:
+                self.compared.append(name)
+                self.compared_bytes += size
+            else:
+                self.alone_bytes += size
 
     def take(self, state: PyTree) -> jax.Array:
         """Fingerprint `state` on the devices, without waiting for it.
@@ -95,15 +82,15 @@ class Fingerprint:
 
     def differences(self, table: jax.Array) -> list[Difference]:
         """What is not equal and should be; all processes learn the same."""
-        numbers = np.asarray(table.addressable_data(0))
-        if (numbers == numbers[:1]).all():
+        of = np.asarray(table.addressable_data(0))
+        if (of == of[:1]).all():
             return []
         found = []
         for column, (leaf, alike) in enumerate(zip(self.leaves, self._alike, strict=True)):
             for places in alike:
                 groups: dict[bytes, list[int]] = collections.defaultdict(list)
                 for place in places:
-                    groups[numbers[place, column].tobytes()].append(place)
+                    groups[of[place, column].tobytes()].append(place)
                 if len(groups) > 1:
                     ordered = sorted(groups.values(), key=lambda group: (-len(group), group))
                     found.append(Difference(leaf, tuple(map(tuple, ordered))))
@@ -120,9 +107,37 @@ class Fingerprint:
         It takes that much memory on every device, so it is for the one leaf that is in question.
         """
         column = self.leaves.index(leaf)
-        spec = self._specs[column]
-        copies: jax.Array = _copies(self.mesh, spec)(jax.tree.leaves(state)[column])
+        copies: jax.Array = _copies(self.mesh, self._specs[column])(jax.tree.leaves(state)[column])
         return np.asarray(copies.addressable_data(0))
+
+    def votes(
+        self, differences: list[Difference], state: PyTree, replay: PyTree
+    ) -> tuple[dict[int, int], bool]:
+        """Elements in which each device is nearest to `replay`, and whether the best equals it.
+
+        Only those count in which devices differ from each other.
+        """
+        votes = {place: 0 for each in differences for place in sum(each.groups, ())}
+        exact = True
+        for each in differences:
+            held, again = self.gather(state, each.leaf), self.gather(replay, each.leaf)
+            places = [group[0] for group in each.groups]
+            distance = np.stack([_distance(held[place], again[place]) for place in places])
+            apart = distance[:, (distance != distance[:1]).any(0)]
+            exact &= not apart.min(0, initial=np.inf).any()
+            nearest = (apart == apart.min(0)).sum(1)
+            for group, count in zip(each.groups, nearest, strict=True):
+                votes |= {place: votes[place] + int(count) for place in group}
+        return votes, exact
+
+
+def _distance(held: np.ndarray, again: np.ndarray) -> Any:
+    """How far each element is from what it should be: 0 for the same bits alone."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        apart = np.abs(held.astype(np.complex128) - again.astype(np.complex128))
+    apart = np.where(np.isnan(apart), np.inf, np.maximum(apart, np.finfo(np.float64).tiny))
+    differ = held[..., None].view(np.uint8) != again[..., None].view(np.uint8)
+    return np.where(differ.any(-1), apart, 0.0).reshape(-1)
 
 
 def fingerprint(array: jax.Array) -> jax.Array:
@@ -155,8 +170,7 @@ def _not_finite(array: jax.Array) -> jax.Array:
 
 def _words(array: jax.Array) -> jax.Array:
     """The bits of `array` as uint32s."""
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        array = jax.random.key_data(array)
+    array = numbers(array)
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         array = jnp.stack([array.real, array.imag])
     if array.dtype == jnp.bool_:
@@ -182,9 +196,7 @@ def _program(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> Any:
 @lru_cache(maxsize=16)
 def _copies(mesh: Mesh, spec: PartitionSpec) -> Any:
     def copies(leaf: jax.Array) -> jax.Array:
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf = jax.random.key_data(leaf)
-        everybodys: jax.Array = lax.all_gather(leaf, mesh.axis_names)
+        everybodys: jax.Array = lax.all_gather(numbers(leaf), mesh.axis_names)
         return everybodys
 
     return _on_every_device(copies, mesh, spec)
@@ -202,23 +214,13 @@ def _on_every_device(function: Any, mesh: Mesh, specs: Any) -> Any:
     return jax.jit(mapped, in_shardings=(jax.tree.map(place, specs, **is_spec),))
 
 
-def _alike(mesh: Mesh, spec: PartitionSpec) -> list[list[int]]:
-    """Places in the mesh by which part of an array with `spec` they hold."""
-    split = {axis for axes in spec if axes for axis in ([axes] if isinstance(axes, str) else axes)}
-    kept = [number for number, axis in enumerate(mesh.axis_names) if axis in split]
-    parts: dict[tuple[int, ...], list[int]] = collections.defaultdict(list)
-    for place, where in enumerate(np.ndindex(*mesh.devices.shape)):
-        parts[tuple(where[number] for number in kept)].append(place)
-    return list(parts.values())
-
-
-def _bytes(dtype: Any) -> int:
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return (
-            int(np.prod(jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype)).shape))
-            * 4
-        )
-    return int(dtype.itemsize)
+def _alike(leaf: Any) -> list[list[int]]:
+    """Places in the mesh of `leaf` by which part of it they hold."""
+    parts = leaf.sharding.devices_indices_map(leaf.shape)
+    places: dict[str, list[int]] = collections.defaultdict(list)
+    for place, device in enumerate(leaf.sharding.mesh.devices.flat):
+        places[str(parts[device])].append(place)
+    return list(places.values())
 
 
 def sha256(data: PyTree) -> str:

@@ -7,29 +7,37 @@ A line says how far a start has come: the seconds of each bucket since it began,
 last mark. A start's last line counts. What it did is lost where a later start goes on from before:
 a start that restores the checkpoint of step S throws away all that was done after the last mark of
 S, be it in one earlier start or in several, but for the seconds of `saving` and `restoring`. A
-start that restores nothing throws away all. Lines that are broken, or none of ours, are skipped.
+start that restores nothing throws away all. Lines that are broken are skipped.
 
 Time between a start's last line and the next start is no wall time of the run: it is `down`.
 """
 
 import contextlib
 import dataclasses
+import itertools
+import json
 import math
-import threading
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from replicax.train.goodput_file import (
-    BUCKETS,
-    Appender,
-    Line,
-    Seconds,
-    nothing_spent,
-    read_lines,
-)
+from replicax.train.lines import Lines
+from replicax.train.places import read_bytes
 from replicax.wording import duration
+
+FILE = "goodput.jsonl"
+
+BUCKETS = (
+    *("productive", "compiling", "lost", "saving", "restoring", "waiting", "hooks", "starting"),
+)
+"""Where time goes: to steps and evaluations that count, to compiling, to what was thrown away, to
+what saving keeps the loop from, to reading and verifying a checkpoint, to waiting for input, to
+hooks, and to all that comes before."""
+
+Seconds = dict[str, float]
+"""Bucket -> seconds."""
 
 _STAYS = ("saving", "restoring", "lost")
 """Buckets whose seconds stay where they are when what was done is thrown away."""
@@ -37,9 +45,6 @@ _STAYS = ("saving", "restoring", "lost")
 _SECONDS_BETWEEN_BEATS = 5.0
 _SHARE_BETWEEN_BEATS = 1e-3
 """Of a start's time: a month of it leaves some thousand lines, and not half a million."""
-
-_COLUMNS = 80
-_MARGIN = 7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,55 +73,34 @@ class Goodput:
 
     def lines(self) -> list[str]:
         """For the closing summary, in 80 columns; buckets under 0.05% are left out."""
-        wall = self.wall_seconds
-        starts = f" over {self.starts:,} starts" if self.starts > 1 else ""
+        wall, blank = self.wall_seconds, "\N{NO-BREAK SPACE}"
+        most = f" (most {max(self.hooks, key=self.hooks.__getitem__)})" if self.hooks else ""
         parts = [
-            f"{bucket} {self.seconds[bucket] / wall:.1%}{self._most(bucket)}"
+            f"{bucket} {self.seconds[bucket] / wall:.1%}{most if bucket == 'hooks' else ''}"
             for bucket in BUCKETS
             if self.seconds[bucket] >= 5e-4 * wall > 0
         ]
         if self.down_seconds > 0:
             parts.append(f"and {duration(self.down_seconds)} between the starts")
-        lines = [f"{'time':<{_MARGIN}}{duration(wall)}{starts}" + (":" if parts else "")]
-        for number, part in enumerate(parts):
-            joined = f"{lines[-1]} {part}" if number == 0 else f"{lines[-1]} · {part}"
-            if len(joined) <= _COLUMNS:
-                lines[-1] = joined
-            else:
-                lines.append(f"{' ' * _MARGIN}· {part}")
-        return lines
-
-    def _most(self, bucket: str) -> str:
-        """The hook that took most of its time, after the bucket of the hooks."""
-        if bucket != "hooks" or not self.hooks:
-            return ""
-        return f" (most {max(self.hooks, key=lambda name: self.hooks[name])})"
-
-    def to_json(self) -> dict[str, Any]:
-        """The same as JSON values."""
-        return {
-            "wall_seconds": self.wall_seconds,
-            "productive_fraction": self.productive_fraction,
-            "starts": self.starts,
-            "down_seconds": self.down_seconds,
-            "seconds": dict(self.seconds),
-            "hooks": dict(self.hooks),
-        }
+        starts = f" over {self.starts:,} starts" if self.starts > 1 else ""
+        said = f" ·{blank}".join(part.replace(" ", blank) for part in parts)
+        text = f"time   {duration(wall)}{starts}{':' if parts else ''} {said}"
+        lines = textwrap.wrap(text, 80, subsequent_indent=" " * 7, break_on_hyphens=False)
+        return [line.replace(blank, " ") for line in lines]
 
 
 class Ledger:
     """Counts the time of one start: there is always one bucket that it goes to.
 
     So the buckets add up to the wall time since the ledger was made, whatever happens. It begins in
-    `starting`. A thread may call `beat` beside the one that trains. A file that cannot be written
-    stops nothing: `fault` says why, and the next line is tried again.
+    `starting`. A file that cannot be written stops nothing: `fault` says why, and the next line is
+    tried again.
 
     Args:
         path: `goodput.jsonl`; None counts in memory only, for processes other than 0 and for runs
             without a folder.
         token: of this start, larger than that of any before. Lines of this token or a larger one
             are not of an earlier start, and are skipped.
-        before_seconds: what this start took before the ledger was made, for `starting`.
         clock: seconds that pass.
         now: seconds since 1970, to tell how long the run was down.
     """
@@ -126,39 +110,32 @@ class Ledger:
         path: Path | None,
         token: int = 1,
         *,
-        before_seconds: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
     ) -> None:
-        self._clock, self._now, self._token = clock, now, token
-        self._counting = threading.Lock()  # held for no I/O: `enter` never waits for a file
-        self._writing = threading.Lock()
-        self._seconds = nothing_spent()
-        self._seconds["starting"] = max(0.0, before_seconds)
+        self._lines = None if path is None else Lines(path)
+        self._clock, self._now = clock, now
+        self._seconds, self._bucket = dict.fromkeys(BUCKETS, 0.0), "starting"
         self._made = self._since = self._written_at = clock()
-        self._began = now() - self._seconds["starting"]
-        self._bucket = "starting"
-        self._known = False
-        self._restored: int | None = None
-        self._step: int | None = None
-        self._earlier = _History()
-        self._unread: str | None = None
-        self._appender: Appender | None = None
-        if path is not None:
-            lines, self._unread = read_lines(path, token)
-            self._earlier, self._appender = _history(lines), Appender(path)
+        self._began = now()
+        self._told: dict[str, Any] = {"start": token, "step": None}
+        self._earlier: list[_Start] = []
+        self._before_line = ""
         self.fault: str | None = None
         self.hooks: Mapping[str, float] = {}
         """Name -> seconds that the loop has spent in each hook, kept by who calls them."""
+        if path is not None:
+            with contextlib.suppress(OSError):  # writing tells
+                text = read_bytes(path)
+                self._earlier = _starts(text, token)
+                self._before_line = "\n" if text and not text.endswith(b"\n") else ""
         self._write(mark=False)
 
     def enter(self, bucket: str) -> None:
         """From now on time goes to `bucket`."""
-        assert bucket in self._seconds, bucket
-        with self._counting:
-            at = self._clock()
-            self._seconds[self._bucket] += at - self._since
-            self._bucket, self._since = bucket, at
+        at = self._clock()
+        self._seconds[self._bucket] += at - self._since
+        self._bucket, self._since = bucket, at
 
     @contextlib.contextmanager
     def spending(self, bucket: str) -> Iterator[None]:
@@ -173,23 +150,23 @@ class Ledger:
     def move(self, source: str, target: str, seconds: float) -> None:
         """Count `seconds` for `target` that went to `source`, as far as it has as many."""
         self.enter(self._bucket)  # what has passed up to here
-        with self._counting:
-            moved = max(0.0, min(seconds, self._seconds[source]))
-            self._seconds[source] -= moved
-            self._seconds[target] += moved
+        moved = max(0.0, min(seconds, self._seconds[source]))
+        self._seconds[source] -= moved
+        self._seconds[target] += moved
 
     def restored(self, step: int | None) -> None:
         """This start goes on from the checkpoint of `step`; None: it begins anew, from nothing.
 
         What earlier starts did after it is lost. Until this is called nothing is.
         """
-        self._known, self._restored, self._step = True, step, step
-        self._earlier.throw_away(step)
+        self._told |= {"restored": step, "step": step}
+        for start in self._earlier:
+            start.cut(step)
         self._write(mark=False)
 
     def mark(self, step: int) -> None:
         """A checkpoint of `step` is being taken: who restores it loses nothing up to here."""
-        self._step = step
+        self._told["step"] = step
         self._write(mark=True)
 
     def beat(self) -> None:
@@ -210,69 +187,60 @@ class Ledger:
                 no checkpoint has it: true of what follows a last checkpoint (drawing, say), false
                 of a start that failed, which is done again from there.
         """
-        self._write(mark=kept and self._step is not None)
-        with self._writing:
-            if self._appender is not None:
-                self._appender.close()
-                self._appender = None
+        self._write(mark=kept and self._told["step"] is not None, last=True)
+        self._lines = None
 
     def summary(self) -> Goodput:
         """Of all starts up to now."""
-        seconds, spent = self._earlier.seconds(), self._spent()
-        for bucket in BUCKETS:
-            seconds[bucket] += spent[bucket]
-        down = self._earlier.down_seconds
-        if self._earlier.starts:
-            down += max(0.0, self._began - self._earlier.ended)
-        return Goodput(seconds, len(self._earlier.starts) + 1, down, self._of_hooks())
+        every = [*(start.seconds for start in self._earlier), self._spent()]
+        seconds = {bucket: math.fsum(each[bucket] for each in every) for bucket in BUCKETS}
+        ends = [start.ended for start in self._earlier]
+        begins = [*(start.began for start in self._earlier), self._began][1:]
+        down = math.fsum(max(0.0, begin - end) for end, begin in zip(ends, begins, strict=True))
+        return Goodput(seconds, len(every), down, dict(self.hooks))
 
     def _spent(self) -> Seconds:
-        with self._counting:
-            seconds = dict(self._seconds)
-            seconds[self._bucket] += self._clock() - self._since
+        """Since this start began, with the share of the hooks."""
+        self.enter(self._bucket)
+        seconds = dict(self._seconds)
         taken = min(math.fsum(self.hooks.values()), seconds["productive"])
         seconds["productive"] -= taken
         seconds["hooks"] += taken
         return seconds
 
-    def _of_hooks(self) -> dict[str, float]:
-        """Those that took a millisecond and more."""
-        return {name: round(took, 3) for name, took in self.hooks.items() if took >= 1e-3}
-
-    def _write(self, *, mark: bool) -> None:
-        with self._writing:  # a beat of another thread does not come after what is newer
-            self._written_at = self._clock()
-            if self._appender is None:
-                return
-            line = Line(
-                start=self._token,
-                known=self._known,
-                restored=self._restored,
-                step=self._step,
-                mark=mark,
-                at=self._now(),
-                seconds=self._spent(),
-                hooks=self._of_hooks(),
-            )
-            self.fault = self._appender.append(line) or self._unread
+    def _write(self, *, mark: bool, last: bool = False) -> None:
+        self._written_at = self._clock()
+        if self._lines is None:
+            return
+        line = {**self._told, "mark": mark, "at": self._now(), "seconds": self._spent()}
+        try:
+            self._lines.append(f"{self._before_line}{json.dumps(line)}")
+            if mark or last:
+                self._lines.sync()
+            self._before_line, self.fault = "", None
+        except OSError as error:
+            self._before_line = "\n"  # after what a full disk has left of it
+            self.fault = f"{self._lines.path}: {error.strerror}"
 
 
-@dataclasses.dataclass
 class _Start:
-    """What is left of an earlier start."""
+    """An earlier start, and what later ones have left of its time.
 
-    began: float
-    ended: float
-    seconds: Seconds
-    marks: list[tuple[int, Seconds]]
-    line: Line
-    """The last one."""
+    Args:
+        lines: its own.
+    """
+
+    def __init__(self, lines: list[dict[str, Any]]) -> None:
+        first, self.last = lines[0], lines[-1]
+        self.began = first["at"] - math.fsum(first["seconds"].values())
+        self.ended, self.seconds = self.last["at"], self.last["seconds"]
+        self._marks = [line for line in lines if line["mark"]]
 
     def cut(self, step: int | None) -> None:
         """Throw away what was done after the last mark up to `step`, or all where there is none."""
-        while self.marks and (step is None or self.marks[-1][0] > step):
-            self.marks.pop()
-        base = self.marks[-1][1] if self.marks else nothing_spent()
+        while self._marks and (step is None or self._marks[-1]["step"] > step):
+            self._marks.pop()
+        base = self._marks[-1]["seconds"] if self._marks else dict.fromkeys(BUCKETS, 0.0)
         goes = [bucket for bucket in BUCKETS if bucket not in _STAYS]
         lost = math.fsum(self.seconds[bucket] - base[bucket] for bucket in goes)
         if lost > 0:  # it can be less, where seconds were moved after the mark
@@ -280,48 +248,26 @@ class _Start:
             self.seconds["lost"] += lost
 
 
-@dataclasses.dataclass
-class _History:
-    """The earlier starts of a run, the first one first."""
-
-    starts: list[_Start] = dataclasses.field(default_factory=list)
-    down_seconds: float = 0.0
-
-    @property
-    def ended(self) -> float:
-        return self.starts[-1].ended
-
-    def throw_away(self, step: int | None) -> None:
-        for start in self.starts:  # those before the one with the mark end at theirs already
-            start.cut(step)
-
-    def seconds(self) -> Seconds:
-        return {
-            bucket: math.fsum(start.seconds[bucket] for start in self.starts) for bucket in BUCKETS
-        }
+def _starts(text: bytes, below: int) -> list[_Start]:
+    """The starts with a token under `below`, each with what the later ones have left of it."""
+    newest, lines = 0, []
+    for line in map(_line, text.splitlines()):
+        if line is not None and newest <= line["start"] < below:  # else one that had been replaced
+            newest = line["start"]
+            lines.append(line)
+    starts: list[_Start] = []
+    for _, own in itertools.groupby(lines, key=lambda line: line["start"]):
+        starts.append(_Start(list(own)))
+        if "restored" in starts[-1].last:
+            for start in starts[:-1]:
+                start.cut(starts[-1].last["restored"])
+    return starts
 
 
-def _history(lines: Iterator[Line]) -> _History:
-    """The starts that `lines` tell of, each with what the later ones have left of it."""
-    starts: dict[int, _Start] = {}
-    newest = 0
-    for line in lines:
-        if line.start < newest:  # of a start that is over, and did not know it
-            continue
-        newest, total = line.start, math.fsum(line.seconds.values())
-        if newest not in starts:
-            starts[newest] = _Start(line.at - total, line.at, line.seconds, [], line)
-        start = starts[newest]
-        if total < math.fsum(start.seconds.values()) - 1e-6:  # time does not run back
-            continue
-        start.seconds, start.ended, start.line = line.seconds, max(start.ended, line.at), line
-        if line.mark and line.step is not None:
-            start.marks.append((line.step, line.seconds))
-    history = _History()
-    for start in starts.values():
-        if start.line.known:
-            history.throw_away(start.line.restored)
-        if history.starts:
-            history.down_seconds += max(0.0, start.began - history.ended)
-        history.starts.append(start)
-    return history
+def _line(text: bytes) -> dict[str, Any] | None:
+    """The line that `text` is; None where a kill, or a full disk, has left a part of one."""
+    try:
+        line: dict[str, Any] = json.loads(text)
+        return {**line, "seconds": dict.fromkeys(BUCKETS, 0.0) | line["seconds"]}
+    except (ValueError, TypeError, KeyError):
+        return None

@@ -40,7 +40,10 @@ class Running(Protocol):
 
     @property
     def folder(self) -> Path | None:
-        """Of the run; None where it has none, and in processes other than 0."""
+        """Of the run; None where it has none, and in processes other than 0.
+
+        Of a run in an object store it is an `etils.epath.Path`, which reads and writes alike.
+        """
 
     @property
     def is_main(self) -> bool:

@@ -6,12 +6,11 @@ A lease is Gray and Cheriton's ("Leases", SOSP 1989), its token what Chubby call
 00000004-<random>.json      who start 4 is; touched every `RENEW_SECONDS`
 00000004-<random>.released  it has given the run back
 
-Whoever takes a run writes a file with the next token, then lists the folder, and withdraws its file
-where another's has the same token or a higher one. A list shows every file that was whole before it
-was asked for. So if one start does not see the other's file, that one was written later, and its
-start, which lists later still, sees the first: at most one of two sees only itself. Both may
-withdraw; they begin again after pauses of random length. That takes no locks and no links. A start
-that was frozen, and taken for dead, finds the higher token before it commits anything.
+Whoever takes a run writes a file with the next token, then lists the folder, and withdraws where
+another file has that token or a higher one. A list shows every file that was whole before it: if
+one start does not see the other's, that was written later, and its start, which lists later still,
+sees the first. So at most one of two sees only itself; where both withdraw they begin again after
+random pauses. A frozen start, taken for dead, finds the higher token before it commits anything.
 """
 
 import contextlib
@@ -28,12 +27,10 @@ from pathlib import Path
 from typing import Any
 
 from replicax.errors import CheckpointError, ConfigError, RunInUseError
-from replicax.train.places import write_whole
+from replicax.train.places import make_folder, names, read_touched, remove, touch, write_whole
 
-RENEW_SECONDS = 5.0
-"""Between two heartbeats of a start."""
-EXPIRE_SECONDS = 30.0
-"""Without one, and the start of another host counts as dead."""
+RENEW_SECONDS, EXPIRE_SECONDS = 5.0, 30.0
+"""Between two heartbeats; and without one, until the start of another host counts as dead."""
 MOST_KEPT = 8
 """Starts whose files are kept."""
 _LOOK_SECONDS = 0.5
@@ -64,10 +61,8 @@ class Lease(contextlib.AbstractContextManager["Lease"]):
         except (FileNotFoundError, NotADirectoryError):
             tokens = {}
         except OSError as error:
-            raise CheckpointError(
-                f"{self._file.parent} cannot be read ({error.strerror}), so another start may have "
-                "taken the run over; nothing is committed until it can be"
-            ) from error
+            why = f"{self._file.parent} cannot be read ({error.strerror})"
+            raise CheckpointError(f"{why}, so nobody knows whose it is; try again") from error
         newest = max(tokens, key=lambda name: tokens[name], default="")
         if tokens.get(newest, 0) > self.token:
             who = _look(self._file.with_name(newest).with_suffix(".json"))[0].get("who", newest)
@@ -83,13 +78,13 @@ class Lease(contextlib.AbstractContextManager["Lease"]):
             return
         self._ended.set()
         with contextlib.suppress(OSError):  # then the next start finds out by itself
-            if self._file.exists():  # else the folder is another one
-                self._file.with_suffix(".released").touch()
+            if self._file.name in names(self._file.parent):  # else the folder is another one
+                write_whole(self._file.with_suffix(".released"), b"")
 
     def _renew(self) -> None:
         while not self._ended.wait(RENEW_SECONDS):
             with contextlib.suppress(OSError):  # `check` tells what comes of it
-                os.utime(self._file)
+                touch(self._file)
 
 
 def take_lease(folder: Path) -> Lease:
@@ -103,7 +98,7 @@ def take_lease(folder: Path) -> Lease:
     """
     lease = folder / "lease"
     try:
-        lease.mkdir(parents=True, exist_ok=True)
+        make_folder(lease)
         while True:
             tokens = _tokens(lease)
             newest = max(tokens.values(), default=0)
@@ -112,16 +107,15 @@ def take_lease(folder: Path) -> Lease:
                     _tidy(lease, newest + 1 - MOST_KEPT)
                     return Lease(file, newest + 1)
                 time.sleep(secrets.randbelow(1000) / 10_000)
-    except OSError as error:
-        why = error.strerror or error
-        raise ConfigError(f"{folder} cannot be written ({why}); choose another") from error
+    except OSError as why:
+        raise ConfigError(f"{folder} cannot be written ({why.strerror}); choose another") from why
 
 
 def is_held(folder: Path) -> bool:
     """Whether a start holds the run in `folder`, or was killed within `EXPIRE_SECONDS`."""
-    lease, now = folder / "lease", time.time()
-    files = _unreleased(_tokens(lease)) if lease.is_dir() else set()
-    return any(now - _look(lease / name)[1] / 1e9 < EXPIRE_SECONDS for name in files)
+    lease = folder / "lease"
+    files = _unreleased(_tokens(lease)) if lease.is_dir() else ()
+    return any(time.time() - _look(lease / name)[1] / 1e9 < EXPIRE_SECONDS for name in files)
 
 
 def _unreleased(tokens: dict[str, int]) -> set[str]:
@@ -134,10 +128,10 @@ def _unreleased(tokens: dict[str, int]) -> set[str]:
 def _is_dead(file: Path, tokens: dict[str, int]) -> bool:
     """Return True where its start is, False where `tokens` are others now; raise where it lives."""
     holder, _ = first = _look(file)
-    if not file.exists():  # withdrawn
+    if file.name not in names(file.parent):  # withdrawn
         return False
-    folder, who = file.parent.parent, holder.get("who", f"start {tokens[file.name]}, host unknown")
-    here = _process(holder.get("pid", 0))
+    here, folder = _process(holder.get("pid", 0)), file.parent.parent
+    who = holder.get("who", f"start {tokens[file.name]}, host unknown")
     lives = holder == holder | here
     if here["boot"] is None or any(holder.get(key) != here[key] for key in ("host", "boot")):
         print(f"replicax: {who} may hold {folder}; waiting {EXPIRE_SECONDS:g} s", file=sys.stderr)
@@ -149,10 +143,8 @@ def _is_dead(file: Path, tokens: dict[str, int]) -> bool:
             if lives := _look(file) != first:
                 break
     if lives:
-        raise RunInUseError(
-            f"{folder} is held by another start of it ({who}): wait for it or stop it, or choose "
-            "another --run"
-        )
+        why = f"{folder} is held by another start of it ({who})"
+        raise RunInUseError(f"{why}: wait for it or stop it, or choose another --run")
     return True
 
 
@@ -168,30 +160,29 @@ def _written(folder: Path, token: int) -> Path | None:
         return file if is_alone else None
     finally:
         if not is_alone:
-            file.unlink(missing_ok=True)
+            remove(file)
 
 
 def _tidy(folder: Path, last: int) -> None:
     """Remove what starts up to `last` left, half files of killed ones included."""
     with contextlib.suppress(OSError):
-        for name in os.listdir(folder):
+        for name in names(folder):
             found = _NAME.fullmatch(name.removeprefix("."))
             if found and int(found[1]) <= last:
-                (folder / name).unlink()
+                remove(folder / name)
 
 
 def _tokens(folder: Path) -> dict[str, int]:
     """Name -> token of each file of a start."""
-    return {found[0]: int(found[1]) for found in map(_NAME.fullmatch, os.listdir(folder)) if found}
+    return {found[0]: int(found[1]) for found in map(_NAME.fullmatch, names(folder)) if found}
 
 
 def _look(file: Path) -> tuple[dict[str, Any], int]:
     """Who a file names, where it can be read; and when it was touched."""
     holder, touched = {}, 0
-    # NFS asks its server where a file is opened, and else its cache.
-    with contextlib.suppress(OSError, ValueError), file.open("rb") as opened:
-        touched = os.fstat(opened.fileno()).st_mtime_ns
-        holder = json.load(opened)
+    with contextlib.suppress(OSError, ValueError):
+        data, touched = read_touched(file)
+        holder = json.loads(data)
     return holder, touched
 
 

@@ -1,7 +1,8 @@
 """A checkpoint of a run, opened to be used: the run's folder stays as it is, whoever holds it."""
 
+import contextlib
 import dataclasses
-import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ from replicax.core.update import TrainState
 from replicax.errors import CheckpointError, ConfigError, require
 from replicax.train.changes import read_config
 from replicax.train.checkpoints.arrays import array_entries, read
-from replicax.train.checkpoints.manifest import Manifest
-from replicax.train.checkpoints.store import LOSSES, Store, read_placed
-from replicax.train.checkpoints.verification import STATE, check_arrays, verify
+from replicax.train.checkpoints.manifest import MANIFEST, Manifest
+from replicax.train.checkpoints.store import LOSSES, Store
+from replicax.train.checkpoints.verification import STATE, check_arrays
+from replicax.train.places import exists, is_remote
 from replicax.train.records import CONFIG, Record, read_records
 from replicax.wording import named
 
@@ -54,10 +56,11 @@ class Checkpoint:
     """A checkpoint in its place, whose arrays have not been looked at."""
 
     run: Path
+    store: Store
     path: Path
     manifest: Manifest
     identity: tuple[int, int] | None
-    """Of its folder, on the file system."""
+    """Of its folder, on the file system; see `_identity`."""
     others: tuple[int, ...]
     """Steps of the other checkpoints, the oldest first."""
 
@@ -73,19 +76,24 @@ def find_checkpoint(run: Path, step: int | str | None) -> Checkpoint:
         ConfigError: `run` is no run, or has no such checkpoint.
         CheckpointError: the checkpoint is harmed.
     """
-    if not run.is_dir():
+    with _readable(run):
+        return _found(run, step)
+
+
+def _found(run: Path, step: int | str | None) -> Checkpoint:
+    if not is_remote(run) and not run.is_dir():
         raise ConfigError(f"{run} is no folder; give that of a run, as in runs/NAME")
     store = Store(run / CHECKPOINTS, keep=1, keep_every=None)
     there = dict(store.paths())  # of each step the last
-    if not there and not os.path.lexists(run / CONFIG):
+    if not there and not exists(run / CONFIG):
         raise ConfigError(
             f"{run} is no run: it has no {CONFIG}; give the folder that rx.fit(run_dir=...) or "
             "replicax train has made"
         )
     if not there:
         raise ConfigError(
-            f"{run} has no checkpoint: none was saved yet, or none was to be (save_seconds=None, "
-            "--save-minutes 0); go on with the run, or train another that saves"
+            f"{run} has no checkpoint: none was saved yet, or none was to be "
+            "(Saving(minutes=None), --save-minutes 0); go on with the run, or train one that saves"
         )
     wanted = _wanted_step(run, step, max(there))
     if wanted not in there:
@@ -97,10 +105,10 @@ def find_checkpoint(run: Path, step: int | str | None) -> Checkpoint:
     path = there.pop(wanted)
     others, identity = tuple(there), _identity(path)
     try:
-        manifest = read_placed(wanted, path)
+        manifest = store.read_placed(wanted, path)
     except CheckpointError as error:
         raise _refused(path, identity, others, error) from error
-    return Checkpoint(run, path, manifest, identity, others)
+    return Checkpoint(run, store, path, manifest, identity, others)
 
 
 def load_checkpoint(
@@ -136,19 +144,20 @@ def load_checkpoint(
     except CheckpointError as error:
         raise ConfigError(f"{path} does not fit this state: {error}") from error
     try:
-        verify(path, manifest)
-        restored = read(like, path / STATE)
+        checkpoint.store.verify(path, manifest)
+        restored = read(like, checkpoint.store.local(path) / STATE)
     except CheckpointError as error:
         raise _refused(path, checkpoint.identity, checkpoint.others, error) from error
     # Deleted meanwhile, what is missing was read as zeros. A checkpoint loses its name first.
     if _identity(path) != checkpoint.identity:
         raise _deleted(path)
-    position = manifest.position
+    with _readable(checkpoint.run):
+        records = read_records(checkpoint.run, manifest.position.records)
     return Loaded(
         dp=dp,
         state=restored,
-        step=position.step,
-        records=read_records(checkpoint.run, position.records),
+        step=manifest.position.step,
+        records=records,
         config=manifest.config,
         path=path,
         recipe=recipe,
@@ -165,7 +174,7 @@ def _wanted_step(run: Path, step: int | str | None, newest: int) -> int:
             f'step={step!r}; it is a number of steps, "best", or None for the newest: give one'
         )
     path = run / BEST
-    if not os.path.lexists(path):
+    if not exists(path):
         raise ConfigError(f"{run} has no {BEST}: it did not keep its best; leave the step out")
     best = read_config(path).get("step")
     if type(best) is not int:
@@ -173,7 +182,19 @@ def _wanted_step(run: Path, step: int | str | None, newest: int) -> int:
     return best
 
 
+@contextlib.contextmanager
+def _readable(run: Path) -> Iterator[None]:
+    """Raise `CheckpointError` where the system, or an object store, gives nothing of `run`."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{run} cannot be read ({error.strerror})") from error
+
+
 def _identity(path: Path) -> tuple[int, int] | None:
+    """What another checkpoint in its place has not; None where there is none."""
+    if is_remote(path):  # no two have one name
+        return (0, 0) if exists(path / MANIFEST) else None
     try:
         found = path.stat(follow_symlinks=False)
     except OSError:

@@ -322,17 +322,22 @@ class Loop:
             for record in self._bad_steps.finished(step):
                 self.keep(record)
             self.hooks("step", self, step)
-            made += self._meter.finished(step)
+            made += map(self._with_figures, self._meter.finished(step))
         self.hooks("settle", self, due)
         if self._back is not None:
             return
-        for record in [*made, *(self._meter.flush() if closing else ())]:
-            figures = self.hooks.figures(self, record)
-            self.keep(dataclasses.replace(record, figures=figures or None))
+        if closing:
+            made += map(self._with_figures, self._meter.flush())
+        for record in made:
+            self.keep(record)
         self._bad_steps.check()
         if self._good_at is not None:
             self._good = _Good(self.place, self._position(), self._extra(), self._good_at)
             self._good_at = None
+
+    def _with_figures(self, record: Record) -> Record:
+        """`record` with the hooks' figures, before they see a later step than it tells of."""
+        return dataclasses.replace(record, figures=self.hooks.figures(self, record) or None)
 
     def _went_back(self) -> bool:
         """Go on from where a hook wants to, if one does: what came after it has not been."""

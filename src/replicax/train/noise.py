@@ -7,22 +7,21 @@ disjoint parts of one batch, and the parts may weigh unequally.
 
 import dataclasses
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from replicax.core.accumulate import Sequential, folded, zeros_like
+from replicax.core.accumulate import Sequential, cut, folded, zeros_like
 from replicax.core.batch import Batch
-from replicax.core.capacity import check_fits
 from replicax.core.data_parallel import DataParallel
 from replicax.core.mesh import DATA, replicated
 from replicax.core.models.definition import PyTree
 from replicax.core.modes import MODES, batch_shardings, lift
 from replicax.core.objective import Objective, only_read
-from replicax.core.ready import agree_on_program
 from replicax.core.scaling import unscaled
 from replicax.core.update import TrainState, step_key
 
@@ -31,13 +30,7 @@ PARTS = 4
 many parts tend to; four come within a third of that, and each adds a reduction."""
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["squared_gradient_norm", "trace", "rows"],
-    meta_fields=[],
-)
-@dataclasses.dataclass(frozen=True)
-class NoiseSample:
+class NoiseSample(NamedTuple):
     """Unbiased estimates from one batch, float32 scalars: average many before dividing any.
 
     NaN where fewer than two parts have any weight.
@@ -51,8 +44,8 @@ class NoiseSample:
     """Real rows of the batch."""
 
 
-class NoiseProbe:
-    """Measures the noise in the gradient beside the training, in which nothing changes.
+def noise_probe(dp: DataParallel, state: TrainState) -> Any:
+    """Return what measures the noise in the gradient, beside the training, which it leaves as is.
 
     It is one program in all modes: the compiler splits each part's rows over the devices, as in
     mode `jit`. The parts hold the same rows on any number of devices, and are computed one after
@@ -62,50 +55,22 @@ class NoiseProbe:
     Args:
         dp: with a model.
         state: of `dp`, or its shapes.
+
+    Returns:
+        A `jax.jit` function of a state, that before a step, and the step's batch; it gives a
+        `NoiseSample`.
     """
-
-    def __init__(self, dp: DataParallel, state: TrainState) -> None:
-        program = dp.program(state)
-        mesh, shardings = dp.mesh, program.shardings
-        function = partial(
-            _sample,
-            objective=dataclasses.replace(program.objective, split=None),
-            micro_batches=-(-dp.split.micro_batches // PARTS),
-            mesh=mesh,
-            shardings=only_read(shardings.params, program.objective.read),
-        )
-        self._mesh = mesh
-        self._agree = partial(agree_on_program, program.configuration, "the noise measurement")
-        self._compute = lift(
-            function, MODES["jit"], mesh, shardings, batch_shardings(mesh), replicated(mesh)
-        )
-        self._seen: set[Any] = set()
-
-    def prepare(self, state: TrainState, batch: Batch) -> None:
-        """Compile for batches of this shape, where that is not done.
-
-        Raises:
-            ConfigError: it needs more memory than there is.
-            AgreementError: processes that would run different programs.
-        """
-        shapes = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(batch))
-        if shapes in self._seen:
-            return
-        lowered = self._compute.lower(state, batch)
-        self._agree((state, batch), lowered)
-        check_fits(lowered.compile(), self._mesh, batch.size)
-        self._seen.add(shapes)
-
-    def take(self, state: TrainState, batch: Batch) -> NoiseSample:
-        """Measure on the devices, without waiting for it.
-
-        Args:
-            state: the one before the step on `batch`; it stays as it is.
-            batch: from `feed`.
-        """
-        self.prepare(state, batch)
-        sample: NoiseSample = self._compute(state, batch)
-        return sample
+    program, mesh = dp.program(state), dp.mesh
+    function = partial(
+        _sample,
+        objective=dataclasses.replace(program.objective, split=None),
+        micro_batches=-(-dp.split.micro_batches // PARTS),
+        mesh=mesh,
+        shardings=only_read(program.shardings.params, program.objective.read),
+    )
+    return lift(
+        function, MODES["jit"], mesh, program.shardings, batch_shardings(mesh), replicated(mesh)
+    )
 
 
 def _sample(
@@ -124,36 +89,28 @@ def _sample(
     of weight W, their mean. So the sum of w |g - mean|² over the n parts has expectation
     (n - 1) tr Σ, whatever they weigh, and |mean|² has |G|² + tr Σ / W. Where parts weigh alike this
     is appendix A.1 with a part as the small batch and the whole as the big one.
-
-    Args:
-        state: before the step.
-        batch: the whole one.
-        objective: the loss on the model.
-        micro_batches: of each part.
-        mesh: the devices.
-        shardings: of gradients.
     """
-    batch, accumulate = batch.whole(), Sequential(micro_batches)
-    key = step_key(state)
+    batch, accumulate, key = batch.whole(), Sequential(micro_batches), step_key(state)
 
     def gradient(number: jax.Array, rows: Batch) -> tuple[PyTree, jax.Array]:
-        own = folded(key, number)
-        sums, _ = accumulate(objective.step_sums, state, rows, own, None)
-        weight = sums.weight
-        mean = jax.tree.map(lambda leaf: leaf / _or_one(weight), unscaled(sums, state).gradient)
-        return lax.with_sharding_constraint(mean, shardings), weight
+        sums, _ = accumulate(objective.step_sums, state, rows, folded(key, number), None)
+        divisor = jnp.where(sums.weight > 0, sums.weight, 1)
+        mean = jax.tree.map(lambda leaf: leaf / divisor, unscaled(sums, state).gradient)
+        return lax.with_sharding_constraint(mean, shardings), sums.weight
 
     def add(carry: Any, numbered: tuple[jax.Array, Batch]) -> tuple[Any, None]:
         mean, weight, scatter, count = carry
         found, own = gradient(*numbered)
         # Welford's way: the difference of two nearly equal sums would lose all digits.
         apart = jax.tree.map(jnp.subtract, found, mean)
-        share = own / _or_one(weight + own)
+        share = own / jnp.where(weight + own > 0, weight + own, 1)
         mean = jax.tree.map(lambda old, step: old + share * step, mean, apart)
-        scatter = scatter + weight * share * _squared_norm(apart)
+        scatter = scatter + weight * share * optax.tree.norm(apart, squared=True)
         return (mean, weight + own, scatter, count + (own > 0)), None
 
-    parts = _cut(batch, PARTS * micro_batches)
+    # Neighbours go to different parts: no row leaves its device, and the padding at the end, of
+    # which each number of devices needs another, leaves the real rows in their parts.
+    parts = jax.tree.map(partial(cut, parts=PARTS), _padded(batch, PARTS * micro_batches))
     parts = lax.with_sharding_constraint(parts, NamedSharding(mesh, PartitionSpec(None, DATA)))
     first = jax.tree.map(lambda leaf: leaf[0], parts)
     zeros, weight = zeros_like(jax.eval_shape(gradient, jnp.int32(0), first))
@@ -161,38 +118,13 @@ def _sample(
     (mean, weight, scatter, count), _ = lax.scan(add, carry, (jnp.arange(PARTS), parts))
     noise = scatter / (count - 1) / weight  # of the whole batch's gradient; 0 / 0 for one part
     rows = jnp.sum(batch.mask)
-    return NoiseSample(_squared_norm(mean) - noise, noise * rows, rows)
+    return NoiseSample(optax.tree.norm(mean, squared=True) - noise, noise * rows, rows)
 
 
-def _squared_norm(tree: PyTree) -> jax.Array:
-    """The sum of the squares of all elements."""
-    squares = [jnp.sum(jnp.square(jnp.abs(leaf))) for leaf in jax.tree.leaves(tree)]
-    return jnp.sum(jnp.stack(squares))
-
-
-def _or_one(weight: jax.Array) -> jax.Array:
-    """A divisor for sums that are 0 where the weight is."""
-    return jnp.where(weight > 0, weight, 1)
-
-
-def _cut(batch: Batch, multiple: int) -> Batch:
-    """`[rows, ...]` -> `[PARTS, rows / PARTS, ...]`, part k holding the rows k, k + PARTS, ...
-
-    Neighbours go to different parts, so that no row leaves its device, and the padding at the end,
-    of which each number of devices needs another, leaves the real rows in their parts.
-
-    Args:
-        batch: the whole one.
-        multiple: of rows that are wanted; where it does not divide them there is more padding.
-    """
-    size = batch.size
-    if size % multiple:
-        index = jnp.arange(-(-size // multiple) * multiple)
-        batch = jax.tree.map(lambda leaf: leaf[index % size], batch)
-        batch = dataclasses.replace(batch, mask=jnp.where(index < size, batch.mask, 0))
-
-    def split(leaf: jax.Array) -> jax.Array:
-        return jnp.moveaxis(leaf.reshape(-1, PARTS, *leaf.shape[1:]), 1, 0)
-
-    cut: Batch = jax.tree.map(split, batch)
-    return cut
+def _padded(batch: Batch, multiple: int) -> Batch:
+    """The whole batch, padded to a multiple of so many rows."""
+    if batch.size % multiple == 0:
+        return batch
+    index = jnp.arange(-(-batch.size // multiple) * multiple)
+    padded: Batch = jax.tree.map(lambda leaf: leaf[index % batch.size], batch)
+    return dataclasses.replace(padded, mask=jnp.where(index < batch.size, padded.mask, 0))

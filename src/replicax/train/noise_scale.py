@@ -16,11 +16,15 @@ from typing import Any
 import numpy as np
 
 from replicax.core.batch import Batch
+from replicax.core.capacity import check_fits
+from replicax.core.ready import agree_on_program
 from replicax.errors import ConfigError
 from replicax.train.dispatched import Dispatched
 from replicax.train.hook import Hook, Running
-from replicax.train.noise import PARTS, NoiseProbe, NoiseSample
-from replicax.train.records import Record
+from replicax.train.noise import PARTS, NoiseSample, noise_probe
+from replicax.train.places import write_whole
+from replicax.train.records import Record, plain_config
+from replicax.wording import first_line
 
 NOISE = "noise"
 """The kind of record that a sample is."""
@@ -33,7 +37,6 @@ CONFIDENCE = 0.95
 LEAST_SAMPLES = 5
 """Fewer say nothing about their own error."""
 
-_UNBOUNDED = ("rows", "high")
 _NUMBERS = ("squared_gradient_norm", "trace")
 
 
@@ -81,8 +84,8 @@ class NoiseScale:
 
     def save(self, folder: Path) -> None:
         """Write `noise_scale.json`; JSON has no infinity, and null stands for it."""
-        fields = {name: _or_null(value) for name, value in dataclasses.asdict(self).items()}
-        (folder / FILE).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+        text = json.dumps(plain_config(dataclasses.asdict(self)), indent=2)
+        write_whole(folder / FILE, f"{text}\n".encode())
 
 
 class NoiseMeter(Hook):
@@ -108,33 +111,36 @@ class NoiseMeter(Hook):
             raise ConfigError(f"every={every} of a NoiseMeter; it is at least 1 step: raise it")
         self.scale: NoiseScale | None = None
         self._every = every
-        self._probe: NoiseProbe | None = None
-        self._prepared = False
+        self._probe: Any = None
         self._sample: NoiseSample | None = None
 
     def start(self, run: Running) -> None:
-        """Make what measures."""
+        """Refuse batches that tell nothing."""
         if run.source.batch_size == 1:
             raise ConfigError(
                 "a NoiseMeter with batch_size=1; the noise is how far parts of a batch are apart, "
                 "and 1 row has none: use at least 2 rows, better many"
             )
-        self._probe = NoiseProbe(run.dp, run.state)
+        self._probe = None
 
     def before_step(self, run: Running, batch: Batch) -> None:
         """Measure before the step on `batch`, where it is time to, without waiting for it."""
-        assert self._probe is not None
-        if not self._prepared:  # it compiles now, before the clock is started
-            self._probe.prepare(run.state, batch)
-            self._prepared = True
+        dp, given = run.dp, (run.state, batch)
+        if self._probe is None:  # it compiles at the first step, before the clock is started
+            self._probe = noise_probe(dp, run.state)
+            lowered = self._probe.lower(*given)
+            agree_on_program(dp.configuration, "the noise measurement", given, lowered)
+            check_fits(lowered.compile(), dp.mesh, batch.size)
         if (run.place.step + 1) % self._every == 0:
-            self._sample = self._probe.take(run.state, batch)
+            self._sample = self._probe(*given)
 
     def dispatched(self, run: Running, step: Dispatched) -> None:
         """Keep what was measured."""
         sample, self._sample = self._sample, None
         if sample is not None:
-            run.keep(noise_record(sample, step.place.step, step.place.epoch))
+            metrics = {name: float(getattr(sample, name)) for name in _NUMBERS}
+            at = step.place
+            run.keep(Record(NOISE, at.step, at.epoch, metrics, int(sample.rows), 0.0))
 
     def end(self, run: Running) -> None:
         """Put the samples together."""
@@ -145,12 +151,6 @@ class NoiseMeter(Hook):
     def summary(self) -> list[str]:
         """The estimate."""
         return [f"noise  {self.scale}"]
-
-
-def noise_record(sample: NoiseSample, step: int, epoch: int) -> Record:
-    """A sample for a run's records, once the devices have it."""
-    metrics = {name: float(getattr(sample, name)) for name in _NUMBERS}
-    return Record(NOISE, step, epoch, metrics, int(sample.rows), 0.0)
 
 
 def noise_scale(records: Sequence[Record]) -> NoiseScale:
@@ -196,44 +196,16 @@ def load_noise_scale(path: Path) -> NoiseScale:
     """
     file = path / FILE if path.is_dir() else path
     try:
-        text = file.read_text(encoding="utf-8")
-    except OSError as error:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+        null: dict[str, Any] = dict.fromkeys(_NUMBERS, math.nan)
+        null |= {"rows": math.inf, "high": math.inf}
+        told = {name: null[name] if fields[name] is None else fields[name] for name in fields}
+        return NoiseScale(**told)
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
-            f"{file} cannot be read ({error.strerror}); a run writes it at its end: measure one "
-            "with replicax train --measure-noise-scale"
+            f"{file} holds no noise scale ({first_line(error)}); a run writes it at its end: "
+            "measure one with replicax train --measure-noise-scale"
         ) from error
-    except UnicodeDecodeError as error:
-        raise _no_noise_scale(file, "no text") from error
-    try:
-        fields = json.loads(text)
-    except ValueError as error:
-        raise _no_noise_scale(file, "no JSON") from error
-    names = [field.name for field in dataclasses.fields(NoiseScale)]
-    if not isinstance(fields, dict) or set(fields) != set(names):
-        raise _no_noise_scale(file, f"not an object of {', '.join(names)}")
-    return NoiseScale(**{name: _number(file, name, fields[name]) for name in names})
-
-
-def _number(file: Path, name: str, value: Any) -> Any:
-    if value is None and name in _UNBOUNDED:
-        return math.inf
-    if value is None and name in _NUMBERS:
-        return math.nan
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _no_noise_scale(file, f"{name} is {json.dumps(value)}, which is no number")
-    if name not in _NUMBERS and value < 0:
-        raise _no_noise_scale(file, f"{name} is {value}, which is below 0")
-    whole = NoiseScale.__annotations__[name] is int
-    if whole and value != int(value):
-        raise _no_noise_scale(file, f"{name} is {value}, which is no whole number")
-    return int(value) if whole else float(value)
-
-
-def _no_noise_scale(file: Path, why: str) -> ConfigError:
-    return ConfigError(
-        f"{file} is not what a run wrote ({why}); measure again with replicax train "
-        "--measure-noise-scale"
-    )
 
 
 def _range(pairs: np.ndarray) -> tuple[float, float]:
@@ -269,10 +241,6 @@ def _student(freedom: int) -> float:
         (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
     )
     return z + math.fsum(term / freedom ** (power + 1) for power, term in enumerate(terms))
-
-
-def _or_null(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _rows(rows: float) -> str:

@@ -4,7 +4,7 @@ import importlib
 import math
 import sys
 import time
-from typing import Any, Protocol
+from typing import Any
 
 from replicax.train.dispatched import Dispatched
 from replicax.train.hook import Hook, Running
@@ -17,8 +17,8 @@ SECONDS_BETWEEN_UPDATES = 0.2
 """In a notebook, whose page is redrawn by a browser."""
 
 
-class Progress(Protocol):
-    """Where a run reports to."""
+class Progress:
+    """Where a run reports to; this one shows nothing."""
 
     def line(self, text: str) -> None:
         """A line that stays."""
@@ -41,7 +41,7 @@ def open_progress(shown: bool, total_steps: int | None) -> Progress:
     else plain.
     """
     if not shown:
-        return SilentProgress()
+        return Progress()
     if _in_notebook():
         return NotebookProgress(total_steps)
     if sys.stdout.isatty():
@@ -80,17 +80,7 @@ class Shown(Hook):
         self._display.line(epoch_line(at.epoch, run.epochs, at.step, trained, record))
 
 
-class SilentProgress:
-    """Shows nothing."""
-
-    def line(self, text: str) -> None: ...
-    def status(self, text: str) -> None: ...
-    def step(self, step: int) -> None: ...
-    def record(self, record: Record) -> None: ...
-    def close(self) -> None: ...
-
-
-class PlainProgress:
+class PlainProgress(Progress):
     """Prints lines, and the newest figures every `SECONDS_BETWEEN_LINES`."""
 
     def __init__(self, total_steps: int | None) -> None:
@@ -114,8 +104,6 @@ class PlainProgress:
     def record(self, record: Record) -> None:
         if time.monotonic() - self._last >= SECONDS_BETWEEN_LINES:
             self.line(f"{self._count(record.step)} · {figures(record)}{self._left()}")
-
-    def close(self) -> None: ...
 
     def _count(self, step: int) -> str:
         return f"step {step}/{self._total}" if self._total else f"step {step}"
@@ -163,7 +151,7 @@ class NotebookProgress(PlainProgress):
             self._handle.update(text, raw=True)
 
 
-class LiveProgress:
+class LiveProgress(Progress):
     """A bar with the newest figures, redrawn in place by rich."""
 
     def __init__(self, total_steps: int | None) -> None:

@@ -2,20 +2,21 @@
 
 config.json       what was run, and on what
 records.jsonl     one JSON object a line: kind "train", "eval", "noise", "skip" or "restore", ...
-curves.png        drawn at the end
+curves.png        drawn while it trains, and at the end
 noise_scale.json  what the "noise" records come to, where it was measured
 """
 
 import dataclasses
-import itertools
 import json
 import math
 import os
 import stat
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from replicax.errors import ConfigError
+from replicax.train.lines import Lines
+from replicax.train.places import exists, make_folder, read_bytes, write_whole
 
 _NO_RECORD = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 """What reading a line raises that is none."""
@@ -25,7 +26,7 @@ CONFIG, RECORDS = "config.json", "records.jsonl"
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """Metrics of one step, or of one evaluation."""
+    """Metrics of some steps, or of one evaluation."""
 
     kind: str
     """`"train"`, `"eval"`, `"noise"` (see `replicax.train.noise_scale`), `"skip"`: the update of
@@ -71,9 +72,9 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lines: IO[str] | None = None
+        self._lines = Lines(self.records)
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            make_folder(path)
         except OSError as error:
             raise ConfigError(
                 f"{path} cannot be written ({error.strerror}); choose another"
@@ -86,7 +87,7 @@ class RunFolder:
 
     def refuse_another(self, why: str) -> None:
         """Raise `ConfigError` where it holds the records of a run; `why` that cannot go on."""
-        if os.path.lexists(self.records):
+        if exists(self.records):
             raise ConfigError(
                 f"{self.path} holds the records of another run: {why}; choose another name, or "
                 "remove it"
@@ -98,11 +99,8 @@ class RunFolder:
         self._replace(self.path / CONFIG, f"{text}\n".encode())
 
     def append(self, record: Record) -> None:
-        """Add a line to `records.jsonl`, at once visible to a reader."""
-        if self._lines is None:  # a run that fails before it has a record leaves the name free
-            self._lines = self.records.open("a", encoding="utf-8")
-        self._lines.write(record.to_json() + "\n")
-        self._lines.flush()
+        """Add a line to `records.jsonl`, at once visible to a reader of a file system."""
+        self._lines.append(record.to_json())
 
     def keep(self, lines: int) -> tuple[int, int]:
         """Keep the first `lines` of `records.jsonl`: what came after them is to be done again.
@@ -111,37 +109,26 @@ class RunFolder:
             How many there are now; fewer, where the file has lost some. And the last step in those
             that are no more, 0 where there is none.
         """
-        self.close()
-        if not os.path.lexists(self.records):
+        self.sync()
+        if not exists(self.records):
             return 0, 0
         _refuse_odd(self.records)
-        found = self.records.read_bytes().splitlines(keepends=True)
+        found = read_bytes(self.records).splitlines(keepends=True)
         kept, dropped = found[:lines], found[lines:]
         self._replace(self.records, b"".join(kept))
         return len(kept), max(map(_step, dropped), default=0)
 
     def _replace(self, path: Path, content: bytes) -> None:
-        beside = path.with_name(f"{path.name}.new")  # a reader, or a crash, meets all or nothing
         try:
-            beside.unlink(missing_ok=True)  # it may be a link to elsewhere
-            with beside.open("xb") as file:
-                file.write(content)
-            beside.replace(path)
+            write_whole(path, content)
         except OSError as error:
             raise ConfigError(
                 f"{path} cannot be written ({error.strerror}); mend its folder"
             ) from error
 
     def sync(self) -> None:
-        """Have the system write the records to the disk."""
-        if self._lines is not None:
-            os.fsync(self._lines.fileno())
-
-    def close(self) -> None:
-        """Close `records.jsonl`."""
-        if self._lines is not None:
-            self._lines.close()
-            self._lines = None
+        """Have all records on the disk, or in the object store."""
+        self._lines.sync()
 
 
 def plain_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -167,11 +154,10 @@ def read_records(folder: Path, lines: int) -> list[Record]:
         ConfigError: one of them is no record.
     """
     path = folder / RECORDS
-    if not lines or not os.path.lexists(path):  # lost: who goes on says so
+    if not lines or not exists(path):  # lost: who goes on says so
         return []
     _refuse_odd(path)
-    with path.open("rb") as file:
-        texts = list(itertools.islice(file, lines))
+    texts = read_bytes(path).splitlines()[:lines]
     records = []
     for number, text in enumerate(texts, 1):
         try:
@@ -197,19 +183,17 @@ def record_from_json(text: bytes | str) -> Record:
         ValueError: it is none; or a KeyError, a TypeError.
     """
     fields = json.loads(text)
-    metrics = {str(name): _number(value) for name, value in fields["metrics"].items()}
     waited, examples = fields.get("input_wait_fraction"), fields.get("examples")
-    figures = fields.get("figures")
     return Record(
         kind=str(fields["kind"]),
         step=int(fields["step"]),
         epoch=int(fields["epoch"]),
-        metrics=metrics,
+        metrics=_numbers(fields["metrics"]),
         rows=int(fields["rows"]),
         seconds=_number(fields["seconds"]),
         input_wait_fraction=None if waited is None else _number(waited),
         examples=None if examples is None else tuple(map(int, examples)),
-        figures=None if figures is None else {k: _number(v) for k, v in figures.items()},
+        figures=_numbers(fields["figures"]) if fields.get("figures") else None,
     )
 
 
@@ -223,6 +207,10 @@ def _step(line: bytes) -> int:
 
 def _number(value: Any) -> float:
     return math.nan if value is None else float(value)
+
+
+def _numbers(values: dict[str, Any]) -> dict[str, float]:
+    return {name: _number(value) for name, value in values.items()}
 
 
 def _finite(value: Any) -> Any:

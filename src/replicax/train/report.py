@@ -29,31 +29,31 @@ def describe(dp: DataParallel, state: TrainState, feed: Feed) -> list[str]:
     arrays = jax.tree.leaves(state.params)
     parameters = sum(int(np.prod(array.shape)) for array in arrays)
     devices, reduction = dp.mesh.devices.size, dp.configuration.names()["reduction"]
+    processes = f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
     micro, word = dp.split.micro_batches, "micro-shard" if dp.mode.bitwise else "micro-batch"
     lines = [
         f"model  {_count(parameters, 'parameter')} in {_count(len(arrays), 'array')} · "
         f"{dp.precision.name}",
         f"mesh   {_count(devices, dp.mesh.devices.flat[0].device_kind + ' device')}"
-        f"{_processes()} · {_count(replica_count(dp.mesh), 'replica')} · mode {dp.mode} · "
+        f"{processes} · {_count(replica_count(dp.mesh), 'replica')} · mode {dp.mode} · "
         f"layout {dp.layout}{'' if reduction == 'float32' else f' · {reduction} on the wire'}",
     ]
     size = feed.source.batch_size
     if size:
         padded = dp.split.padded(size)
         split = f" x {_count(micro, word)}" if micro > 1 else ""
+        padding = "" if size == padded else f"padded to {padded}, "
         rows = padded // replica_count(dp.mesh) // micro
         lines.append(
-            f"batch  {size} rows, {_padding(size, padded)}"
-            f"{_count(replica_count(dp.mesh), 'replica')}{split} x {rows} rows"
+            f"batch  {size} rows, {padding}{_count(replica_count(dp.mesh), 'replica')}{split} x "
+            f"{rows} rows"
         )
     last = feed.source.last_rows
     if feed.source.rows is not None and last is not None:
-        short = (
-            ""
-            if last == size
-            else f", the last with {_count(last, 'row')} and {feed.padding} of padding"
-        )
-        lines.append(f"epoch  {feed.source.rows:,} rows in {_count(len(feed), 'batch')}{short}")
+        text = f"epoch  {feed.source.rows:,} rows in {_count(len(feed), 'batch')}"
+        if last != size:
+            text += f", the last with {_count(last, 'row')} and {feed.padding} of padding"
+        lines.append(text)
     return lines
 
 
@@ -82,11 +82,7 @@ def derived(dp: DataParallel, state: TrainState, feed: Feed) -> dict[str, Any]:
             "numpy": np.__version__,
             "optax": optax.__version__,
             # The libraries of models: the operations of one that is loaded may follow from it.
-            **{
-                name: importlib.metadata.version(name)
-                for name in ("flax", "equinox")
-                if name in sys.modules
-            },
+            **{x: importlib.metadata.version(x) for x in ("flax", "equinox") if x in sys.modules},
         },
         "start": this_start(),
         **({} if rows is None else {"program": program_fingerprint(dp, state, rows)}),
@@ -161,11 +157,6 @@ def summary(result: Fit, total: int | None) -> list[str]:
     return lines
 
 
-def _processes() -> str:
-    count = jax.process_count()
-    return f" of {count} processes" if count > 1 else ""
-
-
 def _rows_per_second(records: list[Record]) -> float:
     """Over the records that were timed; 0 where none was."""
     timed = [record for record in records if record.seconds > 0]
@@ -176,10 +167,6 @@ def _rows_per_second(records: list[Record]) -> float:
 def _metrics(metrics: dict[str, float]) -> str:
     names = sorted(metrics, key=lambda name: name != "loss")
     return " ".join(f"{name} {metrics[name]:.4g}" for name in names)
-
-
-def _padding(size: int, padded: int) -> str:
-    return "" if size == padded else f"padded to {padded}, "
 
 
 def _count(number: int, noun: str) -> str:

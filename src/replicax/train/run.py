@@ -24,6 +24,7 @@ from replicax.train.hook import Hook, Hooks
 from replicax.train.interrupt import Interrupt
 from replicax.train.loop import Loop
 from replicax.train.meter import Meter
+from replicax.train.places import place
 from replicax.train.program_fingerprint import program_fingerprint
 from replicax.train.progress import Shown, open_progress
 from replicax.train.report import derived, describe, summary
@@ -77,8 +78,8 @@ class Run(Loop):
         hooks: what observes the run beside `records.jsonl`, `curves.png` and the progress; see
             `replicax.train.hook`.
         guard: when a step is skipped, and when there are too many of them.
-        run_dir: a folder for `config.json`, `records.jsonl`, `curves.png`, and the checkpoints;
-            None for none of these.
+        run_dir: a folder for `config.json`, `records.jsonl`, `curves.png`, and the checkpoints, or
+            its URL in an object store, as in `gs://bucket/runs/x`; None for none of these.
         saving: when a checkpoint is taken, and which are kept.
         accept_changes: whether to go on in a `run_dir` whose configuration was another.
         config: what `config.json` is to hold beside what is derived here.
@@ -136,8 +137,8 @@ class Run(Loop):
         self.dp, self.state = guarded(dp, state, self.hooks.wraps), state
         self._evaluator = None if plan is None else Evaluator(plan, self.dp, state, batch_size)
         self._meter, self._bad_steps = Meter(log_every), BadSteps(guard.most, dp.job)
-        self.config = {**(config or {}), **derived(self.dp, state, self._first)}
-        self._run_dir = None if run_dir is None else Path(run_dir)
+        self.config = dict(config or {})
+        self._run_dir = None if run_dir is None else place(run_dir)
         self._saving, self._seed, self._accept = saving, seed, accept_changes
         self._given_interrupt = interrupt
         self._open = contextlib.ExitStack()
@@ -148,6 +149,7 @@ class Run(Loop):
             self._interrupt = self._given_interrupt or stack.enter_context(
                 Interrupt(terminate=self._run_dir is not None and self._saving.wanted)
             )
+            self.config |= derived(self.dp, self.state, self._first)  # it traces: a signal may come
             for line in describe(self.dp, self.state, self._first):
                 self.say(line)
             self._take_folder(stack)
@@ -170,11 +172,15 @@ class Run(Loop):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if error is not None:  # told to all that is open, which else takes the run for done
+            if self._stream is not None:
+                self._open.callback(self._stream.close)
+            self._open.__exit__(kind, error, traceback)
+            return
         with self._open:
             if self._stream is not None:
                 self._stream.close()
-            if error is None:
-                self._finish()
+            self._finish()
 
     def _end_hooks(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
         self.error = error

@@ -1,6 +1,5 @@
 """A host copy of a train state."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -19,7 +18,7 @@ class Snapshot:
     def __init__(self, state: TrainState) -> None:
         leaves, tree = jax.tree.flatten(state)
         self._tree: Any = tree
-        self._kinds = [_kind(leaf) for leaf in leaves]
+        self._kinds = [_Kind(leaf) for leaf in leaves]
         self._parts = [_parts(numbers(leaf)) for leaf in leaves]
 
     @property
@@ -29,36 +28,28 @@ class Snapshot:
 
     def restore(self) -> TrainState:
         """A new state with the same bits, every copy of each array made from the one here."""
-        state: TrainState = self._tree.unflatten(map(_placed, self._kinds, self._parts))
+        state: TrainState = self._tree.unflatten(map(_Kind.placed, self._kinds, self._parts))
         return state
 
 
-@dataclasses.dataclass(frozen=True)
 class _Kind:
     """An array without its contents; those of a key are its data."""
 
-    shape: tuple[int, ...]
-    sharding: jax.sharding.Sharding
-    key_impl: Any
+    def __init__(self, leaf: jax.Array) -> None:
+        self._shape, self._sharding = numbers(leaf).shape, leaf.sharding
+        self._key_impl = jax.random.key_impl(leaf) if is_random_key(leaf) else None
 
-
-def _kind(leaf: jax.Array) -> _Kind:
-    impl = jax.random.key_impl(leaf) if is_random_key(leaf) else None
-    return _Kind(numbers(leaf).shape, leaf.sharding, impl)
+    def placed(self, parts: dict[str, np.ndarray]) -> jax.Array:
+        # Copied, as a device may take a host array for its own memory, and a step writes there.
+        data = jax.make_array_from_callback(
+            self._shape, self._sharding, lambda index: parts[str(index)].copy()
+        )
+        return (
+            data if self._key_impl is None else jax.random.wrap_key_data(data, impl=self._key_impl)
+        )
 
 
 def _parts(array: jax.Array) -> dict[str, np.ndarray]:
     """Where in `array` -> what is there; the copies are the host's own."""
-    parts: dict[str, np.ndarray] = {}
-    for shard in array.addressable_shards:
-        if str(shard.index) not in parts:
-            parts[str(shard.index)] = np.array(shard.data, copy=True)
-    return parts
-
-
-def _placed(kind: _Kind, parts: dict[str, np.ndarray]) -> jax.Array:
-    # Copied, as a device may take a host array for its own memory, and a step writes there.
-    data = jax.make_array_from_callback(
-        kind.shape, kind.sharding, lambda index: parts[str(index)].copy()
-    )
-    return data if kind.key_impl is None else jax.random.wrap_key_data(data, impl=kind.key_impl)
+    once: dict[str, Any] = {str(shard.index): shard.data for shard in array.addressable_shards}
+    return {index: np.array(data, copy=True) for index, data in once.items()}

@@ -1,5 +1,6 @@
 """The folder of a run: held by one start at a time, which goes on from what is there."""
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Collection
@@ -11,7 +12,7 @@ import jax
 from replicax.core.job import Job
 from replicax.core.sources import PerProcessSource, Source
 from replicax.core.update import TrainState
-from replicax.errors import ConfigError, require
+from replicax.errors import CheckpointError, ConfigError, RunInUseError, require
 from replicax.train.changes import check_changes, read_config
 from replicax.train.checkpoints.arrays import array_entries, read
 from replicax.train.checkpoints.finite import params_not_finite
@@ -19,11 +20,12 @@ from replicax.train.checkpoints.manifest import Position
 from replicax.train.checkpoints.saver import Saver
 from replicax.train.checkpoints.store import Store
 from replicax.train.checkpoints.verification import STATE
-from replicax.train.goodput import Ledger
-from replicax.train.goodput_file import FILE
+from replicax.train.goodput import FILE, Ledger
 from replicax.train.hook import Hook, Running
 from replicax.train.lease import Lease, take_lease
+from replicax.train.places import exists
 from replicax.train.records import CONFIG, Record, RunFolder, plain_config, read_records
+from replicax.wording import first_line
 
 CHECKPOINTS = "checkpoints"
 
@@ -208,7 +210,7 @@ class Storage:
 
     def _check_config(self, folder: RunFolder) -> None:
         path = self.path / CONFIG
-        if path.exists():
+        if exists(path):
             self._before = read_config(path)
             for line in check_changes(self._before, self._config, accept=self._accept):
                 self._say(line)
@@ -246,7 +248,7 @@ class Storage:
         """
         assert self.found is not None
         with self.ledger.spending("restoring"):
-            state = read(like, self.found.path / STATE)
+            state = read(like, self._store.local(self.found.path) / STATE)
         self._saved = _what_is_saved(self.found.position, self.found.extra)
         self._saver.saved_step = self.found.position.step
         if self.folder is not None:  # not before: a start that is refused leaves it as it was
@@ -264,9 +266,8 @@ class Storage:
         what = _what_is_saved(position, extra)
         if what == self._saved:
             return
-        if self.folder is not None:
-            self.folder.sync()
         with self.ledger.spending("saving"):
+            self._sync()
             self._saver.save(state, position, extra)
             self.ledger.mark(position.step)
         self._saved = what
@@ -296,11 +297,21 @@ class Storage:
 
     def close(self) -> None:
         """Let go of the run."""
-        if self.folder is not None:
-            self.folder.close()
+        with contextlib.suppress(RunInUseError):
+            self._sync()
         self.ledger.close()
         if self._lease is not None:
             self._lease.release()
+
+    def _sync(self) -> None:
+        """Have the records where they are kept, where this start still holds the run."""
+        if self.folder is None:
+            return
+        try:
+            self._check()
+            self.folder.sync()
+        except (OSError, CheckpointError) as error:  # the next save tries again
+            self._say(f"ALARM  {self.folder.records} lacks the last records: {first_line(error)}")
 
     def _check(self) -> None:
         if self._lease is not None:

@@ -42,7 +42,7 @@ def first_not_finite(
         dtype = np.dtype(entry.dtype)
         if not jnp.issubdtype(dtype, jnp.inexact):
             continue
-        for chunk in (folder / name).iterdir():
+        for chunk in (folder / name).glob("*"):  # none, where another process has written it
             if chunk.name[0] != "." and not _is_finite(chunk, dtype):
                 return name
     return None

@@ -16,7 +16,13 @@ from replicax.errors import CheckpointError, RunInUseError
 from replicax.train.checkpoints.arrays import array_entries, begin_writing
 from replicax.train.checkpoints.checksum import file_entries
 from replicax.train.checkpoints.finite import first_not_finite
-from replicax.train.checkpoints.manifest import ArrayEntry, Manifest, Position, write_manifest
+from replicax.train.checkpoints.manifest import (
+    ArrayEntry,
+    FileEntry,
+    Manifest,
+    Position,
+    write_manifest,
+)
 from replicax.train.checkpoints.store import Store
 from replicax.train.checkpoints.verification import STATE
 from replicax.wording import first_line
@@ -146,13 +152,15 @@ class Saver:
     ) -> None:
         """In the background: once all have written their parts, process 0 puts all in its place."""
         try:
-            failed = self._first(f"{topic}: written", _error_of(written))
+            failed, files = self._first(f"{topic}: written", _error_of(written)), None
+            if failed is None and not self._store.is_shared:
+                failed, files = self._uploaded(folder, manifest, f"{topic}: uploaded")
             if failed is None:
-                mine = self._commit(folder, manifest) if self._job.process == 0 else None
+                mine = self._commit(folder, manifest, files) if self._job.process == 0 else None
                 failed = self._first(f"{topic}: in its place", mine)
             if failed is None:
                 self.saved_step = manifest.position.step
-            elif self._job.process == 0:
+            if not self._store.is_shared or (failed is not None and self._job.process == 0):
                 self._store.discard(folder)
             self._failed = failed
         except BaseException as error:  # it belongs to the main thread
@@ -163,13 +171,34 @@ class Saver:
         errors = self._job.gather(topic, mine, slow=True)
         return next((error for error in errors if error), None)
 
-    def _commit(self, folder: Path, manifest: Manifest) -> str | None:
+    def _uploaded(
+        self, folder: Path, manifest: Manifest, topic: str
+    ) -> tuple[str | None, dict[str, FileEntry]]:
+        """What went wrong, or None; and the files of all processes, each of which has its own."""
+        files: dict[str, FileEntry] = {}
+        mine = _error_of(lambda: files.update(self._files(folder, manifest)))
+        entries = {path: [entry.bytes, *entry.sha256] for path, entry in files.items()}
+        told = self._job.gather(topic, [mine, entries], slow=True)
+        for _, part in told:
+            files |= {path: FileEntry(size, tuple(sha)) for path, (size, *sha) in part.items()}
+        return next((error for error, _ in told if error), None), files
+
+    def _files(self, folder: Path, manifest: Manifest) -> dict[str, FileEntry]:
+        """The files in `folder`, which are where all are, once they are known to hold numbers."""
+        files = file_entries(folder)
+        name = first_not_finite(folder / STATE, manifest.arrays, self._not_finite)
+        if name is not None:
+            raise CheckpointError(f"{name} is no longer finite")
+        self._store.upload(folder, files)
+        return files
+
+    def _commit(
+        self, folder: Path, manifest: Manifest, files: dict[str, FileEntry] | None
+    ) -> str | None:
         """Add the manifest, put the checkpoint in its place; what went wrong, or None."""
         try:
-            files = file_entries(folder)
-            name = first_not_finite(folder / STATE, manifest.arrays, self._not_finite)
-            if name is not None:
-                return f"{name} is no longer finite"
+            if files is None:
+                files = self._files(folder, manifest)
             write_manifest(folder, dataclasses.replace(manifest, files=files))
             self._check()
             self._store.commit(folder, manifest.position.step)

@@ -1,7 +1,6 @@
 """`KeepBest`: the checkpoint of the best evaluation stays, and `best.json` names it."""
 
 import json
-import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from replicax.train.checkpoints.store import Store
 from replicax.train.hook import Hook, Running
 from replicax.train.hooks.folder import in_folder
 from replicax.train.hooks.watched import Watched
+from replicax.train.places import read_bytes, write_whole
 from replicax.train.records import Record
 from replicax.train.storage import CHECKPOINTS
 
@@ -109,16 +109,14 @@ class KeepBest(Hook):
                 f"{path} was written by another KeepBest than {self.name}; each needs a file of "
                 f"its own: KeepBest({best['metric']!r}, file='best-{best['metric']}.json')"
             )
-        beside = path.with_name(f"{path.name}.new")  # a reader, or a crash, meets all or nothing
-        beside.write_text(json.dumps(best) + "\n", encoding="utf-8")
-        os.replace(beside, path)
+        write_whole(path, f"{json.dumps(best)}\n".encode())
         self._named = best
 
 
 def _read(path: Path) -> dict[str, Any]:
     """What the file holds; empty where it is not there, or something else."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_bytes(path))
         return {name: found[name] for name in ("metric", "value", "step")}
     except (OSError, ValueError, KeyError, TypeError):
         return {}

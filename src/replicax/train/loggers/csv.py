@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from replicax.train.hook import Running
-from replicax.train.hooks.folder import in_folder
+from replicax.train.hooks.folder import on_disk
 from replicax.train.loggers.logger import Logger, Start
 from replicax.train.records import Record
 
@@ -40,7 +40,7 @@ class CSV(Logger):
 
     def start(self, run: Running) -> None:
         if run.is_main:
-            self._path = Path(self._wanted or in_folder(run, FILE, "CSV()"))
+            self._path = on_disk(run, self._wanted, FILE, "CSV()")
         super().start(run)
 
     def open(self, start: Start) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from replicax.errors import require
 from replicax.train.hook import Running
-from replicax.train.hooks.folder import in_folder
+from replicax.train.hooks.folder import on_disk
 from replicax.train.loggers.logger import Logger, Start, scalars
 from replicax.train.records import Record
 
@@ -51,7 +51,7 @@ class MLflow(Logger):
     def start(self, run: Running) -> None:
         self._where = self._uri
         if run.is_main and self._uri is None:
-            self._where = in_folder(run, FOLDER, "MLflow()").absolute().as_uri()
+            self._where = on_disk(run, None, FOLDER, "MLflow()").absolute().as_uri()
         super().start(run)
 
     def open(self, start: Start) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from replicax.train.hook import Running
-from replicax.train.hooks.folder import in_folder
+from replicax.train.hooks.folder import on_disk
 from replicax.train.loggers.logger import Logger, Start, scalars
 from replicax.train.records import Record
 
@@ -39,7 +39,7 @@ class TensorBoard(Logger):
 
     def start(self, run: Running) -> None:
         if run.is_main:
-            self._path = Path(self._folder or in_folder(run, FOLDER, "TensorBoard()"))
+            self._path = on_disk(run, self._folder, FOLDER, "TensorBoard()")
         super().start(run)
 
     def open(self, start: Start) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 from replicax.errors import require
 from replicax.train.hook import Running
+from replicax.train.hooks.folder import on_disk
 from replicax.train.loggers.logger import Logger, Start, scalars
 from replicax.train.records import Record
 
@@ -30,6 +31,7 @@ class WandB(Logger):
 
     Raises:
         MissingDependencyError: in a run, wandb is not installed.
+        ConfigError: in a run whose folder is in an object store, no `dir`.
     """
 
     package = "wandb"
@@ -41,6 +43,8 @@ class WandB(Logger):
 
     def start(self, run: Running) -> None:
         self._id = self._init.get("id") or self._id or secrets.token_hex(4)
+        if run.folder is not None:
+            on_disk(run, self._init.get("dir"), "wandb", "WandB()")
         super().start(run)
 
     def open(self, start: Start) -> None:

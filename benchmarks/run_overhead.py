@@ -1,0 +1,121 @@
+"""What a run costs over a bare loop of `DataParallel.step`, as `rx.fit` and `rx.Run` do it.
+
+LeNet at batch 256 and the MLP at its small default size, on one and two devices. Bare: batches of a
+feed and `dp.step`, nothing else. The run: the same rows through `rx.Run` with its folder, records,
+curves, progress, guard and checkpoints by the clock, which is what `rx.fit` does without arguments;
+and once more with the figures that `replicax train` records. All go on in turn, some steps each, in
+one process, and wait for their last step.
+
+Aim: a median ratio of at most 1.02.
+"""
+
+import argparse
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from timing import environment, interleaved, ratios, save, spread
+
+import replicax as rx
+from replicax.core.sources import as_source
+from replicax.recipes.lenet import LeNet
+from replicax.recipes.mlp import MLP
+from replicax.train.host_memory import keep_freed_memory
+
+STEPS_IN_A_ROUND = {"lenet": 50, "mlp": 200}
+AIM = 1.02
+
+
+def forever(dp: rx.DataParallel, source: Any, batch_size: int) -> Iterator[Any]:
+    """Batches of one epoch after the other, each in an order of its own as in a run."""
+    opened = as_source(source, batch_size, dp.job, shuffle=True, seed=0)
+    epoch = 0
+    while True:
+        yield from dp.feed(opened, epoch=epoch)
+        epoch += 1
+
+
+def bare(dp: rx.DataParallel, recipe: Any, count: int) -> Callable[[], None]:
+    """A function that does `count` steps by itself."""
+    state = dp.init(recipe.model(jax.random.key(0)))
+    batches = forever(dp, recipe.train_source(), recipe.batch_size)
+
+    def go() -> None:
+        nonlocal state
+        for _ in range(count):
+            state, metrics = dp.step(state, next(batches))
+        jax.block_until_ready((state, metrics))
+
+    return go
+
+
+def steps_of(run: rx.Run, count: int) -> Callable[[], None]:
+    """A function that does `count` steps of `run`."""
+    batches = iter(run)
+
+    def go() -> None:
+        for _ in range(count):
+            metrics = run.step(next(batches))
+        jax.block_until_ready((run.state, metrics))
+
+    return go
+
+
+def compare(recipe: Any, devices: int, rounds: int, count: int) -> dict[str, Any]:
+    """Milliseconds a step of each, and the ratios of the runs to the bare loop."""
+    dp = rx.DataParallel(
+        recipe.loss, recipe.optimizer(), mesh=rx.make_mesh(devices=jax.devices()[:devices])
+    )
+    figures = [rx.LearningRate(0.1), rx.Throughput(), rx.DeviceMemory()]
+    hooks: dict[str, list[rx.Hook]] = {"run": [], "run with figures": figures}
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        stack.enter_context(contextlib.redirect_stdout(open(os.devnull, "w")))  # noqa: SIM115
+        runs = {"bare": bare(dp, recipe, count)}
+        for name, own in hooks.items():
+            run = rx.Run(
+                dp,
+                dp.init(recipe.model(jax.random.key(0))),
+                recipe.train_source(),
+                batch_size=recipe.batch_size,
+                steps=(rounds + 3) * count,
+                run_dir=folder / name,
+                hooks=own,
+            )
+            runs[name] = steps_of(stack.enter_context(run), count)
+        seconds = interleaved(runs, rounds)
+    each = {name: spread([value / count * 1e3 for value in seconds[name]]) for name in runs}
+    ratio = {name: spread(ratios(seconds[name], seconds["bare"])) for name in hooks}
+    return {
+        "steps_in_a_round": count,
+        "milliseconds_per_step": {k: [round(x, 3) for x in values] for k, values in each.items()},
+        "ratio": {name: [round(x, 4) for x in values] for name, values in ratio.items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=30, help="interleaved rounds (default: 30)")
+    args = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", 2)
+    keep_freed_memory()
+    result = {"environment": environment(), "rounds": args.rounds, "aim": AIM}
+    print("median [quartiles]")
+    for devices in (1, 2):
+        for recipe, name in ((LeNet(), "lenet"), (MLP(), "mlp")):
+            title = f"{name} on {devices} device{'s' * (devices > 1)}"
+            found = compare(recipe, devices, args.rounds, STEPS_IN_A_ROUND[name])
+            result[title] = found
+            for run, (middle, low, high) in found["milliseconds_per_step"].items():
+                print(f"{title}, {run:<18} {middle:8.3f} [{low:.3f}, {high:.3f}] ms")
+            for run, (middle, low, high) in found["ratio"].items():
+                print(f"{title}, {run:<18} {middle:8.4f} [{low:.4f}, {high:.4f}] times bare")
+    print(f"see {save('run_overhead', result)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""Checkpoints in an object store: whole once the manifest is there, read from a copy."""
+
+import errno
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from support.object_store import Objects, register
+from support.processes import SUPPORT, run_job
+from support.resumable import bits
+from support.saved_checkpoint import POSITION
+
+from replicax.core.job import Alone
+from replicax.core.update import TrainState
+from replicax.errors import CheckpointError, RunInUseError
+from replicax.train.checkpoints import folders
+from replicax.train.checkpoints.arrays import array_entries, read
+from replicax.train.checkpoints.manifest import MANIFEST, Position
+from replicax.train.checkpoints.saver import Saver
+from replicax.train.checkpoints.store import Store
+from replicax.train.checkpoints.verification import STATE
+from replicax.train.places import place
+from replicax.train.storage import abstract
+
+
+@pytest.fixture
+def objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Objects:
+    """A store; and temporary files have a folder of their own."""
+    for name in ("objects", "temporary"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    return register(tmp_path / "objects")
+
+
+@pytest.fixture
+def store(objects: Objects) -> Store:
+    return opened()
+
+
+def opened() -> Store:
+    return Store(place("s3://bucket/run/checkpoints"), 2, None)
+
+
+def saver(store: Store, token: int = 3, **settings: Any) -> Saver:
+    return Saver(store, token, settings.pop("check", lambda: None), Alone(), 11, {}, **settings)
+
+
+def state(step: int) -> TrainState:
+    return TrainState(jnp.int32(step), {"w": jnp.full(400, step * 1.5)}, (), {}, jnp.uint32(0))
+
+
+def save(saver: Saver, step: int) -> bool:
+    saver.save(state(step), Position(**{**vars(POSITION), "step": step}), {"batch": step})
+    return saver.wait()
+
+
+def found(store: Store, said: list[str] | None = None) -> TrainState | None:
+    """What is restored from the newest good one."""
+    good = store.newest_good(array_entries(state(0)), (said if said is not None else []).append)
+    return good and read(abstract(state(0)), store.local(good[0]) / STATE)
+
+
+def keys(objects: Objects, name: str) -> list[Path]:
+    """Files of the objects of that name, the oldest checkpoint first."""
+    root = "bucket/run/checkpoints/"
+    wanted = [key for key in objects.listed() if key.startswith(root) and key.endswith(f"/{name}")]
+    return [objects._file(key) for key in wanted]
+
+
+def test_what_is_saved_is_restored_bit_for_bit(store: Store, tmp_path: Path) -> None:
+    assert found(store) is None
+    first = saver(store)
+    for step in (1, 2):
+        assert save(first, step)
+    assert [path.name for _, path in store.paths()] == [
+        "step-000000001.3000001",
+        "step-000000002.3000002",
+    ]
+    assert os.listdir(tmp_path / "temporary") == []
+    another = opened()
+    assert bits(found(another)) == bits(state(2))
+    assert len(os.listdir(tmp_path / "temporary")) == 1
+    del another
+    assert os.listdir(tmp_path / "temporary") == []
+
+
+def test_a_step_saved_again_comes_after(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert save(saver(store, 3), 5)
+    monkeypatch.setattr(store, "retire", lambda pinned: None)
+    assert save(saver(store, 12), 5)
+    assert [path.name for _, path in store.paths()] == [
+        "step-000000005.3000001",
+        "step-000000005.12000001",
+    ]
+
+
+def test_older_ones_go_and_pinned_ones_stay(store: Store, objects: Objects) -> None:
+    several = saver(store, pinned=lambda: [1])
+    for step in range(1, 6):
+        assert save(several, step)
+    assert [step for step, _ in store.paths()] == [1, 4, 5]
+    assert {key.split("/")[3].partition(".")[0] for key in objects.listed()} == {
+        f"step-{step:09d}" for step in (1, 4, 5)
+    }
+
+
+@pytest.mark.parametrize("killed_in", ["upload", "commit"])
+def test_a_kill_before_the_manifest_leaves_no_checkpoint(
+    store: Store, objects: Objects, monkeypatch: pytest.MonkeyPatch, killed_in: str
+) -> None:
+    assert save(saver(store), 1)
+    before = objects.listed()
+    copy = folders.copy_files
+
+    def half(first: Any, target: Path, paths: Any) -> None:
+        if killed_in == "upload":
+            copy(first, target, list(paths)[::2])
+        raise SystemExit
+
+    with monkeypatch.context() as patch:
+        if killed_in == "upload":
+            patch.setattr(folders, "copy_files", half)
+        else:
+            patch.setattr(folders.RemoteFolders, "commit", half)
+        killed = saver(store, 4)
+        killed.save(state(2), Position(**{**vars(POSITION), "step": 2}), {})
+        assert killed._thread is not None
+        killed._thread.join()
+    assert objects.listed() != before
+    again = opened()
+    assert [step for step, _ in again.paths()] == [1]
+    again.clean()
+    assert objects.listed() == before
+    assert bits(found(again)) == bits(state(1))
+
+
+def flip(file: Path) -> None:
+    file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
+
+
+@pytest.mark.parametrize(
+    ("harm", "name", "reason"),
+    [
+        (flip, "state/params.w/0", "differs from its checksum"),
+        (Path.unlink, "state/params.w/0", "a file that its manifest names is missing"),
+        (flip, MANIFEST, "damaged"),
+    ],
+)
+def test_what_was_harmed_is_set_aside(
+    store: Store, objects: Objects, harm: Any, name: str, reason: str
+) -> None:
+    several = saver(store)
+    for step in (1, 2):
+        assert save(several, step)
+    harm(keys(objects, name)[-1])
+    said: list[str] = []
+    again = opened()
+    assert bits(found(again, said)) == bits(state(1))
+    assert len(said) == 1
+    assert reason in said[0]
+    assert said[0].endswith(f"(set aside as step-000000002.3000002/refused-{MANIFEST})")
+    again.clean()
+    assert len(keys(objects, f"refused-{MANIFEST}")) == 1
+
+
+def test_a_store_that_fails_sets_nothing_aside(
+    store: Store, objects: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert save(saver(store), 1)
+
+    def broken(*_: object, **__: object) -> None:
+        raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Objects, "_open", broken)
+        with pytest.raises(OSError, match="timed out"):
+            found(opened())
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            store.local(store.paths()[0][1])
+    assert bits(found(opened())) == bits(state(1))
+
+
+def test_a_save_that_fails_is_told_and_the_next_is_tried(
+    store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    several = saver(store)
+    with monkeypatch.context() as patch:
+
+        def broken(*_: object) -> None:
+            raise OSError(errno.EIO, "503: slow down")
+
+        patch.setattr(folders, "copy_files", broken)
+        assert not save(several, 1)
+    assert several.poll() == [
+        "ALARM  a save has failed (1 in a row): 503: slow down; no step is saved yet"
+    ]
+    assert save(several, 2)
+    assert os.listdir(tmp_path / "temporary") == []
+
+
+def test_a_run_that_was_taken_over_commits_nothing(store: Store) -> None:
+    def check() -> None:
+        raise RunInUseError("start 8 of this run has taken over")
+
+    with pytest.raises(RunInUseError):
+        save(saver(store, check=check), 1)
+    assert store.paths() == []
+
+
+@pytest.mark.slow
+def test_each_process_uploads_and_downloads_its_own(tmp_path: Path) -> None:
+    (tmp_path / "objects").mkdir()
+    for ended in run_job(SUPPORT / "job_remote.py", tmp_path / "objects", processes=2):
+        assert ended.code == 0, ended.err
+        assert ended.out.splitlines()[-1] == "equal"
+    uploaded = register(tmp_path / "objects").listed()
+    chunks = [key for key in uploaded if "/params.split/" in key and key[-1].isdigit()]
+    assert len(chunks) == 2

@@ -1,0 +1,58 @@
+"""Examples with an `rx.Run`, killed again and again, end as if nothing had happened."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.examples import FOLDER
+from support.processes import SUPPORT
+from support.resumable import written
+from support.tiers import exhaustive
+
+STEPS = {"ema_teacher": 60, "wgan_gp": 120, "seq2seq": 100}
+"""So many are enough for each to be evaluated and saved several times."""
+
+
+def start(name: str, run: Path, step: int = 0, seconds: float = 0.0) -> tuple[int, Any]:
+    """The exit code, and what a start that was not killed printed last."""
+    flags = ("--run-dir", run, "--steps", STEPS[name])
+    command = (SUPPORT / "job_example.py", FOLDER / f"{name}.py", step, seconds, *flags)
+    ended = subprocess.run(
+        [sys.executable, *map(str, command)],
+        env={**os.environ, "JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": str(SUPPORT.parent)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    if ended.returncode == -signal.SIGKILL:
+        return ended.returncode, None
+    assert ended.returncode == 0, ended.stderr
+    return 0, json.loads(ended.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("name", "kills"),
+    [("ema_teacher", 2), *(exhaustive((name, 10)) for name in STEPS)],
+)
+def test_a_killed_run_ends_as_if_nothing_had_happened(
+    name: str, kills: int, tmp_path: Path
+) -> None:
+    _, wanted = start(name, tmp_path / "whole")
+    drawn = random.Random(f"{name} {kills}")
+    span = STEPS[name] // kills
+    for number in range(kills):  # each comes before a step that the one before did not reach
+        step = number * span + drawn.randint(1, span)
+        seconds = drawn.uniform(0.05, 4.0) if number % 2 else 0.0
+        code, _ = start(name, tmp_path / "killed", step, seconds)
+        assert code == -signal.SIGKILL
+    _, found = start(name, tmp_path / "killed")
+    assert found == wanted
+    assert wanted["failed"] == []
+    assert all(wanted["hooks"].values())
+    assert written(tmp_path / "killed") == written(tmp_path / "whole") == wanted["records"]

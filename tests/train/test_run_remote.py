@@ -1,0 +1,187 @@
+"""A run whose folder is in an object store, or in a stand-in of one that has the same interface."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.object_store import Objects, register
+from support.processes import SUPPORT, run_job
+from support.resumable import bits, crashing, data_parallel, fit, rows, told, undisturbed, untimed
+from support.tiers import EXHAUSTIVE
+
+import replicax as rx
+from replicax.errors import CheckpointError, ConfigError, RunInUseError
+from replicax.train.places import place, write_whole
+
+URL = "s3://bucket/runs/x"
+EVALUATED = {"eval_source": rows(20, 2)}
+plain = undisturbed()
+
+
+@pytest.fixture
+def objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Objects:
+    """A store, and a folder to be in, where nothing is to be written."""
+    for name in ("objects", "here"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return register(tmp_path / "objects")
+
+
+@pytest.fixture(scope="module")
+def dp() -> rx.DataParallel:
+    """One for all tests, so that its step is compiled once."""
+    return data_parallel(1)
+
+
+def names(objects: Objects) -> list[str]:
+    """What is in the run's folder, but for its leases and checkpoints."""
+    found = {key.removeprefix("bucket/runs/x/").split("/")[0] for key in objects.listed()}
+    return sorted(found - {"lease", "checkpoints"})
+
+
+def content(objects: Objects, name: str) -> list[str]:
+    return objects._file(f"bucket/runs/x/{name}").read_text().splitlines()
+
+
+def test_all_files_of_a_run_are_in_the_store(dp: rx.DataParallel, objects: Objects) -> None:
+    hooks = [rx.KeepBest("loss"), rx.NoiseMeter(5)]
+    result = fit(dp, URL, hooks=hooks, log_every=5, **EVALUATED)
+    wanted = ["best.json", "config.json", "curves.png", "goodput.jsonl", "noise_scale.json"]
+    assert names(objects) == [*wanted, "records.jsonl"]
+    assert untimed(content(objects, "records.jsonl")) == told(result.records)
+    assert bits(result.state) == bits(plain(dp, log_every=5, **EVALUATED).state)
+    found = rx.load(URL, dp=dp, state=result.state)
+    assert (found.step, str(found.path.parent)) == (result.step, f"{URL}/checkpoints")
+    assert bits(found.state) == bits(result.state)
+    assert told(found.records) == told(result.records)[: len(found.records)]
+    best = json.loads(content(objects, "best.json")[0])["step"]
+    assert rx.load(URL, dp=dp, state=result.state, step="best").step == best
+    assert os.listdir() == []
+
+
+def test_a_run_that_crashed_goes_on(
+    dp: rx.DataParallel, objects: Objects, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with crashing(8):
+        fit(dp, URL, log_every=2, **EVALUATED)
+    result = fit(dp, URL, log_every=2, progress=True, **EVALUATED)
+    whole = plain(dp, log_every=2, **EVALUATED)
+    assert f"resume {URL}: step 6, saved" in capsys.readouterr().out
+    assert bits(result.state) == bits(whole.state)
+    assert untimed(content(objects, "records.jsonl")) == told(whole.records)
+    assert result.goodput is not None
+    assert result.goodput.starts == 2
+    with pytest.raises(ConfigError, match="began with another configuration"):
+        fit(dp, URL, model=lambda: {"hidden": rows()["x"][:8], "out": rows()["x"][:8]})
+
+
+def killed(folder: Path, at: list[int]) -> list[dict[str, Any]]:
+    """What comes of runs whose starts are killed at these operations, and before of an unharmed."""
+    command = [sys.executable, SUPPORT / "runs_killed.py", folder, *map(str, at)]
+    env = {**os.environ, "PYTHONPATH": str(SUPPORT.parent), "TMPDIR": str(folder)}
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert ended.stderr == ""
+    return [json.loads(line) for line in ended.stdout.splitlines()]
+
+
+ANY = [1, 3, 7, 25, 60]
+"""Of about 90: the lease, the configuration, a part, beside the second manifest, while deleting."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "at", [pytest.param(ANY), pytest.param([*range(2, 91, 3)], marks=EXHAUSTIVE)]
+)
+def test_a_kill_at_any_operation_changes_nothing(tmp_path: Path, at: list[int]) -> None:
+    whole, *others = killed(tmp_path, at)
+    assert len(others) == len(at)
+    for number, other in zip(at, others, strict=True):
+        assert other == whole, number
+
+
+@pytest.mark.slow
+def test_a_job_of_two_processes_goes_on(tmp_path: Path) -> None:
+    for steps, done in ((6, 6), (10, 4)):
+        for ended in run_job(SUPPORT / "job_fit_remote.py", tmp_path, steps):
+            assert ended.code == 0, ended.err
+            assert ended.out.splitlines()[-1] == f"{done} steps, equal"
+
+
+def test_who_was_taken_over_leaves_the_records_of_the_other(
+    dp: rx.DataParallel, objects: Objects
+) -> None:
+    class Other(rx.Hook):
+        """Another start, that takes this one for dead."""
+
+        def step(self, run: Any, step: Any) -> None:
+            if step.place.step == 8:
+                folder = place(URL)
+                write_whole(folder / f"lease/00000009-{'0' * 16}.json", b'{"who": "another"}')
+                write_whole(folder / "records.jsonl", b"others")
+
+    with pytest.raises(RunInUseError, match="another"):
+        fit(dp, URL, hooks=[Other()], log_every=1)
+    assert content(objects, "records.jsonl") == ["others"]
+
+
+def test_records_that_could_not_be_written_come_later(
+    dp: rx.DataParallel,
+    objects: Objects,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    failed, whole = [], Objects._open
+
+    def open_(self: Objects, path: str, mode: str = "rb", **more: Any) -> Any:
+        if mode == "wb" and path.endswith("records.jsonl") and not failed:
+            failed.append(path)
+            raise RuntimeError("503: slow down")
+        return whole(self, path, mode, **more)
+
+    monkeypatch.setattr(Objects, "_open", open_)
+    result = fit(dp, URL, log_every=1, progress=True)
+    out = capsys.readouterr().out
+    assert f"ALARM  {URL}/records.jsonl lacks the last records" in out
+    assert "503: slow down" in out
+    assert untimed(content(objects, "records.jsonl")) == told(result.records)
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [rx.CSV(), rx.TensorBoard(), rx.MLflow(), rx.WandB(), rx.Profile(1, 2), rx.CSV(f"{URL}/a.csv")],
+    ids=lambda hook: hook.name,
+)
+def test_what_needs_a_file_system_refuses_a_url(
+    dp: rx.DataParallel, objects: Objects, hook: rx.Hook
+) -> None:
+    with pytest.raises(ConfigError, match="is in an object store; give it a local path") as error:
+        fit(dp, URL, hooks=[hook])
+    assert "\n" not in str(error.value)
+    assert os.listdir() == []
+
+
+def test_a_hook_with_a_folder_of_its_own_works(dp: rx.DataParallel, objects: Objects) -> None:
+    fit(dp, URL, hooks=[rx.CSV("own.csv")], steps=5)
+    assert os.listdir() == ["own.csv"]
+
+
+def test_what_cannot_be_loaded_is_told_in_one_line(
+    dp: rx.DataParallel, objects: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=f"{URL} is no run: it has no config.json"):
+        rx.load(URL, dp=dp)
+    with pytest.raises(ConfigError, match="ftp://host/x is in no object store"):
+        rx.load("ftp://host/x", dp=dp)
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise RuntimeError("403: no")
+
+    monkeypatch.setattr(Objects, "ls", refused)
+    with pytest.raises(CheckpointError, match=f"{URL} cannot be read .RuntimeError: 403: no."):
+        rx.load(URL, dp=dp)
+    with pytest.raises(ConfigError, match=f"{URL} cannot be written .RuntimeError: 403: no."):
+        fit(dp, URL)
