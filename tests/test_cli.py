@@ -204,7 +204,7 @@ def test_a_run_that_is_done_stays_as_it_is(main: Main, folder: Path) -> None:
     code, out, err = main(*REGRESSION, "--run", "once")
     assert (code, err) == (0, "")
     assert "resume runs/once: step 1, saved " in out
-    assert "done: 0 steps since step 1, 0 rows in " in out
+    assert "complete at step 1: nothing was trained" in out
     assert (folder / "runs/once/records.jsonl").read_bytes() == before
 
 

@@ -17,7 +17,6 @@ import pytest
 from support.tiers import EXHAUSTIVE
 
 import replicax as rx
-from replicax.train.loggers.logger import END_SECONDS, SLOW_SECONDS
 
 ROWS = np.random.default_rng(0).normal(size=64).astype(np.float32)
 STEPS = 40
@@ -100,7 +99,7 @@ def test_so_it_is_with_real_clients(package: str, listens: bool, tmp_path: Path)
     assert said.count(f"weights {expected}") == 1
     assert sum(line.startswith("ALARM") for line in said) == 1
     (seconds,) = (float(line.split()[1]) for line in said if line.startswith("seconds"))
-    assert seconds < END_SECONDS + SLOW_SECONDS  # neither client gives up before minutes
+    assert seconds < 120  # it waits 10 at the end; left to themselves the clients try for minutes
 
 
 if __name__ == "__main__":
