@@ -2,12 +2,14 @@
 
 import json
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.tiers import EXHAUSTIVE
+from support.waiting import until
 from support.watched_run import WatchedRun
 
 import replicax as rx
@@ -78,6 +80,9 @@ def test_a_run_that_goes_on_is_the_same_run_there(tmp_path: Path) -> None:
         run.trained(step, loss=float(step))
         hook.end(run)
         assert run.lines == []
+        # wandb names a start by its second: two of one run within it would be one folder.
+        next_second = int(time.time()) + 1
+        until(lambda then=next_second: time.time() >= then)
     ids, config, rows = logged(tmp_path)
     assert ids == {state}
     assert config["recipe"] == {"width": 3}
