@@ -325,11 +325,15 @@ def test_a_run_is_shown_by_a_hook() -> None:
     run = types.SimpleNamespace(
         place=Place(3, 1, 1), epochs=4, records=[earlier, first, second, skip, score]
     )
+    shown.evaluation(run, dataclasses.replace(score, step=2))
+    shown.before_step(run, None)
     shown.dispatched(run, Dispatched(run.place, 4, nothing, nothing, {}, nothing, None))
     for each in run.records:
         shown.record(run, each)
+    shown.evaluation(run, score)
     shown.epoch(run, score)
     assert told.told == [
+        "eval   step 2: loss 0.25 accuracy 0.5",
         *(3, earlier, first, second),
         "skip   step 3: loss or gradient not finite, examples 7, 8",
         "epoch 2/4 · loss 0.1235 · eval loss 0.25 accuracy 0.5 · 64,000 rows/s",

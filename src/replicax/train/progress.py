@@ -6,10 +6,11 @@ import sys
 import time
 from typing import Any
 
+from replicax.core.batch import Batch
 from replicax.train.dispatched import Dispatched
 from replicax.train.hook import Hook, Running
 from replicax.train.records import Record
-from replicax.train.report import epoch_line, skip_line
+from replicax.train.report import epoch_line, eval_line, skip_line
 from replicax.wording import duration
 
 SECONDS_BETWEEN_LINES = 10.0
@@ -61,6 +62,14 @@ class Shown(Hook):
 
     def __init__(self, display: Progress) -> None:
         self._display = display
+        self._evaluation: Record | None = None
+        """One that is not told of yet: the epoch's line does, where that follows at once."""
+
+    def before_step(self, run: Running, batch: Batch) -> None:
+        """Tell of an evaluation in the middle of an epoch."""
+        if self._evaluation is not None:
+            self._display.line(eval_line(self._evaluation))
+            self._evaluation = None
 
     def dispatched(self, run: Running, step: Dispatched) -> None:
         """Move the line on."""
@@ -73,9 +82,13 @@ class Shown(Hook):
         if record.kind == "skip":
             self._display.line(skip_line(record))
 
+    def evaluation(self, run: Running, record: Record) -> None:
+        """Note it."""
+        self._evaluation = record
+
     def epoch(self, run: Running, record: Record | None) -> None:
         """Say how the epoch went."""
-        at = run.place
+        at, record, self._evaluation = run.place, self._evaluation, None
         trained = [r for r in run.records if r.kind == "train" and r.epoch == at.epoch]
         self._display.line(epoch_line(at.epoch, run.epochs, at.step, trained, record))
 

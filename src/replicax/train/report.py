@@ -115,6 +115,11 @@ def epoch_line(
     return " · ".join(parts)
 
 
+def eval_line(record: Record) -> str:
+    """What an evaluation in the middle of an epoch has found."""
+    return f"eval   step {record.step:,}: {_metrics(record.metrics)}"
+
+
 def skip_line(record: Record) -> str:
     """That the update of a step was skipped, and on which examples, in 80 columns."""
     what = "a spike of the loss" if "spike" in record.metrics else "loss or gradient not finite"
