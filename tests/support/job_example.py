@@ -57,7 +57,7 @@ def main() -> None:
     (run,) = runs
     ended = {
         "state": sha256(run.result.state),
-        "hooks": run.hooks.save_state(),
+        "hooks": run.hooks.save_state(run.place.step),
         "records": told(run.result.records),
         "failed": run.result.failed_hooks,
     }

@@ -244,14 +244,42 @@ def test_a_hook_that_raises_is_left_out_and_changes_nothing(
     assert called == []
 
 
+class Fails(rx.Hook):
+    """Fails at one point of those that are not given the run."""
+
+    def __init__(self, at: str, state: Any = 1) -> None:
+        self._at, self._state = at, state
+
+    def save_state(self) -> Any:
+        return self._state
+
+    def load_state(self, state: Any) -> None:
+        if self._at == "load_state":
+            raise KeyError("a field of an older version")
+
+    def summary(self) -> list[str]:
+        if self._at == "summary":
+            raise KeyError("nothing to sum up")
+        return []
+
+
 @pytest.mark.parametrize("state", [np.float32(1), float("nan"), {"best": jnp.float32(1)}])
-def test_a_hooks_state_that_is_no_json_is_refused_by_name(
+def test_a_hook_whose_state_is_no_json_is_left_out(
     dp: rx.DataParallel, tmp_path: Path, state: Any
 ) -> None:
-    counts = Counts()
-    counts.save_state = lambda: state  # type: ignore[method-assign]
-    with pytest.raises(ConfigError, match="hook Counts"):
-        whole(run(dp, counts, run_dir=tmp_path))
+    found = whole(run(dp, Fails("save_state", state), run_dir=tmp_path))
+    assert found.failed_hooks == ("Fails",)
+    check_same(found, whole(run(dp)), tmp_path)
+
+
+@pytest.mark.parametrize("point", ["load_state", "summary"])
+def test_a_hook_that_fails_outside_of_the_loop_is_left_out(
+    dp: rx.DataParallel, tmp_path: Path, point: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole(run(dp, Fails("nowhere"), run_dir=tmp_path), 6)
+    found = whole(run(dp, Fails(point), run_dir=tmp_path, progress=True))
+    check_same(found, whole(run(dp)), tmp_path)
+    assert f"hook Fails failed in {point} at step" in capsys.readouterr().out
 
 
 def test_a_figure_tells_of_the_step_of_its_record(dp: rx.DataParallel, tmp_path: Path) -> None:

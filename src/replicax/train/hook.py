@@ -169,7 +169,7 @@ class Hook:
 
 POINTS = (
     *("start", "before_step", "dispatched", "step", "settle", "figures", "record", "evaluation"),
-    *("epoch", "saving", "rewound", "end"),
+    *("epoch", "saving", "rewound", "save_state", "load_state", "summary", "end"),
 )
 
 
@@ -206,18 +206,19 @@ class Hooks:
     def __call__(self, point: str, run: Running, *arguments: Any) -> None:
         """Call the hooks that have something to do at `point`."""
         for hook in tuple(self._at[point]):
-            self._call(hook, point, run, *arguments)
+            self._call(hook, point, run.place.step, run, *arguments)
 
     def figures(self, run: Running, record: Record) -> dict[str, float]:
         """Return those of all hooks."""
         found: dict[str, float] = {}
         for hook in tuple(self._at["figures"]):
-            found |= self._call(hook, "figures", run, record) or {}
+            found |= self._call(hook, "figures", record.step, run, record) or {}
         return found
 
-    def summary(self) -> list[str]:
-        """Return the lines of all hooks."""
-        return [line for hook in self._hooks for line in hook.summary()]
+    def summary(self, step: int) -> list[str]:
+        """Return the lines of all hooks, at the end of a run after `step`."""
+        lines = (self._call(hook, "summary", step) or () for hook in tuple(self._at["summary"]))
+        return [line for each in lines for line in each]
 
     @property
     def wraps(self) -> tuple[Callable[[Apply], Apply], ...]:
@@ -229,37 +230,31 @@ class Hooks:
         """Steps whose checkpoints some hook wants to stay."""
         return {step for hook in self._hooks for step in hook.pinned}
 
-    def save_state(self) -> dict[str, Any]:
-        """Return what a checkpoint is to hold of all hooks.
-
-        Raises:
-            ConfigError: what one returned is no JSON.
-        """
-        states = {hook.name: hook.save_state() for hook in self._hooks}
-        for name, state in states.items():
-            try:
-                json.dumps(state, allow_nan=False)
-            except (TypeError, ValueError) as error:
-                raise ConfigError(
-                    f"what save_state of hook {name} returned is no JSON ({first_line(error)}); a "
-                    "checkpoint holds JSON: return finite numbers, texts, lists and dicts of these"
-                ) from error
+    def save_state(self, step: int) -> dict[str, Any]:
+        """Return what a checkpoint of `step` is to hold of all hooks."""
+        states = {
+            hook.name: self._call(hook, "save_state", step)
+            for hook in tuple(self._at["save_state"])
+        }
         return {name: state for name, state in states.items() if state is not None}
 
-    def load_state(self, states: dict[str, Any]) -> None:
-        """Go on from what `save_state` returned; a hook that is new begins anew."""
-        for hook in self._hooks:
+    def load_state(self, step: int, states: dict[str, Any]) -> None:
+        """Go on from what `save_state` returned at `step`; a hook that is new begins anew."""
+        for hook in tuple(self._at["load_state"]):
             if hook.name in states:
-                hook.load_state(states[hook.name])
+                self._call(hook, "load_state", step, states[hook.name])
 
-    def _call(self, hook: Hook, point: str, run: Running, *arguments: Any) -> Any:
+    def _call(self, hook: Hook, point: str, step: int, *arguments: Any) -> Any:
         started = time.perf_counter()
         try:
-            return getattr(hook, point)(run, *arguments)
+            found = getattr(hook, point)(*arguments)
+            if point == "save_state":
+                json.dumps(found, allow_nan=False)  # or the checkpoint could not hold it
+            return found
         except ReplicaxError:
             raise
         except Exception as error:  # a hook's mistake is not the run's
-            self._leave_out(hook, point, run.place.step, error)
+            self._leave_out(hook, point, step, error)
             return None
         finally:
             self.seconds[hook.name] += time.perf_counter() - started

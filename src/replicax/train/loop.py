@@ -396,7 +396,7 @@ class Loop:
             "batch": self.place.batch,
             "evaluated": self._evaluated_at,
             "meter": self._meter.save_state(),
-            "hooks": self.hooks.save_state(),
+            "hooks": self.hooks.save_state(self.place.step),
             **parts_of_processes(self.source),
         }
 
@@ -422,7 +422,7 @@ class Loop:
         }
         begun = position.step > 0
         self._meter.rewind(extra.get("meter", older), resumed=begun, compiled=self._begun and begun)
-        self.hooks.load_state(extra.get("hooks", {}))
+        self.hooks.load_state(position.step, extra.get("hooks", {}))
         del self.records[position.records :]
 
     def _note_wait(self, now: float, before: float) -> float:

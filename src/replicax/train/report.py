@@ -18,7 +18,6 @@ from replicax.core.data_parallel import DataParallel
 from replicax.core.feed import Feed
 from replicax.core.mesh import replica_count
 from replicax.core.update import TrainState
-from replicax.train.program_fingerprint import program_fingerprint, some_rows
 from replicax.train.records import Record
 from replicax.train.result import Fit
 from replicax.wording import duration
@@ -57,12 +56,8 @@ def describe(dp: DataParallel, state: TrainState, feed: Feed) -> list[str]:
     return lines
 
 
-def derived(dp: DataParallel, state: TrainState, feed: Feed) -> dict[str, Any]:
-    """The same for `config.json`, with versions, the program, and what this start was.
-
-    There is no `program` where only the first batch tells what rows there are.
-    """
-    rows = some_rows(feed.source)
+def derived(dp: DataParallel, feed: Feed) -> dict[str, Any]:
+    """The same for `config.json`, with versions, and what this start was."""
     return {
         "parallel": {
             **dp.configuration.names(),
@@ -85,7 +80,6 @@ def derived(dp: DataParallel, state: TrainState, feed: Feed) -> dict[str, Any]:
             **{x: importlib.metadata.version(x) for x in ("flax", "equinox") if x in sys.modules},
         },
         "start": this_start(),
-        **({} if rows is None else {"program": program_fingerprint(dp, state, rows)}),
     }
 
 

@@ -25,7 +25,7 @@ from replicax.train.interrupt import Interrupt
 from replicax.train.loop import Loop
 from replicax.train.meter import Meter
 from replicax.train.places import place
-from replicax.train.program_fingerprint import program_fingerprint
+from replicax.train.program_fingerprint import program_fingerprint, some_rows
 from replicax.train.progress import Shown, open_progress
 from replicax.train.report import derived, describe, summary
 from replicax.train.result import Fit
@@ -152,7 +152,7 @@ class Run(Loop):
             self._interrupt = self._given_interrupt or stack.enter_context(
                 Interrupt(terminate=self._run_dir is not None and self._saving.wanted)
             )
-            self.config |= derived(self.dp, self.state, self._first)  # it traces: a signal may come
+            self.config |= derived(self.dp, self._first)
             for line in describe(self.dp, self.state, self._first):
                 self.say(line)
             self._take_folder(stack)
@@ -194,6 +194,8 @@ class Run(Loop):
         self._storage, self._ledger = None, Ledger(None)
         if self._run_dir is None:
             return
+        if (rows := some_rows(self.source)) is not None:  # else the first batch tells
+            self.config["program"] = program_fingerprint(self.dp, self.state, rows)
         self._storage = Storage(
             self._run_dir,
             self.config,
@@ -262,7 +264,7 @@ class Run(Loop):
             failed_hooks=tuple(self.hooks.failed),
             goodput=self._ledger.summary() if self.folder is not None else None,
         )
-        for line in [*summary(self.result, self.total), *self.hooks.summary()]:
+        for line in [*summary(self.result, self.total), *self.hooks.summary(self.place.step)]:
             self.say(line)
         if self.result.goodput is not None and self.result.saved:
             for line in self.result.goodput.lines():
