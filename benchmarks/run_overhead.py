@@ -1,10 +1,14 @@
 """What a run costs over a bare loop of `DataParallel.step`, as `rx.fit` and `rx.Run` do it.
 
-LeNet at batch 256 and the MLP at its small default size, on one and two devices. Bare: batches of a
-feed and `dp.step`, nothing else. The run: the same rows through `rx.Run` with its folder, records,
-curves, progress, guard and checkpoints by the clock, which is what `rx.fit` does without arguments;
-and once more with the figures that `replicax train` records. All go on in turn, some steps each, in
-one process, and wait for their last step.
+LeNet at batch 256, the MLP at its small default size and a wide one, on one and two devices.
+
+1. `bare`: batches of a feed and `dp.step`, nothing else.
+2. `guarded`: the same loop of the step that skips a bad update, which is the one that a run takes.
+3. `run`: the same rows through `rx.Run` with its folder, records, curves, progress and checkpoints
+   by the clock, which is what `rx.fit` does without arguments.
+4. `run with figures`: with those that `replicax train` records too.
+
+All go on in turn, some steps each, in one process, and wait for their last step.
 
 Aim: a median ratio of at most 1.02.
 """
@@ -24,9 +28,11 @@ import replicax as rx
 from replicax.core.sources import as_source
 from replicax.recipes.lenet import LeNet
 from replicax.recipes.mlp import MLP
+from replicax.train.guarded import guarded
 from replicax.train.host_memory import keep_freed_memory
 
-STEPS_IN_A_ROUND = {"lenet": 50, "mlp": 200}
+SUBJECTS = {"lenet": (LeNet(), 50), "mlp": (MLP(), 400), "wide mlp": (MLP(hidden=1024), 25)}
+"""Recipe, and steps in a round."""
 AIM = 1.02
 
 
@@ -75,7 +81,11 @@ def compare(recipe: Any, devices: int, rounds: int, count: int) -> dict[str, Any
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         stack.enter_context(contextlib.redirect_stdout(open(os.devnull, "w")))  # noqa: SIM115
-        runs = {"bare": bare(dp, recipe, count)}
+        state = dp.init(recipe.model(jax.random.key(0)))
+        runs = {
+            "bare": bare(dp, recipe, count),
+            "guarded": bare(guarded(dp, state), recipe, count),
+        }
         for name, own in hooks.items():
             run = rx.Run(
                 dp,
@@ -89,7 +99,7 @@ def compare(recipe: Any, devices: int, rounds: int, count: int) -> dict[str, Any
             runs[name] = steps_of(stack.enter_context(run), count)
         seconds = interleaved(runs, rounds)
     each = {name: spread([value / count * 1e3 for value in seconds[name]]) for name in runs}
-    ratio = {name: spread(ratios(seconds[name], seconds["bare"])) for name in hooks}
+    ratio = {name: spread(ratios(seconds[name], seconds["bare"])) for name in [*runs][1:]}
     return {
         "steps_in_a_round": count,
         "milliseconds_per_step": {k: [round(x, 3) for x in values] for k, values in each.items()},
@@ -106,9 +116,9 @@ def main() -> None:
     result = {"environment": environment(), "rounds": args.rounds, "aim": AIM}
     print("median [quartiles]")
     for devices in (1, 2):
-        for recipe, name in ((LeNet(), "lenet"), (MLP(), "mlp")):
+        for name, (recipe, count) in SUBJECTS.items():
             title = f"{name} on {devices} device{'s' * (devices > 1)}"
-            found = compare(recipe, devices, args.rounds, STEPS_IN_A_ROUND[name])
+            found = compare(recipe, devices, args.rounds, count)
             result[title] = found
             for run, (middle, low, high) in found["milliseconds_per_step"].items():
                 print(f"{title}, {run:<18} {middle:8.3f} [{low:.3f}, {high:.3f}] ms")
