@@ -64,7 +64,7 @@ def test_a_checkpoint_is_corrupted_in_every_way(tmp_path: Path) -> None:
     assert len(ways) == len(KINDS)
 
 
-WORDS = ("flipped", "truncated", "deleted", "swapped", "replaced")
+WORDS = ("flipped", "truncated", "deleted", "swapped", "replaced", "added")
 
 
 def _content(folder: Path) -> dict[str, bytes]:
