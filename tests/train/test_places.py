@@ -102,7 +102,6 @@ def test_lines_are_all_there_once_synced(where: Path) -> None:
         assert read_touched(where / "records.jsonl")[0].endswith(f"{first}\ntwo\n".encode())
         lines.append("thrée")
         lines.sync()
-        lines.close()
     text = read_touched(where / "records.jsonl")[0].decode()
     assert text.split() == ["one", "two", "thrée", "four", "two", "thrée"]
 

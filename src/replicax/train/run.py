@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -125,7 +125,7 @@ class Run(Loop):
         if shuffle is None:
             shuffle = can_shuffle(source)
         self.source = as_source(source, batch_size, dp.job, shuffle=shuffle, seed=seed)
-        plan = _as_evaluation(eval_source)
+        plan = _as_evaluation(eval_source, source)
         told: dict[str, Any] = {"epochs": epochs, "steps": steps, "batch_size": batch_size}
         told |= {"log_every": log_every, **_fields(guard=guard, saving=saving, evaluation=plan)}
         dp.job.agree("the run", {**told, **(config or {})})
@@ -273,8 +273,18 @@ class Run(Loop):
             self.say(f"bits   sha256 of the weights {sha256(self.state.params)[:16]}")
 
 
-def _as_evaluation(source: Any) -> Evaluation | None:
-    return source if source is None or isinstance(source, Evaluation) else Evaluation(source)
+def _as_evaluation(eval_source: Any, source: Any) -> Evaluation | None:
+    if eval_source is None or isinstance(eval_source, Evaluation):
+        return eval_source
+    if isinstance(eval_source, Mapping) and isinstance(source, Mapping | tuple):
+        rows: Any = jax.tree.structure(source)
+        named = [name for name, each in eval_source.items() if rows == jax.tree.structure(each)]
+        if named:
+            raise ConfigError(
+                f"eval_source has {len(named)} sources ({', '.join(map(str, named))}); a dict is "
+                "the arrays of one: give rx.Evaluation(sets=...)"
+            )
+    return Evaluation(eval_source)
 
 
 def _fields(**values: Any) -> dict[str, Any]:
