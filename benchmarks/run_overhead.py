@@ -1,6 +1,6 @@
 """What a run costs over a bare loop of `DataParallel.step`, as `rx.fit` and `rx.Run` do it.
 
-LeNet at batch 256, the MLP at its small default size and a wide one, on one and two devices.
+LeNet at batch 256 and the MLP at its small default size, on one and two devices.
 
 1. `bare`: batches of a feed and `dp.step`, nothing else.
 2. `guarded`: the same loop of the step that skips a bad update, which is the one that a run takes.
@@ -31,7 +31,7 @@ from replicax.recipes.mlp import MLP
 from replicax.train.guarded import guarded
 from replicax.train.host_memory import keep_freed_memory
 
-SUBJECTS = {"lenet": (LeNet(), 50), "mlp": (MLP(), 400), "wide mlp": (MLP(hidden=1024), 25)}
+SUBJECTS = {"lenet": (LeNet(), 10), "mlp": (MLP(), 100)}
 """Recipe, and steps in a round."""
 AIM = 1.02
 
@@ -109,7 +109,7 @@ def compare(recipe: Any, devices: int, rounds: int, count: int) -> dict[str, Any
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=30, help="interleaved rounds (default: 30)")
+    parser.add_argument("--rounds", type=int, default=60, help="interleaved rounds (default: 60)")
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 2)
     keep_freed_memory()
