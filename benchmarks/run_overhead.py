@@ -1,4 +1,4 @@
-"""What a run costs over a bare loop of `DataParallel.step`, as `rx.fit` and `rx.Run` do it.
+"""The cost of a run over a bare loop of `DataParallel.step`, as `rx.fit` and `rx.Run` do it.
 
 LeNet at batch 256 and the MLP at its small default size, on one and two devices.
 

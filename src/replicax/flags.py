@@ -234,7 +234,7 @@ def _groups(options_class: type[Any]) -> dict[str, type[Any]]:
 
 
 def _part(group: type[Any], options: Any) -> Any:
-    """What `options` has of `group`, which it inherits from."""
+    """The fields of `options` that are those of `group`, which it inherits from."""
     return group(**{name: getattr(options, name) for name in _field_names(group)})
 
 

@@ -1,4 +1,4 @@
-"""What `--show-sharding` prints: a line an array, a drawing for all that are split alike."""
+"""The output of `--show-sharding`: a line an array, a drawing for all that are split alike."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What objects look like in a debugger or a notebook: one line, and nothing waits or fails."""
+"""The reprs of objects in a debugger or a notebook: one line, and nothing waits or fails."""
 
 import dataclasses
 from collections.abc import Iterator

@@ -40,7 +40,7 @@ class Mortal(object_store.Objects):
 
 
 def loss(model: Any, batch: Any, key: Any) -> Any:
-    """Of a regression whose inputs are disturbed while it is trained."""
+    """The loss of a regression whose inputs are disturbed while it is trained."""
     x = batch["x"]
     if key is not None:
         x = x * jax.random.bernoulli(key, 0.8, x.shape[1:])
@@ -48,7 +48,7 @@ def loss(model: Any, batch: Any, key: Any) -> Any:
 
 
 def run(objects: Path | None, at: int) -> dict[str, Any]:
-    """What the run has come to: without a store, or in one that kills it."""
+    """The result of the run: without a store, or in one that kills it."""
     Mortal.at = at
     curves.draw_curves = lambda *_: None  # type: ignore[assignment]  # it takes longer than all else
     settings: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What `rx.fit` takes as values, from flat settings that tests vary one by one."""
+"""Values that `rx.fit` takes, from flat settings that tests vary one by one."""
 
 from typing import Any
 

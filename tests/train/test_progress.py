@@ -1,4 +1,4 @@
-"""What a run shows: nothing, plain lines, or a live line on a terminal or in a notebook."""
+"""The display of a run: nothing, plain lines, or a live line on a terminal or in a notebook."""
 
 import dataclasses
 import fcntl
@@ -236,7 +236,7 @@ class Page:
 
 @dataclasses.dataclass
 class Output:
-    """What `display` returns."""
+    """The handle that `display` returns."""
 
     texts: list[str]
 

@@ -38,7 +38,7 @@ def dp() -> rx.DataParallel:
 
 
 def names(objects: Objects) -> list[str]:
-    """What is in the run's folder, but for its leases and checkpoints."""
+    """The contents of the run's folder, but for its leases and checkpoints."""
     found = {key.removeprefix("bucket/runs/x/").split("/")[0] for key in objects.listed()}
     return sorted(found - {"lease", "checkpoints"})
 
@@ -80,7 +80,7 @@ def test_a_run_that_crashed_goes_on(
 
 
 def killed(folder: Path, at: list[int]) -> list[dict[str, Any]]:
-    """What comes of runs whose starts are killed at these operations, and before of an unharmed."""
+    """The results of runs whose starts are killed at these operations, and before of an unharmed."""
     command = [sys.executable, SUPPORT / "runs_killed.py", folder, *map(str, at)]
     env = {**os.environ, "PYTHONPATH": str(SUPPORT.parent), "TMPDIR": str(folder)}
     ended = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
@@ -89,7 +89,7 @@ def killed(folder: Path, at: list[int]) -> list[dict[str, Any]]:
 
 
 ANY = [1, 3, 7, 25, 60]
-"""Of about 90: the lease, the configuration, a part, beside the second manifest, while deleting."""
+"""Operations of about 90: the lease, the configuration, a part, beside the second manifest, while deleting."""
 
 
 @pytest.mark.slow

@@ -68,7 +68,7 @@ def evaluate(arguments: list[str]) -> int:
 
 
 def _source(recipe: Any, options: EvaluateOptions) -> Any:
-    """What to evaluate on."""
+    """Rows to evaluate on."""
     name = recipe_name(type(recipe))
     if options.data is not None:
         if not hasattr(recipe, "eval_data"):

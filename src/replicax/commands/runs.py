@@ -41,7 +41,7 @@ class RunsOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What is known of one run."""
+    """A run in the table."""
 
     name: str
     saved_at: float = 0.0

@@ -25,7 +25,7 @@ class SampleOptions(RunOptions):
     temperature: float = 0.8
     """Below 1 for likelier tokens, 0 for the likeliest."""
     seed: int = 0
-    """Of the draws."""
+    """Seed of the draws."""
 
 
 def sample(arguments: list[str]) -> int:

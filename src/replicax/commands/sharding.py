@@ -1,4 +1,4 @@
-"""What `--show-sharding` prints: where parameters, optimizer state and batch live."""
+"""The output of `--show-sharding`: where parameters, optimizer state and batch live."""
 
 import math
 from collections.abc import Iterator

@@ -105,7 +105,7 @@ def _run(
 
 
 def _figures(recipe: Any, state: TrainState) -> list[rx.Hook]:
-    """What each run records beside its metrics, as it costs nothing that can be measured."""
+    """Hooks of every run: figures beside its metrics."""
     hooks: list[rx.Hook] = [rx.Throughput(getattr(recipe, "tokens_per_row", None))]
     hooks.append(rx.DeviceMemory())
     if _has_schedule(type(recipe)):

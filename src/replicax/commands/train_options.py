@@ -15,7 +15,7 @@ NOISE_EVERY = 10
 """Steps between two samples of the gradient noise. It takes hundreds where batches are small."""
 
 LOGGERS = {"csv": rx.CSV, "mlflow": rx.MLflow, "tensorboard": rx.TensorBoard, "wandb": rx.WandB}
-"""What `--log-to` can name."""
+"""The loggers that `--log-to` can name."""
 
 EVERY_EPOCH = "every epoch"
 
@@ -29,7 +29,7 @@ class StartOptions:
     steps: Annotated[int | None, shown_as("N", "the epochs")] = None
     """Updates, instead of epochs."""
     seed: int = 0
-    """Of the initial model, the order of the data, and all else that is random."""
+    """Seed of the initial model, the order of the data, and all else that is random."""
     run: Annotated[str | None, shown_as("NAME", "recipe and time")] = None
     """Name of the run, and of its folder in runs/; one that is there already goes on where it was
     saved."""
@@ -91,7 +91,7 @@ class EvalOptions:
 
 @dataclasses.dataclass(frozen=True)
 class RecordOptions:
-    """What is measured, and where it is written beside the run's folder."""
+    """Measurements, and where they are written beside the run's folder."""
 
     log_every: int = 50
     """Steps between two records."""
@@ -135,12 +135,12 @@ class SaveOptions:
 
 @dataclasses.dataclass(frozen=True)
 class FaultOptions:
-    """What is watched, and when the run gives up."""
+    """Faults to watch for, and when the run gives up."""
 
     audit_every: Annotated[int | None, shown_as("N", "none")] = None
     """Steps between two audits, which compare the bits of all replicas."""
     on_divergence: Literal["stop", "restore"] = "stop"
-    """What to do when an audit finds a device with other bits: stop, or go back to the state of the
+    """Action when an audit finds a device with other bits: stop, or go back to the state of the
     last clean audit and on from there."""
     max_bad_steps: int = 5
     """A step whose loss or gradient is not finite is skipped; after so many in a row the run

@@ -32,7 +32,7 @@ OVERFLOWS = "overflows"
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """What the loss is multiplied by before it is differentiated, a power of two."""
+    """Factor of the loss before it is differentiated, a power of two."""
 
     value: Any
     """float32 scalar."""

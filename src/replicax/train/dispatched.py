@@ -39,7 +39,7 @@ class Dispatched:
     spike: jax.Array | None
     """Whether it was skipped as a spike; None where spikes are not looked for."""
     attached: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """What hooks attach to it, by a name of theirs, to find it once the step has finished."""
+    """Attachments of hooks, by a name of theirs, to be found once the step has finished."""
 
     @property
     def skipped(self) -> bool:

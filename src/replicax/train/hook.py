@@ -22,26 +22,26 @@ class Running(Protocol):
     """A run as its hooks see it; an `rx.Run` is one."""
 
     dp: DataParallel
-    """What steps; bad steps are skipped in it."""
+    """Does the steps; bad ones are skipped in it."""
     source: Source
     state: TrainState
     """After the newest step; the next one may donate it. A hook may put another in its place."""
     place: Place
     """Where the run stands: steps, epoch, batches of it."""
     records: list[Record]
-    """Of the whole run."""
+    """Records of the whole run."""
     config: dict[str, Any]
-    """What `config.json` holds."""
+    """The contents of `config.json`."""
     epochs: int | None
     """Passes over the source; None where the run is so many steps."""
     total: int | None
     """Steps that the run is to have, where that is known."""
     error: BaseException | None
-    """What the run failed with, in `Hook.end`."""
+    """The exception that ended the run, in `Hook.end`."""
 
     @property
     def folder(self) -> Path | None:
-        """Of the run; None where it has none, and in processes other than 0.
+        """The run's folder; None where it has none, and in processes other than 0.
 
         Of a run in an object store it is an `etils.epath.Path`, which reads and writes alike.
         """

@@ -187,7 +187,7 @@ def _look(file: Path) -> tuple[dict[str, Any], int]:
 
 
 def _process(pid: int) -> dict[str, Any]:
-    """What tells process `pid` from all others, as far as this host knows."""
+    """A text that tells process `pid` from all others, as far as this host knows."""
     boot = started = None
     with contextlib.suppress(OSError):
         Path("/proc/1/stat").read_bytes()  # else the processes of others are hidden

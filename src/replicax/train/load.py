@@ -31,7 +31,7 @@ class Loaded:
     """A checkpoint of a run, on the devices of `dp`; from `rx.load`."""
 
     dp: DataParallel
-    """What steps and evaluates `state`."""
+    """Steps and evaluates `state`."""
     state: TrainState
     """All that was saved, placed as `dp` places it."""
     step: int
@@ -60,7 +60,7 @@ class Checkpoint:
     path: Path
     manifest: Manifest
     identity: tuple[int, int] | None
-    """Of its folder, on the file system; see `_identity`."""
+    """Identity of its folder, on the file system; see `_identity`."""
     others: tuple[int, ...]
     """Steps of the other checkpoints, the oldest first."""
 
@@ -192,7 +192,7 @@ def _readable(run: Path) -> Iterator[None]:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """What another checkpoint in its place has not; None where there is none."""
+    """Numbers that another checkpoint in its place has not; None where there is none."""
     if is_remote(path):  # no two have one name
         return (0, 0) if exists(path / MANIFEST) else None
     try:

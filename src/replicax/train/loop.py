@@ -95,7 +95,7 @@ class Loop:
 
     @property
     def folder(self) -> Path | None:
-        """Of the run; None where it has none, and in processes other than 0."""
+        """The run's folder; None where it has none, and in processes other than 0."""
         return None if self._storage is None or not self.is_main else self._storage.path
 
     def __iter__(self) -> Iterator[Batch]:
@@ -391,7 +391,7 @@ class Loop:
         )
 
     def _extra(self) -> dict[str, Any]:
-        """What a checkpoint holds beside it; see `_stand_at` and `storage.first_batch`."""
+        """The rest of a checkpoint's place in the run; see `_stand_at` and `storage.first_batch`."""
         return {
             "batch": self.place.batch,
             "evaluated": self._evaluated_at,

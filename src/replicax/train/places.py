@@ -121,13 +121,13 @@ def exists(path: Path) -> bool:
 
 
 def read_bytes(path: Path) -> bytes:
-    """What is in the file at `path`."""
+    """The contents of the file at `path`."""
     with _os_errors(path):
         return path.read_bytes()
 
 
 def read_touched(path: Path) -> tuple[bytes, int]:
-    """What is in the file at `path`, and a number that is another one once it is touched."""
+    """The contents of the file at `path`, and a number that is another one once it is touched."""
     if is_remote(path):
         data = read_bytes(path)
         return data, len(data)

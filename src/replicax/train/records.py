@@ -47,7 +47,7 @@ class Record:
     examples: tuple[int, ...] | None = None
     """Where the update was skipped: indices, in the source, of the batch's real rows."""
     figures: dict[str, float] | None = None
-    """What hooks tell beside the metrics, in a train record: a learning rate, say."""
+    """Numbers that hooks add to a train record: a learning rate, say."""
 
     @property
     def rows_per_second(self) -> float:

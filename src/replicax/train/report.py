@@ -84,7 +84,7 @@ def derived(dp: DataParallel, feed: Feed) -> dict[str, Any]:
 
 
 def this_start() -> dict[str, Any]:
-    """What was called, where and when; the working directory's commit, if it is in one."""
+    """The command, the host and the time; the working directory's commit, if it is in one."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     start = {"command": list(sys.argv), "host": socket.gethostname(), "time": now}
     ask = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
@@ -110,7 +110,7 @@ def epoch_line(
 
 
 def eval_line(record: Record) -> str:
-    """What an evaluation in the middle of an epoch has found."""
+    """The metrics of an evaluation in the middle of an epoch."""
     return f"eval   step {record.step:,}: {_metrics(record.metrics)}"
 
 

@@ -49,7 +49,7 @@ class Fit:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of the last evaluation, or of the last train record where there was none."""
+        """Metrics of the last evaluation, or of the last train record where there was none."""
         steps = [r for r in self.records if r.kind in ("train", "eval")]
         kinds = [r for r in steps if r.kind == "eval"] or steps
         return kinds[-1].metrics if kinds else {}

@@ -35,7 +35,7 @@ from replicax.train.storage import RecordsFile, Saving, Storage, abstract, first
 
 @dataclasses.dataclass(frozen=True)
 class Guard:
-    """What becomes of steps whose update would do harm: it is skipped, its examples recorded.
+    """When a step is skipped, its examples recorded, and when a run with such steps stops.
 
     Example:
         >>> rx.fit(dp, state, source, batch_size=32, epochs=9, guard=rx.Guard(most=10, spikes=True))

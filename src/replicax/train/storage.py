@@ -326,7 +326,7 @@ class Storage:
 
 
 def _what_is_saved(position: Position, extra: dict[str, Any]) -> Any:
-    """What tells two checkpoints of a start apart: how long a step took does not."""
+    """The parts that tell two checkpoints of a start apart: how long a step took does not."""
     return position, extra.get("evaluated"), extra.get("hooks")
 
 

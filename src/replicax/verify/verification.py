@@ -1,4 +1,4 @@
-"""What a verification has found: one row for each thing that was checked."""
+"""The result of a verification: one row for each thing that was checked."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ class Verification:
 
     checks: Sequence[Check]
     about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """What was verified, and on what: what JSON can hold."""
+    """The subject, and the devices it was verified on: JSON values."""
 
     def __repr__(self) -> str:
         return f"Verification(ok={self.ok}, {summary(self.checks)})"

@@ -58,7 +58,7 @@ def save(saver: Saver, step: int) -> bool:
 
 
 def found(store: Store, said: list[str] | None = None) -> TrainState | None:
-    """What is restored from the newest good one."""
+    """The state restored from the newest good one."""
     good = store.newest_good(array_entries(state(0)), (said if said is not None else []).append)
     return good and read(abstract(state(0)), store.local(good[0]) / STATE)
 

@@ -15,7 +15,7 @@ READER = "tensorboard.backend.event_processing.event_accumulator"
 
 
 class Read:
-    """What TensorBoard finds in a folder."""
+    """TensorBoard's view of a folder."""
 
     def __init__(self, reader: Any) -> None:
         self._reader = reader

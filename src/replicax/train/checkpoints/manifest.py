@@ -1,4 +1,4 @@
-"""What a checkpoint holds, in its `manifest.json`: JSON with a checksum of itself."""
+"""The contents of a checkpoint, in its `manifest.json`: JSON with a checksum of itself."""
 
 import dataclasses
 import hashlib

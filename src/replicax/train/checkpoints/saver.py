@@ -174,7 +174,7 @@ class Saver:
     def _uploaded(
         self, folder: Path, manifest: Manifest, topic: str
     ) -> tuple[str | None, dict[str, FileEntry]]:
-        """What went wrong, or None; and the files of all processes, each of which has its own."""
+        """The fault, or None; and the files of all processes, each of which has its own."""
         files: dict[str, FileEntry] = {}
         mine = _error_of(lambda: files.update(self._files(folder, manifest)))
         entries = {path: [entry.bytes, *entry.sha256] for path, entry in files.items()}

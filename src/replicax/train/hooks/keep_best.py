@@ -44,7 +44,7 @@ class KeepBest(Hook):
         self._watched = self._nothing_seen = Watched("KeepBest", metric, mode)
         self._file = file
         self._named: dict[str, Any] = {}
-        """What the file holds, as far as this process knows."""
+        """The contents of the file, as far as this process knows."""
 
     @property
     def name(self) -> str:
@@ -114,7 +114,7 @@ class KeepBest(Hook):
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What the file holds; empty where it is not there, or something else."""
+    """The contents of the file; empty where it is not there, or something else."""
     try:
         found = json.loads(read_bytes(path))
         return {name: found[name] for name in ("metric", "value", "step")}

@@ -37,7 +37,7 @@ class Throughput(Hook):
         check_at_least("Throughput with flops_per_row", flops_per_row or 0, 0)
         self._tokens, self._given = tokens_per_row, flops_per_row
         self._flops: float | None = None
-        """Of a row, once they are known."""
+        """FLOPs of a row, once they are known."""
         self._peak: float | None = None
         """FLOP/s of all devices, where they are known."""
 

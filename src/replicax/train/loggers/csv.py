@@ -36,7 +36,7 @@ class CSV(Logger):
         self._path = Path()
         self._rows: list[dict[str, Any]] = []
         self._columns: list[str] = []
-        """Of the file."""
+        """Columns of the file."""
 
     def start(self, run: Running) -> None:
         if run.is_main:

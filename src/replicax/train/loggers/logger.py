@@ -27,13 +27,13 @@ class Start:
     """Where a start of a run begins, or goes on from after it went back."""
 
     folder: Path | None
-    """Of the run."""
+    """The run's folder."""
     config: dict[str, Any]
-    """What `config.json` holds."""
+    """The contents of `config.json`."""
     step: int
     """Updates done in the whole run."""
     records: tuple[Record, ...]
-    """Of the whole run."""
+    """Records of the whole run."""
 
 
 class Logger(Hook):
@@ -52,7 +52,7 @@ class Logger(Hook):
     """
 
     package = ""
-    """What it needs, imported as the run begins."""
+    """A package that it needs, imported as the run begins."""
 
     _thread: threading.Thread | None = None
     _queue: "queue.SimpleQueue[tuple[str, Any] | None]"
@@ -61,7 +61,7 @@ class Logger(Hook):
     _asked_at: float | None = None
     """When the thread began with what it does."""
     _fault: str | None = None
-    """What went wrong first."""
+    """The first fault."""
     _told = False
 
     def open(self, start: Start) -> None:
