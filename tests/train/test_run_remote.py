@@ -80,7 +80,7 @@ def test_a_run_that_crashed_goes_on(
 
 
 def killed(folder: Path, at: list[int]) -> list[dict[str, Any]]:
-    """The results of runs whose starts are killed at these operations, and before of an unharmed."""
+    """The results of runs killed at these operations, and before them of an unharmed one."""
     command = [sys.executable, SUPPORT / "runs_killed.py", folder, *map(str, at)]
     env = {**os.environ, "PYTHONPATH": str(SUPPORT.parent), "TMPDIR": str(folder)}
     ended = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
@@ -89,7 +89,7 @@ def killed(folder: Path, at: list[int]) -> list[dict[str, Any]]:
 
 
 ANY = [1, 3, 7, 25, 60]
-"""Operations of about 90: the lease, the configuration, a part, beside the second manifest, while deleting."""
+"""Operations (of 90): lease, configuration, a part, beside the second manifest, while deleting."""
 
 
 @pytest.mark.slow

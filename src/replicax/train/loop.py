@@ -391,7 +391,7 @@ class Loop:
         )
 
     def _extra(self) -> dict[str, Any]:
-        """The rest of a checkpoint's place in the run; see `_stand_at` and `storage.first_batch`."""
+        """The rest of where a run stands; see `_stand_at` and `storage.first_batch`."""
         return {
             "batch": self.place.batch,
             "evaluated": self._evaluated_at,

@@ -23,7 +23,7 @@ from replicax.core.sources import PerProcessSource, Source
 from replicax.core.update import TrainState
 
 ROWS = 64
-"""Rows of the batch that is traced: the same for every batch size, number of devices and padding."""
+"""Rows of the traced batch: the same for every batch size, number of devices and padding."""
 
 _DIGITS = 12
 

@@ -1,4 +1,4 @@
-"""The display of a run while it goes: one line that moves where there can be one, else plain lines."""
+"""The display of a run: one line that moves where there can be one, else plain lines."""
 
 import importlib
 import math
