@@ -17,6 +17,7 @@ from replicax.core.inside import gather as gather
 from replicax.core.inside import row_weights as row_weights
 from replicax.core.inside import step_number as step_number
 from replicax.core.job import Job as Job
+from replicax.core.layout import layout as layout
 from replicax.core.loss import Weighted as Weighted
 from replicax.core.mesh import make_mesh as make_mesh
 from replicax.core.models.stateful import Stateful as Stateful
@@ -183,6 +184,7 @@ __all__ = [  # noqa: RUF022 - CSV is no constant
     "fit",
     "gather",
     "initialize",
+    "layout",
     "load",
     "make_mesh",
     "mean",

@@ -18,7 +18,12 @@ from replicax.core.modes import MODES
 from replicax.errors import ConfigError
 from replicax.plan.schedule import Schedule, read_schedule
 
-RULES = [(r"\['w1'\]", P(None, "model")), (r"\['w2'\]", P("model", None)), ("b1", P("model"))]
+RULES = [
+    (r"\['w1'\]", P(None, "model")),
+    (r"\['w2'\]", P("model", None)),
+    ("b1", P("model")),
+    ("", P()),
+]
 
 
 def model() -> dict[str, jax.Array]:
@@ -83,24 +88,24 @@ def test_a_dim_that_the_replicas_do_not_divide_stays_whole() -> None:
 
 
 def test_rules_are_found_in_the_path_and_the_first_decides() -> None:
-    params, moment = specs([*RULES, ("w1", P("data"))], rx.make_mesh(model=2))
+    params, moment = specs([*RULES[:-1], ("w1", P("data")), ("", P())], rx.make_mesh(model=2))
     expected = {"w1": P(None, "model"), "b1": P("model"), "w2": P("model", None), "scale": P()}
     assert params == moment == expected
 
 
 def test_a_rule_may_split_a_dim_over_two_axes() -> None:
-    params, _ = specs([("w1", P(None, ("data", "model")))], rx.make_mesh(model=2))
+    params, _ = specs([("w1", P(None, ("data", "model"))), ("", P())], rx.make_mesh(model=2))
     assert params["w1"] == P(None, ("data", "model"))
 
 
 def test_a_rule_leaves_scalars_whole() -> None:
-    params, _ = specs([("scale|b1", P("data"))])
+    params, _ = specs([("scale|b1", P("data")), ("", P())])
     assert params["scale"] == P()
     assert params["b1"] == P("data")
 
 
 def test_a_rule_that_fits_a_parameter_holds_for_the_optimizers_copies() -> None:
-    params, moment = specs([(r"^\['w1'\]$", P("data"))])
+    params, moment = specs([(r"^\['w1'\]$", P("data")), ("", P())])
     assert params["w1"] == P("data")
     assert moment["w1"] == P("data")
 

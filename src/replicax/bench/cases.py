@@ -7,8 +7,9 @@
 import dataclasses
 from collections.abc import Sequence
 
-from replicax.core.layout import Layout, Rules, as_layout
+from replicax.core.layout import Layout, as_layout
 from replicax.core.modes import MODES, Mode, as_mode
+from replicax.core.partition import Rules
 from replicax.core.reduction import Reduction, as_reduction
 from replicax.errors import ConfigError
 

@@ -17,10 +17,11 @@ from replicax.bench.epochs import Epochs
 from replicax.bench.runner import Runner
 from replicax.core.data_parallel import DataParallel
 from replicax.core.job import Job
-from replicax.core.layout import Layout, Rules
+from replicax.core.layout import Layout
 from replicax.core.mesh import make_mesh
 from replicax.core.objective import LossFunction
 from replicax.core.own import StepFunction
+from replicax.core.partition import Rules
 from replicax.core.reduction import Reduction
 from replicax.core.update import TrainState
 

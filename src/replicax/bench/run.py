@@ -30,11 +30,12 @@ from replicax.bench.result import Bench
 from replicax.bench.timing import environment
 from replicax.core.exact import MICRO_SHARDS
 from replicax.core.job import Alone, Job
-from replicax.core.layout import Layout, Rules, as_layout
+from replicax.core.layout import Layout, as_layout
 from replicax.core.mesh import make_mesh
 from replicax.core.modes import as_mode
 from replicax.core.objective import LossFunction
 from replicax.core.own import StepFunction
+from replicax.core.partition import Rules
 from replicax.core.reduction import Reduction
 from replicax.errors import ConfigError
 

@@ -13,7 +13,7 @@ from replicax.core.average import check_decay
 from replicax.core.checks import check_loss, check_optimizer, check_own_step
 from replicax.core.feed import Split
 from replicax.core.job import Alone, Job
-from replicax.core.layout import Layout, Rules, as_layout, check_axes
+from replicax.core.layout import Layout, as_layout, check_axes
 from replicax.core.mesh import AnyMesh, check_mesh, check_processes, make_mesh, replica_count
 from replicax.core.models.definition import Definition, Parts, PyTree
 from replicax.core.models.pytree import OwnState, split_pytree
@@ -22,6 +22,7 @@ from replicax.core.modes import Mode, as_mode
 from replicax.core.objective import LossFunction
 from replicax.core.optimizer import Updater, updater
 from replicax.core.own import StepFunction
+from replicax.core.partition import Rules
 from replicax.core.precision import Precision, as_precision
 from replicax.core.reduction import Reduction, as_reduction
 from replicax.core.trainable import Trainable

@@ -17,12 +17,13 @@ from replicax.core.evaluation import Evaluation
 from replicax.core.exact import MICRO_SHARDS
 from replicax.core.feed import Feed
 from replicax.core.job import Job
-from replicax.core.layout import Layout, Rules, copied
+from replicax.core.layout import Layout, copied
 from replicax.core.loss import LOSS
 from replicax.core.mesh import by_rows
 from replicax.core.modes import Mode
 from replicax.core.objective import LossFunction
 from replicax.core.own import StepFunction
+from replicax.core.partition import Rules
 from replicax.core.ready import Ready, agree_on_model
 from replicax.core.reduction import Reduction
 from replicax.core.sources import as_source

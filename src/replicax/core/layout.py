@@ -1,9 +1,7 @@
 """Where each array of a train state lives: a table of layouts, and rules of one's own."""
 
 import dataclasses
-import math
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,14 +10,16 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax.core.leaves import is_random_key, numbers
-from replicax.core.mesh import DATA, AnyMesh, by_rows, replica_count, replicated
+from replicax.core.mesh import DATA, FSDP, AnyMesh, by_rows, replicated, shard_axis
+from replicax.core.partition import Rules, axes_of, check_rules, spec_by_rule
 from replicax.core.update import TrainState
 from replicax.errors import ConfigError, choose
 
-Rules = Sequence[tuple[str, PartitionSpec]]
-"""`(path regex, PartitionSpec)`: the first match decides for a parameter and its moments."""
-
-Rule = Callable[[str, tuple[int, ...]], PartitionSpec]
+SCHEDULES = {
+    "1f1b": "one forward, one backward: activations of few micro-batches are kept",
+    "gpipe": "all forward, then all backward: nothing of a stage is computed twice",
+}
+"""Orders of the micro-batches through pipeline stages, by name; see `replicax.core.stages`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +30,11 @@ class Layout:
     splits_optimizer: bool = False
     """Whether the optimizer's state is split over the replicas."""
     splits_params: bool = False
-    """Whether the parameters are, too; the loss computes with whole ones."""
+    """Whether the parameters are, too; one layer at a time is whole while it is computed."""
     rules: tuple[tuple[str, PartitionSpec], ...] = ()
+    """How parameters are split over other axes: of each layer, and layers over stages."""
+    schedule: str = "1f1b"
+    """Order of the micro-batches through the stages, where there are some."""
 
     def __str__(self) -> str:
         return self.name
@@ -43,32 +46,36 @@ class Layout:
 
     @property
     def axes(self) -> set[str]:
-        """Names of the mesh axes that it splits something over."""
-        named = (entry for _, spec in self.rules for entry in spec if entry is not None)
-        return {axis for entry in named for axis in ([entry] if isinstance(entry, str) else entry)}
+        """Names of the mesh axes that its rules split something over."""
+        return {axis for _, spec in self.rules for axis in axes_of(spec)}
 
     def shardings(self, state: TrainState, mesh: AnyMesh) -> TrainState:
         """Return the tree of `state`, arrays or shapes, with `NamedSharding`s for leaves.
 
         Raises:
-            ConfigError: a rule names an axis that the mesh does not have, or does not divide a dim.
+            ConfigError: a rule names an axis that the mesh does not have, or does not divide a dim,
+                or no rule is found in the path of a parameter.
         """
+        ruled = spec_by_rule(state.params, mesh, self.rules)
+        axis = shard_axis(mesh)
 
-        def over_replicas(_path: str, shape: tuple[int, ...]) -> PartitionSpec:
-            return _split_largest(shape, replica_count(mesh))
+        def placed(tree: Any, splits: bool) -> Any:
+            def sharding(path: Any, leaf: Any) -> NamedSharding:
+                shape = tuple(leaf.shape)
+                spec = ruled(jax.tree_util.keystr(path), shape)
+                if splits:
+                    spec = _split_largest(shape, spec, axis, mesh.shape[axis])
+                return NamedSharding(mesh, spec)
 
-        rule = _by_rule(state.params, mesh, self.rules) if self.rules else over_replicas
+            return jax.tree_util.tree_map_with_path(sharding, tree)
 
-        def sharding(path: Any, leaf: Any) -> NamedSharding:
-            return NamedSharding(mesh, rule(jax.tree_util.keystr(path), tuple(leaf.shape)))
-
-        where = jax.tree.map(lambda _: replicated(mesh), state)
-        split = {"reduction": jax.tree.map(lambda _: by_rows(mesh), state.reduction)}
-        chosen = {"params": self.splits_params, "opt_state": self.splits_optimizer}
-        for field in [name for name, splits in chosen.items() if splits or self.rules]:
-            split[field] = jax.tree_util.tree_map_with_path(sharding, getattr(state, field))
-        shardings: TrainState = dataclasses.replace(where, **split)
-        return shardings
+        where: TrainState = jax.tree.map(lambda _: replicated(mesh), state)
+        return dataclasses.replace(
+            where,
+            params=placed(state.params, self.splits_params),
+            opt_state=placed(state.opt_state, self.splits_optimizer),
+            reduction=jax.tree.map(lambda _: by_rows(mesh), state.reduction),
+        )
 
 
 LAYOUTS = {
@@ -81,21 +88,48 @@ LAYOUTS = {
 }
 
 
-def as_layout(layout: str | Rules | Layout) -> Layout:
+def layout(name: str = "replicated", *, rules: Rules = (), schedule: str = "1f1b") -> Layout:
+    """Return a layout over replicas with rules for the mesh's other axes.
+
+    Example:
+        >>> rules = [("w1", P(None, "model")), ("w2", P("model")), ("", P())]
+        >>> dp = DataParallel(
+        ...     loss, optimizer, mesh=make_mesh(model=2), layout=layout("fsdp", rules=rules)
+        ... )
+
+    Args:
+        name: `replicated`, `zero1` or `fsdp`: what is split over the replicas.
+        rules: pairs of a regex, searched in the path of each parameter, and a `PartitionSpec`; the
+            first that is found decides for the parameter and its optimizer state. `stage` in dim 0
+            is for layers that one `jax.lax.scan` in the loss runs over: they are cut into pipeline
+            stages.
+        schedule: order of the micro-batches through the stages: `1f1b` or `gpipe`.
+
+    Raises:
+        ConfigError: no such layout or schedule, or a rule that is none.
+    """
+    base = choose("layout", name, LAYOUTS)
+    choose("schedule", schedule, SCHEDULES)
+    rules = check_rules(rules)
+    if rules:
+        name = "rules" if base.is_whole else f"{name}+rules"
+    return dataclasses.replace(base, name=name, rules=rules, schedule=schedule)
+
+
+def as_layout(value: "str | Rules | Layout") -> Layout:
     """Return the layout of that name, or of those rules, or raise `ConfigError`."""
-    if isinstance(layout, Layout):
-        return layout
-    if isinstance(layout, Sequence) and not isinstance(layout, str):
-        for rule in layout:
-            _check_rule(rule)
-        return Layout("rules", rules=tuple(layout))
-    return choose("layout", layout, LAYOUTS, ", or a list of (path regex, PartitionSpec)")
+    if isinstance(value, Layout):
+        return value
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return layout(rules=value)
+    otherwise = ", a list of (path regex, PartitionSpec), or rx.layout(name, rules=rules)"
+    return choose("layout", value, LAYOUTS, otherwise)
 
 
 def check_axes(layout: Layout, mesh: AnyMesh) -> None:
     """Raise `ConfigError` where devices along an axis would all compute the same."""
     for axis, size in mesh.shape.items():
-        if size > 1 and axis != DATA and axis not in layout.axes:
+        if size > 1 and axis not in {DATA, FSDP, *layout.axes}:
             raise ConfigError(
                 f"the mesh has {size} devices along {axis!r} and layout={layout.name!r} splits "
                 f"nothing over it, and each would compute the same: leave {axis}={size} "
@@ -103,78 +137,22 @@ def check_axes(layout: Layout, mesh: AnyMesh) -> None:
             )
 
 
-def _split_largest(shape: tuple[int, ...], parts: int) -> PartitionSpec:
-    """Split the largest dim that `parts` divides; nothing where none does."""
-    dims = [dim for dim, size in enumerate(shape) if size and size % parts == 0]
+def _split_largest(
+    shape: tuple[int, ...], spec: PartitionSpec, axis: str, parts: int
+) -> PartitionSpec:
+    """`spec` with the largest dim that is whole and that `parts` divides split over `axis`.
+
+    The leading dim of three or more comes last: of layers in a stack each is split, so that one
+    can be gathered by itself. Nothing where no dim can be.
+    """
+    entries = [*spec, *(None,) * (len(shape) - len(spec))]
+    if axis in axes_of(spec):
+        return spec
+    dims = [d for d, size in enumerate(shape) if size and not entries[d] and size % parts == 0]
     if not dims:
-        return PartitionSpec()
-    largest = max(dims, key=lambda dim: shape[dim])
-    return PartitionSpec(*(DATA if dim == largest else None for dim in range(len(shape))))
-
-
-def _check_rule(rule: Any) -> None:
-    if not (isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[1], PartitionSpec)):
-        raise ConfigError(
-            f"the layout rule {rule!r} is no pair (path regex, PartitionSpec); write it as one"
-        )
-    try:
-        re.compile(rule[0])
-    except (re.error, TypeError) as error:
-        raise ConfigError(f"the layout rule {rule[0]!r} is no regex ({error}); mend it") from error
-
-
-def _by_rule(params: Any, mesh: AnyMesh, rules: Rules) -> Rule:
-    """The specs of params by their rules; the optimizer's arrays follow the param they end in."""
-    shapes = {
-        jax.tree_util.keystr(keys): tuple(leaf.shape)
-        for keys, leaf in jax.tree_util.tree_leaves_with_path(params)
-    }
-    for regex, _ in rules:
-        if not any(re.search(regex, path) for path in shapes):
-            raise ConfigError(
-                f"the layout rule {regex!r} is found in none of the {len(shapes)} parameters, such "
-                f"as {', '.join(list(shapes)[:3])}; mend the rule, or take it out"
-            )
-    specs: dict[str, PartitionSpec] = {}
-    for path, shape in shapes.items():
-        found = (spec for regex, spec in rules if re.search(regex, path))
-        specs[path] = next(found, PartitionSpec()) if shape else PartitionSpec()
-        _check_spec(path, shape, specs[path], mesh)
-
-    def rule(path: str, shape: tuple[int, ...]) -> PartitionSpec:
-        owners = [each for each in specs if path.endswith(each) and shapes[each] == shape]
-        return specs[max(owners, key=len)] if owners else PartitionSpec()
-
-    return rule
-
-
-def _check_spec(path: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: AnyMesh) -> None:
-    """Raise `ConfigError` where `spec` cannot split `shape` over `mesh`."""
-    if len(spec) > len(shape):
-        raise ConfigError(
-            f"the rule for {path} has {len(spec)} dims and the array {len(shape)}; a spec has at "
-            "most the array's: shorten it, or give this path a rule of its own"
-        )
-    used: list[str] = []
-    for size, axes in zip(shape, spec, strict=False):
-        names = [axes] if isinstance(axes, str) else list(axes or ())
-        missing = [axis for axis in names if axis not in mesh.axis_names]
-        if missing:
-            raise ConfigError(
-                f"the rule for {path} names the axis {missing[0]!r}; the mesh has "
-                f"{', '.join(mesh.axis_names)}: rename one of them"
-            )
-        devices = math.prod(mesh.shape[axis] for axis in names)
-        if size % devices:
-            raise ConfigError(
-                f"the rule for {path} splits a dim of {size} over {devices} devices; the devices "
-                "must divide it: change the rule or the mesh"
-            )
-        used += names
-    if len(set(used)) < len(used):
-        raise ConfigError(
-            f"the rule for {path} uses an axis twice ({spec}); an axis splits one dim: change it"
-        )
+        return spec
+    largest = max(dims, key=lambda dim: (dim > 0 or len(shape) < 3, shape[dim]))
+    return PartitionSpec(*(axis if dim == largest else entries[dim] for dim in range(len(shape))))
 
 
 def on_devices_of(leaf: Any, sharding: jax.sharding.Sharding) -> Any:

@@ -1,6 +1,7 @@
 """Devices -> a named mesh."""
 
 import collections
+import math
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -11,10 +12,13 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from replicax.core.job import Job
 from replicax.errors import ConfigError
 
-DATA = "data"
-"""The mesh axis whose devices hold one replica each."""
+DATA, FSDP, MODEL, STAGE = "data", "fsdp", "model", "stage"
+"""Names of mesh axes: over `data`, and `fsdp` where there is one, lie the replicas."""
 
-AXES = (DATA, "model", "stage")
+AXES = (DATA, MODEL, STAGE)
+
+Axis = str | tuple[str, ...]
+"""One axis or several, as `jax.lax.psum` takes them."""
 
 AnyMesh = Mesh | AbstractMesh
 """Of devices, attached or described, or of their number alone."""
@@ -23,15 +27,25 @@ MeshKind = TypeVar("MeshKind", Mesh, AbstractMesh, AnyMesh)
 
 
 def make_mesh(
-    data: int = -1, model: int = 1, stage: int = 1, devices: Sequence[jax.Device] | None = None
+    data: int = -1,
+    model: int = 1,
+    stage: int = 1,
+    devices: Sequence[jax.Device] | None = None,
+    *,
+    fsdp: int = 1,
 ) -> Mesh:
-    """A mesh with the axes `data`, `model` and `stage`.
+    """A mesh with the axes `data`, `model` and `stage`, and `fsdp` where that is more than 1.
+
+    Devices along `model`, which talk most, are neighbours, then those along `stage`, then `fsdp`;
+    `data` goes between hosts.
 
     Args:
         data: replicas. -1 takes all devices that the other axes leave.
         model: devices that share each layer of one replica.
         stage: devices that each hold some layers of one replica.
         devices: the devices to use, in order; all attached ones by default.
+        fsdp: replicas, in each of the `data` groups, that one copy of a split state is split over:
+            hybrid sharding. 1 splits over `data`.
 
     Raises:
         ConfigError: more devices asked for than there are, or an axis that does not divide them.
@@ -40,24 +54,29 @@ def make_mesh(
     devices = jax.devices() if devices is None else list(devices)
     if not devices:
         raise ConfigError("devices=[] has 0 devices; a mesh has at least 1: name some")
-    if data == -1 and min(model, stage) > 0:
-        data, remainder = divmod(len(devices), model * stage)
+    inner = {FSDP: fsdp, MODEL: model, STAGE: stage}
+    if data == -1 and min(inner.values()) > 0:
+        data, remainder = divmod(len(devices), math.prod(inner.values()))
         if remainder:
+            axes = " x ".join(f"{name}={size}" for name, size in inner.items() if size > 1)
             raise ConfigError(
-                f"{len(devices)} devices over model={model} x stage={stage} leaves a remainder; "
-                f"the product {model * stage} must divide the devices: change the axes"
+                f"{len(devices)} devices over {axes} leaves a remainder; the product "
+                f"{math.prod(inner.values())} must divide the devices: change the axes"
             )
-    for name, size in {"model": model, "stage": stage, "data": data}.items():
+    for name, size in {**inner, DATA: data}.items():
         if size < 1:
             raise ConfigError(f"{name}={size}; an axis has at least 1 device: raise it")
-    needed = data * model * stage
+    needed = data * math.prod(inner.values())
     if needed > len(devices):
         raise ConfigError(
             f"{needed} devices asked for and {len(devices)} attached ({devices[0].platform}); "
             f"use at most {len(devices)}{_more_host_devices(devices[0], needed)}"
         )
     taken = _of_every_process(devices, needed) if attached else devices[:needed]
-    return Mesh(np.asarray(taken).reshape(data, model, stage), AXES)
+    placed = np.asarray(taken).reshape(data, fsdp, stage, model).swapaxes(2, 3)
+    if fsdp == 1:
+        return Mesh(placed[:, 0], AXES)
+    return Mesh(placed, (DATA, FSDP, MODEL, STAGE))
 
 
 def abstract_mesh(data: int) -> AbstractMesh:
@@ -97,9 +116,19 @@ def check_processes(mesh: Mesh, job: Job) -> None:
         )
 
 
+def row_axes(mesh: AnyMesh) -> Axis:
+    """Return the axes that the rows of a batch are split over."""
+    return (DATA, FSDP) if FSDP in mesh.axis_names else DATA
+
+
+def shard_axis(mesh: AnyMesh) -> str:
+    """Return the axis that `zero1` and `fsdp` split a state over."""
+    return FSDP if FSDP in mesh.axis_names else DATA
+
+
 def replica_count(mesh: AnyMesh) -> int:
-    """Replicas of the mesh: the size of its `data` axis."""
-    return int(mesh.shape[DATA])
+    """Replicas of the mesh: the devices along the axes of its rows."""
+    return int(mesh.shape[DATA] * mesh.shape.get(FSDP, 1))
 
 
 def is_data_only(mesh: AnyMesh) -> bool:
@@ -114,7 +143,7 @@ def replicated(mesh: AnyMesh) -> NamedSharding:
 
 def by_rows(mesh: AnyMesh) -> NamedSharding:
     """The sharding of an array whose leading dim is split over the replicas."""
-    return NamedSharding(mesh, PartitionSpec(DATA))
+    return NamedSharding(mesh, PartitionSpec(row_axes(mesh)))
 
 
 def _of_every_process(devices: Sequence[jax.Device], needed: int) -> list[jax.Device]:

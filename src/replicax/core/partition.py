@@ -1,0 +1,108 @@
+"""Rules: a path regex and a `PartitionSpec` for each parameter -> where it lies."""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from replicax.core.mesh import AnyMesh
+from replicax.errors import ConfigError
+
+Rules = Sequence[tuple[str, PartitionSpec]]
+"""`(path regex, PartitionSpec)`: the first match decides for a parameter and its moments."""
+
+
+def axes_of(spec: PartitionSpec) -> list[str]:
+    """Return the names of the mesh axes in `spec`."""
+    named = [entry for entry in spec if entry is not None]
+    return [axis for entry in named for axis in ([entry] if isinstance(entry, str) else entry)]
+
+
+def check_rules(rules: Rules) -> tuple[tuple[str, PartitionSpec], ...]:
+    """Return `rules`, or raise `ConfigError` where one is no pair of a regex and a spec."""
+    for rule in rules:
+        _check_rule(rule)
+    return tuple(rules)
+
+
+def _check_rule(rule: Any) -> None:
+    if not (isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[1], PartitionSpec)):
+        raise ConfigError(
+            f"the layout rule {rule!r} is no pair (path regex, PartitionSpec); write it as one"
+        )
+    try:
+        re.compile(rule[0])
+    except (re.error, TypeError) as error:
+        raise ConfigError(f"the layout rule {rule[0]!r} is no regex ({error}); mend it") from error
+
+
+def spec_by_rule(
+    params: Any, mesh: AnyMesh, rules: Rules
+) -> Callable[[str, tuple[int, ...]], PartitionSpec]:
+    """Return `spec(path, shape)` of parameters and of the optimizer's arrays, by their rules.
+
+    An optimizer's array follows the parameter in whose path its own ends, if it has its shape.
+
+    Raises:
+        ConfigError: a rule that is found nowhere or cannot hold, or a parameter without a rule.
+    """
+    shapes = {
+        jax.tree_util.keystr(keys): tuple(leaf.shape)
+        for keys, leaf in jax.tree_util.tree_leaves_with_path(params)
+    }
+    for regex, _ in rules:
+        if not any(re.search(regex, path) for path in shapes):
+            raise ConfigError(
+                f"the layout rule {regex!r} is found in none of the {len(shapes)} parameters, such "
+                f"as {', '.join(list(shapes)[:3])}; mend the rule, or take it out"
+            )
+    specs: dict[str, PartitionSpec] = {}
+    for path, shape in shapes.items() if rules else ():
+        for found in [spec for regex, spec in rules if re.search(regex, path)][:1]:
+            specs[path] = found if shape else PartitionSpec()
+            _check_spec(path, shape, specs[path], mesh)
+    left = [path for path in shapes if rules and path not in specs]
+    if left:
+        raise ConfigError(
+            f"none of {len(rules)} layout rules is found in {left[0]}, one of {len(left)} "
+            'parameters without one; each has one: add ("", PartitionSpec()), which leaves the '
+            "rest whole"
+        )
+
+    def spec(path: str, shape: tuple[int, ...]) -> PartitionSpec:
+        owners = [each for each in specs if path.endswith(each) and shapes[each] == shape]
+        return specs[max(owners, key=len)] if owners else PartitionSpec()
+
+    return spec
+
+
+def _check_spec(path: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: AnyMesh) -> None:
+    """Raise `ConfigError` where `spec` cannot split `shape` over `mesh`."""
+    if len(spec) > len(shape):
+        raise ConfigError(
+            f"the rule for {path} has {len(spec)} dims and the array {len(shape)}; a spec has at "
+            "most the array's: shorten it, or give this path a rule of its own"
+        )
+    used: list[str] = []
+    for size, axes in zip(shape, spec, strict=False):
+        names = [axes] if isinstance(axes, str) else list(axes or ())
+        missing = [axis for axis in names if axis not in mesh.axis_names]
+        if missing:
+            raise ConfigError(
+                f"the rule for {path} names the axis {missing[0]!r}; the mesh has "
+                f"{', '.join(mesh.axis_names)}: rename one of them"
+            )
+        devices = math.prod(mesh.shape[axis] for axis in names)
+        if size % devices:
+            raise ConfigError(
+                f"the rule for {path} splits a dim of {size} over {devices} devices along "
+                f"{', '.join(names)}; they must divide it: change the rule or the mesh"
+            )
+        used += names
+    if len(set(used)) < len(used):
+        raise ConfigError(
+            f"the rule for {path} uses an axis twice ({spec}); an axis splits one dim: change it"
+        )
