@@ -16,7 +16,7 @@ from replicax.core.checks import check_kind, check_loss, check_outside_jit
 from replicax.core.configuration import Configuration
 from replicax.core.feed import Split
 from replicax.core.layout import on_devices_of
-from replicax.core.mesh import AnyMesh, by_rows, replica_count, replicated
+from replicax.core.mesh import STAGE, AnyMesh, by_rows, replica_count, replicated
 from replicax.core.models.definition import Definition, Parts, PyTree
 from replicax.core.models.pytree import OwnState
 from replicax.core.modes import batch_shardings, lift
@@ -25,6 +25,7 @@ from replicax.core.optimizer import Updater
 from replicax.core.own import keep, own_update
 from replicax.core.reduction import REDUCTIONS
 from replicax.core.scaling import first_scale, unscaling
+from replicax.core.stages import Staged
 from replicax.core.update import Metrics, TrainState, apply_gradient, create, score, update
 from replicax.errors import ConfigError, StateError
 
@@ -191,6 +192,13 @@ def build(
     shardings = config.layout.shardings(shapes, mesh)
     split = shardings.params if config.layout.splits_params else None
     objective = Objective(definition, config.loss, config.precision, updater.read, split)
+    if mesh.shape.get(STAGE, 1) > 1:
+        objective = Staged(
+            *(definition, config.loss, config.precision, updater.read),
+            mesh=mesh,
+            shardings=shardings.params,
+            micro_batches=config.accumulate,
+        )
     accumulator = config.accumulator(mesh)
     wrap = config.wrap_apply or (lambda apply: apply)
     if config.step is None:
