@@ -56,7 +56,7 @@ class Sequential:
     """
 
     parts: int = 1
-    within: int = 1
+    within: int = dataclasses.field(default=1, kw_only=True)
     """How many the objective itself makes of each, as one in stages does."""
 
     def micro_batches(self, _replicas: int) -> int:

@@ -25,15 +25,16 @@ class Later:
         function: `function(wanted, given) -> (outputs, more)`, differentiated by `wanted` and by
             the floats in `given`; `more` is not.
         wanted: parameters, or their shapes.
-        given: arrays that change from turn to turn, or their shapes.
+        given: what changes from turn to turn, or its shapes.
     """
 
     def __init__(
-        self, function: Callable[[PyTree, Arrays], tuple[Any, Any]], wanted: PyTree, given: Arrays
+        self, function: Callable[[PyTree, Any], tuple[Any, Any]], wanted: PyTree, given: PyTree
     ) -> None:
         self._vjp: Any = None
+        self._result: Any
 
-        def forward(wanted: PyTree, given: Arrays) -> Any:
+        def forward(wanted: PyTree, given: PyTree) -> Any:
             outputs, vjp, more = jax.vjp(function, wanted, given, has_aux=True)
             kept, self._vjp = jax.tree.flatten(vjp)
             return (outputs, more), kept
@@ -53,7 +54,7 @@ class Later:
         again = [False] * count + [not changes for changes in self._changes]
         self._again, self._params = _only(closed, again), params
 
-    def forward(self, wanted: PyTree, given: Arrays) -> tuple[tuple[Any, Any], Arrays]:
+    def forward(self, wanted: PyTree, given: PyTree) -> tuple[tuple[Any, Any], Arrays]:
         """Return `(outputs, more)`, and what to keep, all of it numbers."""
         found = self._forward(jax.tree.leaves((wanted, given)))
         count = self._result.num_leaves

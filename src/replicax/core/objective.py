@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +53,8 @@ class Objective:
     split: PyTree | None = None
     """Shardings of the parameters, where they are split over the replicas. The loss computes with
     whole ones: a compiler might else split what is computed as they are, and send that."""
+    per_replica: ClassVar[bool] = False
+    """Whether it cuts a batch into the rows of each replica by itself."""
 
     def loss_sums(
         self, params: PyTree, extras: PyTree, batch: Batch, view: View

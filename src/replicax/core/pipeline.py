@@ -201,7 +201,8 @@ def _add(one: Any, other: Any) -> Any:
 
 
 def _at(number: jax.Array, leaf: jax.Array) -> jax.Array:
-    return lax.dynamic_index_in_dim(leaf, number, keepdims=False)
+    found: jax.Array = lax.dynamic_index_in_dim(leaf, number, keepdims=False)
+    return found
 
 
 def _slot(ring: PyTree, number: jax.Array) -> Any:

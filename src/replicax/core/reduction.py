@@ -11,6 +11,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from replicax.core.leaves import by_dtype
+from replicax.core.mesh import Axis
 from replicax.core.objective import StepSums
 from replicax.errors import choose
 
@@ -122,7 +123,7 @@ def as_reduction(reduction: "str | Reduction") -> Reduction:
     return choose("reduction", reduction, REDUCTIONS, otherwise)
 
 
-def all_reduce(sums: PyTree, axis: str) -> PyTree:
+def all_reduce(sums: PyTree, axis: Axis) -> PyTree:
     """Return the sum over all replicas, in one reduction."""
     if jax.process_count() > 1 and jax.default_backend() == "cpu":
         # XLA:CPU has Gloo send every array of a tuple by itself.

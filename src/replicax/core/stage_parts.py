@@ -141,8 +141,8 @@ def _check(parts: StageParts, path: str, few: str, stages: int) -> None:
     by_layer = len(parts.scan.outvars) - params["num_carry"]
     if by_layer:
         raise LossError(
-            f"{what} returns {by_layer} arrays by layer that the loss uses; only what is carried "
-            "goes from stage to stage: add them up in the carry"
+            f"{what} returns {by_layer} of its results by layer, and the loss uses them; only what "
+            "is carried goes from stage to stage: add them up in the carry"
         )
     if any(jnp.issubdtype(leaf.dtype, jax.dtypes.extended) for leaf in parts.carried):
         raise LossError(
@@ -171,7 +171,9 @@ def _other_uses(
         if eqn.primitive.name not in _CASTS:
             found = (_of(atom, paths) for atom in eqn.invars[:count])
             uses += [(eqn.primitive.name, path) for path in found if path]
-    return uses + [("what it returns", path) for atom in jaxpr.outvars if (path := _of(atom, paths))]
+    return uses + [
+        ("what it returns", path) for atom in jaxpr.outvars if (path := _of(atom, paths))
+    ]
 
 
 def _of(atom: Any, paths: Mapping[Any, str]) -> str | None:

@@ -7,7 +7,7 @@ before the scan, each its own layers, the last what comes after, micro-batch by 
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,7 @@ class Staged(Objective):
     """How many the rows of a replica are cut into."""
     schedule: str = "1f1b"
     """See `replicax.core.pipeline.SCHEDULES`."""
+    per_replica: ClassVar[bool] = True
 
     def loss_sums(
         self, params: PyTree, extras: PyTree, batch: Batch, view: View
@@ -148,20 +149,22 @@ class Staged(Objective):
         Raises:
             LossError: the model writes to its other arrays.
         """
-        size = batch.size // replica_count(self.mesh) // self.micro_batches
+        whole = batch.size
+        size = whole // replica_count(self.mesh) // self.micro_batches
         one = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype),
             dataclasses.replace(batch, shared=()),
         )
 
         def sums(params: PyTree, extras: PyTree, batch: Batch, key: Any, step: Any) -> Any:
-            view = View(key, part=True, step=step)
+            view = View(key, part=batch.size < whole, step=step)
             return super(Staged, self).loss_sums(params, extras, batch, view)
 
         traced, (weighted, after) = jax.make_jaxpr(sums, return_shape=True)(
             params, extras, dataclasses.replace(one, shared=batch.shared), key, step
         )
-        structure, jaxpr = jax.tree.structure(weighted), traced.jaxpr
+        structure: Any = jax.tree.structure(weighted)
+        jaxpr = traced.jaxpr
         given, found = jaxpr.invars[len(jax.tree.leaves(params)) :], jaxpr.outvars
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(after)]
         for path, old, new in zip(paths, given, found[structure.num_leaves :], strict=False):
