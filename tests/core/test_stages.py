@@ -101,7 +101,7 @@ def step_sums(
     """The sums of one step, of 51 rows and padding."""
     dp, state = made(loss, model, **settings)
     (batch,) = dp.feed(rows() if source is None else source, batch_size=ROWS)
-    objective = dp.program(state).objective
+    objective = dp.program(state).split_objective
     if isinstance(objective, Staged):
         objective = dataclasses.replace(objective, schedule=schedule)
 
@@ -200,7 +200,7 @@ def test_a_narrow_dtype_rounds_as_it_does_on_one_device(precision: str, bound: f
 def test_the_scale_of_a_float16_loss_multiplies_the_gradient_alone() -> None:
     dp, state = made(micro_batches=2)
     (batch,) = dp.feed(rows(), batch_size=ROWS)
-    objective = dp.program(state).objective
+    objective = dp.program(state).split_objective
 
     @jax.jit
     def sums(scale: jax.Array) -> StepSums:
@@ -303,7 +303,7 @@ def test_gpt2_trains_in_stages() -> None:
 def memory(schedule: str, micro_batches: int) -> int:
     """Bytes that the gradient of so many micro-batches, of as many rows each, takes beside it."""
     dp, state = made(stage=4, micro_batches=micro_batches)
-    objective = dataclasses.replace(dp.program(state).objective, schedule=schedule)
+    objective = dataclasses.replace(dp.program(state).split_objective, schedule=schedule)
     (batch,) = dp.feed(rows(32 * micro_batches), batch_size=32 * micro_batches)
 
     @jax.jit

@@ -109,7 +109,7 @@ class Ready:
         """Look at the loss; raise `LossError` where it needs all rows of a batch and sees some."""
         configuration, split = self._program.configuration, self._program.split
         mode = configuration.mode
-        alone = mode.per_replica or self._program.objective.per_replica
+        alone = mode.per_replica or self._program.split_objective.per_replica
         alone = alone and split.replicas > 1
         seen_by = [f"{split.replicas} replicas"] * alone
         seen_by += [f"{split.micro_batches} micro-batches"] * (split.micro_batches > 1)
@@ -138,7 +138,7 @@ class Ready:
         fix = "gather those of all replicas by rx.gather(x)"
         if split.micro_batches > 1 or mode.bitwise:
             fix = "use accumulate=1, and another mode than 'exact'"
-        if self._program.objective.per_replica:
+        if self._program.split_objective.per_replica:
             fix = "use a mesh without stages"
         raise LossError(
             f"the loss of a row changes beside other rows, and {some}, which is another loss: {fix}"

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from replicax.core.accumulate import cut, folded
 from replicax.core.batch import Batch
 from replicax.core.loss import WeightedSum
-from replicax.core.mesh import STAGE, AnyMesh, replica_count, row_axes
+from replicax.core.mesh import STAGE, AnyMesh, replica_count, row_axis
 from replicax.core.models.definition import PyTree, View
 from replicax.core.objective import Objective, StepSums, only_read
 from replicax.core.pipeline import Stage
@@ -67,7 +67,7 @@ class Staged(Objective):
         leaves, tree = jax.tree.flatten(sums.gradient)
         layers = [spec == _LAYERS for spec in jax.tree.leaves(only_read(self._specs, self.read))]
         pairs = list(zip(leaves, layers, strict=True))
-        own = iter(all_reduce([leaf for leaf, is_own in pairs if is_own], row_axes(self.mesh)))
+        own = iter(all_reduce([leaf for leaf, is_own in pairs if is_own], row_axis(self.mesh)))
         rest, weighted = all_reduce(
             ([leaf for leaf, is_own in pairs if not is_own], sums.weighted), self._everyone
         )
@@ -77,7 +77,7 @@ class Staged(Objective):
 
     @property
     def _everyone(self) -> tuple[str, ...]:
-        rows = row_axes(self.mesh)
+        rows = row_axis(self.mesh)
         return (*([rows] if isinstance(rows, str) else rows), STAGE)
 
     @property
@@ -98,7 +98,7 @@ class Staged(Objective):
     ) -> Any:
         """`function` of each stage of each replica; `out` says how its results lie."""
         mesh, batch = self.mesh, batch.apart()
-        stages, rows = int(mesh.shape[STAGE]), PartitionSpec(row_axes(mesh))
+        stages, rows = int(mesh.shape[STAGE]), PartitionSpec(row_axis(mesh))
         shapes = jax.eval_shape(lambda *given: given, params, extras, batch, view.key, view.step)
 
         def of_one(given: Any, replica: jax.Array, index: jax.Array) -> Any:
