@@ -3,7 +3,7 @@
 Radford et al., "Language Models are Unsupervised Multitask Learners" (2019). Parameters have the
 names and shapes of the published weights, with two exceptions. Those of all blocks are stacked: `h`
 holds arrays `[layers, ...]`, and one `lax.scan` runs over them. And `c_attn` has a dim of its own
-for query, key and value, `[width, 3, width]`: its last dim is heads alone, and can be split by them.
+for query, key and value, `[width, 3, width]`, so that its last dim can be split by heads.
 
 Activations are `[rows * tokens, width]`. XLA's CPU backend differentiates a product of two matrices
 without copies; of `[rows, tokens, width]` and a matrix it transposes whatever led to it once more.
