@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 from bench.results import CASE, extreme, make_bench, scaled
 
-from replicax.bench.report import around, digits, percent_around, short, table, to_markdown
+from replicax.bench.numbers import around, digits, percent_around, short
+from replicax.bench.report import table, to_markdown
 from replicax.bench.result import Bench
 
 
