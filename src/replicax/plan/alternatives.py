@@ -18,7 +18,7 @@ from replicax.plan.result import Alternative
 from replicax.plan.steps import Steps
 from replicax.wording import first_line
 
-SPLITS_STATE = next(mode for mode in MODES.values() if mode.splits_state)
+SPLITS_STATE = next(mode for mode in MODES.values() if mode.partitions)
 REMAT = "remat (jax.checkpoint, products kept)"
 
 
@@ -106,8 +106,8 @@ def _split(dp: DataParallel, devices: int) -> Iterator[tuple[str, DataParallel]]
     """With more of the state split, the most last, in a mode that can hold it."""
     if devices == 1 or dp.layout.rules:
         return
-    mode = dp.mode if dp.mode.splits_state else SPLITS_STATE
-    reduction = dp.reduction if dp.mode.splits_state else REDUCTIONS["float32"]
+    mode = dp.mode if dp.mode.partitions else SPLITS_STATE
+    reduction = dp.reduction if dp.mode.partitions else REDUCTIONS["float32"]
     now = (dp.layout.splits_optimizer, dp.layout.splits_params)
     for layout in LAYOUTS.values():
         own = dp.configuration.step is not None and not layout.splits_params

@@ -112,11 +112,11 @@ def memory_formula(
     part = described(data, rows // split.micro_batches)
     added_up = split.micro_batches > 1
     gathered = dp.layout.splits_params
-    objective = dataclasses.replace(program.objective, split=None)
+    objective = program.objective
     if dp.configuration.step is None:
         memory = _of_gradient(objective, state, share.params, part, platform, added_up, gathered)
     else:
-        memory = _of_own_step(program.replica_step, state, part, platform)
+        memory = _of_own_step(program.own_step, state, part, platform)
     return MemoryFormula(
         rows=rows,
         parameters=parameters,
