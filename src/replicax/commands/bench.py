@@ -106,7 +106,7 @@ def bench(arguments: list[str]) -> int:
 
 def _check_layouts(options: BenchOptions) -> None:
     """Raise `ConfigError` for what `--layouts` leaves without a meaning."""
-    if options.layout != "replicated" or options.profile:
+    if options.layout != BenchOptions.layout or options.profile:
         other = "--profile" if options.profile else f"--layout {options.layout}"
         raise ConfigError(
             f"--layouts {options.layouts} with {other}, which is of one layout; leave one of the "
