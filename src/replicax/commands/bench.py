@@ -2,8 +2,10 @@
 
 import dataclasses
 import itertools
+import math
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -69,6 +71,11 @@ def bench(arguments: list[str]) -> int:
     if parsed is None:
         return 0
     options = parsed.options
+    if options.least_devices > 1:
+        raise ConfigError(
+            "bench with --model-parallel, --stages or --fsdp-size; it makes meshes itself: leave "
+            "the flag out, or compare by --layouts"
+        )
     check_alone("bench", "it starts processes itself: run it once, with --processes")
     if options.processes is not None:
         _over_processes(parsed, arguments)
@@ -119,7 +126,12 @@ def bench_recipe(parsed: Arguments[BenchOptions], **arguments: Any) -> Bench:
     options, recipe = parsed.options, parsed.recipe
     if options.layouts is not None:
         rules = recipe.rules() if hasattr(recipe, "rules") else ()
-        arguments |= {"layouts": words(options.layouts), "layout": rx.layout(rules=rules)}
+        layout = rx.layout(rules=rules, schedule=options.schedule)
+        names, heads = words(options.layouts), getattr(recipe, "heads", None)
+        layouts = [
+            (layout, _over_heads(heads)) if heads and name == "model" else name for name in names
+        ]
+        arguments |= {"layouts": layouts, "layout": layout}
     return rx.bench(
         recipe.loss,
         recipe.optimizer(),
@@ -128,8 +140,23 @@ def bench_recipe(parsed: Arguments[BenchOptions], **arguments: Any) -> Bench:
         modes=modes_of(options),
         seed=options.seed,
         tokens_per_row=getattr(recipe, "tokens_per_row", None),
-        **{**options.settings(), **arguments},
+        **{**options.settings(recipe), **arguments},
     )
+
+
+def _over_heads(heads: int) -> Callable[[int], jax.sharding.Mesh]:
+    """Return `mesh(devices)` with the most devices along `model` that share out whole heads."""
+
+    def mesh(devices: int) -> jax.sharding.Mesh:
+        most = math.gcd(devices, heads)
+        if most == 1:
+            raise ConfigError(
+                f"{devices} devices with heads={heads}; devices along 'model' have whole heads, as "
+                "many as each other: change one of the two"
+            )
+        return rx.make_mesh(devices // most, most, devices=jax.devices())
+
+    return mesh
 
 
 def _over_processes(parsed: Arguments[BenchOptions], arguments: list[str]) -> None:
@@ -144,7 +171,8 @@ def _over_processes(parsed: Arguments[BenchOptions], arguments: list[str]) -> No
     asked = counts_of("--processes", options.processes)
     assert asked, "the flag is there, or this would not be called"
     counts = processes.check_counts(asked, modes_of(options))
-    modes, notes = possible_modes(modes_of(options), counts, options.layout, options.reduction)
+    layout = options.layout_of(recipe)
+    modes, notes = possible_modes(modes_of(options), counts, layout, options.reduction)
     rows = weak_rows(recipe.batch_size, counts)
     cases = all_cases(rows * max(counts), counts, modes, weak=True)
     notes += notes_on_cases(recipe.batch_size, cases, options.accumulate)
