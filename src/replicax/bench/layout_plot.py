@@ -18,6 +18,11 @@ def draw_layouts(bench: Bench, path: Path) -> None:
     Raises:
         MissingDependencyError: matplotlib is not installed.
     """
+    figure_of_layouts(bench).savefig(path, dpi=150)
+
+
+def figure_of_layouts(bench: Bench) -> Any:
+    """Return the figure that `draw_layouts` writes."""
     figure_module = require("matplotlib.figure", "cli")
     cases = by_mode(bench.cases)
     size = (10.0, 1.9 + 0.42 * len(cases))
@@ -48,9 +53,11 @@ def draw_layouts(bench: Bench, path: Path) -> None:
     figure.legend(loc="outside lower right", ncols=2, frameon=False)
     for axis in (time, memory):
         axis.spines[["top", "right"]].set_visible(False)
+        axis.locator_params(axis="x", nbins=5)
+        axis.xaxis.set_major_formatter("{x:,g}")
         axis.grid(alpha=0.25, axis="x")
         axis.set_axisbelow(True)
-    figure.savefig(path, dpi=150)
+    return figure
 
 
 def _write(axis: Any, ends: Any, texts: list[str]) -> None:

@@ -64,7 +64,8 @@ def cases_of_layouts(
                     cases.append(_first(wanted, check))
                 except ConfigError as error:
                     name = layout if isinstance(layout, str) else as_layout(layout[0])
-                    notes.append(f"{mode} {name} on {count} devices is left out: {error}")
+                    where = f"{count} device{'s' if count > 1 else ''}"
+                    notes.append(f"{mode} {name} on {where} is left out: {error}")
     return cases, notes
 
 

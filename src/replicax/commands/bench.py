@@ -129,7 +129,7 @@ def bench_recipe(parsed: Arguments[BenchOptions], **arguments: Any) -> Bench:
         layout = rx.layout(rules=rules, schedule=options.schedule)
         names, heads = words(options.layouts), getattr(recipe, "heads", None)
         layouts = [
-            (layout, _over_heads(heads)) if heads and name == "model" else name for name in names
+            (layout, over_heads(heads)) if heads and name == "model" else name for name in names
         ]
         arguments |= {"layouts": layouts, "layout": layout}
     return rx.bench(
@@ -144,7 +144,7 @@ def bench_recipe(parsed: Arguments[BenchOptions], **arguments: Any) -> Bench:
     )
 
 
-def _over_heads(heads: int) -> Callable[[int], jax.sharding.Mesh]:
+def over_heads(heads: int) -> Callable[[int], jax.sharding.Mesh]:
     """Return `mesh(devices)` with the most devices along `model` that share out whole heads."""
 
     def mesh(devices: int) -> jax.sharding.Mesh:
