@@ -77,7 +77,7 @@ def test_no_words_of_a_picture_of_layouts_overlap(
 
     monkeypatch.setattr(Text, "draw", watched)
     figure.draw_without_rendering()
-    assert len(drawn) > 30
+    assert len(drawn) > 25
     for place, (text, box) in enumerate(drawn):
         width, height = figure.bbox.width, figure.bbox.height
         assert min(box.x0, box.y0, width - box.x1, height - box.y1) >= 0, text
