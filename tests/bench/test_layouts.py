@@ -97,8 +97,9 @@ def test_replicas_are_counted_without_the_axes_of_a_replica() -> None:
     assert notes_on_cases(9, cases, 1) == ["9 rows are padded to 10 on 2 replicas"]
 
 
-def test_on_one_device_all_layouts_are_one_case() -> None:
-    cases, _ = cases_of_layouts(["zero1", "fsdp"], ["jit"], [1, 2], 8, "fsdp", lambda _: None)
+def test_on_one_device_all_layouts_are_one_case_and_none_is_there_twice() -> None:
+    names = ["zero1", "fsdp", "zero1"]
+    cases, _ = cases_of_layouts(names, ["jit"], [1, 2], 8, "fsdp", lambda _: None)
     assert [str(case) for case in cases] == [
         "jit data on 1 device",
         "jit zero1 on 2 devices",

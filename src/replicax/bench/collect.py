@@ -121,8 +121,9 @@ def _result(
 def _layout_figures(runner: Runner, state: TrainState) -> LayoutFigures | None:
     """What tells the layout of a case from others; None where there is one."""
     placed, compiled = runner.case.placed, runner.compiled
-    if placed is None or compiled is None:
+    if placed is None:
         return None
+    assert compiled is not None, "a runner is prepared before it runs"
     stages = placed.mesh.shape.get(STAGE, 1)
     return LayoutFigures(
         name=str(placed),

@@ -54,14 +54,16 @@ def cases_of_layouts(
         check: raises `ConfigError` where a case cannot be run. `model` and `stages` take the most
             devices along their axis that can, and have replicas on the rest.
     """
-    cases, notes = [], []
+    cases: list[Case] = []
+    notes: list[str] = []
     for count in devices:
         for mode in modes:
             for layout in layouts if count > 1 else [ONE]:
                 try:
                     placed = _placed(layout, count, as_layout(rules))
                     wanted = (Case(mode, count, batch_size, (STRONG,), each) for each in placed)
-                    cases.append(_first(wanted, check))
+                    case = _first(wanted, check)
+                    cases += [case] if case not in cases else []
                 except ConfigError as error:
                     name = layout if isinstance(layout, str) else as_layout(layout[0])
                     where = f"{count} device{'s' if count > 1 else ''}"
