@@ -3,14 +3,13 @@
 In a scheduled module the order of a computation's text is the order in which a device runs it.
 """
 
-import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from replicax.analysis import hlo
-from replicax.analysis.compiled import collective_kind, result_bytes
+from replicax.analysis.compiled import collective_kind, group_size, result_bytes
 from replicax.analysis.hlo import Instruction, Module
 from replicax.plan.kernel_bytes import kernel_bytes
 from replicax.plan.kernel_flops import (
@@ -34,11 +33,6 @@ _SILENT = (
     "tuple",
 )
 _CHANNEL = re.compile(r"channel_id=(\d+)")
-_LISTED = re.compile(r"replica_groups=\{\{([\d,]+)\}")
-_COUNTED = re.compile(r"replica_groups=\[\d+,(\d+)\]<=")
-_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}")
-_AXIS = re.compile(r"'([^']+)'(?::\(\d+\)|=)?(\d*)")
-_PAIRS = re.compile(r"source_target_pairs=\{\{")
 
 
 @dataclass(frozen=True)
@@ -244,7 +238,7 @@ def _collective(instruction: Instruction, name: str, runs: int, asynchronous: bo
         result_bytes(instruction),
         runs,
         asynchronous,
-        _group_size(instruction.attributes),
+        group_size(instruction.attributes),
         instruction.op_name,
         tuple(shape.partition("{")[0] for shape in shapes),
     )
@@ -293,17 +287,3 @@ def _channel(instruction: Instruction) -> str:
 def _is_synchronous(instruction: Instruction) -> bool:
     """Whether XLA's GPU backend runs a pair of start and end in one go."""
     return '"is_sync":true' in instruction.attributes
-
-
-def _group_size(attributes: str) -> int | None:
-    if _PAIRS.search(attributes):
-        return 2
-    if listed := _LISTED.search(attributes):
-        return len(listed[1].split(","))
-    if counted := _COUNTED.search(attributes):
-        return int(counted[1])
-    if mesh := _MESH.search(attributes):
-        sizes = {axis: int(size) for axis, size in _AXIS.findall(mesh[1])}
-        parts = _AXIS.findall(mesh[2])
-        return math.prod(int(part) if part else sizes[axis] for axis, part in parts)
-    return None
