@@ -34,7 +34,8 @@ def _compilers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def program(step: SmallStep, target: Target) -> Program:
-    return export_step(step.dp, step.model, step.batch, target.devices, target.chip.platform, None)
+    dp = step.on(target.devices).dp
+    return export_step(dp, step.model, step.batch, target.chip.platform, None)
 
 
 def compiled(step: SmallStep, target: Target) -> Compilation | TooLarge:

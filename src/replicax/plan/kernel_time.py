@@ -88,7 +88,10 @@ class _Clock:
                 self.started[step.name] = step, self.now
             elif isinstance(step, Wait):
                 collective, ready = self.started.pop(step.collective)
-                self.transfers.append(Transfer(collective.kind, collective.bytes, ready, self.now))
+                sent = Transfer(
+                    collective.kind, collective.bytes, ready, self.now, axes=collective.axes
+                )
+                self.transfers.append(sent)
             else:
                 self._repeat(step)
 
