@@ -96,7 +96,7 @@ def _why_not(
     mode: Mode, devices: Sequence[int], layout: Layout, reduction: Reduction
 ) -> str | None:
     """Return why `mode` cannot be measured, or None."""
-    if not (mode.splits_state or layout.is_whole):
+    if not mode.holds(layout):
         return (
             f"mode={mode.name!r} with layout={layout.name!r}; there each device holds the whole "
             "state"
@@ -106,7 +106,7 @@ def _why_not(
         plural = "s" if mode.most_devices != 1 else ""
         return f"it runs on at most {mode.most_devices} device{plural}, and devices are {counts}"
     try:
-        mode.reduce(reduction)
+        mode.reduce(reduction, None)
     except ConfigError as error:
         return str(error)
     return None

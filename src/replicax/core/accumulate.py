@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from replicax.core.batch import Batch
+from replicax.core.mesh import Axis
 from replicax.core.models.definition import View
 
 PyTree = Any
@@ -26,7 +27,7 @@ class Accumulator(Protocol):
         """Return how many each of `replicas` computes, one after the other."""
 
     def __call__(
-        self, part: Part, state: Any, batch: Batch, key: jax.Array | None, axis: str | None
+        self, part: Part, state: Any, batch: Batch, key: jax.Array | None, axis: Axis | None
     ) -> tuple[PyTree, PyTree]:
         """Return the sums of `part` over this replica's rows, and the extras after the step.
 
@@ -38,7 +39,7 @@ class Accumulator(Protocol):
             axis: the name of the replica axis, or None where the batch is the whole one.
         """
 
-    def replica_key(self, key: jax.Array, axis: str, /) -> jax.Array:
+    def replica_key(self, key: jax.Array, axis: Axis, /) -> jax.Array:
         """Return the key that a replica draws from, from that of the step."""
 
     def isolate(self, apply: Apply, state: Any, total: Any, *rest: PyTree) -> tuple[PyTree, PyTree]:
@@ -60,14 +61,14 @@ class Sequential:
     def micro_batches(self, _replicas: int) -> int:
         return self.parts
 
-    def replica_key(self, key: jax.Array, axis: str) -> jax.Array:
+    def replica_key(self, key: jax.Array, axis: Axis) -> jax.Array:
         return jax.random.fold_in(key, lax.axis_index(axis))
 
     def isolate(self, apply: Apply, state: Any, total: Any, *rest: PyTree) -> tuple[PyTree, PyTree]:
         return apply(state, total, *rest)
 
     def __call__(
-        self, part: Part, state: Any, batch: Batch, key: jax.Array | None, axis: str | None
+        self, part: Part, state: Any, batch: Batch, key: jax.Array | None, axis: Axis | None
     ) -> tuple[PyTree, PyTree]:
         if key is not None and axis is not None:
             key = self.replica_key(key, axis)

@@ -24,7 +24,7 @@ from replicax.core.optimizer import Updater, updater
 from replicax.core.own import StepFunction
 from replicax.core.partition import Rules
 from replicax.core.precision import Precision, as_precision
-from replicax.core.reduction import Reduction, as_reduction
+from replicax.core.reduction import REDUCTIONS, Reduction, as_reduction
 from replicax.core.trainable import Trainable
 from replicax.errors import ConfigError
 
@@ -139,6 +139,23 @@ def configure(
         job=job,
         **rest,
     )
+    _check_split(configuration)
     configuration.accumulator(mesh)
-    mode.reduce(configuration.reduction)
+    mode.reduce(configuration.reduction, None)
     return configuration
+
+
+def _check_split(configuration: Configuration) -> None:
+    """Raise `ConfigError` where a replica's part of the state is not what the step would see."""
+    mode, layout, reduction = (getattr(configuration, n) for n in ("mode", "layout", "reduction"))
+    if configuration.step is not None and mode.per_replica and not layout.is_whole:
+        raise ConfigError(
+            f"step= with layout={layout.name!r} in mode={mode.name!r}, where a step of one's own "
+            "would see one replica's part of its state: use mode='jit', or layout='replicated'"
+        )
+    if layout.splits_params and reduction != REDUCTIONS["float32"]:
+        raise ConfigError(
+            f"layout={layout.name!r} with reduction={configuration.names()['reduction']!r}; there "
+            "each layer's gradient is summed in float32 as soon as it is computed: use 'float32', "
+            "or layout='zero1'"
+        )

@@ -12,7 +12,7 @@ import numpy as np
 from replicax.core.batch import Batch
 from replicax.core.checks import check_kind, check_loss, check_state
 from replicax.core.loss import Totals
-from replicax.core.mesh import by_rows, replicated
+from replicax.core.mesh import Axis, by_rows, replicated
 from replicax.core.models.definition import PyTree, View
 from replicax.core.modes import batch_shardings, lift
 from replicax.core.objective import LossFunction, Objective
@@ -66,7 +66,7 @@ class Evaluation:
         if function not in self._predicting:
             check_loss(function, "function")
             program = self._program
-            objective = dataclasses.replace(program.objective, loss=function)
+            objective = dataclasses.replace(program.split_objective, loss=function)
             mode, mesh = program.configuration.mode, program.mesh
             found = partial(_predicted, objective=objective)
             self._predicting[function] = lift(
@@ -109,7 +109,7 @@ class Evaluation:
 
 
 def _predicted(
-    state: TrainState, batch: Batch, axis: str | None, *, objective: Objective
+    state: TrainState, batch: Batch, axis: Axis | None, *, objective: Objective
 ) -> tuple[PyTree, jax.Array]:
     view = View(axis=axis, step=state.step)
     found, _ = objective.returned(state.params, state.extras, batch, view)

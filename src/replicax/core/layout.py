@@ -1,7 +1,7 @@
 """Where each array of a train state lives: a table of layouts, and rules of one's own."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -56,8 +56,21 @@ class Layout:
             ConfigError: a rule names an axis that the mesh does not have, or does not divide a dim,
                 or no rule is found in the path of a parameter.
         """
-        ruled = spec_by_rule(state.params, mesh, self.rules)
-        axis = shard_axis(mesh)
+        placed = self._placed(state.params, mesh)
+        where: TrainState = jax.tree.map(lambda _: replicated(mesh), state)
+        return dataclasses.replace(
+            where,
+            params=placed(state.params, self.splits_params),
+            opt_state=placed(state.opt_state, self.splits_optimizer),
+            reduction=jax.tree.map(lambda _: by_rows(mesh), state.reduction),
+        )
+
+    def gradient_shardings(self, params: Any, mesh: AnyMesh) -> Any:
+        """Return where the gradient's total lies: as the optimizer's state of each parameter."""
+        return self._placed(params, mesh)(params, self.splits_optimizer)
+
+    def _placed(self, params: Any, mesh: AnyMesh) -> Callable[[Any, bool], Any]:
+        ruled, axis = spec_by_rule(params, mesh, self.rules), shard_axis(mesh)
 
         def placed(tree: Any, splits: bool) -> Any:
             def sharding(path: Any, leaf: Any) -> NamedSharding:
@@ -69,13 +82,7 @@ class Layout:
 
             return jax.tree_util.tree_map_with_path(sharding, tree)
 
-        where: TrainState = jax.tree.map(lambda _: replicated(mesh), state)
-        return dataclasses.replace(
-            where,
-            params=placed(state.params, self.splits_params),
-            opt_state=placed(state.opt_state, self.splits_optimizer),
-            reduction=jax.tree.map(lambda _: by_rows(mesh), state.reduction),
-        )
+        return placed
 
 
 LAYOUTS = {

@@ -155,8 +155,8 @@ def check_processes(mesh: Mesh, job: Job) -> None:
         )
 
 
-def row_axes(mesh: AnyMesh) -> Axis:
-    """Return the axes that the rows of a batch are split over."""
+def row_axis(mesh: AnyMesh) -> Axis:
+    """Return the axis, or the axes, that the rows of a batch are split over."""
     return (DATA, FSDP) if FSDP in mesh.axis_names else DATA
 
 
@@ -182,7 +182,7 @@ def replicated(mesh: AnyMesh) -> NamedSharding:
 
 def by_rows(mesh: AnyMesh) -> NamedSharding:
     """The sharding of an array whose leading dim is split over the replicas."""
-    return NamedSharding(mesh, PartitionSpec(row_axes(mesh)))
+    return NamedSharding(mesh, PartitionSpec(row_axis(mesh)))
 
 
 def _of_every_process(devices: Sequence[jax.Device], needed: int) -> list[jax.Device]:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from replicax.core.accumulate import Accumulator, Sequential
 from replicax.core.batch import Batch
@@ -18,18 +18,20 @@ from replicax.core.layout import Layout
 from replicax.core.mesh import (
     DATA,
     AnyMesh,
+    Axis,
     by_rows,
     is_data_only,
     replica_count,
     replicated,
+    row_axis,
 )
 from replicax.core.objective import StepSums
-from replicax.core.reduction import REDUCTIONS, Reduce, Reduction, Wire
+from replicax.core.reduction import REDUCTIONS, Parts, Reduce, Reduction, Wire
 from replicax.core.update import TrainState
 from replicax.errors import ConfigError, choose
 
 PyTree = Any
-ReplicaFunction = Callable[[TrainState, Batch, str | None], Any]
+ReplicaFunction = Callable[[TrainState, Batch, Axis | None], Any]
 Mapped = Callable[[TrainState, Batch], Any]
 Wrap = Callable[[ReplicaFunction, Any, tuple[PyTree, PyTree], PyTree], Mapped]
 """`wrap(function, mesh, shardings of (state, batch), shardings of the result)`."""
@@ -45,12 +47,12 @@ def global_view(
 def shard_map(
     function: ReplicaFunction, mesh: AnyMesh, into: tuple[PyTree, PyTree], out: PyTree
 ) -> Mapped:
-    """Map by `jax.shard_map` over the axis `data`."""
+    """Map by `jax.shard_map` over the axes of the rows."""
     # With check_vma=True a model's own scan from zeros (any RNN) is a type error, and parameters
     # must be cast to varying lest their gradient come out N times too large. Without it, the
     # gradient of a replica's sum is local, and the one reduction of `update` is all there is.
     return jax.shard_map(
-        lambda state, batch: function(state, batch, DATA),
+        lambda state, batch: function(state, batch, row_axis(mesh)),
         mesh=mesh,
         in_specs=jax.tree.map(lambda sharding: sharding.spec, into),
         out_specs=jax.tree.map(lambda sharding: sharding.spec, out),
@@ -83,7 +85,7 @@ def pmap(function: ReplicaFunction, mesh: Mesh, into: tuple[PyTree, PyTree], out
 
 
 def _axis(sharding: NamedSharding) -> int | None:
-    return 0 if sharding.spec == PartitionSpec(DATA) else None
+    return 0 if sharding.spec == by_rows(sharding.mesh).spec else None
 
 
 def _where_split(
@@ -119,7 +121,7 @@ def fixed_tree(
     return tree
 
 
-def by_compiler(reduction: Reduction) -> Reduce:
+def by_compiler(reduction: Reduction, _parts: Parts | None = None) -> Reduce:
     """Return no reduction: the compiler places it, in the dtype of the sums."""
     if reduction != REDUCTIONS["float32"]:
         raise ConfigError(
@@ -129,21 +131,32 @@ def by_compiler(reduction: Reduction) -> Reduce:
     return lambda sums, carried, _axis: (sums, carried)
 
 
-def of_each_replica(reduction: Reduction) -> Reduce:
+def of_each_replica(reduction: Reduction, parts: Parts | None = None) -> Reduce:
     """Return `reduction` on what one replica holds, `[1, ...]`, of its `[replicas, ...]` state."""
 
-    def reduce(sums: StepSums, carried: PyTree, axis: str | None) -> tuple[StepSums, PyTree]:
+    def reduce(sums: StepSums, carried: PyTree, axis: Axis | None) -> tuple[StepSums, PyTree]:
         assert axis is not None
+        if parts is not None and isinstance(reduction, Wire):
+            return parts.reduce(sums, axis, reduction.add, reduction.scatter), carried
         total, own = reduction(sums, jax.tree.map(lambda leaf: leaf[0], carried), axis)
+        if parts is not None:
+            total = parts.of_total(total)
         return total, jax.tree.map(lambda leaf: leaf[None], own)
 
     return reduce
 
 
-def in_order(reduction: Reduction) -> Reduce:
+def in_order(reduction: Reduction, parts: Parts | None = None) -> Reduce:
     """Return the reduction of mode `exact`."""
     assert isinstance(reduction, Wire)
-    return lambda sums, carried, axis: (reduction.in_order(sums, axis), carried)
+    if parts is None:
+        return lambda sums, carried, axis: (reduction.in_order(sums, axis), carried)
+
+    def reduce(sums: StepSums, carried: PyTree, axis: Axis | None) -> tuple[StepSums, PyTree]:
+        assert axis is not None
+        return parts.reduce(sums, axis, reduction.in_order, reduction.scatter_in_order), carried
+
+    return reduce
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,8 +169,12 @@ class Mode:
     rows and the axis to reduce over."""
     per_replica: bool = False
     """Whether the function sees one replica's rows, each replica drawing its own random numbers."""
-    splits_state: bool = False
-    """Whether it can hold layouts that split the state."""
+    splits_optimizer: bool = False
+    """Whether it can hold layouts that split the optimizer's state."""
+    splits_params: bool = False
+    """Whether it can hold layouts that split the parameters."""
+    partitions: bool = False
+    """Whether it can split a replica over devices, by rules."""
     bitwise: bool = False
     """Whether its bits do not depend on the number of devices: the batch is cut into `micro_shards`
     on any number."""
@@ -167,8 +184,9 @@ class Mode:
     """The mode that takes what this one cannot."""
     accumulator: Callable[[int, int, AnyMesh, Reduction], Accumulator] = sequential
     """`accumulator(accumulate, micro_shards, mesh, reduction)`; raises `ConfigError`."""
-    reduce: Callable[[Reduction], Reduce] = of_each_replica
-    """From the reduction that was chosen to what the step calls; raises `ConfigError`."""
+    reduce: Callable[[Reduction, Parts | None], Reduce] = of_each_replica
+    """From the reduction that was chosen, and the parts of the total that each replica is given if
+    not all, to what the step calls; raises `ConfigError`."""
 
     def __str__(self) -> str:
         return self.name
@@ -186,16 +204,24 @@ class Mode:
                 f"mode={self.name!r} on {processes} processes; it knows the devices of "
                 f"{self.most_processes}: use mode={self.instead!r}, which computes the same"
             )
-        if self.per_replica and not is_data_only(mesh):
+        if not (self.partitions or is_data_only(mesh)):
             raise ConfigError(
                 f"mode={self.name!r} with a mesh of {devices} devices and {replica_count(mesh)} "
                 "replicas; there each device holds a whole replica: use mode='jit'"
             )
-        if not (self.splits_state or layout.is_whole):
+        if not self.holds(layout):
             raise ConfigError(
-                f"mode={self.name!r} with layout={layout.name!r}; there each device holds the "
-                "whole state: use mode='jit', or layout='replicated'"
+                f"mode={self.name!r} with layout={layout.name!r}, which splits what this mode has "
+                "whole on each device: use mode='jit', or layout='replicated'"
             )
+
+    def holds(self, layout: Layout) -> bool:
+        """Whether it can hold `layout`."""
+        return (
+            (self.splits_optimizer or not layout.splits_optimizer)
+            and (self.splits_params or not layout.splits_params)
+            and (self.partitions or not layout.rules)
+        )
 
 
 def lift(
@@ -205,19 +231,15 @@ def lift(
     state: PyTree,
     batch: PyTree,
     out: PyTree,
-    *,
-    donate: bool = False,
 ) -> Any:
     """Return `function` as a `jax.jit` function of a state and a global batch.
 
-    `state`, `batch` and `out`, what it returns, are shardings, or one for all of it; `donate` gives
-    the state's memory to the result.
+    `state`, `batch` and `out`, what it returns, are shardings, or one for all of it.
     """
     return jax.jit(
         mode.wrap(function, mesh, (state, batch), out),
         in_shardings=(state, batch),
         out_shardings=out,
-        donate_argnums=0 if donate else (),
     )
 
 
@@ -236,13 +258,21 @@ MODES = {
     mode.name: mode
     for mode in (
         Mode("single", global_view, most_devices=1, reduce=by_compiler),
-        Mode("jit", global_view, splits_state=True, reduce=by_compiler),
-        Mode("shard_map", shard_map, per_replica=True),
+        Mode(
+            "jit",
+            global_view,
+            splits_optimizer=True,
+            splits_params=True,
+            partitions=True,
+            reduce=by_compiler,
+        ),
+        Mode("shard_map", shard_map, per_replica=True, splits_optimizer=True, splits_params=True),
         Mode("pmap", pmap, per_replica=True, most_processes=1, instead="shard_map"),
         Mode(
             "exact",
             shard_map,
             per_replica=True,
+            splits_optimizer=True,
             bitwise=True,
             accumulator=fixed_tree,
             reduce=in_order,

@@ -7,10 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax.core.batch import Batch, unshared
+from replicax.core.gathering import Gathering
 from replicax.core.inside import inside
 from replicax.core.loss import LOSS, WeightedSum, call, sums
 from replicax.core.models.definition import Definition, PyTree, View
@@ -50,24 +49,39 @@ class Objective:
     read: tuple[bool, ...] | None = None
     """For each parameter, whether anybody reads its gradient; None for all. None others are
     computed, and reduced."""
-    split: PyTree | None = None
-    """Shardings of the parameters, where they are split over the replicas. The loss computes with
-    whole ones: a compiler might else split what is computed as they are, and send that."""
+    gathering: Gathering | None = None
+    """How the loss, which computes with whole parameters, gets them where they are split."""
 
     def loss_sums(
         self, params: PyTree, extras: PyTree, batch: Batch, view: View
     ) -> tuple[dict[str, WeightedSum], PyTree]:
         """Return the sums of loss and metrics over the rows of `batch`, and the extras after it."""
-        returned, extras = self.returned(params, extras, batch, view)
-        return sums(returned, batch.mask), extras
+
+        def of_whole(params: PyTree) -> tuple[dict[str, WeightedSum], PyTree]:
+            returned, after = self._returned(params, extras, batch, view)
+            return sums(returned, batch.mask), after
+
+        found: tuple[dict[str, WeightedSum], PyTree] = self._with_whole(of_whole, params)
+        return found
 
     def returned(
         self, params: PyTree, extras: PyTree, batch: Batch, view: View
     ) -> tuple[Any, PyTree]:
         """Return what the loss returns for the rows of `batch`, and the extras after it."""
-        data, params = self.precision.to_compute((unshared(batch.whole().data), params))
-        if self.split is not None:
-            params = jax.tree.map(_gathered, params, self.split)
+        function = partial(self._returned, extras=extras, batch=batch, view=view)
+        found: tuple[Any, PyTree] = self._with_whole(function, params)
+        return found
+
+    def _with_whole(self, function: Callable[[PyTree], Any], params: PyTree) -> Any:
+        """`function` of the whole parameters, in the dtype of the policy."""
+        if self.gathering is None:
+            return function(self.precision.to_compute(params))
+        return self.gathering(function, params, self.precision)
+
+    def _returned(
+        self, params: PyTree, extras: PyTree, batch: Batch, view: View
+    ) -> tuple[Any, PyTree]:
+        data = self.precision.to_compute(unshared(batch.whole().data))
         with inside(batch.mask, view):
             return self.definition.apply(
                 lambda model: call(self.loss, model, data, view.key), params, extras, view
@@ -109,17 +123,3 @@ def with_zeros(gradient: PyTree, params: PyTree, read: tuple[bool, ...] | None) 
     pairs = zip(leaves, read, strict=True)
     whole = [next(found) if each else jnp.zeros_like(leaf) for leaf, each in pairs]
     return jax.tree.unflatten(structure, whole)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _gathered(leaf: jax.Array, split: NamedSharding) -> jax.Array:
-    """`leaf` on every device, its gradient summed to where the leaf lay."""
-    whole = NamedSharding(split.mesh, PartitionSpec())
-    gathered: jax.Array = lax.with_sharding_constraint(leaf, whole)
-    return gathered
-
-
-_gathered.defvjp(
-    lambda leaf, split: (_gathered(leaf, split), None),
-    lambda split, _, gradient: (lax.with_sharding_constraint(gradient, split),),
-)

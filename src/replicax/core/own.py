@@ -12,6 +12,7 @@ from replicax.core.accumulate import Accumulator, Apply, Sequential
 from replicax.core.batch import Batch, row_count
 from replicax.core.inside import Inside, current, inside
 from replicax.core.loss import LOSS, WeightedSum, weighted_sum
+from replicax.core.mesh import Axis
 from replicax.core.models.definition import PyTree, View, is_trainable
 from replicax.core.models.pytree import OwnState
 from replicax.core.models.split import split_model
@@ -137,7 +138,7 @@ def mean(values: Any) -> jax.Array:
 def own_update(
     state: TrainState,
     batch: Batch,
-    axis: str | None,
+    axis: Axis | None,
     *,
     step: StepFunction,
     definition: OwnState,

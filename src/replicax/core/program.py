@@ -9,23 +9,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax.core.accumulate import Sequential
+from replicax.core.accumulate import Apply, Sequential
 from replicax.core.average import average_of
 from replicax.core.batch import Batch, Share, described, host_rows, pad, row_count
 from replicax.core.checks import check_kind, check_loss, check_outside_jit
 from replicax.core.configuration import Configuration
+from replicax.core.exact import is_elementwise
 from replicax.core.feed import Split
+from replicax.core.gathering import Gathering
 from replicax.core.layout import on_devices_of
-from replicax.core.mesh import AnyMesh, by_rows, replica_count, replicated
+from replicax.core.mesh import AnyMesh, by_rows, replica_count, replicated, shard_axis
 from replicax.core.models.definition import Definition, Parts, PyTree
 from replicax.core.models.pytree import OwnState
 from replicax.core.modes import batch_shardings, lift
-from replicax.core.objective import LossFunction, Objective, only_read
+from replicax.core.objective import LossFunction, Objective, StepSums, only_read
 from replicax.core.optimizer import Updater
 from replicax.core.own import keep, own_update
-from replicax.core.reduction import REDUCTIONS
+from replicax.core.reduction import REDUCTIONS, parts_of
 from replicax.core.scaling import first_scale, unscaling
-from replicax.core.update import Metrics, TrainState, apply_gradient, create, score, update
+from replicax.core.update import (
+    Metrics,
+    TrainState,
+    apply_gradient,
+    create,
+    score,
+    step_sums,
+    update,
+)
 from replicax.errors import ConfigError, StateError
 
 
@@ -37,14 +47,15 @@ class Program:
     mesh: AnyMesh
     definition: Definition
     objective: Objective
+    """The loss on the model, on whole parameters."""
     shapes: TrainState
     """Shapes and dtypes of a state."""
     shardings: TrainState
     """Where its arrays live."""
     updater: Updater
     """The optimizer, on what trains, with the average that is wanted."""
-    replica_step: Callable[..., tuple[TrainState, Metrics]]
-    """`step` of one replica's view: `(state, batch, axis)`, and its parts by keyword."""
+    own_step: Any
+    """A step of one's own in one replica's view, `(state, batch, axis)`, its parts by keyword."""
     step: Any
     """A `jax.jit` function `(state, batch) -> (state, metrics)`."""
 
@@ -54,9 +65,9 @@ class Program:
         config, mesh, mode = self.configuration, self.mesh, self.configuration.mode
         evaluation = partial(
             score,
-            objective=self.objective,
+            objective=self.split_objective,
             accumulator=config.accumulator(mesh) if mode.bitwise else Sequential(),
-            reduce=mode.reduce(REDUCTIONS["float32"]),
+            reduce=mode.reduce(REDUCTIONS["float32"], None),
         )
         return lift(evaluation, mode, mesh, self.shardings, batch_shardings(mesh), replicated(mesh))
 
@@ -68,6 +79,11 @@ class Program:
             configuration=dataclasses.replace(self.configuration, step=None),
             objective=dataclasses.replace(self.objective, loss=loss),
         )
+
+    @property
+    def split_objective(self) -> Objective:
+        """`objective`, on parameters that lie as the layout has them."""
+        return in_place(self.objective, self.configuration, self.shardings, self.mesh)
 
     @property
     def split(self) -> Split:
@@ -189,14 +205,13 @@ def build(
     """
     config, mode = configuration, configuration.mode
     shardings = config.layout.shardings(shapes, mesh)
-    split = shardings.params if config.layout.splits_params else None
-    objective = Objective(definition, config.loss, config.precision, updater.read, split)
-    accumulator = config.accumulator(mesh)
-    wrap = config.wrap_apply or (lambda apply: apply)
+    objective = Objective(definition, config.loss, config.precision, updater.read)
+    wrap, where = config.wrap_apply or (lambda apply: apply), (shardings, batch_shardings(mesh))
+    out, own_step = (shardings, replicated(mesh)), None
     if config.step is None:
-        written = partial(update, objective=objective)
         apply = wrap(partial(apply_gradient, updater=updater))
         apply = unscaling(apply) if config.precision.scales else apply
+        step = _written(config, mesh, objective, shapes, shardings, apply)
     else:
         if jax.tree.leaves(shapes.reduction):
             raise ConfigError(
@@ -204,11 +219,16 @@ def build(
                 "step; a step of one's own may sum several: use 'float32' or 'bfloat16'"
             )
         assert isinstance(definition, OwnState)
-        written, apply = partial(own_update, step=config.step, definition=definition), wrap(keep)
-        written = partial(written, precision=config.precision)
-    reduce = mode.reduce(config.reduction)
-    step = partial(written, accumulator=accumulator, reduce=reduce, apply=apply)
-    out = (shardings, replicated(mesh))
+        own_step = partial(
+            own_update,
+            step=config.step,
+            definition=definition,
+            precision=config.precision,
+            accumulator=config.accumulator(mesh),
+            reduce=mode.reduce(config.reduction, None),
+            apply=wrap(keep),
+        )
+        step = mode.wrap(own_step, mesh, where, out)
     return Program(
         configuration=config,
         mesh=mesh,
@@ -217,6 +237,50 @@ def build(
         shapes=shapes,
         shardings=shardings,
         updater=updater,
-        replica_step=step,
-        step=lift(step, mode, mesh, shardings, batch_shardings(mesh), out, donate=config.donate),
+        own_step=own_step,
+        step=jax.jit(
+            step,
+            in_shardings=where,
+            out_shardings=out,
+            donate_argnums=0 if config.donate else (),
+        ),
     )
+
+
+def _written(
+    config: Configuration,
+    mesh: AnyMesh,
+    objective: Objective,
+    shapes: TrainState,
+    shardings: TrainState,
+    apply: Apply,
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """The step that Replicax writes, its sums mapped onto the mesh."""
+    mode, layout, accumulator = config.mode, config.layout, config.accumulator(mesh)
+    gradient: PyTree = replicated(mesh)
+    parts = None
+    apply = partial(accumulator.isolate, apply)
+    splits = mode.per_replica and layout.splits_optimizer
+    if splits and (not mode.bitwise or is_elementwise(apply, shapes, objective.read)):
+        gradient = only_read(layout.gradient_shardings(shapes.params, mesh), objective.read)
+        parts = parts_of(gradient, mesh, summed=layout.splits_params)
+    sums = partial(
+        step_sums,
+        objective=in_place(objective, config, shardings, mesh),
+        accumulator=accumulator,
+        reduce=mode.reduce(config.reduction, parts),
+    )
+    weighted: Any = replicated(mesh)
+    out = (StepSums(gradient, weighted), replicated(mesh), by_rows(mesh))
+    mapped = mode.wrap(sums, mesh, (shardings, batch_shardings(mesh)), out)
+    return partial(update, sums=mapped, apply=apply)
+
+
+def in_place(
+    objective: Objective, config: Configuration, shardings: TrainState, mesh: AnyMesh
+) -> Objective:
+    """Return `objective` on parameters that lie as the layout of `config` has them."""
+    if not config.layout.splits_params:
+        return objective
+    gathering = Gathering(shardings.params, shard_axis(mesh), config.mode.per_replica)
+    return dataclasses.replace(objective, gathering=gathering)

@@ -11,12 +11,71 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from replicax.core.leaves import by_dtype
+from replicax.core.mesh import DATA, FSDP, AnyMesh, Axis, shard_axis
 from replicax.core.objective import StepSums
 from replicax.errors import choose
 
 PyTree = Any
-Reduce = Callable[[StepSums, PyTree, str | None], tuple[StepSums, PyTree]]
+Scatter = Callable[[jax.Array, str, int], jax.Array]
+"""`scatter(leaf, axis, dim)`: of the sum over `axis`, this replica's part of `dim`."""
+Reduce = Callable[[StepSums, PyTree, Axis | None], tuple[StepSums, PyTree]]
 """`reduce(sums, carried, axis) -> (total, carried)`; `axis` is None in the global view."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """Which part of the gradient's total each replica is given, where a layout splits it."""
+
+    dims: tuple[int | None, ...]
+    """For each leaf the dim that is split; None where every replica is given the whole."""
+    axis: str
+    """The axis that it is split over."""
+    others: tuple[str, ...]
+    """Axes of other replicas, which are given the same parts."""
+    summed: bool
+    """Whether the split leaves are parts, summed over `axis`, as soon as they are computed."""
+
+    def reduce(
+        self, sums: StepSums, axis: Axis, add: Callable[[Any, Axis], Any], scatter: Scatter
+    ) -> StepSums:
+        """Return the sums over all replicas, this one's part of those leaves that are split.
+
+        Args:
+            sums: of this replica.
+            axis: of all replicas.
+            add: `add(sums, axis)`, the sums of all replicas along some axes.
+            scatter: this replica's part of one leaf's sum along `self.axis`.
+        """
+        leaves, structure = jax.tree.flatten(sums.gradient)
+        places = list(enumerate(self.dims))
+        parts = {n: leaves[n] for n, dim in places if dim is not None}
+        if not self.summed:
+            parts = {n: scatter(leaf, self.axis, self.dims[n] or 0) for n, leaf in parts.items()}
+        if self.others:
+            parts = add(StepSums(parts, {}), self.others).gradient
+        rest = {n: leaves[n] for n, dim in places if dim is None}
+        whole = add(StepSums(rest, sums.weighted), axis)
+        found = {**parts, **whole.gradient}
+        gradient = jax.tree.unflatten(structure, [found[n] for n, _ in places])
+        return StepSums(gradient, whole.weighted)
+
+    def of_total(self, total: StepSums) -> StepSums:
+        """Return `total`, which every replica has, with this one's part of what is split."""
+        leaves, structure = jax.tree.flatten(total.gradient)
+        size, own = lax.axis_size(self.axis), lax.axis_index(self.axis)
+        for n, dim in enumerate(self.dims):
+            if dim is not None:
+                count = leaves[n].shape[dim] // size
+                leaves[n] = lax.dynamic_slice_in_dim(leaves[n], own * count, count, dim)
+        return dataclasses.replace(total, gradient=jax.tree.unflatten(structure, leaves))
+
+
+def parts_of(gradient: PyTree, mesh: AnyMesh, *, summed: bool) -> Parts:
+    """Return the parts that shardings of a gradient's leaves say; `summed` as there."""
+    axis = shard_axis(mesh)
+    specs = [list(sharding.spec) for sharding in jax.tree.leaves(gradient)]
+    dims = tuple(spec.index(axis) if axis in spec else None for spec in specs)
+    return Parts(dims, axis, (DATA,) if axis == FSDP else (), summed)
 
 
 class Reduction(Protocol):
@@ -30,14 +89,14 @@ class Reduction(Protocol):
     def init(self, params: PyTree) -> PyTree:
         """Return one replica's state before the first step, a pytree of arrays; `()` for none."""
 
-    def __call__(self, sums: StepSums, state: PyTree, axis: str) -> tuple[StepSums, PyTree]:
+    def __call__(self, sums: StepSums, state: PyTree, axis: Axis) -> tuple[StepSums, PyTree]:
         """Return the sums over all replicas, equal on each, and this replica's next state.
 
         Args:
             sums: over this replica's rows: `gradient`, a pytree as the parameters, and `weighted`,
                 the loss and metrics, whose weights are counts of rows.
             state: of this replica.
-            axis: the replica axis, as `jax.lax.psum` takes it.
+            axis: the replica axis or axes, as `jax.lax.psum` takes them.
         """
 
 
@@ -58,11 +117,32 @@ class Wire:
         del params
         return ()
 
-    def __call__(self, sums: StepSums, state: PyTree, axis: str) -> tuple[StepSums, PyTree]:
+    def __call__(self, sums: StepSums, state: PyTree, axis: Axis) -> tuple[StepSums, PyTree]:
+        return self.add(sums, axis), state
+
+    def add(self, sums: StepSums, axis: Axis) -> StepSums:
+        """Return the sums over all replicas along `axis`."""
         if self.dtype is None:
-            return all_reduce(sums, axis), state
-        rounded = _as_vectors(sums.gradient, partial(self._scatter_and_gather, axis=axis))
-        return StepSums(rounded, all_reduce(sums.weighted, axis)), state
+            total: StepSums = all_reduce(sums, axis)
+            return total
+        add = partial(self._add_in_parts, axis=axis, ordered=False)
+        return StepSums(_as_vectors(sums.gradient, add), all_reduce(sums.weighted, axis))
+
+    def scatter(self, leaf: jax.Array, axis: str, dim: int) -> jax.Array:
+        """Return this replica's part of `dim` of the sum over all replicas."""
+        if self.dtype is None:
+            part: jax.Array = lax.psum_scatter(leaf, axis, scatter_dimension=dim, tiled=True)
+            return part
+        return self.scatter_in_order(leaf, axis, dim, ordered=False)
+
+    def scatter_in_order(
+        self, leaf: jax.Array, axis: str, dim: int, ordered: bool = True
+    ) -> jax.Array:
+        """Return this replica's part of `dim` of the sum, added as `in_order` adds."""
+        front = jnp.moveaxis(leaf, dim, 0)
+        parts = front.reshape(lax.axis_size(axis), -1)
+        total = self._own_part(parts, axis, ordered)
+        return jnp.moveaxis(total.reshape(-1, *front.shape[1:]), 0, dim)
 
     def error(self, roundings: int = 2) -> float:
         """Return the largest error of a total, as a share of the sum of its parts' magnitudes.
@@ -79,33 +159,50 @@ class Wire:
             return sums
         return dataclasses.replace(sums, gradient=jax.tree.map(self._round, sums.gradient))
 
-    def in_order(self, sums: PyTree, axis: str | None) -> PyTree:
+    def in_order(self, sums: PyTree, axis: Axis | None) -> PyTree:
         """Return the sums over all replicas, added by a binary tree; their number is a power of 2.
 
         Every node of the tree is rounded, so that the bits do not depend on where it is cut.
         """
         if axis is None or lax.axis_size(axis) == 1:
             return sums
-        by_tree = partial(_add_in_parts, axis=axis, send=_as_it_is, node=lambda part: part)
         if self.dtype is None or not isinstance(sums, StepSums):
-            return _as_vectors(sums, by_tree)
-        add = partial(self._scatter_and_gather, axis=axis, tree=True)
-        return StepSums(_as_vectors(sums.gradient, add), _as_vectors(sums.weighted, by_tree))
+            plain = partial(REDUCTIONS["float32"]._add_in_parts, axis=axis, ordered=True)
+            return _as_vectors(sums, plain)
+        gradient = _as_vectors(sums.gradient, partial(self._add_in_parts, axis=axis, ordered=True))
+        return StepSums(gradient, self.in_order(sums.weighted, axis))
+
+    def _add_in_parts(self, vector: jax.Array, axis: Axis, ordered: bool) -> jax.Array:
+        """The sum of all replicas' vectors. Each replica adds one part, of which all send it
+        theirs, and sends the result to all: 2 (N - 1) / N of the vector's bytes, as a ring
+        all-reduce moves.
+        """
+        replicas = lax.axis_size(axis)
+        padded = jnp.pad(vector, (0, -vector.size % replicas)).reshape(replicas, -1)
+        total = self._own_part(padded, axis, ordered)
+        gathered = self._send(total, lambda array: lax.all_gather(array, axis, tiled=True))
+        return gathered[: vector.size]
+
+    def _own_part(self, parts: jax.Array, axis: Axis, ordered: bool) -> jax.Array:
+        """The sum of all replicas' `parts[own index]`; `ordered` adds by a binary tree."""
+        parts = self._send(parts, lambda array: lax.all_to_all(array, axis, 0, 0))
+        while ordered and len(parts) > 1:
+            parts = self._round(parts[0::2] + parts[1::2])
+        return parts[0] if len(parts) == 1 else jnp.sum(parts, axis=0)
 
     def _round(self, leaf: jax.Array) -> jax.Array:
+        if self.dtype is None:
+            return leaf
         if jnp.iscomplexobj(leaf):
             return lax.complex(self._round(leaf.real), self._round(leaf.imag))
         return leaf.astype(self.dtype).astype(leaf.dtype)
 
-    def _scatter_and_gather(self, vector: jax.Array, axis: str, tree: bool = False) -> jax.Array:
-        if jnp.iscomplexobj(vector):
-            both = jnp.concatenate([vector.real, vector.imag])
-            real, imag = jnp.split(self._scatter_and_gather(both, axis, tree), 2)
-            return lax.complex(real, imag)
-        return _add_in_parts(vector, axis, self._send, self._round if tree else None)
-
     def _send(self, array: jax.Array, move: Callable[[jax.Array], jax.Array]) -> jax.Array:
         """Move `array` in the wire's dtype, as integers: a backend may widen floats."""
+        if self.dtype is None:
+            return move(array)
+        if jnp.iscomplexobj(array):
+            return lax.complex(self._send(array.real, move), self._send(array.imag, move))
         sent = lax.bitcast_convert_type(array.astype(self.dtype), jnp.uint16)
         return lax.bitcast_convert_type(move(sent), self.dtype).astype(array.dtype)
 
@@ -122,37 +219,12 @@ def as_reduction(reduction: "str | Reduction") -> Reduction:
     return choose("reduction", reduction, REDUCTIONS, otherwise)
 
 
-def all_reduce(sums: PyTree, axis: str) -> PyTree:
+def all_reduce(sums: PyTree, axis: Axis) -> PyTree:
     """Return the sum over all replicas, in one reduction."""
     if jax.process_count() > 1 and jax.default_backend() == "cpu":
         # XLA:CPU has Gloo send every array of a tuple by itself.
         return _as_vectors(sums, partial(lax.psum, axis_name=axis))
     return lax.psum(sums, axis)
-
-
-def _as_it_is(array: jax.Array, move: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    return move(array)
-
-
-def _add_in_parts(
-    vector: jax.Array,
-    axis: str,
-    send: Callable[[jax.Array, Callable[[jax.Array], jax.Array]], jax.Array],
-    node: Callable[[jax.Array], jax.Array] | None,
-) -> jax.Array:
-    """The sum of all replicas' vectors. Each replica adds one part, of which all send it theirs,
-    and sends the result to all: 2 (N - 1) / N of the vector's bytes, as a ring all-reduce moves.
-
-    `send` moves an array by the collective it is given. `node` is applied to each sum of two in a
-    binary tree; None adds all at once.
-    """
-    replicas = lax.axis_size(axis)
-    padded = jnp.pad(vector, (0, -vector.size % replicas)).reshape(replicas, -1)
-    parts = send(padded, lambda array: lax.all_to_all(array, axis, 0, 0))
-    while node is not None and len(parts) > 1:
-        parts = node(parts[0::2] + parts[1::2])
-    total = parts[0] if len(parts) == 1 else jnp.sum(parts, axis=0)
-    return send(total, lambda array: lax.all_gather(array, axis, tiled=True))[: vector.size]
 
 
 def _as_vectors(sums: PyTree, add: Callable[[jax.Array], jax.Array]) -> PyTree:

@@ -9,6 +9,7 @@ from replicax.core.accumulate import Sequential
 from replicax.core.batch import Batch
 from replicax.core.inside import Inside
 from replicax.core.look import Look, places_of
+from replicax.core.mesh import Axis
 from replicax.core.models.definition import PyTree
 from replicax.core.objective import Objective, StepSums
 from replicax.core.own import keep
@@ -40,7 +41,7 @@ class StepLook:
         self._weighs = self._gathers = False
 
         def run(state: TrainState, batch: Batch) -> Any:
-            after, metrics = program.replica_step(
+            after, metrics = program.own_step(
                 *(state, batch, None),
                 accumulator=Sequential(),
                 reduce=_as_they_are,
@@ -113,5 +114,5 @@ class StepLook:
         return (of_body and not self._weighs) or any(look.needs_real_rows for look in self._looks)
 
 
-def _as_they_are(sums: StepSums, carried: PyTree, _axis: str | None) -> tuple[StepSums, PyTree]:
+def _as_they_are(sums: StepSums, carried: PyTree, _axis: Axis | None) -> tuple[StepSums, PyTree]:
     return sums, carried

@@ -13,6 +13,7 @@ import optax
 from replicax.core.accumulate import Accumulator, Apply, Part
 from replicax.core.batch import Batch
 from replicax.core.loss import LOSS, WeightedSum
+from replicax.core.mesh import Axis
 from replicax.core.models.definition import PyTree, View
 from replicax.core.objective import Objective, StepSums, with_zeros
 from replicax.core.optimizer import Updater
@@ -74,16 +75,33 @@ def _number(step: Any) -> str:
 
 
 def update(
+    state: TrainState, batch: Batch, *, sums: Callable[..., Any], apply: Apply
+) -> tuple[TrainState, Metrics]:
+    """One step: sums over the global batch, one division, one optimizer update.
+
+    Args:
+        state: the state before the step.
+        batch: the global one.
+        sums: `step_sums`, mapped onto the mesh.
+        apply: total -> the next state, and metrics of its own; `apply_gradient`, or a wrapper. It
+            sees whole arrays in every mode, each as its layout splits it.
+    """
+    total, extras, carried = sums(state, batch)
+    with jax.named_scope("update"):
+        state, verdicts = apply(state, total, extras, carried)
+    return state, {**total.means(), **verdicts}
+
+
+def step_sums(
     state: TrainState,
     batch: Batch,
-    axis: str | None,
+    axis: Axis | None,
     *,
     objective: Objective,
     accumulator: Accumulator,
     reduce: Reduce,
-    apply: Apply,
-) -> tuple[TrainState, Metrics]:
-    """One step: local sums, one reduction, one division, one optimizer update.
+) -> tuple[StepSums, PyTree, PyTree]:
+    """Return the sums of a step: local ones, and one reduction.
 
     Args:
         state: the state before the step.
@@ -92,13 +110,12 @@ def update(
         objective: the loss on the model.
         accumulator: rows -> sums, micro-batch by micro-batch.
         reduce: the sums of each replica -> those of all.
-        apply: total -> the next state, and metrics of its own; `apply_gradient`, or a wrapper.
+
+    Returns:
+        The total, the model's other arrays after it, and the reduction's state after it.
     """
     summing = Summing(accumulator, reduce, axis)
-    total, extras, carried = summing(objective.step_sums, state, batch, step_key(state))
-    with jax.named_scope("update"):
-        state, verdicts = accumulator.isolate(apply, state, total, extras, carried)
-    return state, {**total.means(), **verdicts}
+    return summing(objective.step_sums, state, batch, step_key(state))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +126,7 @@ class Summing:
     """Rows -> sums, micro-batch by micro-batch."""
     reduce: Reduce
     """The sums of each replica -> those of all."""
-    axis: str | None
+    axis: Axis | None
     """The replica axis, or None where the batch is the whole one."""
 
     def __call__(
@@ -195,7 +212,7 @@ def create(
 def score(
     state: TrainState,
     batch: Batch,
-    axis: str | None,
+    axis: Axis | None,
     *,
     objective: Objective,
     accumulator: Accumulator,

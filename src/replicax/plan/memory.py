@@ -113,7 +113,6 @@ def memory_formula(
     own_rows = tree_bytes(described(data, rows))
     part = described(data, rows // split.micro_batches)
     added_up = split.micro_batches > 1
-    gathered = dp.layout.splits_params
     chosen = dp.configuration
     if dp.configuration.step is None:
         used = jax.tree.map(_on_replica_device, state.params, program.shardings.params)
@@ -121,9 +120,9 @@ def memory_formula(
         objective = Objective(
             program.definition, chosen.loss, chosen.precision, program.objective.read
         )
-        memory = _of_gradient(objective, state, parts, part, platform, added_up, gathered)
+        memory = _of_gradient(objective, state, parts, part, platform, added_up)
     else:
-        memory = _of_own_step(program.replica_step, state, part, platform)
+        memory = _of_own_step(program.own_step, state, part, platform)
     return MemoryFormula(
         rows=rows,
         parameters=parameters,
@@ -187,7 +186,6 @@ def _of_gradient(
     part: Batch,
     platform: str,
     added_up: bool,
-    gathered: bool,
 ) -> _Gradient:
     """The memory of the sums over one micro-batch.
 
@@ -199,7 +197,6 @@ def _of_gradient(
         part: shapes of one device's micro-batch.
         platform: see `memory_formula`.
         added_up: whether each gradient is added to a running total as soon as it is there.
-        gathered: whether what the loss computes with is put together before, of the state's parts.
     """
     jaxpr, count = _traced(objective, state, part, platform)
     program = Program(jaxpr, platform)
@@ -215,25 +212,17 @@ def _of_gradient(
         for tree in parts
     )
     split = {value for value in params if held[value] < used[value]}
-    whole = 0
-    if gathered:
-        put_together = split - set(copies.values())
-        whole = int(sum(program.sizes[value] * used[value] for value in put_together))
-    copied = copies.items() if not gathered else ()
     kept = {
         value: int(program.sizes[value] * held[param])
-        for pairs in (copied, zip(gradient, params, strict=True))
+        for pairs in (copies.items(), zip(gradient, params, strict=True))
         for value, param in pairs
     }
-    split = set() if gathered else split | {copy for copy, own in copies.items() if own in split}
+    split |= {copy for copy, own in copies.items() if own in split}
     if not added_up:
-        found = _divided(Liveness(program, kept, split), gradient, copies, saved, kept)
-    else:
-        program.read_at_once(gradient)
-        found = _divided(Liveness(program, kept, split), [], copies, saved, kept)
-        owed = sum(kept[value] for value in gradient)
-        found = dataclasses.replace(found, gradient=owed)
-    return dataclasses.replace(found, compute_copy=found.compute_copy + whole)
+        return _divided(Liveness(program, kept, split), gradient, copies, saved, kept)
+    program.read_at_once(gradient)
+    found = _divided(Liveness(program, kept, split), [], copies, saved, kept)
+    return dataclasses.replace(found, gradient=sum(kept[value] for value in gradient))
 
 
 def _divided(

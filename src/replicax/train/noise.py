@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from replicax.core.accumulate import Sequential, cut, folded, zeros_like
 from replicax.core.batch import Batch
 from replicax.core.data_parallel import DataParallel
-from replicax.core.mesh import DATA, replicated
+from replicax.core.mesh import replicated, row_axis
 from replicax.core.models.definition import PyTree
 from replicax.core.modes import MODES, batch_shardings, lift
 from replicax.core.objective import Objective, only_read
@@ -63,7 +63,7 @@ def noise_probe(dp: DataParallel, state: TrainState) -> Any:
     program, mesh = dp.program(state), dp.mesh
     function = partial(
         _sample,
-        objective=dataclasses.replace(program.objective, split=None),
+        objective=program.objective,
         micro_batches=-(-dp.split.micro_batches // PARTS),
         mesh=mesh,
         shardings=only_read(program.shardings.params, program.objective.read),
@@ -111,7 +111,9 @@ def _sample(
     # Neighbours go to different parts: no row leaves its device, and the padding at the end, of
     # which each number of devices needs another, leaves the real rows in their parts.
     parts = jax.tree.map(partial(cut, parts=PARTS), _padded(batch, PARTS * micro_batches))
-    parts = lax.with_sharding_constraint(parts, NamedSharding(mesh, PartitionSpec(None, DATA)))
+    parts = lax.with_sharding_constraint(
+        parts, NamedSharding(mesh, PartitionSpec(None, row_axis(mesh)))
+    )
     first = jax.tree.map(lambda leaf: leaf[0], parts)
     zeros, weight = zeros_like(jax.eval_shape(gradient, jnp.int32(0), first))
     carry = (lax.with_sharding_constraint(zeros, shardings), weight, weight, jnp.int32(0))

@@ -87,7 +87,7 @@ def _traced(program: Program, state: TrainState, batch: Batch) -> dict[str, str]
             return found
 
     def step(state: TrainState, batch: Batch) -> Any:
-        after, metrics = program.replica_step(
+        after, metrics = program.own_step(
             *(state, batch, None), accumulator=Sequential(), reduce=_as_they_are, apply=keep
         )
         return after.params, metrics
@@ -97,7 +97,7 @@ def _traced(program: Program, state: TrainState, batch: Batch) -> dict[str, str]
 
 def _loss(program: Program, state: TrainState, batch: Batch) -> str:
     """The digest of the loss's sums and their gradient, of which custom rules are a part."""
-    objective = dataclasses.replace(program.objective, split=None)
+    objective = program.objective
 
     def sums(params: PyTree, extras: PyTree, batch: Batch, seed: Any, step: Any) -> Any:
         return objective.step_sums(params, extras, batch, View(jax.random.key(seed), step=step))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from replicax.core.accumulate import Part, Sequential, add_in_turn, scale_of
 from replicax.core.batch import Batch
 from replicax.core.loss import LOSS
-from replicax.core.mesh import DATA, AnyMesh
+from replicax.core.mesh import DATA, AnyMesh, Axis
 from replicax.core.models.definition import PyTree, View
 from replicax.core.modes import Mode, by_compiler, global_view
 from replicax.core.objective import Objective, StepSums
@@ -43,7 +43,7 @@ class _Replicas(Sequential):
     objective: Any = None
 
     def __call__(
-        self, part: Part, state: Any, batch: Batch, key: jax.Array | None, axis: str | None
+        self, part: Part, state: Any, batch: Batch, key: jax.Array | None, axis: Axis | None
     ) -> tuple[PyTree, PyTree]:
         """Return the sums over all rows, and the extras after the step; `part` is not asked."""
         assert key is not None
@@ -82,7 +82,7 @@ class _Replicas(Sequential):
 class _Magnitudes(Wire):
     """Adds the magnitudes of the parts, in any per-replica mode."""
 
-    def __call__(self, sums: StepSums, state: PyTree, axis: str) -> tuple[StepSums, PyTree]:
+    def __call__(self, sums: StepSums, state: PyTree, axis: Axis) -> tuple[StepSums, PyTree]:
         """Return the sum of the replicas' magnitudes."""
         return super().__call__(self.rounded(sums), state, axis)
 

@@ -105,7 +105,7 @@ class Subject:
 
     def case(self, mode: Mode, micro_batches: int = 1) -> Case:
         """Return a mode's case on all devices, or on one of each replica."""
-        devices = self._base.mesh.devices.size if mode.splits_state else self.replicas
+        devices = self._base.mesh.devices.size if mode.partitions else self.replicas
         return Case(mode, micro_batches, min(devices, mode.most_devices or devices))
 
     def parallel(self, case: Case) -> DataParallel:
@@ -113,7 +113,7 @@ class Subject:
         if case not in self._made:
             base = self._base
             changes: dict[str, Any] = {"mode": case.mode, "accumulate": case.micro_batches}
-            if not case.mode.splits_state:
+            if not case.mode.holds(base.layout):
                 changes["layout"] = "replicated"
             if case.devices != base.mesh.devices.size:
                 devices = list(base.mesh.devices.flat)[: case.devices]

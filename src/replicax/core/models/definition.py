@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from replicax.core.mesh import Axis
 from replicax.errors import ConfigError
 
 PyTree = Any
@@ -21,7 +22,7 @@ class View:
 
     key: jax.Array | None = None
     """Source of random numbers in training; None in evaluation."""
-    axis: str | None = None
+    axis: Axis | None = None
     """The replica axis to average batch statistics over, if each replica sees its own rows."""
     alone: bool = False
     """Whether the rows are part of a batch, and no statistics are averaged with other parts'."""

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from replicax.core.mesh import Axis
 from replicax.core.models.definition import Parts, PyTree, View, changed_alone, is_trainable
 
 
@@ -91,12 +92,12 @@ def _random(model: nnx.Module) -> set[tuple[Any, ...]]:
     return {path for path, node in nnx.iter_graph(model) if isinstance(node, nnx.RngState)}
 
 
-def _average_statistics_over(model: nnx.Module, axis: str | None) -> set[tuple[Any, ...]]:
+def _average_statistics_over(model: nnx.Module, axis: Axis | None) -> set[tuple[Any, ...]]:
     """Let every BatchNorm average over `axis`; paths of the statistics that this keeps equal."""
     paths: set[tuple[Any, ...]] = set()
     for path, module in nnx.iter_modules(model):
         if isinstance(module, nnx.BatchNorm):
-            module.axis_name = axis
+            module.axis_name = axis  # type: ignore[assignment]
             paths |= {(*path, "mean"), (*path, "var")}
     return paths
 

@@ -1,0 +1,256 @@
+"""Whole parameters where a layout splits them: each is gathered where it is used, and no earlier.
+
+The loss is traced with whole parameters. Of what it does, only the first use of a split parameter
+is replaced: by that use on what the replicas gather, which the backward pass gathers again, and
+whose gradient it scatters at once. A scan over stacked layers gathers those of one layer at a time.
+So a loss needs to know nothing of it; neither does a model of whatever kind.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+from jax.sharding import NamedSharding, PartitionSpec
+
+from replicax.core.models.definition import PyTree
+from replicax.core.precision import Precision, to_sum
+
+_CALLS = {"jit", "pjit", "closed_call", "core_call"}
+_REMATS = {"checkpoint", "remat2"}
+_LOOPS = {"scan", "while", "cond"}
+_MOVES = {"transpose", "reshape", "broadcast_in_dim", "convert_element_type", "squeeze", "copy"}
+"""Primitives of one argument that only move a parameter: gathered where the result is used."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where one parameter is split over the replicas, and how it becomes whole."""
+
+    sharding: NamedSharding
+    axis: str
+    """The axis that it is split over."""
+    manual: bool
+    """Whether one replica's part is in view; else the whole array, which the compiler splits."""
+    dtype: Any
+    """That of the computation."""
+
+    @property
+    def dim(self) -> int:
+        return list(self.sharding.spec).index(self.axis)
+
+    def of_layer(self) -> "Place":
+        """Return the place of one entry of the leading dim."""
+        spec = PartitionSpec(*self.sharding.spec[1:])
+        return dataclasses.replace(self, sharding=NamedSharding(self.sharding.mesh, spec))
+
+    def whole_shape(self, part: jax.Array) -> jax.ShapeDtypeStruct:
+        """Return shape and dtype of the whole array, in the computation."""
+        sizes = list(part.shape)
+        if self.manual:
+            sizes[self.dim] *= self.sharding.mesh.shape[self.axis]
+        return jax.ShapeDtypeStruct(tuple(sizes), self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gathering:
+    """How a loss that is written for whole parameters computes with split ones."""
+
+    shardings: PyTree
+    """`NamedSharding`s of the parameters."""
+    axis: str
+    """The mesh axis that they are split over."""
+    manual: bool
+    """Whether one replica's parts are in view."""
+
+    def __call__(
+        self, function: Callable[[PyTree], PyTree], params: PyTree, precision: Precision
+    ) -> PyTree:
+        """Return `function` of the whole parameters in the dtype of `precision`.
+
+        Args:
+            function: from parameters to a pytree of arrays.
+            params: as they are split.
+            precision: the dtype is changed before anything is sent, and the gradient's after.
+        """
+        leaves, structure = jax.tree.flatten(params)
+        shardings = jax.tree.leaves(self.shardings)
+        inputs = [self._input(*pair, precision) for pair in zip(leaves, shardings, strict=True)]
+        whole = [each.shape if isinstance(each, _Split) else jax.typeof(each) for each in inputs]
+        closed, shapes = jax.make_jaxpr(function, return_shape=True)(
+            jax.tree.unflatten(structure, whole)
+        )
+        found = _evaluate(closed.jaxpr, closed.consts, inputs, in_loop=False)
+        return jax.tree.unflatten(jax.tree.structure(shapes), found)
+
+    def _input(self, leaf: jax.Array, sharding: NamedSharding, precision: Precision) -> Any:
+        if self.axis not in sharding.spec:
+            return precision.to_compute(leaf)
+        dtype = jax.eval_shape(precision.to_compute, leaf).dtype
+        return _Split(leaf, Place(sharding, self.axis, self.manual, dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Split:
+    """A parameter that is not gathered yet, and what only moves it after that."""
+
+    part: jax.Array
+    place: Place
+    moves: tuple[Jaxpr, ...] = ()
+
+    @property
+    def shape(self) -> jax.ShapeDtypeStruct:
+        return self.place.whole_shape(self.part)
+
+    def with_part(self, part: jax.Array) -> "_Split":
+        return dataclasses.replace(self, part=part)
+
+    def whole(self) -> jax.Array:
+        value = _gathered(self.part, self.place)
+        for move in self.moves:
+            [value] = _bind(move, [value])
+        return value
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gathered(part: jax.Array, place: Place) -> jax.Array:
+    """The whole array, cast first; its gradient is summed where the part lies, cast last."""
+    part = part.astype(place.dtype)
+    if place.manual:
+        gathered: jax.Array = lax.all_gather(part, place.axis, axis=place.dim, tiled=True)
+        return gathered
+    kept = (None if entry == place.axis else entry for entry in place.sharding.spec)
+    where = NamedSharding(place.sharding.mesh, PartitionSpec(*kept))
+    whole: jax.Array = lax.with_sharding_constraint(part, where)
+    return whole
+
+
+def _forward(part: jax.Array, place: Place) -> tuple[jax.Array, jax.Array]:
+    return _gathered(part, place), jnp.zeros((), part.dtype)
+
+
+def _backward(place: Place, like: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
+    wide = to_sum(gradient)
+    if place.manual:
+        summed = lax.psum_scatter(wide, place.axis, scatter_dimension=place.dim, tiled=True)
+    else:
+        summed = lax.with_sharding_constraint(wide, place.sharding)
+    return (summed.astype(like.dtype),)
+
+
+_gathered.defvjp(_forward, _backward)
+
+
+def _evaluate(
+    jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any], in_loop: bool
+) -> list[jax.Array]:
+    """What `jaxpr` gives for `inputs`, some of them split."""
+    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
+    atoms = [atom for eqn in jaxpr.eqns for atom in eqn.invars] + list(jaxpr.outvars)
+    uses = collections.Counter(atom for atom in atoms if not isinstance(atom, Literal))
+
+    def read(atom: Any) -> Any:
+        if isinstance(atom, Literal):
+            return atom.val
+        if isinstance(known[atom], _Split) and uses[atom] > 1:
+            known[atom] = known[atom].whole()  # once, and kept from the first use to the last
+        return known[atom]
+
+    for eqn in jaxpr.eqns:
+        alone = jaxpr.replace(constvars=[], invars=_variables(eqn), outvars=eqn.outvars, eqns=[eqn])
+        found = _apply(alone, [read(atom) for atom in eqn.invars], in_loop)
+        known.update(zip(eqn.outvars, found, strict=True))
+    return _all_whole([read(atom) for atom in jaxpr.outvars])
+
+
+def _apply(alone: Jaxpr, values: list[Any], in_loop: bool) -> list[Any]:
+    """The results of the one equation of a jaxpr; what is only moved stays split."""
+    [eqn] = alone.eqns
+    name, split = eqn.primitive.name, [each for each in values if isinstance(each, _Split)]
+    if not split:
+        return _bind(alone, values)
+    if name in _MOVES and len(values) == 1:
+        return [dataclasses.replace(split[0], moves=(*split[0].moves, alone))]
+    if name in _CALLS:
+        inner = eqn.params["jaxpr"]
+        return _evaluate(inner.jaxpr, inner.consts, values, in_loop)
+    if name in _REMATS:
+        settings = {key: eqn.params[key] for key in ("policy", "prevent_cse")}
+        body = partial(_evaluate, eqn.params["jaxpr"], ())
+        return _with_parts(partial(body, in_loop=in_loop), values, settings)
+    if name == "scan":
+        return _scan(eqn, values)
+    if name in _LOOPS:
+        return _bind(alone, _all_whole(values))
+    settings = {"policy": None, "prevent_cse": not in_loop}
+    return _with_parts(lambda values: _bind(alone, _all_whole(values)), values, settings)
+
+
+def _with_parts(
+    function: Callable[[list[Any]], Any], values: list[Any], settings: dict[str, Any]
+) -> list[Any]:
+    """`function(values)`; for the backward pass only parts are kept, not what is gathered."""
+
+    def of_arrays(arrays: list[jax.Array]) -> Any:
+        pairs = zip(values, arrays, strict=True)
+        return function(
+            [
+                value.with_part(array) if isinstance(value, _Split) else array
+                for value, array in pairs
+            ]
+        )
+
+    arrays = [value.part if isinstance(value, _Split) else value for value in values]
+    found: list[Any] = jax.checkpoint(of_arrays, **settings)(arrays)
+    return found
+
+
+def _scan(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
+    """A scan whose stacked layers are gathered one by one, in its body."""
+    params, inner = eqn.params, eqn.params["jaxpr"]
+    before = params["num_consts"] + params["num_carry"]
+    consts = _all_whole(values[: params["num_consts"]])
+    carry = _all_whole(values[params["num_consts"] : before])
+    stacks = [
+        # What is split between the layers cannot be gathered one by one.
+        _all_whole([each])[0] if isinstance(each, _Split) and not _by_layer(each) else each
+        for each in values[before:]
+    ]
+    layers = {n: each for n, each in enumerate(stacks) if isinstance(each, _Split)}
+
+    def body(carry: list[jax.Array], rows: list[jax.Array]) -> tuple[list[Any], list[Any]]:
+        own: list[Any] = list(rows)
+        for number, stack in layers.items():
+            own[number] = _Split(rows[number], stack.place.of_layer())
+        found = _evaluate(inner.jaxpr, inner.consts, [*consts, *carry, *own], in_loop=True)
+        return found[: len(carry)], found[len(carry) :]
+
+    arrays = [each.part if isinstance(each, _Split) else each for each in stacks]
+    settings = {name: params[name] for name in ("length", "reverse", "unroll")}
+    carry, stacked = lax.scan(body, carry, arrays, **settings)
+    return [*carry, *stacked]
+
+
+def _by_layer(stack: _Split) -> bool:
+    return stack.place.dim > 0 and not stack.moves
+
+
+def _all_whole(values: Sequence[Any]) -> list[Any]:
+    return [value.whole() if isinstance(value, _Split) else value for value in values]
+
+
+def _bind(alone: Jaxpr, values: Sequence[Any]) -> list[Any]:
+    """What the one equation of a jaxpr gives, in the scopes that it was traced in."""
+    pairs = zip(alone.eqns[0].invars, values, strict=True)
+    known = {atom: value for atom, value in pairs if not isinstance(atom, Literal)}
+    found: list[Any] = jaxpr_as_fun(ClosedJaxpr(alone, ()))(*known.values())
+    return found
+
+
+def _variables(eqn: JaxprEqn) -> list[Any]:
+    return list(dict.fromkeys(atom for atom in eqn.invars if not isinstance(atom, Literal)))
