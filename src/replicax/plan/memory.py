@@ -19,7 +19,7 @@ from replicax.core.accumulate import Sequential
 from replicax.core.batch import Batch, described, row_count
 from replicax.core.data_parallel import DataParallel
 from replicax.core.loss import LOSS
-from replicax.core.mesh import AnyMesh, abstract_mesh, row_axes
+from replicax.core.mesh import AnyMesh, abstract_mesh, by_rows
 from replicax.core.models.definition import PyTree, View
 from replicax.core.objective import Objective
 from replicax.core.partition import axes_of
@@ -298,8 +298,7 @@ def _copies(program: Program, params: list[int]) -> dict[int, int]:
 def _on_replica_device(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     """What a device of a replica computes with: split by the axes that no rows are split over."""
     mesh = sharding.mesh
-    rows = row_axes(mesh)
-    apart = {rows} if isinstance(rows, str) else set(rows)
+    apart = axes_of(by_rows(mesh).spec)
     spec = (axes_of(PartitionSpec(entry)) for entry in sharding.spec)
     kept = (tuple(axis for axis in axes if axis not in apart) or None for axes in spec)
     return on_one_device(leaf, NamedSharding(mesh, PartitionSpec(*kept)))

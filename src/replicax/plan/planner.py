@@ -18,6 +18,7 @@ from replicax.plan.alternatives import alternatives
 from replicax.plan.forecast import device_hours
 from replicax.plan.kernel_time import kernel_roofline
 from replicax.plan.largest import MOST_ROWS, largest_rows, resolution
+from replicax.plan.memory import tree_bytes
 from replicax.plan.need import Need, holder
 from replicax.plan.result import Alternative, MicroBatches, Plan, Scaling, Speed
 from replicax.plan.speed import known_dtype, scaling, speed, work
@@ -232,7 +233,8 @@ class Planner:
             return None
         least = 0.0
         if is_data_only(dp.mesh):
-            held = sum(leaf.size * leaf.dtype.itemsize for leaf in self._params)
+            gathered = dp.precision.to_compute if dp.layout.splits_params else lambda tree: tree
+            held = tree_bytes(jax.eval_shape(gathered, self._params))
             sums = self._steps.sums_bytes(dp, step.program.metrics)
             copies = dp.mesh.shape[DATA] if shard_axis(dp.mesh) != DATA else 1
             least = least_wire_bytes(dp.layout, devices, sums, held, copies)

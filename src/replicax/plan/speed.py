@@ -4,7 +4,8 @@ import dataclasses
 
 from replicax.analysis.hardware import Chip
 from replicax.core.data_parallel import DataParallel
-from replicax.core.mesh import STAGE, AnyMesh, is_data_only, replica_count, row_axes
+from replicax.core.mesh import STAGE, AnyMesh, by_rows, is_data_only, replica_count
+from replicax.core.partition import axes_of
 from replicax.plan.collective import ALL_REDUCE
 from replicax.plan.forecast import ScalingPoint, devices_that_pay, scaling_curve
 from replicax.plan.kernel_time import limits, timeline
@@ -94,8 +95,7 @@ def work_by_formula(
     """
     touched = _UPDATE_PASSES * formula.state
     seconds = roofline_seconds(flops, touched, target.chip, dtype)
-    rows = row_axes(mesh)
-    axes = None if is_data_only(mesh) else (rows,) if isinstance(rows, str) else rows
+    axes = None if is_data_only(mesh) else tuple(axes_of(by_rows(mesh).spec))
     reduction = Transfer(ALL_REDUCE, gradient_bytes, seconds, seconds, axes=axes)
     transfers = (reduction,) if replica_count(mesh) > 1 else ()
     return Work(formula.rows, seconds, transfers, flops)

@@ -161,9 +161,9 @@ def least_wire_bytes(
 
     Reducing a gradient takes 2(n-1)/n of its bytes, however it is done (Patarasuk and Yuan 2009,
     "Bandwidth optimal all-reduce algorithms for clusters of workstations"). Where each device
-    updates its part (`zero1`, `fsdp`), it takes half of that, and the parameters are gathered once:
-    a step keeps them for its backward pass. To gather them again there, as arXiv:1910.02054 does,
-    sends more and keeps less.
+    updates its part (`zero1`, `fsdp`), it takes half of that, and the parameters are gathered:
+    once, or where they are split too (`fsdp`) layer by layer in the forward pass and again in the
+    backward pass, as in arXiv:1910.02054.
 
     Args:
         layout: of the `DataParallel`.
@@ -176,5 +176,6 @@ def least_wire_bytes(
     if not layout.splits_optimizer:
         return wire_bytes_of_all_reduce(sums_bytes, devices)
     parts = devices // copies
-    inside = (parts - 1) / parts * (sums_bytes + parameter_bytes)
+    gathered = parameter_bytes * (2 if layout.splits_params else 1)
+    inside = (parts - 1) / parts * (sums_bytes + gathered)
     return inside + wire_bytes_of_all_reduce(sums_bytes / parts, copies)
