@@ -17,6 +17,7 @@ from replicax.core.exact import FixedTree, check_threads
 from replicax.core.layout import Layout
 from replicax.core.mesh import (
     DATA,
+    STAGE,
     AnyMesh,
     Axis,
     by_rows,
@@ -94,9 +95,10 @@ def _where_split(
     return tree if _axis(where) is None else jax.tree.map(function, tree)
 
 
-def sequential(accumulate: int, *_: Any) -> Accumulator:
+def sequential(accumulate: int, _: int, mesh: AnyMesh, *_rest: Any) -> Accumulator:
     """Return the accumulator of every mode whose bits are not fixed."""
-    return Sequential(accumulate)
+    staged = mesh.shape.get(STAGE, 1) > 1
+    return Sequential(within=accumulate) if staged else Sequential(accumulate)
 
 
 def fixed_tree(
