@@ -65,6 +65,11 @@ def bench(arguments: list[str]) -> int:
     if parsed is None:
         return 0
     options = parsed.options
+    if options.least_devices > 1:
+        raise ConfigError(
+            "bench with --model-parallel, --stages or --fsdp-size; it makes meshes itself: leave "
+            "the flag out, or compare by --layouts"
+        )
     check_alone("bench", "it starts processes itself: run it once, with --processes")
     if options.processes is not None:
         _over_processes(parsed, arguments)
@@ -109,7 +114,7 @@ def bench_recipe(parsed: Arguments[BenchOptions], **arguments: Any) -> Bench:
         modes=modes_of(options),
         seed=options.seed,
         tokens_per_row=getattr(recipe, "tokens_per_row", None),
-        **options.settings(),
+        **options.settings(recipe),
         **arguments,
     )
 
@@ -126,7 +131,8 @@ def _over_processes(parsed: Arguments[BenchOptions], arguments: list[str]) -> No
     asked = counts_of("--processes", options.processes)
     assert asked, "the flag is there, or this would not be called"
     counts = processes.check_counts(asked, modes_of(options))
-    modes, notes = possible_modes(modes_of(options), counts, options.layout, options.reduction)
+    layout = options.layout_of(recipe)
+    modes, notes = possible_modes(modes_of(options), counts, layout, options.reduction)
     rows = weak_rows(recipe.batch_size, counts)
     cases = all_cases(rows * max(counts), counts, modes, weak=True)
     notes += notes_on_cases(recipe.batch_size, cases, options.accumulate)

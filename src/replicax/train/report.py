@@ -16,7 +16,7 @@ import optax
 
 from replicax.core.data_parallel import DataParallel
 from replicax.core.feed import Feed
-from replicax.core.mesh import replica_count
+from replicax.core.mesh import FSDP, MODEL, STAGE, replica_count
 from replicax.core.update import TrainState
 from replicax.train.records import Record
 from replicax.train.result import Fit
@@ -37,6 +37,8 @@ def describe(dp: DataParallel, state: TrainState, feed: Feed) -> list[str]:
         f"{processes} · {_count(replica_count(dp.mesh), 'replica')} · mode {dp.mode} · "
         f"layout {dp.layout}{'' if reduction == 'float32' else f' · {reduction} on the wire'}",
     ]
+    if how := _split(dp):
+        lines.append(f"split  {how}")
     size = feed.source.batch_size
     if size:
         padded = dp.split.padded(size)
@@ -54,6 +56,22 @@ def describe(dp: DataParallel, state: TrainState, feed: Feed) -> list[str]:
             text += f", the last with {_count(last, 'row')} and {feed.padding} of padding"
         lines.append(text)
     return lines
+
+
+def _split(dp: DataParallel) -> str:
+    """How a replica is split over devices, and which replicas share a copy of the state."""
+    sizes, parts = dp.mesh.shape, []
+    if (model := sizes.get(MODEL, 1)) > 1:
+        parts.append(f"each layer over {model} devices")
+    if (stages := sizes.get(STAGE, 1)) > 1:
+        micro = dp.split.micro_batches
+        parts.append(
+            f"{stages} stages x {_count(micro, 'micro-batch')} ({dp.layout.schedule}), bubble "
+            f"{(stages - 1) / (micro + stages - 1):.0%}"
+        )
+    if (copy := sizes.get(FSDP, 1)) > 1:
+        parts.append(f"a copy of the state over {copy} replicas")
+    return " · ".join(parts)
 
 
 def derived(dp: DataParallel, feed: Feed) -> dict[str, Any]:
