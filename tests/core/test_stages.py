@@ -19,7 +19,7 @@ from replicax.core.models.definition import View
 from replicax.core.objective import StepSums
 from replicax.core.pipeline import SCHEDULES, bubble
 from replicax.core.stages import Staged
-from replicax.errors import LossError
+from replicax.errors import ConfigError, LossError
 from replicax.recipes import transformer
 from replicax.recipes.gpt2 import GPT2
 
@@ -414,4 +414,46 @@ def test_rows_that_meet_are_refused() -> None:
     dp, state = made(gathering)
     (batch,) = dp.feed(rows(48), batch_size=48)
     with pytest.raises(LossError, match=r"rx\.gather"):
+        dp.step(state, batch)
+
+
+def test_a_rule_that_divides_no_layers_is_refused() -> None:
+    rules = [("'up'", P(None, "stage")), ("", P())]
+    dp, state = made(rules=rules)
+    (batch,) = dp.feed(rows(), batch_size=ROWS)
+    with pytest.raises(ConfigError, match=r"\['h'\]\['up'\].*PartitionSpec\('stage', ...\)"):
+        dp.step(state, batch)
+
+
+def test_layers_that_a_scan_has_beside_others_are_refused() -> None:
+    def longer(model: Any, batch: Any, key: Any) -> Any:
+        h = jax.tree.map(lambda leaf: jnp.concatenate([leaf, leaf]), model["h"])
+        x, _ = lax.scan(layer, model["embedding"][batch["tokens"]], h)
+        return head(model, x, batch)
+
+    dp, state = made(longer)
+    (batch,) = dp.feed(rows(), batch_size=ROWS)
+    with pytest.raises(LossError, match="none; it is used in concatenate"):
+        dp.step(state, batch)
+
+
+def test_a_model_that_writes_statistics_is_refused() -> None:
+    def counted(model: Any, batch: Any, key: Any) -> Any:
+        value, metrics = loss(model.model, batch, key)
+        return rx.Written((value, metrics), model.state + 1)
+
+    dp, state = made(counted, lambda: rx.Stateful(model(), jnp.int32(0)))
+    (batch,) = dp.feed(rows(), batch_size=ROWS)
+    with pytest.raises(LossError, match=r"the model writes .*2 stages of 2 micro-batches"):
+        dp.step(state, batch)
+
+
+def test_rows_of_a_replica_that_meet_are_refused() -> None:
+    def centred(model: Any, batch: Any, key: Any) -> Any:
+        value, _ = loss(model, batch, key)
+        return rx.Weighted(value.values - jnp.mean(value.values, axis=0), value.weights)
+
+    dp, state = made(centred, data=2, micro_batches=1)
+    (batch,) = dp.feed(rows(48), batch_size=48)
+    with pytest.raises(LossError, match="2 replicas.*without stages"):
         dp.step(state, batch)

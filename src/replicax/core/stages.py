@@ -20,10 +20,11 @@ from replicax.core.loss import WeightedSum
 from replicax.core.mesh import STAGE, AnyMesh, replica_count, row_axis
 from replicax.core.models.definition import PyTree, View
 from replicax.core.objective import Objective, StepSums, only_read
+from replicax.core.partition import axes_of
 from replicax.core.pipeline import Stage
 from replicax.core.reduction import all_reduce
 from replicax.core.stage_parts import stage_parts
-from replicax.errors import LossError
+from replicax.errors import ConfigError, LossError
 
 _WHOLE, _LAYERS = PartitionSpec(), PartitionSpec(STAGE)
 
@@ -132,14 +133,24 @@ class Staged(Objective):
         return mapped(given, jnp.arange(replica_count(mesh)), jnp.arange(stages))
 
     def _layers(self, params: PyTree) -> dict[int, str]:
-        """Which parameters are stacks of layers, and their paths."""
-        paths = jax.tree_util.tree_leaves_with_path(params)
-        specs = jax.tree.leaves(self._specs)
-        return {
-            place: jax.tree_util.keystr(path)
-            for place, ((path, _), spec) in enumerate(zip(paths, specs, strict=True))
-            if spec == _LAYERS
-        }
+        """Which parameters are stacks of layers, and their paths.
+
+        Raises:
+            ConfigError: one is split over the stages in another way.
+        """
+        leaves = jax.tree_util.tree_leaves_with_path(params)
+        paths = [jax.tree_util.keystr(path) for path, _ in leaves]
+        specs = [sharding.spec for sharding in jax.tree.leaves(self.shardings)]
+        found: dict[int, str] = {}
+        for place, (path, spec) in enumerate(zip(paths, specs, strict=True)):
+            if spec[:1] == _LAYERS[:1]:
+                found[place] = path
+            elif STAGE in axes_of(spec):
+                raise ConfigError(
+                    f"the rule for {path} has the spec {spec}; stages divide the first dim, that "
+                    "of layers, and no other axis does: write PartitionSpec('stage', ...)"
+                )
+        return found
 
     def _traced(
         self, params: PyTree, extras: PyTree, batch: Batch, key: Any, step: Any
