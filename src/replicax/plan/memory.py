@@ -19,10 +19,11 @@ from replicax.core.accumulate import Sequential
 from replicax.core.batch import Batch, described, row_count
 from replicax.core.data_parallel import DataParallel
 from replicax.core.loss import LOSS
-from replicax.core.mesh import AnyMesh, abstract_mesh, by_rows
+from replicax.core.mesh import STAGE, AnyMesh, abstract_mesh, by_rows
 from replicax.core.models.definition import PyTree, View
 from replicax.core.objective import Objective
 from replicax.core.partition import axes_of
+from replicax.core.pipeline import SCHEDULES
 from replicax.core.precision import to_sum
 from replicax.core.update import TrainState
 from replicax.plan.branches import for_platform
@@ -132,7 +133,7 @@ def memory_formula(
         batch=own_rows,
         compute_copy=memory.compute_copy,
         gradient=memory.gradient,
-        activations=memory.activations,
+        activations=memory.activations * _kept(dp, program.mesh) // _stages(program.mesh),
         # The rows of each micro-batch are put side by side first.
         workspace=memory.workspace + (own_rows if added_up else 0),
         never_together=memory.never_together,
@@ -293,6 +294,18 @@ def _copies(program: Program, params: list[int]) -> dict[int, int]:
         for each in program.operations
         if each.name == "convert_element_type" and each.inputs and each.inputs[0] in own
     }
+
+
+def _stages(mesh: AnyMesh) -> int:
+    return int(mesh.shape.get(STAGE, 1))
+
+
+def _kept(dp: DataParallel, mesh: AnyMesh) -> int:
+    """Micro-batches whose activations are kept at once: more than one only in a pipeline."""
+    stages, parts = _stages(mesh), dp.accumulate
+    if stages == 1:
+        return 1
+    return min(SCHEDULES[dp.layout.schedule](stages, parts) + stages, parts)
 
 
 def _on_replica_device(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

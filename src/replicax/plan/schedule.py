@@ -51,6 +51,8 @@ class Kernel:
     """Where it was traced: `jit(step)/update/mul`, say; empty where XLA made it by itself."""
     dtype: str = ""
     """That its products multiply, as HLO names it: `f32`, `bf16`; empty where it has none."""
+    share: float = 1.0
+    """Of the trips of its loop, in how many it runs; the runs are those."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,8 @@ class Collective:
     """Of the mesh, over which it runs; None where it is all of them."""
     between: tuple[Kernel, ...] = field(default=(), repr=False)
     """What runs between its start and the use of its result, once for each of its runs."""
+    share: float = 1.0
+    """See `Kernel`."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,11 @@ class Schedule:
         return sum(kernel.runs * kernel.bytes for kernel in self.kernels)
 
 
-def read_schedule(text: str, sizes: Mapping[str, int] | None = None) -> Schedule:
+def read_schedule(
+    text: str,
+    sizes: Mapping[str, int] | None = None,
+    working: Mapping[int, int] | None = None,
+) -> Schedule:
     """Read a compiled module, as `compiled.as_text()` gives it.
 
     Bodies of loops whose trip count is not known count once. Of a conditional, the branch with the
@@ -135,15 +143,21 @@ def read_schedule(text: str, sizes: Mapping[str, int] | None = None) -> Schedule
     Args:
         text: of the module.
         sizes: of the mesh that it was compiled for, by axis.
+        working: of a loop with as many trips, in how many a conditional in it does something: the
+            ticks of a pipeline.
     """
-    reader = _Reader(hlo.read_module(text), sizes or {})
+    reader = _Reader(hlo.read_module(text), sizes or {}, working or {})
     steps = reader.steps(reader.module.entry, 1)
     return Schedule(steps, tuple(sorted(reader.unknown)))
 
 
 class _Reader:
-    def __init__(self, module: Module, sizes: Mapping[str, int]) -> None:
-        self.module, self.sizes = module, sizes
+    def __init__(
+        self, module: Module, sizes: Mapping[str, int], working: Mapping[int, int]
+    ) -> None:
+        self.module, self.sizes, self.working = module, sizes, working
+        self.shares: dict[str, float] = {}
+        """Of the trips of a loop's body, in how many its conditionals do something."""
         self.unknown: set[str] = set()
 
     def steps(self, computation: str, runs: int) -> tuple[Step, ...]:
@@ -163,7 +177,8 @@ class _Reader:
             return self._loop(instruction, around, runs)
         if opcode == "conditional":
             branches = (self.steps(called, runs) for called in instruction.called)
-            return max(branches, key=_size, default=())
+            dearest = max(branches, key=_size, default=())
+            return [_sometimes(step, self.shares.get(around, 1.0)) for step in dearest]
         if collectives := self._collectives(instruction, instruction.name, runs):
             return collectives
         if opcode in ("call", "async-start"):
@@ -174,6 +189,9 @@ class _Reader:
 
     def _loop(self, instruction: Instruction, around: str, runs: int) -> list[Step]:
         trips = self.module.trips(instruction, around)
+        if trips in self.working:
+            share = self.working[trips] / trips
+            self.shares.update(dict.fromkeys(instruction.called, share))
         inside = (self.steps(called, runs * trips) for called in instruction.called)
         return [Loop(trips, tuple(each for steps in inside for each in steps))]
 
@@ -253,6 +271,14 @@ class _Reader:
 def _size(steps: tuple[Step, ...]) -> tuple[int, int]:
     schedule = Schedule(steps)
     return schedule.flops, schedule.bytes
+
+
+def _sometimes(step: Step, share: float) -> Step:
+    if isinstance(step, Loop):
+        return replace(step, steps=tuple(_sometimes(each, share) for each in step.steps))
+    if isinstance(step, Wait):
+        return step
+    return replace(step, runs=round(step.runs * share), share=step.share * share)
 
 
 def _scattered(collective: Collective, fusion: Instruction) -> Collective:

@@ -6,6 +6,7 @@ from replicax.analysis.hardware import Chip
 from replicax.core.data_parallel import DataParallel
 from replicax.core.mesh import STAGE, AnyMesh, by_rows, is_data_only, replica_count
 from replicax.core.partition import axes_of
+from replicax.core.pipeline import bubble
 from replicax.plan.collective import ALL_REDUCE
 from replicax.plan.forecast import ScalingPoint, devices_that_pay, scaling_curve
 from replicax.plan.kernel_time import limits, timeline
@@ -47,7 +48,7 @@ def work(steps: Steps, dp: DataParallel, rows: int) -> Work:
     if step.schedule is not None:
         return work_of_schedule(step.schedule, target, rows, dtype)
     flops, sums = steps.flops(dp, rows), steps.sums_bytes(dp, 1)
-    return work_by_formula(flops, step.formula, sums, target, dp.mesh, dtype)
+    return work_by_formula(flops, step.formula, sums, target, dp.mesh, dtype, dp.accumulate)
 
 
 def work_of_schedule(schedule: Schedule, target: Target, rows: int, dtype: str) -> Work:
@@ -79,6 +80,7 @@ def work_by_formula(
     target: Target,
     mesh: AnyMesh,
     dtype: str,
+    micro_batches: int = 1,
 ) -> Work:
     """By the FLOPs of a step, and a reduction of its gradient that nothing hides.
 
@@ -89,12 +91,14 @@ def work_by_formula(
         target: the devices.
         mesh: of them.
         dtype: of the products.
+        micro_batches: for which the stages of a pipeline wait.
 
     Raises:
         ConfigError: the chip's speed is not known.
     """
     touched = _UPDATE_PASSES * formula.state
     seconds = roofline_seconds(flops, touched, target.chip, dtype)
+    seconds /= 1 - bubble(mesh.shape.get(STAGE, 1), micro_batches)
     axes = None if is_data_only(mesh) else tuple(axes_of(by_rows(mesh).spec))
     reduction = Transfer(ALL_REDUCE, gradient_bytes, seconds, seconds, axes=axes)
     transfers = (reduction,) if replica_count(mesh) > 1 else ()
@@ -164,8 +168,3 @@ def scaling(work: Work, target: Target, mesh: AnyMesh, noise_scale: float | None
 def known_dtype(dp: DataParallel, chip: Chip) -> str:
     """The dtype whose peak counts: the step's, or float32 where the chip has no units for it."""
     return dp.precision.name if dp.precision.name in chip.flops_per_second else "float32"
-
-
-def bubble(stages: int, micro_batches: int) -> float:
-    """The share of a pipeline's time that each stage waits for the others."""
-    return (stages - 1) / (micro_batches + stages - 1)

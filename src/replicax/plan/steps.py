@@ -11,8 +11,9 @@ import jax
 from replicax.analysis.traced_for import cuda_capability, traced_for
 from replicax.analysis.traffic import sums_bytes
 from replicax.core.data_parallel import DataParallel
-from replicax.core.mesh import AnyMesh, replica_count
+from replicax.core.mesh import STAGE, abstract_mesh, is_data_only, replica_count
 from replicax.core.objective import only_read
+from replicax.core.pipeline import SCHEDULES
 from replicax.core.reduction import Wire
 from replicax.plan.compilation import Compilation, TooLarge
 from replicax.plan.compiler import Compiler
@@ -30,9 +31,9 @@ Show = Callable[[str], None]
 class Step:
     """A step for a target, and what came of it."""
 
+    dp: DataParallel
     need: Need
     formula: MemoryFormula
-    mesh: AnyMesh
     program: Program | None = None
     """None without a compiler."""
     compilation: Compilation | None = None
@@ -43,7 +44,12 @@ class Step:
         """What one device does, as it is compiled."""
         if self.compilation is None:
             return None
-        return read_schedule(self.compilation.text, self.mesh.shape)
+        stages, parts = self.dp.mesh.shape.get(STAGE, 1), self.dp.accumulate
+        working = {}
+        if stages > 1:  # each stage works in so many ticks one way, while others begin and end
+            ticks = SCHEDULES[self.dp.layout.schedule](stages, parts) + parts + stages - 1
+            working = {ticks: parts + stages - 1}
+        return read_schedule(self.compilation.text, self.dp.mesh.shape, working)
 
 
 class Steps:
@@ -108,17 +114,17 @@ class Steps:
         formula = self.formula(dp, rows)
         if self._compiler is None:
             needed = formula.total
-            return Step(Need(rows, needed, self._holds(needed), False), formula, dp.mesh)
+            return Step(dp, Need(rows, needed, self._holds(needed), False), formula)
         batch, platform = self._rows(dp, rows), self.target.chip.platform
         program = export_step(dp, self._model, batch, platform, self._capability)
         answer = self._compiler.compile(program)
         if isinstance(answer, TooLarge):
             # A compiler may stop at the first sum that is too much.
             least = max(answer.needed_bytes or 0, answer.available_bytes or 0, formula.total)
-            return Step(Need(rows, least, False, True), formula, dp.mesh, program)
+            return Step(dp, Need(rows, least, False, True), formula, program)
         peak, memory = answer.memory.peak, answer.memory
         need = Need(rows, peak, self._holds(peak), True, max(0, peak - memory.arguments))
-        return Step(need, formula, dp.mesh, program, answer)
+        return Step(dp, need, formula, program, answer)
 
     def needs(self, dp: DataParallel) -> tuple[Need, ...]:
         """Of all steps of `dp` that were made, by rows."""
@@ -128,7 +134,10 @@ class Steps:
     def flops(self, dp: DataParallel, rows: int) -> float:
         """Of matrix products and convolutions on one device, for as many rows of a replica."""
         batch, platform = self._rows(dp, rows), self.target.chip.platform
-        return step_flops(dp, self._model, batch, platform) / dp.mesh.size
+        devices = dp.mesh.size
+        if not is_data_only(dp.mesh):  # who share a replica compute what one device would
+            dp = dp.replace(mesh=abstract_mesh(replica_count(dp.mesh)))
+        return step_flops(dp, self._model, batch, platform) / devices
 
     def sums_bytes(self, dp: DataParallel, metrics: int) -> int:
         """Bytes of the sums that a replica's device adds to those of others; see `sums_bytes`."""
