@@ -88,7 +88,7 @@ WITHOUT = "planned without the kernels of cuDNN: the step may need less"
     [
         ("shard_map", "replicated", 8, True, []),
         ("jit", "replicated", 8, True, [AS_SHARD_MAP]),
-        ("jit", "fsdp", 8, False, [WITHOUT]),
+        ("jit", "fsdp", 8, True, [AS_SHARD_MAP]),
         ("shard_map", "replicated", 7, False, [WITHOUT]),
     ],
 )
