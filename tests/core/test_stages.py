@@ -1,6 +1,7 @@
 """Pipeline stages: the numbers of one device, whatever the schedule, and what cannot be staged."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -77,11 +78,12 @@ def made(
     data: int = 1,
     tensor: int = 1,
     stage: int = 2,
+    fsdp: int = 1,
     micro_batches: int = 2,
     **settings: Any,
 ) -> tuple[rx.DataParallel, Any]:
     """A `DataParallel` in stages, and its first state."""
-    mesh = rx.make_mesh(data=data, model=tensor, stage=stage)
+    mesh = rx.make_mesh(data=data, model=tensor, stage=stage, fsdp=fsdp)
     optimizer = optax.adamw(1e-2)
     layout = {"mesh": mesh, "layout": rules, "accumulate": micro_batches}
     dp = rx.DataParallel(
@@ -90,15 +92,14 @@ def made(
     return dp, dp.init(model())
 
 
-def step_sums(
+def sums_by_key(
     loss: Any = loss,
     model: Callable[[], Any] = model,
     schedule: str = "1f1b",
     source: Any = None,
-    key: int | None = 0,
     **settings: Any,
-) -> StepSums:
-    """The sums of one step, of 51 rows and padding."""
+) -> Callable[[int], StepSums]:
+    """The sums of one step, of 51 rows and padding, by the seed of its key."""
     dp, state = made(loss, model, **settings)
     (batch,) = dp.feed(rows() if source is None else source, batch_size=ROWS)
     objective = dp.program(state).split_objective
@@ -106,12 +107,22 @@ def step_sums(
         objective = dataclasses.replace(objective, schedule=schedule)
 
     @jax.jit
-    def sums(state: Any, batch: Any) -> StepSums:
-        view = View(None if key is None else jax.random.key(key), step=state.step)
+    def sums(state: Any, batch: Any, seed: int) -> StepSums:
+        view = View(jax.random.key(seed), step=state.step)
         return objective.step_sums(state.params, state.extras, batch.whole(), view)[0]
 
-    found: StepSums = jax.device_get(sums(state, batch))
-    return found
+    return lambda seed: jax.device_get(sums(state, batch, seed))
+
+
+def step_sums(*given: Any, **settings: Any) -> StepSums:
+    """The sums of one step."""
+    return sums_by_key(*given, **settings)(0)
+
+
+@functools.cache
+def reference() -> StepSums:
+    """Those of one device."""
+    return step_sums(stage=1)
 
 
 def largest_difference(found: Any, expected: Any) -> float:
@@ -146,10 +157,20 @@ def test_the_sums_of_stages_are_those_of_one_device(
         rules=TENSOR if tensor > 1 else RULES,
         micro_batches=micro_batches,
     )
-    expected = step_sums(stage=1)
+    expected = reference()
     assert set(found.weighted) == {"loss", "largest"}
     assert largest_difference(found, expected) < 2e-6
     assert found.weight == expected.weight
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [exhaustive(RULES), exhaustive([("'(up|down)'", P("stage", "fsdp")), *RULES])],
+    ids=["whole", "split"],
+)
+def test_rows_may_be_split_over_a_second_axis(rules: Any) -> None:
+    found = step_sums(rules=rules, data=2, fsdp=2, micro_batches=2)
+    assert largest_difference(found, reference()) < 2e-6
 
 
 def trained(steps: int = 5, **settings: Any) -> tuple[Any, list[float], dict[str, float]]:
@@ -228,9 +249,8 @@ def test_random_numbers_follow_from_the_step_the_replica_and_the_micro_batch(rem
         x, _ = lax.scan(body, jnp.zeros((len(batch["tokens"]), TOKENS, WIDTH)), (model["h"], keys))
         return head(model, x, batch)[0], {"drawn": jax.random.normal(key, (len(x),))}
 
-    first, again, other = (
-        step_sums(dropping, data=2, micro_batches=3, key=key) for key in (0, 0, 1)
-    )
+    sums = sums_by_key(dropping, data=2, micro_batches=3)
+    first, again, other = map(sums, (0, 0, 1))
     assert largest_difference(first, again) == 0
     assert largest_difference(first.gradient["h"], other.gradient["h"]) > 0.01
     # 6 micro-batches of 9 rows and 3 of padding: as many keys.
@@ -455,5 +475,5 @@ def test_rows_of_a_replica_that_meet_are_refused() -> None:
 
     dp, state = made(centred, data=2, micro_batches=1)
     (batch,) = dp.feed(rows(48), batch_size=48)
-    with pytest.raises(LossError, match="2 replicas.*without stages"):
+    with pytest.raises(LossError, match=r"2 replicas.*without stages"):
         dp.step(state, batch)

@@ -45,9 +45,7 @@ class Stack(nn.Module):  # type: ignore[misc, name-defined]
 
 
 class Network(nn.Module):  # type: ignore[misc, name-defined]
-    """`layers` times Dense and relu, `hidden` wide, of which all but the first are one stack; a
-    linear layer.
-    """
+    """`layers` times Dense and relu, `hidden` wide, all but the first in a stack; a linear layer."""
 
     layers: int
     hidden: int
@@ -55,10 +53,10 @@ class Network(nn.Module):  # type: ignore[misc, name-defined]
     @nn.compact  # type: ignore[untyped-decorator]
     def __call__(self, x: jax.Array) -> jax.Array:
         """Predictions `[rows, 10]` of `[rows, inputs]`."""
-        x = nn.relu(nn.Dense(self.hidden, kernel_init=he, name="first")(x))
-        if self.layers > 1:
+        x = nn.relu(nn.Dense(self.hidden, kernel_init=he)(x))
+        if self.layers > 1:  # what is empty has no place in a state
             x = Stack(self.layers - 1, self.hidden, name="stack")(x)
-        return nn.Dense(OUTPUTS, name="head")(x)  # type: ignore[no-any-return]
+        return nn.Dense(OUTPUTS)(x)  # type: ignore[no-any-return]
 
 
 @dataclasses.dataclass(frozen=True)

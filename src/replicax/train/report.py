@@ -8,6 +8,7 @@ import platform
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -37,8 +38,7 @@ def describe(dp: DataParallel, state: TrainState, feed: Feed) -> list[str]:
         f"{processes} · {_count(replica_count(dp.mesh), 'replica')} · mode {dp.mode} · "
         f"layout {dp.layout}{'' if reduction == 'float32' else f' · {reduction} on the wire'}",
     ]
-    if how := _split(dp):
-        lines.append(f"split  {how}")
+    lines += _split(dp)
     size = feed.source.batch_size
     if size:
         padded = dp.split.padded(size)
@@ -58,20 +58,22 @@ def describe(dp: DataParallel, state: TrainState, feed: Feed) -> list[str]:
     return lines
 
 
-def _split(dp: DataParallel) -> str:
+def _split(dp: DataParallel) -> Iterator[str]:
     """How a replica is split over devices, and which replicas share a copy of the state."""
-    sizes, parts = dp.mesh.shape, []
-    if (model := sizes.get(MODEL, 1)) > 1:
-        parts.append(f"each layer over {model} devices")
-    if (stages := sizes.get(STAGE, 1)) > 1:
+    sizes = {axis: dp.mesh.shape.get(axis, 1) for axis in (MODEL, FSDP, STAGE)}
+    parts = []
+    if sizes[MODEL] > 1:
+        parts.append(f"each layer over {sizes[MODEL]} devices")
+    if sizes[FSDP] > 1:
+        parts.append(f"the state over {sizes[FSDP]} of {replica_count(dp.mesh)} replicas")
+    if parts:
+        yield f"split  {' · '.join(parts)}"
+    if (stages := sizes[STAGE]) > 1:
         micro = dp.split.micro_batches
-        parts.append(
-            f"{stages} stages x {_count(micro, 'micro-batch')} ({dp.layout.schedule}), bubble "
+        yield (
+            f"stages {stages} x {_count(micro, 'micro-batch')}, {dp.layout.schedule} · bubble "
             f"{(stages - 1) / (micro + stages - 1):.0%}"
         )
-    if (copy := sizes.get(FSDP, 1)) > 1:
-        parts.append(f"a copy of the state over {copy} replicas")
-    return " · ".join(parts)
 
 
 def derived(dp: DataParallel, feed: Feed) -> dict[str, Any]:
