@@ -8,6 +8,7 @@ from collections import defaultdict
 import jax
 
 from replicax.analysis import hlo
+from replicax.analysis.groups import first_group
 from replicax.analysis.traffic import wire_bytes
 
 COLLECTIVES = (
@@ -20,11 +21,6 @@ COLLECTIVES = (
 )
 
 
-_LISTED = re.compile(r"replica_groups=\{\{([\d,]+)\}")
-_COUNTED = re.compile(r"replica_groups=\[\d+,(\d+)\]<=")
-_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}")
-_AXIS = re.compile(r"'([^']+)'(?::\(\d+\)|=)?(\d*)")
-_PAIRS = re.compile(r"source_target_pairs=\{\{")
 _DEVICES = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
 
 
@@ -89,11 +85,10 @@ def inspect(compiled: jax.stages.Compiled) -> CompiledStep:
         kind = collective_kind(instruction)
         if kind and not instruction.continues:
             moved = Collectives(kind, 1, result_bytes(instruction))
+            group = first_group(instruction.attributes)
             count[kind] += instruction.runs
             size[kind] += instruction.runs * moved.bytes
-            sent += instruction.runs * wire_bytes(
-                moved, group_size(instruction.attributes) or devices
-            )
+            sent += instruction.runs * wire_bytes(moved, len(group) if group else devices)
         flops += instruction.runs * product_flops(instruction)
     collectives = tuple(Collectives(kind, count[kind], size[kind]) for kind in sorted(count))
     return CompiledStep(read_memory(compiled), flops, collectives, sent)
@@ -132,21 +127,6 @@ def result_bytes(instruction: hlo.Instruction) -> int:
     context = 4 * hlo.arrays(instruction.shape).count(("u32", ()))
     operands = sum(hlo.shape_bytes(operand) for operand in instruction.operands)
     return instruction.bytes - operands - context
-
-
-def group_size(attributes: str) -> int | None:
-    """Return how many devices a collective is between; None where its attributes say nothing."""
-    if _PAIRS.search(attributes):
-        return 2
-    if listed := _LISTED.search(attributes):
-        return len(listed[1].split(","))
-    if counted := _COUNTED.search(attributes):
-        return int(counted[1])
-    if mesh := _MESH.search(attributes):
-        sizes = {axis: int(size) for axis, size in _AXIS.findall(mesh[1])}
-        parts = _AXIS.findall(mesh[2])
-        return math.prod(int(part) if part else sizes[axis] for axis, part in parts)
-    return None
 
 
 def product_flops(instruction: hlo.Instruction) -> int:
