@@ -29,6 +29,7 @@ from timing import environment, interleaved, save, spread
 
 import replicax as rx
 from replicax.core.layout import SCHEDULES
+from replicax.core.pipeline import bubble
 
 STAGES = 2
 MICRO_BATCHES = (1, 2, 4, 8)
@@ -100,7 +101,7 @@ def figures(seconds: np.ndarray, alone: np.ndarray) -> dict[str, Any]:
             {
                 "micro_batches": count,
                 "milliseconds": quartiles(1e3 * whole),
-                "computed_bubble": (STAGES - 1) / (count + STAGES - 1),
+                "computed_bubble": bubble(STAGES, count),
                 **{name: quartiles(each) for name, each in shares.items()},
             }
         )

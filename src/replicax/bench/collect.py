@@ -13,6 +13,7 @@ from replicax.bench.result import CaseResult, LayoutFigures
 from replicax.bench.runner import Runner
 from replicax.bench.timing import ratios
 from replicax.core.mesh import STAGE
+from replicax.core.pipeline import bubble
 from replicax.core.reduction import Wire, as_reduction
 from replicax.core.update import TrainState
 
@@ -132,5 +133,5 @@ def _layout_figures(runner: Runner, state: TrainState) -> LayoutFigures | None:
             for leaf in jax.tree.leaves(state)
         ),
         sent_bytes=compiled.step.sent_bytes,
-        bubble=(stages - 1) / (runner.dp.accumulate + stages - 1) if stages > 1 else None,
+        bubble=bubble(stages, runner.dp.accumulate) if stages > 1 else None,
     )
