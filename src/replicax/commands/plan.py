@@ -97,6 +97,7 @@ def _plan(
         _batch(recipe),
         target=target,
         changes=_changes(recipe, options, mesh),
+        rules=recipe.rules() if hasattr(recipe, "rules") else (),
         tokens_per_row=tokens_per_row,
         wished_rows=wished,
         noise_scale=noise_scale,
