@@ -56,6 +56,10 @@ def by_largest_weight(model: Any, batch: Any, key: Any) -> Any:
     return rx.Weighted(errors(model, batch, key), weights / jnp.max(weights))
 
 
+def normalised_where_true(model: Any, batch: Any, key: Any) -> Any:
+    return rx.Weighted(normalised(model, batch, key), batch["y"][:, 0] > 0)
+
+
 def total(model: Any, batch: Any, key: Any) -> Any:
     return jnp.sum(errors(model, batch, key))
 
@@ -91,7 +95,10 @@ def there_and_back(model: Any, batch: Any, key: Any) -> Any:
     return errors(model, {name: leaf[::-1] for name, leaf in batch.items()}, key)[::-1]
 
 
-MEET = [contrastive, normalised, by_count, by_place, by_largest_weight, total, masked_mean]
+MEET = [
+    *(contrastive, normalised, by_count, by_place, by_largest_weight, normalised_where_true),
+    *(total, masked_mean),
+]
 STAY_APART = [errors, mean, dropped, mixed_up, always_random, there_and_back]
 DIVIDED = [{"mode": "shard_map"}, {"mode": "pmap"}, {"mode": "exact"}, {"accumulate": 2}]
 

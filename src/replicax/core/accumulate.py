@@ -57,9 +57,11 @@ class Sequential:
     """
 
     parts: int = 1
+    within: int = dataclasses.field(default=1, kw_only=True)
+    """How many the objective itself makes of each, as one in stages does."""
 
     def micro_batches(self, _replicas: int) -> int:
-        return self.parts
+        return self.parts * self.within
 
     def replica_key(self, key: jax.Array, axis: Axis) -> jax.Array:
         return jax.random.fold_in(key, lax.axis_index(axis))

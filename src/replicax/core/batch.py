@@ -77,9 +77,9 @@ class Batch:
     """Values of the `Shared` in `data`, in order, once they are arrays on the devices."""
 
     def apart(self) -> "Batch":
-        """Return the batch with the values of its `Shared` as arrays in `shared`."""
+        """Return the batch with the values of its `Shared`, as they are, in `shared`."""
         values = tuple(node.value for node in _shared_nodes(self.data))
-        return self._with_values([None] * len(values), host_rows(values, copy=True))
+        return self._with_values([None] * len(values), values)
 
     def whole(self) -> "Batch":
         """Return the batch with `shared` back in its places, as it was before `apart`."""
@@ -139,7 +139,7 @@ class Share:
     def place(self, batch: Batch) -> Batch:
         """Return a host batch, all of it or the held rows, on the devices; do not wait for it."""
         batch = batch.apart()
-        arrays, shared = (batch.data, batch.mask, batch.index), batch.shared
+        arrays, shared = (batch.data, batch.mask, batch.index), host_rows(batch.shared, copy=True)
         everywhere = NamedSharding(self.sharding.mesh, PartitionSpec())
         if self.sharding.is_fully_addressable:
             data, mask, index = jax.device_put(arrays, self.sharding)
@@ -217,7 +217,7 @@ def described(data: PyTree, size: int) -> Batch:
         return jax.ShapeDtypeStruct((size, *leaf.shape[1:]), dtype)
 
     batch = Batch(data, np.ones(1, np.float32), np.ones(1, np.int32)).apart()
-    shared = jax.eval_shape(lambda values: values, batch.shared)
+    shared = jax.eval_shape(lambda values: values, host_rows(batch.shared, copy=True))
     rows: Batch = jax.tree.map(shape, dataclasses.replace(batch, shared=()))
     return dataclasses.replace(rows, shared=shared)
 

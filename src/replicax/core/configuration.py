@@ -14,7 +14,14 @@ from replicax.core.checks import check_loss, check_optimizer, check_own_step
 from replicax.core.feed import Split
 from replicax.core.job import Alone, Job
 from replicax.core.layout import Layout, as_layout, check_axes
-from replicax.core.mesh import AnyMesh, check_mesh, check_processes, make_mesh, replica_count
+from replicax.core.mesh import (
+    STAGE,
+    AnyMesh,
+    check_mesh,
+    check_processes,
+    make_mesh,
+    replica_count,
+)
 from replicax.core.models.definition import Definition, Parts, PyTree
 from replicax.core.models.pytree import OwnState, split_pytree
 from replicax.core.models.split import split_model
@@ -126,6 +133,12 @@ def configure(
     check_processes(mesh, job)
     mode.check(mesh, layout)
     check_axes(layout, mesh)
+    stages = mesh.shape.get(STAGE, 1)
+    if stages > 1 and rest["step"] is not None:
+        raise ConfigError(
+            f"step= with a mesh of {stages} stages; stages divide the loss of a step that Replicax "
+            "writes: give the loss, or a mesh without stages"
+        )
     if rest["accumulate"] < 1:
         raise ConfigError(
             f"accumulate={rest['accumulate']}; a step has at least 1 micro-batch: raise it"

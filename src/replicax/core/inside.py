@@ -89,7 +89,7 @@ def gather(rows: PyTree) -> PyTree:
     if here.view.part:
         raise LossError(
             "rx.gather in a loss computed on micro-batches, each of which would see its own rows "
-            "alone: use accumulate=1, and another mode than 'exact'"
+            "alone: use accumulate=1, another mode than 'exact', and no stages"
         )
     if here.view.axis is None:
         return rows_gathered_already(rows)

@@ -156,6 +156,8 @@ def _counts(rows: int) -> set[float]:
 
 def _share(alone: jax.Array, together: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The largest difference, as a share of the largest value, and how much rounding explains."""
+    if together.dtype == bool:  # weights, which have no difference
+        alone, together = alone.astype(jnp.int32), together.astype(jnp.int32)
     floating = jnp.issubdtype(together.dtype, jnp.floating)
     unit = jnp.finfo(together.dtype).eps if floating else 0  # type: ignore[no-untyped-call]
     largest = jnp.max(jnp.abs(jnp.stack([alone, together])))

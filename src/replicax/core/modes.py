@@ -17,6 +17,7 @@ from replicax.core.exact import FixedTree, check_threads
 from replicax.core.layout import Layout
 from replicax.core.mesh import (
     DATA,
+    STAGE,
     AnyMesh,
     Axis,
     by_rows,
@@ -94,9 +95,10 @@ def _where_split(
     return tree if _axis(where) is None else jax.tree.map(function, tree)
 
 
-def sequential(accumulate: int, *_: Any) -> Accumulator:
+def sequential(accumulate: int, _: int, mesh: AnyMesh, *_rest: Any) -> Accumulator:
     """Return the accumulator of every mode whose bits are not fixed."""
-    return Sequential(accumulate)
+    staged = mesh.shape.get(STAGE, 1) > 1
+    return Sequential(within=accumulate) if staged else Sequential(accumulate)
 
 
 def fixed_tree(
@@ -191,9 +193,9 @@ class Mode:
     def __str__(self) -> str:
         return self.name
 
-    def check(self, mesh: Mesh, layout: Layout) -> None:
+    def check(self, mesh: AnyMesh, layout: Layout) -> None:
         """Raise `ConfigError` where this mode cannot run on `mesh`, or cannot hold `layout`."""
-        devices, processes = mesh.devices.size, jax.process_count()
+        devices, processes = mesh.size, jax.process_count()
         if self.most_devices is not None and devices > self.most_devices:
             raise ConfigError(
                 f"mode={self.name!r} with a mesh of {devices} devices; it runs on "

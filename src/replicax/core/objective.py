@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,8 @@ class Objective:
     computed, and reduced."""
     gathering: Gathering | None = None
     """How the loss, which computes with whole parameters, gets them where they are split."""
+    per_replica: ClassVar[bool] = False
+    """Whether it cuts a batch into the rows of each replica by itself."""
 
     def loss_sums(
         self, params: PyTree, extras: PyTree, batch: Batch, view: View
@@ -91,18 +93,20 @@ class Objective:
         self, params: PyTree, extras: PyTree, batch: Batch, view: View
     ) -> tuple[StepSums, PyTree]:
         """As `loss_sums`, with the gradient, which is None where nobody reads it."""
-        leaves, tree = jax.tree.flatten(params)
 
         def total(wanted: PyTree) -> tuple[jax.Array, tuple[dict[str, WeightedSum], PyTree]]:
-            own = iter(jax.tree.leaves(wanted))
-            read = self.read or (True,) * len(leaves)
-            whole = [next(own) if each else leaf for each, leaf in zip(read, leaves, strict=True)]
-            weighted, after = self.loss_sums(jax.tree.unflatten(tree, whole), extras, batch, view)
-            value = weighted[LOSS].total
-            return value if view.scale is None else value * view.scale, (weighted, after)
+            whole = restored(wanted, params, self.read)
+            weighted, after = self.loss_sums(whole, extras, batch, view)
+            return differentiated(weighted, view), (weighted, after)
 
         gradient, (weighted, after) = jax.grad(total, has_aux=True)(only_read(params, self.read))
         return StepSums(jax.tree.map(to_sum, gradient), weighted), after
+
+
+def differentiated(weighted: dict[str, WeightedSum], view: View) -> jax.Array:
+    """Return the number whose gradient a step takes."""
+    value = weighted[LOSS].total
+    return value if view.scale is None else value * view.scale
 
 
 def only_read(tree: PyTree, read: tuple[bool, ...] | None) -> PyTree:
@@ -114,12 +118,16 @@ def only_read(tree: PyTree, read: tuple[bool, ...] | None) -> PyTree:
     return jax.tree.unflatten(structure, kept)
 
 
+def restored(wanted: PyTree, params: PyTree, read: tuple[bool, ...] | None) -> PyTree:
+    """Return `params` with `wanted`, as `only_read` leaves it, in the places that are read."""
+    if read is None:
+        return wanted
+    leaves, structure = jax.tree.flatten(params)
+    found = iter(jax.tree.leaves(wanted))
+    pairs = zip(leaves, read, strict=True)
+    return jax.tree.unflatten(structure, [next(found) if each else leaf for leaf, each in pairs])
+
+
 def with_zeros(gradient: PyTree, params: PyTree, read: tuple[bool, ...] | None) -> PyTree:
     """Return `gradient`, as `only_read` leaves it, with zeros for what is not read."""
-    if read is None:
-        return gradient
-    leaves, structure = jax.tree.flatten(params)
-    found = iter(jax.tree.leaves(gradient))
-    pairs = zip(leaves, read, strict=True)
-    whole = [next(found) if each else jnp.zeros_like(leaf) for leaf, each in pairs]
-    return jax.tree.unflatten(structure, whole)
+    return restored(gradient, jax.tree.map(jnp.zeros_like, params) if read else params, read)

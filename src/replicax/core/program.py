@@ -17,7 +17,7 @@ from replicax.core.configuration import Configuration
 from replicax.core.feed import Split
 from replicax.core.gathering import Gathering
 from replicax.core.layout import on_devices_of
-from replicax.core.mesh import AnyMesh, by_rows, replica_count, replicated, shard_axis
+from replicax.core.mesh import STAGE, AnyMesh, by_rows, replica_count, replicated, shard_axis
 from replicax.core.models.definition import Definition, Parts, PyTree
 from replicax.core.models.pytree import OwnState
 from replicax.core.modes import batch_shardings, lift
@@ -27,6 +27,7 @@ from replicax.core.own import keep, own_update
 from replicax.core.own_part import by_own_part
 from replicax.core.reduction import REDUCTIONS, parts_of
 from replicax.core.scaling import first_scale, unscaling
+from replicax.core.stages import Staged
 from replicax.core.update import (
     Metrics,
     TrainState,
@@ -280,6 +281,14 @@ def in_place(
     objective: Objective, config: Configuration, shardings: TrainState, mesh: AnyMesh
 ) -> Objective:
     """Return `objective` on parameters that lie as the layout of `config` has them."""
+    if mesh.shape.get(STAGE, 1) > 1:
+        return Staged(
+            *(objective.definition, objective.loss, objective.precision, objective.read),
+            mesh=mesh,
+            shardings=shardings.params,
+            micro_batches=config.accumulate,
+            schedule=config.layout.schedule,
+        )
     if not config.layout.splits_params:
         return objective
     gathering = Gathering(shardings.params, shard_axis(mesh), config.mode.per_replica)

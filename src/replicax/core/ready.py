@@ -109,16 +109,18 @@ class Ready:
         """Look at the loss; raise `LossError` where it needs all rows of a batch and sees some."""
         configuration, split = self._program.configuration, self._program.split
         mode = configuration.mode
-        seen_by = [f"{split.replicas} replicas"] * (mode.per_replica and split.replicas > 1)
+        alone = mode.per_replica or self._program.split_objective.per_replica
+        alone = alone and split.replicas > 1
+        seen_by = [f"{split.replicas} replicas"] * alone
         seen_by += [f"{split.micro_batches} micro-batches"] * (split.micro_batches > 1)
         look: Look | StepLook
         if configuration.step is None:
             look = Look(self._program.objective, state, batch, divided=bool(seen_by))
         else:
             look = StepLook(self._program, state, batch, divided=bool(seen_by))
-            if mode.per_replica and split.replicas > 1:
+            if alone:
                 _check_alike(look, split.replicas)
-        if mode.per_replica and split.replicas > 1 and look.writes_alone:
+        if alone and look.writes_alone:
             raise LossError(
                 "the loss writes the model's state from the rows it sees, and each of "
                 f"{split.replicas} replicas sees others, but replicas must stay equal: use "
@@ -136,6 +138,8 @@ class Ready:
         fix = "gather those of all replicas by rx.gather(x)"
         if split.micro_batches > 1 or mode.bitwise:
             fix = "use accumulate=1, and another mode than 'exact'"
+        if self._program.split_objective.per_replica:
+            fix = "use a mesh without stages"
         raise LossError(
             f"the loss of a row changes beside other rows, and {some}, which is another loss: {fix}"
         )

@@ -1,0 +1,84 @@
+"""A function whose backward pass comes later: what its forward pass keeps until then."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from replicax.core.leaves import is_random_key, numbers
+from replicax.core.models.definition import PyTree
+from replicax.core.row_rules import MIXED
+from replicax.core.rows import follow
+
+Arrays = list[jax.Array]
+
+
+class Later:
+    """A function in two passes, each in a place of its own in a compiled loop.
+
+    Only what depends on `given` is kept: what follows from the parameters alone, their casts and
+    transposes say, is the same in every turn of the loop, and computed again.
+
+    Args:
+        function: `function(wanted, given) -> (outputs, more)`, differentiated by `wanted` and by
+            the floats in `given`; `more` is not.
+        wanted: parameters, or their shapes.
+        given: what changes from turn to turn, or its shapes.
+    """
+
+    def __init__(
+        self, function: Callable[[PyTree, Any], tuple[Any, Any]], wanted: PyTree, given: PyTree
+    ) -> None:
+        self._vjp: Any = None
+        self._result: Any
+
+        def forward(wanted: PyTree, given: PyTree) -> Any:
+            outputs, vjp, more = jax.vjp(function, wanted, given, has_aux=True)
+            kept, self._vjp = jax.tree.flatten(vjp)
+            return (outputs, more), kept
+
+        closed, found = jax.make_jaxpr(forward, return_shape=True)(wanted, given)
+        outputs, kept = found
+        self._result = jax.tree.structure(outputs)
+        count, params = self._result.num_leaves, len(jax.tree.leaves(wanted))
+        places = follow(closed.jaxpr, [None] * params + [MIXED] * len(jax.tree.leaves(given)))
+        self._changes = [place is not None for place in places[count:]]
+        self._keys = [
+            jax.random.key_impl(leaf) if is_random_key(leaf) else None
+            for leaf, changes in zip(kept, self._changes, strict=True)
+            if changes
+        ]
+        self._forward = _only(closed, [True] * count + self._changes)
+        again = [False] * count + [not changes for changes in self._changes]
+        self._again, self._params = _only(closed, again), params
+
+    def forward(self, wanted: PyTree, given: PyTree) -> tuple[tuple[Any, Any], Arrays]:
+        """Return `(outputs, more)`, and what to keep, all of it numbers."""
+        found = self._forward(jax.tree.leaves((wanted, given)))
+        count = self._result.num_leaves
+        kept = [numbers(leaf) for leaf in found[count:]]
+        return jax.tree.unflatten(self._result, found[:count]), kept
+
+    def backward(self, wanted: PyTree, kept: Arrays, cotangents: Any) -> tuple[PyTree, Any]:
+        """Return the cotangents of `wanted` and `given`, from those of `outputs`."""
+        restored = iter(
+            leaf if impl is None else jax.random.wrap_key_data(leaf, impl=impl)
+            for leaf, impl in zip(kept, self._keys, strict=True)
+        )
+        again = iter(self._again(jax.tree.leaves(wanted)))
+        leaves = [next(restored if changes else again) for changes in self._changes]
+        found: tuple[PyTree, Any] = jax.tree.unflatten(self._vjp, leaves)(cotangents)
+        return found
+
+
+def _only(closed: ClosedJaxpr, wanted: Sequence[bool]) -> Callable[[Sequence[Any]], list[Any]]:
+    """`closed` for the outputs that are wanted, given its first inputs, as many as those need."""
+    jaxpr, used = dce_jaxpr(closed.jaxpr, list(wanted))
+    function = jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))
+
+    def run(values: Sequence[Any]) -> list[Any]:
+        return list(function(*(values[place] for place, use in enumerate(used) if use)))
+
+    return run

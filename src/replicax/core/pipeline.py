@@ -1,0 +1,209 @@
+"""One stage of one replica: the ticks in which micro-batches pass through it, and back."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from replicax.core.accumulate import folded, zeros_like
+from replicax.core.batch import Batch
+from replicax.core.kept import Later
+from replicax.core.loss import WeightedSum
+from replicax.core.mesh import STAGE
+from replicax.core.models.definition import PyTree, View
+from replicax.core.objective import StepSums, differentiated, only_read, restored
+from replicax.core.precision import to_sum
+from replicax.core.stage_parts import StageParts
+
+Arrays = list[jax.Array]
+Sums = dict[str, WeightedSum]
+
+SCHEDULES: dict[str, Callable[[int, int], int]] = {
+    "1f1b": lambda stages, _: stages - 1,
+    "gpipe": lambda stages, micro_batches: stages - 1 + micro_batches,
+}
+"""By name, the tick in which the last stage sends the first micro-batch back, of so many stages and
+micro-batches: as soon as it is there, so that no stage keeps more than 2 x stages - 1 of them
+however many there are; or after all of them went forward."""
+
+
+def bubble(stages: int, micro_batches: int) -> float:
+    """Return the share of a step's time in which a stage waits for others."""
+    return (stages - 1) / (micro_batches + stages - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """What one stage of one replica computes with."""
+
+    parts: StageParts
+    structure: Any
+    """The tree of the loss's sums."""
+    stages: int
+    micro_batches: int
+    index: jax.Array
+    """Which stage it is, int32."""
+    params: PyTree
+    """Its own layers, and all other parameters."""
+    extras: PyTree
+    rows: Batch
+    """Of the replica, `[micro_batches, rows, ...]`."""
+    view: View
+    """With the replica's own key."""
+
+    def forward_sums(self) -> Sums:
+        """Return the sums of the replica's rows on the last stage, 0 on the others."""
+
+        def tick(carried: tuple[Arrays, Sums], time: jax.Array) -> tuple[Any, None]:
+            received, total = carried
+            number = time - self.index
+
+            def work() -> tuple[Arrays, Sums]:
+                sent = self.own_layers(self.params, received, number)
+                return sent, lax.cond(
+                    self._is_last,
+                    lambda: _add(total, self.rest(self.params, sent, number)),
+                    lambda: total,
+                )
+
+            sent, total = lax.cond(self._has(number), work, lambda: (received, total))
+            return (self._shift(sent, 1), total), None
+
+        ticks = jnp.arange(self.micro_batches + self.stages - 1)
+        (_, total), _ = lax.scan(tick, (self._no_carry, self._no_sums), ticks)
+        return total
+
+    def step_sums(self, read: tuple[bool, ...] | None, schedule: str) -> StepSums:
+        """Return the same with this stage's part of the gradient, of the parameters in `read`."""
+        wanted = only_read(self.params, read)
+        whole = partial(restored, params=self.params, read=read)
+
+        def layers(wanted: PyTree, given: tuple[Arrays, jax.Array]) -> tuple[Arrays, Arrays]:
+            return self._apart(self.own_layers(whole(wanted), *given))
+
+        def loss(wanted: PyTree, floats: Arrays, others: Arrays, number: jax.Array) -> Any:
+            weighted = self.rest(whole(wanted), self._together(floats, others), number)
+            return differentiated(weighted, self.view), weighted
+
+        later = Later(layers, wanted, (self._no_carry, jnp.int32(0)))
+        turn = SCHEDULES[schedule](self.stages, self.micro_batches)
+        slots = min(turn + self.stages, self.micro_batches)
+
+        def tick(carried: Any, time: jax.Array) -> tuple[Any, None]:
+            received, cotangent, ring, sums = carried
+            number, back = time - self.index, time - turn - (self.stages - 1 - self.index)
+
+            def forward() -> tuple[Arrays, Any]:
+                (floats, others), kept = later.forward(wanted, (received, number))
+                return self._together(floats, others), (floats, others, kept)
+
+            def backward() -> tuple[Arrays, StepSums]:
+                floats, others, kept = _slot(ring, back % slots)
+
+                def at_the_end() -> tuple[Arrays, StepSums]:
+                    gradients, weighted = jax.grad(loss, argnums=(0, 1), has_aux=True)(
+                        wanted, floats, others, back
+                    )
+                    return gradients[1], _add(sums, _as_sums(gradients[0], weighted))
+
+                own, total = lax.cond(self._is_last, at_the_end, lambda: (cotangent, sums))
+                gradient, (by_carry, _) = later.backward(wanted, kept, own)
+                return self._apart(by_carry)[0], _add(total, _as_sums(gradient, self._no_sums))
+
+            idle = partial(_slot, ring, number % slots)
+            sent, kept = lax.cond(self._has(number), forward, lambda: (received, idle()))
+            ring = jax.tree.map(
+                lambda all_, one: lax.dynamic_update_index_in_dim(all_, one, number % slots, 0),
+                *(ring, kept),
+            )
+            cotangent, sums = lax.cond(self._has(back), backward, lambda: (cotangent, sums))
+            return (self._shift(sent, 1), self._shift(cotangent, -1), ring, sums), None
+
+        floats, others = self._apart(self._no_carry)
+        kept = jax.eval_shape(later.forward, wanted, (self._no_carry, jnp.int32(0)))[1]
+        ring = jax.tree.map(
+            lambda leaf: jnp.zeros((slots, *leaf.shape), leaf.dtype), (floats, others, kept)
+        )
+        nothing = _as_sums(jax.tree.map(jnp.zeros_like, wanted), self._no_sums)
+        ticks = jnp.arange(turn + self.micro_batches + self.stages - 1)
+        carried, _ = lax.scan(tick, (self._no_carry, floats, ring, nothing), ticks)
+        sums: StepSums = carried[-1]
+        return sums
+
+    def own_layers(self, params: PyTree, received: Arrays, number: jax.Array) -> Arrays:
+        """Return what this stage makes of what it received of a micro-batch."""
+        inputs = self._inputs(params, number)
+        carry = lax.cond(self.index == 0, lambda: self.parts.first(inputs), lambda: received)
+        return self.parts.through(inputs, carry, self.index, self.stages)
+
+    def rest(self, params: PyTree, carry: Arrays, number: jax.Array) -> Sums:
+        """Return the sums of a micro-batch that has passed all layers."""
+        found = self.parts.rest(self._inputs(params, number), carry)
+        sums: Sums = jax.tree.unflatten(self.structure, found)
+        return sums
+
+    def _inputs(self, params: PyTree, number: jax.Array) -> list[Any]:
+        rows = jax.tree.map(partial(_at, number), dataclasses.replace(self.rows, shared=()))
+        rows = dataclasses.replace(rows, shared=self.rows.shared)
+        key = folded(self.view.key, number)
+        return jax.tree.leaves((params, self.extras, rows, key, self.view.step))
+
+    @property
+    def _is_last(self) -> jax.Array:
+        return self.index == self.stages - 1
+
+    def _has(self, number: jax.Array) -> jax.Array:
+        """Whether there is such a micro-batch."""
+        return (number >= 0) & (number < self.micro_batches)
+
+    def _shift(self, arrays: Arrays, by: int) -> Arrays:
+        """What the stage before, or after, sends; 0 where there is none."""
+        pairs = [(stage, stage + by) for stage in range(self.stages)]
+        within = [pair for pair in pairs if 0 <= pair[1] < self.stages]
+        return [lax.ppermute(array, STAGE, within) for array in arrays]
+
+    @cached_property
+    def _no_carry(self) -> Arrays:
+        found: Arrays = zeros_like(self.parts.carried)
+        return found
+
+    @cached_property
+    def _no_sums(self) -> Sums:
+        sums: Sums = jax.tree.unflatten(self.structure, zeros_like(self.parts.returned))
+        return sums
+
+    @cached_property
+    def _floating(self) -> list[bool]:
+        return [bool(jnp.issubdtype(leaf.dtype, jnp.inexact)) for leaf in self.parts.carried]
+
+    def _apart(self, carry: Arrays) -> tuple[Arrays, Arrays]:
+        """The floats of what is carried, and the rest of it, which has no gradient."""
+        pairs = list(zip(carry, self._floating, strict=True))
+        return [leaf for leaf, is_float in pairs if is_float], [
+            leaf for leaf, is_float in pairs if not is_float
+        ]
+
+    def _together(self, floats: Arrays, others: Arrays) -> Arrays:
+        left, right = iter(floats), iter(others)
+        return [next(left if is_float else right) for is_float in self._floating]
+
+
+def _as_sums(gradient: PyTree, weighted: Sums) -> StepSums:
+    return StepSums(jax.tree.map(to_sum, gradient), weighted)
+
+
+def _add(one: Any, other: Any) -> Any:
+    return jax.tree.map(jnp.add, one, other)
+
+
+def _at(number: jax.Array, leaf: jax.Array) -> jax.Array:
+    found: jax.Array = lax.dynamic_index_in_dim(leaf, number, keepdims=False)
+    return found
+
+
+def _slot(ring: PyTree, number: jax.Array) -> Any:
+    return jax.tree.map(partial(_at, number), ring)

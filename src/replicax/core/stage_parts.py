@@ -1,0 +1,234 @@
+"""A traced loss, taken apart at the scan over its layers: what comes before, the scan, the rest."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, gensym, jaxpr_as_fun
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from replicax.errors import LossError
+
+_WRAPS = {"jit": "jaxpr", "closed_call": "call_jaxpr"}
+"""Primitives that only call the jaxpr they hold, with the name of that parameter."""
+_CASTS = ("convert_element_type", "copy", "copy_p")
+"""Primitives that leave every layer of a stack where it is, whatever the number of layers."""
+
+Values = Sequence[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class StageParts:
+    """The parts of a loss, each a function of its inputs, or of a stage's share of them."""
+
+    traced: ClosedJaxpr
+    """The loss: inputs -> outputs, without calls that only wrap, and without what nobody uses."""
+    scan: JaxprEqn
+    """The one over the layers."""
+    own: frozenset[int]
+    """Which of the scan's arrays by layer hold the stage's own layers."""
+
+    @property
+    def layers(self) -> int:
+        """Steps of the scan."""
+        return int(self.scan.params["length"])
+
+    @cached_property
+    def carried(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes of what goes from layer to layer."""
+        avals = [atom.aval for atom in self._invars(1)]
+        return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+
+    @property
+    def returned(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes of the outputs."""
+        return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in self.traced.out_avals]
+
+    def first(self, inputs: Values) -> list[jax.Array]:
+        """Return what the first layer is given."""
+        found = self._run(self._invars(1), inputs)
+        pairs = zip(found, self.carried, strict=True)
+        return [jnp.asarray(each, like.dtype) for each, like in pairs]
+
+    def through(
+        self, inputs: Values, carry: list[jax.Array], stage: jax.Array, stages: int
+    ) -> list[jax.Array]:
+        """Return what the layers of one of `stages` make of `carry`."""
+        count = self.layers // stages
+        consts = self._run(self._invars(0), inputs)
+        stacks = [
+            each if place in self.own else lax.dynamic_slice_in_dim(each, stage * count, count)
+            for place, each in enumerate(self._run(self._invars(2), inputs))
+        ]
+        layer = jaxpr_as_fun(self.scan.params["jaxpr"])
+
+        def step(carry: list[jax.Array], each: list[jax.Array]) -> tuple[list[jax.Array], None]:
+            return list(layer(*consts, *carry, *each))[: len(carry)], None
+
+        unroll = min(self.scan.params["unroll"], count)
+        carry, _ = lax.scan(step, carry, stacks, length=count, unroll=unroll)
+        return carry
+
+    def rest(self, inputs: Values, carry: list[jax.Array]) -> list[Any]:
+        """Return the outputs, given what the last layer returned."""
+        jaxpr = self.traced.jaxpr
+        return self._run(jaxpr.outvars, [*inputs, *carry], self.scan.outvars[: len(carry)])
+
+    def _invars(self, kind: int) -> list[Any]:
+        """The scan's constants, first carry, or arrays by layer."""
+        consts = self.scan.params["num_consts"]
+        ends = (0, consts, consts + self.scan.params["num_carry"], len(self.scan.invars))
+        return list(self.scan.invars[ends[kind] : ends[kind + 1]])
+
+    def _run(self, wanted: Sequence[Any], values: Values, more: Sequence[Any] = ()) -> list[Any]:
+        """The values of `wanted`, given those of the inputs and of the variables `more`."""
+        function, used = _part(self.traced, self.scan, tuple(wanted), tuple(more))
+        return list(function(*(each for each, use in zip(values, used, strict=True) if use)))
+
+
+def stage_parts(
+    traced: ClosedJaxpr, staged: Mapping[int, str], stages: int, outputs: int
+) -> StageParts:
+    """Return the parts of a loss whose layers lie on `stages`.
+
+    Args:
+        traced: the loss, of whole parameters.
+        staged: the inputs that are split by layer, with the path of each.
+        stages: devices that each hold some of the layers.
+        outputs: how many of the loss's are wanted.
+
+    Raises:
+        LossError: it has no scan over them that can be divided so.
+    """
+    traced = _flat(traced, outputs)
+    paths = {traced.jaxpr.invars[place]: path for place, path in staged.items()}
+    for eqn in traced.jaxpr.eqns:
+        if eqn.primitive.name in _CASTS and (path := _of(eqn.invars[0], paths)):
+            paths[eqn.outvars[0]] = path
+    some, few = next(iter(staged.values())), f"{stages} stages"
+    scans = [eqn for eqn in traced.jaxpr.eqns if _scanned(eqn, paths)]
+    if len(scans) != 1:
+        uses = sorted({name for name, _ in _other_uses(traced.jaxpr, paths, None)})
+        found = f"{len(scans)} scans over it" if scans else f"none; it is used in {_list(uses)}"
+        raise LossError(
+            f"the layout splits {some} over {few}, and the loss has {found}; stages divide one "
+            "lax.scan over layers: make it one scan of the loss, jax.checkpoint within its body"
+        )
+    scan = scans[0]
+    for name, path in _other_uses(traced.jaxpr, paths, scan):
+        raise LossError(
+            f"the layout splits {path} over {few}, and the loss uses it in {name} too; a stage "
+            "has its own layers only: use it in the scan alone, or take it out of the rule"
+        )
+    parts = StageParts(traced, scan, frozenset(_scanned(scan, paths)))
+    _check(parts, some, few, stages)
+    return parts
+
+
+def _check(parts: StageParts, path: str, few: str, stages: int) -> None:
+    """Raise `LossError` where the scan cannot be divided into stages."""
+    params, what = parts.scan.params, f"the scan over {path}, split over {few},"
+    if parts.layers % stages:
+        raise LossError(
+            f"{what} has {parts.layers} layers; the stages must divide them: change either"
+        )
+    if params["reverse"]:
+        raise LossError(f"{what} is reversed; layers go from first to last: flip the stack instead")
+    by_layer = len(parts.scan.outvars) - params["num_carry"]
+    if by_layer:
+        raise LossError(
+            f"{what} returns {by_layer} of its results by layer, and the loss uses them; only what "
+            "is carried goes from stage to stage: add them up in the carry"
+        )
+    if any(jnp.issubdtype(leaf.dtype, jax.dtypes.extended) for leaf in parts.carried):
+        raise LossError(
+            f"{what} carries random keys; stages send numbers: split the key once and scan over "
+            "the keys, or carry jax.random.key_data"
+        )
+
+
+def _scanned(eqn: JaxprEqn, paths: Mapping[Any, str]) -> list[int]:
+    """Which of a scan's arrays by layer are split; none of what is no scan."""
+    if eqn.primitive.name != "scan":
+        return []
+    by_layer = eqn.invars[eqn.params["num_consts"] + eqn.params["num_carry"] :]
+    return [place for place, atom in enumerate(by_layer) if _of(atom, paths)]
+
+
+def _other_uses(
+    jaxpr: Jaxpr, paths: Mapping[Any, str], scan: JaxprEqn | None
+) -> list[tuple[str, str]]:
+    """Where what is split is used but in `scan`: the primitive, and the path."""
+    uses = []
+    for eqn in jaxpr.eqns:
+        count = len(eqn.invars)
+        if eqn is scan:
+            count = eqn.params["num_consts"] + eqn.params["num_carry"]
+        if eqn.primitive.name not in _CASTS:
+            found = (_of(atom, paths) for atom in eqn.invars[:count])
+            uses += [(eqn.primitive.name, path) for path in found if path]
+    return uses + [
+        ("what it returns", path) for atom in jaxpr.outvars if (path := _of(atom, paths))
+    ]
+
+
+def _of(atom: Any, paths: Mapping[Any, str]) -> str | None:
+    return None if isinstance(atom, Literal) else paths.get(atom)
+
+
+def _list(names: list[str]) -> str:
+    return ", ".join(names) or "nothing"
+
+
+def _flat(traced: ClosedJaxpr, outputs: int) -> ClosedJaxpr:
+    """`traced` with calls that only wrap opened, and without what its first outputs do not use."""
+    consts = dict(zip(traced.jaxpr.constvars, traced.consts, strict=True))
+    eqns: list[JaxprEqn] = []
+    new = gensym()
+
+    def add(jaxpr: Jaxpr, known: dict[Any, Any]) -> list[Any]:
+        """Add the equations of `jaxpr`, its variables named as `known` has them, or anew."""
+
+        def named(atom: Any) -> Any:
+            return atom if isinstance(atom, Literal) else known.get(atom, atom)
+
+        for eqn in jaxpr.eqns:
+            given = [named(atom) for atom in eqn.invars]
+            if eqn.primitive.name in _WRAPS:
+                inner = eqn.params[_WRAPS[eqn.primitive.name]]
+                consts.update(zip(inner.jaxpr.constvars, inner.consts, strict=True))
+                found = add(inner.jaxpr, dict(zip(inner.jaxpr.invars, given, strict=True)))
+            else:
+                found = [v if isinstance(v, DropVar) else new(v.aval) for v in eqn.outvars]
+                eqns.append(eqn.replace(invars=given, outvars=found))
+            known.update(zip(eqn.outvars, found, strict=True))
+        return [named(atom) for atom in jaxpr.outvars]
+
+    found = add(traced.jaxpr, {})[:outputs]
+    jaxpr = traced.jaxpr.replace(
+        constvars=list(consts),
+        outvars=found,
+        eqns=eqns,
+        debug_info=traced.jaxpr.debug_info.with_unknown_names(),
+    )
+    jaxpr, _ = dce_jaxpr(jaxpr, [True] * outputs, instantiate=True)
+    return ClosedJaxpr(jaxpr, list(consts.values()))
+
+
+def _part(
+    traced: ClosedJaxpr, scan: JaxprEqn, wanted: tuple[Any, ...], more: tuple[Any, ...]
+) -> tuple[Callable[..., list[Any]], list[bool]]:
+    """The equations that lead to `wanted`, `scan` not among them, and which inputs they use."""
+    whole = traced.jaxpr
+    jaxpr = whole.replace(
+        invars=[*whole.invars, *more],
+        outvars=list(wanted),
+        eqns=[eqn for eqn in whole.eqns if eqn is not scan],
+        debug_info=whole.debug_info.with_unknown_names(),
+    )
+    jaxpr, used = dce_jaxpr(jaxpr, [True] * len(wanted))
+    return jaxpr_as_fun(ClosedJaxpr(jaxpr, traced.consts)), used

@@ -1,0 +1,188 @@
+"""Pipeline stages: each device along the axis `stage` holds some of the layers.
+
+The loss is the user's own, with one `lax.scan` over its layers. The first stage computes what comes
+before the scan, each its own layers, the last what comes after, micro-batch by micro-batch.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import PartitionSpec
+
+from replicax.core.accumulate import cut, folded
+from replicax.core.batch import Batch
+from replicax.core.loss import WeightedSum
+from replicax.core.mesh import STAGE, AnyMesh, replica_count, row_axis
+from replicax.core.models.definition import PyTree, View
+from replicax.core.objective import Objective, StepSums, only_read
+from replicax.core.partition import axes_of
+from replicax.core.pipeline import Stage
+from replicax.core.reduction import all_reduce
+from replicax.core.stage_parts import stage_parts
+from replicax.errors import ConfigError, LossError
+
+_WHOLE, _LAYERS = PartitionSpec(), PartitionSpec(STAGE)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Staged(Objective):
+    """An objective whose sums are computed in stages; `returned` sees all rows and layers."""
+
+    mesh: AnyMesh
+    shardings: PyTree
+    """Of the parameters; those whose first dim is split over `stage` are stacks of layers."""
+    micro_batches: int
+    """How many the rows of a replica are cut into."""
+    schedule: str = "1f1b"
+    """See `replicax.core.pipeline.SCHEDULES`."""
+    per_replica: ClassVar[bool] = True
+
+    def loss_sums(
+        self, params: PyTree, extras: PyTree, batch: Batch, view: View
+    ) -> tuple[dict[str, WeightedSum], PyTree]:
+        """As `Objective.loss_sums`, of all micro-batches."""
+
+        def sums(stage: Stage) -> Any:
+            return all_reduce(stage.forward_sums(), self._everyone)
+
+        return self._mapped(sums, _WHOLE, params, extras, batch, view), extras
+
+    def step_sums(
+        self, params: PyTree, extras: PyTree, batch: Batch, view: View
+    ) -> tuple[StepSums, PyTree]:
+        """As `Objective.step_sums`, of all micro-batches."""
+
+        def sums(stage: Stage) -> Any:
+            return self._reduced(stage.step_sums(self.read, self.schedule))
+
+        out: Any = StepSums(only_read(self._specs, self.read), _WHOLE)  # type: ignore[arg-type]
+        return self._mapped(sums, out, params, extras, batch, view), extras
+
+    def _reduced(self, sums: StepSums) -> StepSums:
+        """The sums over all replicas: of layers those of the stage, of all else those of all."""
+        leaves, tree = jax.tree.flatten(sums.gradient)
+        layers = [spec == _LAYERS for spec in jax.tree.leaves(only_read(self._specs, self.read))]
+        pairs = list(zip(leaves, layers, strict=True))
+        own = iter(all_reduce([leaf for leaf, is_own in pairs if is_own], row_axis(self.mesh)))
+        rest, weighted = all_reduce(
+            ([leaf for leaf, is_own in pairs if not is_own], sums.weighted), self._everyone
+        )
+        shared = iter(rest)
+        total = [next(own if is_own else shared) for is_own in layers]
+        return StepSums(jax.tree.unflatten(tree, total), weighted)
+
+    @property
+    def _everyone(self) -> tuple[str, ...]:
+        rows = row_axis(self.mesh)
+        return (*([rows] if isinstance(rows, str) else rows), STAGE)
+
+    @property
+    def _specs(self) -> PyTree:
+        """How the parameters come to a stage: layers its own, all else whole."""
+        return jax.tree.map(
+            lambda sharding: _LAYERS if sharding.spec[:1] == _LAYERS[:1] else _WHOLE, self.shardings
+        )
+
+    def _mapped(
+        self,
+        function: Callable[[Stage], Any],
+        out: Any,
+        params: PyTree,
+        extras: PyTree,
+        batch: Batch,
+        view: View,
+    ) -> Any:
+        """`function` of each stage of each replica; `out` says how its results lie."""
+        mesh, batch = self.mesh, batch.apart()
+        stages, rows = int(mesh.shape[STAGE]), PartitionSpec(row_axis(mesh))
+        shapes = jax.eval_shape(lambda *given: given, params, extras, batch, view.key, view.step)
+
+        def of_one(given: Any, replica: jax.Array, index: jax.Array) -> Any:
+            # Traced here, of whole layers: equations remember which axes are mapped around them.
+            traced, structure = self._traced(*shapes)
+            parts = stage_parts(traced, self._layers(shapes[0]), stages, structure.num_leaves)
+            params, extras, batch, key, step, scale = given
+            own = jax.tree.map(
+                partial(cut, parts=self.micro_batches), dataclasses.replace(batch, shared=())
+            )
+            stage = Stage(
+                *(parts, structure, stages, self.micro_batches, index[0], params, extras),
+                rows=dataclasses.replace(own, shared=batch.shared),
+                view=View(folded(key, replica[0]), step=step, scale=scale),
+            )
+            return function(stage)
+
+        # The indices are given as arrays: where only some axes are mapped, not every backend has
+        # an instruction that tells them.
+        of_batch = Batch(rows, rows, rows, shared=_WHOLE)  # type: ignore[arg-type]
+        of_all = (self._specs, _WHOLE, of_batch, _WHOLE, _WHOLE, _WHOLE)
+        mapped = jax.shard_map(
+            of_one,
+            mesh=mesh,
+            in_specs=(of_all, rows, _LAYERS),
+            out_specs=out,
+            axis_names=set(self._everyone),
+            check_vma=False,
+        )
+        given = (params, extras, batch, view.key, view.step, view.scale)
+        return mapped(given, jnp.arange(replica_count(mesh)), jnp.arange(stages))
+
+    def _layers(self, params: PyTree) -> dict[int, str]:
+        """Which parameters are stacks of layers, and their paths.
+
+        Raises:
+            ConfigError: one is split over the stages in another way.
+        """
+        leaves = jax.tree_util.tree_leaves_with_path(params)
+        paths = [jax.tree_util.keystr(path) for path, _ in leaves]
+        specs = [sharding.spec for sharding in jax.tree.leaves(self.shardings)]
+        found: dict[int, str] = {}
+        for place, (path, spec) in enumerate(zip(paths, specs, strict=True)):
+            if spec[:1] == _LAYERS[:1]:
+                found[place] = path
+            elif STAGE in axes_of(spec):
+                raise ConfigError(
+                    f"the rule for {path} has the spec {spec}; stages divide the first dim, that "
+                    "of layers, and no other axis does: write PartitionSpec('stage', ...)"
+                )
+        return found
+
+    def _traced(
+        self, params: PyTree, extras: PyTree, batch: Batch, key: Any, step: Any
+    ) -> tuple[ClosedJaxpr, Any]:
+        """The sums of one micro-batch, and their structure.
+
+        Raises:
+            LossError: the model writes to its other arrays.
+        """
+        whole = batch.size
+        size = whole // replica_count(self.mesh) // self.micro_batches
+        one = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype),
+            dataclasses.replace(batch, shared=()),
+        )
+
+        def sums(params: PyTree, extras: PyTree, batch: Batch, key: Any, step: Any) -> Any:
+            view = View(key, part=batch.size < whole, step=step)
+            return super(Staged, self).loss_sums(params, extras, batch, view)
+
+        traced, (weighted, after) = jax.make_jaxpr(sums, return_shape=True)(
+            params, extras, dataclasses.replace(one, shared=batch.shared), key, step
+        )
+        structure: Any = jax.tree.structure(weighted)
+        jaxpr = traced.jaxpr
+        given, found = jaxpr.invars[len(jax.tree.leaves(params)) :], jaxpr.outvars
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(after)]
+        for path, old, new in zip(paths, given, found[structure.num_leaves :], strict=False):
+            if old is not new:
+                raise LossError(
+                    f"the model writes {jax.tree_util.keystr(path)} on {self.mesh.shape[STAGE]} "
+                    f"stages of {self.micro_batches} micro-batches; there it writes nothing: use "
+                    "one stage, or what keeps no statistics, such as LayerNorm"
+                )
+        return traced, structure

@@ -1,0 +1,479 @@
+"""Pipeline stages: the numbers of one device, whatever the schedule, and what cannot be staged."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from support.tiers import exhaustive, only
+
+import replicax as rx
+from replicax.core.loss import WeightedSum
+from replicax.core.models.definition import View
+from replicax.core.objective import StepSums
+from replicax.core.pipeline import SCHEDULES, bubble
+from replicax.core.stages import Staged
+from replicax.errors import ConfigError, LossError
+from replicax.recipes import transformer
+from replicax.recipes.gpt2 import GPT2
+
+LAYERS, WIDTH, TOKENS, WORDS, ROWS = 4, 8, 6, 24, 51
+RULES = [("'h'", P("stage")), ("", P())]
+TENSOR = [
+    ("'up'", P("stage", None, "model")),
+    ("'down'", P("stage", "model")),
+    ("bias", P("stage")),
+    ("", P()),
+]
+Layer = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
+
+
+def model() -> dict[str, Any]:
+    keys = jax.random.split(jax.random.key(0), 4)
+    return {
+        "embedding": jax.random.normal(keys[0], (WORDS, WIDTH)),
+        "h": {
+            "up": jax.random.normal(keys[1], (LAYERS, WIDTH, 2 * WIDTH)) / 3,
+            "bias": jnp.zeros((LAYERS, 2 * WIDTH)),
+            "down": jax.random.normal(keys[2], (LAYERS, 2 * WIDTH, WIDTH)) / 4,
+        },
+        "scale": jnp.ones(WIDTH),
+    }
+
+
+def rows(count: int = ROWS) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(0)
+    draw = lambda: random.integers(0, WORDS, (count, TOKENS)).astype(np.int32)  # noqa: E731
+    return {"tokens": draw(), "next": draw()}
+
+
+def layer(x: jax.Array, block: Any) -> tuple[jax.Array, None]:
+    normal = x * lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-5)
+    return x + jnp.tanh(normal @ block["up"] + block["bias"]) @ block["down"], None
+
+
+def head(model: Any, x: jax.Array, batch: Any) -> tuple[rx.Weighted, dict[str, jax.Array]]:
+    scores = (x * model["scale"]) @ model["embedding"].T  # tied: both ends have their gradient
+    nats = optax.softmax_cross_entropy_with_integer_labels(scores, batch["next"])
+    return rx.Weighted(nats, batch["next"] % 3 > 0), {"largest": jnp.max(scores, axis=(1, 2))}
+
+
+def loss(model: Any, batch: Any, key: Any) -> Any:
+    x, _ = lax.scan(layer, model["embedding"][batch["tokens"]], model["h"])
+    return head(model, x, batch)
+
+
+def made(
+    loss: Any = loss,
+    model: Callable[[], Any] = model,
+    rules: Any = RULES,
+    *,
+    data: int = 1,
+    tensor: int = 1,
+    stage: int = 2,
+    fsdp: int = 1,
+    micro_batches: int = 2,
+    **settings: Any,
+) -> tuple[rx.DataParallel, Any]:
+    """A `DataParallel` in stages, and its first state."""
+    mesh = rx.make_mesh(data=data, model=tensor, stage=stage, fsdp=fsdp)
+    optimizer = optax.adamw(1e-2)
+    layout = {"mesh": mesh, "layout": rules, "accumulate": micro_batches}
+    dp = rx.DataParallel(
+        loss, optimizer, **(layout if stage > 1 else {"mode": "single"}), **settings
+    )
+    return dp, dp.init(model())
+
+
+def sums_by_key(
+    loss: Any = loss,
+    model: Callable[[], Any] = model,
+    schedule: str = "1f1b",
+    source: Any = None,
+    **settings: Any,
+) -> Callable[[int], StepSums]:
+    """The sums of one step, of 51 rows and padding, by the seed of its key."""
+    dp, state = made(loss, model, **settings)
+    (batch,) = dp.feed(rows() if source is None else source, batch_size=ROWS)
+    objective = dp.program(state).split_objective
+    if isinstance(objective, Staged):
+        objective = dataclasses.replace(objective, schedule=schedule)
+
+    @jax.jit
+    def sums(state: Any, batch: Any, seed: int) -> StepSums:
+        view = View(jax.random.key(seed), step=state.step)
+        return objective.step_sums(state.params, state.extras, batch.whole(), view)[0]
+
+    return lambda seed: jax.device_get(sums(state, batch, seed))
+
+
+def step_sums(*given: Any, **settings: Any) -> StepSums:
+    """The sums of one step."""
+    return sums_by_key(*given, **settings)(0)
+
+
+@functools.cache
+def reference() -> StepSums:
+    """Those of one device."""
+    return step_sums(stage=1)
+
+
+def largest_difference(found: Any, expected: Any) -> float:
+    """Over all leaves, as a share of the largest value of each."""
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    return max(
+        float(np.max(np.abs(one - other)) / (np.max(np.abs(other)) or 1)) for one, other in pairs
+    )
+
+
+CASES = [
+    (schedule, shape, micro_batches)
+    for schedule in SCHEDULES
+    for shape in ((1, 1, 2), (1, 1, 4), (2, 1, 2), (2, 1, 4), (1, 2, 2), (2, 2, 2))
+    for micro_batches in (1, 2, 3, 8)
+]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "shape", "micro_batches"),
+    only([("1f1b", (2, 1, 4), 3), ("1f1b", (1, 2, 2), 2), ("gpipe", (2, 1, 2), 3)], CASES),
+)
+def test_the_sums_of_stages_are_those_of_one_device(
+    schedule: str, shape: tuple[int, int, int], micro_batches: int
+) -> None:
+    data, tensor, stage = shape
+    found = step_sums(
+        schedule=schedule,
+        data=data,
+        tensor=tensor,
+        stage=stage,
+        rules=TENSOR if tensor > 1 else RULES,
+        micro_batches=micro_batches,
+    )
+    expected = reference()
+    assert set(found.weighted) == {"loss", "largest"}
+    assert largest_difference(found, expected) < 2e-6
+    assert found.weight == expected.weight
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [exhaustive(RULES), exhaustive([("'(up|down)'", P("stage", "fsdp")), *RULES])],
+    ids=["whole", "split"],
+)
+def test_rows_may_be_split_over_a_second_axis(rules: Any) -> None:
+    found = step_sums(rules=rules, data=2, fsdp=2, micro_batches=2)
+    assert largest_difference(found, reference()) < 2e-6
+
+
+def trained(steps: int = 5, **settings: Any) -> tuple[Any, list[float], dict[str, float]]:
+    """The model after some steps, its losses, and the means of an evaluation."""
+    dp, state = made(**settings)
+    losses: list[float] = []
+    while len(losses) < steps:
+        for batch in dp.feed(rows(), batch_size=16, epoch=len(losses)):  # the last one of 3 rows
+            state, metrics = dp.step(state, batch)
+            losses.append(float(metrics["loss"]))
+    return jax.device_get(dp.model(state)), losses, dp.evaluate(state, dp.feed(rows(), 16))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"data": 2, "micro_batches": 3},
+        exhaustive({"stage": 4, "micro_batches": 8}),
+        exhaustive({"data": 2, "tensor": 2, "rules": TENSOR}),
+    ],
+)
+def test_five_steps_of_adamw_give_the_numbers_of_one_device(shape: dict[str, Any]) -> None:
+    params, losses, means = trained(**shape)
+    expected, expected_losses, expected_means = trained(stage=1)
+    assert largest_difference(params, expected) < 1e-6
+    assert losses == pytest.approx(expected_losses, rel=1e-6)
+    assert means == pytest.approx(expected_means, rel=1e-6)
+    assert means["rows"] == ROWS
+
+
+def test_a_frozen_parameter_has_no_gradient() -> None:
+    found = step_sums(trainable=r"'(up|scale)'", micro_batches=3)
+    expected = step_sums(stage=1, trainable=r"'(up|scale)'")
+    assert len(jax.tree.leaves(found.gradient)) == 2
+    assert largest_difference(found, expected) < 2e-6
+
+
+@pytest.mark.parametrize(
+    ("precision", "bound"), [("bfloat16", 0.05), exhaustive(("float16", 0.01))]
+)
+def test_a_narrow_dtype_rounds_as_it_does_on_one_device(precision: str, bound: float) -> None:
+    found = step_sums(precision=precision, micro_batches=3)
+    expected = step_sums(stage=1, precision=precision)
+    assert largest_difference(found, expected) < bound
+    assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(found))
+
+
+def test_the_scale_of_a_float16_loss_multiplies_the_gradient_alone() -> None:
+    dp, state = made(micro_batches=2)
+    (batch,) = dp.feed(rows(), batch_size=ROWS)
+    objective = dp.program(state).split_objective
+
+    @jax.jit
+    def sums(scale: jax.Array) -> StepSums:
+        return objective.step_sums(state.params, state.extras, batch, View(scale=scale))[0]
+
+    one, eight = jax.device_get((sums(jnp.float32(1)), sums(jnp.float32(8))))
+    assert (
+        largest_difference(eight.gradient, jax.tree.map(lambda leaf: 8 * leaf, one.gradient)) == 0
+    )
+    assert largest_difference(eight.weighted, one.weighted) == 0
+
+
+@pytest.mark.parametrize("remat", [False, exhaustive(True)])
+def test_random_numbers_follow_from_the_step_the_replica_and_the_micro_batch(remat: bool) -> None:
+    """Every row, and every layer, draws a number of its own: the metric is their variance."""
+
+    def noisy(x: jax.Array, given: Any) -> tuple[jax.Array, None]:
+        block, key = given
+        noise = jax.random.normal(key, x.shape[:1])
+        return layer(x, block)[0] + noise[:, None, None], None
+
+    def dropping(model: Any, batch: Any, key: Any) -> Any:
+        keys = jax.random.split(key, LAYERS)
+        body = jax.checkpoint(noisy) if remat else noisy
+        x, _ = lax.scan(body, jnp.zeros((len(batch["tokens"]), TOKENS, WIDTH)), (model["h"], keys))
+        return head(model, x, batch)[0], {"drawn": jax.random.normal(key, (len(x),))}
+
+    sums = sums_by_key(dropping, data=2, micro_batches=3)
+    first, again, other = map(sums, (0, 0, 1))
+    assert largest_difference(first, again) == 0
+    assert largest_difference(first.gradient["h"], other.gradient["h"]) > 0.01
+    # 6 micro-batches of 9 rows and 3 of padding: as many keys.
+    keys = [
+        jax.random.fold_in(jax.random.fold_in(jax.random.key(0), replica), number)
+        for replica in range(2)
+        for number in range(3)
+    ]
+    drawn = np.concatenate([jax.random.normal(key, (9,)) for key in keys])
+    total = first.weighted["drawn"].total
+    # Rows 51 to 53 are padding: the last of each of the second replica's micro-batches.
+    drawn[35::9] = 0
+    assert total == pytest.approx(drawn.sum(), abs=1e-4)
+
+
+def test_what_a_loss_asks_for_inside_of_a_step_is_that_of_its_micro_batch() -> None:
+    def asking(model: Any, batch: Any, key: Any) -> Any:
+        real = rx.row_weights(batch["tokens"])
+        x, _ = lax.scan(layer, model["embedding"][batch["tokens"]], model["h"])
+        value, _ = head(model, x, batch)
+        by_step = value.values * (1 + rx.step_number()) * batch["factor"]
+        return rx.Weighted(by_step, value.weights), {"real": real}
+
+    source = {**rows(), "factor": rx.Shared(0.5)}
+    found = step_sums(asking, source=source, data=2, micro_batches=3)
+    assert largest_difference(found, step_sums(asking, source=source, stage=1)) < 2e-6
+    assert found.weighted["real"] == WeightedSum(ROWS, ROWS)
+
+
+def test_masks_counters_and_stacks_that_are_whole_reach_each_layer() -> None:
+    """Of the batch, as a constant of the scan; of integers, in the carry; unsplit, by layer."""
+
+    def mixed(model: Any, batch: Any, key: Any) -> Any:
+        mask = (batch["next"] % 2)[..., None]
+
+        def step(carry: Any, given: Any) -> Any:
+            (x, count), (block, gain, number) = carry, given
+            x = layer(x, block)[0] * gain + mask * number
+            return (x, count + number), jnp.sum(x)  # by layer, and nobody reads it
+
+        per_layer = (model["h"], model["gain"], jnp.arange(LAYERS))
+        start = (model["embedding"][batch["tokens"]], batch["tokens"][:, 0])
+        (x, count), _ = jax.jit(lambda *given: lax.scan(jax.checkpoint(step), *given))(
+            start, per_layer
+        )
+        return head(model, x, batch)[0], {"count": count.astype(jnp.float32)}
+
+    def with_gain() -> Any:
+        return {**model(), "gain": jnp.linspace(0.5, 1.5, LAYERS)}
+
+    found = step_sums(mixed, with_gain, data=2, micro_batches=3)
+    assert largest_difference(found, step_sums(mixed, with_gain, stage=1)) < 2e-6
+
+
+def test_gpt2_trains_in_stages() -> None:
+    recipe = GPT2(layers=4, heads=2, width=16, context=12)
+    shape = transformer.Shape(4, recipe.heads, recipe.width, recipe.context, vocab_size=32)
+    random = np.random.default_rng(0)
+    source = {
+        "tokens": random.integers(0, 32, (ROWS, 13)).astype(np.int32),
+        "length": random.integers(1, 13, ROWS).astype(np.int32),
+        "bytes": random.integers(1, 40, ROWS).astype(np.int32),
+    }
+    init = lambda: transformer.init(shape, jax.random.key(1))  # noqa: E731
+    given: dict[str, Any] = {"loss": recipe.loss, "model": init, "source": source}
+    found = step_sums(**given, data=2, stage=4, micro_batches=4)
+    assert largest_difference(found, step_sums(**given, stage=1)) < 1e-5
+
+
+def memory(schedule: str, micro_batches: int) -> int:
+    """Bytes that the gradient of so many micro-batches, of as many rows each, takes beside it."""
+    dp, state = made(stage=4, micro_batches=micro_batches)
+    objective = dataclasses.replace(dp.program(state).split_objective, schedule=schedule)
+    (batch,) = dp.feed(rows(32 * micro_batches), batch_size=32 * micro_batches)
+
+    @jax.jit
+    def sums(state: Any, batch: Any) -> StepSums:
+        return objective.step_sums(state.params, state.extras, batch, View())[0]
+
+    analysis = sums.lower(state, batch).compile().memory_analysis()
+    data = sum(leaf.nbytes for leaf in jax.tree.leaves(batch))
+    assert analysis is not None
+    return analysis.temp_size_in_bytes - 2 * data
+
+
+def test_what_1f1b_keeps_does_not_grow_with_the_micro_batches() -> None:
+    assert memory("1f1b", 16) < 1.01 * memory("1f1b", 8)
+    assert memory("gpipe", 16) > 1.5 * memory("gpipe", 8)
+
+
+def test_the_bubble_is_the_share_of_ticks_in_which_a_stage_waits() -> None:
+    assert bubble(1, 8) == 0
+    assert bubble(4, 1) == 0.75
+    assert bubble(4, 12) == 0.2
+
+
+# What cannot be divided into stages.
+
+
+def in_a_loop(model: Any, batch: Any, key: Any) -> Any:
+    x = model["embedding"][batch["tokens"]]
+    for number in range(LAYERS):
+        x, _ = layer(x, jax.tree.map(lambda leaf, n=number: leaf[n], model["h"]))
+    return head(model, x, batch)
+
+
+def twice(model: Any, batch: Any, key: Any) -> Any:
+    x = model["embedding"][batch["tokens"]]
+    for _ in range(2):
+        x, _ = lax.scan(layer, x, model["h"])
+    return head(model, x, batch)
+
+
+def decayed(model: Any, batch: Any, key: Any) -> Any:
+    value, metrics = loss(model, batch, key)
+    return value, {**metrics, "norm": jnp.full(len(batch["next"]), jnp.sum(model["h"]["up"] ** 2))}
+
+
+def by_layer(model: Any, batch: Any, key: Any) -> Any:
+    def step(x: jax.Array, block: Any) -> Any:
+        x, _ = layer(x, block)
+        return x, x
+
+    _, states = lax.scan(step, model["embedding"][batch["tokens"]], model["h"])
+    return head(model, jnp.mean(states, axis=0), batch)
+
+
+def from_the_last(model: Any, batch: Any, key: Any) -> Any:
+    x, _ = lax.scan(layer, model["embedding"][batch["tokens"]], model["h"], reverse=True)
+    return head(model, x, batch)
+
+
+def whole_remat(model: Any, batch: Any, key: Any) -> Any:
+    def blocks(x: jax.Array, h: Any) -> jax.Array:
+        return lax.scan(layer, x, h)[0]
+
+    return head(
+        model, jax.checkpoint(blocks)(model["embedding"][batch["tokens"]], model["h"]), batch
+    )
+
+
+def carried_key(model: Any, batch: Any, key: Any) -> Any:
+    def step(carry: Any, block: Any) -> Any:
+        x, key = carry
+        noise = jax.random.normal(key, x.shape)
+        return (layer(x, block)[0] + noise, jax.random.fold_in(key, 1)), None
+
+    start = (model["embedding"][batch["tokens"]], jax.random.key(3))
+    (x, _), _ = lax.scan(step, start, model["h"])
+    return head(model, x, batch)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (in_a_loop, ["['h']['bias']", "2 stages", "lax.scan"]),
+        (twice, ["['h']['bias']", "2 scans"]),
+        (decayed, ["['h']['up']", "integer_pow"]),
+        (by_layer, ["by layer", "carry"]),
+        (from_the_last, ["reverse"]),
+        (whole_remat, ["jax.checkpoint"]),
+        (carried_key, ["random keys", "jax.random.key_data"]),
+    ],
+)
+def test_a_loss_that_cannot_be_divided_is_refused(loss: Any, words: list[str]) -> None:
+    dp, state = made(loss)
+    (batch,) = dp.feed(rows(), batch_size=ROWS)
+    with pytest.raises(LossError) as caught:
+        dp.step(state, batch)
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def test_rows_that_meet_are_refused() -> None:
+    def gathering(model: Any, batch: Any, key: Any) -> Any:
+        value, _ = loss(model, batch, key)
+        return rx.Weighted(value.values - jnp.mean(rx.gather(value.values)), value.weights)
+
+    dp, state = made(gathering)
+    (batch,) = dp.feed(rows(48), batch_size=48)
+    with pytest.raises(LossError, match=r"rx\.gather"):
+        dp.step(state, batch)
+
+
+def test_a_rule_that_divides_no_layers_is_refused() -> None:
+    rules = [("'up'", P(None, "stage")), ("", P())]
+    dp, state = made(rules=rules)
+    (batch,) = dp.feed(rows(), batch_size=ROWS)
+    with pytest.raises(ConfigError, match=r"\['h'\]\['up'\].*PartitionSpec\('stage', ...\)"):
+        dp.step(state, batch)
+
+
+def test_layers_that_a_scan_has_beside_others_are_refused() -> None:
+    def longer(model: Any, batch: Any, key: Any) -> Any:
+        h = jax.tree.map(lambda leaf: jnp.concatenate([leaf, leaf]), model["h"])
+        x, _ = lax.scan(layer, model["embedding"][batch["tokens"]], h)
+        return head(model, x, batch)
+
+    dp, state = made(longer)
+    (batch,) = dp.feed(rows(), batch_size=ROWS)
+    with pytest.raises(LossError, match="none; it is used in concatenate"):
+        dp.step(state, batch)
+
+
+def test_a_model_that_writes_statistics_is_refused() -> None:
+    def counted(model: Any, batch: Any, key: Any) -> Any:
+        value, metrics = loss(model.model, batch, key)
+        return rx.Written((value, metrics), model.state + 1)
+
+    dp, state = made(counted, lambda: rx.Stateful(model(), jnp.int32(0)))
+    (batch,) = dp.feed(rows(), batch_size=ROWS)
+    with pytest.raises(LossError, match=r"the model writes .*2 stages of 2 micro-batches"):
+        dp.step(state, batch)
+
+
+def test_rows_of_a_replica_that_meet_are_refused() -> None:
+    def centred(model: Any, batch: Any, key: Any) -> Any:
+        value, _ = loss(model, batch, key)
+        return rx.Weighted(value.values - jnp.mean(value.values, axis=0), value.weights)
+
+    dp, state = made(centred, data=2, micro_batches=1)
+    (batch,) = dp.feed(rows(48), batch_size=48)
+    with pytest.raises(LossError, match=r"2 replicas.*without stages"):
+        dp.step(state, batch)
