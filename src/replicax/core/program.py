@@ -287,6 +287,7 @@ def in_place(
             mesh=mesh,
             shardings=shardings.params,
             micro_batches=config.accumulate,
+            schedule=config.layout.schedule,
         )
     if not config.layout.splits_params:
         return objective
