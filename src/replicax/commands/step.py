@@ -8,8 +8,9 @@ import jax
 import replicax as rx
 from replicax.core.exact import MICRO_SHARDS, fix_threads
 from replicax.core.job import Job
-from replicax.core.layout import LAYOUTS, SCHEDULES, Layout
+from replicax.core.layout import LAYOUTS, Layout
 from replicax.core.modes import MODES, as_mode
+from replicax.core.pipeline import SCHEDULES
 from replicax.core.reduction import REDUCTIONS
 from replicax.errors import ConfigError
 from replicax.flags import one_of, shown_as
@@ -31,7 +32,7 @@ class StepOptions:
     fsdp_size: Annotated[int | None, shown_as("INT", "all")] = None
     """Layouts zero1 and fsdp: replicas that share one copy of the state; neighbours."""
     schedule: Annotated[str, one_of(SCHEDULES)] = "1f1b"
-    """Order of the micro-batches through the stages; gpipe is faster and keeps more in memory."""
+    """Order of the micro-batches through the stages; gpipe keeps all of them in memory."""
     accumulate: int = 1
     """Micro-batches per device, computed one after another."""
     micro_shards: int = MICRO_SHARDS

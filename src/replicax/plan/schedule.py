@@ -10,8 +10,8 @@ from functools import cached_property
 
 from replicax.analysis import hlo
 from replicax.analysis.compiled import collective_kind, result_bytes
+from replicax.analysis.groups import axes_of_group, first_group
 from replicax.analysis.hlo import Instruction, Module
-from replicax.plan.groups import axes_of_group, first_group
 from replicax.plan.kernel_bytes import kernel_bytes
 from replicax.plan.kernel_flops import (
     FREE_CALLS,
