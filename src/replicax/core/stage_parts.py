@@ -113,10 +113,10 @@ def stage_parts(
     scans = [eqn for eqn in traced.jaxpr.eqns if _scanned(eqn, paths)]
     if len(scans) != 1:
         uses = sorted({name for name, _ in _other_uses(traced.jaxpr, paths, None)})
-        found = f"{len(scans)} scans over it" if scans else f"none; it is used in {_list(uses)}"
         raise LossError(
-            f"the layout splits {some} over {few}, and the loss has {found}; stages divide one "
-            "lax.scan over layers: make it one scan of the loss, jax.checkpoint within its body"
+            f"the layout splits {some} over {few}, and the loss has {len(scans)} scans over it, "
+            f"which it uses in {', '.join(uses) or 'nothing'}; stages divide the layers of one: "
+            "write them as one lax.scan, with jax.checkpoint within its body if at all"
         )
     scan = scans[0]
     for name, path in _other_uses(traced.jaxpr, paths, scan):
@@ -178,10 +178,6 @@ def _other_uses(
 
 def _of(atom: Any, paths: Mapping[Any, str]) -> str | None:
     return None if isinstance(atom, Literal) else paths.get(atom)
-
-
-def _list(names: list[str]) -> str:
-    return ", ".join(names) or "nothing"
 
 
 def _flat(traced: ClosedJaxpr, outputs: int) -> ClosedJaxpr:
