@@ -290,16 +290,19 @@ def test_masks_counters_and_stacks_that_are_whole_reach_each_layer() -> None:
         mask = (batch["next"] % 2)[..., None]
 
         def step(carry: Any, given: Any) -> Any:
-            (x, count), (block, gain, number) = carry, given
+            (x, count, penalty), (block, gain, number) = carry, given
             x = layer(x, block)[0] * gain + mask * number
-            return (x, count + number), jnp.sum(x)  # by layer, and nobody reads it
+            penalty += jnp.mean(block["up"] ** 2)
+            return (x, count + number, penalty), jnp.sum(x)  # by layer, and nobody reads it
 
         per_layer = (model["h"], model["gain"], jnp.arange(LAYERS))
-        start = (model["embedding"][batch["tokens"]], batch["tokens"][:, 0])
-        (x, count), _ = jax.jit(lambda *given: lax.scan(jax.checkpoint(step), *given))(
+        start = (model["embedding"][batch["tokens"]], batch["tokens"][:, 0], 0.0)
+        (x, count, penalty), _ = jax.jit(lambda *given: lax.scan(jax.checkpoint(step), *given))(
             start, per_layer
         )
-        return head(model, x, batch)[0], {"count": count.astype(jnp.float32)}
+        value, _ = head(model, x, batch)
+        metrics = {"count": count.astype(jnp.float32)}
+        return rx.Weighted(value.values + penalty, value.weights), metrics
 
     def with_gain() -> Any:
         return {**model(), "gain": jnp.linspace(0.5, 1.5, LAYERS)}
@@ -511,12 +514,27 @@ def test_rows_that_meet_are_refused() -> None:
         dp.step(state, batch)
 
 
-def test_a_rule_that_divides_no_layers_is_refused() -> None:
-    rules = [("'up'", P(None, "stage")), ("", P())]
+@pytest.mark.parametrize(
+    ("rules", "words"),
+    [
+        ([("'up'", P(None, "stage")), ("", P())], ["['h']['up']", "PartitionSpec('stage', ...)"]),
+        ([("", P()), *RULES], ["none of 5 parameters", "2 stages"]),
+    ],
+)
+def test_rules_that_divide_no_layers_are_refused(rules: Any, words: list[str]) -> None:
     dp, state = made(rules=rules)
     (batch,) = dp.feed(rows(), batch_size=ROWS)
-    with pytest.raises(ConfigError, match=r"\['h'\]\['up'\].*PartitionSpec\('stage', ...\)"):
+    with pytest.raises(ConfigError) as caught:
         dp.step(state, batch)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_step_of_ones_own_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"step= .* 2 stages"):
+        rx.DataParallel(
+            step=lambda state, batch, key: (state, {}), mesh=rx.make_mesh(stage=2), layout=RULES
+        )
 
 
 def test_layers_that_a_scan_has_beside_others_are_refused() -> None:
