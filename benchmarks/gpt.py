@@ -25,6 +25,7 @@ from torch_peer import Peer, torch_version
 import replicax as rx
 from replicax.bench.peak import peak_flops_per_second
 from replicax.recipes import transformer
+from replicax.recipes.gpt2_weights import published
 from replicax.train.host_memory import keep_freed_memory
 
 LEARNING_RATE = 1e-3
@@ -161,6 +162,10 @@ def by_hand(
         return optax.apply_updates(params, updates), opt_state, loss
 
     blocks = [jax.tree.map(lambda leaf, i=i: leaf[i], params["h"]) for i in range(shape.layers)]
+    for block in blocks:  # query, key and value side by side, as published
+        dense = block["attn"]["c_attn"]
+        dense["weight"] = dense["weight"].reshape(shape.width, 3 * shape.width)
+        dense["bias"] = dense["bias"].reshape(3 * shape.width)
     params = jax.tree.map(jnp.copy, {**params, "h": blocks})
     opt_state = OPTIMIZER.init(params)
     batch = jnp.asarray(tokens, jnp.int32)
@@ -218,7 +223,7 @@ def pytorch(
     }
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "settings.json").write_text(json.dumps(settings), encoding="utf-8")
-        np.savez(Path(folder, "start.npz"), tokens=tokens, **unstacked(params, shape.layers))
+        np.savez(Path(folder, "start.npz"), tokens=tokens, **published(params))
         used = {"eager": 1, "compile": 1}
         if devices > 1:
             used |= {"ddp": devices, "ddp-compile": devices}
@@ -226,18 +231,6 @@ def pytorch(
             f"torch {how}": Contender(Peer(args.torch_python, "gpt_torch.py", [folder, how]), count)
             for how, count in used.items()
         }
-
-
-def unstacked(params: transformer.Params, layers: int) -> dict[str, np.ndarray]:
-    """The published names, block by block: `h.0.attn.c_attn.weight`."""
-    arrays = {}
-    for path, leaf in jax.tree.leaves_with_path(params):
-        first, *rest = (entry.key for entry in path)
-        if first == "h":
-            arrays |= {".".join(["h", str(i), *rest]): np.asarray(leaf[i]) for i in range(layers)}
-        else:
-            arrays[".".join([first, *rest])] = np.asarray(leaf)
-    return arrays
 
 
 def check_agreement(losses: dict[str, list[float]], tolerances: tuple[float, float]) -> None:

@@ -160,6 +160,18 @@ def test_a_collective_moves_its_result(line: str, kind: str, size: int) -> None:
     assert read.collectives == (Collectives(kind, 1, size),)
 
 
+@pytest.mark.parametrize(("axis", "group"), [("model", 2), ("data", 4), (("data", "model"), 8)])
+def test_a_device_sends_in_the_ring_of_its_group(axis: Any, group: int) -> None:
+    mesh = rx.make_mesh(4, 2)
+    spec = jax.sharding.PartitionSpec(("data", "model"))
+    summed = jax.shard_map(
+        lambda x: jax.lax.psum(x, axis), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+    )
+    read = inspect(jax.jit(summed).lower(jnp.ones(64)).compile())
+    assert read.collectives == (Collectives("all-reduce", 1, 32),)
+    assert read.sent_bytes == 2 * 32 * (group - 1) / group
+
+
 def test_the_end_of_an_asynchronous_collective_is_not_another() -> None:
     line = "%r = f32[8]{0} all-reduce-done(%p)"
     assert inspect(Compiled(line)).collectives == ()  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ from typing import Any
 from replicax.analysis.compiled import Collectives
 from replicax.bench.cases import STRONG, WEAK
 from replicax.bench.collect import efficiencies
-from replicax.bench.result import Bench, CaseResult
+from replicax.bench.result import Bench, CaseResult, LayoutFigures
 
 CASE = CaseResult(
     mode="jit",
@@ -88,6 +88,31 @@ def scaled(*devices: int, modes: tuple[str, ...] = ("jit", "shard_map", "pmap"))
                 )
             )
     return make_bench(*cases)
+
+
+def layouts(mode: str = "jit", size: float = 1.0) -> Bench:
+    """Every layout on four devices beside one, `size` times as slow and large."""
+    cases = []
+    names = {"data": 1, "zero1": 1, "fsdp": 1, "data=2 model=2": 1, "stages=4": 4}
+    for place, (name, stages) in enumerate([("data", 1), *names.items()]):
+        seconds = tuple(size * each * (1 + place / 4) for each in CASE.seconds_per_step)
+        case = dataclasses.replace(
+            CASE,
+            mode=mode,
+            devices=4 if place else 1,
+            seconds_per_step=seconds,
+            rows_per_second=tuple(256 / each for each in seconds),
+            peak_bytes_per_device=int(size * 3e6) << 2,
+            efficiency={STRONG: (1.0 / (1 + place),) * 3},
+            layout=LayoutFigures(
+                name=name,
+                state_bytes_per_device=int(size * 1e6),
+                sent_bytes=4008.0 * size * place,
+                bubble=(stages - 1) / (8 + stages - 1) if stages > 1 else None,
+            ),
+        )
+        cases.append(case)
+    return make_bench(*cases, accumulate=8, layout=", ".join(names))
 
 
 def extreme() -> Bench:

@@ -3,9 +3,10 @@
 import dataclasses
 
 import pytest
-from bench.results import CASE, extreme, make_bench, scaled
+from bench.results import CASE, extreme, layouts, make_bench, scaled
 
-from replicax.bench.report import around, digits, percent_around, short, table, to_markdown
+from replicax.bench.numbers import around, digits, percent_around, short
+from replicax.bench.report import table, to_markdown
 from replicax.bench.result import Bench
 
 
@@ -50,7 +51,54 @@ def test_tokens_stand_in_the_place_of_rows() -> None:
     assert "1.280M" in text
 
 
-@pytest.mark.parametrize("bench", [extreme(), scaled(1, 2, 4, 8)], ids=["extreme", "usual"])
+def test_layouts_have_one_table_with_what_tells_them_apart() -> None:
+    lines = table(layouts())
+    at = lines.index("layouts: 256 rows a batch")
+    heads = "layout vices rows/s ms/step up MiB MiB sent ble"
+    assert lines[at + 2].split() == heads.split()
+    one = "jit data 1 12,800 20.0 ± 5.0 1.00 0.954 11.4 0 B -"
+    assert lines[at + 3].split() == one.split()
+    stages = "jit stages=4 4 5,689 45.0 ± 11.2 0.667 0.954 11.4 20.0 kB 27%"
+    assert lines[at + 8].split() == stages.split()
+    assert "(S - 1) / (M + S - 1)" in " ".join(map(str.strip, lines))
+    assert "M = 8" in " ".join(map(str.strip, lines))
+    assert not any("layout data" in line for line in lines[:at])
+
+
+def test_without_stages_no_word_of_a_bubble() -> None:
+    bench = layouts()
+    bench = dataclasses.replace(bench, cases=bench.cases[:-1])
+    assert "bub" not in "\n".join(table(bench))
+
+
+def test_without_one_device_there_is_no_speedup() -> None:
+    bench = layouts()
+    bench = dataclasses.replace(bench, cases=bench.cases[1:])
+    lines = table(bench)
+    assert lines[lines.index("layouts: 256 rows a batch") + 1].split() == [
+        "de-",
+        "state",
+        "peak",
+        "bub-",
+    ]
+    both = dataclasses.replace(
+        bench, cases=(*bench.cases, *layouts("pmap").cases[:1], *bench.cases[:1])
+    )
+    assert any(line.startswith("jit zero1") and " - " in line for line in table(both))
+
+
+def test_layouts_in_markdown() -> None:
+    text = to_markdown(layouts(), ["layouts.png"])
+    assert "## Layouts" in text
+    assert "| layout | devices | rows/s | ms/step | speedup | state MiB |" in text
+    assert "| jit zero1 | 4 |" in text
+
+
+@pytest.mark.parametrize(
+    "bench",
+    [extreme(), scaled(1, 2, 4, 8), layouts(), layouts(size=2000)],
+    ids=["extreme", "usual", "layouts", "large layouts"],
+)
 def test_no_line_is_wider_than_a_terminal(bench: Bench) -> None:
     assert max(map(len, table(bench))) <= 80
 

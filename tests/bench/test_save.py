@@ -3,15 +3,20 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from bench.results import CASE, extreme, make_bench, scaled
+from bench.results import CASE, extreme, layouts, make_bench, scaled
+from matplotlib.text import Text
 
+from replicax.bench.layout_plot import figure_of_layouts
 from replicax.bench.result import Bench
 from replicax.bench.save import to_json, write_bench
 
 
-@pytest.mark.parametrize("bench", [extreme(), scaled(1, 2)], ids=["extreme", "usual"])
+@pytest.mark.parametrize(
+    "bench", [extreme(), scaled(1, 2), layouts()], ids=["extreme", "usual", "layouts"]
+)
 def test_json_comes_back_as_it_was(bench: Bench) -> None:
     plain = to_json(bench)
     assert json.loads(json.dumps(plain, allow_nan=False)) == plain
@@ -41,6 +46,42 @@ def test_all_files_are_written(bench: Bench, tmp_path: Path) -> None:
     assert all(path.stat().st_size > 500 for path in paths)
     assert "](scaling.png)" in paths[1].read_text()
     assert paths[2].read_bytes().startswith(b"\x89PNG")
+
+
+def test_layouts_have_their_own_picture_and_figures(tmp_path: Path) -> None:
+    paths = write_bench(layouts(), tmp_path)
+    assert [path.name for path in paths] == ["bench.json", "bench.md", "layouts.png"]
+    assert "](layouts.png)" in paths[1].read_text()
+    case = json.loads(paths[0].read_text())["cases"][-1]
+    assert case["layout"] == {
+        "name": "stages=4",
+        "state_bytes_per_device": 1_000_000,
+        "sent_bytes": 20040.0,
+        "bubble": pytest.approx(3 / 11),
+    }
+    assert "layout" not in to_json(scaled(1, 2))["cases"][0]
+
+
+@pytest.mark.parametrize("size", [1e-4, 1.0, 5000.0])
+def test_no_words_of_a_picture_of_layouts_overlap(
+    size: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figure = figure_of_layouts(layouts(size=size))
+    figure.draw_without_rendering()
+    draw, drawn = Text.draw, []
+
+    def watched(self: Text, renderer: Any) -> None:
+        draw(self, renderer)
+        if self.get_text() and self.get_visible():
+            drawn.append((self.get_text(), self.get_window_extent(renderer)))
+
+    monkeypatch.setattr(Text, "draw", watched)
+    figure.draw_without_rendering()
+    assert len(drawn) > 25
+    for place, (text, box) in enumerate(drawn):
+        width, height = figure.bbox.width, figure.bbox.height
+        assert min(box.x0, box.y0, width - box.x1, height - box.y1) >= 0, text
+        assert [other for other, each in drawn[place + 1 :] if box.overlaps(each)] == [], text
 
 
 def test_modes_are_drawn_in_their_colours(tmp_path: Path) -> None:

@@ -7,6 +7,9 @@ import pytest
 from support.command_line import Main, one_line
 from support.tiers import EXHAUSTIVE
 
+from replicax.commands.bench import over_heads
+from replicax.errors import ConfigError
+
 BENCH = ["bench", "linear_regression", "--points", "64", "--batch-size", "16", "--rounds", "1"]
 
 
@@ -23,6 +26,30 @@ def test_bench_prints_the_table_and_leaves_its_files(main: Main, folder: Path) -
     modes = {case["mode"] for case in json.loads(Path("runs/it/bench.json").read_text())["cases"]}
     assert modes == {"jit", "shard_map"}
     assert "(memory.png)" in Path("runs/it/bench.md").read_text()
+
+
+MLP = ["bench", "mlp", "--rows", "64", "--batch-size", "16", "--rounds", "1", "--hidden", "8"]
+
+
+def test_layouts_are_compared_by_the_rules_of_a_recipe(main: Main, folder: Path) -> None:
+    options = ["--layers", "4", "--devices", "4", "--layouts", "replicated,model,stages"]
+    code, out, err = main(*MLP, *options, "--run", "it")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert max(len(line) for line in lines) <= 80
+    rows = [line.split()[:3] for line in lines if line.startswith("jit ")]
+    assert rows == [["jit", "data", "1"], ["jit", "data", "4"], ["jit", "model=4", "4"]]
+    assert lines[-1] == "see    runs/it/ (bench.json, bench.md, layouts.png)"
+    notes = " ".join(map(str.strip, lines))
+    assert "note: jit stages on 4 devices is left out" in notes
+
+
+def test_heads_stay_whole(folder: Path) -> None:
+    mesh = over_heads(6)
+    assert dict(mesh(4).shape) == {"data": 2, "model": 2, "stage": 1}
+    assert dict(mesh(6).shape) == {"data": 1, "model": 6, "stage": 1}
+    with pytest.raises(ConfigError, match="5 devices with heads=6"):
+        mesh(5)
 
 
 def test_profile_leaves_a_trace_and_says_how_to_open_it(main: Main, folder: Path) -> None:
@@ -52,6 +79,11 @@ def test_profile_leaves_a_trace_and_says_how_to_open_it(main: Main, folder: Path
         (["--processes", "0,1"], ["--processes 0", "at least 1"]),
         (["--processes", "1,4096"], ["--processes 4096", "cores"]),
         (["--processes", "1", "--devices", "1,2"], ["--processes 1 with --devices", "one"]),
+        (["--layouts", "fdsp", "--devices", "2"], ["'fdsp'", "did you mean 'fsdp'"]),
+        (["--layouts", "zero1", "--layout", "fsdp"], ["--layouts zero1 with --layout fsdp", "one"]),
+        (["--layouts", "zero1", "--profile"], ["--layouts zero1 with --profile"]),
+        (["--layouts", "zero1", "--devices", "1"], ["1 device", "at least 2"]),
+        (["--layouts", "zero1", "--processes", "1"], ["--processes 1 with --layouts"]),
         (["--processes", "1", "--profile"], ["--processes 1 with --profile"]),
         (["--processes", "1", "--modes", "pmap"], ["'pmap'", "jit or shard_map"]),
         (["--processes", "1", "--rounds", "0"], ["rounds=0", "at least 1"]),

@@ -55,6 +55,30 @@ def test_a_configuration_that_is_given_back_is_the_same(
     assert changed["program"] == wanted["program"]
 
 
+def test_a_configuration_from_before_an_option_has_its_default(
+    recipe: str, main: Main, folder: Path
+) -> None:
+    assert main("train", recipe, *FLAGS, "--run", "a")[0] == 0
+    path = folder / "runs/a/config.json"
+    older = json.loads(path.read_text())
+    for name in ("model_parallel", "stages", "fsdp_size", "schedule"):
+        del older["options"][name]
+    (folder / "older.json").write_text(json.dumps(older))
+    assert main("train", recipe, "--config", "older.json", "--run", "b")[0] == 0
+    assert config_of(folder, "b")["options"] == config_of(folder, "a")["options"]
+
+
+def test_a_run_goes_on_with_another_split(main: Main, folder: Path) -> None:
+    sizes = ("--layers", "3", "--hidden", "16", "--rows", "128", "--devices", "4", "--run", "a")
+    assert main("train", "mlp", *sizes, "--epochs", "1")[0] == 0
+    split = ("--model-parallel", "2", "--layout", "fsdp", "--fsdp-size", "2")
+    code, out, err = main("train", "mlp", *sizes, "--epochs", "2", *split)
+    assert (code, err) == (0, "")
+    assert "change options.model_parallel 1 -> 2\n" in out
+    assert "split  each layer over 2 devices · the state over 2 of 2 replicas\n" in out
+    assert "done: 2 steps since step 2" in out
+
+
 def test_a_run_goes_on_by_its_own_configuration(main: Main, folder: Path) -> None:
     assert main(*REGRESSION, "--learning-rate", "0.05", "--run", "a")[0] == 0
     given = ["train", "linear_regression", "--config", "runs/a/config.json", "--run", "a"]

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from replicax.core.layout import LAYOUTS
 from replicax.core.modes import MODES
 from replicax.core.reduction import REDUCTIONS
 from replicax.recipes.linear_regression import LinearRegression
+from replicax.recipes.mlp import MLP
 
 SHARED = {
     field.name
@@ -88,30 +90,102 @@ def test_what_a_table_gains_is_a_choice_of_every_command(
 
 
 def test_the_options_are_arguments_of_data_parallel_with_its_defaults() -> None:
-    arguments = inspect.signature(rx.DataParallel).parameters
-    for name, value in {**StepOptions().settings(), "mode": ModeOptions().mode}.items():
-        assert arguments[name].default == value, name
-    benched = inspect.signature(rx.bench).parameters
-    for name, value in StepOptions().settings().items():
-        assert benched[name].default == value, name
+    settings = StepOptions().settings(LinearRegression())
+    for function in (rx.DataParallel, rx.bench):
+        defaults = inspect.signature(function).parameters
+        for name, value in settings.items():
+            default = defaults[name].default
+            assert value == (LAYOUTS[default] if name == "layout" else default), name
+    assert inspect.signature(rx.DataParallel).parameters["mode"].default == ModeOptions().mode
 
 
 def test_every_option_reaches_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
     monkeypatch.setattr(rx, "DataParallel", lambda *_, **options: given.update(options))
-    options = StepOptions("fsdp", 2, 16, "bfloat16", "bfloat16")
-    mesh, job = object(), object()
-    options.data_parallel(LinearRegression(), "jit", mesh, job)  # type: ignore[arg-type]
+    options = StepOptions(
+        layout="fsdp",
+        model_parallel=2,
+        stages=2,
+        schedule="gpipe",
+        accumulate=2,
+        micro_shards=16,
+        precision="bfloat16",
+        reduction="bfloat16",
+    )
+    mesh, job, recipe = object(), object(), MLP()
+    options.data_parallel(recipe, "jit", mesh, job)  # type: ignore[arg-type]
     assert given == {
         "mesh": mesh,
         "job": job,
         "mode": "jit",
-        "layout": "fsdp",
+        "layout": rx.layout("fsdp", rules=recipe.rules(), schedule="gpipe"),
         "accumulate": 2,
         "micro_shards": 16,
         "precision": "bfloat16",
         "reduction": "bfloat16",
     }
+
+
+def test_without_axes_the_rules_are_left_out() -> None:
+    options = StepOptions(layout="zero1", fsdp_size=2)
+    assert options.layout_of(MLP()) == options.layout_of(LinearRegression()) == LAYOUTS["zero1"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "devices", "shape"),
+    [
+        ({}, None, None),
+        ({}, 2, {"data": 2, "model": 1, "stage": 1}),
+        ({"model_parallel": 2}, None, {"data": 4, "model": 2, "stage": 1}),
+        ({"model_parallel": 2, "stages": 2}, 4, {"data": 1, "model": 2, "stage": 2}),
+        (
+            {"layout": "fsdp", "fsdp_size": 2, "model_parallel": 2},
+            8,
+            {"data": 2, "fsdp": 2, "model": 2, "stage": 1},
+        ),
+    ],
+)
+def test_the_mesh_has_the_axes_that_were_asked_for(
+    flags: dict[str, Any], devices: int | None, shape: dict[str, int] | None
+) -> None:
+    mesh = StepOptions(**flags).mesh(devices)
+    assert shape == (None if mesh is None else dict(mesh.shape))
+
+
+GPT2_HEADS = ("gpt2", "--heads", "4", "--width", "16")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["lenet", "--model-parallel", 2], ["--model-parallel 2", "lenet", "rules()"]),
+        (["mlp", "--stages", 3], ["8 devices", "--stages 3", "divide"]),
+        (["mlp", "--stages", 2, "--model-parallel", 3], ["--model-parallel 3 --stages 2", "6"]),
+        (["mlp", "--devices", 2, "--model-parallel", 4], ["2 devices", "--model-parallel 4"]),
+        ([*GPT2_HEADS, "--model-parallel", 8], ["--model-parallel 8", "heads=4"]),
+        (["mlp", "--stages", 0], ["--stages 0", "at least 1"]),
+        (["mlp", "--model-parallel", -1], ["--model-parallel -1", "at least 1"]),
+        (["mlp", "--fsdp-size", 2], ["--fsdp-size 2", "--layout replicated", "zero1"]),
+        (["mlp", "--fsdp-size", 1, "--layout", "fsdp"], ["--fsdp-size 1", "at least 2"]),
+        (["mlp", "--stages", 2, "--mode", "shard_map"], ["shard_map", "8 devices", "'jit'"]),
+        (["mlp", "--model-parallel", 2, "--mode", "single"], ["single", "8 devices", "'jit'"]),
+        (["mlp", "--stages", 2, "--schedule", "gp"], ["'gp'", "--schedule"]),
+    ],
+)
+def test_what_cannot_be_split_so_is_one_line(
+    flags: list[object], words: list[str], main: Main, folder: Path
+) -> None:
+    code, _, err = main("train", *flags)
+    assert code == 2
+    for word in words:
+        assert word in one_line(err)
+    assert not (folder / "runs").exists()
+
+
+def test_bench_takes_no_mesh(main: Main) -> None:
+    code, _, err = main("bench", "mlp", "--model-parallel", "2")
+    assert code == 2
+    assert "--layouts" in one_line(err)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,10 @@ CASES = [
     *({"mode": mode} for mode in ("single", "jit", "shard_map", "pmap", "exact")),
     {"layout": "zero1"},
     {"layout": "fsdp"},
-    {"layout": [("w", PartitionSpec("data"))]},
+    {"layout": [("w", PartitionSpec("data")), ("", PartitionSpec())]},
+    {"mode": "shard_map", "layout": "zero1"},
+    {"mode": "shard_map", "layout": "fsdp"},
+    {"mode": "exact", "layout": "zero1"},
 ]
 
 
@@ -60,7 +63,7 @@ def trained(model: Any = MODEL, optimizer: Any = None, **arguments: Any) -> tupl
 near = partial(jax.tree.map, partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6))
 
 
-@pytest.mark.parametrize("arguments", only([CASES[2], CASES[5]], CASES), ids=str)
+@pytest.mark.parametrize("arguments", only([CASES[2], CASES[5], CASES[-2]], CASES), ids=str)
 def test_the_average_is_what_plain_jax_computes(arguments: Any) -> None:
     dp, state = trained(**arguments)
     params, average = by_hand(optax.adam(0.1))

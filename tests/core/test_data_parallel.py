@@ -246,7 +246,7 @@ def test_a_mesh_of_explicit_axes_works() -> None:
         ({"mode": "jti"}, "did you mean 'jit'"),
         ({"layout": "zero"}, "did you mean 'zero1'"),
         ({"mode": "pmap", "layout": "fsdp"}, "use mode='jit'"),
-        ({"mode": "shard_map", "layout": "zero1"}, "use mode='jit'"),
+        ({"mode": "exact", "layout": "fsdp"}, "use mode='jit'"),
         ({"accumulate": 0}, "accumulate=0"),
         ({"precision": "float8"}, "float32, bfloat16, float16"),
         ({"mesh": jax.sharding.Mesh(jax.devices(), ("batch",))}, "none named 'data'"),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support.cases import BATCH, CASES, DROPOUT_CASES, KEY, Case
+from support.cases import BATCH, CASES, DROPOUT_CASES, Case, first_key
 from support.tiers import only
 
 import replicax as rx
@@ -91,7 +91,7 @@ def test_moves_no_more_than_a_ring() -> None:
 
 def test_the_tree_is_that_of_one_device() -> None:
     """Numbers whose sum depends on the order: neighbours first, then neighbouring pairs."""
-    values = jax.random.normal(KEY, (8, 5)) * 10.0 ** jnp.arange(8)[:, None]
+    values = jax.random.normal(first_key(), (8, 5)) * 10.0 ** jnp.arange(8)[:, None]
     mesh = rx.make_mesh()
     added = jax.shard_map(
         lambda own: REDUCTIONS["float32"].in_order(own[0], "data"),

@@ -139,8 +139,18 @@ def test_an_unknown_layout_is_refused_with_the_nearest() -> None:
         as_layout("zero")
 
 
-@pytest.mark.parametrize("mode", ["single", "shard_map", "pmap"])
-@pytest.mark.parametrize("layout", ["zero1", "fsdp", RULES], ids=["zero1", "fsdp", "rules"])
+HOLDS = {"shard_map": ["zero1", "fsdp"], "exact": ["zero1"]}
+
+
+@pytest.mark.parametrize(
+    ("mode", "layout"),
+    [
+        (mode, layout)
+        for mode in ("single", "shard_map", "pmap", "exact")
+        for layout in ("zero1", "fsdp", RULES)
+        if layout not in HOLDS.get(mode, [])
+    ],
+)
 def test_a_mode_that_cannot_split_the_state_is_refused(mode: str, layout: Any) -> None:
     with pytest.raises(ConfigError, match=f"mode='{mode}'.*use mode='jit'"):
         rx.DataParallel(loss, optax.adam(0.1), layout=layout, mode=mode)
@@ -236,9 +246,10 @@ def test_a_split_layout_gathers_and_reduces_once_and_sends_nothing_else(
     leaves = jax.tree.leaves(params)
     size = sum(4 * leaf.size for leaf in leaves)
     whole = sum(4 * leaf.size for leaf in leaves if leaf.sharding.is_fully_replicated)
-    if layout == "fsdp":
-        assert sent["all-gather"] == size - whole
-    assert 0 < sent["all-gather"] <= size
+    if layout == "fsdp":  # forward, and again backward where the gradient needs it
+        assert size - whole < sent["all-gather"] <= 2 * (size - whole)
+    else:
+        assert 0 < sent["all-gather"] <= size
     metrics = 64  # bytes, at most
     assert size < sent["all-reduce"] <= size + TWICE[name] + metrics
 

@@ -9,9 +9,12 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from replicax.core.job import Alone
 from replicax.core.mesh import (
+    abstract_like,
+    abstract_mesh,
     by_rows,
     check_mesh,
     check_processes,
+    in_order,
     is_data_only,
     make_mesh,
     replica_count,
@@ -111,3 +114,23 @@ def test_each_process_takes_part_with_as_many_devices(monkeypatch: pytest.Monkey
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ConfigError, match="8 of process 0, 0 of process 1"):
         check_processes(mesh, Pair())
+
+
+def test_further_devices_are_further_replicas() -> None:
+    mesh = make_mesh(2, model=2, devices=jax.devices()[:4])
+    assert dict(abstract_like(mesh, 16).shape) == {"data": 8, "model": 2, "stage": 1}
+    staged = abstract_like(mesh, 16, stage=4, fsdp=2)
+    assert dict(staged.shape) == {"data": 1, "model": 2, "stage": 4, "fsdp": 2}
+    with pytest.raises(ConfigError, match="6 devices over model=4; the product 4 must divide"):
+        abstract_like(abstract_mesh(2, model=4), 6)
+
+
+def test_devices_are_in_one_order_whatever_the_order_of_the_axes() -> None:
+    sizes = {"data": 2, "fsdp": 2, "model": 2, "stage": 2}
+    placed = in_order(range(16), sizes)
+    assert placed[0, 0, :, 0].tolist() == [0, 1]  # neighbours share a layer
+    assert placed[0, 0, 0, :].tolist() == [0, 2]
+    assert placed[0, :, 0, 0].tolist() == [0, 4]
+    assert placed[:, 0, 0, 0].tolist() == [0, 8]
+    other = in_order(range(16), dict(reversed(sizes.items())))
+    assert (other.transpose(3, 2, 1, 0) == placed).all()

@@ -24,6 +24,9 @@ PLACES: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp": (8, {"layout": "fsdp"}),
     "shard_map": (4, {"mode": "shard_map"}),
     "bfloat16 on the wire": (4, {"mode": "shard_map", "reduction": "bfloat16"}),
+    "zero1 in shard_map": (8, {"mode": "shard_map", "layout": "zero1"}),
+    "fsdp in shard_map": (8, {"mode": "shard_map", "layout": "fsdp", "accumulate": 2}),
+    "zero1 in exact": (8, {"mode": "exact", "layout": "zero1"}),
     "pmap": (4, {"mode": "pmap"}),
     "exact": (8, {"mode": "exact", "micro_shards": 8}),
 }
@@ -60,7 +63,7 @@ def trained(dp: rx.DataParallel, steps: int = 12) -> tuple[rx.TrainState, list[d
     return state, told
 
 
-@pytest.mark.parametrize("place", only(["shard_map"], list(PLACES)))
+@pytest.mark.parametrize("place", only(["shard_map", "fsdp in shard_map"], list(PLACES)))
 def test_it_is_the_step_of_one_device(place: str) -> None:
     alone = rx.DataParallel(loss, optax.sgd(0.05), precision="float16", mode="single")
     wanted, theirs = trained(alone)

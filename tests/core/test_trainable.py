@@ -33,6 +33,9 @@ CASES = [
     {"layout": "zero1"},
     {"layout": "fsdp"},
     {"precision": "bfloat16"},
+    {"mode": "shard_map", "layout": "zero1"},
+    {"mode": "exact", "layout": "zero1"},
+    {"mode": "shard_map", "layout": "fsdp"},
 ]
 
 
@@ -60,7 +63,7 @@ def by_hand(steps: int = 3) -> Any:
     return lora
 
 
-@pytest.mark.parametrize("arguments", only([CASES[2], CASES[7]], CASES), ids=str)
+@pytest.mark.parametrize("arguments", only([CASES[2], CASES[7], CASES[-1]], CASES), ids=str)
 def test_the_trained_part_is_trained_as_alone_and_the_rest_stays(arguments: Any) -> None:
     dp = made(**arguments)
     state = dp.init(MODEL)

@@ -17,7 +17,7 @@ from replicax.plan.target import parse_target
 def main() -> None:
     mode, layout = sys.argv[1:]
     step = gpt2(16, mode=mode, layout=layout, precision="bfloat16")
-    program = export_step(step.dp, step.model, step.batch, 8, "cuda", 9.0)
+    program = export_step(step.on(8).dp, step.model, step.batch, "cuda", 9.0)
     with compiler_for(parse_target("h100:8")) as (compiler, notes):
         assert compiler is not None, notes
         done = compiler.compile(program)

@@ -93,6 +93,7 @@ def make_plan(target: str | Target = "v5e:16x16", **changes: Any) -> Plan:
     fields: dict[str, Any] = {
         "about": ABOUT,
         "target": aim,
+        "mesh": {"data": aim.devices, "model": 1, "stage": 1},
         "asked": need(8, 11.0),
         "formula": FORMULA,
         "largest": need(12, 16.0),

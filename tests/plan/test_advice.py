@@ -9,6 +9,7 @@ import pytest
 from plan.plans import GB, SPEED, TRAFFIC, need
 
 import replicax as rx
+from replicax.core.mesh import abstract_mesh
 from replicax.plan.advice import batch_advice, first_change
 from replicax.plan.need import Need
 from replicax.plan.overlap import StepTime
@@ -39,7 +40,9 @@ def first(asked: Need, target: str = "v5e:16x16", **changes: Any) -> str:
         **changes,
     }
     dp = arguments.pop("dp", step())
-    return first_change(dp, parse_target(target).chip, DEVICES, asked, **arguments)
+    return first_change(
+        dp.replace(mesh=abstract_mesh(DEVICES)), parse_target(target).chip, asked, **arguments
+    )
 
 
 FITS, TOO_LARGE = need(8, 11.0), need(64, 81.0)

@@ -34,7 +34,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def program(step: SmallStep, devices: int = DEVICES) -> Program:
-    return export_step(step.dp, step.model, step.batch, devices, "cpu", None)
+    return export_step(step.on(devices).dp, step.model, step.batch, "cpu", None)
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +150,7 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_another() -> None:
 def test_what_is_no_program_fails_alone(compiler: CompilerProcess) -> None:
     good = program(mlp(ROWS))
     with pytest.raises(CompilerError, match="the compiler fails on this step: "):
-        compiler.compile(Program(b"no module" * 100, 0, DEVICES, ROWS, 0, 1))
+        compiler.compile(Program(b"no module" * 100, 0, {"data": DEVICES}, ROWS, 0, 1))
     assert isinstance(compiler.compile(good), Compilation)
 
 

@@ -20,7 +20,7 @@ CPU = Description("cpu", 1, {})
 
 def asked(pool: CompilerPool, threads: ThreadPoolExecutor) -> Future[Any]:
     step = mlp(8, mesh=rx.make_mesh(1))
-    program = export_step(step.dp, step.model, step.batch, 1, "cpu", None)
+    program = export_step(step.on(1).dp, step.model, step.batch, "cpu", None)
     return threads.submit(pool.compile, program)
 
 

@@ -34,7 +34,8 @@ def _compilers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def program(step: SmallStep, target: Target) -> Program:
-    return export_step(step.dp, step.model, step.batch, target.devices, target.chip.platform, None)
+    dp = step.on(target.devices).dp
+    return export_step(dp, step.model, step.batch, target.chip.platform, None)
 
 
 def compiled(step: SmallStep, target: Target) -> Compilation | TooLarge:
@@ -87,7 +88,7 @@ WITHOUT = "planned without the kernels of cuDNN: the step may need less"
     [
         ("shard_map", "replicated", 8, True, []),
         ("jit", "replicated", 8, True, [AS_SHARD_MAP]),
-        ("jit", "fsdp", 8, False, [WITHOUT]),
+        ("jit", "fsdp", 8, True, [AS_SHARD_MAP]),
         ("shard_map", "replicated", 7, False, [WITHOUT]),
     ],
 )

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from replicax.core.mesh import abstract_mesh
 from replicax.plan.forecast import (
     MOST_DEVICES,
     PAYING_SPEEDUP,
@@ -14,7 +15,7 @@ from replicax.plan.forecast import (
     devices_that_pay,
     scaling_curve,
 )
-from replicax.plan.network import network
+from replicax.plan.network import network, networks
 from replicax.plan.overlap import StepTime, Transfer
 from replicax.plan.target import parse_target
 
@@ -122,3 +123,23 @@ def test_counts_that_are_no_doublings_pay_by_the_same_measure() -> None:
 def test_device_hours() -> None:
     # 8 devices with 4 rows each in 2 s: 16 rows a second, so an hour for 57,600 rows.
     assert device_hours(57_600, rows_per_second=16, devices=8) == pytest.approx(8)
+
+
+def test_more_devices_are_more_replicas() -> None:
+    target, mesh = parse_target("h100:16"), abstract_mesh(4, model=4)
+    inside = Transfer("all-reduce", 1e8, 1.0, 1.0, axes=("model",))
+    between = Transfer("all-reduce", 1e9, 1.0, 1.0, axes=("data",))
+    found = scaling_curve(target, 1.0, [inside, between], 2, mesh=mesh, most=64)
+    points = {point.devices: point for point in found}
+    assert sorted(points) == [4, 8, 16, 32, 64]  # a replica has four
+    near = network(parse_target("h100:4")).time("all-reduce", 1e8).seconds
+    assert points[4].step.communication_seconds == pytest.approx(near)
+    far = networks(parse_target("h100:64"), abstract_mesh(16, model=4))(("data",))
+    both = near + far.time("all-reduce", 1e9).seconds
+    assert points[64].step.communication_seconds == pytest.approx(both)
+    # 32 rows, or 8 for each replica of 4 devices: of one row each there are 32 replicas.
+    strong = scaling_curve(target, 1.0, [inside], 2, mesh=mesh, fixed_batch=True)
+    assert [point.devices for point in strong] == [4, 8, 16, 32, 64, 128]
+    # A replica's rows, and with them its activations, get fewer.
+    half = network(parse_target("h100:4")).time("all-reduce", 0.5e8).seconds
+    assert strong[3].step.communication_seconds == pytest.approx(half)

@@ -24,7 +24,7 @@ class Second:
 
 def step(compute: float, *transfers: tuple[float, float, float]) -> StepTime:
     moved = [Transfer("all-reduce", size, ready, needed) for size, ready, needed in transfers]
-    return step_time(compute, moved, Second())
+    return step_time(compute, moved, lambda _: Second())
 
 
 def test_nothing_to_send() -> None:
@@ -71,7 +71,7 @@ def test_several_equal_collectives_have_several_latencies() -> None:
     slow = HostNetwork(Link(100.0, 1.0, "made up"), None, 2, 1, ("ring",))
     moved = Transfer("all-reduce", 1000, 0, 0, count=5)
     # 1,000 bytes at 100 a second whatever their number; two steps of a second for each.
-    assert moved.seconds(slow) == pytest.approx(10 + 5 * 2)
+    assert moved.seconds(lambda _: slow) == pytest.approx(10 + 5 * 2)
 
 
 def test_refusals() -> None:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 from plan.compilers import PACKAGES, beside_jax
 from support.cases import CASES
 from support.tiers import EXHAUSTIVE, only
@@ -233,8 +234,9 @@ def test_a_layout_is_not_compared_with_what_it_is_already() -> None:
     assert [each.change for each in found.alternatives] == ["twice"]
     assert found.traffic is not None
     assert "shard_map" not in found.traffic.warning + found.first  # which splits no state
-    # To the other device: half of the gradient with the loss's two sums, and of the parameters.
-    assert found.traffic.least_bytes == (4 * PARAMETERS + 8 + 4 * PARAMETERS) / 2
+    # To the other device: half of the gradient with the loss's two sums, and of the parameters,
+    # twice in bfloat16.
+    assert found.traffic.least_bytes == (4 * PARAMETERS + 8 + 2 * 2 * PARAMETERS) / 2
 
 
 @pytest.mark.usefixtures("alone")
@@ -445,10 +447,10 @@ def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         rx.plan(dp, MODEL, rows(16), target="h100:8", by_formula=True)
 
 
-def test_a_mesh_whose_replicas_have_several_devices_is_refused() -> None:
-    rules = [("second", jax.sharding.PartitionSpec("model"))]
-    dp = step(mesh=rx.make_mesh(data=4, model=2), layout=rules)
-    with pytest.raises(ConfigError, match="without the axes model and stage"):
+def test_axes_that_do_not_divide_the_devices_are_refused() -> None:
+    mesh = rx.make_mesh(2, model=3, devices=jax.devices()[:6])
+    dp = step(mesh=mesh, layout=[("first", P("model", None)), ("", P())])
+    with pytest.raises(ConfigError, match="8 devices over model=3; the product 3 must divide"):
         rx.plan(dp, MODEL, rows(16), target="h100:8", by_formula=True)
 
 

@@ -20,7 +20,7 @@ MLP_LEAVES = 3 * (4 * 2) + 3
 
 
 def program(step: SmallStep, devices: int = 2, platform: str = "cpu") -> Program:
-    return export_step(step.dp, step.model, step.batch, devices, platform, None)
+    return export_step(step.on(devices).dp, step.model, step.batch, platform, None)
 
 
 def exported(step: SmallStep, devices: int, platform: str) -> jax.export.Exported:

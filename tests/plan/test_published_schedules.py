@@ -75,7 +75,7 @@ def test_fusion_fills_no_more_than_the_buffer() -> None:
     sent = fused(THREE, 100, 4, Slow(0.1))
     assert [each.bytes for each in sent] == [120, 80, 40]
     # The second could go at 18 s, after the computation: it waits for the stream there.
-    assert step_time(12, sent, Slow(0.1)).seconds == pytest.approx(6 + 0.1 * 240)
+    assert step_time(12, sent, lambda _: Slow(0.1)).seconds == pytest.approx(6 + 0.1 * 240)
 
 
 def test_sharded_layers_are_gathered_one_ahead() -> None:

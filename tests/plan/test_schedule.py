@@ -8,11 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import lax
+from plan.test_kernel_time import CHIP
 from support.tiers import only
 
 import replicax as rx
 from replicax.analysis.compiled import inspect
 from replicax.analysis.flops import count_flops
+from replicax.plan.kernel_time import kernel_roofline, timeline
 from replicax.plan.schedule import Collective, Kernel, Loop, Schedule, Wait, read_schedule
 
 # A loop over 5 stacked layers: it reads one layer of the stack, and writes one of another.
@@ -445,3 +448,24 @@ def test_the_bytes_of_a_loop_grow_with_its_layers_and_not_with_their_square() ->
 
     four, eight, sixteen = (bytes_of(layers) for layers in (4, 8, 16))
     assert sixteen - eight == 2 * (eight - four)
+
+
+def test_of_a_pipeline_the_ticks_that_work_count() -> None:
+    """A conditional does something in 3 of 5 ticks; what is beside it runs in all of them."""
+
+    def tick(carried: jax.Array, time: jax.Array) -> tuple[jax.Array, None]:
+        works = lax.cond(time < 3, lambda x: jnp.tanh(x @ x), lambda x: x, carried)
+        return works @ works, None
+
+    def run(x: jax.Array) -> jax.Array:
+        return lax.scan(tick, x, jnp.arange(5))[0]
+
+    text = jax.jit(run).lower(jnp.ones((64, 64))).compile().as_text() or ""
+    product = 2 * 64**3
+    assert read_schedule(text).flops == (5 + 5) * product
+    schedule = read_schedule(text, working={5: 3})
+    assert schedule.flops == (5 + 3) * product
+    assert read_schedule(text, working={4: 3}).flops == (5 + 5) * product
+    seconds, _ = timeline(schedule, CHIP, "float32")
+    each = sum(k.runs * kernel_roofline(k, CHIP, "float32").seconds for k in schedule.kernels)
+    assert seconds == pytest.approx(each)

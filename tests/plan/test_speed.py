@@ -10,6 +10,7 @@ from plan.plans import FORMULA
 
 import replicax as rx
 from replicax.analysis.hardware import Chip, Link
+from replicax.core.mesh import abstract_mesh
 from replicax.errors import ConfigError
 from replicax.plan.memory import MemoryFormula
 from replicax.plan.overlap import Transfer
@@ -46,8 +47,13 @@ REDUCTION_SECONDS = 2 * 3 / 4 * GRADIENT / 1e11
 STATE: MemoryFormula = dataclasses.replace(FORMULA, rows=8, parameters=10**9, optimizer=2 * 10**9)
 
 
+def step(precision: str = "bfloat16", **settings: Any) -> rx.DataParallel:
+    dp = rx.DataParallel(lambda m, b, k: jnp.zeros(8), optax.sgd(0.1), precision=precision)
+    return dp.replace(**{"mesh": abstract_mesh(4), **settings})
+
+
 def by_formula(flops: float, target: Target, dtype: str = "bfloat16") -> Work:
-    return work_by_formula(flops, STATE, GRADIENT, target, dtype)
+    return work_by_formula(flops, STATE, GRADIENT, target, abstract_mesh(target.devices), dtype)
 
 
 @pytest.mark.parametrize(("dtype", "seconds"), [("bfloat16", 0.05), ("float32", 0.1)])
@@ -62,7 +68,7 @@ def test_by_formula_no_step_is_faster_than_its_state_is_read_and_written() -> No
 
 
 def test_by_formula_nothing_hides_the_reduction() -> None:
-    found = speed(by_formula(5e12, FOUR), FOUR, "bfloat16", None)
+    found = speed(by_formula(5e12, FOUR), FOUR, step())
     assert found.step.compute_seconds == pytest.approx(0.05)
     assert found.step.exposed_seconds == pytest.approx(REDUCTION_SECONDS)
     assert found.step.seconds == pytest.approx(0.05 + REDUCTION_SECONDS)
@@ -71,7 +77,7 @@ def test_by_formula_nothing_hides_the_reduction() -> None:
 def test_what_follows_from_the_time_of_a_step() -> None:
     hidden = Transfer("all-reduce", GRADIENT, 0.0, 0.05)
     work = Work(8, 0.05, (hidden,), flops=4e12, compute_share=0.75)
-    found = speed(work, FOUR, "bfloat16", tokens_per_row=1000)
+    found = speed(work, FOUR, step(), tokens_per_row=1000)
     assert found.rows == 8
     assert found.step.seconds == pytest.approx(0.05)
     assert found.step.communication_seconds == pytest.approx(REDUCTION_SECONDS)
@@ -80,8 +86,8 @@ def test_what_follows_from_the_time_of_a_step() -> None:
     assert found.tokens_per_second == pytest.approx(1000 * 8 * 4 / 0.05)
     assert found.peak_share == pytest.approx(4e12 / 0.05 / 1e14)
     assert found.compute_share == 0.75
-    assert speed(work, FOUR, "float32", None).peak_share == pytest.approx(4e12 / 0.05 / 5e13)
-    assert speed(work, FOUR, "bfloat16", None).tokens_per_second is None
+    assert speed(work, FOUR, step("float32")).peak_share == pytest.approx(4e12 / 0.05 / 5e13)
+    assert speed(work, FOUR, step()).tokens_per_second is None
 
 
 def test_by_schedule_each_kernel_takes_the_longer_of_its_two_times() -> None:
@@ -107,7 +113,7 @@ def test_a_chip_whose_speed_is_not_known_is_said_to_be() -> None:
         by_formula(1.0, dataclasses.replace(ONE, chip=unknown))
     joined = dataclasses.replace(FOUR, chip=dataclasses.replace(CHIP, inside=None))
     with pytest.raises(ConfigError, match="made-up:4: how fast made-up chips are joined"):
-        speed(by_formula(1.0, joined), joined, "bfloat16", None)
+        speed(by_formula(1.0, joined), joined, step())
 
 
 def weak(found: Any, devices: int) -> Any:
@@ -115,7 +121,7 @@ def weak(found: Any, devices: int) -> Any:
 
 
 def test_the_curves_go_through_the_target() -> None:
-    found = scaling(by_formula(5e12, FOUR), FOUR, None)
+    found = scaling(by_formula(5e12, FOUR), FOUR, abstract_mesh(4), None)
     # One device sends nothing; two send as much as they reduce, and four half as much again.
     assert weak(found, 1).step.seconds == pytest.approx(0.05)
     assert weak(found, 2).step.seconds == pytest.approx(0.05 + 0.01)
@@ -131,7 +137,8 @@ def test_the_curves_go_through_the_target() -> None:
 def test_more_devices_pay_to_the_critical_batch_alone() -> None:
     """Nothing is sent: what is left is that a large batch saves few steps."""
     work = Work(8, 0.05, (), 5e12)
-    free, bound = scaling(work, FOUR, None), scaling(work, FOUR, 320.0)
+    mesh = abstract_mesh(4)
+    free, bound = scaling(work, FOUR, mesh, None), scaling(work, FOUR, mesh, 320.0)
     assert free.weak_pays == free.weak[-1].devices
     # From n/2 devices of 8 rows to n, the steps of the same seconds fall from 1 + 80/n to 1 + 40/n:
     # by a factor of 1.1 or more while n <= 360.
@@ -150,11 +157,9 @@ def test_more_devices_pay_to_the_critical_batch_alone() -> None:
     ],
 )
 def test_the_dtype_whose_peak_counts(precision: str, rates: dict[str, float], dtype: str) -> None:
-    dp = rx.DataParallel(lambda m, b, k: jnp.zeros(8), optax.sgd(0.1), precision=precision)
     chip = dataclasses.replace(CHIP, flops_per_second=rates)
-    assert known_dtype(dp, dataclasses.replace(ONE, chip=chip)) == dtype
+    assert known_dtype(step(precision), chip) == dtype
 
 
 def test_a_v100_multiplies_in_float32_at_the_peak_of_its_own() -> None:
-    dp = rx.DataParallel(lambda m, b, k: jnp.zeros(8), optax.sgd(0.1), precision="bfloat16")
-    assert known_dtype(dp, parse_target("v100:8")) == "float32"
+    assert known_dtype(step(), parse_target("v100:8").chip) == "float32"

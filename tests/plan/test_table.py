@@ -263,3 +263,26 @@ def test_a_figure_stays_with_its_unit(first: int) -> None:
     lines = table(make_plan(first=f"{'x' * first} 12.5 GB 3 rows"))
     assert not any(text.endswith(("12.5", " 3")) for text in lines)
     assert "12.5 GB" in "\n".join(lines)
+
+
+def test_what_a_replica_of_several_devices_is_told_by() -> None:
+    mesh = {"data": 32, "model": 4, "stage": 2}
+    traffic = Traffic(
+        (
+            Movement("all-reduce", 96, 10**9, 1.5e9, False, 0.0, ("model",)),
+            Movement("collective-permute", 18, 10**8, 1e8, False, 0.0, ("stage",)),
+        ),
+        0.0,
+    )
+    speed = dataclasses.replace(SPEED, bubble=0.25)
+    other = Alternative("model=8", need(16, 7.0), 4 * GB, "", 0.0712, 3e9)
+    plan = make_plan(
+        mesh=mesh, traffic=traffic, speeds=(speed,), alternatives=(other,), scaling=None
+    )
+    assert "data 32 · model 4 · stage 2" in under(plan, "plan")
+    assert under(plan, "fits").startswith("yes: 8 rows a replica (256 in all) take 11 of 16.9 GB")
+    # Of 40 ms that compute, in steps of 50.
+    assert "the bubble 20%" in under(plan, "limit")
+    assert "all-reduce over model 96 1 GB 1.5 GB" in under(plan, "sends")
+    assert "the least" not in under(plan, "sends")
+    assert "as it is 11 GB 50 ms 1.6 GB model=8 7 GB 4 GB 71.2 ms 3 GB" in under(plan, "change")

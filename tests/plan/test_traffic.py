@@ -23,12 +23,18 @@ from replicax.plan.traffic import Traffic, advice, least_wire_bytes, read_traffi
     [
         ("replicated", 2 * 400 * 3 / 4),
         ("zero1", (400 + 200) * 3 / 4),
-        ("fsdp", (400 + 200) * 3 / 4),
+        ("fsdp", (400 + 2 * 200) * 3 / 4),
     ],
 )
 def test_the_least_of_each_layout(layout: str, least: float) -> None:
     assert least_wire_bytes(LAYOUTS[layout], 4, 400, 200) == least
     assert least_wire_bytes(LAYOUTS[layout], 1, 400, 200) == 0
+
+
+def test_the_least_of_hybrid_sharding() -> None:
+    # Between the two devices of a host, then a half of the gradient between 4 hosts.
+    least = (400 + 2 * 200) / 2 + 2 * (400 / 2) * 3 / 4
+    assert least_wire_bytes(LAYOUTS["fsdp"], 8, 400, 200, copies=4) == least
 
 
 def collective(kind: str, size: int, **changes: Any) -> Collective:

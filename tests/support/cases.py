@@ -23,7 +23,11 @@ from replicax.recipes.mlp import MLP
 ROWS = 51
 BATCH = 64
 CLASSES = 3
-KEY = jax.random.key(0)
+
+
+def first_key() -> jax.Array:
+    """Made when it is used: a process of a job joins before JAX starts."""
+    return jax.random.key(0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +77,7 @@ def _cross_entropy(logits: jax.Array, label: jax.Array) -> Any:
 
 
 def _pytree_model() -> Any:
-    first, second = jax.random.split(KEY)
+    first, second = jax.random.split(first_key())
     return {
         "hidden": {"kernel": jax.random.normal(first, (6, 16)) / 3, "bias": jnp.zeros(16)},
         "out": {"kernel": jax.random.normal(second, (16, CLASSES)) / 4, "bias": jnp.zeros(CLASSES)},
@@ -108,7 +112,7 @@ def _rnn_loss(model: Any, batch: Any, key: Any) -> Any:
 
 
 def _equinox_model() -> Any:
-    return eqx.nn.MLP(6, CLASSES, 16, 1, activation=jnp.tanh, key=KEY)
+    return eqx.nn.MLP(6, CLASSES, 16, 1, activation=jnp.tanh, key=first_key())
 
 
 def _equinox_loss(model: Any, batch: Any, key: Any) -> Any:
@@ -127,7 +131,7 @@ class LinenNetwork(nn.Module):
 
 def _linen_model() -> Any:
     network = LinenNetwork()
-    return network.bind(network.init(KEY, jnp.zeros((1, 6)), train=False))
+    return network.bind(network.init(first_key(), jnp.zeros((1, 6)), train=False))
 
 
 def _linen_loss(model: Any, batch: Any, key: Any) -> Any:
@@ -152,7 +156,7 @@ def _nnx_loss(model: Any, batch: Any, key: Any) -> Any:
 
 
 def _recipe(recipe: Any, source: dict[str, np.ndarray]) -> Case:
-    return Case(lambda: recipe.model(KEY), recipe.loss, source)
+    return Case(lambda: recipe.model(first_key()), recipe.loss, source)
 
 
 _SMALL_MLP = MLP(layers=3, hidden=16, inputs=6, rows=ROWS)
@@ -170,7 +174,7 @@ CASES = {
     "lenet": _recipe(LeNet(), _images()),
     "cnn": _recipe(CNN(dropout=0.0), _images()),
     "gpt2": Case(  # the recipe's own model would look for a text
-        lambda: transformer.init(_SMALL_GPT2, KEY),
+        lambda: transformer.init(_SMALL_GPT2, first_key()),
         GPT2(heads=_SMALL_GPT2.heads, context=_SMALL_GPT2.context).loss,
         _text(_SMALL_GPT2.context, _SMALL_GPT2.vocab_size),
     ),

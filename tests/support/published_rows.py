@@ -61,7 +61,7 @@ class Row:
         """The forecast of a step."""
         timeline = Timeline(self.layers, self.compute_seconds, self.recomputed)
         joined = self.networks(devices)
-        return step_time(self.compute_seconds, self.schedule(timeline, joined), joined)
+        return step_time(self.compute_seconds, self.schedule(timeline, joined), lambda _: joined)
 
     @property
     def forecast(self) -> float:

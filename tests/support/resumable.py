@@ -3,7 +3,7 @@
 import contextlib
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +54,12 @@ def rows(count: int = ROWS, seed: int = 1) -> dict[str, np.ndarray]:
     return {"x": x, "y": np.roll(x, 1, axis=1)}
 
 
-def data_parallel(devices: int = 8, **settings: Any) -> rx.DataParallel:
-    """Of the model above, on the first `devices`."""
+def data_parallel(
+    devices: int = 8, axes: Mapping[str, int] | None = None, **settings: Any
+) -> rx.DataParallel:
+    """Of the model above, on the first `devices`, some of them along other axes than `data`."""
     if settings.get("mode") != "single":
-        settings["mesh"] = rx.make_mesh(devices=jax.devices()[:devices])
+        settings["mesh"] = rx.make_mesh(devices=jax.devices()[:devices], **(axes or {}))
     return rx.DataParallel(loss, optax.adam(0.01), **settings)
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 import replicax as rx
+from replicax.core.mesh import abstract_mesh
 from replicax.recipes import transformer
 from replicax.recipes.abstract_model import abstract_model
 from replicax.recipes.gpt2 import GPT2
@@ -23,6 +24,10 @@ class SmallStep:
     dp: rx.DataParallel
     model: Any
     batch: Any
+
+    def on(self, devices: int) -> "SmallStep":
+        """For as many devices, which need not exist."""
+        return dataclasses.replace(self, dp=self.dp.replace(mesh=abstract_mesh(devices)))
 
 
 def lenet(rows: int, **settings: Any) -> SmallStep:

@@ -13,11 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 from support.settings import grouped
 from support.tiers import only
 
 import replicax as rx
 from replicax.errors import ConfigError, DataError, DivergedError, LossError
+from replicax.train.report import describe
 
 
 def loss(model: Any, batch: Any, key: Any) -> Any:
@@ -478,6 +480,32 @@ class TestOutput:
         assert lines[1] == "mesh   1 cpu device · 1 replica · mode single · layout replicated"
         assert lines[2] == "batch  16 rows, 1 replica x 4 micro-batches x 4 rows"
         assert lines[3] == "epoch  32 rows in 2 batches"
+
+    @pytest.mark.parametrize(
+        ("sizes", "said"),
+        [
+            (
+                {"model": 2, "fsdp": 2},
+                ["split  each layer over 2 devices · the state over 2 of 4 replicas"],
+            ),
+            (
+                {"model": 2, "stage": 2},
+                [
+                    "split  each layer over 2 devices",
+                    "stages 2 x 4 micro-batches, gpipe · bubble 20%",
+                ],
+            ),
+            ({}, []),
+        ],
+    )
+    def test_how_a_replica_is_split_is_described(
+        self, sizes: dict[str, int], said: list[str]
+    ) -> None:
+        layout = rx.layout("fsdp", rules=[("", P("stage", "model"))], schedule="gpipe")
+        mesh = rx.make_mesh(**sizes)
+        dp = rx.DataParallel(loss, optax.sgd(0.1), mesh=mesh, layout=layout, accumulate=4)
+        lines = describe(dp, dp.init({"w": np.ones((2, 2))}), dp.feed(line(32), 32))
+        assert lines[2:-2] == said
 
     def test_without_progress_nothing_is_printed(
         self, dp: rx.DataParallel, capfd: pytest.CaptureFixture[str], tmp_path: Path

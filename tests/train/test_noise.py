@@ -148,6 +148,8 @@ WAYS = [
     exhaustive((8, {"mode": "pmap"})),
     exhaustive((4, {"mode": "exact"})),
     exhaustive((8, {"layout": "zero1"})),
+    exhaustive((8, {"mode": "shard_map", "layout": "zero1"})),
+    (8, {"mode": "shard_map", "layout": "fsdp"}),
     exhaustive((2, {"mode": "shard_map", "accumulate": 8})),
 ]
 

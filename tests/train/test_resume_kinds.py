@@ -29,6 +29,7 @@ import replicax as rx
 __all__ = ["no_curves"]
 run = undisturbed()
 
+OVER_MODEL = [("hidden", PartitionSpec(None, "model")), ("out", PartitionSpec("model"))]
 RULES = [("hidden", PartitionSpec(None, "data")), ("out", PartitionSpec("data"))]
 KINDS: dict[str, dict[str, Any]] = {
     "single": {"mode": "single"},
@@ -37,6 +38,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "shard_map": {"mode": "shard_map"},
     "pmap": {"mode": "pmap"},
     "zero1": {"layout": "zero1"},
+    "shard_map zero1": {"mode": "shard_map", "layout": "zero1"},
+    "shard_map fsdp": {"mode": "shard_map", "layout": "fsdp"},
+    "exact zero1": {"mode": "exact", "micro_shards": 8, "layout": "zero1"},
+    "hybrid": {"layout": "fsdp", "axes": {"fsdp": 4}},
+    "model": {"layout": rx.layout("fsdp", rules=OVER_MODEL), "axes": {"model": 2}},
     "rules": {"layout": RULES},
     "not donated": {"donate": False},
     "accumulated": {"accumulate": 2},

@@ -17,8 +17,12 @@ def flip_first_weight(state: rx.TrainState) -> rx.TrainState:
 
 
 @pytest.mark.parametrize("flipped", [False, True])
-def test_a_flipped_bit_fails(flipped: bool) -> None:
-    dp = rx.DataParallel(zoo.good, zoo.Entry().optimizer(), mode="shard_map")
+@pytest.mark.parametrize(("layout", "fsdp"), [("replicated", 1), ("fsdp", 4)])
+def test_a_flipped_bit_fails(layout: str, fsdp: int, flipped: bool) -> None:
+    """Split parameters have a copy in each group of replicas that shares one."""
+    mesh = rx.make_mesh(fsdp=fsdp)
+    optimizer = zoo.Entry().optimizer()
+    dp = rx.DataParallel(zoo.good, optimizer, mode="shard_map", mesh=mesh, layout=layout)
     subject = Subject(dp, zoo.network(), zoo.data(), 1, 0)
     with before_step(2, flip_first_weight) if flipped else contextlib.nullcontext():
         check = check_replicas(subject, subject.own)

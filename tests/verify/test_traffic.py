@@ -13,14 +13,9 @@ import replicax as rx
 from replicax.analysis.compiled import Collectives, CompiledStep
 from replicax.core.modes import MODES
 from replicax.verify.facts import examine
+from replicax.verify.sent import Sent, bytes_needed
 from replicax.verify.subject import Case, Subject
-from replicax.verify.traffic import (
-    Program,
-    bytes_needed,
-    check_traffic,
-    check_work,
-    read_programs,
-)
+from replicax.verify.traffic import Program, check_traffic, check_work, read_programs
 
 
 def with_offset(model: Any, batch: Any, key: Any) -> Any:
@@ -35,7 +30,9 @@ def subject() -> Subject:
 
 
 def program(case: Case, count: int, size: int, flops: int = 100) -> Program:
-    return Program(case, CompiledStep(None, flops, (Collectives("all-reduce", count, size),)))
+    step = CompiledStep(None, flops, (Collectives("all-reduce", count, size),))
+    sent = (Sent("all-reduce", ("data",), count, size, 2 * size * 3 / 4, 0.0),) if count else ()
+    return Program(case, step, sent)
 
 
 def test_the_least_is_the_gradient_and_two_numbers_a_metric(subject: Subject) -> None:
@@ -98,7 +95,7 @@ def test_work_is_that_of_all_devices(
 ) -> None:
     """Those of a replica that split no product of the model compute the same."""
     mesh = rx.make_mesh(data, 4 // data, devices=jax.devices()[:4])
-    layout = [(path, PartitionSpec(*spec)) for path, spec in rules.items()]
+    layout = [(path, PartitionSpec(*spec)) for path, spec in {**rules, "": ()}.items()]
     dp = rx.DataParallel(with_offset, optax.adam(1e-2), mesh=mesh, layout=layout)
     of = Subject(dp, {**zoo.network(), "offset": jnp.ones(8)}, zoo.data(), 1, 0)
     programs = read_programs(of, [of.own, of.single], lambda text: None)

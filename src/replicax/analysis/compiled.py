@@ -8,6 +8,8 @@ from collections import defaultdict
 import jax
 
 from replicax.analysis import hlo
+from replicax.analysis.groups import first_group
+from replicax.analysis.traffic import wire_bytes
 
 COLLECTIVES = (
     "all-reduce",
@@ -17,6 +19,9 @@ COLLECTIVES = (
     "collective-permute",
     "collective-broadcast",
 )
+
+
+_DEVICES = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +65,8 @@ class CompiledStep:
     """Of matrix products and convolutions, loops multiplied out, padding included. Products that a
     backend hides in custom calls (cuBLAS on a GPU) are not among them."""
     collectives: tuple[Collectives, ...]
+    sent_bytes: float = 0.0
+    """Sent by each device, in rings of those that each collective is between."""
 
     def count(self, kind: str) -> int:
         """Collectives of one kind, `all-reduce` say, in one step."""
@@ -71,15 +78,20 @@ def inspect(compiled: jax.stages.Compiled) -> CompiledStep:
     text = compiled.as_text() or ""
     count: dict[str, int] = defaultdict(int)
     size: dict[str, int] = defaultdict(int)
+    devices = math.prod(map(int, _DEVICES.findall(text.partition("\n")[0])))
+    sent = 0.0
     flops = 0
     for instruction in hlo.instructions(text):
         kind = collective_kind(instruction)
         if kind and not instruction.continues:
+            moved = Collectives(kind, 1, result_bytes(instruction))
+            group = first_group(instruction.attributes)
             count[kind] += instruction.runs
-            size[kind] += instruction.runs * result_bytes(instruction)
+            size[kind] += instruction.runs * moved.bytes
+            sent += instruction.runs * wire_bytes(moved, len(group) if group else devices)
         flops += instruction.runs * product_flops(instruction)
     collectives = tuple(Collectives(kind, count[kind], size[kind]) for kind in sorted(count))
-    return CompiledStep(read_memory(compiled), flops, collectives)
+    return CompiledStep(read_memory(compiled), flops, collectives, sent)
 
 
 def read_memory(compiled: jax.stages.Compiled) -> Memory | None:

@@ -7,13 +7,30 @@
 import dataclasses
 from collections.abc import Sequence
 
+from jax.sharding import Mesh
+
 from replicax.core.layout import Layout, as_layout
+from replicax.core.mesh import DATA, STAGE, replica_count
 from replicax.core.modes import MODES, Mode, as_mode
 from replicax.core.partition import Rules
 from replicax.core.reduction import Reduction, as_reduction
 from replicax.errors import ConfigError
 
 STRONG, WEAK = "strong", "weak"
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """A layout on a mesh, where several are compared; `str` is its name in a table."""
+
+    layout: Layout
+    mesh: Mesh
+
+    def __str__(self) -> str:
+        along = {axis: size for axis, size in self.mesh.shape.items() if size > 1}
+        sizes = [f"{'stages' if axis == STAGE else axis}={size}" for axis, size in along.items()]
+        words = [self.layout.name.partition("+")[0]] if self.layout.splits_optimizer else []
+        return " ".join([*words, *(sizes if set(along) - {DATA} else [])]) or DATA
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,9 +43,21 @@ class Case:
     """Rows of a batch, before padding."""
     scalings: tuple[str, ...]
     """The scalings it is part of: `strong`, `weak`, or both."""
+    placed: Placed | None = None
+    """The layout, where several are compared."""
 
     def __str__(self) -> str:
-        return f"{self.mode} on {self.devices} device{'s' if self.devices > 1 else ''}"
+        return f"{self.name} on {self.devices} device{'s' if self.devices > 1 else ''}"
+
+    @property
+    def name(self) -> str:
+        """The mode, and the layout where several are compared."""
+        return self.mode if self.placed is None else f"{self.mode} {self.placed}"
+
+    @property
+    def replicas(self) -> int:
+        """What the rows are split over."""
+        return self.devices if self.placed is None else replica_count(self.placed.mesh)
 
 
 def default_devices(attached: int) -> tuple[int, ...]:

@@ -1,18 +1,21 @@
 """Runners that have run -> results, each compared with its mode's fewest devices."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import jax
 
 from replicax.analysis.traffic import sums_bytes, wire_bytes_of_all_reduce
 from replicax.bench.cases import STRONG, WEAK, Case
-from replicax.bench.measurement import Measurement
+from replicax.bench.measurement import Measurement, state_of
 from replicax.bench.peak import peak_flops_per_second
-from replicax.bench.result import CaseResult
+from replicax.bench.result import CaseResult, LayoutFigures
 from replicax.bench.runner import Runner
 from replicax.bench.timing import ratios
-from replicax.core.layout import as_layout
+from replicax.core.mesh import STAGE
+from replicax.core.pipeline import bubble
 from replicax.core.reduction import Wire, as_reduction
+from replicax.core.update import TrainState
 
 
 def case_results(
@@ -25,9 +28,9 @@ def case_results(
         rates: FLOP/s of a plain matrix product, by device count.
         tokens_per_row: for the throughput.
     """
-    subject, runners = measurement.subject, measurement.runners
-    reduction, gradient = as_reduction(subject.reduction), None
-    if as_layout(subject.layout).is_whole and isinstance(reduction, Wire):
+    runners = measurement.runners
+    reduction, gradient = as_reduction(measurement.subject.reduction), None
+    if isinstance(reduction, Wire):
         params = jax.tree.leaves(next(iter(measurement.states.values())).params)
         gradient = sums_bytes(params, 0, reduction.dtype)
     efficiency = _efficiency_of_cases(runners)
@@ -36,8 +39,9 @@ def case_results(
             runner,
             tokens_per_row=tokens_per_row,
             product_rate=rates.get(runner.case.devices),
-            gradient_bytes=gradient,
+            gradient_bytes=gradient if runner.dp.layout.is_whole else None,
             efficiency=efficiency[runner.case],
+            layout=_layout_figures(runner, measurement.states[state_of(runner.case)]),
         )
         for runner in runners
     )
@@ -79,6 +83,7 @@ def _result(
     product_rate: float | None,
     gradient_bytes: int | None,
     efficiency: dict[str, tuple[float, ...]],
+    layout: LayoutFigures | None,
 ) -> CaseResult:
     case, dp, compiled = runner.case, runner.dp, runner.compiled
     assert compiled is not None, "a runner is prepared before it runs"
@@ -92,7 +97,7 @@ def _result(
         mode=case.mode,
         devices=case.devices,
         global_batch=case.global_batch,
-        rows_per_device=padded // case.devices,
+        rows_per_device=padded // case.replicas,
         padded_rows=padded - case.global_batch,
         scalings=case.scalings,
         steps_per_round=runner.steps,
@@ -110,4 +115,23 @@ def _result(
         collectives=compiled.step.collectives,
         least_sent_bytes=least,
         efficiency=efficiency,
+        layout=layout,
+    )
+
+
+def _layout_figures(runner: Runner, state: TrainState) -> LayoutFigures | None:
+    """What tells the layout of a case from others; None where there is one."""
+    placed, compiled = runner.case.placed, runner.compiled
+    if placed is None:
+        return None
+    assert compiled is not None, "a runner is prepared before it runs"
+    stages = placed.mesh.shape.get(STAGE, 1)
+    return LayoutFigures(
+        name=str(placed),
+        state_bytes_per_device=sum(
+            math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+            for leaf in jax.tree.leaves(state)
+        ),
+        sent_bytes=compiled.step.sent_bytes,
+        bubble=bubble(stages, runner.dp.accumulate) if stages > 1 else None,
     )

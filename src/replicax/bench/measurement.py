@@ -10,7 +10,7 @@ import jax
 import optax
 
 from replicax.analysis.host import product_flops_per_second
-from replicax.bench.cases import Case
+from replicax.bench.cases import Case, Placed
 from replicax.bench.cores import only_cores
 from replicax.bench.display import Display
 from replicax.bench.epochs import Epochs
@@ -24,6 +24,7 @@ from replicax.core.own import StepFunction
 from replicax.core.partition import Rules
 from replicax.core.reduction import Reduction
 from replicax.core.update import TrainState
+from replicax.errors import ConfigError, LossError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,13 +46,14 @@ class Subject:
 
     def data_parallel(self, case: Case) -> DataParallel:
         """The step of `case`, on the first of the attached devices."""
+        placed = case.placed
         return DataParallel(
             self.loss,
             self.optimizer,
             step=self.step,
-            mesh=make_mesh(case.devices, devices=jax.devices()),
+            mesh=placed.mesh if placed else make_mesh(case.devices, devices=jax.devices()),
             mode=case.mode,
-            layout=self.layout,
+            layout=placed.layout if placed else self.layout,
             accumulate=self.accumulate,
             micro_shards=self.micro_shards,
             precision=self.precision,
@@ -59,9 +61,20 @@ class Subject:
             job=self.job,
         )
 
+    def check(self, case: Case) -> None:
+        """Raise `ConfigError` where the step of `case` cannot be, without compiling it."""
+        dp = self.data_parallel(case)
+        dp.abstract_state(self.model)
+        dp.split.padded(case.global_batch)
+
+
+def state_of(case: Case) -> int | Placed:
+    """Return the key of the state that a case runs on."""
+    return case.placed or case.devices
+
 
 class Measurement:
-    """The runners of all cases, and one train state for each device count.
+    """The runners of all cases, and one train state for each device count, or layout on it.
 
     Every mode has the same form of state, so that the modes on some devices hand one state on.
     """
@@ -69,23 +82,41 @@ class Measurement:
     def __init__(self, subject: Subject, cores: list[int], display: Display) -> None:
         self.subject = subject
         self.runners: list[Runner] = []
-        self.states: dict[int, TrainState] = {}
+        self.states: dict[int | Placed, TrainState] = {}
         self._cores, self._display = cores, display
 
-    def prepare(self, cases: list[Case]) -> None:
-        """Compile every case and take its first steps."""
-        subject = self.subject
+    def prepare(self, cases: list[Case]) -> list[str]:
+        """Compile every case and take its first steps; return a note on layouts that cannot be."""
+        notes = []
         for number, case in enumerate(cases):
             self._display.compiling(number, case, self._run_seconds())
-            dp = subject.data_parallel(case)
-            if case.devices in self.states:
-                dp.abstract_state(subject.model)
-            else:
-                self.states[case.devices] = dp.init(subject.model, seed=subject.seed)
-            batches = Epochs(dp, subject.source, case.global_batch, subject.seed)
-            runner = Runner(case, dp, batches)
-            self.runners.append(runner)
-            self.states[case.devices] = runner.prepare(self.states[case.devices])
+            try:
+                self._prepare(case)
+            except (ConfigError, LossError) as error:
+                if case.placed is None or case.devices == 1:  # there no layout is at fault
+                    raise
+                notes.append(f"{case} is left out: {error}")
+                self._drop(case)
+        return notes
+
+    def _prepare(self, case: Case) -> None:
+        subject, where = self.subject, state_of(case)
+        dp = subject.data_parallel(case)
+        if where in self.states:
+            dp.abstract_state(subject.model)
+        else:
+            self.states[where] = dp.init(subject.model, seed=subject.seed)
+        runner = Runner(case, dp, Epochs(dp, subject.source, case.global_batch, subject.seed))
+        self.runners.append(runner)
+        self.states[where] = runner.prepare(self.states[where])
+
+    def _drop(self, case: Case) -> None:
+        """Forget what a case that failed has left, its state lest it take memory."""
+        for runner in [runner for runner in self.runners if runner.case == case]:
+            runner.batches.close()
+            self.runners.remove(runner)
+        if state_of(case) not in map(state_of, (runner.case for runner in self.runners)):
+            self.states.pop(state_of(case), None)
 
     def measure(self, rounds: int) -> None:
         """Run every case once a round, in an order drawn anew."""
@@ -93,14 +124,14 @@ class Measurement:
         for number in range(rounds):
             self._display.round(number, self._run_seconds())
             for runner in order.sample(self.runners, len(self.runners)):
-                devices = runner.case.devices
-                with self._on_cores_of(devices):
-                    self.states[devices] = runner.run(self.states[devices])
+                where = state_of(runner.case)
+                with self._on_cores_of(runner.case.devices):
+                    self.states[where] = runner.run(self.states[where])
 
     def product_rates(self) -> dict[int, float]:
         """FLOP/s of a plain matrix product, by device count, on the cores its cases run on."""
         rates: dict[int, float] = {}
-        for devices in self.states:
+        for devices in dict.fromkeys(runner.case.devices for runner in self.runners):
             if rates and not self._cores:  # all counts have the same cores
                 rates[devices] = next(iter(rates.values()))
                 continue

@@ -20,7 +20,7 @@ def notes_on_cases(batch_size: int, cases: Sequence[Case], accumulate: int) -> l
         ConfigError: a batch with fewer rows than there are micro-batches over its devices.
     """
     notes = []
-    most = max(case.devices for case in cases)
+    most = max(case.replicas for case in cases)
     Split(most, accumulate).padded(batch_size)  # the smallest parts; what it refuses, it explains
     rows = weak_rows(batch_size, [most])
     if rows * most != batch_size and any("weak" in case.scalings for case in cases):
@@ -28,12 +28,13 @@ def notes_on_cases(batch_size: int, cases: Sequence[Case], accumulate: int) -> l
             f"{batch_size} rows do not divide over {most} devices: the weak scaling has {rows} "
             f"rows on each, {rows * most} on {most}"
         )
-    for devices, size in dict.fromkeys((case.devices, case.global_batch) for case in cases):
-        padded = Split(devices, accumulate).padded(size)
+    for case in cases:
+        size, padded = case.global_batch, Split(case.replicas, accumulate).padded(case.global_batch)
         if padded > size:
+            where = f"{case.replicas} {'devices' if case.replicas == case.devices else 'replicas'}"
             micro = f" x {accumulate} micro-batches" if accumulate > 1 else ""
-            notes.append(f"{size} rows are padded to {padded} on {devices} devices{micro}")
-    return notes
+            notes.append(f"{size} rows are padded to {padded} on {where}{micro}")
+    return list(dict.fromkeys(notes))
 
 
 def notes_on_source(can_be_cut: bool, counts: Sequence[int]) -> list[str]:

@@ -36,7 +36,7 @@ def draw_scaling(bench: Bench, path: Path) -> None:
     """
     figure_module = require("matplotlib.figure", "cli")
     figure = figure_module.Figure(figsize=(9.0, 4.4), layout="constrained")
-    figure.suptitle(_title(bench), fontsize=11)
+    figure.suptitle(picture_title(bench), fontsize=11)
     left, right = figure.subplots(1, 2)
     if len({case.devices for case in bench.cases}) == 1:
         _draw_bars(left, bench, _rate, f"{_unit(bench)} per second")
@@ -113,7 +113,7 @@ def _draw_modes(
         axis.errorbar(
             [case.devices * aside for case in own],
             middles,
-            yerr=_beside(middles, lows, highs),
+            yerr=quartile_bars(middles, lows, highs),
             color=colour,
             marker=marker,
             markersize=6,
@@ -132,7 +132,7 @@ def _draw_bars(axis: Any, bench: Bench, values: Values, label: str) -> None:
     axis.bar(
         [case.mode for case in cases],
         middles,
-        yerr=_beside(middles, lows, highs),
+        yerr=quartile_bars(middles, lows, highs),
         color=[_style(case.mode)[0] for case in cases],
         width=0.6,
         capsize=4,
@@ -164,7 +164,7 @@ def _use_log_scale(axis: Any) -> None:
     axis.yaxis.set_minor_locator(ticker.NullLocator())
 
 
-def _beside(
+def quartile_bars(
     middles: Sequence[float], lows: Sequence[float], highs: Sequence[float]
 ) -> list[list[float]]:
     """How far the quartiles are from the medians, below and above."""
@@ -203,12 +203,13 @@ def _counted(bench: Bench, count: int) -> str:
     return f"{count} {bench.scaled_over if count > 1 else bench.replica}"
 
 
-def _title(bench: Bench) -> str:
+def picture_title(bench: Bench) -> str:
+    """Return what was measured, and on which devices, for the top of a picture."""
     cores = bench.environment["cores"]
     shared = ""
     if bench.platform == "cpu":
         shared = f", one core a {bench.replica}" if bench.pinned else f" that share {cores} cores"
     return (
-        f"{bench.parameters:,} parameters · {bench.device_kind} devices{shared} · "
-        f"{bench.precision} · layout {bench.layout}"
+        f"{bench.parameters:,} parameters · {bench.device_kind} devices{shared} · {bench.precision}"
+        f"{'' if bench.compares_layouts else f' · layout {bench.layout}'}"
     )

@@ -1,16 +1,25 @@
 """A bench as text: two tables that fit a terminal, and Markdown."""
 
-import math
 import textwrap
 from collections.abc import Callable, Sequence
 
 from replicax.bench.cases import STRONG, WEAK
-from replicax.bench.result import Bench, CaseResult, by_mode
+from replicax.bench.numbers import (
+    UNKNOWN,
+    around,
+    digits,
+    hundredths,
+    mebibytes,
+    percent,
+    percent_around,
+    short,
+    traffic,
+)
+from replicax.bench.result import Bench, CaseResult, LayoutFigures, by_mode
 from replicax.bench.timing import spread
 from replicax.wording import duration
 
 WIDTH = 80
-UNKNOWN = "-"
 
 Column = tuple[str, Callable[[CaseResult], str]]
 """A heading, whose lines are parted by a line break, and the text of a case below it."""
@@ -19,10 +28,8 @@ Column = tuple[str, Callable[[CaseResult], str]]
 def table(bench: Bench) -> list[str]:
     """The whole bench in lines of at most 80 columns: what it is of, speed, resources, notes."""
     lines = [line for text in header(bench) for line in _wrapped(text)]
-    for scaling in scalings(bench):
-        lines += ["", *_wrapped(title(bench, scaling))]
-        lines += _aligned(speed_columns(bench, scaling), bench.scaling(scaling))
-    lines += ["", "each step", *_aligned(resource_columns(bench), by_mode(bench.cases))]
+    for heading, columns, cases in tables(bench):
+        lines += ["", *_wrapped(heading), *_aligned(columns, cases)]
     lines += [line for text in footnotes(bench) for line in _wrapped(text)]
     return lines
 
@@ -36,11 +43,10 @@ def to_markdown(bench: Bench, pictures: Sequence[str] = ()) -> str:
     """
     parts = ["# Bench", "\n".join(f"- {text}" for text in header(bench))]
     parts += [f"![{name}]({name})" for name in pictures]
-    for scaling in scalings(bench):
-        name, _, explanation = title(bench, scaling).partition(": ")
-        parts += [f"## {name.capitalize()}", explanation] if explanation else [f"## {name}"]
-        parts.append(_piped(speed_columns(bench, scaling), bench.scaling(scaling)))
-    parts += ["## Each step", _piped(resource_columns(bench), by_mode(bench.cases))]
+    for heading, columns, cases in tables(bench):
+        name, _, explanation = heading.partition(": ")
+        parts += [f"## {name.capitalize()}", *([explanation] if explanation else [])]
+        parts.append(_piped(columns, cases))
     parts.append("\n".join(f"- {text}" for text in footnotes(bench)))
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -55,8 +61,8 @@ def header(bench: Bench) -> list[str]:
         f"{where['date']} · {bench.device_kind} devices · {where['processor']}, "
         f"{where['cores']} cores{f', one a {bench.replica}' if bench.pinned else ''}",
         " · ".join(packages),
-        f"{bench.parameters:,} parameters, {traffic(bench.parameter_bytes)} · {bench.precision} · "
-        f"layout {bench.layout}{reduction}",
+        f"{bench.parameters:,} parameters, {traffic(bench.parameter_bytes)} · {bench.precision}"
+        f"{'' if bench.compares_layouts else f' · layout {bench.layout}'}{reduction}",
         f"batch {bench.batch_size:,}{micro} · {bench.rounds} round{plural} in "
         f"{duration(bench.seconds)}, median ± half of what the quartiles are apart",
     ]
@@ -65,6 +71,20 @@ def header(bench: Bench) -> list[str]:
 def scalings(bench: Bench) -> list[str]:
     """Those that were measured."""
     return [name for name in (STRONG, WEAK) if bench.scaling(name)]
+
+
+def tables(bench: Bench) -> list[tuple[str, list[Column], Sequence[CaseResult]]]:
+    """The headings, columns and cases of the tables."""
+    if bench.compares_layouts:
+        heading = f"layouts: {bench.batch_size:,} rows a batch"
+        return [(heading, layout_columns(bench), by_mode(bench.cases))]
+    return [
+        *(
+            (title(bench, scaling), speed_columns(bench, scaling), bench.scaling(scaling))
+            for scaling in scalings(bench)
+        ),
+        ("each step", resource_columns(bench), by_mode(bench.cases)),
+    ]
 
 
 def title(bench: Bench, scaling: str) -> str:
@@ -79,20 +99,60 @@ def title(bench: Bench, scaling: str) -> str:
 
 def speed_columns(bench: Bench, scaling: str) -> list[Column]:
     """How fast the cases of one scaling are."""
+    return [
+        ("mode", lambda case: case.mode),
+        (bench.scaled_over, lambda case: f"{case.devices}"),
+        ("batch", lambda case: short(case.global_batch)),
+        *_rate_columns(bench),
+        ("efficiency", lambda case: percent_around(case.efficiency[scaling])),
+        ("wait", lambda case: percent(spread(case.input_wait_fraction)[0])),
+    ]
+
+
+def _rate_columns(bench: Bench) -> list[Column]:
     unit = "rows" if any(case.tokens_per_second is None for case in bench.cases) else "tokens"
 
     def rate(case: CaseResult) -> str:
         return short(spread(case.tokens_per_second or case.rows_per_second)[0])
 
     return [
-        ("mode", lambda case: case.mode),
-        (bench.scaled_over, lambda case: f"{case.devices}"),
-        ("batch", lambda case: short(case.global_batch)),
         (f"{unit}/s", rate),
         ("ms/step", lambda case: around([1e3 * value for value in case.seconds_per_step])),
-        ("efficiency", lambda case: percent_around(case.efficiency[scaling])),
-        ("wait", lambda case: percent(spread(case.input_wait_fraction)[0])),
     ]
+
+
+def layout_columns(bench: Bench) -> list[Column]:
+    """What tells one layout from another."""
+    columns: list[Column] = [
+        ("layout", lambda case: case.name),
+        ("de-\nvices", lambda case: f"{case.devices}"),
+        *_rate_columns(bench),
+        ("state\nMiB", lambda case: mebibytes(_figures(case).state_bytes_per_device)),
+        ("peak\nMiB", lambda case: mebibytes(case.peak_bytes_per_device)),
+        ("\nsent", lambda case: traffic(round(case.sent_bytes))),
+    ]
+    alone = {case.mode for case in bench.cases if case.devices == 1}
+    if alone:
+        columns.insert(
+            4, ("speed-\nup", lambda case: _speedup(case) if case.mode in alone else UNKNOWN)
+        )
+    if _has_stages(bench):
+        columns.append(("bub-\nble", lambda case: percent(_figures(case).bubble)))
+    return columns
+
+
+def _figures(case: CaseResult) -> LayoutFigures:
+    assert case.layout is not None, "layouts are compared"
+    return case.layout
+
+
+def _has_stages(bench: Bench) -> bool:
+    return any(_figures(case).bubble is not None for case in bench.cases)
+
+
+def _speedup(case: CaseResult) -> str:
+    """Over one device, in the median round."""
+    return digits(case.devices * spread(case.efficiency[STRONG])[0])
 
 
 def resource_columns(bench: Bench) -> list[Column]:
@@ -120,6 +180,8 @@ def resource_columns(bench: Bench) -> list[Column]:
 
 def footnotes(bench: Bench) -> list[str]:
     """What the columns mean where it is not plain, and the notes of the bench."""
+    if bench.compares_layouts:
+        return [*_layout_footnotes(bench), *(f"note: {note}" for note in bench.notes)]
     lines = ["wait: share of the time spent waiting for a batch; peak: memory of a device"]
     most = max(bench.cases, key=lambda case: case.least_sent_bytes or 0)
     if most.least_sent_bytes:
@@ -142,68 +204,17 @@ def footnotes(bench: Bench) -> list[str]:
     return [*lines, *(f"note: {note}" for note in bench.notes)]
 
 
-def digits(value: float) -> str:
-    """Three significant digits, without an exponent where the value is below a million."""
-    if value >= 1e6:
-        return short(value)
-    return f"{value:,.{_decimals(value)}f}"
-
-
-def short(value: float) -> str:
-    """A count in at most 7 characters."""
-    if value < 999_999.5:
-        return f"{value:,.0f}" if value >= 99.95 or value == int(value) else digits(value)
-    for unit, size in (("M", 1e6), ("G", 1e9), ("T", 1e12)):
-        if value < 999.95 * size:
-            return f"{value / size:.{3 if value < 9.9995 * size else 1}f}{unit}"
-    return f"{value:.0e}"
-
-
-def hundredths(seconds: float) -> str:
-    """Seconds with two decimals, as long as these matter."""
-    return f"{seconds:.2f}" if seconds < 100 else short(seconds)
-
-
-def around(values: Sequence[float]) -> str:
-    """The median, and half of what the quartiles are apart, in the median's digits."""
-    middle, low, high = spread(values)
-    half = (high - low) / 2
-    if middle >= 99_999.5:
-        return f"{short(middle)} ± {short(half)}"
-    decimals = _decimals(middle)
-    return f"{middle:,.{decimals}f} ± {half:,.{decimals}f}"
-
-
-def percent(value: float | None) -> str:
-    """A share."""
-    return UNKNOWN if value is None else f"{value:.0%}"
-
-
-def percent_around(values: Sequence[float]) -> str:
-    """The median share, and half of what the quartiles are apart."""
-    middle, low, high = spread(values)
-    # The fewest devices are compared with themselves.
-    return percent(middle) if low == high else f"{middle:.0%} ± {100 * (high - low) / 2:.0f}"
-
-
-def mebibytes(count: int | None) -> str:
-    """Bytes of memory in MiB."""
-    return UNKNOWN if count is None else digits(count / 2**20)
-
-
-def traffic(count: int) -> str:
-    """Bytes in powers of ten, as networks have them."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= 0.9995 * size:
-            return f"{digits(count / size)} {unit}"
-    return f"{count} B"
-
-
-def _decimals(value: float) -> int:
-    """Decimals that give three significant digits, at most 4."""
-    if value <= 0:
-        return 0
-    return min(max(2 - math.floor(math.log10(value)), 0), 4)
+def _layout_footnotes(bench: Bench) -> list[str]:
+    lines = [
+        "speed-up: over one device in the same mode; state, peak: memory of a device; sent: bytes "
+        "of a device in a step"
+    ]
+    if _has_stages(bench):
+        lines.append(
+            "bubble: share of a step that a stage is idle, (S - 1) / (M + S - 1) of S stages and "
+            f"M = {bench.accumulate} micro-batches, from accumulate"
+        )
+    return lines
 
 
 def _wrapped(text: str) -> list[str]:

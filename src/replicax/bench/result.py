@@ -10,6 +10,20 @@ from replicax.bench.timing import spread
 
 
 @dataclasses.dataclass(frozen=True)
+class LayoutFigures:
+    """What tells a layout from others on the same devices."""
+
+    name: str
+    """The layout and the axes of its mesh: `zero1`, `data=2 model=2`."""
+    state_bytes_per_device: int
+    """Parameters, optimizer state and what the model writes."""
+    sent_bytes: float
+    """Sent by each device in a step, in rings of those that each collective is between."""
+    bubble: float | None
+    """Share of a step in which a pipeline stage is idle, computed; None without stages."""
+
+
+@dataclasses.dataclass(frozen=True)
 class CaseResult:
     """One step: a mode on some devices with a global batch. Sequences have a value a round."""
 
@@ -51,6 +65,13 @@ class CaseResult:
     does not reduce it as a whole."""
     efficiency: dict[str, tuple[float, ...]]
     """By scaling, each round's; relative to the fewest devices of the same mode."""
+    layout: LayoutFigures | None = None
+    """Where several layouts are compared."""
+
+    @property
+    def name(self) -> str:
+        """The mode, and the layout where several are compared."""
+        return self.mode if self.layout is None else f"{self.mode} {self.layout.name}"
 
     @property
     def tokens_per_second(self) -> tuple[float, ...] | None:
@@ -81,6 +102,8 @@ class CaseResult:
     @property
     def sent_bytes(self) -> float:
         """That each device sends in a step, in rings."""
+        if self.layout is not None:
+            return self.layout.sent_bytes
         return sum(wire_bytes(each, self.devices) for each in self.collectives)
 
 
@@ -116,6 +139,11 @@ class Bench:
     def replica(self) -> str:
         """What holds one replica: a device, or a process with its only one."""
         return "device" if self.scaled_over == "devices" else "process"
+
+    @property
+    def compares_layouts(self) -> bool:
+        """Whether there are several layouts, in place of one in every mode."""
+        return any(case.layout is not None for case in self.cases)
 
     def scaling(self, name: str) -> list[CaseResult]:
         """The cases of `strong` or `weak`, by mode and then by devices."""

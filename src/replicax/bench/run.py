@@ -9,6 +9,7 @@ import jax
 import optax
 
 from replicax.bench.cases import (
+    Case,
     all_cases,
     check_devices,
     default_devices,
@@ -19,6 +20,13 @@ from replicax.bench.collect import case_results
 from replicax.bench.cores import Neighbours, check_pinning, own_cores
 from replicax.bench.display import Display
 from replicax.bench.epochs import check_source
+from replicax.bench.layouts import (
+    MODES_BY_DEFAULT,
+    Arrangement,
+    cases_of_layouts,
+    check_layouts,
+    check_left,
+)
 from replicax.bench.measurement import Measurement, Subject
 from replicax.bench.notes import (
     notes_on_cases,
@@ -51,6 +59,7 @@ def bench(
     devices: Sequence[int] | None = None,
     modes: Sequence[str] | None = None,
     layout: str | Rules | Layout = "replicated",
+    layouts: Sequence[Arrangement] | None = None,
     accumulate: int = 1,
     micro_shards: int = MICRO_SHARDS,
     precision: str = "float32",
@@ -83,6 +92,10 @@ def bench(
             job of several processes only all of them.
         modes: names of `replicax.core.modes.MODES`; by default all whose bits are not fixed.
         layout: as for `DataParallel`. A mode that cannot hold it is left out, with a note.
+        layouts: several to compare, by default in mode `jit` on all devices and on one:
+            `replicated`, `zero1`, `fsdp`, and with the rules of `layout` `model` and `stages`,
+            which take the most devices along that axis that divide its dims; or pairs of a layout
+            and `mesh(devices)`. What cannot be run is left out, with a note.
         accumulate: as for `DataParallel`.
         micro_shards: as for `DataParallel`.
         precision: as for `DataParallel`.
@@ -102,25 +115,21 @@ def bench(
     job = Alone() if job is None else job
     attached = jax.devices()
     platform = attached[0].platform
-    modes = usual_modes() if modes is None else modes
+    if modes is None:
+        modes = usual_modes() if layouts is None else MODES_BY_DEFAULT
     _check(modes, rounds, tokens_per_row)
     lone = jax.process_count() == 1
     if devices is None:
-        devices = default_devices(len(attached)) if lone else [len(attached)]
+        every = lone and layouts is None
+        devices = default_devices(len(attached)) if every else [len(attached)]
     counts = check_devices(devices, len(attached), platform)
     if not lone:
         _check_job(counts, pin)
-    kept, notes = possible_modes(modes, counts, layout, reduction)
+    if layouts is not None:
+        check_layouts(layouts, counts)
+        counts = tuple(sorted({1, *counts})) if lone else counts
     if pin:
         check_pinning(max(counts), platform)
-    can_be_cut = check_source(source, batch_size, job)
-    cases = all_cases(batch_size, counts, kept, weak=can_be_cut)
-    notes += notes_on_cases(batch_size, cases, accumulate)
-    notes += notes_on_source(can_be_cut, counts)
-    if lone:
-        notes += notes_on_machine(max(counts), platform, pin)
-
-    started = time.perf_counter()
     subject = Subject(
         loss=loss,
         optimizer=optimizer,
@@ -135,17 +144,24 @@ def bench(
         seed=seed,
         job=job,
     )
+    cases, notes = _planned(subject, layouts, modes, counts, batch_size)
+    if lone:
+        notes += notes_on_machine(max(counts), platform, pin)
+
+    started = time.perf_counter()
     display = Display(progress, len(cases), rounds)
     measurement = Measurement(subject, own_cores() if pin else [], display)
     with contextlib.closing(measurement):
-        measurement.prepare(cases)
+        notes += measurement.prepare(cases)
+        check_left(measurement.runners, notes)
         rates = measurement.product_rates() if platform == "cpu" else {}
         neighbours = Neighbours()
         measurement.measure(rounds)
         if platform == "cpu" and lone:
             notes += notes_on_neighbours(neighbours.cores())
     names = measurement.runners[0].dp.configuration.names()
-    params = jax.tree.leaves(measurement.states[cases[0].devices].params)
+    params = jax.tree.leaves(next(iter(measurement.states.values())).params)
+    placed = [runner.case.placed for runner in measurement.runners]
     return Bench(
         cases=case_results(measurement, rates, tokens_per_row),
         environment=environment(),
@@ -154,7 +170,7 @@ def bench(
         parameters=sum(leaf.size for leaf in params),
         parameter_bytes=sum(leaf.nbytes for leaf in params),
         batch_size=batch_size,
-        layout=names["layout"],
+        layout=", ".join(dict.fromkeys(map(str, placed))) if layouts else names["layout"],
         accumulate=accumulate,
         precision=precision,
         rounds=rounds,
@@ -164,6 +180,28 @@ def bench(
         notes=tuple(notes),
         reduction=names["reduction"],
     )
+
+
+def _planned(
+    subject: Subject,
+    layouts: Sequence[Arrangement] | None,
+    modes: Sequence[str],
+    counts: Sequence[int],
+    batch_size: int,
+) -> tuple[list[Case], list[str]]:
+    """What is measured, and notes on what is not as asked."""
+    if layouts is not None:
+        check_source(subject.source, batch_size, subject.job)
+        cases, notes = cases_of_layouts(
+            layouts, modes, counts, batch_size, subject.layout, subject.check
+        )
+        check_left(cases, notes)
+        return cases, notes + notes_on_cases(batch_size, cases, subject.accumulate)
+    kept, notes = possible_modes(modes, counts, subject.layout, subject.reduction)
+    can_be_cut = check_source(subject.source, batch_size, subject.job)
+    cases = all_cases(batch_size, counts, kept, weak=can_be_cut)
+    notes += notes_on_cases(batch_size, cases, subject.accumulate)
+    return cases, notes + notes_on_source(can_be_cut, counts)
 
 
 def _check(modes: Sequence[str], rounds: int, tokens_per_row: int | None) -> None:

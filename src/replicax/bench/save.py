@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from replicax.bench.layout_plot import draw_layouts
 from replicax.bench.plots import draw_scaling
 from replicax.bench.report import to_markdown
 from replicax.bench.result import Bench, CaseResult
@@ -14,9 +15,9 @@ from replicax.errors import MissingDependencyError
 
 
 def write_bench(bench: Bench, folder: str | Path, *, pictures: Sequence[str] = ()) -> list[Path]:
-    """Write `bench.json`, `bench.md` and `scaling.png`; returns their paths.
+    """Write `bench.json`, `bench.md` and `scaling.png` or `layouts.png`; returns their paths.
 
-    Without matplotlib there is no `scaling.png`, and `bench.md` says so.
+    Without matplotlib there is no picture, and `bench.md` says so.
 
     Args:
         bench: what was measured.
@@ -25,14 +26,17 @@ def write_bench(bench: Bench, folder: str | Path, *, pictures: Sequence[str] = (
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / "bench.json", folder / "bench.md", folder / "scaling.png"]
+    draw, picture = draw_scaling, "scaling.png"
+    if bench.compares_layouts:
+        draw, picture = draw_layouts, "layouts.png"
+    paths = [folder / "bench.json", folder / "bench.md", folder / picture]
     paths[0].write_text(json.dumps(to_json(bench), indent=2) + "\n", encoding="utf-8")
     try:
-        draw_scaling(bench, paths[2])
+        draw(bench, paths[2])
         text = to_markdown(bench, [paths[2].name, *pictures])
     except MissingDependencyError as error:
         del paths[2]
-        text = f"{to_markdown(bench, pictures)}- no scaling.png: {error}\n"
+        text = f"{to_markdown(bench, pictures)}- no {picture}: {error}\n"
     paths[1].write_text(text, encoding="utf-8")
     return paths
 
@@ -56,6 +60,8 @@ def _case_to_json(case: CaseResult) -> dict[str, Any]:
     single = dataclasses.asdict(case)
     for name in ("seconds_per_step", "rows_per_second", "input_wait_fraction", "efficiency"):
         del single[name]
+    if case.layout is None:
+        del single["layout"]
     return {
         **single,
         "scalings": list(case.scalings),

@@ -2,8 +2,10 @@
 
 import dataclasses
 import itertools
+import math
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +15,7 @@ import replicax as rx
 from replicax.bench import processes
 from replicax.bench.cases import all_cases, possible_modes, usual_modes, weak_rows
 from replicax.bench.epochs import check_source
+from replicax.bench.layouts import AXES, MODES_BY_DEFAULT
 from replicax.bench.memory import measure_timeline
 from replicax.bench.memory_plot import draw_memory
 from replicax.bench.notes import notes_on_cases
@@ -47,6 +50,9 @@ class BenchOptions(StepOptions):
     modes: Annotated[str | None, several_of(MODES, "all but exact")] = None
     """Modes to measure, as jit,shard_map, which are the default with --processes. With exact, a CPU
     gets a thread for each micro-shard in all modes."""
+    layouts: Annotated[str | None, several_of(AXES, "the one of --layout")] = None
+    """Layouts to compare, on all devices or --devices, and with one; in mode jit, or --modes. model
+    and stages split what the recipe's rules say, over as many devices as can."""
     rounds: int = 5
     """Times that every step is measured, for about a quarter of a second each."""
     pin: bool = False
@@ -65,10 +71,17 @@ def bench(arguments: list[str]) -> int:
     if parsed is None:
         return 0
     options = parsed.options
+    if options.least_devices > 1:
+        raise ConfigError(
+            "bench with --model-parallel, --stages or --fsdp-size; it makes meshes itself: leave "
+            "the flag out, or compare by --layouts"
+        )
     check_alone("bench", "it starts processes itself: run it once, with --processes")
     if options.processes is not None:
         _over_processes(parsed, arguments)
         return 0
+    if options.layouts is not None:
+        _check_layouts(options)
     devices = counts_of("--devices", options.devices)
     options.fix_threads(*modes_of(options))
     if devices:
@@ -88,7 +101,7 @@ def bench(arguments: list[str]) -> int:
     folder.mkdir(parents=True)
     pictures = []
     try:
-        if _draw_memory(parsed, result, folder):
+        if not result.compares_layouts and _draw_memory(parsed, result, folder):
             pictures = [MEMORY]
     finally:  # what was measured is kept, whatever becomes of the picture
         names = [path.name for path in write_bench(result, folder, pictures=pictures)]
@@ -98,9 +111,27 @@ def bench(arguments: list[str]) -> int:
     return 0
 
 
+def _check_layouts(options: BenchOptions) -> None:
+    """Raise `ConfigError` for what `--layouts` leaves without a meaning."""
+    if options.layout != BenchOptions.layout or options.profile:
+        other = "--profile" if options.profile else f"--layout {options.layout}"
+        raise ConfigError(
+            f"--layouts {options.layouts} with {other}, which is of one layout; leave one of the "
+            "two out"
+        )
+
+
 def bench_recipe(parsed: Arguments[BenchOptions], **arguments: Any) -> Bench:
     """Measure the recipe's step as the options say, with further `arguments` of `rx.bench`."""
     options, recipe = parsed.options, parsed.recipe
+    if options.layouts is not None:
+        rules = recipe.rules() if hasattr(recipe, "rules") else ()
+        layout = rx.layout(rules=rules, schedule=options.schedule)
+        names, heads = words(options.layouts), getattr(recipe, "heads", None)
+        layouts = [
+            (layout, over_heads(heads)) if heads and name == "model" else name for name in names
+        ]
+        arguments |= {"layouts": layouts, "layout": layout}
     return rx.bench(
         recipe.loss,
         recipe.optimizer(),
@@ -109,15 +140,29 @@ def bench_recipe(parsed: Arguments[BenchOptions], **arguments: Any) -> Bench:
         modes=modes_of(options),
         seed=options.seed,
         tokens_per_row=getattr(recipe, "tokens_per_row", None),
-        **options.settings(),
-        **arguments,
+        **{**options.settings(recipe), **arguments},
     )
+
+
+def over_heads(heads: int) -> Callable[[int], jax.sharding.Mesh]:
+    """Return `mesh(devices)` with the most devices along `model` that share out whole heads."""
+
+    def mesh(devices: int) -> jax.sharding.Mesh:
+        most = math.gcd(devices, heads)
+        if most == 1:
+            raise ConfigError(
+                f"{devices} devices with heads={heads}; devices along 'model' have whole heads, as "
+                "many as each other: change one of the two"
+            )
+        return rx.make_mesh(devices // most, most, devices=jax.devices())
+
+    return mesh
 
 
 def _over_processes(parsed: Arguments[BenchOptions], arguments: list[str]) -> None:
     """The weak scaling over processes; `arguments` are those of the command."""
     options, recipe = parsed.options, parsed.recipe
-    for name in ("devices", "profile"):
+    for name in ("devices", "layouts", "profile"):
         if getattr(options, name):
             raise ConfigError(
                 f"--processes {options.processes} with --{name}; each process has one device, and "
@@ -126,7 +171,8 @@ def _over_processes(parsed: Arguments[BenchOptions], arguments: list[str]) -> No
     asked = counts_of("--processes", options.processes)
     assert asked, "the flag is there, or this would not be called"
     counts = processes.check_counts(asked, modes_of(options))
-    modes, notes = possible_modes(modes_of(options), counts, options.layout, options.reduction)
+    layout = options.layout_of(recipe)
+    modes, notes = possible_modes(modes_of(options), counts, layout, options.reduction)
     rows = weak_rows(recipe.batch_size, counts)
     cases = all_cases(rows * max(counts), counts, modes, weak=True)
     notes += notes_on_cases(recipe.batch_size, cases, options.accumulate)
@@ -188,6 +234,8 @@ def counts_of(flag: str, text: str | None) -> list[int] | None:
 
 def modes_of(options: BenchOptions) -> list[str]:
     """The modes that are asked for."""
+    if options.modes is None and options.layouts is not None:
+        return list(MODES_BY_DEFAULT)
     if options.modes is None:
         return list(usual_modes() if options.processes is None else processes.modes_of_processes())
     return words(options.modes)

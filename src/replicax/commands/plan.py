@@ -86,7 +86,8 @@ def _plan(
     parsed: Arguments[PlanOptions], target: Target, noise_scale: float | None, show: Show
 ) -> Plan:
     options, recipe = parsed.options, parsed.recipe
-    mesh = rx.make_mesh(1)  # nothing is placed on it
+    mesh = options.mesh(options.least_devices)  # nothing is placed on it
+    assert mesh is not None
     show("reading the data")
     tokens_per_row = getattr(recipe, "tokens_per_row", None)
     wished = None if options.tokens is None else options.tokens / (tokens_per_row or 1)
@@ -96,6 +97,7 @@ def _plan(
         _batch(recipe),
         target=target,
         changes=_changes(recipe, options, mesh),
+        rules=recipe.rules() if hasattr(recipe, "rules") else (),
         tokens_per_row=tokens_per_row,
         wished_rows=wished,
         noise_scale=noise_scale,
@@ -124,7 +126,9 @@ def _target(options: PlanOptions) -> Target:
             f"devices; it runs on {most}: leave the mode out"
         )
     if target.chip.platform == "cuda" and target.devices <= MOST_HOST_DEVICES:
-        make_host_devices(target.devices)
+        make_host_devices(max(target.devices, options.least_devices))
+    elif options.least_devices > 1:
+        make_host_devices(options.least_devices)
     return target
 
 

@@ -8,23 +8,31 @@ import jax
 import replicax as rx
 from replicax.core.exact import MICRO_SHARDS, fix_threads
 from replicax.core.job import Job
-from replicax.core.layout import LAYOUTS
+from replicax.core.layout import LAYOUTS, Layout
 from replicax.core.modes import MODES, as_mode
+from replicax.core.pipeline import SCHEDULES
 from replicax.core.reduction import REDUCTIONS
+from replicax.errors import ConfigError
 from replicax.flags import one_of, shown_as
+from replicax.recipes.recipe import recipe_name
 
 # A docstring of one line each: tyro would keep its line breaks in --help.
 
 
 @dataclasses.dataclass(frozen=True)
 class StepOptions:
-    """How the step of a recipe is computed, in whichever mode.
-
-    Each field is an argument of `DataParallel`.
-    """
+    """How the step of a recipe is computed, in whichever mode, and on which mesh."""
 
     layout: Annotated[str, one_of(LAYOUTS)] = "replicated"
     """Where the parameters and the optimizer state live."""
+    model_parallel: int = 1
+    """Devices that share each layer of a replica, by the rules of the recipe; neighbours."""
+    stages: int = 1
+    """Pipeline stages that the layers are cut into, for --accumulate micro-batches to pass."""
+    fsdp_size: Annotated[int | None, shown_as("INT", "all")] = None
+    """Layouts zero1 and fsdp: replicas that share one copy of the state; neighbours."""
+    schedule: Annotated[str, one_of(SCHEDULES)] = "1f1b"
+    """Order of the micro-batches through the stages; gpipe keeps all of them in memory."""
     accumulate: int = 1
     """Micro-batches per device, computed one after another."""
     micro_shards: int = MICRO_SHARDS
@@ -34,16 +42,89 @@ class StepOptions:
     reduction: Annotated[str, one_of(REDUCTIONS)] = "float32"
     """Dtype gradients are rounded to on the wire; bfloat16 in per-replica modes only."""
 
-    def settings(self) -> dict[str, Any]:
-        """Return these options as arguments of `DataParallel`."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(StepOptions)}
+    @property
+    def least_devices(self) -> int:
+        """Devices that the smallest mesh has: one copy of the state.
+
+        Raises:
+            ConfigError: a size below 1, or one that splits nothing.
+        """
+        for flag, size in (("--model-parallel", self.model_parallel), ("--stages", self.stages)):
+            if size < 1:
+                raise ConfigError(f"{flag} {size}; it is at least 1: raise it")
+        copy = self.fsdp_size
+        if copy is not None and (copy < 2 or not LAYOUTS[self.layout].splits_optimizer):
+            raise ConfigError(
+                f"--fsdp-size {copy} with --layout {self.layout}; zero1 and fsdp split a copy over "
+                "at least 2 replicas: use one of them, or leave the flag out"
+            )
+        return self.model_parallel * self.stages * (copy or 1)
+
+    def mesh(self, devices: int | None) -> jax.sharding.Mesh | None:
+        """Return the mesh of `devices`, by default of all; None where a mode may choose them.
+
+        Raises:
+            ConfigError: they cannot be split so.
+        """
+        least = self.least_devices
+        if devices is None and least == 1:
+            return None
+        count = jax.device_count() if devices is None else devices
+        if count % least:
+            raise ConfigError(
+                f"{count} devices with {self._axes()}; their product {least} must divide the "
+                "devices: change --devices or the others"
+            )
+        return rx.make_mesh(
+            count // least, self.model_parallel, self.stages, fsdp=self.fsdp_size or 1
+        )
+
+    def layout_of(self, recipe: Any) -> Layout:
+        """Return the layout, with the rules of `recipe` where there are axes that they are for.
+
+        Raises:
+            ConfigError: a recipe without rules, or heads that cannot be split.
+        """
+        if self.model_parallel * self.stages == 1:
+            return rx.layout(self.layout, schedule=self.schedule)
+        if not hasattr(recipe, "rules"):
+            raise ConfigError(
+                f"{self._axes()} with recipe {recipe_name(type(recipe))}, which has no rules for "
+                "it: give it a method rules(), or leave the flag out"
+            )
+        heads = getattr(recipe, "heads", None)
+        if heads is not None and heads % self.model_parallel:
+            raise ConfigError(
+                f"--model-parallel {self.model_parallel} with heads={heads}; each device has whole "
+                "heads, as many as the others: change one of the two"
+            )
+        return rx.layout(self.layout, rules=recipe.rules(), schedule=self.schedule)
+
+    def settings(self, recipe: Any) -> dict[str, Any]:
+        """Return these options as arguments of `DataParallel`, all but the mesh."""
+        return {
+            "layout": self.layout_of(recipe),
+            "accumulate": self.accumulate,
+            "micro_shards": self.micro_shards,
+            "precision": self.precision,
+            "reduction": self.reduction,
+        }
 
     def data_parallel(
         self, recipe: Any, mode: str, mesh: jax.sharding.Mesh | None, job: Job | None = None
     ) -> rx.DataParallel:
         """Return the step of `recipe` on `mesh`, by default on all devices that `mode` can take."""
-        loss, optimizer = recipe.loss, recipe.optimizer()
-        return rx.DataParallel(loss, optimizer, mesh=mesh, mode=mode, job=job, **self.settings())
+        arguments = {"mesh": mesh, "mode": mode, "job": job, **self.settings(recipe)}
+        return rx.DataParallel(recipe.loss, recipe.optimizer(), **arguments)
+
+    def _axes(self) -> str:
+        """The flags that make axes, as they were given."""
+        sizes = {
+            "--model-parallel": self.model_parallel,
+            "--stages": self.stages,
+            "--fsdp-size": self.fsdp_size or 1,
+        }
+        return " ".join(f"{flag} {size}" for flag, size in sizes.items() if size > 1)
 
     def fix_threads(self, *modes: str) -> None:
         """Fix the number of XLA's threads if the bits of a mode depend on it, before JAX starts.

@@ -59,10 +59,9 @@ def _run(
     speaks = job.process == 0
     if speaks:
         check_installed(hooks)
-    mesh = None
     if options.devices is not None:
         make_host_devices(options.devices, job.processes)
-        mesh = rx.make_mesh(options.devices)
+    mesh = options.mesh(options.devices)
     dp = options.data_parallel(recipe, options.mode, mesh, job)
     if dp.mesh.devices.flat[0].platform == "cpu":
         keep_freed_memory()

@@ -105,7 +105,7 @@ def verify(arguments: list[str]) -> int:
 
 def _of_recipe(parsed: Arguments[VerifyOptions], show: Callable[[str], None]) -> Verification:
     options, recipe = parsed.options, parsed.recipe
-    mesh = rx.make_mesh(as_mode(options.mode).most_devices or options.devices or -1)
+    mesh = options.mesh(as_mode(options.mode).most_devices or options.devices)
     dp = options.data_parallel(recipe, options.mode, mesh)
     show("reading the data")
     batch = first_rows(recipe.train_source(), rows_needed(dp))

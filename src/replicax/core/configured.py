@@ -29,7 +29,10 @@ class Configured:
         self._wrapped: dict[Any, Self] = {}
 
     def replace(self, **changes: Any) -> Self:
-        """Return another one, without a model, with these of its arguments changed."""
+        """Return another one, without a model, with these of its arguments changed.
+
+        With an `AbstractMesh` it has a program for devices that need not exist, and runs nothing.
+        """
         other = object.__new__(type(self))
         other._configure(configure(**{**vars(self.configuration), **changes}))
         return other

@@ -8,15 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import Mesh
 
 from replicax.core.accumulate import Apply, Part, PyTree, folded, scale_of, zeros_like
 from replicax.core.batch import Batch
-from replicax.core.loss import LOSS, WeightedSum
+from replicax.core.loss import LOSS
 from replicax.core.mesh import Axis
 from replicax.core.models.definition import View
-from replicax.core.objective import StepSums, only_read
 from replicax.core.precision import to_sum
 from replicax.core.reduction import Wire
 from replicax.errors import ConfigError
@@ -126,40 +124,6 @@ class FixedTree:
 
         total: PyTree = lax.fori_loop(0, 2, add, zeros_like(jax.eval_shape(part, 0)))
         return total
-
-
-def is_elementwise(apply: Apply, state: Any, read: tuple[bool, ...] | None) -> bool:
-    """Whether each number that `apply` gives follows from numbers of its own place, and scalars.
-
-    Then parts of the state have the bits of the whole. A clipped gradient has a norm, which sums.
-    """
-    gradient = jax.tree.map(to_sum, zeros_like(only_read(state.params, read)))
-
-    def applied(state: Any, gradient: PyTree) -> PyTree:
-        one = jnp.float32(1)
-        total = StepSums(gradient, {LOSS: WeightedSum(one, one)})
-        return apply(state, total, state.extras, state.reduction)
-
-    shapes = jax.eval_shape(lambda: gradient)
-    return _is_elementwise(jax.make_jaxpr(applied)(state, shapes).jaxpr)
-
-
-def _is_elementwise(jaxpr: Jaxpr) -> bool:
-    for eqn in jaxpr.eqns:
-        inner = [each for each in jax.tree.leaves(list(eqn.params.values())) if _has_eqns(each)]
-        if inner:
-            holds = all(_is_elementwise(getattr(each, "jaxpr", each)) for each in inner)
-        else:
-            sides: Any = (eqn.invars, eqn.outvars)
-            read, given = ({atom.aval.shape for atom in side} for side in sides)
-            holds = read <= {()} or read - {()} == given
-        if not holds:
-            return False
-    return True
-
-
-def _has_eqns(leaf: Any) -> bool:
-    return isinstance(leaf, Jaxpr | ClosedJaxpr)
 
 
 def fix_threads(micro_shards: int) -> None:

@@ -15,13 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.sharding import NamedSharding, PartitionSpec
 
+from replicax.core.equations import CALLS, bind, each_alone
 from replicax.core.models.definition import PyTree
 from replicax.core.precision import Precision, to_sum
 
-_CALLS = {"jit", "pjit", "closed_call", "core_call"}
 _REMATS = {"checkpoint", "remat2"}
 _LOOPS = {"scan", "while", "cond"}
 _MOVES = {"transpose", "reshape", "broadcast_in_dim", "convert_element_type", "squeeze", "copy"}
@@ -113,7 +113,7 @@ class _Split:
     def whole(self) -> jax.Array:
         value = _gathered(self.part, self.place)
         for move in self.moves:
-            [value] = _bind(move, [value])
+            [value] = bind(move, [value])
         return value
 
 
@@ -161,8 +161,8 @@ def _evaluate(
             known[atom] = known[atom].whole()  # once, and kept from the first use to the last
         return known[atom]
 
-    for eqn in jaxpr.eqns:
-        alone = jaxpr.replace(constvars=[], invars=_variables(eqn), outvars=eqn.outvars, eqns=[eqn])
+    for alone in each_alone(jaxpr):
+        [eqn] = alone.eqns
         found = _apply(alone, [read(atom) for atom in eqn.invars], in_loop)
         known.update(zip(eqn.outvars, found, strict=True))
     return _all_whole([read(atom) for atom in jaxpr.outvars])
@@ -173,10 +173,10 @@ def _apply(alone: Jaxpr, values: list[Any], in_loop: bool) -> list[Any]:
     [eqn] = alone.eqns
     name, split = eqn.primitive.name, [each for each in values if isinstance(each, _Split)]
     if not split:
-        return _bind(alone, values)
+        return bind(alone, values)
     if name in _MOVES and len(values) == 1:
         return [dataclasses.replace(split[0], moves=(*split[0].moves, alone))]
-    if name in _CALLS:
+    if name in CALLS:
         inner = eqn.params["jaxpr"]
         return _evaluate(inner.jaxpr, inner.consts, values, in_loop)
     if name in _REMATS:
@@ -186,9 +186,9 @@ def _apply(alone: Jaxpr, values: list[Any], in_loop: bool) -> list[Any]:
     if name == "scan":
         return _scan(eqn, values)
     if name in _LOOPS:
-        return _bind(alone, _all_whole(values))
+        return bind(alone, _all_whole(values))
     settings = {"policy": None, "prevent_cse": not in_loop}
-    return _with_parts(lambda values: _bind(alone, _all_whole(values)), values, settings)
+    return _with_parts(lambda values: bind(alone, _all_whole(values)), values, settings)
 
 
 def _with_parts(
@@ -242,15 +242,3 @@ def _by_layer(stack: _Split) -> bool:
 
 def _all_whole(values: Sequence[Any]) -> list[Any]:
     return [value.whole() if isinstance(value, _Split) else value for value in values]
-
-
-def _bind(alone: Jaxpr, values: Sequence[Any]) -> list[Any]:
-    """What the one equation of a jaxpr gives, in the scopes that it was traced in."""
-    pairs = zip(alone.eqns[0].invars, values, strict=True)
-    known = {atom: value for atom, value in pairs if not isinstance(atom, Literal)}
-    found: list[Any] = jaxpr_as_fun(ClosedJaxpr(alone, ()))(*known.values())
-    return found
-
-
-def _variables(eqn: JaxprEqn) -> list[Any]:
-    return list(dict.fromkeys(atom for atom in eqn.invars if not isinstance(atom, Literal)))

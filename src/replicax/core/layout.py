@@ -12,14 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from replicax.core.leaves import is_random_key, numbers
 from replicax.core.mesh import DATA, FSDP, AnyMesh, by_rows, replicated, shard_axis
 from replicax.core.partition import Rules, axes_of, check_rules, spec_by_rule
+from replicax.core.pipeline import SCHEDULES
 from replicax.core.update import TrainState
 from replicax.errors import ConfigError, choose
-
-SCHEDULES = {
-    "1f1b": "one forward, one backward: activations of few micro-batches are kept",
-    "gpipe": "all forward, then all backward: nothing of a stage is computed twice",
-}
-"""Orders of the micro-batches through pipeline stages, by name; see `replicax.core.stages`."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 import collections
 import math
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -15,7 +15,7 @@ from replicax.errors import ConfigError
 DATA, FSDP, MODEL, STAGE = "data", "fsdp", "model", "stage"
 """Names of mesh axes: over `data`, and `fsdp` where there is one, lie the replicas."""
 
-AXES = (DATA, MODEL, STAGE)
+_OUTERMOST_FIRST = (DATA, FSDP, STAGE)
 
 Axis = str | tuple[str, ...]
 """One axis or several, as `jax.lax.psum` takes them."""
@@ -73,15 +73,55 @@ def make_mesh(
             f"use at most {len(devices)}{_more_host_devices(devices[0], needed)}"
         )
     taken = _of_every_process(devices, needed) if attached else devices[:needed]
-    placed = np.asarray(taken).reshape(data, fsdp, stage, model).swapaxes(2, 3)
-    if fsdp == 1:
-        return Mesh(placed[:, 0], AXES)
-    return Mesh(placed, (DATA, FSDP, MODEL, STAGE))
+    return mesh_of(taken, _sizes(data, model, stage, fsdp))
 
 
-def abstract_mesh(data: int) -> AbstractMesh:
-    """As `make_mesh(data)`, of devices that need not exist."""
-    return AbstractMesh((data, 1, 1), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+def abstract_mesh(data: int, model: int = 1, stage: int = 1, *, fsdp: int = 1) -> AbstractMesh:
+    """As `make_mesh` of these sizes, of devices that need not exist."""
+    return _abstract(_sizes(data, model, stage, fsdp))
+
+
+def abstract_like(mesh: AnyMesh, devices: int, **changed: int) -> AbstractMesh:
+    """As `mesh`, with axes of other sizes, and the `data` that so many devices leave.
+
+    They need not exist.
+
+    Raises:
+        ConfigError: its other axes do not divide them.
+    """
+    inner = {**mesh.shape, **changed}
+    del inner[DATA]
+    rest = math.prod(inner.values())
+    if devices % rest:
+        axes = " x ".join(f"{axis}={size}" for axis, size in inner.items() if size > 1)
+        raise ConfigError(
+            f"{devices} devices over {axes}; the product {rest} must divide the devices: change "
+            "the axes or the number of devices"
+        )
+    return _abstract({DATA: devices // rest, **inner})
+
+
+def mesh_of(devices: Sequence[Any], sizes: Mapping[str, int]) -> Mesh:
+    """The mesh of these devices with axes of these sizes, in their order."""
+    return Mesh(in_order(devices, sizes), tuple(sizes))
+
+
+def in_order(devices: Sequence[Any], sizes: Mapping[str, int]) -> np.ndarray:
+    """The array `[*sizes]` of devices that talk most the nearer they are; see `make_mesh`."""
+    outer = [axis for axis in _OUTERMOST_FIRST if axis in sizes]
+    axes = [*outer, *(axis for axis in sizes if axis not in outer)]
+    placed = np.asarray(devices).reshape([sizes[axis] for axis in axes])
+    return placed.transpose([axes.index(axis) for axis in sizes])
+
+
+def _sizes(data: int, model: int, stage: int, fsdp: int) -> dict[str, int]:
+    hybrid = {FSDP: fsdp} if fsdp > 1 else {}
+    return {DATA: data, **hybrid, MODEL: model, STAGE: stage}
+
+
+def _abstract(sizes: Mapping[str, int]) -> AbstractMesh:
+    automatic = (AxisType.Auto,) * len(sizes)
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=automatic)
 
 
 def check_mesh(mesh: MeshKind) -> MeshKind:
@@ -92,8 +132,7 @@ def check_mesh(mesh: MeshKind) -> MeshKind:
             "lie along 'data': rename an axis or use rx.make_mesh()"
         )
     if isinstance(mesh, AbstractMesh):
-        automatic = (AxisType.Auto,) * len(mesh.axis_names)
-        return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=automatic)
+        return _abstract(mesh.shape)
     return Mesh(mesh.devices, mesh.axis_names)
 
 

@@ -193,9 +193,9 @@ class Mode:
     def __str__(self) -> str:
         return self.name
 
-    def check(self, mesh: Mesh, layout: Layout) -> None:
+    def check(self, mesh: AnyMesh, layout: Layout) -> None:
         """Raise `ConfigError` where this mode cannot run on `mesh`, or cannot hold `layout`."""
-        devices, processes = mesh.devices.size, jax.process_count()
+        devices, processes = mesh.size, jax.process_count()
         if self.most_devices is not None and devices > self.most_devices:
             raise ConfigError(
                 f"mode={self.name!r} with a mesh of {devices} devices; it runs on "

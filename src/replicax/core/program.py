@@ -14,7 +14,6 @@ from replicax.core.average import average_of
 from replicax.core.batch import Batch, Share, described, host_rows, pad, row_count
 from replicax.core.checks import check_kind, check_loss, check_outside_jit
 from replicax.core.configuration import Configuration
-from replicax.core.exact import is_elementwise
 from replicax.core.feed import Split
 from replicax.core.gathering import Gathering
 from replicax.core.layout import on_devices_of
@@ -25,6 +24,7 @@ from replicax.core.modes import batch_shardings, lift
 from replicax.core.objective import LossFunction, Objective, StepSums, only_read
 from replicax.core.optimizer import Updater
 from replicax.core.own import keep, own_update
+from replicax.core.own_part import by_own_part
 from replicax.core.reduction import REDUCTIONS, parts_of
 from replicax.core.scaling import first_scale, unscaling
 from replicax.core.stages import Staged
@@ -258,23 +258,23 @@ def _written(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The step that Replicax writes, its sums mapped onto the mesh."""
     mode, layout, accumulator = config.mode, config.layout, config.accumulator(mesh)
-    gradient: PyTree = replicated(mesh)
-    parts = None
-    apply = partial(accumulator.isolate, apply)
-    splits = mode.per_replica and layout.splits_optimizer
-    if splits and (not mode.bitwise or is_elementwise(apply, shapes, objective.read)):
+    everywhere, where = replicated(mesh), (shardings, batch_shardings(mesh))
+    weighted: Any = everywhere
+    gradient, parts = everywhere, None
+    if mode.per_replica and layout.splits_optimizer:
         gradient = only_read(layout.gradient_shardings(shapes.params, mesh), objective.read)
         parts = parts_of(gradient, mesh, summed=layout.splits_params)
+    out = (StepSums(gradient, weighted), everywhere, by_rows(mesh))
+    if mode.bitwise and parts is not None:
+        apply = by_own_part(apply, mesh, parts.axis, (shardings, *out), (shardings, everywhere))
     sums = partial(
         step_sums,
         objective=in_place(objective, config, shardings, mesh),
         accumulator=accumulator,
         reduce=mode.reduce(config.reduction, parts),
     )
-    weighted: Any = replicated(mesh)
-    out = (StepSums(gradient, weighted), replicated(mesh), by_rows(mesh))
-    mapped = mode.wrap(sums, mesh, (shardings, batch_shardings(mesh)), out)
-    return partial(update, sums=mapped, apply=apply)
+    mapped = mode.wrap(sums, mesh, where, out)
+    return partial(update, sums=mapped, apply=partial(accumulator.isolate, apply))
 
 
 def in_place(
@@ -287,6 +287,7 @@ def in_place(
             mesh=mesh,
             shardings=shardings.params,
             micro_batches=config.accumulate,
+            schedule=config.layout.schedule,
         )
     if not config.layout.splits_params:
         return objective

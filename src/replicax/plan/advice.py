@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from replicax.analysis.hardware import Chip
 from replicax.analysis.traffic import SLIGHTLY
 from replicax.core.data_parallel import DataParallel
+from replicax.core.mesh import AnyMesh, replica_count
 from replicax.plan.alternatives import half_precision
 from replicax.plan.critical_batch import batch_cost, learning_rates
 from replicax.plan.largest import MOST_ROWS
-from replicax.plan.need import Need
+from replicax.plan.need import Need, holder
 from replicax.plan.result import Alternative, BatchAdvice, MicroBatches, Speed
 from replicax.plan.traffic import Traffic
 from replicax.wording import size_text
@@ -22,7 +23,6 @@ _WAITING = 0.1
 def first_change(
     dp: DataParallel,
     chip: Chip,
-    devices: int,
     asked: Need,
     largest: Need | None,
     micro_batches: MicroBatches | None,
@@ -32,7 +32,7 @@ def first_change(
 ) -> str:
     """The one change that does most for a step, in a sentence."""
     if not asked.fits:
-        return _to_fit(asked, largest, micro_batches, alternatives, devices)
+        return _to_fit(dp.mesh, asked, largest, micro_batches, alternatives)
     if not speeds:
         return "nothing that can be told: it fits, and the target's speed is not known"
     now, most = speeds[0], speeds[-1]
@@ -42,8 +42,8 @@ def first_change(
     if larger and most.rows_per_second > _WORTH * now.rows_per_second:
         times = most.rows_per_second / now.rows_per_second
         return (
-            f"a batch of {most.rows * devices:,} rows, {most.rows:,} a device: up to {times:.1f} "
-            "times the rows a second"
+            f"a batch of {most.rows * replica_count(dp.mesh):,} rows, {most.rows:,} a "
+            f"{holder(dp.mesh)}: up to {times:.1f} times the rows a second"
         )
     other = not dp.mode.per_replica and dp.layout.is_whole  # which shard_map can hold
     if other and traffic is not None and traffic.share > SLIGHTLY and waiting > _WAITING:
@@ -63,23 +63,25 @@ def first_change(
 
 
 def _to_fit(
+    mesh: AnyMesh,
     asked: Need,
     largest: Need | None,
     micro_batches: MicroBatches | None,
     alternatives: Sequence[Alternative],
-    devices: int,
 ) -> str:
+    each = holder(mesh)
     if micro_batches is not None:
         return (
             f"accumulate={micro_batches.accumulate}: the same batch in micro-batches of "
-            f"{micro_batches.need.rows // micro_batches.accumulate:,} rows a device fits"
+            f"{micro_batches.need.rows // micro_batches.accumulate:,} rows a {each} fits"
         )
-    fitting = [each for each in alternatives if each.need.fits]
+    fitting = [other for other in alternatives if other.need.fits]
     if fitting:
-        least = min(fitting, key=lambda each: each.need.bytes)
+        least = min(fitting, key=lambda other: other.need.bytes)
         return f"{least.change}: it then fits with {size_text(least.need.bytes)} a device"
     if largest is not None:
-        return f"a batch of {largest.rows * devices:,} rows, {largest.rows:,} a device, fits"
+        rows = largest.rows * replica_count(mesh)
+        return f"a batch of {rows:,} rows, {largest.rows:,} a {each}, fits"
     return "more memory a device, or a smaller model: none of the changes below makes it fit"
 
 

@@ -6,11 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh
 
 from replicax.analysis.compiled import read_memory
-from replicax.core.mesh import AXES
+from replicax.core.mesh import mesh_of
 from replicax.plan.compilation import Compilation, Failed, TooLarge, too_large
 from replicax.plan.program import Program
 from replicax.wording import first_line
@@ -36,7 +34,7 @@ def answer(program: Program, devices: Sequence[Any]) -> Compilation | TooLarge |
 
 
 def _compile(program: Program, devices: Sequence[Any]) -> jax.stages.Compiled:
-    mesh = Mesh(np.asarray(devices).reshape(program.devices, 1, 1), AXES)
+    mesh = mesh_of(devices[: program.devices], program.sizes)
     exported = jax.export.deserialize(bytearray(program.module))
     read = exported.module_kept_var_idx  # jit takes no argument that its function does not read
 

@@ -5,9 +5,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from replicax.core.mesh import DATA, FSDP, AnyMesh, abstract_like, abstract_mesh, replica_count
 from replicax.plan.collective import REDUCE_SCATTER
 from replicax.plan.critical_batch import batch_cost
-from replicax.plan.network import network
+from replicax.plan.network import networks
 from replicax.plan.overlap import StepTime, Transfer, step_time
 from replicax.plan.target import Target
 
@@ -48,6 +49,7 @@ def scaling_curve(
     transfers: Iterable[Transfer],
     rows_per_device: float,
     *,
+    mesh: AnyMesh | None = None,
     fixed_batch: bool = False,
     most: int = MOST_DEVICES,
 ) -> tuple[ScalingPoint, ...]:
@@ -57,25 +59,31 @@ def scaling_curve(
     number. With the same batch for all (`fixed_batch`, strong scaling) it shrinks in proportion to
     the rows, which is the best case: small kernels use a chip less well; the curve ends where a
     device would have less than a row. Each transfer keeps its place in the computation and its
-    bytes, but for a reduce-scatter, whose result is a device's part.
+    bytes, but for a reduce-scatter over replicas, whose result is a device's part, and for what the
+    devices of one replica send each other, which shrinks with its rows. More devices are more
+    replicas: the other axes of the mesh keep their sizes.
 
     Args:
         target: hardware of the kind wanted, with the number of devices that `transfers` are of.
         compute_seconds: of one step on one of its devices, without communication.
         transfers: of the step on the target.
         rows_per_device: of the step on the target.
+        mesh: of the target's devices; replicas alone by default.
         fixed_batch: keep the batch instead of the rows of each device.
         most: devices to go to.
     """
-    held = tuple(transfers)
-    counts = sorted({*target.device_counts(most), target.devices})
+    mesh = abstract_mesh(target.devices) if mesh is None else mesh
+    held, shared = tuple(transfers), target.devices / replica_count(mesh)
+    least = target.devices // mesh.shape[DATA]
+    counts = {*target.device_counts(most), target.devices}
     points = []
-    for devices in counts:
+    for devices in sorted(count for count in counts if count % least == 0):
         shrunk = target.devices / devices if fixed_batch else 1.0
-        if fixed_batch and rows_per_device * shrunk < 1:
+        if fixed_batch and rows_per_device * shared * shrunk < 1:
             break
         moved = [_moved(each, shrunk, target.devices / devices) for each in held]
-        joined = network(target.with_devices(devices) if devices != target.devices else target)
+        aim = target.with_devices(devices) if devices != target.devices else target
+        joined = networks(aim, abstract_like(mesh, devices))
         step = step_time(compute_seconds * shrunk, moved, joined)
         points.append(ScalingPoint(devices, rows_per_device * shrunk, step))
     return tuple(points)
@@ -83,7 +91,11 @@ def scaling_curve(
 
 def _moved(transfer: Transfer, shrunk: float, parts: float) -> Transfer:
     """The transfer in a computation that takes `shrunk` times as long, with another part each."""
-    size = transfer.bytes * (parts if transfer.kind == REDUCE_SCATTER else 1)
+    size = transfer.bytes
+    if transfer.axes is not None and not {DATA, FSDP}.intersection(transfer.axes):
+        size *= shrunk  # of activations
+    elif transfer.kind == REDUCE_SCATTER and (transfer.axes is None or DATA in transfer.axes):
+        size *= parts
     return replace(
         transfer,
         bytes=size,

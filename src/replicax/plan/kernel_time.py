@@ -83,12 +83,14 @@ class _Clock:
     def run(self, steps: Iterable[Step]) -> None:
         for step in steps:
             if isinstance(step, Kernel):
-                self.now += self.seconds(step)
+                self.now += step.share * self.seconds(step)
             elif isinstance(step, Collective):
                 self.started[step.name] = step, self.now
             elif isinstance(step, Wait):
                 collective, ready = self.started.pop(step.collective)
-                self.transfers.append(Transfer(collective.kind, collective.bytes, ready, self.now))
+                size = collective.share * collective.bytes
+                sent = Transfer(collective.kind, size, ready, self.now, axes=collective.axes)
+                self.transfers.append(sent)
             else:
                 self._repeat(step)
 

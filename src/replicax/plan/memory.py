@@ -13,14 +13,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, jaxpr_as_fun
+from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax.core.accumulate import Sequential
 from replicax.core.batch import Batch, described, row_count
 from replicax.core.data_parallel import DataParallel
 from replicax.core.loss import LOSS
-from replicax.core.mesh import AnyMesh, abstract_mesh
+from replicax.core.mesh import STAGE, AnyMesh, abstract_mesh, by_rows
 from replicax.core.models.definition import PyTree, View
 from replicax.core.objective import Objective
+from replicax.core.partition import axes_of
+from replicax.core.pipeline import SCHEDULES
 from replicax.core.precision import to_sum
 from replicax.core.update import TrainState
 from replicax.plan.branches import for_platform
@@ -105,16 +108,20 @@ def memory_formula(
     state, split = program.shapes, program.split
     data = batch.data if isinstance(batch, Batch) else batch
     rows = split.padded(row_count(data)) // split.replicas
-    share = jax.tree.map(_on_one_device, state, program.shardings)
+    share = jax.tree.map(on_one_device, state, program.shardings)
     parameters, optimizer = tree_bytes(share.params), tree_bytes(share.opt_state)
     extras = tree_bytes(share) - parameters - optimizer
     own_rows = tree_bytes(described(data, rows))
     part = described(data, rows // split.micro_batches)
     added_up = split.micro_batches > 1
-    gathered = dp.layout.splits_params
-    objective = program.objective
+    chosen = dp.configuration
     if dp.configuration.step is None:
-        memory = _of_gradient(objective, state, share.params, part, platform, added_up, gathered)
+        used = jax.tree.map(_on_replica_device, state.params, program.shardings.params)
+        parts = (share.params, used)
+        objective = Objective(
+            program.definition, chosen.loss, chosen.precision, program.objective.read
+        )
+        memory = _of_gradient(objective, state, parts, part, platform, added_up)
     else:
         memory = _of_own_step(program.own_step, state, part, platform)
     return MemoryFormula(
@@ -126,7 +133,7 @@ def memory_formula(
         batch=own_rows,
         compute_copy=memory.compute_copy,
         gradient=memory.gradient,
-        activations=memory.activations,
+        activations=memory.activations * _kept(dp, program.mesh) // _stages(program.mesh),
         # The rows of each micro-batch are put side by side first.
         workspace=memory.workspace + (own_rows if added_up else 0),
         never_together=memory.never_together,
@@ -176,22 +183,21 @@ def _of_own_step(
 def _of_gradient(
     objective: Objective,
     state: TrainState,
-    share: PyTree,
+    parts: tuple[PyTree, PyTree],
     part: Batch,
     platform: str,
     added_up: bool,
-    gathered: bool,
 ) -> _Gradient:
     """The memory of the sums over one micro-batch.
 
     Args:
         objective: the loss on the model.
         state: shapes.
-        share: shapes of what one device holds of the parameters.
+        parts: shapes of what one device holds of the parameters, and of what it computes with,
+            which rules for layers and stages may split.
         part: shapes of one device's micro-batch.
         platform: see `memory_formula`.
         added_up: whether each gradient is added to a running total as soon as it is there.
-        gathered: whether the loss computes with whole parameters where the state has parts.
     """
     jaxpr, count = _traced(objective, state, part, platform)
     program = Program(jaxpr, platform)
@@ -199,29 +205,25 @@ def _of_gradient(
     gradient, saved = program.outputs[:count], program.outputs[count:]
     program.outputs = list(gradient)
     copies = _copies(program, params)
-    part_of = {
-        value: array_bytes(kept) / max(1, program.sizes[value])
-        for value, kept in zip(params, jax.tree.leaves(share), strict=True)
-    }
-    split = {value for value in params if part_of[value] < 1}
-    whole = 0
-    if gathered:
-        whole = sum(program.sizes[value] for value in split - set(copies.values()))
-    copied = copies.items() if not gathered else ()
+    held, used = (
+        {
+            value: array_bytes(own) / max(1, program.sizes[value])
+            for value, own in zip(params, jax.tree.leaves(tree), strict=True)
+        }
+        for tree in parts
+    )
+    split = {value for value in params if held[value] < used[value]}
     kept = {
-        value: int(program.sizes[value] * part_of[param])
-        for pairs in (copied, zip(gradient, params, strict=True))
+        value: int(program.sizes[value] * held[param])
+        for pairs in (copies.items(), zip(gradient, params, strict=True))
         for value, param in pairs
     }
-    split = set() if gathered else split | {copy for copy, own in copies.items() if own in split}
+    split |= {copy for copy, own in copies.items() if own in split}
     if not added_up:
-        found = _divided(Liveness(program, kept, split), gradient, copies, saved, kept)
-    else:
-        program.read_at_once(gradient)
-        found = _divided(Liveness(program, kept, split), [], copies, saved, kept)
-        owed = sum(kept[value] for value in gradient)
-        found = dataclasses.replace(found, gradient=owed)
-    return dataclasses.replace(found, compute_copy=found.compute_copy + whole)
+        return _divided(Liveness(program, kept, split), gradient, copies, saved, kept)
+    program.read_at_once(gradient)
+    found = _divided(Liveness(program, kept, split), [], copies, saved, kept)
+    return dataclasses.replace(found, gradient=sum(kept[value] for value in gradient))
 
 
 def _divided(
@@ -294,5 +296,27 @@ def _copies(program: Program, params: list[int]) -> dict[int, int]:
     }
 
 
-def _on_one_device(leaf: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+def _stages(mesh: AnyMesh) -> int:
+    return int(mesh.shape.get(STAGE, 1))
+
+
+def _kept(dp: DataParallel, mesh: AnyMesh) -> int:
+    """Micro-batches whose activations are kept at once: more than one only in a pipeline."""
+    stages, parts = _stages(mesh), dp.accumulate
+    if stages == 1:
+        return 1
+    return min(SCHEDULES[dp.layout.schedule](stages, parts) + stages, parts)
+
+
+def _on_replica_device(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    """What a device of a replica computes with: split by the axes that no rows are split over."""
+    mesh = sharding.mesh
+    apart = axes_of(by_rows(mesh).spec)
+    spec = (axes_of(PartitionSpec(entry)) for entry in sharding.spec)
+    kept = (tuple(axis for axis in axes if axis not in apart) or None for axes in spec)
+    return on_one_device(leaf, NamedSharding(mesh, PartitionSpec(*kept)))
+
+
+def on_one_device(leaf: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+    """Return the shape of what a device holds of an array."""
     return jax.ShapeDtypeStruct(sharding.shard_shape(leaf.shape), leaf.dtype)

@@ -2,13 +2,15 @@
 
 import dataclasses
 
+from replicax.core.mesh import AnyMesh, is_data_only
+
 
 @dataclasses.dataclass(frozen=True)
 class Need:
     """The memory of one step on one device."""
 
     rows: int
-    """Of one device, padding included."""
+    """Of one replica, padding included."""
     bytes: int
     """That must be there for it, its state and batch included. Where the compiler refuses the step,
     what it says, which can be less, or by formula."""
@@ -22,3 +24,8 @@ class Need:
     def is_least(self) -> bool:
         """Whether it may be more: the compiler has refused the step, and no more is known."""
         return self.compiled and self.temporaries is None
+
+
+def holder(mesh: AnyMesh) -> str:
+    """Return what rows are counted of: a `device`, or a `replica` where several devices are one."""
+    return "device" if is_data_only(mesh) else "replica"

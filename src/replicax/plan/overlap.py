@@ -4,7 +4,7 @@ import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from replicax.plan.collective import Network
+from replicax.plan.network import Networks
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,7 @@ class Transfer:
         ready_seconds: of computation that must be done before the first can start.
         needed_seconds: of computation that can be done without the result, `ready_seconds` or more.
         count: how many equal collectives it is.
+        axes: of the mesh, over which they run; None where it is all of them.
     """
 
     kind: str
@@ -24,13 +25,15 @@ class Transfer:
     ready_seconds: float
     needed_seconds: float
     count: int = 1
+    axes: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.ready_seconds <= self.needed_seconds or self.count < 1:
             raise ValueError(f"a transfer that is needed before it is ready, or never sent: {self}")
 
-    def seconds(self, network: Network) -> float:
+    def seconds(self, networks: Networks) -> float:
         """All of them, one after another, on an idle network."""
+        network = networks(self.axes)
         return self.count * network.time(self.kind, self.bytes / self.count).seconds
 
 
@@ -51,7 +54,9 @@ class StepTime:
         return self.compute_seconds / self.seconds if self.seconds else 1.0
 
 
-def step_time(compute_seconds: float, transfers: Iterable[Transfer], network: Network) -> StepTime:
+def step_time(
+    compute_seconds: float, transfers: Iterable[Transfer], networks: Networks
+) -> StepTime:
     """Simulate a step.
 
     Transfers run one at a time, in the order in which they become ready. Computation waits where a
@@ -60,7 +65,7 @@ def step_time(compute_seconds: float, transfers: Iterable[Transfer], network: Ne
     Args:
         compute_seconds: of computation in the step; a `needed_seconds` beyond it means its end.
         transfers: in any order.
-        network: of the devices that take part.
+        networks: of the devices that take part, by the axes of a transfer.
 
     Raises:
         ValueError: for a transfer that becomes ready after the computation has ended.
@@ -72,7 +77,7 @@ def step_time(compute_seconds: float, transfers: Iterable[Transfer], network: Ne
         if transfer.ready_seconds > compute_seconds:
             raise ValueError(f"{transfer} is ready after {compute_seconds} s, the step's end")
         exposed = _waited(exposed, waiting, transfer.ready_seconds)
-        seconds = transfer.seconds(network)
+        seconds = transfer.seconds(networks)
         total += seconds
         free = max(free, transfer.ready_seconds + exposed) + seconds
         heapq.heappush(waiting, (min(transfer.needed_seconds, compute_seconds), free))

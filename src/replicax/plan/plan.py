@@ -10,7 +10,8 @@ import jax
 
 from replicax.analysis.host import measured
 from replicax.core.data_parallel import DataParallel
-from replicax.core.mesh import is_data_only
+from replicax.core.mesh import abstract_like
+from replicax.core.partition import Rules
 from replicax.errors import ConfigError, MissingDependencyError
 from replicax.plan.compilation import Description
 from replicax.plan.compiler import AttachedCompiler, Compiler
@@ -32,6 +33,7 @@ def plan(
     *,
     target: str | Target,
     changes: Mapping[str, DataParallel] | None = None,
+    rules: Rules = (),
     tokens_per_row: int | None = None,
     wished_rows: float | None = None,
     noise_scale: float | None = None,
@@ -47,13 +49,15 @@ def plan(
     `Plan.notes` says what to install.
 
     Args:
-        dp: the step; its own mesh may be of any devices.
+        dp: the step; its own mesh may be of any devices. On those of the target the other axes keep
+            their sizes, and `data` has what they leave.
         model: as for `dp.init`; arrays or their shapes.
         batch: a pytree of arrays `[rows, ...]`, or of their shapes: the global batch.
         target: `h100:8`, `v5e:16x16`, `cpu:8`, `attached`; see `replicax.plan.target`.
         changes: steps to compare with, by what is changed; they take the same model and batch.
             Precision and layout are always among them, and `jax.checkpoint` on the whole loss where
             none is given.
+        rules: as for `rx.layout`: where `dp` has none, layers and stages are tried by them.
         tokens_per_row: where tokens are counted.
         wished_rows: to train on in all: the plan tells the device-hours.
         noise_scale: the gradient noise scale in rows, where a run measured it.
@@ -63,32 +67,27 @@ def plan(
 
     Raises:
         ConfigError: an unknown target, or one that its chip does not come in; a compiler of another
-            version than jax wants; a mesh with other axes than replicas; several processes; rows or
-            a noise scale that are not above 0.
+            version than jax wants; axes of the mesh that do not divide the devices; several
+            processes; rows or a noise scale that are not above 0.
         CompilerError: the compiler fails.
     """
     if jax.process_count() > 1:
         raise ConfigError(
             f"plan on {jax.process_count()} processes; one can plan for any number: start it alone"
         )
-    if not is_data_only(dp.mesh):
-        raise ConfigError(
-            f"the mesh has {dp.mesh.size} devices; a plan is for devices that each hold a replica: "
-            "make the mesh without the axes model and stage"
-        )
     for name, value in (("wished_rows", wished_rows), ("noise_scale", noise_scale)):
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"{name}={value}; it is a number of rows above 0: give one")
     show = show or (lambda text: None)
-    dp = _in_fit(dp, model)
-    if changes is not None:
-        changes = {name: _in_fit(other, model) for name, other in changes.items()}
     aim = parse_target(target) if isinstance(target, str) else target
+    dp = _in_fit(dp, model, aim)
+    if changes is not None:
+        changes = {name: _in_fit(other, model, aim) for name, other in changes.items()}
     if aim.chip.platform == "cpu":
         aim = dataclasses.replace(aim, chip=measured(aim.chip, aim.devices))
     with compiler_for(aim, by_formula) as (compiler, notes):
         steps = Steps(model, batch, aim, compiler, show)
-        planner = Planner(dp, model, batch, aim, steps, changes, tokens_per_row)
+        planner = Planner(dp, model, batch, aim, steps, changes, rules, tokens_per_row)
         found = planner.plan(wished_rows, noise_scale, notes)
     held = tree_bytes(dp.abstract_state(model).params)
     return dataclasses.replace(found, on_paper=_on_paper(aim, held, transformer))
@@ -124,7 +123,9 @@ def compiler_for(
         yield compiler, notes
 
 
-def _in_fit(dp: DataParallel, model: Any) -> DataParallel:
+def _in_fit(dp: DataParallel, model: Any, target: Target) -> DataParallel:
+    """The step of `rx.fit` on the target's devices: further ones are further replicas."""
+    dp = dp.replace(mesh=abstract_like(dp.mesh, target.devices))
     return guarded(dp, dp.abstract_state(model))
 
 

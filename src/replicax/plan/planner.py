@@ -8,29 +8,21 @@ from typing import Any
 
 import jax
 
-from replicax.analysis.traffic import sums_bytes
 from replicax.core.batch import row_count
 from replicax.core.data_parallel import DataParallel
-from replicax.core.objective import only_read
-from replicax.core.reduction import Wire
+from replicax.core.mesh import DATA, is_data_only, replica_count, shard_axis
+from replicax.core.partition import Rules
 from replicax.errors import ConfigError
 from replicax.plan.advice import batch_advice, first_change
 from replicax.plan.alternatives import alternatives
 from replicax.plan.forecast import device_hours
 from replicax.plan.kernel_time import kernel_roofline
 from replicax.plan.largest import MOST_ROWS, largest_rows, resolution
-from replicax.plan.need import Need
-from replicax.plan.result import MicroBatches, Plan, Scaling, Speed
-from replicax.plan.schedule import Schedule, read_schedule
-from replicax.plan.speed import (
-    Work,
-    known_dtype,
-    scaling,
-    speed,
-    work_by_formula,
-    work_of_schedule,
-)
-from replicax.plan.steps import Step, Steps, rows_of_a_device
+from replicax.plan.memory import tree_bytes
+from replicax.plan.need import Need, holder
+from replicax.plan.result import Alternative, MicroBatches, Plan, Scaling, Speed
+from replicax.plan.speed import known_dtype, scaling, speed, work
+from replicax.plan.steps import Step, Steps, rows_of_a_replica
 from replicax.plan.target import Target
 from replicax.plan.traffic import Traffic, least_wire_bytes, read_traffic
 
@@ -47,6 +39,7 @@ class Planner:
         target: the devices.
         steps: of any size, for them.
         changes: as for `plan`.
+        rules: as for `plan`.
         tokens_per_row: as for `plan`.
     """
 
@@ -58,15 +51,15 @@ class Planner:
         target: Target,
         steps: Steps,
         changes: Mapping[str, DataParallel] | None,
+        rules: Rules,
         tokens_per_row: int | None,
     ) -> None:
-        self._dp, self._target, self._steps, self._changes = dp, target, steps, changes
+        self._dp, self._target, self._steps = dp, target, steps
+        self._changes, self._rules = changes, rules
         self._rows, self._tokens_per_row = row_count(batch), tokens_per_row
         state = dp.abstract_state(model)
         self._params = jax.tree.leaves(state.params)
-        self._trained = jax.tree.leaves(only_read(state.params, dp.program(model).objective.read))
         self._notes: list[str] = []
-        self._schedules: dict[int, Schedule] = {}
 
     def plan(
         self, wished_rows: float | None, noise_scale: float | None, notes: tuple[str, ...]
@@ -78,15 +71,12 @@ class Planner:
             noise_scale: as for `replicax.plan.plan.plan`.
             notes: that it begins with.
         """
-        dp, steps = self._dp, self._steps
-        chip, devices = self._target.chip, self._target.devices
+        dp, steps, devices = self._dp, self._steps, self._target.devices
         self._notes += notes
         asked = self._asked()
         beside = ThreadPoolExecutor(1)  # compilers take long and a core each
         try:
-            changed = beside.submit(
-                alternatives, steps, dp, asked.need, chip, devices, self._changes
-            )
+            changed = beside.submit(self._alternatives, asked.need)
             largest, too_large = self._largest(asked.need)
             micro_batches = self._micro_batches(asked.need, largest)
             others, refused = changed.result()
@@ -94,15 +84,17 @@ class Planner:
             beside.shutdown(wait=False)
         if largest is None and too_large is not None and too_large.rows < asked.need.rows:
             # Nothing fits as it is: what would make the least of it fit?
-            others, refused = alternatives(steps, dp, too_large, chip, devices, self._changes)
+            others, refused = self._alternatives(too_large)
         self._notes += refused
         shown = self._shown(asked.need, largest)
         speeds, grown = self._speeds(shown, noise_scale)
         traffic = self._traffic(shown[0]) if shown else None
-        batches = [devices * need.rows for need in (asked.need, largest) if need is not None]
+        replicas = replica_count(dp.mesh)
+        batches = [replicas * need.rows for need in (asked.need, largest) if need is not None]
         return Plan(
             about={**self._about(), "noise_scale": noise_scale, "wished_rows": wished_rows},
             target=self._target,
+            mesh=dict(dp.mesh.shape),
             asked=asked.need,
             formula=asked.formula,
             largest=largest,
@@ -122,7 +114,6 @@ class Planner:
             first=first_change(
                 dp,
                 self._target.chip,
-                devices,
                 asked.need,
                 largest,
                 micro_batches,
@@ -134,12 +125,12 @@ class Planner:
         )
 
     def _asked(self) -> Step:
-        devices, unit = self._target.devices, self._steps.unit(self._dp)
-        rows = rows_of_a_device(self._rows, devices, unit)
-        if rows * devices != self._rows:
+        replicas, unit = replica_count(self._dp.mesh), self._steps.unit(self._dp)
+        rows = rows_of_a_replica(self._rows, replicas, unit)
+        if rows * replicas != self._rows:
             self._notes.append(
-                f"a batch of {self._rows:,} rows is planned as {rows * devices:,}: {devices:,} "
-                f"devices with {rows:,} each"
+                f"a batch of {self._rows:,} rows is planned as {rows * replicas:,}: {replicas:,} "
+                f"{holder(self._dp.mesh)}s with {rows:,} each"
             )
         step = self._steps.step(self._dp, rows)
         if step.program is not None:
@@ -159,8 +150,9 @@ class Planner:
         fits, too_large = largest_rows(ask, capacity, asked.rows, slope, unit)
         if fits and too_large and too_large.rows - fits.rows > resolution(fits.rows, unit):
             self._notes.append(
-                f"more than {fits.rows:,} rows a device may fit: memory does not grow by a "
-                "straight line, and the search ends after as many compilations as it may take"
+                f"more than {fits.rows:,} rows a {holder(self._dp.mesh)} may fit: memory does not "
+                "grow by a straight line, and the search ends after as many compilations as it may "
+                "take"
             )
         return fits, too_large
 
@@ -176,6 +168,9 @@ class Planner:
             full = min(int(rows + max(0, capacity - total(rows)) / slope), MOST_ROWS)
             most = max(full // unit * unit, 2 * rows)
         return slope
+
+    def _alternatives(self, asked: Need) -> tuple[tuple[Alternative, ...], tuple[str, ...]]:
+        return alternatives(self._steps, self._dp, asked, self._changes, self._rules)
 
     def _micro_batches(self, asked: Need, largest: Need | None) -> MicroBatches | None:
         """Micro-batches in which the batch that was asked for fits, about the fewest."""
@@ -198,55 +193,53 @@ class Planner:
             found.append(largest)
         return found
 
-    def _schedule(self, step: Step) -> Schedule | None:
-        if step.compilation is None:
-            return None
-        rows = step.need.rows
-        if rows not in self._schedules:
-            self._schedules[rows] = read_schedule(step.compilation.text)
-            if unknown := self._schedules[rows].unknown_calls:
-                self._notes.append(f"the FLOPs of {', '.join(unknown)} are not counted")
-        return self._schedules[rows]
-
-    def _work(self, step: Step, dtype: str) -> Work:
-        schedule = self._schedule(step)
-        if schedule is not None:
-            return work_of_schedule(schedule, self._target, step.need.rows, dtype)
-        flops = self._steps.flops(self._dp, step.need.rows)
-        return work_by_formula(flops, step.formula, self._sums_bytes(1), self._target, dtype)
-
     def _speeds(
         self, shown: list[Need], noise_scale: float | None
     ) -> tuple[tuple[Speed, ...], Scaling | None]:
-        dtype = known_dtype(self._dp, self._target)
         try:
-            works = [self._work(self._steps.step(self._dp, each.rows), dtype) for each in shown]
-            speeds = [speed(work, self._target, dtype, self._tokens_per_row) for work in works]
+            works = [work(self._steps, self._dp, each.rows) for each in shown]
+            speeds = [speed(each, self._target, self._dp, self._tokens_per_row) for each in works]
         except ConfigError as error:
             self._notes.append(f"no speed: {error}")
             return (), None
         if not works:
             return (), None
+        self._note_what_is_not_counted(shown)
+        dtype = known_dtype(self._dp, self._target.chip)
         if dtype != self._dp.precision.name:
             asked, chip = self._dp.precision.name, self._target.chip
             self._notes.append(f"{chip.title} has no units for {asked}: at best as fast as {dtype}")
         if self._target.devices == 1 or self._target.chip.platform == "cpu":
             return tuple(speeds), None  # one device sends nothing, and one host has no more
         try:
-            return tuple(speeds), scaling(works[0], self._target, noise_scale)
+            return tuple(speeds), scaling(works[0], self._target, self._dp.mesh, noise_scale)
         except ConfigError as error:
             self._notes.append(f"no scaling: {error}")
             return tuple(speeds), None
 
+    def _note_what_is_not_counted(self, shown: list[Need]) -> None:
+        found = [self._steps.step(self._dp, each.rows).schedule for each in shown]
+        unknown = {name for each in found if each is not None for name in each.unknown_calls}
+        if unknown:
+            self._notes.append(f"the FLOPs of {', '.join(sorted(unknown))} are not counted")
+        if None in found and not is_data_only(self._dp.mesh):
+            self._notes.append("what the devices of a replica send each other is not counted")
+
     def _traffic(self, shown: Need) -> Traffic | None:
         dp, devices = self._dp, self._target.devices
         step = self._steps.step(dp, shown.rows)
-        schedule = self._schedule(step)
+        schedule = step.schedule
         if schedule is None or step.program is None or devices == 1:
             return None
-        held = sum(leaf.size * leaf.dtype.itemsize for leaf in self._params)
-        least = least_wire_bytes(dp.layout, devices, self._sums_bytes(step.program.metrics), held)
-        dtype, chip = known_dtype(dp, self._target), self._target.chip
+        least = 0.0
+        if is_data_only(dp.mesh):
+            gathered = dp.precision.to_compute if dp.layout.splits_params else lambda tree: tree
+            held = tree_bytes(jax.eval_shape(gathered, self._params))
+            sums = self._steps.sums_bytes(dp, step.program.metrics)
+            copies = dp.mesh.shape[DATA] if shard_axis(dp.mesh) != DATA else 1
+            least = least_wire_bytes(dp.layout, devices, sums, held, copies)
+        chip = self._target.chip
+        dtype = known_dtype(dp, chip)
         known = chip.flops_per_second and chip.memory_bytes_per_second
         return read_traffic(
             schedule,
@@ -259,11 +252,6 @@ class Planner:
             if known
             else None,
         )
-
-    def _sums_bytes(self, metrics: int) -> int:
-        reduction = self._dp.reduction
-        sent = reduction.dtype if isinstance(reduction, Wire) else None
-        return sums_bytes(self._trained, metrics, sent)
 
     def _about(self) -> dict[str, Any]:
         return {

@@ -1,7 +1,8 @@
 """A step as a program that another process can compile, without the code it was made of."""
 
 import dataclasses
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import jax
 from replicax.analysis.flops import count_flops
 from replicax.analysis.traced_for import traced_for
 from replicax.core.data_parallel import DataParallel
-from replicax.core.mesh import AnyMesh, abstract_mesh, make_mesh
+from replicax.core.mesh import AnyMesh, mesh_of
 from replicax.core.modes import MODES
 from replicax.core.scaling import LOSS_SCALE, OVERFLOWS
 from replicax.errors import ConfigError, require
@@ -40,7 +41,8 @@ class Program:
     """As `jax.export` serialises it, with flat arguments and results."""
     donated: int
     """How many of the arguments, from the first on, give their memory to the results."""
-    devices: int
+    sizes: Mapping[str, int]
+    """Of its mesh, by axis."""
     rows: int
     """Of the global batch, with its padding."""
     flops: int
@@ -50,21 +52,25 @@ class Program:
     notes: tuple[str, ...] = ()
     """Where it is not the very step that was asked for."""
 
+    @property
+    def devices(self) -> int:
+        """How many it is for."""
+        return math.prod(self.sizes.values())
+
 
 def export_step(
-    dp: DataParallel, model: Any, batch: Any, devices: int, platform: str, capability: float | None
+    dp: DataParallel, model: Any, batch: Any, platform: str, capability: float | None
 ) -> Program:
-    """Return the step of `dp` on as many devices of a platform.
+    """Return the step of `dp` on devices of a platform.
 
     Kernels of cuDNN are exported from per-replica modes alone: others have their compiler call back
     for how to split them. There the same step is exported as `PER_REPLICA`; a layout that this
     cannot hold is exported without these kernels. `Program.notes` says so.
 
     Args:
-        dp: whose step it is; its own mesh does not matter.
+        dp: whose step it is; the devices of its mesh need not exist.
         model: as for `dp.lower`; arrays or their shapes.
         batch: as for `dp.lower`; arrays or their shapes.
-        devices: replicas, one on each.
         platform: `cpu`, `cuda` or `tpu`.
         capability: CUDA's compute capability of the devices, or None.
 
@@ -75,7 +81,7 @@ def export_step(
     require("flatbuffers", "cli")
     for form, described, notes in _forms(dp, capability):
         try:
-            return _export(form, model, batch, devices, platform, described, notes)
+            return _export(form, model, batch, platform, described, notes)
         except (NotImplementedError, ValueError) as error:
             if not any(reason in str(error) for reason in REASONS):
                 raise
@@ -85,11 +91,11 @@ def export_step(
     )
 
 
-def step_flops(dp: DataParallel, model: Any, batch: Any, devices: int, platform: str) -> int:
+def step_flops(dp: DataParallel, model: Any, batch: Any, platform: str) -> int:
     """Return those of products and convolutions, on all devices; arguments as of `export_step`."""
     equal, *_ = next(_forms(dp, None))
     with traced_for(None):
-        return count_flops(equal.trace(model, batch, mesh=_mesh(devices)).jaxpr.jaxpr, platform)
+        return count_flops(equal.trace(model, batch, mesh=_mesh(equal.mesh)).jaxpr.jaxpr, platform)
 
 
 def _forms(
@@ -101,9 +107,14 @@ def _forms(
         notes = (f"mode {dp.mode} is planned as {dp.mode.instead}, its equal",)
         dp = dp.replace(mode=dp.mode.instead)
     yield dp, capability, notes
-    if not dp.mode.per_replica and dp.layout.is_whole:
+    if not dp.mode.per_replica:
         note = f"mode {dp.mode} is planned as {PER_REPLICA}, since the step has kernels of cuDNN"
-        yield dp.replace(mode=PER_REPLICA), capability, (*notes, note)
+        try:
+            form = dp.replace(mode=PER_REPLICA)
+        except ConfigError:  # it cannot hold this layout, or this mesh
+            pass
+        else:
+            yield form, capability, (*notes, note)
     if capability is not None:
         yield dp, None, (*notes, WITHOUT_CUDNN)
 
@@ -112,13 +123,12 @@ def _export(
     dp: DataParallel,
     model: Any,
     batch: Any,
-    devices: int,
     platform: str,
     capability: float | None,
     notes: tuple[str, ...],
 ) -> Program:
     with traced_for(capability):
-        made = dp.program(model, mesh=_mesh(devices))
+        made = dp.program(model, mesh=_mesh(dp.mesh))
         arguments = state, rows = made.shapes, made.described(batch)
         allowed = [jax.export.DisabledSafetyCheck.custom_call(name) for name in CUDNN_CALLS]
         exported = jax.export.export(made.step, platforms=[platform], disabled_checks=allowed)(
@@ -129,7 +139,7 @@ def _export(
     return Program(
         module=bytes(_flat(exported, len(jax.tree.leaves(arguments))).serialize()),
         donated=len(jax.tree.leaves(state)) if dp.donate else 0,
-        devices=devices,
+        sizes=dict(dp.mesh.shape),
         rows=rows.size,
         flops=count_flops(jaxpr, platform),
         metrics=len(metrics.keys() - {NOT_FINITE, LOSS_SCALE, OVERFLOWS}),
@@ -137,13 +147,13 @@ def _export(
     )
 
 
-def _mesh(devices: int) -> AnyMesh:
+def _mesh(mesh: AnyMesh) -> AnyMesh:
     """Of host devices, where there are as many: some kernels are lowered with devices alone."""
     try:
         host = jax.devices("cpu")
     except RuntimeError:  # JAX_PLATFORMS leaves them out
         host = []
-    return make_mesh(devices, devices=host) if len(host) >= devices else abstract_mesh(devices)
+    return mesh_of(host[: mesh.size], mesh.shape) if len(host) >= mesh.size else mesh
 
 
 def _flat(exported: jax.export.Exported, arguments: int) -> jax.export.Exported:

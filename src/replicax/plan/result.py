@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from replicax.core.mesh import DATA, FSDP
 from replicax.plan.forecast import ScalingPoint
 from replicax.plan.memory import MemoryFormula
 from replicax.plan.need import Need
@@ -31,6 +32,10 @@ class Alternative:
     freed_bytes: int
     """On each device; negative where it takes more."""
     note: str = ""
+    step_seconds: float | None = None
+    """At least; None where it does not compile, or nobody knows the target's speed."""
+    wire_bytes: float | None = None
+    """That each device sends in a step; None by formula."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +55,7 @@ class Speed:
     """The least time of a step, by the target's data sheet: no step is faster."""
 
     rows: int
-    """Of one device."""
+    """Of one replica."""
     step: StepTime
     flops: float
     """Of one device, matrix products and convolutions."""
@@ -63,6 +68,8 @@ class Speed:
     rows_per_second: float
     """Of all devices."""
     tokens_per_second: float | None
+    bubble: float = 0.0
+    """Of the computation, the share that a pipeline stage waits for the others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,12 +116,14 @@ class Plan:
     about: Mapping[str, Any]
     """What was planned, by what: what JSON can hold."""
     target: Target
+    mesh: Mapping[str, int]
+    """Of its devices: the size of each axis."""
     asked: Need
     """For the batch that was asked for."""
     formula: MemoryFormula
     """Of the same."""
     largest: Need | None
-    """The most rows of a device that fit; None where not one does, or nobody knows what fits."""
+    """The most rows of a replica that fit; None where not one does, or nobody knows what fits."""
     too_large: Need | None
     """The fewest rows that were seen not to fit."""
     sizes: tuple[Need, ...]
@@ -137,6 +146,21 @@ class Plan:
     """What is not as it was asked for, or not known."""
     on_paper: OnPaper | None = None
     """For a transformer whose sizes are given."""
+
+    @property
+    def replicas(self) -> int:
+        """How many share the rows: as many as devices, unless several hold one together."""
+        return self.mesh[DATA] * self.mesh.get(FSDP, 1)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several devices hold a replica, or replicas a copy of the state, together."""
+        return self.mesh[DATA] < self.target.devices
+
+    @property
+    def holder(self) -> str:
+        """What rows are counted of: a `device`, or a `replica` of several devices."""
+        return "device" if self.replicas == self.target.devices else "replica"
 
     @property
     def fits(self) -> bool:

@@ -3,14 +3,14 @@
 In a scheduled module the order of a computation's text is the order in which a device runs it.
 """
 
-import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from replicax.analysis import hlo
 from replicax.analysis.compiled import collective_kind, result_bytes
+from replicax.analysis.groups import axes_of_group, first_group
 from replicax.analysis.hlo import Instruction, Module
 from replicax.plan.kernel_bytes import kernel_bytes
 from replicax.plan.kernel_flops import (
@@ -34,11 +34,6 @@ _SILENT = (
     "tuple",
 )
 _CHANNEL = re.compile(r"channel_id=(\d+)")
-_LISTED = re.compile(r"replica_groups=\{\{([\d,]+)\}")
-_COUNTED = re.compile(r"replica_groups=\[\d+,(\d+)\]<=")
-_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}")
-_AXIS = re.compile(r"'([^']+)'(?::\(\d+\)|=)?(\d*)")
-_PAIRS = re.compile(r"source_target_pairs=\{\{")
 
 
 @dataclass(frozen=True)
@@ -56,6 +51,8 @@ class Kernel:
     """Where it was traced: `jit(step)/update/mul`, say; empty where XLA made it by itself."""
     dtype: str = ""
     """That its products multiply, as HLO names it: `f32`, `bf16`; empty where it has none."""
+    share: float = 1.0
+    """Of the trips of its loop, in how many it runs; the runs are those."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +73,12 @@ class Collective:
     op_name: str
     shapes: tuple[str, ...]
     """Of the results: `f32[50257,768]`, say."""
+    axes: tuple[str, ...] | None = None
+    """Of the mesh, over which it runs; None where it is all of them."""
     between: tuple[Kernel, ...] = field(default=(), repr=False)
     """What runs between its start and the use of its result, once for each of its runs."""
+    share: float = 1.0
+    """See `Kernel`."""
 
 
 @dataclass(frozen=True)
@@ -128,20 +129,35 @@ class Schedule:
         return sum(kernel.runs * kernel.bytes for kernel in self.kernels)
 
 
-def read_schedule(text: str) -> Schedule:
+def read_schedule(
+    text: str,
+    sizes: Mapping[str, int] | None = None,
+    working: Mapping[int, int] | None = None,
+) -> Schedule:
     """Read a compiled module, as `compiled.as_text()` gives it.
 
     Bodies of loops whose trip count is not known count once. Of a conditional, the branch with the
-    most FLOPs counts, or else the most bytes: a step that is no bad one.
+    most FLOPs counts, or else the most bytes: a step that is no bad one, and in a pipeline the
+    stage that works, for which the others wait.
+
+    Args:
+        text: of the module.
+        sizes: of the mesh that it was compiled for, by axis.
+        working: of a loop with as many trips, in how many a conditional in it does something: the
+            ticks of a pipeline.
     """
-    reader = _Reader(hlo.read_module(text))
+    reader = _Reader(hlo.read_module(text), sizes or {}, working or {})
     steps = reader.steps(reader.module.entry, 1)
     return Schedule(steps, tuple(sorted(reader.unknown)))
 
 
 class _Reader:
-    def __init__(self, module: Module) -> None:
-        self.module = module
+    def __init__(
+        self, module: Module, sizes: Mapping[str, int], working: Mapping[int, int]
+    ) -> None:
+        self.module, self.sizes, self.working = module, sizes, working
+        self.shares: dict[str, float] = {}
+        """Of the trips of a loop's body, in how many its conditionals do something."""
         self.unknown: set[str] = set()
 
     def steps(self, computation: str, runs: int) -> tuple[Step, ...]:
@@ -161,7 +177,8 @@ class _Reader:
             return self._loop(instruction, around, runs)
         if opcode == "conditional":
             branches = (self.steps(called, runs) for called in instruction.called)
-            return max(branches, key=_size, default=())
+            dearest = max(branches, key=_size, default=())
+            return [_sometimes(step, self.shares.get(around, 1.0)) for step in dearest]
         if collectives := self._collectives(instruction, instruction.name, runs):
             return collectives
         if opcode in ("call", "async-start"):
@@ -172,6 +189,9 @@ class _Reader:
 
     def _loop(self, instruction: Instruction, around: str, runs: int) -> list[Step]:
         trips = self.module.trips(instruction, around)
+        if trips in self.working:
+            share = self.working[trips] / trips
+            self.shares.update(dict.fromkeys(instruction.called, share))
         inside = (self.steps(called, runs * trips) for called in instruction.called)
         return [Loop(trips, tuple(each for steps in inside for each in steps))]
 
@@ -182,7 +202,7 @@ class _Reader:
             for inner in self.module.computations.get(called, ()):
                 if instruction.opcode == "async-start" and collective_kind(inner):
                     asynchronous = not _is_synchronous(instruction)
-                    steps.append(_collective(inner, instruction.name, runs, asynchronous))
+                    steps.append(self._collective(inner, instruction.name, runs, asynchronous))
                 else:
                     steps += self._steps_of(inner, called, runs)
         return steps
@@ -193,7 +213,7 @@ class _Reader:
             return []
         starts = instruction.opcode.endswith("-start")
         asynchronous = starts and not _is_synchronous(instruction)
-        collective = _collective(instruction, name, runs, asynchronous)
+        collective = self._collective(instruction, name, runs, asynchronous)
         return [collective] if asynchronous else [collective, Wait(name)]
 
     def _fusion(self, fusion: Instruction, runs: int) -> list[Step]:
@@ -210,10 +230,29 @@ class _Reader:
                 steps.append(Wait(name))
             elif not inner.continues:
                 asynchronous = "AsyncCollectiveStart" in targets
-                started = _collective(inner, name, runs, asynchronous)
+                started = self._collective(inner, name, runs, asynchronous)
                 steps += [started] if asynchronous else [_scattered(started, fusion), Wait(name)]
         kernel = self._kernel(fusion, runs)
         return steps if carried and not (kernel.flops or kernel.bytes) else [*steps, kernel]
+
+    def _collective(
+        self, instruction: Instruction, name: str, runs: int, asynchronous: bool
+    ) -> Collective:
+        shapes = hlo.elements(instruction.shape)
+        if instruction.opcode.endswith("-start") and instruction.opcode != "all-reduce-start":
+            shapes = shapes[len(instruction.operands) :][: len(instruction.operands)]
+        group = first_group(instruction.attributes)
+        return Collective(
+            name,
+            collective_kind(instruction),
+            result_bytes(instruction),
+            runs,
+            asynchronous,
+            None if group is None else len(group),
+            instruction.op_name,
+            tuple(shape.partition("{")[0] for shape in shapes),
+            axes_of_group(group, self.sizes) if self.sizes else None,
+        )
 
     def _kernel(self, instruction: Instruction, runs: int) -> Kernel:
         target = call_target(instruction)
@@ -234,20 +273,12 @@ def _size(steps: tuple[Step, ...]) -> tuple[int, int]:
     return schedule.flops, schedule.bytes
 
 
-def _collective(instruction: Instruction, name: str, runs: int, asynchronous: bool) -> Collective:
-    shapes = hlo.elements(instruction.shape)
-    if instruction.opcode.endswith("-start") and instruction.opcode != "all-reduce-start":
-        shapes = shapes[len(instruction.operands) :][: len(instruction.operands)]
-    return Collective(
-        name,
-        collective_kind(instruction),
-        result_bytes(instruction),
-        runs,
-        asynchronous,
-        _group_size(instruction.attributes),
-        instruction.op_name,
-        tuple(shape.partition("{")[0] for shape in shapes),
-    )
+def _sometimes(step: Step, share: float) -> Step:
+    if isinstance(step, Loop):
+        return replace(step, steps=tuple(_sometimes(each, share) for each in step.steps))
+    if isinstance(step, Wait):
+        return step
+    return replace(step, runs=round(step.runs * share), share=step.share * share)
 
 
 def _scattered(collective: Collective, fusion: Instruction) -> Collective:
@@ -293,17 +324,3 @@ def _channel(instruction: Instruction) -> str:
 def _is_synchronous(instruction: Instruction) -> bool:
     """Whether XLA's GPU backend runs a pair of start and end in one go."""
     return '"is_sync":true' in instruction.attributes
-
-
-def _group_size(attributes: str) -> int | None:
-    if _PAIRS.search(attributes):
-        return 2
-    if listed := _LISTED.search(attributes):
-        return len(listed[1].split(","))
-    if counted := _COUNTED.search(attributes):
-        return int(counted[1])
-    if mesh := _MESH.search(attributes):
-        sizes = {axis: int(size) for axis, size in _AXIS.findall(mesh[1])}
-        parts = _AXIS.findall(mesh[2])
-        return math.prod(int(part) if part else sizes[axis] for axis, part in parts)
-    return None

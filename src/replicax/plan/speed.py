@@ -2,16 +2,21 @@
 
 import dataclasses
 
+from replicax.analysis.hardware import Chip
 from replicax.core.data_parallel import DataParallel
+from replicax.core.mesh import STAGE, AnyMesh, by_rows, is_data_only, replica_count
+from replicax.core.partition import axes_of
+from replicax.core.pipeline import bubble
 from replicax.plan.collective import ALL_REDUCE
 from replicax.plan.forecast import ScalingPoint, devices_that_pay, scaling_curve
 from replicax.plan.kernel_time import limits, timeline
 from replicax.plan.memory import MemoryFormula
-from replicax.plan.network import network
+from replicax.plan.network import networks
 from replicax.plan.overlap import Transfer, step_time
 from replicax.plan.result import KernelShare, Scaling, Speed
 from replicax.plan.roofline import roofline_seconds
 from replicax.plan.schedule import Schedule
+from replicax.plan.steps import Steps
 from replicax.plan.target import Target
 
 _UPDATE_PASSES = 2
@@ -23,7 +28,7 @@ class Work:
     """What one device does in a step, in time."""
 
     rows: int
-    """Of the device."""
+    """Of a replica."""
     compute_seconds: float
     transfers: tuple[Transfer, ...]
     flops: float
@@ -32,13 +37,27 @@ class Work:
     kernels: tuple[KernelShare, ...] = ()
 
 
+def work(steps: Steps, dp: DataParallel, rows: int) -> Work:
+    """What one device does in a step of `dp` of as many rows a replica.
+
+    Raises:
+        ConfigError: the chip's speed is not known.
+    """
+    step, target = steps.step(dp, rows), steps.target
+    dtype = known_dtype(dp, target.chip)
+    if step.schedule is not None:
+        return work_of_schedule(step.schedule, target, rows, dtype)
+    flops, sums = steps.flops(dp, rows), steps.sums_bytes(dp, 1)
+    return work_by_formula(flops, step.formula, sums, target, dp.mesh, dtype, dp.accumulate)
+
+
 def work_of_schedule(schedule: Schedule, target: Target, rows: int, dtype: str) -> Work:
     """By the kernels of a compiled step, each at the chip's peaks.
 
     Args:
         schedule: of the step.
         target: that it was compiled for.
-        rows: of a device.
+        rows: of a replica.
         dtype: of products that do not tell theirs; see `known_dtype`.
 
     Raises:
@@ -55,7 +74,13 @@ def work_of_schedule(schedule: Schedule, target: Target, rows: int, dtype: str) 
 
 
 def work_by_formula(
-    flops: float, formula: MemoryFormula, gradient_bytes: int, target: Target, dtype: str
+    flops: float,
+    formula: MemoryFormula,
+    gradient_bytes: int,
+    target: Target,
+    mesh: AnyMesh,
+    dtype: str,
+    micro_batches: int = 1,
 ) -> Work:
     """By the FLOPs of a step, and a reduction of its gradient that nothing hides.
 
@@ -64,50 +89,57 @@ def work_by_formula(
         formula: of the step's memory.
         gradient_bytes: that are reduced.
         target: the devices.
+        mesh: of them.
         dtype: of the products.
+        micro_batches: for which the stages of a pipeline wait.
 
     Raises:
         ConfigError: the chip's speed is not known.
     """
     touched = _UPDATE_PASSES * formula.state
     seconds = roofline_seconds(flops, touched, target.chip, dtype)
-    reduction = Transfer(ALL_REDUCE, gradient_bytes, seconds, seconds)
-    transfers = (reduction,) if target.devices > 1 else ()
+    seconds /= 1 - bubble(mesh.shape.get(STAGE, 1), micro_batches)
+    axes = None if is_data_only(mesh) else tuple(axes_of(by_rows(mesh).spec))
+    reduction = Transfer(ALL_REDUCE, gradient_bytes, seconds, seconds, axes=axes)
+    transfers = (reduction,) if replica_count(mesh) > 1 else ()
     return Work(formula.rows, seconds, transfers, flops)
 
 
-def speed(work: Work, target: Target, dtype: str, tokens_per_row: int | None) -> Speed:
+def speed(work: Work, target: Target, dp: DataParallel, tokens_per_row: int | None = None) -> Speed:
     """The least time of a step, and what follows from it.
 
     Args:
         work: of one device.
         target: the devices.
-        dtype: of the products.
+        dp: the step.
         tokens_per_row: where tokens are counted.
 
     Raises:
         ConfigError: the speed of the chip or of its links is not known.
     """
-    step = step_time(work.compute_seconds, work.transfers, network(target))
-    rate = work.rows * target.devices / step.seconds
+    step = step_time(work.compute_seconds, work.transfers, networks(target, dp.mesh))
+    rate = work.rows * replica_count(dp.mesh) / step.seconds
+    peak = target.chip.flops_per_second[known_dtype(dp, target.chip)]
     return Speed(
         rows=work.rows,
         step=step,
         flops=work.flops,
-        peak_share=work.flops / (step.seconds * target.chip.flops_per_second[dtype]),
+        peak_share=work.flops / (step.seconds * peak),
         compute_share=work.compute_share,
         kernels=work.kernels,
         rows_per_second=rate,
         tokens_per_second=None if tokens_per_row is None else rate * tokens_per_row,
+        bubble=bubble(dp.mesh.shape.get(STAGE, 1), dp.accumulate),
     )
 
 
-def scaling(work: Work, target: Target, noise_scale: float | None) -> Scaling:
+def scaling(work: Work, target: Target, mesh: AnyMesh, noise_scale: float | None) -> Scaling:
     """The step on other numbers of the target's devices.
 
     Args:
         work: of one device.
         target: the devices that `work` was compiled for.
+        mesh: of them.
         noise_scale: in rows, where a run measured it.
 
     Raises:
@@ -116,7 +148,12 @@ def scaling(work: Work, target: Target, noise_scale: float | None) -> Scaling:
 
     def curve(fixed_batch: bool) -> tuple[ScalingPoint, ...]:
         return scaling_curve(
-            target, work.compute_seconds, work.transfers, work.rows, fixed_batch=fixed_batch
+            target,
+            work.compute_seconds,
+            work.transfers,
+            work.rows * replica_count(mesh) / target.devices,
+            mesh=mesh,
+            fixed_batch=fixed_batch,
         )
 
     weak, strong = curve(False), curve(True)
@@ -128,7 +165,6 @@ def scaling(work: Work, target: Target, noise_scale: float | None) -> Scaling:
     )
 
 
-def known_dtype(dp: DataParallel, target: Target) -> str:
+def known_dtype(dp: DataParallel, chip: Chip) -> str:
     """The dtype whose peak counts: the step's, or float32 where the chip has no units for it."""
-    rates = target.chip.flops_per_second
-    return dp.precision.name if dp.precision.name in rates else "float32"
+    return dp.precision.name if dp.precision.name in chip.flops_per_second else "float32"

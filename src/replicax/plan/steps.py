@@ -3,19 +3,25 @@
 import dataclasses
 import math
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import jax
 
 from replicax.analysis.traced_for import cuda_capability, traced_for
+from replicax.analysis.traffic import sums_bytes
 from replicax.core.data_parallel import DataParallel
-from replicax.core.mesh import abstract_mesh
+from replicax.core.mesh import STAGE, abstract_mesh, is_data_only, replica_count
+from replicax.core.objective import only_read
+from replicax.core.pipeline import SCHEDULES
+from replicax.core.reduction import Wire
 from replicax.plan.compilation import Compilation, TooLarge
 from replicax.plan.compiler import Compiler
 from replicax.plan.gpu_description import DESCRIPTIONS
-from replicax.plan.memory import MemoryFormula, memory_formula
-from replicax.plan.need import Need
+from replicax.plan.memory import MemoryFormula, memory_formula, on_one_device
+from replicax.plan.need import Need, holder
 from replicax.plan.program import Program, export_step, step_flops
+from replicax.plan.schedule import Schedule, read_schedule
 from replicax.plan.target import ATTACHED, Target
 
 Show = Callable[[str], None]
@@ -25,12 +31,25 @@ Show = Callable[[str], None]
 class Step:
     """A step for a target, and what came of it."""
 
+    dp: DataParallel
     need: Need
     formula: MemoryFormula
     program: Program | None = None
     """None without a compiler."""
     compilation: Compilation | None = None
     """None without a compiler, or where the compiler refuses the step."""
+
+    @cached_property
+    def schedule(self) -> Schedule | None:
+        """What one device does, as it is compiled."""
+        if self.compilation is None:
+            return None
+        stages, parts = self.dp.mesh.shape.get(STAGE, 1), self.dp.accumulate
+        working = {}
+        if stages > 1:  # each stage works in so many ticks one way, while others begin and end
+            ticks = SCHEDULES[self.dp.layout.schedule](stages, parts) + parts + stages - 1
+            working = {ticks: parts + stages - 1}
+        return read_schedule(self.compilation.text, self.dp.mesh.shape, working)
 
 
 class Steps:
@@ -47,15 +66,16 @@ class Steps:
     def __init__(
         self, model: Any, batch: Any, target: Target, compiler: Compiler | None, show: Show
     ) -> None:
+        self.target = target
         self._model, self._batch = model, batch
-        self._target, self._compiler, self._show = target, compiler, show
+        self._compiler, self._show = compiler, show
         self._made: dict[tuple[int, int], tuple[DataParallel, Step]] = {}
         self._formulas: dict[tuple[int, int], tuple[DataParallel, MemoryFormula]] = {}
 
     @property
     def capacity_bytes(self) -> int | None:
         """What a step may take of one device; None where nobody tells."""
-        return self._target.chip.usable_bytes
+        return self.target.chip.usable_bytes
 
     @property
     def compiler(self) -> str | None:
@@ -63,23 +83,22 @@ class Steps:
         return None if self._compiler is None else self._compiler.name
 
     def unit(self, dp: DataParallel) -> int:
-        """Rows of a device are a multiple of it: its micro-batches."""
-        return dp.configuration.split(abstract_mesh(self._target.devices)).micro_batches
+        """Rows of a replica are a multiple of it: its micro-batches."""
+        return dp.split.micro_batches
 
     def formula(self, dp: DataParallel, rows: int) -> MemoryFormula:
-        """By formula, for as many rows of a device."""
+        """By formula, for as many rows of a replica."""
         key = (id(dp), rows)
         if key not in self._formulas:
-            batch, devices = self._rows(rows), self._target.devices
-            platform = self._target.chip.platform
+            batch, platform = self._rows(dp, rows), self.target.chip.platform
             # Without its compiler, a kernel that only a described GPU has cannot be traced either.
             with traced_for(self._capability if self._compiler else None):
-                found = memory_formula(dp, self._model, batch, devices, platform=platform)
+                found = memory_formula(dp, self._model, batch, platform=platform)
             self._formulas[key] = dp, found
         return self._formulas[key][1]
 
     def step(self, dp: DataParallel, rows: int, what: str = "") -> Step:
-        """A step of as many rows a device.
+        """A step of as many rows a replica.
 
         Raises:
             CompilerError: see `Compiler.compile`.
@@ -87,7 +106,7 @@ class Steps:
         """
         key = (id(dp), rows)
         if key not in self._made:
-            self._show(f"{what}{', ' if what else ''}{rows:,} rows a device")
+            self._show(f"{what}{', ' if what else ''}{rows:,} rows a {holder(dp.mesh)}")
             self._made[key] = dp, self._make(dp, rows)
         return self._made[key][1]
 
@@ -95,23 +114,17 @@ class Steps:
         formula = self.formula(dp, rows)
         if self._compiler is None:
             needed = formula.total
-            return Step(Need(rows, needed, self._holds(needed), False), formula)
-        program = export_step(
-            dp,
-            self._model,
-            self._rows(rows),
-            self._target.devices,
-            self._target.chip.platform,
-            self._capability,
-        )
+            return Step(dp, Need(rows, needed, self._holds(needed), False), formula)
+        batch, platform = self._rows(dp, rows), self.target.chip.platform
+        program = export_step(dp, self._model, batch, platform, self._capability)
         answer = self._compiler.compile(program)
         if isinstance(answer, TooLarge):
             # A compiler may stop at the first sum that is too much.
             least = max(answer.needed_bytes or 0, answer.available_bytes or 0, formula.total)
-            return Step(Need(rows, least, False, True), formula, program)
+            return Step(dp, Need(rows, least, False, True), formula, program)
         peak, memory = answer.memory.peak, answer.memory
         need = Need(rows, peak, self._holds(peak), True, max(0, peak - memory.arguments))
-        return Step(need, formula, program, answer)
+        return Step(dp, need, formula, program, answer)
 
     def needs(self, dp: DataParallel) -> tuple[Need, ...]:
         """Of all steps of `dp` that were made, by rows."""
@@ -119,24 +132,37 @@ class Steps:
         return tuple(sorted(made, key=lambda need: need.rows))
 
     def flops(self, dp: DataParallel, rows: int) -> float:
-        """Of matrix products and convolutions on one device, for as many rows of it."""
-        devices, platform = self._target.devices, self._target.chip.platform
-        return step_flops(dp, self._model, self._rows(rows), devices, platform) / devices
+        """Of matrix products and convolutions on one device, for as many rows of a replica."""
+        batch, platform = self._rows(dp, rows), self.target.chip.platform
+        devices = dp.mesh.size
+        if not is_data_only(dp.mesh):  # who share a replica compute what one device would
+            dp = dp.replace(mesh=abstract_mesh(replica_count(dp.mesh)))
+        return step_flops(dp, self._model, batch, platform) / devices
+
+    def sums_bytes(self, dp: DataParallel, metrics: int) -> int:
+        """Bytes of the sums that a replica's device adds to those of others; see `sums_bytes`."""
+        program = dp.program(self._model)
+        layout = dataclasses.replace(dp.layout, splits_params=False)
+        where = layout.shardings(program.shapes, dp.mesh).params
+        own = jax.tree.map(on_one_device, program.shapes.params, where)
+        trained = jax.tree.leaves(only_read(own, program.objective.read))
+        sent = dp.reduction.dtype if isinstance(dp.reduction, Wire) else None
+        return sums_bytes(trained, metrics, sent)
 
     def _holds(self, size: int) -> bool:
         return self.capacity_bytes is None or size <= self.capacity_bytes
 
     @property
     def _capability(self) -> float | None:
-        if self._target.chip.platform != "cuda":
+        if self.target.chip.platform != "cuda":
             return None
-        described = DESCRIPTIONS.get(self._target.chip.name)
+        described = DESCRIPTIONS.get(self.target.chip.name)
         if described is None:
-            return cuda_capability() if self._target.text == ATTACHED else None
+            return cuda_capability() if self.target.text == ATTACHED else None
         return float("{}.{}".format(*described.capability))
 
-    def _rows(self, rows: int) -> Any:
-        count = rows * self._target.devices
+    def _rows(self, dp: DataParallel, rows: int) -> Any:
+        count = rows * replica_count(dp.mesh)
 
         def shaped(leaf: Any) -> jax.ShapeDtypeStruct:
             dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
@@ -145,12 +171,12 @@ class Steps:
         return jax.tree.map(shaped, self._batch)
 
 
-def rows_of_a_device(rows: int, devices: int, unit: int) -> int:
-    """Rows of each device for a global batch, filled up to a multiple of `unit`.
+def rows_of_a_replica(rows: int, replicas: int, unit: int) -> int:
+    """Rows of each replica for a global batch, filled up to a multiple of `unit`.
 
     Args:
         rows: of the global batch.
-        devices: that share it.
-        unit: micro-batches of a device.
+        replicas: that share it.
+        unit: micro-batches of a replica.
     """
-    return math.ceil(rows / (devices * unit)) * unit
+    return math.ceil(rows / (replicas * unit)) * unit

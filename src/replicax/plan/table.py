@@ -53,6 +53,7 @@ def _header(plan: Plan) -> Iterator[str]:
         about.get("precision"),
         about.get("mode"),
         about.get("layout"),
+        *(f"{axis} {size}" for axis, size in plan.mesh.items() if size > 1 and plan.is_shared),
         about.get("accumulate", 1) > 1 and f"{about['accumulate']} micro-batches",
         about.get("reduction", "float32") != "float32" and f"reduction {about['reduction']}",
     ]
@@ -95,8 +96,8 @@ def _batch(plan: Plan) -> Iterator[str]:
         return
     if found is None:
         least = above.rows if above else 1
-        even = counted(least, "row")
-        yield from line("batch", f"none{_how(above or plan.asked)}: not even {even} a device")
+        even = _rows(plan, least)
+        yield from line("batch", f"none{_how(above or plan.asked)}: not even {even}")
         return
     beyond = f"; {above.rows:,} do not fit" if above else ", and more may fit"
     size = f"{size_text(found.bytes)}{_how(found)}"
@@ -124,7 +125,7 @@ def _speed(plan: Plan) -> Iterator[str]:
             "" if tokens is None else short(tokens),
             percent(each.peak_share),
         )
-        lines.append((f"{counted(each.rows, 'row')} a device", *figures, ""))
+        lines.append((_rows(plan, each.rows), *figures, ""))
     if all(each.tokens_per_second is None for each in plan.speeds):
         lines = [(*cells[:3], *cells[4:]) for cells in lines]
     yield from columns("speed", lines)
@@ -156,9 +157,11 @@ def _shares(speed: Speed) -> dict[str, float]:
     if not step.seconds:
         return {}
     waiting, computing = step.exposed_seconds / step.seconds, step.compute_seconds / step.seconds
+    idle, computing = computing * speed.bubble, computing * (1 - speed.bubble)
     if speed.compute_share is None:
-        return {"computation": computing, "the network": waiting}
+        return {"computation": computing, "the network": waiting, "the bubble": idle}
     return {
+        "the bubble": idle,
         "arithmetic": computing * speed.compute_share,
         "memory bandwidth": computing * (1 - speed.compute_share),
         "the network": waiting,
@@ -204,7 +207,7 @@ def _memory(plan: Plan) -> list[str]:
     text = f"{', '.join(told)}{apart}: {size_text(found.total)} by formula"
     if plan.asked.compiled and plan.asked.fits:
         text += f", {size_text(plan.asked.bytes)} compiled"
-    return line("memory", f"{counted(found.rows, 'row')} a device: {text}")
+    return line("memory", f"{_rows(plan, found.rows)}: {text}")
 
 
 def _on_paper(plan: Plan) -> list[str]:
@@ -220,9 +223,13 @@ def _changes(plan: Plan) -> list[str]:
     if not plan.alternatives:
         return []
     compiled = any(each.need.compiled for each in plan.alternatives)
-    each_rows = counted(plan.alternatives[0].need.rows, "row")
-    rows = f"with {each_rows} a device{'' if compiled else ', by formula'}"
-    lines: list[Line] = [(rows, "takes", "frees", "")]
+    of = plan.asked if plan.fits or plan.largest else plan.too_large or plan.asked
+    rows = f"with {_rows(plan, of.rows)}{'' if compiled else ', by formula'}"
+    lines: list[Line] = [(rows, "takes", "frees", "a step", "sends", "")]
+    if plan.fits and plan.speed is not None:
+        sent = _sent(plan.traffic.wire_bytes if plan.traffic else None)
+        now = (size_text(plan.asked.bytes), "", time_text(plan.speed.step.seconds), sent)
+        lines.append(("as it is", *now, ""))
     for each in plan.alternatives:
         texts = [
             "" if each.need.fits else "does not fit",
@@ -233,8 +240,13 @@ def _changes(plan: Plan) -> list[str]:
         size = size_text(each.need.bytes)
         little = abs(each.freed_bytes) < _SMALL * plan.asked.bytes
         freed = "nothing" if little else freed_text(each.freed_bytes)
-        lines.append((each.change, size, freed, beside))
+        took = "" if each.step_seconds is None else time_text(each.step_seconds)
+        lines.append((each.change, size, freed, took, _sent(each.wire_bytes), beside))
     return columns("change", lines)
+
+
+def _sent(size: float | None) -> str:
+    return "" if size is None else size_text(size)
 
 
 def _traffic(plan: Plan) -> list[str]:
@@ -248,8 +260,11 @@ def _traffic(plan: Plan) -> list[str]:
             known = each.between_seconds is not None
             meanwhile = f"for {time_text(each.between_seconds or 0)}" if known else "yes"
         figures = (short(each.count), size_text(each.bytes), size_text(each.wire_bytes))
-        lines.append((each.kind, *figures, meanwhile))
-    lines.append(("the least", "", "", size_text(found.least_bytes), f"{found.share:.2f} times it"))
+        over = f" over {', '.join(each.axes)}" if each.axes else ""
+        lines.append((f"{each.kind}{over}", *figures, meanwhile))
+    if found.least_bytes:
+        least = size_text(found.least_bytes)
+        lines.append(("the least", "", "", least, f"{found.share:.2f} times it"))
     warned = line("note", found.warning) if found.warning else []
     return [*columns("sends", lines), *warned]
 
@@ -259,7 +274,7 @@ def _scaling(plan: Plan) -> list[str]:
     if found is None or plan.speed is None:
         return []
     rows = plan.speed.rows
-    names = (f"{counted(rows, 'row')} each", f"{counted(rows * plan.target.devices, 'row')} in all")
+    names = (f"{counted(rows, 'row')} each", f"{counted(rows * plan.replicas, 'row')} in all")
     most = (WIDTH - MARGIN - max(len("efficiency"), *map(len, names)) - len("  devices")) // _COLUMN
     counts = shown_counts(found, plan.target.devices, most)
     lines: list[Line] = [("efficiency", *map(short, counts), "devices")]
@@ -347,9 +362,12 @@ def _times(factor: float) -> str:
 
 def _each(plan: Plan, need: Need) -> str:
     """To the row: it is what one asks for next."""
-    devices = plan.target.devices
-    total = f" ({need.rows * devices:,} in all)" if devices > 1 else ""
-    return f"{need.rows:,} row{'s' if need.rows > 1 else ''} a device{total}"
+    total = f" ({need.rows * plan.replicas:,} in all)" if plan.target.devices > 1 else ""
+    return f"{need.rows:,} row{'s' if need.rows > 1 else ''} a {plan.holder}{total}"
+
+
+def _rows(plan: Plan, count: int) -> str:
+    return f"{counted(count, 'row')} a {plan.holder}"
 
 
 def _how(need: Need) -> str:

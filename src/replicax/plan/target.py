@@ -78,7 +78,7 @@ class Target:
         described: dict[str, Any] = {
             "platform": "tpu",
             "topology_name": f"{self.chip.name}:{_written(self.topology)}",
-            "chips_per_host_bounds": _host_bounds(self.topology),
+            "chips_per_host_bounds": host_bounds(self.topology),
             "wrap": (*self.rings, False)[:3],
             "num_slices": self.slices,
         }
@@ -352,10 +352,10 @@ def _nearest_counts(chip: Chip, devices: int) -> list[int]:
 
 
 def _hosts(shape: Topology) -> int:
-    return max(1, prod(shape) // prod(_host_bounds(shape)))
+    return max(1, prod(shape) // prod(host_bounds(shape)))
 
 
-def _host_bounds(shape: Topology) -> tuple[int, int, int]:
+def host_bounds(shape: Topology) -> tuple[int, int, int]:
     """Chips of one process: 2x2, but the slices that fit one host of a 2-D chip are one process."""
     if shape in ((1, 1), (2, 4)):
         return (*shape, 1)

@@ -18,7 +18,7 @@ _SMALL_BYTES = 4096
 
 @dataclass(frozen=True)
 class Movement:
-    """All collectives of one kind in one step, loops multiplied out."""
+    """All collectives of one kind over the same devices in a step, loops multiplied out."""
 
     kind: str
     count: int
@@ -31,6 +31,8 @@ class Movement:
     between_seconds: float | None
     """Of computation between their starts and the uses of their results; None where the device's
     speed is not known."""
+    axes: tuple[str, ...] | None = None
+    """Of the mesh, over which they run; None where it is all of them."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ class Traffic:
     movements: tuple[Movement, ...]
     """Those that send most first."""
     least_bytes: float
-    """That each device has to send, in this layout."""
+    """That each device has to send, in this layout; 0 where layers send their activations too,
+    of which nobody knows the least."""
     warning: str = ""
     """One line where it sends more, or an array twice."""
 
@@ -76,15 +79,15 @@ def read_traffic(
         layout: of the `DataParallel`.
         seconds: of one run of a kernel, where that is known.
     """
-    groups: dict[tuple[str, bool], list[Collective]] = {}
+    groups: dict[Any, list[Collective]] = {}
     for each in schedule.collectives:
         if each.devices != 1:
-            groups.setdefault((each.kind, each.asynchronous), []).append(each)
+            groups.setdefault((each.kind, each.asynchronous, each.axes), []).append(each)
     movements = [_movement(members, devices, seconds) for members in groups.values()]
     movements.sort(key=lambda each: -each.wire_bytes)
     traffic = Traffic(tuple(movements), least_bytes)
     again = _reduced_again(schedule.collectives, params)
-    if devices == 1 or (traffic.share <= SLIGHTLY and not again):
+    if not least_bytes or (traffic.share <= SLIGHTLY and not again):
         return traffic
     return replace(traffic, warning=_warning(traffic, again, advice(mode, layout)))
 
@@ -103,6 +106,7 @@ def _movement(
         sum(each.runs * wire_bytes(each, each.devices or devices) for each in members),
         members[0].asynchronous,
         between,
+        members[0].axes,
     )
 
 
@@ -151,23 +155,27 @@ def advice(mode: Mode, layout: Layout = LAYOUTS["replicated"]) -> str:
 
 
 def least_wire_bytes(
-    layout: Layout, devices: int, sums_bytes: float, parameter_bytes: float = 0.0
+    layout: Layout, devices: int, sums_bytes: float, parameter_bytes: float = 0.0, copies: int = 1
 ) -> float:
     """Return the bytes that each device has to send in one step, at least.
 
     Reducing a gradient takes 2(n-1)/n of its bytes, however it is done (Patarasuk and Yuan 2009,
     "Bandwidth optimal all-reduce algorithms for clusters of workstations"). Where each device
-    updates its part (`zero1`, `fsdp`), it takes half of that, and the parameters are gathered once:
-    a step keeps them for its backward pass. To gather them again there, as arXiv:1910.02054 does,
-    sends more and keeps less.
+    updates its part (`zero1`, `fsdp`), it takes half of that, and the parameters are gathered:
+    once, or where they are split too (`fsdp`) layer by layer in the forward pass and again in the
+    backward pass, as in arXiv:1910.02054.
 
     Args:
         layout: of the `DataParallel`.
         devices: replicas.
         sums_bytes: see `sums_bytes`.
         parameter_bytes: of the parameters as they are gathered.
+        copies: of a split state, as hybrid sharding has several: a part's gradient is reduced over
+            them.
     """
-    once = (devices - 1) / devices
     if not layout.splits_optimizer:
         return wire_bytes_of_all_reduce(sums_bytes, devices)
-    return once * (sums_bytes + parameter_bytes)
+    parts = devices // copies
+    gathered = parameter_bytes * (2 if layout.splits_params else 1)
+    inside = (parts - 1) / parts * (sums_bytes + gathered)
+    return inside + wire_bytes_of_all_reduce(sums_bytes / parts, copies)

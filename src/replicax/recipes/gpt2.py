@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec as P
 
 import replicax as rx
+from replicax.core.partition import Rules
 from replicax.core.precision import to_sum
 from replicax.errors import ConfigError
 from replicax.recipes import transformer
@@ -121,6 +123,20 @@ class GPT2:
         return optax.warmup_cosine_decay_schedule(
             0.0, self.learning_rate, steps // 100, steps, self.learning_rate / 10
         )
+
+    def rules(self) -> Rules:
+        """Megatron-LM's (arXiv:1909.08053): of the blocks, heads and the MLP's hidden dims over
+        `model`, which adds up what both give back; blocks over `stage`; the rest whole.
+        """
+        return [
+            (r"c_attn'\]\['weight'\]", P("stage", None, None, "model")),
+            (r"c_attn'\]\['bias'\]", P("stage", None, "model")),
+            (r"c_fc'\]\['weight'\]", P("stage", None, "model")),
+            (r"c_fc'\]\['bias'\]", P("stage", "model")),
+            (r"c_proj'\]\['weight'\]", P("stage", "model")),
+            (r"\['h'\]", P("stage")),
+            ("", P()),
+        ]
 
     def train_source(self) -> dict[str, np.ndarray]:
         """`tokens` `[rows, context + 1]`, `length` and `bytes` `[rows]`; see `TextDataset`."""

@@ -56,7 +56,10 @@ def published(params: Params) -> dict[str, np.ndarray]:
     tensors: dict[str, np.ndarray] = {}
     for path_of_array, array in jax.tree.leaves_with_path(params):
         host = np.ascontiguousarray(array, np.float32)  # of other arrays it writes the wrong order
-        layers = host if _is_stacked(path_of_array) else [host]
+        if _is_stacked(path_of_array):
+            layers = list(host.reshape(len(host), *_published_shape(path_of_array, host.shape)))
+        else:
+            layers = [host]
         tensors |= dict(zip(_published_names(path_of_array, len(layers)), layers, strict=True))
     return tensors
 
@@ -85,10 +88,10 @@ def _parameters(path: Path, file: Any, shape: Shape) -> Params:
             "give weights that were trained so"
         )
 
-    def parameter(path_of_array: tuple[Any, ...], _: Any) -> jax.Array:
+    def parameter(path_of_array: tuple[Any, ...], wanted: Any) -> jax.Array:
         layers = [tensor(name) for name in _published_names(path_of_array, shape.layers)]
         host = np.stack(layers) if _is_stacked(path_of_array) else layers[0]
-        return jnp.asarray(host, jnp.float32)
+        return jnp.asarray(host.reshape(wanted.shape), jnp.float32)
 
     params: Params = jax.tree.map_with_path(parameter, _abstract(shape))
     return params
@@ -122,7 +125,7 @@ def _refuse(path: Path, faults: Sequence[str], rule: str) -> None:
 def _names(shape: Shape) -> dict[str, tuple[int, ...]]:
     """The published name and shape of every tensor of the network."""
     return {
-        name: array.shape[1:] if _is_stacked(path) else array.shape
+        name: _published_shape(path, array.shape)
         for path, array in jax.tree.leaves_with_path(_abstract(shape))
         for name in _published_names(path, shape.layers)
     }
@@ -134,6 +137,17 @@ def _published_names(path: tuple[Any, ...], layers: int) -> list[str]:
     if not _is_stacked(path):
         return [".".join((first, *rest))]
     return [".".join((first, str(layer), *rest)) for layer in range(layers)]
+
+
+def _published_shape(path: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The published shape of the array at `path`, or of each of its layers."""
+    if not _is_stacked(path):
+        return shape
+    _, *dims = shape
+    if path[-2].key != "c_attn":
+        return tuple(dims)
+    *inputs, three, width = dims  # query, key and value side by side
+    return (*inputs, three * width)
 
 
 def _is_stacked(path: tuple[Any, ...]) -> bool:

@@ -36,6 +36,8 @@ class Recipe(Protocol):
     - `continued(model, text, *, tokens, temperature, seed) -> str`: `text`, continued;
     - `published_weights(model) -> dict[str, np.ndarray]`: the parameters under the names that other
       programs read;
+    - `rules() -> Rules`: how its parameters are split over the mesh axes `model` and `stage`, for
+      `--model-parallel` and `--stages`; see `rx.layout`;
     - `tokens_per_row: int`: what a row counts for where tokens are counted;
     - `schedule() -> optax.Schedule`: the learning rate of its optimizer, for records, in the class
       that has `optimizer`;

@@ -1,8 +1,9 @@
 """The GPT-2 network: learned positions, pre-norm blocks, GELU, the embedding tied to the output.
 
 Radford et al., "Language Models are Unsupervised Multitask Learners" (2019). Parameters have the
-names and shapes of the published weights, except that those of all blocks are stacked: `h` holds
-arrays `[layers, ...]`, and one `lax.scan` runs over them.
+names and shapes of the published weights, with two exceptions. Those of all blocks are stacked: `h`
+holds arrays `[layers, ...]`, and one `lax.scan` runs over them. And `c_attn` has a dim of its own
+for query, key and value, `[width, 3, width]`, so that its last dim can be split by heads.
 
 Activations are `[rows * tokens, width]`. XLA's CPU backend differentiates a product of two matrices
 without copies; of `[rows, tokens, width]` and a matrix it transposes whatever led to it once more.
@@ -66,6 +67,11 @@ def init(shape: Shape, key: jax.Array) -> Params:
         weight = matrix(layers, inputs, outputs, deviation=deviation)
         return {"weight": weight, "bias": jnp.zeros((layers, outputs))}
 
+    def query_key_value() -> Params:
+        published = dense(width, 3 * width)
+        weight = published["weight"].reshape(layers, width, 3, width)
+        return {"weight": weight, "bias": published["bias"].reshape(layers, 3, width)}
+
     to_residual = 0.02 / math.sqrt(2 * layers)
     return {
         "wte": {"weight": matrix(shape.vocab_size, width)},
@@ -73,7 +79,7 @@ def init(shape: Shape, key: jax.Array) -> Params:
         "h": {
             "ln_1": norm(layers),
             "attn": {
-                "c_attn": dense(width, 3 * width),
+                "c_attn": query_key_value(),
                 "c_proj": dense(width, width, to_residual),
             },
             "ln_2": norm(layers),
@@ -131,7 +137,7 @@ def _keep(layer: Any, remat: Remat) -> Any:
 def _block(params: Params, x: jax.Array, sizes: tuple[int, int, int]) -> jax.Array:
     rows, tokens, heads = sizes
     qkv = _product(params["attn"]["c_attn"], _layer_norm(params["ln_1"], x))
-    by_head = (each.reshape(rows, tokens, heads, -1) for each in jnp.split(qkv, 3, axis=-1))
+    by_head = (each.reshape(rows, tokens, heads, -1) for each in jnp.split(qkv, 3, axis=-2))
     attended = attention.causal_attention(*by_head).reshape(x.shape)
     x = x + _product(params["attn"]["c_proj"], attended)
     hidden = _product(params["mlp"]["c_fc"], _layer_norm(params["ln_2"], x))
@@ -140,8 +146,10 @@ def _block(params: Params, x: jax.Array, sizes: tuple[int, int, int]) -> jax.Arr
 
 
 def _product(params: Params, x: jax.Array) -> jax.Array:
-    product: jax.Array = checkpoint_name(x @ params["weight"] + params["bias"], PRODUCT)
-    return product
+    """`x` `[..., inputs]` times a weight `[inputs, ...]`, in one product."""
+    product = jnp.tensordot(x, params["weight"], 1) + params["bias"]
+    named: jax.Array = checkpoint_name(product, PRODUCT)
+    return named
 
 
 def _layer_norm(params: Params, x: jax.Array) -> jax.Array:

@@ -17,7 +17,8 @@ HARMLESS = (
     # Where the work is done. The batches and the mathematics stay: sums are rounded in another
     # order, and what each replica has of its own (keys, statistics) is cut elsewhere. Only bitwise
     # modes promise bits.
-    *("options.devices", "options.layout", "options.accumulate"),
+    *("options.devices", "options.layout", "options.accumulate", "options.model_parallel"),
+    *("options.stages", "options.fsdp_size", "options.schedule"),
     *("options.mode", "options.micro_shards", "parallel.mode", "parallel.micro_shards"),
     *("parallel.layout", "parallel.accumulate", "parallel.mesh", "parallel.device_kind"),
     *("parallel.processes", "data.padding"),

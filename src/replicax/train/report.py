@@ -8,6 +8,7 @@ import platform
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ import optax
 
 from replicax.core.data_parallel import DataParallel
 from replicax.core.feed import Feed
-from replicax.core.mesh import replica_count
+from replicax.core.mesh import FSDP, MODEL, STAGE, replica_count
 from replicax.core.update import TrainState
 from replicax.train.records import Record
 from replicax.train.result import Fit
@@ -37,6 +38,7 @@ def describe(dp: DataParallel, state: TrainState, feed: Feed) -> list[str]:
         f"{processes} · {_count(replica_count(dp.mesh), 'replica')} · mode {dp.mode} · "
         f"layout {dp.layout}{'' if reduction == 'float32' else f' · {reduction} on the wire'}",
     ]
+    lines += _split(dp)
     size = feed.source.batch_size
     if size:
         padded = dp.split.padded(size)
@@ -54,6 +56,24 @@ def describe(dp: DataParallel, state: TrainState, feed: Feed) -> list[str]:
             text += f", the last with {_count(last, 'row')} and {feed.padding} of padding"
         lines.append(text)
     return lines
+
+
+def _split(dp: DataParallel) -> Iterator[str]:
+    """How a replica is split over devices, and which replicas share a copy of the state."""
+    sizes = {axis: dp.mesh.shape.get(axis, 1) for axis in (MODEL, FSDP, STAGE)}
+    parts = []
+    if sizes[MODEL] > 1:
+        parts.append(f"each layer over {sizes[MODEL]} devices")
+    if sizes[FSDP] > 1:
+        parts.append(f"the state over {sizes[FSDP]} of {replica_count(dp.mesh)} replicas")
+    if parts:
+        yield f"split  {' · '.join(parts)}"
+    if (stages := sizes[STAGE]) > 1:
+        micro = dp.split.micro_batches
+        yield (
+            f"stages {stages} x {_count(micro, 'micro-batch')}, {dp.layout.schedule} · bubble "
+            f"{(stages - 1) / (micro + stages - 1):.0%}"
+        )
 
 
 def derived(dp: DataParallel, feed: Feed) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from replicax.core.leaves import is_random_key
 from replicax.verify.difference import Leaves, leaves
 
 PyTree = Any
@@ -69,9 +70,11 @@ def read_copies(
 
 
 def _parts(leaf: Any) -> list[Any]:
-    """Each device's own copy, in the order of the mesh; the leaf itself where it is split."""
-    if not isinstance(leaf, jax.Array) or not leaf.is_fully_replicated:
+    """Each copy of a leaf, in the order of the mesh where each device has one; itself if split."""
+    if not isinstance(leaf, jax.Array):
         return [leaf]
+    if not leaf.is_fully_replicated:
+        return [leaf] if is_random_key(leaf) else _copies_of_parts(leaf)
     by_device = {shard.device: shard.data for shard in leaf.addressable_shards}
     sharding = leaf.sharding
     if isinstance(sharding, jax.sharding.NamedSharding) and isinstance(
@@ -81,3 +84,15 @@ def _parts(leaf: Any) -> list[Any]:
     else:
         order = sorted(by_device, key=lambda device: device.id)
     return [by_device[device] for device in order]
+
+
+def _copies_of_parts(leaf: jax.Array) -> list[Any]:
+    """The copies of a leaf that is split over some devices, each put together from its parts."""
+    copies = {
+        shard.replica_id: np.empty(leaf.shape, leaf.dtype) for shard in leaf.addressable_shards
+    }
+    if len(copies) == 1:
+        return [leaf]
+    for shard in leaf.addressable_shards:
+        copies[shard.replica_id][shard.index] = shard.data
+    return list(copies.values())

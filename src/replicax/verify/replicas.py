@@ -19,18 +19,18 @@ def check_replicas(subject: Subject, case: Case) -> Check:
         state, _ = dp.step(state, batch)
     jax.block_until_ready(state)
     held = read_copies(state, {})
-    copied = sum(
-        isinstance(leaf, jax.Array)
-        and leaf.is_fully_replicated
-        and len(leaf.sharding.device_set) > 1
+    counts = [
+        len({shard.replica_id for shard in leaf.addressable_shards})
         for leaf in jax.tree.leaves(state)
-    )
+    ]
+    copied = sum(count > 1 for count in counts)
     figures = {"leaves": len(held.held), "copied": copied, "steps": STEPS}
     if not copied:
         text = "no leaf has copies on several devices"
         return Check("replicas", str(case), SKIP, text, "", figures)
     if not held.unequal:
-        text = f"all {case.devices} copies of {copied} leaves are equal after {STEPS} steps"
+        copies = " or ".join(str(count) for count in sorted({*counts} - {1}))
+        text = f"all {copies} copies of {copied} leaves are equal after {STEPS} steps"
         return Check("replicas", str(case), PASS, text, "", figures)
     text = (
         f"{named([path.lstrip('.') for path in held.unequal], _SHOWN)} differ after {STEPS} steps"

@@ -113,7 +113,7 @@ class Subject:
         if case not in self._made:
             base = self._base
             changes: dict[str, Any] = {"mode": case.mode, "accumulate": case.micro_batches}
-            if not case.mode.holds(base.layout):
+            if case.magnitudes or not case.mode.holds(base.layout):
                 changes["layout"] = "replicated"
             if case.devices != base.mesh.devices.size:
                 devices = list(base.mesh.devices.flat)[: case.devices]
@@ -149,16 +149,20 @@ class Subject:
 
     def placed(self, case: Case, state: TrainState) -> TrainState:
         """`state` where the step of `case` has it, its reduction before the first step."""
-        dp = self.parallel(case)
-        abstract = dp.abstract_state(self._model)
+        abstract = self.abstract(case)
         if jax.tree.leaves(abstract.reduction):
             if case not in self._reductions:
-                self._reductions[case] = dp.init(self._model, seed=self._seed).reduction
+                made = self.parallel(case).init(self._model, seed=self._seed)
+                self._reductions[case] = made.reduction
             state = dataclasses.replace(state, reduction=self._reductions[case])
         placed: TrainState = jax.device_put(
             state, jax.tree.map(lambda leaf: leaf.sharding, abstract)
         )
         return placed
+
+    def abstract(self, case: Case) -> TrainState:
+        """The shapes of a state with the shardings of the step of `case`."""
+        return self.parallel(case).abstract_state(self._model)
 
     def batch_on(self, case: Case, batch: Batch) -> Batch:
         """`batch` where the step of `case` has it."""

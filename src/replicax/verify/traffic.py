@@ -1,30 +1,23 @@
 """What a compiled step sends between devices, and what it computes twice."""
 
 import dataclasses
-import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
-
-import jax
 
 from replicax.analysis.compiled import CompiledStep, inspect
-from replicax.analysis.traffic import (
-    SLIGHTLY,
-    sums_bytes,
-    wire_bytes,
-    wire_bytes_of_all_reduce,
-)
+from replicax.analysis.traffic import SLIGHTLY
 from replicax.core.mesh import replica_count
-from replicax.core.models.definition import View
+from replicax.core.modes import MODES
 from replicax.errors import ReplicaxError
 from replicax.verify.check import FAIL, NOTE, PASS, SKIP, Check, Verdict
 from replicax.verify.facts import Facts
 from replicax.verify.independence import DEPENDENT
+from replicax.verify.sent import Sent, bytes_of_layout, read_sent
 from replicax.verify.subject import Case, Subject
 from replicax.wording import size_text
 
 _FAR = 2.0
-"""Times the lower bound: what is above it is wrong."""
+"""Times what a layout takes: what is above it is wrong."""
 _SMALL_BYTES = 4096
 """Where there is next to nothing to send, what fills it up to whole parts is most of it."""
 _REDUNDANT = 1.1
@@ -37,11 +30,14 @@ class Program:
 
     case: Case
     step: CompiledStep
+    sent: tuple[Sent, ...]
+    """What it sends, and over which axes of its mesh."""
 
     @property
-    def reductions(self) -> int:
-        """Collectives in one step."""
-        return sum(each.count for each in self.step.collectives)
+    def between(self) -> tuple[int, float]:
+        """Collectives between replicas, and the bytes that a device sends for them."""
+        counts = [each.count for each in self.sent if each.between]
+        return sum(counts), sum(each.between for each in self.sent)
 
 
 def read_programs(
@@ -52,11 +48,13 @@ def read_programs(
     for case in cases:
         show(f"traffic: {case}")
         try:
-            programs[case] = Program(case, inspect(subject.compiled(case, subject.full)))
+            compiled = subject.compiled(case, subject.full)
         except ReplicaxError:
             continue  # parity says why
         except Exception:  # the user's loss: parity says it
             continue
+        sent = read_sent(compiled.as_text() or "", subject.parallel(case).mesh)
+        programs[case] = Program(case, inspect(compiled), sent)
     return programs
 
 
@@ -71,64 +69,93 @@ class _Traffic:
         self, subject: Subject, facts: Facts, program: Program, programs: dict[Case, Program]
     ) -> None:
         self._subject, self._facts, self._program = subject, facts, program
-        first = dataclasses.replace(program.case, micro_batches=1)
-        self._one = programs.get(first)
+        self._layout = subject.parallel(program.case).layout
+        self._between = [each for each in program.sent if each.between]
+        self._inside = [each for each in program.sent if each.inside]
+        self._first = programs.get(dataclasses.replace(program.case, micro_batches=1), program)
+        self._reduces_once = MODES["shard_map"].holds(self._layout)
 
     def check(self, case: Case) -> Check:
-        subject, program = self._subject, self._program
-        least = wire_bytes_of_all_reduce(bytes_needed(subject, case), case.devices)
-        sent = sum(wire_bytes(each, case.devices) for each in program.step.collectives)
+        most, least = bytes_of_layout(self._subject, case)
+        reductions, sent = self._program.between
         figures = {
-            "reductions": program.reductions,
+            "reductions": reductions,
             "bytes": sent,
+            "bytes_inside": sum(each.inside for each in self._inside),
             "least_bytes": least,
-            "collectives": [dataclasses.asdict(each) for each in program.step.collectives],
+            "most_bytes": most,
+            "collectives": [dataclasses.asdict(each) for each in self._program.sent],
         }
         if case.devices == 1:
             return Check("traffic", str(case), PASS, "one device sends nothing", "", figures)
-        verdict, text, cause = self._judged(case, sent, least)
+        if not least:
+            text = f"nothing, as there is one replica{self._named_inside()}"
+            return Check("traffic", str(case), PASS, text, "", figures)
+        verdict, text, cause = self._judged(case, sent, least, most)
         return Check("traffic", str(case), verdict, text, cause, figures)
 
-    def _judged(self, case: Case, sent: float, least: float) -> tuple[Verdict, str, str]:
-        program, facts = self._program, self._facts
-        kinds = ", ".join(f"{each.count} {each.kind}" for each in program.step.collectives)
-        share = sent / least
-        text = f"{kinds or 'nothing'}; {size_text(sent)} a device, {share:.2f} of the least"
-        if not self._subject.parallel(case).layout.is_whole:
-            return NOTE, f"{text}; a split layout also gathers what it splits", ""
-        if not program.reductions:
+    def _judged(
+        self, case: Case, sent: float, least: float, most: float
+    ) -> tuple[Verdict, str, str]:
+        facts, share = self._facts, sent / most
+        text = f"{_listed(self._between) or 'nothing'}; {size_text(sent)} a device, "
+        text += f"{sent / least:.2f} of the least"
+        if most > least:
+            text += f", {most / least:.2f} where each layer is gathered as it is used"
+        text += self._named_inside()
+        if not sent:
             return FAIL, f"{text}: the replicas are not reduced", ""
-        if self._one and program.reductions > self._one.reductions:
-            more = f"{self._one.reductions} with 1 micro-batch"
-            statistics = facts.writes or facts.rows.kind == DEPENDENT
+        statistics = facts.writes or facts.rows.kind == DEPENDENT
+        if self._grows():
+            more = f"{self._first.between[0]} with 1 micro-batch"
             if statistics and share <= _FAR:
                 return NOTE, f"{text}; {more}: statistics of every micro-batch", ""
-            if case == self._subject.own:
-                return FAIL, f"{text}; {more}", GROWS
-            return NOTE, f"{text}; {more}: {GROWS}", ""
-        if share > SLIGHTLY and (facts.writes or facts.rows.kind == DEPENDENT):
+            cause = f"{GROWS}{ONCE if self._reduces_once else ''}"
+            if case == self._subject.own and self._reduces_once:
+                return FAIL, f"{text}; {more}", cause
+            return NOTE, f"{text}; {more}: {cause}", ""
+        if share > SLIGHTLY and statistics:
             return NOTE, f"{text}; statistics or rows of the whole batch are among it", ""
-        if share > _FAR and sent - least > _SMALL_BYTES:
-            return FAIL, text, TWICE
+        if share > _FAR and sent - most > _SMALL_BYTES:
+            return FAIL, text, f"{TWICE}{ONCE if self._reduces_once else ''}"
         if share > SLIGHTLY:
-            return NOTE, f"{text}; {FILLED_UP if case.mode.per_replica else TWO_SUMS}", ""
+            return NOTE, f"{text}; {self._why_more(case)}", ""
         return PASS, text, ""
+
+    def _grows(self) -> bool:
+        """Whether micro-batches take more reductions, where their layout needs no more."""
+        (once, least), (count, sent) = self._first.between, self._program.between
+        return not self._layout.splits_params and (count > once or sent > SLIGHTLY * least)
+
+    def _why_more(self, case: Case) -> str:
+        if case.mode.per_replica:
+            return FILLED_UP
+        why = WHOLE_FIRST if self._layout.splits_optimizer else TWO_SUMS
+        return f"{why}{ONCE if self._reduces_once else ''}"
+
+    def _named_inside(self) -> str:
+        if not self._inside:
+            return ""
+        size = size_text(sum(each.inside for each in self._inside))
+        return f"; inside a replica {_listed(self._inside)}, {size}"
+
+
+def _listed(sent: Iterable[Sent]) -> str:
+    counts: Counter[str] = Counter()
+    for each in sent:
+        counts[each.kind] += each.count
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
 
 
 FILLED_UP = "parts are filled up, or more than gradient and metrics is reduced"
-TWO_SUMS = (
-    "the compiler reduces a leaf twice (a tied embedding) or a sum by itself; mode='shard_map' "
-    "reduces once"
-)
-GROWS = (
-    "the compiler reduces inside the loop over micro-batches; use mode='shard_map', which reduces "
-    "once after it"
-)
+WHOLE_FIRST = "the compiler reduces whole what each replica then takes a part of"
+TWO_SUMS = "the compiler reduces a leaf twice (a tied embedding) or a sum by itself"
+GROWS = "the compiler reduces inside the loop over micro-batches"
 TWICE = (
     "something besides the gradient's sums crosses the network: an operation that mixes rows (a "
-    "sort or a reshape over the row dim), or a leaf that is reduced several times; use "
-    "mode='shard_map', which reduces once"
+    "sort or a reshape over the row dim), or a leaf that is reduced several times"
 )
+ONCE = "; use mode='shard_map', which sends each sum once"
 
 
 def check_work(
@@ -166,18 +193,3 @@ NOT_SPLIT = (
     "the {} devices of a replica all compute the same: the layout's rules split none of the large "
     "matrices; write rules for those, or leave the devices to axis 'data'"
 )
-
-
-def bytes_needed(subject: Subject, case: Case) -> int:
-    """Bytes of the sums of loss, metrics and the gradient that the optimizer reads, as sent."""
-    state, batch = subject.state, subject.full
-    metrics: Any = jax.eval_shape(
-        lambda params: subject.objective.loss_sums(
-            params, state.extras, batch, View(jax.random.key(0))
-        )[0],
-        state.params,
-    )
-    sent = getattr(subject.parallel(case).reduction, "dtype", None)
-    is_trained = jax.tree.leaves(subject.trained)
-    trained = itertools.compress(jax.tree.leaves(state.params), is_trained)
-    return sums_bytes(trained, len(metrics), sent)

@@ -27,6 +27,8 @@ from replicax.train.storage import abstract
 __all__ = ["no_curves"]
 
 RULES = [("hidden", PartitionSpec(None, "data")), ("out", PartitionSpec("data"))]
+OVER_MODEL = [("hidden", PartitionSpec(None, "model")), ("out", PartitionSpec("model"))]
+OVER_STAGES = [("hidden", PartitionSpec("stage", "model")), ("", PartitionSpec())]
 KINDS: dict[str, dict[str, Any]] = {
     "replicated": {"layout": "replicated"},
     "zero1": {"layout": "zero1"},
@@ -34,6 +36,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "rules": {"layout": RULES},
     "fsdp on 4": {"layout": "fsdp", "devices": 4},
     "zero1 on 2": {"layout": "zero1", "devices": 2},
+    "model": {"layout": OVER_MODEL, "axes": {"model": 4}},
+    "fsdp and model": {
+        "layout": rx.layout("fsdp", rules=OVER_MODEL),
+        "axes": {"model": 2, "fsdp": 2},
+    },
+    "stages": {"layout": OVER_STAGES, "axes": {"stage": 2, "model": 2}},
+    "hybrid in shard_map": {"mode": "shard_map", "layout": "fsdp", "axes": {"fsdp": 4}},
+    "exact zero1": {"mode": "exact", "layout": "zero1"},
     "single": {"mode": "single"},
     "pmap": {"mode": "pmap"},
 }
@@ -60,7 +70,7 @@ def trained() -> TrainState:
     return fit(data_parallel(8, layout="fsdp"), steps=3).state
 
 
-@pytest.mark.parametrize("first", only(["fsdp"], ["replicated", "zero1", "fsdp", "rules"]))
+@pytest.mark.parametrize("first", only(["fsdp"], KINDS))
 def test_every_layout_onto_every_other(tmp_path: Path, trained: TrainState, first: str) -> None:
     laid = abstract(data_parallel(**KINDS[first]).init(model()))
     state = jax.tree.map(lambda leaf, to: jax.device_put(leaf, to.sharding), trained, laid)

@@ -19,6 +19,7 @@ KEPT: list[dict[str, Any]] = [
     {"mode": "jit", "layout": "fsdp", "accumulate": 2},
     {"mode": "shard_map", "trainable": "'w'"},
     {"mode": "exact", "micro_shards": 8},
+    {"mode": "shard_map", "layout": "fsdp", "accumulate": 2},
 ]
 CASES: list[dict[str, Any]] = [
     {"mode": "single"},
@@ -28,6 +29,8 @@ CASES: list[dict[str, Any]] = [
     {"mode": "shard_map", "accumulate": 2},
     {"mode": "pmap"},
     {"mode": "jit", "precision": "bfloat16"},
+    {"mode": "shard_map", "layout": "zero1"},
+    {"mode": "exact", "layout": "zero1"},
     *KEPT,
 ]
 

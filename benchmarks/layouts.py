@@ -1,0 +1,138 @@
+"""Bytes of GPT-2 350M on 8 devices, layout by layout, read from the compiled step; no time.
+
+    python benchmarks/layouts.py
+
+Each layout is compiled for 8 host devices. `whole` are the bytes of parameters and gradients that
+are whole at once, at most, where a layout splits them: outputs of all-gathers, and what is
+reduce-scattered, from when they are written to when they are last read.
+"""
+
+import argparse
+import json
+import math
+from collections import defaultdict
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from timing import RESULTS, environment, save
+
+import replicax as rx
+from replicax.analysis.compiled import inspect
+from replicax.bench.buffers import Module, read_module
+from replicax.plan.schedule import read_schedule
+from replicax.recipes import transformer
+from replicax.recipes.gpt2 import GPT2
+
+DEVICES = 8
+LAYOUTS = {
+    "shard_map replicated": {"mode": "shard_map"},
+    "shard_map zero1": {"mode": "shard_map", "layout": "zero1"},
+    "shard_map fsdp": {"mode": "shard_map", "layout": "fsdp"},
+    "shard_map fsdp in 2 groups of 4": {"mode": "shard_map", "layout": "fsdp", "fsdp": 4},
+    "exact zero1": {"mode": "exact", "layout": "zero1"},
+    "jit replicated": {"mode": "jit"},
+    "jit zero1": {"mode": "jit", "layout": "zero1"},
+    "jit fsdp": {"mode": "jit", "layout": "fsdp"},
+}
+SENT = {
+    "all-reduce": lambda n, size: 2 * (n - 1) / n * size,
+    "all-gather": lambda n, size: (n - 1) / n * size,
+    "reduce-scatter": lambda n, size: (n - 1) * size,
+    "all-to-all": lambda n, size: (n - 1) / n * size,
+}
+"""Bytes that each of `n` devices sends in a ring, by the bytes of the result."""
+
+
+def compiled_step(
+    preset: str, rows: int, layers: int | None, *, fsdp: int = 1, **settings: Any
+) -> tuple[Any, rx.TrainState]:
+    """Return the compiled step, and the shapes of its state with their shardings."""
+    fields = dict(GPT2.presets[preset])
+    if layers is not None:
+        fields["layers"] = layers
+    recipe = GPT2(**fields)
+    shape = transformer.Shape(
+        recipe.layers, recipe.heads, recipe.width, recipe.context, fields["vocab_size"]
+    )
+    model = jax.eval_shape(lambda: transformer.init(shape, jax.random.key(0)))
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
+    dp = rx.DataParallel(recipe.loss, optimizer, mesh=rx.make_mesh(fsdp=fsdp), **settings)
+    one = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((rows, recipe.context + 1), jnp.int32)
+    batch = {"tokens": tokens, "length": one, "bytes": one}
+    return dp.lower(model, batch).compile(), dp.abstract_state(model)
+
+
+def bytes_on_a_device(tree: Any) -> int:
+    """Return the bytes of the largest share of `tree` that a device holds."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
+
+
+def whole_at_once(module: Module) -> int:
+    """Return the bytes of gathered and of not yet scattered arrays that are alive at once."""
+    order = [instruction.name for instruction in module.in_order()]
+    moments = defaultdict(list)
+    for moment, name in enumerate(order):
+        moments[name].append(moment)
+    gathers, scatters = set(), set()
+    for instructions in module.computations.values():
+        for instruction in instructions:
+            if instruction.opcode == "all-gather":
+                gathers.add(instruction.name)
+            if instruction.opcode == "reduce-scatter":
+                scatters.add(instruction.name)
+    change = np.zeros(len(order) + 1, np.int64)
+    for buffer in module.buffers:
+        if not (gathers | scatters) & buffer.touched:
+            continue
+        # One in a loop lives anew in each turn, of which the first will do.
+        once = any(len(moments[name]) > 1 for name in buffer.touched)
+        touched = [m for name in buffer.touched for m in moments[name][: 1 if once else None]]
+        change[min(touched)] += buffer.size
+        change[max(touched) + 1] -= buffer.size
+    return int(np.cumsum(change).max())
+
+
+def measured(preset: str, rows: int, layers: int | None) -> dict[str, dict[str, Any]]:
+    """Return the figures of each layout."""
+    found = {}
+    for name, settings in LAYOUTS.items():
+        compiled, state = compiled_step(preset, rows, layers, **settings)
+        memory = inspect(compiled).memory
+        assert memory is not None
+        sent: dict[str, float] = defaultdict(float)
+        for each in read_schedule(compiled.as_text() or "").collectives:
+            sent[each.kind] += each.runs * SENT[each.kind](each.devices or DEVICES, each.bytes)
+        found[name] = {
+            "parameter_bytes": bytes_on_a_device(state.params),
+            "optimizer_bytes": bytes_on_a_device(state.opt_state),
+            "temporary_bytes": memory.temporaries,
+            "whole_at_once_bytes": whole_at_once(read_module(compiled)),
+            "sent_bytes": {kind: round(size) for kind, size in sent.items()},
+            "sent_bytes_in_all": round(sum(sent.values())),
+        }
+        print(name, json.dumps(found[name]), flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--preset", default="350m")
+    parser.add_argument("--rows", type=int, default=8, help="of the global batch")
+    parser.add_argument("--layers", type=int, help="another number of layers")
+    asked = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    found = measured(asked.preset, asked.rows, asked.layers)
+    result = {"environment": environment(), **vars(asked), "layouts": found}
+    if asked.layers is None:
+        print(save("layouts", result).relative_to(RESULTS.parent))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Who takes part in a collective: device groups in a compiled step, and the mesh axes they span."""
+
+import math
+import re
+from collections.abc import Mapping
+
+import numpy as np
+
+_LISTED = re.compile(r"replica_groups=\{\{([\d,]+)\}")
+_COUNTED = re.compile(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}")
+_AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)|=)?(\d*)")
+_PAIRS = re.compile(r"source_target_pairs=\{([\d,{}]*)\}")
+_PAIR = re.compile(r"\{(\d+),(\d+)\}")
+
+
+def first_group(attributes: str) -> tuple[int, ...] | None:
+    """Return the devices of a collective's first group, by their numbers in the program.
+
+    `attributes` are those of its instruction. None where all take part together. What a
+    `collective-permute` joins, in however many hops, is one group.
+    """
+    if pairs := _PAIRS.search(attributes):
+        return _joined([(int(one), int(other)) for one, other in _PAIR.findall(pairs[1])])
+    if listed := _LISTED.search(attributes):
+        return _integers(listed[1])
+    if counted := _COUNTED.search(attributes):
+        return _counted(int(counted[1]), _integers(counted[2]), counted[3])
+    if mesh := _MESH.search(attributes):
+        return _along(mesh[1], mesh[2])
+    return None
+
+
+def axes_of_group(
+    group: tuple[int, ...] | None, sizes: Mapping[str, int]
+) -> tuple[str, ...] | None:
+    """Return the axes of a mesh that a group of devices spans; None where it is all of them.
+
+    Args:
+        group: see `first_group`.
+        sizes: of the mesh that the program was compiled for, by axis, in the mesh's order.
+    """
+    if group is None or len(group) == math.prod(sizes.values()):
+        return None
+    places = np.unravel_index(list(group), tuple(sizes.values()))
+    return tuple(axis for axis, at in zip(sizes, places, strict=True) if len(set(at.tolist())) > 1)
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(int(each) for each in text.split(","))
+
+
+def _joined(pairs: list[tuple[int, int]]) -> tuple[int, ...]:
+    """Everyone whom the first sender reaches, or is reached from."""
+    found = set(pairs[0]) if pairs else set()
+    while more := {each for pair in pairs if found & set(pair) for each in pair} - found:
+        found |= more
+    return tuple(sorted(found))
+
+
+def _counted(size: int, dims: tuple[int, ...], order: str | None) -> tuple[int, ...]:
+    """The first of the groups `[groups,size]<=[dims]T(order)`."""
+    devices = np.arange(math.prod(dims)).reshape(dims)
+    if order is not None:
+        devices = devices.transpose(_integers(order))
+    return tuple(devices.reshape(-1, size)[0].tolist())
+
+
+def _along(mesh: str, axes: str) -> tuple[int, ...]:
+    """The first group along axes of a mesh, or along a part of one: `'a':(2)4`, 4 after 2."""
+    sizes = {axis: int(size) for axis, _, size in _AXIS.findall(mesh)}
+    at = {axis: [0] for axis in sizes}
+    for axis, before, part in _AXIS.findall(axes):
+        count = int(part or sizes[axis])
+        stride = sizes[axis] // (int(before or 1) * count)
+        at[axis] = [number * stride for number in range(count)]
+    devices = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+    return tuple(devices[np.ix_(*at.values())].reshape(-1).tolist())

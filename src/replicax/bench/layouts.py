@@ -1,0 +1,103 @@
+"""Layouts side by side: each with the mesh it wants of some devices, or why it cannot be run."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+from jax.sharding import Mesh
+
+from replicax.bench.cases import STRONG, Case, Placed
+from replicax.core.layout import LAYOUTS, Layout, as_layout
+from replicax.core.mesh import DATA, MODEL, STAGE, make_mesh
+from replicax.core.partition import Rules
+from replicax.errors import ConfigError, choose
+
+ONE = "replicated"
+"""The layout on one device, where all are the same: what the others are compared with."""
+
+AXES = {**dict.fromkeys(LAYOUTS, DATA), "model": MODEL, "stages": STAGE}
+"""Layouts by name, each with the axis that it puts the devices along."""
+
+MODES_BY_DEFAULT = ("jit",)
+"""The mode that holds every layout."""
+
+Arrangement = str | tuple[str | Rules | Layout, Callable[[int], Mesh]]
+"""A name of `AXES`, or a layout and `mesh(devices)`."""
+
+
+def check_layouts(layouts: Sequence[Arrangement], devices: Sequence[int]) -> None:
+    """Raise `ConfigError` where one has no such name, or there is nothing to compare."""
+    for layout in layouts:
+        if isinstance(layout, str):
+            choose("layouts", layout, AXES, ", or a pair of a layout and mesh(devices)")
+    if not layouts:
+        raise ConfigError("layouts=() has no layout; bench compares at least 1: name some")
+    if max(devices) == 1:
+        raise ConfigError("layouts on 1 device are all the same: raise devices to at least 2")
+
+
+def cases_of_layouts(
+    layouts: Sequence[Arrangement],
+    modes: Sequence[str],
+    devices: Sequence[int],
+    batch_size: int,
+    rules: str | Rules | Layout,
+    check: Callable[[Case], None],
+) -> tuple[list[Case], list[str]]:
+    """Return what can be measured of every layout in every mode, and a note on what cannot.
+
+    Args:
+        layouts: that `check_layouts` lets pass.
+        modes: names.
+        devices: counts; on 1 there is one case a mode.
+        batch_size: rows of a global batch, the same in all.
+        rules: the layout that `model` and `stages` take.
+        check: raises `ConfigError` where a case cannot be run. `model` and `stages` take the most
+            devices along their axis that can, and have replicas on the rest.
+    """
+    cases: list[Case] = []
+    notes: list[str] = []
+    for count in devices:
+        for mode in modes:
+            for layout in layouts if count > 1 else [ONE]:
+                try:
+                    placed = _placed(layout, count, as_layout(rules))
+                    wanted = (Case(mode, count, batch_size, (STRONG,), each) for each in placed)
+                    case = _first(wanted, check)
+                    cases += [case] if case not in cases else []
+                except ConfigError as error:
+                    name = layout if isinstance(layout, str) else as_layout(layout[0])
+                    where = f"{count} device{'s' if count > 1 else ''}"
+                    notes.append(f"{mode} {name} on {where} is left out: {error}")
+    return cases, notes
+
+
+def check_left(cases: Sequence[object], notes: Sequence[str]) -> None:
+    """Raise `ConfigError` where no case is left to measure."""
+    if not cases:
+        raise ConfigError(f"layouts leave nothing to measure ({'; '.join(notes)}); add another")
+
+
+def _placed(layout: Arrangement, devices: int, rules: Layout) -> Iterator[Placed]:
+    """The layout on its meshes of some devices, the one to prefer first."""
+    attached = jax.devices()
+    if not isinstance(layout, str):
+        yield Placed(as_layout(layout[0]), layout[1](devices))
+    elif AXES[layout] == DATA:
+        yield Placed(as_layout(layout), make_mesh(devices, devices=attached))
+    else:
+        for size in range(devices, 1, -1):
+            if devices % size == 0:
+                split = {AXES[layout]: size}
+                yield Placed(rules, make_mesh(devices // size, devices=attached, **split))
+
+
+def _first(cases: Iterator[Case], check: Callable[[Case], None]) -> Case:
+    """The first case that can be run; raises why the first cannot where none can."""
+    errors = []
+    for case in cases:
+        try:
+            check(case)
+            return case
+        except ConfigError as error:
+            errors.append(error)
+    raise errors[0]
