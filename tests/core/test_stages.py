@@ -290,14 +290,14 @@ def test_masks_counters_and_stacks_that_are_whole_reach_each_layer() -> None:
         mask = (batch["next"] % 2)[..., None]
 
         def step(carry: Any, given: Any) -> Any:
-            (x, count, penalty), (block, gain, number) = carry, given
-            x = layer(x, block)[0] * gain + mask * number
+            (x, count, penalty, turn), (block, gain, number) = carry, given
+            x = layer(x, block)[0] * gain + mask * number * turn
             penalty += jnp.mean(block["up"] ** 2)
-            return (x, count + number, penalty), jnp.sum(x)  # by layer, and nobody reads it
+            return (x, count + number, penalty, turn + 1), jnp.sum(x)  # by layer, and unread
 
         per_layer = (model["h"], model["gain"], jnp.arange(LAYERS))
-        start = (model["embedding"][batch["tokens"]], batch["tokens"][:, 0], 0.0)
-        (x, count, penalty), _ = jax.jit(lambda *given: lax.scan(jax.checkpoint(step), *given))(
+        start = (model["embedding"][batch["tokens"]], batch["tokens"][:, 0], 0.0, 1)
+        (x, count, penalty, _), _ = jax.jit(lambda *given: lax.scan(jax.checkpoint(step), *given))(
             start, per_layer
         )
         value, _ = head(model, x, batch)
