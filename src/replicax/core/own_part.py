@@ -1,14 +1,18 @@
 """An update of one replica's part of a state, with the bits that an update of the whole has.
 
 What is computed number by number is computed of the own part. What looks at a whole array, as the
-norm of a gradient does, is given the whole array, gathered, and does what it does on one device.
+norm of a gradient does, is given the whole array: what that follows from is gathered, and computed
+whole as well, as on one device. An operation that is fused with another rounds otherwise than one
+that is given the other's result.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import NamedSharding
@@ -41,7 +45,10 @@ def by_own_part(apply: Apply, mesh: AnyMesh, axis: str, into: PyTree, out: PyTre
             )
             found = _evaluate(closed, inputs, axis)
             wanted = zip(found, _dims(out, shapes, axis), strict=True)
-            values = [value.split(dim, axis) for value, dim in wanted]
+            values = [
+                value.gathered(axis) if dim is None else value.part(dim, axis)
+                for value, dim in wanted
+            ]
             return jax.tree.unflatten(jax.tree.structure(shapes), values)
 
         specs = [jax.tree.map(lambda where: where.spec, each) for each in (into, out)]
@@ -60,27 +67,38 @@ def _dims(shardings: PyTree, tree: PyTree, axis: str) -> list[int | None]:
     return [spec.index(axis) if axis in spec else None for spec in specs]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class _Value:
     """An array, or this replica's part of one."""
 
     array: Any
     dim: int | None = None
     """The dim of which this is a part; None for a whole array."""
+    compute: Callable[[], Any] | None = None
+    """Computes the whole array from others; None gathers it."""
+    fill: Any = None
+    """The scalar that all its elements are, if they are."""
 
     def whole(self, axis: str) -> Any:
+        """The whole array."""
+        if self.dim is None:
+            return self.array
+        return self.gathered(axis) if self.compute is None else self.compute()
+
+    def gathered(self, axis: str) -> Any:
+        """The whole array, put together from its parts."""
         if self.dim is None:
             return self.array
         return lax.all_gather(self.array, axis, axis=self.dim, tiled=True)
 
-    def split(self, dim: int | None, axis: str) -> Any:
-        """The part of `dim`; of a scalar, all of it."""
-        if self.dim == dim or not jax.numpy.ndim(self.array):
+    def part(self, dim: int, axis: str) -> Any:
+        """This replica's part of `dim`; of a scalar, all of it."""
+        if self.dim == dim or not jnp.ndim(self.array):
             return self.array
         whole = self.whole(axis)
-        if dim is None:
-            return whole
         size = whole.shape[dim] // lax.axis_size(axis)
+        if self.fill is not None:
+            return jnp.broadcast_to(self.fill, (*whole.shape[:dim], size, *whole.shape[dim + 1 :]))
         return lax.dynamic_slice_in_dim(whole, lax.axis_index(axis) * size, size, dim)
 
 
@@ -108,13 +126,22 @@ def _evaluate(closed: ClosedJaxpr, inputs: Sequence[_Value], axis: str) -> list[
 
 def _apply(alone: Jaxpr, values: list[_Value], axis: str) -> list[_Value]:
     [eqn] = alone.eqns
-    dims = {value.dim for value in values} - {None}
+    dims = {value.dim for value in values if value.dim is not None}
     if eqn.primitive.name in CALLS:
         return _evaluate(eqn.params["jaxpr"], values, axis)
+    wholes = cache(lambda: bind(alone, [value.whole(axis) for value in values]))
     if len(dims) == 1 and _is_elementwise(alone):
         [dim] = dims
-        return [_Value(x, dim) for x in bind(alone, [value.split(dim, axis) for value in values])]
-    return [_Value(array) for array in bind(alone, [value.whole(axis) for value in values])]
+        parts = bind(alone, [value.part(dim, axis) for value in values])
+        return [_Value(part, dim, partial(_nth, wholes, n)) for n, part in enumerate(parts)]
+    fill = None
+    if eqn.primitive.name == "broadcast_in_dim" and not jnp.ndim(values[0].array):
+        fill = values[0].array
+    return [_Value(array, fill=fill) for array in wholes()]
+
+
+def _nth(arrays: Callable[[], list[Any]], number: int) -> Any:
+    return arrays()[number]
 
 
 def _is_elementwise(alone: Jaxpr) -> bool:
