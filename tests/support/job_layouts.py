@@ -11,11 +11,14 @@ from support.layout_cases import Setup, on, train
 import replicax as rx
 
 CASES: dict[str, tuple[str, Setup, int]] = {
-    "zero1": ("tower", on("jit", "zero1", data=8), 1),
-    "fsdp": ("tower", on("jit", "fsdp", data=8), 1),
-    "rules": ("tower", on("jit", "replicated", data=4, model=2), 4),
-    "hybrid": ("tower", on("jit", "fsdp", data=2, fsdp=4), 1),
-    "hybrid and rules": ("tower", on("jit", "fsdp", data=2, fsdp=2, model=2), 4),
+    "zero1": ("weighted", on("jit", "zero1", data=8), 1),
+    "zero1 in shard_map": ("weighted", on("shard_map", "zero1", data=8), 4),
+    "zero1 in exact": ("weighted", on("exact", "zero1", data=8), 1),
+    "fsdp": ("weighted", on("jit", "fsdp", data=8), 1),
+    "fsdp in shard_map": ("tower", on("shard_map", "fsdp", data=8), 1),
+    "hybrid": ("weighted", on("shard_map", "fsdp", data=2, fsdp=4), 4),
+    "rules": ("tower", on("jit", "replicated", data=4, model=2), 1),
+    "hybrid and rules": ("tower", on("jit", "fsdp", data=2, fsdp=2, model=2), 1),
 }
 """Model, setup on 8 devices, and micro-batches."""
 

@@ -296,6 +296,13 @@ def test_a_split_optimizer_is_not_compared_and_that_is_said(
     assert lines[-1] == "audit  3 clean"
 
 
+def test_split_parameters_are_compared_where_several_devices_hold_a_part() -> None:
+    """Four groups of two devices share a copy each."""
+    mesh = rx.make_mesh(fsdp=2)
+    dp = rx.DataParallel(CASE.loss, optax.adamw(1e-3), mesh=mesh, mode="shard_map", layout="fsdp")
+    assert "device 5 of process 0 holds wrong bits in params" in message(dp, 15, flipping(5))
+
+
 def test_a_snapshot_has_the_bits_and_memory_of_its_own(eight: rx.DataParallel) -> None:
     state = eight.init(CASES["linen"].model())
     snapshot = Snapshot(state)

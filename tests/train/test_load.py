@@ -73,7 +73,9 @@ def test_split_over_two_devices_it_loads_on_one(zero1: Ended) -> None:
     np.testing.assert_array_equal(found.model.variables["params"]["Dense_0"]["kernel"], kernel)
 
 
-@pytest.mark.parametrize("settings", [{"layout": "fsdp"}, {"mode": "shard_map"}, {"mode": "exact"}])
+@pytest.mark.parametrize(
+    "settings", [{"mode": "shard_map", "layout": "fsdp"}, {"layout": "fsdp"}, {"mode": "exact"}]
+)
 def test_it_loads_in_any_mode_and_layout(settings: dict[str, str], zero1: Ended) -> None:
     found = rx.load(zero1.folder, dp=of_mlp(**settings))
     assert bits(found.state) == without_losses(zero1.result.state)
