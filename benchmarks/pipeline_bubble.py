@@ -28,7 +28,6 @@ from jax.sharding import PartitionSpec as P
 from timing import environment, interleaved, save, spread
 
 import replicax as rx
-
 from replicax.core.pipeline import SCHEDULES, bubble
 
 STAGES = 2
