@@ -15,7 +15,7 @@ import replicax as rx
 from replicax.errors import ConfigError
 from replicax.plan.program import Program, export_step
 
-# Three kernels and biases, of which one is a stack, Adam's two means of each; its count of steps, the state's, and a seed.
+# Three kernels and biases, one of them a stack, twice more for Adam; its count, the step, a seed.
 MLP_LEAVES = 3 * (3 * 2) + 3
 
 
