@@ -59,6 +59,16 @@ def test_a_recipe_of_ones_own(main: Main) -> None:
     assert "by formula" in out
 
 
+def test_the_axes_of_a_mesh(main: Main) -> None:
+    axes = ("--model-parallel", 2, "--stages", 2, "--accumulate", 4)
+    out = shown(main, "mlp", "--layers", 5, *H100, *axes, "--run", "mine")
+    written = json.loads(Path("runs/mine/plan.json").read_text())
+    assert written["mesh"] == {"data": 2, "model": 2, "stage": 2}
+    assert written["speeds"][0]["bubble"] == 1 / 5
+    assert "data 2 · model 2 · stage 2" in " ".join(out.split())
+    assert "rows a replica" in out
+
+
 def test_the_folder_has_a_name_of_its_own(main: Main) -> None:
     shown(main, *LINE, *H100)
     (folder,) = Path("runs").iterdir()
@@ -156,7 +166,8 @@ def test_a_noise_scale_that_no_run_has_resolved(
         ([*LINE, "--target", "v5e:3x3"], ["no such slice", "v5e:2x4"]),
         ([*LINE, *H100, "--mode", "single"], ["has 8 devices", "leave the mode out"]),
         ([*LINE, *H100, "--mode", "jitt"], ["jit"]),
-        ([*LINE, *H100, "--mode", "shard_map", "--layout", "fsdp"], ["fsdp", "jit"]),
+        ([*LINE, *H100, "--mode", "pmap", "--layout", "fsdp"], ["fsdp", "jit"]),
+        (["mlp", *H100, "--layers", 4, "--stages", 3], ["8 devices over stage=3", "must divide"]),
         ([*LINE, *H100, "--noise-scale", "0"], ["--noise-scale 0", "above 0"]),
         ([*LINE, *H100, "--noise-scale", "nan"], ["--noise-scale nan", "above 0"]),
         ([*LINE, *H100, "--noise-scale", "runs/none"], ["runs/none"]),

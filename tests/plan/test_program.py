@@ -15,8 +15,8 @@ import replicax as rx
 from replicax.errors import ConfigError
 from replicax.plan.program import Program, export_step
 
-# Four kernels and biases, Adam's two means of each; its count of steps, the state's, and a seed.
-MLP_LEAVES = 3 * (4 * 2) + 3
+# Three kernels and biases, one of them a stack, twice more for Adam; its count, the step, a seed.
+MLP_LEAVES = 3 * (3 * 2) + 3
 
 
 def program(step: SmallStep, devices: int = 2, platform: str = "cpu") -> Program:
