@@ -49,7 +49,7 @@ pytestmark = pytest.mark.usefixtures("folder")
         ([*REGRESSION, "--mode", "both"], ["'both'", "--mode", "jit", "shard_map", "--help"]),
         ([*REGRESSION, "--layout", "fdsp"], ["'fdsp'", "--layout", "fsdp", "--help"]),
         ([*REGRESSION, "--precision", "float8"], ["'float8'", "bfloat16", "--help"]),
-        ([*REGRESSION, "--mode", "shard_map", "--layout", "fsdp"], ["shard_map", "fsdp", "'jit'"]),
+        ([*REGRESSION, "--mode", "exact", "--layout", "fsdp"], ["exact", "fsdp", "'jit'"]),
         ([*REGRESSION, "--mode", "pmap", "--layout", "zero1"], ["pmap", "zero1", "'jit'"]),
         ([*REGRESSION, "--mode", "single", "--devices", "2"], ["single", "2 devices", "1"]),
         ([*REGRESSION, "--devices", "16"], ["16", "8 attached", "at most 8"]),

@@ -5,11 +5,14 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from support.tiers import exhaustive, only
@@ -287,16 +290,19 @@ def test_masks_counters_and_stacks_that_are_whole_reach_each_layer() -> None:
         mask = (batch["next"] % 2)[..., None]
 
         def step(carry: Any, given: Any) -> Any:
-            (x, count), (block, gain, number) = carry, given
-            x = layer(x, block)[0] * gain + mask * number
-            return (x, count + number), jnp.sum(x)  # by layer, and nobody reads it
+            (x, count, penalty, turn), (block, gain, number) = carry, given
+            x = layer(x, block)[0] * gain + mask * number * turn
+            penalty += jnp.mean(block["up"] ** 2)
+            return (x, count + number, penalty, turn + 1), jnp.sum(x)  # by layer, and unread
 
         per_layer = (model["h"], model["gain"], jnp.arange(LAYERS))
-        start = (model["embedding"][batch["tokens"]], batch["tokens"][:, 0])
-        (x, count), _ = jax.jit(lambda *given: lax.scan(jax.checkpoint(step), *given))(
+        start = (model["embedding"][batch["tokens"]], batch["tokens"][:, 0], 0.0, 1)
+        (x, count, penalty, _), _ = jax.jit(lambda *given: lax.scan(jax.checkpoint(step), *given))(
             start, per_layer
         )
-        return head(model, x, batch)[0], {"count": count.astype(jnp.float32)}
+        value, _ = head(model, x, batch)
+        metrics = {"count": count.astype(jnp.float32)}
+        return rx.Weighted(value.values + penalty, value.weights), metrics
 
     def with_gain() -> Any:
         return {**model(), "gain": jnp.linspace(0.5, 1.5, LAYERS)}
@@ -317,6 +323,77 @@ def test_gpt2_trains_in_stages() -> None:
     init = lambda: transformer.init(shape, jax.random.key(1))  # noqa: E731
     given: dict[str, Any] = {"loss": recipe.loss, "model": init, "source": source}
     found = step_sums(**given, data=2, stage=4, micro_batches=4)
+    assert largest_difference(found, step_sums(**given, stage=1)) < 1e-5
+
+
+class LinenLayer(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return x + jnp.tanh(nn.Dense(WIDTH)(nn.LayerNorm()(x))), None
+
+
+class LinenNetwork(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        by_layer = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        x, _ = nn.scan(LinenLayer, length=LAYERS, **by_layer)(name="h")(x, None)
+        return nn.Dense(1)(x)
+
+
+class NNXLayer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.norm, self.dense = nnx.LayerNorm(WIDTH, rngs=rngs), nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + jnp.tanh(self.dense(self.norm(x)))
+
+
+class NNXNetwork(nnx.Module):
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.h = nnx.split_rngs(splits=LAYERS)(nnx.vmap(NNXLayer))(rngs)
+        self.last = nnx.Linear(WIDTH, 1, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        layers = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return self.last(layers(x, self.h))
+
+
+class EquinoxNetwork(eqx.Module):
+    h: eqx.nn.MLP
+    last: eqx.nn.Linear
+
+    def __init__(self) -> None:
+        keys = jax.random.split(jax.random.key(0), LAYERS)
+        mlp = lambda key: eqx.nn.MLP(WIDTH, WIDTH, 2 * WIDTH, 1, key=key)  # noqa: E731
+        self.h, self.last = eqx.filter_vmap(mlp)(keys), eqx.nn.Linear(WIDTH, 1, key=keys[0])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        arrays, static = eqx.partition(self.h, eqx.is_array)
+        x, _ = lax.scan(lambda x, own: (x + eqx.combine(own, static)(x), None), x, arrays)
+        return self.last(x)
+
+
+def linen_variables() -> Any:
+    return LinenNetwork().init(jax.random.key(0), jnp.zeros((1, WIDTH)))
+
+
+KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], jax.Array]]] = {
+    "linen": (linen_variables, LinenNetwork().apply),
+    "nnx": (NNXNetwork, lambda model, x: model(x)),
+    "equinox": (EquinoxNetwork, lambda model, x: jax.vmap(model)(x)),
+}
+
+
+@pytest.mark.parametrize("kind", [exhaustive(kind) for kind in KINDS])
+def test_layers_of_every_kind_of_model_are_found(kind: str) -> None:
+    create, apply = KINDS[kind]
+    given: dict[str, Any] = {
+        "loss": lambda model, batch, key: jnp.mean(apply(model, batch["x"]) ** 2, axis=-1),
+        "model": create,
+        "source": {"x": np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype(np.float32)},
+    }
+    found = step_sums(**given, rules=[(r"\bh\b", P("stage")), ("", P())], stage=4)
     assert largest_difference(found, step_sums(**given, stage=1)) < 1e-5
 
 
@@ -437,12 +514,27 @@ def test_rows_that_meet_are_refused() -> None:
         dp.step(state, batch)
 
 
-def test_a_rule_that_divides_no_layers_is_refused() -> None:
-    rules = [("'up'", P(None, "stage")), ("", P())]
+@pytest.mark.parametrize(
+    ("rules", "words"),
+    [
+        ([("'up'", P(None, "stage")), ("", P())], ["['h']['up']", "PartitionSpec('stage', ...)"]),
+        ([("", P()), *RULES], ["none of 5 parameters", "2 stages"]),
+    ],
+)
+def test_rules_that_divide_no_layers_are_refused(rules: Any, words: list[str]) -> None:
     dp, state = made(rules=rules)
     (batch,) = dp.feed(rows(), batch_size=ROWS)
-    with pytest.raises(ConfigError, match=r"\['h'\]\['up'\].*PartitionSpec\('stage', ...\)"):
+    with pytest.raises(ConfigError) as caught:
         dp.step(state, batch)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_step_of_ones_own_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"step= .* 2 stages"):
+        rx.DataParallel(
+            step=lambda state, batch, key: (state, {}), mesh=rx.make_mesh(stage=2), layout=RULES
+        )
 
 
 def test_layers_that_a_scan_has_beside_others_are_refused() -> None:
@@ -453,7 +545,7 @@ def test_layers_that_a_scan_has_beside_others_are_refused() -> None:
 
     dp, state = made(longer)
     (batch,) = dp.feed(rows(), batch_size=ROWS)
-    with pytest.raises(LossError, match="none; it is used in concatenate"):
+    with pytest.raises(LossError, match=r"0 scans over it, .* concatenate"):
         dp.step(state, batch)
 
 

@@ -32,11 +32,6 @@ class StageParts:
     own: frozenset[int]
     """Which of the scan's arrays by layer hold the stage's own layers."""
 
-    @property
-    def layers(self) -> int:
-        """Steps of the scan."""
-        return int(self.scan.params["length"])
-
     @cached_property
     def carried(self) -> list[jax.ShapeDtypeStruct]:
         """Shapes of what goes from layer to layer."""
@@ -58,7 +53,7 @@ class StageParts:
         self, inputs: Values, carry: list[jax.Array], stage: jax.Array, stages: int
     ) -> list[jax.Array]:
         """Return what the layers of one of `stages` make of `carry`."""
-        count = self.layers // stages
+        count = self.scan.params["length"] // stages
         consts = self._run(self._invars(0), inputs)
         stacks = [
             each if place in self.own else lax.dynamic_slice_in_dim(each, stage * count, count)
@@ -113,10 +108,10 @@ def stage_parts(
     scans = [eqn for eqn in traced.jaxpr.eqns if _scanned(eqn, paths)]
     if len(scans) != 1:
         uses = sorted({name for name, _ in _other_uses(traced.jaxpr, paths, None)})
-        found = f"{len(scans)} scans over it" if scans else f"none; it is used in {_list(uses)}"
         raise LossError(
-            f"the layout splits {some} over {few}, and the loss has {found}; stages divide one "
-            "lax.scan over layers: make it one scan of the loss, jax.checkpoint within its body"
+            f"the layout splits {some} over {few}, and the loss has {len(scans)} scans over it, "
+            f"which it uses in {', '.join(uses) or 'nothing'}; stages divide the layers of one: "
+            "write them as one lax.scan, with jax.checkpoint within its body if at all"
         )
     scan = scans[0]
     for name, path in _other_uses(traced.jaxpr, paths, scan):
@@ -125,17 +120,13 @@ def stage_parts(
             "has its own layers only: use it in the scan alone, or take it out of the rule"
         )
     parts = StageParts(traced, scan, frozenset(_scanned(scan, paths)))
-    _check(parts, some, few, stages)
+    _check(parts, some, few)
     return parts
 
 
-def _check(parts: StageParts, path: str, few: str, stages: int) -> None:
+def _check(parts: StageParts, path: str, few: str) -> None:
     """Raise `LossError` where the scan cannot be divided into stages."""
     params, what = parts.scan.params, f"the scan over {path}, split over {few},"
-    if parts.layers % stages:
-        raise LossError(
-            f"{what} has {parts.layers} layers; the stages must divide them: change either"
-        )
     if params["reverse"]:
         raise LossError(f"{what} is reversed; layers go from first to last: flip the stack instead")
     by_layer = len(parts.scan.outvars) - params["num_carry"]
@@ -178,10 +169,6 @@ def _other_uses(
 
 def _of(atom: Any, paths: Mapping[Any, str]) -> str | None:
     return None if isinstance(atom, Literal) else paths.get(atom)
-
-
-def _list(names: list[str]) -> str:
-    return ", ".join(names) or "nothing"
 
 
 def _flat(traced: ClosedJaxpr, outputs: int) -> ClosedJaxpr:

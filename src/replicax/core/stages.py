@@ -136,7 +136,7 @@ class Staged(Objective):
         """Which parameters are stacks of layers, and their paths.
 
         Raises:
-            ConfigError: one is split over the stages in another way.
+            ConfigError: none is, or one is split over the stages in another way.
         """
         leaves = jax.tree_util.tree_leaves_with_path(params)
         paths = [jax.tree_util.keystr(path) for path, _ in leaves]
@@ -150,6 +150,12 @@ class Staged(Objective):
                     f"the rule for {path} has the spec {spec}; stages divide the first dim, that "
                     "of layers, and no other axis does: write PartitionSpec('stage', ...)"
                 )
+        if not found:
+            raise ConfigError(
+                f"the rules split none of {len(paths)} parameters over {self.mesh.shape[STAGE]} "
+                "stages, which divide layers: let that of the layers, (regex, "
+                "PartitionSpec('stage')), come before others that fit"
+            )
         return found
 
     def _traced(

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -53,7 +53,7 @@ def alternatives(
         rules: for layers and stages, where `dp` has none.
     """
     found, notes = [], []
-    for change, other in _changes(dp, steps.target, asked.rows, given, rules):
+    for change, other in _changes(dp, steps, asked.rows, given, rules):
         try:
             found.append(_compared(steps, dp, other(), asked, change))
         except ReplicaxError as error:
@@ -116,11 +116,12 @@ def _together(
 
 def _changes(
     dp: DataParallel,
-    target: Target,
+    steps: Steps,
     rows: int,
     given: Mapping[str, DataParallel] | None,
     rules: Rules,
 ) -> Iterator[tuple[str, Change]]:
+    target = steps.target
     if dp.precision.name == "float32":
         half = half_precision(dp, target.chip)
         yield f"precision={half}", partial(dp.replace, precision=half)
@@ -130,7 +131,9 @@ def _changes(
         yield name, partial(_same, other)
     yield from _layouts(dp)
     yield from _in_hosts(dp, target)
-    yield from _shared(dp, target, rows, rules)
+    # What a device keeps of activations whose layers are shared, a compiler alone can tell.
+    axes = (STAGE,) if steps.compiler is None else (MODEL, STAGE)
+    yield from _shared(dp, target, rows, rules, axes)
 
 
 def _same(dp: DataParallel) -> DataParallel:
@@ -168,13 +171,13 @@ def _over_replicas(dp: DataParallel, base: Layout) -> Layout:
 
 
 def _shared(
-    dp: DataParallel, target: Target, rows: int, rules: Rules
+    dp: DataParallel, target: Target, rows: int, rules: Rules, axes: Iterable[str]
 ) -> Iterator[tuple[str, Change]]:
     """With several devices for each replica, near one another, as the rules allow."""
     own = dataclasses.replace(dp.layout, rules=tuple(dp.layout.rules or rules))
     near = target.devices_per_host if target.topology is None else target.devices
     now = dp.mesh.size // replica_count(dp.mesh)
-    tried = [(axis, size) for axis, sizes in SIZES.items() for size in sizes if axis in own.axes]
+    tried = [(axis, size) for axis in axes if axis in own.axes for size in SIZES[axis]]
     for axis, size in tried:
         if dp.mesh.shape.get(axis, 1) > 1 or now * size > near or dp.mesh.size % (now * size):
             continue

@@ -45,7 +45,7 @@ class Stack(nn.Module):  # type: ignore[misc, name-defined]
 
 
 class Network(nn.Module):  # type: ignore[misc, name-defined]
-    """`layers` times Dense and relu, all but the first in one stack; a linear layer."""
+    """`layers` times Dense and relu, all but the first in a stack; a linear layer."""
 
     layers: int
     hidden: int

@@ -18,6 +18,7 @@ import optax
 from replicax.core.data_parallel import DataParallel
 from replicax.core.feed import Feed
 from replicax.core.mesh import FSDP, MODEL, STAGE, replica_count
+from replicax.core.pipeline import bubble
 from replicax.core.update import TrainState
 from replicax.train.records import Record
 from replicax.train.result import Fit
@@ -72,7 +73,7 @@ def _split(dp: DataParallel) -> Iterator[str]:
         micro = dp.split.micro_batches
         yield (
             f"stages {stages} x {_count(micro, 'micro-batch')}, {dp.layout.schedule} · bubble "
-            f"{(stages - 1) / (micro + stages - 1):.0%}"
+            f"{bubble(stages, micro):.0%}"
         )
 
 
