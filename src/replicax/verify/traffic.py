@@ -195,11 +195,12 @@ def check_work(
 
 def ticks_of(dp: DataParallel) -> int:
     """Return how often a step does what it does for one micro-batch; more than those in stages."""
-    stages = dp.mesh.shape.get(STAGE, 1)
+    stages: int = dp.mesh.shape.get(STAGE, 1)
+    parts: int = dp.accumulate
     if stages == 1:
-        return dp.accumulate
-    turn: int = SCHEDULES[dp.layout.schedule](stages, dp.accumulate)
-    return turn + dp.accumulate + stages - 1
+        return parts
+    turn: int = SCHEDULES[dp.layout.schedule](stages, parts)
+    return turn + parts + stages - 1
 
 
 EVERYTHING = (
