@@ -35,11 +35,17 @@ SETUPS = [
     *(on("shard_map", layout, data=2, fsdp=n) for layout in ("zero1", "fsdp") for n in (2, 4)),
     *(on("exact", "zero1", data=n) for n in (2, 4, 8)),
     *(on("exact", "zero1", data=2, fsdp=n) for n in (2, 4)),
+    *(on("jit", "replicated", "gpipe", data=n, stage=2) for n in (1, 4)),
+    *(on("jit", "replicated", data=n, stage=2) for n in (1, 2, 4)),
+    on("jit", "replicated", data=2, stage=4),
+    on("jit", "replicated", data=2, model=2, stage=2),
+    on("jit", "zero1", data=4, stage=2),
+    on("jit", "fsdp", data=2, fsdp=2, stage=2),
 ]
 BY_MICRO_SHARD = ("linen", "nnx", "cnn")
 """Models whose BatchNorm has the statistics of a micro-shard in mode `exact`."""
-LAYERS = {"gpt2": 2, "tower": 8}
-"""Layers of the models that can be cut into stages."""
+LAYERS = {"tower": 8}
+"""Layers of the models that can be cut into stages; for gpt2, see test_stages."""
 
 
 @functools.cache
@@ -60,6 +66,7 @@ IN_EVERY_TEST_RUN = [
     ("tower", on("jit", "fsdp", data=2, fsdp=2, model=2), 4),
     ("nnx", on("jit", "zero1", data=2, fsdp=4), 1),
     ("tower", on("shard_map", "fsdp", data=4), 4),
+    ("tower", on("jit", "replicated", data=2, model=2, stage=2), 4),
     ("linen", on("shard_map", "zero1", data=2, fsdp=2), 4),
     ("weighted", on("exact", "zero1", data=8), 1),
 ]

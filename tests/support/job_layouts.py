@@ -18,6 +18,7 @@ CASES: dict[str, tuple[str, Setup, int]] = {
     "fsdp in shard_map": ("tower", on("shard_map", "fsdp", data=8), 1),
     "hybrid": ("weighted", on("shard_map", "fsdp", data=2, fsdp=4), 4),
     "rules": ("tower", on("jit", "replicated", data=4, model=2), 1),
+    "stages": ("tower", on("jit", "replicated", data=2, model=2, stage=2), 4),
     "hybrid and rules": ("tower", on("jit", "fsdp", data=2, fsdp=2, model=2), 1),
 }
 """Model, setup on 8 devices, and micro-batches."""

@@ -102,23 +102,26 @@ def on(mode: str, layout: str, schedule: str = "1f1b", **axes: int) -> Setup:
 SINGLE = Setup("single", "replicated")
 
 
-def train(model: str, setup: Setup, accumulate: int = 1, job: Job | None = None) -> dict[str, Any]:
-    """The first gradient, metrics of the first step and the last, and what STEPS lead to.
-
-    A job trains on all its devices.
-    """
-    case, devices = MODELS[model], math.prod(size for _, size in setup.axes)
+def data_parallel(
+    model: str, setup: Setup, accumulate: int = 1, job: Job | None = None
+) -> rx.DataParallel:
+    """Return the step of a model; a job runs it on all its devices."""
+    devices = math.prod(size for _, size in setup.axes)
     rules = [*RULES[model], ("", P())] if setup.by_rules else ()
-    optimizer = optax.chain(record_gradient(), optax.adamw(1e-3, weight_decay=0.01))
-    dp = rx.DataParallel(
-        case.loss,
-        optimizer,
+    return rx.DataParallel(
+        MODELS[model].loss,
+        optax.chain(record_gradient(), optax.adamw(1e-3, weight_decay=0.01)),
         mesh=rx.make_mesh(**dict(setup.axes), devices=None if job else jax.devices()[:devices]),
         mode=setup.mode,
         layout=rx.layout(setup.layout, rules=rules, schedule=setup.schedule),
         accumulate=accumulate,
         job=job,
     )
+
+
+def train(model: str, setup: Setup, accumulate: int = 1, job: Job | None = None) -> dict[str, Any]:
+    """The first gradient, metrics of the first step and the last, and what STEPS lead to."""
+    case, dp = MODELS[model], data_parallel(model, setup, accumulate, job)
     whole = jax.jit(lambda tree: tree, out_shardings=NamedSharding(dp.mesh, P()))
     given = case.model()
     state = dp.init(in_float64(given) if jax.config.jax_enable_x64 else given)

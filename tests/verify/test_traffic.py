@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax.sharding import PartitionSpec
+from support.layout_cases import MODELS, Setup, data_parallel, on
+from support.tiers import exhaustive
 from verify import zoo_recipes as zoo
 
 import replicax as rx
@@ -112,3 +114,30 @@ def test_a_frozen_parameter_is_not_reduced() -> None:
     (check,) = check_traffic(of, examine(of), read_programs(of, [of.own], lambda text: None))
     assert check.verdict == "pass"
     assert check.figures["bytes"] == 2 * 3 / 4 * (4 * (8 + 8 * 4) + 8)
+
+
+@pytest.mark.parametrize(
+    ("setup", "micro_batches", "most", "inside"),
+    [
+        exhaustive((on("shard_map", "zero1", data=4), 2, 1, False)),
+        (on("shard_map", "fsdp", data=4), 1, 1.5, False),
+        exhaustive((on("shard_map", "zero1", data=2, fsdp=2), 1, 1, False)),
+        exhaustive((on("shard_map", "fsdp", data=2, fsdp=2), 1, 4 / 3, False)),
+        (on("jit", "replicated", data=2, stage=2), 2, 1, True),
+        exhaustive((on("jit", "replicated", "gpipe", data=2, stage=2), 2, 1, True)),
+    ],
+    ids=str,
+)
+def test_a_layout_sends_what_it_has_to(
+    setup: Setup, micro_batches: int, most: float, inside: bool
+) -> None:
+    """Times the bytes of one all-reduce of the gradient; what goes on inside a replica is apart."""
+    dp = data_parallel("tower", setup, micro_batches)
+    case = MODELS["tower"]
+    of = Subject(dp, case.model(), {name: leaf[:48] for name, leaf in case.source.items()}, 1, 0)
+    programs = read_programs(of, [of.own, of.single], lambda text: None)
+    (sent,) = check_traffic(of, examine(of), {of.own: programs[of.own]})
+    (work, _) = check_work(of, programs, programs[of.single].step)
+    assert (sent.verdict, work.verdict) == ("pass", "pass")
+    assert sent.figures["bytes"] <= 1.02 * most * sent.figures["least_bytes"]
+    assert (sent.figures["bytes_inside"] > 0) == inside

@@ -8,7 +8,10 @@ import numpy as np
 
 _LISTED = re.compile(r"replica_groups=\{\{([\d,]+)\}")
 _COUNTED = re.compile(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}")
+_MESH = re.compile(
+    r"replica_groups=mesh\[([^\]]*)\]"
+    r"(?:,\s*device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?\s*\{([^}]*)\}"
+)
 _AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)|=)?(\d*)")
 _PAIRS = re.compile(r"source_target_pairs=\{([\d,{}]*)\}")
 _PAIR = re.compile(r"\{(\d+),(\d+)\}")
@@ -27,7 +30,7 @@ def first_group(attributes: str) -> tuple[int, ...] | None:
     if counted := _COUNTED.search(attributes):
         return _counted(int(counted[1]), _integers(counted[2]), counted[3])
     if mesh := _MESH.search(attributes):
-        return _along(mesh[1], mesh[2])
+        return _along(mesh[1], mesh[2], mesh[3], mesh[4])
     return None
 
 
@@ -60,19 +63,25 @@ def _joined(pairs: list[tuple[int, int]]) -> tuple[int, ...]:
 
 def _counted(size: int, dims: tuple[int, ...], order: str | None) -> tuple[int, ...]:
     """The first of the groups `[groups,size]<=[dims]T(order)`."""
+    return tuple(_in_order(dims, order).reshape(-1, size)[0].tolist())
+
+
+def _in_order(dims: tuple[int, ...], order: str | None) -> np.ndarray:
     devices = np.arange(math.prod(dims)).reshape(dims)
-    if order is not None:
-        devices = devices.transpose(_integers(order))
-    return tuple(devices.reshape(-1, size)[0].tolist())
+    return devices if order is None else devices.transpose(_integers(order))
 
 
-def _along(mesh: str, axes: str) -> tuple[int, ...]:
-    """The first group along axes of a mesh, or along a part of one: `'a':(2)4`, 4 after 2."""
+def _along(mesh: str, dims: str | None, order: str | None, axes: str) -> tuple[int, ...]:
+    """The first group along axes of a mesh, or along a part of one: `'a':(2)4`, 4 after 2.
+
+    `dims` and `order` tell in which order the mesh has its devices, where they are not in turn.
+    """
     sizes = {axis: int(size) for axis, _, size in _AXIS.findall(mesh)}
     at = {axis: [0] for axis in sizes}
     for axis, before, part in _AXIS.findall(axes):
         count = int(part or sizes[axis])
         stride = sizes[axis] // (int(before or 1) * count)
         at[axis] = [number * stride for number in range(count)]
-    devices = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+    shape = tuple(sizes.values())
+    devices = _in_order(_integers(dims) if dims else shape, order).reshape(shape)
     return tuple(devices[np.ix_(*at.values())].reshape(-1).tolist())

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable, Iterator
 
 from replicax.analysis.compiled import CompiledStep, inspect
 from replicax.analysis.traffic import SLIGHTLY
-from replicax.core.mesh import replica_count
+from replicax.core.data_parallel import DataParallel
+from replicax.core.mesh import STAGE, replica_count
 from replicax.core.modes import MODES
+from replicax.core.pipeline import SCHEDULES
 from replicax.errors import ReplicaxError
 from replicax.verify.check import FAIL, NOTE, PASS, SKIP, Check, Verdict
 from replicax.verify.facts import Facts
@@ -21,6 +23,8 @@ _FAR = 2.0
 _SMALL_BYTES = 4096
 """Where there is next to nothing to send, what fills it up to whole parts is most of it."""
 _REDUNDANT = 1.1
+_RECOMPUTED = 4 / 3
+"""Times the work of a stage that computes its forward pass once more for the backward one."""
 _ALL_OF_IT = 0.9
 
 
@@ -167,12 +171,17 @@ def check_work(
         if not single.flops or not flops:
             yield Check("redundant work", name, SKIP, "its program has no matrix products to count")
             continue
-        times = flops * case.devices / single.flops
+        dp = subject.parallel(case)
+        ticks = ticks_of(dp)
+        times = flops * case.devices / single.flops * case.micro_batches / ticks
         text = f"{times:.2f} times the FLOPs of one device, over {case.devices}"
-        figures = {"flops_per_device": flops, "flops_of_one": single.flops}
-        replicas = replica_count(subject.parallel(case).mesh)
+        figures = {"flops_per_device": flops, "flops_of_one": single.flops, "ticks": ticks}
+        replicas, most = replica_count(dp.mesh), _REDUNDANT
+        if dp.mesh.shape.get(STAGE, 1) > 1:
+            text += f"; {ticks} ticks of a pipeline, each as if no stage waited in it"
+            most *= _RECOMPUTED
         of_each = case.devices // replicas
-        if times <= _REDUNDANT:
+        if times <= most:
             yield Check("redundant work", name, PASS, text, "", figures)
         elif replicas > 1 and times >= _ALL_OF_IT * case.devices:
             yield Check("redundant work", name, FAIL, text, EVERYTHING, figures)
@@ -182,6 +191,16 @@ def check_work(
         else:
             text += ": some products do not depend on the rows, and each device computes them"
             yield Check("redundant work", name, NOTE, text, "", figures)
+
+
+def ticks_of(dp: DataParallel) -> int:
+    """Return how often a step does what it does for one micro-batch; more than those in stages."""
+    stages: int = dp.mesh.shape.get(STAGE, 1)
+    parts: int = dp.accumulate
+    if stages == 1:
+        return parts
+    turn: int = SCHEDULES[dp.layout.schedule](stages, parts)
+    return turn + parts + stages - 1
 
 
 EVERYTHING = (
