@@ -88,6 +88,10 @@ class Configuration:
         """Return what updates a model's parameters, arrays or their shapes."""
         return updater(self.optimizer, self.trainable, self.ema, definition, params)
 
+    def wrapped(self, apply: Apply) -> Apply:
+        """Return the optimizer's part of the step as it is wrapped."""
+        return apply if self.wrap_apply is None else self.wrap_apply(apply)
+
     def split(self, mesh: AnyMesh) -> Split:
         """Return how a batch is divided on `mesh`: over replicas, then over micro-batches."""
         replicas = replica_count(mesh)

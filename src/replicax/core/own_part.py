@@ -1,9 +1,7 @@
 """An update of one replica's part of a state, with the bits that an update of the whole has.
 
 What is computed number by number is computed of the own part. What looks at a whole array, as the
-norm of a gradient does, is given the whole array: what that follows from is gathered, and computed
-whole as well, as on one device. An operation that is fused with another rounds otherwise than one
-that is given the other's result.
+norm of a gradient does, is computed of one that each replica has whole, in the order of one device.
 """
 
 import dataclasses
@@ -23,8 +21,15 @@ from replicax.core.mesh import AnyMesh
 from replicax.core.models.definition import PyTree
 
 
+class LooksAtWhole(Exception):  # noqa: N818
+    """An operation would read an array whole of which each replica has a part."""
+
+
 def by_own_part(apply: Apply, mesh: AnyMesh, axis: str, into: PyTree, out: PyTree) -> Apply:
     """Return `apply`, of parts that lie as the shardings `into` and `out` say.
+
+    Traced, it raises `LooksAtWhole` where `apply` looks at more than the own part of an array that
+    is split.
 
     Args:
         apply: a function of whole arrays.
@@ -34,29 +39,18 @@ def by_own_part(apply: Apply, mesh: AnyMesh, axis: str, into: PyTree, out: PyTre
         out: of its results.
     """
 
-    def of_parts(*arguments: PyTree) -> Any:
-        def own(*parts: PyTree) -> Any:
-            leaves, structure = jax.tree.flatten(parts)
-            dims = _dims(into, parts, axis)
-            inputs = [_Value(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)]
-            wholes = [_whole_shape(each, axis) for each in inputs]
-            closed, shapes = jax.make_jaxpr(apply, return_shape=True)(
-                *jax.tree.unflatten(structure, wholes)
-            )
-            found = _evaluate(closed, inputs, axis)
-            wanted = zip(found, _dims(out, shapes, axis), strict=True)
-            values = [
-                value.gathered(axis) if dim is None else value.part(dim, axis)
-                for value, dim in wanted
-            ]
-            return jax.tree.unflatten(jax.tree.structure(shapes), values)
+    def own(*parts: PyTree) -> Any:
+        leaves, structure = jax.tree.flatten(parts)
+        pairs = zip(leaves, _dims(into, parts, axis), strict=True)
+        inputs = [_Value(leaf, dim) for leaf, dim in pairs]
+        wholes = jax.tree.unflatten(structure, [_whole_shape(each, axis) for each in inputs])
+        closed, shapes = jax.make_jaxpr(apply, return_shape=True)(*wholes)
+        wanted = zip(_evaluate(closed, inputs, axis), _dims(out, shapes, axis), strict=True)
+        values = [value.placed(dim, axis) for value, dim in wanted]
+        return jax.tree.unflatten(jax.tree.structure(shapes), values)
 
-        specs = [jax.tree.map(lambda where: where.spec, each) for each in (into, out)]
-        return jax.shard_map(
-            own, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False
-        )(*arguments)
-
-    return of_parts
+    specs = [jax.tree.map(lambda where: where.spec, each) for each in (into, out)]
+    return jax.shard_map(own, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
 
 
 def _dims(shardings: PyTree, tree: PyTree, axis: str) -> list[int | None]:
@@ -67,39 +61,32 @@ def _dims(shardings: PyTree, tree: PyTree, axis: str) -> list[int | None]:
     return [spec.index(axis) if axis in spec else None for spec in specs]
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class _Value:
     """An array, or this replica's part of one."""
 
     array: Any
     dim: int | None = None
     """The dim of which this is a part; None for a whole array."""
-    compute: Callable[[], Any] | None = None
-    """Computes the whole array from others; None gathers it."""
-    fill: Any = None
-    """The scalar that all its elements are, if they are."""
-
-    def whole(self, axis: str) -> Any:
-        """The whole array."""
-        if self.dim is None:
-            return self.array
-        return self.gathered(axis) if self.compute is None else self.compute()
-
-    def gathered(self, axis: str) -> Any:
-        """The whole array, put together from its parts."""
-        if self.dim is None:
-            return self.array
-        return lax.all_gather(self.array, axis, axis=self.dim, tiled=True)
+    compute: Callable[[int], Any] | None = None
+    """Computes the part of a dim from parts of what the whole array follows from."""
 
     def part(self, dim: int, axis: str) -> Any:
         """This replica's part of `dim`; of a scalar, all of it."""
         if self.dim == dim or not jnp.ndim(self.array):
             return self.array
-        whole = self.whole(axis)
-        size = whole.shape[dim] // lax.axis_size(axis)
-        if self.fill is not None:
-            return jnp.broadcast_to(self.fill, (*whole.shape[:dim], size, *whole.shape[dim + 1 :]))
-        return lax.dynamic_slice_in_dim(whole, lax.axis_index(axis) * size, size, dim)
+        if self.compute is not None:
+            return self.compute(dim)
+        size = self.array.shape[dim] // lax.axis_size(axis)
+        return lax.dynamic_slice_in_dim(self.array, lax.axis_index(axis) * size, size, dim)
+
+    def placed(self, dim: int | None, axis: str) -> Any:
+        """The part of `dim`; the whole array for None."""
+        if dim is not None:
+            return self.part(dim, axis)
+        if self.dim is None:
+            return self.array
+        return lax.all_gather(self.array, axis, axis=self.dim, tiled=True)
 
 
 def _whole_shape(value: _Value, axis: str) -> jax.ShapeDtypeStruct:
@@ -127,21 +114,68 @@ def _evaluate(closed: ClosedJaxpr, inputs: Sequence[_Value], axis: str) -> list[
 def _apply(alone: Jaxpr, values: list[_Value], axis: str) -> list[_Value]:
     [eqn] = alone.eqns
     dims = {value.dim for value in values if value.dim is not None}
+    if not dims:
+        found = bind(alone, [value.array for value in values])
+        again = _in_parts(alone, values, found, axis)
+        return [_Value(array, None, again and partial(again, n)) for n, array in enumerate(found)]
     if eqn.primitive.name in CALLS:
         return _evaluate(eqn.params["jaxpr"], values, axis)
-    wholes = cache(lambda: bind(alone, [value.whole(axis) for value in values]))
-    if len(dims) == 1 and _is_elementwise(alone):
-        [dim] = dims
-        parts = bind(alone, [value.part(dim, axis) for value in values])
-        return [_Value(part, dim, partial(_nth, wholes, n)) for n, part in enumerate(parts)]
-    fill = None
+    if eqn.primitive.name == "cond":
+        return _cond(eqn.params["branches"], values, axis)
+    if len(dims) > 1 or not _is_elementwise(alone):
+        raise LooksAtWhole(eqn.primitive.name)
+    [dim] = dims
+    return [_Value(x, dim) for x in bind(alone, [value.part(dim, axis) for value in values])]
+
+
+def _in_parts(
+    alone: Jaxpr, values: list[_Value], found: list[Any], axis: str
+) -> Callable[[int, int], Any] | None:
+    """What computes part of one of the whole arrays `found`, if parts of `values` are enough.
+
+    A part that is cut out of the result would have been rounded between two operations that XLA
+    makes one of.
+    """
+    [eqn] = alone.eqns
     if eqn.primitive.name == "broadcast_in_dim" and not jnp.ndim(values[0].array):
-        fill = values[0].array
-    return [_Value(array, fill=fill) for array in wholes()]
+
+        def filled(_: int, dim: int) -> Any:
+            shape = list(found[0].shape)
+            shape[dim] //= lax.axis_size(axis)
+            return jnp.broadcast_to(values[0].array, shape)
+
+        return filled
+    if not _is_elementwise(alone):
+        return None
+    return cache(lambda n, dim: bind(alone, [value.part(dim, axis) for value in values])[n])
 
 
-def _nth(arrays: Callable[[], list[Any]], number: int) -> Any:
-    return arrays()[number]
+def _cond(branches: Sequence[ClosedJaxpr], values: list[_Value], axis: str) -> list[_Value]:
+    """One of the branches, each of parts; what one of them gives in parts, all do."""
+    index, *operands = values
+
+    def of_values(branch: ClosedJaxpr, arrays: list[Any]) -> list[_Value]:
+        pairs = zip(arrays, operands, strict=True)
+        return _evaluate(branch, [_Value(array, each.dim) for array, each in pairs], axis)
+
+    found: list[list[int | None]] = []
+
+    def dims_of(branch: ClosedJaxpr, arrays: list[Any]) -> None:
+        found.append([value.dim for value in of_values(branch, arrays)])
+
+    arrays = [each.array for each in operands]
+    for branch in branches:
+        jax.eval_shape(partial(dims_of, branch), arrays)
+    split = [
+        next((dim for dim in dims if dim is not None), None) for dims in zip(*found, strict=True)
+    ]
+
+    def run(branch: ClosedJaxpr, arrays: list[Any]) -> list[Any]:
+        pairs = zip(of_values(branch, arrays), split, strict=True)
+        return [value.placed(dim, axis) for value, dim in pairs]
+
+    taken = lax.switch(index.array, [partial(run, branch) for branch in branches], arrays)
+    return [_Value(array, dim) for array, dim in zip(taken, split, strict=True)]
 
 
 def _is_elementwise(alone: Jaxpr) -> bool:

@@ -9,34 +9,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax.core.accumulate import Apply, Sequential
+from replicax.core.accumulate import Sequential
 from replicax.core.average import average_of
 from replicax.core.batch import Batch, Share, described, host_rows, pad, row_count
 from replicax.core.checks import check_kind, check_loss, check_outside_jit
 from replicax.core.configuration import Configuration
 from replicax.core.feed import Split
-from replicax.core.gathering import Gathering
 from replicax.core.layout import on_devices_of
-from replicax.core.mesh import STAGE, AnyMesh, by_rows, replica_count, replicated, shard_axis
+from replicax.core.mesh import AnyMesh, by_rows, replica_count, replicated
 from replicax.core.models.definition import Definition, Parts, PyTree
 from replicax.core.models.pytree import OwnState
 from replicax.core.modes import batch_shardings, lift
-from replicax.core.objective import LossFunction, Objective, StepSums, only_read
+from replicax.core.objective import LossFunction, Objective, only_read
 from replicax.core.optimizer import Updater
 from replicax.core.own import keep, own_update
-from replicax.core.own_part import by_own_part
-from replicax.core.reduction import REDUCTIONS, parts_of
-from replicax.core.scaling import first_scale, unscaling
-from replicax.core.stages import Staged
+from replicax.core.reduction import REDUCTIONS
+from replicax.core.scaling import first_scale
 from replicax.core.update import (
-    Metrics,
     TrainState,
-    apply_gradient,
     create,
     score,
-    step_sums,
-    update,
 )
+from replicax.core.written import in_place, written_step
 from replicax.errors import ConfigError, StateError
 
 
@@ -207,12 +201,10 @@ def build(
     config, mode = configuration, configuration.mode
     shardings = config.layout.shardings(shapes, mesh)
     objective = Objective(definition, config.loss, config.precision, updater.read)
-    wrap, where = config.wrap_apply or (lambda apply: apply), (shardings, batch_shardings(mesh))
+    where = (shardings, batch_shardings(mesh))
     out, own_step = (shardings, replicated(mesh)), None
     if config.step is None:
-        apply = wrap(partial(apply_gradient, updater=updater))
-        apply = unscaling(apply) if config.precision.scales else apply
-        step = _written(config, mesh, objective, shapes, shardings, apply)
+        step = written_step(config, mesh, objective, updater, shapes, shardings)
     else:
         if jax.tree.leaves(shapes.reduction):
             raise ConfigError(
@@ -227,7 +219,7 @@ def build(
             precision=config.precision,
             accumulator=config.accumulator(mesh),
             reduce=mode.reduce(config.reduction, None),
-            apply=wrap(keep),
+            apply=config.wrapped(keep),
         )
         step = mode.wrap(own_step, mesh, where, out)
     return Program(
@@ -246,50 +238,3 @@ def build(
             donate_argnums=0 if config.donate else (),
         ),
     )
-
-
-def _written(
-    config: Configuration,
-    mesh: AnyMesh,
-    objective: Objective,
-    shapes: TrainState,
-    shardings: TrainState,
-    apply: Apply,
-) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """The step that Replicax writes, its sums mapped onto the mesh."""
-    mode, layout, accumulator = config.mode, config.layout, config.accumulator(mesh)
-    everywhere, where = replicated(mesh), (shardings, batch_shardings(mesh))
-    weighted: Any = everywhere
-    gradient, parts = everywhere, None
-    if mode.per_replica and layout.splits_optimizer:
-        gradient = only_read(layout.gradient_shardings(shapes.params, mesh), objective.read)
-        parts = parts_of(gradient, mesh, summed=layout.splits_params)
-    out = (StepSums(gradient, weighted), everywhere, by_rows(mesh))
-    if mode.bitwise and parts is not None:
-        apply = by_own_part(apply, mesh, parts.axis, (shardings, *out), (shardings, everywhere))
-    sums = partial(
-        step_sums,
-        objective=in_place(objective, config, shardings, mesh),
-        accumulator=accumulator,
-        reduce=mode.reduce(config.reduction, parts),
-    )
-    mapped = mode.wrap(sums, mesh, where, out)
-    return partial(update, sums=mapped, apply=partial(accumulator.isolate, apply))
-
-
-def in_place(
-    objective: Objective, config: Configuration, shardings: TrainState, mesh: AnyMesh
-) -> Objective:
-    """Return `objective` on parameters that lie as the layout of `config` has them."""
-    if mesh.shape.get(STAGE, 1) > 1:
-        return Staged(
-            *(objective.definition, objective.loss, objective.precision, objective.read),
-            mesh=mesh,
-            shardings=shardings.params,
-            micro_batches=config.accumulate,
-            schedule=config.layout.schedule,
-        )
-    if not config.layout.splits_params:
-        return objective
-    gathering = Gathering(shardings.params, shard_axis(mesh), config.mode.per_replica)
-    return dataclasses.replace(objective, gathering=gathering)
