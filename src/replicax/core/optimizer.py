@@ -29,6 +29,8 @@ class Updater:
     """Whether its `update` takes the loss as `value`, as line searches and plateaus do."""
     read: tuple[bool, ...] | None
     """For each parameter whether it reads the gradient: not of a frozen one. None for all."""
+    names_replicas: bool = False
+    """Whether it names the axis of the replicas, as `jax.lax.pmean(leaf, "data")` does."""
 
 
 def updater(
@@ -46,16 +48,18 @@ def updater(
     shapes = jax.eval_shape(lambda params: params, params)
     if isinstance(optimizer, optax.GradientTransformationExtraArgs):
         try:  # it may pass on what it is given to others, so it is asked
-            return Updater(optimizer, True, _read(optimizer, shapes, value=jnp.float32(0)))
+            return Updater(optimizer, True, *_read(optimizer, shapes, value=jnp.float32(0)))
         except ConfigError as error:
             if "argument 'value'" not in str(error):
                 raise
-    return Updater(optimizer, False, _read(optimizer, shapes))
+    return Updater(optimizer, False, *_read(optimizer, shapes))
 
 
 def _read(
     optimizer: optax.GradientTransformation, shapes: PyTree, **more: jax.Array
-) -> tuple[bool, ...] | None:
+) -> tuple[tuple[bool, ...] | None, bool]:
+    """Which gradients it reads, and whether it names the axis of the replicas."""
+
     def updates(gradient: PyTree, params: PyTree, state: PyTree) -> PyTree:
         return optimizer.update(gradient, state, params, **more)
 
@@ -63,7 +67,7 @@ def _read(
         state = jax.eval_shape(optimizer.init, shapes)
         closed, found = jax.make_jaxpr(updates, return_shape=True)(shapes, shapes, state)
     except NameError:  # it names a mesh axis, which only the step has
-        return None
+        return None, True
     except Exception as error:
         said = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
         fixes = (fix for word, fix in _INSTEAD.items() if word in str(error))
@@ -83,4 +87,4 @@ def _read(
     jaxpr = closed.jaxpr
     _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     read = tuple(used[: len(jax.tree.leaves(shapes))])
-    return None if all(read) else read
+    return None if all(read) else read, False

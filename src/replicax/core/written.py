@@ -12,6 +12,7 @@ from replicax.core.accumulate import Apply
 from replicax.core.batch import Batch
 from replicax.core.configuration import Configuration
 from replicax.core.gathering import Gathering
+from replicax.core.layout import Layout
 from replicax.core.loss import LOSS, WeightedSum
 from replicax.core.mesh import STAGE, AnyMesh, by_rows, replicated, shard_axis
 from replicax.core.models.definition import PyTree
@@ -54,6 +55,8 @@ def written_step(
         apply, where_total = _with_fixed_bits(apply, plain, mesh, shapes, shardings, gradient)
         if where_total is not gradient:
             gradient, parts = where_total, None
+    if updater.names_replicas and mode.per_replica:
+        apply = _of_each_replica(apply, mesh, layout)
     sums = partial(
         step_sums,
         objective=in_place(objective, config, shardings, mesh),
@@ -62,6 +65,23 @@ def written_step(
     )
     mapped = mode.wrap(sums, mesh, where, _total(gradient, mesh))
     return partial(update, sums=mapped, apply=partial(accumulator.isolate, apply))
+
+
+def _of_each_replica(apply: Apply, mesh: AnyMesh, layout: Layout) -> Apply:
+    """`apply` where the axis of the replicas has its name, all arrays being whole."""
+    if not layout.is_whole:
+        raise ConfigError(
+            f"layout={layout.name!r} and an optimizer that names the axis of the replicas, each of "
+            "which has a part of its arrays: use layout='replicated', or take lax.pmean out of it"
+        )
+    carried = by_rows(mesh).spec
+    everywhere = replicated(mesh).spec
+    names = (field.name for field in dataclasses.fields(TrainState))
+    where = TrainState(**{**dict.fromkeys(names, everywhere), "reduction": carried})
+    into = (where, everywhere, everywhere, carried)
+    return jax.shard_map(
+        apply, mesh=mesh, in_specs=into, out_specs=(where, everywhere), check_vma=False
+    )
 
 
 def _total(gradient: PyTree, mesh: AnyMesh) -> tuple[StepSums, Any, Any]:
