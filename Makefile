@@ -17,7 +17,7 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 # Also appended to the command of `train`, `test`, `test-all`, `test-fast`, `chaos` and `lock`.
 ARGS ?=
 
-.PHONY: help train data peers engines compilers loggers test test-all test-fast chaos check \
+.PHONY: help train data peers engines compilers loggers test test-all test-fast layouts chaos check \
 	bench lock clean
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo 'make test       every promise once: minutes, with what requirements.lock installs'
 	@echo 'make test-fast  those of them that take seconds'
 	@echo 'make test-all   what is exhaustive and not in `make test`; installs what it needs first'
+	@echo 'make layouts    parity of every layout with one device, 516 cases: half an hour'
 	@echo 'make check      lint, formatting, types'
 	@echo 'make chaos      disturb training runs in all ways there are (ARGS="--trials 1000")'
 	@echo 'make bench      what Replicax costs over hand-written JAX'
@@ -132,6 +133,9 @@ test-all: $(STAMP) data peers engines compilers loggers
 
 test-fast: $(STAMP)
 	$(PYTEST) -m "not slow and not exhaustive" $(ARGS)
+
+layouts: $(STAMP)
+	REPLICAX_EVERY_LAYOUT=1 $(PYTEST) tests/core/test_layout_parity.py $(ARGS)
 
 chaos: $(STAMP)
 	$(BIN)/python tests/chaos/chaos.py $(ARGS)

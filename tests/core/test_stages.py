@@ -140,13 +140,14 @@ CASES = [
     (schedule, shape, micro_batches)
     for schedule in SCHEDULES
     for shape in ((1, 1, 2), (1, 1, 4), (2, 1, 2), (2, 1, 4), (1, 2, 2), (2, 2, 2))
-    for micro_batches in (1, 2, 3, 8)
+    for micro_batches in (1, 3, 8)
+    if schedule == "1f1b" or micro_batches == 3
 ]
 
 
 @pytest.mark.parametrize(
     ("schedule", "shape", "micro_batches"),
-    only([("1f1b", (2, 1, 4), 3), ("1f1b", (1, 2, 2), 2), ("gpipe", (2, 1, 2), 3)], CASES),
+    only([("1f1b", (2, 1, 4), 3), ("1f1b", (1, 2, 2), 3), ("gpipe", (2, 1, 2), 3)], CASES),
 )
 def test_the_sums_of_stages_are_those_of_one_device(
     schedule: str, shape: tuple[int, int, int], micro_batches: int
