@@ -158,6 +158,15 @@ def test_exact_has_the_same_bits_with_the_optimizer_split() -> None:
     assert moment.addressable_shards[0].data.size == moment.size // 8
 
 
+def test_exact_splits_the_state_of_what_trains() -> None:
+    settings = {"mode": "exact", "trainable": r"\['h'\]|out", "ema": 0.9}
+    one, many = (
+        trained(loss_of(scanned), layout=layout, **settings) for layout in ("replicated", "zero1")
+    )
+    for wanted, found in zip(jax.tree.leaves(one), jax.tree.leaves(many), strict=True):
+        assert np.asarray(wanted).tobytes() == np.asarray(found).tobytes()
+
+
 def test_exact_refuses_to_split_the_state_of_an_optimizer_that_reads_whole_arrays() -> None:
     dp = rx.DataParallel(loss_of(scanned), CLIPPED, mode="exact", layout="zero1")
     with pytest.raises(ConfigError, match=r"zero1.*reduce_sum.*'replicated'") as caught:

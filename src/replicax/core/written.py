@@ -52,7 +52,9 @@ def written_step(
         gradient = only_read(layout.gradient_shardings(shapes.params, mesh), objective.read)
         parts = parts_of(gradient, mesh, summed=layout.splits_params)
     if mode.bitwise and parts is not None:
-        apply, where_total = _with_fixed_bits(apply, plain, mesh, shapes, shardings, gradient)
+        apply, where_total = _with_fixed_bits(
+            *(apply, plain, mesh, shapes, shardings, gradient, objective.read)
+        )
         if where_total is not gradient:
             gradient, parts = where_total, None
     if updater.names_replicas and mode.per_replica:
@@ -97,13 +99,14 @@ def _with_fixed_bits(
     shapes: TrainState,
     shardings: TrainState,
     gradient: PyTree,
+    read: tuple[bool, ...] | None,
 ) -> tuple[Apply, PyTree]:
     """`apply` on a split state with the bits of a whole one, and where it takes the gradient's
     total: in parts, or whole where what wraps the `plain` update looks at all of it.
     """
     one: Any = jax.ShapeDtypeStruct((), jnp.float32)
-    leaves = jax.tree.map(lambda _, leaf: jax.eval_shape(to_sum, leaf), gradient, shapes.params)
-    arguments = shapes, StepSums(leaves, {LOSS: WeightedSum(one, one)})
+    sums = jax.tree.map(partial(jax.eval_shape, to_sum), only_read(shapes.params, read))
+    arguments = shapes, StepSums(sums, {LOSS: WeightedSum(one, one)})
     out, axis = (shardings, replicated(mesh)), shard_axis(mesh)
 
     def in_parts(apply: Apply, where: PyTree) -> Apply:
