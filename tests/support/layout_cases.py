@@ -15,6 +15,7 @@ from support.cases import BATCH, CASES, CLASSES, Case
 
 import replicax as rx
 from replicax.core.job import Job
+from replicax.recipes.gpt2 import GPT2
 
 STEPS = 5
 
@@ -59,10 +60,8 @@ RULES: dict[str, list[tuple[str, P]]] = {
     "lenet": [("dense1.*kernel", P(None, "model")), ("dense2.*kernel", P("model"))],
     "cnn": [("linear.*kernel", P("model"))],
     "gpt2": [
-        ("'h'.*(c_attn|c_fc).*weight", P("stage", None, "model")),
-        ("'h'.*c_proj.*weight", P("stage", "model")),
-        ("'h'", P("stage")),
         ("wte", P(None, "model")),  # tied: the input and the output
+        *GPT2().rules()[:-1],
     ],
     "tower": [("kernel", P("stage", None, "model")), ("layers", P("stage")), ("in", P("model"))],
 }
