@@ -14,7 +14,7 @@ from replicax.core.configuration import Configuration
 from replicax.core.gathering import Gathering
 from replicax.core.layout import Layout
 from replicax.core.loss import LOSS, WeightedSum
-from replicax.core.mesh import STAGE, AnyMesh, by_rows, replicated, shard_axis
+from replicax.core.mesh import STAGE, AnyMesh, by_rows, replica_count, replicated, shard_axis
 from replicax.core.models.definition import PyTree
 from replicax.core.modes import batch_shardings
 from replicax.core.objective import Objective, StepSums, only_read
@@ -118,9 +118,9 @@ def _with_fixed_bits(
         in_parts(plain, gradient)
     except LooksAtWhole as error:
         raise ConfigError(
-            f"layout='zero1' in a mode with fixed bits, and the optimizer's {error} reads a whole "
-            "array, of which each replica updates a part: use layout='replicated', or an optimizer "
-            "without norms and clipping"
+            f"the optimizer's {error} reads a whole array, and in a mode with fixed bits each "
+            f"of {replica_count(mesh)} replicas updates a part of what the layout splits: use "
+            "layout='replicated', or an optimizer without norms and clipping"
         ) from error
     try:
         return in_parts(apply, gradient), gradient
