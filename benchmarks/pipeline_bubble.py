@@ -85,7 +85,7 @@ def quartiles(values: np.ndarray) -> tuple[float, float, float]:
 
 
 def figures(seconds: np.ndarray, alone: np.ndarray) -> dict[str, Any]:
-    """What the times `[rounds, M]` of a schedule, and those on one device, come to."""
+    """Bubbles of a schedule; `seconds`, and those on one device, are `[rounds, M]`."""
     t, intercept = line(seconds)
     c = intercept - (STAGES - 1) * t
     rows = []

@@ -25,7 +25,7 @@ def printed(capsys: pytest.CaptureFixture[str]) -> Any:
 
 
 def boxes(lines: list[str]) -> list[list[str]]:
-    """What the boxes of all drawings say, row by row."""
+    """Texts of the boxes of all drawings, row by row."""
     return [[box.strip() for box in line.split("│")[1:-1]] for line in lines if "│" in line]
 
 

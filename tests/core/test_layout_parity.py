@@ -18,7 +18,7 @@ from support.layout_cases import MODELS, SINGLE, Setup, on, train
 from support.tiers import only
 
 BOUND = 1e-6
-"""Of a metric and a gradient, by the largest value of its leaf; of a parameter as it is."""
+"""Relative to a leaf's largest value for metrics and gradients, absolute for parameters."""
 FLOAT64_BOUND = 1e-9
 ROUNDING_DECIDES = ("lenet", "cnn", "gpt2")
 """Models with gradients near zero by cancellation, of which Adam makes steps as large as of any

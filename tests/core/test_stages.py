@@ -285,7 +285,7 @@ def test_what_a_loss_asks_for_inside_of_a_step_is_that_of_its_micro_batch() -> N
 
 
 def test_masks_counters_and_stacks_that_are_whole_reach_each_layer() -> None:
-    """Of the batch, as a constant of the scan; of integers, in the carry; unsplit, by layer."""
+    """A mask as a scan constant, integers in the carry, and whole stacks by layer."""
 
     def mixed(model: Any, batch: Any, key: Any) -> Any:
         mask = (batch["next"] % 2)[..., None]

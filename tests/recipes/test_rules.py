@@ -86,7 +86,7 @@ SHARDS = {
     },
     "mlp": {"['kernel']": (1, 16, 8), "['bias']": (1, 8)},
 }
-"""Of a stack of two layers, over two devices and two stages."""
+"""Shard shapes of a stack of two layers; model=2, stage=2."""
 
 
 @pytest.mark.parametrize("name", SUBJECTS)

@@ -66,7 +66,7 @@ RULES: dict[str, list[tuple[str, P]]] = {
     "tower": [("kernel", P("stage", None, "model")), ("layers", P("stage")), ("in", P("model"))],
 }
 RULES["weighted"] = RULES["pytree"]
-"""What is split over the axes `model` and `stage`; the rest is whole."""
+"""Rules over the axes `model` and `stage`; the rest is whole."""
 
 
 @dataclasses.dataclass(frozen=True)

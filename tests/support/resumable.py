@@ -57,7 +57,7 @@ def rows(count: int = ROWS, seed: int = 1) -> dict[str, np.ndarray]:
 def data_parallel(
     devices: int = 8, axes: Mapping[str, int] | None = None, **settings: Any
 ) -> rx.DataParallel:
-    """Of the model above, on the first `devices`, some of them along other axes than `data`."""
+    """A `DataParallel` of the model above on the first `devices`, with `axes` beside `data`."""
     if settings.get("mode") != "single":
         settings["mesh"] = rx.make_mesh(devices=jax.devices()[:devices], **(axes or {}))
     return rx.DataParallel(loss, optax.adam(0.01), **settings)

@@ -56,7 +56,7 @@ class Case:
 
     @property
     def replicas(self) -> int:
-        """What the rows are split over."""
+        """Replicas that share the rows."""
         return self.devices if self.placed is None else replica_count(self.placed.mesh)
 
 

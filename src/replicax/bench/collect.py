@@ -120,7 +120,7 @@ def _result(
 
 
 def _layout_figures(runner: Runner, state: TrainState) -> LayoutFigures | None:
-    """What tells the layout of a case from others; None where there is one."""
+    """Layout figures of a case; None unless several layouts are compared."""
     placed, compiled = runner.case.placed, runner.compiled
     if placed is None:
         return None

@@ -122,7 +122,7 @@ def _rate_columns(bench: Bench) -> list[Column]:
 
 
 def layout_columns(bench: Bench) -> list[Column]:
-    """What tells one layout from another."""
+    """Columns of a table of layouts."""
     columns: list[Column] = [
         ("layout", lambda case: case.name),
         ("de-\nvices", lambda case: f"{case.devices}"),

@@ -11,7 +11,7 @@ from replicax.bench.timing import spread
 
 @dataclasses.dataclass(frozen=True)
 class LayoutFigures:
-    """What tells a layout from others on the same devices."""
+    """Figures that layouts on the same devices differ in."""
 
     name: str
     """The layout and the axes of its mesh: `zero1`, `data=2 model=2`."""

@@ -189,7 +189,7 @@ def _planned(
     counts: Sequence[int],
     batch_size: int,
 ) -> tuple[list[Case], list[str]]:
-    """What is measured, and notes on what is not as asked."""
+    """Cases to measure, and notes on what is not as asked."""
     if layouts is not None:
         check_source(subject.source, batch_size, subject.job)
         cases, notes = cases_of_layouts(

@@ -1,9 +1,9 @@
-"""Whole parameters where a layout splits them: each is gathered where it is used, and no earlier.
+"""All-gathers of split parameters: each where the loss uses it, and no earlier.
 
-The loss is traced with whole parameters. Of what it does, only the first use of a split parameter
-is replaced: by that use on what the replicas gather, which the backward pass gathers again, and
-whose gradient it scatters at once. A scan over stacked layers gathers those of one layer at a time.
-So a loss needs to know nothing of it; neither does a model of whatever kind.
+The loss is traced with whole parameters and evaluated with split ones. A parameter is all-gathered
+where it is used, and again in the backward pass, which reduce-scatters its gradient at once; one
+with several uses is all-gathered once and kept. A scan over stacked layers all-gathers one layer at
+a time. Neither the loss nor the model, of whatever kind, needs to know.
 """
 
 import collections
@@ -25,32 +25,32 @@ from replicax.core.precision import Precision, to_sum
 _REMATS = {"checkpoint", "remat2"}
 _LOOPS = {"scan", "while", "cond"}
 _MOVES = {"transpose", "reshape", "broadcast_in_dim", "convert_element_type", "squeeze", "copy"}
-"""Primitives of one argument that only move a parameter: gathered where the result is used."""
+"""Unary primitives that only move a parameter: it is all-gathered where the result is used."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where one parameter is split over the replicas, and how it becomes whole."""
+    """Sharding of one parameter over the replicas, and how it is all-gathered."""
 
     sharding: NamedSharding
     axis: str
-    """The axis that it is split over."""
+    """Mesh axis that it is split over."""
     manual: bool
-    """Whether one replica's part is in view; else the whole array, which the compiler splits."""
+    """Whether one replica's part is in view; else the whole array, which XLA partitions."""
     dtype: Any
-    """That of the computation."""
+    """Dtype of the computation."""
 
     @property
     def dim(self) -> int:
         return list(self.sharding.spec).index(self.axis)
 
     def of_layer(self) -> "Place":
-        """Return the place of one entry of the leading dim."""
+        """Return the place of one layer of a stack."""
         spec = PartitionSpec(*self.sharding.spec[1:])
         return dataclasses.replace(self, sharding=NamedSharding(self.sharding.mesh, spec))
 
     def whole_shape(self, part: jax.Array) -> jax.ShapeDtypeStruct:
-        """Return shape and dtype of the whole array, in the computation."""
+        """Return the shape of the whole array, in the computation's dtype."""
         sizes = list(part.shape)
         if self.manual:
             sizes[self.dim] *= self.sharding.mesh.shape[self.axis]
@@ -59,12 +59,12 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Gathering:
-    """How a loss that is written for whole parameters computes with split ones."""
+    """Evaluates a loss written for whole parameters at split ones."""
 
     shardings: PyTree
     """`NamedSharding`s of the parameters."""
     axis: str
-    """The mesh axis that they are split over."""
+    """Mesh axis that they are split over."""
     manual: bool
     """Whether one replica's parts are in view."""
 
@@ -74,9 +74,10 @@ class Gathering:
         """Return `function` of the whole parameters in the dtype of `precision`.
 
         Args:
-            function: from parameters to a pytree of arrays.
-            params: as they are split.
-            precision: the dtype is changed before anything is sent, and the gradient's after.
+            function: whole parameters -> a pytree of arrays.
+            params: split parameters.
+            precision: parameters are cast before the all-gather, gradients after the
+                reduce-scatter.
         """
         leaves, structure = jax.tree.flatten(params)
         shardings = jax.tree.leaves(self.shardings)
@@ -97,7 +98,7 @@ class Gathering:
 
 @dataclasses.dataclass(frozen=True)
 class _Split:
-    """A parameter that is not gathered yet, and what only moves it after that."""
+    """A parameter that is not all-gathered yet, and the moves to apply once it is."""
 
     part: jax.Array
     place: Place
@@ -119,7 +120,7 @@ class _Split:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _gathered(part: jax.Array, place: Place) -> jax.Array:
-    """The whole array, cast first; its gradient is summed where the part lies, cast last."""
+    """The part cast, then all-gathered; its gradient is reduce-scattered, then cast."""
     part = part.astype(place.dtype)
     if place.manual:
         gathered: jax.Array = lax.all_gather(part, place.axis, axis=place.dim, tiled=True)
@@ -149,7 +150,7 @@ _gathered.defvjp(_forward, _backward)
 def _evaluate(
     jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any], in_loop: bool
 ) -> list[jax.Array]:
-    """What `jaxpr` gives for `inputs`, some of them split."""
+    """Evaluate `jaxpr` at `inputs`, some of them split."""
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
     atoms = [atom for eqn in jaxpr.eqns for atom in eqn.invars] + list(jaxpr.outvars)
     uses = collections.Counter(atom for atom in atoms if not isinstance(atom, Literal))
@@ -169,7 +170,7 @@ def _evaluate(
 
 
 def _apply(alone: Jaxpr, values: list[Any], in_loop: bool) -> list[Any]:
-    """The results of the one equation of a jaxpr; what is only moved stays split."""
+    """Apply the one equation of `alone`; a parameter that it only moves stays split."""
     [eqn] = alone.eqns
     name, split = eqn.primitive.name, [each for each in values if isinstance(each, _Split)]
     if not split:
@@ -194,7 +195,7 @@ def _apply(alone: Jaxpr, values: list[Any], in_loop: bool) -> list[Any]:
 def _with_parts(
     function: Callable[[list[Any]], Any], values: list[Any], settings: dict[str, Any]
 ) -> list[Any]:
-    """`function(values)`; for the backward pass only parts are kept, not what is gathered."""
+    """`function(values)`, whose residuals are parts and not what is all-gathered."""
 
     def of_arrays(arrays: list[jax.Array]) -> Any:
         pairs = zip(values, arrays, strict=True)
@@ -211,13 +212,13 @@ def _with_parts(
 
 
 def _scan(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
-    """A scan whose stacked layers are gathered one by one, in its body."""
+    """A scan whose body all-gathers stacked layers one at a time."""
     params, inner = eqn.params, eqn.params["jaxpr"]
     before = params["num_consts"] + params["num_carry"]
     consts = _all_whole(values[: params["num_consts"]])
     carry = _all_whole(values[params["num_consts"] : before])
     stacks = [
-        # What is split between the layers cannot be gathered one by one.
+        # A stack that is split along its layers cannot be all-gathered one layer at a time.
         _all_whole([each])[0] if isinstance(each, _Split) and not _by_layer(each) else each
         for each in values[before:]
     ]

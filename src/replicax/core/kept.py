@@ -1,4 +1,4 @@
-"""A function whose backward pass comes later: what its forward pass keeps until then."""
+"""A function whose backward pass comes later, and the residuals that it keeps until then."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,16 +16,16 @@ Arrays = list[jax.Array]
 
 
 class Later:
-    """A function in two passes, each in a place of its own in a compiled loop.
+    """A function whose forward and backward pass run in different turns of a compiled loop.
 
-    Only what depends on `given` is kept: what follows from the parameters alone, their casts and
-    transposes say, is the same in every turn of the loop, and computed again.
+    Only residuals that depend on `given` are kept. Those that follow from the parameters alone,
+    such as their casts and transposes, are the same in every turn, and recomputed.
 
     Args:
-        function: `function(wanted, given) -> (outputs, more)`, differentiated by `wanted` and by
-            the floats in `given`; `more` is not.
+        function: `function(wanted, given) -> (outputs, more)`, differentiated with respect to
+            `wanted` and the floats in `given`; `more` is auxiliary.
         wanted: parameters, or their shapes.
-        given: what changes from turn to turn, or its shapes.
+        given: inputs that change from turn to turn, or their shapes.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Later:
         self._again, self._params = _only(closed, again), params
 
     def forward(self, wanted: PyTree, given: PyTree) -> tuple[tuple[Any, Any], Arrays]:
-        """Return `(outputs, more)`, and what to keep, all of it numbers."""
+        """Return `(outputs, more)` and the residuals to keep, random keys as numbers."""
         found = self._forward(jax.tree.leaves((wanted, given)))
         count = self._result.num_leaves
         kept = [numbers(leaf) for leaf in found[count:]]
@@ -74,7 +74,7 @@ class Later:
 
 
 def _only(closed: ClosedJaxpr, wanted: Sequence[bool]) -> Callable[[Sequence[Any]], list[Any]]:
-    """`closed` for the outputs that are wanted, given its first inputs, as many as those need."""
+    """`closed` for its `wanted` outputs; `values` may end before inputs that those do not need."""
     jaxpr, used = dce_jaxpr(closed.jaxpr, list(wanted))
     function = jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))
 

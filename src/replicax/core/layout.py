@@ -1,4 +1,4 @@
-"""Where each array of a train state lives: a table of layouts, and rules of one's own."""
+"""Where each array of a train state lives: a table of layouts, and the user's rules."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -25,11 +25,11 @@ class Layout:
     splits_optimizer: bool = False
     """Whether the optimizer's state is split over the replicas."""
     splits_params: bool = False
-    """Whether the parameters are, too; one layer at a time is whole while it is computed."""
+    """Whether the parameters are, too; each is all-gathered where the loss uses it."""
     rules: tuple[tuple[str, PartitionSpec], ...] = ()
-    """How parameters are split over other axes: of each layer, and layers over stages."""
+    """Specs over the other axes: `model` splits each layer, `stage` stacks of layers."""
     schedule: str = "1f1b"
-    """Order of the micro-batches through the stages, where there are some."""
+    """Order of the micro-batches in pipeline stages, where there are some."""
 
     def __str__(self) -> str:
         return self.name
@@ -48,8 +48,8 @@ class Layout:
         """Return the tree of `state`, arrays or shapes, with `NamedSharding`s for leaves.
 
         Raises:
-            ConfigError: a rule names an axis that the mesh does not have, or does not divide a dim,
-                or no rule is found in the path of a parameter.
+            ConfigError: a rule names an axis that the mesh does not have, or that does not divide a
+                dim; a rule matches no parameter, or a parameter has no rule.
         """
         placed = self._placed(state.params, mesh)
         where: TrainState = jax.tree.map(lambda _: replicated(mesh), state)
@@ -61,7 +61,7 @@ class Layout:
         )
 
     def gradient_shardings(self, params: Any, mesh: AnyMesh) -> Any:
-        """Return where the gradient's total lies: as the optimizer's state of each parameter."""
+        """Return the shardings of the reduced gradient: those of the optimizer's state."""
         return self._placed(params, mesh)(params, self.splits_optimizer)
 
     def _placed(self, params: Any, mesh: AnyMesh) -> Callable[[Any, bool], Any]:
@@ -102,9 +102,8 @@ def layout(name: str = "replicated", *, rules: Rules = (), schedule: str = "1f1b
     Args:
         name: `replicated`, `zero1` or `fsdp`: what is split over the replicas.
         rules: pairs of a regex, searched in the path of each parameter, and a `PartitionSpec`; the
-            first that is found decides for the parameter and its optimizer state. `stage` in dim 0
-            is for layers that one `jax.lax.scan` in the loss runs over: they are cut into pipeline
-            stages.
+            first match decides for the parameter and its optimizer state. `stage` in dim 0 is for
+            layers that one `jax.lax.scan` in the loss runs over: they are cut into pipeline stages.
         schedule: order of the micro-batches through the stages: `1f1b` or `gpipe`.
 
     Raises:
@@ -142,10 +141,10 @@ def check_axes(layout: Layout, mesh: AnyMesh) -> None:
 def _split_largest(
     shape: tuple[int, ...], spec: PartitionSpec, axis: str, parts: int
 ) -> PartitionSpec:
-    """`spec` with the largest dim that is whole and that `parts` divides split over `axis`.
+    """`spec` with the largest whole dim that `parts` divides, if any, split over `axis`.
 
-    The leading dim of three or more comes last: of layers in a stack each is split, so that one
-    can be gathered by itself. Nothing where no dim can be.
+    The leading dim of three or more is the last choice: it may be that of stacked layers, which a
+    scan can all-gather one at a time only where each of them is split.
     """
     entries = [*spec, *(None,) * (len(shape) - len(spec))]
     if axis in axes_of(spec):
@@ -158,7 +157,7 @@ def _split_largest(
 
 
 def on_devices_of(leaf: Any, sharding: jax.sharding.Sharding) -> Any:
-    """`leaf`, moved where it lives on other devices than those of `sharding`."""
+    """`leaf`, moved if it lives on other devices than those of `sharding`."""
     if not sharding.is_fully_addressable and getattr(leaf, "is_fully_addressable", True):
         # device_put would compare the whole array with every process's once more.
         if is_random_key(leaf):
@@ -173,5 +172,5 @@ def on_devices_of(leaf: Any, sharding: jax.sharding.Sharding) -> Any:
 
 @jax.jit
 def copied(tree: Any) -> Any:
-    """Return arrays of their own with the same values, where those of `tree` live."""
+    """Return a copy of the arrays of `tree`, each where the original lives."""
     return jax.tree.map(jnp.copy, tree)

@@ -131,10 +131,9 @@ def _apply(alone: Jaxpr, values: list[_Value], axis: str) -> list[_Value]:
 def _in_parts(
     alone: Jaxpr, values: list[_Value], found: list[Any], axis: str
 ) -> Callable[[int, int], Any] | None:
-    """What computes part of one of the whole arrays `found`, if parts of `values` are enough.
+    """Function `(n, dim)` -> part of `found[n]`, from parts of `values`; None if it needs more.
 
-    A part that is cut out of the result would have been rounded between two operations that XLA
-    makes one of.
+    A part sliced out of the result would be rounded between two operations that XLA fuses.
     """
     [eqn] = alone.eqns
     if eqn.primitive.name == "broadcast_in_dim" and not jnp.ndim(values[0].array):

@@ -1,4 +1,4 @@
-"""Rules: a path regex and a `PartitionSpec` for each parameter -> where it lies."""
+"""Layout rules: pairs of a path regex and a `PartitionSpec` -> the spec of each parameter."""
 
 import math
 import re
@@ -44,10 +44,10 @@ def spec_by_rule(
 ) -> Callable[[str, tuple[int, ...]], PartitionSpec]:
     """Return `spec(path, shape)` of parameters and of the optimizer's arrays, by their rules.
 
-    An optimizer's array follows the parameter in whose path its own ends, if it has its shape.
+    An optimizer's array whose path ends in a parameter's has its spec, if it has its shape.
 
     Raises:
-        ConfigError: a rule that is found nowhere or cannot hold, or a parameter without a rule.
+        ConfigError: a rule matches no parameter or cannot hold, or a parameter has no rule.
     """
     shapes = {
         jax.tree_util.keystr(keys): tuple(leaf.shape)

@@ -1,4 +1,4 @@
-"""One stage of one replica: the ticks in which micro-batches pass through it, and back."""
+"""One stage of one replica: the ticks of its micro-batches' forward and backward passes."""
 
 import dataclasses
 from collections.abc import Callable
@@ -26,9 +26,9 @@ SCHEDULES: dict[str, Callable[[int, int], int]] = {
     "1f1b": lambda stages, _: stages - 1,
     "gpipe": lambda stages, micro_batches: stages - 1 + micro_batches,
 }
-"""By name, the tick in which the last stage sends the first micro-batch back, of so many stages and
-micro-batches: as soon as it is there, so that no stage keeps more than 2 x stages - 1 of them
-however many there are; or after all of them went forward."""
+"""Name -> `(stages, micro_batches)` -> tick of the last stage's first backward pass: for `1f1b`
+that of its first forward pass, so that no stage keeps more than 2 x stages - 1 micro-batches; for
+`gpipe` the one after all its forward passes."""
 
 
 def bubble(stages: int, micro_batches: int) -> float:
@@ -38,22 +38,22 @@ def bubble(stages: int, micro_batches: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """What one stage of one replica computes with."""
+    """One stage of one replica, and its inputs."""
 
     parts: StageParts
     structure: Any
-    """The tree of the loss's sums."""
+    """Treedef of the loss's sums."""
     stages: int
     micro_batches: int
     index: jax.Array
-    """Which stage it is, int32."""
+    """Index of the stage, int32 `[]`."""
     params: PyTree
-    """Its own layers, and all other parameters."""
+    """The stage's own layers, and all other parameters."""
     extras: PyTree
     rows: Batch
-    """Of the replica, `[micro_batches, rows, ...]`."""
+    """The replica's, `[micro_batches, rows, ...]`."""
     view: View
-    """With the replica's own key."""
+    """Holds the replica's own key."""
 
     def forward_sums(self) -> Sums:
         """Return the sums of the replica's rows on the last stage, 0 on the others."""
@@ -78,7 +78,7 @@ class Stage:
         return total
 
     def step_sums(self, read: tuple[bool, ...] | None, schedule: str) -> StepSums:
-        """Return the same with this stage's part of the gradient, of the parameters in `read`."""
+        """Return these sums and this stage's part of the gradient of the parameters in `read`."""
         wanted = only_read(self.params, read)
         whole = partial(restored, params=self.params, read=read)
 
@@ -135,13 +135,13 @@ class Stage:
         return sums
 
     def own_layers(self, params: PyTree, received: Arrays, number: jax.Array) -> Arrays:
-        """Return what this stage makes of what it received of a micro-batch."""
+        """Return a micro-batch's carry after the stage's layers, given that before them."""
         inputs = self._inputs(params, number)
         carry = lax.cond(self.index == 0, lambda: self.parts.first(inputs), lambda: received)
         return self.parts.through(inputs, carry, self.index, self.stages)
 
     def rest(self, params: PyTree, carry: Arrays, number: jax.Array) -> Sums:
-        """Return the sums of a micro-batch that has passed all layers."""
+        """Return the loss's sums of a micro-batch, from its carry after all layers."""
         found = self.parts.rest(self._inputs(params, number), carry)
         sums: Sums = jax.tree.unflatten(self.structure, found)
         return sums
@@ -157,11 +157,11 @@ class Stage:
         return self.index == self.stages - 1
 
     def _has(self, number: jax.Array) -> jax.Array:
-        """Whether there is such a micro-batch."""
+        """Whether there is a micro-batch `number`."""
         return (number >= 0) & (number < self.micro_batches)
 
     def _shift(self, arrays: Arrays, by: int) -> Arrays:
-        """What the stage before, or after, sends; 0 where there is none."""
+        """Send to the stage `by` further; receive 0 where none sends."""
         pairs = [(stage, stage + by) for stage in range(self.stages)]
         within = [pair for pair in pairs if 0 <= pair[1] < self.stages]
         return [lax.ppermute(array, STAGE, within) for array in arrays]
@@ -181,7 +181,7 @@ class Stage:
         return [bool(jnp.issubdtype(leaf.dtype, jnp.inexact)) for leaf in self.parts.carried]
 
     def _apart(self, carry: Arrays) -> tuple[Arrays, Arrays]:
-        """The floats of what is carried, and the rest of it, which has no gradient."""
+        """The floats of `carry`, and its other arrays, which have no gradient."""
         pairs = list(zip(carry, self._floating, strict=True))
         return [leaf for leaf, is_float in pairs if is_float], [
             leaf for leaf, is_float in pairs if not is_float

@@ -1,4 +1,4 @@
-"""A traced loss, taken apart at the scan over its layers: what comes before, the scan, the rest."""
+"""A traced loss, divided at the scan over its layers: what comes before, the scan, the rest."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from replicax.errors import LossError
 
 _WRAPS = {"jit": "jaxpr", "closed_call": "call_jaxpr"}
-"""Primitives that only call the jaxpr they hold, with the name of that parameter."""
+"""Primitives that only call a jaxpr -> the name of the parameter that holds it."""
 _CASTS = ("convert_element_type", "copy", "copy_p")
 """Primitives that leave every layer of a stack where it is, whatever the number of layers."""
 
@@ -26,25 +26,25 @@ class StageParts:
     """The parts of a loss, each a function of its inputs, or of a stage's share of them."""
 
     traced: ClosedJaxpr
-    """The loss: inputs -> outputs, without calls that only wrap, and without what nobody uses."""
+    """The loss, inputs -> outputs: its calls inlined, its dead code eliminated."""
     scan: JaxprEqn
-    """The one over the layers."""
+    """The scan over the layers."""
     own: frozenset[int]
-    """Which of the scan's arrays by layer hold the stage's own layers."""
+    """Indices of the scan's `xs` that hold the stage's own layers."""
 
     @cached_property
     def carried(self) -> list[jax.ShapeDtypeStruct]:
-        """Shapes of what goes from layer to layer."""
+        """Shapes of the scan's carry, which goes from stage to stage."""
         avals = [atom.aval for atom in self._invars(1)]
         return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
 
     @property
     def returned(self) -> list[jax.ShapeDtypeStruct]:
-        """Shapes of the outputs."""
+        """Shapes of the loss's outputs."""
         return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in self.traced.out_avals]
 
     def first(self, inputs: Values) -> list[jax.Array]:
-        """Return what the first layer is given."""
+        """Return the carry that the first layer is given."""
         found = self._run(self._invars(1), inputs)
         pairs = zip(found, self.carried, strict=True)
         return [jnp.asarray(each, like.dtype) for each, like in pairs]
@@ -52,7 +52,7 @@ class StageParts:
     def through(
         self, inputs: Values, carry: list[jax.Array], stage: jax.Array, stages: int
     ) -> list[jax.Array]:
-        """Return what the layers of one of `stages` make of `carry`."""
+        """Return `carry` after the layers of one of `stages`."""
         count = self.scan.params["length"] // stages
         consts = self._run(self._invars(0), inputs)
         stacks = [
@@ -69,18 +69,18 @@ class StageParts:
         return carry
 
     def rest(self, inputs: Values, carry: list[jax.Array]) -> list[Any]:
-        """Return the outputs, given what the last layer returned."""
+        """Return the loss's outputs, given the carry after the last layer."""
         jaxpr = self.traced.jaxpr
         return self._run(jaxpr.outvars, [*inputs, *carry], self.scan.outvars[: len(carry)])
 
     def _invars(self, kind: int) -> list[Any]:
-        """The scan's constants, first carry, or arrays by layer."""
+        """The scan's constants (`kind` 0), initial carry (1) or `xs` (2)."""
         consts = self.scan.params["num_consts"]
         ends = (0, consts, consts + self.scan.params["num_carry"], len(self.scan.invars))
         return list(self.scan.invars[ends[kind] : ends[kind + 1]])
 
     def _run(self, wanted: Sequence[Any], values: Values, more: Sequence[Any] = ()) -> list[Any]:
-        """The values of `wanted`, given those of the inputs and of the variables `more`."""
+        """Compute the variables `wanted` from `values` of the inputs, then of `more` variables."""
         function, used = _part(self.traced, self.scan, tuple(wanted), tuple(more))
         return list(function(*(each for each, use in zip(values, used, strict=True) if use)))
 
@@ -88,16 +88,16 @@ class StageParts:
 def stage_parts(
     traced: ClosedJaxpr, staged: Mapping[int, str], stages: int, outputs: int
 ) -> StageParts:
-    """Return the parts of a loss whose layers lie on `stages`.
+    """Divide a loss at the scan over its layers, which lie on `stages`.
 
     Args:
-        traced: the loss, of whole parameters.
-        staged: the inputs that are split by layer, with the path of each.
+        traced: the loss, traced with whole parameters.
+        staged: indices of the inputs that are split by layer -> their paths.
         stages: devices that each hold some of the layers.
-        outputs: how many of the loss's are wanted.
+        outputs: how many of the loss's first outputs are wanted.
 
     Raises:
-        LossError: it has no scan over them that can be divided so.
+        LossError: it has no scan over these layers that can be divided into stages.
     """
     traced = _flat(traced, outputs)
     paths = {traced.jaxpr.invars[place]: path for place, path in staged.items()}
@@ -143,7 +143,7 @@ def _check(parts: StageParts, path: str, few: str) -> None:
 
 
 def _scanned(eqn: JaxprEqn, paths: Mapping[Any, str]) -> list[int]:
-    """Which of a scan's arrays by layer are split; none of what is no scan."""
+    """Indices of the scan's `xs` that are split; none where `eqn` is no scan."""
     if eqn.primitive.name != "scan":
         return []
     by_layer = eqn.invars[eqn.params["num_consts"] + eqn.params["num_carry"] :]
@@ -153,7 +153,7 @@ def _scanned(eqn: JaxprEqn, paths: Mapping[Any, str]) -> list[int]:
 def _other_uses(
     jaxpr: Jaxpr, paths: Mapping[Any, str], scan: JaxprEqn | None
 ) -> list[tuple[str, str]]:
-    """Where what is split is used but in `scan`: the primitive, and the path."""
+    """Uses of split arrays other than as `xs` of `scan`: pairs of a primitive and a path."""
     uses = []
     for eqn in jaxpr.eqns:
         count = len(eqn.invars)
@@ -172,13 +172,13 @@ def _of(atom: Any, paths: Mapping[Any, str]) -> str | None:
 
 
 def _flat(traced: ClosedJaxpr, outputs: int) -> ClosedJaxpr:
-    """`traced` with calls that only wrap opened, and without what its first outputs do not use."""
+    """`traced` with its calls inlined, and only what its first `outputs` outputs need."""
     consts = dict(zip(traced.jaxpr.constvars, traced.consts, strict=True))
     eqns: list[JaxprEqn] = []
     new = gensym()
 
     def add(jaxpr: Jaxpr, known: dict[Any, Any]) -> list[Any]:
-        """Add the equations of `jaxpr`, its variables named as `known` has them, or anew."""
+        """Append the equations of `jaxpr`, with variables renamed by `known`, or new."""
 
         def named(atom: Any) -> Any:
             return atom if isinstance(atom, Literal) else known.get(atom, atom)
@@ -209,7 +209,7 @@ def _flat(traced: ClosedJaxpr, outputs: int) -> ClosedJaxpr:
 def _part(
     traced: ClosedJaxpr, scan: JaxprEqn, wanted: tuple[Any, ...], more: tuple[Any, ...]
 ) -> tuple[Callable[..., list[Any]], list[bool]]:
-    """The equations that lead to `wanted`, `scan` not among them, and which inputs they use."""
+    """A function that computes `wanted` without `scan`, and which of the inputs it takes."""
     whole = traced.jaxpr
     jaxpr = whole.replace(
         invars=[*whole.invars, *more],

@@ -1,7 +1,7 @@
-"""Pipeline stages: each device along the axis `stage` holds some of the layers.
+"""Pipeline stages: each device along the mesh axis `stage` holds some of the layers.
 
-The loss is the user's own, with one `lax.scan` over its layers. The first stage computes what comes
-before the scan, each its own layers, the last what comes after, micro-batch by micro-batch.
+The loss is the user's own, with one `lax.scan` over its layers. For each micro-batch the first
+stage computes what comes before the scan, each stage its own layers, the last what comes after.
 """
 
 import dataclasses
@@ -35,9 +35,9 @@ class Staged(Objective):
 
     mesh: AnyMesh
     shardings: PyTree
-    """Of the parameters; those whose first dim is split over `stage` are stacks of layers."""
+    """`NamedSharding`s of the parameters; those with `stage` in dim 0 are layer stacks."""
     micro_batches: int
-    """How many the rows of a replica are cut into."""
+    """Micro-batches that the rows of a replica are cut into."""
     schedule: str = "1f1b"
     """See `replicax.core.pipeline.SCHEDULES`."""
     per_replica: ClassVar[bool] = True
@@ -45,7 +45,7 @@ class Staged(Objective):
     def loss_sums(
         self, params: PyTree, extras: PyTree, batch: Batch, view: View
     ) -> tuple[dict[str, WeightedSum], PyTree]:
-        """As `Objective.loss_sums`, of all micro-batches."""
+        """Return `Objective.loss_sums` of all micro-batches, all-reduced."""
 
         def sums(stage: Stage) -> Any:
             return all_reduce(stage.forward_sums(), self._everyone)
@@ -55,7 +55,7 @@ class Staged(Objective):
     def step_sums(
         self, params: PyTree, extras: PyTree, batch: Batch, view: View
     ) -> tuple[StepSums, PyTree]:
-        """As `Objective.step_sums`, of all micro-batches."""
+        """Return `Objective.step_sums` of all micro-batches, all-reduced."""
 
         def sums(stage: Stage) -> Any:
             return self._reduced(stage.step_sums(self.read, self.schedule))
@@ -64,7 +64,7 @@ class Staged(Objective):
         return self._mapped(sums, out, params, extras, batch, view), extras
 
     def _reduced(self, sums: StepSums) -> StepSums:
-        """The sums over all replicas: of layers those of the stage, of all else those of all."""
+        """All-reduce gradients of layers over the replicas, all other sums over the stages too."""
         leaves, tree = jax.tree.flatten(sums.gradient)
         layers = [spec == _LAYERS for spec in jax.tree.leaves(only_read(self._specs, self.read))]
         pairs = list(zip(leaves, layers, strict=True))
@@ -83,7 +83,7 @@ class Staged(Objective):
 
     @property
     def _specs(self) -> PyTree:
-        """How the parameters come to a stage: layers its own, all else whole."""
+        """Specs of the parameters that a stage sees: its own layers, all else whole."""
         return jax.tree.map(
             lambda sharding: _LAYERS if sharding.spec[:1] == _LAYERS[:1] else _WHOLE, self.shardings
         )
@@ -97,7 +97,7 @@ class Staged(Objective):
         batch: Batch,
         view: View,
     ) -> Any:
-        """`function` of each stage of each replica; `out` says how its results lie."""
+        """Map `function` over the stages of all replicas; `out` has the specs of its results."""
         mesh, batch = self.mesh, batch.apart()
         stages, rows = int(mesh.shape[STAGE]), PartitionSpec(row_axis(mesh))
         shapes = jax.eval_shape(lambda *given: given, params, extras, batch, view.key, view.step)
@@ -133,10 +133,10 @@ class Staged(Objective):
         return mapped(given, jnp.arange(replica_count(mesh)), jnp.arange(stages))
 
     def _layers(self, params: PyTree) -> dict[int, str]:
-        """Which parameters are stacks of layers, and their paths.
+        """Indices of the parameters that are stacks of layers -> their paths.
 
         Raises:
-            ConfigError: none is, or one is split over the stages in another way.
+            ConfigError: there is none, or a parameter is split over `stage` in another way.
         """
         leaves = jax.tree_util.tree_leaves_with_path(params)
         paths = [jax.tree_util.keystr(path) for path, _ in leaves]
@@ -161,7 +161,7 @@ class Staged(Objective):
     def _traced(
         self, params: PyTree, extras: PyTree, batch: Batch, key: Any, step: Any
     ) -> tuple[ClosedJaxpr, Any]:
-        """The sums of one micro-batch, and their structure.
+        """Trace the sums of one micro-batch; return their jaxpr and treedef.
 
         Raises:
             LossError: the model writes to its other arrays.

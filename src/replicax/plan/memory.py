@@ -309,7 +309,7 @@ def _kept(dp: DataParallel, mesh: AnyMesh) -> int:
 
 
 def _on_replica_device(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    """What a device of a replica computes with: split by the axes that no rows are split over."""
+    """Shape of a device's part of `leaf`, gathered over the axes that rows are split over."""
     mesh = sharding.mesh
     apart = axes_of(by_rows(mesh).spec)
     spec = (axes_of(PartitionSpec(entry)) for entry in sharding.spec)

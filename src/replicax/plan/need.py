@@ -10,7 +10,7 @@ class Need:
     """The memory of one step on one device."""
 
     rows: int
-    """Of one replica, padding included."""
+    """Rows a replica, padding included."""
     bytes: int
     """That must be there for it, its state and batch included. Where the compiler refuses the step,
     what it says, which can be less, or by formula."""

@@ -42,7 +42,7 @@ class Program:
     donated: int
     """How many of the arguments, from the first on, give their memory to the results."""
     sizes: Mapping[str, int]
-    """Of its mesh, by axis."""
+    """Devices by mesh axis."""
     rows: int
     """Of the global batch, with its padding."""
     flops: int

@@ -55,7 +55,7 @@ class Speed:
     """The least time of a step, by the target's data sheet: no step is faster."""
 
     rows: int
-    """Of one replica."""
+    """Rows a replica."""
     step: StepTime
     flops: float
     """Of one device, matrix products and convolutions."""
@@ -69,7 +69,7 @@ class Speed:
     """Of all devices."""
     tokens_per_second: float | None
     bubble: float = 0.0
-    """Of the computation, the share that a pipeline stage waits for the others."""
+    """Share of the computation that a pipeline stage is idle."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Plan:
     """What was planned, by what: what JSON can hold."""
     target: Target
     mesh: Mapping[str, int]
-    """Of its devices: the size of each axis."""
+    """Devices along each mesh axis."""
     asked: Need
     """For the batch that was asked for."""
     formula: MemoryFormula
@@ -159,7 +159,7 @@ class Plan:
 
     @property
     def holder(self) -> str:
-        """What rows are counted of: a `device`, or a `replica` of several devices."""
+        """Unit that holds the rows: a `device`, or a `replica` of several devices."""
         return "device" if self.replicas == self.target.devices else "replica"
 
     @property

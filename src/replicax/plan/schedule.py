@@ -52,7 +52,7 @@ class Kernel:
     dtype: str = ""
     """That its products multiply, as HLO names it: `f32`, `bf16`; empty where it has none."""
     share: float = 1.0
-    """Of the trips of its loop, in how many it runs; the runs are those."""
+    """Share of its loop's trips in which it runs; `runs` counts those."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Collective:
     shapes: tuple[str, ...]
     """Of the results: `f32[50257,768]`, say."""
     axes: tuple[str, ...] | None = None
-    """Of the mesh, over which it runs; None where it is all of them."""
+    """Mesh axes that it runs over; None where it is all of them."""
     between: tuple[Kernel, ...] = field(default=(), repr=False)
     """What runs between its start and the use of its result, once for each of its runs."""
     share: float = 1.0
@@ -157,7 +157,7 @@ class _Reader:
     ) -> None:
         self.module, self.sizes, self.working = module, sizes, working
         self.shares: dict[str, float] = {}
-        """Of the trips of a loop's body, in how many its conditionals do something."""
+        """Share of a loop body's trips in which its conditionals do something."""
         self.unknown: set[str] = set()
 
     def steps(self, computation: str, runs: int) -> tuple[Step, ...]:

@@ -28,7 +28,7 @@ class Work:
     """What one device does in a step, in time."""
 
     rows: int
-    """Of a replica."""
+    """A replica's."""
     compute_seconds: float
     transfers: tuple[Transfer, ...]
     flops: float
@@ -38,7 +38,7 @@ class Work:
 
 
 def work(steps: Steps, dp: DataParallel, rows: int) -> Work:
-    """What one device does in a step of `dp` of as many rows a replica.
+    """Return one device's work in a step of `dp` with `rows` a replica.
 
     Raises:
         ConfigError: the chip's speed is not known.

@@ -41,7 +41,7 @@ class Step:
 
     @cached_property
     def schedule(self) -> Schedule | None:
-        """What one device does, as it is compiled."""
+        """Compiled schedule of one device."""
         if self.compilation is None:
             return None
         stages, parts = self.dp.mesh.shape.get(STAGE, 1), self.dp.accumulate
@@ -132,7 +132,7 @@ class Steps:
         return tuple(sorted(made, key=lambda need: need.rows))
 
     def flops(self, dp: DataParallel, rows: int) -> float:
-        """Of matrix products and convolutions on one device, for as many rows of a replica."""
+        """FLOPs of matrix products and convolutions on one device, with `rows` a replica."""
         batch, platform = self._rows(dp, rows), self.target.chip.platform
         devices = dp.mesh.size
         if not is_data_only(dp.mesh):  # who share a replica compute what one device would

@@ -32,7 +32,7 @@ class Movement:
     """Of computation between their starts and the uses of their results; None where the device's
     speed is not known."""
     axes: tuple[str, ...] | None = None
-    """Of the mesh, over which they run; None where it is all of them."""
+    """Mesh axes that they run over; None where it is all of them."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a compiled step sends over which axes of its mesh, and what its layout has to send."""
+"""Collectives of a compiled step by mesh axes, and the bytes that its layout has to send."""
 
 import dataclasses
 import itertools
@@ -25,7 +25,7 @@ class Sent:
 
     kind: str
     axes: tuple[str, ...]
-    """Of the mesh, those of one device left out."""
+    """Mesh axes, those of one device left out."""
     count: int
     bytes: int
     """Result bytes on one device, summed over the count."""

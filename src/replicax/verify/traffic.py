@@ -35,7 +35,7 @@ class Program:
     case: Case
     step: CompiledStep
     sent: tuple[Sent, ...]
-    """What it sends, and over which axes of its mesh."""
+    """Its collectives, by kind and mesh axes."""
 
     @property
     def between(self) -> tuple[int, float]:
