@@ -87,6 +87,21 @@ def test_a_dim_that_the_replicas_do_not_divide_stays_whole() -> None:
     assert params == {"w1": P(), "b1": P(), "w2": P(None, "data"), "scale": P()}
 
 
+@pytest.mark.parametrize(
+    ("shape", "spec"),
+    [
+        ((8, 4, 4), P(None, "data", None)),  # not between the layers, though there are more
+        ((8, 3, 4), P(None, None, "data")),
+        ((8, 3, 3), P("data", None, None)),  # where no layer can be split
+        ((8, 4), P("data", None)),  # no stack
+    ],
+)
+def test_each_layer_of_a_stack_is_split(shape: tuple[int, ...], spec: P) -> None:
+    dp = rx.DataParallel(loss, optax.sgd(0.1), mesh=rx.make_mesh(data=4), layout="fsdp")
+    params = dp.abstract_state({"stack": jnp.zeros(shape)}).params
+    assert params["stack"].sharding.spec == spec
+
+
 def test_rules_are_found_in_the_path_and_the_first_decides() -> None:
     params, moment = specs([*RULES[:-1], ("w1", P("data")), ("", P())], rx.make_mesh(model=2))
     expected = {"w1": P(None, "model"), "b1": P("model"), "w2": P("model", None), "scale": P()}

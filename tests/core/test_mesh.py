@@ -134,3 +134,20 @@ def test_devices_are_in_one_order_whatever_the_order_of_the_axes() -> None:
     assert placed[:, 0, 0, 0].tolist() == [0, 8]
     other = in_order(range(16), dict(reversed(sizes.items())))
     assert (other.transpose(3, 2, 1, 0) == placed).all()
+
+
+@pytest.mark.parametrize(
+    ("inner", "strides"),
+    [
+        ({"model": 2, "stage": 2}, {"data": 4, "stage": 2, "model": 1}),
+        ({"fsdp": 2, "model": 2}, {"data": 4, "fsdp": 2, "model": 1}),
+        ({"fsdp": 2, "stage": 2}, {"data": 4, "fsdp": 2, "stage": 1}),
+    ],
+)
+def test_a_mesh_has_model_innermost_then_stage_then_fsdp_then_data(
+    inner: dict[str, int], strides: dict[str, int]
+) -> None:
+    mesh = make_mesh(data=2, **inner)
+    ids = np.vectorize(lambda device: device.id)(mesh.devices)
+    for axis, stride in strides.items():
+        assert (np.diff(ids, axis=mesh.axis_names.index(axis)) == stride).all(), axis
