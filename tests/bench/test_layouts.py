@@ -5,14 +5,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
+from bench import small
+from bench.small import MODEL, MODEL_BYTES, SOURCE, loss, short
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import replicax as rx
-from replicax.analysis import host
 from replicax.bench import run as run_module
 from replicax.bench import runner
 from replicax.bench.cases import Case, Placed
@@ -23,28 +23,13 @@ from replicax.bench.run import bench
 from replicax.core.layout import LAYOUTS
 from replicax.errors import ConfigError, LossError
 
+__all__ = ["short"]
 RULES = rx.layout(rules=[("w", P(None, "model")), ("b", P("model"))])
 STACKED = rx.layout(rules=[("", P("stage"))])
-MODEL = {"w": jnp.full((6, 4), 0.1), "b": jnp.zeros(4)}
-MODEL_BYTES = 4 * (6 * 4 + 4)
-SOURCE = {"x": np.random.default_rng(0).normal(size=(20, 6)).astype(np.float32)}
-
-
-def loss(model: Any, batch: Any, key: Any) -> Any:
-    return jnp.sum((batch["x"] @ model["w"] + model["b"]) ** 2, axis=1)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _short() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "RUN_SECONDS", 0.0)
-        patch.setattr(host, "SIZE", 32)
-        yield
 
 
 def run(*layouts: Any, **options: Any) -> Bench:
-    given = {"batch_size": 8, "devices": [2], "rounds": 2, "progress": False, **options}
-    return bench(loss, optax.sgd(0.01), MODEL, SOURCE, layouts=layouts, **given)
+    return small.run(layouts=layouts, **{"devices": [2], **options})
 
 
 def mesh(**axes: int) -> Mesh:

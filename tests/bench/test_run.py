@@ -7,12 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
+from bench import small
+from bench.small import MODEL, MODEL_BYTES, ROWS, SOURCE, loss, short
 
 import replicax as rx
-from replicax.analysis import host
 from replicax.bench import cores, runner
 from replicax.bench import run as run_module
 from replicax.bench.result import Bench
@@ -20,27 +20,11 @@ from replicax.bench.run import bench
 from replicax.bench.runner import own_peak, steps_in_a_run
 from replicax.errors import ConfigError, LossError
 
-ROWS = 20
-SOURCE = {"x": np.random.default_rng(0).normal(size=(ROWS, 6)).astype(np.float32)}
-MODEL = {"w": jnp.full((6, 4), 0.1), "b": jnp.zeros(4)}
-GRADIENT_BYTES = 4 * (6 * 4 + 4)
-
-
-def loss(model: Any, batch: Any, key: Any) -> Any:
-    return jnp.sum((batch["x"] @ model["w"] + model["b"]) ** 2, axis=1)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _short() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "RUN_SECONDS", 0.0)
-        patch.setattr(host, "SIZE", 32)
-        yield
+__all__ = ["short"]
 
 
 def run(**options: Any) -> Bench:
-    given = {"batch_size": 8, "devices": (1, 2), "rounds": 2, "progress": False, **options}
-    return bench(loss, optax.sgd(0.01), MODEL, given.pop("source", SOURCE), **given)
+    return small.run(**{"devices": (1, 2), **options})
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +53,8 @@ def test_every_mode_is_measured_in_every_round(result: Bench) -> None:
 def test_collectives_are_counted_beside_the_least(result: Bench) -> None:
     (two,) = [case for case in result.cases if (case.mode, case.devices) == ("shard_map", 2)]
     assert two.collective_count == 1
-    assert two.sent_bytes == GRADIENT_BYTES + 8  # and the loss with its weight
-    assert two.least_sent_bytes == GRADIENT_BYTES == result.parameter_bytes
+    assert two.sent_bytes == MODEL_BYTES + 8  # and the loss with its weight
+    assert two.least_sent_bytes == MODEL_BYTES == result.parameter_bytes
     single = result.cases[0]
     assert (single.mode, single.collectives, single.least_sent_bytes) == ("single", (), 0)
 
@@ -78,7 +62,7 @@ def test_collectives_are_counted_beside_the_least(result: Bench) -> None:
 def test_a_rounded_gradient_is_half_the_bytes() -> None:
     result = run(devices=(2,), modes=["jit", "shard_map"], reduction="bfloat16")
     (case,) = result.cases
-    assert (case.sent_bytes, case.least_sent_bytes) == (GRADIENT_BYTES / 2 + 8, GRADIENT_BYTES / 2)
+    assert (case.sent_bytes, case.least_sent_bytes) == (MODEL_BYTES / 2 + 8, MODEL_BYTES / 2)
     assert result.notes[0].startswith("jit is left out: reduction='bfloat16'")
 
 
