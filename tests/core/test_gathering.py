@@ -176,6 +176,16 @@ def test_exact_refuses_to_split_the_state_of_an_optimizer_that_reads_whole_array
     assert "\n" not in str(caught.value)
 
 
+def test_exact_refuses_to_split_the_state_of_an_optimizer_that_mixes_places() -> None:
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        return jax.tree.map(jnp.sort, updates), state
+
+    optimizer = optax.chain(optax.GradientTransformation(lambda params: (), update), ADAM)
+    dp = rx.DataParallel(loss_of(scanned), optimizer, mode="exact", layout="zero1")
+    with pytest.raises(ConfigError, match=r"sort.*8 replicas.*'replicated'"):
+        dp.init(model())
+
+
 def test_what_a_reduction_sends_under_zero1() -> None:
     def sent(mode: str, layout: str, optimizer: Any) -> dict[str, int]:
         dp = rx.DataParallel(loss_of(scanned), optimizer, mode=mode, layout=layout)

@@ -19,6 +19,7 @@ from replicax.core.accumulate import Apply
 from replicax.core.equations import CALLS, bind, each_alone
 from replicax.core.mesh import AnyMesh
 from replicax.core.models.definition import PyTree
+from replicax.core.row_rules import BY_ENTRY
 
 
 class LooksAtWhole(Exception):  # noqa: N818
@@ -180,8 +181,6 @@ def _cond(branches: Sequence[ClosedJaxpr], values: list[_Value], axis: str) -> l
 def _is_elementwise(alone: Jaxpr) -> bool:
     """Whether each number of a result follows from those in its place, and from scalars."""
     [eqn] = alone.eqns
-    if any(isinstance(each, Jaxpr | ClosedJaxpr) for each in jax.tree.leaves(eqn.params)):
-        return False
     sides: Any = (eqn.invars, eqn.outvars)
     read, given = ({atom.aval.shape for atom in side} for side in sides)
-    return read - {()} == given
+    return eqn.primitive.name in BY_ENTRY and read - {()} == given

@@ -166,11 +166,13 @@ _BY_ENTRY = """
     or population_count pow pvary real reduce_precision rem round rsqrt select_n shift_left
     shift_right_arithmetic shift_right_logical sharding_constraint sign sin sinh sqrt square
     stop_gradient sub tan tanh xor"""
+BY_ENTRY = frozenset(_BY_ENTRY.split())
+"""Primitives whose result at one place follows from what is at that place."""
 _REDUCING = (
     "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor"
 )
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(_BY_ENTRY.split(), _by_entry),
+    **dict.fromkeys(BY_ENTRY, _by_entry),
     **dict.fromkeys(_REDUCING.split(), _without("axes")),
     **dict.fromkeys(("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"), _across("axis")),
     **dict.fromkeys(("dynamic_slice", "dynamic_update_slice", "slice"), _whole_dim),
