@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,16 @@ Apply = Callable[..., tuple[PyTree, PyTree]]
 """`apply(state, total, extras, carried) -> (state, metrics)`; see `replicax.core.update`."""
 
 
+Gather = Callable[[jax.Array], jax.Array]
+"""Rows `[rows, ...]` -> those of all parts of a batch, in their order."""
+
+
 class Accumulator(Protocol):
     """Adds up the micro-batches of a replica."""
+
+    @property
+    def gather(self) -> Gather | None:
+        """The function that gathers rows in a step of one's own; None for that of the axis."""
 
     def micro_batches(self, replicas: int, /) -> int:
         """Return how many each of `replicas` computes, one after the other."""
@@ -42,11 +50,6 @@ class Accumulator(Protocol):
     def replica_key(self, key: jax.Array, axis: Axis, /) -> jax.Array:
         """Return the key that a replica draws from, from that of the step."""
 
-    def isolate(self, apply: Apply, state: Any, total: Any, *rest: PyTree) -> tuple[PyTree, PyTree]:
-        """Return `apply(state, total, *rest)`, with the same bits on any number of replicas where
-        this accumulator promises them.
-        """
-
 
 @dataclasses.dataclass(frozen=True)
 class Sequential:
@@ -57,6 +60,7 @@ class Sequential:
     """
 
     parts: int = 1
+    gather: ClassVar[Gather | None] = None
     within: int = dataclasses.field(default=1, kw_only=True)
     """How many the objective itself makes of each, as one in stages does."""
 
@@ -65,9 +69,6 @@ class Sequential:
 
     def replica_key(self, key: jax.Array, axis: Axis) -> jax.Array:
         return jax.random.fold_in(key, lax.axis_index(axis))
-
-    def isolate(self, apply: Apply, state: Any, total: Any, *rest: PyTree) -> tuple[PyTree, PyTree]:
-        return apply(state, total, *rest)
 
     def __call__(
         self, part: Part, state: Any, batch: Batch, key: jax.Array | None, axis: Axis | None

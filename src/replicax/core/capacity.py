@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,18 @@ def check_state_fits(state: Any, mesh: Mesh) -> None:
     _check(each, mesh, "the training state", "", fix)
 
 
-def check_fits(compiled: jax.stages.Compiled, mesh: Mesh, rows: int) -> None:
-    """Raise `ConfigError` where a step of `rows`, its arguments placed, cannot be run on `mesh`."""
-    stats = compiled.memory_analysis()
-    if stats is None:
+def check_fits(programs: Sequence[Any], mesh: Mesh, rows: int) -> None:
+    """Raise `ConfigError` where a step of `rows`, its arguments placed, cannot be run on `mesh`.
+
+    What each of its `programs` returns is held to its end, and temporaries by one at a time.
+    """
+    stats = [program.memory_analysis() for program in programs]
+    if None in stats:
         return
-    needed = stats.output_size_in_bytes - stats.alias_size_in_bytes + stats.temp_size_in_bytes
+    held = sum(each.output_size_in_bytes - each.alias_size_in_bytes for each in stats)
+    needed = held + max(each.temp_size_in_bytes for each in stats)
     if mesh.local_devices[0].platform == "tpu":  # whose temporaries share memory over time
-        needed = stats.peak_memory_in_bytes - stats.argument_size_in_bytes
+        needed = max(each.peak_memory_in_bytes - each.argument_size_in_bytes for each in stats)
     fix = "lower the batch size, or raise accumulate"
     _check(needed, mesh, f"a step of {rows} rows", " beside the training state", fix)
 

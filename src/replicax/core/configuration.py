@@ -88,6 +88,12 @@ class Configuration:
         """Return what updates a model's parameters, arrays or their shapes."""
         return updater(self.optimizer, self.trainable, self.ema, definition, params)
 
+    @property
+    def placing(self) -> Layout:
+        """The layout, as it places the arrays of a state."""
+        pieces = self.micro_shards if self.mode.bitwise else None
+        return dataclasses.replace(self.layout, pieces=pieces)
+
     def wrapped(self, apply: Apply) -> Apply:
         """Return the optimizer's part of the step as it is wrapped."""
         return apply if self.wrap_apply is None else self.wrap_apply(apply)

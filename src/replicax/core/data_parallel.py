@@ -184,7 +184,7 @@ class DataParallel(Configured):
     def prepare(self, state: TrainState, batch: Batch) -> None:
         """Do what `step` does first: check the loss, agree with other processes, compile."""
         self._checks.check("the step", self._known.step, state, batch)
-        self._checks.check_memory(state, batch, lambda: self.lower(state, batch))
+        self._checks.check_memory(state, batch)
 
     def evaluate(
         self,

@@ -3,20 +3,24 @@
 import dataclasses
 import os
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from replicax.core.accumulate import Apply, Part, PyTree, folded, scale_of, zeros_like
+from replicax.core import meeting
+from replicax.core.accumulate import Gather, Part, PyTree, folded, scale_of, zeros_like
 from replicax.core.batch import Batch
-from replicax.core.loss import LOSS
 from replicax.core.mesh import Axis
 from replicax.core.models.definition import View
+from replicax.core.objective import StepSums
+from replicax.core.pieces import Piece
 from replicax.core.precision import to_sum
 from replicax.core.reduction import Wire
+from replicax.core.same_program import Own
 from replicax.errors import ConfigError
 
 MICRO_SHARDS = 8
@@ -28,16 +32,19 @@ THREADS_VARIABLE = "NPROC"
 
 @dataclasses.dataclass(frozen=True)
 class FixedTree:
-    """The same bits on any number of replicas, each of which holds some of the micro-shards.
+    """Adds micro-shards, of which the replicas share out the same ones whatever their number.
 
-    The global batch is always cut into the same micro-shards, each is summed alone, and a binary
-    tree adds the sums: a replica a subtree, the reduction the rest. Keys are folded with the
-    micro-shard's number. Every micro-shard starts from the extras before the step; after it they
-    are the mean over the micro-shards.
+    Each is summed alone, and a binary tree adds the sums: a replica a subtree, the reduction the
+    rest. Keys are folded with the micro-shard's number. Every micro-shard starts from the extras
+    before the step; after it they are the mean over the micro-shards.
+
+    This is the step as one program, which tells what it computes, moves and takes. What runs are
+    programs of one micro-shard: `OfMicroShard`.
     """
 
     micro_shards: int
     wire: Wire
+    gather: ClassVar[Gather | None] = None
 
     def __post_init__(self) -> None:
         if self.micro_shards < 1 or self.micro_shards & (self.micro_shards - 1):
@@ -64,49 +71,21 @@ class FixedTree:
         own = self.micro_batches(1 if axis is None else lax.axis_size(axis))
         rows = batch.size // own
         start = 0 if axis is None else lax.axis_index(axis) * own
-        once = 1 + (batch.index[0] < 0).astype(jnp.int32)
-
-        def compute(carry: Any) -> Any:
-            held, key, count, _ = carry
-            view = View(key, alone=True, part=True, step=state.step, scale=scale_of(state))
-            sums, after = part(state.params, state.extras, held, view)
-            # The inputs change so that nothing which is computed from them leaves the loop.
-            held = jax.tree.map(lambda leaf: jnp.where(count < 0, jnp.zeros_like(leaf), leaf), held)
-            return held, folded(key, count), count + 1, (self.wire.rounded(sums), _floats(after))
 
         def micro_shard(number: Any) -> PyTree:
             held = jax.tree.map(
                 lambda leaf: lax.dynamic_slice_in_dim(leaf, number * rows, rows), batch
             )
-            inputs = (held, folded(key, start + number), jnp.int32(0))
-            zeros = zeros_like(jax.eval_shape(compute, (*inputs, None))[-1])
-            return _repeat(compute, (*inputs, zeros), once)[-1]
+            sums, floats = _local(part, state, held, key, start + number)
+            return self.wire.rounded(sums), floats
 
         local, floats = self._tree_sum(micro_shard, 0, own)
-        means = iter([leaf / self.micro_shards for leaf in _add_replicas(floats, axis)])
-        after = jax.tree.map(
-            lambda leaf: next(means).astype(leaf.dtype) if _is_float(leaf) else leaf, state.extras
-        )
-        return local, after
+        plain = Wire("float32")
+        return local, _after(state.extras, plain.in_order(floats, axis), self.micro_shards)
 
     def replica_key(self, key: jax.Array, _axis: Axis) -> jax.Array:
         """Return the step's own: no bit depends on how many replicas there are."""
         return key
-
-    def isolate(self, apply: Apply, state: Any, total: Any, *rest: PyTree) -> tuple[PyTree, PyTree]:
-
-        def again(carry: Any) -> Any:
-            state, loss, _ = carry
-            weighted = {**total.weighted, LOSS: loss}
-            after, told = apply(state, dataclasses.replace(total, weighted=weighted), *rest)
-            # It changes, lest the division by it leave the loop.
-            return after, jax.tree.map(lambda leaf: leaf + 1, loss), told
-
-        loss = total.weighted[LOSS]
-        told = zeros_like(jax.eval_shape(apply, state, total, *rest)[1])
-        once = 1 + (state.step < 0).astype(jnp.int32)
-        after, _, told = _repeat(again, (state, loss, told), once)
-        return after, told
 
     def _tree_sum(self, part: Callable[[Any], PyTree], first: Any, count: int) -> PyTree:
         """The sum of `part(first)`, `part(first + 1)`, ..., `count` of them, by a binary tree.
@@ -124,6 +103,63 @@ class FixedTree:
 
         total: PyTree = lax.fori_loop(0, 2, add, zeros_like(jax.eval_shape(part, 0)))
         return total
+
+
+@dataclasses.dataclass(frozen=True)
+class OfMicroShard:
+    """Sums the rows of one micro-shard with those of all others, while a step is traced on it."""
+
+    piece: Piece
+    """Its number, of how many."""
+    wire: Wire
+    dims: tuple[Own, ...] | None = None
+    """For each leaf of a gradient the dim of whose sum it is given a piece; all of it for None."""
+
+    def micro_batches(self, _replicas: int) -> int:
+        return 1
+
+    def __call__(
+        self, part: Part, state: Any, batch: Batch, key: jax.Array | None, _axis: Axis | None
+    ) -> tuple[PyTree, PyTree]:
+        sums, floats = _local(part, state, batch, key, self.piece.number)
+        leaves, structure = jax.tree.flatten((sums, floats))
+        gradient = len(jax.tree.leaves(sums.gradient)) if isinstance(sums, StepSums) else 0
+        rest = len(leaves) - gradient
+        dims = self.dims if self.dims and gradient else (None,) * gradient
+        total = meeting.sum_all(
+            leaves,
+            wire=self.wire,
+            sent=[True] * gradient + [False] * rest,
+            dims=[*dims, *[None] * rest],
+            count=self.piece.count,
+        )
+        sums, floats = jax.tree.unflatten(structure, total)
+        return sums, _after(state.extras, floats, self.piece.count)
+
+    @property
+    def gather(self) -> Gather:
+        """The function that gathers rows of all micro-shards."""
+        return partial(meeting.gather, dim=0, count=self.piece.count)
+
+    def replica_key(self, key: jax.Array, _axis: Axis) -> jax.Array:
+        return key
+
+
+def _local(
+    part: Part, state: Any, batch: Batch, key: jax.Array | None, number: Any
+) -> tuple[PyTree, list[jax.Array]]:
+    """The sums of one micro-shard, and what the model's other arrays are after it."""
+    view = View(folded(key, number), alone=True, part=True, step=state.step, scale=scale_of(state))
+    sums, after = part(state.params, state.extras, batch, view)
+    return sums, _floats(after)
+
+
+def _after(extras: PyTree, floats: list[jax.Array], count: int) -> PyTree:
+    """`extras`, their floats the mean of those of `count` micro-shards."""
+    means = iter([leaf / count for leaf in floats])
+    return jax.tree.map(
+        lambda leaf: next(means).astype(leaf.dtype) if _is_float(leaf) else leaf, extras
+    )
 
 
 def fix_threads(micro_shards: int) -> None:
@@ -160,20 +196,6 @@ def _cores() -> int:
     if named.isdecimal() and int(named):
         return int(named)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _repeat(function: Callable[[Any], Any], carry: Any, once: jax.Array) -> Any:
-    """`function(carry)`, in a loop that runs `once`, which is 1: the compiler must not know it.
-
-    XLA's barriers do not keep it from fusing an operation with its neighbours, and what is fused
-    rounds differently. It neither looks into a loop nor moves out of it what changes in it, and
-    keeps one of which it does not know how often it runs.
-    """
-    return lax.fori_loop(0, once, lambda _, before: function(before), carry)
-
-
-def _add_replicas(floats: list[jax.Array], axis: Axis | None) -> list[jax.Array]:
-    return Wire("float32").in_order(floats, axis) if floats else floats
 
 
 def _floats(tree: PyTree) -> list[jax.Array]:

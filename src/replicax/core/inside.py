@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import jax
@@ -91,13 +92,14 @@ def gather(rows: PyTree) -> PyTree:
             "rx.gather in a loss computed on micro-batches, each of which would see its own rows "
             "alone: use accumulate=1, another mode than 'exact', and no stages"
         )
-    if here.view.axis is None:
+    if here.view.axis is None and here.view.gather is None:
         return rows_gathered_already(rows)
+    gather_rows = here.view.gather or partial(lax.all_gather, axis_name=here.view.axis, tiled=True)
 
     def gathered(leaves: list[jax.Array]) -> list[jax.Array]:
         _, unpack = ravel_pytree([leaf[0] for leaf in leaves])
         packed = jax.vmap(lambda row: ravel_pytree(row)[0])(leaves)
-        whole = lax.all_gather(packed, here.view.axis, tiled=True)
+        whole = gather_rows(packed)
         return list(jax.vmap(unpack)(whole))
 
     return by_dtype(gathered, rows)

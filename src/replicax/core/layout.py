@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax.core.leaves import is_random_key, numbers
-from replicax.core.mesh import DATA, FSDP, AnyMesh, by_rows, replicated, shard_axis
+from replicax.core.mesh import DATA, FSDP, AnyMesh, Axis, by_rows, replicated, row_axis, shard_axis
 from replicax.core.partition import Rules, axes_of, check_rules, spec_by_rule
 from replicax.core.pipeline import SCHEDULES
 from replicax.core.update import TrainState
@@ -30,6 +30,9 @@ class Layout:
     """Specs over the other axes: `model` splits each layer, `stage` stacks of layers."""
     schedule: str = "1f1b"
     """Order of the micro-batches in pipeline stages, where there are some."""
+    pieces: int | None = None
+    """Number of equal pieces that what is split consists of, over all replicas; else there is one
+    on each device along one axis."""
 
     def __str__(self) -> str:
         return self.name
@@ -65,14 +68,16 @@ class Layout:
         return self._placed(params, mesh)(params, self.splits_optimizer)
 
     def _placed(self, params: Any, mesh: AnyMesh) -> Callable[[Any, bool], Any]:
-        ruled, axis = spec_by_rule(params, mesh, self.rules), shard_axis(mesh)
+        ruled = spec_by_rule(params, mesh, self.rules)
+        axis = shard_axis(mesh) if self.pieces is None else row_axis(mesh)
+        parts = self.pieces or mesh.shape[axis]
 
         def placed(tree: Any, splits: bool) -> Any:
             def sharding(path: Any, leaf: Any) -> NamedSharding:
                 shape = tuple(leaf.shape)
                 spec = ruled(jax.tree_util.keystr(path), shape)
                 if splits:
-                    spec = _split_largest(shape, spec, axis, mesh.shape[axis])
+                    spec = _split_largest(shape, spec, axis, parts)
                 return NamedSharding(mesh, spec)
 
             return jax.tree_util.tree_map_with_path(sharding, tree)
@@ -139,7 +144,7 @@ def check_axes(layout: Layout, mesh: AnyMesh) -> None:
 
 
 def _split_largest(
-    shape: tuple[int, ...], spec: PartitionSpec, axis: str, parts: int
+    shape: tuple[int, ...], spec: PartitionSpec, axis: Axis, parts: int
 ) -> PartitionSpec:
     """`spec` with the largest whole dim that `parts` divides, if any, split over `axis`.
 

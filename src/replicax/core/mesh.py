@@ -185,6 +185,11 @@ def by_rows(mesh: AnyMesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(row_axis(mesh)))
 
 
+def split_dim(sharding: NamedSharding) -> int | None:
+    """Return the first dim of an array that a sharding splits, if any."""
+    return next((dim for dim, axes in enumerate(sharding.spec) if axes), None)
+
+
 def _of_every_process(devices: Sequence[jax.Device], needed: int) -> list[jax.Device]:
     """The first devices, as many of each process."""
     count = jax.process_count()

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from replicax.core.accumulate import Accumulator, Sequential
 from replicax.core.batch import Batch
-from replicax.core.exact import FixedTree, check_threads
+from replicax.core.exact import FixedTree, OfMicroShard, check_threads
 from replicax.core.layout import Layout
 from replicax.core.mesh import (
     DATA,
@@ -27,7 +27,9 @@ from replicax.core.mesh import (
     row_axis,
 )
 from replicax.core.objective import StepSums
-from replicax.core.reduction import REDUCTIONS, Parts, Reduce, Reduction, Wire
+from replicax.core.pieces import Piece
+from replicax.core.reduction import REDUCTIONS, Parts, Reduce, Reduction, Wire, as_they_are
+from replicax.core.same_program import Own
 from replicax.core.update import TrainState
 from replicax.errors import ConfigError, choose
 
@@ -130,7 +132,7 @@ def by_compiler(reduction: Reduction, _parts: Parts | None = None) -> Reduce:
             f"reduction={getattr(reduction, 'name', reduction)!r} in a mode that sees the whole "
             "batch, where the compiler places the reduction, in float32: use mode='shard_map'"
         )
-    return lambda sums, carried, _axis: (sums, carried)
+    return as_they_are
 
 
 def of_each_replica(reduction: Reduction, parts: Parts | None = None) -> Reduce:
@@ -177,21 +179,27 @@ class Mode:
     """Whether it can hold layouts that split the parameters."""
     partitions: bool = False
     """Whether it can split a replica over devices, by rules."""
-    bitwise: bool = False
-    """Whether its bits do not depend on the number of devices: the batch is cut into `micro_shards`
-    on any number."""
     most_devices: int | None = None
     most_processes: int | None = None
     instead: str = "jit"
     """The mode that takes what this one cannot."""
     accumulator: Callable[[int, int, AnyMesh, Reduction], Accumulator] = sequential
     """`accumulator(accumulate, micro_shards, mesh, reduction)`; raises `ConfigError`."""
+    of_micro_shard: Callable[[Piece, Reduction, tuple[Own, ...] | None], Accumulator] | None = None
+    """Where its bits are fixed, the accumulator of a step that is traced on one micro-shard."""
     reduce: Callable[[Reduction, Parts | None], Reduce] = of_each_replica
     """From the reduction that was chosen, and the parts of the total that each replica is given if
     not all, to what the step calls; raises `ConfigError`."""
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def bitwise(self) -> bool:
+        """Whether its bits do not depend on the number of devices: the batch is cut into
+        `micro_shards` on any number.
+        """
+        return self.of_micro_shard is not None
 
     def check(self, mesh: AnyMesh, layout: Layout) -> None:
         """Raise `ConfigError` where this mode cannot run on `mesh`, or cannot hold `layout`."""
@@ -275,8 +283,8 @@ MODES = {
             shard_map,
             per_replica=True,
             splits_optimizer=True,
-            bitwise=True,
             accumulator=fixed_tree,
+            of_micro_shard=OfMicroShard,  # type: ignore[arg-type]
             reduce=in_order,
         ),
     )

@@ -18,7 +18,7 @@ from replicax.core.models.pytree import OwnState
 from replicax.core.models.split import split_model
 from replicax.core.objective import LossFunction, Objective, StepSums
 from replicax.core.precision import Precision, to_sum
-from replicax.core.reduction import Reduce
+from replicax.core.reduction import Reduce, as_they_are
 from replicax.core.update import Metrics, Summing, TrainState, mean_gradient, step_key
 from replicax.errors import ConfigError, LossError, StateError
 
@@ -45,9 +45,7 @@ class Primitives:
     examiner: Examiner | None = None
 
 
-_ALONE = Primitives(
-    Summing(Sequential(), lambda sums, carried, _axis: (sums, carried), None), Precision("float32")
-)
+_ALONE = Primitives(Summing(Sequential(), as_they_are, None), Precision("float32"))
 
 
 def value_and_grad(
@@ -97,11 +95,7 @@ def value_and_grad(
             outside = here is not None and here.trace == get_opaque_trace_state()
             primitives.examiner.loss(objective, state, rows, outside)
         total, after, _ = primitives.summing(objective.step_sums, state, rows, key)
-
-        def divided(state: TrainState, total: StepSums) -> tuple[TrainState, Any]:
-            return state, (total.means(), mean_gradient(total, params))
-
-        _, found = primitives.summing.accumulator.isolate(divided, state, total)
+        found = total.means(), mean_gradient(total, params)
         (means, gradient), after = sums_of_all_replicas((found, after))
         if hasattr(definition, "write"):
             definition.write(model, after)
@@ -166,7 +160,7 @@ def own_update(
     if axis is not None:
         key = accumulator.replica_key(key, axis)
     primitives = Primitives(Summing(accumulator, reduce, axis), precision, examiner)
-    view = View(key, axis, step=state.step)
+    view = View(key, axis, step=state.step, gather=accumulator.gather)
     with inside(batch.mask, view, (primitives, batch.index)) as here:
         returned = step(definition.merge(state.params, {}), batch.whole().data, key)
     if examiner is not None:
@@ -176,7 +170,7 @@ def own_update(
     named = {name: WeightedSum(value, one) for name, value in metrics.items()}
     total = StepSums(_went_wrong(state.params, params), named)
     with jax.named_scope("update"):
-        state, verdicts = accumulator.isolate(apply, state, total, params, state.reduction)
+        state, verdicts = apply(state, total, params, state.reduction)
     return state, {**metrics, **verdicts}
 
 

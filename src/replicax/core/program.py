@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from replicax.core.accumulate import Sequential
 from replicax.core.average import average_of
@@ -17,20 +18,22 @@ from replicax.core.configuration import Configuration
 from replicax.core.feed import Split
 from replicax.core.layout import on_devices_of
 from replicax.core.mesh import AnyMesh, by_rows, replica_count, replicated
+from replicax.core.micro_sharded import MicroSharded, OnMicroShard
 from replicax.core.models.definition import Definition, Parts, PyTree
 from replicax.core.models.pytree import OwnState
-from replicax.core.modes import batch_shardings, lift
+from replicax.core.modes import Mode, batch_shardings, lift
 from replicax.core.objective import LossFunction, Objective, only_read
 from replicax.core.optimizer import Updater
 from replicax.core.own import keep, own_update
-from replicax.core.reduction import REDUCTIONS
+from replicax.core.pieces import Piece
+from replicax.core.reduction import REDUCTIONS, Reduction, as_they_are
 from replicax.core.scaling import first_scale
 from replicax.core.update import (
     TrainState,
     create,
     score,
 )
-from replicax.core.written import in_place, written_step
+from replicax.core.written import in_place, written_step, written_step_of_micro_shard
 from replicax.errors import ConfigError, StateError
 
 
@@ -52,19 +55,31 @@ class Program:
     own_step: Any
     """A step of one's own in one replica's view, `(state, batch, axis)`, its parts by keyword."""
     step: Any
-    """A `jax.jit` function `(state, batch) -> (state, metrics)`."""
+    """A function `(state, batch) -> (state, metrics)`: of `jax.jit`, or `MicroSharded`."""
 
     @cached_property
     def score(self) -> Any:
-        """A `jax.jit` function `(state, batch) -> sums of loss and metrics`."""
+        """A function `(state, batch) -> sums of loss and metrics`, as `step` is one."""
         config, mesh, mode = self.configuration, self.mesh, self.configuration.mode
+        of_objective = partial(score, objective=self.split_objective)
+        plain = REDUCTIONS["float32"]
         evaluation = partial(
-            score,
-            objective=self.split_objective,
+            of_objective,
             accumulator=config.accumulator(mesh) if mode.bitwise else Sequential(),
-            reduce=mode.reduce(REDUCTIONS["float32"], None),
+            reduce=mode.reduce(plain, None),
         )
-        return lift(evaluation, mode, mesh, self.shardings, batch_shardings(mesh), replicated(mesh))
+        out = replicated(mesh)
+        whole = lift(evaluation, mode, mesh, self.shardings, batch_shardings(mesh), out)
+        parts = _of_micro_shard(of_objective, mode, plain)
+        return _run(
+            dataclasses.replace(config, donate=False),
+            mesh,
+            "score",
+            parts,
+            whole,
+            self.shardings,
+            out,
+        )
 
     def scoring(self, loss: LossFunction) -> "Program":
         """Return this one with `loss` in evaluation, and no step but that."""
@@ -199,12 +214,16 @@ def build(
     `mesh` are attached devices, described ones, or how many replicas.
     """
     config, mode = configuration, configuration.mode
-    shardings = config.layout.shardings(shapes, mesh)
+    shardings = config.placing.shardings(shapes, mesh)
     objective = Objective(definition, config.loss, config.precision, updater.read)
     where = (shardings, batch_shardings(mesh))
     out, own_step = (shardings, replicated(mesh)), None
+    of_micro_shard: OnMicroShard | None = None
     if config.step is None:
-        step = written_step(config, mesh, objective, updater, shapes, shardings)
+        parts = (config, mesh, objective, updater, shapes, shardings)
+        step = written_step(*parts)
+        if mode.bitwise:
+            of_micro_shard = written_step_of_micro_shard(*parts)
     else:
         if jax.tree.leaves(shapes.reduction):
             raise ConfigError(
@@ -222,6 +241,9 @@ def build(
             apply=config.wrapped(keep),
         )
         step = mode.wrap(own_step, mesh, where, out)
+        of_micro_shard = _of_micro_shard(own_step, mode, config.reduction)
+    donated = 0 if config.donate else ()
+    whole = jax.jit(step, in_shardings=where, out_shardings=out, donate_argnums=donated)
     return Program(
         configuration=config,
         mesh=mesh,
@@ -231,10 +253,45 @@ def build(
         shardings=shardings,
         updater=updater,
         own_step=own_step,
-        step=jax.jit(
-            step,
-            in_shardings=where,
-            out_shardings=out,
-            donate_argnums=0 if config.donate else (),
-        ),
+        step=_run(config, mesh, "step", of_micro_shard, whole, shardings, out),
+    )
+
+
+def _of_micro_shard(
+    function: Callable[..., Any], mode: Mode, reduction: Reduction
+) -> OnMicroShard | None:
+    """`function(state, batch, axis)` of a replica, its parts by keyword, of one micro-shard."""
+    of_micro_shard = mode.of_micro_shard
+    if of_micro_shard is None:
+        return None
+
+    def traced(state: TrainState, batch: Batch, piece: Piece) -> Any:
+        accumulator = of_micro_shard(piece, reduction, None)
+        return function(state, batch, None, accumulator=accumulator, reduce=as_they_are)
+
+    return traced
+
+
+def _run(
+    config: Configuration,
+    mesh: AnyMesh,
+    name: str,
+    of_micro_shard: OnMicroShard | None,
+    whole: Any,
+    where: TrainState,
+    out: PyTree,
+) -> Any:
+    """What runs a function of state and batch: `whole`, or the same programs on any devices."""
+    if of_micro_shard is None or not isinstance(mesh, Mesh):
+        return whole
+    return MicroSharded(
+        name,
+        of_micro_shard,
+        whole,
+        mesh=mesh,
+        micro_shards=config.micro_shards,
+        where=where,
+        out=out,
+        in_flight=config.job.in_flight,
+        donate=config.donate,
     )

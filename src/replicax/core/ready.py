@@ -61,10 +61,11 @@ class Ready:
                 agree_on_program(configuration, what, (state, batch), function.lower(state, batch))
                 self._agreed.add(shapes)
 
-    def check_memory(self, state: TrainState, batch: Batch, lower: Callable[[], Any]) -> None:
+    def check_memory(self, state: TrainState, batch: Batch) -> None:
         """Raise `ConfigError` where the first step needs more memory than there is."""
         if not self._fits and self._program.holds(state, batch):
-            check_fits(lower().compile(), self._program.configuration.mesh, batch.size)
+            compiled = self._program.compiled(state, batch)
+            check_fits(compiled, self._program.configuration.mesh, batch.size)
             self._fits = True
 
     def check_result(self, state: TrainState, metrics: Metrics) -> None:

@@ -11,12 +11,12 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from replicax.core.leaves import by_dtype
-from replicax.core.mesh import DATA, FSDP, AnyMesh, Axis, shard_axis
+from replicax.core.mesh import DATA, FSDP, AnyMesh, Axis, shard_axis, split_dim
 from replicax.core.objective import StepSums
 from replicax.errors import choose
 
 PyTree = Any
-Scatter = Callable[[jax.Array, str, int], jax.Array]
+Scatter = Callable[[jax.Array, Axis, int], jax.Array]
 """`scatter(leaf, axis, dim)`: of the sum over `axis`, this replica's part of `dim`."""
 Reduce = Callable[[StepSums, PyTree, Axis | None], tuple[StepSums, PyTree]]
 """`reduce(sums, carried, axis) -> (total, carried)`; `axis` is None in the global view."""
@@ -28,8 +28,8 @@ class Parts:
 
     dims: tuple[int | None, ...]
     """For each leaf the dim that is split; None where every replica is given the whole."""
-    axis: str
-    """The axis that it is split over."""
+    axis: Axis
+    """The axis, or axes, that it is split over."""
     others: tuple[str, ...]
     """Axes of other replicas, which are given the same parts."""
     summed: bool
@@ -72,9 +72,10 @@ class Parts:
 
 def parts_of(gradient: PyTree, mesh: AnyMesh, *, summed: bool) -> Parts:
     """Return the parts that shardings of a gradient's leaves say; `summed` as there."""
-    axis = shard_axis(mesh)
+    dims = tuple(split_dim(sharding) for sharding in jax.tree.leaves(gradient))
     specs = [list(sharding.spec) for sharding in jax.tree.leaves(gradient)]
-    dims = tuple(spec.index(axis) if axis in spec else None for spec in specs)
+    axes = {spec[dim] for spec, dim in zip(specs, dims, strict=True) if dim is not None}
+    [axis] = axes or {shard_axis(mesh)}
     return Parts(dims, axis, (DATA,) if axis == FSDP else (), summed)
 
 
@@ -128,7 +129,7 @@ class Wire:
         add = partial(self._add_in_parts, axis=axis, ordered=False)
         return StepSums(_as_vectors(sums.gradient, add), all_reduce(sums.weighted, axis))
 
-    def scatter(self, leaf: jax.Array, axis: str, dim: int) -> jax.Array:
+    def scatter(self, leaf: jax.Array, axis: Axis, dim: int) -> jax.Array:
         """Return this replica's part of `dim` of the sum over all replicas."""
         if self.dtype is None:
             part: jax.Array = lax.psum_scatter(leaf, axis, scatter_dimension=dim, tiled=True)
@@ -136,7 +137,7 @@ class Wire:
         return self.scatter_in_order(leaf, axis, dim, ordered=False)
 
     def scatter_in_order(
-        self, leaf: jax.Array, axis: str, dim: int, ordered: bool = True
+        self, leaf: jax.Array, axis: Axis, dim: int, ordered: bool = True
     ) -> jax.Array:
         """Return this replica's part of `dim` of the sum, added as `in_order` adds."""
         front = jnp.moveaxis(leaf, dim, 0)
@@ -155,9 +156,9 @@ class Wire:
 
     def rounded(self, sums: PyTree) -> PyTree:
         """Round the gradient, if `sums` has one, to what can be sent."""
-        if self.dtype is None or not isinstance(sums, StepSums):
+        if not isinstance(sums, StepSums):
             return sums
-        return dataclasses.replace(sums, gradient=jax.tree.map(self._round, sums.gradient))
+        return dataclasses.replace(sums, gradient=jax.tree.map(self.round, sums.gradient))
 
     def in_order(self, sums: PyTree, axis: Axis | None) -> PyTree:
         """Return the sums over all replicas, added by a binary tree; their number is a power of 2.
@@ -187,15 +188,18 @@ class Wire:
         """The sum of all replicas' `parts[own index]`; `ordered` adds by a binary tree."""
         parts = self._send(parts, lambda array: lax.all_to_all(array, axis, 0, 0))
         while ordered and len(parts) > 1:
-            parts = self._round(parts[0::2] + parts[1::2])
+            parts = self.round(parts[0::2] + parts[1::2])
         return parts[0] if len(parts) == 1 else jnp.sum(parts, axis=0)
 
-    def _round(self, leaf: jax.Array) -> jax.Array:
+    def round(self, leaf: jax.Array) -> jax.Array:
+        """Return `leaf`, rounded to what can be sent."""
         if self.dtype is None:
             return leaf
         if jnp.iscomplexobj(leaf):
-            return lax.complex(self._round(leaf.real), self._round(leaf.imag))
-        return leaf.astype(self.dtype).astype(leaf.dtype)
+            return lax.complex(self.round(leaf.real), self.round(leaf.imag))
+        kind = jnp.finfo(self.dtype)
+        # A pair of conversions may be left out by XLA, which is free to compute more precisely.
+        return lax.reduce_precision(leaf, kind.nexp, kind.nmant)
 
     def _send(self, array: jax.Array, move: Callable[[jax.Array], jax.Array]) -> jax.Array:
         """Move `array` in the wire's dtype, as integers: a backend may widen floats."""
@@ -209,6 +213,11 @@ class Wire:
 
 REDUCTIONS = {each.name: each for each in (Wire("float32"), Wire("bfloat16", jnp.bfloat16))}
 """By the name that `DataParallel(reduction=...)` and `--reduction` take."""
+
+
+def as_they_are(sums: StepSums, carried: PyTree, _axis: Axis | None) -> tuple[StepSums, PyTree]:
+    """Return sums that need no reduction, for they are those of all rows."""
+    return sums, carried
 
 
 def as_reduction(reduction: "str | Reduction") -> Reduction:

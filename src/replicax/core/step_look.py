@@ -9,11 +9,10 @@ from replicax.core.accumulate import Sequential
 from replicax.core.batch import Batch
 from replicax.core.inside import Inside
 from replicax.core.look import Look, places_of
-from replicax.core.mesh import Axis
-from replicax.core.models.definition import PyTree
-from replicax.core.objective import Objective, StepSums
+from replicax.core.objective import Objective
 from replicax.core.own import keep
 from replicax.core.program import Program
+from replicax.core.reduction import as_they_are
 from replicax.core.row_rules import MIXED, Place, Rows
 from replicax.core.rows import follow
 from replicax.core.update import TrainState
@@ -44,7 +43,7 @@ class StepLook:
             after, metrics = program.own_step(
                 *(state, batch, None),
                 accumulator=Sequential(),
-                reduce=_as_they_are,
+                reduce=as_they_are,
                 apply=keep,
                 examiner=self,
             )
@@ -112,7 +111,3 @@ class StepLook:
         """Whether it is another step with padding among the rows."""
         of_body = bool(self.from_rows) or self._gathers
         return (of_body and not self._weighs) or any(look.needs_real_rows for look in self._looks)
-
-
-def _as_they_are(sums: StepSums, carried: PyTree, _axis: Axis | None) -> tuple[StepSums, PyTree]:
-    return sums, carried

@@ -1,7 +1,7 @@
 """The step that Replicax writes, on a mesh: sums of each replica, and an update of whole arrays."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,14 +14,23 @@ from replicax.core.configuration import Configuration
 from replicax.core.gathering import Gathering
 from replicax.core.layout import Layout
 from replicax.core.loss import LOSS, WeightedSum
-from replicax.core.mesh import STAGE, AnyMesh, by_rows, replica_count, replicated, shard_axis
+from replicax.core.mesh import (
+    STAGE,
+    AnyMesh,
+    by_rows,
+    replicated,
+    row_axis,
+    shard_axis,
+    split_dim,
+)
 from replicax.core.models.definition import PyTree
 from replicax.core.modes import batch_shardings
 from replicax.core.objective import Objective, StepSums, only_read
 from replicax.core.optimizer import Updater
-from replicax.core.own_part import LooksAtWhole, by_own_part
+from replicax.core.pieces import LooksAtWhole, Piece, by_pieces
 from replicax.core.precision import to_sum
-from replicax.core.reduction import parts_of
+from replicax.core.reduction import as_they_are, parts_of
+from replicax.core.same_program import Own
 from replicax.core.scaling import unscaling
 from replicax.core.stages import Staged
 from replicax.core.update import Metrics, TrainState, apply_gradient, step_sums, update
@@ -39,24 +48,16 @@ def written_step(
     """Return the step, not yet traced, for a state of these `shapes` that lies as `shardings` say.
 
     Raises:
-        ConfigError: fixed bits, the optimizer's state split, and an optimizer that reads it whole.
+        ConfigError: an optimizer that names the replicas, of a state that is split.
     """
-    mode, layout, accumulator = config.mode, config.layout, config.accumulator(mesh)
-    plain = partial(apply_gradient, updater=updater)
-    apply = config.wrapped(plain)
-    apply = unscaling(apply) if config.precision.scales else apply
+    mode, layout, accumulator = config.mode, config.placing, config.accumulator(mesh)
+    apply = _apply(config, updater)
     where = (shardings, batch_shardings(mesh))
     gradient: PyTree = replicated(mesh)
     parts = None
     if mode.per_replica and layout.splits_optimizer:
         gradient = only_read(layout.gradient_shardings(shapes.params, mesh), objective.read)
         parts = parts_of(gradient, mesh, summed=layout.splits_params)
-    if mode.bitwise and parts is not None:
-        apply, where_total = _with_fixed_bits(
-            *(apply, plain, mesh, shapes, shardings, gradient, objective.read)
-        )
-        if where_total is not gradient:
-            gradient, parts = where_total, None
     if updater.names_replicas and mode.per_replica:
         apply = _of_each_replica(apply, mesh, layout)
     sums = partial(
@@ -66,16 +67,93 @@ def written_step(
         reduce=mode.reduce(config.reduction, parts),
     )
     mapped = mode.wrap(sums, mesh, where, _total(gradient, mesh))
-    return partial(update, sums=mapped, apply=partial(accumulator.isolate, apply))
+    return partial(update, sums=mapped, apply=apply)
+
+
+def written_step_of_micro_shard(
+    config: Configuration,
+    mesh: AnyMesh,
+    objective: Objective,
+    updater: Updater,
+    shapes: TrainState,
+    shardings: TrainState,
+) -> Callable[[TrainState, Batch, Piece], tuple[TrainState, Metrics]]:
+    """Return the same step as a function of one micro-shard, which meets the others in it.
+
+    Raises:
+        ConfigError: when traced, an optimizer that reads whole arrays of a state that is split.
+    """
+    layout, apply = config.placing, _apply(config, updater)
+    dims: tuple[Own, ...] | None = None
+    if updater.names_replicas:
+        _check_whole(layout)
+        apply = _of_equal_replicas(apply, mesh)
+    if layout.splits_optimizer:
+        gradient = only_read(layout.gradient_shardings(shapes.params, mesh), objective.read)
+        dims = tuple(map(split_dim, jax.tree.leaves(gradient)))
+        lies = list(map(split_dim, jax.tree.leaves(shardings)))
+        _check_pieces(apply, config.micro_shards, shapes, objective.read, lies, dims)
+
+    def step(state: TrainState, batch: Batch, piece: Piece) -> tuple[TrainState, Metrics]:
+        sums = partial(
+            step_sums,
+            axis=None,
+            objective=objective,
+            accumulator=config.mode.of_micro_shard(piece, config.reduction, dims),
+            reduce=as_they_are,
+        )
+        of_state = apply if dims is None else by_pieces(apply, [*lies, *dims], lies, piece)
+        return update(state, batch, sums=sums, apply=of_state)
+
+    return step
+
+
+def _check_pieces(
+    apply: Apply,
+    count: int,
+    shapes: TrainState,
+    read: tuple[bool, ...] | None,
+    lies: Sequence[Own],
+    dims: Sequence[Own],
+) -> None:
+    """Raise `ConfigError` where the update of a piece needs more than reductions of the others."""
+
+    def of_piece(number: jax.Array, state: TrainState, total: StepSums, *rest: PyTree) -> Any:
+        piece = Piece(number, count)
+        return by_pieces(apply, [*lies, *dims], lies, piece)(state, total, *rest)
+
+    def piece_of(tree: PyTree, dims: Sequence[Own]) -> PyTree:
+        leaves, structure = jax.tree.flatten(tree)
+        piece = Piece(None, count)
+        sizes = [piece.shape(leaf.shape, dim) for leaf, dim in zip(leaves, dims, strict=True)]
+        pairs = zip(sizes, leaves, strict=True)
+        shapes = [jax.ShapeDtypeStruct(size, leaf.dtype) for size, leaf in pairs]
+        return jax.tree.unflatten(structure, shapes)
+
+    one: Any = jax.ShapeDtypeStruct((), jnp.float32)
+    sums = jax.tree.map(partial(jax.eval_shape, to_sum), only_read(shapes.params, read))
+    total = StepSums(piece_of(sums, dims), {LOSS: WeightedSum(one, one)})
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    state = piece_of(shapes, lies)
+    try:
+        jax.eval_shape(of_piece, number, state, total, shapes.extras, shapes.reduction)
+    except LooksAtWhole as error:
+        raise ConfigError(
+            f"the optimizer's {error} reads a whole array, and in a mode with fixed bits each "
+            f"of {count} micro-shards updates a piece of what the layout splits: use "
+            "layout='replicated', or an optimizer that computes number by number, and norms"
+        ) from error
+
+
+def _apply(config: Configuration, updater: Updater) -> Apply:
+    """The optimizer's part of the step, as the configuration has it."""
+    apply = config.wrapped(partial(apply_gradient, updater=updater))
+    return unscaling(apply) if config.precision.scales else apply
 
 
 def _of_each_replica(apply: Apply, mesh: AnyMesh, layout: Layout) -> Apply:
     """`apply` where the axis of the replicas has its name, all arrays being whole."""
-    if not layout.is_whole:
-        raise ConfigError(
-            f"layout={layout.name!r} and an optimizer that names the axis of the replicas, each of "
-            "which has a part of its arrays: use layout='replicated', or take lax.pmean out of it"
-        )
+    _check_whole(layout)
     carried = by_rows(mesh).spec
     everywhere = replicated(mesh).spec
     names = (field.name for field in dataclasses.fields(TrainState))
@@ -86,46 +164,26 @@ def _of_each_replica(apply: Apply, mesh: AnyMesh, layout: Layout) -> Apply:
     )
 
 
+def _of_equal_replicas(apply: Apply, mesh: AnyMesh) -> Apply:
+    """`apply` where the axis of the replicas has its name, and one of them stands for all."""
+    axis = row_axis(mesh)
+    for name in [axis] if isinstance(axis, str) else axis:
+        apply = jax.vmap(apply, in_axes=None, out_axes=None, axis_name=name, axis_size=1)
+    return apply
+
+
+def _check_whole(layout: Layout) -> None:
+    if not layout.is_whole:
+        raise ConfigError(
+            f"layout={layout.name!r} and an optimizer that names the axis of the replicas, each of "
+            "which has a part of its arrays: use layout='replicated', or take lax.pmean out of it"
+        )
+
+
 def _total(gradient: PyTree, mesh: AnyMesh) -> tuple[StepSums, Any, Any]:
     """Where the results of `step_sums` lie, a gradient's total as `gradient` says."""
     weighted: Any = replicated(mesh)
     return StepSums(gradient, weighted), replicated(mesh), by_rows(mesh)
-
-
-def _with_fixed_bits(
-    apply: Apply,
-    plain: Apply,
-    mesh: AnyMesh,
-    shapes: TrainState,
-    shardings: TrainState,
-    gradient: PyTree,
-    read: tuple[bool, ...] | None,
-) -> tuple[Apply, PyTree]:
-    """`apply` on a split state with the bits of a whole one, and where it takes the gradient's
-    total: in parts, or whole where what wraps the `plain` update looks at all of it.
-    """
-    one: Any = jax.ShapeDtypeStruct((), jnp.float32)
-    sums = jax.tree.map(partial(jax.eval_shape, to_sum), only_read(shapes.params, read))
-    arguments = shapes, StepSums(sums, {LOSS: WeightedSum(one, one)})
-    out, axis = (shardings, replicated(mesh)), shard_axis(mesh)
-
-    def in_parts(apply: Apply, where: PyTree) -> Apply:
-        of_parts = by_own_part(apply, mesh, axis, (shardings, *_total(where, mesh)), out)
-        jax.eval_shape(of_parts, *arguments, shapes.extras, shapes.reduction)
-        return of_parts
-
-    try:
-        in_parts(plain, gradient)
-    except LooksAtWhole as error:
-        raise ConfigError(
-            f"the optimizer's {error} reads a whole array, and in a mode with fixed bits each "
-            f"of {replica_count(mesh)} replicas updates a part of what the layout splits: use "
-            "layout='replicated', or an optimizer without norms and clipping"
-        ) from error
-    try:
-        return in_parts(apply, gradient), gradient
-    except LooksAtWhole:
-        return in_parts(apply, replicated(mesh)), replicated(mesh)
 
 
 def in_place(

@@ -1,10 +1,11 @@
-"""An update of one replica's part of a state, with the bits that an update of the whole has.
+"""An update of a state in equal pieces, as many on any number of devices.
 
-What is computed number by number is computed of the own part. What looks at a whole array, as the
-norm of a gradient does, is computed of one that each replica has whole, in the order of one device.
+What is computed number by number is computed of a piece. A reduction, as in the norm of a gradient,
+is one of each piece's, and then of all. What else looks at a whole array is refused.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -13,53 +14,63 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
-from jax.sharding import NamedSharding
 
 from replicax.core.accumulate import Apply
 from replicax.core.equations import CALLS, bind, each_alone
-from replicax.core.mesh import AnyMesh
-from replicax.core.models.definition import PyTree
+from replicax.core.meeting import gather
 from replicax.core.row_rules import BY_ENTRY
+from replicax.core.same_program import Own
+
+_REDUCTIONS: dict[str, Callable[..., jax.Array]] = {
+    "reduce_sum": jnp.sum,
+    "reduce_max": jnp.max,
+    "reduce_min": jnp.min,
+    "reduce_and": jnp.all,
+    "reduce_or": jnp.any,
+}
 
 
 class LooksAtWhole(Exception):  # noqa: N818
-    """An operation would read an array whole of which each replica has a part."""
+    """An operation would read an array whole of which there are pieces."""
 
 
-def by_own_part(apply: Apply, mesh: AnyMesh, axis: str, into: PyTree, out: PyTree) -> Apply:
-    """Return `apply`, of parts that lie as the shardings `into` and `out` say.
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """The piece that is computed."""
 
-    Traced, it raises `LooksAtWhole` where `apply` looks at more than the own part of an array that
-    is split.
+    number: Any
+    """int32 scalar, from 0."""
+    count: int
+    """Of pieces."""
+
+    def shape(self, shape: Sequence[int], dim: Own) -> tuple[int, ...]:
+        """Return the shape of a piece of an array of this `shape`."""
+        return tuple(n // self.count if at == dim else n for at, n in enumerate(shape))
+
+
+def by_pieces(apply: Apply, into: Sequence[Own], out: Sequence[Own], piece: Piece) -> Apply:
+    """Return `apply`, a function of whole arrays, on a piece of those that are split.
+
+    Traced, it raises `LooksAtWhole` where `apply` looks at more than one piece of an array.
 
     Args:
-        apply: a function of whole arrays.
-        mesh: of the replicas.
-        axis: over which parts are split.
-        into: shardings of its arguments, or one for all of each.
-        out: of its results.
+        apply: the function.
+        into: for each of the first leaves of its arguments the dim that is split, if any.
+        out: for each of the first leaves of its results.
+        piece: which it is.
     """
 
-    def own(*parts: PyTree) -> Any:
+    def own(*parts: Any) -> Any:
         leaves, structure = jax.tree.flatten(parts)
-        pairs = zip(leaves, _dims(into, parts, axis), strict=True)
+        pairs = itertools.zip_longest(leaves, into)
         inputs = [_Value(leaf, dim) for leaf, dim in pairs]
-        wholes = jax.tree.unflatten(structure, [_whole_shape(each, axis) for each in inputs])
+        wholes = jax.tree.unflatten(structure, [_whole_shape(each, piece) for each in inputs])
         closed, shapes = jax.make_jaxpr(apply, return_shape=True)(*wholes)
-        wanted = zip(_evaluate(closed, inputs, axis), _dims(out, shapes, axis), strict=True)
-        values = [value.placed(dim, axis) for value, dim in wanted]
+        wanted = itertools.zip_longest(_evaluate(closed, inputs, piece), out)
+        values = [value.placed(dim, piece) for value, dim in wanted]
         return jax.tree.unflatten(jax.tree.structure(shapes), values)
 
-    specs = [jax.tree.map(lambda where: where.spec, each) for each in (into, out)]
-    return jax.shard_map(own, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
-
-
-def _dims(shardings: PyTree, tree: PyTree, axis: str) -> list[int | None]:
-    """For each leaf of `tree` the dim that is split over `axis`."""
-    is_one = lambda node: isinstance(node, NamedSharding)  # noqa: E731
-    each = jax.tree.leaves(jax.tree.broadcast(shardings, tree, is_leaf=is_one), is_leaf=is_one)
-    specs: list[list[Any]] = [list(where.spec) for where in each]
-    return [spec.index(axis) if axis in spec else None for spec in specs]
+    return own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,32 +83,32 @@ class _Value:
     compute: Callable[[int], Any] | None = None
     """Computes the part of a dim from parts of what the whole array follows from."""
 
-    def part(self, dim: int, axis: str) -> Any:
-        """This replica's part of `dim`; of a scalar, all of it."""
+    def part(self, dim: int, piece: Piece) -> Any:
+        """This piece of `dim`; of a scalar, all of it."""
         if self.dim == dim or not jnp.ndim(self.array):
             return self.array
         if self.compute is not None:
             return self.compute(dim)
-        size = self.array.shape[dim] // lax.axis_size(axis)
-        return lax.dynamic_slice_in_dim(self.array, lax.axis_index(axis) * size, size, dim)
+        size = self.array.shape[dim] // piece.count
+        return lax.dynamic_slice_in_dim(self.array, piece.number * size, size, dim)
 
-    def placed(self, dim: int | None, axis: str) -> Any:
+    def placed(self, dim: int | None, piece: Piece) -> Any:
         """The part of `dim`; the whole array for None."""
         if dim is not None:
-            return self.part(dim, axis)
+            return self.part(dim, piece)
         if self.dim is None:
             return self.array
-        return lax.all_gather(self.array, axis, axis=self.dim, tiled=True)
+        return gather(self.array, dim=self.dim, count=piece.count)
 
 
-def _whole_shape(value: _Value, axis: str) -> jax.ShapeDtypeStruct:
+def _whole_shape(value: _Value, piece: Piece) -> jax.ShapeDtypeStruct:
     sizes = list(value.array.shape)
     if value.dim is not None:
-        sizes[value.dim] *= lax.axis_size(axis)
+        sizes[value.dim] *= piece.count
     return jax.ShapeDtypeStruct(tuple(sizes), value.array.dtype)
 
 
-def _evaluate(closed: ClosedJaxpr, inputs: Sequence[_Value], axis: str) -> list[_Value]:
+def _evaluate(closed: ClosedJaxpr, inputs: Sequence[_Value], piece: Piece) -> list[_Value]:
     jaxpr = closed.jaxpr
     known = dict(zip(jaxpr.constvars, map(_Value, closed.consts), strict=True))
     known.update(zip(jaxpr.invars, inputs, strict=True))
@@ -108,29 +119,44 @@ def _evaluate(closed: ClosedJaxpr, inputs: Sequence[_Value], axis: str) -> list[
     for alone in each_alone(jaxpr):
         [eqn] = alone.eqns
         values = [read(atom) for atom in eqn.invars]
-        known.update(zip(eqn.outvars, _apply(alone, values, axis), strict=True))
+        known.update(zip(eqn.outvars, _apply(alone, values, piece), strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _apply(alone: Jaxpr, values: list[_Value], axis: str) -> list[_Value]:
+def _apply(alone: Jaxpr, values: list[_Value], piece: Piece) -> list[_Value]:
     [eqn] = alone.eqns
     dims = {value.dim for value in values if value.dim is not None}
     if not dims:
         found = bind(alone, [value.array for value in values])
-        again = _in_parts(alone, values, found, axis)
+        again = _in_parts(alone, values, found, piece)
         return [_Value(array, None, again and partial(again, n)) for n, array in enumerate(found)]
     if eqn.primitive.name in CALLS:
-        return _evaluate(eqn.params["jaxpr"], values, axis)
+        return _evaluate(eqn.params["jaxpr"], values, piece)
     if eqn.primitive.name == "cond":
-        return _cond(eqn.params["branches"], values, axis)
-    if len(dims) > 1 or not _is_elementwise(alone):
+        return _cond(eqn.params["branches"], values, piece)
+    if len(dims) > 1:
         raise LooksAtWhole(eqn.primitive.name)
     [dim] = dims
-    return [_Value(x, dim) for x in bind(alone, [value.part(dim, axis) for value in values])]
+    if eqn.primitive.name in _REDUCTIONS:
+        return [_reduced(alone, values[0].array, dim, piece)]
+    if not _is_elementwise(alone):
+        raise LooksAtWhole(eqn.primitive.name)
+    return [_Value(x, dim) for x in bind(alone, [value.part(dim, piece) for value in values])]
+
+
+def _reduced(alone: Jaxpr, array: Any, dim: int, piece: Piece) -> _Value:
+    """A reduction of an array of which this is a piece of `dim`: of all pieces, over that dim."""
+    [eqn] = alone.eqns
+    axes = eqn.params["axes"]
+    [found] = bind(alone, [array])
+    if dim not in axes:
+        return _Value(found, dim - sum(axis < dim for axis in axes))
+    each = gather(found[None], dim=0, count=piece.count)
+    return _Value(_REDUCTIONS[eqn.primitive.name](each, axis=0).astype(found.dtype))
 
 
 def _in_parts(
-    alone: Jaxpr, values: list[_Value], found: list[Any], axis: str
+    alone: Jaxpr, values: list[_Value], found: list[Any], piece: Piece
 ) -> Callable[[int, int], Any] | None:
     """Function `(n, dim)` -> part of `found[n]`, from parts of `values`; None if it needs more.
 
@@ -141,22 +167,22 @@ def _in_parts(
 
         def filled(_: int, dim: int) -> Any:
             shape = list(found[0].shape)
-            shape[dim] //= lax.axis_size(axis)
+            shape[dim] //= piece.count
             return jnp.broadcast_to(values[0].array, shape)
 
         return filled
     if not _is_elementwise(alone):
         return None
-    return cache(lambda n, dim: bind(alone, [value.part(dim, axis) for value in values])[n])
+    return cache(lambda n, dim: bind(alone, [value.part(dim, piece) for value in values])[n])
 
 
-def _cond(branches: Sequence[ClosedJaxpr], values: list[_Value], axis: str) -> list[_Value]:
+def _cond(branches: Sequence[ClosedJaxpr], values: list[_Value], piece: Piece) -> list[_Value]:
     """One of the branches, each of parts; what one of them gives in parts, all do."""
     index, *operands = values
 
     def of_values(branch: ClosedJaxpr, arrays: list[Any]) -> list[_Value]:
         pairs = zip(arrays, operands, strict=True)
-        return _evaluate(branch, [_Value(array, each.dim) for array, each in pairs], axis)
+        return _evaluate(branch, [_Value(array, each.dim) for array, each in pairs], piece)
 
     found: list[list[int | None]] = []
 
@@ -172,7 +198,7 @@ def _cond(branches: Sequence[ClosedJaxpr], values: list[_Value], axis: str) -> l
 
     def run(branch: ClosedJaxpr, arrays: list[Any]) -> list[Any]:
         pairs = zip(of_values(branch, arrays), split, strict=True)
-        return [value.placed(dim, axis) for value, dim in pairs]
+        return [value.placed(dim, piece) for value, dim in pairs]
 
     taken = lax.switch(index.array, [partial(run, branch) for branch in branches], arrays)
     return [_Value(array, dim) for array, dim in zip(taken, split, strict=True)]

@@ -1,0 +1,230 @@
+"""The trace of a step -> the programs that it is run by, and what happens between them.
+
+A value is alike on all devices, or each micro-shard has its own, because it follows from rows. The
+trace is cut where all micro-shards meet, into levels: of each level one program of what is alike,
+run once, then one of what is own, run for every micro-shard, then what meets. None of it depends on
+the number of devices.
+"""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from replicax.core.equations import bind, each_alone
+from replicax.core.meeting import gather_p, sum_p
+from replicax.core.ownership import WRAPPERS, body, is_own, meets, own_of
+from replicax.core.same_program import Own
+
+_FEW = 64
+"""Integers, or keys, that each program computes again which needs them, rather than be given."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Equations between two meetings, compiled as one program."""
+
+    jaxpr: Jaxpr
+    own: bool
+    """Whether it is run once for each micro-shard."""
+    sums: tuple[JaxprEqn, ...] = ()
+    """Sums over all micro-shards of some of its results, which nothing else reads."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Meeting:
+    """Equations at which micro-shards meet otherwise: gathered rows, or a loop around sums."""
+
+    eqns: tuple[JaxprEqn, ...]
+
+
+Item = Segment | Meeting
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """A jaxpr, cut."""
+
+    jaxpr: Jaxpr
+    """Without calls around meetings; its constants are its first arguments."""
+    consts: tuple[Any, ...]
+    items: tuple[Item, ...]
+    """In the order in which they run."""
+    lie: dict[Var, Own]
+    """How each value that is own lies, of those that items hand on."""
+    unneeded: tuple[tuple[Var, ...], ...]
+    """For each item the values that nothing reads after it."""
+
+
+def cut(closed: ClosedJaxpr, into: Sequence[Own], out: Sequence[Own]) -> Cut:
+    """Return a jaxpr, cut where micro-shards meet.
+
+    Args:
+        closed: of one micro-shard.
+        into: how each argument lies.
+        out: how each result does that is own.
+    """
+    closed = _inlined(closed)
+    jaxpr, consts = closed.jaxpr, tuple(closed.consts)
+    jaxpr = jaxpr.replace(invars=[*jaxpr.constvars, *jaxpr.invars], constvars=[])
+    jaxpr, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    lie = dict(zip(jaxpr.invars[len(consts) :], into, strict=True))
+    lie = {var: how for var, how in lie.items() if how is not None}
+    owned, of_own = set(lie), []
+    for eqn in jaxpr.eqns:
+        operands = [is_own(atom, owned) for atom in eqn.invars]
+        found = own_of(eqn, operands)
+        owned |= {var for var, each in zip(eqn.outvars, found, strict=True) if each}
+        of_own.append(any(found) or (not found and any(operands)))
+        if eqn.primitive is sum_p:
+            dims = zip(eqn.outvars, eqn.params["dims"], strict=True)
+            lie.update({var: dim for var, dim in dims if dim is not None})
+    for atom, how in zip(jaxpr.outvars, out, strict=True):
+        if is_own(atom, owned) and how is not None:
+            lie.setdefault(atom, how)
+    for var in owned:
+        lie.setdefault(var, 0)
+    items = tuple(_items(jaxpr, of_own))
+    seen, unneeded = set(variables(jaxpr.outvars)), []
+    for item in reversed(items):
+        read = dict.fromkeys(variables(inputs_of(item)))
+        unneeded.append(tuple(var for var in read if var not in seen))
+        seen |= set(read)
+    return Cut(jaxpr, consts, items, lie, tuple(unneeded[::-1]))
+
+
+def inputs_of(item: Item) -> list[Any]:
+    """Return what an item reads."""
+    if isinstance(item, Segment):
+        return list(item.jaxpr.invars)
+    return [atom for eqn in item.eqns for atom in eqn.invars]
+
+
+def variables(atoms: Sequence[Any]) -> list[Var]:
+    """Return those of `atoms` that are no literals."""
+    return [atom for atom in atoms if not isinstance(atom, Literal)]
+
+
+def _items(jaxpr: Jaxpr, of_own: Sequence[bool]) -> Iterator[Item]:
+    """The segments and meetings, level by level."""
+    levels, last = _levels(jaxpr)
+    few = _few(jaxpr)
+    read = [var for eqn in jaxpr.eqns if meets(eqn) for var in variables(eqn.invars)]
+    handed = {*read, *variables(jaxpr.outvars)}
+    members: dict[tuple[int, bool], list[int]] = collections.defaultdict(list)
+    for number, eqn in enumerate(jaxpr.eqns):
+        again = number in few and not handed & set(eqn.outvars)
+        if not again and not meets(eqn):
+            members[levels[number], of_own[number]].append(number)
+    chosen = {key: _with_few(jaxpr, numbers, few) for key, numbers in members.items()}
+    for numbers in chosen.values():
+        made = {var for number in numbers for var in jaxpr.eqns[number].outvars}
+        handed |= {
+            var for n in numbers for var in variables(jaxpr.eqns[n].invars) if var not in made
+        }
+    for level in range(last + 1):
+        here = [e for n, e in zip(levels, jaxpr.eqns, strict=True) if n == level and meets(e)]
+        sums = tuple(eqn for eqn in here if eqn.primitive is sum_p)
+        gathers = tuple(eqn for eqn in here if eqn.primitive is gather_p)
+        for own in (False, True):
+            if (level, own) in chosen:
+                numbers = chosen[level, own]
+                part = _part(jaxpr, numbers, set(members[level, own]), handed)
+                yield Segment(part, own, sums if own else ())
+        if gathers:
+            yield Meeting(gathers)
+        yield from (Meeting((eqn,)) for eqn in here if eqn not in (*sums, *gathers))
+
+
+def _levels(jaxpr: Jaxpr) -> tuple[list[int], int]:
+    """The level of each equation, how many meetings before it, and the last level.
+
+    Meetings take place as early as they can and other equations as late, beside what needs them.
+    """
+    level: dict[Any, int] = collections.defaultdict(int)
+    levels = []
+    for eqn in jaxpr.eqns:
+        levels.append(max((level[var] for var in variables(eqn.invars)), default=0))
+        level.update(dict.fromkeys(eqn.outvars, levels[-1] + meets(eqn)))
+    last = max(level.values(), default=0)
+    needed: dict[Any, int] = dict.fromkeys(variables(jaxpr.outvars), last)
+    for number, eqn in reversed(list(enumerate(jaxpr.eqns))):
+        if not meets(eqn) and not eqn.effects:
+            levels[number] = min((needed.get(var, last) for var in eqn.outvars), default=last)
+        for var in variables(eqn.invars):
+            needed[var] = min(needed.get(var, last), levels[number])
+    return levels, last
+
+
+def _few(jaxpr: Jaxpr) -> set[int]:
+    """Numbers of the equations that only compute a few integers or keys from a few others."""
+    known = {var for var in jaxpr.invars if _is_few(var.aval)}
+    found = set()
+    for number, eqn in enumerate(jaxpr.eqns):
+        from_few = all(var in known for var in variables(eqn.invars))
+        few = from_few and all(_is_few(var.aval) for var in eqn.outvars)
+        if few and not eqn.effects and not meets(eqn):
+            known |= set(eqn.outvars)
+            found.add(number)
+    return found
+
+
+def _is_few(aval: Any) -> bool:
+    exact = not jnp.issubdtype(aval.dtype, jnp.inexact)
+    return exact and math.prod(aval.shape) <= _FEW
+
+
+def _with_few(jaxpr: Jaxpr, numbers: Sequence[int], few: set[int]) -> list[int]:
+    """`numbers` of equations, with those of the few integers that they need, in order."""
+    wanted, found = set(), set(numbers)
+    for number in reversed(range(len(jaxpr.eqns))):
+        eqn = jaxpr.eqns[number]
+        if number in found or (number in few and wanted & set(eqn.outvars)):
+            found.add(number)
+            wanted |= set(variables(eqn.invars))
+    return sorted(found)
+
+
+def _part(jaxpr: Jaxpr, numbers: Sequence[int], members: set[int], handed: set[Var]) -> Jaxpr:
+    """A jaxpr of the equations of these `numbers`, whose `members` hand on what others need."""
+    eqns = [jaxpr.eqns[number] for number in numbers]
+    made = {var for eqn in eqns for var in eqn.outvars}
+    read = dict.fromkeys(var for eqn in eqns for var in variables(eqn.invars) if var not in made)
+    own = (var for number in numbers if number in members for var in jaxpr.eqns[number].outvars)
+    out = [var for var in own if var in handed]
+    return jaxpr.replace(invars=list(read), outvars=out, eqns=eqns)
+
+
+def _inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same without calls around meetings."""
+    jaxpr = closed.jaxpr
+    if not any(eqn.primitive.name in WRAPPERS and meets(eqn) for eqn in jaxpr.eqns):
+        return closed
+
+    def run(*arguments: Any) -> list[Any]:
+        known: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+        known.update(zip(jaxpr.invars, arguments, strict=True))
+        read = lambda atom: atom.val if isinstance(atom, Literal) else known[atom]  # noqa: E731
+        for alone in each_alone(jaxpr):
+            [eqn] = alone.eqns
+            values = [read(atom) for atom in eqn.invars]
+            if eqn.primitive.name in WRAPPERS and meets(eqn):
+                inner = eqn.params["jaxpr"]
+                found = jax.core.eval_jaxpr(body(inner), getattr(inner, "consts", ()), *values)
+            else:
+                found = bind(alone, values)
+            known.update(zip(eqn.outvars, found, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    return _inlined(jax.make_jaxpr(run)(*shapes_of(jaxpr.invars)))
+
+
+def shapes_of(variables: Sequence[Var]) -> list[jax.ShapeDtypeStruct]:
+    """Return the shapes and dtypes of `variables`."""
+    return [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in variables]

@@ -1,0 +1,126 @@
+"""Loops and branches around sums, which the host runs: each turn by the same programs."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
+
+from replicax.core.meeting import own
+from replicax.core.ownership import own_of, scanned, turned
+from replicax.core.same_program import Own
+
+Operation = Callable[[list[Any]], list[Any]]
+
+
+class Compiler(Protocol):
+    """Compiles parts of a step."""
+
+    def inner(self, function: Callable[..., Any], avals: Sequence[Any], into: list[Own]) -> Any:
+        """Return `function`, of arrays of one micro-shard, on values of all; it returns a list."""
+
+    def placed(self, value: Any) -> jax.Array:
+        """Return a constant as an array that all devices have alike."""
+
+
+def scan(compiler: Compiler, eqn: JaxprEqn, into: list[Own]) -> Operation:
+    """Return the function of the operands of a scan, and of their avals, to its results."""
+    consts, carried, length = (eqn.params[each] for each in ("num_consts", "num_carry", "length"))
+    body, avals = jaxpr_as_fun(eqn.params["jaxpr"]), [atom.aval for atom in eqn.invars]
+    owned, _ = scanned(eqn, [lie is not None for lie in into])
+    split = consts + carried
+    carry_owned, carry_avals = owned[consts:split], avals[consts:split]
+
+    def turn(*values: Any) -> list[Any]:
+        *held, number = values
+        rows = [lax.dynamic_index_in_dim(each, number, 0, keepdims=False) for each in held[split:]]
+        found = body(*held[:split], *rows)
+        return [*_as_own(found[:carried], carry_owned), *found[carried:]]
+
+    lie = [_lie(*pair) for pair in zip(owned, into, strict=True)]
+    number_aval = jax.ShapeDtypeStruct((), np.int32)
+    begin = compiler.inner(
+        lambda *carry: _as_own(carry, carry_owned), carry_avals, into[consts:split]
+    )
+    turns = compiler.inner(turn, [*avals, number_aval], [*lie, None])
+    stacked = turns.out[carried:]
+    stack = [
+        compiler.inner(
+            lambda *each: [jnp.stack(each)],
+            [var.aval.update(shape=var.aval.shape[1:])] * length,
+            [how] * length,
+        )
+        for var, how in zip(eqn.outvars[carried:], stacked, strict=True)
+    ]
+    order = range(length)[::-1] if eqn.params["reverse"] else range(length)
+
+    def run(values: list[Any]) -> list[Any]:
+        carry = begin(values[consts:split])
+        rows: list[list[Any]] = [[] for _ in range(length)]
+        for number in order:
+            given = [*values[:consts], *carry, *values[split:], compiler.placed(np.int32(number))]
+            found = turns(given)
+            carry, rows[number] = found[:carried], found[carried:]
+        each = zip(*rows, strict=True)
+        return [*carry, *(join(list(row))[0] for join, row in zip(stack, each, strict=True))]
+
+    return run
+
+
+def while_loop(compiler: Compiler, eqn: JaxprEqn, into: list[Own]) -> Operation:
+    """Return the function of the operands of a while loop to its results."""
+    tested, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    split, avals = tested + consts, [atom.aval for atom in eqn.invars]
+    owned = turned(eqn, [lie is not None for lie in into])
+    lie = [_lie(*pair) for pair in zip(owned, into[split:], strict=True)]
+    body = jaxpr_as_fun(eqn.params["body_jaxpr"])
+    begin = compiler.inner(lambda *carry: _as_own(carry, owned), avals[split:], into[split:])
+    goes_on = compiler.inner(
+        jaxpr_as_fun(eqn.params["cond_jaxpr"]),
+        [*avals[:tested], *avals[split:]],
+        [*into[:tested], *lie],
+    )
+    turn = compiler.inner(
+        lambda *values: _as_own(body(*values), owned), avals[tested:], [*into[tested:split], *lie]
+    )
+
+    def run(values: list[Any]) -> list[Any]:
+        carry = begin(values[split:])
+        while bool(np.asarray(goes_on([*values[:tested], *carry])[0])):
+            carry = turn([*values[tested:split], *carry])
+        return list(carry)
+
+    return run
+
+
+def cond(compiler: Compiler, eqn: JaxprEqn, into: list[Own]) -> Operation:
+    """Return the function of the operands of a cond to its results."""
+    owned = own_of(eqn, [lie is not None for lie in into])
+    avals = [atom.aval for atom in eqn.invars[1:]]
+
+    def compiled(branch: ClosedJaxpr) -> Any:
+        function = jaxpr_as_fun(branch)
+        return compiler.inner(lambda *values: _as_own(function(*values), owned), avals, into[1:])
+
+    branches = [compiled(branch) for branch in eqn.params["branches"]]
+    return lambda values: list(branches[int(np.asarray(values[0]))](values[1:]))
+
+
+HOST_LOOPS: dict[str, Callable[[Compiler, JaxprEqn, list[Own]], Operation]] = {
+    "scan": scan,
+    "while": while_loop,
+    "cond": cond,
+}
+"""By the primitive's name."""
+
+
+def _lie(is_own: bool, into: Own) -> Own:
+    return 0 if is_own and into is None else into
+
+
+def _as_own(values: Sequence[Any], owned: Sequence[bool]) -> list[Any]:
+    """`values`, those that are `owned` as each micro-shard's own."""
+    return [own(each) if is_own else each for each, is_own in zip(values, owned, strict=True)]

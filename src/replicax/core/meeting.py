@@ -1,0 +1,92 @@
+"""Primitives where the micro-shards of a step meet, while it is traced on one of them.
+
+A step of mode `exact` is traced with the rows of one micro-shard and its number. These mark where
+values of one micro-shard become values of all; `replicax.core.cut` cuts the trace there.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from replicax.core.reduction import Wire
+
+own_p = Primitive("of_micro_shard")
+"""Identity: a value that each micro-shard has of its own, whatever it follows from."""
+
+sum_p = Primitive("sum_of_micro_shards")
+"""The sum of each operand over all micro-shards, in one fixed order; a piece of it for each where
+its entry of `dims` names a dim."""
+sum_p.multiple_results = True
+
+gather_p = Primitive("gather_of_micro_shards")
+"""The operand of all micro-shards, side by side along `dim`, in their order."""
+
+
+def own(value: jax.Array) -> jax.Array:
+    """Return `value` as each micro-shard's own."""
+    found: jax.Array = own_p.bind(value)
+    return found
+
+
+def sum_all(
+    values: Sequence[jax.Array],
+    *,
+    wire: Wire,
+    sent: Sequence[bool],
+    dims: Sequence[int | None],
+    count: int,
+) -> list[jax.Array]:
+    """Return the sums of `values` over `count` micro-shards.
+
+    Args:
+        values: of one micro-shard.
+        wire: rounds those that are `sent` in its dtype.
+        sent: for each whether it is.
+        dims: for each the dim of which every micro-shard is given a piece; None for the whole sum.
+        count: of micro-shards.
+    """
+    options = {"wire": wire, "sent": tuple(sent), "dims": tuple(dims), "count": count}
+    found: list[jax.Array] = sum_p.bind(*map(own, values), **options)
+    return found
+
+
+def gather(value: jax.Array, *, dim: int, count: int) -> jax.Array:
+    """Return `value` of `count` micro-shards, side by side along `dim`."""
+    found: jax.Array = gather_p.bind(own(value), dim=dim, count=count)
+    return found
+
+
+def _sum_avals(*avals: Any, dims: Sequence[int | None], count: int, **_: Any) -> list[Any]:
+    return [
+        ShapedArray(_scaled(aval.shape, dim, 1 / count), aval.dtype)
+        for aval, dim in zip(avals, dims, strict=True)
+    ]
+
+
+def _scaled(shape: tuple[int, ...], dim: int | None, factor: float) -> tuple[int, ...]:
+    return tuple(int(size * factor) if at == dim else size for at, size in enumerate(shape))
+
+
+def _sum_batched(values: Any, at: Any, *, dims: Sequence[int | None], **options: Any) -> Any:
+    assert all(dim is None for dim in dims)  # pieces are those of a step that Replicax writes
+    return sum_p.bind(*values, dims=dims, **options), at
+
+
+def _gather_batched(values: Any, at: Any, *, dim: int, count: int) -> Any:
+    found = gather_p.bind(*values, dim=dim if dim < at[0] else dim + 1, count=count)
+    return found, at[0]
+
+
+own_p.def_abstract_eval(lambda aval: aval)
+sum_p.def_abstract_eval(_sum_avals)
+gather_p.def_abstract_eval(
+    lambda aval, dim, count: ShapedArray(_scaled(aval.shape, dim, count), aval.dtype)
+)
+mlir.register_lowering(own_p, lambda _context, value: [value])
+batching.primitive_batchers[own_p] = lambda values, at: (own_p.bind(*values), at[0])
+batching.primitive_batchers[sum_p] = _sum_batched
+batching.primitive_batchers[gather_p] = _gather_batched

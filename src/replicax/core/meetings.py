@@ -1,0 +1,172 @@
+"""Programs in which micro-shards meet: they add in one fixed order, and move, and do nothing else.
+
+So they round alike however they are compiled: XLA keeps the order in which floats are added.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn
+from jax.sharding import Mesh
+
+from replicax.core.in_flight import InFlight
+from replicax.core.mesh import row_axis
+from replicax.core.objective import StepSums
+from replicax.core.same_program import Own, sharding_of
+
+Parts = list[jax.Array]
+"""A value of every micro-shard: entry n holds that of each device's n-th, side by side."""
+
+Local = Callable[[list[list[jax.Array]]], list[Any]]
+
+
+class Meetings:
+    """Makes the functions in which the micro-shards of a mesh meet.
+
+    Args:
+        mesh: of the devices.
+        shares: micro-shards of each.
+        in_flight: tracker of what the devices were given.
+    """
+
+    def __init__(self, mesh: Mesh, shares: int, in_flight: InFlight) -> None:
+        self.mesh, self.shares, self._in_flight = mesh, shares, in_flight
+
+    def mapped(self, local: Local, into: Sequence[Own], count: int, out: Sequence[Own]) -> Any:
+        """Return a `jax.jit` function of `count` lists of global arrays, as `local` has its own.
+
+        Args:
+            local: `count` lists of one device's arrays -> a list of such.
+            into: how each array of a list lies.
+            count: of lists.
+            out: how each result lies.
+        """
+        places, results = ([sharding_of(self.mesh, own).spec for own in lie] for lie in (into, out))
+        return jax.jit(
+            jax.shard_map(
+                lambda lists: local(lists),
+                mesh=self.mesh,
+                in_specs=([places] * count,),
+                out_specs=results,
+                check_vma=False,
+            )
+        )
+
+    def cut(self, into: Sequence[Own]) -> Callable[[list[jax.Array]], list[Any]]:
+        """Return a function of global arrays: each device's part in as many `Parts`."""
+        if self.shares == 1:
+            return lambda arrays: [
+                array if dim is None else [array] for array, dim in zip(arrays, into, strict=True)
+            ]
+        split = [dim for dim in into if dim is not None]
+
+        def local(lists: list[list[jax.Array]]) -> list[jax.Array]:
+            pairs = zip(lists[0], split, strict=True)
+            pieces = [jnp.split(array, self.shares, dim) for array, dim in pairs]
+            return [piece for each in pieces for piece in each]
+
+        program = self.mapped(local, split, 1, [dim for dim in split for _ in range(self.shares)])
+
+        def cut(arrays: list[jax.Array]) -> list[Any]:
+            pairs = list(zip(arrays, into, strict=True))
+            found = iter(program([[array for array, dim in pairs if dim is not None]]))
+            take = lambda: [next(found) for _ in range(self.shares)]  # noqa: E731
+            return [array if dim is None else take() for array, dim in pairs]
+
+        return cut
+
+    def pasted(self, into: Sequence[Own]) -> Callable[[list[Parts]], list[jax.Array]]:
+        """Return a function of `Parts`: each device's side by side, which `cut` would cut again."""
+        if self.shares == 1:
+            return lambda values: [array for [array] in values]
+
+        def local(lists: list[list[jax.Array]]) -> list[jax.Array]:
+            each = zip(zip(*lists, strict=True), into, strict=True)
+            return [jnp.concatenate(arrays, dim) for arrays, dim in each]
+
+        program = self.mapped(local, into, self.shares, into)
+        return lambda values: list(program([list(each) for each in zip(*values, strict=True)]))
+
+    def gathered(self, eqns: Sequence[JaxprEqn]) -> Callable[[list[Parts]], list[jax.Array]]:
+        """Return a function of the operands of some `gather_p`, in turn: theirs of all shards."""
+        dims = [eqn.params["dim"] for eqn in eqns]
+
+        def local(lists: list[list[jax.Array]]) -> list[jax.Array]:
+            each = zip(zip(*lists, strict=True), dims, strict=True)
+            axis = row_axis(self.mesh)
+            return [
+                lax.all_gather(jnp.concatenate(arrays, dim), axis, axis=dim, tiled=True)
+                for arrays, dim in each
+            ]
+
+        program = self.mapped(local, [0] * len(dims), self.shares, [None] * len(dims))
+        return lambda values: self.run(program, [list(each) for each in zip(*values, strict=True)])
+
+    def run(self, program: Any, lists: list[list[jax.Array]]) -> list[jax.Array]:
+        """Return what a program gives in which devices wait for one another."""
+        devices = self.mesh.devices
+        if devices.size == 1 or devices.flat[0].platform != "cpu":
+            return list(program(lists))
+        return self._in_flight.meet(lambda: list(program(lists)))
+
+
+class Sums:
+    """Sums over all micro-shards, by one binary tree: neighbours first, then neighbouring pairs.
+
+    Args:
+        meetings: of the mesh.
+        eqns: some `sum_p`.
+    """
+
+    def __init__(self, meetings: Meetings, eqns: Sequence[JaxprEqn]) -> None:
+        self._meetings, self._wire = meetings, eqns[0].params["wire"]
+        self._sent: list[bool] = [each for eqn in eqns for each in eqn.params["sent"]]
+        self._dims: list[Own] = [each for eqn in eqns for each in eqn.params["dims"]]
+        self._shapes = [var.aval.shape for eqn in eqns for var in eqn.invars]
+        into: list[Own] = [0] * len(self._shapes)
+        self._pair = meetings.mapped(lambda lists: self._add(*lists), into, 2, into)
+        self._total = meetings.mapped(self._of_all, into, 1, self._dims)
+        self._cut = meetings.cut(self._dims)
+
+    def __call__(self, compute: Callable[[int], list[jax.Array]]) -> list[Any]:
+        """Return the sums, or `Parts` of them, of `compute(n)` of each device's micro-shard n.
+
+        Each is added as soon as it is there, so that one sum is held for each level of the tree.
+        """
+        held: list[list[jax.Array]] = []
+        for number in range(self._meetings.shares):
+            held.append(compute(number))
+            while number & 1:
+                right = held.pop()
+                held.append(self._pair([held.pop(), right]))
+                number >>= 1
+        return self._cut(self._meetings.run(self._total, held))
+
+    def _of_all(self, lists: list[list[jax.Array]]) -> list[jax.Array]:
+        """The sums of all devices, or this one's part of them."""
+        pairs = zip(self._rounded(lists[0]), self._shapes, strict=True)
+        local = [leaf.reshape(shape) for leaf, shape in pairs]
+        axis, dims = row_axis(self._meetings.mesh), self._dims
+        sent: dict[int, Any] = {}
+        others: dict[int, Any] = {}
+        for n, leaf in enumerate(local):
+            if dims[n] is None:
+                (sent if self._sent[n] else others)[n] = leaf
+        whole = self._wire.in_order(StepSums(sent, others), axis)  # type: ignore[arg-type]
+        found: dict[int, Any] = {**whole.gradient, **whole.weighted}
+        return [
+            found[n] if dim is None else self._wire.scatter_in_order(local[n], axis, dim)
+            for n, dim in enumerate(dims)
+        ]
+
+    def _add(self, left: list[jax.Array], right: list[jax.Array]) -> list[jax.Array]:
+        pairs = zip(self._rounded(left), self._rounded(right), strict=True)
+        return self._rounded([a + b for a, b in pairs])
+
+    def _rounded(self, leaves: list[jax.Array]) -> list[jax.Array]:
+        """`leaves`, those that are sent rounded to what the wire takes."""
+        pairs = zip(leaves, self._sent, strict=True)
+        return [self._wire.round(leaf) if sent else leaf for leaf, sent in pairs]

@@ -1,0 +1,171 @@
+"""A function of a state and a batch, run by the same programs on any number of devices."""
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from replicax.core.batch import Batch
+from replicax.core.in_flight import InFlight
+from replicax.core.meetings import Meetings
+from replicax.core.mesh import split_dim
+from replicax.core.models.definition import PyTree
+from replicax.core.modes import batch_shardings
+from replicax.core.parted import Parted
+from replicax.core.pieces import Piece
+from replicax.core.same_program import Own, SameProgram, sharding_of
+from replicax.core.update import TrainState
+from replicax.errors import LossError
+
+OnMicroShard = Callable[[TrainState, Batch, Piece], Any]
+"""A function of the state, of the rows of one micro-shard, and of which one that is."""
+
+
+class MicroSharded:
+    """A function of one micro-shard, on all micro-shards of a batch.
+
+    Args:
+        name: of its programs.
+        function: of a micro-shard.
+        whole: the same as one `jax.jit` function of the state and the whole batch, which tells
+            what it computes, moves and takes; it is not run.
+        mesh: of the devices.
+        micro_shards: on all devices together.
+        where: shardings of the state.
+        out: of what it returns.
+        in_flight: tracker of what the devices are given.
+        donate: whether the memory of the state is taken.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: OnMicroShard,
+        whole: Any,
+        *,
+        mesh: Mesh,
+        micro_shards: int,
+        where: TrainState,
+        out: PyTree,
+        in_flight: InFlight,
+        donate: bool = False,
+    ) -> None:
+        self._name, self._function, self._whole = name, function, whole
+        self._mesh, self._micro_shards, self._donate = mesh, micro_shards, donate
+        self._where, self._out = where, out
+        self._meetings = Meetings(mesh, micro_shards // mesh.size, in_flight)
+        self._compiled: dict[Any, _Compiled] = {}
+
+    def trace(self, state: TrainState, batch: Batch) -> jax.stages.Traced:
+        """Return the trace of the whole, as one program."""
+        traced: jax.stages.Traced = self._whole.trace(state, batch)
+        return traced
+
+    def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:
+        """Return the whole, lowered as one program."""
+        return self.trace(state, batch).lower()
+
+    def programs(self, state: TrainState, batch: Batch) -> list[SameProgram]:
+        """Return the programs that compute it, in the order in which they run, compiled."""
+        return self._of(state, batch).parted.programs
+
+    def __call__(self, state: TrainState, batch: Batch) -> Any:
+        return self._of(state, batch)(state, batch)
+
+    def _of(self, state: TrainState, batch: Batch) -> "_Compiled":
+        leaves, structure = jax.tree.flatten(batch)
+        key = structure, *((leaf.shape, leaf.dtype) for leaf in leaves)
+        if key not in self._compiled:
+            self._compiled[key] = self._compile(state, batch)
+        return self._compiled[key]
+
+    def _compile(self, state: TrainState, batch: Batch) -> "_Compiled":
+        count = self._micro_shards
+        shardings = (self._where, jax.tree.broadcast(batch_shardings(self._mesh), batch))
+        lies = [split_dim(each) for each in jax.tree.leaves(shardings)]
+        leaves, structure = jax.tree.flatten((state, batch))
+        piece = Piece(None, count)
+        shapes = [
+            jax.ShapeDtypeStruct(piece.shape(leaf.shape, own), leaf.dtype)
+            for leaf, own in zip(leaves, lies, strict=True)
+        ]
+
+        def traced(number: jax.Array, *arrays: jax.Array) -> Any:
+            state, batch = jax.tree.unflatten(structure, arrays)
+            return self._function(state, batch, Piece(number, count))
+
+        number = jax.ShapeDtypeStruct((), np.int32)
+        closed, found = jax.make_jaxpr(traced, return_shape=True)(number, *shapes)
+        results = jax.tree.leaves(jax.tree.broadcast(self._out, found))
+        out = [split_dim(each) for each in results]
+        of_state = len(jax.tree.leaves(state))
+        donated = [self._donate and n < of_state for n in range(len(leaves))]
+        into: list[Own] = [0, *lies]
+        parted = Parted(self._name, closed, into, out, self._meetings, [False, *donated])
+        for (path, _), wanted, own in zip(
+            jax.tree_util.tree_leaves_with_path(found), out, parted.out, strict=True
+        ):
+            if wanted is None and own is not None:
+                raise LossError(
+                    f"{jax.tree_util.keystr(path)} follows from rows in the step itself, and each "
+                    f"of {count} micro-shards has others: take rx.mean of them, rx.value_and_grad "
+                    "of a loss of them, or rx.gather them"
+                )
+        return _Compiled(self._meetings, parted, lies, out, jax.tree.structure(found))
+
+
+class _Compiled:
+    """The programs for batches of one size, on arrays that lie as the layout has them."""
+
+    def __init__(
+        self,
+        meetings: Meetings,
+        parted: Parted,
+        into: Sequence[Own],
+        out: Sequence[Own],
+        structure: Any,
+    ) -> None:
+        self.parted, self._meetings, self._structure = parted, meetings, structure
+        self._where = [sharding_of(meetings.mesh, own) for own in into]
+        self._split = [n for n, own in enumerate(into) if own is not None]
+        self._pieces = [n for n, own in enumerate(out) if own is not None]
+        self._cut = meetings.cut([into[n] for n in self._split])
+        self._paste = meetings.pasted([own for own in out if own is not None])
+
+    def __call__(self, state: TrainState, batch: Batch) -> Any:
+        values: list[Any] = [
+            _placed(leaf, where)
+            for leaf, where in zip(jax.tree.leaves((state, batch)), self._where, strict=True)
+        ]
+        cut = self._cut([values[n] for n in self._split])
+        for n, parts in zip(self._split, cut, strict=True):
+            values[n] = parts
+        found = self.parted([self._numbers, *values])
+        if self._pieces:
+            whole = self._paste([found[n] for n in self._pieces])
+            for n, array in zip(self._pieces, whole, strict=True):
+                found[n] = array
+        return jax.tree.unflatten(self._structure, found)
+
+    @cached_property
+    def _numbers(self) -> list[jax.Array]:
+        """The number of each micro-shard."""
+        shares, mesh = self._meetings.shares, self._meetings.mesh
+        firsts = np.arange(mesh.size, dtype=np.int32) * shares
+        where = sharding_of(mesh, 0)
+        return [
+            jax.make_array_from_callback(firsts.shape, where, lambda at, n=n: firsts[at] + n)
+            for n in range(shares)
+        ]
+
+
+def _placed(leaf: Any, where: NamedSharding) -> jax.Array:
+    if isinstance(leaf, jax.Array):
+        lies = leaf.sharding
+        if lies is where or lies.is_equivalent_to(where, leaf.ndim):
+            return leaf
+    placed: jax.Array = jax.device_put(leaf, where)
+    return placed

@@ -1,0 +1,171 @@
+"""A jaxpr of one micro-shard, run on all of them as the programs that it is cut into."""
+
+import collections
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Literal, Var
+
+from replicax.core.cut import Item, Segment, cut
+from replicax.core.host_loops import HOST_LOOPS
+from replicax.core.leaves import is_random_key
+from replicax.core.meeting import gather_p
+from replicax.core.meetings import Meetings, Parts, Sums
+from replicax.core.same_program import Own, SameProgram, sharding_of
+
+Known = dict[Var, Any]
+"""Values by name: an array that all devices have alike, or `Parts`."""
+
+
+class Parted:
+    """A jaxpr, cut where micro-shards meet, each part compiled once for all devices.
+
+    Args:
+        name: of its programs.
+        closed: the jaxpr.
+        into: how each argument lies.
+        out: how each result does that is own.
+        meetings: of the mesh.
+        donated: for each argument whether its memory may be taken.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        closed: ClosedJaxpr,
+        into: Sequence[Own],
+        out: Sequence[Own],
+        meetings: Meetings,
+        donated: Sequence[bool] = (),
+    ) -> None:
+        self.name, self.meetings = name, meetings
+        self.programs: list[SameProgram] = []
+        """What rounds, in the order in which it runs."""
+        self._cut = cut(closed, into, out)
+        self._consts = [self.placed(const) for const in self._cut.consts]
+        given = self._cut.jaxpr.invars[len(self._consts) :]
+        self._free = {var for var, free in zip(given, donated, strict=False) if free}
+        pairs = zip(self._cut.items, self._cut.unneeded, strict=True)
+        self._runs = [(self._made(item, after), after) for item, after in pairs]
+
+    @property
+    def out(self) -> list[Own]:
+        """How each result lies."""
+        return [self._lies(atom) for atom in self._cut.jaxpr.outvars]
+
+    def __call__(self, values: Sequence[Any]) -> list[Any]:
+        """Return the results for the arguments: arrays that all have alike, and `Parts`."""
+        values = [*self._consts, *values]
+        known: Known = dict(zip(self._cut.jaxpr.invars, values, strict=True))
+        del values
+        for run, after in self._runs:
+            run(known)
+            for var in after:
+                del known[var]
+        return [self._read(atom, known) for atom in self._cut.jaxpr.outvars]
+
+    def program(self, jaxpr: Any, into: Sequence[Own], out: Sequence[Own], **more: Any) -> Any:
+        """Return one of its programs, compiled."""
+        name = f"{self.name}.{len(self.programs)}"
+        self.programs.append(SameProgram(name, jaxpr, self.meetings.mesh, into, out, **more))
+        return self.programs[-1]
+
+    def inner(
+        self, function: Callable[..., Any], avals: Sequence[Any], into: list[Own]
+    ) -> "Parted":
+        """Return `function`, of arrays of one micro-shard, on values of all; it returns a list."""
+        shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+        closed = jax.make_jaxpr(lambda *values: list(function(*values)))(*shapes)
+        out: list[Own] = [0] * len(closed.jaxpr.outvars)
+        found = Parted(f"{self.name}.{len(self.programs)}", closed, into, out, self.meetings)
+        self.programs += found.programs
+        return found
+
+    def placed(self, value: Any) -> jax.Array:
+        """Return a constant as an array that all devices have alike."""
+        where = sharding_of(self.meetings.mesh, None)
+        if is_random_key(value):
+            data = self.placed(jax.random.key_data(value))
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
+        host = np.asarray(value)
+        return jax.make_array_from_callback(host.shape, where, lambda part: host[part])
+
+    def _lies(self, atom: Any) -> Own:
+        return None if isinstance(atom, Literal) else self._cut.lie.get(atom)
+
+    def _read(self, atom: Any, known: Known) -> Any:
+        return self.placed(atom.val) if isinstance(atom, Literal) else known[atom]
+
+    def _made(self, item: Item, unneeded: Sequence[Var]) -> Callable[[Known], None]:
+        """A function that computes the results of an item, and adds them to those known."""
+        if isinstance(item, Segment):
+            return self._own(item) if item.own else self._alike(item, unneeded)
+        primitive, eqns = item.eqns[0].primitive, item.eqns
+        if primitive is gather_p:
+            operate = self.meetings.gathered(eqns)
+        else:
+            [eqn] = eqns
+            operate = HOST_LOOPS[primitive.name](self, eqn, [self._lies(v) for v in eqn.invars])
+        operands = [atom for eqn in eqns for atom in eqn.invars]
+        results = [var for eqn in eqns for var in eqn.outvars]
+
+        def meet(known: Known) -> None:
+            found = operate([self._read(atom, known) for atom in operands])
+            known.update(zip(results, found, strict=True))
+
+        return meet
+
+    def _alike(self, item: Segment, unneeded: Sequence[Var]) -> Callable[[Known], None]:
+        into, out = item.jaxpr.invars, item.jaxpr.outvars
+        taken = _reusable(into, out, self._free & set(unneeded))
+        program = self.program(item.jaxpr, [None] * len(into), [None] * len(out), donated=taken)
+
+        def run(known: Known) -> None:
+            known.update(zip(out, program(*(known[var] for var in into)), strict=True))
+
+        return run
+
+    def _own(self, item: Segment) -> Callable[[Known], None]:
+        into, out = item.jaxpr.invars, item.jaxpr.outvars
+        program = self.program(
+            item.jaxpr, *([self._lies(var) for var in each] for each in (into, out))
+        )
+        place = {var: number for number, var in enumerate(out)}
+        summed = [place[var] for eqn in item.sums for var in eqn.invars]
+        kept = [number for number in range(len(out)) if number not in summed]
+        totals = [var for eqn in item.sums for var in eqn.outvars]
+        sums = Sums(self.meetings, item.sums) if totals else None
+
+        def run(known: Known) -> None:
+            shards: list[Parts] = [[] for _ in kept]
+
+            def compute(number: int) -> list[jax.Array]:
+                values = (known[var] for var in into)
+                own = (each[number] if isinstance(each, list) else each for each in values)
+                found = program(*own)
+                for parts, n in zip(shards, kept, strict=True):
+                    parts.append(found[n])
+                return [found[n] for n in summed]
+
+            if sums is None:
+                for number in range(self.meetings.shares):
+                    compute(number)
+            else:
+                known.update(zip(totals, sums(compute), strict=True))
+            known.update(zip((out[n] for n in kept), shards, strict=True))
+
+        return run
+
+
+def _reusable(into: Sequence[Var], out: Sequence[Var], free: set[Var]) -> list[int]:
+    """Numbers of the `free` arguments whose memory one of the results can take."""
+    kinds = collections.Counter((var.aval.shape, var.aval.dtype) for var in out)
+    taken = []
+    for number, var in enumerate(into):
+        kind = (var.aval.shape, var.aval.dtype)
+        if var in free and kinds[kind]:
+            kinds[kind] -= 1
+            taken.append(number)
+    return taken

@@ -1,0 +1,159 @@
+"""One compiled program for every device: the same instructions, whatever their number.
+
+XLA compiles a program for several partitions by other passes than one for a single partition, and
+what it fuses rounds differently. So a program that rounds is compiled for one partition alone, of
+one device's shapes, and every device of a mesh runs it as a replica.
+"""
+
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import compiler, stages  # jax has no public way to run a program as replicas
+from jax._src.interpreters import pxla
+from jax._src.lib import xla_client
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from replicax.core.mesh import row_axis
+
+Own = int | None
+"""Of an array of which each device has its own: the dim along which they lie side by side in the
+global array, 0 for scalars, which are then `[devices]`. None for an array that all have alike."""
+
+_OPTIONS = {"gpu": {"xla_gpu_deterministic_ops": True}}
+"""Compiler options by platform: no sum whose order depends on which thread is first."""
+
+_NOT_THE_PROGRAM = re.compile(r", metadata=\{[^}]*\}|, replica_count=\d+|^HloModule [^,]*", re.M)
+
+
+def sharding_of(mesh: Mesh, own: Own) -> NamedSharding:
+    """Return where an array lies on `mesh` that is each device's own along a dim, or whole."""
+    spec = PartitionSpec() if own is None else PartitionSpec(*[None] * own, row_axis(mesh))
+    return NamedSharding(mesh, spec)
+
+
+class SameProgram:
+    """A jaxpr of one device's arrays, compiled for one device and run by all of a mesh.
+
+    Args:
+        name: in profiles and where bits part.
+        jaxpr: of local shapes, without constants.
+        mesh: whose devices run it, each a replica.
+        into: how each argument lies.
+        out: how each result does.
+        donated: numbers of arguments whose memory results take.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        jaxpr: Jaxpr,
+        mesh: Mesh,
+        into: Sequence[Own],
+        out: Sequence[Own],
+        donated: Sequence[int] = (),
+    ) -> None:
+        self.name, self._mesh = name, mesh
+        run = jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))
+        shapes = [
+            _boundary_shape(var.aval, own) for var, own in zip(jaxpr.invars, into, strict=True)
+        ]
+
+        def local(*arrays: jax.Array) -> list[jax.Array]:
+            inside = [a.reshape(v.aval.shape) for a, v in zip(arrays, jaxpr.invars, strict=True)]
+            found = zip(run(*inside), out, strict=True)
+            return [leaf if own is None or leaf.ndim else leaf.reshape(1) for leaf, own in found]
+
+        local.__name__ = re.sub(r"\W", "_", name)
+        lowered = jax.jit(local, donate_argnums=tuple(donated), keep_unused=True).lower(*shapes)
+        self._executable = self._compiled(lowered, shapes, into, out)
+        self._call: Callable[..., list[jax.Array]] = stages.Compiled(
+            self._executable, lowered._lowering.const_args, lowered.args_info, lowered.out_tree
+        )
+
+    def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
+        """Run it on global arrays that lie as `into` says."""
+        return self._call(*arrays)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the optimized program, without names and the number of devices."""
+        [module] = self._executable.xla_executable.hlo_modules()
+        text = _NOT_THE_PROGRAM.sub("", module.to_string())
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def memory_analysis(self) -> Any:
+        """Return XLA's memory statistics, of one device."""
+        return self._executable.xla_executable.get_compiled_memory_stats()
+
+    def _compiled(
+        self,
+        lowered: Any,
+        shapes: Sequence[jax.ShapeDtypeStruct],
+        into: Sequence[Own],
+        out: Sequence[Own],
+    ) -> Any:
+        mesh, computation = self._mesh, lowered._lowering
+        chosen, devices = computation.compile_args, np.asarray(mesh.devices).reshape(-1)
+        options = compiler.get_compile_options(
+            num_replicas=devices.size,
+            num_partitions=1,
+            device_assignment=devices.reshape(-1, 1),
+            env_options_overrides=dict(_OPTIONS.get(devices[0].platform, {})),
+            backend=chosen["backend"],
+        )
+        device_list = xla_client.DeviceList(tuple(devices))
+        executable = compiler.compile_or_get_cached(
+            chosen["backend"],
+            computation.stablehlo(),
+            devices,
+            options,
+            chosen["host_callbacks"],
+            device_list,
+        )
+        results = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in lowered.out_info]
+        avals = [
+            [
+                jax.core.ShapedArray(_global_shape(leaf.shape, own, devices.size), leaf.dtype)
+                for leaf, own in zip(leaves, lie, strict=True)
+            ]
+            for leaves, lie in ((shapes, into), (results, out))
+        ]
+        places = [[sharding_of(mesh, own) for own in lie] for lie in (into, out)]
+        loaded = pxla.UnloadedMeshExecutable(
+            xla_executable=executable,
+            device_list=device_list,
+            backend=chosen["backend"],
+            input_avals=avals[0],
+            input_shardings=places[0],
+            output_avals=avals[1],
+            output_shardings=places[1],
+            committed=True,
+            name=self.name,
+            unordered_effects=chosen["unordered_effects"],
+            ordered_effects=chosen["ordered_effects"],
+            keepalive=chosen["keepalive"],
+            host_callbacks=chosen["host_callbacks"],
+            kept_var_idx=chosen["kept_var_idx"],
+            mut=None,
+            xla_in_layouts=[None] * len(into),
+            dispatch_in_layouts=[None] * len(into),
+            xla_out_layouts=[None] * len(out),
+            all_args_info=None,
+            pgle_profiler=None,
+        )
+        return loaded.load()
+
+
+def _boundary_shape(aval: Any, own: Own) -> jax.ShapeDtypeStruct:
+    shape = (1,) if own is not None and not aval.shape else aval.shape
+    return jax.ShapeDtypeStruct(shape, aval.dtype)
+
+
+def _global_shape(shape: tuple[int, ...], own: Own, devices: int) -> tuple[int, ...]:
+    return tuple(size * devices if dim == own else size for dim, size in enumerate(shape))
