@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +20,8 @@ Apply = Callable[..., tuple[PyTree, PyTree]]
 """`apply(state, total, extras, carried) -> (state, metrics)`; see `replicax.core.update`."""
 
 
-Gather = Callable[[jax.Array], jax.Array]
-"""Rows `[rows, ...]` -> those of all parts of a batch, in their order."""
-
-
 class Accumulator(Protocol):
     """Adds up the micro-batches of a replica."""
-
-    @property
-    def gather(self) -> Gather | None:
-        """The function that gathers rows in a step of one's own; None for that of the axis."""
 
     def micro_batches(self, replicas: int, /) -> int:
         """Return how many each of `replicas` computes, one after the other."""
@@ -60,7 +52,6 @@ class Sequential:
     """
 
     parts: int = 1
-    gather: ClassVar[Gather | None] = None
     within: int = dataclasses.field(default=1, kw_only=True)
     """How many the objective itself makes of each, as one in stages does."""
 

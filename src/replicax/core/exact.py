@@ -3,8 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Callable
-from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from replicax.core import meeting
-from replicax.core.accumulate import Gather, Part, PyTree, folded, scale_of, zeros_like
+from replicax.core.accumulate import Part, PyTree, folded, scale_of, zeros_like
 from replicax.core.batch import Batch
 from replicax.core.mesh import Axis
 from replicax.core.models.definition import View
@@ -44,7 +43,6 @@ class FixedTree:
 
     micro_shards: int
     wire: Wire
-    gather: ClassVar[Gather | None] = None
 
     def __post_init__(self) -> None:
         if self.micro_shards < 1 or self.micro_shards & (self.micro_shards - 1):
@@ -136,10 +134,9 @@ class OfMicroShard:
         sums, floats = jax.tree.unflatten(structure, total)
         return sums, _after(state.extras, floats, self.piece.count)
 
-    @property
-    def gather(self) -> Gather:
-        """The function that gathers rows of all micro-shards."""
-        return partial(meeting.gather, dim=0, count=self.piece.count)
+    def gather(self, rows: jax.Array) -> jax.Array:
+        """Return `rows` of all micro-shards, in their order."""
+        return meeting.gather(rows, dim=0, count=self.piece.count)
 
     def replica_key(self, key: jax.Array, _axis: Axis) -> jax.Array:
         return key

@@ -141,6 +141,7 @@ def own_update(
     precision: Precision,
     apply: Apply,
     examiner: Examiner | None = None,
+    gather: Callable[[jax.Array], jax.Array] | None = None,
 ) -> tuple[TrainState, Metrics]:
     """One step that somebody wrote.
 
@@ -155,12 +156,13 @@ def own_update(
         precision: in which the losses are computed.
         apply: the next state -> itself; `keep`, or a wrapper.
         examiner: told of the step's parts, where it is looked at.
+        gather: gathers rows where no axis does.
     """
     key = step_key(state)
     if axis is not None:
         key = accumulator.replica_key(key, axis)
     primitives = Primitives(Summing(accumulator, reduce, axis), precision, examiner)
-    view = View(key, axis, step=state.step, gather=accumulator.gather)
+    view = View(key, axis, step=state.step, gather=gather)
     with inside(batch.mask, view, (primitives, batch.index)) as here:
         returned = step(definition.merge(state.params, {}), batch.whole().data, key)
     if examiner is not None:

@@ -81,6 +81,12 @@ class Program:
             out,
         )
 
+    def compiled(self, state: TrainState, batch: Batch) -> list[Any]:
+        """Return the programs of `step` for these arguments, each with a `memory_analysis()`."""
+        if isinstance(self.step, MicroSharded):
+            return list(self.step.programs(state, batch))
+        return [self.step.lower(state, batch).compile()]
+
     def scoring(self, loss: LossFunction) -> "Program":
         """Return this one with `loss` in evaluation, and no step but that."""
         check_loss(loss)
@@ -241,7 +247,7 @@ def build(
             apply=config.wrapped(keep),
         )
         step = mode.wrap(own_step, mesh, where, out)
-        of_micro_shard = _of_micro_shard(own_step, mode, config.reduction)
+        of_micro_shard = _of_micro_shard(own_step, mode, config.reduction, gathers=True)
     donated = 0 if config.donate else ()
     whole = jax.jit(step, in_shardings=where, out_shardings=out, donate_argnums=donated)
     return Program(
@@ -258,7 +264,7 @@ def build(
 
 
 def _of_micro_shard(
-    function: Callable[..., Any], mode: Mode, reduction: Reduction
+    function: Callable[..., Any], mode: Mode, reduction: Reduction, *, gathers: bool = False
 ) -> OnMicroShard | None:
     """`function(state, batch, axis)` of a replica, its parts by keyword, of one micro-shard."""
     of_micro_shard = mode.of_micro_shard
@@ -267,7 +273,8 @@ def _of_micro_shard(
 
     def traced(state: TrainState, batch: Batch, piece: Piece) -> Any:
         accumulator = of_micro_shard(piece, reduction, None)
-        return function(state, batch, None, accumulator=accumulator, reduce=as_they_are)
+        more = {"gather": accumulator.gather} if gathers else {}
+        return function(state, batch, None, accumulator=accumulator, reduce=as_they_are, **more)
 
     return traced
 

@@ -86,17 +86,11 @@ class _Magnitudes(Wire):
         """Return the sum of the replicas' magnitudes."""
         return super().__call__(self.rounded(sums), state, axis)
 
-    def rounded(self, sums: PyTree) -> PyTree:
+    def round(self, leaf: jax.Array) -> jax.Array:
         """Return the magnitudes of a part; sums of magnitudes stay as they are."""
-        if not isinstance(sums, StepSums):
-            return sums
-        return dataclasses.replace(sums, gradient=jax.tree.map(_magnitude, sums.gradient))
+        if jnp.iscomplexobj(leaf):
+            return jax.lax.complex(jnp.abs(leaf.real), jnp.abs(leaf.imag))
+        return jnp.abs(leaf)
 
 
 MAGNITUDES = _Magnitudes("magnitudes")
-
-
-def _magnitude(leaf: jax.Array) -> jax.Array:
-    if jnp.iscomplexobj(leaf):
-        return jax.lax.complex(jnp.abs(leaf.real), jnp.abs(leaf.imag))
-    return jnp.abs(leaf)

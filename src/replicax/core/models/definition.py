@@ -33,7 +33,7 @@ class View:
     scale: jax.Array | None = None
     """float32 scalar that the loss is multiplied by before it is differentiated; None for 1."""
     gather: Callable[[jax.Array], jax.Array] | None = None
-    """Gathers rows of all parts of a batch where no axis does."""
+    """Gathers the rows of all parts of a batch where no axis does."""
 
 
 class Definition(Protocol):
