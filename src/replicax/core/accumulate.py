@@ -27,7 +27,7 @@ class Accumulator(Protocol):
         """Return how many each of `replicas` computes, one after the other."""
 
     def __call__(
-        self, part: Part, state: Any, batch: Batch, key: jax.Array | None, axis: Axis | None
+        self, part: Part, state: Any, batch: Batch, key: jax.Array | None, axis: Axis | None, /
     ) -> tuple[PyTree, PyTree]:
         """Return the sums of `part` over this replica's rows, and the extras after the step.
 

@@ -45,6 +45,7 @@ class Meeting:
 
 
 Item = Segment | Meeting
+_Place = tuple[int, bool]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +87,7 @@ def cut(closed: ClosedJaxpr, into: Sequence[Own], out: Sequence[Own]) -> Cut:
             dims = zip(eqn.outvars, eqn.params["dims"], strict=True)
             lie.update({var: dim for var, dim in dims if dim is not None})
     for atom, how in zip(jaxpr.outvars, out, strict=True):
-        if is_own(atom, owned) and how is not None:
+        if isinstance(atom, Var) and atom in owned and how is not None:
             lie.setdefault(atom, how)
     for var in owned:
         lie.setdefault(var, 0)
@@ -117,12 +118,12 @@ def _items(jaxpr: Jaxpr, of_own: Sequence[bool]) -> Iterator[Item]:
     few = _few(jaxpr)
     read = [var for eqn in jaxpr.eqns if meets(eqn) for var in variables(eqn.invars)]
     handed = {*read, *variables(jaxpr.outvars)}
-    members: dict[tuple[int, bool], list[int]] = collections.defaultdict(list)
-    for number, eqn in enumerate(jaxpr.eqns):
-        again = number in few and not handed & set(eqn.outvars)
-        if not again and not meets(eqn):
-            members[levels[number], of_own[number]].append(number)
-    chosen = {key: _with_few(jaxpr, numbers, few) for key, numbers in members.items()}
+    members: dict[_Place, list[int]] = collections.defaultdict(list)
+    for number, place in enumerate(_places(jaxpr, levels, of_own)):
+        again = number in few and not handed & set(jaxpr.eqns[number].outvars)
+        if not again and not meets(jaxpr.eqns[number]):
+            members[place].append(number)
+    chosen = {place: _with_few(jaxpr, numbers, few) for place, numbers in members.items()}
     for numbers in chosen.values():
         made = {var for number in numbers for var in jaxpr.eqns[number].outvars}
         handed |= {
@@ -140,6 +141,24 @@ def _items(jaxpr: Jaxpr, of_own: Sequence[bool]) -> Iterator[Item]:
         if gathers:
             yield Meeting(gathers)
         yield from (Meeting((eqn,)) for eqn in here if eqn not in (*sums, *gathers))
+
+
+def _places(jaxpr: Jaxpr, levels: Sequence[int], of_own: Sequence[bool]) -> list[_Place]:
+    """The level of each equation, and whether it is computed for every micro-shard.
+
+    What is alike and only read by what is own, of one level, is computed with that.
+    """
+    readers: dict[Var, set[Any]] = collections.defaultdict(set)
+    for var in variables(jaxpr.outvars):
+        readers[var].add(None)
+    places: list[_Place] = list(zip(levels, of_own, strict=True))
+    for number, eqn in reversed(list(enumerate(jaxpr.eqns))):
+        found = set().union(*(readers[var] for var in eqn.outvars))
+        if found == {(levels[number], True)} and not meets(eqn):
+            places[number] = levels[number], True
+        for var in variables(eqn.invars):
+            readers[var].add(None if meets(eqn) else places[number])
+    return places
 
 
 def _levels(jaxpr: Jaxpr) -> tuple[list[int], int]:
@@ -182,7 +201,8 @@ def _is_few(aval: Any) -> bool:
 
 def _with_few(jaxpr: Jaxpr, numbers: Sequence[int], few: set[int]) -> list[int]:
     """`numbers` of equations, with those of the few integers that they need, in order."""
-    wanted, found = set(), set(numbers)
+    wanted: set[Any] = set()
+    found = set(numbers)
     for number in reversed(range(len(jaxpr.eqns))):
         eqn = jaxpr.eqns[number]
         if number in found or (number in few and wanted & set(eqn.outvars)):
@@ -198,7 +218,8 @@ def _part(jaxpr: Jaxpr, numbers: Sequence[int], members: set[int], handed: set[V
     read = dict.fromkeys(var for eqn in eqns for var in variables(eqn.invars) if var not in made)
     own = (var for number in numbers if number in members for var in jaxpr.eqns[number].outvars)
     out = [var for var in own if var in handed]
-    return jaxpr.replace(invars=list(read), outvars=out, eqns=eqns)
+    part: Jaxpr = jaxpr.replace(invars=list(read), outvars=out, eqns=eqns)
+    return part
 
 
 def _inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -210,21 +231,24 @@ def _inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
     def run(*arguments: Any) -> list[Any]:
         known: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         known.update(zip(jaxpr.invars, arguments, strict=True))
-        read = lambda atom: atom.val if isinstance(atom, Literal) else known[atom]  # noqa: E731
+
+        def read(atoms: Sequence[Any]) -> list[Any]:
+            return [atom.val if isinstance(atom, Literal) else known[atom] for atom in atoms]
+
         for alone in each_alone(jaxpr):
             [eqn] = alone.eqns
-            values = [read(atom) for atom in eqn.invars]
+            values = read(eqn.invars)
             if eqn.primitive.name in WRAPPERS and meets(eqn):
                 inner = eqn.params["jaxpr"]
                 found = jax.core.eval_jaxpr(body(inner), getattr(inner, "consts", ()), *values)
             else:
                 found = bind(alone, values)
             known.update(zip(eqn.outvars, found, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+        return read(jaxpr.outvars)
 
     return _inlined(jax.make_jaxpr(run)(*shapes_of(jaxpr.invars)))
 
 
-def shapes_of(variables: Sequence[Var]) -> list[jax.ShapeDtypeStruct]:
+def shapes_of(variables: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
     """Return the shapes and dtypes of `variables`."""
     return [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in variables]

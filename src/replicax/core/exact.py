@@ -110,6 +110,7 @@ class OfMicroShard:
     piece: Piece
     """Its number, of how many."""
     wire: Wire
+    """Rounds the gradients that meet."""
     dims: tuple[Own, ...] | None = None
     """For each leaf of a gradient the dim of whose sum it is given a piece; all of it for None."""
 

@@ -29,7 +29,8 @@ class Compiler(Protocol):
 def scan(compiler: Compiler, eqn: JaxprEqn, into: list[Own]) -> Operation:
     """Return the function of the operands of a scan, and of their avals, to its results."""
     consts, carried, length = (eqn.params[each] for each in ("num_consts", "num_carry", "length"))
-    body, avals = jaxpr_as_fun(eqn.params["jaxpr"]), [atom.aval for atom in eqn.invars]
+    body = jaxpr_as_fun(eqn.params["jaxpr"])
+    avals: list[Any] = [atom.aval for atom in eqn.invars]
     owned, _ = scanned(eqn, [lie is not None for lie in into])
     split = consts + carried
     carry_owned, carry_avals = owned[consts:split], avals[consts:split]
@@ -46,25 +47,25 @@ def scan(compiler: Compiler, eqn: JaxprEqn, into: list[Own]) -> Operation:
         lambda *carry: _as_own(carry, carry_owned), carry_avals, into[consts:split]
     )
     turns = compiler.inner(turn, [*avals, number_aval], [*lie, None])
-    stacked = turns.out[carried:]
+    gathered: list[Any] = [var.aval for var in eqn.outvars[carried:]]
     stack = [
         compiler.inner(
             lambda *each: [jnp.stack(each)],
-            [var.aval.update(shape=var.aval.shape[1:])] * length,
+            [jax.ShapeDtypeStruct(aval.shape[1:], aval.dtype)] * length,
             [how] * length,
         )
-        for var, how in zip(eqn.outvars[carried:], stacked, strict=True)
+        for aval, how in zip(gathered, turns.out[carried:], strict=True)
     ]
     order = range(length)[::-1] if eqn.params["reverse"] else range(length)
 
     def run(values: list[Any]) -> list[Any]:
         carry = begin(values[consts:split])
-        rows: list[list[Any]] = [[] for _ in range(length)]
+        found: list[list[Any]] = [[] for _ in range(length)]
         for number in order:
             given = [*values[:consts], *carry, *values[split:], compiler.placed(np.int32(number))]
-            found = turns(given)
-            carry, rows[number] = found[:carried], found[carried:]
-        each = zip(*rows, strict=True)
+            after = turns(given)
+            carry, found[number] = after[:carried], after[carried:]
+        each = zip(*found, strict=True)
         return [*carry, *(join(list(row))[0] for join, row in zip(stack, each, strict=True))]
 
     return run

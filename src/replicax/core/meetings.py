@@ -3,6 +3,7 @@
 So they round alike however they are compiled: XLA keeps the order in which floats are added.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -65,7 +66,7 @@ class Meetings:
 
         def local(lists: list[list[jax.Array]]) -> list[jax.Array]:
             pairs = zip(lists[0], split, strict=True)
-            pieces = [jnp.split(array, self.shares, dim) for array, dim in pairs]
+            pieces = [_split(array, self.shares, dim) for array, dim in pairs]
             return [piece for each in pieces for piece in each]
 
         program = self.mapped(local, split, 1, [dim for dim in split for _ in range(self.shares)])
@@ -73,8 +74,10 @@ class Meetings:
         def cut(arrays: list[jax.Array]) -> list[Any]:
             pairs = list(zip(arrays, into, strict=True))
             found = iter(program([[array for array, dim in pairs if dim is not None]]))
-            take = lambda: [next(found) for _ in range(self.shares)]  # noqa: E731
-            return [array if dim is None else take() for array, dim in pairs]
+            return [
+                array if dim is None else list(itertools.islice(found, self.shares))
+                for array, dim in pairs
+            ]
 
         return cut
 
@@ -125,7 +128,8 @@ class Sums:
         self._meetings, self._wire = meetings, eqns[0].params["wire"]
         self._sent: list[bool] = [each for eqn in eqns for each in eqn.params["sent"]]
         self._dims: list[Own] = [each for eqn in eqns for each in eqn.params["dims"]]
-        self._shapes = [var.aval.shape for eqn in eqns for var in eqn.invars]
+        avals: list[Any] = [var.aval for eqn in eqns for var in eqn.invars]
+        self._shapes = [aval.shape for aval in avals]
         into: list[Own] = [0] * len(self._shapes)
         self._pair = meetings.mapped(lambda lists: self._add(*lists), into, 2, into)
         self._total = meetings.mapped(self._of_all, into, 1, self._dims)
@@ -170,3 +174,8 @@ class Sums:
         """`leaves`, those that are sent rounded to what the wire takes."""
         pairs = zip(leaves, self._sent, strict=True)
         return [self._wire.round(leaf) if sent else leaf for leaf, sent in pairs]
+
+
+def _split(array: jax.Array, count: int, dim: int) -> list[jax.Array]:
+    size = array.shape[dim] // count
+    return [lax.slice_in_dim(array, n * size, (n + 1) * size, axis=dim) for n in range(count)]

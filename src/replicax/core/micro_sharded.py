@@ -66,7 +66,8 @@ class MicroSharded:
 
     def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:
         """Return the whole, lowered as one program."""
-        return self.trace(state, batch).lower()
+        lowered: jax.stages.Lowered = self.trace(state, batch).lower()
+        return lowered
 
     def programs(self, state: TrainState, batch: Batch) -> list[SameProgram]:
         """Return the programs that compute it, in the order in which they run, compiled."""
@@ -157,7 +158,7 @@ class _Compiled:
         firsts = np.arange(mesh.size, dtype=np.int32) * shares
         where = sharding_of(mesh, 0)
         return [
-            jax.make_array_from_callback(firsts.shape, where, lambda at, n=n: firsts[at] + n)
+            jax.make_array_from_callback(firsts.shape, where, (firsts + n).__getitem__)
             for n in range(shares)
         ]
 

@@ -185,7 +185,7 @@ class Mode:
     """The mode that takes what this one cannot."""
     accumulator: Callable[[int, int, AnyMesh, Reduction], Accumulator] = sequential
     """`accumulator(accumulate, micro_shards, mesh, reduction)`; raises `ConfigError`."""
-    of_micro_shard: Callable[[Piece, Wire, tuple[Own, ...] | None], OfMicroShard] | None = None
+    of_micro_shard: Callable[[Piece, Any, tuple[Own, ...] | None], OfMicroShard] | None = None
     """Where its bits are fixed, the accumulator of a step that is traced on one micro-shard."""
     reduce: Callable[[Reduction, Parts | None], Reduce] = of_each_replica
     """From the reduction that was chosen, and the parts of the total that each replica is given if

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, Var
 
-from replicax.core.cut import Item, Segment, cut
+from replicax.core.cut import Item, Segment, cut, variables
 from replicax.core.host_loops import HOST_LOOPS
 from replicax.core.leaves import is_random_key
 from replicax.core.meeting import gather_p
@@ -88,9 +88,11 @@ class Parted:
         where = sharding_of(self.meetings.mesh, None)
         if is_random_key(value):
             data = self.placed(jax.random.key_data(value))
-            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
+            key: jax.Array = jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
+            return key
         host = np.asarray(value)
-        return jax.make_array_from_callback(host.shape, where, lambda part: host[part])
+        placed: jax.Array = jax.make_array_from_callback(host.shape, where, host.__getitem__)
+        return placed
 
     def _lies(self, atom: Any) -> Own:
         return None if isinstance(atom, Literal) else self._cut.lie.get(atom)
@@ -118,7 +120,7 @@ class Parted:
         return meet
 
     def _alike(self, item: Segment, unneeded: Sequence[Var]) -> Callable[[Known], None]:
-        into, out = item.jaxpr.invars, item.jaxpr.outvars
+        into, out = item.jaxpr.invars, variables(item.jaxpr.outvars)
         taken = _reusable(into, out, self._free & set(unneeded))
         program = self.program(item.jaxpr, [None] * len(into), [None] * len(out), donated=taken)
 
@@ -128,11 +130,11 @@ class Parted:
         return run
 
     def _own(self, item: Segment) -> Callable[[Known], None]:
-        into, out = item.jaxpr.invars, item.jaxpr.outvars
+        into, out = item.jaxpr.invars, variables(item.jaxpr.outvars)
         program = self.program(
             item.jaxpr, *([self._lies(var) for var in each] for each in (into, out))
         )
-        place = {var: number for number, var in enumerate(out)}
+        place: dict[Any, int] = {var: number for number, var in enumerate(out)}
         summed = [place[var] for eqn in item.sums for var in eqn.invars]
         kept = [number for number in range(len(out)) if number not in summed]
         totals = [var for eqn in item.sums for var in eqn.outvars]
@@ -159,7 +161,7 @@ class Parted:
         return run
 
 
-def _reusable(into: Sequence[Var], out: Sequence[Var], free: set[Var]) -> list[int]:
+def _reusable(into: Sequence[Any], out: Sequence[Any], free: set[Var]) -> list[int]:
     """Numbers of the `free` arguments whose memory one of the results can take."""
     kinds = collections.Counter((var.aval.shape, var.aval.dtype) for var in out)
     taken = []

@@ -75,7 +75,7 @@ def by_pieces(apply: Apply, into: Sequence[Own], out: Sequence[Own], piece: Piec
 
 @dataclasses.dataclass(frozen=True)
 class _Value:
-    """An array, or this replica's part of one."""
+    """An array, or the piece of one that is computed."""
 
     array: Any
     dim: int | None = None
@@ -196,12 +196,16 @@ def _cond(branches: Sequence[ClosedJaxpr], values: list[_Value], piece: Piece) -
         next((dim for dim in dims if dim is not None), None) for dims in zip(*found, strict=True)
     ]
 
-    def run(branch: ClosedJaxpr, arrays: list[Any]) -> list[Any]:
+    def run(is_split: bool, branch: ClosedJaxpr, arrays: list[Any]) -> list[Any]:
         pairs = zip(of_values(branch, arrays), split, strict=True)
-        return [value.placed(dim, piece) for value, dim in pairs]
+        return [value.placed(dim, piece) for value, dim in pairs if (dim is not None) == is_split]
 
-    taken = lax.switch(index.array, [partial(run, branch) for branch in branches], arrays)
-    return [_Value(array, dim) for array, dim in zip(taken, split, strict=True)]
+    # Apart, for what is whole does not follow from a piece.
+    taken = [
+        iter(lax.switch(index.array, [partial(run, each, branch) for branch in branches], arrays))
+        for each in (False, True)
+    ]
+    return [_Value(next(taken[dim is not None]), dim) for dim in split]
 
 
 def _is_elementwise(alone: Jaxpr) -> bool:

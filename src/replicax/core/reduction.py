@@ -197,7 +197,7 @@ class Wire:
             return leaf
         if jnp.iscomplexobj(leaf):
             return lax.complex(self.round(leaf.real), self.round(leaf.imag))
-        kind = jnp.finfo(self.dtype)
+        kind = jnp.finfo(self.dtype)  # type: ignore[no-untyped-call]
         # A pair of conversions may be left out by XLA, which is free to compute more precisely.
         return lax.reduce_precision(leaf, kind.nexp, kind.nmant)
 

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax._src import compiler, stages  # jax has no public way to run a program as replicas
 from jax._src.interpreters import pxla
-from jax._src.lib import xla_client
+from jax._src.lib import xla_client  # type: ignore[attr-defined]
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -25,7 +25,7 @@ Own = int | None
 """Of an array of which each device has its own: the dim along which they lie side by side in the
 global array, 0 for scalars, which are then `[devices]`. None for an array that all have alike."""
 
-_OPTIONS = {"gpu": {"xla_gpu_deterministic_ops": True}}
+_OPTIONS: dict[str, dict[str, Any]] = {"gpu": {"xla_gpu_deterministic_ops": True}}
 """Compiler options by platform: no sum whose order depends on which thread is first."""
 
 _NOT_THE_PROGRAM = re.compile(r", metadata=\{[^}]*\}|, replica_count=\d+|^HloModule [^,]*", re.M)
@@ -60,12 +60,11 @@ class SameProgram:
     ) -> None:
         self.name, self._mesh = name, mesh
         run = jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))
-        shapes = [
-            _boundary_shape(var.aval, own) for var, own in zip(jaxpr.invars, into, strict=True)
-        ]
+        avals: list[Any] = [var.aval for var in jaxpr.invars]
+        shapes = [_boundary_shape(*pair) for pair in zip(avals, into, strict=True)]
 
         def local(*arrays: jax.Array) -> list[jax.Array]:
-            inside = [a.reshape(v.aval.shape) for a, v in zip(arrays, jaxpr.invars, strict=True)]
+            inside = [a.reshape(aval.shape) for a, aval in zip(arrays, avals, strict=True)]
             found = zip(run(*inside), out, strict=True)
             return [leaf if own is None or leaf.ndim else leaf.reshape(1) for leaf, own in found]
 
@@ -104,7 +103,7 @@ class SameProgram:
             num_replicas=devices.size,
             num_partitions=1,
             device_assignment=devices.reshape(-1, 1),
-            env_options_overrides=dict(_OPTIONS.get(devices[0].platform, {})),
+            env_options_overrides=_OPTIONS.get(devices[0].platform),
             backend=chosen["backend"],
         )
         device_list = xla_client.DeviceList(tuple(devices))

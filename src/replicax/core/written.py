@@ -84,6 +84,8 @@ def written_step_of_micro_shard(
         ConfigError: when traced, an optimizer that reads whole arrays of a state that is split.
     """
     layout, apply = config.placing, _apply(config, updater)
+    of_micro_shard = config.mode.of_micro_shard
+    assert of_micro_shard is not None
     dims: tuple[Own, ...] | None = None
     if updater.names_replicas:
         _check_whole(layout)
@@ -99,7 +101,7 @@ def written_step_of_micro_shard(
             step_sums,
             axis=None,
             objective=objective,
-            accumulator=config.mode.of_micro_shard(piece, config.reduction, dims),
+            accumulator=of_micro_shard(piece, config.reduction, dims),
             reduce=as_they_are,
         )
         of_state = apply if dims is None else by_pieces(apply, [*lies, *dims], lies, piece)
