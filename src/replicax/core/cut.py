@@ -84,7 +84,7 @@ def cut(closed: ClosedJaxpr, into: Sequence[Own], out: Sequence[Own]) -> Cut:
         owned |= {var for var, each in zip(eqn.outvars, found, strict=True) if each}
         of_own.append(any(found) or (not found and any(operands)))
         if eqn.primitive is sum_p:
-            dims = zip(eqn.outvars, eqn.params["dims"], strict=True)
+            dims = zip(eqn.outvars, eqn.params["lie"], strict=True)
             lie.update({var: dim for var, dim in dims if dim is not None})
     for atom, how in zip(jaxpr.outvars, out, strict=True):
         if isinstance(atom, Var) and atom in owned and how is not None:

@@ -129,7 +129,7 @@ class OfMicroShard:
             leaves,
             wire=self.wire,
             sent=[True] * gradient + [False] * rest,
-            dims=[*dims, *[None] * rest],
+            lie=[*dims, *[None] * rest],
             count=self.piece.count,
         )
         sums, floats = jax.tree.unflatten(structure, total)

@@ -19,7 +19,7 @@ own_p = Primitive("of_micro_shard")
 
 sum_p = Primitive("sum_of_micro_shards")
 """The sum of each operand over all micro-shards, in one fixed order; a piece of it for each where
-its entry of `dims` names a dim."""
+its entry of `lie` names a dim."""
 sum_p.multiple_results = True
 
 gather_p = Primitive("gather_of_micro_shards")
@@ -37,7 +37,7 @@ def sum_all(
     *,
     wire: Wire,
     sent: Sequence[bool],
-    dims: Sequence[int | None],
+    lie: Sequence[int | None],
     count: int,
 ) -> list[jax.Array]:
     """Return the sums of `values` over `count` micro-shards.
@@ -46,10 +46,10 @@ def sum_all(
         values: of one micro-shard.
         wire: rounds those that are `sent` in its dtype.
         sent: for each whether it is.
-        dims: for each the dim of which every micro-shard is given a piece; None for the whole sum.
+        lie: for each the dim of which every micro-shard is given a piece; None for the whole sum.
         count: of micro-shards.
     """
-    options = {"wire": wire, "sent": tuple(sent), "dims": tuple(dims), "count": count}
+    options = {"wire": wire, "sent": tuple(sent), "lie": tuple(lie), "count": count}
     found: list[jax.Array] = sum_p.bind(*map(own, values), **options)
     return found
 
@@ -60,10 +60,10 @@ def gather(value: jax.Array, *, dim: int, count: int) -> jax.Array:
     return found
 
 
-def _sum_avals(*avals: Any, dims: Sequence[int | None], count: int, **_: Any) -> list[Any]:
+def _sum_avals(*avals: Any, lie: Sequence[int | None], count: int, **_: Any) -> list[Any]:
     return [
         ShapedArray(_scaled(aval.shape, dim, 1 / count), aval.dtype)
-        for aval, dim in zip(avals, dims, strict=True)
+        for aval, dim in zip(avals, lie, strict=True)
     ]
 
 
@@ -71,9 +71,9 @@ def _scaled(shape: tuple[int, ...], dim: int | None, factor: float) -> tuple[int
     return tuple(int(size * factor) if at == dim else size for at, size in enumerate(shape))
 
 
-def _sum_batched(values: Any, at: Any, *, dims: Sequence[int | None], **options: Any) -> Any:
-    assert all(dim is None for dim in dims)  # pieces are those of a step that Replicax writes
-    return sum_p.bind(*values, dims=dims, **options), at
+def _sum_batched(values: Any, at: Any, *, lie: Sequence[int | None], **options: Any) -> Any:
+    assert all(dim is None for dim in lie)  # pieces are those of a step that Replicax writes
+    return sum_p.bind(*values, lie=lie, **options), at
 
 
 def _gather_batched(values: Any, at: Any, *, dim: int, count: int) -> Any:

@@ -127,7 +127,7 @@ class Sums:
     def __init__(self, meetings: Meetings, eqns: Sequence[JaxprEqn]) -> None:
         self._meetings, self._wire = meetings, eqns[0].params["wire"]
         self._sent: list[bool] = [each for eqn in eqns for each in eqn.params["sent"]]
-        self._dims: list[Own] = [each for eqn in eqns for each in eqn.params["dims"]]
+        self._dims: list[Own] = [each for eqn in eqns for each in eqn.params["lie"]]
         avals: list[Any] = [var.aval for eqn in eqns for var in eqn.invars]
         self._shapes = [aval.shape for aval in avals]
         into: list[Own] = [0] * len(self._shapes)

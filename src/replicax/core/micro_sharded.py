@@ -13,15 +13,34 @@ from replicax.core.in_flight import InFlight
 from replicax.core.meetings import Meetings
 from replicax.core.mesh import split_dim
 from replicax.core.models.definition import PyTree
-from replicax.core.modes import batch_shardings
+from replicax.core.modes import Mode, batch_shardings
 from replicax.core.parted import Parted
 from replicax.core.pieces import Piece
+from replicax.core.reduction import Reduction, as_they_are
 from replicax.core.same_program import Own, SameProgram, sharding_of
 from replicax.core.update import TrainState
 from replicax.errors import LossError
 
 OnMicroShard = Callable[[TrainState, Batch, Piece], Any]
 """A function of the state, of the rows of one micro-shard, and of which one that is."""
+
+
+def on_micro_shard(
+    function: Callable[..., Any], mode: Mode, reduction: Reduction, *, gathers: bool = False
+) -> OnMicroShard | None:
+    """Return `function(state, batch, axis)` of a replica, its parts by keyword, as one of a
+    micro-shard; None where bits are not fixed.
+    """
+    of_micro_shard = mode.of_micro_shard
+    if of_micro_shard is None:
+        return None
+
+    def traced(state: TrainState, batch: Batch, piece: Piece) -> Any:
+        accumulator = of_micro_shard(piece, reduction, None)
+        more = {"gather": accumulator.gather} if gathers else {}
+        return function(state, batch, None, accumulator=accumulator, reduce=as_they_are, **more)
+
+    return traced
 
 
 class MicroSharded:

@@ -42,7 +42,7 @@ def own_of(eqn: JaxprEqn, own: Sequence[bool]) -> list[bool]:
     if primitive is gather_p:
         return [False]
     if primitive is sum_p:
-        return [dim is not None for dim in eqn.params["dims"]]
+        return [dim is not None for dim in eqn.params["lie"]]
     if not meets(eqn):
         return [any(own)] * len(eqn.outvars)
     if primitive.name in WRAPPERS:

@@ -18,15 +18,14 @@ from replicax.core.configuration import Configuration
 from replicax.core.feed import Split
 from replicax.core.layout import on_devices_of
 from replicax.core.mesh import AnyMesh, by_rows, replica_count, replicated
-from replicax.core.micro_sharded import MicroSharded, OnMicroShard
+from replicax.core.micro_sharded import MicroSharded, OnMicroShard, on_micro_shard
 from replicax.core.models.definition import Definition, Parts, PyTree
 from replicax.core.models.pytree import OwnState
-from replicax.core.modes import Mode, batch_shardings, lift
+from replicax.core.modes import batch_shardings, lift
 from replicax.core.objective import LossFunction, Objective, only_read
 from replicax.core.optimizer import Updater
 from replicax.core.own import keep, own_update
-from replicax.core.pieces import Piece
-from replicax.core.reduction import REDUCTIONS, Reduction, as_they_are
+from replicax.core.reduction import REDUCTIONS
 from replicax.core.scaling import first_scale
 from replicax.core.update import (
     TrainState,
@@ -70,7 +69,7 @@ class Program:
         )
         out = replicated(mesh)
         whole = lift(evaluation, mode, mesh, self.shardings, batch_shardings(mesh), out)
-        parts = _of_micro_shard(of_objective, mode, plain)
+        parts = on_micro_shard(of_objective, mode, plain)
         return _run(
             dataclasses.replace(config, donate=False),
             mesh,
@@ -247,7 +246,7 @@ def build(
             apply=config.wrapped(keep),
         )
         step = mode.wrap(own_step, mesh, where, out)
-        of_micro_shard = _of_micro_shard(own_step, mode, config.reduction, gathers=True)
+        of_micro_shard = on_micro_shard(own_step, mode, config.reduction, gathers=True)
     donated = 0 if config.donate else ()
     whole = jax.jit(step, in_shardings=where, out_shardings=out, donate_argnums=donated)
     return Program(
@@ -261,22 +260,6 @@ def build(
         own_step=own_step,
         step=_run(config, mesh, "step", of_micro_shard, whole, shardings, out),
     )
-
-
-def _of_micro_shard(
-    function: Callable[..., Any], mode: Mode, reduction: Reduction, *, gathers: bool = False
-) -> OnMicroShard | None:
-    """`function(state, batch, axis)` of a replica, its parts by keyword, of one micro-shard."""
-    of_micro_shard = mode.of_micro_shard
-    if of_micro_shard is None:
-        return None
-
-    def traced(state: TrainState, batch: Batch, piece: Piece) -> Any:
-        accumulator = of_micro_shard(piece, reduction, None)
-        more = {"gather": accumulator.gather} if gathers else {}
-        return function(state, batch, None, accumulator=accumulator, reduce=as_they_are, **more)
-
-    return traced
 
 
 def _run(
