@@ -13,7 +13,7 @@ from verify import zoo_recipes as zoo
 import replicax as rx
 from replicax.errors import LossError
 from replicax.verify.check import Check
-from replicax.verify.exactness import check_exactness, digest_of, replica_counts
+from replicax.verify.exactness import check_exactness, bits_on, replica_counts
 from replicax.verify.facts import examine
 from replicax.verify.parity import Parity
 from replicax.verify.subject import Subject
@@ -76,9 +76,9 @@ def test_a_step_that_is_skipped_fails(mode: str) -> None:
     facts = examine(of)
     checks: list[Check] = list(Parity(of, facts, lambda text: None).checks([of.own]))
     if dp.mode.bitwise:
-        digest = partial(digest_of, of, facts, dp.mode)
+        bits = partial(bits_on, of, facts, dp.mode)
         counts = replica_counts(dp)
-        checks.append(check_exactness(dp.mode, counts, digest, True, lambda text: None))
+        checks.append(check_exactness(dp.mode, counts, bits, True, lambda text: None))
     assert {check.verdict for check in checks} == {"fail"}
     assert all("skipped" in check.found for check in checks)
 

@@ -108,7 +108,9 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
     return [
         Change(".".join(path), before, after, both.matters(path, before, after))
         for path, before, after in _differences((), was, now)
-        if path not in _OF_ONE_START and (path[0] != "program" or both.programs_known)
+        if path not in _OF_ONE_START
+        and path[0] != "bits"  # told by the first step, and no choice of anybody's
+        and (path[0] != "program" or both.programs_known)
     ]
 
 

@@ -306,6 +306,9 @@ class Loop:
             self._storage.check_program(program_fingerprint(self.dp, self.state, batch))
         self._display.status("compiling the step")
         self.dp.prepare(self.state, batch)
+        if self._storage is not None and self.dp.mode.bitwise:
+            compiled = self.dp.program(self.state).compiled(self.state, batch)
+            self._storage.check_bits({each.name: each.digest for each in compiled})
         self._interrupt.hold()
 
     def _follow(self, may_remain: int, *, closing: bool = False, due: bool = False) -> None:

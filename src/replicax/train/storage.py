@@ -247,6 +247,23 @@ class Storage:
         if self.folder is not None:
             self.folder.write_config(self._config)
 
+    def check_bits(self, programs: dict[str, str]) -> None:
+        """Say where the run goes on with other bits: its step is compiled to other programs.
+
+        Args:
+            programs: digests of those whose bits are fixed, by name.
+        """
+        before = self._before.get("bits", programs)
+        others = [n for n in {**before, **programs} if before.get(n) != programs.get(n)]
+        if others:
+            self._say(
+                f"ALARM  bits are others from here on: {len(others)} of {len(programs)} compiled "
+                f"programs differ ({', '.join(others)}), by another jax, processor or batch size"
+            )
+        self._config["bits"] = programs
+        if self.folder is not None:
+            self.folder.write_config(self._config)
+
     def restore(self, like: TrainState) -> TrainState:
         """The state of what was found, laid out as `like`.
 

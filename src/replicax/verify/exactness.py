@@ -1,11 +1,17 @@
-"""Mode `exact`: the same bits on 1, 2, 4, ... devices."""
+"""Mode `exact`: the same programs and the same bits on 1, 2, 4, ... devices."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
+from replicax.core.batch import Batch
 from replicax.core.data_parallel import DataParallel
 from replicax.core.mesh import replica_count
 from replicax.core.modes import Mode
+from replicax.core.program import Program
+from replicax.core.update import TrainState
 from replicax.errors import LossError, ReplicaxError
 from replicax.train.fingerprint import sha256
 from replicax.train.guarded import NOT_FINITE
@@ -17,10 +23,56 @@ STEPS = 2
 _SHOWN = 12
 
 
+@dataclasses.dataclass(frozen=True)
+class Bits:
+    """The bits of some steps, and of the programs that computed them."""
+
+    steps: list[dict[str, str]]
+    """After each step, the SHA-256 of every leaf of state and metrics, by path."""
+    programs: dict[str, str]
+    """The digest of every program that rounds, by name."""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the leaves after the last step."""
+        return sha256(list(map(bytes.fromhex, self.steps[-1].values())))
+
+    def parting(self, other: "Bits") -> str:
+        """Return where `other` has other bits first: the step, the leaf and the programs."""
+        pairs = enumerate(zip(self.steps, other.steps, strict=True), start=1)
+        step, leaves = next(
+            (number, [path for path in mine if mine[path] != theirs[path]])
+            for number, (mine, theirs) in pairs
+            if mine != theirs
+        )
+        names = {**self.programs, **other.programs}
+        programs = [n for n in names if self.programs.get(n) != other.programs.get(n)]
+        said = f"the compiled {', '.join(programs)} differs" if programs else "all programs alike"
+        return f"in step {step} first {leaves[0]} of {len(leaves)} leaves; {said}"
+
+
+def bits_of(program: Program, state: TrainState, batch: Batch) -> Bits:
+    """Return the bits of `STEPS` steps of `program` from `state`.
+
+    Raises:
+        LossError: a step is skipped, for what it computes is not finite.
+    """
+    compiled = program.compiled(state, batch)
+    steps = []
+    for _ in range(STEPS):
+        state, metrics = program.step(state, batch)
+        metrics = dict(metrics)
+        if NOT_FINITE in metrics and metrics.pop(NOT_FINITE):
+            raise LossError("the loss or its gradient is not finite, and the step is skipped")
+        leaves = jax.tree_util.tree_leaves_with_path({"state": state, "metrics": metrics})
+        steps.append({jax.tree_util.keystr(path): sha256(leaf) for path, leaf in leaves})
+    return Bits(steps, {each.name: each.digest for each in compiled})
+
+
 def check_exactness(
     mode: Mode,
     counts: list[int],
-    digest: Callable[[int], str],
+    bits: Callable[[int], Bits],
     is_own: bool,
     show: Callable[[str], None],
 ) -> Check:
@@ -29,34 +81,40 @@ def check_exactness(
     Args:
         mode: the mode.
         counts: of devices, from `replica_counts`.
-        digest: the bits on as many.
+        bits: those on as many.
         is_own: whether the step is configured with it, and must not be refused.
         show: told what is next.
     """
     name = f"{mode}, {on_devices(counts)}"
-    digests: dict[int, str] = {}
+    found: dict[int, Bits] = {}
     try:
         for count in counts:
             show(f"parity: the bits of {mode} on {count} of {counts[-1]} devices")
-            digests[count] = digest(count)
+            found[count] = bits(count)
     except ReplicaxError as error:
         return Check("parity", name, FAIL if is_own else SKIP, f"refused: {error}")
-    figures = {"sha256": {str(count): found for count, found in digests.items()}}
-    first = digests[counts[0]]
-    others = [count for count in counts if digests[count] != first]
+    first = found[counts[0]]
+    figures: dict[str, Any] = {
+        "sha256": {str(count): each.digest for count, each in found.items()},
+        "programs": {str(count): each.programs for count, each in found.items()},
+    }
+    others = [count for count in counts if found[count] != first]
     if not others:
-        text = f"the same bits after {STEPS} steps, SHA-256 {first[:_SHOWN]}"
+        text = (
+            f"the same bits after {STEPS} steps, SHA-256 {first.digest[:_SHOWN]}, by the same "
+            f"{len(first.programs)} programs"
+        )
         return Check("parity", name, PASS, text, "", figures)
-    text = f"other bits on {on_devices(others)} than on 1: {first[:_SHOWN]}, " + ", ".join(
-        digests[count][:_SHOWN] for count in others
-    )
+    parted = [count for count in others if found[count].steps != first.steps]
+    if not parted:
+        text = f"other programs on {on_devices(others)} than on 1, with the same bits"
+        return Check("parity", name, FAIL, text, CAUSE, figures)
+    where = first.parting(found[parted[0]])
+    text = f"other bits on {on_devices(parted)} than on 1: {where}"
     return Check("parity", name, FAIL, text, CAUSE, figures)
 
 
-CAUSE = (
-    "an operation of the model that XLA computes otherwise beside other operations; find it by "
-    "leaving layers out, and report it"
-)
+CAUSE = "a program that is compiled otherwise, or that does not repeat its bits; report it"
 
 
 def on_devices(counts: list[int]) -> str:
@@ -70,15 +128,11 @@ def replica_counts(dp: DataParallel) -> list[int]:
     return [1 << power for power in range(replicas.bit_length())]
 
 
-def digest_of(subject: Subject, facts: Facts, mode: Mode, devices: int) -> str:
-    """Return the SHA-256 of state and metrics after `STEPS` steps on as many devices."""
+def bits_on(subject: Subject, facts: Facts, mode: Mode, devices: int) -> Bits:
+    """Return the bits of `subject` on as many devices."""
     case = Case(mode, 1, devices)
     dp = subject.parallel(case)
     batch = subject.batch_on(case, subject.padded if facts.takes_padding else subject.full)
     state = subject.placed(case, subject.state)
-    metrics: dict[str, Any] = {}
-    for _ in range(STEPS):
-        state, metrics = dp.step(state, batch)
-        if metrics.pop(NOT_FINITE):
-            raise LossError("the loss or its gradient is not finite, and the step is skipped")
-    return sha256((state, metrics))
+    dp.prepare(state, batch)
+    return bits_of(dp.program(state), state, batch)

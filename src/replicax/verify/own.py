@@ -11,12 +11,11 @@ from replicax.core.batch import Batch, host_rows, pad
 from replicax.core.data_parallel import DataParallel
 from replicax.core.mesh import make_mesh
 from replicax.core.modes import Mode
-from replicax.core.program import Program
 from replicax.core.update import TrainState
 from replicax.errors import LossError, ReplicaxError
 from replicax.train.fingerprint import sha256
 from replicax.verify.check import FAIL, SKIP, Check
-from replicax.verify.exactness import STEPS, check_exactness, replica_counts
+from replicax.verify.exactness import Bits, bits_of, check_exactness, replica_counts
 from replicax.verify.form import Step
 from replicax.verify.step import verify_step
 from replicax.verify.step_parity import INDIVISIBLE, UNEQUAL
@@ -84,11 +83,11 @@ def check_own_step(
                 yield dataclasses.replace(check, case=f"{name}, {check.case}")
         if mode.bitwise:
 
-            def digest(count: int, mode: Mode = mode) -> str:
+            def bits(count: int, mode: Mode = mode) -> Bits:
                 counted = base.replace(mode=mode, mesh=_first(dp, count), **whole)
-                return _digest(counted.program(model), state, batch)
+                return bits_of(counted.program(model), state, batch)
 
-            yield check_exactness(mode, replica_counts(dp), digest, mode == dp.mode, show)
+            yield check_exactness(mode, replica_counts(dp), bits, mode == dp.mode, show)
 
 
 def _if_random(reference: Step, state: TrainState, batch: Batch) -> dict[str, Any]:
@@ -112,13 +111,6 @@ def _without_padding(alone: DataParallel, data: Any) -> Check | None:
     except LossError as error:
         return Check("parity", " and ".join(UNEQUAL), SKIP, f"refused: {error}")
     return None
-
-
-def _digest(program: Program, state: TrainState, batch: Batch) -> str:
-    metrics: Any = {}
-    for _ in range(STEPS):
-        state, metrics = program.step(state, batch)
-    return sha256((state, metrics))
 
 
 def _first(dp: DataParallel, devices: int) -> Any:

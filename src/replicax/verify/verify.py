@@ -16,7 +16,7 @@ from replicax.core.modes import MODES, Mode, as_mode
 from replicax.errors import ConfigError, ReplicaxError
 from replicax.verify.check import FAIL, SKIP, Check
 from replicax.verify.determinism import check_determinism
-from replicax.verify.exactness import check_exactness, digest_of, replica_counts
+from replicax.verify.exactness import bits_on, check_exactness, replica_counts
 from replicax.verify.facts import examine
 from replicax.verify.independence import DEPENDENT
 from replicax.verify.own import check_own_step
@@ -127,8 +127,8 @@ def _checks(
     yield from Parity(subject, facts, show).checks(cases)
     for mode in modes:
         if mode.bitwise and facts.repeatable:
-            digest = partial(digest_of, subject, facts, mode)
-            yield check_exactness(mode, replica_counts(dp), digest, own.mode == mode, show)
+            bits = partial(bits_on, subject, facts, mode)
+            yield check_exactness(mode, replica_counts(dp), bits, own.mode == mode, show)
         elif mode.bitwise:
             text = "two runs on one device differ: nothing to compare with"
             yield Check("parity", str(mode), SKIP, text)
