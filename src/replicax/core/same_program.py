@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax._src import compiler, stages  # jax has no public way to run a program as replicas
 from jax._src.interpreters import pxla
-from jax._src.lib import xla_client  # type: ignore[attr-defined]
+from jax._src.lib import hlo, xla_client  # type: ignore[attr-defined]
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -83,7 +83,9 @@ class SameProgram:
     def digest(self) -> str:
         """SHA-256 of the optimized program, without names and the number of devices."""
         [module] = self._executable.xla_executable.hlo_modules()
-        text = _NOT_THE_PROGRAM.sub("", module.to_string())
+        options = hlo.HloPrintOptions.short_parsable()
+        options.print_metadata = False
+        text = _NOT_THE_PROGRAM.sub("", module.to_string(options))
         return hashlib.sha256(text.encode()).hexdigest()
 
     def memory_analysis(self) -> Any:
