@@ -57,7 +57,7 @@ def trained(recipe: Any, model: Any, batch: Any, **settings: Any) -> tuple[list[
 @pytest.mark.parametrize(
     ("layout", "model_parallel", "devices"),
     only(
-        [("fsdp", 2, 2), ("fsdp", 2, 8)],
+        [("fsdp", 2, 8)],
         [
             *(("replicated", 2, 2), ("replicated", 4, 4), ("replicated", 2, 8)),
             *(("zero1", 2, 2), ("zero1", 2, 4), ("zero1", 4, 8)),
