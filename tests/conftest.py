@@ -32,6 +32,14 @@ for _number, _default in (
         signal.signal(_number, _default)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _programs(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A program that this process has compiled is not compiled again for the next test."""
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("programs")))
+
+
 @pytest.fixture(autouse=True)
 def _no_replicax_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("REPLICAX_")]:

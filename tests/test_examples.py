@@ -1,13 +1,13 @@
 """Each example's first losses, on devices and in modes, against plain JAX on one device."""
 
 import ast
+import functools
 import re
 from typing import Any
 
 import numpy as np
 import pytest
 from support.examples import (
-    CASES,
     FOLDER,
     NAMES,
     WHOLE,
@@ -19,7 +19,10 @@ from support.examples import (
     sources,
     with_replicax,
 )
+from support.quick import quick_programs
 from support.tiers import EXHAUSTIVE, only
+
+__all__ = ["quick_programs"]
 
 KEPT = [("shard_map", 4)]
 PAGE = (FOLDER.parent / "docs/examples.md").read_text(encoding="utf-8")
@@ -30,11 +33,6 @@ OF_PEERS = {"torch_dataloader"}
 pytestmark = pytest.mark.filterwarnings(
     "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
 )
-
-
-def where_it_can(names: Any) -> list[Any]:
-    """`names` for `parametrize`; `make test` installs no torch."""
-    return only([name for name in names if name not in OF_PEERS], names)
 
 
 def loaded(name: str) -> Any:
@@ -50,24 +48,42 @@ def assert_equal(found: list[Metrics], expected: list[Metrics]) -> None:
         np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize(("mode", "devices"), only(KEPT, CASES))
-@pytest.mark.parametrize("name", where_it_can([name for name in NAMES if name not in WHOLE]))
+OTHERS = ([("jit", 1), ("pmap", 2)], [("jit", 2), ("pmap", 1)])
+"""Beside KEPT: every other example has the first two, so that each meets each mode and count."""
+FIRST_LOSSES = [
+    (name, *case)
+    for number, name in enumerate(name for name in NAMES if name not in WHOLE)
+    for case in KEPT + OTHERS[number % 2]
+]
+
+
+@functools.cache
+def expected_of(name: str) -> list[Metrics]:
+    """The losses of plain JAX on one device."""
+    return by_hand(name, load(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "devices"),
+    only(
+        [case for case in FIRST_LOSSES if case[0] not in OF_PEERS and case[1:] in KEPT],
+        FIRST_LOSSES,
+    ),
+)
 def test_the_first_losses_are_those_of_plain_jax(name: str, mode: str, devices: int) -> None:
     example = loaded(name)
-    expected = by_hand(name, example)
     for source in sources(example).values():
         found, _ = with_replicax(name, example, source, mode, devices)
-        assert_equal(found, expected)
+        assert_equal(found, expected_of(name))
 
 
 @pytest.mark.parametrize("devices", only([4], [1, 2, 4]))
 @pytest.mark.parametrize("name", sorted(WHOLE))
 def test_whole_batches_are_those_of_one_device(name: str, devices: int) -> None:
     example = load(name)
-    expected = by_hand(name, example)
     for mode, count in (("single", 1), ("jit", devices)):
         found, _ = with_replicax(name, example, example.rows(), mode, count)
-        assert_equal(found, expected)
+        assert_equal(found, expected_of(name))
 
 
 @pytest.mark.parametrize("name", ["grain_pipeline", *only([], ["iterables", "clip"])])

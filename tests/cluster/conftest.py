@@ -11,6 +11,8 @@ from replicax.cluster.job import set_job
 @pytest.fixture(autouse=True)
 def _alone() -> Iterator[None]:
     set_job(None)
+    gc.freeze()  # what earlier tests left takes seconds to go through
     yield
     set_job(None)
     gc.collect()  # an unclosed socket warns, hence fails, where it was left and not in a later test
+    gc.unfreeze()

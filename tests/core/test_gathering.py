@@ -1,5 +1,6 @@
 """Parameters that are gathered where a loss uses them, and updates of a replica's own part."""
 
+import functools
 import re
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from support.tiers import exhaustive
 
 import replicax as rx
 from replicax.errors import ConfigError
@@ -103,11 +105,21 @@ def trained(loss: Any, optimizer: Any = ADAM, **settings: Any) -> rx.TrainState:
     return state
 
 
-@pytest.mark.parametrize("mode", ["shard_map", "jit"])
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+@functools.cache
+def on_one_device(body: Any) -> rx.TrainState:
+    return trained(loss_of(body), mode="single")
+
+
+@pytest.mark.parametrize(
+    ("body", "mode"),
+    [
+        *((body, "shard_map") for body in BODIES),
+        (scanned, "jit"),  # where XLA gathers, whatever the form
+        *(exhaustive((body, "jit")) for body in BODIES[1:]),
+    ],
+)
 def test_a_loss_of_any_form_trains_as_on_one_device(body: Any, mode: str) -> None:
-    loss = loss_of(body)
-    one, many = trained(loss, mode="single"), trained(loss, mode=mode, layout="fsdp")
+    one, many = on_one_device(body), trained(loss_of(body), mode=mode, layout="fsdp")
     for wanted, found in zip(
         jax.tree.leaves(one.params), jax.tree.leaves(many.params), strict=True
     ):

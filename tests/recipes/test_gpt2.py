@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from support.command_line import Main, one_line
+from support.quick import quick_programs
 from support.tiers import EXHAUSTIVE, only
 
 import replicax as rx
@@ -22,6 +23,8 @@ from replicax.recipes import transformer
 from replicax.recipes.gpt2 import GPT2
 from replicax.recipes.gpt2_weights import save_weights
 from replicax.recipes.transformer import Params, Shape
+
+__all__ = ["quick_programs"]
 
 LINE = b"one two three four five six seven eight nine ten\n"
 HELD_OUT = LINE * 3 + b"one two three"  # 160 bytes, and an end of text that is no byte

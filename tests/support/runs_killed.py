@@ -5,6 +5,7 @@ whose first two starts were killed right before their operation number AT.
 """
 
 import json
+import math
 import os
 import signal
 import sys
@@ -88,7 +89,12 @@ def in_child(objects: Path | None, at: int) -> None:
 def main() -> None:
     """See above."""
     folder = Path(sys.argv[1])
+    jax.config.update("jax_compilation_cache_dir", str(folder / "programs"))
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     in_child(None, 0)
+    # A kill would leave half an entry, for all who come later.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf)
     for at in map(int, sys.argv[2:]):
         (folder / str(at)).mkdir(parents=True)
         for kill_at in (at, at, 0):

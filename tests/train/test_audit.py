@@ -374,6 +374,7 @@ def test_processes_go_back_together() -> None:
     assert [norm[3] for norm in norms] == ["1", "1", "0", "0"]
 
 
+@pytest.mark.usefixtures("optimized")
 def test_audits_leave_the_bits_of_exact_as_they_are() -> None:
     """Else its digests could be compared only among runs that all audit, or all do not."""
     dp = make(4, mode="exact")

@@ -149,6 +149,7 @@ def digest(devices: int, *, bad: bool) -> str:
 
 
 @pytest.mark.parametrize("devices", only([1, 8], [1, 2, 8]))
+@pytest.mark.usefixtures("optimized")
 def test_exact_has_the_same_bits_on_any_number_of_devices(devices: int) -> None:
     assert digest(devices, bad=True) == digest(1, bad=False)
 
@@ -323,6 +324,7 @@ def test_spikes_are_told_alike_in_every_mode(mode: str) -> None:
     assert found == (False, False)
 
 
+@pytest.mark.usefixtures("optimized")
 def test_exact_has_the_same_bits_where_it_looks_for_spikes() -> None:
     losses = [*history(), 3.1, 99.0, 2.9, np.nan, 3.0]
     digests = set()

@@ -157,6 +157,7 @@ def test_a_line_of_80_columns() -> None:
         exhaustive(("gpt2", "single")),
     ],
 )
+@pytest.mark.usefixtures("optimized")
 def test_the_training_has_the_same_bits_with_and_without(name: str, mode: str) -> None:
     """With BatchNorm's statistics, and Dropout's masks."""
     case = DROPOUT_CASES.get(name, CASES[name])

@@ -60,12 +60,18 @@ def test_at_a_step(dp: rx.DataParallel, tmp_path: Path, at: int) -> None:
 
 
 @EXHAUSTIVE
-@pytest.mark.parametrize("evaluated", [{}, EVALUATED], ids=["plain", "evaluated"])
-@pytest.mark.parametrize("log_every", [1, 2, 7])
-@pytest.mark.parametrize("at", range(STEPS))
+@pytest.mark.parametrize(
+    ("at", "log_every", "evaluated"),
+    [
+        (at, log_every, EVALUATED if (at + number) % 2 else {})
+        for at in range(STEPS)
+        for number, log_every in enumerate((1, 2, 7))
+    ],
+)
 def test_at_any_step(
     dp: rx.DataParallel, tmp_path: Path, at: int, log_every: int, evaluated: dict[str, Any]
 ) -> None:
+    """Each step meets each of the others' values, and those each other: not all products."""
     stopped(dp, tmp_path / "run", at, log_every=log_every, **evaluated)
 
 

@@ -88,6 +88,7 @@ def test_on_other_devices(tmp_path: Path, steps: int) -> None:
 
 
 @EXHAUSTIVE
+@pytest.mark.usefixtures("optimized")
 def test_in_mode_exact_to_the_bit(tmp_path: Path) -> None:
     exact = {"mode": "exact", "micro_shards": 8}
     check_moved(tmp_path / "run", 80, [{"devices": n, **exact} for n in DEVICES], most=0)

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from support.quick import quick_programs
 from support.tiers import EXHAUSTIVE
 from verify import zoo_recipes as zoo
 
@@ -15,6 +16,8 @@ from replicax.core.modes import MODES
 from replicax.verify.facts import Facts, examine
 from replicax.verify.parity import Parity
 from replicax.verify.subject import Case, Subject
+
+__all__ = ["quick_programs"]
 
 
 def subject(entry: zoo.Entry, devices: int = 4) -> Subject:

@@ -12,11 +12,14 @@ import optax
 import pytest
 from flax import nnx
 from support.cases import BATCH, CASES, DROPOUT_CASES
+from support.quick import quick_programs
 from support.tiers import only
 
 import replicax as rx
 from replicax.core.models.split import split_model
 from replicax.recipes.abstract_model import abstract_model
+
+__all__ = ["quick_programs"]
 
 X = np.linspace(-1, 1, 48, dtype=np.float32).reshape(8, 6)
 
@@ -165,9 +168,9 @@ def test_statistics_of_any_kind_are_global_in_jit(kind: str) -> None:
 @pytest.mark.parametrize("mode", only(["shard_map"], ["jit", "shard_map", "pmap"]))
 def test_dropout_masks_depend_on_seed_and_step_alone(mode: str) -> None:
     case = DROPOUT_CASES["nnx"]
+    dp = rx.DataParallel(case.loss, optax.sgd(0.0), mode=mode)
 
     def losses(seed: int) -> list[float]:
-        dp = rx.DataParallel(case.loss, optax.sgd(0.0), mode=mode)
         state = dp.init(case.model(), seed=seed)
         found = []
         for batch in [next(iter(dp.feed(case.source, BATCH)))] * 2:

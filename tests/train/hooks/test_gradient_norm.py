@@ -76,6 +76,7 @@ def test_it_is_the_norm_of_the_global_mean_gradient(settings: dict[str, Any]) ->
     np.testing.assert_allclose(first_norm(**settings), expected, rtol=near)
 
 
+@pytest.mark.usefixtures("optimized")
 def test_in_mode_exact_its_bits_are_those_of_any_number_of_devices() -> None:
     meshes = [rx.make_mesh(devices=jax.devices()[:count]) for count in (1, 8)]
     norms = [first_norm(mode="exact", mesh=mesh) for mesh in meshes]
