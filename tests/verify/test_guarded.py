@@ -13,7 +13,7 @@ from verify import zoo_recipes as zoo
 import replicax as rx
 from replicax.errors import LossError
 from replicax.verify.check import Check
-from replicax.verify.exactness import check_exactness, bits_on, replica_counts
+from replicax.verify.exactness import bits_on, check_exactness, replica_counts
 from replicax.verify.facts import examine
 from replicax.verify.parity import Parity
 from replicax.verify.subject import Subject

@@ -26,7 +26,7 @@ def test_it_checks_everything(plain: Verification) -> None:
         "determinism",
         "recompilation",
     ]
-    assert plain.ok, [c for c in plain.checks if c.verdict=="fail"]
+    assert plain.ok, [c for c in plain.checks if c.verdict == "fail"]
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ class Meetings:
         places, results = ([sharding_of(self.mesh, own).spec for own in lie] for lie in (into, out))
         return jax.jit(
             jax.shard_map(
-                lambda lists: local(lists),
+                local,
                 mesh=self.mesh,
                 in_specs=([places] * count,),
                 out_specs=results,
@@ -58,11 +58,11 @@ class Meetings:
 
     def cut(self, into: Sequence[Own]) -> Callable[[list[jax.Array]], list[Any]]:
         """Return a function of global arrays: each device's part in as many `Parts`."""
-        if self.shares == 1:
+        split = [dim for dim in into if dim is not None]
+        if self.shares == 1 or not split:
             return lambda arrays: [
                 array if dim is None else [array] for array, dim in zip(arrays, into, strict=True)
             ]
-        split = [dim for dim in into if dim is not None]
 
         def local(lists: list[list[jax.Array]]) -> list[jax.Array]:
             pairs = zip(lists[0], split, strict=True)

@@ -1,0 +1,39 @@
+"""The row on fixed bits: where they part."""
+
+import dataclasses
+
+import pytest
+
+from replicax.core.modes import MODES
+from replicax.verify.check import Check
+from replicax.verify.exactness import Bits, check_exactness
+
+SAME = Bits([{"w": "00", "b": "01"}, {"w": "02", "b": "03"}], {"step.0": "aa", "step.1": "bb"})
+
+
+def row(bits: dict[int, Bits]) -> Check:
+    return check_exactness(MODES["exact"], list(bits), bits.__getitem__, True, lambda text: None)
+
+
+def test_the_same_bits_pass() -> None:
+    found = row({1: SAME, 2: SAME})
+    assert found.verdict == "pass"
+    assert found.figures["programs"]["2"] == SAME.programs
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"steps": [SAME.steps[0], {"w": "02", "b": "ff"}]}, ["step 2", "b of 1", "alike"]),
+        ({"steps": [{"w": "09", "b": "08"}, SAME.steps[1]]}, ["step 1", "w of 2", "alike"]),
+        (
+            {"steps": [SAME.steps[0], {"w": "0f", "b": "03"}], "programs": {"step.0": "aa"}},
+            ["on 2 devices", "step 2", "w of 1", "step.1"],
+        ),
+        ({"programs": {"step.0": "aa", "step.1": "cc"}}, ["other programs on 2 devices"]),
+    ],
+)
+def test_other_bits_name_step_leaf_and_program(changes: dict, named: list[str]) -> None:
+    found = row({1: SAME, 2: dataclasses.replace(SAME, **changes), 4: SAME})
+    assert found.verdict == "fail"
+    assert all(each in found.found for each in named)
