@@ -1,5 +1,6 @@
 """A run that goes on elsewhere, or otherwise: on other devices, in other batches, after damage."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,24 @@ def test_on_other_devices(tmp_path: Path, steps: int) -> None:
 def test_in_mode_exact_to_the_bit(tmp_path: Path) -> None:
     exact = {"mode": "exact", "micro_shards": 8}
     check_moved(tmp_path / "run", 80, [{"devices": n, **exact} for n in DEVICES], most=0)
+
+
+@pytest.mark.parametrize("altered", [False, True])
+def test_other_programs_than_the_run_began_with_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], altered: bool
+) -> None:
+    folder = tmp_path / "run"
+    with crashing(5):
+        fit(data_parallel(2, mode="exact"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    assert list(config["bits"]) == ["step.0", "step.1"]
+    if altered:
+        config["bits"]["step.1"] = "another"
+        (folder / "config.json").write_text(json.dumps(config))
+    fit(data_parallel(4, mode="exact"), folder, progress=True)
+    said = capsys.readouterr().out
+    assert ("ALARM  bits" in said) == altered
+    assert ("step.1" in said) == altered
 
 
 @EXHAUSTIVE
