@@ -99,7 +99,18 @@ def test_what_a_compiled_step_needs_beside_its_arguments(platform: str, needs: i
     )
     compiled: Any = SimpleNamespace(memory_analysis=lambda: stats)
     mesh: Any = Devices(Device(platform, bytes_limit=needs, bytes_in_use=0))
-    capacity.check_fits(compiled, mesh, 8)
+    capacity.check_fits([compiled], mesh, 8)
     mesh = Devices(Device(platform, bytes_limit=needs, bytes_in_use=1))
     with pytest.raises(rx.ConfigError, match="a step of 8 rows needs"):
-        capacity.check_fits(compiled, mesh, 8)
+        capacity.check_fits([compiled], mesh, 8)
+
+
+def test_what_several_programs_return_is_held_together() -> None:
+    stats = SimpleNamespace(output_size_in_bytes=20, alias_size_in_bytes=12, temp_size_in_bytes=70)
+    compiled: Any = SimpleNamespace(memory_analysis=lambda: stats)
+    needs = 2 * (20 - 12) + 70
+    mesh: Any = Devices(Device("gpu", bytes_limit=needs, bytes_in_use=0))
+    capacity.check_fits([compiled, compiled], mesh, 8)
+    mesh = Devices(Device("gpu", bytes_limit=needs, bytes_in_use=1))
+    with pytest.raises(rx.ConfigError, match="a step of 8 rows needs"):
+        capacity.check_fits([compiled, compiled], mesh, 8)

@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import optax
 import pytest
-from support.quick import quick_programs
 from support.tiers import only
 
 import replicax as rx
@@ -15,8 +14,6 @@ from replicax.commands.step import StepOptions
 from replicax.recipes import transformer
 from replicax.recipes.gpt2 import GPT2
 from replicax.recipes.mlp import MLP
-
-__all__ = ["quick_programs"]
 
 ROWS, CONTEXT, STEPS = 16, 16, 5
 SIZES = {"layers": 2, "heads": 4, "width": 16, "context": CONTEXT}

@@ -9,6 +9,7 @@ VARIABLE = "JAX_DISABLE_MOST_OPTIMIZATIONS"
 
 
 def _optimize(patch: pytest.MonkeyPatch, wanted: bool) -> None:
+    jax.clear_caches()  # what is compiled the one way has other bits than the other
     jax.config.update(VARIABLE.lower(), not wanted)
     patch.setenv(VARIABLE, str(int(not wanted)))  # for child processes
 

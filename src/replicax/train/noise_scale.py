@@ -130,7 +130,7 @@ class NoiseMeter(Hook):
             self._probe = noise_probe(dp, run.state)
             lowered = self._probe.lower(*given)
             agree_on_program(dp.configuration, "the noise measurement", given, lowered)
-            check_fits(lowered.compile(), dp.mesh, batch.size)
+            check_fits([lowered.compile()], dp.mesh, batch.size)
         if (run.place.step + 1) % self._every == 0:
             self._sample = self._probe(*given)
 
