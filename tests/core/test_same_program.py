@@ -157,6 +157,26 @@ def test_and_the_numbers_of_one_device(name: str, monkeypatch: pytest.MonkeyPatc
     )
 
 
+def test_what_is_returned_twice_is_not_deleted_by_the_next_step() -> None:
+    def twice(state: Any, batch: Any, key: Any) -> tuple[Any, Any]:
+        state, means = one(state, batch, key)
+        return {**state, "target": state["model"]}, {**means, "last": state["model"]["out"][0]}
+
+    dp = rx.DataParallel(step=twice, mesh=mesh_of(2), mode="exact")
+    state = dp.init({"model": MODEL, "moments": OPTIMIZER.init(MODEL), "target": MODEL})
+    for batch in dp.feed(DATA, 16):
+        state, _ = dp.step(state, batch)
+    target, model = state.params["target"], state.params["model"]
+    jax.tree.map(np.testing.assert_array_equal, target, model)
+
+
+def test_the_metrics_of_a_scaled_step_outlive_the_next() -> None:
+    dp = rx.DataParallel(loss, OPTIMIZER, mesh=mesh_of(2), mode="exact", precision="float16")
+    state, first = dp.step(dp.init(MODEL), DATA)
+    dp.step(state, DATA)
+    assert {name: float(value) for name, value in first.items()}["loss_scale"] == 2.0**15
+
+
 def test_a_step_that_keeps_rows_is_refused() -> None:
     def keeps(state: Any, batch: Any, key: Any) -> tuple[Any, Any]:
         state, means = one(state, batch, key)

@@ -134,7 +134,8 @@ class Look:
         with contextlib.suppress(Exception):  # the user's loss, on few rows
             together = values(0, 2)
             alone = jax.tree.map(beside, values(0, 1), values(1, 2))
-            return [_share(*pair) for pair in zip(alone, together, strict=True)]
+            unit = self._objective.precision.eps
+            return [_share(*pair, unit) for pair in zip(alone, together, strict=True)]
         return []
 
     def decide(self, differences: list[tuple[jax.Array, jax.Array]]) -> None:
@@ -154,12 +155,16 @@ def _counts(rows: int) -> set[float]:
     return {float(np.float32(each)) for count in counts for each in (count, 1 / count)}
 
 
-def _share(alone: jax.Array, together: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The largest difference, as a share of the largest value, and how much rounding explains."""
+def _share(alone: jax.Array, together: jax.Array, unit: float) -> tuple[jax.Array, jax.Array]:
+    """The largest difference, as a share of the largest value, and how much rounding explains.
+
+    It is of `unit` in the computation, and of the dtype of what is returned.
+    """
     if together.dtype == bool:  # weights, which have no difference
         alone, together = alone.astype(jnp.int32), together.astype(jnp.int32)
     floating = jnp.issubdtype(together.dtype, jnp.floating)
-    unit = jnp.finfo(together.dtype).eps if floating else 0  # type: ignore[no-untyped-call]
+    eps = jnp.finfo(together.dtype).eps if floating else 0  # type: ignore[no-untyped-call]
+    unit = max(unit, float(eps)) if floating else 0.0
     largest = jnp.max(jnp.abs(jnp.stack([alone, together])))
     gap = jnp.max(jnp.abs(alone - together))
     return gap / jnp.where(largest > 0, largest, 1), jnp.minimum(_UNITS * unit, _COARSEST)

@@ -5,10 +5,13 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 
 from replicax.core.batch import Batch
+from replicax.core.cut import shapes_of
 from replicax.core.in_flight import InFlight
 from replicax.core.meetings import Meetings
 from replicax.core.mesh import split_dim
@@ -119,6 +122,7 @@ class MicroSharded:
 
         number = jax.ShapeDtypeStruct((), np.int32)
         closed, found = jax.make_jaxpr(traced, return_shape=True)(number, *shapes)
+        closed = _each_once(closed)
         results = jax.tree.leaves(jax.tree.broadcast(self._out, found))
         out = [split_dim(each) for each in results]
         of_state = len(jax.tree.leaves(state))
@@ -135,6 +139,20 @@ class MicroSharded:
                     "of a loss of them, or rx.gather them"
                 )
         return _Compiled(self._meetings, parted, lies, out, jax.tree.structure(found))
+
+
+def _each_once(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same with a copy of each result that is one before: a later step may take its memory."""
+    out = closed.jaxpr.outvars
+    again = [isinstance(atom, Var) and atom in out[:n] for n, atom in enumerate(out)]
+    if not any(again):
+        return closed
+
+    def run(*arrays: jax.Array) -> list[jax.Array]:
+        found = zip(jaxpr_as_fun(closed)(*arrays), again, strict=True)
+        return [jnp.copy(array) if each else array for array, each in found]
+
+    return jax.make_jaxpr(run)(*shapes_of(closed.jaxpr.invars))
 
 
 class _Compiled:

@@ -32,6 +32,11 @@ class Precision:
         """Whether the loss is scaled, lest its gradient be too small for the dtype."""
         return self.name == "float16"
 
+    @property
+    def eps(self) -> float:
+        """Unit of rounding of the computation."""
+        return float(jnp.finfo(_DTYPES.get(self.name, jnp.float32)).eps)  # type: ignore[no-untyped-call]
+
     def to_compute(self, tree: Any) -> Any:
         """`tree` with its floating-point arrays in the dtype of the computation."""
         if self.name == "float32":
