@@ -21,6 +21,9 @@ from replicax.core.same_program import Own, sharding_of
 Parts = list[jax.Array]
 """A value of every micro-shard: entry n holds that of each device's n-th, side by side."""
 
+_AT_ONCE = 1 << 25
+"""Bytes of sums of a device's micro-shards that may wait to be added in one program."""
+
 Local = Callable[[list[list[jax.Array]]], list[Any]]
 
 
@@ -131,19 +134,22 @@ class Sums:
         avals: list[Any] = [var.aval for eqn in eqns for var in eqn.invars]
         self._shapes = [aval.shape for aval in avals]
         into: list[Own] = [0] * len(self._shapes)
+        size = meetings.shares * sum(aval.size * aval.dtype.itemsize for aval in avals)
+        self._at_once = meetings.shares if size <= _AT_ONCE else 1
         self._pair = meetings.mapped(lambda lists: self._add(*lists), into, 2, into)
-        self._total = meetings.mapped(self._of_all, into, 1, self._dims)
+        self._total = meetings.mapped(self._of_all, into, self._at_once, self._dims)
         self._cut = meetings.cut(self._dims)
 
     def __call__(self, compute: Callable[[int], list[jax.Array]]) -> list[Any]:
         """Return the sums, or `Parts` of them, of `compute(n)` of each device's micro-shard n.
 
-        Each is added as soon as it is there, so that one sum is held for each level of the tree.
+        Large ones are added as soon as they are there, so that one is held for each level of the
+        tree; small ones in one program with those of other devices.
         """
         held: list[list[jax.Array]] = []
         for number in range(self._meetings.shares):
             held.append(compute(number))
-            while number & 1:
+            while number & 1 and self._at_once == 1:
                 right = held.pop()
                 held.append(self._pair([held.pop(), right]))
                 number >>= 1
@@ -151,6 +157,8 @@ class Sums:
 
     def _of_all(self, lists: list[list[jax.Array]]) -> list[jax.Array]:
         """The sums of all devices, or this one's part of them."""
+        while len(lists) > 1:
+            lists = [self._add(*each) for each in zip(lists[0::2], lists[1::2], strict=True)]
         pairs = zip(self._rounded(lists[0]), self._shapes, strict=True)
         local = [leaf.reshape(shape) for leaf, shape in pairs]
         axis, dims = row_axis(self._meetings.mesh), self._dims
