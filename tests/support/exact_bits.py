@@ -31,7 +31,7 @@ def bits(draw: Draw, devices: int, job: Job | None = None) -> dict[str, str]:
         epoch = len(told)
         for batch in dp.feed(rows, draw.batch_size, shuffle=True, seed=draw.seed, epoch=epoch):
             state, metrics = dp.step(state, batch)
-            told.append(metrics)
+            told.append(jax.device_get(metrics))
             if len(told) == STEPS:
                 break
     programs = dp.program(state).compiled(state, batch)
