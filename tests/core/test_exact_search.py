@@ -4,10 +4,12 @@
 """
 
 import hypothesis
+import pytest
 from support.exact_bits import compared, kind
 from support.exact_draws import Draw, draws
 from support.tiers import EXHAUSTIVE
 
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")  # by one another
 settings = hypothesis.settings(
     derandomize=True,
     database=None,

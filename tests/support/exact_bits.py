@@ -12,6 +12,7 @@ from replicax.core.job import Job
 from replicax.core.leaves import numbers
 from replicax.core.mesh import replicated
 from replicax.errors import ReplicaxError
+from replicax.train.guarded import guarded, with_losses
 
 STEPS = 6
 DEVICES = (1, 2, 4, 8)
@@ -21,12 +22,19 @@ class Differs(AssertionError):  # noqa: N818
     """The same case has other bits, or other programs, on other devices."""
 
 
+class RefusedOnSome(Differs):
+    """The same case is refused on some devices, and trains on others."""
+
+
 def bits(draw: Draw, devices: int, job: Job | None = None) -> dict[str, str]:
     """SHA-256 by path: of the state after six steps, of each step's metrics, of an evaluation, and
     of the programs that computed them, in their order.
     """
     dp, rows, told = parallel(draw, devices, job), rows_of(draw), []
     state = dp.init(begin(draw), seed=draw.seed)
+    if draw.guarded:
+        state = with_losses(state)
+        dp = guarded(dp, state)
     while len(told) < STEPS:
         epoch = len(told)
         for batch in dp.feed(rows, draw.batch_size, shuffle=True, seed=draw.seed, epoch=epoch):
@@ -76,14 +84,16 @@ def check_same(
     draw: Draw, first: tuple[Any, dict[str, str]], other: tuple[Any, dict[str, str]]
 ) -> None:
     """Raise `Differs` where two outcomes do, each with what it was computed on."""
-    names = dict.fromkeys([*first[1], *other[1]])
     refused = [kind(outcome) for _, outcome in (first, other)]
-    if all(refused) and refused[0] == refused[1]:
-        return
-    if wrong := [name for name in names if first[1].get(name) != other[1].get(name)]:
+    if any(refused) and refused[0] != refused[1]:
+        told = first[1].get("refused") or other[1]["refused"]
+        raise RefusedOnSome(f"{first[0]} devices: {refused[0]}, {other[0]}: {refused[1]}: {told}")
+    names = dict.fromkeys([*first[1], *other[1]])
+    wrong = [name for name in names if first[1].get(name) != other[1].get(name)]
+    if wrong and not any(refused):
         raise Differs(
-            f"{first[0]} and {other[0]} devices differ in {wrong[0]} and {len(wrong) - 1} more: "
-            f"{refused[0] or 'trains'}, {refused[1] or 'trains'}; {draw}"
+            f"{first[0]} and {other[0]} devices differ in {wrong[0]} and {len(wrong) - 1} more of "
+            f"{len(names)}; {draw}"
         )
 
 

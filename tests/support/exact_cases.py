@@ -120,10 +120,8 @@ def loss_of(draw: Draw) -> Callable[..., Any]:
 
 def parallel(draw: Draw, devices: int, job: Job | None = None) -> rx.DataParallel:
     """The case on so many devices."""
-    settings: dict[str, Any] = {
-        name: getattr(draw, name)
-        for name in ("micro_shards", "precision", "reduction", "layout", "trainable", "ema")
-    }
+    names = ("micro_shards", "precision", "reduction", "layout", "trainable", "ema", "donate")
+    settings: dict[str, Any] = {name: getattr(draw, name) for name in names}
     settings["accumulate"] = min(draw.accumulate, draw.micro_shards // devices)
     mesh = rx.make_mesh(devices=jax.devices()[:devices])
     settings |= {"mode": "exact", "mesh": mesh, "job": job}

@@ -45,6 +45,9 @@ class Draw:
     accumulate: int
     trainable: str | None
     ema: float | None
+    guarded: bool
+    """Whether bad steps are skipped, as `rx.fit` does."""
+    donate: bool
     micro_shards: int
     seed: int
 
@@ -52,7 +55,7 @@ class Draw:
         layers = " ".join(f"{name}:{width}" for name, width in self.layers)
         usual = ("", 1, None, "float32", "replicated", False, 1.0)
         more = ("penalty", "weighted", "metrics", "scale", "precision", "reduction", "layout")
-        more = (*more, "accumulate", "trainable", "ema")
+        more = (*more, "accumulate", "trainable", "ema", "guarded", "donate")
         chosen = [f"{n}={getattr(self, n)}" for n in more if getattr(self, n) not in usual]
         return " · ".join(
             [
@@ -81,7 +84,7 @@ def drawn(choose: Choose, micro_shards: int) -> Draw:
     around = {choose(WRAPPERS) for _ in range(choose((0, 0, 1, 1, 2)))}
     if base in BY_VALUE:
         around = {name for name in around if "multi_steps" not in name}
-    batch_size = micro_shards * choose((1, 2, 3, 4))
+    batch_size = micro_shards * choose((1, 2, 3, 4, 8, 16, 33))
     plain = not own_step
     return Draw(
         layers=() if network else tuple(layers),
@@ -104,6 +107,8 @@ def drawn(choose: Choose, micro_shards: int) -> Draw:
         accumulate=choose((1, 1, 2, 4)),
         trainable=choose((None, None, None, "head|out")) if plain else None,
         ema=choose((None, None, 0.9)) if plain else None,
+        guarded=choose((False, False, True)),
+        donate=choose((True, True, True, False)),
         micro_shards=micro_shards,
         seed=choose(range(1000)),
     )
