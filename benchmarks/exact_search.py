@@ -26,14 +26,7 @@ from typing import Any
 import jax
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from support.exact_bits import (
-    DEVICES,
-    Differs,
-    RefusedOnSome,
-    compared,
-    kind,
-    outcome,
-)
+from support.exact_bits import DEVICES, Differs, RefusedOnSome, compared, kind, outcome
 from support.exact_draws import micro_shards_of, seeded
 from timing import RESULTS, environment
 
