@@ -64,9 +64,9 @@ def _experts(model: Any, batch: Any, key: Any) -> Any:
 
 
 def _half(model: Any, batch: Any, key: Any) -> Any:
-    low = batch["x"].astype(jnp.bfloat16) @ model["half"]
-    hidden = jnp.tanh(low.astype(jnp.float32) + batch["x"] @ model["in"])
-    return (hidden @ model["out"] - batch["y"]) ** 2
+    x = batch["x"]
+    low = (x.astype(jnp.bfloat16) @ model["half"]).astype(jnp.float32)
+    return (x @ model["a"] + jnp.tanh(low) + x @ model["b"] - batch["y"]) ** 2
 
 
 def _scales(model: Any, batch: Any, key: Any) -> Any:
@@ -82,7 +82,11 @@ def _unit(model: Any, batch: Any, key: Any) -> Any:
 
 
 MLP = {"in": normal(FEATURES, 16), "b": np.zeros(16, np.float32), "out": normal(16)}
-HALF = {"half": jnp.asarray(normal(FEATURES, 9), jnp.bfloat16), "in": normal(FEATURES, 9)}
+HALF = {
+    "a": normal(FEATURES),
+    "b": normal(FEATURES) / 3,
+    "half": jnp.asarray(normal(FEATURES) / 2, jnp.bfloat16),
+}
 SCALES = {"a": normal(FEATURES), "small": normal(FEATURES), "large": normal(FEATURES) / 1e9}
 
 FAILURES = {
@@ -99,7 +103,7 @@ FAILURES = {
         MLP, _mlp, lambda: optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation()
     ),
     "experts": Failure({"gate": normal(FEATURES, 4), "w": normal(4, FEATURES)}, _experts),
-    "bfloat16 leaf": Failure({**HALF, "out": normal(9)}, _half),
+    "bfloat16 leaf": Failure(HALF, _half),
     "scales": Failure(SCALES, _scales, lambda: optax.sgd(1e-20, momentum=0.9)),
     "scales, adam": Failure(SCALES, _scales),
     "unit": Failure({"in": normal(FEATURES, 16), "out": normal(16, 3)}, _unit),
