@@ -95,6 +95,10 @@ class MicroSharded:
         """Return the programs that compute it, in the order in which they run, compiled."""
         return self._of(state, batch).parted.programs
 
+    def _cache_size(self) -> int:
+        """Return for how many sizes of batches it is compiled, as a `jax.jit` function does."""
+        return len(self._compiled)
+
     def __call__(self, state: TrainState, batch: Batch) -> Any:
         return self._of(state, batch)(state, batch)
 
