@@ -53,10 +53,12 @@ class Draw:
 
     def __str__(self) -> str:
         layers = " ".join(f"{name}:{width}" for name, width in self.layers)
-        usual = ("", 1, None, "float32", "replicated", False, 1.0)
-        more = ("penalty", "weighted", "metrics", "scale", "precision", "reduction", "layout")
-        more = (*more, "accumulate", "trainable", "ema", "guarded", "donate")
-        chosen = [f"{n}={getattr(self, n)}" for n in more if getattr(self, n) not in usual]
+        fields = ("penalty", "weighted", "metrics", "scale", "precision", "reduction", "layout")
+        fields = (*fields, "accumulate", "trainable", "ema", "guarded", "donate")
+        usual = {"scale": 1.0, "precision": "float32", "reduction": "float32", "donate": True}
+        usual |= {"layout": "replicated", "accumulate": 1}
+        told = {name: getattr(self, name) for name in fields}
+        more = [f"{n}={value}" for n, value in told.items() if value != usual.get(n, value or value)]
         return " · ".join(
             [
                 self.network or layers,
@@ -65,7 +67,7 @@ class Draw:
                 "/".join(self.optimizer),
                 f"{self.rows} rows by {self.batch_size}",
                 f"{self.features} features, {self.micro_shards} micro-shards, seed {self.seed}",
-                *chosen,
+                *more,
             ]
         )
 

@@ -19,15 +19,21 @@ Operation = Callable[[list[Any]], list[Any]]
 class Compiler(Protocol):
     """Compiles parts of a step."""
 
-    def inner(self, function: Callable[..., Any], avals: Sequence[Any], into: list[Own]) -> Any:
+    def inner(
+        self,
+        function: Callable[..., Any],
+        avals: Sequence[Any],
+        into: Sequence[Own],
+        out: Sequence[Own],
+    ) -> Any:
         """Return `function`, of arrays of one micro-shard, on values of all; it returns a list."""
 
     def placed(self, value: Any) -> jax.Array:
         """Return a constant as an array that all devices have alike."""
 
 
-def scan(compiler: Compiler, eqn: JaxprEqn, into: list[Own]) -> Operation:
-    """Return the function of the operands of a scan, and of their avals, to its results."""
+def scan(compiler: Compiler, eqn: JaxprEqn, into: list[Own], out: list[Own]) -> Operation:
+    """Return the function of the operands of a scan to its results."""
     consts, carried, length = (eqn.params[each] for each in ("num_consts", "num_carry", "length"))
     body = jaxpr_as_fun(eqn.params["jaxpr"])
     avals: list[Any] = [atom.aval for atom in eqn.invars]
@@ -41,20 +47,22 @@ def scan(compiler: Compiler, eqn: JaxprEqn, into: list[Own]) -> Operation:
         found = body(*held[:split], *rows)
         return [*_as_own(found[:carried], carry_owned), *found[carried:]]
 
-    lie = [_lie(*pair) for pair in zip(owned, into, strict=True)]
-    number_aval = jax.ShapeDtypeStruct((), np.int32)
     begin = compiler.inner(
-        lambda *carry: _as_own(carry, carry_owned), carry_avals, into[consts:split]
+        lambda *carry: _as_own(carry, carry_owned), carry_avals, into[consts:split], out[:carried]
     )
-    turns = compiler.inner(turn, [*avals, number_aval], [*lie, None])
+    of_turn = [*into[:consts], *out[:carried], *into[split:], None]
+    number_aval = jax.ShapeDtypeStruct((), np.int32)
+    rows = [0] * (len(out) - carried)
+    turns = compiler.inner(turn, [*avals, number_aval], of_turn, [*out[:carried], *rows])
     gathered: list[Any] = [var.aval for var in eqn.outvars[carried:]]
     stack = [
         compiler.inner(
             lambda *each: [jnp.stack(each)],
             [jax.ShapeDtypeStruct(aval.shape[1:], aval.dtype)] * length,
             [how] * length,
+            [lie],
         )
-        for aval, how in zip(gathered, turns.out[carried:], strict=True)
+        for aval, how, lie in zip(gathered, turns.out[carried:], out[carried:], strict=True)
     ]
     order = range(length)[::-1] if eqn.params["reverse"] else range(length)
 
@@ -71,21 +79,24 @@ def scan(compiler: Compiler, eqn: JaxprEqn, into: list[Own]) -> Operation:
     return run
 
 
-def while_loop(compiler: Compiler, eqn: JaxprEqn, into: list[Own]) -> Operation:
+def while_loop(compiler: Compiler, eqn: JaxprEqn, into: list[Own], out: list[Own]) -> Operation:
     """Return the function of the operands of a while loop to its results."""
     tested, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     split, avals = tested + consts, [atom.aval for atom in eqn.invars]
     owned = turned(eqn, [lie is not None for lie in into])
-    lie = [_lie(*pair) for pair in zip(owned, into[split:], strict=True)]
     body = jaxpr_as_fun(eqn.params["body_jaxpr"])
-    begin = compiler.inner(lambda *carry: _as_own(carry, owned), avals[split:], into[split:])
+    begin = compiler.inner(lambda *carry: _as_own(carry, owned), avals[split:], into[split:], out)
     goes_on = compiler.inner(
         jaxpr_as_fun(eqn.params["cond_jaxpr"]),
         [*avals[:tested], *avals[split:]],
-        [*into[:tested], *lie],
+        [*into[:tested], *out],
+        [None],
     )
     turn = compiler.inner(
-        lambda *values: _as_own(body(*values), owned), avals[tested:], [*into[tested:split], *lie]
+        lambda *values: _as_own(body(*values), owned),
+        avals[tested:],
+        [*into[tested:split], *out],
+        out,
     )
 
     def run(values: list[Any]) -> list[Any]:
@@ -97,29 +108,27 @@ def while_loop(compiler: Compiler, eqn: JaxprEqn, into: list[Own]) -> Operation:
     return run
 
 
-def cond(compiler: Compiler, eqn: JaxprEqn, into: list[Own]) -> Operation:
+def cond(compiler: Compiler, eqn: JaxprEqn, into: list[Own], out: list[Own]) -> Operation:
     """Return the function of the operands of a cond to its results."""
     owned = own_of(eqn, [lie is not None for lie in into])
     avals = [atom.aval for atom in eqn.invars[1:]]
 
     def compiled(branch: ClosedJaxpr) -> Any:
         function = jaxpr_as_fun(branch)
-        return compiler.inner(lambda *values: _as_own(function(*values), owned), avals, into[1:])
+        return compiler.inner(
+            lambda *values: _as_own(function(*values), owned), avals, into[1:], out
+        )
 
     branches = [compiled(branch) for branch in eqn.params["branches"]]
     return lambda values: list(branches[int(np.asarray(values[0]))](values[1:]))
 
 
-HOST_LOOPS: dict[str, Callable[[Compiler, JaxprEqn, list[Own]], Operation]] = {
+HOST_LOOPS: dict[str, Callable[[Compiler, JaxprEqn, list[Own], list[Own]], Operation]] = {
     "scan": scan,
     "while": while_loop,
     "cond": cond,
 }
 """By the primitive's name."""
-
-
-def _lie(is_own: bool, into: Own) -> Own:
-    return 0 if is_own and into is None else into
 
 
 def _as_own(values: Sequence[Any], owned: Sequence[bool]) -> list[Any]:

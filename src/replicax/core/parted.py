@@ -73,12 +73,15 @@ class Parted:
         return self.programs[-1]
 
     def inner(
-        self, function: Callable[..., Any], avals: Sequence[Any], into: list[Own]
+        self,
+        function: Callable[..., Any],
+        avals: Sequence[Any],
+        into: Sequence[Own],
+        out: Sequence[Own],
     ) -> "Parted":
         """Return `function`, of arrays of one micro-shard, on values of all; it returns a list."""
         shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
         closed = jax.make_jaxpr(lambda *values: list(function(*values)))(*shapes)
-        out: list[Own] = [0] * len(closed.jaxpr.outvars)
         found = Parted(f"{self.name}.{len(self.programs)}", closed, into, out, self.meetings)
         self.programs += found.programs
         return found
@@ -109,7 +112,8 @@ class Parted:
             operate = self.meetings.gathered(eqns)
         else:
             [eqn] = eqns
-            operate = HOST_LOOPS[primitive.name](self, eqn, [self._lies(v) for v in eqn.invars])
+            lies = ([self._lies(atom) for atom in each] for each in (eqn.invars, eqn.outvars))
+            operate = HOST_LOOPS[primitive.name](self, eqn, *lies)
         operands = [atom for eqn in eqns for atom in eqn.invars]
         results = [var for eqn in eqns for var in eqn.outvars]
 

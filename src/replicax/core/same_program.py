@@ -85,6 +85,8 @@ class SameProgram:
         [module] = self._executable.xla_executable.hlo_modules()
         options = hlo.HloPrintOptions.short_parsable()
         options.print_metadata = False
+        # XLA's numbers in names differ from one compilation to another.
+        options.canonicalize_instruction_names = options.canonicalize_computations = True
         text = _NOT_THE_PROGRAM.sub("", module.to_string(options))
         return hashlib.sha256(text.encode()).hexdigest()
 
