@@ -147,13 +147,16 @@ def begin(draw: Draw) -> Any:
 
 def _step(draw: Draw) -> Callable[..., Any]:
     """A step of one's own, of the drawn kind."""
-    optimizer = optax.with_extra_args_support(exact_optimizers.optimizer(draw.optimizer))
+    optimizer = exact_optimizers.optimizer(draw.optimizer)
+    by_value = draw.optimizer[0] in exact_optimizers.BY_VALUE
     loss = loss_of(draw)
 
     def once(held: Any, batch: Any, key: Any, of: Any = loss) -> tuple[Any, Any]:
         model, moments = held
         means, gradient = rx.value_and_grad(of)(model, batch, key)
-        updates, moments = optimizer.update(gradient, moments, model, value=means["loss"])
+        more = {"value": means["loss"]} if by_value else {}
+        updates, after = optimizer.update(gradient, moments, model, **more)
+        moments = jax.tree.map(lambda leaf, old: leaf.astype(old.dtype), after, moments)
         return (optax.apply_updates(model, updates), moments), means
 
     def twice(held: Any, batch: Any, key: Any) -> tuple[Any, Any]:

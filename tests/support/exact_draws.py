@@ -58,7 +58,9 @@ class Draw:
         usual = {"scale": 1.0, "precision": "float32", "reduction": "float32", "donate": True}
         usual |= {"layout": "replicated", "accumulate": 1}
         told = {name: getattr(self, name) for name in fields}
-        more = [f"{n}={value}" for n, value in told.items() if value != usual.get(n, value or value)]
+        more = [
+            f"{n}={value}" for n, value in told.items() if value != usual.get(n, value or value)
+        ]
         return " · ".join(
             [
                 self.network or layers,

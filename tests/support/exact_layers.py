@@ -95,7 +95,11 @@ def _fori(p: Any, x: jax.Array, key: Any) -> jax.Array:
 
 def _conv_1d(p: Any, x: jax.Array, key: Any) -> jax.Array:
     found = lax.conv_general_dilated(
-        x[:, :, None], p["k"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+        x[:, :, None],
+        p["k"].astype(x.dtype),
+        (1,),
+        "SAME",
+        dimension_numbers=("NWC", "WIO", "NWC"),
     )
     return jnp.mean(jax.nn.relu(found), 1)
 
@@ -106,12 +110,13 @@ def _of_images(random: np.random.Generator, d: int, w: int) -> Params:
 
 def _conv_2d(p: Any, x: jax.Array, key: Any) -> jax.Array:
     """Strided, grouped, and pooled: rows as images of 6 x 6."""
+    first, second = p["k"].astype(x.dtype), p["d"].astype(x.dtype)
     found = lax.conv_general_dilated(
-        _tiled(x, 36).reshape(-1, 6, 6, 1), p["k"], (1, 1), "VALID", dimension_numbers=_IMAGES
+        _tiled(x, 36).reshape(-1, 6, 6, 1), first, (1, 1), "VALID", dimension_numbers=_IMAGES
     )
     found = lax.conv_general_dilated(
         found,
-        p["d"],
+        second,
         (2, 2),
         "SAME",
         dimension_numbers=_IMAGES,
