@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -45,7 +46,8 @@ def loss(model: Any, batch: Any, key: Any) -> Any:
 
 def weights(*hooks: rx.Hook) -> bytes:
     """The bits after all steps; what is said is printed."""
-    dp = rx.DataParallel(loss, optax.sgd(0.01))
+    mesh = rx.make_mesh(devices=jax.devices()[:1])  # a process of its own has no more
+    dp = rx.DataParallel(loss, optax.sgd(0.01), mesh=mesh)
     state = dp.init({"w": jnp.float32(0)})
     result = rx.fit(
         dp, state, {"x": ROWS}, batch_size=16, steps=STEPS, log_every=2, hooks=list(hooks)
