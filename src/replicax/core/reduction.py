@@ -126,8 +126,8 @@ class Wire:
         if self.dtype is None:
             total: StepSums = all_reduce(sums, axis)
             return total
-        add = partial(self._add_in_parts, axis=axis, ordered=False)
-        return StepSums(_as_vectors(sums.gradient, add), all_reduce(sums.weighted, axis))
+        gradient = self._add_in_parts(sums.gradient, axis, ordered=False)
+        return StepSums(gradient, all_reduce(sums.weighted, axis))
 
     def scatter(self, leaf: jax.Array, axis: Axis, dim: int) -> jax.Array:
         """Return this replica's part of `dim` of the sum over all replicas."""
@@ -168,21 +168,22 @@ class Wire:
         if axis is None or lax.axis_size(axis) == 1:
             return sums
         if self.dtype is None or not isinstance(sums, StepSums):
-            plain = partial(REDUCTIONS["float32"]._add_in_parts, axis=axis, ordered=True)
-            return _as_vectors(sums, plain)
-        gradient = _as_vectors(sums.gradient, partial(self._add_in_parts, axis=axis, ordered=True))
+            return REDUCTIONS["float32"]._add_in_parts(sums, axis, ordered=True)
+        gradient = self._add_in_parts(sums.gradient, axis, ordered=True)
         return StepSums(gradient, self.in_order(sums.weighted, axis))
 
-    def _add_in_parts(self, vector: jax.Array, axis: Axis, ordered: bool) -> jax.Array:
-        """The sum of all replicas' vectors. Each replica adds one part, of which all send it
+    def _add_in_parts(self, sums: PyTree, axis: Axis, ordered: bool) -> PyTree:
+        """The sums of all replicas. Each replica adds one part of a vector, of which all send it
         theirs, and sends the result to all: 2 (N - 1) / N of the vector's bytes, as a ring
         all-reduce moves.
         """
         replicas = lax.axis_size(axis)
-        padded = jnp.pad(vector, (0, -vector.size % replicas)).reshape(replicas, -1)
-        total = self._own_part(padded, axis, ordered)
-        gathered = self._send(total, lambda array: lax.all_gather(array, axis, tiled=True))
-        return gathered[: vector.size]
+
+        def add(vector: jax.Array) -> jax.Array:
+            total = self._own_part(vector.reshape(replicas, -1), axis, ordered)
+            return self._send(total, lambda array: lax.all_gather(array, axis, tiled=True))
+
+        return _as_vectors(sums, add, replicas)
 
     def _own_part(self, parts: jax.Array, axis: Axis, ordered: bool) -> jax.Array:
         """The sum of all replicas' `parts[own index]`; `ordered` adds by a binary tree."""
@@ -236,14 +237,16 @@ def all_reduce(sums: PyTree, axis: Axis) -> PyTree:
     return lax.psum(sums, axis)
 
 
-def _as_vectors(sums: PyTree, add: Callable[[jax.Array], jax.Array]) -> PyTree:
-    """`add` on one vector of each dtype.
+def _as_vectors(sums: PyTree, add: Callable[[jax.Array], jax.Array], multiple: int = 1) -> PyTree:
+    """`add` on one vector of each dtype, filled up to a `multiple`.
 
     The barriers keep XLA from computing the gradient inside the loop that packs it, which is slow.
     """
 
     def added(leaves: list[jax.Array]) -> list[jax.Array]:
-        vector, unpack = ravel_pytree(leaves)
-        return list(unpack(lax.optimization_barrier(add(vector))))
+        size = sum(leaf.size for leaf in leaves)
+        filled = [*leaves, jnp.zeros(-size % multiple, leaves[0].dtype)]
+        vector, unpack = ravel_pytree(filled)
+        return list(unpack(lax.optimization_barrier(add(vector))))[:-1]
 
     return by_dtype(added, lax.optimization_barrier(sums))
