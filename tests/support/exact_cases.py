@@ -102,11 +102,18 @@ PENALTIES: dict[str, Callable[[list[jax.Array]], Any]] = {
 }
 
 
+def _centered(out: jax.Array) -> jax.Array:
+    """`out`, less the mean of the rows of all micro-shards."""
+    rows, real = rx.gather((out, rx.row_weights(out)))
+    return out - real @ rows / jnp.sum(real)
+
+
 def loss_of(draw: Draw) -> Callable[..., Any]:
     """The loss of the case."""
 
     def loss(model: Any, batch: Any, key: Any) -> Any:
         out = _out(draw, model, batch, key).astype(jnp.float32)
+        out = _centered(out) if draw.gathers else out
         leaves = jax.tree.leaves(nnx.state(model, nnx.Param) if draw.network else model)
         values = HEADS[draw.head](out, batch) + PENALTIES[draw.penalty](leaves)
         values = rx.Weighted(values, batch["weight"]) if draw.weighted else values

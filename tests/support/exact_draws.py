@@ -50,11 +50,13 @@ class Draw:
     donate: bool
     micro_shards: int
     seed: int
+    gathers: bool
+    """Whether a row's loss sees other rows, by `rx.gather`."""
 
     def __str__(self) -> str:
         layers = " ".join(f"{name}:{width}" for name, width in self.layers)
         fields = ("penalty", "weighted", "metrics", "scale", "precision", "reduction", "layout")
-        fields = (*fields, "accumulate", "trainable", "ema", "guarded", "donate")
+        fields = (*fields, "accumulate", "trainable", "ema", "guarded", "donate", "gathers")
         usual = {"scale": 1.0, "precision": "float32", "reduction": "float32", "donate": True}
         usual |= {"layout": "replicated", "accumulate": 1}
         told = {name: getattr(self, name) for name in fields}
@@ -115,6 +117,7 @@ def drawn(choose: Choose, micro_shards: int) -> Draw:
         donate=choose((True, True, True, False)),
         micro_shards=micro_shards,
         seed=choose(range(1000)),
+        gathers=choose((False,) * 7 + (True,)),
     )
 
 

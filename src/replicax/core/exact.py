@@ -3,6 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from replicax.core.accumulate import Part, PyTree, folded, scale_of, zeros_like
 from replicax.core.batch import Batch
 from replicax.core.mesh import Axis
 from replicax.core.models.definition import View
+from replicax.core.models.stateful import Stateful
 from replicax.core.objective import StepSums
 from replicax.core.pieces import Piece
 from replicax.core.precision import to_sum
@@ -24,6 +26,10 @@ from replicax.errors import ConfigError
 
 MICRO_SHARDS = 8
 """By default."""
+
+_MICRO_SHARDS = "micro_shards"
+"""Name of the axis of those of a replica."""
+Gather = Callable[[jax.Array], jax.Array]
 
 THREADS_VARIABLE = "NPROC"
 """The environment variable from which XLA takes the number of cores as it starts."""
@@ -70,16 +76,30 @@ class FixedTree:
         rows = batch.size // own
         start = 0 if axis is None else lax.axis_index(axis) * own
 
-        def micro_shard(number: Any) -> PyTree:
+        def micro_shard(gather: Gather, number: Any) -> tuple[PyTree, PyTree]:
             held = jax.tree.map(
                 lambda leaf: lax.dynamic_slice_in_dim(leaf, number * rows, rows), batch
             )
-            sums, floats = _local(part, state, held, key, start + number)
-            return self.wire.rounded(sums), floats
+            sums, floats, after = _local(part, state, held, key, start + number, gather)
+            return (self.wire.rounded(sums), floats), after
 
-        local, floats = self._tree_sum(micro_shard, 0, own)
+        def alone(number: Any) -> PyTree:
+            found, after = micro_shard(_seen_alone, number)
+            if isinstance(after, Stateful):
+                raise _SeesOthers
+            return found
+
+        extras = state.extras
+        try:
+            local, floats = self._tree_sum(alone, 0, own)
+        except _SeesOthers:
+            gather = partial(_gathered, axis=axis)
+            together = jax.vmap(partial(micro_shard, gather), axis_name=_MICRO_SHARDS)
+            each, after = together(jnp.arange(own))
+            local, floats = self._tree_sum(lambda n: jax.tree.map(lambda x: x[n], each), 0, own)
+            extras = jax.tree.map(lambda leaf: leaf[0], after)
         plain = Wire("float32")
-        return local, _after(state.extras, plain.in_order(floats, axis), self.micro_shards)
+        return local, _after(extras, plain.in_order(floats, axis), self.micro_shards)
 
     def replica_key(self, key: jax.Array, _axis: Axis) -> jax.Array:
         """Return the step's own: no bit depends on how many replicas there are."""
@@ -120,7 +140,8 @@ class OfMicroShard:
     def __call__(
         self, part: Part, state: Any, batch: Batch, key: jax.Array | None, _axis: Axis | None
     ) -> tuple[PyTree, PyTree]:
-        sums, floats = _local(part, state, batch, key, self.piece.number)
+        number = self.piece.number
+        sums, floats, extras = _local(part, state, batch, key, number, self.gather)
         leaves, structure = jax.tree.flatten((sums, floats))
         gradient = len(jax.tree.leaves(sums.gradient)) if isinstance(sums, StepSums) else 0
         rest = len(leaves) - gradient
@@ -133,7 +154,7 @@ class OfMicroShard:
             count=self.piece.count,
         )
         sums, floats = jax.tree.unflatten(structure, total)
-        return sums, _after(state.extras, floats, self.piece.count)
+        return sums, _after(extras, floats, self.piece.count)
 
     def gather(self, rows: jax.Array) -> jax.Array:
         """Return `rows` of all micro-shards, in their order."""
@@ -143,17 +164,38 @@ class OfMicroShard:
         return key
 
 
+class _SeesOthers(Exception):  # noqa: N818
+    """A micro-shard needs what others have, so that they are computed together."""
+
+
+def _seen_alone(_rows: jax.Array) -> jax.Array:
+    raise _SeesOthers
+
+
+def _gathered(rows: jax.Array, axis: Axis | None) -> jax.Array:
+    """`rows` of all micro-shards, in their order, where those of a replica are batched."""
+    rows = lax.all_gather(rows, _MICRO_SHARDS, tiled=True)
+    return rows if axis is None else lax.all_gather(rows, axis, tiled=True)
+
+
 def _local(
-    part: Part, state: Any, batch: Batch, key: jax.Array | None, number: Any
-) -> tuple[PyTree, list[jax.Array]]:
-    """The sums of one micro-shard, and what the model's other arrays are after it."""
-    view = View(folded(key, number), alone=True, part=True, step=state.step, scale=scale_of(state))
+    part: Part, state: Any, batch: Batch, key: jax.Array | None, number: Any, gather: Gather
+) -> tuple[PyTree, list[jax.Array], PyTree]:
+    """The sums of one micro-shard, the model's statistics, and its other arrays after it."""
+    scale = scale_of(state)
+    view = View(
+        folded(key, number), alone=True, part=True, step=state.step, scale=scale, gather=gather
+    )
     sums, after = part(state.params, state.extras, batch, view)
-    return sums, _floats(after)
+    if isinstance(after, Stateful):  # follows from gathered rows, or from none
+        return sums, [], after
+    return sums, _floats(after), state.extras
 
 
 def _after(extras: PyTree, floats: list[jax.Array], count: int) -> PyTree:
-    """`extras`, their floats the mean of those of `count` micro-shards."""
+    """`extras`, their statistics the mean of those of `count` micro-shards."""
+    if isinstance(extras, Stateful):
+        return extras
     means = iter([leaf / count for leaf in floats])
     return jax.tree.map(
         lambda leaf: next(means).astype(leaf.dtype) if _is_float(leaf) else leaf, extras

@@ -87,10 +87,10 @@ def gather(rows: PyTree) -> PyTree:
     if here is None:
         return rows
     here.gathers = True
-    if here.view.part:
+    if here.view.part and here.view.gather is None:
         raise LossError(
             "rx.gather in a loss computed on micro-batches, each of which would see its own rows "
-            "alone: use accumulate=1, another mode than 'exact', and no stages"
+            "alone: use accumulate=1 or mode='exact', and no stages"
         )
     if here.view.axis is None and here.view.gather is None:
         return rows_gathered_already(rows)

@@ -5,14 +5,15 @@ values of one micro-shard become values of all; `replicax.core.cut` cuts the tra
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 
-from replicax.core.reduction import Wire
+from replicax.core.precision import to_sum
+from replicax.core.reduction import REDUCTIONS, Wire
 
 own_p = Primitive("of_micro_shard")
 """Identity: a value that each micro-shard has of its own, whatever it follows from."""
@@ -76,9 +77,31 @@ def _sum_batched(values: Any, at: Any, *, lie: Sequence[int | None], **options: 
     return sum_p.bind(*values, lie=lie, **options), at
 
 
+def _sum_jvp(values: Any, tangents: Any, **options: Any) -> Any:
+    dense = map(ad.instantiate_zeros, tangents)
+    return sum_p.bind(*values, **options), sum_p.bind(*dense, **options)
+
+
+def _sum_transposed(
+    cotangents: Any, *values: Any, lie: Sequence[int | None], count: int, **_: Any
+) -> list[Any]:
+    """Of a piece of a sum, which is what a gather becomes backward."""
+    pieces = zip(map(ad.instantiate_zeros, cotangents), lie, strict=True)
+    return [gather(cotangent, dim=cast("int", dim), count=count) for cotangent, dim in pieces]
+
+
 def _gather_batched(values: Any, at: Any, *, dim: int, count: int) -> Any:
     found = gather_p.bind(*values, dim=dim if dim < at[0] else dim + 1, count=count)
     return found, at[0]
+
+
+def _gather_transposed(cotangent: Any, value: Any, *, dim: int, count: int) -> list[Any]:
+    """Each micro-shard's rows have the sum of what all micro-shards have for them."""
+    if type(cotangent) is ad.Zero:
+        return [ad.Zero(value.aval)]
+    options: dict[str, Any] = {"wire": REDUCTIONS["float32"], "sent": [False], "lie": [dim]}
+    [found] = sum_all([to_sum(cotangent)], **options, count=count)
+    return [found.astype(cotangent.dtype)]
 
 
 own_p.def_abstract_eval(lambda aval: aval)
@@ -87,6 +110,10 @@ gather_p.def_abstract_eval(
     lambda aval, dim, count: ShapedArray(_scaled(aval.shape, dim, count), aval.dtype)
 )
 mlir.register_lowering(own_p, lambda _context, value: [value])
+ad.deflinear2(own_p, lambda cotangent, _: [cotangent])
+ad.deflinear2(gather_p, _gather_transposed)
+ad.primitive_jvps[sum_p] = _sum_jvp
+ad.primitive_transposes[sum_p] = _sum_transposed
 batching.primitive_batchers[own_p] = lambda values, at: (own_p.bind(*values), at[0])
 batching.primitive_batchers[sum_p] = _sum_batched
 batching.primitive_batchers[gather_p] = _gather_batched

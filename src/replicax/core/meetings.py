@@ -16,10 +16,13 @@ from jax.sharding import Mesh
 from replicax.core.in_flight import InFlight
 from replicax.core.mesh import row_axis
 from replicax.core.objective import StepSums
+from replicax.core.reduction import REDUCTIONS, Wire
 from replicax.core.same_program import Own, sharding_of
 
 Parts = list[jax.Array]
 """A value of every micro-shard: entry n holds that of each device's n-th, side by side."""
+
+_PLAIN = REDUCTIONS["float32"]
 
 _AT_ONCE = 1 << 25
 """Bytes of sums of a device's micro-shards that may wait to be added in one program."""
@@ -128,7 +131,9 @@ class Sums:
     """
 
     def __init__(self, meetings: Meetings, eqns: Sequence[JaxprEqn]) -> None:
-        self._meetings, self._wire = meetings, eqns[0].params["wire"]
+        self._meetings = meetings
+        wires = [eqn.params["wire"] for eqn in eqns for sent in eqn.params["sent"] if sent]
+        self._wire: Wire = wires[0] if wires else _PLAIN  # of a step there is one
         self._sent: list[bool] = [each for eqn in eqns for each in eqn.params["sent"]]
         self._dims: list[Own] = [each for eqn in eqns for each in eqn.params["lie"]]
         avals: list[Any] = [var.aval for eqn in eqns for var in eqn.invars]
@@ -169,10 +174,11 @@ class Sums:
                 (sent if self._sent[n] else others)[n] = leaf
         whole = self._wire.in_order(StepSums(sent, others), axis)  # type: ignore[arg-type]
         found: dict[int, Any] = {**whole.gradient, **whole.weighted}
-        return [
-            found[n] if dim is None else self._wire.scatter_in_order(local[n], axis, dim)
-            for n, dim in enumerate(dims)
-        ]
+        for n, dim in enumerate(dims):
+            if dim is not None:
+                wire = self._wire if self._sent[n] else _PLAIN
+                found[n] = wire.scatter_in_order(local[n], axis, dim)
+        return [found[n] for n in range(len(dims))]
 
     def _add(self, left: list[jax.Array], right: list[jax.Array]) -> list[jax.Array]:
         pairs = zip(self._rounded(left), self._rounded(right), strict=True)

@@ -121,11 +121,10 @@ class Ready:
             look = StepLook(self._program, state, batch, divided=bool(seen_by))
             if alone:
                 _check_alike(look, split.replicas)
-        if alone and look.writes_alone:
+        if (alone or mode.bitwise) and look.writes_alone:
             raise LossError(
                 "the loss writes the model's state from the rows it sees, and each of "
-                f"{split.replicas} replicas sees others, but replicas must stay equal: use "
-                "mode='jit', or rx.gather the rows"
+                f"{' and '.join(seen_by)} sees others: use mode='jit', or rx.gather the rows"
             )
         if not (seen_by and look.rows_meet):
             return look
@@ -137,8 +136,8 @@ class Ready:
                 "row, as rx.Weighted(values, weights) where they do not count alike"
             )
         fix = "gather those of all replicas by rx.gather(x)"
-        if split.micro_batches > 1 or mode.bitwise:
-            fix = "use accumulate=1, and another mode than 'exact'"
+        if split.micro_batches > 1 and not mode.bitwise:
+            fix = "use accumulate=1"
         if self._program.split_objective.per_replica:
             fix = "use a mesh without stages"
         raise LossError(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from replicax.core.leaves import shapes_by_path
 from replicax.core.models.definition import PyTree, View, is_array
-from replicax.errors import ConfigError, LossError
+from replicax.errors import LossError
 
 
 @jax.tree_util.register_dataclass
@@ -52,7 +52,6 @@ def take_state(returned: Any, extras: PyTree, view: View) -> PyTree:
     """Return `extras`, the arrays of a `Stateful` that do not train, with the state of `returned`.
 
     Raises:
-        ConfigError: the rows are a micro-shard, and each writes a state of its own.
         LossError: no state was returned, or one of other arrays.
     """
     if view.key is None:
@@ -61,11 +60,6 @@ def take_state(returned: Any, extras: PyTree, view: View) -> PyTree:
         raise LossError(
             "the model is an rx.Stateful, and the loss returned no state; it is written in every "
             "step: return rx.Written(values, state)"
-        )
-    if view.alone:
-        raise ConfigError(
-            "the loss writes the model's state from a micro-shard, one of those that mode 'exact' "
-            "computes alone: use mode='jit'"
         )
     after = jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, returned.state)
     found, wanted = map(shapes_by_path, (after, extras.state))
