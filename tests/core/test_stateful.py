@@ -11,7 +11,7 @@ import optax
 import pytest
 from support.quick import quick_programs
 from support.resumable import bits
-from support.tiers import only
+from support.tiers import exhaustive, only
 
 import replicax as rx
 
@@ -20,7 +20,7 @@ __all__ = ["quick_programs"]
 BATCH = 32
 OPTIMIZER = optax.sgd(0.05, momentum=0.9)
 PLACES = [("single", 1), ("jit", 1), ("jit", 4), ("shard_map", 1), ("pmap", 1)]
-GATHERED = [("single", 1), ("jit", 4), ("shard_map", 4), ("pmap", 4)]
+GATHERED = [("single", 1), ("jit", 4), ("shard_map", 4), ("pmap", 4), ("exact", 1), ("exact", 4)]
 
 
 def rows(count: int = 64) -> dict[str, np.ndarray]:
@@ -154,10 +154,12 @@ def test_padding_is_left_out_where_the_loss_leaves_it_out() -> None:
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
-@pytest.mark.parametrize("mode", only(["shard_map"], ["shard_map", "pmap"]))
-def test_statistics_of_one_replica_are_refused(mode: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "devices"), [("shard_map", 4), exhaustive(("pmap", 4)), ("exact", 1), ("exact", 4)]
+)
+def test_statistics_of_one_replica_are_refused(mode: str, devices: int) -> None:
     with pytest.raises(rx.LossError, match="mode='jit'"):
-        trained(parallel(equinox_loss, mode, 4), network())
+        trained(parallel(equinox_loss, mode, devices), network())
 
 
 def of_linear(state: Callable[[Any], Any]) -> Any:
@@ -184,11 +186,17 @@ def test_a_state_of_other_arrays_is_refused(change: Any, said: str) -> None:
         trained(parallel(of_linear(change), "jit", 1), codebook())
 
 
-def test_exact_is_refused() -> None:
+@pytest.mark.parametrize("rows_of_last", [64, 52])
+def test_exact_has_the_same_bits(rows_of_last: int) -> None:
+    runs = (trained(parallel(codes_loss, "exact", n), codebook(), rows_of_last) for n in (1, 2, 8))
+    first, *others = ((bits(state), losses) for state, losses in runs)
+    assert others == [first, first]
+
+
+@pytest.mark.parametrize("mode", ["exact", "shard_map"])
+def test_a_state_that_no_row_reaches_needs_no_gather(mode: str) -> None:
     counted = of_linear(lambda s: {**s, "steps": s["steps"] + 1})
-    with pytest.raises(rx.ConfigError, match="mode='jit'"):
-        trained(parallel(counted, "exact", 8, micro_shards=8), codebook())
-    assert int(trained(parallel(counted, "shard_map", 4), codebook())[0].extras.state["steps"]) == 4
+    assert int(trained(parallel(counted, mode, 4), codebook())[0].extras.state["steps"]) == 4
 
 
 def test_a_loss_that_returns_no_state_is_refused() -> None:
