@@ -1,5 +1,6 @@
 """A loss that gathers rows in mode `exact`: that of one device, and the same bits on any number."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -89,7 +90,7 @@ def trained(name: str, mode: str, devices: int, **options: Any) -> tuple[Any, di
     return state, dp.evaluate(state, dp.feed(SOURCE, BATCH))
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", only(["contrastive", "penalised"], LOSSES))
 def test_it_is_the_loss_of_one_device(name: str) -> None:
     state, evaluated = trained(name, "exact", 2)
     wanted, expected = trained(name, "single", 1)
@@ -98,18 +99,18 @@ def test_it_is_the_loss_of_one_device(name: str) -> None:
         np.testing.assert_allclose(leaf, other, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"layout": "zero1"},
-        {"reduction": "bfloat16"},
-        {"precision": "bfloat16"},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("name", only(["contrastive", "layers"], LOSSES))
-def test_the_same_bits(name: str, options: dict[str, Any]) -> None:
+SETTINGS: dict[str, dict[str, Any]] = {
+    "": {},
+    "zero1": {"layout": "zero1"},
+    "reduction": {"reduction": "bfloat16"},
+    "precision": {"precision": "bfloat16"},
+}
+QUICK = [("contrastive", ""), ("layers", "zero1"), ("recomputed", "reduction")]
+
+
+@pytest.mark.parametrize(("name", "settings"), only(QUICK, itertools.product(LOSSES, SETTINGS)))
+def test_the_same_bits(name: str, settings: str) -> None:
+    options = SETTINGS[settings]
     state, evaluated = trained(name, "exact", 1, **options)
     for devices in (2, 8):
         found, other = trained(name, "exact", devices, **options)

@@ -1,6 +1,6 @@
 """The equations of a jaxpr, one by one."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
@@ -14,6 +14,14 @@ def each_alone(jaxpr: Jaxpr) -> Iterator[Jaxpr]:
     for eqn in jaxpr.eqns:
         read = dict.fromkeys(atom for atom in eqn.invars if not isinstance(atom, Literal))
         yield jaxpr.replace(constvars=[], invars=list(read), outvars=eqn.outvars, eqns=[eqn])
+
+
+def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+    """Return how many constants a scan has, and how many values it carries."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carried, _ = params["ft_in"].unpack()  # since jax 0.11
+    return len(consts), len(carried)
 
 
 def bind(alone: Jaxpr, values: Sequence[Any]) -> list[Any]:

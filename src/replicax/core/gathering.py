@@ -18,7 +18,7 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.sharding import NamedSharding, PartitionSpec
 
-from replicax.core.equations import CALLS, bind, each_alone
+from replicax.core.equations import CALLS, bind, each_alone, scan_counts
 from replicax.core.models.definition import PyTree
 from replicax.core.precision import Precision, to_sum
 
@@ -214,9 +214,9 @@ def _with_parts(
 def _scan(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     """A scan whose body all-gathers stacked layers one at a time."""
     params, inner = eqn.params, eqn.params["jaxpr"]
-    before = params["num_consts"] + params["num_carry"]
-    consts = _all_whole(values[: params["num_consts"]])
-    carry = _all_whole(values[params["num_consts"] : before])
+    fixed, carried = scan_counts(params)
+    before = fixed + carried
+    consts, carry = _all_whole(values[:fixed]), _all_whole(values[fixed:before])
     stacks = [
         # A stack that is split along its layers cannot be all-gathered one layer at a time.
         _all_whole([each])[0] if isinstance(each, _Split) and not _by_layer(each) else each

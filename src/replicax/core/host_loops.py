@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
+from replicax.core.equations import scan_counts
 from replicax.core.meeting import own
 from replicax.core.ownership import own_of, scanned, turned
 from replicax.core.same_program import Own
@@ -34,7 +35,7 @@ class Compiler(Protocol):
 
 def scan(compiler: Compiler, eqn: JaxprEqn, into: list[Own], out: list[Own]) -> Operation:
     """Return the function of the operands of a scan to its results."""
-    consts, carried, length = (eqn.params[each] for each in ("num_consts", "num_carry", "length"))
+    length, (consts, carried) = eqn.params["length"], scan_counts(eqn.params)
     body = jaxpr_as_fun(eqn.params["jaxpr"])
     avals: list[Any] = [atom.aval for atom in eqn.invars]
     owned, _ = scanned(eqn, [lie is not None for lie in into])

@@ -5,7 +5,7 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 
-from replicax.core.equations import CALLS
+from replicax.core.equations import CALLS, scan_counts
 from replicax.core.meeting import gather_p, own_p, sum_p
 from replicax.errors import LossError
 
@@ -63,7 +63,7 @@ def own_of(eqn: JaxprEqn, own: Sequence[bool]) -> list[bool]:
 
 def scanned(eqn: JaxprEqn, own: Sequence[bool]) -> tuple[list[bool], list[bool]]:
     """Return which arguments of a scan's body are own, and which results of the scan."""
-    consts, carried = eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carried = scan_counts(eqn.params)
     own = list(own)
     while True:
         found = own_results(body(eqn.params["jaxpr"]), own)

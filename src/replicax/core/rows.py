@@ -12,6 +12,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from replicax.core.equations import scan_counts
 from replicax.core.row_rules import MIXED, RULES, Place, Rows, joined
 
 GATHERED = "rows_gathered_already"
@@ -106,7 +107,7 @@ def _open(jaxpr: ClosedJaxpr | Jaxpr) -> Jaxpr:
 
 
 def _scan(params: Any, places: list[Place]) -> list[Place]:
-    consts, carried = params["num_consts"], params["num_carry"]
+    consts, carried = scan_counts(params)
     fixed, carry, over = places[:consts], places[consts:][:carried], places[consts + carried :]
     steps = [each and (Rows(each.dim - 1, each.each) if each.dim > 0 else MIXED) for each in over]
     carry, ys = _repeated(

@@ -11,6 +11,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, gensym, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from replicax.core.equations import scan_counts
 from replicax.errors import LossError
 
 _WRAPS = {"jit": "jaxpr", "closed_call": "call_jaxpr"}
@@ -75,8 +76,8 @@ class StageParts:
 
     def _invars(self, kind: int) -> list[Any]:
         """The scan's constants (`kind` 0), initial carry (1) or `xs` (2)."""
-        consts = self.scan.params["num_consts"]
-        ends = (0, consts, consts + self.scan.params["num_carry"], len(self.scan.invars))
+        consts, carried = scan_counts(self.scan.params)
+        ends = (0, consts, consts + carried, len(self.scan.invars))
         return list(self.scan.invars[ends[kind] : ends[kind + 1]])
 
     def _run(self, wanted: Sequence[Any], values: Values, more: Sequence[Any] = ()) -> list[Any]:
@@ -129,7 +130,7 @@ def _check(parts: StageParts, path: str, few: str) -> None:
     params, what = parts.scan.params, f"the scan over {path}, split over {few},"
     if params["reverse"]:
         raise LossError(f"{what} is reversed; layers go from first to last: flip the stack instead")
-    by_layer = len(parts.scan.outvars) - params["num_carry"]
+    by_layer = len(parts.scan.outvars) - scan_counts(params)[1]
     if by_layer:
         raise LossError(
             f"{what} returns {by_layer} of its results by layer, and the loss uses them; only what "
@@ -146,7 +147,7 @@ def _scanned(eqn: JaxprEqn, paths: Mapping[Any, str]) -> list[int]:
     """Indices of the scan's `xs` that are split; none where `eqn` is no scan."""
     if eqn.primitive.name != "scan":
         return []
-    by_layer = eqn.invars[eqn.params["num_consts"] + eqn.params["num_carry"] :]
+    by_layer = eqn.invars[sum(scan_counts(eqn.params)) :]
     return [place for place, atom in enumerate(by_layer) if _of(atom, paths)]
 
 
@@ -158,7 +159,7 @@ def _other_uses(
     for eqn in jaxpr.eqns:
         count = len(eqn.invars)
         if eqn is scan:
-            count = eqn.params["num_consts"] + eqn.params["num_carry"]
+            count = sum(scan_counts(eqn.params))
         if eqn.primitive.name not in _CASTS:
             found = (_of(atom, paths) for atom in eqn.invars[:count])
             uses += [(eqn.primitive.name, path) for path in found if path]

@@ -9,8 +9,8 @@ is then kept for the readers instead. All else is stored from its operation to i
 import dataclasses
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from typing import Any
 
+from replicax.core.equations import scan_counts
 from replicax.plan.operations import IN_PLACE, Operation, Program
 
 ELEMENTWISE = ("cheap", "expensive", "fill")
@@ -138,7 +138,7 @@ class Liveness:
         program = Program(body.jaxpr, platform)
         constants = params.get("body_nconsts", 0)
         if each.name == "scan":
-            constants, carries = _scanned(params)
+            constants, carries = scan_counts(params)
             _write_parts(program, constants, carries, used)
         carried = dict(zip(program.outputs, program.inputs[constants:], strict=False))
         return peak(Liveness(program, carried=carried)).bytes
@@ -215,7 +215,7 @@ def _initial(loop: Operation, place: int) -> list[int]:
     if loop.name == "while":
         first = params["cond_nconsts"] + params["body_nconsts"]
         return loop.inputs[first + place : first + place + 1]
-    first, carried = _scanned(params)
+    first, carried = scan_counts(params)
     return loop.inputs[first + place : first + place + 1] if place < carried else []
 
 
@@ -223,15 +223,7 @@ def _takes_parts(each: Operation, value: int) -> bool:
     """Whether `each` is a scan over `value`."""
     if each.name != "scan" or each.equation is None:
         return False
-    return value not in each.inputs[: sum(_scanned(each.equation.params))]
-
-
-def _scanned(params: Mapping[str, Any]) -> tuple[int, int]:
-    """How many constants a scan has, and how many values it carries."""
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    constants, carried, _ = params["ft_in"].unpack()  # since jax 0.11
-    return len(constants), len(carried)
+    return value not in each.inputs[: sum(scan_counts(each.equation.params))]
 
 
 def _write_parts(program: Program, constants: int, carried: int, used: list[bool]) -> None:
