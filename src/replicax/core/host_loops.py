@@ -20,14 +20,9 @@ Operation = Callable[[list[Any]], list[Any]]
 class Compiler(Protocol):
     """Compiles parts of a step."""
 
-    def inner(
-        self,
-        function: Callable[..., Any],
-        avals: Sequence[Any],
-        into: Sequence[Own],
-        out: Sequence[Own],
-    ) -> Any:
-        """Return `function`, of arrays of one micro-shard, on values of all; it returns a list."""
+    @property
+    def inner(self) -> Callable[[Callable[..., Any], Sequence[Any], list[Own], list[Own]], Any]:
+        """Compiles a function of one micro-shard's arrays, of their avals and lies."""
 
     def placed(self, value: Any) -> jax.Array:
         """Return a constant as an array that all devices have alike."""

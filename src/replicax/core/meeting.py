@@ -85,7 +85,7 @@ def _sum_jvp(values: Any, tangents: Any, **options: Any) -> Any:
 def _sum_transposed(
     cotangents: Any, *values: Any, lie: Sequence[int | None], count: int, **_: Any
 ) -> list[Any]:
-    """Of a piece of a sum, which is what a gather becomes backward."""
+    """Gather the cotangents of pieces of a sum, which is what a gather becomes backward."""
     pieces = zip(map(ad.instantiate_zeros, cotangents), lie, strict=True)
     return [gather(cotangent, dim=cast("int", dim), count=count) for cotangent, dim in pieces]
 
