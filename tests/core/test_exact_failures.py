@@ -14,6 +14,7 @@ from support.tiers import only
 
 import replicax as rx
 from replicax.train.fingerprint import sha256
+from replicax.train.guarded import guarded, with_losses
 
 ROWS, FEATURES = 32, 6
 STEPS = 6
@@ -136,3 +137,26 @@ def test_the_same_bits(name: str) -> None:
     failure = FAILURES[name]
     assert trained(failure, 2) == trained(failure, 1)
     assert trained(failure, 8) == trained(failure, 1)
+
+
+def test_a_guarded_update_in_pieces_of_any_dim() -> None:
+    """Crashed on two devices: the host runs the guard's branch, whose results lay along dim 0."""
+
+    def loss(model: Any, batch: Any, key: Any) -> Any:
+        return jnp.sum(jnp.tanh(batch["x"][:, :3] @ model["w"]) ** 2, -1)
+
+    found = []
+    for devices in (1, 2):
+        dp = rx.DataParallel(
+            loss,
+            optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)),
+            mesh=rx.make_mesh(devices=jax.devices()[:devices]),
+            mode="exact",
+            layout="zero1",
+        )
+        state = with_losses(dp.init({"w": normal(3, 24)}))
+        dp = guarded(dp, state)
+        for _ in range(2):
+            state, _ = dp.step(state, {"x": rows()["x"]})
+        found.append(sha256(state))
+    assert found[0] == found[1]
