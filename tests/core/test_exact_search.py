@@ -23,9 +23,9 @@ def _search(draw: Draw) -> None:
     hypothesis.event(kind(compared(draw)) or "trains")
 
 
-@hypothesis.settings(settings, max_examples=4)
+@hypothesis.settings(settings, max_examples=2)
 @hypothesis.given(draws())
-def test_a_few_draws_have_the_same_bits_on_any_devices(draw: Draw) -> None:
+def test_two_draws_have_the_same_bits_on_any_devices(draw: Draw) -> None:
     _search(draw)
 
 

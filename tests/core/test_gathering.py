@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from support.tiers import exhaustive
+from support.tiers import EXHAUSTIVE, exhaustive
 
 import replicax as rx
 from replicax.errors import ConfigError
@@ -113,9 +113,9 @@ def on_one_device(body: Any) -> rx.TrainState:
 @pytest.mark.parametrize(
     ("body", "mode"),
     [
-        *((body, "shard_map") for body in BODIES),
+        (scanned, "shard_map"),
         (scanned, "jit"),  # where XLA gathers, whatever the form
-        *(exhaustive((body, "jit")) for body in BODIES[1:]),
+        *(exhaustive((body, mode)) for body in BODIES[1:] for mode in ("shard_map", "jit")),
     ],
 )
 def test_a_loss_of_any_form_trains_as_on_one_device(body: Any, mode: str) -> None:
@@ -155,6 +155,7 @@ def test_gathers_have_the_dtype_of_the_computation_and_sums_float32() -> None:
     assert set(re.findall(r":(\w+)\[[\d,]*\] = reduce_scatter\[", text)) == {"f32"}
 
 
+@EXHAUSTIVE
 def test_exact_has_the_same_bits_with_the_optimizer_split() -> None:
     states = [
         trained(

@@ -148,7 +148,7 @@ def digest(devices: int, *, bad: bool) -> str:
     return sha256(three_steps(twin, case, poisoned(case.source, [20])))
 
 
-@pytest.mark.parametrize("devices", only([1, 8], [1, 2, 8]))
+@pytest.mark.parametrize("devices", only([8], [1, 2, 8]))
 @pytest.mark.usefixtures("optimized")
 def test_exact_has_the_same_bits_on_any_number_of_devices(devices: int) -> None:
     assert digest(devices, bad=True) == digest(1, bad=False)
