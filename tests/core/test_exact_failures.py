@@ -82,6 +82,16 @@ def _unit(model: Any, batch: Any, key: Any) -> Any:
     return jnp.sum((unit - batch["y"][:, None]) ** 2, -1), {"unit": jnp.sum(unit, -1)}
 
 
+def _widening() -> optax.GradientTransformation:
+    """Momentum that begins in the dtype of the parameters, and is float32 after a step."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        state = jax.tree.map(lambda m, u: 0.9 * m.astype(jnp.float32) + u, state, updates)
+        return state, state
+
+    return optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
+
+
 MLP = {"in": normal(FEATURES, 16), "b": np.zeros(16, np.float32), "out": normal(16)}
 HALF = {
     "a": normal(FEATURES),
@@ -103,6 +113,7 @@ FAILURES = {
     "multi-steps": Failure(
         MLP, _mlp, lambda: optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation()
     ),
+    "widening": Failure(HALF, _half, lambda: optax.chain(optax.adam(1e-2), _widening())),
     "experts": Failure({"gate": normal(FEATURES, 4), "w": normal(4, FEATURES)}, _experts),
     "bfloat16 leaf": Failure(HALF, _half),
     "scales": Failure(SCALES, _scales, lambda: optax.sgd(1e-20, momentum=0.9)),
@@ -130,7 +141,7 @@ def trained(failure: Failure, devices: int) -> tuple[str, list[str], dict[str, f
     return sha256(state), told, dp.evaluate(state, dp.feed(rows(), ROWS))
 
 
-@pytest.mark.parametrize("name", only(["twins, momentum", "multi-steps"], FAILURES))
+@pytest.mark.parametrize("name", only(["twins, momentum", "multi-steps", "widening"], FAILURES))
 def test_the_same_bits(name: str) -> None:
     failure = FAILURES[name]
     assert trained(failure, 2) == trained(failure, 1)

@@ -103,7 +103,7 @@ class MicroSharded:
         return self._of(state, batch)(state, batch)
 
     def _of(self, state: TrainState, batch: Batch) -> "_Compiled":
-        leaves, structure = jax.tree.flatten(batch)
+        leaves, structure = jax.tree.flatten((state, batch))  # an optimizer may widen its state
         key = structure, *((leaf.shape, leaf.dtype) for leaf in leaves)
         if key not in self._compiled:
             self._compiled[key] = self._compile(state, batch)
