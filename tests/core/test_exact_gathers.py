@@ -105,7 +105,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "reduction": {"reduction": "bfloat16"},
     "precision": {"precision": "bfloat16"},
 }
-QUICK = [("contrastive", ""), ("recomputed", "reduction")]
+QUICK = [("contrastive", "")]
 
 
 @pytest.mark.parametrize(("name", "settings"), only(QUICK, itertools.product(LOSSES, SETTINGS)))

@@ -1,4 +1,4 @@
-"""Fifty draws of the search for other bits in mode `exact`, of which `make test` runs four.
+"""Fifty draws of the search for other bits in mode `exact`.
 
 `benchmarks/exact_search.py` runs a thousand.
 """
@@ -10,27 +10,17 @@ from support.exact_draws import Draw, draws
 from support.tiers import EXHAUSTIVE
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")  # by one another
-settings = hypothesis.settings(
+
+
+@EXHAUSTIVE
+@hypothesis.settings(
+    max_examples=50,
     derandomize=True,
     database=None,
     deadline=None,
     suppress_health_check=list(hypothesis.HealthCheck),
     phases=[hypothesis.Phase.generate],  # a draw is seconds, and shrinking takes hundreds
 )
-
-
-def _search(draw: Draw) -> None:
-    hypothesis.event(kind(compared(draw)) or "trains")
-
-
-@hypothesis.settings(settings, max_examples=2)
-@hypothesis.given(draws())
-def test_two_draws_have_the_same_bits_on_any_devices(draw: Draw) -> None:
-    _search(draw)
-
-
-@EXHAUSTIVE
-@hypothesis.settings(settings, max_examples=50)
 @hypothesis.given(draws())
 def test_fifty_draws_have_the_same_bits_on_any_devices(draw: Draw) -> None:
-    _search(draw)
+    hypothesis.event(kind(compared(draw)) or "trains")

@@ -14,7 +14,7 @@ import optax
 import pytest
 from support.agreement import in_float64, largest_difference, record_gradient, without_keys
 from support.cases import BATCH, CASES, DROPOUT_CASES, Case
-from support.tiers import exhaustive, only
+from support.tiers import EXHAUSTIVE, exhaustive, only
 
 import replicax as rx
 from replicax.core.mesh import DATA
@@ -186,10 +186,8 @@ IN_FLOAT64 = [
 """One accumulation for each, so that every two values meet."""
 
 
-@pytest.mark.parametrize(
-    ("kind", "optimizer", "mode", "devices", "accumulate"),
-    only([("lenet", "adamw", "shard_map", 8, 4)], IN_FLOAT64),
-)
+@EXHAUSTIVE
+@pytest.mark.parametrize(("kind", "optimizer", "mode", "devices", "accumulate"), IN_FLOAT64)
 def test_agrees_in_float64_where_rounding_decides(
     kind: str, optimizer: str, mode: str, devices: int, accumulate: int
 ) -> None:

@@ -31,7 +31,7 @@ from support.staged import (
     step_sums,
     sums_by_key,
 )
-from support.tiers import exhaustive, only
+from support.tiers import EXHAUSTIVE, exhaustive, only
 
 import replicax as rx
 from replicax.core.loss import WeightedSum
@@ -225,6 +225,7 @@ def test_masks_counters_and_stacks_that_are_whole_reach_each_layer() -> None:
     assert largest_difference(found, step_sums(mixed, with_gain, stage=1))[0] < 2e-6
 
 
+@EXHAUSTIVE
 def test_gpt2_trains_in_stages() -> None:
     recipe = GPT2(layers=4, heads=2, width=16, context=12)
     shape = transformer.Shape(4, recipe.heads, recipe.width, recipe.context, vocab_size=32)

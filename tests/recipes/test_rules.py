@@ -37,7 +37,7 @@ SUBJECTS: dict[str, tuple[Any, Any, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=SUBJECTS)
+@pytest.fixture(scope="module", params=only(["mlp"], SUBJECTS))
 def subject(request: pytest.FixtureRequest) -> Any:
     """A recipe, its model, a batch, and losses and parameters after five steps on one device."""
     recipe, make, batch = SUBJECTS[request.param]

@@ -13,10 +13,11 @@ import pytest
 from support.examples import FOLDER
 from support.processes import SUPPORT
 from support.resumable import written
-from support.tiers import exhaustive
+from support.tiers import EXHAUSTIVE
 
 STEPS = {"ema_teacher": 60, "wgan_gp": 120, "seq2seq": 60}
 """So many are enough for each to be evaluated and saved several times."""
+KILLS = 10
 
 
 def start(name: str, run: Path, step: int = 0, seconds: float = 0.0) -> tuple[int, Any]:
@@ -36,17 +37,13 @@ def start(name: str, run: Path, step: int = 0, seconds: float = 0.0) -> tuple[in
     return 0, json.loads(ended.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize(
-    ("name", "kills"),
-    [("ema_teacher", 2), *(exhaustive((name, 10)) for name in STEPS)],
-)
-def test_a_killed_run_ends_as_if_nothing_had_happened(
-    name: str, kills: int, tmp_path: Path
-) -> None:
+@EXHAUSTIVE
+@pytest.mark.parametrize("name", STEPS)
+def test_a_killed_run_ends_as_if_nothing_had_happened(name: str, tmp_path: Path) -> None:
     _, wanted = start(name, tmp_path / "whole")
-    drawn = random.Random(f"{name} {kills}")
-    span = STEPS[name] // kills
-    for number in range(kills):  # each comes before a step that the one before did not reach
+    drawn = random.Random(f"{name} {KILLS}")
+    span = STEPS[name] // KILLS
+    for number in range(KILLS):  # each comes before a step that the one before did not reach
         step = number * span + drawn.randint(1, span)
         seconds = drawn.uniform(0.05, 4.0) if number % 2 else 0.0
         code, _ = start(name, tmp_path / "killed", step, seconds)
