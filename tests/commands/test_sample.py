@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from support.command_line import Main, one_line
 from support.recipe_runs import TINY_GPT2, Ended, train, write_texts
+from support.tiers import EXHAUSTIVE
 
 import replicax as rx
 
@@ -47,6 +48,7 @@ def test_a_user_error_is_one_line(
     assert all(word in one_line(err) for word in words)
 
 
+@EXHAUSTIVE
 def test_a_tokenizer_trained_on_another_text_is_refused(main: Main, folder: Path) -> None:
     texts = write_texts(folder / "texts")
     how = ["--data", texts, "--tokenizer", "bpe", "--vocab-size", "265", "--steps", "1"]

@@ -328,6 +328,7 @@ def memory(schedule: str, micro_batches: int) -> int:
     return analysis.temp_size_in_bytes - 2 * data
 
 
+@EXHAUSTIVE
 def test_what_1f1b_keeps_does_not_grow_with_the_micro_batches() -> None:
     assert memory("1f1b", 16) < 1.01 * memory("1f1b", 8)
     assert memory("gpipe", 16) > 1.5 * memory("gpipe", 8)

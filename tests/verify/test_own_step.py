@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.tiers import EXHAUSTIVE
 
 import replicax as rx
 from replicax.verify.check import PASS, SKIP
@@ -94,6 +95,7 @@ def dropout(model: Any, batch: Any, key: Any) -> Any:
     return loss(model, {**batch, "x": batch["x"] * kept}, key)
 
 
+@EXHAUSTIVE
 def test_random_numbers_of_each_replica_are_not_compared() -> None:
     found = verified(step_of(dropout), "shard_map")
     skipped = [check for check in found.checks if check.verdict != PASS]
