@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from support.tiers import only
+from support.tiers import EXHAUSTIVE, only
 from verify import zoo_recipes as zoo
 
 import replicax as rx
@@ -49,7 +49,8 @@ def half_in_bfloat16() -> dict[str, jax.Array]:
     return {**network, "last": network["last"].astype(jnp.bfloat16)}
 
 
-@pytest.mark.parametrize("mode", only(["jit"], ["jit", "shard_map"]))
+@EXHAUSTIVE
+@pytest.mark.parametrize("mode", ["jit", "shard_map"])
 def test_a_bfloat16_leaf_among_float32_ones_passes_and_trains(mode: str) -> None:
     dp = data_parallel(zoo.good, optax.adam(1e-2), mode=mode)
     verification = rx.verify(dp, half_in_bfloat16(), zoo.data(), modes=[mode], micro_batches=1)
