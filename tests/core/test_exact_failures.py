@@ -169,3 +169,19 @@ def test_a_guarded_update_in_pieces_of_any_dim() -> None:
             state, _ = dp.step(state, {"x": rows()["x"]})
         found.append(sha256(state))
     assert found[0] == found[1]
+
+
+def test_a_number_in_the_state_is_placed_as_an_array_is() -> None:
+    dp = rx.DataParallel(_half, optax.sgd(1e-2), mode="exact")
+    state, _ = dp.step(dp.init(HALF), rows())
+    placed, counted = (dp.step(each, rows())[0] for each in _copies_at(state, 7))
+    assert int(counted.step) == 8
+    assert sha256(counted) == sha256(placed)
+
+
+def _copies_at(state: Any, step: int) -> list[Any]:
+    """The state at `step`, once with an array and once with a number."""
+    return [
+        dataclasses.replace(jax.tree.map(jnp.copy, state), step=each)
+        for each in (jnp.asarray(step, jnp.int32), step)
+    ]

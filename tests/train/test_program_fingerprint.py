@@ -222,7 +222,7 @@ def test_a_step_of_ones_own() -> None:
     assert other(usual, stepping(0.2, "jit", 1)) == {"step"}
 
 
-KINDS = ("nnx", "equinox")
+KINDS = ("nnx", "equinox", "gpt2")
 
 
 def of_kinds() -> str:

@@ -88,9 +88,13 @@ def killed(folder: Path, at: list[int]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in ended.stdout.splitlines()]
 
 
+AMONG_THEM = [1, 3, 7, 25, 60]
+"""Operations (of 90): lease, configuration, a part, beside the second manifest, while deleting."""
+
+
 @EXHAUSTIVE
 @pytest.mark.slow
-@pytest.mark.parametrize("at", [[1, 3, 7, 25, 60], [*range(2, 91, 8)]])  # operations, of 90
+@pytest.mark.parametrize("at", [AMONG_THEM, [*range(2, 91, 8)]])
 def test_a_kill_at_any_operation_changes_nothing(tmp_path: Path, at: list[int]) -> None:
     whole, *others = killed(tmp_path, at)
     assert len(others) == len(at)

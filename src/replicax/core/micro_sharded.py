@@ -104,7 +104,7 @@ class MicroSharded:
 
     def _of(self, state: TrainState, batch: Batch) -> "_Compiled":
         leaves, structure = jax.tree.flatten((state, batch))  # an optimizer may widen its state
-        key = structure, *((leaf.shape, leaf.dtype) for leaf in leaves)
+        key = structure, *((np.shape(leaf), _dtype(leaf)) for leaf in leaves)
         if key not in self._compiled:
             self._compiled[key] = self._compile(state, batch)
         return self._compiled[key]
@@ -116,7 +116,7 @@ class MicroSharded:
         leaves, structure = jax.tree.flatten((state, batch))
         piece = Piece(None, count)
         shapes = [
-            jax.ShapeDtypeStruct(piece.shape(leaf.shape, own), leaf.dtype)
+            jax.ShapeDtypeStruct(piece.shape(np.shape(leaf), own), _dtype(leaf))
             for leaf, own in zip(leaves, lies, strict=True)
         ]
 
@@ -202,6 +202,11 @@ class _Compiled:
             jax.make_array_from_callback(firsts.shape, where, (firsts + n).__getitem__)
             for n in range(shares)
         ]
+
+
+def _dtype(leaf: Any) -> Any:
+    """Return the dtype that a leaf has on a device: a state may hold a number of Python's."""
+    return leaf.dtype if isinstance(leaf, jax.Array) else jnp.result_type(leaf)
 
 
 def _placed(leaf: Any, where: NamedSharding) -> jax.Array:
