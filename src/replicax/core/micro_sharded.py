@@ -103,7 +103,7 @@ class MicroSharded:
         return self._of(state, batch)(state, batch)
 
     def _of(self, state: TrainState, batch: Batch) -> "_Compiled":
-        leaves, structure = jax.tree.flatten((state, batch))  # and the state: an optimizer may widen it
+        leaves, structure = jax.tree.flatten((state, batch))  # an optimizer may widen its state
         key = structure, *((np.shape(leaf), _dtype(leaf)) for leaf in leaves)
         if key not in self._compiled:
             self._compiled[key] = self._compile(state, batch)

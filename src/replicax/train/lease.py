@@ -103,7 +103,7 @@ def take_lease(folder: Path) -> Lease:
             tokens = _tokens(lease)
             newest = max(tokens.values(), default=0)
             files = [lease / name for name in _unreleased(tokens)]
-            files.sort(key=lambda file: "boot" not in _look(file)[0])  # a known host answers at once
+            files.sort(key=lambda file: "boot" not in _look(file)[0])  # known hosts answer at once
             if all(_is_dead(file, tokens) for file in files):
                 if file := _written(lease, newest + 1):
                     _tidy(lease, newest + 1 - MOST_KEPT)
