@@ -22,13 +22,15 @@ ROOMS = {
     "wording": {"errors"},
     "python_file": {"errors"},
     "core": {"errors"},
+    "losses": {"core"},
+    "remat": set(),
     "analysis": {"errors"},
     "cluster": {"errors", "core"},
     "train": TEXT | {"core", "cluster", "analysis"},
-    "recipes": TEXT | {"core", "analysis", ""},
+    "recipes": TEXT | {"core", "losses", "remat", ""},
     **{verb: TEXT | BESIDE | {""} for verb in VERBS},
     "runs": TEXT | BESIDE,
-    "": TEXT | BESIDE | VERBS | {"runs"},
+    "": TEXT | BESIDE | VERBS | {"runs", "losses", "remat"},
     "flags": TEXT | BESIDE | {""},
     "commands": TEXT | BESIDE | VERBS | {"", "flags", "runs"},
     "cli": TEXT | BESIDE | VERBS | {"", "flags", "commands"},
@@ -59,7 +61,7 @@ NAMED = {
 
 MOST_LINES = 500
 MOST_LINES_IN_CORE = 300
-MOST_LINES_OF_CORE = 9_119
+MOST_LINES_OF_CORE = 9_158
 """The aim is 3,000: 3,633 for what was there, the rest for what docs/architecture.md lists. It
 grows with what the core can do, and else shrinks."""
 # What a user may have and `import replicax` must not need; each is imported where it is used.

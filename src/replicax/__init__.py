@@ -43,6 +43,8 @@ from replicax.errors import RunInUseError as RunInUseError
 from replicax.errors import StateError as StateError
 
 if typing.TYPE_CHECKING:
+    from replicax import losses as losses
+    from replicax import remat as remat
     from replicax.bench.result import Bench as Bench
     from replicax.bench.run import bench as bench
     from replicax.cluster.join import initialize as initialize
@@ -112,7 +114,12 @@ _LATER = {
 }
 
 
+_MODULES = ("losses", "remat")
+
+
 def __getattr__(name: str) -> typing.Any:
+    if name in _MODULES:
+        return importlib.import_module(f"replicax.{name}")
     if name not in _LATER:
         raise AttributeError(f"module 'replicax' has no attribute {name!r}")
     globals()[name] = found = getattr(importlib.import_module(f"replicax.{_LATER[name]}"), name)

@@ -12,6 +12,7 @@ from support.tiers import only
 
 from replicax.recipes import attention
 from replicax.recipes.attention import causal_attention
+from replicax.remat import products_and_attention
 
 BLOCKS = {256: 4, 64: 2, 37: 1, 1: 1}
 """Of a number of tokens."""
@@ -146,8 +147,7 @@ def test_what_remat_is_told_to_keep_is_not_computed_again() -> None:
     everything = exponentials(jax.checkpoint_policies.everything_saveable)
     assert everything == 2 * BLOCKS[64]  # forward, and again from the log of their sum
     assert exponentials(jax.checkpoint_policies.nothing_saveable) > everything
-    named = jax.checkpoint_policies.save_only_these_names(attention.SAVED)
-    assert exponentials(named) == everything
+    assert exponentials(products_and_attention) == everything
 
 
 def test_without_cuda_the_gpus_branch_is_the_plain_one() -> None:

@@ -10,10 +10,11 @@ import pytest
 from support.quick import quick_programs
 from support.tiers import only
 
+from replicax.core.traced_for import traced_for
 from replicax.errors import ConfigError
 from replicax.recipes import transformer
 from replicax.recipes.gpt2 import GPT2
-from replicax.recipes.transformer import Shape, init, logits
+from replicax.recipes.transformer import Shape, hidden, init, logits
 
 __all__ = ["quick_programs"]
 
@@ -151,3 +152,50 @@ def test_the_layer_norm_is_exact_in_bfloat16() -> None:
     found = transformer._layer_norm(unit, x)
     assert found.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=2**-8, atol=1e-3)
+
+
+@pytest.mark.parametrize("remat", only(["full"], ["selective", "full"]))
+def test_on_a_gpu_it_is_the_same_network_without_a_loop(remat: Any) -> None:
+    params = init(SMALL, jax.random.key(0))
+
+    def step(capability: float | None, remat: Any) -> tuple[Any, str, float]:
+        def mean(params: Any) -> jax.Array:
+            return jnp.mean(jnp.sin(hidden(params, TOKENS, 2, remat)) ** 2)
+
+        with traced_for(capability):
+            lowered = jax.jit(jax.value_and_grad(mean)).lower(params)
+        compiled = lowered.compile()
+        cost = compiled.cost_analysis()
+        return compiled(params), lowered.as_text(), cost["flops"] + cost["transcendentals"]
+
+    wanted, loop, _ = step(None, "none")
+    _, _, least = step(9.0, "none")
+    found, straight, more = step(9.0, remat)
+    assert "stablehlo.while" in loop
+    assert "stablehlo.while" not in straight
+    assert more > 1.05 * least  # what is computed again is not taken for what is there already
+    for one, other in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+        assert np.abs(one - other).max() <= 2e-6 * np.abs(other).max()
+
+
+def test_in_bfloat16_gradients_are_sums_in_float32() -> None:
+    tokens = np.zeros((8, 512), np.int32)  # one token, 4,096 times
+    random = np.random.default_rng(0)
+    cotangent = jnp.asarray(random.normal(0.3, 1, (8, 512, 16)), jnp.bfloat16)
+    params = jax.tree.map(
+        lambda leaf: leaf.astype(jnp.bfloat16), init(Shape(1, 2, 16, 512, 31), jax.random.key(0))
+    )
+    wanted = np.asarray(cotangent, np.float64).sum((0, 1))
+
+    def check(found: jax.Array) -> None:
+        assert found.dtype == jnp.bfloat16
+        assert np.abs(np.asarray(found, np.float64) - wanted).max() <= 0.005 * np.abs(wanted).max()
+
+    (d_params,) = jax.vjp(lambda params: transformer._embedded(params, tokens), params)[1](
+        cotangent
+    )
+    check(d_params["wte"]["weight"][0])
+    bias, x = params["ln_f"]["bias"], cotangent
+    check(jax.vjp(lambda bias: transformer._biased(x, bias), bias)[1](cotangent)[0])
+    d_norm = jax.vjp(lambda norm: transformer._layer_norm(norm, x), params["ln_f"])[1](cotangent)[0]
+    check(d_norm["bias"])

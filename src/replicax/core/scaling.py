@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from replicax.core.accumulate import Apply, scale_of, zeros_like
+from replicax.core.accumulate import Apply, scale_of
 from replicax.core.loss import LOSS
 from replicax.core.objective import StepSums
+from replicax.core.skipping import unless
 from replicax.core.update import Metrics, TrainState
 
 LARGEST = 2.0**15
@@ -97,14 +97,8 @@ def unscaling(apply: Apply) -> Apply:
         mends = jnp.isfinite(total.weighted[LOSS].total) & (scale.value > SMALLEST)
         overflow = ~jnp.all(jnp.stack(held)) & mends
         total = unscaled(total, state)
-        shapes = jax.eval_shape(apply, state, total, *rest)[1]
-        after, told = lax.cond(
-            overflow,
-            lambda state: (dataclasses.replace(state, step=state.step + 1), zeros_like(shapes)),
-            lambda state: apply(state, total, *rest),
-            state,
-        )
-        after = dataclasses.replace(after, scale=scale.after(overflow))
+        after, told = unless(overflow, lambda state: apply(state, total, *rest), state)
+        after = dataclasses.replace(after, step=state.step + 1, scale=scale.after(overflow))
         return after, {**told, LOSS_SCALE: scale.value, OVERFLOWS: after.scale.skipped}
 
     return unscaled_apply

@@ -5,6 +5,7 @@ from replicax.analysis.hlo import Instruction, Module
 
 _SLICES = ("dynamic-slice", "gather", "slice")
 _SAME_ELEMENTS = ("bitcast", "convert", "copy", "reshape", "transpose")
+_ELEMENTWISE = ("add", "subtract", "multiply", "divide", "select", "maximum", "exponential")
 _PASSED_ON = (
     "all-gather",
     "all-reduce",
@@ -102,7 +103,8 @@ class _Inside:
             inner = _Inside(self._module, user.called[0])
             places = (at for at, name in enumerate(user.inputs) if name == value.name)
             return min(1.0, sum(map(inner.share_read, places)))
-        if user.opcode == "bitcast" or (user.opcode in _SAME_ELEMENTS and not user.is_root):
+        same = user.opcode in (*_SAME_ELEMENTS, *_ELEMENTWISE)
+        if user.opcode == "bitcast" or (same and not user.is_root):
             return self._share(user)
         return 1.0
 

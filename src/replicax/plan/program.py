@@ -8,11 +8,11 @@ from typing import Any
 import jax
 
 from replicax.analysis.flops import count_flops
-from replicax.analysis.traced_for import traced_for
 from replicax.core.data_parallel import DataParallel
 from replicax.core.mesh import AnyMesh, mesh_of
 from replicax.core.modes import MODES
 from replicax.core.scaling import LOSS_SCALE, OVERFLOWS
+from replicax.core.traced_for import traced_for
 from replicax.errors import ConfigError, require
 from replicax.train.guarded import NOT_FINITE
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import jax
 
-from replicax.analysis.traced_for import cuda_capability, traced_for
 from replicax.analysis.traffic import sums_bytes
 from replicax.core.data_parallel import DataParallel
 from replicax.core.mesh import STAGE, abstract_mesh, is_data_only, replica_count
 from replicax.core.objective import only_read
 from replicax.core.pipeline import SCHEDULES
 from replicax.core.reduction import Wire
+from replicax.core.traced_for import cuda_capability, traced_for
 from replicax.plan.compilation import Compilation, TooLarge
 from replicax.plan.compiler import Compiler
 from replicax.plan.gpu_description import DESCRIPTIONS

@@ -16,11 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from replicax.analysis.traced_for import cuda_capability
 from replicax.core.precision import to_sum
+from replicax.core.traced_for import cuda_capability
+from replicax.remat import ATTENTION
 
-SAVED = "attention"
-"""The name, for `jax.checkpoint` policies, of what the backward pass on a CPU wants kept."""
 LEAST_BLOCK = 32
 """Query tokens below which a block's matrix products are too small to be worth their saving."""
 
@@ -83,8 +82,8 @@ def _forward(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Resid
         total = jnp.sum(weights, axis=-1, keepdims=True)
         outputs.append(jnp.einsum("bnts,bnsh->bnth", weights, v[:, :, keys]) / total)
         logs.append(highest + jnp.log(total))
-    output = checkpoint_name(jnp.concatenate(outputs, axis=2), SAVED)
-    log_total = checkpoint_name(jnp.concatenate(logs, axis=2), SAVED)
+    output = checkpoint_name(jnp.concatenate(outputs, axis=2), ATTENTION)
+    log_total = checkpoint_name(jnp.concatenate(logs, axis=2), ATTENTION)
     return output, (q, k, v, output, log_total)
 
 

@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 import replicax as rx
 from replicax.core.partition import Rules
-from replicax.core.precision import to_sum
 from replicax.errors import ConfigError
+from replicax.losses import linear_cross_entropy
 from replicax.recipes import transformer
 from replicax.recipes.corpus import Document, read_corpus
 from replicax.recipes.gpt2_weights import load_weights, published
@@ -102,8 +102,9 @@ class GPT2:
         Positions beyond a row's `length` have no weight.
         """
         tokens = batch["tokens"].astype(jnp.int32)
-        logits = transformer.logits(model, tokens[:, :-1], self.heads, self.remat)
-        nats = optax.softmax_cross_entropy_with_integer_labels(to_sum(logits), tokens[:, 1:])
+        hidden = transformer.hidden(model, tokens[:, :-1], self.heads, self.remat)
+        embedding, labels = model["wte"]["weight"], tokens[:, 1:]
+        nats = linear_cross_entropy(hidden, embedding, labels.ravel()).reshape(labels.shape)
         real = jnp.arange(self.context) < batch["length"][:, None]
         bits_of_row = jnp.sum(jnp.where(real, nats, 0), axis=1) / math.log(2)
         # A row that only ends a text has no bytes, but its bits count: hardly a byte, not none.

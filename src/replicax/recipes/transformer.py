@@ -10,22 +10,24 @@ without copies; of `[rows, tokens, width]` and a matrix it transposes whatever l
 """
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from replicax.core.precision import to_sum
+from replicax.core.traced_for import cuda_capability
 from replicax.errors import ConfigError
 from replicax.recipes import attention
+from replicax.remat import products_and_attention
 
 Params = dict[str, Any]
 Remat = Literal["none", "selective", "full"]
 EPSILON = 1e-5
-PRODUCT = "product"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,69 +95,98 @@ def init(shape: Shape, key: jax.Array) -> Params:
 
 
 def logits(params: Params, tokens: jax.Array, heads: int, remat: Remat = "none") -> jax.Array:
-    """Logits of the next token after each.
+    """Logits `[rows, tokens, vocab_size]` of the next token after each; see `hidden`."""
+    scores: jax.Array = hidden(params, tokens, heads, remat) @ params["wte"]["weight"].T
+    return scores.reshape(*tokens.shape, -1)
+
+
+def hidden(params: Params, tokens: jax.Array, heads: int, remat: Remat = "none") -> jax.Array:
+    """What the logits of the next token after each are a product of, with the embedding.
 
     Args:
         params: of any sizes, as `init` gives them.
         tokens: ints `[rows, tokens]`, no more of them than the context.
         heads: of the attention; the parameters do not tell.
-        remat: what the backward pass computes again; see `_keep`.
+        remat: what the backward pass computes again: nothing; norms and GELU (`selective`); or all
+            of a block (`full`).
 
     Returns:
-        `[rows, tokens, vocab_size]`, in the dtype of the parameters.
+        `[rows * tokens, width]`, in the dtype of the parameters.
     """
     rows, count = tokens.shape
-    embedding, positions = params["wte"]["weight"], params["wpe"]["weight"]
-    x = (embedding[tokens] + positions[:count]).reshape(rows * count, -1)
-
-    def layer(x: jax.Array, block: Params) -> tuple[jax.Array, None]:
-        return _block(block, x, (rows, count, heads)), None
-
-    x, _ = lax.scan(_keep(layer, remat), x, params["h"])
-    x = _layer_norm(params["ln_f"], x)
-    scores: jax.Array = x @ embedding.T
-    return scores.reshape(rows, count, -1)
-
-
-def _keep(layer: Any, remat: Remat) -> Any:
-    """`layer` with what its backward pass computes again.
-
-    - none: nothing; all that it needs is kept
-    - selective: norms and GELU; the products and the attention's output are kept
-    - full: everything; only the input is kept
-    """
-    if remat == "none":
-        return layer
-    policies = jax.checkpoint_policies
-    policy = {
-        "selective": policies.save_only_these_names(PRODUCT, attention.SAVED),
-        "full": policies.nothing_saveable,
-    }[remat]
-    return jax.checkpoint(layer, policy=policy, prevent_cse=False)
+    on_gpu = cuda_capability() is not None
+    sizes = (rows, count, heads)
+    layer: Callable[..., jax.Array] = functools.partial(_block, sizes=sizes, on_gpu=on_gpu)
+    if remat != "none":
+        layer = jax.checkpoint(layer, policy=_KEPT[remat], prevent_cse=on_gpu)
+    x = _embedded(params, tokens).reshape(rows * count, -1)
+    # As a loop on a GPU, a third of a step would be copies of what the backward pass needs.
+    x, _ = lax.scan(lambda x, block: (layer(x, block), None), x, params["h"], unroll=on_gpu)
+    return _layer_norm(params["ln_f"], x)
 
 
-def _block(params: Params, x: jax.Array, sizes: tuple[int, int, int]) -> jax.Array:
+_KEPT = {
+    "selective": products_and_attention,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+def _block(x: jax.Array, params: Params, sizes: tuple[int, int, int], on_gpu: bool) -> jax.Array:
     rows, tokens, heads = sizes
-    qkv = _product(params["attn"]["c_attn"], _layer_norm(params["ln_1"], x))
-    by_head = (each.reshape(rows, tokens, heads, -1) for each in jnp.split(qkv, 3, axis=-2))
-    attended = attention.causal_attention(*by_head).reshape(x.shape)
-    x = x + _product(params["attn"]["c_proj"], attended)
-    hidden = _product(params["mlp"]["c_fc"], _layer_norm(params["ln_2"], x))
-    hidden = jax.nn.gelu(hidden, approximate=True)
-    return x + _product(params["mlp"]["c_proj"], hidden)
+    normal = _layer_norm(params["ln_1"], x)
+    q, k, v = (
+        each.reshape(rows, tokens, heads, -1)
+        for each in _query_key_value(params["attn"]["c_attn"], normal, on_gpu)
+    )
+    attended = attention.causal_attention(q, k, v).reshape(x.shape)
+    x = x + _dense(params["attn"]["c_proj"], attended)
+    fc, normal = params["mlp"]["c_fc"], _layer_norm(params["ln_2"], x)
+    # On a GPU its input is kept, and not the six arrays that its derivative is computed from.
+    gelu = jax.checkpoint(_biased_gelu, prevent_cse=True) if on_gpu else _biased_gelu
+    return x + _dense(params["mlp"]["c_proj"], gelu(_product(fc, normal), fc["bias"]))
+
+
+def _query_key_value(params: Params, x: jax.Array, on_gpu: bool) -> Sequence[jax.Array]:
+    """Each `[..., width]`; by a product each on a GPU, where taking one apart is a copy."""
+    if not on_gpu:
+        return jnp.split(_dense(params, x), 3, axis=-2)
+
+    def part(number: int) -> jax.Array:
+        return _dense({name: leaf[..., number, :] for name, leaf in params.items()}, x)
+
+    return [part(number) for number in range(3)]
+
+
+def _dense(params: Params, x: jax.Array) -> jax.Array:
+    return _biased(_product(params, x), params["bias"])
 
 
 def _product(params: Params, x: jax.Array) -> jax.Array:
     """`x` `[..., inputs]` times a weight `[inputs, ...]`, in one product."""
-    product = jnp.tensordot(x, params["weight"], 1) + params["bias"]
-    named: jax.Array = checkpoint_name(product, PRODUCT)
-    return named
+    return jnp.tensordot(x, params["weight"], 1)
+
+
+def _biased_gelu(x: jax.Array, bias: jax.Array) -> jax.Array:
+    return jax.nn.gelu(_biased(x, bias), approximate=True)
+
+
+# Below, what parameters are looked up for or added to is float32, and with it the sum over all
+# tokens that is their gradient. In bfloat16 that of a token seen 4,096 times is up to a third off.
+
+
+def _embedded(params: Params, tokens: jax.Array) -> jax.Array:
+    embedding, positions = params["wte"]["weight"], params["wpe"]["weight"]
+    x = to_sum(embedding)[tokens] + to_sum(positions)[: tokens.shape[1]]
+    return x.astype(embedding.dtype)
+
+
+def _biased(x: jax.Array, bias: jax.Array) -> jax.Array:
+    return (to_sum(x) + to_sum(bias)).astype(x.dtype)
 
 
 def _layer_norm(params: Params, x: jax.Array) -> jax.Array:
     wide = to_sum(x)
     mean = jnp.mean(wide, axis=-1, keepdims=True)
     variance = jnp.mean(jnp.square(wide - mean), axis=-1, keepdims=True)
-    normal = ((wide - mean) * lax.rsqrt(variance + EPSILON)).astype(x.dtype)
-    scaled: jax.Array = normal * params["weight"] + params["bias"]
-    return scaled
+    normal = (wide - mean) * lax.rsqrt(variance + EPSILON)
+    return (normal * to_sum(params["weight"]) + to_sum(params["bias"])).astype(x.dtype)

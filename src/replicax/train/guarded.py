@@ -7,14 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from replicax.core.accumulate import Apply, zeros_like
+from replicax.core.accumulate import Apply
 from replicax.core.data_parallel import DataParallel
 from replicax.core.leaves import shapes_by_path
 from replicax.core.loss import LOSS
 from replicax.core.models.definition import PyTree
 from replicax.core.objective import StepSums
+from replicax.core.skipping import unless
 from replicax.core.update import Metrics, TrainState
 from replicax.errors import ConfigError
 
@@ -97,18 +97,13 @@ def skip_bad_steps(apply: Apply) -> Apply:
     def guarded_apply(
         state: TrainState, total: StepSums, *rest: PyTree
     ) -> tuple[TrainState, Metrics]:
-        shapes, shapes_told = jax.eval_shape(apply, state, total, *rest)
-        _check_alike(state, shapes)
+        def update(state: TrainState) -> tuple[TrainState, Metrics]:
+            return apply(state, total, *rest)
+
+        _check_alike(state, jax.eval_shape(update, state)[0])
         verdicts, losses = _judge(state.losses, total)
-        good = ~jnp.stack(list(verdicts.values())).any()
-        # A choice between two states would be slower by up to half of a step that is mostly
-        # optimizer. With the branches the other way around, XLA:CPU keeps two more gradients.
-        after, told = lax.cond(
-            good,
-            lambda state: apply(state, total, *rest),
-            lambda state: (state, zeros_like(shapes_told)),
-            state,
-        )
+        bad = jnp.stack(list(verdicts.values())).any()
+        after, told = unless(bad, update, state)
         after = dataclasses.replace(after, step=state.step + 1, losses=losses)
         return after, {**told, **verdicts}
 

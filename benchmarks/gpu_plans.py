@@ -1,0 +1,125 @@
+"""GPT-2 on described NVIDIA GPUs, compiled and planned: no GPU is needed, and nothing runs.
+
+    make compilers
+    PYTHONPATH=.venv/compilers python benchmarks/gpu_plans.py NAME [--only 124m]
+
+Adds the rows under NAME to `results/gpu_plans.json`, in place of those that have that name already:
+one for the state before a change, one for it after. Times are the planner's: each kernel at the
+chip's peaks, so no step is faster by much (see docs/plan.md for what is left out).
+"""
+
+import argparse
+import json
+import types
+from typing import Any
+
+import jax
+import numpy as np
+from timing import RESULTS, environment, save
+
+import replicax as rx
+from replicax.plan.plan import compiler_for
+from replicax.plan.speed import speed, work
+from replicax.plan.steps import Steps
+from replicax.plan.target import parse_target
+from replicax.recipes.abstract_model import abstract_model
+from replicax.recipes.gpt2 import GPT2
+from replicax.train.guarded import guarded
+
+CASES = (
+    ("124m", "h100:1", 32, "single"),
+    ("124m", "h200:1", 32, "single"),
+    ("124m", "h100:8", 4, "shard_map"),
+    ("124m", "h100:8", 32, "shard_map"),
+    ("124m", "h100:8", 4, "jit"),
+    ("124m", "h100:8", 32, "jit"),
+    ("350m", "h100:1", 16, "single"),
+    ("774m", "h100:1", 8, "single"),
+    ("1.5b", "h200:1", 8, "single"),
+)
+"""Preset, target, rows a device, mode."""
+
+
+def planned(preset: str, aim: str, rows: int, mode: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """Return one row of the table."""
+    recipe = gpt2(**{**GPT2.presets[preset], **changes})
+    target = parse_target(aim)
+    model = abstract_model(recipe.model, jax.random.key(0))
+    mesh = rx.make_mesh(target.devices)
+    dp = rx.DataParallel(
+        recipe.loss, recipe.optimizer(), mesh=mesh, mode=mode, precision="bfloat16"
+    )
+    dp = guarded(dp, dp.abstract_state(model))
+    with compiler_for(target) as (compiler, notes):
+        if compiler is None:
+            raise SystemExit(notes[0])
+        steps = Steps(model, made_up_batch(recipe, rows * target.devices), target, compiler, print)
+        step = steps.step(dp, rows)
+        if step.compilation is None:
+            raise SystemExit(f"{preset} with {rows} rows does not fit {aim}")
+        found = speed(work(steps, dp, rows), target, dp).step
+    peak = target.chip.flops_per_second["bfloat16"]
+    flops = rows * recipe.context * model_flops_per_token(recipe)
+    return {
+        "preset": preset,
+        "target": aim,
+        "rows": rows,
+        "mode": mode,
+        "ms": round(1e3 * found.seconds, 2),
+        "gb": round(step.schedule.bytes / 1e9, 1),
+        "mfu": round(flops / found.seconds / peak, 3),
+        "exposed_ms": round(1e3 * found.exposed_seconds, 2),
+        "memory_gb": round(step.need.bytes / 1e9, 2),
+        "kernels": sum(each.runs for each in step.schedule.kernels),
+        "compile_seconds": round(step.compilation.seconds, 1),
+        "notes": list(step.program.notes),
+    }
+
+
+def gpt2(**fields: Any) -> GPT2:
+    """Return the recipe of these fields, with made-up rows for its text."""
+    recipe = GPT2(**fields)
+    size = types.SimpleNamespace(vocab_size=257)
+    train = {"length": np.zeros(1000)}
+    recipe.__dict__["_text"] = types.SimpleNamespace(tokenizer=size, train=train)
+    return recipe
+
+
+def made_up_batch(recipe: GPT2, rows: int) -> dict[str, np.ndarray]:
+    """Return a batch of full rows, their tokens as frequent as words are."""
+    tokens = np.random.default_rng(0).zipf(1.2, (rows, recipe.context + 1))
+    return {
+        "tokens": (tokens % (recipe.vocab_size or 257)).astype(np.uint16),
+        "length": np.full(rows, recipe.context, np.int32),
+        "bytes": np.full(rows, 4 * recipe.context, np.int32),
+    }
+
+
+def model_flops_per_token(recipe: GPT2) -> int:
+    """Of a step, nothing computed twice, and of attention the half that is not masked."""
+    weights = 12 * recipe.layers * recipe.width**2 + (recipe.vocab_size or 257) * recipe.width
+    return 6 * (weights + recipe.layers * recipe.context * recipe.width)
+
+
+def main() -> None:
+    """Plan the cases, print a line for each and save them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("name", help="what the rows are of: before, unrolled, after")
+    parser.add_argument("--only", default="", help="cases whose preset, target or mode has this")
+    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE")
+    args = parser.parse_args()
+    changes = dict(each.split("=", 1) for each in args.set)
+    jax.config.update("jax_num_cpu_devices", 8)
+    path = RESULTS / "gpu_plans.json"
+    result = json.loads(path.read_text()) if path.exists() else {}
+    rows = []
+    for case in CASES:
+        if args.only in " ".join(map(str, case)):
+            rows.append(planned(*case, changes))
+            print({name: value for name, value in rows[-1].items() if name != "notes"}, flush=True)
+    result[args.name] = {"environment": environment(), "rows": rows}
+    print(f"see {save('gpu_plans', result)}")
+
+
+if __name__ == "__main__":
+    main()

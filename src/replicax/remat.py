@@ -1,0 +1,31 @@
+"""What a backward pass keeps, for `jax.checkpoint(layer, policy=...)`."""
+
+from typing import Any
+
+import jax
+
+ATTENTION = "attention"
+"""The name, for `jax.ad_checkpoint.checkpoint_name`, of what attention wants kept."""
+
+_PRODUCTS_AND_NAMED = jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    jax.checkpoint_policies.save_only_these_names(ATTENTION),
+)
+_CUDNN_ATTENTION = "dot_product_attention_fwd"
+"""How the names of JAX's primitives for cuDNN's attention begin."""
+
+
+def products_and_attention(primitive: Any, *arguments: Any, **params: Any) -> Any:
+    """Keep products with weights, and attention as cuDNN computes it; compute the rest again.
+
+    What is computed again is cheap, norms and activation functions, and takes most of the memory.
+    `jax.checkpoint_policies.dots_with_no_batch_dims_saveable` alone has cuDNN's attention computed
+    twice, which no policy of JAX's sees.
+
+    Example:
+        >>> import jax
+        >>> layer = jax.checkpoint(lambda x, w: jax.nn.gelu(x @ w), policy=products_and_attention)
+    """
+    if primitive.name.startswith(_CUDNN_ATTENTION):
+        return True
+    return _PRODUCTS_AND_NAMED(primitive, *arguments, **params)
