@@ -1,7 +1,7 @@
 """The configuration of a `DataParallel`: its arguments as values."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -32,6 +32,7 @@ from replicax.core.own import StepFunction
 from replicax.core.partition import Rules
 from replicax.core.precision import Precision, as_precision
 from replicax.core.reduction import REDUCTIONS, Reduction, as_reduction
+from replicax.core.traced_for import cuda_capability
 from replicax.core.trainable import Trainable
 from replicax.errors import ConfigError
 
@@ -54,8 +55,15 @@ class Configuration:
     ema: float | None
     donate: bool
     job: Job
+    compiler_options: Mapping[str, Any] | None = None
     wrap_apply: Callable[[Apply], Apply] | None = None
     """Wraps the optimizer's part of the step, to skip bad ones say."""
+
+    def options(self, mesh: AnyMesh) -> dict[str, Any]:
+        """Return the compiler's options for a step on `mesh`: the given ones, or the target's."""
+        if self.compiler_options is not None:
+            return dict(self.compiler_options)
+        return dict(_OVERLAP) if mesh.size > 1 and cuda_capability() is not None else {}
 
     def names(self) -> dict[str, Any]:
         """Return what was chosen, by name, as JSON has it."""
@@ -71,6 +79,8 @@ class Configuration:
             chosen["trainable"] = str(self.trainable)
         if self.step is not None:
             chosen["step"] = getattr(self.step, "__qualname__", type(self.step).__name__)
+        if options := self.options(self.mesh):
+            chosen["compiler_options"] = options
         return chosen if self.ema is None else {**chosen, "ema": self.ema}
 
     def split_model(self, model: Any) -> Parts:
@@ -104,6 +114,8 @@ class Configuration:
         return Split(replicas, self.accumulator(mesh).micro_batches(replicas))
 
 
+_OVERLAP = {"xla_gpu_experimental_parallel_collective_overlap_limit": 8}
+"""By default XLA has one reduction under way at a time, and most of them wait for the end."""
 _NO_OPTIMIZER = optax.identity()
 
 

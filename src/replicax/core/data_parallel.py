@@ -1,6 +1,6 @@
 """`DataParallel`: a loss, an optimizer and a mesh -> init, feed, step, evaluate."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -66,6 +66,8 @@ class DataParallel(Configured):
         trainable: which parameters train, all by default; see `replicax.core.trainable.Trainable`.
         ema: decay of a moving average of the parameters; see `replicax.core.average.averaging`.
         donate: whether `step` reuses the memory of the state it is given, which is then gone.
+        compiler_options: XLA's, by name, for the step. By default none, but on several GPUs
+            what lets reductions run beside the computation.
         job: the processes that train together, from `rx.initialize()`; this one alone by default.
 
     Raises:
@@ -88,6 +90,7 @@ class DataParallel(Configured):
         trainable: Trainable = None,
         ema: float | None = None,
         donate: bool = True,
+        compiler_options: Mapping[str, Any] | None = None,
         job: Job | None = None,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name != "self"}

@@ -183,6 +183,8 @@ class Mode:
     most_processes: int | None = None
     instead: str = "jit"
     """The mode that takes what this one cannot."""
+    by_replica: str | None = None
+    """The mode that computes the same on GPUs where the loss of each row needs no other."""
     accumulator: Callable[[int, int, AnyMesh, Reduction], Accumulator] = sequential
     """`accumulator(accumulate, micro_shards, mesh, reduction)`; raises `ConfigError`."""
     of_micro_shard: Callable[[Piece, Any, tuple[Own, ...] | None], OfMicroShard] | None = None
@@ -274,6 +276,7 @@ MODES = {
             splits_optimizer=True,
             splits_params=True,
             partitions=True,
+            by_replica="shard_map",
             reduce=by_compiler,
         ),
         Mode("shard_map", shard_map, per_replica=True, splits_optimizer=True, splits_params=True),

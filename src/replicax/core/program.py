@@ -248,7 +248,13 @@ def build(
         step = mode.wrap(own_step, mesh, where, out)
         of_micro_shard = on_micro_shard(own_step, mode, config.reduction, gathers=True)
     donated = 0 if config.donate else ()
-    whole = jax.jit(step, in_shardings=where, out_shardings=out, donate_argnums=donated)
+    whole = jax.jit(
+        step,
+        in_shardings=where,
+        out_shardings=out,
+        donate_argnums=donated,
+        compiler_options=config.options(mesh) or None,
+    )
     return Program(
         configuration=config,
         mesh=mesh,

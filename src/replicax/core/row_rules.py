@@ -181,6 +181,7 @@ RULES: dict[str, Rule] = {
     "concatenate": _across("dimension"),
     "conv_general_dilated": _convolution,
     "dot_general": _dot,
+    "dot_product_attention_fwd_wrapper": _whole_dim,  # of cuDNN
     "gather": _gather,
     "pad": _pad,
     "reshape": _reshape,

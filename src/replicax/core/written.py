@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from replicax.core.accumulate import Apply
 from replicax.core.batch import Batch
+from replicax.core.by_replica import where_rows_are_apart
 from replicax.core.configuration import Configuration
 from replicax.core.gathering import Gathering
 from replicax.core.layout import Layout
@@ -18,13 +19,14 @@ from replicax.core.mesh import (
     STAGE,
     AnyMesh,
     by_rows,
+    is_data_only,
     replicated,
     row_axis,
     shard_axis,
     split_dim,
 )
 from replicax.core.models.definition import PyTree
-from replicax.core.modes import batch_shardings
+from replicax.core.modes import MODES, Mode, batch_shardings
 from replicax.core.objective import Objective, StepSums, only_read
 from replicax.core.optimizer import Updater
 from replicax.core.pieces import LooksAtWhole, Piece, by_pieces
@@ -60,14 +62,17 @@ def written_step(
         parts = parts_of(gradient, mesh, summed=layout.splits_params)
     if updater.names_replicas and mode.per_replica:
         apply = _of_each_replica(apply, mesh, layout)
-    sums = partial(
-        step_sums,
-        objective=in_place(objective, config, shardings, mesh),
-        accumulator=accumulator,
-        reduce=mode.reduce(config.reduction, parts),
-    )
-    mapped = mode.wrap(sums, mesh, where, _total(gradient, mesh))
-    return partial(update, sums=mapped, apply=apply)
+    split_objective = in_place(objective, config, shardings, mesh)
+
+    def mapped(mode: Mode) -> Callable[[TrainState, Batch], Any]:
+        reduce = mode.reduce(config.reduction, parts)
+        sums = partial(step_sums, objective=split_objective, accumulator=accumulator, reduce=reduce)
+        return mode.wrap(sums, mesh, where, _total(gradient, mesh))
+
+    sums = mapped(mode)
+    if mode.by_replica and layout.is_whole and is_data_only(mesh) and mesh.size > 1:
+        sums = where_rows_are_apart(objective, mapped(MODES[mode.by_replica]), sums)
+    return partial(update, sums=sums, apply=apply)
 
 
 def written_step_of_micro_shard(

@@ -55,4 +55,5 @@ def _compile(program: Program, devices: Sequence[Any]) -> jax.stages.Compiled:
         donate_argnums=tuple(range(sum(place < program.donated for place in read))),
     )
     shapes = [exported.in_avals[place] for place in read]
-    return function.lower(*(jax.ShapeDtypeStruct(s.shape, s.dtype) for s in shapes)).compile()
+    lowered = function.lower(*(jax.ShapeDtypeStruct(s.shape, s.dtype) for s in shapes))
+    return lowered.compile(dict(program.options))

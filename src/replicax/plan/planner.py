@@ -135,6 +135,8 @@ class Planner:
         step = self._steps.step(self._dp, rows)
         if step.program is not None:
             self._notes += step.program.notes
+            for name, value in step.program.options.items():
+                self._notes.append(f"compiled with {name}={value}, as the step is on such devices")
         return step
 
     def _largest(self, asked: Need) -> tuple[Need | None, Need | None]:

@@ -49,6 +49,8 @@ class Program:
     """Of matrix products and convolutions, on all devices; see `analysis.flops`."""
     metrics: int
     """Means that the step reduces, the loss among them."""
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Of the compiler."""
     notes: tuple[str, ...] = ()
     """Where it is not the very step that was asked for."""
 
@@ -135,6 +137,7 @@ def _export(
             *arguments
         )
         jaxpr = made.step.trace(*arguments).jaxpr.jaxpr
+        options = dp.configuration.options(dp.mesh)
     _, metrics = jax.tree.unflatten(exported.out_tree, exported.out_avals)
     return Program(
         module=bytes(_flat(exported, len(jax.tree.leaves(arguments))).serialize()),
@@ -143,6 +146,7 @@ def _export(
         rows=rows.size,
         flops=count_flops(jaxpr, platform),
         metrics=len(metrics.keys() - {NOT_FINITE, LOSS_SCALE, OVERFLOWS}),
+        options=options,
         notes=notes,
     )
 
