@@ -43,8 +43,7 @@ def where_rows_are_apart(objective: Objective, by_replica: Sums, otherwise: Sums
 def _are_apart(objective: Objective, state: TrainState, batch: Batch) -> bool:
     if jax.tree.leaves(state.extras) or _draws(objective, state, batch):
         return False
-    with jax.ensure_compile_time_eval():
-        look = Look(objective, state, batch, divided=True, compute=False)
+    look = Look(objective, state, batch, divided=True, compute=False)
     return not (look.rows_meet or look.unsure or look.gathers or look.scalars)
 
 
