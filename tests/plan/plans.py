@@ -52,6 +52,7 @@ SPEED = Speed(
     ),
     flops=5e12,
     peak_share=0.51,
+    model_share=0.45,
     compute_share=0.75,
     kernels=(
         KernelShare("jit(step)/transpose(jvp(loss))/logits/dot_general", 0.21, "compute"),

@@ -14,7 +14,6 @@ from replicax.plan.advice import batch_advice, first_change
 from replicax.plan.need import Need
 from replicax.plan.overlap import StepTime
 from replicax.plan.result import Alternative, MicroBatches, Speed
-from replicax.plan.target import parse_target
 
 DEVICES = 256
 BFLOAT16 = "precision=bfloat16"
@@ -30,7 +29,7 @@ def step(**settings: Any) -> rx.DataParallel:
     return rx.DataParallel(lambda m, b, k: jnp.zeros(8), optax.sgd(0.1), **settings)
 
 
-def first(asked: Need, target: str = "v5e:16x16", **changes: Any) -> str:
+def first(asked: Need, **changes: Any) -> str:
     arguments: dict[str, Any] = {
         "largest": need(8, 11.0),
         "micro_batches": None,
@@ -40,9 +39,7 @@ def first(asked: Need, target: str = "v5e:16x16", **changes: Any) -> str:
         **changes,
     }
     dp = arguments.pop("dp", step())
-    return first_change(
-        dp.replace(mesh=abstract_mesh(DEVICES)), parse_target(target).chip, asked, **arguments
-    )
+    return first_change(dp.replace(mesh=abstract_mesh(DEVICES)), asked, **arguments)
 
 
 FITS, TOO_LARGE = need(8, 11.0), need(64, 81.0)
@@ -118,27 +115,29 @@ def test_no_shard_map_where_it_cannot_help(changes: dict[str, Any]) -> None:
     assert "shard_map" not in first(FITS, **{"traffic": TRAFFIC, "speeds": WAITING, **changes})
 
 
-def test_bfloat16_where_the_chip_is_faster_in_it() -> None:
-    assert first(FITS, "h100:8") == "precision=bfloat16: products up to 2.0 times as fast"
-    half = Alternative(BFLOAT16, need(8, 7.5), 3_500_000_000)
-    assert first(FITS, "h100:8", alternatives=(half,)).endswith("and 3.5 GB less a device")
+def test_the_change_that_is_fastest() -> None:
+    half = Alternative(BFLOAT16, need(8, 7.5), 3_500_000_000, step_seconds=0.5)
+    slower = Alternative("layout=zero1", need(8, 7.0), 4 * GB, step_seconds=0.8)
+    said = first(FITS, alternatives=(slower, half, slower))
+    assert said == "precision=bfloat16: up to 2.0 times as fast, and 3.5 GB less a device"
     more = dataclasses.replace(half, freed_bytes=-1)
-    assert "less" not in first(FITS, "h100:8", alternatives=(more,))
+    assert first(FITS, alternatives=(more,)) == "precision=bfloat16: up to 2.0 times as fast"
+    larger = (speed(8, 100.0), speed(64, 150.0))
+    assert first(FITS, alternatives=(half,), speeds=larger) == said
+    assert first(FITS, alternatives=(slower,), speeds=larger).startswith("a batch of")
 
 
 @pytest.mark.parametrize(
-    ("target", "dp"),
-    [("h100:8", step(precision="bfloat16")), ("p100:8", step()), ("v5e:4x4", step())],
-    ids=["in it already", "no units for it", "as fast in float32"],
+    "change",
+    [
+        Alternative(BFLOAT16, need(8, 7.5), GB),
+        Alternative(BFLOAT16, need(8, 7.5), GB, step_seconds=0.95),
+        Alternative(BFLOAT16, need(8, 99.0, fits=False), -GB, step_seconds=0.5),
+    ],
+    ids=["nobody knows", "hardly faster", "does not fit"],
 )
-def test_no_bfloat16_where_it_is_not_faster(target: str, dp: rx.DataParallel) -> None:
-    assert first(FITS, target, dp=dp).startswith("nothing: ")
-
-
-def test_float16_where_a_gpu_has_units_for_that_alone() -> None:
-    assert first(FITS, "v100:8") == "precision=float16: products up to 8.0 times as fast"
-    own = rx.DataParallel(step=lambda state, batch, key: (state, {}))  # refuses float16
-    assert first(FITS, "v100:8", dp=own).startswith("nothing: ")
+def test_no_change_that_is_not_faster(change: Alternative) -> None:
+    assert first(FITS, alternatives=(change,)).startswith("nothing: ")
 
 
 def test_fewer_devices_where_all_else_is_done_and_it_waits() -> None:

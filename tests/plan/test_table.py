@@ -117,21 +117,27 @@ def test_a_gpu_says_what_jax_leaves_of_its_memory() -> None:
 
 def test_how_fast() -> None:
     speed = under(make_plan(), "speed")
-    assert "8 rows a device 50 ms 40,960 41.9M 51%" in speed
+    assert "8 rows a device 50 ms 40,960 41.9M 45% 51%" in speed
     assert "12 rows a device 50 ms" in speed
     plain = dataclasses.replace(SPEED, tokens_per_second=None)
     speed = under(make_plan(speeds=(plain,)), "speed")
-    assert speed == "at best a step rows/s of peak 8 rows a device 50 ms 40,960 51%"
+    assert speed == "at best a step rows/s MFU HFU 8 rows a device 50 ms 40,960 45% 51%"
+    for model_share, name in ((plain.peak_share, "MFU"), (None, "HFU")):
+        share = dataclasses.replace(plain, model_share=model_share)
+        speed = under(make_plan(speeds=(share,)), "speed")
+        assert speed == f"at best a step rows/s {name} 8 rows a device 50 ms 40,960 51%"
 
 
 def test_what_limits_it_is_the_largest_share_first() -> None:
     # Of 50 ms 40 are computed, three quarters of them by arithmetic, and 10 waited.
     limit = under(make_plan(), "limit")
-    assert limit.startswith("arithmetic 60%, memory bandwidth 20%, the network 20% of a step")
+    assert limit.startswith(
+        "arithmetic 60%, memory bandwidth 20%, the network 20% (10 ms) of a step"
+    )
     assert "logits/dot_general 21% (compute), attention/softmax 14% (memory)" in limit
     waiting = dataclasses.replace(SPEED, step=StepTime(0.1, 0.01, 0.09, 0.09), kernels=())
     assert under(make_plan(speeds=(waiting,)), "limit") == (
-        "the network 90%, arithmetic 8%, memory bandwidth 2% of a step"
+        "the network 90% (90 ms), arithmetic 8%, memory bandwidth 2% of a step"
     )
 
 
@@ -150,7 +156,7 @@ def test_by_formula_says_so_at_each_heading() -> None:
     plan = by_formula()
     for word in ("target", "fits", "batch", "speed", "change", "memory"):
         assert "by formula" in under(plan, word)
-    assert under(plan, "limit") == "computation 80%, the network 20% of a step"
+    assert under(plan, "limit") == "computation 80%, the network 20% (10 ms) of a step"
     assert under(plan, "note").endswith("pip install 'replicax[plan-tpu]'")
     assert "sends" not in [text[:5] for text in table(plan)]
 

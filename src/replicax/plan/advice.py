@@ -1,12 +1,10 @@
 """What to change first, and what another batch asks of the learning rate."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from replicax.analysis.hardware import Chip
 from replicax.analysis.traffic import SLIGHTLY
 from replicax.core.data_parallel import DataParallel
 from replicax.core.mesh import AnyMesh, replica_count
-from replicax.plan.alternatives import half_precision
 from replicax.plan.critical_batch import batch_cost, learning_rates
 from replicax.plan.largest import MOST_ROWS
 from replicax.plan.need import Need, holder
@@ -22,7 +20,6 @@ _WAITING = 0.1
 
 def first_change(
     dp: DataParallel,
-    chip: Chip,
     asked: Need,
     largest: Need | None,
     micro_batches: MicroBatches | None,
@@ -35,31 +32,39 @@ def first_change(
         return _to_fit(dp.mesh, asked, largest, micro_batches, alternatives)
     if not speeds:
         return "nothing that can be told: it fits, and the target's speed is not known"
-    now, most = speeds[0], speeds[-1]
+    times, said = max(_faster(dp, speeds, alternatives), default=(0.0, ""))
+    if times > _WORTH:
+        return said
+    now = speeds[0]
     waiting = now.step.exposed_seconds / now.step.seconds
-    rates = chip.flops_per_second
-    larger = now.rows < most.rows < MOST_ROWS // 2  # beyond, nobody trains
-    if larger and most.rows_per_second > _WORTH * now.rows_per_second:
-        times = most.rows_per_second / now.rows_per_second
-        return (
-            f"a batch of {most.rows * replica_count(dp.mesh):,} rows, {most.rows:,} a "
-            f"{holder(dp.mesh)}: up to {times:.1f} times the rows a second"
-        )
     other = not dp.mode.per_replica and dp.layout.is_whole  # which shard_map can hold
     if other and traffic is not None and traffic.share > SLIGHTLY and waiting > _WAITING:
         return (
             f"mode=shard_map: it sends {1 / traffic.share:.0%} of what this mode does, and "
             f"{waiting:.0%} of a step waits for the network"
         )
-    half = half_precision(dp, chip)
-    faster = rates.get(half, 0) / rates.get("float32", float("inf"))
-    if dp.precision.name == "float32" and faster > _WORTH:
-        freed = next((a.freed_bytes for a in alternatives if a.change.endswith(half)), 0)
-        frees = f", and {size_text(freed)} less a device" if freed > 0 else ""
-        return f"precision={half}: products up to {faster:.1f} times as fast{frees}"
     if waiting > _WAITING:
         return f"fewer devices, or faster links: {waiting:.0%} of a step waits for the network"
     return "nothing: the step is as large and as fast as this target allows"
+
+
+def _faster(
+    dp: DataParallel, speeds: Sequence[Speed], alternatives: Sequence[Alternative]
+) -> Iterator[tuple[float, str]]:
+    """What may be faster: by how many times the rows a second, and the sentence."""
+    now, most = speeds[0], speeds[-1]
+    if now.rows < most.rows < MOST_ROWS // 2:  # beyond, nobody trains
+        times = most.rows_per_second / now.rows_per_second
+        yield (
+            times,
+            f"a batch of {most.rows * replica_count(dp.mesh):,} rows, {most.rows:,} a "
+            f"{holder(dp.mesh)}: up to {times:.1f} times the rows a second",
+        )
+    for each in alternatives:
+        if each.need.fits and each.step_seconds is not None:
+            times = now.step.seconds / each.step_seconds
+            frees = f", and {size_text(each.freed_bytes)} less a device" * (each.freed_bytes > 0)
+            yield times, f"{each.change}: up to {times:.1f} times as fast{frees}"
 
 
 def _to_fit(

@@ -17,6 +17,7 @@ from replicax.core.objective import LossFunction
 from replicax.core.partition import Rules
 from replicax.core.reduction import REDUCTIONS
 from replicax.errors import ConfigError, ReplicaxError
+from replicax.plan.cells import time_text
 from replicax.plan.need import Need
 from replicax.plan.program import WITHOUT_CUDNN
 from replicax.plan.result import Alternative
@@ -24,7 +25,7 @@ from replicax.plan.speed import speed, work
 from replicax.plan.steps import Step, Steps, rows_of_a_replica
 from replicax.plan.target import Target
 from replicax.plan.traffic import read_traffic
-from replicax.wording import first_line
+from replicax.wording import first_line, size_text
 
 Change = Callable[[], DataParallel]
 """Makes the changed one, or raises."""
@@ -75,23 +76,32 @@ def _compared(
     """`other` with the same rows in all."""
     in_all, replicas = asked.rows * replica_count(dp.mesh), replica_count(other.mesh)
     rows = rows_of_a_replica(in_all, replicas, steps.unit(other))
-    step = steps.step(other, rows, change)
-    without = step.program is not None and WITHOUT_CUDNN in step.program.notes
+    step, as_is = steps.step(other, rows, change), steps.step(dp, asked.rows)
+    note = ""
+    if _lacks_cudnn(step) and not _lacks_cudnn(as_is):
+        as_is = steps.step(dp, asked.rows, "without cuDNN", without_cudnn=True)
+        seconds = _seconds(steps, as_is)
+        took = "" if seconds is None else f" and {time_text(seconds)}"
+        note = f"without cuDNN's kernels; as it is, {size_text(as_is.need.bytes)}{took} without"
     return Alternative(
         change,
         step.need,
-        asked.bytes - step.need.bytes,
-        "without cuDNN's kernels" if without else "",
-        _seconds(steps, other, step),
+        as_is.need.bytes - step.need.bytes,
+        note,
+        _seconds(steps, step),
         read_traffic(step.schedule, other.mesh.size, 0).wire_bytes if step.schedule else None,
     )
 
 
-def _seconds(steps: Steps, dp: DataParallel, step: Step) -> float | None:
+def _lacks_cudnn(step: Step) -> bool:
+    return step.program is not None and WITHOUT_CUDNN in step.program.notes
+
+
+def _seconds(steps: Steps, step: Step) -> float | None:
     if step.program is not None and step.compilation is None:  # the compiler refuses it
         return None
     try:
-        return speed(work(steps, dp, step.need.rows), steps.target, dp).step.seconds
+        return speed(work(steps, step), steps.target, step.dp).step.seconds
     except ConfigError:  # of the chip or its links nothing is known
         return None
 

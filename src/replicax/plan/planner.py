@@ -111,16 +111,7 @@ class Planner:
                 else None
             ),
             batches=batch_advice(self._rows, batches, noise_scale),
-            first=first_change(
-                dp,
-                self._target.chip,
-                asked.need,
-                largest,
-                micro_batches,
-                others,
-                traffic,
-                speeds,
-            ),
+            first=first_change(dp, asked.need, largest, micro_batches, others, traffic, speeds),
             notes=tuple(dict.fromkeys(self._notes)),
         )
 
@@ -199,8 +190,10 @@ class Planner:
         self, shown: list[Need], noise_scale: float | None
     ) -> tuple[tuple[Speed, ...], Scaling | None]:
         try:
-            works = [work(self._steps, self._dp, each.rows) for each in shown]
-            speeds = [speed(each, self._target, self._dp, self._tokens_per_row) for each in works]
+            steps, dp, tokens = self._steps, self._dp, self._tokens_per_row
+            works = [work(steps, steps.step(dp, each.rows)) for each in shown]
+            again = steps.recomputed_share(dp, shown[0].rows) if shown else None
+            speeds = [speed(each, self._target, dp, tokens, again) for each in works]
         except ConfigError as error:
             self._notes.append(f"no speed: {error}")
             return (), None

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+from jax.extend.core import Jaxpr
 
 from replicax.analysis.flops import count_flops
 from replicax.core.data_parallel import DataParallel
@@ -30,6 +31,8 @@ REASONS = (CALLS_BACK, CALLS_BACK_ELSEWHERE, NEEDS_DEVICES)
 
 PER_REPLICA = next(mode for mode in MODES.values() if mode.per_replica)
 """What a step that sees the whole batch is exported as where it cannot be as it is."""
+BEFORE_CUDNN = 7.5
+"""The newest compute capability of GPUs whose attention cuDNN does not compute: Turing's."""
 WITHOUT_CUDNN = "planned without the kernels of cuDNN: the step may need less"
 
 
@@ -93,11 +96,12 @@ def export_step(
     )
 
 
-def step_flops(dp: DataParallel, model: Any, batch: Any, platform: str) -> int:
-    """Return those of products and convolutions, on all devices; arguments as of `export_step`."""
+def step_jaxpr(dp: DataParallel, model: Any, batch: Any) -> Jaxpr:
+    """Return what the step computes on all devices; arguments as of `export_step`."""
     equal, *_ = next(_forms(dp, None))
     with traced_for(None):
-        return count_flops(equal.trace(model, batch, mesh=_mesh(equal.mesh)).jaxpr.jaxpr, platform)
+        jaxpr: Jaxpr = equal.trace(model, batch, mesh=_mesh(equal.mesh)).jaxpr.jaxpr
+    return jaxpr
 
 
 def _forms(
@@ -118,7 +122,7 @@ def _forms(
         else:
             yield form, capability, (*notes, note)
     if capability is not None:
-        yield dp, None, (*notes, WITHOUT_CUDNN)
+        yield dp, min(capability, BEFORE_CUDNN), (*notes, WITHOUT_CUDNN)
 
 
 def _export(

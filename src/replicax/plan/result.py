@@ -30,7 +30,8 @@ class Alternative:
     """`layout=fsdp`, say."""
     need: Need
     freed_bytes: int
-    """On each device; negative where it takes more."""
+    """On each device, against the step without the change and with the same kernels; negative where
+    it takes more."""
     note: str = ""
     step_seconds: float | None = None
     """At least; None where it does not compile, or nobody knows the target's speed."""
@@ -52,7 +53,7 @@ class KernelShare:
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """The least time of a step, by the target's data sheet: no step is faster."""
+    """The least time of a step by the target's data sheet, each kernel at its peaks."""
 
     rows: int
     """Rows a replica."""
@@ -60,7 +61,9 @@ class Speed:
     flops: float
     """Of one device, matrix products and convolutions."""
     peak_share: float
-    """Of the chip's peak, if the step took this time: no step has more."""
+    """HFU: of the chip's peak, if the step took this time."""
+    model_share: float | None
+    """MFU: the same without FLOPs that compute something again; None where nobody knows them."""
     compute_share: float | None
     """Of the computation, in kernels that the chip's FLOP/s bind and not its memory. None by
     formula."""

@@ -16,7 +16,7 @@ from replicax.plan.overlap import Transfer, step_time
 from replicax.plan.result import KernelShare, Scaling, Speed
 from replicax.plan.roofline import roofline_seconds
 from replicax.plan.schedule import Schedule
-from replicax.plan.steps import Steps
+from replicax.plan.steps import Step, Steps
 from replicax.plan.target import Target
 
 _UPDATE_PASSES = 2
@@ -37,13 +37,13 @@ class Work:
     kernels: tuple[KernelShare, ...] = ()
 
 
-def work(steps: Steps, dp: DataParallel, rows: int) -> Work:
-    """Return one device's work in a step of `dp` with `rows` a replica.
+def work(steps: Steps, step: Step) -> Work:
+    """Return one device's work in one of `steps`.
 
     Raises:
         ConfigError: the chip's speed is not known.
     """
-    step, target = steps.step(dp, rows), steps.target
+    dp, rows, target = step.dp, step.need.rows, steps.target
     dtype = known_dtype(dp, target.chip)
     if step.schedule is not None:
         return work_of_schedule(step.schedule, target, rows, dtype)
@@ -105,7 +105,13 @@ def work_by_formula(
     return Work(formula.rows, seconds, transfers, flops)
 
 
-def speed(work: Work, target: Target, dp: DataParallel, tokens_per_row: int | None = None) -> Speed:
+def speed(
+    work: Work,
+    target: Target,
+    dp: DataParallel,
+    tokens_per_row: int | None = None,
+    recomputed_share: float | None = None,
+) -> Speed:
     """The least time of a step, and what follows from it.
 
     Args:
@@ -113,6 +119,7 @@ def speed(work: Work, target: Target, dp: DataParallel, tokens_per_row: int | No
         target: the devices.
         dp: the step.
         tokens_per_row: where tokens are counted.
+        recomputed_share: of its FLOPs, where that is known.
 
     Raises:
         ConfigError: the speed of the chip or of its links is not known.
@@ -120,11 +127,13 @@ def speed(work: Work, target: Target, dp: DataParallel, tokens_per_row: int | No
     step = step_time(work.compute_seconds, work.transfers, networks(target, dp.mesh))
     rate = work.rows * replica_count(dp.mesh) / step.seconds
     peak = target.chip.flops_per_second[known_dtype(dp, target.chip)]
+    share = work.flops / (step.seconds * peak)
     return Speed(
         rows=work.rows,
         step=step,
         flops=work.flops,
-        peak_share=work.flops / (step.seconds * peak),
+        peak_share=share,
+        model_share=None if recomputed_share is None else share * (1 - recomputed_share),
         compute_share=work.compute_share,
         kernels=work.kernels,
         rows_per_second=rate,

@@ -7,7 +7,9 @@ from functools import cached_property
 from typing import Any
 
 import jax
+from jax.extend.core import Jaxpr
 
+from replicax.analysis.flops import count_flops
 from replicax.analysis.traffic import sums_bytes
 from replicax.core.data_parallel import DataParallel
 from replicax.core.mesh import STAGE, abstract_mesh, is_data_only, replica_count
@@ -20,7 +22,8 @@ from replicax.plan.compiler import Compiler
 from replicax.plan.gpu_description import DESCRIPTIONS
 from replicax.plan.memory import MemoryFormula, memory_formula, on_one_device
 from replicax.plan.need import Need, holder
-from replicax.plan.program import Program, export_step, step_flops
+from replicax.plan.program import BEFORE_CUDNN, Program, export_step, step_jaxpr
+from replicax.plan.recomputed import computes_again, keeping_everything
 from replicax.plan.schedule import Schedule, read_schedule
 from replicax.plan.target import ATTACHED, Target
 
@@ -69,7 +72,7 @@ class Steps:
         self.target = target
         self._model, self._batch = model, batch
         self._compiler, self._show = compiler, show
-        self._made: dict[tuple[int, int], tuple[DataParallel, Step]] = {}
+        self._made: dict[tuple[int, int, bool], tuple[DataParallel, Step]] = {}
         self._formulas: dict[tuple[int, int], tuple[DataParallel, MemoryFormula]] = {}
 
     @property
@@ -97,26 +100,37 @@ class Steps:
             self._formulas[key] = dp, found
         return self._formulas[key][1]
 
-    def step(self, dp: DataParallel, rows: int, what: str = "") -> Step:
+    def step(
+        self, dp: DataParallel, rows: int, what: str = "", *, without_cudnn: bool = False
+    ) -> Step:
         """A step of as many rows a replica.
+
+        Args:
+            dp: whose step it is.
+            rows: of a replica.
+            what: it is looked at for, as `show` is told.
+            without_cudnn: leave its kernels out.
 
         Raises:
             CompilerError: see `Compiler.compile`.
             ConfigError: see `export_step`.
         """
-        key = (id(dp), rows)
+        key = (id(dp), rows, without_cudnn)
         if key not in self._made:
             self._show(f"{what}{', ' if what else ''}{rows:,} rows a {holder(dp.mesh)}")
-            self._made[key] = dp, self._make(dp, rows)
+            capability = self._capability
+            if capability is not None and without_cudnn:
+                capability = min(capability, BEFORE_CUDNN)
+            self._made[key] = dp, self._make(dp, rows, capability)
         return self._made[key][1]
 
-    def _make(self, dp: DataParallel, rows: int) -> Step:
+    def _make(self, dp: DataParallel, rows: int, capability: float | None) -> Step:
         formula = self.formula(dp, rows)
         if self._compiler is None:
             needed = formula.total
             return Step(dp, Need(rows, needed, self._holds(needed), False), formula)
         batch, platform = self._rows(dp, rows), self.target.chip.platform
-        program = export_step(dp, self._model, batch, platform, self._capability)
+        program = export_step(dp, self._model, batch, platform, capability)
         answer = self._compiler.compile(program)
         if isinstance(answer, TooLarge):
             # A compiler may stop at the first sum that is too much.
@@ -128,16 +142,34 @@ class Steps:
 
     def needs(self, dp: DataParallel) -> tuple[Need, ...]:
         """Of all steps of `dp` that were made, by rows."""
-        made = [step.need for owner, step in self._made.values() if owner is dp]
+        made = [
+            step.need
+            for (_, _, without), (owner, step) in self._made.items()
+            if owner is dp and not without
+        ]
         return tuple(sorted(made, key=lambda need: need.rows))
 
     def flops(self, dp: DataParallel, rows: int) -> float:
         """FLOPs of matrix products and convolutions on one device, with `rows` a replica."""
-        batch, platform = self._rows(dp, rows), self.target.chip.platform
-        devices = dp.mesh.size
+        return count_flops(self._jaxpr(dp, rows), self.target.chip.platform) / dp.mesh.size
+
+    def _jaxpr(self, dp: DataParallel, rows: int) -> Jaxpr:
+        batch = self._rows(dp, rows)
         if not is_data_only(dp.mesh):  # who share a replica compute what one device would
             dp = dp.replace(mesh=abstract_mesh(replica_count(dp.mesh)))
-        return step_flops(dp, self._model, batch, platform) / devices
+        return step_jaxpr(dp, self._model, batch)
+
+    def recomputed_share(self, dp: DataParallel, rows: int) -> float | None:
+        """Share of `flops` that computes something again; None where that cannot be told."""
+        if not computes_again(self._jaxpr(dp, rows)):
+            return 0.0
+        if dp.configuration.step is not None:
+            return None
+        try:
+            least = self.flops(dp.replace(loss=keeping_everything(dp.loss)), rows)
+        except Exception:  # the user's loss, of a model that changes where it is traced, say
+            return None
+        return 1 - least / self.flops(dp, rows)
 
     def sums_bytes(self, dp: DataParallel, metrics: int) -> int:
         """Bytes of the sums that a replica's device adds to those of others; see `sums_bytes`."""

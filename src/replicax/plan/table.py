@@ -28,6 +28,7 @@ _KERNELS = 3
 _LONGEST_NAME = 40
 _SMALL = 0.005
 """Of the memory of a step: a part below it is not worth a word."""
+_NETWORK = "the network"
 _COLUMN = 9
 """Of a device count up to 131,072, and the gap before it."""
 
@@ -116,19 +117,26 @@ def _speed(plan: Plan) -> Iterator[str]:
         yield from line("speed", why)
         return
     how = "by formula" if plan.speeds[0].compute_share is None else "at best"
-    lines: list[Line] = [(how, "a step", "rows/s", "tokens/s", "of peak", "")]
+    lines: list[Line] = [(how, "a step", "rows/s", "tokens/s", "MFU", "HFU", "")]
     for each in plan.speeds:
         tokens = each.tokens_per_second
         figures = (
             time_text(each.step.seconds),
             short(each.rows_per_second),
             "" if tokens is None else short(tokens),
+            "" if each.model_share is None else percent(each.model_share),
             percent(each.peak_share),
         )
         lines.append((_rows(plan, each.rows), *figures, ""))
-    if all(each.tokens_per_second is None for each in plan.speeds):
-        lines = [(*cells[:3], *cells[4:]) for cells in lines]
-    yield from columns("speed", lines)
+    tokens, shares = 3, {"MFU": 4, "HFU": 5}
+    told = [cells[shares["MFU"]] for cells in lines[1:]]
+    left_out = [tokens] if plan.speeds[0].tokens_per_second is None else []
+    if not any(told):
+        left_out.append(shares["MFU"])
+    elif told == [cells[shares["HFU"]] for cells in lines[1:]]:  # nothing is computed again
+        left_out.append(shares["HFU"])
+    kept = [place for place in range(len(lines[0])) if place not in left_out]
+    yield from columns("speed", [[cells[place] for place in kept] for cells in lines])
 
 
 def _limit(plan: Plan) -> Iterator[str]:
@@ -144,7 +152,12 @@ def _limit(plan: Plan) -> Iterator[str]:
     if plan.speed is None:
         return
     shares = sorted(_shares(plan.speed).items(), key=lambda each: -each[1])
-    text = ", ".join(f"{name} {percent(share)}" for name, share in shares if share >= _SMALL)
+    waited = {_NETWORK: f" ({time_text(plan.speed.step.exposed_seconds)})"}
+    text = ", ".join(
+        f"{name} {percent(share)}{waited.get(name, '')}"
+        for name, share in shares
+        if share >= _SMALL
+    )
     where = "" if word else f"with {counted(plan.speed.rows, 'row')}: "
     yield from line(word, f"{where}{text} of a step")
     if plan.speed.kernels:
@@ -159,12 +172,12 @@ def _shares(speed: Speed) -> dict[str, float]:
     waiting, computing = step.exposed_seconds / step.seconds, step.compute_seconds / step.seconds
     idle, computing = computing * speed.bubble, computing * (1 - speed.bubble)
     if speed.compute_share is None:
-        return {"computation": computing, "the network": waiting, "the bubble": idle}
+        return {"computation": computing, _NETWORK: waiting, "the bubble": idle}
     return {
         "the bubble": idle,
         "arithmetic": computing * speed.compute_share,
         "memory bandwidth": computing * (1 - speed.compute_share),
-        "the network": waiting,
+        _NETWORK: waiting,
     }
 
 
