@@ -34,6 +34,7 @@ CASES = (
     ("124m", "h100:8", 4, "jit"),
     ("124m", "h100:8", 32, "jit"),
     ("350m", "h100:1", 16, "single"),
+    ("350m", "h100:8", 8, "shard_map"),
     ("774m", "h100:1", 8, "single"),
     ("1.5b", "h200:1", 8, "single"),
 )
@@ -57,7 +58,7 @@ def planned(preset: str, aim: str, rows: int, mode: str, changes: dict[str, Any]
         step = steps.step(dp, rows)
         if step.compilation is None:
             raise SystemExit(f"{preset} with {rows} rows does not fit {aim}")
-        found = speed(work(steps, dp, rows), target, dp).step
+        found = speed(work(steps, step), target, dp).step
     peak = target.chip.flops_per_second["bfloat16"]
     flops = rows * recipe.context * model_flops_per_token(recipe)
     return {

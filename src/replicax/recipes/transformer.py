@@ -23,7 +23,7 @@ from replicax.core.precision import to_sum
 from replicax.core.traced_for import cuda_capability
 from replicax.errors import ConfigError
 from replicax.recipes import attention
-from replicax.remat import products_and_attention
+from replicax.remat import in_turn, products_and_attention
 
 Params = dict[str, Any]
 Remat = Literal["none", "selective", "full"]
@@ -119,9 +119,15 @@ def hidden(params: Params, tokens: jax.Array, heads: int, remat: Remat = "none")
     layer: Callable[..., jax.Array] = functools.partial(_block, sizes=sizes, on_gpu=on_gpu)
     if remat != "none":
         layer = jax.checkpoint(layer, policy=_KEPT[remat], prevent_cse=on_gpu)
+
+    def next_layer(x: jax.Array, block: Params) -> tuple[jax.Array, None]:
+        if on_gpu and remat != "none":
+            x, block = in_turn(x, block)
+        return layer(x, block), None
+
     x = _embedded(params, tokens).reshape(rows * count, -1)
     # As a loop on a GPU, a third of a step would be copies of what the backward pass needs.
-    x, _ = lax.scan(lambda x, block: (layer(x, block), None), x, params["h"], unroll=on_gpu)
+    x, _ = lax.scan(next_layer, x, params["h"], unroll=on_gpu)
     return _layer_norm(params["ln_f"], x)
 
 
