@@ -62,13 +62,14 @@ def verify(
         modes=modes,
         micro_batches=micro_batches,
         batch_size=batch_size,
-        elsewhere=None if target is None else _elsewhere(target, show),
+        elsewhere=None if target is None else compiling_for(target, show),
         seed=seed,
         show=show,
     )
 
 
-def _elsewhere(target: str | Target, show: checks.Show) -> Elsewhere:
+def compiling_for(target: str | Target, show: checks.Show) -> Elsewhere:
+    """Return the compiler of a target, for `check_sums`."""
     aim = parse_target(target) if isinstance(target, str) else target
 
     def compile(dp: DataParallel, model: Any, batch: Any) -> Text:

@@ -20,6 +20,7 @@ from replicax.core.mesh import DATA, FSDP
 from replicax.core.modes import MODES
 from replicax.errors import ReplicaxError
 from replicax.train.guarded import guarded
+from replicax.verify.causes import NO_CAUSE
 from replicax.verify.check import NOTE, PASS, SKIP, Check
 from replicax.wording import first_line
 
@@ -54,8 +55,8 @@ def check_sums(
 ) -> Iterator[Check]:
     """Yield a row for each kind of sum in 16 bits, or one that there is none.
 
-    Of attached accelerators it is their compiled program, and of described ones theirs. What a CPU
-    compiles adds in float32 whatever was asked for, and so the program is read as it is traced.
+    Of attached accelerators it is their compiled program, and of described ones theirs. A CPU's
+    compiler widens some of these sums, and so its program is read as it is traced.
 
     Args:
         dp: the step.
@@ -81,12 +82,24 @@ def judged(case: str, read: Text, dp: DataParallel) -> Iterator[Check]:
     found = [each for each in sums_in_16_bits(read.text) if _between_replicas(each, read.sizes)]
     notes = "".join(f"; {note}" for note in read.notes)
     if not found:
-        yield Check(_TOPIC, case, PASS, f"none of {MANY} or more terms is in 16 bits{notes}")
+        text = f"none in 16 bits, of {MANY} or more terms or between devices{notes}"
+        yield Check(_TOPIC, case, PASS, text)
     for kind, several in _by_kind(found).items():
         what = _WHAT[kind].format(several[0].dtype)
         text = f"{what}: {_listed(several)}; {_fix(kind, dp)}{notes}"
         figures = {"sums": [dataclasses.asdict(each) for each in several]}
         yield Check(_TOPIC, case, NOTE, text, "", figures)
+
+
+def with_sums_as_cause(checks: Sequence[Check], sums: Sequence[Check]) -> list[Check]:
+    """Return `checks` and `sums`; these are the likely cause of differences that have no other."""
+    if all(each.verdict != NOTE for each in sums):
+        return [*checks, *sums]
+    likely = "likely the sums in 16 bits below, which lose other bits where devices add in parts"
+    return [
+        dataclasses.replace(each, cause=each.cause.replace(NO_CAUSE, f"{likely}: no other fits"))
+        for each in checks
+    ] + [*sums]
 
 
 def _here(dp: DataParallel, model: Any, batch: Any) -> Text:

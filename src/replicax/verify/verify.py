@@ -25,7 +25,7 @@ from replicax.verify.parity import Parity
 from replicax.verify.recompilation import check_recompilation
 from replicax.verify.replicas import check_replicas
 from replicax.verify.subject import Case, Subject
-from replicax.verify.sums import Elsewhere, check_sums
+from replicax.verify.sums import Elsewhere, check_sums, with_sums_as_cause
 from replicax.verify.traffic import check_traffic, check_work, read_programs
 from replicax.verify.verification import Verification
 from replicax.wording import first_line
@@ -86,7 +86,8 @@ def verify(
     look = _checks if dp.configuration.step is None else check_own_step
     checks = list(look(dp, model, batch, chosen, micro_batches, seed, show))
     show("sums")
-    checks += check_sums(dp, model, _shapes(batch, batch_size or rows), elsewhere)
+    sums = list(check_sums(dp, model, _shapes(batch, batch_size or rows), elsewhere))
+    checks = with_sums_as_cause(checks, sums)
     return Verification(checks, {**about, "seconds": round(time.monotonic() - started, 1)})
 
 
