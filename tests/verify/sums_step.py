@@ -1,4 +1,4 @@
-"""`python sums_step.py MODE`: two layers of GPT-2 in bfloat16 for eight H100; what `check_sums` says."""
+"""`python sums_step.py MODE`: GPT-2 in bfloat16 for eight H100, and what `check_sums` says of it."""
 
 import dataclasses
 import json
