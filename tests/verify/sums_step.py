@@ -1,4 +1,4 @@
-"""`python sums_step.py MODE`: GPT-2 in bfloat16 for eight H100, and what `check_sums` says of it."""
+"""`python sums_step.py MODE`: what `check_sums` says of GPT-2 in bfloat16 on eight H100."""
 
 import dataclasses
 import json
