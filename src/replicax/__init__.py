@@ -74,9 +74,9 @@ if typing.TYPE_CHECKING:
     from replicax.train.run import Guard as Guard
     from replicax.train.run import Run as Run
     from replicax.train.storage import Saving as Saving
+    from replicax.verified import verify as verify
     from replicax.verify.step import verify_step as verify_step
     from replicax.verify.verification import Verification as Verification
-    from replicax.verify.verify import verify as verify
 
 _LATER = {
     "Audit": "train.audit",
@@ -109,7 +109,7 @@ _LATER = {
     "initialize": "cluster.join",
     "load": "runs",
     "plan": "plan.plan",
-    "verify": "verify.verify",
+    "verify": "verified",
     "verify_step": "verify.step",
 }
 

@@ -215,7 +215,10 @@ def _instructions(lines: list[re.Match[str]]) -> tuple[Instruction, ...]:
 
 def _instruction(line: re.Match[str], shapes: dict[str, str]) -> Instruction:
     argument, _, attributes = line["rest"].partition(")")
-    inputs = tuple(_OPERAND.findall(argument))
+    # What is only traced is printed without the %.
+    inputs = tuple(_OPERAND.findall(argument)) or tuple(
+        name for name in argument.split(", ") if name in shapes
+    )
     return Instruction(
         line["name"],
         line["shape"],

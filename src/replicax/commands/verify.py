@@ -45,6 +45,9 @@ class VerifyOptions(StepOptions, ModeOptions, DeviceOptions):
     modes: Annotated[str | None, several_of(MODES, "all")] = None
     """Modes to compare with one device, as jit,shard_map. What --mode cannot do fails; what another
     one cannot is skipped."""
+    target: str | None = None
+    """Hardware to compile for and look for sums in 16 bits in, as h100:8; by default the devices at
+    hand."""
     seed: int = 0
     """Of the initial model, and of all else that is random."""
     json: str | None = None
@@ -114,6 +117,8 @@ def _of_recipe(parsed: Arguments[VerifyOptions], show: Callable[[str], None]) ->
         recipe.model(jax.random.key(options.seed)),
         batch,
         modes=None if options.modes is None else words(options.modes),
+        batch_size=recipe.batch_size,
+        target=options.target,
         seed=options.seed,
         show=show,
     )

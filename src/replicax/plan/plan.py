@@ -80,9 +80,9 @@ def plan(
             raise ConfigError(f"{name}={value}; it is a number of rows above 0: give one")
     show = show or (lambda text: None)
     aim = parse_target(target) if isinstance(target, str) else target
-    dp = _in_fit(dp, model, aim)
+    dp = in_fit(dp, model, aim)
     if changes is not None:
-        changes = {name: _in_fit(other, model, aim) for name, other in changes.items()}
+        changes = {name: in_fit(other, model, aim) for name, other in changes.items()}
     if aim.chip.platform == "cpu":
         aim = dataclasses.replace(aim, chip=measured(aim.chip, aim.devices))
     with compiler_for(aim, by_formula) as (compiler, notes):
@@ -123,7 +123,7 @@ def compiler_for(
         yield compiler, notes
 
 
-def _in_fit(dp: DataParallel, model: Any, target: Target) -> DataParallel:
+def in_fit(dp: DataParallel, model: Any, target: Target) -> DataParallel:
     """The step of `rx.fit` on the target's devices: further ones are further replicas."""
     dp = dp.replace(mesh=abstract_like(dp.mesh, target.devices))
     return guarded(dp, dp.abstract_state(model))

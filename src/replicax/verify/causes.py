@@ -14,6 +14,8 @@ from replicax.verify.evidence import Evidence
 from replicax.verify.factors import factor_cause
 from replicax.wording import named
 
+NO_CAUSE = "no known cause fits"
+"""How the text begins where no hypothesis reproduces what was found."""
 EXPLAINED = 0.1
 """A hypothesis explains a leaf where at most this share of the difference is left."""
 _APART = 0.05
@@ -352,7 +354,7 @@ def _ratio(found: np.ndarray, expected: np.ndarray) -> float | None:
 def _unexplained(evidence: Evidence, differing: Sequence[Difference]) -> str:
     worst = max(differing, key=lambda each: each.relative)
     return (
-        f"no known cause fits: no factor, no mean of means, no subset of rows gives it; "
+        f"{NO_CAUSE}: no factor, no mean of means, no subset of rows gives it; "
         f"{len(differing)} of {len(evidence.expected)} leaves differ, the most {worst.path}, by "
         f"{worst.relative:.1%} of its norm"
     )

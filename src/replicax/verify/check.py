@@ -18,6 +18,7 @@ Topic = Literal[
     "parameters",
     "determinism",
     "recompilation",
+    "sums",
 ]
 
 

@@ -25,6 +25,7 @@ from replicax.verify.parity import Parity
 from replicax.verify.recompilation import check_recompilation
 from replicax.verify.replicas import check_replicas
 from replicax.verify.subject import Case, Subject
+from replicax.verify.sums import Elsewhere, check_sums, with_sums_as_cause
 from replicax.verify.traffic import check_traffic, check_work, read_programs
 from replicax.verify.verification import Verification
 from replicax.wording import first_line
@@ -42,33 +43,26 @@ def verify(
     *,
     modes: Sequence[str | Mode] | None = None,
     micro_batches: int = MICRO_BATCHES,
+    batch_size: int | None = None,
+    elsewhere: Elsewhere | None = None,
     seed: int = 0,
     show: Show | None = None,
 ) -> Verification:
-    """Check that the step of `dp` computes on its devices what it computes on one.
-
-    Loss, metrics, gradient, parameters and the model's other arrays are compared leaf by leaf, in
-    every mode that the model allows, with a full batch, a padded one, unequal weights, and several
-    micro-batches; bounds are those that rounding explains. Then the traffic, work that is done
-    twice, parameters without gradient, copies that differ, determinism, and recompilation.
-
-    It compiles the step about a dozen times and runs it about a hundred: give it few rows.
+    """See `replicax.verified.verify`, which knows what compiles for a target.
 
     Args:
-        dp: the step. It is not run itself, but others made as it is.
-        model: as for `dp.init`.
-        batch: a pytree of arrays `[rows, ...]`, the global batch. Rows that the replicas and
-            `micro_batches` do not divide are left out.
-        modes: those to compare; by default all, or those that one process or `dp`'s mesh allows.
-        micro_batches: how many to compare with 1 and with `dp.accumulate`.
-        seed: of the model's random numbers, as for `dp.init`.
-        show: told what is next, a line at a time.
-
-    Returns:
-        A row for each thing that was checked; `ok` where nothing failed.
+        dp: as there.
+        model: as there.
+        batch: as there.
+        modes: as there.
+        micro_batches: as there.
+        batch_size: as there.
+        elsewhere: the devices whose sums are looked at, in place of those of `dp`.
+        seed: as there.
+        show: as there.
 
     Raises:
-        ConfigError: several processes, an unknown mode, or too few rows.
+        ConfigError: as there.
     """
     if jax.process_count() > 1:
         raise ConfigError(
@@ -91,6 +85,9 @@ def verify(
     show = show or (lambda text: None)
     look = _checks if dp.configuration.step is None else check_own_step
     checks = list(look(dp, model, batch, chosen, micro_batches, seed, show))
+    show("sums")
+    sums = list(check_sums(dp, model, _shapes(batch, batch_size or rows), elsewhere))
+    checks = with_sums_as_cause(checks, sums)
     return Verification(checks, {**about, "seconds": round(time.monotonic() - started, 1)})
 
 
@@ -98,6 +95,16 @@ def rows_needed(dp: DataParallel, micro_batches: int = MICRO_BATCHES) -> int:
     """Rows of a batch that is small and shows everything."""
     shards = max(replica_count(dp.mesh) * max(micro_batches, dp.accumulate), dp.micro_shards)
     return shards * ROWS_OF_ONE
+
+
+def _shapes(batch: Any, rows: int) -> Any:
+    """Those of a batch of any number of rows."""
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            (rows, *leaf.shape[1:]), jax.dtypes.canonicalize_dtype(leaf.dtype)
+        ),
+        batch,
+    )
 
 
 def _checks(

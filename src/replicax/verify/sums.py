@@ -1,0 +1,166 @@
+"""What a step sums up in 16-bit floats, where bits are lost and nothing else shows it."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, Literal
+
+from replicax.analysis.groups import axes_of_group
+from replicax.analysis.sums import (
+    BETWEEN_DEVICES,
+    MANY,
+    REDUCE,
+    SCATTER,
+    Sum,
+    has_16_bits,
+    sums_in_16_bits,
+)
+from replicax.core.data_parallel import DataParallel
+from replicax.core.mesh import DATA, FSDP
+from replicax.core.modes import MODES
+from replicax.errors import ReplicaxError
+from replicax.train.guarded import guarded
+from replicax.verify.causes import NO_CAUSE
+from replicax.verify.check import NOTE, PASS, SKIP, Check
+from replicax.wording import first_line
+
+_TOPIC: Final[Literal["sums"]] = "sums"
+_SHOWN = 3
+"""Sums of one kind that are named; of the others there is the number."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """A step's program for some devices, to be read."""
+
+    text: str
+    sizes: Mapping[str, int]
+    """Devices by mesh axis."""
+    notes: tuple[str, ...] = ()
+    """Where it is not the very step that was asked for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Elsewhere:
+    """Devices that need not be attached, and who compiles for them."""
+
+    name: str
+    """`h100:8`."""
+    compile: Callable[[DataParallel, Any, Any], Text]
+    """Takes the step, its model and the shapes of a batch; raises a `ReplicaxError`."""
+
+
+def check_sums(
+    dp: DataParallel, model: Any, batch: Any, elsewhere: Elsewhere | None
+) -> Iterator[Check]:
+    """Yield a row for each kind of sum in 16 bits, or one that there is none.
+
+    Of attached accelerators it is their compiled program, and of described ones theirs. A CPU's
+    compiler widens some of these sums, and so its program is read as it is traced.
+
+    Args:
+        dp: the step.
+        model: as for `dp.init`.
+        batch: a batch to train on, or its shapes.
+        elsewhere: devices to look at in place of those of `dp`.
+    """
+    where = elsewhere or Elsewhere("", _here)
+    case = ", ".join(filter(None, (str(dp.mode), where.name)))
+    try:
+        read = where.compile(dp, model, batch)
+    except Exception as error:  # the user's loss may raise anything
+        if elsewhere is not None:  # what fails on the devices at hand, other checks have said
+            refused = isinstance(error, ReplicaxError)
+            yield Check(_TOPIC, case, SKIP, str(error) if refused else first_line(error))
+        return
+    if elsewhere is not None or has_16_bits(read.text):
+        yield from judged(case, read, dp)
+
+
+def judged(case: str, read: Text, dp: DataParallel) -> Iterator[Check]:
+    """Yield what there is to say of the program that `dp` is on some devices."""
+    found = [each for each in sums_in_16_bits(read.text) if _between_replicas(each, read.sizes)]
+    notes = "".join(f"; {note}" for note in read.notes)
+    if not found:
+        text = f"none in 16 bits, of {MANY} or more terms or between devices{notes}"
+        yield Check(_TOPIC, case, PASS, text)
+    for kind, several in _by_kind(found).items():
+        what = _WHAT[kind].format(several[0].dtype)
+        text = f"{what}: {_listed(several)}; {_fix(kind, dp)}{notes}"
+        figures = {"sums": [dataclasses.asdict(each) for each in several]}
+        yield Check(_TOPIC, case, NOTE, text, "", figures)
+
+
+def with_sums_as_cause(checks: Sequence[Check], sums: Sequence[Check]) -> list[Check]:
+    """Return `checks` and `sums`; these are the likely cause of differences that have no other."""
+    if all(each.verdict != NOTE for each in sums):
+        return [*checks, *sums]
+    likely = "likely the sums in 16 bits below, which lose other bits where devices add in parts"
+    return [
+        dataclasses.replace(each, cause=each.cause.replace(NO_CAUSE, f"{likely}: no other fits"))
+        for each in checks
+    ] + [*sums]
+
+
+def _here(dp: DataParallel, model: Any, batch: Any) -> Text:
+    """The program of the attached devices: compiled, or of a CPU as it is traced."""
+    dp = guarded(dp, dp.abstract_state(model))
+    lowered = dp.lower(model, batch)
+    if dp.mesh.devices.flat[0].platform == "cpu":
+        return Text(lowered.as_text(dialect="hlo", debug_info=True), dict(dp.mesh.shape))
+    return Text(lowered.compile().as_text() or "", dict(dp.mesh.shape))
+
+
+def _between_replicas(added: Sum, sizes: Mapping[str, int]) -> bool:
+    """Whether it is a sum of replicas: what the devices of one add up is part of their product."""
+    axes = axes_of_group(added.group, sizes) if added.kind in BETWEEN_DEVICES else None
+    return axes is None or not axes or bool({DATA, FSDP} & set(axes))
+
+
+def _by_kind(found: Sequence[Sum]) -> dict[str, list[Sum]]:
+    def of(added: Sum) -> str:
+        return BETWEEN_DEVICES[0] if added.kind in BETWEEN_DEVICES else added.kind
+
+    kinds = (SCATTER, REDUCE, BETWEEN_DEVICES[0])
+    several = {kind: [each for each in found if of(each) == kind] for kind in kinds}
+    return {kind: each for kind, each in several.items() if each}
+
+
+def _listed(several: Sequence[Sum]) -> str:
+    """`bf16[50257,768] of up to 8,192 terms (model.py:12)`, the first few."""
+    by_line = itertools.groupby(several, key=lambda each: (each.shape, each.terms, _place(each)))
+    lines = [(key, sum(each.count for each in group)) for key, group in by_line]
+    named = [_named(several[0].kind, *key, count) for key, count in lines[:_SHOWN]]
+    rest = sum(count for _, count in lines[_SHOWN:])
+    return ", ".join([*named, *([f"and {rest:,} more"] if rest else [])])
+
+
+def _named(kind: str, shape: str, terms: int, place: str, count: int) -> str:
+    times = f"{count:,} of " if count > 1 else ""
+    of = "devices" if kind in BETWEEN_DEVICES else "terms"
+    most = "up to " if kind == SCATTER else ""
+    return f"{times}{shape}, {most}{terms:,} {of}{f' ({place})' if place else ''}"
+
+
+def _place(added: Sum) -> str:
+    return added.source or added.op_name.rpartition("jit(update)/")[2]
+
+
+_WHAT = {
+    SCATTER: "gradients of a lookup added up in {}",
+    REDUCE: "sums in {}",
+    BETWEEN_DEVICES[0]: "reductions between devices in {}",
+}
+
+
+def _fix(kind: str, dp: DataParallel) -> str:
+    if kind == SCATTER:
+        return "look up in float32: table.astype(float32)[ids].astype(x.dtype)"
+    if kind == REDUCE:
+        return (
+            "cast to float32 before: x.astype(float32).sum(); of a bias or a scale it is "
+            "(x.astype(float32) + bias).astype(x.dtype)"
+        )
+    if not dp.mode.per_replica and MODES["shard_map"].holds(dp.layout):
+        return "use mode='shard_map', which adds up gradients in float32"
+    return "cast to float32 before it is summed over devices"
