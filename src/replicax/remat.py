@@ -48,7 +48,8 @@ def in_turn(x: Any, params: Any) -> tuple[Any, Any]:
 
 
 def _in_turn_backward(_: None, gradients: tuple[Any, Any]) -> tuple[Any, Any]:
-    return lax.optimization_barrier(gradients)
+    waited: tuple[Any, Any] = lax.optimization_barrier(gradients)
+    return waited
 
 
 in_turn.defvjp(lambda x, params: ((x, params), None), _in_turn_backward)
