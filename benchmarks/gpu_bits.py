@@ -56,7 +56,7 @@ def in_a_process(tiny: bool) -> dict[str, str]:
 
 def digests(tiny: bool) -> dict[str, str]:
     """The start of a SHA-256 of the trained parameters, for each number of micro-batches."""
-    recipe = gpt2(**(TINY if tiny else {}))
+    recipe = gpt2(**({**TINY, "layers": 1} if tiny else {}))
     found = {}
     for accumulate in (1, 4):
         dp = rx.DataParallel(

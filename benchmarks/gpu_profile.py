@@ -13,7 +13,7 @@ STEPS = 3
 
 
 def longest_kernels(steps: Callable[[int], Any], planned: Mapping[str, float]) -> dict[str, Any]:
-    """`kernels`: rows of name, milliseconds a step, planned ones; or in `profile` why there are none.
+    """`kernels`: name, milliseconds a step, planned ones; or in `profile` why there are none.
 
     The profiler's names are nobody's promise: whatever they have become, the other figures stay.
     """

@@ -32,8 +32,9 @@ def summary(result: Mapping[str, Any]) -> list[str]:
         if state(row) == "done" and name not in timed:
             lines += figures(name, row)
     lost = [name for name in parts if state(parts[name]) != "done"]
-    told = [f"{name}: {state(parts[name])}: {reason(parts[name])}" for name in lost]
-    return [*lines, "", *(textwrap.shorten(line, WIDTH) for line in told)]
+    for name in lost:
+        lines += ["", *wrapped(f"{name}: {state(parts[name])}: {reason(parts[name])}")]
+    return [*lines, ""]
 
 
 def contenders(parts: Mapping[str, Row]) -> dict[str, Row]:
@@ -66,7 +67,7 @@ def head(machine: Row) -> list[str]:
     """The device, the versions, the date."""
     names = ("jax", "jaxlib", "torch", "driver", "python")
     versions = [f"{name} {machine[name]}" for name in names if machine.get(name)]
-    return textwrap.wrap(" · ".join([machine["device"], *versions, machine["date"]]), WIDTH)
+    return wrapped(" · ".join([machine["device"], *versions, machine["date"]]))
 
 
 def steps(timed: Mapping[str, Row]) -> list[str]:
@@ -102,13 +103,16 @@ def kernels(name: str, row: Row) -> list[str]:
 
 def figures(name: str, row: Row) -> list[str]:
     """A line for each, as the part named it."""
-    shown = {key: value for key, value in row.items() if key != "seconds"}
-    wide = (f"  {key:<50} {number(value):>27}" for key, value in shown.items())
-    return [
-        "",
-        name,
-        *(textwrap.shorten(line, WIDTH) if len(line) > WIDTH else line for line in wide),
-    ]
+    lines = ["", name]
+    for key, value in row.items():
+        if key != "seconds":
+            line = f"  {key:<50} {number(value):>27}"
+            lines += [line] if len(line) <= WIDTH else wrapped(f"  {key}: {value}")
+    return lines
+
+
+def wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, subsequent_indent="  ")
 
 
 def number(value: Any) -> str:
