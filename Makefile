@@ -14,11 +14,11 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 	$$python -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' \
 	2>/dev/null && echo $$python && break; done)
 
-# Also appended to the command of `train`, `test`, `test-all`, `test-fast`, `chaos` and `lock`.
+# Also appended to the command of `train`, `test`, `test-all`, `test-fast`, `chaos`, `gpu` and `lock`.
 ARGS ?=
 
 .PHONY: help train data peers engines compilers loggers test test-all test-fast layouts chaos check \
-	bench lock clean
+	bench gpu lock clean
 
 help:
 	@echo 'make train      set up, get the data and train LeNet on two devices (ARGS="--epochs 1")'
@@ -29,6 +29,7 @@ help:
 	@echo 'make check      lint, formatting, types'
 	@echo 'make chaos      disturb training runs in all ways there are (ARGS="--trials 1000")'
 	@echo 'make bench      what Replicax costs over hand-written JAX'
+	@echo 'make gpu        measure Replicax on this machine'\''s GPU, 8 minutes (ARGS="--only bits")'
 	@echo 'make data       get Fashion-MNIST from Debian where that is possible'
 	@echo 'make peers      install torch and transformers, which `make test-all` compares with'
 	@echo 'make engines    install Slurm, Open MPI and Ray, which `make test-all` runs under'
@@ -148,6 +149,12 @@ check: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/lenet.py
+
+# A machine with a GPU has a jax with CUDA of its own, which the lock has not: name its Python.
+GPU_PYTHON ?= $(BIN)/python
+
+gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP))
+	$(GPU_PYTHON) benchmarks/gpu.py $(ARGS)
 
 # One lock for Python 3.11 and newer: environment markers choose among the versions.
 lock:

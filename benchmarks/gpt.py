@@ -25,6 +25,7 @@ from torch_peer import Peer, torch_version
 import replicax as rx
 from replicax.bench.peak import peak_flops_per_second
 from replicax.recipes import transformer
+from replicax.recipes.attention import cudnn_takes
 from replicax.recipes.gpt2_weights import published
 from replicax.train.host_memory import keep_freed_memory
 
@@ -148,7 +149,10 @@ def replicax(
 def by_hand(
     shape: transformer.Shape, params: transformer.Params, tokens: np.ndarray, precision: str
 ) -> Contender:
-    """The textbook's step in JAX: a list of blocks, activations `[rows, tokens, width]`."""
+    """The textbook's step in JAX: a list of blocks, activations `[rows, tokens, width]`.
+
+    Attention is cuDNN's on a GPU that has it: JAX takes it only where it is asked for.
+    """
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params: Any, opt_state: Any, tokens: jax.Array) -> Any:
@@ -193,7 +197,8 @@ def logits_by_hand(params: Any, tokens: jax.Array, heads: int) -> jax.Array:
     def attention(params: Any, x: jax.Array) -> jax.Array:
         qkv = jnp.split(dense(params["c_attn"], x), 3, axis=-1)
         q, k, v = (each.reshape(*x.shape[:2], heads, -1) for each in qkv)
-        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        kernel = "cudnn" if cudnn_takes(q) else None
+        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=kernel)
         return dense(params["c_proj"], attended.reshape(x.shape))
 
     x = params["wte"]["weight"][tokens] + params["wpe"]["weight"][: tokens.shape[1]]

@@ -24,7 +24,6 @@ from timing import environment, interleaved, ratios, save, spread
 
 import replicax as rx
 from replicax.recipes.lenet import LeNet, logits
-from replicax.recipes.mlp import MLP, Network
 from replicax.train.host_memory import keep_freed_memory
 
 BATCH = 256
@@ -143,6 +142,8 @@ def lenet(devices: int, rounds: int) -> dict[str, Any]:
 
 def mlp(devices: int, rounds: int, preset: str | None) -> dict[str, Any]:
     """The same of the MLP in mode `jit`."""
+    from replicax.recipes.mlp import MLP, Network  # here: gpu.py takes the rest without Flax
+
     mesh = rx.make_mesh(devices=jax.devices()[:devices])
     recipe = MLP(**MLP.presets[preset] if preset else {})
     recipe = dataclasses.replace(recipe, rows=recipe.batch_size)
@@ -225,6 +226,8 @@ def show_tiny(found: dict[str, Any]) -> None:
 
 
 def main() -> None:
+    from replicax.recipes.mlp import MLP
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=100, help="interleaved rounds (default: 100)")
     parser.add_argument("--preset", choices=list(MLP.presets), help="of the MLP; small by default")

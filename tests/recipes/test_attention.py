@@ -152,7 +152,7 @@ def test_what_remat_is_told_to_keep_is_not_computed_again() -> None:
 
 def test_without_cuda_the_gpus_branch_is_the_plain_one() -> None:
     arrays = inputs(64, jnp.bfloat16)[:3]
-    assert not attention._cudnn_takes(arrays[0])
+    assert not attention.cudnn_takes(arrays[0])
     plain, on_cuda = (
         str(jax.make_jaxpr(each)(*arrays))
         for each in (attention._attention, attention._attention_on_cuda)

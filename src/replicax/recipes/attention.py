@@ -49,11 +49,11 @@ def _attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 def _attention_on_cuda(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     # JAX never chooses cuDNN by itself, and raises where cuDNN does not take the inputs.
-    implementation: Literal["cudnn"] | None = "cudnn" if _cudnn_takes(q) else None
+    implementation: Literal["cudnn"] | None = "cudnn" if cudnn_takes(q) else None
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
 
 
-def _cudnn_takes(q: jax.Array) -> bool:
+def cudnn_takes(q: jax.Array) -> bool:
     """Whether cuDNN's flash attention is there for such queries."""
     ampere_or_newer = (cuda_capability() or 0) >= 8
     head_dim = q.shape[-1]

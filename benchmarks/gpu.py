@@ -1,0 +1,223 @@
+"""This machine's NVIDIA GPU, in at most eight minutes: what Replicax does on it, beside its peers.
+
+    make gpu                            # all of it
+    make gpu ARGS="--only torch"        # the parts whose name has that
+    make gpu ARGS=--tiny                # sizes for a CPU, to try the parts without a GPU
+
+Each part is a process of its own with a limit, the most wanted first: one that fails or hangs is a
+line with its reason, and the rest goes on. gpu.json is written anew after each. What the figures
+mean is in the parts, `gpu_*.py`. Ends with 1 if a part failed.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from gpu_table import disagreements, reason, state, summary
+
+HERE = Path(__file__).resolve().parent
+LEAST_SECONDS = 15.0
+"""Nothing is begun that has less."""
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    name: str
+    seconds: float
+    """It is ended after so many."""
+    command: tuple[str, ...]
+    """A script of this folder, and its options."""
+
+
+MACHINE = Part("machine", 60, ("gpu_machine.py",))
+PARTS = (
+    Part("ceilings", 45, ("gpu_ceilings.py",)),
+    Part("gpt2, single", 120, ("gpu_gpt.py", "--mode", "single", "--profile")),
+    Part("gpt2, torch compile", 100, ("gpu_torch.py", "--how", "compile")),
+    Part("gpt2, jax by hand", 90, ("gpu_gpt.py", "--mode", "by hand")),
+    Part("gpt2, jit", 70, ("gpu_gpt.py", "--mode", "jit")),
+    Part("gpt2, shard_map", 70, ("gpu_gpt.py", "--mode", "shard_map")),
+    Part("gpt2, exact", 80, ("gpu_gpt.py", "--mode", "exact")),
+    Part("same bits in mode exact", 90, ("gpu_bits.py",)),
+    Part("parity with mode single", 90, ("gpu_parity.py",)),
+    Part("plan of gpt2, single", 70, ("gpu_plan.py",)),
+    Part("lenet and cnn", 60, ("gpu_images.py",)),
+    Part("overhead", 60, ("gpu_overhead.py",)),
+    Part("gpt2, torch compile, padded", 80, ("gpu_torch.py", "--how", "compile", "--padded")),
+    Part("gpt2, jax by hand, padded", 70, ("gpu_gpt.py", "--mode", "by hand", "--padded")),
+    Part("gpt2, torch eager", 50, ("gpu_torch.py", "--how", "eager")),
+)
+"""The most wanted first: what there is no time for is at the end."""
+
+
+def main() -> None:
+    args = arguments()
+    chosen = [part for part in PARTS if args.only in part.name]
+    end = time.monotonic() + args.budget
+    result: Row = {"environment": {}, "tiny": args.tiny, "parts": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        environment = environment_of_parts(args.tiny, folder)
+        machine = run(MACHINE, options(MACHINE, args, ""), environment, end)
+        if problem := unfit(machine, args.tiny):
+            sys.exit(f"nothing is measured: {problem}")
+        result["environment"] = machine
+        measure(chosen, args, environment, end, result)
+    print(*summary(result), f"see {save(args.out, result)}", sep="\n")
+    failed = [name for name, row in result["parts"].items() if state(row) == "failed"]
+    sys.exit(bool(failed or disagreements(result["parts"])))
+
+
+def arguments() -> argparse.Namespace:
+    description = (__doc__ or "").replace("%", "%%")
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder of gpu.json (default: "
+        "benchmarks/results, or build with --tiny or --only, which are not the whole)",
+    )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=480.0,
+        metavar="SECONDS",
+        help="for all parts together (default: 480)",
+    )
+    parser.add_argument("--tiny", action="store_true", help="sizes for a CPU, on the CPU")
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="PART",
+        help=f"the parts whose name has this: {'; '.join(part.name for part in PARTS)}",
+    )
+    parser.add_argument(
+        "--torch-python",
+        default=sys.executable,
+        metavar="PYTHON",
+        help="an interpreter that has torch (default: this one)",
+    )
+    args = parser.parse_args()
+    if not any(args.only in part.name for part in PARTS):
+        parser.error(f"no part's name has {args.only!r} in it; --help lists them")
+    partial = args.tiny or args.only
+    args.out = args.out or (HERE.parent / "build" if partial else HERE / "results")
+    args.out.mkdir(parents=True, exist_ok=True)
+    return args
+
+
+def environment_of_parts(tiny: bool, folder: str) -> dict[str, str]:
+    """Parts keep their compilations in `folder`, so that no kernel is chosen by measuring twice."""
+    paths = [str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "JAX_COMPILATION_CACHE_DIR": folder,
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # or JAX reserves what PyTorch wants some of
+    }
+    if tiny:
+        environment |= {"JAX_PLATFORMS": "cpu", "NPROC": "8"}  # threads that mode exact wants
+    return environment
+
+
+def unfit(machine: Row, tiny: bool) -> str | None:
+    """Why the machine cannot be measured; None where it can."""
+    if state(machine) != "done":
+        return reason(machine)
+    if machine["platform"] not in ("gpu", "cuda") and not tiny:
+        return f"JAX finds no GPU here but {machine['device']}; --tiny tries the parts on a CPU"
+    return None
+
+
+def measure(
+    parts: Iterable[Part],
+    args: argparse.Namespace,
+    environment: dict[str, str],
+    end: float,
+    result: Row,
+) -> None:
+    """One part after the other, each saved and told of as soon as it has ended."""
+    for part in parts:
+        more = options(part, args, result["environment"]["device"])
+        row = run(part, more, environment, end)
+        result["parts"][part.name] = row
+        save(args.out, result)
+        line = f"{part.name:<28} {row['seconds']:>6.1f} s  {state(row)}"
+        print(line if state(row) == "done" else f"{line}: {reason(row)}", flush=True)
+
+
+def options(part: Part, args: argparse.Namespace, device: str) -> list[str]:
+    """What a part is told of this run and of the machine."""
+    told = {
+        "gpu_machine.py": ["--torch-python", args.torch_python],
+        "gpu_torch.py": ["--torch-python", args.torch_python, "--device", device],
+        "gpu_plan.py": ["--device", device],
+    }
+    return [*told.get(part.command[0], []), *(["--tiny"] if args.tiny else [])]
+
+
+def run(part: Part, more: list[str], environment: dict[str, str], end: float) -> Row:
+    """What the part answers, and how many seconds it took; or `left_out`, or `error`."""
+    started = time.monotonic()
+    limit = min(part.seconds, end - started)
+    if limit < LEAST_SECONDS:
+        return {"left_out": "no time left", "seconds": 0.0}
+    script, *given = part.command
+    row = answer_of([sys.executable, str(HERE / script), *given, *more], environment, limit)
+    return {**row, "seconds": round(time.monotonic() - started, 1)}
+
+
+def answer_of(command: list[str], environment: dict[str, str], limit: float) -> Row:
+    """The last line that a process prints, which is ended with all that it started.
+
+    Into files: a process that outlives it would keep a pipe open.
+    """
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = subprocess.Popen(
+            command, env=environment, stdout=out, stderr=err, start_new_session=True
+        )
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            return {"error": f"no answer in {limit:.0f} s"}
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        printed, said = (text_of(file).strip().splitlines() for file in (out, err))
+    try:
+        row = json.loads(printed[-1])
+    except (IndexError, ValueError):
+        row = {"error": f"ended with {code}: {said[-1] if said else 'said nothing'}"}
+    return {**row, "said": said[-30:]} if "error" in row else row
+
+
+def text_of(file: Any) -> str:
+    file.seek(0)
+    return file.read()
+
+
+def save(folder: Path, result: Row) -> Path:
+    """Write gpu.json whole, or not at all."""
+    path, new = folder / "gpu.json", folder / "gpu.json.new"
+    new.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    shutil.move(new, path)
+    return path
+
+
+if __name__ == "__main__":
+    main()

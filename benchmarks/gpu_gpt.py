@@ -1,0 +1,161 @@
+"""One contender of GPT-2's step in bfloat16 on the first device: speed, memory and kernels.
+
+Replicax in one of its modes, or plain JAX written by hand (`by_hand` of gpt.py). The loss is the
+recipe's, parameters, tokens and AdamW are those of gpt.py, so that the first losses must agree with
+those of the other contenders. What is planned is read from the program that runs.
+"""
+
+import argparse
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from gpt import OPTIMIZER, STEPS_COMPARED, TOLERANCES, by_hand
+from gpu_part import answer, chip, options, peak_memory_gb, seconds_a_step
+from gpu_plans import gpt2, made_up_batch, model_flops_per_token
+from gpu_profile import longest_kernels
+
+import replicax as rx
+from replicax.analysis.compiled import read_memory
+from replicax.analysis.hardware import Chip
+from replicax.core.modes import MODES
+from replicax.plan.kernel_time import kernel_roofline
+from replicax.plan.schedule import read_schedule
+from replicax.recipes import transformer
+from replicax.recipes.gpt2 import GPT2
+
+PRECISION = "bfloat16"
+BY_HAND = "by hand"
+TINY = {"layers": 2, "heads": 2, "width": 64, "context": 64}
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """The network and the batch that all contenders have."""
+
+    recipe: GPT2
+    batch: dict[str, np.ndarray]
+    vocabulary: int
+    """Rows of the embedding; of the tokens there are as many as the recipe has."""
+
+    @property
+    def shape(self) -> transformer.Shape:
+        size = self.recipe
+        return transformer.Shape(size.layers, size.heads, size.width, size.context, self.vocabulary)
+
+
+def subject(args: argparse.Namespace) -> Subject:
+    """GPT-2 124M and 32 rows, or a tiny network and 8; `--padded` to a multiple of 128 tokens."""
+    recipe = gpt2(**(TINY if args.tiny else GPT2.presets["124m"]))
+    vocabulary = recipe.vocab_size or 257
+    padded = -(-vocabulary // 128) * 128 if args.padded else vocabulary
+    return Subject(recipe, made_up_batch(recipe, 8 if args.tiny else 32), padded)
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Losses, then times; what is planned of Replicax's step beside them."""
+    given = subject(args)
+    if args.mode == BY_HAND:
+        params = transformer.init(given.shape, jax.random.key(0))
+        steps, plan = by_hand(given.shape, params, given.batch["tokens"], PRECISION).steps, None
+    else:
+        steps, plan = replicax(given, args.mode, chip(args.tiny))
+    started = time.perf_counter()
+    losses = steps(STEPS_COMPARED)
+    first = time.perf_counter() - started
+    seconds = seconds_a_step(steps, 3 if args.tiny else 10)
+    found = {**figures(given, seconds, chip(args.tiny)), **compared(given, losses)}
+    found |= {"first_steps_s": round(first, 1), "peak_gb": peak_memory_gb()}
+    if plan:
+        found |= plan.figures
+    if plan and args.profile:
+        found |= longest_kernels(steps, plan.kernels)
+    return found
+
+
+def compared(given: Subject, losses: list[float]) -> dict[str, Any]:
+    """What tells whether this is the same model and optimizer as another contender's."""
+    return {
+        "vocabulary": given.vocabulary,
+        "losses": [round(loss, 5) for loss in losses],
+        "tolerances": TOLERANCES[PRECISION],
+    }
+
+
+def figures(given: Subject, seconds: list[float], chip: Chip | None) -> dict[str, Any]:
+    """Speed at the median round. Padding is no model FLOP."""
+    rows, context = len(given.batch["tokens"]), given.recipe.context
+    middle = statistics.median(seconds)
+    flops = rows * context * model_flops_per_token(given.recipe)
+    peak = chip.flops_per_second.get(PRECISION) if chip else None
+    return {
+        "rows": rows,
+        "context": context,
+        "ms": round(1e3 * middle, 3),
+        "ms_of_rounds": [round(1e3 * each, 3) for each in seconds],
+        "tokens_per_second": round(rows * context / middle),
+        "mfu": round(flops / middle / peak, 4) if peak else None,
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    figures: dict[str, Any]
+    kernels: dict[str, float]
+    """Milliseconds a step of each, at the chip's peaks; none where they are not known."""
+
+
+def replicax(
+    given: Subject, mode: str, chip: Chip | None
+) -> tuple[Callable[[int], list[float]], Plan]:
+    """A function that takes steps and gives their losses, and what the program should take."""
+    mesh = rx.make_mesh(devices=jax.devices()[:1])
+    dp = rx.DataParallel(given.recipe.loss, OPTIMIZER, mesh=mesh, mode=mode, precision=PRECISION)
+    state = dp.init(given.recipe.model(jax.random.key(0)))
+    (batch,) = dp.feed(given.batch, len(given.batch["tokens"]))
+    started = time.perf_counter()
+    compiled = dp.lower(state, batch).compile()
+    plan = planned(compiled, chip, time.perf_counter() - started)
+
+    def steps(count: int) -> list[float]:
+        nonlocal state
+        losses = []
+        for _ in range(count):
+            state, metrics = dp.step(state, batch)
+            losses.append(metrics["loss"])
+        jax.block_until_ready(state)
+        return [float(loss) for loss in losses]
+
+    return steps, plan
+
+
+def planned(compiled: jax.stages.Compiled, chip: Chip | None, seconds: float) -> Plan:
+    """Memory and kernels of a program. Its compilation may have been kept by an earlier part."""
+    text, memory = compiled.as_text() or "", read_memory(compiled)
+    schedule = read_schedule(text)
+    kernels = {}
+    if chip and chip.memory_bytes_per_second and PRECISION in chip.flops_per_second:
+        for each in schedule.kernels:
+            kernels[each.name] = 1e3 * each.runs * kernel_roofline(each, chip).seconds
+    figures = {
+        "planned_ms": round(sum(kernels.values()), 3) if kernels else None,
+        "planned_gb": round(memory.peak / 1e9, 3) if memory else None,
+        "compile_s": round(seconds, 1),
+        "kernels_a_step": sum(each.runs for each in schedule.kernels),
+        "cudnn_attention_calls": text.count('custom_call_target="__cudnn$fmha'),
+        "cublas_calls": text.count('custom_call_target="__cublas$'),
+        "triton_fusions": text.count('"kind":"__triton'),
+    }
+    return Plan(figures, kernels)
+
+
+if __name__ == "__main__":
+    parser = options(__doc__)
+    parser.add_argument("--mode", choices=[*MODES, BY_HAND], default="single")
+    parser.add_argument("--padded", action="store_true", help="the vocabulary, to 128s (by hand)")
+    parser.add_argument("--profile", action="store_true", help="the kernels that take longest")
+    answer(measure, parser)

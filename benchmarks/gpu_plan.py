@@ -1,0 +1,42 @@
+"""The planner's forecast of GPT-2's step on the same GPU described, made without looking at it."""
+
+import argparse
+from typing import Any
+
+import jax
+from gpu_gpt import TINY
+from gpu_part import LeftOutError, answer, options
+from gpu_plans import planned
+
+from replicax.analysis.hardware import chip_of_kind
+from replicax.plan.gpu_description import DESCRIPTIONS
+from replicax.plan.installed import NotInstalledError, WrongVersionError, check_installed
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """The step of `rx.fit`, with the recipe's own optimizer; see `gpu_plans.planned`."""
+    jax.config.update("jax_platforms", "cpu")
+    chip = chip_of_kind(args.device)
+    name = "h200" if args.tiny else chip.name if chip else args.device
+    if name not in DESCRIPTIONS:
+        raise LeftOutError(f"no description of {name} to compile for")
+    try:
+        check_installed("cuda")
+    except (NotInstalledError, WrongVersionError) as reason:
+        raise LeftOutError(f"no compiler to plan with: {reason}") from reason
+    size = ("nano", 8, TINY) if args.tiny else ("124m", 32, {})
+    preset, rows, changes = size
+    row = planned(preset, f"{name}:1", rows, "single", changes)
+    return {
+        "step, ms": row["ms"],
+        "memory, GB": row["memory_gb"],
+        "MFU at best": row["mfu"],
+        "kernels": row["kernels"],
+        "compiled in, s": row["compile_seconds"],
+    }
+
+
+if __name__ == "__main__":
+    parser = options(__doc__)
+    parser.add_argument("--device", default="", help="the device_kind of the GPU")
+    answer(measure, parser)

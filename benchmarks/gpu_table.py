@@ -1,0 +1,122 @@
+"""The table that `gpu.py` ends with, 80 columns wide: GPT-2's contenders, then the other parts."""
+
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+WIDTH = 80
+KERNELS_SHOWN = 8
+Row = Mapping[str, Any]
+
+
+def state(row: Row) -> str:
+    """`done`, `left out` or `failed`."""
+    return "failed" if "error" in row else "left out" if "left_out" in row else "done"
+
+
+def reason(row: Row) -> str:
+    """Why a part has no figures, on one line."""
+    return " ".join(str(row.get("error") or row.get("left_out")).split())
+
+
+def summary(result: Mapping[str, Any]) -> list[str]:
+    """All lines of the table."""
+    parts: dict[str, Row] = result["parts"]
+    timed = contenders(parts)
+    lines = ["", *head(result["environment"])]
+    if timed:
+        lines += [*steps(timed), *(disagreements(parts) or agreed(timed))]
+    for name, row in timed.items():
+        lines += kernels(name, row)
+    for name, row in parts.items():
+        if state(row) == "done" and name not in timed:
+            lines += figures(name, row)
+    lost = [name for name in parts if state(parts[name]) != "done"]
+    for name in lost:
+        lines += ["", *wrapped(f"{name}: {state(parts[name])}: {reason(parts[name])}")]
+    return [*lines, ""]
+
+
+def contenders(parts: Mapping[str, Row]) -> dict[str, Row]:
+    """The parts that took GPT-2's step."""
+    return {name: row for name, row in parts.items() if "tokens_per_second" in row}
+
+
+def disagreements(parts: Mapping[str, Row]) -> list[str]:
+    """Contenders whose losses are not those of the first one with the same vocabulary."""
+    found = []
+    first: dict[int, tuple[str, Row]] = {}
+    for name, row in contenders(parts).items():
+        reference, expected = first.setdefault(row["vocabulary"], (name, row))
+        for step, tolerance in zip((0, -1), row["tolerances"], strict=True):
+            difference = abs(row["losses"][step] - expected["losses"][step])
+            if not difference <= tolerance:
+                found.append(
+                    f"{name}: a loss {difference:.1e} from that of {reference}: another model"
+                )
+                break
+    return found
+
+
+def agreed(timed: Mapping[str, Row]) -> list[str]:
+    losses = next(iter(timed.values()))["losses"]
+    return [f"their losses agree: {losses[0]:.4f}, and {losses[-1]:.4f} after three steps"]
+
+
+def head(machine: Row) -> list[str]:
+    """The device, the versions, the date."""
+    names = ("jax", "jaxlib", "torch", "driver", "python")
+    versions = [f"{name} {machine[name]}" for name in names if machine.get(name)]
+    return wrapped(" · ".join([machine["device"], *versions, machine["date"]]))
+
+
+def steps(timed: Mapping[str, Row]) -> list[str]:
+    """A line each: what is measured, and beside it what the text of the program comes to."""
+    first = next(iter(timed.values()))
+    size = f"{first['rows']} rows of {first['context']:,} tokens"
+    lines = ["", f"GPT-2, {size}, bfloat16 (plan: the program at the chip's peaks)"]
+    lines.append(f"{'':<28}{'ms':>10}{'plan':>9}{'tokens/s':>11}{'MFU':>7}{'GB':>8}{'plan':>7}")
+    for name, row in timed.items():
+        measured = number(row["ms"]), number(row.get("planned_ms"))
+        memory = number(row.get("peak_gb")), number(row.get("planned_gb"))
+        used = "-" if row["mfu"] is None else f"{row['mfu']:.1%}"
+        lines.append(
+            f"{name.removeprefix('gpt2, '):<28}{measured[0]:>10}{measured[1]:>9}"
+            f"{row['tokens_per_second']:>11,}{used:>7}{memory[0]:>8}{memory[1]:>7}"
+        )
+    return lines
+
+
+def kernels(name: str, row: Row) -> list[str]:
+    """The longest of a contender that was profiled; gpu.json has more of them."""
+    if "profile" not in row:
+        return []
+    lines = ["", f"kernels of {name}: {row['profile']}"]
+    if not row.get("kernels"):
+        return lines
+    lines[-1] = f"{lines[-1]:<62.62}{'ms':>9}{'plan':>9}"
+    total = ("all", row["profiled_ms"], row["planned_ms"])
+    for kernel, measured, planned in (total, *row["kernels"][:KERNELS_SHOWN]):
+        lines.append(f"  {kernel:<60.60}{number(measured):>9}{number(planned):>9}")
+    return lines
+
+
+def figures(name: str, row: Row) -> list[str]:
+    """A line for each, as the part named it."""
+    lines = ["", name]
+    for key, value in row.items():
+        if key != "seconds":
+            line = f"  {key:<50} {number(value):>27}"
+            lines += [line] if len(line) <= WIDTH else wrapped(f"  {key}: {value}")
+    return lines
+
+
+def wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, subsequent_indent="  ")
+
+
+def number(value: Any) -> str:
+    """Four digits; what is no number as it is."""
+    if value is None:
+        return "-"
+    return f"{value:,.4g}" if isinstance(value, float) else str(value)
