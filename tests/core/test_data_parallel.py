@@ -274,3 +274,24 @@ def test_a_model_is_needed_first(call: str) -> None:
     state = other.init(MODEL)
     with pytest.raises(rx.StateError, match="call init"):
         dp.model(state) if call == "model" else dp.lower(state, SOURCE)
+
+
+def test_evaluation_takes_the_micro_batches_of_the_step() -> None:
+    def wide(model: Any, batch: Any, key: Any) -> jax.Array:
+        return jnp.tanh(jnp.sin(batch["x"][:, None] * jnp.ones(4096)) @ model["w"])
+
+    def together(model: Any, batch: Any, key: Any) -> jax.Array:
+        return batch["x"] - jnp.mean(rx.gather(batch["x"]))
+
+    x, losses, memory = np.linspace(0, 1, 512, dtype=np.float32), [], []
+    for accumulate in (1, 4):
+        dp = rx.DataParallel(wide, optax.sgd(0.1), accumulate=accumulate)
+        state = dp.init({"w": jnp.ones(4096)})
+        losses.append(dp.evaluate(state, dp.feed({"x": x}, 256))["loss"])
+        (batch, *_) = dp.feed({"x": x}, 256)
+        program = dp.program(state.params).score.lower(state, batch).compile()
+        memory.append(program.memory_analysis().temp_size_in_bytes)
+        other = dp.evaluate(state, dp.feed({"x": x}, 512), loss=together)
+        assert other["loss"] == pytest.approx(0, abs=1e-6)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert memory[1] < memory[0] / 2

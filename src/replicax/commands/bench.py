@@ -175,7 +175,7 @@ def _over_processes(parsed: Arguments[BenchOptions], arguments: list[str]) -> No
     modes, notes = possible_modes(modes_of(options), counts, layout, options.reduction)
     rows = weak_rows(recipe.batch_size, counts)
     cases = all_cases(rows * max(counts), counts, modes, weak=True)
-    notes += notes_on_cases(recipe.batch_size, cases, options.accumulate)
+    notes += notes_on_cases(recipe.batch_size, cases, options.settings(recipe)["accumulate"])
     folder = new_folder("bench", parsed.name, options.run)
     print_data(recipe)
     if not check_source(recipe.train_source(), recipe.batch_size, Alone()):

@@ -33,7 +33,7 @@ class StepOptions:
     """Layouts zero1 and fsdp: replicas that share one copy of the state; neighbours."""
     schedule: Annotated[str, one_of(SCHEDULES)] = "1f1b"
     """Order of the micro-batches through the stages; gpipe keeps all of them in memory."""
-    accumulate: int = 1
+    accumulate: Annotated[int | None, shown_as("INT", "1; train: as few as fit")] = None
     """Micro-batches per device, computed one after another."""
     micro_shards: int = MICRO_SHARDS
     """Mode exact: parts of every global batch, on any number of devices; a power of two."""
@@ -104,7 +104,7 @@ class StepOptions:
         """Return these options as arguments of `DataParallel`, all but the mesh."""
         return {
             "layout": self.layout_of(recipe),
-            "accumulate": self.accumulate,
+            "accumulate": 1 if self.accumulate is None else self.accumulate,
             "micro_shards": self.micro_shards,
             "precision": self.precision,
             "reduction": self.reduction,

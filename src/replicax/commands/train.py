@@ -13,6 +13,7 @@ from replicax.cluster.failure import stop_all_now
 from replicax.commands.arguments import Arguments, parse_arguments
 from replicax.commands.data import print_data
 from replicax.commands.devices import make_host_devices
+from replicax.commands.micro_batches import in_micro_batches
 from replicax.commands.output import failed
 from replicax.commands.sharding import print_sharding
 from replicax.commands.train_options import TrainOptions, check_installed
@@ -68,11 +69,15 @@ def _run(
     if speaks:
         print_data(recipe)
     source, evaluation = recipe.train_source(), options.evaluation(recipe.eval_source())
-    state = dp.init(recipe.model(jax.random.key(options.seed)), seed=options.seed)
+    model = recipe.model(jax.random.key(options.seed))
+    if options.accumulate is None:
+        dp = in_micro_batches(dp, model, source, recipe.batch_size, job)
+    state = dp.init(model, seed=options.seed)
     if options.show_sharding and speaks:
         print_sharding(state, dp.split.padded(recipe.batch_size))
     told = dataclasses.asdict(options)
     told = {name: value for name, value in told.items() if name not in OF_THIS_START}
+    told["accumulate"] = dp.accumulate
     result = rx.fit(
         dp,
         state,

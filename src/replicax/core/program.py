@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from replicax.core.accumulate import Sequential
 from replicax.core.average import average_of
 from replicax.core.batch import Batch, Share, described, host_rows, pad, row_count
 from replicax.core.checks import check_kind, check_loss, check_outside_jit
@@ -64,7 +63,7 @@ class Program:
         plain = REDUCTIONS["float32"]
         evaluation = partial(
             of_objective,
-            accumulator=config.accumulator(mesh) if mode.bitwise else Sequential(),
+            accumulator=config.accumulator(mesh),
             reduce=mode.reduce(plain, None),
         )
         out = replicated(mesh)
@@ -87,11 +86,11 @@ class Program:
         return [self.step.lower(state, batch).compile()]
 
     def scoring(self, loss: LossFunction) -> "Program":
-        """Return this one with `loss` in evaluation, and no step but that."""
+        """Return this one with `loss` in evaluation, at once: it may gather where the step's does not."""
         check_loss(loss)
         return dataclasses.replace(
             self,
-            configuration=dataclasses.replace(self.configuration, step=None),
+            configuration=dataclasses.replace(self.configuration, step=None, accumulate=1),
             objective=dataclasses.replace(self.objective, loss=loss),
         )
 

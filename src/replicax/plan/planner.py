@@ -19,14 +19,13 @@ from replicax.plan.forecast import device_hours
 from replicax.plan.kernel_time import kernel_roofline
 from replicax.plan.largest import MOST_ROWS, largest_rows, resolution
 from replicax.plan.memory import tree_bytes
+from replicax.plan.micro_batches import micro_batches
 from replicax.plan.need import Need, holder
 from replicax.plan.result import Alternative, MicroBatches, Plan, Scaling, Speed
 from replicax.plan.speed import known_dtype, scaling, speed, work
 from replicax.plan.steps import Step, Steps, rows_of_a_replica
 from replicax.plan.target import Target
 from replicax.plan.traffic import Traffic, least_wire_bytes, read_traffic
-
-MOST_MICRO_BATCHES = 64
 
 
 class Planner:
@@ -166,18 +165,10 @@ class Planner:
         return alternatives(self._steps, self._dp, asked, self._changes, self._rules)
 
     def _micro_batches(self, asked: Need, largest: Need | None) -> MicroBatches | None:
-        """Micro-batches in which the batch that was asked for fits, about the fewest."""
         if asked.fits or largest is None:
             return None
-        count = math.ceil(asked.rows / largest.rows) * self._dp.accumulate
-        while count <= min(MOST_MICRO_BATCHES, asked.rows):
-            rows = math.ceil(asked.rows / count) * count
-            other = self._dp.replace(accumulate=count)
-            need = self._steps.step(other, rows, f"accumulate={count}").need
-            if need.fits:
-                return MicroBatches(count, need)
-            count += max(1, count // 4)  # the sums over micro-batches take memory of their own
-        return None
+        fewest = math.ceil(asked.rows / largest.rows) * self._dp.accumulate
+        return micro_batches(self._steps, self._dp, asked.rows, fewest)
 
     def _shown(self, asked: Need, largest: Need | None) -> list[Need]:
         """Whose speed is told: the batch that was asked for, and the largest."""

@@ -56,7 +56,7 @@ class GPT2:
     learning_rate: float = 2e-3
     """At its height, after a hundredth of the steps; it then falls to a tenth along a cosine."""
     weight_decay: float = 0.1
-    """Of AdamW, on the matrices."""
+    """AdamW weight decay, applied to weight matrices only."""
     clip_norm: float = 1.0
     """Largest norm of the gradient; longer ones are shortened to it."""
     remat: transformer.Remat = "selective"
@@ -74,7 +74,8 @@ class GPT2:
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         {
             "nano": MappingProxyType({}),
-            "124m": _published(12, 12, 768, learning_rate=6e-4, remat="none"),
+            # 0.5M tokens a batch; what does not fit at once, `train` computes in micro-batches.
+            "124m": _published(12, 12, 768, learning_rate=6e-4, remat="none", batch_size=512),
             "350m": _published(24, 16, 1024, learning_rate=3e-4),
             "774m": _published(36, 20, 1280, learning_rate=2.5e-4),
             "1.5b": _published(48, 25, 1600, learning_rate=2e-4, remat="full"),

@@ -1,0 +1,69 @@
+"""`replicax train` takes a batch in micro-batches where the devices' memory asks for them."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from support.command_line import Main
+
+import replicax as rx
+from replicax.commands import micro_batches
+from replicax.core.job import Alone
+from replicax.recipes.linear_regression import LinearRegression
+
+LINE = [
+    *("train", "mlp", "--layers", "6", "--hidden", "64", "--rows", "1024", "--batch-size", "1024"),
+    *("--epochs", "1", "--devices", "1"),
+]
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices of 1.8 MB; the step takes 3.4."""
+    real = micro_batches.attached_target
+
+    def target(*arguments: Any) -> Any:
+        found = real(*arguments)
+        chip = dataclasses.replace(found.chip, usable_bytes=1_800_000)
+        return dataclasses.replace(found, chip=chip)
+
+    monkeypatch.setattr(micro_batches, "attached_target", target)
+
+
+def options(folder: Path, run: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / f"runs/{run}/config.json").read_text())
+    return found["options"]
+
+
+@pytest.mark.usefixtures("small")
+def test_train_takes_as_few_as_fit_and_says_so(main: Main, folder: Path) -> None:
+    code, out, err = main(*LINE, "--run", "a")
+    assert (code, err) == (0, "")
+    (line,) = (line for line in out.splitlines() if line.startswith("parts "))
+    assert options(folder, "a")["accumulate"] == 4
+    assert line.split()[1:5] == ["4", "micro-batches", "of", "256"]
+    code, out, _ = main(*LINE, "--run", "b", "--accumulate", "2")
+    assert code == 0
+    assert options(folder, "b")["accumulate"] == 2
+    assert "parts " not in out
+
+
+def test_a_batch_that_fits_is_one(main: Main, folder: Path) -> None:
+    code, out, _ = main(*LINE, "--run", "a")
+    assert code == 0
+    assert options(folder, "a")["accumulate"] == 1
+    assert "parts " not in out
+
+
+@pytest.mark.usefixtures("small")
+def test_batches_that_are_there_but_once_are_not_looked_at() -> None:
+    recipe = LinearRegression()
+    dp = rx.DataParallel(recipe.loss, recipe.optimizer(), mode="single")
+    stream = iter([1, 2])
+    model = recipe.model(jax.random.key(0))
+    left = micro_batches.in_micro_batches(dp, model, stream, 20_000, Alone())
+    assert left.accumulate == 1
+    assert list(stream) == [1, 2]
