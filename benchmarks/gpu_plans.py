@@ -41,14 +41,21 @@ CASES = (
 """Preset, target, rows a device, mode."""
 
 
-def planned(preset: str, aim: str, rows: int, mode: str, changes: dict[str, Any]) -> dict[str, Any]:
-    """Return one row of the table."""
+def planned(
+    preset: str, aim: str, rows: int, mode: str, changes: dict[str, Any], accumulate: int = 1
+) -> dict[str, Any]:
+    """Return one row of the table; `rows` of a device are in `accumulate` micro-batches."""
     recipe = gpt2(**{**GPT2.presets[preset], **changes})
     target = parse_target(aim)
     model = abstract_model(recipe.model, jax.random.key(0))
     mesh = rx.make_mesh(target.devices)
     dp = rx.DataParallel(
-        recipe.loss, recipe.optimizer(), mesh=mesh, mode=mode, precision="bfloat16"
+        recipe.loss,
+        recipe.optimizer(),
+        mesh=mesh,
+        mode=mode,
+        precision="bfloat16",
+        accumulate=accumulate,
     )
     dp = guarded(dp, dp.abstract_state(model))
     with compiler_for(target) as (compiler, notes):

@@ -87,7 +87,7 @@ WITHOUT = "planned without the kernels of cuDNN: the step may need less"
     ("mode", "layout", "host_devices", "attends", "notes"),
     [
         ("shard_map", "replicated", 8, True, []),
-        ("jit", "replicated", 8, True, [AS_SHARD_MAP]),
+        ("jit", "replicated", 8, True, []),
         ("jit", "fsdp", 8, True, [AS_SHARD_MAP]),
         ("shard_map", "replicated", 7, False, [WITHOUT]),
     ],

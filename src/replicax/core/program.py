@@ -86,7 +86,7 @@ class Program:
         return [self.step.lower(state, batch).compile()]
 
     def scoring(self, loss: LossFunction) -> "Program":
-        """Return this one with `loss` in evaluation, at once: it may gather where the step's does not."""
+        """Return this one with `loss` in evaluation, at once: it may gather its rows."""
         check_loss(loss)
         return dataclasses.replace(
             self,
