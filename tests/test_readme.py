@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = ("training", "audit", "noise-scale", "step", "run", "hooks")
+PAGES = ("training", "audit", "noise-scale", "step", "run", "hooks", "gpus")
 TEXTS = [README, *((ROOT / f"docs/{page}.md").read_text(encoding="utf-8") for page in PAGES)]
 PROGRAMS = re.findall(r"^```python\n(.*?)^```", "".join(TEXTS), re.MULTILINE | re.DOTALL)
 

@@ -48,6 +48,11 @@ def draws(model: Any, batch: Any, key: Any) -> Any:
     return (predicted(model, batch["x"] * kept) - batch["y"]) ** 2
 
 
+def as_many_blocks_as_rows(model: Any, batch: Any, key: Any) -> Any:
+    blocks = jnp.sum(jnp.arange(ROWS, dtype=jnp.float32) > batch["y"][:, None], axis=1)
+    return apart(model, batch, key) + 0 * blocks
+
+
 def by_place(model: Any, batch: Any, key: Any) -> Any:
     return PLACES * (predicted(model, batch["x"]) - batch["y"]) ** 2
 
@@ -88,6 +93,11 @@ def test_where_rows_are_apart_it_is_the_step_of_each_replica(settings: Any) -> N
     assert sent == once
     if not settings:
         check_equal(found, trained(apart, "single", 1)[0])
+
+
+@pytest.mark.usefixtures("on_gpus")
+def test_numbers_that_are_by_chance_that_of_the_rows_do_not_matter() -> None:
+    assert trained(as_many_blocks_as_rows, "jit", 4)[1] == trained(apart, "shard_map", 4)[1]
 
 
 @pytest.mark.usefixtures("on_gpus")

@@ -5,6 +5,9 @@ bfloat16 if these are, and under a scan once for each layer, while computation w
 replica there is one reduction of everything, in float32, beside the backward pass.
 """
 
+import contextlib
+import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from replicax.core.batch import Batch
-from replicax.core.look import Look
+from replicax.core.look import Look, places_of
 from replicax.core.models.definition import View
 from replicax.core.objective import Objective
+from replicax.core.row_rules import Place, Rows
 from replicax.core.traced_for import cuda_capability
 from replicax.core.update import TrainState
 
@@ -43,8 +47,24 @@ def where_rows_are_apart(objective: Objective, by_replica: Sums, otherwise: Sums
 def _are_apart(objective: Objective, state: TrainState, batch: Batch) -> bool:
     if jax.tree.leaves(state.extras) or _draws(objective, state, batch):
         return False
-    look = Look(objective, state, batch, divided=True, compute=False)
-    return not (look.rows_meet or look.unsure or look.gathers or look.scalars)
+    for rows in (batch, _of_other_rows(batch)):
+        with contextlib.suppress(Exception):  # the user's loss, on a number of rows it has not seen
+            look = Look(objective, state, rows, divided=True, compute=False)
+            if not (look.rows_meet or look.unsure or look.gathers or look.scalars):
+                return True
+    return False
+
+
+def _of_other_rows(batch: Batch) -> Batch:
+    """Return the shapes of a batch of a few more rows, whose number is no block of an attention."""
+    odd = next(each for each in itertools.count(batch.size + 1) if math.gcd(each, 2 * 3 * 5) == 1)
+
+    def shape(leaf: Any, place: Place) -> Any:
+        return leaf if place is None else jax.ShapeDtypeStruct((odd, *leaf.shape[1:]), leaf.dtype)
+
+    leaves, structure = jax.tree.flatten(batch)
+    other: Batch = jax.tree.unflatten(structure, map(shape, leaves, places_of(batch, Rows(0))))
+    return other
 
 
 def _draws(objective: Objective, state: TrainState, batch: Batch) -> bool:
