@@ -10,7 +10,7 @@ MOST_QUESTIONS = 12
 """A straight line seldom takes more than four."""
 MOST_GROWTH = 16
 """Times the rows that fit, which the next question may be where a straight line leads to what does
-not fit; and times fewer bytes a row, which the next straight line may have."""
+not fit; and by which bytes a row are divided where memory has not grown."""
 SHRINKAGE = 4
 """Times fewer rows, at least, where a straight line from what does not fit has not led to any that
 do."""
@@ -74,7 +74,8 @@ class _Search:
             self._refused = 0
             if before is not None and need.rows > before.rows:
                 # Near the capacity a compiler may compute again, and more rows take no more memory.
-                self._slope = max(_slope(before, need), self._slope / MOST_GROWTH, 1.0)
+                grown = _slope(before, need)
+                self._slope = max(grown if grown > 0 else self._slope / MOST_GROWTH, 1.0)
 
     def next(self) -> int | None:
         """Rows to ask for, or None where it is found."""
