@@ -83,7 +83,7 @@ def trained(dp: rx.DataParallel, steps: int = 4) -> tuple[list[float], Any]:
 
 
 @pytest.mark.parametrize("mode", only(["shard_map"], MODES))
-@pytest.mark.parametrize("loss", [clip, normalised])
+@pytest.mark.parametrize("loss", only([normalised], [clip, normalised]))
 def test_rows_that_see_one_another_give_what_one_device_gives(loss: Loss, mode: str) -> None:
     losses, model = trained(rx.DataParallel(loss, OPTIMIZER, mode=mode))
     expected, params = by_hand(loss)

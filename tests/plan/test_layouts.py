@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from plan.test_plan import alone, host, in_process
+from support.tiers import EXHAUSTIVE
 
 import replicax as rx
 from replicax.core.mesh import abstract_mesh
@@ -89,6 +90,7 @@ def test_the_stages_of_a_pipeline() -> None:
     assert sent["all-reduce", ("data",)] >= 1
 
 
+@EXHAUSTIVE
 @pytest.mark.usefixtures("in_process")
 def test_what_each_layout_frees_and_costs() -> None:
     found = planned(step(), rules=RULES)

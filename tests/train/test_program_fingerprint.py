@@ -15,6 +15,7 @@ import optax
 import pytest
 from support import cases
 from support.resumable import loss, model, rows
+from support.tiers import EXHAUSTIVE
 
 import replicax as rx
 from replicax.core.job import Alone
@@ -234,6 +235,7 @@ def of_kinds() -> str:
     )
 
 
+@EXHAUSTIVE
 @pytest.mark.slow
 def test_it_is_the_same_in_another_process() -> None:
     tests = Path(__file__).resolve().parents[1]
