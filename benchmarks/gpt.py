@@ -127,23 +127,30 @@ def replicax(
         dp = rx.DataParallel(loss, OPTIMIZER, mesh=mesh, mode=mode, precision=args.precision)
         state = dp.init(params)
         (batch,) = dp.feed({"tokens": tokens.astype(np.int32)}, len(tokens))
-
-        def steps(count: int) -> list[float]:
-            nonlocal state
-            losses = []
-            for _ in range(count):
-                state, metrics = dp.step(state, batch)
-                losses.append(metrics["loss"])
-            jax.block_until_ready(state)
-            return [float(loss) for loss in losses]
-
-        return Contender(steps, devices)
+        return Contender(stepping(dp, state, batch), devices)
 
     contenders = {"replicax single, 1 device": contender("single", 1)}
     if devices > 1:
         for mode in ("jit", "shard_map"):
             contenders[f"replicax {mode}, {devices} devices"] = contender(mode, devices)
     return contenders
+
+
+def stepping(
+    dp: rx.DataParallel, state: rx.TrainState, batch: rx.Batch
+) -> Callable[[int], list[float]]:
+    """Return a function that takes so many steps on one batch, and gives their losses."""
+
+    def steps(count: int) -> list[float]:
+        nonlocal state
+        losses = []
+        for _ in range(count):
+            state, metrics = dp.step(state, batch)
+            losses.append(metrics["loss"])
+        jax.block_until_ready(state)
+        return [float(loss) for loss in losses]
+
+    return steps
 
 
 def by_hand(

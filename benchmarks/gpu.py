@@ -161,7 +161,7 @@ def measure(
 
 
 def options(part: Part, args: argparse.Namespace, device: str) -> list[str]:
-    """What a part is told of this run and of the machine."""
+    """Options of a part that follow from this run and the machine."""
     told = {
         "gpu_machine.py": ["--torch-python", args.torch_python],
         "gpu_torch.py": ["--torch-python", args.torch_python, "--device", device],
@@ -171,7 +171,7 @@ def options(part: Part, args: argparse.Namespace, device: str) -> list[str]:
 
 
 def run(part: Part, more: list[str], environment: dict[str, str], end: float) -> Row:
-    """What the part answers, and how many seconds it took; or `left_out`, or `error`."""
+    """The answer of the part, and how many seconds it took; or `left_out`, or `error`."""
     started = time.monotonic()
     limit = min(part.seconds, end - started)
     if limit < LEAST_SECONDS:

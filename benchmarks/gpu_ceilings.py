@@ -1,4 +1,4 @@
-"""What the machine itself can do, in the shapes of GPT-2 124M: no step is faster than these.
+"""Rates of the machine itself, in the shapes of GPT-2 124M, to hold its step against.
 
 Products in bfloat16 with the published vocabulary and with one padded to a multiple of 128, a copy
 of memory, cuDNN's attention, and the sum of an embedding's gradient in bfloat16 and in float32.
@@ -44,7 +44,7 @@ def products(small: int) -> dict[str, float]:
 
 
 def copy(small: int) -> dict[str, float]:
-    """Of a gigabyte, read and written."""
+    """Copy a gigabyte, read and written."""
     array = jnp.ones(2**29 // small, jnp.bfloat16)
     taken = seconds(lambda array: array + 1, array)
     return {"copy, read and written, TB/s": round(2 * array.nbytes / taken / 1e12, 3)}
@@ -96,7 +96,7 @@ def rate(flops: float, taken: float) -> float:
 
 
 def seconds(function: Callable[..., Any], *arrays: jax.Array) -> float:
-    """Of the fastest of three rounds of as many runs as a tenth of a second has."""
+    """Seconds a run in the fastest of three rounds, each of a tenth of a second."""
     compiled = jax.jit(function)
     jax.block_until_ready(compiled(*arrays))
 

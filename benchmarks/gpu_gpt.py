@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from gpt import OPTIMIZER, STEPS_COMPARED, TOLERANCES, by_hand
+from gpt import OPTIMIZER, STEPS_COMPARED, TOLERANCES, by_hand, stepping
 from gpu_part import answer, chip, options, peak_memory_gb, seconds_a_step
 from gpu_plans import gpt2, made_up_batch, model_flops_per_token
 from gpu_profile import longest_kernels
@@ -78,7 +78,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def compared(given: Subject, losses: list[float]) -> dict[str, Any]:
-    """What tells whether this is the same model and optimizer as another contender's."""
+    """Losses and tolerances, by which the same model and optimizer are recognized."""
     return {
         "vocabulary": given.vocabulary,
         "losses": [round(loss, 5) for loss in losses],
@@ -121,16 +121,7 @@ def replicax(
     compiled = dp.lower(state, batch).compile()
     plan = planned(compiled, chip, time.perf_counter() - started)
 
-    def steps(count: int) -> list[float]:
-        nonlocal state
-        losses = []
-        for _ in range(count):
-            state, metrics = dp.step(state, batch)
-            losses.append(metrics["loss"])
-        jax.block_until_ready(state)
-        return [float(loss) for loss in losses]
-
-    return steps, plan
+    return stepping(dp, state, batch), plan
 
 
 def planned(compiled: jax.stages.Compiled, chip: Chip | None, seconds: float) -> Plan:

@@ -1,4 +1,4 @@
-"""What a step costs over the same step written by hand in JAX, as overhead.py, on one device."""
+"""Cost of a step over the same step written by hand in JAX, as overhead.py, on one device."""
 
 import argparse
 from typing import Any

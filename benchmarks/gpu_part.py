@@ -1,4 +1,4 @@
-"""What the parts of `gpu.py` share: how they answer, how they take time, and the chip they are on.
+"""Shared by the parts of `gpu.py`: how they answer, how they take time, and the chip they are on.
 
 A part is a script of its own: it prints one line of JSON, its figures by name, each name with its
 unit. Or `left_out` with the reason, where the machine lacks what it needs; or `error`.
@@ -45,7 +45,7 @@ def options(description: str | None) -> argparse.ArgumentParser:
 
 
 def seconds_a_step(steps: Callable[[int], Any], count: int, rounds: int = 7) -> list[float]:
-    """Of each round of so many steps. `steps(count)` comes back when they are done."""
+    """Seconds a step in each round of so many. `steps(count)` comes back when they are done."""
     steps(2)
     found = []
     for _ in range(rounds):

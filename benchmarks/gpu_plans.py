@@ -104,7 +104,7 @@ def made_up_batch(recipe: GPT2, rows: int) -> dict[str, np.ndarray]:
 
 
 def model_flops_per_token(recipe: GPT2) -> int:
-    """Of a step, nothing computed twice, and of attention the half that is not masked."""
+    """FLOPs of a step, nothing computed twice, and of attention the half that is not masked."""
     weights = 12 * recipe.layers * recipe.width**2 + (recipe.vocab_size or 257) * recipe.width
     return 6 * (weights + recipe.layers * recipe.context * recipe.width)
 

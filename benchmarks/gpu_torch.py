@@ -36,7 +36,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def write(folder: Path, given: Subject, platform: str) -> None:
-    """What gpt_torch.py reads."""
+    """Write the settings and arrays that gpt_torch.py reads."""
     settings = {
         "shape": dataclasses.asdict(given.shape),
         "adamw": {"lr": LEARNING_RATE, "betas": BETAS, "weight_decay": WEIGHT_DECAY},

@@ -25,7 +25,7 @@ class Row:
     name: str
     target: str
     rows: int
-    """Of a device and a step, in `accumulate` micro-batches."""
+    """Rows of a device in a step, in `accumulate` micro-batches."""
     accumulate: int
     tokens_per_second: float
     """Published, of all devices."""
@@ -88,7 +88,7 @@ docs/Levanter-1.0-Release.md, AI-Hypercomputer/maxtext README.md and getting_sta
 
 
 def told(row: Row) -> dict[str, Any]:
-    """What is saved of a row."""
+    """A row with its bound, as it is saved."""
     bound = planned("124m", row.target, row.rows, "shard_map", {}, row.accumulate)
     devices = int(row.target.partition(":")[2])
     best = row.rows * devices * CONTEXT / bound["ms"] * 1e3

@@ -14,7 +14,7 @@ from replicax.losses import cross_entropy, linear_cross_entropy
 ROWS, CLASSES, WIDTH = 24, 157, 16
 LABELS = np.random.default_rng(1).integers(0, CLASSES, ROWS)
 WEIGHTS = np.random.default_rng(2).uniform(size=ROWS).astype(np.float32)
-"""Of the rows, of which one is padding."""
+"""Weights of the rows, of which one is padding."""
 WEIGHTS[3] = 0
 
 

@@ -1,4 +1,4 @@
-"""What a backward pass keeps, for `jax.checkpoint(layer, policy=...)`."""
+"""Rematerialization: policies for `jax.checkpoint(layer, policy=...)`, and layers in turn."""
 
 from typing import Any
 

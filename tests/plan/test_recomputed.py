@@ -19,7 +19,7 @@ BATCH = {"x": np.ones((8, WIDTH), np.float32)}
 
 
 def loss(policy: Any) -> Any:
-    """Of layers in a scan, each in `jax.checkpoint` with a policy, or none."""
+    """A loss of layers in a scan, each in `jax.checkpoint` with a policy, or none."""
 
     def rows(model: Any, batch: Any, key: Any) -> jax.Array:
         def layer(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, None]:

@@ -35,7 +35,7 @@ class Sum:
     kind: str
     """`scatter`, `reduce`, or one of `BETWEEN_DEVICES`."""
     shape: str
-    """Of the result: `bf16[50257,768]`."""
+    """Type of the result: `bf16[50257,768]`."""
     terms: int
     """That are added for one number of it; of a scatter, the most that can be."""
     op_name: str

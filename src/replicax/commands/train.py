@@ -13,7 +13,7 @@ from replicax.cluster.failure import stop_all_now
 from replicax.commands.arguments import Arguments, parse_arguments
 from replicax.commands.data import print_data
 from replicax.commands.devices import make_host_devices
-from replicax.commands.micro_batches import in_micro_batches
+from replicax.commands.fitting import in_micro_batches
 from replicax.commands.output import failed
 from replicax.commands.sharding import print_sharding
 from replicax.commands.train_options import TrainOptions, check_installed

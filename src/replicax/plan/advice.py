@@ -51,7 +51,7 @@ def first_change(
 def _faster(
     dp: DataParallel, speeds: Sequence[Speed], alternatives: Sequence[Alternative]
 ) -> Iterator[tuple[float, str]]:
-    """What may be faster: by how many times the rows a second, and the sentence."""
+    """Changes that may be faster: by how many times the rows a second, and the sentence."""
     now, most = speeds[0], speeds[-1]
     if now.rows < most.rows < MOST_ROWS // 2:  # beyond, nobody trains
         times = most.rows_per_second / now.rows_per_second

@@ -35,7 +35,7 @@ def micro_batches(steps: Steps, dp: DataParallel, rows: int, count: int) -> Micr
 def at_once_and_fitting(
     dp: DataParallel, model: Any, batch: Any, rows: int, target: Target
 ) -> tuple[Need, MicroBatches | None]:
-    """What `rows` of a global batch need at once on a target, and micro-batches that fit.
+    """Memory that `rows` of a global batch need at once on a target, and micro-batches that fit.
 
     By formula, in a second: nothing is compiled. None where it fits at once, or in no number.
 

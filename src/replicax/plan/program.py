@@ -53,7 +53,7 @@ class Program:
     metrics: int
     """Means that the step reduces, the loss among them."""
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Of the compiler."""
+    """Options of the compiler, by name."""
     notes: tuple[str, ...] = ()
     """Where it is not the very step that was asked for."""
 

@@ -101,7 +101,7 @@ def logits(params: Params, tokens: jax.Array, heads: int, remat: Remat = "none")
 
 
 def hidden(params: Params, tokens: jax.Array, heads: int, remat: Remat = "none") -> jax.Array:
-    """What the logits of the next token after each are a product of, with the embedding.
+    """Final activations: their product with the embedding are the logits of the next tokens.
 
     Args:
         params: of any sizes, as `init` gives them.

@@ -1,4 +1,4 @@
-"""What a step sums up in 16-bit floats, where bits are lost and nothing else shows it."""
+"""Sums that a step does in 16-bit floats, where bits are lost and nothing else shows it."""
 
 import dataclasses
 import itertools
