@@ -59,109 +59,11 @@ def step(optimizer, batch):
     optimizer.update(grads)  #! no-reduction
     return lax.pmean(value, "data")
 """,
-    "pmean over another axis": """
-def step(params, batch):
-    grads = jax.grad(loss_fn)(params, batch)
-    grads = lax.pmean(grads, "batch")
-    return optax.apply_updates(params, grads)  #! no-reduction
-
-step = jax.pmap(jax.vmap(step, axis_name="batch"), axis_name="devices")
-""",
     "shard_map unchecked without pmean": """
 @partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
 def step(params, batch):
     grads = jax.grad(loss_fn)(params, batch)
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)  #! no-reduction
-""",
-    "the loss is reduced where that does not reduce its gradient": """
-def step(params, batch):
-    loss = lambda p: lax.pmean(loss_fn(p, batch), "data")
-    grads = jax.grad(loss)(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)  #! no-reduction
-
-step = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
-""",
-    "local gradients returned as replicated": """
-def gradients(params, batch):
-    return jax.grad(loss_fn)(params, batch)  #! no-reduction
-
-gradients = jax.shard_map(
-    gradients, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False
-)
-""",
-    "pmean of a summed gradient": """
-def step(params, batch):
-    loss, grads = jax.value_and_grad(loss_fn)(params, batch)
-    grads = lax.pmean(grads, "data")  #! reduced-twice
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), lax.pmean(loss, "data")
-
-step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=(P(), P())))
-""",
-    "psum of a summed gradient": """
-def total(params, batch):
-    return ((batch["x"] @ params - batch["y"]) ** 2).sum()
-
-@jax.jit
-@partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
-def step(params, batch):
-    grads = jax.grad(total)(params, batch)
-    grads = jax.tree.map(lambda g: lax.psum(g, "data") / 1024, grads)  #! reduced-twice
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-""",
-    "a summed gradient of a local mean": """
-replicated = P()
-
-@partial(jax.shard_map, mesh=mesh, in_specs=(replicated, P("data")), out_specs=replicated)
-def step(params, batch):
-    grads = jax.grad(loss_fn)(params, batch)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)  #! reduced-twice
-""",
-    "the same in the old shard_map": """
-from jax.experimental.shard_map import shard_map  #! old-api
-
-def step(params, batch):
-    return lax.pmean(jax.grad(loss_fn)(params, batch), "data")  #! reduced-twice
-
-step = shard_map(step, mesh, (P(), P("data")), P())
-""",
-    "psum where the mean is meant": """
-@partial(jax.pmap, axis_name="i")
-def step(state, batch):
-    grads = jax.grad(loss_fn)(state.params, batch)
-    grads = jax.lax.psum(grads, axis_name="i")
-    return state.apply_gradients(grads=grads)  #! sum-for-mean
-""",
-    "psum by tree.map and partial": """
-from jax.lax import psum as add_up
-
-def step(params, opt_state, batch):
-    grads = jax.grad(loss_fn)(params, batch)
-    grads = jax.tree_util.tree_map(partial(add_up, axis_name="i"), grads)
-    updates, opt_state = tx.update(grads, opt_state)
-    return optax.apply_updates(params, updates), opt_state  #! sum-for-mean
-
-step = jax.pmap(step, axis_name="i", donate_argnums=(0, 1))
-""",
-    "the output is not stacked": """
-step = jax.pmap(lambda w, x: lax.pmean(jnp.mean(w * x), "i"), axis_name="i", out_axes=None)
-loss = step(jnp.ones(8), jnp.ones(8))
-print(loss[0])  #! index-not-stacked
-""",
-    "one output of two is not stacked": """
-@partial(jax.pmap, axis_name="i", out_axes=(0, None))
-def step(params, batch):
-    loss, grads = jax.value_and_grad(loss_fn)(params, batch)
-    grads = lax.pmean(grads, "i")
-    return optax.apply_updates(params, grads), {"loss": lax.pmean(loss, "i")}
-
-def main(params, batch):
-    params, metrics = step(params, batch)
-    return params, float(metrics["loss"][0])  #! index-not-stacked
-""",
-    "index of the stacked axis": """
-step = jax.pmap(lambda x: lax.pmean(jnp.mean(x), "i"), axis_name="i")
-loss = step(jnp.ones((8, 2)))
-print(float(loss[0]))  #! index-gathers
 """,
     "what JAX no longer has": """
 from jax.experimental import maps  #! removed-api
@@ -171,23 +73,13 @@ params = jax.device_put_replicated({}, jax.devices())  #! removed-api
 batch = jax.device_put_sharded([], jax.devices())  #! removed-api
 leaves = jax.tree_map(lambda x: x, params)  #! removed-api
 """,
-    "what there are better ways for": """
-from flax import jax_utils
-from flax.jax_utils import unreplicate  #! old-api
-
-state = jax_utils.replicate({})  #! old-api
-with mesh:  #! old-api
-    pass
-with Mesh(np.array(jax.devices()), ("d",)) as m:  #! old-api
-    pass
-""",
     "options of the other shard_map": """
 split = P("data")
-f = jax.shard_map(jnp.sum, mesh=mesh, in_specs=split, check_rep=False)  #! removed-api
+f = jax.shard_map(jnp.sum, mesh=mesh, in_specs=split, check_rep=False)  #! bad-call
 """,
     "the module is called": """
-from jax.experimental import shard_map  #! old-api
-f = shard_map(jnp.sum, mesh=mesh, in_specs=P("data"), out_specs=P("data"))  #! removed-api
+from jax.experimental import shard_map
+f = shard_map(jnp.sum, mesh=mesh, in_specs=P("data"), out_specs=P("data"))  #! bad-call
 """,
     "masked mean per device": """
 @partial(jax.pmap, axis_name="devices")
@@ -278,20 +170,6 @@ def train(params, loader):
         losses.append(np.asarray(loss))  #! fetched-every-step
         losses += [jax.device_get(loss)]  #! fetched-every-step
 """,
-    "metrics fetched by a helper": """
-step = jax.jit(lambda params, batch: jax.value_and_grad(loss_fn)(params, batch))
-
-def log(value):
-    print("loss", value)  #! fetched-every-step
-
-def once(params, batch):
-    batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
-    return step(params, batch)
-
-while True:
-    loss, grads = once({}, {})
-    log(loss)
-""",
     "BatchNorm of each replica's own": """
 class Net(nn.Module):
     @nn.compact
@@ -321,29 +199,6 @@ def shard_two(x):
 
 step = jax.pmap(lambda x: x)
 """,
-    "the whole batch on every device": """
-replicated = NamedSharding(mesh, P())
-
-@jax.jit
-def step(params, batch):
-    grads = jax.grad(loss_fn)(params, batch)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-
-def train(params, loader):
-    params = jax.device_put(params, replicated)
-    for batch in loader:
-        batch = jax.device_put(batch, replicated)
-        params = step(params, batch)  #! batch-not-sharded
-""",
-    "in_shardings that replicate the batch": """
-whole = NamedSharding(mesh, P())
-
-def step(params, batch):
-    grads = jax.grad(loss_fn)(params, batch)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-
-step = jax.jit(step, in_shardings=(whole, whole), out_shardings=whole)  #! batch-not-sharded
-""",
     "compiled at every turn": """
 def train(params, loader):
     for batch in loader:
@@ -353,43 +208,6 @@ def train(params, loader):
     while params:
         f = jax.shard_map(jnp.sin, mesh=mesh, in_specs=P(), out_specs=P())  #! compiled-in-loop
         params = f(params)
-""",
-    "accumulated in a Python loop": """
-@partial(jax.pmap, axis_name="i")
-def step(state, batches):
-    total = None
-    for batch in batches:
-        grads = jax.grad(loss_fn)(state.params, batch)
-        if total is None:
-            total = grads
-        else:
-            total = jax.tree.map(lambda a, g: a + g, total, grads)  #! accumulated-not-divided
-    total = lax.pmean(total, "i")
-    return state.apply_gradients(grads=total)
-""",
-    "accumulated in a scan": """
-def step(params, batches):
-    def one(total, batch):
-        grads = jax.grad(loss_fn)(params, batch)
-        return jax.tree.map(jnp.add, total, grads), None  #! accumulated-not-divided
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    total, _ = lax.scan(one, zeros, batches)
-    total = lax.pmean(total, "i")
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, total)
-
-step = jax.pmap(step, axis_name="i")
-""",
-    "MultiSteps of a masked mean": """
-opt = optax.MultiSteps(optax.adam(1e-3), every_k_schedule=4)
-
-@jax.jit
-def step(params, opt_state, batch):
-    def loss(p):
-        rows = (batch["x"] @ p - batch["y"]) ** 2
-        return (rows * batch["mask"]).sum() / batch["mask"].sum()  #! mean-of-means
-    grads = jax.grad(loss)(params)
-    updates, opt_state = opt.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state
 """,
     "a weight that anneals outside of a compiled loss": """
 import replicax as rx
@@ -439,5 +257,49 @@ def scaled(x, axis):
 first = scaled(data, 0)
 scale = 2.0  #! frozen-value
 second = scaled(data, 0)
+""",
+    "calls that fail": """
+optimizer = nnx.Optimizer(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), tx)  #! bad-call
+spec = jax.make_mesh((8,))  #! bad-call
+smooth = partial(jnp.sum, axes=0)  #! bad-call
+""",
+    "a name that is used often": """
+def one(tree):
+    return jax.tree_map(lambda x: x + 1, tree)  #! removed-api
+
+def two(tree):
+    return jax.tree_map(lambda x: x + 2, tree)
+""",
+    "masked means in a dict": """
+def compute(params, batch):
+    rows = (batch["x"] @ params - batch["y"]) ** 2
+    metrics = {"loss": jnp.sum(rows * batch["mask"]) / jnp.sum(batch["mask"])}  #! mean-of-means
+    return lax.pmean(metrics, axis_name="batch")
+
+p_compute = jax.pmap(compute, axis_name="batch")
+""",
+    "a key that replicate gives to all devices": """
+from flax import jax_utils
+
+def step(state, batch, rng):
+    rng = jax.random.fold_in(rng, state.step)
+    def loss(p):
+        return state.apply_fn({"params": p}, batch["x"], rngs={"dropout": rng}).mean()
+    grads = lax.pmean(jax.grad(loss)(state.params), "i")
+    return state.apply_gradients(grads=grads)
+
+p_step = jax.pmap(step, axis_name="i")
+rng = jax_utils.replicate(jax.random.key(0))  #! shared-key
+""",
+    "a scale of each replica's own": """
+from flax.training.dynamic_scale import DynamicScale
+
+def step(state, dynamic_scale, batch):
+    grad_fn = dynamic_scale.value_and_grad(lambda p: loss_fn(p, batch))  #! local-scale
+    dynamic_scale, finite, loss, grads = grad_fn(state.params)
+    grads = lax.pmean(grads, "i")
+    return state.apply_gradients(grads=grads), dynamic_scale
+
+p_step = jax.pmap(step, axis_name="i")
 """,
 }

@@ -3,9 +3,8 @@
 import ast
 from collections.abc import Iterator, Sequence
 
-from replicax.verify.rules.finding import WARNING, spot
-from replicax.verify.rules.names import Imports, canonical
-from replicax.verify.rules.report import Report
+from replicax.lint.finding import WARNING, Report, spot
+from replicax.lint.program import Program
 
 _COMPILES = {
     *("jax.jit", "jax.pmap", "jax.shard_map", "jax.experimental.shard_map.shard_map"),
@@ -16,9 +15,9 @@ _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _SCOPES = (*_FUNCTIONS, ast.ClassDef)
 
 
-def check_frozen(tree: ast.Module, imports: Imports, report: Report) -> None:
+def check_frozen(program: Program, report: Report) -> None:
     """Report what a compiled function reads of its surroundings, and what changes there later."""
-    for scope in ast.walk(tree):
+    for scope in program.nodes:
         if not isinstance(scope, (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
         nodes = list(_own(scope))
@@ -27,13 +26,13 @@ def check_frozen(tree: ast.Module, imports: Imports, report: Report) -> None:
         for function in nodes:
             if not isinstance(function, ast.FunctionDef):
                 continue
-            used = _compiled(function, nodes, imports)
+            used = _compiled(function, nodes, program)
             read = _free(function) if used else {}
             for name, statement in assigned:
                 if name in read and _runs_after(function, statement, used, loops):
                     report.add(
                         "frozen-value",
-                        spot(statement),
+                        statement,
                         f"{function.name}, which is compiled, read {name} when it was first "
                         "called, and keeps that value",
                         f"hand {name} to it as an argument; in a loss, rx.Shared({name}) in the "
@@ -77,7 +76,7 @@ def _free(function: ast.FunctionDef) -> dict[str, ast.Name]:
     }
 
 
-def _compiled(function: ast.FunctionDef, nodes: list[ast.AST], imports: Imports) -> list[ast.AST]:
+def _compiled(function: ast.FunctionDef, nodes: list[ast.AST], program: Program) -> list[ast.AST]:
     """Where a function is used once compiled; nothing if it never is.
 
     By its own name if it is decorated so, else by the name of what a compiler made of it.
@@ -85,9 +84,9 @@ def _compiled(function: ast.FunctionDef, nodes: list[ast.AST], imports: Imports)
 
     def compiles(node: ast.AST) -> bool:
         called = node.func if isinstance(node, ast.Call) else node
-        if isinstance(node, ast.Call) and imports.written(called) == "functools.partial":
+        if isinstance(node, ast.Call) and program.name(called) == "functools.partial":
             return bool(node.args) and compiles(node.args[0])
-        return canonical(imports.written(called)) in _COMPILES
+        return program.name(called) in _COMPILES
 
     names = {function.name} if any(map(compiles, function.decorator_list)) else set()
     for node in nodes:

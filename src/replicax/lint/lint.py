@@ -1,0 +1,198 @@
+"""Files and folders read by all rules, and what was found as text, JSON, or annotations.
+
+| rule | what it finds |
+|---|---|
+| removed-api, bad-call, old-api | what the installed libraries do not take |
+| fetched-every-step, compiled-in-loop | what a loop waits for, or compiles, at every turn |
+| frozen-value | what a compiled function closes over, assigned again after it was read |
+| remainder | a batch split by a reshape that only some sizes survive |
+| no-reduction, mean-of-means, shared-key, local-scale, local-batch-norm | wrong numbers |
+
+`# replicax: ignore[RULE]` on the line, or alone above it, silences a rule there.
+"""
+
+import ast
+import collections
+import dataclasses
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from replicax.errors import ConfigError
+from replicax.lint.batches import check_reshapes
+from replicax.lint.finding import ERROR, NOTE, WARNING, Finding, Report
+from replicax.lint.frozen import check_frozen
+from replicax.lint.lookup import check_names
+from replicax.lint.loops import check_loops
+from replicax.lint.program import Program
+from replicax.lint.steps import check_steps
+
+_SKIPPED = {"__pycache__", "node_modules", "build", "dist", "site-packages"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Examination:
+    """What reading one file has shown."""
+
+    path: Path
+    findings: list[Finding]
+    """From the top of the file down."""
+    not_installed: list[str]
+    """Libraries that it imports, whose names could not be looked up."""
+
+    @property
+    def fails(self) -> bool:
+        """Whether anything but notes was found."""
+        return any(finding.severity != NOTE for finding in self.findings)
+
+
+def python_files(paths: Iterable[Path]) -> list[Path]:
+    """Return the Python files among paths and below folders, each once.
+
+    Raises:
+        ConfigError: a path that is not there, or a folder without any.
+    """
+    found: dict[Path, None] = {}
+    for path in paths:
+        if not path.is_dir():
+            found[path] = None
+            continue
+        below = [each for each in sorted(path.rglob("*.py")) if not _is_skipped(each, path)]
+        if not below:
+            raise ConfigError(f"{path} has no .py file in it; give files, or another folder")
+        found.update(dict.fromkeys(below))
+    return list(found)
+
+
+def examine(path: Path) -> Examination:
+    """Read a Python file and run every rule on it; nothing of it is executed or imported.
+
+    Raises:
+        ConfigError: no such file, or one that is not Python.
+    """
+    text = _text(path)
+    try:
+        tree = ast.parse(text, filename=str(path))
+        program = Program(tree)
+        report = Report(text.splitlines())
+        absent = check_names(program, report)
+        for check in (check_loops, check_reshapes, check_steps, check_frozen):
+            check(program, report)
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        where = f"line {line}: " if line else ""
+        said = getattr(error, "msg", None) or str(error)
+        raise ConfigError(
+            f"{path} is not Python: {where}{said}; give a .py file that runs"
+        ) from error
+    except (RecursionError, MemoryError) as error:
+        raise ConfigError(f"{path} nests deeper than can be followed: split it") from error
+    return Examination(path, report.findings(), absent)
+
+
+def text_lines(examination: Examination, width: int = 80) -> Iterator[str]:
+    """Yield findings as text: place and rule, the line, a mark below it, the reason and the fix.
+
+    No line passes `width` columns, but for the path where that alone is longer.
+    """
+    digits = len(str(max((one.line for one in examination.findings), default=0)))
+    for finding in examination.findings:
+        yield from _finding_lines(finding, examination.path, digits, width)
+        yield ""
+
+
+def annotations(examination: Examination) -> Iterator[str]:
+    """Yield findings as GitHub's workflow commands, which it shows beside the lines."""
+    kinds = {ERROR: "error", WARNING: "warning", NOTE: "notice"}
+    for one in examination.findings:
+        place = f"file={examination.path},line={one.line},col={one.column}"
+        message = f"{one.reason}; {one.fix}".replace("%", "%25").replace("\n", "%0A")
+        yield f"::{kinds[one.severity]} {place},title={one.rule}::{message}"
+
+
+def summary(examinations: Sequence[Examination]) -> str:
+    """Return one sentence on all files."""
+    counts = collections.Counter(one.severity for each in examinations for one in each.findings)
+    files = _counted(len(examinations), "file")
+    kinds = [_counted(counts[kind], kind) for kind in (ERROR, WARNING, NOTE) if counts[kind]]
+    said = f"{', '.join(kinds)} in {files}" if kinds else f"nothing found in {files}"
+    absent = dict.fromkeys(name for each in examinations for name in each.not_installed)
+    return f"{said}; not installed, so not looked up: {', '.join(absent)}" if absent else said
+
+
+def to_json(examinations: Sequence[Examination]) -> dict[str, Any]:
+    """Return the same for programs; what JSON can hold."""
+    return {
+        "fails": any(each.fails for each in examinations),
+        "summary": summary(examinations),
+        "files": [
+            {
+                "path": str(each.path),
+                "not_installed": each.not_installed,
+                "findings": [dataclasses.asdict(one) for one in each.findings],
+            }
+            for each in examinations
+        ],
+    }
+
+
+def _is_skipped(path: Path, root: Path) -> bool:
+    parts = path.relative_to(root).parts[:-1]
+    return any(part in _SKIPPED or part.startswith(".") for part in parts)
+
+
+def _text(path: Path) -> str:
+    if path.suffix == ".ipynb":
+        raise ConfigError(
+            f"{path} is a notebook; write its cells to a file: jupyter nbconvert --to script "
+            f"{path.name}"
+        )
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}: no such file; give the path of a .py file") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not text; give a .py file in UTF-8") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}); check it") from error
+
+
+def _finding_lines(finding: Finding, path: Path, digits: int, width: int) -> list[str]:
+    margin = " " * digits
+    code = finding.code.rstrip().replace("\t", " ")
+    indent = len(code) - len(code.lstrip())
+    room = width - digits - 4
+    start = finding.column - 1 - indent
+    code = code[indent:]
+    # A long line is cut on the left where its marked part would not be seen.
+    if start > room - 12:
+        cut = start - room // 3
+        code, start = "..." + code[cut + 3 :], start - cut
+    marked = max(1, min(finding.width, len(code) - start, room - start))
+    if len(code) > room:
+        code = code[: room - 3] + "..."
+    place = f"{path}:{finding.line}:{finding.column}"
+    return [
+        f"{finding.severity}[{finding.rule}]",
+        *_wrapped(place, width, f"{margin}--> ", f"{margin}    "),
+        f"{finding.line:>{digits}} | {code}",
+        f"{margin} | {' ' * start}{'^' * marked}",
+        *_wrapped(finding.reason, width, f"{margin} = why: ", f"{margin}        "),
+        *_wrapped(finding.fix, width, f"{margin} = fix: ", f"{margin}        "),
+    ]
+
+
+def _wrapped(text: str, width: int, first: str, others: str) -> list[str]:
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=first,
+        subsequent_indent=others,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -1,0 +1,327 @@
+"""Rules on the numbers of a step that runs on each replica, by the patterns of the usual errors.
+
+They see one file and no values: where anything that a step calls may be the reduction, they are
+silent. `replicax verify --step` runs the step, and proves.
+"""
+
+import ast
+import re
+from collections.abc import Iterator, Sequence
+
+from replicax.lint.finding import Report
+from replicax.lint.program import GRADS, KEY, PMAP, Function, Mapped, Program, names_in, targets
+
+_REDUCES = re.compile(
+    r"^(pmean|psum|psum_scatter|all_gather|all_to_all|pshuffle|ppermute|sync\w*|all_?reduce\w*"
+    r"|cross_replica\w*|pmean_if_pmap|psum_if_pmap)$"
+)
+_UPDATES = ("update", "map", "apply_updates", "apply_gradients")
+"""Calls that a step's update may be, the surest last."""
+_GRADIENT = re.compile(r"(^|_)(d?grads?|gradients?)(_tree|_total)?$")
+_LIBRARY = re.compile(r"^(jax|flax|optax|numpy|equinox|haiku|functools|chex)\.")
+_METRIC = re.compile(r"loss|metric|aux|acc|value|err|logs?$|stats|ppl|perplex|norm|state|correct")
+_MASK = re.compile(r"mask|weight|valid|count|num_|n_tok|denom|padding|pads?$")
+_SAMPLERS = re.compile(r"^jax\.random\.(?!key$|PRNGKey$|split$|fold_in$|wrap_key_data$|clone$)")
+_REPLICATES = {"flax.jax_utils.replicate", "jax.device_put_replicated"}
+_NORMS = {"flax.linen.BatchNorm", "flax.nnx.BatchNorm", "haiku.BatchNorm"}
+_AXES = {"axis_name", "cross_replica_axis", "cross_replica_axis_index_groups"}
+_STATISTICS = re.compile(r"batch_stats|batch_statistics|model_state|bn_state|net_state")
+
+
+def check_steps(program: Program, report: Report) -> None:
+    """Report the usual errors in functions of a file that run on each replica."""
+    for mapped in program.mapped:
+        reached = program.reached(mapped.function)
+        differentiates = any(program.called(call) in GRADS for call in program.calls(*reached))
+        _check_means(program, reached, report)
+        _check_scale(program, reached, report)
+        if not (differentiates or _is_nameless(mapped)):
+            continue
+        if not mapped.sums_by_itself:
+            _check_reduced(program, mapped, reached, report)
+        _check_keys(program, mapped, reached, report)
+        _check_norms(program, reached, report)
+
+
+def _reductions(program: Program, functions: Sequence[Function]) -> Iterator[ast.Call]:
+    for call in program.calls(*functions):
+        last = program.called(call).rpartition(".")[2]
+        given = [program.name(each).rpartition(".")[2] for each in call.args]
+        partly = any(
+            isinstance(each, ast.Call) and _REDUCES.match(program.called(each).rpartition(".")[2])
+            for each in call.args
+        )
+        if _REDUCES.match(last) or partly or any(map(_REDUCES.match, given)):
+            yield call
+
+
+def _check_reduced(
+    program: Program, mapped: Mapped, reached: Sequence[Function], report: Report
+) -> None:
+    """Report a step that updates parameters and reduces nothing but what it shows."""
+    for call in _reductions(program, reached):
+        if not _is_nameless(mapped) and not all(map(_METRIC.search, _leaves(call))):
+            return
+    gradients = _gradient_names(program, reached)
+    update, surest = None, -1
+    for call in program.calls(*reached):
+        last = program.called(call).rpartition(".")[2]
+        given = names_in(*call.args, *(each.value for each in call.keywords))
+        if _updates(call, last) and (given & gradients or last == "apply_updates"):
+            if _UPDATES.index(last) > surest:
+                update, surest = call, _UPDATES.index(last)
+        elif given & gradients and not _is_known(program, call, last):
+            return  # which may reduce them
+    if update is None or not gradients:
+        return
+    report.add(
+        "no-reduction",
+        update,
+        "every replica updates its parameters by the gradient of its own rows, and they drift "
+        "apart: nothing here reduces the gradient",
+        "grads = jax.lax.pmean(grads, axis_name) before the update"
+        + ("" if "axis_name" in mapped.options else ", and an axis_name to reduce over"),
+    )
+
+
+def _is_nameless(mapped: Mapped) -> bool:
+    """Whether it has no axis, so that nothing in it can be reduced."""
+    return mapped.kind in PMAP and "axis_name" not in mapped.options
+
+
+def _updates(call: ast.Call, last: str) -> bool:
+    """Whether a call may be a step's update; `tree.map` is, if it subtracts."""
+    if last == "map":
+        return any(isinstance(each, ast.Sub) for each in ast.walk(call))
+    return last in _UPDATES
+
+
+def _leaves(call: ast.Call) -> set[str]:
+    """Return the names that a reduction adds up; none that says nothing."""
+    first = call.args[-1] if _is_map(call) else call.args[0] if call.args else call
+    found = {each.id for each in ast.walk(first) if isinstance(each, ast.Name)}
+    found |= {
+        str(each.value)
+        for each in ast.walk(first)
+        if isinstance(each, ast.Constant) and isinstance(each.value, str)
+    }
+    return found or {"?"}
+
+
+def _is_map(call: ast.Call) -> bool:
+    return bool(call.args) and len(call.args) > 1 and ast.unparse(call.func).endswith("map")
+
+
+def _gradient_names(program: Program, functions: Sequence[Function]) -> set[str]:
+    """Return what a file calls gradients: the results of `grad`, and names that say so."""
+    makers = {"grad_fn", "value_and_grad_fn", "loss_grad_fn"}
+    found: set[str] = set()
+    assigns = [
+        node
+        for function in functions
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assign)
+    ]
+    for node in assigns:
+        if isinstance(node.value, ast.Call) and program.called(node.value) in GRADS:
+            makers.update(targets(node))
+    for node in assigns:
+        found.update(name for name in targets(node) if _GRADIENT.search(name))
+        value = node.value
+        if not isinstance(value, ast.Call):
+            continue
+        makes = isinstance(value.func, ast.Call) and program.called(value.func) in GRADS
+        named = getattr(value.func, "id", getattr(value.func, "attr", ""))
+        if makes or named in makers:
+            names = targets(node)
+            pair = "value_and" in ast.unparse(value.func) or len(names) > 1
+            found.update(names[-1:] if pair else names)
+    return found
+
+
+def _is_known(program: Program, call: ast.Call, last: str) -> bool:
+    """Whether it can be seen that a call reduces nothing."""
+    name = program.called(call)
+    builtin = name in {"len", "print", "zip", "map", "dict", "tuple", "list", "sum", "isinstance"}
+    return bool(_LIBRARY.match(name)) or last in program.functions or builtin
+
+
+def _check_scale(program: Program, reached: Sequence[Function], report: Report) -> None:
+    """Report loss scaling that decides on each replica by itself whether to skip."""
+    for call in program.calls(*reached):
+        if not isinstance(call.func, ast.Attribute) or call.func.attr != "value_and_grad":
+            continue
+        held = ast.unparse(call.func.value)
+        if "scale" in held and not any(each.arg == "axis_name" for each in call.keywords):
+            report.add(
+                "local-scale",
+                call,
+                "without an axis name each replica reduces nothing, and skips a step and changes "
+                "its scale by its own rows",
+                f"{held}.value_and_grad(..., axis_name=...) with the axis of the step",
+            )
+
+
+def _check_means(program: Program, reached: Sequence[Function], report: Report) -> None:
+    """Report masked means that are averaged over replicas, in a step that never adds up counts."""
+    lasts = {program.called(call).rpartition(".")[2] for call in _reductions(program, reached)}
+    partial_names = {
+        program.name(each).rpartition(".")[2]
+        for call in program.calls(*reached)
+        for each in call.args
+    }
+    if "pmean" not in lasts | partial_names or (lasts | partial_names) & {"psum", "all_gather"}:
+        return
+    for function in reached:
+        for node in ast.walk(function):
+            if _is_masked_mean(program, node):
+                report.add(
+                    "mean-of-means",
+                    node,
+                    "each device divides by the count of its own rows, and the quotients are "
+                    "averaged over devices: a mean of means, wrong wherever the counts differ",
+                    "differentiate the local sum, then divide once: grads = psum(grads) / "
+                    "psum(count), loss = psum(total) / psum(count)",
+                )
+
+
+def _is_masked_mean(program: Program, node: ast.AST) -> bool:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+        return _is_total(program, node.right) and _sums(program, node.left)
+    if isinstance(node, ast.Call):
+        keywords = {each.arg for each in node.keywords}
+        name = program.name(node.func)
+        masked = name.endswith(".mean") and "where" in keywords
+        return "axis" not in keywords and (
+            masked or (name.endswith(".average") and "weights" in keywords)
+        )
+    return False
+
+
+def _is_total(program: Program, node: ast.AST) -> bool:
+    """Whether it is the sum of all of a mask, perhaps guarded against 0."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _is_total(program, node.left)
+    if not isinstance(node, ast.Call):
+        return False
+    if program.name(node.func).rpartition(".")[2] in ("maximum", "max", "clip") and node.args:
+        return any(_is_total(program, each) for each in (node.func, *node.args))
+    return _sums(program, node) and bool(_MASK.search(ast.unparse(node)))
+
+
+def _sums(program: Program, node: ast.AST) -> bool:
+    """Whether it is a sum over all that an array has."""
+    if isinstance(node, ast.Name):
+        return bool(re.search(r"total|sum", node.id))
+    if not isinstance(node, ast.Call) or {"axis", "keepdims"} & {
+        each.arg for each in node.keywords
+    }:
+        return False
+    last = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+    library = program.name(node.func) in ("jax.numpy.sum", "numpy.sum")
+    return last == "sum" and len(node.args) == int(library)
+
+
+def _check_keys(
+    program: Program, mapped: Mapped, reached: Sequence[Function], report: Report
+) -> None:
+    """Report a key that all replicas have alike, in a step that draws for its own rows."""
+    calls = list(program.calls(*reached))
+    places = {"axis_index", "process_index"}
+    if any(program.called(call).rpartition(".")[2] in places for call in calls):
+        return
+    drawing = [call for call in calls if _draws(program, call)]
+    if not drawing:
+        return
+    arguments = mapped.function.args.args
+    keys = [each.arg for each in arguments if KEY.search(each.arg)]
+    shared = _whole(program, mapped, [each.arg for each in arguments])
+    fixed = {
+        name
+        for function in reached
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Call)
+        and program.name(node.value.func) in ("jax.random.key", "jax.random.PRNGKey")
+        and all(isinstance(each, ast.Constant) for each in node.value.args)
+        for name in targets(node)
+    }
+    if set(keys) & shared or fixed:
+        _add_shared(report, drawing[0])
+    elif keys and mapped.kind in PMAP:
+        for call in program.calls(program.tree):
+            of_key = call.args and re.search(r"rng|key|seed", ast.unparse(call.args[0]))
+            if program.called(call) in _REPLICATES and of_key:
+                _add_shared(report, call)
+
+
+def _add_shared(report: Report, node: ast.AST) -> None:
+    report.add(
+        "shared-key",
+        node,
+        "every replica has the same key here, so all draw the same mask or noise for their "
+        "different rows",
+        "key = jax.random.fold_in(key, jax.lax.axis_index(axis_name)) in the step, or "
+        "jax.random.split(key, devices) before it",
+    )
+
+
+def _draws(program: Program, call: ast.Call) -> bool:
+    name = program.called(call)
+    if any(each.arg in ("rngs", "rng", "dropout_rng") for each in call.keywords):
+        return not name.rpartition(".")[2].startswith("init")
+    shaped = any(".shape" in ast.unparse(each) for each in call.args)
+    return bool(_SAMPLERS.match(name)) and shaped and "param" not in ast.unparse(call)
+
+
+def _whole(program: Program, mapped: Mapped, arguments: list[str]) -> set[str]:
+    """Return the arguments that every replica has alike, by `in_axes=None` or `P()`."""
+    specs: ast.AST | None = mapped.options.get("in_axes", mapped.options.get("in_specs"))
+    if isinstance(specs, ast.Name):
+        named = [
+            node.value
+            for node in program.nodes
+            if isinstance(node, ast.Assign) and specs.id in targets(node)
+        ]
+        specs = named[-1] if named else None
+    if not isinstance(specs, ast.Tuple):
+        return set()
+    return {
+        argument
+        for argument, spec in zip(arguments, specs.elts, strict=False)
+        if ast.unparse(spec) in ("None", "P()", "PartitionSpec()")
+    }
+
+
+def _check_norms(program: Program, reached: Sequence[Function], report: Report) -> None:
+    """Report BatchNorm whose statistics each replica keeps for itself."""
+    kept = any(
+        _STATISTICS.search(each.arg or "")
+        for call in program.calls(*reached)
+        for each in call.keywords
+    )
+    if not kept or _averages_statistics(program):
+        return
+    for call in program.calls(program.tree):
+        options = {each.arg for each in call.keywords}
+        if program.called(call) in _NORMS and not options & _AXES and None not in options:
+            report.add(
+                "local-batch-norm",
+                call,
+                "each replica normalizes by its own rows and keeps its own running statistics, "
+                "which drift apart",
+                "BatchNorm(axis_name=...) with the axis of the step, and pmean of batch_stats "
+                "before they are saved",
+            )
+
+
+def _averages_statistics(program: Program) -> bool:
+    """Whether anything in a file averages something over replicas that may be statistics."""
+    for call in program.calls(program.tree):
+        text = ast.unparse(call)
+        named = _STATISTICS.search(text)
+        if named and re.search(r"pmean|cross_replica|sync", text):
+            return True
+        if program.name(call.func) in PMAP and "pmean" in text and "lambda" in text:
+            return True
+    return False

@@ -1,0 +1,213 @@
+"""`replicax.lint`: files it takes and refuses, and how it says what it found."""
+
+import importlib.machinery
+import itertools
+import json
+import sys
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replicax.errors import ConfigError
+from replicax.lint import lookup
+from replicax.lint.lint import annotations, examine, python_files, summary, text_lines, to_json
+
+FORGOTTEN = """\
+from functools import partial
+
+import jax
+
+
+@partial(jax.pmap, axis_name="i")
+def step(state, batch):
+    grads = jax.grad(loss)(state.params, batch)
+    return state.apply_gradients(grads=grads)
+"""
+LOSS = "\n\ndef loss(params, batch):\n    return ((batch @ params) ** 2).mean()\n"
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = Path("train.py")
+    path.write_text(FORGOTTEN)
+    return path
+
+
+def test_a_finding_says_where_and_what_and_how_to_mend_it(path: Path) -> None:
+    (finding,) = examine(path).findings
+    assert (finding.line, finding.column, finding.rule) == (9, 12, "no-reduction")
+    assert finding.severity == "error"
+    assert finding.code == "    return state.apply_gradients(grads=grads)"
+    assert "drift apart" in finding.reason
+    assert "pmean" in finding.fix
+
+
+def test_the_lines_fit_and_mark_the_place(path: Path) -> None:
+    lines = list(text_lines(examine(path), 80))
+    assert max(map(len, lines)) <= 80
+    assert lines[0] == "error[no-reduction]"
+    place = next(number for number, line in enumerate(lines) if line.startswith("9 | "))
+    code, marks = lines[place : place + 2]
+    start, end = marks.index("^"), marks.rindex("^") + 1
+    assert code[start:end] == "state.apply_gradients(grads=grads)"
+    assert summary([examine(path)]) == "1 error in 1 file"
+
+
+@pytest.mark.parametrize("width", [50, 80, 120])
+def test_long_and_indented_lines_are_cut_around_the_mark(path: Path, width: int) -> None:
+    long = "    return " + "(" * 60 + "state.apply_gradients(grads=grads)" + ")" * 60
+    path.write_text(FORGOTTEN.replace("    return state.apply_gradients(grads=grads)", long))
+    lines = list(text_lines(examine(path), width))
+    assert max(map(len, lines)) <= width
+    code, marks = next(
+        (line, after) for line, after in itertools.pairwise(lines) if line.startswith("9 | ")
+    )
+    assert code[marks.index("^") :].startswith("state.apply")
+
+
+def test_json_holds_the_same(path: Path) -> None:
+    found = json.loads(json.dumps(to_json([examine(path)])))
+    assert found["fails"] is True
+    (file,) = found["files"]
+    assert (file["path"], file["not_installed"]) == (str(path), [])
+    assert [(one["line"], one["rule"]) for one in file["findings"]] == [(9, "no-reduction")]
+
+
+def test_annotations_are_githubs(path: Path) -> None:
+    (line,) = annotations(examine(path))
+    assert line.startswith("::error file=train.py,line=9,col=12,title=no-reduction::")
+    assert "\n" not in line
+
+
+def test_notes_do_not_fail(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("chex")
+    module.__getattr__ = deprecated  # type: ignore[method-assign]
+    module.__spec__ = importlib.machinery.ModuleSpec("chex", None)
+    monkeypatch.setitem(sys.modules, "chex", module)
+    path.write_text("import chex\nchex.old_one\n")
+    examination = examine(path)
+    assert [(one.severity, one.line) for one in examination.findings] == [("note", 2)]
+    assert "write new_one" in examination.findings[0].fix
+    assert not examination.fails
+
+
+def deprecated(name: str) -> Any:
+    if name != "old_one":
+        raise AttributeError(name)
+    warnings.warn("write new_one", DeprecationWarning, stacklevel=2)
+
+
+def test_a_file_without_error(path: Path) -> None:
+    path.write_text(FORGOTTEN.replace("grads=grads", 'grads=jax.lax.pmean(grads, "i")') + LOSS)
+    assert summary([examine(path)]) == "nothing found in 1 file"
+
+
+def test_a_library_that_is_not_there_is_not_looked_up(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookup, "_installed", lambda library: library != "haiku")
+    path.write_text("import haiku\nhaiku.no_such_thing\n")
+    assert examine(path).findings == []
+    assert summary([examine(path)]).endswith("not installed, so not looked up: haiku")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "try:\n    from jax import soft_pmap\nexcept ImportError:\n    soft_pmap = None\n",
+        "import jax\nmap_ = jax.tree_map if hasattr(jax, 'tree_map') else jax.tree.map\n",
+        "import jax\nif jax.__version__ < '0.4':\n    jax.tree_multimap(abs, 1)\n",
+    ],
+    ids=["try", "hasattr", "version"],
+)
+def test_a_file_that_provides_for_other_versions_is_right(path: Path, code: str) -> None:
+    path.write_text(code)
+    assert examine(path).findings == []
+
+
+def test_a_name_is_told_once_with_its_count(path: Path) -> None:
+    path.write_text("import jax\n" + "jax.tree_map(abs, 1)\n" * 3)
+    (finding,) = examine(path).findings
+    assert finding.line == 2
+    assert "(3 times in this file)" in finding.reason
+    assert "jax.tree.map" in finding.fix
+
+
+def test_folders_are_looked_through(tmp_path: Path) -> None:
+    for name in ("a.py", "b/c.py", "b/__pycache__/d.py", ".venv/e.py", "f.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    names = [each.relative_to(tmp_path).as_posix() for each in python_files([tmp_path])]
+    assert names == ["a.py", "b/c.py"]
+    assert python_files([tmp_path / "a.py", tmp_path])[0] == tmp_path / "a.py"
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"has no \.py file"):
+        python_files([tmp_path / "empty"])
+
+
+@pytest.mark.parametrize(
+    "comment", ["# replicax: ignore", "# on purpose.  replicax: ignore[other, no-reduction]"]
+)
+def test_a_comment_silences_its_line(path: Path, comment: str) -> None:
+    path.write_text(FORGOTTEN.replace("grads=grads)", f"grads=grads)  {comment}"))
+    assert examine(path).findings == []
+
+
+def test_a_comment_silences_only_its_rule(path: Path) -> None:
+    comment = "  # replicax: ignore[shared-key]"
+    path.write_text(FORGOTTEN.replace("grads=grads)", f"grads=grads){comment}"))
+    assert [one.rule for one in examine(path).findings] == ["no-reduction"]
+
+
+def test_nothing_of_the_file_is_executed(path: Path) -> None:
+    mark = path.resolve().with_name("executed")
+    path.write_text(f"open({str(mark)!r}, 'w')\nimport a_module_that_nobody_has\n" + FORGOTTEN)
+    assert len(examine(path).findings) == 1
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("gone.py", None, "no such file"),
+        ("notebook.ipynb", b"{}", "is a notebook"),
+        ("broken.py", b"import jax\ndef f(:\n", "is not Python: line 2"),
+        ("zero.py", b"a = 1\0", "is not Python"),
+        ("latin.py", b"# \xff\xfe\n", "is not text"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line(
+    tmp_path: Path, name: str, content: bytes | None, message: str
+) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=message) as caught:
+        examine(path)
+    assert "\n" not in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_deep_code_is_one_line(path: Path) -> None:
+    path.write_text("x = " + "-" * 50_000 + "1\n")
+    with pytest.raises(ConfigError, match="split it") as caught:
+        examine(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_recursive_functions_end(path: Path) -> None:
+    calls = "\n".join(f"def f{n}(x):\n    return f{n + 1}(x) + f{n + 1}(x)" for n in range(40))
+    path.write_text(f"{FORGOTTEN}\n{calls}\ndef f40(x):\n    return f0(x)\n")
+    assert [one.line for one in examine(path).findings] == [9]
+
+
+@pytest.mark.slow
+def test_the_repository_is_clean() -> None:
+    root = Path(__file__).resolve().parents[2]
+    files = sorted((root / "src").glob("**/*.py"))
+    wrong = [(file.name, one.line, one.rule) for file in files for one in examine(file).findings]
+    assert wrong == []
