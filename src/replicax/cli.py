@@ -20,7 +20,7 @@ from replicax.errors import ConfigError, ReplicaxError, did_you_mean
 
 COMMANDS = (
     *("train", "evaluate", "sample", "export", "runs"),
-    *("plan", "bench", "verify", "launch", "doctor", "recipes"),
+    *("plan", "bench", "verify", "lint", "launch", "doctor", "recipes"),
 )
 """Each is the function of its name in `replicax.commands`, loaded when it is called."""
 USAGE = """\
@@ -39,6 +39,7 @@ commands:
   bench RECIPE [FLAGS]   measure its step in every mode, on several device counts
   verify RECIPE [FLAGS]  check that N devices compute what one does, in every mode;
                          or a step of your own, without a recipe
+  lint FILES             read source code for the classic errors, without running it
   launch --processes N -- COMMAND
                          run COMMAND as N processes that train together
   doctor                 check versions, devices, and a job's processes

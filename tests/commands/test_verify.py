@@ -88,25 +88,12 @@ def test_a_step_by_hand(main: Main, name: str, code: int) -> None:
     assert found == code, out
 
 
-def test_source(main: Main) -> None:
-    Path("my_source.py").write_text(
-        "import jax\n\n@jax.pmap\ndef step(w, x):\n"
-        "    g = jax.grad(lambda w: (w * x).mean())(w)\n    return w - g\n"
-    )
-    code, out, _ = main("verify", "--source", "my_source.py")
-    assert code in (0, 1)
-    assert "my_source.py" in out
-    code, out, _ = main("verify", "--source", "my_source.py", "--json")
-    assert json.loads(out)["path"] == "my_source.py"
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ([], ["needs a recipe"]),
         (["--step", "a.py:f"], ["--reference is missing"]),
-        (["--source", "a.py", "--step", "a.py:f"], ["leave one out"]),
-        (["--source", "a.py", "--json", "no/such.json"], ["no folder no"]),
+        (["--source", "a.py"], ["replicax lint a.py"]),
         (["linear_regression", "--json", "no/such.json"], ["no folder no"]),
         (["linear_regression", "--json", "."], ["is a folder"]),
         (["linear_regression", "--devices", "0"], ["--devices 0"]),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
-from replicax.commands.output import check_json, write_json
+from replicax.commands.output import check_json, with_value, write_json
 from replicax.errors import ConfigError
 from replicax.flags import parse_options, positional, shown_as
 from replicax.lint.lint import annotations, examine, python_files, summary, text_lines, to_json
@@ -32,7 +32,7 @@ class LintOptions:
 
 def lint(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
-    options = parse_options(LintOptions, arguments, PROGRAM)
+    options = parse_options(LintOptions, with_value(arguments), PROGRAM)
     check_json(options.json)
     if not options.paths:
         raise ConfigError("no files to read; give .py files or folders: replicax lint train.py")

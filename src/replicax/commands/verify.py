@@ -3,7 +3,6 @@
 import dataclasses
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated
 
 import jax
@@ -16,7 +15,7 @@ from replicax.commands.output import check_json, live, standard_output, with_val
 from replicax.commands.step import DeviceOptions, ModeOptions, StepOptions
 from replicax.core.modes import MODES, as_mode
 from replicax.errors import ConfigError
-from replicax.flags import parse_options, several_of
+from replicax.flags import hidden, parse_options, several_of
 from replicax.verify.table import print_table
 from replicax.verify.verification import Verification
 from replicax.verify.verify import rows_needed
@@ -26,15 +25,14 @@ PROGRAM = "replicax verify"
 USAGE = """\
 usage: replicax verify RECIPE [FLAGS]
        replicax verify --step FILE.py:name --reference FILE.py:name [FLAGS]
-       replicax verify --source FILE.py
 
 Checks that a step on many devices computes what it computes on one: a recipe's,
-in every mode; one that you wrote by hand, against its single-device form; or
-source code, for the classic errors, without running it.
+in every mode; or one that you wrote by hand, against its single-device form.
+replicax lint reads source code for the classic errors, without running it.
 
 The exit code is 1 where anything fails.
 replicax recipes lists the recipes; replicax verify RECIPE --help the flags, and
-replicax verify --step --help those of the other two.
+replicax verify --step --help those of the other.
 """
 
 
@@ -57,7 +55,7 @@ class VerifyOptions(StepOptions, ModeOptions, DeviceOptions):
 
 @dataclasses.dataclass(frozen=True)
 class HandWrittenOptions(DeviceOptions):
-    """Checks a step that was written by hand against its single-device form, or source code."""
+    """Checks a step that was written by hand against its single-device form."""
 
     step: str | None = None
     """The step as the training loop calls it: FILE.py:name."""
@@ -76,10 +74,9 @@ class HandWrittenOptions(DeviceOptions):
     """Devices that the step splits a batch over; found by default."""
     steps: int = 2
     """Consecutive steps whose state is compared."""
-    source: Path | None = None
-    """A file to read, for the classic errors of hand-written data parallelism."""
+    source: Annotated[str | None, hidden()] = None
     json: str | None = None
-    """Write all checks or findings as JSON to this file; - prints them instead of the table."""
+    """Write all checks as JSON to this file; - prints them instead of the table."""
 
 
 def verify(arguments: list[str]) -> int:
@@ -129,12 +126,14 @@ def _of_recipe(parsed: Arguments[VerifyOptions], show: Callable[[str], None]) ->
 def _by_hand(options: HandWrittenOptions) -> int:
     check_json(options.json)
     if options.source is not None:
-        return _of_source(options)
+        raise ConfigError(
+            f"--source has moved: replicax lint {options.source} reads files and folders"
+        )
     if options.step is None or options.reference is None:
         missing = "--step" if options.step is None else "--reference"
         raise ConfigError(
             f"{missing} is missing; a step is checked against its single-device form: give both "
-            "--step FILE.py:name and --reference FILE.py:name, or --source FILE.py"
+            "--step FILE.py:name and --reference FILE.py:name"
         )
     from replicax.verify.step_files import verify_files
 
@@ -153,21 +152,6 @@ def _by_hand(options: HandWrittenOptions) -> int:
             show=show,
         )
     return _report(verification, options.json, options.step)
-
-
-def _of_source(options: HandWrittenOptions) -> int:
-    from replicax.verify.source import examine, findings_lines, to_json
-
-    assert options.source is not None
-    if options.step is not None or options.reference is not None:
-        raise ConfigError(
-            "--source with --step or --reference; a file is either read or run: leave one out"
-        )
-    examination = examine(options.source)
-    write_json(to_json(examination), options.json)
-    if options.json != "-":
-        print(*findings_lines(examination), sep="\n", flush=True)
-    return 1 if examination.fails else 0
 
 
 def _report(verification: Verification, to: str | None, name: str) -> int:

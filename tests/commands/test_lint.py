@@ -1,0 +1,58 @@
+"""`replicax lint`: files and folders, text, JSON and annotations."""
+
+import json
+from pathlib import Path
+
+import pytest
+from support.command_line import Main, one_line
+
+WRONG = """import jax
+
+@jax.pmap
+def step(w, x):
+    grads = jax.grad(lambda w: (w * x).mean())(w)
+    return jax.tree.map(lambda w, g: w - g, w, grads)
+"""
+
+
+@pytest.fixture
+def wrong(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("GITHUB_ACTIONS", raising=False)
+    (folder / "code").mkdir()
+    path = folder / "code" / "wrong.py"
+    path.write_text(WRONG)
+    (folder / "code" / "right.py").write_text("x = 1\n")
+    return path
+
+
+@pytest.mark.usefixtures("wrong")
+def test_a_folder(main: Main) -> None:
+    code, out, err = main("lint", "code")
+    assert (code, err) == (1, "")
+    assert "error[no-reduction]" in out
+    assert out.splitlines()[-1] == "1 error in 2 files"
+    assert main("lint", "code/right.py")[0] == 0
+
+
+@pytest.mark.usefixtures("wrong")
+def test_json_and_annotations(main: Main) -> None:
+    code, out, _ = main("lint", "code", "--json")
+    assert code == 1
+    assert [len(file["findings"]) for file in json.loads(out)["files"]] == [0, 1]
+    _, out, _ = main("lint", "code", "--github")
+    assert out.startswith("::error file=code/wrong.py,line=6,")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "no files to read"),
+        (["gone.py"], "no such file"),
+        (["gone.py", "--json", "no/such.json"], "no folder no"),
+    ],
+)
+@pytest.mark.usefixtures("folder")
+def test_bad_input_is_one_line(main: Main, arguments: list[str], words: str) -> None:
+    code, _, err = main("lint", *arguments)
+    assert code == 2
+    assert words in one_line(err)
