@@ -154,7 +154,7 @@ def _told(name: str) -> tuple[str, str]:
     why = _resolved(name)[2]
     said = " ".join(why.split()) if "has no attribute" not in why else ""
     version = importlib.metadata.version(_DISTRIBUTIONS.get(library, library))
-    return f"{library} {version} has no {name}", said or _instead(name)
+    return f"{library} {version} has no {name}", _INSTEAD.get(name) or said or _instead(name)
 
 
 _PUT = "jax.device_put(value, jax.NamedSharding(mesh, jax.P()))"
@@ -167,13 +167,11 @@ _INSTEAD = {
     "jax.sharding.PositionalSharding": "write jax.NamedSharding(mesh, jax.P('data'))",
     "jax.sharding.PmapSharding": "write jax.NamedSharding(mesh, jax.P('data'))",
 }
-"""Where a library does not say what to write, nor has the name elsewhere."""
+"""Where a library does not say what to write, nor has the name elsewhere; or says less."""
 _PLACES = ("jax.tree", "jax.sharding", "jax", "jax.lax", "jax.numpy", "jax.experimental")
 
 
 def _instead(name: str) -> str:
-    if name in _INSTEAD:
-        return _INSTEAD[name]
     last = name.rpartition(".")[2]
     library = name.partition(".")[0]
     others = [f"{place}.{last}" for place in (*_PLACES, library)]
