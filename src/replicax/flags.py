@@ -49,11 +49,6 @@ def positional() -> Any:
     return require("tyro", "cli").conf.Positional
 
 
-def hidden() -> Any:
-    """Return the annotation of a flag that help leaves out."""
-    return require("tyro", "cli").conf.Suppress
-
-
 def shown_as(value: str, default: str | None = None) -> Any:
     """Return the annotation of a flag: what help calls its value, and its default of None."""
     tyro = require("tyro", "cli")

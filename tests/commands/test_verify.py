@@ -93,7 +93,7 @@ def test_a_step_by_hand(main: Main, name: str, code: int) -> None:
     [
         ([], ["needs a recipe"]),
         (["--step", "a.py:f"], ["--reference is missing"]),
-        (["--source", "a.py"], ["replicax lint a.py"]),
+        (["--source", "a.py"], ["replicax lint"]),
         (["linear_regression", "--json", "no/such.json"], ["no folder no"]),
         (["linear_regression", "--json", "."], ["is a folder"]),
         (["linear_regression", "--devices", "0"], ["--devices 0"]),

@@ -15,7 +15,7 @@ from replicax.commands.output import check_json, live, standard_output, with_val
 from replicax.commands.step import DeviceOptions, ModeOptions, StepOptions
 from replicax.core.modes import MODES, as_mode
 from replicax.errors import ConfigError
-from replicax.flags import hidden, parse_options, several_of
+from replicax.flags import parse_options, several_of
 from replicax.verify.table import print_table
 from replicax.verify.verification import Verification
 from replicax.verify.verify import rows_needed
@@ -74,7 +74,6 @@ class HandWrittenOptions(DeviceOptions):
     """Devices that the step splits a batch over; found by default."""
     steps: int = 2
     """Consecutive steps whose state is compared."""
-    source: Annotated[str | None, hidden()] = None
     json: str | None = None
     """Write all checks as JSON to this file; - prints them instead of the table."""
 
@@ -84,6 +83,8 @@ def verify(arguments: list[str]) -> int:
     if arguments in (["-h"], ["--help"]):
         print(USAGE, end="")
         return 0
+    if arguments and arguments[0].startswith("--source"):
+        raise ConfigError("--source has moved: replicax lint FILES... reads files and folders")
     if arguments and arguments[0].startswith("--"):
         if {"-h", "--help"} & set(arguments):  # after --step, it would be the step's name
             arguments = ["--help"]
@@ -125,10 +126,6 @@ def _of_recipe(parsed: Arguments[VerifyOptions], show: Callable[[str], None]) ->
 
 def _by_hand(options: HandWrittenOptions) -> int:
     check_json(options.json)
-    if options.source is not None:
-        raise ConfigError(
-            f"--source has moved: replicax lint {options.source} reads files and folders"
-        )
     if options.step is None or options.reference is None:
         missing = "--step" if options.step is None else "--reference"
         raise ConfigError(
