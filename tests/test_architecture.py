@@ -33,9 +33,7 @@ ROOMS = {
     "runs": TEXT | BESIDE,
     "verified": TEXT | BESIDE | {"verify", "plan"},
     "": TEXT | BESIDE | VERBS | {"runs", "verified", "losses", "remat"},
-    "flags": TEXT | BESIDE | {""},
-    "commands": TEXT | BESIDE | VERBS | {"", "flags", "runs", "lint"},
-    "cli": TEXT | BESIDE | VERBS | {"", "flags", "commands"},
+    "cli": TEXT | BESIDE | VERBS | {"", "runs", "lint"},
     "__main__": {"cli"},
 }
 """Who may import whom. "" is `replicax/__init__.py`, the public names."""

@@ -16,9 +16,9 @@ from support.tiers import EXHAUSTIVE, only
 
 import replicax as rx
 from replicax.analysis.compiled import Collectives, inspect
-from replicax.commands.train_options import TrainOptions
+from replicax.cli.flags import parse_flags
+from replicax.cli.train_options import TrainOptions
 from replicax.errors import ConfigError
-from replicax.flags import parse_flags
 from replicax.recipes import transformer
 from replicax.recipes.gpt2 import GPT2
 from replicax.recipes.gpt2_weights import save_weights

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicax.commands.train import OF_THIS_START
-from replicax.commands.train_options import TrainOptions
+from replicax.cli.train import OF_THIS_START
+from replicax.cli.train_options import TrainOptions
 from replicax.errors import ConfigError
 from replicax.train.changes import ABSENT, HARMLESS, Change, changes, check_changes, read_config
 from replicax.train.records import RunFolder

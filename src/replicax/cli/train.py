@@ -9,14 +9,14 @@ from typing import Any
 import jax
 
 import replicax as rx
+from replicax.cli.arguments import Arguments, parse_arguments
+from replicax.cli.data import print_data
+from replicax.cli.devices import make_host_devices
+from replicax.cli.fitting import in_micro_batches
+from replicax.cli.output import failed
+from replicax.cli.sharding import print_sharding
+from replicax.cli.train_options import TrainOptions, check_installed
 from replicax.cluster.failure import stop_all_now
-from replicax.commands.arguments import Arguments, parse_arguments
-from replicax.commands.data import print_data
-from replicax.commands.devices import make_host_devices
-from replicax.commands.fitting import in_micro_batches
-from replicax.commands.output import failed
-from replicax.commands.sharding import print_sharding
-from replicax.commands.train_options import TrainOptions, check_installed
 from replicax.core.job import Job
 from replicax.core.update import TrainState
 from replicax.errors import ConfigError

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from replicax.commands.data import print_data
-from replicax.commands.opened import RunOptions, about_line, metrics_text
-from replicax.commands.output import check_json, standard_output, with_value, write_json
+from replicax.cli.data import print_data
+from replicax.cli.flags import parse_options
+from replicax.cli.opened import RunOptions, about_line, metrics_text
+from replicax.cli.output import check_json, standard_output, with_value, write_json
 from replicax.errors import ConfigError
-from replicax.flags import parse_options
 from replicax.recipes.recipe import recipe_name
 from replicax.train.load import Loaded
 

@@ -14,15 +14,15 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from replicax.cli.output import failed
 from replicax.cluster.failure import end
-from replicax.commands.output import failed
 from replicax.errors import ConfigError, ReplicaxError, did_you_mean
 
 COMMANDS = (
     *("train", "evaluate", "sample", "export", "runs"),
     *("plan", "bench", "verify", "lint", "launch", "doctor", "recipes"),
 )
-"""Each is the function of its name in `replicax.commands`, loaded when it is called."""
+"""Each is the function of its name in `replicax.cli`, loaded when it is called."""
 USAGE = """\
 usage: replicax COMMAND ...
 
@@ -110,6 +110,6 @@ def _dispatch(arguments: list[str]) -> int:
             f"no command {command!r}; there are {', '.join(COMMANDS)}"
             f"{did_you_mean(command, COMMANDS)}"
         )
-    run = getattr(importlib.import_module(f"replicax.commands.{command}"), command)
+    run = getattr(importlib.import_module(f"replicax.cli.{command}"), command)
     code: int = run(rest)
     return code

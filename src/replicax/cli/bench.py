@@ -22,15 +22,15 @@ from replicax.bench.notes import notes_on_cases
 from replicax.bench.report import table
 from replicax.bench.result import Bench
 from replicax.bench.save import write_bench
-from replicax.commands.arguments import Arguments, parse_arguments, words
-from replicax.commands.data import print_data
-from replicax.commands.devices import check_alone, make_host_devices
-from replicax.commands.output import new_folder
-from replicax.commands.step import StepOptions
+from replicax.cli.arguments import Arguments, parse_arguments, words
+from replicax.cli.data import print_data
+from replicax.cli.devices import check_alone, make_host_devices
+from replicax.cli.flags import several_of, shown_as
+from replicax.cli.output import new_folder
+from replicax.cli.step import StepOptions
 from replicax.core.job import Alone
 from replicax.core.modes import MODES
 from replicax.errors import ConfigError, MissingDependencyError
-from replicax.flags import several_of, shown_as
 from replicax.train.host_memory import keep_freed_memory
 
 MEMORY = "memory.png"
@@ -184,7 +184,7 @@ def _over_processes(parsed: Arguments[BenchOptions], arguments: list[str]) -> No
             "other batches: give arrays or a Grain dataset, or use --devices"
         )
     measure = processes.job_measure(
-        [sys.executable, "-m", "replicax.commands.bench_process", *arguments], folder / JOBS
+        [sys.executable, "-m", "replicax.cli.bench_process", *arguments], folder / JOBS
     )
     result = processes.bench_processes(measure, counts, rounds=options.rounds, notes=notes)
     print(*table(result), sep="\n", flush=True)

@@ -8,10 +8,10 @@ from typing import Any, get_args, get_type_hints
 import jax
 
 import replicax as rx
-from replicax.commands.arguments import Arguments, parse_arguments
-from replicax.commands.data import first_rows, print_data
-from replicax.commands.devices import make_host_devices
-from replicax.commands.output import (
+from replicax.cli.arguments import Arguments, parse_arguments
+from replicax.cli.data import first_rows, print_data
+from replicax.cli.devices import make_host_devices
+from replicax.cli.output import (
     check_json,
     live,
     new_folder,
@@ -19,7 +19,7 @@ from replicax.commands.output import (
     with_value,
     write_json,
 )
-from replicax.commands.step import ModeOptions, StepOptions
+from replicax.cli.step import ModeOptions, StepOptions
 from replicax.core.modes import as_mode
 from replicax.errors import ConfigError
 from replicax.plan.cells import line

@@ -10,7 +10,7 @@ import pytest
 from support.command_line import RECIPE, Main, one_line
 
 import replicax as rx
-from replicax.commands.train_options import TrainOptions
+from replicax.cli.train_options import TrainOptions
 
 LINE = ["train", "linear_regression", "--points", "48", "--batch-size", "16", "--epochs", "3"]
 ALL = [

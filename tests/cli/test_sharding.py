@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import replicax as rx
-from replicax.commands.sharding import print_sharding
+from replicax.cli.sharding import print_sharding
 
 MODEL = {"a": jnp.zeros((8, 4)), "b": jnp.zeros(8), "c": jnp.zeros((2, 2)), "d": jnp.zeros(())}
 
@@ -82,7 +82,7 @@ def test_a_copy_of_the_state_is_drawn_over_the_replicas_that_share_it(printed: A
 def test_where_there_are_too_many_boxes_only_the_stages_are_drawn(
     printed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replicax.commands.sharding.MOST_BOXES", 2)
+    monkeypatch.setattr("replicax.cli.sharding.MOST_BOXES", 2)
     lines = printed([("a", P("stage", "model")), ("", P())], rx.make_mesh(model=4, stage=2))
     assert boxes(lines) == [["layers 0-3", "layers 4-7"], ["CPU 0-3", "CPU 4-7"], ["CPU 0-7"]]
     assert boxes(printed("fsdp", rx.make_mesh())) == [["CPU 0-7"]]

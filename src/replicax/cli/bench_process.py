@@ -1,6 +1,6 @@
 """One process of a job that `replicax bench RECIPE --processes` has launched.
 
-`python -m replicax.commands.bench_process RECIPE FLAGS PATH`: the flags of the bench, and where
+`python -m replicax.cli.bench_process RECIPE FLAGS PATH`: the flags of the bench, and where
 process 0 writes what the job has measured.
 """
 
@@ -12,8 +12,8 @@ import jax
 import replicax as rx
 from replicax.bench.cases import weak_rows
 from replicax.bench.processes import RUNS, write_part
-from replicax.commands.arguments import parse_arguments
-from replicax.commands.bench import BenchOptions, bench_recipe, counts_of
+from replicax.cli.arguments import parse_arguments
+from replicax.cli.bench import BenchOptions, bench_recipe, counts_of
 from replicax.train.host_memory import keep_freed_memory
 
 

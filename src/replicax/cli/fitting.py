@@ -3,7 +3,7 @@
 from typing import Any
 
 import replicax as rx
-from replicax.commands.data import first_rows
+from replicax.cli.data import first_rows
 from replicax.core.job import Job
 from replicax.core.sources import PerProcess, can_shuffle
 from replicax.plan.cells import line

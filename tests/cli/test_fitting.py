@@ -10,7 +10,7 @@ import pytest
 from support.command_line import Main
 
 import replicax as rx
-from replicax.commands import fitting
+from replicax.cli import fitting
 from replicax.core.job import Alone
 from replicax.recipes.linear_regression import LinearRegression
 

@@ -10,8 +10,8 @@ import pytest
 from support.command_line import RECIPE, Main, one_line
 from support.tiers import only
 
-from replicax.commands import plan as command
-from replicax.commands.plan import PlanOptions
+from replicax.cli import plan as command
+from replicax.cli.plan import PlanOptions
 from replicax.plan.result import Plan
 from replicax.recipes.gpt2 import GPT2
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from replicax.cli.flags import CONFIG, parse_flags, take_flag
 from replicax.errors import ConfigError
-from replicax.flags import CONFIG, parse_flags, take_flag
 from replicax.recipes.recipe import BUILT_IN, find_recipe, recipe_name
 from replicax.train.changes import read_config
 

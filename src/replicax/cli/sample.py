@@ -3,11 +3,11 @@
 import dataclasses
 from typing import Annotated, Any
 
-from replicax.commands.opened import RunOptions
+from replicax.cli.flags import parse_options, positional, shown_as
+from replicax.cli.opened import RunOptions
 from replicax.core.job import Alone
 from replicax.core.sources import as_source
 from replicax.errors import ConfigError
-from replicax.flags import parse_options, positional, shown_as
 from replicax.recipes.recipe import recipe_name
 from replicax.train.load import Loaded
 

@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
-from replicax.commands.output import failed
+from replicax.cli.flags import parse_options
+from replicax.cli.output import failed
 from replicax.errors import ConfigError, did_you_mean
-from replicax.flags import parse_options
 from replicax.launch.job import Job
 from replicax.launch.supervisor import GRACE_SECONDS
 from replicax.launch.supervisor import launch as launch_here

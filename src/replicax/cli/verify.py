@@ -8,14 +8,14 @@ from typing import Annotated
 import jax
 
 import replicax as rx
-from replicax.commands.arguments import Arguments, parse_arguments, words
-from replicax.commands.data import first_rows, print_data
-from replicax.commands.devices import check_alone, make_host_devices
-from replicax.commands.output import check_json, live, standard_output, with_value, write_json
-from replicax.commands.step import DeviceOptions, ModeOptions, StepOptions
+from replicax.cli.arguments import Arguments, parse_arguments, words
+from replicax.cli.data import first_rows, print_data
+from replicax.cli.devices import check_alone, make_host_devices
+from replicax.cli.flags import parse_options, several_of
+from replicax.cli.output import check_json, live, standard_output, with_value, write_json
+from replicax.cli.step import DeviceOptions, ModeOptions, StepOptions
 from replicax.core.modes import MODES, as_mode
 from replicax.errors import ConfigError
-from replicax.flags import parse_options, several_of
 from replicax.verify.table import print_table
 from replicax.verify.verification import Verification
 from replicax.verify.verify import rows_needed

@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+from replicax.cli.flags import parse_options
+from replicax.cli.output import live, standard_output
 from replicax.cluster.failure import leave_at_once, write_failure
 from replicax.cluster.variables import FAILURE_FILE, PROCESS_ID
-from replicax.commands.output import live, standard_output
 from replicax.doctor.examination import PART_SECONDS, Examination
 from replicax.doctor.row import PROBLEM, WARNING
 from replicax.doctor.table import print_table, summary, to_json
 from replicax.errors import ConfigError, require
-from replicax.flags import parse_options
 
 PROGRAM = "replicax doctor"
 WIDTH = 80

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import replicax as rx
-from replicax.commands.devices import check_alone
+from replicax.cli.devices import check_alone
+from replicax.cli.flags import positional, shown_as
 from replicax.errors import ConfigError, did_you_mean
-from replicax.flags import positional, shown_as
 from replicax.recipes.recipe import recipe_name
 from replicax.train.load import Loaded
 from replicax.train.places import place

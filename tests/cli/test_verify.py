@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.command_line import Main, one_line
 
-from replicax.commands import step
+from replicax.cli import step
 from replicax.verify import step_files
 from replicax.verify.verification import Verification
 

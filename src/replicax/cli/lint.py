@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
-from replicax.commands.output import check_json, with_value, write_json
+from replicax.cli.flags import parse_options, positional, shown_as
+from replicax.cli.output import check_json, with_value, write_json
 from replicax.errors import ConfigError
-from replicax.flags import parse_options, positional, shown_as
 from replicax.lint.lint import annotations, examine, python_files, summary, text_lines, to_json
 
 PROGRAM = "replicax lint"

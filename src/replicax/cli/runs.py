@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from replicax.commands.opened import RUNS, metrics_text
+from replicax.cli.flags import parse_options, positional, shown_as
+from replicax.cli.opened import RUNS, metrics_text
 from replicax.errors import CheckpointError, ConfigError
-from replicax.flags import parse_options, positional, shown_as
 from replicax.train.changes import read_config
 from replicax.train.checkpoints.manifest import Manifest
 from replicax.train.checkpoints.store import Store

@@ -10,12 +10,12 @@ import pytest
 from support.command_line import REGRESSION, Main, one_line
 
 import replicax as rx
-from replicax.commands import step
-from replicax.commands.bench import BenchOptions
-from replicax.commands.plan import PlanOptions
-from replicax.commands.step import DeviceOptions, ModeOptions, StepOptions
-from replicax.commands.train_options import TrainOptions
-from replicax.commands.verify import VerifyOptions
+from replicax.cli import step
+from replicax.cli.bench import BenchOptions
+from replicax.cli.plan import PlanOptions
+from replicax.cli.step import DeviceOptions, ModeOptions, StepOptions
+from replicax.cli.train_options import TrainOptions
+from replicax.cli.verify import VerifyOptions
 from replicax.core.layout import LAYOUTS
 from replicax.core.modes import MODES
 from replicax.core.reduction import REDUCTIONS

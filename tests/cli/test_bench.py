@@ -7,7 +7,7 @@ import pytest
 from support.command_line import Main, one_line
 from support.tiers import EXHAUSTIVE
 
-from replicax.commands.bench import over_heads
+from replicax.cli.bench import over_heads
 from replicax.errors import ConfigError
 
 BENCH = ["bench", "linear_regression", "--points", "64", "--batch-size", "16", "--rounds", "1"]

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax.commands.opened import RunOptions, about_line
+from replicax.cli.flags import parse_options, positional, shown_as
+from replicax.cli.opened import RunOptions, about_line
 from replicax.core.models.definition import PyTree
 from replicax.errors import ConfigError, require
-from replicax.flags import parse_options, positional, shown_as
 from replicax.train.load import Loaded
 from replicax.wording import size_text
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 import jax
 
 import replicax as rx
+from replicax.cli.flags import one_of, shown_as
 from replicax.core.exact import MICRO_SHARDS, fix_threads
 from replicax.core.job import Job
 from replicax.core.layout import LAYOUTS, Layout
@@ -13,7 +14,6 @@ from replicax.core.modes import MODES, as_mode
 from replicax.core.pipeline import SCHEDULES
 from replicax.core.reduction import REDUCTIONS
 from replicax.errors import ConfigError
-from replicax.flags import one_of, shown_as
 from replicax.recipes.recipe import recipe_name
 
 # A docstring of one line each: tyro would keep its line breaks in --help.

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import replicax as rx
-from replicax.commands.arguments import words
-from replicax.commands.step import DeviceOptions, ModeOptions, StepOptions
+from replicax.cli.arguments import words
+from replicax.cli.flags import several_of, shown_as
+from replicax.cli.step import DeviceOptions, ModeOptions, StepOptions
 from replicax.errors import ConfigError, choose, require
-from replicax.flags import several_of, shown_as
 
 NOISE_EVERY = 10
 """Steps between two samples of the gradient noise. It takes hundreds where batches are small."""
