@@ -11,8 +11,8 @@ from support.tiers import EXHAUSTIVE, only
 from verify import zoo_recipes as zoo
 
 import replicax as rx
+from replicax.checks import Check
 from replicax.errors import LossError
-from replicax.verify.check import Check
 from replicax.verify.exactness import bits_on, check_exactness, replica_counts
 from replicax.verify.facts import examine
 from replicax.verify.parity import Parity

@@ -11,7 +11,7 @@ import pytest
 from support.tiers import EXHAUSTIVE
 
 import replicax as rx
-from replicax.verify.check import PASS, SKIP
+from replicax.checks import PASS, SKIP
 from replicax.verify.verification import Verification
 
 optimizer = optax.adam(1e-2)

@@ -13,10 +13,10 @@ from support.tiers import EXHAUSTIVE, only
 from verify import zoo_recipes as zoo
 
 import replicax as rx
+from replicax.checks import Check
 from replicax.core.modes import MODES
 from replicax.core.objective import StepSums
 from replicax.core.reduction import REDUCTIONS, Reduction, Wire
-from replicax.verify.check import Check
 from replicax.verify.facts import examine
 from replicax.verify.parity import Parity
 from replicax.verify.subject import Subject

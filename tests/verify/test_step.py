@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 from support.tiers import EXHAUSTIVE
 from verify import step_parts as zoo
 
+from replicax.checks import Check
 from replicax.errors import ConfigError
-from replicax.verify.check import Check
 from replicax.verify.step import verify_step
 from replicax.verify.step_files import verify_files
 from replicax.verify.verification import Verification

@@ -15,9 +15,9 @@ from plan.compilers import FOLDER, needs
 from support.tiers import EXHAUSTIVE
 
 import replicax as rx
+from replicax.checks import Check
 from replicax.errors import CompilerError, ConfigError
 from replicax.verified import compiling_for
-from replicax.verify.check import Check
 from replicax.verify.sums import Elsewhere, Text, check_sums, judged, with_sums_as_cause
 
 DEVICES, ROWS, CONTEXT, TOKENS, WIDTH = 8, 64, 128, 64, 16

@@ -4,9 +4,8 @@ import sys
 
 import pytest
 
-from replicax.verify.check import Check
-from replicax.verify.table import merged, print_table, summary
-from replicax.verify.verification import Verification
+from replicax.checks import PASS, Check, Style, summary, table_text
+from replicax.verify.verification import Verification, merged
 
 PASSED = [
     Check("parity", f"jit, {part}{batch}", "pass", "as one device, to 1e-7 of", "", {"largest": at})
@@ -29,7 +28,7 @@ def test_failures_stay_apart() -> None:
 
 
 def test_it_fits_and_counts(capsys: pytest.CaptureFixture[str]) -> None:
-    print_table([*PASSED, FAILED, SKIPPED])
+    Verification([*PASSED, FAILED, SKIPPED]).print()
     printed = capsys.readouterr().out
     lines = printed.splitlines()
     assert max(map(len, lines)) <= 80
@@ -55,3 +54,12 @@ def test_without_rich_a_verification_is_a_line_for_each_check(
 ) -> None:
     monkeypatch.setitem(sys.modules, "rich", None)
     assert str(Verification([SKIPPED])) == ("skip  traffic, jit: nothing to see\n1 check: 1 skip")
+
+
+def test_checks_without_cases_have_their_subjects_in_a_column() -> None:
+    checks = [Check("clocks", "", "fail", "3 s apart", "set them")]
+    style = Style("fix", {"fail": "problem", PASS: "ok"}, lambda check: ["  size"])
+    lines = table_text(checks, "1 problem", style=style).splitlines()
+    assert lines[0].startswith("clocks  3 s apart")
+    assert lines[0].endswith("problem")
+    assert [line.strip() for line in lines[1:]] == ["fix: set them", "size", "", "1 problem"]

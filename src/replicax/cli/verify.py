@@ -16,7 +16,6 @@ from replicax.cli.output import check_json, live, standard_output, with_value, w
 from replicax.cli.step import DeviceOptions, ModeOptions, StepOptions
 from replicax.core.modes import MODES, as_mode
 from replicax.errors import ConfigError
-from replicax.verify.table import print_table
 from replicax.verify.verification import Verification
 from replicax.verify.verify import rows_needed
 
@@ -157,7 +156,7 @@ def _report(verification: Verification, to: str | None, name: str) -> int:
         about = verification.about
         where = f"{about['devices']} devices · {about['mode']}" if "mode" in about else ""
         print(" · ".join(filter(None, (name, where))))
-        print_table(verification.checks)
+        verification.print()
         if to is not None:
             print(f"see    {to}")
     return 0 if verification.ok else 1

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Jaxpr, jaxprs_in_params
 
-from replicax.verify.check import FAIL, PASS, Check
+from replicax.checks import FAIL, PASS, Check
 from replicax.verify.facts import all_of
 from replicax.verify.subject import Subject
 from replicax.wording import named

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from replicax.checks import FAIL, PASS, SKIP, Check
 from replicax.core.batch import Batch
 from replicax.core.data_parallel import DataParallel
 from replicax.core.mesh import replica_count
@@ -15,7 +16,6 @@ from replicax.core.update import TrainState
 from replicax.errors import LossError, ReplicaxError
 from replicax.train.fingerprint import sha256
 from replicax.train.guarded import NOT_FINITE
-from replicax.verify.check import FAIL, PASS, SKIP, Check
 from replicax.verify.facts import Facts
 from replicax.verify.subject import Case, Subject
 

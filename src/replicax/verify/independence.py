@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from replicax.checks import FAIL, NOTE, PASS, Check
 from replicax.core.loss import Weighted
 from replicax.core.models.definition import View
 from replicax.errors import ReplicaxError
-from replicax.verify.check import FAIL, NOTE, PASS, Check
 from replicax.verify.subject import Subject
 from replicax.wording import first_line
 

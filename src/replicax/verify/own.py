@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from replicax.checks import FAIL, SKIP, Check
 from replicax.core.batch import Batch, host_rows, pad
 from replicax.core.data_parallel import DataParallel
 from replicax.core.mesh import make_mesh
@@ -14,7 +15,6 @@ from replicax.core.modes import Mode
 from replicax.core.update import TrainState
 from replicax.errors import LossError, ReplicaxError
 from replicax.train.fingerprint import sha256
-from replicax.verify.check import FAIL, SKIP, Check
 from replicax.verify.exactness import Bits, bits_of, check_exactness, replica_counts
 from replicax.verify.form import Step
 from replicax.verify.step import verify_step

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
+from replicax.checks import FAIL, NOTE, PASS, SKIP, Check
 from replicax.core.loss import LOSS
 from replicax.core.models.definition import PyTree
-from replicax.verify.check import FAIL, NOTE, PASS, SKIP, Check
 from replicax.verify.difference import leaves
 from replicax.verify.subject import Subject
 from replicax.wording import named

@@ -7,12 +7,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from replicax.checks import FAIL, PASS, SKIP, Check, Verdict
 from replicax.core.batch import Batch
 from replicax.core.loss import LOSS
 from replicax.core.update import TrainState
 from replicax.errors import ReplicaxError
 from replicax.verify.causes import likely_cause
-from replicax.verify.check import FAIL, PASS, SKIP, Check, Verdict
 from replicax.verify.difference import (
     Difference,
     Leaves,

@@ -5,8 +5,8 @@ import dataclasses
 import jax
 import numpy as np
 
+from replicax.checks import FAIL, PASS, Check
 from replicax.core.batch import Batch
-from replicax.verify.check import FAIL, PASS, Check
 from replicax.verify.compilations import counted_compilations
 from replicax.verify.subject import Subject
 

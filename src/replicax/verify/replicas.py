@@ -2,7 +2,7 @@
 
 import jax
 
-from replicax.verify.check import FAIL, PASS, SKIP, Check
+from replicax.checks import FAIL, PASS, SKIP, Check
 from replicax.verify.copies import read_copies
 from replicax.verify.subject import Case, Subject
 from replicax.wording import named

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from replicax.checks import PASS, SKIP, Check
 from replicax.errors import ConfigError
-from replicax.verify.check import PASS, SKIP, Check
 from replicax.verify.difference import changes, coarsest_eps, is_float
 from replicax.verify.form import Step, host
 from replicax.verify.rows import find_weights, row_count, with_weights

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from replicax.checks import FAIL, NOTE, PASS, Check
 from replicax.verify.causes import likely_cause
-from replicax.verify.check import FAIL, NOTE, PASS, Check
 from replicax.verify.compilations import counted_compilations
 from replicax.verify.copies import Copies
 from replicax.verify.difference import Leaves, first_difference, is_float

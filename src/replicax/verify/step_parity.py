@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from replicax.checks import FAIL, NOTE, PASS, SKIP, Check
 from replicax.errors import ConfigError
 from replicax.verify.causes import likely_cause
-from replicax.verify.check import FAIL, NOTE, PASS, SKIP, Check
 from replicax.verify.copies import Copies
 from replicax.verify.difference import Leaves, differences, first_difference, leaves
 from replicax.verify.evidence import Evidence, Hypothesis

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from replicax.analysis.compiled import CompiledStep, inspect
-from replicax.verify.check import FAIL, NOTE, PASS, SKIP, Check
+from replicax.checks import FAIL, NOTE, PASS, SKIP, Check
 from replicax.verify.rows import row_count, take
 from replicax.verify.trial import Trial
 from replicax.wording import first_line

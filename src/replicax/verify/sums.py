@@ -15,13 +15,13 @@ from replicax.analysis.sums import (
     has_16_bits,
     sums_in_16_bits,
 )
+from replicax.checks import NOTE, PASS, SKIP, Check
 from replicax.core.data_parallel import DataParallel
 from replicax.core.mesh import DATA, FSDP
 from replicax.core.modes import MODES
 from replicax.errors import ReplicaxError
 from replicax.train.guarded import guarded
 from replicax.verify.causes import NO_CAUSE
-from replicax.verify.check import NOTE, PASS, SKIP, Check
 from replicax.wording import first_line
 
 _TOPIC: Final[Literal["sums"]] = "sums"

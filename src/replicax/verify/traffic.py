@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Iterator
 
 from replicax.analysis.compiled import CompiledStep, inspect
 from replicax.analysis.traffic import SLIGHTLY
+from replicax.checks import FAIL, NOTE, PASS, SKIP, Check, Verdict
 from replicax.core.data_parallel import DataParallel
 from replicax.core.mesh import STAGE, replica_count
 from replicax.core.modes import MODES
 from replicax.core.pipeline import SCHEDULES
 from replicax.errors import ReplicaxError
-from replicax.verify.check import FAIL, NOTE, PASS, SKIP, Check, Verdict
 from replicax.verify.facts import Facts
 from replicax.verify.independence import DEPENDENT
 from replicax.verify.sent import Sent, bytes_of_layout, read_sent

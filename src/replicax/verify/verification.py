@@ -1,11 +1,11 @@
 """The result of a verification: one row for each thing that was checked."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from replicax.verify.check import FAIL, Check
-from replicax.verify.table import summary, table_text
+from replicax.checks import FAIL, NOTE, SKIP, Check, print_table, summary, table_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +20,11 @@ class Verification:
         return f"Verification(ok={self.ok}, {summary(self.checks)})"
 
     def __str__(self) -> str:
-        return table_text(self.checks)
+        return table_text(merged(self.checks), summary(self.checks))
+
+    def print(self) -> None:
+        """Print the table, in colour on a terminal."""
+        print_table(merged(self.checks), summary(self.checks))
 
     @property
     def ok(self) -> bool:
@@ -39,3 +43,42 @@ class Verification:
             "about": dict(self.about),
             "checks": [dataclasses.asdict(check) for check in self.checks],
         }
+
+
+def merged(checks: Sequence[Check]) -> list[Check]:
+    """The checks, with neighbours that pass, or are skipped, for the same reason made one."""
+    shown: list[Check] = []
+    for _, group in itertools.groupby(enumerate(checks), key=lambda each: _alike(*each)):
+        several = [check for _, check in group]
+        shown.append(several[0] if len(several) == 1 else _one(several))
+    return shown
+
+
+def _alike(number: int, check: Check) -> tuple[object, ...]:
+    """What neighbours that are shown as one have in common."""
+    if check.verdict in (FAIL, NOTE):
+        return (number,)
+    if check.subject == "parity":
+        reason = check.found if check.verdict == SKIP else ""
+        return check.subject, _mode(check), check.verdict, reason, "largest" in check.figures
+    return check.subject, check.verdict, check.found
+
+
+def _one(checks: Sequence[Check]) -> Check:
+    first = checks[0]
+    if first.subject != "parity":
+        return dataclasses.replace(first, case=" · ".join(check.case for check in checks))
+    batches = dict.fromkeys(check.case.split(", ")[-1] for check in checks)
+    parts = dict.fromkeys(check.case.split(", ")[1] for check in checks)
+    split = [part for part in parts if part.endswith("micro-batches")]
+    also = f"; and in {' and '.join(split)}" if split else ""
+    case = f"{_mode(first)} ({', '.join(batches)}{also})"
+    largest = [check.figures["largest"] for check in checks if "largest" in check.figures]
+    if not largest:
+        return dataclasses.replace(first, case=case)
+    found = f"{first.found.partition(', to ')[0]}, to {max(largest):.1e} of each leaf's scale"
+    return dataclasses.replace(first, case=case, found=found)
+
+
+def _mode(check: Check) -> str:
+    return check.case.partition(", ")[0]

@@ -9,12 +9,12 @@ from typing import Any
 import jax
 
 from replicax.analysis.compiled import inspect
+from replicax.checks import FAIL, SKIP, Check
 from replicax.core.batch import row_count
 from replicax.core.data_parallel import DataParallel
 from replicax.core.mesh import replica_count
 from replicax.core.modes import MODES, Mode, as_mode
 from replicax.errors import ConfigError, ReplicaxError
-from replicax.verify.check import FAIL, SKIP, Check
 from replicax.verify.determinism import check_determinism
 from replicax.verify.exactness import bits_on, check_exactness, replica_counts
 from replicax.verify.facts import examine

@@ -1,0 +1,155 @@
+"""A check with its verdict, and the one table that shows checks: of verify, doctor and lint."""
+
+import collections
+import dataclasses
+import io
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Literal
+
+from replicax.errors import MissingDependencyError, require
+
+Verdict = Literal["pass", "fail", "note", "skip"]
+PASS: Final[Literal["pass"]] = "pass"
+FAIL: Final[Literal["fail"]] = "fail"
+NOTE: Final[Literal["note"]] = "note"
+SKIP: Final[Literal["skip"]] = "skip"
+
+WIDTH = 80
+_STYLES: Mapping[Verdict, str] = {PASS: "green", NOTE: "yellow", FAIL: "bold red", SKIP: "dim"}
+_NO_BREAK = "\ue000"
+"""Of no alphabet; rich breaks lines at the usual no-break space too."""
+_SHORT = 24
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One thing that was checked, in one case, and what was found."""
+
+    subject: str
+    """The heading that it stands under: "parity", "clocks", a file."""
+    case: str
+    """Where: "full batch", "shard_map, 2 micro-batches"; may be empty."""
+    verdict: Verdict
+    found: str
+    """What was seen, with its figures; for `skip`, why it was not looked at."""
+    cause: str = ""
+    """The likely cause of a failure, and its fix."""
+    figures: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """The same as numbers, for programs; what JSON can hold."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Style:
+    """What differs between the tables of two commands."""
+
+    remedy: str = "cause"
+    """What stands before a check's `cause`: "fix"."""
+    words: Mapping[Verdict, str] = dataclasses.field(default_factory=dict)
+    """Other words for verdicts: `{PASS: "ok", NOTE: "warning"}`."""
+    below: Callable[[Check], Sequence[str]] = lambda _check: ()
+    """Returns lines to print below a check, as they are."""
+    width: int = WIDTH
+    """The most columns; a narrower terminal has fewer."""
+
+
+DEFAULT = Style()
+
+
+def print_table(
+    checks: Sequence[Check], total: str | None = None, *, style: Style = DEFAULT
+) -> None:
+    """Print what `table_text` returns, in colour on a terminal.
+
+    Args:
+        checks: in their order; neighbours of one subject share its heading.
+        total: the last line; by default `summary(checks)`.
+        style: what differs from another command's table.
+    """
+    require("rich", "cli")
+    from rich.console import Console
+
+    terminal = Console(highlight=False)
+    console = Console(highlight=False, width=min(style.width, terminal.width))
+    print(_drawn(checks, total, console, style), flush=True)
+
+
+def table_text(checks: Sequence[Check], total: str | None = None, *, style: Style = DEFAULT) -> str:
+    """Return subject, case, what was found and the verdict of each, and the cause below it.
+
+    Subjects are headings, or a column of their own where no check has a case. Without rich it is
+    a line each.
+    """
+    try:
+        require("rich", "cli")
+    except MissingDependencyError:
+        lines = [
+            f"{_word(each, style)}  {', '.join(filter(None, (each.subject, each.case)))}: "
+            f"{each.found}"
+            for each in checks
+        ]
+        return "\n".join([*lines, summary(checks, style=style) if total is None else total])
+    from rich.console import Console
+
+    console = Console(highlight=False, width=style.width, file=io.StringIO())
+    return _drawn(checks, total, console, style)
+
+
+def summary(checks: Sequence[Check], *, style: Style = DEFAULT) -> str:
+    """`38 checks: 36 pass, 1 note, 1 fail`."""
+    counts = collections.Counter[str](check.verdict for check in checks)
+    listed = [f"{counts[each]} {style.words.get(each, each)}" for each in _STYLES if counts[each]]
+    return f"{len(checks)} check{'s' if len(checks) != 1 else ''}: {', '.join(listed)}"
+
+
+def _drawn(checks: Sequence[Check], total: str | None, console: Any, style: Style) -> str:
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    headings = any(check.case for check in checks)
+    drawn = Table.grid(padding=(0, 2, 0, 0), pad_edge=False, expand=True)
+    if not headings:
+        drawn.add_column(no_wrap=True)
+    drawn.add_column(ratio=1, overflow="fold")
+    drawn.add_column(no_wrap=True)
+
+    def add(content: Any, verdict: Any = "", subject: str = "", indent: int = 0) -> None:
+        if headings:
+            drawn.add_row(Padding(content, (0, 0, 0, indent)), verdict)
+        else:
+            drawn.add_row(Text(subject, "bold"), content, verdict)
+
+    before, told = None, ""
+    for check in checks:
+        color = _STYLES[check.verdict]
+        subject = check.subject if check.subject != before else ""
+        if headings and subject:
+            add(Text(subject, "bold"))
+        before = check.subject
+        text = _kept(f"{check.case}: {check.found}" if check.case else check.found)
+        line = Text(text, "dim" if check.verdict == SKIP else "")
+        add(line, Text(_word(check, style), color), subject, 2)
+        if check.cause:
+            cause = check.cause if check.cause != told else "as above"
+            told = check.cause
+            add(Text(f"{style.remedy}: {cause}", color), indent=4)
+        for each in style.below(check):
+            add(Text(each, "dim", no_wrap=True), indent=4)
+    with console.capture() as captured:
+        console.print(drawn)
+    lines = [line.rstrip() for line in captured.get().replace(_NO_BREAK, " ").splitlines()]
+    return "\n".join([*lines, "", summary(checks, style=style) if total is None else total])
+
+
+def _word(check: Check, style: Style) -> str:
+    return style.words.get(check.verdict, check.verdict)
+
+
+def _kept(text: str) -> str:
+    """`text` with what belongs together in one line: the short parts of a list with dots."""
+    parts = text.split(" · ")
+    if len(parts) == 1:
+        return text
+    return " · ".join(
+        part.replace(" ", _NO_BREAK) if len(part) <= _SHORT else part for part in parts
+    )
