@@ -17,7 +17,7 @@ from engines.slurm import missing_slurm, slurm
 from support.tiers import EXHAUSTIVE
 
 from replicax.launch.job import Job
-from replicax.launch.slurm import SlurmOptions, slurm_script
+from replicax.launch.scripts import SlurmOptions, slurm_script
 
 SCRIPT = [PYTHON, str(HERE / "train_job.py")]
 FLAGS = ["--devices", "2", "--steps", "5", "--run", "tiny"]

@@ -11,7 +11,7 @@ import pytest
 from replicax.cluster.place import find_place
 from replicax.errors import ConfigError
 from replicax.launch.job import Job
-from replicax.launch.kubernetes import KubernetesOptions, jobset_manifest
+from replicax.launch.scripts import KubernetesOptions, jobset_manifest
 
 yaml = pytest.importorskip("yaml", reason="PyYAML reads the manifest back")
 jsonschema = pytest.importorskip("jsonschema", reason="jsonschema checks the manifest")

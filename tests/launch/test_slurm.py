@@ -12,7 +12,7 @@ import pytest
 
 from replicax.errors import ConfigError
 from replicax.launch.job import Job
-from replicax.launch.slurm import SlurmOptions, slurm_script
+from replicax.launch.scripts import SlurmOptions, slurm_script
 
 ODD = (
     "python",

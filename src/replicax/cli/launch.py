@@ -127,13 +127,13 @@ def _run_here(job: Job, options: LocalOptions) -> tuple[int, str | None]:
 
 
 def _slurm() -> Engine:
-    from replicax.launch.slurm import SlurmOptions, slurm_script
+    from replicax.launch.scripts import SlurmOptions, slurm_script
 
     return Engine(SlurmOptions, lambda job, options: _print(slurm_script(job, options)))
 
 
 def _kubernetes() -> Engine:
-    from replicax.launch.kubernetes import KubernetesOptions, jobset_manifest
+    from replicax.launch.scripts import KubernetesOptions, jobset_manifest
 
     return Engine(KubernetesOptions, lambda job, options: _print(jobset_manifest(job, options)))
 
