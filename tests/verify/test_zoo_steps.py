@@ -2,11 +2,15 @@
 
 import pytest
 from support.tiers import only
-from verify.zoo_broken_steps import BROKEN
-from verify.zoo_correct_steps import CORRECT
+from verify import zoo_unusual_steps as unusual
+from verify.zoo_broken_steps import BROKEN as CLASSIC
+from verify.zoo_correct_steps import CORRECT as USUAL_CORRECT
 
 from replicax.verify.step import verify_step
 from replicax.verify.verification import Verification
+
+BROKEN = CLASSIC | unusual.BROKEN
+CORRECT = USUAL_CORRECT | unusual.CORRECT
 
 
 def verified(name: str) -> Verification:
@@ -26,7 +30,7 @@ USUAL = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", only(USUAL, BROKEN))
+@pytest.mark.parametrize("name", only(USUAL, BROKEN, unusual.PENDING))
 def test_a_mistake_is_caught_and_named(name: str) -> None:
     entry = BROKEN[name]
     verification = verified(name)
@@ -42,6 +46,6 @@ def test_a_mistake_is_caught_and_named(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", only(["shard_map", "masked"], CORRECT))
+@pytest.mark.parametrize("name", only(["shard_map", "masked"], CORRECT, unusual.PENDING))
 def test_a_correct_step_raises_no_alarm(name: str) -> None:
     assert verified(name).failed == []
