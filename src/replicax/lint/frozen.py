@@ -3,31 +3,25 @@
 import ast
 from collections.abc import Iterator, Sequence
 
-from replicax.lint.finding import WARNING, Report, spot
-from replicax.lint.program import Program
+from replicax.lint.finding import WARNING, Report
+from replicax.lint.program import COMPILES, FUNCTIONS, LOOPS, Program, targets
 
-_COMPILES = {
-    *("jax.jit", "jax.pmap", "jax.shard_map", "jax.experimental.shard_map.shard_map"),
-    *("replicax.DataParallel", "rx.DataParallel"),
-}
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-_LOOPS = (ast.For, ast.AsyncFor, ast.While)
-_SCOPES = (*_FUNCTIONS, ast.ClassDef)
+_COMPILES = COMPILES | {"replicax.DataParallel", "rx.DataParallel"}
 
 
 def check_frozen(program: Program, report: Report) -> None:
     """Report what a compiled function reads of its surroundings, and what changes there later."""
     for scope in program.nodes:
-        if not isinstance(scope, (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef)):
+        if not isinstance(scope, ast.Module | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         nodes = list(_own(scope))
-        assigned = [(name, statement) for statement in nodes for name in _targets(statement)]
-        loops = [node for node in nodes if isinstance(node, _LOOPS)]
+        assigned = [(name, statement) for statement in nodes for name in targets(statement)]
+        loops = [node for node in nodes if isinstance(node, LOOPS)]
         for function in nodes:
             if not isinstance(function, ast.FunctionDef):
                 continue
             used = _compiled(function, nodes, program)
-            read = _free(function) if used else {}
+            read = _free(function) if used else set()
             for name, statement in assigned:
                 if name in read and _runs_after(function, statement, used, loops):
                     report.add(
@@ -42,60 +36,36 @@ def check_frozen(program: Program, report: Report) -> None:
 
 
 def _own(scope: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a scope, without those of the functions and classes in it."""
+    """Yield the nodes of a scope, without those of the functions and classes in it."""
     for child in ast.iter_child_nodes(scope):
         yield child
-        if not isinstance(child, _SCOPES):
+        if not isinstance(child, (*FUNCTIONS, ast.ClassDef)):
             yield from _own(child)
 
 
-def _targets(node: ast.AST) -> Iterator[str]:
-    """The names that a statement or an expression assigns."""
-    targets: list[ast.AST] = []
-    if isinstance(node, ast.Assign):
-        targets = list(node.targets)
-    elif isinstance(node, (ast.AugAssign, ast.AnnAssign, ast.For, ast.NamedExpr)):
-        targets = [node.target]
-    for target in targets:
-        for each in ast.walk(target):
-            if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
-                yield each.id
-
-
-def _free(function: ast.FunctionDef) -> dict[str, ast.Name]:
-    """The names that a function reads and does not assign."""
-    bound = {argument.arg for argument in ast.walk(function) if isinstance(argument, ast.arg)}
-    names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
-    bound |= {node.id for node in names if not isinstance(node.ctx, ast.Load)}
-    inner = [node.name for node in ast.walk(function) if isinstance(node, ast.FunctionDef)]
-    body = {id(node) for part in function.body for node in ast.walk(part)}
-    return {
-        node.id: node
-        for node in names
-        if id(node) in body and node.id not in bound and node.id not in inner
-    }
+def _free(function: ast.FunctionDef) -> set[str]:
+    """Return the names that a function reads and does not assign."""
+    nodes = list(ast.walk(function))
+    bound = {each.arg for each in nodes if isinstance(each, ast.arg)}
+    bound |= {each.name for each in nodes if isinstance(each, ast.FunctionDef)}
+    body = [node for part in function.body for node in ast.walk(part) if isinstance(node, ast.Name)]
+    bound |= {node.id for node in body if not isinstance(node.ctx, ast.Load)}
+    return {node.id for node in body} - bound
 
 
 def _compiled(function: ast.FunctionDef, nodes: list[ast.AST], program: Program) -> list[ast.AST]:
-    """Where a function is used once compiled; nothing if it never is.
+    """Return where a function is used once compiled; nothing if it never is.
 
     By its own name if it is decorated so, else by the name of what a compiler made of it.
     """
-
-    def compiles(node: ast.AST) -> bool:
-        called = node.func if isinstance(node, ast.Call) else node
-        if isinstance(node, ast.Call) and program.name(called) == "functools.partial":
-            return bool(node.args) and compiles(node.args[0])
-        return program.name(called) in _COMPILES
-
-    names = {function.name} if any(map(compiles, function.decorator_list)) else set()
+    compiled = {program.called(each) for each in function.decorator_list} & _COMPILES
+    names = {function.name} if compiled else set()
     for node in nodes:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-            call = node.value
-            given = [*call.args, *(keyword.value for keyword in call.keywords)]
+            given = [*node.value.args, *(each.value for each in node.value.keywords)]
             handed = any(isinstance(each, ast.Name) and each.id == function.name for each in given)
-            if handed and compiles(call):
-                names |= set(_targets(node))
+            if handed and program.called(node.value) in _COMPILES:
+                names |= set(targets(node))
     return [
         node
         for node in nodes
@@ -109,18 +79,24 @@ def _runs_after(
     used: Sequence[ast.AST],
     loops: Sequence[ast.AST],
 ) -> bool:
-    """Whether the function has run before a statement, or is made before it, and runs after it."""
-    place = spot(statement).line
+    """Return whether a function has run before a statement, or is made before it, and runs after.
+
+    By their lines: in a loop around the statement, every use comes after it too.
+    """
+    place = _line(statement)
     around = [loop for loop in loops if _within(loop, place)]
-    if any(_within(loop, spot(function).line) for loop in around):
+    if any(_within(loop, _line(function)) for loop in around):
         return False  # made anew at each turn
-    if place < spot(function).line and not around:
+    if place < _line(function) and not around:
         return False
-    earlier = [node for node in used if spot(node).line < place]
-    later = [node for node in used if spot(node).line > place]
-    again = [node for loop in around for node in used if _within(loop, spot(node).line)]
-    return bool(again) or bool(earlier and later)
+    lines = [_line(node) for node in used]
+    again = any(_within(loop, line) for loop in around for line in lines)
+    return again or (any(line < place for line in lines) and any(line > place for line in lines))
 
 
 def _within(loop: ast.AST, line: int) -> bool:
-    return spot(loop).line <= line <= (getattr(loop, "end_lineno", None) or line)
+    return _line(loop) <= line <= (getattr(loop, "end_lineno", None) or line)
+
+
+def _line(node: ast.AST) -> int:
+    return int(getattr(node, "lineno", 1))

@@ -8,9 +8,8 @@ import importlib.util
 import inspect
 import types
 import warnings
-from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from replicax.lint.finding import NOTE, Report
 from replicax.lint.program import Program
@@ -18,7 +17,6 @@ from replicax.lint.program import Program
 LIBRARIES = ("jax", "flax", "optax", "numpy", "equinox", "haiku", "chex", "orbax")
 _DISTRIBUTIONS = {"haiku": "dm-haiku", "orbax": "orbax-checkpoint"}
 _GUARDS = {"ImportError", "ModuleNotFoundError", "AttributeError", "Exception"}
-_MISSING = object()
 
 
 def check_names(program: Program, report: Report) -> list[str]:
@@ -35,12 +33,12 @@ def check_names(program: Program, report: Report) -> list[str]:
         if not _installed(library):
             absent[library] = None
             continue
-        lost = _lost(name)
-        if lost and not report.ignores("removed-api", getattr(node, "lineno", 1)):
-            gone.setdefault(lost, []).append(node)
-        old = _deprecation(name)
-        if old:
-            report.add("old-api", node, old[0], old[1], NOTE)
+        found = _resolved(name)
+        if found.lost and not report.ignores("removed-api", getattr(node, "lineno", 1)):
+            gone.setdefault(found.lost, []).append(node)
+        if found.deprecated:
+            fix = " ".join(found.warning.split())
+            report.add("old-api", node, f"{found.deprecated} is deprecated", fix, NOTE)
     for name, nodes in gone.items():
         first = min(nodes, key=lambda node: getattr(node, "lineno", 0))
         times = f" ({len(nodes)} times in this file)" if len(nodes) > 1 else ""
@@ -101,31 +99,20 @@ def _module(name: str) -> types.ModuleType | None:
         return None
 
 
-@functools.cache
-def _exists(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, AttributeError, ValueError):
-        return False
-
-
-def _attribute(module: types.ModuleType, name: str) -> tuple[Any, str, str]:
-    """Return an attribute, what its absence says, and what its use warns of."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            value = getattr(module, name)
-        except AttributeError as error:
-            return _MISSING, str(error), ""
-        except Exception:
-            return None, "", ""
-    old = [each for each in caught if issubclass(each.category, DeprecationWarning)]
-    return value, "", str(old[0].message) if old else ""
+class _Resolved(NamedTuple):
+    value: Any = None
+    """What a full name stands for; None if that cannot be told."""
+    lost: str = ""
+    """The part of the name that its library no longer has, and what the library says of it."""
+    why: str = ""
+    deprecated: str = ""
+    """The part of the name whose use warns, and the warning."""
+    warning: str = ""
 
 
 @functools.cache
-def _resolved(name: str) -> tuple[Any, str, str, str]:
-    """Return what a full name is, the part of it that is lost, and why; what its use warns of."""
+def _resolved(name: str) -> _Resolved:
+    """Look a full name up in its library, part by part."""
     path, *rest = name.split(".")
     value: Any = _module(path)
     for part in rest:
@@ -133,28 +120,41 @@ def _resolved(name: str) -> tuple[Any, str, str, str]:
             value = getattr(value, part, None) if isinstance(value, type) else None
             continue
         longer = f"{path}.{part}"
-        found, why, old = _attribute(value, part)
-        if found is _MISSING:
-            if not _exists(longer):
-                return None, longer, why, ""
-            found = _module(longer)
-        if old:
-            return found, "", "", f"{longer}|{old}"
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                found = getattr(value, part)
+            except AttributeError as error:
+                found = _module(longer)
+                if found is None and not _is_module(longer):
+                    return _Resolved(None, longer, str(error))
+            except Exception:  # what a lazy module raises where it lacks something
+                found = None
+        for each in caught:
+            if issubclass(each.category, DeprecationWarning):
+                return _Resolved(found, "", "", longer, str(each.message))
         path, value = longer, found
-    return value, "", "", ""
+    return _Resolved(value)
 
 
-def _lost(name: str) -> str:
-    return _resolved(name)[1]
+def _is_module(name: str) -> bool:
+    """Return whether a library has a module, be it one that cannot be imported here."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, AttributeError, ValueError):
+        return False
 
 
 def _told(name: str) -> tuple[str, str]:
     """Return why a name is lost, and what to write, as far as its library says."""
-    library = name.partition(".")[0]
-    why = _resolved(name)[2]
+    why = _resolved(name).why
     said = " ".join(why.split()) if "has no attribute" not in why else ""
-    version = importlib.metadata.version(_DISTRIBUTIONS.get(library, library))
-    return f"{library} {version} has no {name}", _INSTEAD.get(name) or said or _instead(name)
+    return f"{_versioned(name)} has no {name}", _INSTEAD.get(name) or said or _instead(name)
+
+
+def _versioned(name: str) -> str:
+    library = name.partition(".")[0]
+    return f"{library} {importlib.metadata.version(_DISTRIBUTIONS.get(library, library))}"
 
 
 _PUT = "jax.device_put(value, jax.NamedSharding(mesh, jax.P()))"
@@ -172,23 +172,12 @@ _PLACES = ("jax.tree", "jax.sharding", "jax", "jax.lax", "jax.numpy", "jax.exper
 
 
 def _instead(name: str) -> str:
-    last = name.rpartition(".")[2]
-    library = name.partition(".")[0]
+    library, last = name.partition(".")[0], name.rpartition(".")[2]
     others = [f"{place}.{last}" for place in (*_PLACES, library)]
-    others.insert(0, f"jax.tree.{last.removeprefix('tree_')}")
-    for other in others:
-        value, lost, *_ = _resolved(other)
-        if not lost and value is not None:
+    for other in (f"jax.tree.{last.removeprefix('tree_')}", *others):
+        if _resolved(other).value is not None:
             return f"write {other}"
     return "see the library's changelog"
-
-
-def _deprecation(name: str) -> tuple[str, str] | None:
-    *_, old = _resolved(name)
-    if not old:
-        return None
-    where, _, message = old.partition("|")
-    return f"{where} is deprecated", " ".join(message.split())
 
 
 def _check_call(program: Program, call: ast.Call, report: Report) -> None:
@@ -197,9 +186,7 @@ def _check_call(program: Program, call: ast.Call, report: Report) -> None:
     library = name.partition(".")[0]
     if library not in LIBRARIES or not _installed(library) or _is_guarded(program, call):
         return
-    value, lost, *_ = _resolved(name)
-    if lost or not (callable(value) or isinstance(value, types.ModuleType)):
-        return
+    value = _resolved(name).value
     if isinstance(value, types.ModuleType):
         report.add("bad-call", call, f"{name} is a module: calling it fails", "call what is in it")
         return
@@ -208,19 +195,19 @@ def _check_call(program: Program, call: ast.Call, report: Report) -> None:
         return
     partly = program.name(call.func) == "functools.partial"
     given = call.args[1:] if partly else call.args
-    signature = _signature(value)
+    signature = _signature(value) if callable(value) else None
     if signature is None:
         return
     bind = signature.bind_partial if partly else signature.bind
     try:
         bind(*given, **{each.arg: each.value for each in call.keywords if each.arg})
     except TypeError as error:
-        version = importlib.metadata.version(_DISTRIBUTIONS.get(library, library))
+        names = ", ".join(signature.parameters)
         report.add(
             "bad-call",
             call,
-            f"{name} of {library} {version} takes no such arguments: {error}",
-            f"its arguments are {_shortened(signature)}",
+            f"{name} of {_versioned(name)} takes no such arguments: {error}",
+            f"its arguments are {names if len(names) <= 120 else names[:120] + ' ...'}",
         )
 
 
@@ -234,11 +221,22 @@ def _signature(function: Any) -> inspect.Signature | None:
             own = inspect.signature(function.__init__)  # type: ignore[misc]
             found = own.replace(parameters=list(own.parameters.values())[1:])
     except (ValueError, TypeError):
-        return None
+        return _compiled_signature(function)
     return found
 
 
-def _shortened(signature: inspect.Signature) -> str:
-    counts = Counter(each.kind for each in signature.parameters.values())
-    names = ", ".join(signature.parameters)
-    return names if sum(counts.values()) <= 12 else f"{names[:70]}..."
+def _compiled_signature(function: Any) -> inspect.Signature | None:
+    """Return what a class of nanobind takes, `jax.NamedSharding` say, as its docstring has it."""
+    text = getattr(getattr(function, "__init__", None), "__doc__", None) or ""
+    if not text.startswith("__init__(self, ") or "*" in text or "\n" in text:
+        return None
+    arguments = ast.parse(f"def {text}: ...").body[0].args  # type: ignore[attr-defined]
+    names = [each.arg for each in (*arguments.posonlyargs, *arguments.args)][1:]
+    optional = len(names) - len(arguments.defaults)
+    kind, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
+    return inspect.Signature(
+        [
+            inspect.Parameter(name, kind, default=empty if number < optional else None)
+            for number, name in enumerate(names)
+        ]
+    )

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from replicax.lint.finding import WARNING, Report
 from replicax.lint.program import (
     BATCH,
+    COMPILES,
     FUNCTIONS,
-    JIT,
     LOOPS,
-    PMAP,
     SHARD_MAP,
     Program,
     names_in,
@@ -43,30 +42,21 @@ def _compiled_names(program: Program) -> set[str]:
     found = set()
     for node in program.nodes:
         if isinstance(node, ast.FunctionDef):
-            for each in node.decorator_list:
-                name = program.called(each) if isinstance(each, ast.Call) else program.name(each)
-                if name in PMAP | SHARD_MAP | JIT:
-                    found.add(node.name)
+            found |= {node.name} if _is_compiled(program, node) else set()
         elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-            compiles = program.called(node.value) in PMAP | SHARD_MAP | JIT
-            found.update(targets(node) if compiles else [])
+            found.update(targets(node) if program.called(node.value) in COMPILES else [])
     return found
 
 
+def _is_compiled(program: Program, node: ast.AST) -> bool:
+    """Return whether it is a function that is compiled."""
+    decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else []
+    mapped = any(each.function is node for each in program.mapped)
+    return mapped or any(program.called(each) in COMPILES for each in decorators)
+
+
 def _is_traced(program: Program, node: ast.AST) -> bool:
-    """Whether it is in a function that is compiled."""
-    compiled = {each.function for each in program.mapped}
-    return any(
-        outer in compiled or (isinstance(outer, ast.FunctionDef) and _is_jitted(program, outer))
-        for outer in program.around(node)
-    )
-
-
-def _is_jitted(program: Program, function: ast.FunctionDef) -> bool:
-    return any(
-        (program.called(each) if isinstance(each, ast.Call) else program.name(each)) in JIT
-        for each in function.decorator_list
-    )
+    return any(_is_compiled(program, outer) for outer in program.around(node))
 
 
 def _own(loop: ast.For | ast.AsyncFor | ast.While) -> Iterator[tuple[ast.AST, bool]]:
@@ -110,10 +100,8 @@ def _check_fetches(
     waiting: set[str] = set()
     for node, _ in nodes:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-            function = node.value.func
-            name = str(getattr(function, "attr", "") or getattr(function, "id", ""))
-            if name in steps or _STEP.search(name):
-                waiting.update(targets(node))
+            name = ast.unparse(node.value.func).rpartition(".")[2]
+            waiting.update(targets(node) if name in steps or _STEP.search(name) else [])
     for node, guarded in nodes:
         if guarded or not isinstance(node, ast.Call) or _acts(program.parents[node]):
             continue
@@ -138,28 +126,20 @@ def _acts(node: ast.AST) -> bool:
 def _fetched(program: Program, call: ast.Call) -> set[str]:
     """Return the names of what a call has the host wait for."""
     given = [*call.args, *(each.value for each in call.keywords)]
+    method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
     if program.name(call.func) in _FETCHES:
-        return _arrays(given)
-    if isinstance(call.func, ast.Attribute) and call.func.attr in _FETCHING_METHODS:
-        return _arrays(given or [call.func.value])
-    return set()
+        return _arrays(*given)
+    return _arrays(*(given or [call.func])) if method in _FETCHING_METHODS else set()
 
 
-def _arrays(nodes: list[ast.expr]) -> set[str]:
+def _arrays(*nodes: ast.AST) -> set[str]:
     """Return the names in some nodes whose values are needed, and not their shapes alone."""
     found: set[str] = set()
     for node in nodes:
-        shapes = {
-            id(inner)
-            for each in ast.walk(node)
-            if isinstance(each, ast.Attribute) and each.attr in ("shape", "dtype", "ndim", "size")
-            for inner in ast.walk(each)
-        }
-        found |= {
-            each.id
-            for each in ast.walk(node)
-            if isinstance(each, ast.Name) and id(each) not in shapes
-        }
+        if isinstance(node, ast.Name):
+            found.add(node.id)
+        if getattr(node, "attr", "") not in ("shape", "dtype", "ndim", "size"):
+            found |= _arrays(*ast.iter_child_nodes(node))
     return found
 
 
@@ -168,15 +148,14 @@ def _is_quiet(program: Program, loop: ast.AST) -> bool:
     if not isinstance(loop, ast.For | ast.AsyncFor):
         return False
     over = loop.iter
-    if isinstance(over, ast.Tuple | ast.List | ast.Set):
-        return True
+    names = targets(loop)
     if isinstance(over, ast.Call) and program.name(over.func) == "range" and len(over.args) == 1:
-        last = over.args[0]
-        if isinstance(last, ast.Constant) and isinstance(last.value, int) and last.value <= _FEW:
+        last = ast.unparse(over.args[0])
+        if last.isdecimal() and int(last) <= _FEW:
             return True
-        if _EPOCH.search(ast.unparse(last)):
-            return True
-    return any(_EPOCH.search(name) for name in targets(loop))
+        names.append(last)
+    listed = isinstance(over, ast.Tuple | ast.List | ast.Set)
+    return listed or any(_EPOCH.search(name) for name in names)
 
 
 def _check_compiled(
@@ -191,7 +170,7 @@ def _check_compiled(
         if not isinstance(node, ast.Call) or not node.args:
             continue
         kind = program.name(node.func)
-        if kind not in PMAP | SHARD_MAP | JIT:
+        if kind not in COMPILES:
             continue
         made = node.args[0]
         anew = isinstance(made, ast.Lambda | ast.Call) or names_in(made) & local

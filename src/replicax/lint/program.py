@@ -27,6 +27,7 @@ _CUSTOMARY = {
 PMAP = {"jax.pmap", "flax.nnx.pmap", "equinox.filter_pmap"}
 SHARD_MAP = {"jax.shard_map", "jax.experimental.shard_map.shard_map", "flax.nnx.shard_map"}
 JIT = {"jax.jit", "flax.nnx.jit", "equinox.filter_jit", "jax.experimental.pjit.pjit"}
+COMPILES = JIT | PMAP | SHARD_MAP
 GRADS = {
     *("jax.grad", "flax.nnx.grad", "equinox.filter_grad", "haiku.grad"),
     *("jax.value_and_grad", "flax.nnx.value_and_grad", "equinox.filter_value_and_grad"),
@@ -88,11 +89,17 @@ class Program:
             return f"{base}.{node.attr}" if base else ""
         return ""
 
-    def called(self, call: ast.Call) -> str:
-        """Return the full name of what a call calls; of `partial(f, ...)`, that of f."""
-        if self.name(call.func) == "functools.partial" and call.args:
-            return self.name(call.args[0])
-        return self.name(call.func)
+    def called(self, node: ast.AST) -> str:
+        """Return the full name of what a call calls, of `partial(f, ...)` that of f; or a name."""
+        if not isinstance(node, ast.Call):
+            return self.name(node)
+        if self.name(node.func) == "functools.partial" and node.args:
+            return self.name(node.args[0])
+        return self.name(node.func)
+
+    def last_called(self, node: ast.AST) -> str:
+        """Return the last part of that name, `pmean` say."""
+        return self.called(node).rpartition(".")[2]
 
     def calls(self, *functions: ast.AST) -> Iterator[ast.Call]:
         """Yield all calls in some nodes."""
@@ -134,11 +141,12 @@ class Program:
     def _mapped(self, node: ast.AST) -> Iterator[Mapped]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             for each in node.decorator_list:
-                name = self.called(each) if isinstance(each, ast.Call) else self.name(each)
+                name = self.called(each)
                 if name in PMAP | SHARD_MAP:
                     yield Mapped(node, each, _options(each), name)
-        if isinstance(node, ast.Call) and node.args and self.name(node.func) in PMAP | SHARD_MAP:
-            first, name = node.args[0], self.name(node.func)
+        name = self.name(node.func) if isinstance(node, ast.Call) and node.args else ""
+        if isinstance(node, ast.Call) and name in PMAP | SHARD_MAP:
+            first = node.args[0]
             while isinstance(first, ast.Call) and first.args:  # partial(f), jax.vmap(f)
                 first = first.args[0]
             if isinstance(first, ast.Lambda):

@@ -44,14 +44,9 @@ def check_steps(program: Program, report: Report) -> None:
 
 
 def _reductions(program: Program, functions: Sequence[Function]) -> Iterator[ast.Call]:
+    """Yield calls of a reduction, and those that are handed one, as `tree.map(pmean, ...)` is."""
     for call in program.calls(*functions):
-        last = program.called(call).rpartition(".")[2]
-        given = [program.name(each).rpartition(".")[2] for each in call.args]
-        partly = any(
-            isinstance(each, ast.Call) and _REDUCES.match(program.called(each).rpartition(".")[2])
-            for each in call.args
-        )
-        if _REDUCES.match(last) or partly or any(map(_REDUCES.match, given)):
+        if any(_REDUCES.match(program.last_called(each)) for each in (call, *call.args)):
             yield call
 
 
@@ -65,7 +60,7 @@ def _check_reduced(
     gradients = _gradient_names(program, reached)
     update, surest = None, -1
     for call in program.calls(*reached):
-        last = program.called(call).rpartition(".")[2]
+        last = program.last_called(call)
         given = names_in(*call.args, *(each.value for each in call.keywords))
         if _updates(call, last) and (given & gradients or last == "apply_updates"):
             if _UPDATES.index(last) > surest:
@@ -97,33 +92,20 @@ def _updates(call: ast.Call, last: str) -> bool:
 
 
 def _leaves(call: ast.Call) -> set[str]:
-    """Return the names that a reduction adds up; none that says nothing."""
-    first = call.args[-1] if _is_map(call) else call.args[0] if call.args else call
-    found = {each.id for each in ast.walk(first) if isinstance(each, ast.Name)}
-    found |= {
-        str(each.value)
-        for each in ast.walk(first)
-        if isinstance(each, ast.Constant) and isinstance(each.value, str)
-    }
-    return found or {"?"}
-
-
-def _is_map(call: ast.Call) -> bool:
-    return bool(call.args) and len(call.args) > 1 and ast.unparse(call.func).endswith("map")
+    """Return the names and texts of what a reduction adds up; none that says nothing."""
+    maps = len(call.args) > 1 and ast.unparse(call.func).endswith("map")
+    first = call.args[-1 if maps else 0] if call.args else call
+    texts = {getattr(each, "value", None) for each in ast.walk(first)}
+    return names_in(first) | {each for each in texts if isinstance(each, str)} or {"?"}
 
 
 def _gradient_names(program: Program, functions: Sequence[Function]) -> set[str]:
     """Return what a file calls gradients: the results of `grad`, and names that say so."""
     makers = {"grad_fn", "value_and_grad_fn", "loss_grad_fn"}
     found: set[str] = set()
-    assigns = [
-        node
-        for function in functions
-        for node in ast.walk(function)
-        if isinstance(node, ast.Assign)
-    ]
+    assigns = list(_assignments(functions))
     for node in assigns:
-        if isinstance(node.value, ast.Call) and program.called(node.value) in GRADS:
+        if program.called(node.value) in GRADS:
             makers.update(targets(node))
     for node in assigns:
         found.update(name for name in targets(node) if _GRADIENT.search(name))
@@ -131,12 +113,16 @@ def _gradient_names(program: Program, functions: Sequence[Function]) -> set[str]
         if not isinstance(value, ast.Call):
             continue
         makes = isinstance(value.func, ast.Call) and program.called(value.func) in GRADS
-        named = getattr(value.func, "id", getattr(value.func, "attr", ""))
-        if makes or named in makers:
+        if makes or program.last_called(value) in makers:
             names = targets(node)
             pair = "value_and" in ast.unparse(value.func) or len(names) > 1
             found.update(names[-1:] if pair else names)
     return found
+
+
+def _assignments(functions: Sequence[Function]) -> Iterator[ast.Assign]:
+    for function in functions:
+        yield from (node for node in ast.walk(function) if isinstance(node, ast.Assign))
 
 
 def _is_known(program: Program, call: ast.Call, last: str) -> bool:
@@ -164,13 +150,12 @@ def _check_scale(program: Program, reached: Sequence[Function], report: Report) 
 
 def _check_means(program: Program, reached: Sequence[Function], report: Report) -> None:
     """Report masked means that are averaged over replicas, in a step that never adds up counts."""
-    lasts = {program.called(call).rpartition(".")[2] for call in _reductions(program, reached)}
-    partial_names = {
-        program.name(each).rpartition(".")[2]
-        for call in program.calls(*reached)
-        for each in call.args
+    lasts = {
+        program.last_called(each)
+        for call in _reductions(program, reached)
+        for each in (call, *call.args)
     }
-    if "pmean" not in lasts | partial_names or (lasts | partial_names) & {"psum", "all_gather"}:
+    if "pmean" not in lasts or lasts & {"psum", "all_gather"}:
         return
     for function in reached:
         for node in ast.walk(function):
@@ -227,8 +212,7 @@ def _check_keys(
 ) -> None:
     """Report a key that all replicas have alike, in a step that draws for its own rows."""
     calls = list(program.calls(*reached))
-    places = {"axis_index", "process_index"}
-    if any(program.called(call).rpartition(".")[2] in places for call in calls):
+    if any(program.last_called(call) in ("axis_index", "process_index") for call in calls):
         return
     drawing = [call for call in calls if _draws(program, call)]
     if not drawing:
@@ -238,10 +222,8 @@ def _check_keys(
     shared = _whole(program, mapped, [each.arg for each in arguments])
     fixed = {
         name
-        for function in reached
-        for node in ast.walk(function)
-        if isinstance(node, ast.Assign)
-        and isinstance(node.value, ast.Call)
+        for node in _assignments(reached)
+        if isinstance(node.value, ast.Call)
         and program.name(node.value.func) in ("jax.random.key", "jax.random.PRNGKey")
         and all(isinstance(each, ast.Constant) for each in node.value.args)
         for name in targets(node)
@@ -278,12 +260,10 @@ def _whole(program: Program, mapped: Mapped, arguments: list[str]) -> set[str]:
     """Return the arguments that every replica has alike, by `in_axes=None` or `P()`."""
     specs: ast.AST | None = mapped.options.get("in_axes", mapped.options.get("in_specs"))
     if isinstance(specs, ast.Name):
-        named = [
-            node.value
-            for node in program.nodes
-            if isinstance(node, ast.Assign) and specs.id in targets(node)
-        ]
-        specs = named[-1] if named else None
+        for node in program.nodes:
+            if isinstance(node, ast.Assign) and specs.id in targets(node):
+                specs = node.value
+                break
     if not isinstance(specs, ast.Tuple):
         return set()
     return {
