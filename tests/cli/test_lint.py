@@ -29,7 +29,7 @@ def wrong(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_folder(main: Main) -> None:
     code, out, err = main("lint", "code")
     assert (code, err) == (1, "")
-    assert "error[no-reduction]" in out
+    assert "6:12 no-reduction" in out
     assert out.splitlines()[-1] == "1 error in 2 files"
     assert main("lint", "code/right.py")[0] == 0
 
@@ -56,3 +56,14 @@ def test_bad_input_is_one_line(main: Main, arguments: list[str], words: str) -> 
     code, _, err = main("lint", *arguments)
     assert code == 2
     assert words in one_line(err)
+
+
+@pytest.mark.usefixtures("wrong")
+def test_the_file_for_verify(main: Main) -> None:
+    code, out, err = main("lint", "--step-file", "code/wrong.py")
+    assert (code, err) == (0, "")
+    assert "verify --step wrong_step.py:step --reference wrong_step.py:reference" in out
+    compile(Path("wrong_step.py").read_text(), "wrong_step.py", "exec")
+    code, _, err = main("lint", "--step-file", "code/wrong.py")
+    assert code == 2
+    assert "wrong_step.py is there" in one_line(err)

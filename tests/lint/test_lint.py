@@ -1,7 +1,6 @@
 """`replicax.lint`: files it takes and refuses, and how it says what it found."""
 
 import importlib.machinery
-import itertools
 import json
 import sys
 import types
@@ -13,7 +12,7 @@ import pytest
 
 from replicax.errors import ConfigError
 from replicax.lint import lookup
-from replicax.lint.lint import annotations, examine, python_files, summary, text_lines, to_json
+from replicax.lint.files import annotations, examine, python_files, summary, to_json
 
 FORGOTTEN = """\
 from functools import partial
@@ -44,29 +43,6 @@ def test_a_finding_says_where_and_what_and_how_to_mend_it(path: Path) -> None:
     assert finding.code == "    return state.apply_gradients(grads=grads)"
     assert "drift apart" in finding.reason
     assert "pmean" in finding.fix
-
-
-def test_the_lines_fit_and_mark_the_place(path: Path) -> None:
-    lines = list(text_lines(examine(path), 80))
-    assert max(map(len, lines)) <= 80
-    assert lines[0] == "error[no-reduction]"
-    place = next(number for number, line in enumerate(lines) if line.startswith("9 | "))
-    code, marks = lines[place : place + 2]
-    start, end = marks.index("^"), marks.rindex("^") + 1
-    assert code[start:end] == "state.apply_gradients(grads=grads)"
-    assert summary([examine(path)]) == "1 error in 1 file"
-
-
-@pytest.mark.parametrize("width", [50, 80, 120])
-def test_long_and_indented_lines_are_cut_around_the_mark(path: Path, width: int) -> None:
-    long = "    return " + "(" * 60 + "state.apply_gradients(grads=grads)" + ")" * 60
-    path.write_text(FORGOTTEN.replace("    return state.apply_gradients(grads=grads)", long))
-    lines = list(text_lines(examine(path), width))
-    assert max(map(len, lines)) <= width
-    code, marks = next(
-        (line, after) for line, after in itertools.pairwise(lines) if line.startswith("9 | ")
-    )
-    assert code[marks.index("^") :].startswith("state.apply")
 
 
 def test_json_holds_the_same(path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from support.source_broken import BROKEN
 from support.source_correct import CORRECT
 
-from replicax.lint.lint import examine
+from replicax.lint.files import examine
 
 HEAD = """
 import functools

@@ -261,6 +261,7 @@ second = scaled(data, 0)
     "calls that fail": """
 optimizer = nnx.Optimizer(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), tx)  #! bad-call
 spec = jax.make_mesh((8,))  #! bad-call
+whole = NamedSharding(mesh)  #! bad-call
 smooth = partial(jnp.sum, axes=0)  #! bad-call
 """,
     "a name that is used often": """

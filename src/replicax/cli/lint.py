@@ -6,12 +6,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
+from replicax.checks import FAIL, NOTE, Check, Style, print_table
 from replicax.cli.flags import parse_options, positional, shown_as
 from replicax.cli.output import check_json, with_value, write_json
 from replicax.errors import ConfigError
-from replicax.lint.lint import annotations, examine, python_files, summary, text_lines, to_json
+from replicax.lint.files import (
+    Examination,
+    annotations,
+    examine,
+    python_files,
+    source_text,
+    summary,
+    to_json,
+)
+from replicax.lint.step_file import step_file
 
 PROGRAM = "replicax lint"
+STYLE = Style(remedy="fix", below=lambda check: [check.figures["code"]])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +34,9 @@ class LintOptions:
 
     paths: Annotated[tuple[Path, ...], positional(), shown_as("FILES")] = ()
     """Python files, and folders to look for them in."""
+    step_file: Path | None = None
+    """Write, from this training script, the file that replicax verify --step needs, into the
+    working directory: its step, a reference on one replica, and what is left to fill in."""
     json: str | None = None
     """Write all findings as JSON to this file; - prints them instead."""
     github: bool = "GITHUB_ACTIONS" in os.environ
@@ -34,14 +48,41 @@ def lint(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
     options = parse_options(LintOptions, with_value(arguments), PROGRAM)
     check_json(options.json)
+    if options.step_file is not None:
+        return _write_step_file(options.step_file)
     if not options.paths:
         raise ConfigError("no files to read; give .py files or folders: replicax lint train.py")
     found = [examine(path) for path in python_files(options.paths)]
     write_json(to_json(found), options.json)
     if options.json != "-":
-        for each in found:
-            lines: Iterator[str] = annotations(each) if options.github else text_lines(each)
-            for line in lines:
-                print(line)
-        print(summary(found), flush=True)
+        if options.github:
+            print(*(line for each in found for line in annotations(each)), sep="\n")
+            print(summary(found), flush=True)
+        else:
+            checks = [check for each in found for check in _checks(each)]
+            print_table(checks, summary(found), style=STYLE)
     return int(any(each.fails for each in found))
+
+
+def _write_step_file(path: Path) -> int:
+    to = Path(f"{path.stem}_step.py")
+    if to.exists():
+        raise ConfigError(f"{to} is there already; move it away, or use it with verify --step")
+    source = step_file(source_text(path), path, to)
+    to.write_text(source)
+    unfilled = [line for line in source.splitlines() if line.startswith("raise ")]
+    print(f"wrote {to}{': ' if unfilled else ''}{'fill in what it names first' * len(unfilled)}")
+    print(f"replicax verify --step {to}:step --reference {to}:reference")
+    return 0
+
+
+def _checks(examination: Examination) -> Iterator[Check]:
+    for one in examination.findings:
+        yield Check(
+            str(examination.path),
+            f"{one.line}:{one.column} {one.rule}",
+            NOTE if one.severity == "note" else FAIL,
+            one.reason,
+            one.fix,
+            {"code": one.code.strip()},
+        )

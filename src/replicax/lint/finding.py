@@ -4,7 +4,7 @@ import ast
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 Severity = Literal["error", "warning", "note"]
 ERROR: Final[Literal["error"]] = "error"
@@ -14,14 +14,6 @@ WARNING: Final[Literal["warning"]] = "warning"
 NOTE: Final[Literal["note"]] = "note"
 """Works today; there is a better way to write it."""
 _IGNORE = re.compile(r"#.*\breplicax:\s*ignore(?:\[([\w\s,-]*)\])?")
-
-
-class Spot(NamedTuple):
-    """Where in the file: line from 1, column from 0, and the column after the last."""
-
-    line: int
-    column: int
-    end_column: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +31,6 @@ class Finding:
     fix: str
     code: str
     """The line as it is in the file."""
-    width: int = 1
-    """How many characters of the line it is about."""
 
 
 class Report:
@@ -54,17 +44,13 @@ class Report:
         self, rule: str, node: ast.AST, reason: str, fix: str, severity: Severity = ERROR
     ) -> None:
         """Add a finding, unless its line says `# replicax: ignore` or has it already."""
-        where = spot(node)
-        code = self._lines[where.line - 1] if where.line <= len(self._lines) else ""
-        if self.ignores(rule, where.line):
+        line, column = getattr(node, "lineno", 1), getattr(node, "col_offset", 0)
+        if self.ignores(rule, line):
             return
-        # The tree counts bytes.
-        start = len(code.encode()[: where.column].decode(errors="ignore"))
-        end = len(code.rstrip()) if where.end_column < 0 else where.end_column
-        finding = Finding(
-            where.line, start + 1, rule, severity, reason, fix, code, max(1, end - start)
-        )
-        self._found.setdefault((rule, where.line), finding)
+        code = self._lines[line - 1] if line <= len(self._lines) else ""
+        start = len(code.encode()[:column].decode(errors="ignore"))  # the tree counts bytes
+        finding = Finding(line, start + 1, rule, severity, reason, fix, code)
+        self._found.setdefault((rule, line), finding)
 
     def findings(self) -> list[Finding]:
         """Return all of them, from the top of the file down."""
@@ -79,10 +65,3 @@ class Report:
             if match and (not match[1] or rule in re.split(r"[\s,]+", match[1])):
                 return True
         return False
-
-
-def spot(node: ast.AST) -> Spot:
-    """Return where `node` starts; what runs over several lines is marked on its first."""
-    line, column = getattr(node, "lineno", 1), getattr(node, "col_offset", 0)
-    one_line = getattr(node, "end_lineno", line) == line
-    return Spot(line, column, getattr(node, "end_col_offset", column + 1) if one_line else -1)

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator, Sequence
 
 from replicax.lint.finding import WARNING, Report
-from replicax.lint.program import COMPILES, FUNCTIONS, LOOPS, Program, targets
+from replicax.lint.program import COMPILES, FUNCTIONS, LOOPS, Function, Program, targets
 
 _COMPILES = COMPILES | {"replicax.DataParallel", "rx.DataParallel"}
 
@@ -21,7 +21,7 @@ def check_frozen(program: Program, report: Report) -> None:
             if not isinstance(function, ast.FunctionDef):
                 continue
             used = _compiled(function, nodes, program)
-            read = _free(function) if used else set()
+            read = free_names(function) if used else set()
             for name, statement in assigned:
                 if name in read and _runs_after(function, statement, used, loops):
                     report.add(
@@ -43,12 +43,13 @@ def _own(scope: ast.AST) -> Iterator[ast.AST]:
             yield from _own(child)
 
 
-def _free(function: ast.FunctionDef) -> set[str]:
+def free_names(function: Function) -> set[str]:
     """Return the names that a function reads and does not assign."""
     nodes = list(ast.walk(function))
     bound = {each.arg for each in nodes if isinstance(each, ast.arg)}
     bound |= {each.name for each in nodes if isinstance(each, ast.FunctionDef)}
-    body = [node for part in function.body for node in ast.walk(part) if isinstance(node, ast.Name)]
+    parts = [function.body] if isinstance(function, ast.Lambda) else function.body
+    body = [node for part in parts for node in ast.walk(part) if isinstance(node, ast.Name)]
     bound |= {node.id for node in body if not isinstance(node.ctx, ast.Load)}
     return {node.id for node in body} - bound
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from replicax.lint.finding import Report
 from replicax.lint.program import GRADS, KEY, PMAP, Function, Mapped, Program, names_in, targets
 
-_REDUCES = re.compile(
+REDUCES = re.compile(
     r"^(pmean|psum|psum_scatter|all_gather|all_to_all|pshuffle|ppermute|sync\w*|all_?reduce\w*"
     r"|cross_replica\w*|pmean_if_pmap|psum_if_pmap)$"
 )
@@ -22,7 +22,7 @@ _LIBRARY = re.compile(r"^(jax|flax|optax|numpy|equinox|haiku|functools|chex)\.")
 _METRIC = re.compile(r"loss|metric|aux|acc|value|err|logs?$|stats|ppl|perplex|norm|state|correct")
 _MASK = re.compile(r"mask|weight|valid|count|num_|n_tok|denom|padding|pads?$")
 _SAMPLERS = re.compile(r"^jax\.random\.(?!key$|PRNGKey$|split$|fold_in$|wrap_key_data$|clone$)")
-_REPLICATES = {"flax.jax_utils.replicate", "jax.device_put_replicated"}
+REPLICATES = {"flax.jax_utils.replicate", "jax.device_put_replicated"}
 _NORMS = {"flax.linen.BatchNorm", "flax.nnx.BatchNorm", "haiku.BatchNorm"}
 _AXES = {"axis_name", "cross_replica_axis", "cross_replica_axis_index_groups"}
 _STATISTICS = re.compile(r"batch_stats|batch_statistics|model_state|bn_state|net_state")
@@ -46,7 +46,7 @@ def check_steps(program: Program, report: Report) -> None:
 def _reductions(program: Program, functions: Sequence[Function]) -> Iterator[ast.Call]:
     """Yield calls of a reduction, and those that are handed one, as `tree.map(pmean, ...)` is."""
     for call in program.calls(*functions):
-        if any(_REDUCES.match(program.last_called(each)) for each in (call, *call.args)):
+        if any(REDUCES.match(program.last_called(each)) for each in (call, *call.args)):
             yield call
 
 
@@ -233,7 +233,7 @@ def _check_keys(
     elif keys and mapped.kind in PMAP:
         for call in program.calls(program.tree):
             of_key = call.args and re.search(r"rng|key|seed", ast.unparse(call.args[0]))
-            if program.called(call) in _REPLICATES and of_key:
+            if program.called(call) in REPLICATES and of_key:
                 _add_shared(report, call)
 
 

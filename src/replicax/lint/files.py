@@ -1,4 +1,4 @@
-"""Files and folders read by all rules, and what was found as text, JSON, or annotations.
+"""Files and folders read by all rules; what was found as JSON or annotations.
 
 | rule | what it finds |
 |---|---|
@@ -14,7 +14,6 @@
 import ast
 import collections
 import dataclasses
-import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -71,7 +70,7 @@ def examine(path: Path) -> Examination:
     Raises:
         ConfigError: no such file, or one that is not Python.
     """
-    text = _text(path)
+    text = source_text(path)
     try:
         tree = ast.parse(text, filename=str(path))
         program = Program(tree)
@@ -89,17 +88,6 @@ def examine(path: Path) -> Examination:
     except (RecursionError, MemoryError) as error:
         raise ConfigError(f"{path} nests deeper than can be followed: split it") from error
     return Examination(path, report.findings(), absent)
-
-
-def text_lines(examination: Examination, width: int = 80) -> Iterator[str]:
-    """Yield findings as text: place and rule, the line, a mark below it, the reason and the fix.
-
-    No line passes `width` columns, but for the path where that alone is longer.
-    """
-    digits = len(str(max((one.line for one in examination.findings), default=0)))
-    for finding in examination.findings:
-        yield from _finding_lines(finding, examination.path, digits, width)
-        yield ""
 
 
 def annotations(examination: Examination) -> Iterator[str]:
@@ -142,7 +130,12 @@ def _is_skipped(path: Path, root: Path) -> bool:
     return any(part in _SKIPPED or part.startswith(".") for part in parts)
 
 
-def _text(path: Path) -> str:
+def source_text(path: Path) -> str:
+    """Return what a Python file holds.
+
+    Raises:
+        ConfigError: no such file, or one that is no text of Python.
+    """
     if path.suffix == ".ipynb":
         raise ConfigError(
             f"{path} is a notebook; write its cells to a file: jupyter nbconvert --to script "
@@ -156,42 +149,6 @@ def _text(path: Path) -> str:
         raise ConfigError(f"{path} is not text; give a .py file in UTF-8") from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}); check it") from error
-
-
-def _finding_lines(finding: Finding, path: Path, digits: int, width: int) -> list[str]:
-    margin = " " * digits
-    code = finding.code.rstrip().replace("\t", " ")
-    indent = len(code) - len(code.lstrip())
-    room = width - digits - 4
-    start = finding.column - 1 - indent
-    code = code[indent:]
-    # A long line is cut on the left where its marked part would not be seen.
-    if start > room - 12:
-        cut = start - room // 3
-        code, start = "..." + code[cut + 3 :], start - cut
-    marked = max(1, min(finding.width, len(code) - start, room - start))
-    if len(code) > room:
-        code = code[: room - 3] + "..."
-    place = f"{path}:{finding.line}:{finding.column}"
-    return [
-        f"{finding.severity}[{finding.rule}]",
-        *_wrapped(place, width, f"{margin}--> ", f"{margin}    "),
-        f"{finding.line:>{digits}} | {code}",
-        f"{margin} | {' ' * start}{'^' * marked}",
-        *_wrapped(finding.reason, width, f"{margin} = why: ", f"{margin}        "),
-        *_wrapped(finding.fix, width, f"{margin} = fix: ", f"{margin}        "),
-    ]
-
-
-def _wrapped(text: str, width: int, first: str, others: str) -> list[str]:
-    return textwrap.wrap(
-        text,
-        width,
-        initial_indent=first,
-        subsequent_indent=others,
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
 
 
 def _counted(count: int, noun: str) -> str:

@@ -1,0 +1,189 @@
+"""The file that `replicax verify --step` needs, written from a training script.
+
+It holds the script's step with all that it needs, and a reference: the same function on one
+replica that has the whole batch, where a reduction is the identity. State and batch are those of
+the script where it makes them outside of functions, and are left to be filled in otherwise.
+"""
+
+import ast
+import builtins
+import textwrap
+from pathlib import Path
+
+from replicax.errors import ConfigError
+from replicax.lint.frozen import free_names
+from replicax.lint.program import BATCH, GRADS, KEY, PMAP, Mapped, Program, names_in, targets
+from replicax.lint.steps import REDUCES, REPLICATES
+
+_FILE = '''\
+"""The step of {path} on many replicas and on one.
+
+replicax verify --step {to}:step --reference {to}:reference
+"""
+
+{copied}
+
+
+{function}
+
+
+mapped = {mapped}
+one = jax.vmap({name}{axis})
+
+
+def step(state, {rows}):
+    """The step as {path} calls it."""
+    return paired(mapped({given}))
+
+
+def reference(state, {rows}):
+    """The same on one replica, which has the whole batch."""
+    arguments = jax.tree.map(lambda each: jax.numpy.asarray(each)[None], ({given}))
+    return paired(jax.tree.map(lambda each: each[0], one(*arguments)))
+
+
+def paired(results):
+    """The new state, and whatever else the step returns."""
+    return {paired}
+'''
+_WANTED = {
+    "state": "the state that the step begins with, for one device",
+    "batch": "a global batch, arrays of [rows, ...] with some rows for each device",
+    "key": "a random key, the same for all replicas: jax.random.key(0)",
+}
+
+
+def step_file(text: str, path: Path, to: Path) -> str:
+    """Return the source of a file for `replicax verify --step`.
+
+    Args:
+        text: the training script's.
+        path: its name, for what is said of it.
+        to: the name that the file will have.
+
+    Raises:
+        ConfigError: no function that differentiates is mapped over devices, or it has no batch.
+    """
+    program = Program(ast.parse(text, filename=str(path)))
+    mapped = _step(program, path)
+    function = mapped.function
+    name = getattr(function, "name", "train_step")
+    parts = _parts(mapped, path)
+    made = {each: node for node in program.tree.body for each in _makes(node)}
+    free = (free_names(function) | names_in(mapped.call)) - {name}
+    left = dict.fromkeys(free - made.keys(), f"made inside a function of {path.name}")
+    left = {each: said for each, said in left.items() if not hasattr(builtins, each)}
+    own = []
+    for part, names in parts.items():
+        if set(names) <= made.keys() and not any(_stacks(program, made[each]) for each in names):
+            free |= set(names)
+            own += [f"{part} = {', '.join(names)}"] if names != [part] else []
+        else:
+            left[part] = f"{_WANTED[part]} ({', '.join(names)})"
+    lines = [f"{each} = ...  # {said}" for each, said in left.items()]
+    if lines:
+        lines.append(f'raise NotImplementedError("fill in {", ".join(left)}; remove this line")')
+    source = ast.get_source_segment(text, function, padded=True) or ""
+    count = len(parts["state"])
+    rows = ", ".join(name for part, names in parts.items() for name in names if part != "state")
+    return _FILE.format(
+        path=path.name,
+        to=to,
+        name=name,
+        copied="\n".join(
+            [*_copies(program, text, made, free | {"jax"}), "\n", *lines, *own]
+        ).rstrip(),
+        function=f"{name} = {source.strip()}"
+        if isinstance(function, ast.Lambda)
+        else textwrap.dedent(source),
+        mapped=_mapping(mapped, name),
+        axis=_axis(program, mapped),
+        rows=rows,
+        given=f"{'*state' if count > 1 else 'state'}, {rows}",
+        paired="results if isinstance(results, tuple) else (results, {})"
+        if count == 1
+        else f"tuple(results[:{count}]), results[{count}:]",
+    )
+
+
+def _step(program: Program, path: Path) -> Mapped:
+    for mapped in program.mapped:
+        if any(
+            program.called(call) in GRADS
+            for call in program.calls(*program.reached(mapped.function))
+        ):
+            return mapped
+    raise ConfigError(
+        f"{path} has no pmap or shard_map of a function that differentiates; a step of another "
+        "form is compared by verify --step FILE.py:name --reference FILE.py:name"
+    )
+
+
+def _parts(mapped: Mapped, path: Path) -> dict[str, list[str]]:
+    """Return the names of a step's arguments by what they are: state, batch, and maybe a key."""
+    names = [each.arg for each in mapped.function.args.args]
+    first = next((n for n, name in enumerate(names) if n and BATCH.match(name)), None)
+    if first is None:
+        raise ConfigError(
+            f"the arguments {', '.join(names)} of the step in {path} do not tell which is the "
+            "batch: call it batch, images, labels, x or y"
+        )
+    keys = [name for name in names[first:] if KEY.search(name)]
+    parts = {"state": names[:first], "batch": [each for each in names[first:] if each not in keys]}
+    return {**parts, "key": keys} if keys else parts
+
+
+def _stacks(program: Program, node: ast.stmt) -> bool:
+    """Whether a statement makes what has a copy for each device."""
+    return any(program.called(call) in REPLICATES | PMAP for call in program.calls(node))
+
+
+def _makes(node: ast.stmt) -> list[str]:
+    """Return the names that a statement at the top level gives a value."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [alias.asname or alias.name.partition(".")[0] for alias in node.names]
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return [node.name]
+    return targets(node) if isinstance(node, ast.Assign | ast.AnnAssign) else []
+
+
+def _copies(program: Program, text: str, made: dict[str, ast.stmt], names: set[str]) -> list[str]:
+    """Return the statements at the top level that some names need, in their order."""
+    needed: set[ast.stmt] = set()
+    waiting = [made[name] for name in names if name in made]
+    while waiting:
+        node = waiting.pop()
+        if node not in needed:
+            needed.add(node)
+            waiting += [made[name] for name in names_in(node) if name in made]
+    lines = text.splitlines()
+    copies = [] if "jax" in made else ["import jax"]
+    for node in program.tree.body:
+        if node in needed:
+            decorators = getattr(node, "decorator_list", [])
+            first = decorators[0].lineno if decorators else node.lineno
+            copies += ["\n"] * isinstance(node, ast.FunctionDef | ast.ClassDef)
+            copies.append("\n".join(lines[first - 1 : node.end_lineno]))
+    return copies
+
+
+def _mapping(mapped: Mapped, name: str) -> str:
+    """Return the expression that maps the step, as decorators or a call do; compiled."""
+    decorators = getattr(mapped.function, "decorator_list", [])
+    if mapped.call in decorators:
+        for each in reversed(decorators):
+            name = f"{ast.unparse(each)}({name})"
+    else:
+        name = ast.unparse(mapped.call).replace(ast.unparse(mapped.function), name)
+    return name if mapped.kind in PMAP else f"jax.jit({name})"
+
+
+def _axis(program: Program, mapped: Mapped) -> str:
+    """Return the axis that a step reduces over, as the argument of `vmap`; empty without one."""
+    if mapped.kind in PMAP and "axis_name" in mapped.options:
+        return f", axis_name={ast.unparse(mapped.options['axis_name'])}"
+    for call in program.calls(*program.reached(mapped.function)):
+        if REDUCES.match(program.last_called(call)):
+            named = [each.value for each in call.keywords if each.arg == "axis_name"]
+            return f", axis_name={ast.unparse([*named, *call.args[1:], call][0])}"
+    return ""
