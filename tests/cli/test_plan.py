@@ -44,9 +44,7 @@ def test_a_recipe_is_compiled_for_its_target(recipe: str, main: Main) -> None:
     assert written["about"]["compiler"].startswith("jaxlib ")
     assert written["target"]["devices"] == 2
     assert recipe in out
-    assert "see    runs/mine/ (plan.json, memory.png" in out
-    for name in ("plan.json", "memory.png"):
-        assert Path("runs/mine", name).stat().st_size > 0
+    assert "see    runs/mine/ (plan.json)" in out
 
 
 def test_a_recipe_of_ones_own(main: Main) -> None:

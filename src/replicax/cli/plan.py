@@ -24,7 +24,6 @@ from replicax.core.modes import as_mode
 from replicax.errors import ConfigError
 from replicax.plan.cells import line
 from replicax.plan.result import Plan
-from replicax.plan.save import write_plan
 from replicax.plan.steps import Show
 from replicax.plan.table import table
 from replicax.plan.target import ATTACHED, Target, parse_target
@@ -77,8 +76,9 @@ def plan(arguments: list[str]) -> int:
         return 0
     print_data(parsed.recipe)
     print(*table(found), sep="\n", flush=True)
-    names = [path.name for path in write_plan(found, folder)]
-    print(*line("see", f"{folder}/ ({', '.join(names)})"), sep="\n")
+    folder.mkdir(parents=True)
+    write_json(found.to_json(), str(folder / "plan.json"))
+    print(*line("see", f"{folder}/ (plan.json)"), sep="\n")
     return 0
 
 

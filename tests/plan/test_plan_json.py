@@ -1,16 +1,13 @@
-"""The files of a plan."""
+"""Plans as JSON."""
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from plan.plans import ABOUT, KINDS, SPEED, make_plan, one_device
-
-from replicax.plan.save import write_plan
+from plan.plans import ABOUT, KINDS, SPEED, make_plan
 
 
 def refuse(constant: str) -> None:
@@ -81,26 +78,3 @@ def test_what_json_does_not_have_is_turned_into_what_it_has() -> None:
     assert found["a,1"] == {"1": [2, 3]}
     assert found["folder"] == "runs"
     assert plain["speeds"][0]["rows_per_second"] is None
-
-
-def test_all_files_are_written(tmp_path: Path) -> None:
-    paths = write_plan(make_plan(), tmp_path / "new" / "folder")
-    assert [path.name for path in paths] == ["plan.json", "memory.png", "scaling.png"]
-    assert json.loads(paths[0].read_text(), parse_constant=refuse) == make_plan().to_json()
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths[1:])
-
-
-@pytest.mark.parametrize("plan", [make_plan(scaling=None), one_device()], ids=["none", "one"])
-def test_without_a_forecast_there_is_no_picture_of_it(plan: Any, tmp_path: Path) -> None:
-    assert [path.name for path in write_plan(plan, tmp_path)] == ["plan.json", "memory.png"]
-    assert not (tmp_path / "scaling.png").exists()
-
-
-def test_without_matplotlib_the_notes_say_what_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    paths = write_plan(make_plan(), tmp_path)
-    assert [path.name for path in paths] == ["plan.json"]
-    (note,) = json.loads(paths[0].read_text())["notes"]
-    assert "replicax[cli]" in note
