@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from replicax.errors import ConfigError
-from replicax.launch import cores
-from replicax.launch.cores import core_blocks
+from replicax.launch import process
+from replicax.launch.process import core_blocks
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no cores to give out")
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no
 def eight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four cores of two threads each: core 0 has the threads 0 and 4."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr(cores, "TOPOLOGY", tmp_path)
+    monkeypatch.setattr(process, "TOPOLOGY", tmp_path)
     for core in range(8):
         folder = tmp_path / f"cpu{core}" / "topology"
         folder.mkdir(parents=True)

@@ -10,7 +10,7 @@ import pytest
 from launch.launching import launcher, python, run
 from support.waiting import HANG_SECONDS
 
-from replicax.launch import output
+from replicax.launch import echo
 
 
 def shown(
@@ -74,15 +74,15 @@ def test_a_progress_bar_is_shown_once_a_second(
 ) -> None:
     clock = types.SimpleNamespace(now=0.0)
     clock.monotonic = lambda: clock.now
-    echo, log = output.Echo(1, False, lambda: None), output.Log(tmp_path / "log", print)
+    shown_on, log = echo.Echo(1, False), echo.Log(tmp_path / "log", print)
     with monkeypatch.context() as patch:
-        patch.setattr(output, "time", clock)
-        stream = output.Output(0, echo, log, error=False)
+        patch.setattr(echo, "time", clock)
+        stream = echo.Output(0, shown_on, log, error=False)
         for step in range(50):  # eight a second
             stream.feed(b"\rstep %d" % step)
             clock.now += 0.125
         stream.end()
-    echo.close()
+    shown_on.close(lambda: False)
     log.close()
     lines = capfdbinary.readouterr().out.splitlines()
     assert lines == [b"[0] step %d" % step for step in (8, 17, 26, 35, 44, 49)]
@@ -135,7 +135,7 @@ def test_a_line_without_an_end_does_not_fill_the_memory(
     tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     out, _ = shown("for _ in range(50): os.write(1, b'x' * 100000)", tmp_path, capfdbinary)
-    assert max(map(len, out)) < 2 * output.MOST_LINE_BYTES
+    assert max(map(len, out)) < 2 * echo.MOST_LINE_BYTES
     assert sum(line.count(b"x") for line in out) == 5_000_000
     assert raw(tmp_path) == b"x" * 5_000_000
 

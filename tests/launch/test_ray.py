@@ -6,19 +6,17 @@ from pathlib import Path
 import pytest
 
 from replicax.errors import ClusterError, ConfigError
-from replicax.launch import ray
+from replicax.launch import on_ray
 from replicax.launch.cause import Ended, Report
 from replicax.launch.job import Job
-from replicax.launch.port import free_port
-from replicax.launch.process import End
-from replicax.launch.ray import RayOptions, launch_on_ray
-from replicax.launch.ray_process import ProcessError
+from replicax.launch.on_ray import ProcessError, RayOptions, launch_on_ray
+from replicax.launch.process import free_port
 
 JOB = Job(("true",), 2)
 
 
 def _error(process: int, status: int, report: Report | None) -> ProcessError:
-    ended = Ended(End(status, 10.0, forced=False), report, (), Path("log"))
+    ended = Ended(status, 10.0, False, report, (), Path("log"))
     return ProcessError(f"process {process} ended with {status}", ended)
 
 
@@ -42,30 +40,30 @@ def test_numbers_that_cannot_be_meant(options: RayOptions, message: str) -> None
 def test_an_address_where_nothing_listens_is_named() -> None:
     address = f"127.0.0.1:{free_port()}"
     with pytest.raises(ClusterError, match=f"RAY_ADDRESS={address} cannot be reached .*ray start"):
-        ray._reach(address, "RAY_ADDRESS")
+        on_ray._reach(address, "RAY_ADDRESS")
 
 
 def test_an_address_without_a_port_is_refused() -> None:
     with pytest.raises(ConfigError, match="--address=here; a Ray cluster is at host:port"):
-        ray._reach("here", "--address")
+        on_ray._reach("here", "--address")
 
 
 def test_the_first_failure_is_the_one_that_is_blamed() -> None:
-    own = Report(1, 5.0, "ValueError: a bad value", 3, ())
-    other = Report(0, 5.1, "process 1 failed", 3, (1,))
-    code, said = ray._failed(JOB, {0: _error(0, 1, other), 1: _error(1, 4, own)})
+    own = Report(5.0, "ValueError: a bad value", 3, ())
+    other = Report(5.1, "process 1 failed", 3, (1,))
+    code, said = on_ray._failed(JOB, {0: _error(0, 1, other), 1: _error(1, 4, own)})
     assert (code, said) == (4, "process 1 failed first: ValueError: a bad value")
 
 
 def test_a_process_that_is_lost_with_its_worker_is_named_by_the_others() -> None:
-    blaming = Report(0, 5.1, "process 1 is lost", 3, (1,))
-    code, said = ray._failed(JOB, {0: _error(0, 1, blaming), 1: RuntimeError("actor died")})
+    blaming = Report(5.1, "process 1 is lost", 3, (1,))
+    code, said = on_ray._failed(JOB, {0: _error(0, 1, blaming), 1: RuntimeError("actor died")})
     assert code == 137
     assert said.startswith("process 1 failed first: killed by SIGKILL")
 
 
 def test_workers_that_are_all_lost_say_what_ray_said() -> None:
-    assert ray._failed(JOB, {1: RuntimeError("the actor\n died")}) == (
+    assert on_ray._failed(JOB, {1: RuntimeError("the actor\n died")}) == (
         1,
         "process 1: the actor died",
     )
@@ -74,7 +72,7 @@ def test_workers_that_are_all_lost_say_what_ray_said() -> None:
 def test_variables_of_jax_go_along_and_others_stay() -> None:
     env = {"JAX_PLATFORMS": "cpu", "NCCL_DEBUG": "INFO", "HOME": "/root"}
     job = Job(("true",), 2, devices_per_process=3)
-    assert ray._forwarded(job, env) == {
+    assert on_ray._forwarded(job, env) == {
         "JAX_PLATFORMS": "cpu",
         "NCCL_DEBUG": "INFO",
         "JAX_NUM_CPU_DEVICES": "3",
@@ -83,4 +81,4 @@ def test_variables_of_jax_go_along_and_others_stay() -> None:
 
 def test_an_error_keeps_what_it_knows_on_its_way_to_the_launcher() -> None:
     error = pickle.loads(pickle.dumps(_error(1, 4, None)))
-    assert (str(error), error.ended.end.status) == ("process 1 ended with 4", 4)
+    assert (str(error), error.ended.status) == ("process 1 ended with 4", 4)

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from replicax.launch.cause import Failure
-from replicax.launch.restarts import Restarts
+from replicax.launch.cause import Failure, Restarts
 
 LOOP = "the same failure 3 times in a row: a restart will not help"
 
@@ -59,14 +58,14 @@ def test_restarts_are_counted() -> None:
 def test_a_stop_with_everything_saved_counts_and_is_no_failure() -> None:
     each = Restarts(3)
     assert [each.refused(failure(), 60.0) for _ in range(2)] == [None, None]
-    assert each.refused_after_saving() is None
+    assert each.refused(None, 60.0) is None
     assert each.progress == "restart 3 of 3"
-    assert each.refused_after_saving() == "all 3 restarts are used up"
-    assert Restarts(0).refused_after_saving() == ""
+    assert each.refused(None, 60.0) == "all 3 restarts are used up"
+    assert Restarts(0).refused(None, 60.0) == ""
     again = Restarts(9)
     for _ in range(2):  # no three in a row
         assert [again.refused(failure(), 60.0) for _ in range(2)] == [None, None]
-        assert again.refused_after_saving() is None
+        assert again.refused(None, 60.0) is None
 
 
 def test_a_wrong_flag_is_not_tried_again() -> None:

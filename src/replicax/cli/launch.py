@@ -139,7 +139,7 @@ def _kubernetes() -> Engine:
 
 
 def _ray() -> Engine:
-    from replicax.launch.ray import RayOptions, launch_on_ray
+    from replicax.launch.on_ray import RayOptions, launch_on_ray
 
     return Engine(RayOptions, launch_on_ray)
 

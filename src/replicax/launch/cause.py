@@ -1,15 +1,22 @@
-"""Which process failed first, and of what."""
+"""Which process failed first, of what, and whether another start may mend it."""
 
 import dataclasses
 import json
 import re
 import signal
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from replicax.launch.process import End
+from replicax.cluster.verdict import SAVED
 
 MOST_CHARACTERS = 600
+SAME_IN_A_ROW = 3
+FIRST_SECONDS = 10.0
+USAGE = 2
+"""The exit code of a wrong flag or configuration."""
+# What differs between two runs of one mistake: addresses, ids, ports, process ids, counts, times.
+_INCIDENTAL = re.compile(r"0x[0-9a-fA-F]+|\b[0-9a-f]{8,}\b|\d+")
 _ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Warning|Group)(:.*)?")
 _TRACEBACK = "Traceback (most recent call last):"
 _OWN = "replicax: "
@@ -19,11 +26,41 @@ _OWN = "replicax: "
 class Report:
     """What a process wrote of its failure; see `replicax.cluster.variables.FAILURE_FILE`."""
 
-    process: int
     time: float
     error: str
     step: int | None
     blames: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """What is known of a process that has ended.
+
+    Args:
+        status: its exit code; a signal's number, negative, where one ended it.
+        time: in seconds since the epoch.
+        forced: the launcher had told it to end before it did.
+        report: of its failure, if it left one.
+        errors: the last lines of its standard error.
+        log: what it wrote.
+    """
+
+    status: int
+    time: float
+    forced: bool
+    report: Report | None
+    errors: Sequence[str]
+    log: Path
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell counts: 128 and the signal's number for a signal."""
+        return self.status if self.status >= 0 else 128 - self.status
+
+    @property
+    def well(self) -> bool:
+        """Whether it did what it should: it is done, or stopped with everything saved."""
+        return self.status in (0, SAVED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,29 +85,58 @@ class Failure:
         return f"process {self.process} failed first: {self.cause} (see {self.log})"
 
 
-@dataclasses.dataclass(frozen=True)
-class Ended:
-    """What is known of a process that has ended.
+class Restarts:
+    """Counts starts, and knows a crash loop.
 
-    Args:
-        end: how.
-        report: of its failure, if it left one.
-        errors: the last lines of its standard error.
-        log: what it wrote.
+    The same failure is the same process with the same words, numbers aside: three in a row at the
+    same step, or within the first seconds of each start, mean that a restart will not help.
     """
 
-    end: End
-    report: Report | None
-    errors: Sequence[str]
-    log: Path
+    def __init__(self, restarts: int) -> None:
+        self._left = self._total = restarts
+        self._last: deque[tuple[int, str, int | None, bool]] = deque(maxlen=SAME_IN_A_ROW)
+
+    def refused(self, failure: Failure | None, seconds: float) -> str | None:
+        """Why all is not started again, empty if no restart was asked for; None where it is.
+
+        Args:
+            failure: the first one of this start; None where it ended early with everything saved.
+            seconds: that this start took.
+        """
+        if failure is None:
+            self._last.clear()
+        else:
+            words, at_once = _INCIDENTAL.sub("#", failure.cause), seconds < FIRST_SECONDS
+            self._last.append((failure.process, words, failure.step, at_once))
+        if self._total == 0:
+            return ""
+        if failure and failure.exit_code == USAGE:
+            return "exit code 2 is a wrong flag or configuration: a restart will not help"
+        if self._in_a_loop():
+            return f"the same failure {SAME_IN_A_ROW} times in a row: a restart will not help"
+        if self._left == 0:
+            return f"all {self._total} restarts are used up"
+        self._left -= 1
+        return None
+
+    @property
+    def progress(self) -> str:
+        """`restart 1 of 3`, of the start that comes now."""
+        return f"restart {self._total - self._left} of {self._total}"
+
+    def _in_a_loop(self) -> bool:
+        if len(self._last) < SAME_IN_A_ROW or len({each[:2] for each in self._last}) > 1:
+            return False
+        steps = {step for _, _, step, _ in self._last}
+        same_step = len(steps) == 1 and None not in steps
+        return same_step or all(at_once for *_, at_once in self._last)
 
 
-def read_report(path: Path, process: int) -> Report | None:
-    """The report of `process`; None where there is none, or none that makes sense."""
+def read_report(path: Path) -> Report | None:
+    """The report of a process; None where there is none, or none that makes sense."""
     try:
         told = json.loads(path.read_bytes())
         return Report(
-            process=process,
             time=float(told["time"]),
             error=_one_line(str(told["error"])),
             step=None if told.get("step") is None else int(told["step"]),
@@ -87,69 +153,60 @@ def first_failure(processes: Sequence[Ended]) -> Failure | None:
     before that without a word comes before it. Where those that report only blame another, it is
     the one they blame.
     """
-    reports = [each.report for each in processes if each.report]
-    own = min((each for each in reports if not each.blames), key=_time, default=None)
-    silent = _first_silent(processes)
-    if own and (silent is None or own.time <= processes[silent].end.time):
-        return _failure(processes, own.process, own.error, own.step)
-    blaming = [each for each in reports if each.blames]
-    if own is None and blaming:
-        return _blamed(processes, sorted(blaming, key=_time))
-    if silent is None:
-        return None
-    return _failure(processes, silent, _how_it_ended(processes[silent]))
+    found = [(number, each.report) for number, each in enumerate(processes) if each.report]
+    reports = dict(sorted(found, key=lambda pair: pair[1].time))
+    own = next((number for number, each in reports.items() if not each.blames), None)
+    silent = _first_silent(processes, range(len(processes)))
+    if own is not None and (silent is None or reports[own].time <= processes[silent].time):
+        return _failure(processes, own, reports[own].error, reports[own].step)
+    if own is None and reports:
+        return _blamed(processes, reports)
+    return None if silent is None else _failure(processes, silent, _how_it_ended(processes[silent]))
 
 
-def _first_silent(processes: Sequence[Ended], among: Sequence[int] | None = None) -> int | None:
+def _first_silent(processes: Sequence[Ended], among: Iterable[int]) -> int | None:
     """The process that ended badly before all others, of itself and without a report."""
-    numbers = [
+    silent = [
         number
-        for number, each in enumerate(processes)
-        if not (each.report or each.end.well or each.end.forced)
-        and (among is None or number in among)
+        for number in among
+        if not (processes[number].report or processes[number].well or processes[number].forced)
     ]
-    return min(numbers, key=lambda number: processes[number].end.time, default=None)
+    return min(silent, key=lambda number: processes[number].time, default=None)
 
 
-def _blamed(processes: Sequence[Ended], reports: Sequence[Report]) -> Failure:
-    """Of those that others blame, the one that failed first."""
-    steps = [each.step for each in reports if each.step is not None]
-    step = min(steps, default=None)
-    blamed = [number for each in reports for number in each.blames if 0 <= number < len(processes)]
-    silent = _first_silent(processes, blamed)
+def _blamed(processes: Sequence[Ended], reports: dict[int, Report]) -> Failure:
+    """Of those that others blame, the one that failed first. `reports` are in order of time."""
+    step = min((each.step for each in reports.values() if each.step is not None), default=None)
+    order = [n for each in reports.values() for n in each.blames if 0 <= n < len(processes)]
+    silent = _first_silent(processes, order)
     if silent is not None:
         return _failure(processes, silent, _how_it_ended(processes[silent]), step)
-    without_word = [number for number in blamed if processes[number].report is None]
-    if not without_word:  # such as one that stood still and was told so
-        first = reports[0]
-        number = blamed[0] if blamed else first.process
-        return _failure(processes, number, first.error, step)
-    number = without_word[0]
-    words = next(each.error for each in reports if number in each.blames)
-    end = processes[number].end
-    if end.forced:
-        return _failure(processes, number, f"it made no progress ({words})", step)
-    return _failure(processes, number, f"it ended early, exit code {end.status} ({words})", step)
+    number = next((number for number in order if processes[number].report is None), None)
+    if number is None:  # such as one that stood still and was told so
+        first, report = next(iter(reports.items()))
+        return _failure(processes, order[0] if order else first, report.error, step)
+    end, words = processes[number], next(r.error for r in reports.values() if number in r.blames)
+    how = "made no progress" if end.forced else f"ended early, exit code {end.status}"
+    return _failure(processes, number, f"it {how} ({words})", step)
 
 
 def _failure(
     processes: Sequence[Ended], number: int, cause: str, step: int | None = None
 ) -> Failure:
-    end = processes[number].end
+    end = processes[number]
     # Nothing of its own is in the code of a process that was made to end.
     exit_code = 1 if end.forced or end.well else end.exit_code
-    return Failure(number, _one_line(cause), exit_code, step, processes[number].log)
+    return Failure(number, _one_line(cause), exit_code, step, end.log)
 
 
-def _how_it_ended(process: Ended) -> str:
-    end = process.end
-    said = said_of_failure(process.errors)
+def _how_it_ended(end: Ended) -> str:
+    said = said_of_failure(end.errors)
     if said and (end.status >= 0 or end.status == -signal.SIGABRT):
         return said
     if end.status < 0:
         hint = " (out of memory?)" if end.status == -signal.SIGKILL else ""
         return f"killed by {signal_name(-end.status)}{hint}"
-    last = next((line for line in reversed(process.errors) if line.strip()), "")
+    last = next((line for line in reversed(end.errors) if line.strip()), "")
     return f"exit code {end.status}" + (f" ({last.strip()})" if last else "")
 
 
@@ -174,10 +231,6 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def _time(report: Report) -> float:
-    return report.time
 
 
 def _one_line(text: str) -> str:

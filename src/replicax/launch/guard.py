@@ -17,7 +17,6 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Mapping
 
 LINUX = sys.platform.startswith("linux")
 PASSED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -27,139 +26,156 @@ POLL_SECONDS = 0.02
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def main(arguments: list[str]) -> None:
-    """Run the command and watch over it until it and all that it started are gone."""
-    channel = int(arguments[0])
-    os.set_inheritable(channel, False)
-    libc = ctypes.CDLL(None, use_errno=True) if LINUX else None
-    if libc is not None:  # what loses its parent becomes the guard's own, and can be found
-        libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in PASSED}
-    awake, wake = os.pipe()
-    os.set_blocking(wake, False)
-    signal.set_wakeup_fd(wake)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    guard = os.getpid()
-    command = os.fork()
-    if command == 0:
-        _become(arguments[2:], arguments[1], before, guard, libc)
-    with contextlib.suppress(OSError):  # the command may have done it already, or be gone
-        os.setpgid(command, command)
-    quiet = os.open(os.devnull, os.O_RDWR)  # the pipes' ends are the command's alone
-    for stream in (0, 1, 2):
-        os.dup2(quiet, stream)
-    _say(channel, f"pid {command}")
-    status, passed = _watch(channel, awake, command)
-    if status is not None:  # at once: the others' time to end runs from here
-        _say_end(channel, status)
-    if not LINUX:
-        _kill_group(command)
-    elif status is None or not _ended(command, channel, passed):
-        _kill_all(command)
-    if status is None:  # the launcher is gone, or wants it gone
-        _say_end(channel, _reaped(command))
+class Guard:
+    """Runs a command, and watches over it until it and all that it started are gone."""
 
+    def __init__(self, channel: int, cores: str, command: list[str]) -> None:
+        self._channel = channel
+        os.set_inheritable(channel, False)
+        self._libc = ctypes.CDLL(None, use_errno=True) if LINUX else None
+        if self._libc:  # what loses its parent becomes the guard's own, and can be found
+            self._libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        self._awake, wake = os.pipe()
+        os.set_blocking(wake, False)
+        signal.set_wakeup_fd(wake)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in PASSED:  # for the command alone; what is ignored stays so
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, lambda *_: None)
+        self._status: int | None = None
+        self._passed = 0
+        guard = os.getpid()
+        self._pid = os.fork()
+        if self._pid == 0:
+            self._become(command, cores, guard)
+        with contextlib.suppress(OSError):  # the command may have done it already, or be gone
+            os.setpgid(self._pid, self._pid)
+        quiet = os.open(os.devnull, os.O_RDWR)  # the pipes' ends are the command's alone
+        for stream in (0, 1, 2):
+            os.dup2(quiet, stream)
 
-def _become(
-    command: list[str],
-    cores: str,
-    handlers: Mapping[signal.Signals, object],
-    guard: int,
-    libc: ctypes.CDLL | None,
-) -> None:
-    """In the new process: turn into the command."""
-    try:
-        os.setpgid(0, 0)
-        for number, handler in handlers.items():
-            ignored = handler is signal.SIG_IGN
-            signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)
-        # Python ignores these from its start on; a command expects them as they are by default.
-        for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD):
-            signal.signal(number, signal.SIG_DFL)
-        if cores:
-            os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
-        if libc is not None:
-            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            if os.getppid() != guard:
-                os._exit(1)
-        os.execvp(command[0], command)
-    except OSError as error:
-        line = f"replicax: cannot run {command[0]}: {error.strerror}\n"
-        os.write(2, line.encode(errors="surrogateescape"))
-    finally:
-        os._exit(127)
+    def run(self) -> None:
+        """Return once nothing is left."""
+        self._say(f"pid {self._pid}")
+        ended = self._watch()
+        if ended:  # at once: the others' time to end runs from here
+            self._say_end()
+        if not LINUX:
+            self._kill_group()
+        elif not (ended and self._nothing_left()):
+            self._kill_all()
+        if not ended:  # the launcher is gone, or wants it gone
+            while self._reap() is None:
+                time.sleep(0.001)
+            self._say_end()
 
+    def _become(self, command: list[str], cores: str, guard: int) -> None:
+        """In the new process: turn into the command."""
+        try:
+            os.setpgid(0, 0)
+            for number in PASSED:
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    signal.signal(number, signal.SIG_DFL)
+            # Python ignores these from its start on; a command expects them as they are by default.
+            for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD):
+                signal.signal(number, signal.SIG_DFL)
+            if cores:
+                os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+            if self._libc:
+                self._libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+                if os.getppid() != guard:
+                    os._exit(1)
+            os.execvp(command[0], command)
+        except OSError as error:
+            line = f"replicax: cannot run {command[0]}: {error.strerror}\n"
+            os.write(2, line.encode(errors="surrogateescape"))
+        finally:
+            os._exit(127)
 
-def _watch(channel: int, awake: int, command: int) -> tuple[int | None, int]:
-    """The command's exit code, negative for a signal, and the last signal that was passed on.
+    def _watch(self) -> bool:
+        """Whether the command ended; else the launcher is gone, or wants the command gone."""
+        while True:
+            ready, _, _ = select.select([self._channel, self._awake], [], [])
+            if self._channel in ready:
+                wanted = self._received()
+                if signal.SIGKILL in wanted:
+                    return False
+                for number in wanted:
+                    self._pass_on(number)
+            if self._awake in ready:
+                os.read(self._awake, 4096)
+                if self._reap() is not None:
+                    return True
 
-    The exit code is None where the launcher is gone or wants the command gone.
-    """
-    passed = 0
-    while True:
-        ready, _, _ = select.select([channel, awake], [], [])
-        if channel in ready:
-            wanted = _received(channel)
-            if not wanted or signal.SIGKILL in wanted:
-                return None, passed
-            for number in wanted:
-                passed = number
-                _pass_on(command, number)
-        if awake in ready:
-            os.read(awake, 4096)
-            if (status := _reap(command)) is not None:
-                return status, passed
+    def _received(self) -> bytes:
+        """Signals to pass on; SIGKILL where the launcher is gone."""
+        try:
+            return os.read(self._channel, 4096) or bytes([signal.SIGKILL])
+        except OSError:
+            return bytes([signal.SIGKILL])
 
+    def _pass_on(self, number: int) -> None:
+        """A Ctrl-C is for all of them, as at a terminal; what `kill` sends, for the command alone.
 
-def _received(channel: int) -> bytes:
-    try:
-        return os.read(channel, 4096)
-    except OSError:
-        return b""
+        Programs that run others (`uv run`, `timeout`) hand on the second and not the first: sent
+        to all, it would reach a training twice, and twice often means at once.
+        """
+        self._passed = number
+        with contextlib.suppress(OSError):
+            if number == signal.SIGINT:
+                os.killpg(self._pid, number)
+            else:
+                os.kill(self._pid, number)
 
+    def _nothing_left(self) -> bool:
+        """Whether all that an ended command left behind ends by itself.
 
-def _pass_on(command: int, number: int) -> None:
-    """A Ctrl-C is for all of them, as at a terminal; what `kill` sends is for the command alone.
-
-    Programs that run others (`uv run`, `timeout`) hand on the second and not the first: sent to
-    all, it would reach a training twice, and twice often means at once.
-    """
-    with contextlib.suppress(OSError):
-        if number == signal.SIGINT:
-            os.killpg(command, number)
-        else:
-            os.kill(command, number)
-
-
-def _ended(command: int, channel: int, passed: int) -> bool:
-    """Whether all that an ended command left behind ends by itself.
-
-    A shell dies of a signal and leaves its program unaware: that program gets the signal too, and
-    the time that the launcher gives it.
-    """
-    left = _descendants()
-    if passed and passed != signal.SIGINT:
-        _signal_each(left, passed)
-    deadline = time.monotonic() + LEFTOVER_SECONDS
-    while left and (passed or time.monotonic() < deadline):
-        if select.select([channel], [], [], POLL_SECONDS)[0]:
-            wanted = _received(channel)
-            if not wanted or signal.SIGKILL in wanted:
-                return False
-            for passed in wanted:
-                _signal_each(left, passed)
-        _reap(command)
+        A shell dies of a signal and leaves its program unaware: that program gets the signal too,
+        and the time that the launcher gives it.
+        """
         left = _descendants()
-    return not left
+        if self._passed and self._passed != signal.SIGINT:
+            _signal_each(left, self._passed)
+        deadline = time.monotonic() + LEFTOVER_SECONDS
+        while left and (self._passed or time.monotonic() < deadline):
+            if select.select([self._channel], [], [], POLL_SECONDS)[0]:
+                wanted = self._received()
+                if signal.SIGKILL in wanted:
+                    return False
+                for self._passed in wanted:
+                    _signal_each(left, self._passed)
+            self._reap()
+            left = _descendants()
+        return not left
 
+    def _kill_all(self) -> None:
+        """Kill all that descends from the guard, those in groups of their own included."""
+        self._kill_group()
+        while left := _descendants():
+            _signal_each(left, signal.SIGKILL)
+            time.sleep(0.001)
+            self._reap()
 
-def _kill_all(command: int) -> None:
-    """Kill all that descends from the guard, those in groups of their own included."""
-    _kill_group(command)
-    while left := _descendants():
-        _signal_each(left, signal.SIGKILL)
-        time.sleep(0.001)
-        _reap(command)
+    def _kill_group(self) -> None:
+        with contextlib.suppress(OSError):
+            os.killpg(self._pid, signal.SIGKILL)
+
+    def _reap(self) -> int | None:
+        """Collect what has ended; the command's exit code once it has, negative for a signal."""
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] == self._pid:
+                    self._status = os.waitstatus_to_exitcode(ended[1])
+        return self._status
+
+    def _say_end(self) -> None:
+        status = self._status or 0
+        told = f"signal {-status}" if status < 0 else f"exit {status}"
+        self._say(f"{told} {time.time():.6f}")
+
+    def _say(self, line: str) -> None:
+        with contextlib.suppress(OSError):  # the launcher is gone
+            os.write(self._channel, f"{line}\n".encode())
 
 
 def _signal_each(processes: list[int], number: int) -> None:
@@ -168,43 +184,15 @@ def _signal_each(processes: list[int], number: int) -> None:
             os.kill(process, number)
 
 
-def _kill_group(command: int) -> None:
-    with contextlib.suppress(OSError):
-        os.killpg(command, signal.SIGKILL)
-
-
-_statuses: dict[int, int] = {}
-
-
-def _reap(command: int) -> int | None:
-    """Collect what has ended; the command's exit code once it has."""
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            process, status = os.waitpid(-1, os.WNOHANG)
-            if process == 0:
-                break
-            if process == command:
-                _statuses[process] = os.waitstatus_to_exitcode(status)
-    return _statuses.get(command)
-
-
-def _reaped(command: int) -> int:
-    while (status := _reap(command)) is None:
-        time.sleep(0.001)
-    return status
-
-
 def _descendants() -> list[int]:
-    """All living processes below the guard."""
+    """All living processes below this one."""
     children: dict[int, list[int]] = {}
-    for name in os.listdir("/proc"):
-        if name.isdecimal():
-            with contextlib.suppress(OSError):
-                with open(f"/proc/{name}/stat", "rb") as file:
-                    # The name in brackets may hold anything, brackets too.
-                    state, parent = file.read().rpartition(b")")[2].split()[:2]
-                if state not in (b"Z", b"X"):
-                    children.setdefault(int(parent), []).append(int(name))
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+            # The name in brackets may hold anything, brackets too.
+            state, parent = file.read().rpartition(b")")[2].split()[:2]
+            if state not in (b"Z", b"X"):
+                children.setdefault(int(parent), []).append(int(name))
     found: list[int] = []
     below = [os.getpid()]
     while below:
@@ -214,15 +202,5 @@ def _descendants() -> list[int]:
     return found
 
 
-def _say_end(channel: int, status: int) -> None:
-    told = f"signal {-status}" if status < 0 else f"exit {status}"
-    _say(channel, f"{told} {time.time():.6f}")
-
-
-def _say(channel: int, line: str) -> None:
-    with contextlib.suppress(OSError):  # the launcher is gone
-        os.write(channel, f"{line}\n".encode())
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    Guard(int(sys.argv[1]), sys.argv[2], sys.argv[3:]).run()

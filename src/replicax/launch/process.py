@@ -1,8 +1,9 @@
-"""One process of a job, as its launcher sees it."""
+"""One process of a job on this host: the cores and the port that it gets, and its guard."""
 
 import contextlib
 import dataclasses
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -11,64 +12,59 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from replicax.cluster.verdict import SAVED
+from replicax.errors import ConfigError
 
 GUARD = Path(__file__).with_name("guard.py")
+TOPOLOGY = Path("/sys/devices/system/cpu")
+EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+LOWEST_PORT, PORT_TRIES = 20000, 50
 
 
 @dataclasses.dataclass(frozen=True)
-class End:
-    """How a process ended.
+class Start:
+    """One process to be started.
 
     Args:
-        status: its exit code; a signal's number, negative, where one ended it.
-        time: in seconds since the epoch.
-        forced: the launcher had told it to end before it did.
+        number: in the job, from 0.
+        command: the program and its arguments.
+        env: all of its environment.
+        log: the file for both of its streams.
+        report: the file where it says why it failed.
+        cores: those it may use; none means all.
     """
 
-    status: int
-    time: float
-    forced: bool
-
-    @property
-    def exit_code(self) -> int:
-        """As a shell counts: 128 and the signal's number for a signal."""
-        return self.status if self.status >= 0 else 128 - self.status
-
-    @property
-    def well(self) -> bool:
-        """Whether it did what it should: it is done, or stopped with everything saved."""
-        return self.status in (0, SAVED)
+    number: int
+    command: Sequence[str]
+    env: Mapping[str, str]
+    log: Path
+    report: Path
+    cores: Sequence[int] = ()
 
 
 class Process:
     """A command that runs beside a guard; `guard.py` says what that does.
 
-    Args:
-        number: of the process in its job, from 0.
-        command: the program and its arguments.
-        env: all of its environment.
-        cores: those it may use; none means all.
+    Its `status` is its exit code once it has ended, negative for a signal; `ended_at` is in seconds
+    since the epoch; `forced` tells whether the launcher had told it to end before it did.
     """
 
-    def __init__(
-        self, number: int, command: Sequence[str], env: Mapping[str, str], cores: Sequence[int]
-    ) -> None:
-        self.number = number
-        self.end: End | None = None
+    def __init__(self, start: Start) -> None:
+        self.start = start
+        self.status: int | None = None
+        self.ended_at = 0.0
+        self.forced = False
         self._pid: int | None = None
         self._told = b""
-        self._forced = False
         self._channel, theirs = socket.socketpair()
         with theirs:
-            arguments = [str(theirs.fileno()), ",".join(map(str, cores)), *command]
+            arguments = [str(theirs.fileno()), ",".join(map(str, start.cores)), *start.command]
             self._guard = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(GUARD), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
-                env=env,
+                env=start.env,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # a terminal's Ctrl-C comes through the launcher alone
             )
@@ -76,29 +72,30 @@ class Process:
         assert self._guard.stderr
         self.stdout: int = self._guard.stdout.fileno()
         self.stderr: int = self._guard.stderr.fileno()
-
-    @property
-    def channel(self) -> int:
+        self.channel: int = self._channel.fileno()
         """The descriptor on which the guard tells of the process."""
-        return self._channel.fileno()
 
     def listen(self) -> bool:
-        """Take in what the guard tells; False once it has no more to tell, and `end` is known."""
+        """Take in what the guard tells; False once it has no more to tell, and all is known."""
         try:
             told = self._channel.recv(4096)
         except OSError:
             told = b""
-        self._told += told
-        *lines, self._told = self._told.split(b"\n")
+        *lines, self._told = (self._told + told).split(b"\n")
         for line in lines:
-            self._note(*line.decode().split())
+            kind, number, *at = line.decode().split()
+            if kind == "pid":
+                self._pid = int(number)
+            else:
+                self.status = int(number) if kind == "exit" else -int(number)
+                self.ended_at = float(at[0])
         if told:
             return True
-        if self.end is None:  # the guard was killed; the command dies of that, and its group here
+        if self.status is None:  # the guard was killed; the command dies of it, and its group here
             if self._pid is not None:
                 with contextlib.suppress(OSError):
                     os.killpg(self._pid, signal.SIGKILL)
-            self.end = End(-signal.SIGKILL, time.time(), self._forced)
+            self.status, self.ended_at = -signal.SIGKILL, time.time()
         self._guard.wait()
         return False
 
@@ -109,8 +106,7 @@ class Process:
 
     def stop(self, number: int) -> None:
         """End it with a signal, SIGTERM or SIGKILL."""
-        if self.end is None:
-            self._forced = True
+        self.forced |= self.status is None
         self.send(number)
 
     def close(self) -> None:
@@ -121,9 +117,49 @@ class Process:
             if stream:
                 stream.close()
 
-    def _note(self, kind: str, value: str, at: str = "0") -> None:
-        if kind == "pid":
-            self._pid = int(value)
-        else:
-            status = int(value) if kind == "exit" else -int(value)
-            self.end = End(status, float(at), self._forced)
+
+def core_blocks(processes: int) -> list[tuple[int, ...]]:
+    """Equally many cores for each process; neighbours, so that threads of one core stay together.
+
+    Raises:
+        ConfigError: more processes than cores, or a system that binds nothing to cores.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        raise ConfigError("--pin on a system that binds no process to cores: leave it out")
+    cores = sorted(os.sched_getaffinity(0), key=lambda core: (_physical(core), core))
+    if processes > len(cores):
+        raise ConfigError(
+            f"--pin with --processes {processes} on {len(cores)} cores; each process needs a core: "
+            f"use at most {len(cores)} processes, or leave --pin out"
+        )
+    size = len(cores) // processes
+    return [tuple(cores[size * each : size * (each + 1)]) for each in range(processes)]
+
+
+def _physical(core: int) -> int:
+    """The first thread of the physical core that `core` is a thread of."""
+    path = TOPOLOGY / f"cpu{core}" / "topology" / "thread_siblings_list"
+    try:
+        return int(path.read_text(encoding="ascii").replace("-", ",").split(",")[0])
+    except (OSError, ValueError):
+        return core
+
+
+def free_port() -> int:
+    """A port that nothing listens on.
+
+    Below the range that outgoing connections take theirs from, where that is known: from there, one
+    could take the port before process 0 listens on it, or even come to meet itself.
+    """
+    for _ in range(PORT_TRIES):
+        with contextlib.suppress(OSError, ValueError):
+            start = int(EPHEMERAL.read_text(encoding="ascii").split()[0])
+            return _bound(random.randrange(LOWEST_PORT, start))
+    return _bound(0)
+
+
+def _bound(port: int) -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", port))
+        bound: int = listener.getsockname()[1]
+        return bound

@@ -1,28 +1,25 @@
 """A job on this host, from its start to its end, with its restarts."""
 
-import contextlib
 import dataclasses
 import os
 import secrets
 import shutil
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from replicax.cluster import variables
 from replicax.cluster.verdict import SAVED
 from replicax.errors import ConfigError
-from replicax.launch.attempt import Attempt, Files, environments
-from replicax.launch.cause import Ended, Failure, first_failure, signal_name
-from replicax.launch.cores import core_blocks
+from replicax.launch.attempt import Attempt, collected_signals, taken
+from replicax.launch.cause import Ended, Failure, Restarts, first_failure, signal_name
+from replicax.launch.echo import Echo
 from replicax.launch.job import Job
-from replicax.launch.output import Echo
-from replicax.launch.port import free_port
-from replicax.launch.restarts import Restarts
-from replicax.launch.signals import Signals
+from replicax.launch.process import Start, core_blocks, free_port
 
 GRACE_SECONDS = 30.0
-_SAVED = "stopped early with everything saved"
+STOPPED_EARLY = "stopped early with everything saved"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,36 +71,33 @@ def launch(
         ClusterError: the system does not let so many processes start.
     """
     base = dict(os.environ if env is None else env)
-    check(job, base)
+    _check(job, base)
     cores = core_blocks(job.processes) if job.pin else [()] * job.processes
-    first_id = secrets.token_hex(8)
-    folder = _folder(logs, first_id)
+    job_id = secrets.token_hex(8)
+    folder = _folder(logs, job_id)
     began = time.monotonic()
     restarts = Restarts(job.restarts)
     attempts = 0
-    with Signals() as signals, _echo(job, quiet, signals) as echo:
-        echo.say(_started(job, first_id, folder))
-        while True:
-            attempts += 1
-            job_id = first_id if attempts == 1 else secrets.token_hex(8)
-            files = _files(job, folder, attempts)
-            places = environments(job, base, free_port(), job_id, files)
-            attempt = Attempt(job, places, cores, files, echo, signals, grace_seconds)
-            start = time.monotonic()
-            ended = attempt.run()
-            exit_code, failure, message = _judge(attempt, ended)
-            what: object = _SAVED if exit_code == SAVED else failure
-            if what is None or attempt.told:
-                break
-            if failure:
+    echo = Echo(job.processes, quiet)
+    with collected_signals() as signals:
+        echo.say(_started(job, job_id, folder))
+        try:
+            while True:
+                attempts += 1
+                starts = _starts(job, base, cores, job_id, folder, attempts)
+                attempt = Attempt(starts, echo, signals, grace_seconds)
+                start = time.monotonic()
+                exit_code, failure, message = _judge(attempt, attempt.run())
+                if attempt.told or (failure is None and exit_code != SAVED):
+                    break
                 refused = restarts.refused(failure, time.monotonic() - start)
-            else:
-                refused = restarts.refused_after_saving()
-            if refused is None:
-                echo.say(f"replicax: {what}; {restarts.progress}", error=True)
-                continue
-            message = "; ".join(map(str, filter(None, [message, refused])))
-            break
+                if refused is not None:
+                    message = "; ".join(filter(None, [message, refused]))
+                    break
+                echo.say(f"replicax: {failure or STOPPED_EARLY}; {restarts.progress}", error=True)
+                job_id = secrets.token_hex(8)
+        finally:
+            echo.close(lambda: signal.SIGINT in taken(signals))
     return Outcome(
         exit_code=exit_code,
         failure=failure,
@@ -115,7 +109,7 @@ def launch(
     )
 
 
-def check(job: Job, env: Mapping[str, str]) -> None:
+def _check(job: Job, env: Mapping[str, str]) -> None:
     """Raise `ConfigError` where `job` cannot be started on this host."""
     check_numbers(job)
     program = job.command[0]
@@ -143,13 +137,40 @@ def check_numbers(job: Job) -> None:
         raise ConfigError(f"--restarts {job.restarts}; it counts from 0: raise it")
 
 
+def _starts(
+    job: Job,
+    base: Mapping[str, str],
+    cores: Sequence[Sequence[int]],
+    job_id: str,
+    folder: Path,
+    attempt: int,
+) -> list[Start]:
+    """What each process is started with, its place in the job included."""
+    common = {
+        **base,
+        variables.PROCESSES: str(job.processes),
+        variables.COORDINATOR: f"127.0.0.1:{free_port()}",
+        variables.JOB_ID: job_id,
+        "PYTHONUNBUFFERED": "1",
+    }
+    if job.devices_per_process is not None:
+        common["JAX_NUM_CPU_DEVICES"] = str(job.devices_per_process)
+    again = "" if attempt == 1 else f"-attempt-{attempt}"
+    starts = []
+    for number in range(job.processes):
+        log = folder / f"process-{number}{again}.log"
+        report = log.with_suffix(".failure.json")
+        place = {variables.PROCESS_ID: str(number), variables.FAILURE_FILE: str(report.absolute())}
+        starts.append(Start(number, job.command, common | place, log, report, cores[number]))
+    return starts
+
+
 def _judge(attempt: Attempt, ended: Sequence[Ended]) -> tuple[int, Failure | None, str | None]:
     """The exit code, the first failure if one is to blame, and what to say."""
-    statuses = {each.end.status for each in ended}
-    if statuses == {0}:
+    if all(each.status == 0 for each in ended):
         return 0, None, None
     if _stopped_early(attempt, ended):
-        return SAVED, None, f"{_SAVED}; start it again to go on"
+        return SAVED, None, f"{STOPPED_EARLY}; start it again to go on"
     failure = first_failure(ended)
     stopped_by = attempt.stopped_by
     if stopped_by is None:
@@ -165,27 +186,18 @@ def _judge(attempt: Attempt, ended: Sequence[Ended]) -> tuple[int, Failure | Non
 
 def _stopped_early(attempt: Attempt, ended: Sequence[Ended]) -> bool:
     """Whether some processes stopped with everything saved, and nobody failed of itself."""
-    saved = {number for number, each in enumerate(ended) if each.end.status == SAVED}
-    return bool(saved) and all(_in_order(attempt, each, saved) for each in ended)
+    saved = {number for number, each in enumerate(ended) if each.status == SAVED}
 
+    def in_order(each: Ended) -> bool:
+        if each.well:
+            return True
+        if each.report:  # it stopped because those that had saved were gone
+            return bool(each.report.blames) and saved.issuperset(each.report.blames)
+        if attempt.stopped_by is None:  # it went on without the others
+            return each.forced
+        return attempt.natural(each) and not each.forced  # too young to know what to do
 
-def _in_order(attempt: Attempt, each: Ended, saved: set[int]) -> bool:
-    if each.end.well:
-        return True
-    if each.report:  # it stopped because those that had saved were gone
-        return bool(each.report.blames) and saved.issuperset(each.report.blames)
-    if attempt.stopped_by is None:  # it went on without the others
-        return each.end.forced
-    return attempt.natural(each) and not each.end.forced  # too young to know what to do
-
-
-@contextlib.contextmanager
-def _echo(job: Job, quiet: bool, signals: Signals) -> Iterator[Echo]:
-    echo = Echo(job.processes, quiet, signals.wake)
-    try:
-        yield echo
-    finally:
-        echo.close(lambda: signal.SIGINT in signals.take())
+    return bool(saved) and all(map(in_order, ended))
 
 
 def _started(job: Job, job_id: str, folder: Path) -> str:
@@ -215,9 +227,3 @@ def _folder(logs: str | Path | None, job_id: str) -> Path:
     if other := next(folder.glob("process-*.*"), None):
         raise ConfigError(f"{folder} has the logs of another job ({other.name}); {fix}")
     return folder
-
-
-def _files(job: Job, folder: Path, attempt: int) -> list[Files]:
-    again = "" if attempt == 1 else f"-attempt-{attempt}"
-    names = [f"process-{number}{again}" for number in range(job.processes)]
-    return [Files(folder / f"{name}.log", folder / f"{name}.failure.json") for name in names]

@@ -3,8 +3,8 @@
 import contextlib
 import os
 import re
+import select
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -21,35 +21,32 @@ _THROUGH_LAST_BREAK = re.compile(rb".*[\r\n]", re.DOTALL)
 
 
 class Echo:
-    """The launcher's own output, written by a thread so that a slow reader blocks nothing else.
+    """The launcher's own output: a queue, so that a slow reader holds up nothing else.
 
     Args:
         processes: how many there are.
         quiet: write nothing.
-        on_change: called from the thread when room was made, or a stream turned out closed.
     """
 
-    def __init__(self, processes: int, quiet: bool, on_change: Callable[[], None]) -> None:
+    def __init__(self, processes: int, quiet: bool) -> None:
         self.closed = False
+        """Whether nobody reads it any more."""
         self._until = float("inf")
         self._width = len(str(processes - 1))
         self._quiet = quiet
-        self._on_change = on_change
-        self._queue: deque[tuple[TextIO, bytes]] = deque()
+        self._queue: deque[tuple[int, memoryview]] = deque()
         self._bytes = 0
-        self._ready = threading.Condition()
-        self._ended = False
-        self._thread = threading.Thread(target=self._write_all, name="echo", daemon=True)
-        self._thread.start()
 
     @property
     def full(self) -> bool:
         """Whether so much waits to be written that no more should be read."""
-        return self._bytes > MOST_QUEUED_BYTES and not self._over
+        return self._bytes > MOST_QUEUED_BYTES and self.waiting_for is not None
 
     @property
-    def _over(self) -> bool:
-        return self.closed or time.monotonic() >= self._until
+    def waiting_for(self) -> int | None:
+        """The descriptor that what is next waits for; None where nothing waits."""
+        over = self.closed or time.monotonic() >= self._until
+        return None if over or not self._queue else self._queue[0][0]
 
     def say(self, line: str, *, error: bool = False) -> None:
         """A line of the launcher's own."""
@@ -64,66 +61,49 @@ class Echo:
             prefix = f"\x1b[{color}m".encode() + prefix.rstrip() + b"\x1b[0m "
         self._put(stream, b"".join(prefix + line + b"\n" for line in lines))
 
+    def write(self) -> None:
+        """Write some of what waits, once its descriptor is ready for that; it does not block."""
+        number, data = self._queue.popleft()
+        try:  # no more than a pipe that is ready takes at once
+            written = os.write(number, data[: select.PIPE_BUF])
+        except OSError:
+            self.closed = True
+            with contextlib.suppress(OSError):  # or Python complains as it exits
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+            return
+        self._bytes -= written
+        if written < len(data):
+            self._queue.appendleft((number, data[written:]))
+
     def hurry(self) -> None:
         """Wait for no reader any more, but for a moment; the logs have what is not shown."""
         self._until = time.monotonic() + HURRY_SECONDS
 
-    def close(self, interrupted: Callable[[], bool] = lambda: False) -> None:
-        """Return once all is written, or cannot be, or `interrupted` says so."""
-        with self._ready:
-            self._ended = True
-            self._ready.notify()
-        while self._thread.is_alive() and not self._over:
+    def close(self, interrupted: Callable[[], bool]) -> None:
+        """Return once all is written, or cannot be, or a moment after `interrupted` says so."""
+        while (number := self.waiting_for) is not None:
             if interrupted():
                 self.hurry()
-            self._thread.join(timeout=0.1)
+            waiting = select.poll()
+            waiting.register(number, select.POLLOUT)
+            if waiting.poll(100):
+                self.write()
 
     def _put(self, stream: TextIO, data: bytes) -> None:
-        if self._quiet or self._over:
+        if self._quiet or self.closed or time.monotonic() >= self._until:
             return
-        with self._ready:
-            self._queue.append((stream, data))
-            self._bytes += len(data)
-            self._ready.notify()
-
-    def _write_all(self) -> None:
-        while True:
-            with self._ready:
-                while not self._queue and not self._ended:
-                    self._ready.wait()
-                if not self._queue:
-                    return
-                stream, data = self._queue.popleft()
-            if not self.closed and not _written(stream, data):
-                self.closed = True
-                self._on_change()
-            with self._ready:
-                was_full = self.full
-                self._bytes -= len(data)
-            if was_full and not self.full:
-                self._on_change()
-
-
-def _written(stream: TextIO, data: bytes) -> bool:
-    """Write all of it; False where nobody reads the stream any more."""
-    try:
         try:
-            number = stream.fileno()
-        except (AttributeError, OSError, ValueError):  # a notebook's, a test's
-            stream.write(data.decode(errors="backslashreplace"))
-            stream.flush()
-            return True
-        stream.flush()
-        view = memoryview(data)
-        while view:
-            view = view[os.write(number, view) :]
-        return True
-    except (OSError, ValueError):
-        with contextlib.suppress(OSError, ValueError):  # or Python complains as it exits
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream.fileno())
-            os.close(nowhere)
-        return False
+            try:
+                stream.flush()
+                self._queue.append((stream.fileno(), memoryview(data)))
+                self._bytes += len(data)
+            except (AttributeError, OSError, ValueError):  # a notebook's, a test's
+                stream.write(data.decode(errors="backslashreplace"))
+                stream.flush()
+        except (OSError, ValueError):
+            self.closed = True
 
 
 def _colored(stream: TextIO) -> bool:

@@ -2,8 +2,10 @@
 
 import dataclasses
 import os
+import secrets
 import signal
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -11,14 +13,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from replicax.cluster.address import split_address
+from replicax.cluster import variables
+from replicax.cluster.address import join_address, split_address
 from replicax.cluster.verdict import SAVED
 from replicax.errors import ClusterError, ConfigError, require
+from replicax.launch.attempt import Attempt, collected_signals
 from replicax.launch.cause import Ended, first_failure
+from replicax.launch.echo import Echo
 from replicax.launch.job import Job
-from replicax.launch.process import End
-from replicax.launch.ray_process import ProcessError, run_process
-from replicax.launch.supervisor import check_numbers
+from replicax.launch.process import Start, free_port
+from replicax.launch.supervisor import GRACE_SECONDS, STOPPED_EARLY, check_numbers
 
 REACH_SECONDS = 5.0
 FORWARDED = ("JAX_", "XLA_", "LIBTPU_", "NCCL_", "GLOO_", "REPLICAX_")
@@ -47,6 +51,22 @@ class RayOptions:
     """CPU cores that each process takes, as Ray counts them."""
 
 
+class ProcessError(RuntimeError):
+    """A process of the job that failed; Ray's failure policy acts on it.
+
+    Args:
+        message: which process, and how it ended.
+        ended: what is known of that.
+    """
+
+    def __init__(self, message: str, ended: Ended) -> None:
+        super().__init__(message, ended)  # both, so that it survives the way to the launcher
+        self.ended = ended
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 def launch_on_ray(job: Job, options: RayOptions) -> tuple[int, str | None]:
     """Run `job` on a Ray cluster that is up, and return once it has ended.
 
@@ -54,10 +74,6 @@ def launch_on_ray(job: Job, options: RayOptions) -> tuple[int, str | None]:
     What they write is shown here, each line under Ray's name for the process and its number. The
     command runs in this process's working directory where the node has it, with the node's
     environment; of this process's, variables that begin with one of `FORWARDED` are added.
-
-    Args:
-        job: the command and how many processes run it.
-        options: which cluster, and what each process takes of it.
 
     Returns:
         The exit code: 0 where all processes are done, 75 where they stopped early with everything
@@ -72,13 +88,15 @@ def launch_on_ray(job: Job, options: RayOptions) -> tuple[int, str | None]:
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     ray = require("ray", "ray")
-    train = require("ray.train", "ray")
     address = _connect(ray, options)
     try:
-        _say(_started(job, options, address))
+        noun = "process" if job.processes == 1 else "processes"
+        gpus = f" and {options.gpus_per_process} GPU" if options.gpus_per_process else ""
+        takes = f"{options.cpus_per_process} CPU{gpus}"
+        print(f"launch {job.processes} {noun} of {takes} · Ray at {address}", flush=True)
         _say_if_short(ray, job, options)
         with tempfile.TemporaryDirectory(prefix="replicax-ray-") as storage:
-            return _fit(train, job, options, storage)
+            return _fit(require("ray.train", "ray"), job, options, storage)
     finally:
         ray.shutdown()
 
@@ -142,9 +160,10 @@ def _say_if_short(ray: ModuleType, job: Job, options: RayOptions) -> None:
     for kind, each in (("CPU", options.cpus_per_process), ("GPU", options.gpus_per_process)):
         needed, there = job.processes * each, int(have.get(kind, 0))
         if needed > there:
-            _say(
+            print(
                 f"waits  {job.processes} × {each} {kind} needed and the cluster has {there}: "
-                "waiting for it to grow"
+                "waiting for it to grow",
+                flush=True,
             )
 
 
@@ -154,13 +173,10 @@ def _fit(train: ModuleType, job: Job, options: RayOptions, storage: str) -> tupl
     resources = {"CPU": options.cpus_per_process}
     if options.gpus_per_process:
         resources["GPU"] = options.gpus_per_process
+    env = _forwarded(job, os.environ)
     trainer = trainer_module.DataParallelTrainer(
         run_process,
-        train_loop_config={
-            "job": job,
-            "env": _forwarded(job, os.environ),
-            "folder": os.getcwd(),
-        },
+        train_loop_config={"job": job, "env": env, "folder": os.getcwd()},
         scaling_config=train.ScalingConfig(
             num_workers=job.processes,
             use_gpu=options.gpus_per_process > 0,
@@ -185,8 +201,15 @@ def _fit(train: ModuleType, job: Job, options: RayOptions, storage: str) -> tupl
     except SystemExit:  # Ray's own answer to Ctrl-C
         return 128 + signal.SIGINT, "stopped by SIGINT"
     if result.return_value == SAVED:
-        return SAVED, "stopped early with everything saved; start it again to go on"
+        return SAVED, f"{STOPPED_EARLY}; start it again to go on"
     return 0, None
+
+
+def _forwarded(job: Job, env: Mapping[str, str]) -> dict[str, str]:
+    added = {name: value for name, value in env.items() if name.startswith(FORWARDED)}
+    if job.devices_per_process is not None:
+        added["JAX_NUM_CPU_DEVICES"] = str(job.devices_per_process)
+    return added
 
 
 def _failed(job: Job, failures: Mapping[int, BaseException]) -> tuple[int, str]:
@@ -205,27 +228,65 @@ def _ended(error: BaseException | None) -> Ended:
     """How a process ended: as it told, or lost with its worker, or stopped by Ray."""
     if isinstance(error, ProcessError):
         return error.ended
-    return Ended(End(-signal.SIGKILL, time.time(), forced=error is None), None, (), Path())
-
-
-def _forwarded(job: Job, env: Mapping[str, str]) -> dict[str, Any]:
-    added = {name: value for name, value in env.items() if name.startswith(FORWARDED)}
-    if job.devices_per_process is not None:
-        added["JAX_NUM_CPU_DEVICES"] = str(job.devices_per_process)
-    return added
-
-
-def _started(job: Job, options: RayOptions, address: str) -> str:
-    takes = f"{options.cpus_per_process} CPU"
-    if options.gpus_per_process:
-        takes += f" and {options.gpus_per_process} GPU"
-    noun = "process" if job.processes == 1 else "processes"
-    return f"launch {job.processes} {noun} of {takes} · Ray at {address}"
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
+    return Ended(-signal.SIGKILL, time.time(), error is None, None, (), Path())
 
 
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
+
+
+def run_process(config: dict[str, Any]) -> int:
+    """Inside a worker of Ray Train: run the command as its process; return the exit code.
+
+    Args:
+        config: `job`, the `env` to add to the node's, and the `folder` to run it in.
+
+    Raises:
+        ProcessError: the process failed.
+    """
+    job: Job = config["job"]
+    number = require("ray.train", "ray").get_context().get_world_rank()
+    with tempfile.TemporaryDirectory(prefix="replicax-") as temporary:
+        report = Path(temporary) / "failure.json"
+        # The programs beside the Python that runs Ray come first: `python`, `replicax`.
+        path = [os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)]
+        env = {
+            **os.environ,
+            **config["env"],
+            **_place(number, job.processes),
+            variables.FAILURE_FILE: str(report),
+            "PATH": os.pathsep.join(path),
+            "PYTHONUNBUFFERED": "1",
+        }
+        echo = Echo(job.processes, quiet=False)
+        try:
+            os.chdir(config["folder"])
+        except OSError as error:
+            where = f"{config['folder']}: {error.strerror} on this node; running in {os.getcwd()}"
+            echo.lines(number, [f"replicax: {where}".encode()], error=False)
+        # Ray keeps the output in files of its own.
+        start = Start(number, job.command, env, Path(os.devnull), report)
+        with collected_signals() as signals:
+            try:
+                (ended,) = Attempt([start], echo, signals, GRACE_SECONDS).run()
+            finally:
+                echo.close(lambda: False)
+    if not ended.well:
+        raise ProcessError(f"process {number} ended with {ended.exit_code}", ended)
+    return ended.status
+
+
+def _place(number: int, processes: int) -> dict[str, str]:
+    """The process's place in the job; process 0 says where it listens."""
+    meeting = None
+    if number == 0:
+        host = require("ray.util", "ray").get_node_ip_address()
+        meeting = (join_address(host, free_port()), secrets.token_hex(8))
+    collective = require("ray.train.collective", "ray")
+    coordinator, job_id = collective.broadcast_from_rank_zero(meeting)
+    return {
+        variables.PROCESS_ID: str(number),
+        variables.PROCESSES: str(processes),
+        variables.COORDINATOR: coordinator,
+        variables.JOB_ID: job_id,
+    }
