@@ -68,8 +68,8 @@ def _divides(program: Program) -> bool:
         if isinstance(node, ast.keyword) and node.arg in _DROPS and not _is_false(node.value):
             return True
         if isinstance(node, ast.Call):
-            called = getattr(node.func, "attr", None) or getattr(node.func, "id", "")
-            if called in _DIVIDING or names_in(node.func) & {"even_batches"}:
+            called = ast.unparse(node.func).rpartition(".")[2]
+            if called in _DIVIDING or "even_batches" in names_in(node.func):
                 return True
     return False
 

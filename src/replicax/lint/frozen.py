@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator, Sequence
 
 from replicax.lint.finding import WARNING, Report
-from replicax.lint.program import COMPILES, FUNCTIONS, LOOPS, Function, Program, targets
+from replicax.lint.program import COMPILES, FUNCTIONS, LOOPS, Function, Program, given, targets
 
 _COMPILES = COMPILES | {"replicax.DataParallel", "rx.DataParallel"}
 
@@ -63,9 +63,8 @@ def _compiled(function: ast.FunctionDef, nodes: list[ast.AST], program: Program)
     names = {function.name} if compiled else set()
     for node in nodes:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-            given = [*node.value.args, *(each.value for each in node.value.keywords)]
-            handed = any(isinstance(each, ast.Name) and each.id == function.name for each in given)
-            if handed and program.called(node.value) in _COMPILES:
+            names_given = {getattr(each, "id", "") for each in given(node.value)}
+            if function.name in names_given and program.called(node.value) in _COMPILES:
                 names |= set(targets(node))
     return [
         node

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from replicax.lint.finding import NOTE, Report
-from replicax.lint.program import Program
+from replicax.lint.program import Program, keywords, names_in
 
 LIBRARIES = ("jax", "flax", "optax", "numpy", "equinox", "haiku", "chex", "orbax")
 _DISTRIBUTIONS = {"haiku": "dm-haiku", "orbax": "orbax-checkpoint"}
@@ -69,12 +69,8 @@ def _is_guarded(program: Program, node: ast.AST) -> bool:
     """Whether a file provides for another version: by `try`, `hasattr`, or the version."""
     for outer in program.around(node):
         if isinstance(outer, ast.Try):
-            caught = {
-                getattr(each, "id", "")
-                for handler in outer.handlers
-                for each in ast.walk(handler.type or ast.Name("Exception", ast.Load()))
-            }
-            if caught & _GUARDS:
+            caught = [each.type or ast.Name("Exception") for each in outer.handlers]
+            if names_in(*caught) & _GUARDS:
                 return True
         if isinstance(outer, ast.If | ast.IfExp):
             test = ast.unparse(outer.test)
@@ -157,17 +153,13 @@ def _versioned(name: str) -> str:
     return f"{library} {importlib.metadata.version(_DISTRIBUTIONS.get(library, library))}"
 
 
-_PUT = "jax.device_put(value, jax.NamedSharding(mesh, jax.P()))"
 _INSTEAD = {
-    "jax.device_put_replicated": f"write {_PUT} with jit or shard_map",
-    "jax.device_put_sharded": "write jax.device_put(numpy.stack(shards), jax.NamedSharding(mesh, "
-    "jax.P('data')))",
     "jax.experimental.maps": "write jax.shard_map, and jax.sharding.Mesh",
     "jax.experimental.global_device_array": "write jax.make_array_from_callback",
     "jax.sharding.PositionalSharding": "write jax.NamedSharding(mesh, jax.P('data'))",
     "jax.sharding.PmapSharding": "write jax.NamedSharding(mesh, jax.P('data'))",
 }
-"""Where a library does not say what to write, nor has the name elsewhere; or says less."""
+"""Where a library does not say what to write, nor has the name elsewhere."""
 _PLACES = ("jax.tree", "jax.sharding", "jax", "jax.lax", "jax.numpy", "jax.experimental")
 
 
@@ -191,7 +183,7 @@ def _check_call(program: Program, call: ast.Call, report: Report) -> None:
         report.add("bad-call", call, f"{name} is a module: calling it fails", "call what is in it")
         return
     starred = any(isinstance(each, ast.Starred) for each in call.args)
-    if starred or any(each.arg is None for each in call.keywords):
+    if starred or None in keywords(call):
         return
     partly = program.name(call.func) == "functools.partial"
     given = call.args[1:] if partly else call.args

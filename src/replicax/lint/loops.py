@@ -12,6 +12,7 @@ from replicax.lint.program import (
     LOOPS,
     SHARD_MAP,
     Program,
+    given,
     names_in,
     targets,
 )
@@ -125,11 +126,10 @@ def _acts(node: ast.AST) -> bool:
 
 def _fetched(program: Program, call: ast.Call) -> set[str]:
     """Return the names of what a call has the host wait for."""
-    given = [*call.args, *(each.value for each in call.keywords)]
     method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
     if program.name(call.func) in _FETCHES:
-        return _arrays(*given)
-    return _arrays(*(given or [call.func])) if method in _FETCHING_METHODS else set()
+        return _arrays(*given(call))
+    return _arrays(*(given(call) or [call.func])) if method in _FETCHING_METHODS else set()
 
 
 def _arrays(*nodes: ast.AST) -> set[str]:

@@ -186,6 +186,16 @@ def _bound(function: Function) -> Iterator[str]:
             yield node.id
 
 
+def given(call: ast.Call) -> list[ast.expr]:
+    """Return all arguments of a call."""
+    return [*call.args, *(each.value for each in call.keywords)]
+
+
+def keywords(call: ast.Call) -> set[str | None]:
+    """Return the names of a call's arguments; None among them for `**options`."""
+    return {each.arg for each in call.keywords}
+
+
 def names_in(*nodes: ast.AST) -> set[str]:
     """Return the names that are read or written in some nodes."""
     return {each.id for node in nodes for each in ast.walk(node) if isinstance(each, ast.Name)}

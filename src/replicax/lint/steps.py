@@ -9,7 +9,18 @@ import re
 from collections.abc import Iterator, Sequence
 
 from replicax.lint.finding import Report
-from replicax.lint.program import GRADS, KEY, PMAP, Function, Mapped, Program, names_in, targets
+from replicax.lint.program import (
+    GRADS,
+    KEY,
+    PMAP,
+    Function,
+    Mapped,
+    Program,
+    given,
+    keywords,
+    names_in,
+    targets,
+)
 
 REDUCES = re.compile(
     r"^(pmean|psum|psum_scatter|all_gather|all_to_all|pshuffle|ppermute|sync\w*|all_?reduce\w*"
@@ -61,11 +72,11 @@ def _check_reduced(
     update, surest = None, -1
     for call in program.calls(*reached):
         last = program.last_called(call)
-        given = names_in(*call.args, *(each.value for each in call.keywords))
-        if _updates(call, last) and (given & gradients or last == "apply_updates"):
+        handed = bool(names_in(*given(call)) & gradients)
+        if _updates(call, last) and (handed or last == "apply_updates"):
             if _UPDATES.index(last) > surest:
                 update, surest = call, _UPDATES.index(last)
-        elif given & gradients and not _is_known(program, call, last):
+        elif handed and not _is_known(program, call, last):
             return  # which may reduce them
     if update is None or not gradients:
         return
@@ -138,7 +149,7 @@ def _check_scale(program: Program, reached: Sequence[Function], report: Report) 
         if not isinstance(call.func, ast.Attribute) or call.func.attr != "value_and_grad":
             continue
         held = ast.unparse(call.func.value)
-        if "scale" in held and not any(each.arg == "axis_name" for each in call.keywords):
+        if "scale" in held and "axis_name" not in keywords(call):
             report.add(
                 "local-scale",
                 call,
@@ -173,14 +184,8 @@ def _check_means(program: Program, reached: Sequence[Function], report: Report) 
 def _is_masked_mean(program: Program, node: ast.AST) -> bool:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
         return _is_total(program, node.right) and _sums(program, node.left)
-    if isinstance(node, ast.Call):
-        keywords = {each.arg for each in node.keywords}
-        name = program.name(node.func)
-        masked = name.endswith(".mean") and "where" in keywords
-        return "axis" not in keywords and (
-            masked or (name.endswith(".average") and "weights" in keywords)
-        )
-    return False
+    weights = {"mean": "where", "average": "weights"}.get(program.last_called(node))
+    return isinstance(node, ast.Call) and {"axis", weights} & keywords(node) == {weights}
 
 
 def _is_total(program: Program, node: ast.AST) -> bool:
@@ -198,12 +203,10 @@ def _sums(program: Program, node: ast.AST) -> bool:
     """Whether it is a sum over all that an array has."""
     if isinstance(node, ast.Name):
         return bool(re.search(r"total|sum", node.id))
-    if not isinstance(node, ast.Call) or {"axis", "keepdims"} & {
-        each.arg for each in node.keywords
-    }:
+    if not isinstance(node, ast.Call) or {"axis", "keepdims"} & keywords(node):
         return False
-    last = node.func.attr if isinstance(node.func, ast.Attribute) else ""
     library = program.name(node.func) in ("jax.numpy.sum", "numpy.sum")
+    last = getattr(node.func, "attr", "")
     return last == "sum" and len(node.args) == int(library)
 
 
@@ -250,7 +253,7 @@ def _add_shared(report: Report, node: ast.AST) -> None:
 
 def _draws(program: Program, call: ast.Call) -> bool:
     name = program.called(call)
-    if any(each.arg in ("rngs", "rng", "dropout_rng") for each in call.keywords):
+    if keywords(call) & {"rngs", "rng", "dropout_rng"}:
         return not name.rpartition(".")[2].startswith("init")
     shaped = any(".shape" in ast.unparse(each) for each in call.args)
     return bool(_SAMPLERS.match(name)) and shaped and "param" not in ast.unparse(call)
@@ -275,16 +278,11 @@ def _whole(program: Program, mapped: Mapped, arguments: list[str]) -> set[str]:
 
 def _check_norms(program: Program, reached: Sequence[Function], report: Report) -> None:
     """Report BatchNorm whose statistics each replica keeps for itself."""
-    kept = any(
-        _STATISTICS.search(each.arg or "")
-        for call in program.calls(*reached)
-        for each in call.keywords
-    )
-    if not kept or _averages_statistics(program):
+    written = [name for call in program.calls(*reached) for name in keywords(call)]
+    if not any(_STATISTICS.search(name or "") for name in written) or _averages_statistics(program):
         return
     for call in program.calls(program.tree):
-        options = {each.arg for each in call.keywords}
-        if program.called(call) in _NORMS and not options & _AXES and None not in options:
+        if program.called(call) in _NORMS and not keywords(call) & {*_AXES, None}:
             report.add(
                 "local-batch-norm",
                 call,
