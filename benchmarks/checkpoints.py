@@ -29,14 +29,13 @@ from replicax.core.job import Alone  # noqa: E402
 from replicax.recipes import transformer  # noqa: E402
 from replicax.recipes.gpt2 import GPT2  # noqa: E402
 from replicax.recipes.mlp import MLP  # noqa: E402
-from replicax.train.checkpoints.arrays import array_entries, read  # noqa: E402
+from replicax.train.checkpoints.arrays import abstract, array_entries, read  # noqa: E402
 from replicax.train.checkpoints.manifest import Position, read_manifest  # noqa: E402
 from replicax.train.checkpoints.saver import Saver  # noqa: E402
-from replicax.train.checkpoints.store import Store  # noqa: E402
-from replicax.train.checkpoints.verification import verify  # noqa: E402
+from replicax.train.checkpoints.store import Store, verify  # noqa: E402
 from replicax.train.guarded import guarded  # noqa: E402
 from replicax.train.host_memory import keep_freed_memory  # noqa: E402
-from replicax.train.storage import Saving, abstract  # noqa: E402
+from replicax.train.storage import Saving  # noqa: E402
 
 
 def gpt(**sizes: int) -> tuple[Any, Any, Any]:

@@ -53,27 +53,27 @@ if typing.TYPE_CHECKING:
     from replicax.plan.result import Plan as Plan
     from replicax.runs import load as load
     from replicax.train.audit import Audit as Audit
-    from replicax.train.evaluation import Evaluation as Evaluation
+    from replicax.train.evaluator import Evaluation as Evaluation
+    from replicax.train.fit import Guard as Guard
+    from replicax.train.fit import Run as Run
     from replicax.train.fit import fit as fit
     from replicax.train.hook import Hook as Hook
-    from replicax.train.hooks.device_memory import DeviceMemory as DeviceMemory
-    from replicax.train.hooks.early_stopping import EarlyStopping as EarlyStopping
-    from replicax.train.hooks.gradient_norm import GradientNorm as GradientNorm
-    from replicax.train.hooks.keep_best import KeepBest as KeepBest
-    from replicax.train.hooks.learning_rate import LearningRate as LearningRate
+    from replicax.train.hooks.best import EarlyStopping as EarlyStopping
+    from replicax.train.hooks.best import KeepBest as KeepBest
+    from replicax.train.hooks.figures import DeviceMemory as DeviceMemory
+    from replicax.train.hooks.figures import GradientNorm as GradientNorm
+    from replicax.train.hooks.figures import LearningRate as LearningRate
+    from replicax.train.hooks.figures import Throughput as Throughput
+    from replicax.train.hooks.logger import CSV as CSV
+    from replicax.train.hooks.logger import Logger as Logger
     from replicax.train.hooks.profile import Profile as Profile
-    from replicax.train.hooks.throughput import Throughput as Throughput
+    from replicax.train.hooks.trackers import MLflow as MLflow
+    from replicax.train.hooks.trackers import TensorBoard as TensorBoard
+    from replicax.train.hooks.trackers import WandB as WandB
     from replicax.train.load import Loaded as Loaded
-    from replicax.train.loggers.csv import CSV as CSV
-    from replicax.train.loggers.logger import Logger as Logger
-    from replicax.train.loggers.mlflow import MLflow as MLflow
-    from replicax.train.loggers.tensorboard import TensorBoard as TensorBoard
-    from replicax.train.loggers.wandb import WandB as WandB
     from replicax.train.noise_scale import NoiseMeter as NoiseMeter
-    from replicax.train.result import Fit as Fit
-    from replicax.train.run import Guard as Guard
-    from replicax.train.run import Run as Run
     from replicax.train.storage import Saving as Saving
+    from replicax.train.summary import Fit as Fit
     from replicax.verified import verify as verify
     from replicax.verify.step import verify_step as verify_step
     from replicax.verify.verification import Verification as Verification
@@ -81,29 +81,29 @@ if typing.TYPE_CHECKING:
 _LATER = {
     "Audit": "train.audit",
     "Bench": "bench.result",
-    "CSV": "train.loggers.csv",
-    "DeviceMemory": "train.hooks.device_memory",
-    "EarlyStopping": "train.hooks.early_stopping",
-    "Evaluation": "train.evaluation",
-    "Fit": "train.result",
-    "GradientNorm": "train.hooks.gradient_norm",
-    "Guard": "train.run",
+    "CSV": "train.hooks.logger",
+    "DeviceMemory": "train.hooks.figures",
+    "EarlyStopping": "train.hooks.best",
+    "Evaluation": "train.evaluator",
+    "Fit": "train.summary",
+    "GradientNorm": "train.hooks.figures",
+    "Guard": "train.fit",
     "Hook": "train.hook",
-    "KeepBest": "train.hooks.keep_best",
-    "LearningRate": "train.hooks.learning_rate",
+    "KeepBest": "train.hooks.best",
+    "LearningRate": "train.hooks.figures",
     "Loaded": "train.load",
-    "Logger": "train.loggers.logger",
-    "MLflow": "train.loggers.mlflow",
+    "Logger": "train.hooks.logger",
+    "MLflow": "train.hooks.trackers",
     "NoiseMeter": "train.noise_scale",
     "Patience": "cluster.patience",
     "Plan": "plan.result",
     "Profile": "train.hooks.profile",
-    "Run": "train.run",
+    "Run": "train.fit",
     "Saving": "train.storage",
-    "TensorBoard": "train.loggers.tensorboard",
-    "Throughput": "train.hooks.throughput",
+    "TensorBoard": "train.hooks.trackers",
+    "Throughput": "train.hooks.figures",
     "Verification": "verify.verification",
-    "WandB": "train.loggers.wandb",
+    "WandB": "train.hooks.trackers",
     "bench": "bench.run",
     "fit": "train.fit",
     "initialize": "cluster.join",

@@ -77,9 +77,9 @@ def _agreed_stop() -> None:
 
 
 def _position() -> None:
-    from replicax.train import run
+    from replicax.train import fit
 
-    run.first_batch = lambda *arguments: 0  # type: ignore[assignment]
+    fit.first_batch = lambda *arguments: 0  # type: ignore[assignment]
 
 
 def _atomic_rename() -> None:
@@ -96,10 +96,10 @@ def _atomic_rename() -> None:
 
 
 def _sigterm() -> None:
-    from replicax.train import run
-    from replicax.train.interrupt import Interrupt
+    from replicax.train import fit
+    from replicax.train.stopping import Interrupt
 
-    run.Interrupt = lambda **options: Interrupt(terminate=False)  # type: ignore[assignment, misc]
+    fit.Interrupt = lambda **options: Interrupt(terminate=False)  # type: ignore[assignment, misc]
 
 
 def _final_save() -> None:

@@ -15,7 +15,7 @@ import replicax as rx
 from replicax.core import scaling
 from replicax.core.scaling import LARGEST, LOSS_SCALE, OVERFLOWS, SMALLEST, Scale
 from replicax.train.guarded import NOT_FINITE, guarded
-from replicax.train.noise import noise_probe
+from replicax.train.noise_scale import noise_probe
 
 PLACES: dict[str, tuple[int, dict[str, Any]]] = {
     "jit": (4, {}),

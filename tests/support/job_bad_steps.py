@@ -8,8 +8,7 @@ from support.job_cases import FEATURES, loss, model
 import replicax as rx
 from replicax.cli import _explain
 from replicax.cluster.failure import end
-from replicax.train.bad_steps import BadSteps
-from replicax.train.dispatched import Place, dispatched
+from replicax.train.dispatched import BadSteps, Place, dispatched
 from replicax.train.guarded import guarded
 
 

@@ -12,12 +12,10 @@ from support.saved_checkpoint import POSITION
 
 import replicax as rx
 from replicax.core.update import TrainState
-from replicax.train.checkpoints.arrays import array_entries, read
+from replicax.train.checkpoints.arrays import abstract, array_entries, read
 from replicax.train.checkpoints.saver import Saver
-from replicax.train.checkpoints.store import Store
-from replicax.train.checkpoints.verification import STATE
+from replicax.train.checkpoints.store import STATE, Store
 from replicax.train.places import place
-from replicax.train.storage import abstract
 
 
 def made() -> TrainState:

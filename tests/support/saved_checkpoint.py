@@ -13,12 +13,12 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 
-from replicax.train.checkpoints.checksum import file_entries
 from replicax.train.checkpoints.manifest import (
     ArrayEntry,
     FileEntry,
     Manifest,
     Position,
+    file_entries,
     write_manifest,
 )
 

@@ -20,8 +20,8 @@ from support.tiers import EXHAUSTIVE, only
 
 import replicax as rx
 from replicax.errors import ConfigError, DivergedError, ReplicasDifferError
+from replicax.train.audit import Snapshot
 from replicax.train.fingerprint import sha256
-from replicax.train.snapshot import Snapshot
 
 CASE = CASES["linen"]
 OTHER_MODES = ("shard_map", "pmap", "exact")

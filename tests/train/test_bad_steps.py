@@ -13,8 +13,7 @@ import replicax as rx
 from replicax.core.batch import Batch, pad
 from replicax.core.job import Alone
 from replicax.errors import ConfigError, DivergedError
-from replicax.train.bad_steps import BadSteps
-from replicax.train.dispatched import Dispatched, Place, dispatched
+from replicax.train.dispatched import BadSteps, Dispatched, Place, dispatched
 from replicax.train.guarded import NOT_FINITE, SPIKE, guarded
 from replicax.train.records import Record
 

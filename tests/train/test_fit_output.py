@@ -16,7 +16,7 @@ from support.fitted_line import fit, line, loss, threads
 
 import replicax as rx
 from replicax.errors import ConfigError, DivergedError
-from replicax.train.report import describe
+from replicax.train.summary import describe
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from support.waiting import HANG_SECONDS, until
 
-from replicax.train.interrupt import Interrupt, signal_name
+from replicax.train.stopping import Interrupt, signal_name
 
 
 @pytest.fixture(autouse=True)

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import pytest
 from support.clock import Clock
 
-from replicax.train import meter as module
-from replicax.train.dispatched import Dispatched, Place
-from replicax.train.meter import Meter
+from replicax.train import dispatched as module
+from replicax.train.dispatched import Dispatched, Meter, Place
 from replicax.train.records import Record
 
 

@@ -10,8 +10,8 @@ from support.object_store import Objects, register
 from replicax.errors import ConfigError, RunInUseError
 from replicax.train import lease
 from replicax.train.lease import take_lease
-from replicax.train.lines import Lines
 from replicax.train.places import (
+    Lines,
     copy_files,
     is_remote,
     names,

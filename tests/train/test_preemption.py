@@ -21,7 +21,7 @@ package.__path__ = [{str(SRC)!r}]
 sys.modules["replicax"] = package
 import hashlib, os, threading, time
 from replicax.cluster.failure import stop_all_now
-from replicax.train.interrupt import Interrupt, signal_name
+from replicax.train.stopping import Interrupt, signal_name
 
 def say(line):
     print(line, flush=True)

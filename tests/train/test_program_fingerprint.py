@@ -23,7 +23,7 @@ from replicax.core.sources import as_source
 from replicax.errors import ConfigError
 from replicax.train.guarded import guarded, with_losses
 from replicax.train.program_fingerprint import program_fingerprint, some_rows
-from replicax.train.report import this_start
+from replicax.train.summary import this_start
 
 ROWS = rows(16)
 ADAM = optax.adam(0.01)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from replicax.train.records import Record
-from replicax.train.result import Fit
+from replicax.train.summary import Fit
 
 
 def fit(**more: Any) -> Fit:

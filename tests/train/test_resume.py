@@ -26,9 +26,9 @@ from support.tiers import EXHAUSTIVE, only
 
 import replicax as rx
 from replicax.core.data_parallel import DataParallel
-from replicax.train.report import derived
 from replicax.train.stopping import Stopping
 from replicax.train.storage import Storage
+from replicax.train.summary import derived
 
 __all__ = ["no_curves"]
 EVALUATED = {"eval_source": rows(20, 2)}
@@ -233,7 +233,7 @@ def test_a_signal_while_the_run_is_described_stops_it_after_a_step(
         signal.raise_signal(signal.SIGINT)
         return derived(*arguments)
 
-    monkeypatch.setattr("replicax.train.run.derived", signalled)
+    monkeypatch.setattr("replicax.train.fit.derived", signalled)
     found = fit(dp, tmp_path / "run")
     assert (found.steps, found.exit_code) == (1, 75)
 

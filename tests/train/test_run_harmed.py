@@ -20,9 +20,10 @@ from replicax.core.sources import as_source
 from replicax.core.update import TrainState
 from replicax.errors import ReplicaxError
 from replicax.train import lease
+from replicax.train.checkpoints.arrays import abstract
 from replicax.train.checkpoints.manifest import Position
 from replicax.train.records import Record
-from replicax.train.storage import Saving, Storage, abstract, first_batch
+from replicax.train.storage import Saving, Storage, first_batch
 
 FOLDERS, MANY_FOLDERS = 60, 1_000
 CONFIG = {"fields": {"rate": 1, "layers": [1, 2]}, "parallel": {"mode": "jit"}}

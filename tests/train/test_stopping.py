@@ -10,8 +10,7 @@ from support.cluster_jobs import opened
 
 from replicax.core.job import Alone
 from replicax.train import stopping as stopping_module
-from replicax.train.interrupt import Interrupt
-from replicax.train.stopping import Stopping
+from replicax.train.stopping import Interrupt, Stopping
 
 
 class Clock:

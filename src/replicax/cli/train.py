@@ -20,10 +20,10 @@ from replicax.cluster.failure import stop_all_now
 from replicax.core.job import Job
 from replicax.core.update import TrainState
 from replicax.errors import ConfigError
-from replicax.train.hooks.learning_rate import injected_rates
+from replicax.train.hooks.figures import injected_rates
 from replicax.train.host_memory import keep_freed_memory
-from replicax.train.interrupt import Interrupt, signal_name
-from replicax.train.result import Fit
+from replicax.train.stopping import Interrupt, signal_name
+from replicax.train.summary import Fit
 
 OF_THIS_START = ("accept_changes", "config")
 """Options that are none of the run's."""

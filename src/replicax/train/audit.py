@@ -2,17 +2,20 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
+import numpy as np
 
+from replicax.core.batch import Batch
+from replicax.core.leaves import numbers
 from replicax.core.mesh import replica_count
+from replicax.core.update import TrainState
 from replicax.errors import ConfigError, DivergedError, ReplicasDifferError, choose
+from replicax.train.checkpoints.arrays import abstract, as_key
 from replicax.train.dispatched import Dispatched, Place
 from replicax.train.fingerprint import Difference, Fingerprint
 from replicax.train.hook import Hook, Running
-from replicax.train.replay import batches_after, votes_of
-from replicax.train.snapshot import Snapshot
 from replicax.wording import listed, named, size_text
 
 RESTORES = 3
@@ -20,6 +23,46 @@ RESTORES = 3
 
 _TABLE = "audit"
 """The name under which fingerprints are attached to a step."""
+
+
+class Snapshot:
+    """A copy of `state` in host memory: of each array the parts that this process holds, once.
+
+    Waits until `state` is computed. In a job every process makes one.
+    """
+
+    def __init__(self, state: TrainState) -> None:
+        self._like = abstract(state)
+        self._parts = [_parts(numbers(leaf)) for leaf in jax.tree.leaves(state)]
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory that it takes."""
+        return sum(part.nbytes for parts in self._parts for part in parts.values())
+
+    def restore(self) -> TrainState:
+        """Return a new state with the same bits, every copy of each array made from the one here.
+
+        They are copied: a device may take a host array for its own memory, and a step writes there.
+        """
+        leaves, tree = jax.tree.flatten(self._like)
+        placed = map(_placed, leaves, self._parts)
+        state: TrainState = jax.tree.unflatten(tree, placed)
+        return state
+
+
+def _parts(array: jax.Array) -> dict[str, np.ndarray]:
+    """Where in `array` -> what is there; the copies are the host's own."""
+    once: dict[str, Any] = {str(shard.index): shard.data for shard in array.addressable_shards}
+    return {index: np.array(data, copy=True) for index, data in once.items()}
+
+
+def _placed(like: jax.ShapeDtypeStruct, parts: dict[str, np.ndarray]) -> jax.Array:
+    shape = jax.eval_shape(numbers, like).shape
+    data = jax.make_array_from_callback(
+        shape, like.sharding, lambda index: parts[str(index)].copy()
+    )
+    return as_key(data, like)
 
 
 class Audit(Hook):
@@ -100,7 +143,7 @@ class Audit(Hook):
             if self._is_over(run, table, run.place, done):
                 return
         # A device may be to blame. If none is, the step was skipped by all alike, which
-        # `replicax.train.bad_steps` follows.
+        # `replicax.train.dispatched` follows.
         if any(bool(step.not_finite) for step in done):
             table = self._fingerprint.take(run.state)
             if differences := self._fingerprint.differences(table):
@@ -280,3 +323,49 @@ def _names(run: Running, places: Sequence[int]) -> str:
     return listed(
         [f"device{'s' * (len(ids) > 1)} {listed(ids)} of process {p}" for p, ids in of.items()]
     )
+
+
+def batches_after(run: Running, place: Place) -> Iterator[Batch]:
+    """The batches of `run` from `place` on, once more, without an end."""
+    yield from run.dp.feed(run.source, epoch=place.epoch, first=place.batch)
+    for epoch in itertools.count(place.epoch + 1):
+        yield from run.dp.feed(run.source, epoch=epoch)
+
+
+def votes_of(
+    replay: TrainState,
+    fingerprint: Fingerprint,
+    differences: Sequence[Difference],
+    state: TrainState,
+) -> tuple[dict[int, int], bool]:
+    """Elements in which each device is nearest to `replay`, and whether the best equals it.
+
+    Only those count in which devices differ from each other.
+
+    Args:
+        replay: equal on all devices.
+        fingerprint: of such states.
+        differences: between devices, in `state`.
+        state: the run's.
+    """
+    votes = {place: 0 for each in differences for place in sum(each.groups, ())}
+    exact = True
+    for each in differences:
+        held, again = (fingerprint.gather(of, each.leaf) for of in (state, replay))
+        places = [group[0] for group in each.groups]
+        distance = np.stack([_distance(held[place], again[place]) for place in places])
+        apart = distance[:, (distance != distance[:1]).any(0)]
+        exact &= not apart.min(0, initial=np.inf).any()
+        nearest = (apart == apart.min(0)).sum(1)
+        for group, count in zip(each.groups, nearest, strict=True):
+            votes |= {place: votes[place] + int(count) for place in group}
+    return votes, exact
+
+
+def _distance(held: np.ndarray, again: np.ndarray) -> Any:
+    """How far each element is from what it should be: 0 for the same bits alone."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        apart = np.abs(held.astype(np.complex128) - again.astype(np.complex128))
+    apart = np.where(np.isnan(apart), np.inf, np.maximum(apart, np.finfo(np.float64).tiny))
+    differ = held[..., None].view(np.uint8) != again[..., None].view(np.uint8)
+    return np.where(differ.any(-1), apart, 0.0).reshape(-1)

@@ -1,11 +1,312 @@
-"""`fit`: a whole run in one call."""
+"""`Run`, training as an object, and `fit`, a whole run in one call."""
 
+import contextlib
+import dataclasses
 import inspect
-from collections.abc import Callable
-from typing import ParamSpec
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ParamSpec, Self
 
-from replicax.train.result import Fit
-from replicax.train.run import Run
+import jax
+
+from replicax.core.data_parallel import DataParallel
+from replicax.core.sources import as_source, can_shuffle
+from replicax.core.update import TrainState
+from replicax.errors import ConfigError
+from replicax.train.checkpoints.arrays import abstract
+from replicax.train.curves import Curves
+from replicax.train.dispatched import BadSteps, Meter
+from replicax.train.evaluator import Evaluation, Evaluator
+from replicax.train.fingerprint import sha256
+from replicax.train.goodput import Ledger
+from replicax.train.guarded import guarded, with_losses
+from replicax.train.hook import Hook, Hooks
+from replicax.train.loop import Loop
+from replicax.train.places import place
+from replicax.train.program_fingerprint import program_fingerprint, some_rows
+from replicax.train.progress import Shown, open_progress
+from replicax.train.stopping import Interrupt, Stopping
+from replicax.train.storage import RecordsFile, Saving, Storage, first_batch
+from replicax.train.summary import Fit, derived, describe, summary
+
+
+@dataclasses.dataclass(frozen=True)
+class Guard:
+    """When a step is skipped, its examples recorded, and when a run with such steps stops.
+
+    Example:
+        >>> rx.fit(dp, state, source, batch_size=32, epochs=9, guard=rx.Guard(most=10, spikes=True))
+
+    Args:
+        most: steps in a row whose loss or gradient is not finite before the run stops.
+        spikes: whether a loss far above those before is skipped too; see
+            `replicax.train.guarded.with_losses`.
+    """
+
+    most: int = 5
+    spikes: bool = False
+
+
+_EVERY_TEN_MINUTES = Saving()
+
+
+class Run(Loop):
+    """A run of training: gives batches from the exact one that is next, and steps on them.
+
+    With a `run_dir` it is saved on the way, and the same program after any stop goes on where the
+    last good checkpoint is, with the same results; `state` then gives its place to what was saved.
+    In a job of several processes all call it alike, and process 0 prints and records.
+
+    Example:
+        >>> with rx.Run(dp, state, source, batch_size=256, epochs=10, run_dir="runs/x") as run:
+        ...     for batch in run:
+        ...         metrics = run.step(batch)
+        >>> model = dp.model(run.state)
+
+    Args:
+        dp: what to step with.
+        state: from `dp.init`; consumed where `dp` donates.
+        source: as for `dp.feed`.
+        batch_size: rows of a global batch.
+        epochs: passes over the source. Give this or `steps`.
+        steps: updates.
+        eval_source: evaluated whole after every epoch and the last step: a source, or an
+            `rx.Evaluation`.
+        shuffle: whether each epoch has an order of its own; by default wherever the source can.
+        seed: of that order.
+        log_every: steps between two train records.
+        hooks: what observes the run beside `records.jsonl`, `curves.png` and the progress; see
+            `replicax.train.hook`.
+        guard: when a step is skipped, and when there are too many of them.
+        run_dir: a folder for `config.json`, `records.jsonl`, `curves.png`, and the checkpoints, or
+            its URL in an object store, as in `gs://bucket/runs/x`; None for none of these.
+        saving: when a checkpoint is taken, and which are kept.
+        accept_changes: whether to go on in a `run_dir` whose configuration was another.
+        config: what `config.json` is to hold beside what is derived here.
+        progress: whether to print what is derived, a live line, and a closing summary.
+        interrupt: that is told of SIGINT and SIGTERM; one of its own by default.
+
+    Raises:
+        ConfigError: arguments that cannot work.
+        AgreementError: processes that were given different ones.
+        LossError: see `DataParallel.step`.
+        DivergedError: the loss is no longer finite.
+        CheckpointError: the state cannot be saved, or what was saved cannot be read.
+        RunInUseError: another start holds the run.
+    """
+
+    def __init__(
+        self,
+        dp: DataParallel,
+        state: TrainState,
+        source: Any,
+        *,
+        batch_size: int | None = None,
+        epochs: int | None = None,
+        steps: int | None = None,
+        eval_source: Any = None,
+        shuffle: bool | None = None,
+        seed: int = 0,
+        log_every: int = 50,
+        hooks: Sequence[Hook] = (),
+        guard: Guard = Guard(),
+        run_dir: str | Path | None = None,
+        saving: Saving = _EVERY_TEN_MINUTES,
+        accept_changes: bool = False,
+        config: dict[str, Any] | None = None,
+        progress: bool = True,
+        interrupt: Interrupt | None = None,
+    ) -> None:
+        super().__init__()
+        _check_length(epochs, steps, log_every)
+        if shuffle is None:
+            shuffle = can_shuffle(source)
+        self.source = as_source(source, batch_size, dp.job, shuffle=shuffle, seed=seed)
+        plan = _as_evaluation(eval_source, source)
+        told: dict[str, Any] = {"epochs": epochs, "steps": steps, "batch_size": batch_size}
+        told |= {"log_every": log_every, **_fields(guard=guard, saving=saving, evaluation=plan)}
+        dp.job.agree("the run", {**told, **(config or {})})
+        state = with_losses(state) if guard.spikes else state
+        self._file, self._first = RecordsFile(), dp.feed(self.source)
+        self.epochs, self.total = epochs, steps
+        if epochs is not None and self._first.padding is not None:
+            self.total = epochs * len(self._first)
+        self._display = open_progress(progress and dp.job.process == 0, self.total)
+        ours = [Shown(self._display), *([] if run_dir is None else [Curves()])]
+        self.hooks = Hooks([self._file, *hooks, *ours], self.say)
+        self.dp, self.state = guarded(dp, state, self.hooks.wraps), state
+        self._evaluator = None if plan is None else Evaluator(plan, self.dp, state, batch_size)
+        self._meter, self._bad_steps = Meter(log_every), BadSteps(guard.most, dp.job)
+        self.config = dict(config or {})
+        self._run_dir = None if run_dir is None else place(run_dir)
+        self._saving, self._seed, self._accept = saving, seed, accept_changes
+        self._given_interrupt = interrupt
+        self._open = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._display.close)
+            self._interrupt = self._given_interrupt or stack.enter_context(
+                Interrupt(terminate=self._run_dir is not None and self._saving.wanted)
+            )
+            self.config |= derived(self.dp, self._first)
+            for line in describe(self.dp, self.state, self._first):
+                self.say(line)
+            self._take_folder(stack)
+            clock = self._saving.clock_seconds if self._resumable else None
+            self._stopping = Stopping(self._interrupt, self.dp.job, clock)
+            self._resume()
+            self.dp.job.in_flight.forget()  # notes of a run that ended with an error
+            self._since = time.perf_counter(), self.place.step, self.rows
+            stack.push(self._conclude)
+            stack.push(self._end_hooks)
+            self.hooks("start", self)
+            self._follow(0)
+            self._stopping.vote(now=True)
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None:  # told to all that is open, which else takes the run for done
+            if self._stream is not None:
+                self._open.callback(self._stream.close)
+            self._open.__exit__(kind, error, traceback)
+            return
+        with self._open:
+            if self._stream is not None:
+                self._stream.close()
+            self._finish()
+
+    def _end_hooks(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
+        self.error = error
+        self.hooks("end", self)
+
+    def _take_folder(self, stack: contextlib.ExitStack) -> None:
+        """Hold the run's folder, where there is one, and find where it goes on from."""
+        self._storage, self._ledger = None, Ledger(None)
+        if self._run_dir is None:
+            return
+        if (rows := some_rows(self.source)) is not None:  # else the first batch tells
+            self.config["program"] = program_fingerprint(self.dp, self.state, rows)
+        self._storage = Storage(
+            self._run_dir,
+            self.config,
+            self._saving,
+            self.dp.job,
+            accept_changes=self._accept,
+            state=self.state,
+            seed=self._seed,
+            say=self.say,
+            pinned=lambda: self.hooks.pinned,
+        )
+        stack.callback(self._storage.close)
+        self._file.folder, self._ledger = self._storage.folder, self._storage.ledger
+        self._ledger.hooks = self.hooks.seconds
+
+    def _resume(self) -> None:
+        """Stand where the run was saved; the state gives its place to that one."""
+        found = None if self._storage is None else self._storage.found
+        if self._storage is None or found is None:
+            return
+        batch = first_batch(self.source, found.position, found.extra)
+        if self.epochs is not None and self.source.batches is not None:  # as they are cut now
+            remaining = (self.epochs - found.position.epoch) * self.source.batches - batch
+            self.total = found.position.step + max(remaining, 0)
+        like = abstract(self.state)
+        if self.dp.donate:
+            for leaf in jax.tree.leaves(self.state):
+                leaf.delete()
+        self.records.extend(found.records)
+        self._stand_at(found.position, found.extra, batch)
+        self.state = self._storage.restore(like)
+
+    def _finish(self) -> None:
+        """Save for sure, whether all steps are done or the loop was left early."""
+        if not self._ended:  # left early
+            self._follow(0, closing=not self._resumable, due=True)
+            self._went_back()
+        if self._storage is not None and self._resumable:
+            self.hooks("saving", self)
+            self._storage.finish(self.state, self._position(), self._extra())
+        storage, job = self._storage, self.dp.job
+        if storage is not None and not storage.knows_program and not self._begun:
+            repeats = job.gather("whether a source can be read again", self.source.can_repeat)
+            rows = next(self.source.epoch(0))[0] if all(repeats) else None
+            if rows is not None:  # no batch has told, as there was nothing left to train
+                storage.check_program(program_fingerprint(self.dp, self.state, rows))
+        self._interrupt.let_go()
+        self.dp.job.rest()
+
+    def _conclude(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
+        """Say how the run ended, and keep that in `result`; nothing where it failed."""
+        if error is not None:
+            return
+        started, step, rows = self._since
+        self._ledger.close(kept=True)
+        self.result = Fit(
+            state=self.state,
+            records=self.records,
+            steps=self.place.step - step,
+            rows=self.rows - rows,
+            seconds=time.perf_counter() - started,
+            interrupted=self._stopping.wanted,
+            step=self.place.step,
+            saved=self._resumable,
+            stopped=self._stopping.why,
+            failed_hooks=tuple(self.hooks.failed),
+            goodput=self._ledger.summary() if self.folder is not None else None,
+        )
+        for line in [*summary(self.result, self.total), *self.hooks.summary(self.place.step)]:
+            self.say(line)
+        if self.result.goodput is not None and self.result.saved:
+            for line in self.result.goodput.lines():
+                self.say(line)
+        if self.dp.mode.bitwise:
+            self.say(f"bits   sha256 of the weights {sha256(self.state.params)[:16]}")
+
+
+def _as_evaluation(eval_source: Any, source: Any) -> Evaluation | None:
+    if eval_source is None or isinstance(eval_source, Evaluation):
+        return eval_source
+    if isinstance(eval_source, Mapping) and isinstance(source, Mapping | tuple):
+        rows: Any = jax.tree.structure(source)
+        named = [name for name, each in eval_source.items() if rows == jax.tree.structure(each)]
+        if named:
+            raise ConfigError(
+                f"eval_source has {len(named)} sources ({', '.join(map(str, named))}); a dict is "
+                "the arrays of one: give rx.Evaluation(sets=...)"
+            )
+    return Evaluation(eval_source)
+
+
+def _fields(**values: Any) -> dict[str, Any]:
+    """Plain numbers and names of `values`, for processes to compare."""
+    plain: dict[str, Any] = {}
+    for name, value in values.items():
+        fields = {} if value is None else vars(value)
+        plain[name] = {
+            key: each if isinstance(each, int | float | str | None) else type(each).__name__
+            for key, each in fields.items()
+        }
+    return plain
+
+
+def _check_length(epochs: int | None, steps: int | None, log_every: int) -> None:
+    if (epochs is None) == (steps is None):
+        raise ConfigError(
+            f"epochs={epochs} and steps={steps}; a run has one length: give one of them"
+        )
+    for name, value in (("epochs", epochs), ("steps", steps), ("log_every", log_every)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name}={value}; it is at least 1: raise it")
+
 
 _Settings = ParamSpec("_Settings")
 

@@ -23,8 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from replicax.train.lines import Lines
-from replicax.train.places import read_bytes
+from replicax.train.places import Lines, read_bytes
 from replicax.wording import duration
 
 FILE = "goodput.jsonl"

@@ -43,7 +43,7 @@ def guarded(
     A step is bad where its loss or something in the gradient that the optimizer reads is not finite
     (or so large that its square is not), and, with a state of `with_losses`, where its loss is a
     spike. `step` then gives the metrics `NOT_FINITE` and `SPIKE`, and does not raise for a first
-    loss that is not finite: who reads them decides. See `replicax.train.bad_steps`.
+    loss that is not finite: who reads them decides. See `replicax.train.dispatched`.
 
     That also keeps what an audit looks for: a flipped bit in one replica's weights can make
     everybody's next gradient NaN, and all replicas equal again if it were applied.

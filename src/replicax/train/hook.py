@@ -17,6 +17,11 @@ from replicax.train.dispatched import Dispatched, Place
 from replicax.train.records import Record
 from replicax.wording import first_line
 
+POINTS = (
+    *("start", "before_step", "dispatched", "step", "settle", "figures", "record", "evaluation"),
+    *("epoch", "saving", "rewound", "save_state", "load_state", "summary", "end"),
+)
+
 
 class Running(Protocol):
     """A run as its hooks see it; an `rx.Run` is one."""
@@ -165,12 +170,6 @@ class Hook:
 
     def end(self, run: Running) -> None:
         """The run is over: done, stopped, or failed with `run.error`. A file is closed here."""
-
-
-POINTS = (
-    *("start", "before_step", "dispatched", "step", "settle", "figures", "record", "evaluation"),
-    *("epoch", "saving", "rewound", "save_state", "load_state", "summary", "end"),
-)
 
 
 class Hooks:

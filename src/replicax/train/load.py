@@ -12,8 +12,7 @@ from replicax.errors import CheckpointError, ConfigError, require
 from replicax.train.changes import read_config
 from replicax.train.checkpoints.arrays import array_entries, read
 from replicax.train.checkpoints.manifest import MANIFEST, Manifest
-from replicax.train.checkpoints.store import LOSSES, Store
-from replicax.train.checkpoints.verification import STATE, check_arrays
+from replicax.train.checkpoints.store import LOSSES, STATE, Store, check_arrays
 from replicax.train.places import exists, is_remote
 from replicax.train.records import CONFIG, Record, read_records
 from replicax.wording import named

@@ -15,18 +15,15 @@ from replicax.core.in_flight import STEPS_IN_FLIGHT
 from replicax.core.sources import Source
 from replicax.core.update import Metrics, TrainState
 from replicax.errors import ConfigError, DivergedError, StateError
-from replicax.train.bad_steps import BadSteps
 from replicax.train.checkpoints.manifest import Position
-from replicax.train.dispatched import Place, dispatched
-from replicax.train.evaluation import Evaluator, losses_of
+from replicax.train.dispatched import BadSteps, Meter, Place, dispatched
+from replicax.train.evaluator import Evaluator, losses_of
 from replicax.train.goodput import Ledger
 from replicax.train.hook import Hooks
-from replicax.train.interrupt import Interrupt
-from replicax.train.meter import Meter
 from replicax.train.program_fingerprint import program_fingerprint
 from replicax.train.progress import Progress
 from replicax.train.records import Record
-from replicax.train.stopping import Stopping
+from replicax.train.stopping import Interrupt, Stopping
 from replicax.train.storage import Storage, parts_of_processes
 
 
@@ -164,7 +161,7 @@ class Loop:
         self._stopping.save()
 
     def evaluate(self) -> None:
-        """Ask for an evaluation; see `replicax.train.evaluation`."""
+        """Ask for an evaluation; see `replicax.train.evaluator`."""
         self._stopping.evaluate()
 
     def wait(self) -> None:

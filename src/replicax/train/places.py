@@ -158,3 +158,63 @@ def _os_errors(path: Path) -> Iterator[None]:
         kind = type(error).__name__
         number = errno.ENOENT if "NotFound" in kind else errno.EIO  # TensorFlow's, where it is used
         raise OSError(number, f"{kind}: {error}".splitlines()[0], os.fspath(path)) from error
+
+
+class Lines:
+    """The lines of the file at `path`; an object has them from the next `sync` on."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._waiting = path, b""
+
+    def append(self, line: str) -> None:
+        """Add a line, on a file system at once visible to a reader."""
+        data = line.encode() + b"\n"
+        if is_remote(self.path):
+            self._waiting += data
+            return
+        with self.path.open("ab") as file:
+            file.write(data)
+
+    def sync(self) -> None:
+        """Have all lines where they are kept. Where this fails, the next one tries again."""
+        if is_remote(self.path):
+            if self._waiting:  # nothing can be appended to an object
+                before = read_bytes(self.path) if exists(self.path) else b""
+                write_whole(self.path, before + self._waiting)
+                self._waiting = b""
+        elif self.path.exists():
+            with self.path.open("ab") as file:
+                os.fsync(file.fileno())
+
+
+def in_folder(folder: Path | None, name: str, hook: str) -> Path:
+    """Return `name` in the run's folder, where a hook writes by default, in process 0.
+
+    Args:
+        folder: of the run.
+        name: of a file or a folder.
+        hook: that writes it, for the message.
+
+    Raises:
+        ConfigError: the run has none.
+    """
+    if folder is None:
+        raise ConfigError(
+            f"{hook} and a run without a folder, where it writes {name}: give the run a run_dir"
+        )
+    return folder / name
+
+
+def on_disk(folder: Path | None, given: str | Path | None, name: str, hook: str) -> Path:
+    """Return `given`, or `name` in the run's folder where that is None, in process 0.
+
+    Raises:
+        ConfigError: that is in an object store; or the run has no folder.
+    """
+    path = in_folder(folder, name, hook) if given is None else place(given)
+    if is_remote(path):
+        raise ConfigError(
+            f"{hook} writes to a file system and {path} is in an object store; give it a local "
+            "path of its own"
+        )
+    return path

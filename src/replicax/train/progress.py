@@ -10,7 +10,7 @@ from replicax.core.batch import Batch
 from replicax.train.dispatched import Dispatched
 from replicax.train.hook import Hook, Running
 from replicax.train.records import Record
-from replicax.train.report import epoch_line, eval_line, skip_line
+from replicax.train.summary import epoch_line, eval_line, skip_line
 from replicax.wording import duration
 
 SECONDS_BETWEEN_LINES = 10.0

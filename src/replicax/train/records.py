@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from replicax.errors import ConfigError
-from replicax.train.lines import Lines
-from replicax.train.places import exists, make_folder, read_bytes, write_whole
+from replicax.train.places import Lines, exists, make_folder, read_bytes, write_whole
 
 _NO_RECORD = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 """What reading a line raises that is none."""
@@ -30,7 +29,7 @@ class Record:
 
     kind: str
     """`"train"`, `"eval"`, `"noise"` (see `replicax.train.noise_scale`), `"skip"`: the update of
-    `step` was skipped (see `replicax.train.bad_steps`), or `"restore"`: the run went back to
+    `step` was skipped (see `replicax.train.dispatched`), or `"restore"`: the run went back to
     `step`, and on from there."""
     step: int
     """Updates done before the metrics were taken (train, and noise, which is measured before it:

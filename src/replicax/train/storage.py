@@ -14,12 +14,10 @@ from replicax.core.sources import PerProcessSource, Source
 from replicax.core.update import TrainState
 from replicax.errors import CheckpointError, ConfigError, RunInUseError, require
 from replicax.train.changes import check_changes, read_config
-from replicax.train.checkpoints.arrays import array_entries, read
-from replicax.train.checkpoints.finite import params_not_finite
+from replicax.train.checkpoints.arrays import array_entries, params_not_finite, read
 from replicax.train.checkpoints.manifest import Position
 from replicax.train.checkpoints.saver import Saver
-from replicax.train.checkpoints.store import Store
-from replicax.train.checkpoints.verification import STATE
+from replicax.train.checkpoints.store import STATE, Store
 from replicax.train.goodput import FILE, Ledger
 from replicax.train.hook import Hook, Running
 from replicax.train.lease import Lease, take_lease
@@ -353,14 +351,6 @@ def _clock(seconds: float) -> str:
         return time.strftime("%d %b %H:%M:%S", time.localtime(seconds))
     except (OverflowError, OSError, ValueError):  # what a checkpoint says need not be a time
         return "at an unknown time"
-
-
-def abstract(state: TrainState) -> TrainState:
-    """The shapes and shardings of `state`, without its arrays."""
-    shapes: TrainState = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
-    )
-    return shapes
 
 
 def first_batch(source: Source, position: Position, extra: dict[str, Any]) -> int:

@@ -20,9 +20,8 @@ import replicax as rx
 from replicax.core.leaves import is_random_key
 from replicax.core.update import TrainState
 from replicax.errors import CheckpointError
-from replicax.train.checkpoints.arrays import array_entries, begin_writing, read
-from replicax.train.checkpoints.verification import verify
-from replicax.train.storage import abstract
+from replicax.train.checkpoints.arrays import abstract, array_entries, begin_writing, read
+from replicax.train.checkpoints.store import verify
 
 __all__ = ["no_curves"]
 

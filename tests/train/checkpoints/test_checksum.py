@@ -9,9 +9,13 @@ from pathlib import Path
 import pytest
 
 from replicax.errors import CheckpointError
-from replicax.train.checkpoints import checksum
-from replicax.train.checkpoints.checksum import file_entries, first_difference
-from replicax.train.checkpoints.manifest import PIECE_BYTES, FileEntry
+from replicax.train.checkpoints import manifest
+from replicax.train.checkpoints.manifest import (
+    PIECE_BYTES,
+    FileEntry,
+    file_entries,
+    first_difference,
+)
 
 TEXTS = {"a/b/0.0": b"chunk", "a/b/.zarray": b"{}", "empty": b"", "a/c/0": b"x" * 4096}
 
@@ -162,7 +166,7 @@ def test_sizes_are_looked_at_before_a_file_is_opened(
     def never(folder: Path, piece: tuple[str, int, int]) -> str:
         raise AssertionError(f"{piece[0]} was opened")
 
-    monkeypatch.setattr(checksum, "_digest", never)
+    monkeypatch.setattr(manifest, "_digest", never)
     assert first_difference(folder, entries) == "empty has 7 bytes, and 0 are recorded"
 
 
@@ -170,7 +174,7 @@ def test_a_failing_disk_is_a_line(folder: Path, monkeypatch: pytest.MonkeyPatch)
     entries = file_entries(folder)
     (folder / "a/b/.zarray").unlink()
     # What no process has at address 0 is read as from a bad sector.
-    monkeypatch.setattr(checksum, "_sizes", lambda folder: {"a/b/.zarray": 2})
+    monkeypatch.setattr(manifest, "_sizes", lambda folder: {"a/b/.zarray": 2})
     (folder / "a/b/.zarray").symlink_to("/proc/self/mem")
     line = "a/b/.zarray cannot be read (Input/output error)"
     assert first_difference(folder, {"a/b/.zarray": entries["a/b/.zarray"]}) == line
@@ -184,7 +188,7 @@ def test_a_file_that_shrinks_meanwhile_is_a_line(
 ) -> None:
     entries = file_entries(folder)
     sizes = {path: entry.bytes for path, entry in entries.items()}
-    monkeypatch.setattr(checksum, "_sizes", lambda folder: sizes)
+    monkeypatch.setattr(manifest, "_sizes", lambda folder: sizes)
     os.truncate(folder / "a/c/0", 12)
     assert first_difference(folder, entries) == "a/c/0 has become shorter: 12 bytes"
 

@@ -12,8 +12,12 @@ import pytest
 
 import replicax as rx
 from replicax.core.job import Alone
-from replicax.train.checkpoints.arrays import array_entries, begin_writing
-from replicax.train.checkpoints.finite import first_not_finite, params_not_finite
+from replicax.train.checkpoints.arrays import (
+    array_entries,
+    begin_writing,
+    first_not_finite,
+    params_not_finite,
+)
 from replicax.train.checkpoints.manifest import Position
 from replicax.train.checkpoints.saver import Saver
 from replicax.train.checkpoints.store import Store

@@ -16,14 +16,12 @@ from support.saved_checkpoint import POSITION
 from replicax.core.job import Alone
 from replicax.core.update import TrainState
 from replicax.errors import CheckpointError, RunInUseError
-from replicax.train.checkpoints import folders
-from replicax.train.checkpoints.arrays import array_entries, read
+from replicax.train.checkpoints import store as module
+from replicax.train.checkpoints.arrays import abstract, array_entries, read
 from replicax.train.checkpoints.manifest import MANIFEST, Position
 from replicax.train.checkpoints.saver import Saver
-from replicax.train.checkpoints.store import Store
-from replicax.train.checkpoints.verification import STATE
+from replicax.train.checkpoints.store import STATE, Store
 from replicax.train.places import place
-from replicax.train.storage import abstract
 
 
 @pytest.fixture
@@ -113,7 +111,7 @@ def test_a_kill_before_the_manifest_leaves_no_checkpoint(
 ) -> None:
     assert save(saver(store), 1)
     before = objects.listed()
-    copy = folders.copy_files
+    copy = module.copy_files
 
     def half(first: Any, target: Path, paths: Any) -> None:
         if killed_in == "upload":
@@ -122,9 +120,9 @@ def test_a_kill_before_the_manifest_leaves_no_checkpoint(
 
     with monkeypatch.context() as patch:
         if killed_in == "upload":
-            patch.setattr(folders, "copy_files", half)
+            patch.setattr(module, "copy_files", half)
         else:
-            patch.setattr(folders.RemoteFolders, "commit", half)
+            patch.setattr(module.RemoteFolders, "commit", half)
         killed = saver(store, 4)
         killed.save(state(2), Position(**{**vars(POSITION), "step": 2}), {})
         assert killed._thread is not None
@@ -192,7 +190,7 @@ def test_a_save_that_fails_is_told_and_the_next_is_tried(
         def broken(*_: object) -> None:
             raise OSError(errno.EIO, "503: slow down")
 
-        patch.setattr(folders, "copy_files", broken)
+        patch.setattr(module, "copy_files", broken)
         assert not save(several, 1)
     assert several.poll() == [
         "ALARM  a save has failed (1 in a row): 503: slow down; no step is saved yet"

@@ -16,11 +16,10 @@ from replicax.core.job import Alone
 from replicax.core.update import TrainState
 from replicax.errors import CheckpointError, RunInUseError
 from replicax.train.checkpoints import saver as module
-from replicax.train.checkpoints.arrays import array_entries, read
+from replicax.train.checkpoints.arrays import abstract, array_entries, read
 from replicax.train.checkpoints.manifest import Position, read_manifest
 from replicax.train.checkpoints.saver import MOST_FAILURES, Saver
 from replicax.train.checkpoints.store import Store
-from replicax.train.storage import abstract
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

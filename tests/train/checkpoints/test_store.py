@@ -12,8 +12,7 @@ from support.saved_checkpoint import POSITION, save, sealed
 
 from replicax.errors import CheckpointError, ConfigError
 from replicax.train.checkpoints.manifest import ArrayEntry, Position, read_manifest
-from replicax.train.checkpoints.store import Store
-from replicax.train.checkpoints.verification import verify
+from replicax.train.checkpoints.store import Store, verify
 
 WANTED = {"step": ArrayEntry("int32", ())}
 

@@ -18,7 +18,7 @@ from support.tiers import EXHAUSTIVE
 
 from replicax.errors import CheckpointError
 from replicax.train.checkpoints.manifest import MANIFEST, ArrayEntry, FileEntry, read_manifest
-from replicax.train.checkpoints.verification import check_arrays, verify
+from replicax.train.checkpoints.store import check_arrays, verify
 
 CORRUPTIONS, MANY_CORRUPTIONS = 300, 10_000
 KINDS = ("flip", "truncate", "delete", "swap", "extra")

@@ -5,7 +5,7 @@ from support.saved_checkpoint import entries, tree
 
 from replicax.errors import CheckpointError
 from replicax.train.checkpoints.manifest import ArrayEntry
-from replicax.train.checkpoints.verification import check_arrays
+from replicax.train.checkpoints.store import check_arrays
 
 SAVED = entries(tree())
 

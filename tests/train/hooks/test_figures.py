@@ -12,7 +12,7 @@ from support.watched_run import WatchedRun
 
 import replicax as rx
 from replicax.errors import ConfigError
-from replicax.train.hooks import throughput
+from replicax.train.hooks import figures as module
 from replicax.train.records import Record
 
 SCHEDULE = optax.linear_schedule(0.5, 0.0, 10)
@@ -109,7 +109,7 @@ def test_the_peak_is_that_of_all_devices_and_flops_are_those_of_the_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     chip = types.SimpleNamespace(flops_per_second={"float32": 1e6})
-    monkeypatch.setattr(throughput, "chip_of_kind", lambda kind: chip)
+    monkeypatch.setattr(module, "chip_of_kind", lambda kind: chip)
     flops = {"counted": 2 * (2 * 4 * 4), "given": 10.0}  # forward, and by the weights: no input's
     for hook, of_row in (
         (rx.Throughput(), flops["counted"]),

@@ -12,7 +12,7 @@ from support.tiers import only
 import replicax as rx
 from replicax.errors import ConfigError
 from replicax.train.guarded import guarded
-from replicax.train.hooks.gradient_norm import with_gradient_norm
+from replicax.train.hooks.figures import with_gradient_norm
 
 ROWS = 40
 KEPT: list[dict[str, Any]] = [

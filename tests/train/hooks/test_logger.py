@@ -11,8 +11,8 @@ from support.watched_run import WatchedRun
 
 import replicax as rx
 from replicax.errors import MissingDependencyError
-from replicax.train.loggers import logger as module
-from replicax.train.loggers.logger import MOST_WAITING, scalars
+from replicax.train.hooks import logger as module
+from replicax.train.hooks.logger import MOST_WAITING, scalars
 from replicax.train.records import Record
 
 

@@ -9,7 +9,7 @@ import concurrent.futures
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -27,6 +27,11 @@ _Result = TypeVar("_Result")
 
 _LONGEST_NAME = 200
 """Bytes of a leaf's name, which is that of a folder; most file systems take 255."""
+
+
+_PARAMS = "params."
+
+_BYTES_AT_ONCE = 2**24
 
 
 def array_entries(state: TrainState) -> dict[str, ArrayEntry]:
@@ -84,8 +89,16 @@ def read(like: TrainState, folder: Path) -> TrainState:
         raise CheckpointError(f"{folder} cannot be read: {lines[0]}") from error
     found = [arrays[name] if name in wanted else _empty(leaf) for name, leaf in leaves.items()]
     state: TrainState = jax.tree.unflatten(jax.tree.structure(like), found)
-    restored: TrainState = jax.tree.map(_as_key, _owned(state), like)
+    restored: TrainState = jax.tree.map(as_key, _owned(state), like)
     return restored
+
+
+def abstract(state: TrainState) -> TrainState:
+    """The shapes and shardings of `state`, without its arrays."""
+    shapes: TrainState = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
+    )
+    return shapes
 
 
 def _owned(state: TrainState) -> TrainState:
@@ -99,7 +112,8 @@ def _owned(state: TrainState) -> TrainState:
     return copied
 
 
-def _as_key(leaf: jax.Array, like: Any) -> jax.Array:
+def as_key(leaf: jax.Array, like: Any) -> jax.Array:
+    """Return `leaf`, or the keys whose data it holds where `like` is of keys."""
     if not is_random_key(like):
         return leaf
     impl: list[Any] = []  # JAX tells it of arrays alone
@@ -163,3 +177,44 @@ def _run(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
     """The result of `coroutine`, also where this thread has an event loop, as in a notebook."""
     with concurrent.futures.ThreadPoolExecutor(1) as executor:
         return executor.submit(asyncio.run, coroutine).result()
+
+
+def params_not_finite(state: TrainState) -> frozenset[str]:
+    """Leaf names of the parameters that have an element which is not finite."""
+    params = {
+        name: leaf
+        for name, leaf in named(state).items()
+        if name.startswith(_PARAMS) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+    }
+    finite = jax.jit(lambda leaves: jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), leaves))
+    return frozenset(name for name, all_finite in finite(params).items() if not bool(all_finite))
+
+
+def first_not_finite(
+    folder: Path, arrays: Mapping[str, ArrayEntry], but: Collection[str]
+) -> str | None:
+    """The name of a parameter in `folder` with an element that is not finite; None where all are.
+
+    Args:
+        folder: written by `replicax.train.checkpoints.arrays.begin_writing`.
+        arrays: what is there.
+        but: those that may be so: they were when the run began.
+    """
+    for name, entry in arrays.items():
+        if not name.startswith(_PARAMS) or name in but or not entry.nbytes:
+            continue
+        dtype = np.dtype(entry.dtype)
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            continue
+        for chunk in (folder / name).glob("*"):  # none, where another process has written it
+            if chunk.name[0] != "." and not _is_finite(chunk, dtype):
+                return name
+    return None
+
+
+def _is_finite(chunk: Path, dtype: np.dtype) -> bool:
+    elements = np.memmap(chunk, dtype, mode="r")
+    step = max(1, _BYTES_AT_ONCE // dtype.itemsize)
+    return all(
+        np.isfinite(elements[start : start + step]).all() for start in range(0, len(elements), step)
+    )

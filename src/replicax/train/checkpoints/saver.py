@@ -13,18 +13,16 @@ from typing import Any
 from replicax.core.job import Job
 from replicax.core.update import TrainState
 from replicax.errors import CheckpointError, RunInUseError
-from replicax.train.checkpoints.arrays import array_entries, begin_writing
-from replicax.train.checkpoints.checksum import file_entries
-from replicax.train.checkpoints.finite import first_not_finite
+from replicax.train.checkpoints.arrays import array_entries, begin_writing, first_not_finite
 from replicax.train.checkpoints.manifest import (
     ArrayEntry,
     FileEntry,
     Manifest,
     Position,
+    file_entries,
     write_manifest,
 )
-from replicax.train.checkpoints.store import Store
-from replicax.train.checkpoints.verification import STATE
+from replicax.train.checkpoints.store import STATE, Store
 from replicax.wording import first_line
 
 MOST_FAILURES = 3

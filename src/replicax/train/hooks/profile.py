@@ -10,7 +10,7 @@ from replicax.core.batch import Batch
 from replicax.errors import ConfigError
 from replicax.train.dispatched import Dispatched
 from replicax.train.hook import Hook, Running
-from replicax.train.hooks.folder import on_disk
+from replicax.train.places import on_disk
 
 FOLDER = "profile"
 
@@ -65,7 +65,7 @@ class Profile(Hook):
         if not run.is_main:
             return
         name = f"Profile({self._first}, {self._last})"
-        folder = on_disk(run, self._folder, FOLDER, name)
+        folder = on_disk(run.folder, self._folder, FOLDER, name)
         folder.mkdir(parents=True, exist_ok=True)  # JAX says so only once all is recorded
         self._into, self._done = str(folder), False
 

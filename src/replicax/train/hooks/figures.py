@@ -1,0 +1,224 @@
+"""Hooks that add a figure or a metric to the train records."""
+
+import collections
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from replicax.analysis.flops import count_flops
+from replicax.analysis.hardware import chip_of_kind
+from replicax.core.accumulate import Apply
+from replicax.core.batch import Batch
+from replicax.core.in_flight import STEPS_IN_FLIGHT
+from replicax.core.models.definition import PyTree
+from replicax.core.objective import StepSums
+from replicax.core.update import Metrics, TrainState
+from replicax.errors import ConfigError
+from replicax.train.dispatched import Dispatched
+from replicax.train.hook import Hook, Running
+from replicax.train.hooks.best import check_at_least
+from replicax.train.records import Record
+
+GRADIENT_NORM = "gradient_norm"
+
+LEARNING_RATE = "learning_rate"
+
+
+class DeviceMemory(Hook):
+    """Adds the figure `device_memory_bytes`: the peak of the fullest device of this process.
+
+    It is what the allocator of GPUs and TPUs reports since the process began. CPU devices report
+    none, and their records have no such figure.
+
+    Example:
+        >>> rx.fit(dp, state, source, batch_size=32, epochs=10, hooks=[rx.DeviceMemory()])
+    """
+
+    def figures(self, run: Running, record: Record) -> dict[str, float]:
+        told = [device.memory_stats() or {} for device in run.dp.mesh.local_devices]
+        peaks = [each["peak_bytes_in_use"] for each in told if "peak_bytes_in_use" in each]
+        return {"device_memory_bytes": float(max(peaks))} if peaks else {}
+
+
+class Throughput(Hook):
+    """Adds the figures `tokens_per_second` and `peak_flops_fraction` to each train record.
+
+    The second is the FLOPs of matrix products and convolutions over what all devices of the mesh
+    could do in that time by their data sheet, in the step's precision. Both follow from the
+    record's `rows_per_second`, of which evaluations and checkpoints are no part.
+
+    Example:
+        >>> rx.fit(dp, state, source, batch_size=32, epochs=10,
+        ...        hooks=[rx.Throughput(tokens_per_row=1024)])
+
+    Args:
+        tokens_per_row: without it there is no such figure.
+        flops_per_row: of a step; counted in its program by default, recomputation included. Where
+            nobody knows the devices' peak, as of a CPU, there is no such figure.
+
+    Raises:
+        ConfigError: a number below 0.
+    """
+
+    def __init__(
+        self, tokens_per_row: float | None = None, flops_per_row: float | None = None
+    ) -> None:
+        check_at_least("Throughput with tokens_per_row", tokens_per_row or 0, 0)
+        check_at_least("Throughput with flops_per_row", flops_per_row or 0, 0)
+        self._tokens, self._given = tokens_per_row, flops_per_row
+        self._flops: float | None = None
+        """FLOPs of a row, once they are known."""
+        self._peak: float | None = None
+        """FLOP/s of all devices, where they are known."""
+
+    def start(self, run: Running) -> None:
+        devices = run.dp.mesh.devices
+        chip = chip_of_kind(devices.flat[0].device_kind)
+        peak = None if chip is None else chip.flops_per_second.get(run.dp.precision.name)
+        self._peak = None if peak is None else peak * devices.size
+        self._flops = self._given
+
+    def before_step(self, run: Running, batch: Batch) -> None:
+        if self._flops is None and self._peak is not None:
+            traced = run.dp.trace(run.state, batch)
+            platform = run.dp.mesh.devices.flat[0].platform
+            self._flops = count_flops(traced.jaxpr.jaxpr, platform) / batch.size
+
+    def figures(self, run: Running, record: Record) -> dict[str, float]:
+        figures, rate = {}, record.rows_per_second
+        if math.isnan(rate):  # of the first step, whose time is not known
+            return {}
+        if self._tokens is not None:
+            figures["tokens_per_second"] = rate * self._tokens
+        if self._flops is not None and self._peak is not None:
+            figures["peak_flops_fraction"] = rate * self._flops / self._peak
+        return figures
+
+
+class GradientNorm(Hook):
+    """Adds the metric `gradient_norm`: the L2 norm of the gradient of the global mean loss.
+
+    It is that of the gradient the optimizer is given, of all parameters that train, before it is
+    clipped. It is computed in the step, which is then another program than one without.
+
+    Example:
+        >>> rx.fit(dp, state, source, batch_size=32, epochs=10, hooks=[rx.GradientNorm()])
+
+    Raises:
+        ConfigError: in a run, a step of one's own, or a metric of that name.
+    """
+
+    @property
+    def wrap(self) -> Callable[[Apply], Apply]:
+        return with_gradient_norm
+
+    def start(self, run: Running) -> None:
+        if run.dp.configuration.step is not None:
+            raise ConfigError(
+                "GradientNorm and a step of one's own, which may have several gradients: leave the "
+                "hook out, and return optax.tree.norm(gradient) among the step's metrics"
+            )
+
+
+def with_gradient_norm(apply: Apply) -> Apply:
+    """Return `apply` with the metric `gradient_norm`."""
+
+    def told_apply(state: TrainState, total: StepSums, *rest: PyTree) -> tuple[TrainState, Metrics]:
+        if GRADIENT_NORM in total.weighted:
+            raise ConfigError(
+                f"GradientNorm and a metric {GRADIENT_NORM} of the loss; a name has one meaning: "
+                "leave the hook out, or rename the metric"
+            )
+        after, told = apply(state, total, *rest)
+        return after, {**told, GRADIENT_NORM: _norm(total)}
+
+    return told_apply
+
+
+def _norm(total: StepSums) -> jax.Array:
+    """That of the mean gradient; 0 where nothing has any weight."""
+    divisor = jnp.where(total.weight > 0, total.weight, 1)
+    means = [leaf / divisor for leaf in jax.tree.leaves(total.gradient)]
+    squares = [jnp.sum(jnp.square(jnp.abs(mean))) for mean in means]
+    return jnp.sqrt(jnp.sum(jnp.stack([jnp.float32(0), *squares])))
+
+
+class LearningRate(Hook):
+    """Adds the figure `learning_rate` to each train record: that of the update of its step.
+
+    Example:
+        >>> schedule = optax.cosine_decay_schedule(3e-4, 10_000)
+        >>> dp = rx.DataParallel(loss, optax.adamw(schedule))
+        >>> rx.fit(dp, state, source, batch_size=32, steps=10_000,
+        ...        hooks=[rx.LearningRate(schedule)])
+
+    Args:
+        schedule: the optimizer's own, called with the number of updates before, as optax does; or a
+            number. By default the rate is read from the state of `optax.inject_hyperparams`.
+
+    Raises:
+        ConfigError: in a run, nothing was given and there is no such state.
+    """
+
+    def __init__(self, schedule: Callable[[int], Any] | float | None = None) -> None:
+        self._schedule = schedule
+        self._rates: collections.deque[tuple[int, Any]] = collections.deque(
+            maxlen=STEPS_IN_FLIGHT + 2  # as many as finish at once, at most
+        )
+
+    def start(self, run: Running) -> None:
+        if self._schedule is None:
+            _injected(run)
+
+    def dispatched(self, run: Running, step: Dispatched) -> None:
+        if self._schedule is None:  # a copy, as the next step may take the state's memory
+            rate = jnp.copy(_injected(run).addressable_data(0))
+            self._rates.append((step.place.step, rate))
+
+    def figures(self, run: Running, record: Record) -> dict[str, float]:
+        rate = self._schedule
+        if rate is None:
+            rate = dict(self._rates)[record.step]
+        elif callable(rate):
+            # Those that were skipped left the optimizer's count as it was.
+            skipped = sum(r.kind == "skip" and r.step < record.step for r in run.records)
+            with _on_the_host():
+                rate = rate(record.step - 1 - skipped)
+        return {LEARNING_RATE: float(rate)}
+
+
+def injected_rates(state: TrainState) -> list[jax.Array]:
+    """Return the learning rates in `state`: those of `optax.inject_hyperparams`."""
+
+    def is_injected(node: Any) -> bool:
+        return LEARNING_RATE in getattr(node, "hyperparams", ())
+
+    nodes = jax.tree.leaves(state.opt_state, is_leaf=is_injected)
+    return [node.hyperparams[LEARNING_RATE] for node in nodes if is_injected(node)]
+
+
+def _injected(run: Running) -> jax.Array:
+    """The rate in the optimizer's state."""
+    found = injected_rates(run.state)
+    if len(found) != 1:
+        raise ConfigError(
+            f"LearningRate() and {len(found)} learning rates in the optimizer's state, where there "
+            "is to be 1: give LearningRate(schedule), or make the optimizer by "
+            "optax.inject_hyperparams(optax.adamw)(learning_rate=schedule)"
+        )
+    return found[0]
+
+
+@contextlib.contextmanager
+def _on_the_host() -> Iterator[None]:
+    """Compute where a schedule does not wait behind the steps that were dispatched."""
+    try:
+        host = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # the user's platforms leave it out
+        host = None
+    with jax.default_device(host):
+        yield

@@ -1,0 +1,243 @@
+"""Loggers for TensorBoard, Weights & Biases and MLflow."""
+
+import json
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from replicax.errors import require
+from replicax.train.hook import Running
+from replicax.train.hooks.logger import Logger, Start, scalars
+from replicax.train.places import on_disk
+from replicax.train.records import Record
+
+STEP = "step"
+
+INIT_SECONDS = 20
+"""For an answer; after that the next record tries again."""
+
+_NOT_IN_NAMES = re.compile(r"[^\w\-. :/]")
+
+_MOST_PARAMS = 100
+"""In one request."""
+
+_LONGEST = 6000
+"""Characters of a parameter."""
+
+
+class TensorBoard(Logger):
+    """Writes event files for TensorBoard: metrics and figures by step, and the configuration.
+
+    What a killed start did after its last checkpoint is left out by TensorBoard once the run goes
+    on from there.
+
+    Example:
+        >>> rx.fit(dp, state, source, batch_size=32, epochs=1, run_dir="runs/x",
+        ...        hooks=[rx.TensorBoard()])  # then: tensorboard --logdir runs
+
+    Args:
+        folder: `tensorboard` in the run's folder by default.
+
+    Raises:
+        MissingDependencyError: in a run, tensorboardX is not installed.
+        ConfigError: in a run, no folder.
+    """
+
+    package = "tensorboardX"
+
+    def __init__(self, folder: str | Path | None = None) -> None:
+        self._folder, self._path = folder, Path()
+        self._writer: Any = None
+
+    def start(self, run: Running) -> None:
+        if run.is_main:
+            self._path = on_disk(run.folder, self._folder, "tensorboard", "TensorBoard()")
+        super().start(run)
+
+    def open(self, start: Start) -> None:
+        from tensorboardX.summary import text
+
+        self._path.mkdir(parents=True, exist_ok=True)
+        self.go_back(start)
+        config = json.dumps(start.config, indent=2, default=str)
+        self._add(start.step, summary=text("config", f"```json\n{config}\n```"))
+
+    def write(self, record: Record) -> None:
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=v) for name, v in scalars(record).items()]
+        self._add(record.step, summary=Summary(value=values))
+
+    def go_back(self, start: Start) -> None:
+        from tensorboardX.proto.event_pb2 import SessionLog
+
+        self._add(start.step + 1, session_log=SessionLog(status=SessionLog.START))
+
+    def close(self, error: BaseException | None) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _add(self, step: int, **what: Any) -> None:
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event
+
+        # A file that could not be written ends there, and another one begins. The name starts with
+        # the second; two starts within one must not be one file.
+        writer, self._writer = self._writer, None
+        if writer is None:
+            writer = EventsWriter(str(self._path / "events"), f".{time.time_ns()}")
+        writer.write_event(Event(wall_time=time.time(), step=step, **what))
+        writer.flush()
+        self._writer = writer
+
+
+class WandB(Logger):
+    """Sends metrics and figures by step, and the configuration, to Weights & Biases.
+
+    A run that is started again goes on as the same run there, whose id is in the checkpoints. What
+    a killed start did after its last checkpoint is then there twice, with the same numbers.
+
+    Example:
+        >>> rx.fit(dp, state, source, batch_size=32, epochs=1, run_dir="runs/x",
+        ...        hooks=[rx.WandB("digits", tags=["first"])])
+
+    Args:
+        project: the project.
+        init: what else `wandb.init` takes, `mode="offline"` say.
+
+    Raises:
+        MissingDependencyError: in a run, wandb is not installed.
+        ConfigError: in a run whose folder is in an object store, no `dir`.
+    """
+
+    package = "wandb"
+
+    def __init__(self, project: str | None = None, **init: Any) -> None:
+        self._init = {"project": project, **init}
+        self._id: str | None = None
+        self._run: Any = None
+
+    def start(self, run: Running) -> None:
+        self._id = self._init.get("id") or self._id or secrets.token_hex(4)
+        if run.folder is not None:
+            on_disk(run.folder, self._init.get("dir"), "wandb", "WandB()")
+        super().start(run)
+
+    def open(self, start: Start) -> None:
+        wandb = require("wandb", "loggers")
+        given = {"dir": start.folder, "config": start.config, "resume": "allow"}
+        # By default 90 s, which the process would wait as it ends where nobody answers.
+        settings = wandb.Settings(init_timeout=INIT_SECONDS)
+        self._run = wandb.init(**{**given, "settings": settings, **self._init, "id": self._id})
+        # Its own steps cannot go back, as a run that goes on from a checkpoint does.
+        self._run.define_metric(STEP)
+        self._run.define_metric("*", step_metric=STEP)
+
+    def write(self, record: Record) -> None:
+        self._run.log({STEP: record.step, **scalars(record)})
+
+    def close(self, error: BaseException | None) -> None:
+        self._run.finish(exit_code=0 if error is None else 1)
+
+    def end(self, run: Running) -> None:
+        super().end(run)
+        self._id = None  # of this run; there may be another
+
+    def save_state(self) -> Any:
+        return self._id
+
+    def load_state(self, state: Any) -> None:
+        self._id = state
+
+
+class MLflow(Logger):
+    """Sends metrics and figures by step, and the configuration as parameters, to MLflow.
+
+    A run that is started again goes on as the same run there, whose id is in the checkpoints. What
+    a killed start did after its last checkpoint is then there twice, with the same numbers.
+
+    Example:
+        >>> rx.fit(dp, state, source, batch_size=32, epochs=1, run_dir="runs/x",
+        ...        hooks=[rx.MLflow("http://host:5000", experiment="digits")])
+
+    Args:
+        uri: of the tracking server or store; files in `mlflow` in the run's folder by default.
+        experiment: its name; it is made where there is none.
+
+    Raises:
+        MissingDependencyError: in a run, mlflow is not installed.
+        ConfigError: in a run, neither a `uri` nor a folder.
+    """
+
+    package = "mlflow"
+
+    def __init__(self, uri: str | None = None, *, experiment: str = "replicax") -> None:
+        self._uri, self._experiment = uri, experiment
+        self._where: str | None = None
+        self._id: str | None = None
+        self._client: Any = None
+
+    def start(self, run: Running) -> None:
+        self._where = self._uri
+        if run.is_main and self._uri is None:
+            self._where = on_disk(run.folder, None, "mlflow", "MLflow()").absolute().as_uri()
+        super().start(run)
+
+    def open(self, start: Start) -> None:
+        mlflow = require("mlflow", "loggers")
+        if self._uri is None:
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # else it wants a database
+        client = mlflow.MlflowClient(tracking_uri=self._where)
+        if self._id is None:
+            found = client.get_experiment_by_name(self._experiment)
+            experiment = client.create_experiment(self._experiment) if found is None else found
+            experiment = getattr(experiment, "experiment_id", experiment)
+            name = None if start.folder is None else start.folder.name
+            self._id = client.create_run(experiment, run_name=name).info.run_id
+            params = [mlflow.entities.Param(*pair) for pair in _params(start.config)]
+            for first in range(0, len(params), _MOST_PARAMS):
+                client.log_batch(self._id, params=params[first : first + _MOST_PARAMS])
+        else:
+            client.update_run(self._id, status="RUNNING")
+        self._client = client
+
+    def write(self, record: Record) -> None:
+        entities = require("mlflow.entities", "loggers")
+        now = int(time.time() * 1000)
+        metrics = [
+            entities.Metric(_name(name), value, now, record.step)
+            for name, value in scalars(record).items()
+        ]
+        self._client.log_batch(self._id, metrics=metrics)
+
+    def close(self, error: BaseException | None) -> None:
+        self._client.set_terminated(self._id, "FINISHED" if error is None else "FAILED")
+
+    def end(self, run: Running) -> None:
+        super().end(run)
+        self._id = None  # of this run; there may be another
+
+    def save_state(self) -> Any:
+        return self._id
+
+    def load_state(self, state: Any) -> None:
+        self._id = state
+
+
+def _name(name: str) -> str:
+    """A name as MLflow takes it."""
+    return _NOT_IN_NAMES.sub("_", name)
+
+
+def _params(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """The leaves of a configuration, by names such as `recipe.width`."""
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from _params(value, f"{prefix}{name}.")
+        else:
+            yield _name(f"{prefix}{name}"), str(value)[:_LONGEST]

@@ -1,1 +1,0 @@
-"""Loggers: hooks that send a run's records elsewhere, one place a file."""
