@@ -10,16 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from replicax.core.batch import Batch
-from replicax.core.data_parallel import DataParallel
 from replicax.core.in_flight import STEPS_IN_FLIGHT
-from replicax.core.sources import Source
 from replicax.core.update import Metrics, TrainState
 from replicax.errors import ConfigError, DivergedError, StateError
 from replicax.train.checkpoints.manifest import Position
 from replicax.train.dispatched import BadSteps, Meter, Place, dispatched
 from replicax.train.evaluator import Evaluator, losses_of
 from replicax.train.goodput import Ledger
-from replicax.train.hook import Hooks
+from replicax.train.hook import Hooks, Running
 from replicax.train.program_fingerprint import program_fingerprint
 from replicax.train.progress import Progress
 from replicax.train.records import Record
@@ -47,15 +45,10 @@ class _Back:
     metrics: dict[str, float]
 
 
-class Loop:
+class Loop(Running):
     """A run on its way, in this start of it: the parts of `rx.Run` that move it on."""
 
-    dp: DataParallel
-    source: Source
     state: TrainState
-    config: dict[str, Any]
-    epochs: int | None
-    total: int | None
     hooks: Hooks
     _evaluator: Evaluator | None
     _meter: Meter
@@ -87,12 +80,10 @@ class Loop:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes and prints for all."""
         return self.dp.job.process == 0
 
     @property
     def folder(self) -> Path | None:
-        """The run's folder; None where it has none, and in processes other than 0."""
         return None if self._storage is None or not self.is_main else self._storage.path
 
     def __iter__(self) -> Iterator[Batch]:
@@ -135,7 +126,6 @@ class Loop:
         return step.metrics
 
     def say(self, line: str) -> None:
-        """Print a line that stays; in process 0 alone, and not where `progress` is off."""
         self._display.line(line)
 
     def keep(self, record: Record) -> None:
@@ -144,7 +134,6 @@ class Loop:
         self.hooks("record", self, record)
 
     def stop(self, why: str) -> None:
-        """Ask that the run ends here, as if it were done."""
         self._stopping.stop(why)
 
     def save(self) -> None:
@@ -161,19 +150,15 @@ class Loop:
         self._stopping.save()
 
     def evaluate(self) -> None:
-        """Ask for an evaluation; see `replicax.train.evaluator`."""
         self._stopping.evaluate()
 
     def wait(self) -> None:
-        """Ask, in `Hook.dispatched`, that this step is waited for before the next is given."""
         self._waits = True
 
     def note_good(self) -> None:
-        """Note, in `Hook.start` or `Hook.settle`, that this is a place to come back to."""
         self._good_at = time.monotonic()
 
     def go_back(self, state: TrainState, place: Place, why: str, metrics: dict[str, float]) -> None:
-        """Ask, in `Hook.settle`, that the run goes on from an earlier `state` at `place`."""
         self._back = _Back(state, place, why, metrics)
 
     def _batches(self) -> Generator[Batch]:

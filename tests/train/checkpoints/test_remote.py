@@ -122,7 +122,7 @@ def test_a_kill_before_the_manifest_leaves_no_checkpoint(
         if killed_in == "upload":
             patch.setattr(module, "copy_files", half)
         else:
-            patch.setattr(module.RemoteFolders, "commit", half)
+            patch.setattr(module.RemoteStore, "commit", half)
         killed = saver(store, 4)
         killed.save(state(2), Position(**{**vars(POSITION), "step": 2}), {})
         assert killed._thread is not None

@@ -243,18 +243,6 @@ def test_refused_twice_both_are_kept(store: Store, put: Callable[..., Path]) -> 
     assert sorted(os.listdir(store.folder)) == aside
 
 
-def test_a_linked_checkpoint_is_refused(store: Store, put: Callable[..., Path]) -> None:
-    put(store, 4)
-    put(store, 5)
-    inside = store.folder / "step-000000005"
-    outside = inside.rename(store.folder.parent / "outside")
-    inside.symlink_to(outside)
-    said: list[str] = []
-    assert good(store, said) == "step-000000004"
-    assert "it is a symbolic link" in said[0]
-    assert (outside / "manifest.json").is_file()
-
-
 def test_a_good_one_of_another_model_is_an_error_and_stays(
     store: Store, put: Callable[..., Path]
 ) -> None:

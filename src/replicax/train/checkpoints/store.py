@@ -20,6 +20,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from replicax.errors import CheckpointError, ConfigError
 from replicax.train.checkpoints.manifest import (
@@ -112,133 +113,8 @@ def _differences(
             yield f"{name} is {arrays[name]} in it and {wanted[name]} in this run"
 
 
-class Folders:
-    """The folders in `folder`, on a file system that all processes see."""
-
-    is_shared = True
-    """Whether all processes write into one folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def names(self) -> list[str]:
-        """Names of what may be a checkpoint."""
-        return names(self.folder) if self.folder.is_dir() else []
-
-    def temporary(self, step: int, token: int, number: int) -> Path:
-        """Where this process writes; no other start has this path."""
-        return self.folder / f".saving-{step:09d}-{token}-{number}"
-
-    def upload(self, temporary: Path, files: Iterable[str]) -> None:
-        """Have the `files` that this process has written where all are."""
-
-    def commit(self, temporary: Path, step: int) -> None:
-        """Put what was written in its place, beside what is there of the same step."""
-        path = first = self.folder / f"step-{step:09d}"
-        again = 1
-        while path.exists():
-            again += 1
-            path = first.with_name(f"{first.name}.{again}")
-        os.rename(temporary, path)
-        sync_folder(self.folder)
-
-    def discard(self, leftover: Path) -> None:
-        """Delete what is no checkpoint, as far as that can be done."""
-        shutil.rmtree(leftover, ignore_errors=True)
-
-    def delete(self, path: Path) -> None:
-        """Delete a checkpoint."""
-        # Killed in the middle of it, half a checkpoint must not be in a whole one's place.
-        retired = path.with_name(f".retired-{path.name}-{os.getpid()}")
-        os.rename(path, retired)
-        self.discard(retired)
-
-    def set_aside(self, path: Path) -> str:
-        """Have what is at `path` be no checkpoint any more; the name that it has then."""
-        number = 1
-        while (aside := path.with_name(f"refused-{path.name}-{number}")).exists():
-            number += 1
-        os.rename(path, aside)
-        return aside.name
-
-    def clean(self) -> None:
-        """Delete what starts that were killed have left half done."""
-        if self.folder.is_symlink() or (self.folder.exists() and not self.folder.is_dir()):
-            raise ConfigError(f"{self.folder} is no folder; the checkpoints go there: remove it")
-        for name in self.names():
-            if name.startswith(_LEFTOVERS):
-                self.discard(self.folder / name)
-
-    def local(self, path: Path) -> Path:
-        """Where the checkpoint at `path` can be read by any library."""
-        if path.is_symlink():
-            raise CheckpointError("it is a symbolic link")
-        return path
-
-
-class RemoteFolders(Folders):
-    """The folders in `folder`, in an object store."""
-
-    is_shared = False
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self._copies: dict[str, Path] = {}
-
-    def names(self) -> list[str]:
-        return [name for name in names(self.folder) if MANIFEST in names(self.folder / name)]
-
-    def temporary(self, step: int, token: int, number: int) -> Path:
-        """A folder of this process, with the name that the checkpoint will have."""
-        beside = Path(tempfile.mkdtemp(prefix="replicax-"))
-        return beside / f"step-{step:09d}.{token * 10**6 + number}"
-
-    def upload(self, temporary: Path, files: Iterable[str]) -> None:
-        copy_files(temporary, self.folder / temporary.name, files)
-
-    def commit(self, temporary: Path, step: int) -> None:
-        manifest = (temporary / MANIFEST).read_bytes()
-        write_whole(self.folder / temporary.name / MANIFEST, manifest)
-
-    def discard(self, leftover: Path) -> None:
-        """Delete this process's own copy; what was uploaded is what `clean` finds."""
-        shutil.rmtree(leftover.parent, ignore_errors=True)
-
-    def delete(self, path: Path) -> None:
-        remove(path / MANIFEST)  # first: half of it must be no checkpoint
-        remove_below(path)
-
-    def set_aside(self, path: Path) -> str:
-        write_whole(path / _REFUSED, read_touched(path / MANIFEST)[0])
-        remove(path / MANIFEST)
-        return f"{path.name}/{_REFUSED}"
-
-    def clean(self) -> None:
-        for name in names(self.folder):
-            if name.startswith("step-") and not _ENDED & set(names(self.folder / name)):
-                remove_below(self.folder / name)
-
-    def local(self, path: Path) -> Path:
-        """A copy that was downloaded, and goes with this object: of all that the manifest names."""
-        if path.name in self._copies:
-            return self._copies[path.name]
-        copy = Path(tempfile.mkdtemp(prefix="replicax-")).resolve()
-        weakref.finalize(self, shutil.rmtree, copy, ignore_errors=True)
-        try:
-            copy_files(path, copy, [MANIFEST])
-            files = read_manifest(copy).files
-            for each in files:
-                if not (copy / each).resolve().is_relative_to(copy):
-                    raise CheckpointError(f"{each} is a path out of the checkpoint's folder")
-            copy_files(path, copy, files)
-        except FileNotFoundError as error:
-            raise CheckpointError("a file that its manifest names is missing") from error
-        self._copies[path.name] = copy
-        return copy
-
-
 class Store:
-    """The checkpoints in `folder`.
+    """The checkpoints in `folder`, on a file system that all processes see, or an object store.
 
     Only process 0 of a run's holder changes anything there, but for arrays being written.
 
@@ -251,9 +127,15 @@ class Store:
         ConfigError: numbers that would keep nothing.
     """
 
+    is_shared = True
+    """Whether all processes write into one folder; else each uploads what it has written."""
+
+    def __new__(cls, folder: Path, *_: Any, **__: Any) -> "Store":
+        """Choose the kind by where `folder` is, as `Path` does by the system."""
+        return super().__new__(RemoteStore if is_remote(folder) else cls)
+
     def __init__(self, folder: Path, keep: int, keep_every: int | None) -> None:
         self.folder = folder
-        self._folders = RemoteFolders(folder) if is_remote(folder) else Folders(folder)
         self._keep, self._keep_every = keep, keep_every
         self._verified: Path | None = None
         for name, value in (("keep", keep), ("keep_every", keep_every)):
@@ -262,19 +144,9 @@ class Store:
 
     def paths(self) -> list[tuple[int, Path]]:
         """Steps and folders of all that are in their place, the oldest first."""
-        found = filter(None, map(_COMMITTED.fullmatch, self._folders.names()))
+        found = filter(None, map(_COMMITTED.fullmatch, self._names()))
         ordered = sorted((int(match[1]), int(match[2] or 1), match[0]) for match in found)
         return [(step, self.folder / name) for step, _, name in ordered]
-
-    def temporary(self, step: int, token: int, number: int) -> Path:
-        """Where that of `step` is written; no other start of the run has this path.
-
-        Args:
-            step: updates done.
-            token: of the run's lease.
-            number: of the save in this start.
-        """
-        return self._folders.temporary(step, token, number)
 
     def newest_good(
         self, wanted: Mapping[str, ArrayEntry], refuse: Callable[[str], None]
@@ -307,55 +179,20 @@ class Store:
             return path, manifest
         return None
 
-    def commit(self, temporary: Path, step: int) -> None:
-        """Put what was written in its place, beside what is there of the same step."""
-        self._folders.commit(temporary, step)
-
-    def retire(self, pinned: Collection[int] = ()) -> None:
-        """Delete those that need not be kept; never the newest, nor those of the steps `pinned`."""
-        newest = dict(self.paths())  # of each step the last
-        kept = [step for step in newest if self._keep_every and not step % self._keep_every]
-        kept += pinned
-        kept += list(newest)[-self._keep :]
-        for step, path in self.paths():
-            if step not in kept or newest[step] != path:
-                self._folders.delete(path)
-
-    def clean(self) -> None:
-        """Delete what starts that were killed have left half done.
-
-        Raises:
-            ConfigError: the folder is none, or elsewhere.
-        """
-        self._folders.clean()
-
-    def discard(self, leftover: Path) -> None:
-        """Delete what is no checkpoint, as far as that can be done."""
-        self._folders.discard(leftover)
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether all processes write into one folder; else each uploads what it has written."""
-        return self._folders.is_shared
-
-    def upload(self, temporary: Path, files: Iterable[str]) -> None:
-        """Have the `files` that this process has written where all are."""
-        self._folders.upload(temporary, files)
-
     def read_placed(self, step: int, path: Path) -> Manifest:
         """The manifest of a checkpoint in the place of `step`; its files are not looked at.
 
         Raises:
             CheckpointError: there is none that belongs there.
         """
-        manifest = read_manifest(self._folders.local(path))
+        manifest = read_manifest(self._copy(path))
         if manifest.position.step != step:
             raise CheckpointError(f"it holds step {manifest.position.step}")
         return manifest
 
     def verify(self, path: Path, manifest: Manifest) -> None:
-        """Hold the checkpoint at `path` against its manifest; see `verification.verify`."""
-        verify(self._folders.local(path), manifest)
+        """Hold the checkpoint at `path` against its manifest; see `verify`."""
+        verify(self._copy(path), manifest)
         self._verified = path
 
     def local(self, path: Path) -> Path:
@@ -365,18 +202,146 @@ class Store:
             CheckpointError: what was copied is not what its manifest says, or cannot be read.
         """
         try:
-            local = self._folders.local(path)
+            local = self._copy(path)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
         if local != path and path != self._verified:  # each process has a copy of its own
             self.verify(path, read_manifest(local))
         return local
 
+    def retire(self, pinned: Collection[int] = ()) -> None:
+        """Delete those that need not be kept; never the newest, nor those of the steps `pinned`."""
+        newest = dict(self.paths())  # of each step the last
+        kept = [step for step in newest if self._keep_every and not step % self._keep_every]
+        kept += pinned
+        kept += list(newest)[-self._keep :]
+        for step, path in self.paths():
+            if step not in kept or newest[step] != path:
+                self._delete(path)
+
+    def temporary(self, step: int, token: int, number: int) -> Path:
+        """Where this process writes that of `step`; no other start of the run has this path.
+
+        Args:
+            step: updates done.
+            token: of the run's lease.
+            number: of the save in this start.
+        """
+        return self.folder / f".saving-{step:09d}-{token}-{number}"
+
+    def upload(self, temporary: Path, files: Iterable[str]) -> None:
+        """Have the `files` that this process has written where all are."""
+
+    def commit(self, temporary: Path, step: int) -> None:
+        """Put what was written in its place, beside what is there of the same step."""
+        path = first = self.folder / f"step-{step:09d}"
+        again = 1
+        while path.exists():
+            again += 1
+            path = first.with_name(f"{first.name}.{again}")
+        os.rename(temporary, path)
+        sync_folder(self.folder)
+
+    def discard(self, leftover: Path) -> None:
+        """Delete what is no checkpoint, as far as that can be done."""
+        shutil.rmtree(leftover, ignore_errors=True)
+
+    def clean(self) -> None:
+        """Delete what starts that were killed have left half done.
+
+        Raises:
+            ConfigError: the folder is none.
+        """
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ConfigError(f"{self.folder} is no folder; the checkpoints go there: remove it")
+        for name in self._names():
+            if name.startswith(_LEFTOVERS):
+                self.discard(self.folder / name)
+
+    def _names(self) -> list[str]:
+        """Names of what may be a checkpoint."""
+        return names(self.folder) if self.folder.is_dir() else []
+
+    def _copy(self, path: Path) -> Path:
+        """Where the checkpoint at `path` can be read by any library."""
+        return path
+
+    def _delete(self, path: Path) -> None:
+        # Killed in the middle of it, half a checkpoint must not be in a whole one's place.
+        retired = path.with_name(f".retired-{path.name}-{os.getpid()}")
+        os.rename(path, retired)
+        self.discard(retired)
+
+    def _set_aside(self, path: Path) -> str:
+        """Have what is at `path` be no checkpoint any more; the name that it has then."""
+        number = 1
+        while (aside := path.with_name(f"refused-{path.name}-{number}")).exists():
+            number += 1
+        os.rename(path, aside)
+        return aside.name
+
     def _aside(self, path: Path) -> str:
         try:
-            return self._folders.set_aside(path)
+            return self._set_aside(path)
         except OSError as error:
             raise CheckpointError(
                 f"{path} is not to be trusted and cannot be set aside ({error.strerror}); make its "
                 "folder writable"
             ) from error
+
+
+class RemoteStore(Store):
+    """The checkpoints in a folder of an object store."""
+
+    is_shared = False
+
+    def __init__(self, folder: Path, keep: int, keep_every: int | None) -> None:
+        super().__init__(folder, keep, keep_every)
+        self._copies: dict[str, Path] = {}
+
+    def temporary(self, step: int, token: int, number: int) -> Path:
+        """A folder of this process, with the name that the checkpoint will have."""
+        beside = Path(tempfile.mkdtemp(prefix="replicax-"))
+        return beside / f"step-{step:09d}.{token * 10**6 + number}"
+
+    def upload(self, temporary: Path, files: Iterable[str]) -> None:
+        copy_files(temporary, self.folder / temporary.name, files)
+
+    def commit(self, temporary: Path, step: int) -> None:
+        manifest = (temporary / MANIFEST).read_bytes()
+        write_whole(self.folder / temporary.name / MANIFEST, manifest)
+
+    def discard(self, leftover: Path) -> None:
+        """Delete this process's own copy; what was uploaded is what `clean` finds."""
+        shutil.rmtree(leftover.parent, ignore_errors=True)
+
+    def clean(self) -> None:
+        for name in names(self.folder):
+            if name.startswith("step-") and not _ENDED & set(names(self.folder / name)):
+                remove_below(self.folder / name)
+
+    def _names(self) -> list[str]:
+        return [name for name in names(self.folder) if MANIFEST in names(self.folder / name)]
+
+    def _copy(self, path: Path) -> Path:
+        """A copy that was downloaded, and goes with this object: of all that the manifest names."""
+        if path.name in self._copies:
+            return self._copies[path.name]
+        copy = Path(tempfile.mkdtemp(prefix="replicax-"))
+        weakref.finalize(self, shutil.rmtree, copy, ignore_errors=True)
+        try:
+            copy_files(path, copy, [MANIFEST])
+            copy_files(path, copy, read_manifest(copy).files)
+        except FileNotFoundError as error:
+            raise CheckpointError("a file that its manifest names is missing") from error
+        self._copies[path.name] = copy
+        return copy
+
+    def _delete(self, path: Path) -> None:
+        remove(path / MANIFEST)  # first: half of it must be no checkpoint
+        remove_below(path)
+
+    def _set_aside(self, path: Path) -> str:
+        write_whole(path / _REFUSED, read_touched(path / MANIFEST)[0])
+        remove(path / MANIFEST)
+        return f"{path.name}/{_REFUSED}"
