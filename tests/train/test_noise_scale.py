@@ -22,7 +22,6 @@ from replicax.errors import ConfigError
 from replicax.train.fingerprint import sha256
 from replicax.train.noise_scale import (
     NoiseScale,
-    _student,
     load_noise_scale,
     noise_scale,
 )
@@ -111,11 +110,6 @@ def test_the_range_holds_the_truth_as_often_as_it_says(square: float) -> None:
 def test_means_are_divided_and_not_ratios_averaged() -> None:
     found = later([(1.0, 8.0), (3.0, 8.0), (1.0, 8.0), (3.0, 8.0), (2.0, 8.0)])
     assert found.rows == pytest.approx(4.0)  # the mean of the ratios is 5.1
-
-
-@pytest.mark.parametrize(("freedom", "t"), [(4, 2.776), (9, 2.262), (29, 2.045), (1000, 1.962)])
-def test_students_t_is_that_of_the_tables(freedom: int, t: float) -> None:
-    assert _student(freedom) == pytest.approx(t, rel=0.003)
 
 
 def test_few_samples_bound_nothing() -> None:

@@ -9,8 +9,6 @@ noise_scale.json  what the "noise" records come to, where it was measured
 import dataclasses
 import json
 import math
-import os
-import stat
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +109,6 @@ class RunFolder:
         self.sync()
         if not exists(self.records):
             return 0, 0
-        _refuse_odd(self.records)
         found = read_bytes(self.records).splitlines(keepends=True)
         kept, dropped = found[:lines], found[lines:]
         self._replace(self.records, b"".join(kept))
@@ -155,7 +152,6 @@ def read_records(folder: Path, lines: int) -> list[Record]:
     path = folder / RECORDS
     if not lines or not exists(path):  # lost: who goes on says so
         return []
-    _refuse_odd(path)
     texts = read_bytes(path).splitlines()[:lines]
     records = []
     for number, text in enumerate(texts, 1):
@@ -167,12 +163,6 @@ def read_records(folder: Path, lines: int) -> list[Record]:
                 "another run"
             ) from error
     return records
-
-
-def _refuse_odd(records: Path) -> None:
-    """Raise `ConfigError` where they are a pipe, say, or a link to elsewhere."""
-    if os.path.lexists(records) and not stat.S_ISREG(records.lstat().st_mode):
-        raise ConfigError(f"{records} is not a regular file; restore it, or start another run")
 
 
 def record_from_json(text: bytes | str) -> Record:

@@ -347,10 +347,7 @@ def _what_is_saved(position: Position, extra: dict[str, Any]) -> Any:
 
 def _clock(seconds: float) -> str:
     """Date and time, of seconds since 1970."""
-    try:
-        return time.strftime("%d %b %H:%M:%S", time.localtime(seconds))
-    except (OverflowError, OSError, ValueError):  # what a checkpoint says need not be a time
-        return "at an unknown time"
+    return time.strftime("%d %b %H:%M:%S", time.localtime(seconds))
 
 
 def first_batch(source: Source, position: Position, extra: dict[str, Any]) -> int:

@@ -12,12 +12,7 @@ import pytest
 
 import replicax as rx
 from replicax.core.job import Alone
-from replicax.train.checkpoints.arrays import (
-    array_entries,
-    begin_writing,
-    first_not_finite,
-    params_not_finite,
-)
+from replicax.train.checkpoints.arrays import params_not_finite
 from replicax.train.checkpoints.manifest import Position
 from replicax.train.checkpoints.saver import Saver
 from replicax.train.checkpoints.store import Store
@@ -34,15 +29,10 @@ def state(dtype: Any = jnp.float32, **changed: Any) -> rx.TrainState:
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_one_element_is_found(tmp_path: Path, dtype: Any, value: float) -> None:
-    good = state(dtype)
+def test_one_element_is_found(dtype: Any, value: float) -> None:
+    assert params_not_finite(state(dtype)) == set()
     bad = state(dtype, a=jnp.ones((9, 8), dtype).at[8, 7].set(value))
-    for number, (each, name) in enumerate([(good, None), (bad, "params.a")]):
-        folder = tmp_path / str(number)
-        begin_writing(each, folder)()
-        assert first_not_finite(folder, array_entries(each), ()) == name
-        assert first_not_finite(folder, array_entries(each), ("params.a",)) is None
-        assert params_not_finite(each) == ({name} if name else frozenset())
+    assert params_not_finite(bad) == {"params.a"}
 
 
 def test_what_was_never_finite_may_stay_so_and_the_rest_may_not(tmp_path: Path) -> None:
@@ -60,8 +50,6 @@ def test_what_was_never_finite_may_stay_so_and_the_rest_may_not(tmp_path: Path) 
     assert [step for step, _ in Store(tmp_path, 3, None).paths()] == [1]
 
 
-def test_the_optimizers_state_may_hold_what_it_likes(tmp_path: Path) -> None:
+def test_the_optimizers_state_may_hold_what_it_likes() -> None:
     made = dataclasses.replace(state(), opt_state=(jax.device_put(jnp.float32(jnp.inf)),))
-    assert params_not_finite(made) == frozenset()
-    begin_writing(made, tmp_path / "state")()
-    assert first_not_finite(tmp_path / "state", array_entries(made), ()) is None
+    assert params_not_finite(made) == set()

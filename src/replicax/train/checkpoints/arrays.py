@@ -9,7 +9,7 @@ import concurrent.futures
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -27,11 +27,6 @@ _Result = TypeVar("_Result")
 
 _LONGEST_NAME = 200
 """Bytes of a leaf's name, which is that of a folder; most file systems take 255."""
-
-
-_PARAMS = "params."
-
-_BYTES_AT_ONCE = 2**24
 
 
 def array_entries(state: TrainState) -> dict[str, ArrayEntry]:
@@ -179,42 +174,16 @@ def _run(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
         return executor.submit(asyncio.run, coroutine).result()
 
 
-def params_not_finite(state: TrainState) -> frozenset[str]:
+def params_not_finite(state: TrainState) -> set[str]:
     """Leaf names of the parameters that have an element which is not finite."""
-    params = {
+    found = {
         name: leaf
-        for name, leaf in named(state).items()
-        if name.startswith(_PARAMS) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+        for name, leaf in named(state.params).items()
+        if jnp.issubdtype(leaf.dtype, jnp.inexact)
     }
-    finite = jax.jit(lambda leaves: jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), leaves))
-    return frozenset(name for name, all_finite in finite(params).items() if not bool(all_finite))
+    return {f"params.{name}" for name, finite in _finite(found).items() if not bool(finite)}
 
 
-def first_not_finite(
-    folder: Path, arrays: Mapping[str, ArrayEntry], but: Collection[str]
-) -> str | None:
-    """The name of a parameter in `folder` with an element that is not finite; None where all are.
-
-    Args:
-        folder: written by `replicax.train.checkpoints.arrays.begin_writing`.
-        arrays: what is there.
-        but: those that may be so: they were when the run began.
-    """
-    for name, entry in arrays.items():
-        if not name.startswith(_PARAMS) or name in but or not entry.nbytes:
-            continue
-        dtype = np.dtype(entry.dtype)
-        if not jnp.issubdtype(dtype, jnp.inexact):
-            continue
-        for chunk in (folder / name).glob("*"):  # none, where another process has written it
-            if chunk.name[0] != "." and not _is_finite(chunk, dtype):
-                return name
-    return None
-
-
-def _is_finite(chunk: Path, dtype: np.dtype) -> bool:
-    elements = np.memmap(chunk, dtype, mode="r")
-    step = max(1, _BYTES_AT_ONCE // dtype.itemsize)
-    return all(
-        np.isfinite(elements[start : start + step]).all() for start in range(0, len(elements), step)
-    )
+@jax.jit
+def _finite(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {name: jnp.isfinite(leaf).all() for name, leaf in leaves.items()}

@@ -13,7 +13,7 @@ from typing import Any
 from replicax.core.job import Job
 from replicax.core.update import TrainState
 from replicax.errors import CheckpointError, RunInUseError
-from replicax.train.checkpoints.arrays import array_entries, begin_writing, first_not_finite
+from replicax.train.checkpoints.arrays import array_entries, begin_writing, params_not_finite
 from replicax.train.checkpoints.manifest import (
     ArrayEntry,
     FileEntry,
@@ -92,6 +92,8 @@ class Saver:
             extra=extra,
         )
         try:
+            if wrong := sorted(params_not_finite(state).difference(self._not_finite)):
+                raise CheckpointError(f"{wrong[0]} is no longer finite")
             written = begin_writing(state, folder / STATE)
         except Exception as error:  # of storage, in many forms: reported as the others are
             written = _raising(error)
@@ -152,7 +154,7 @@ class Saver:
         try:
             failed, files = self._first(f"{topic}: written", _error_of(written)), None
             if failed is None and not self._store.is_shared:
-                failed, files = self._uploaded(folder, manifest, f"{topic}: uploaded")
+                failed, files = self._uploaded(folder, f"{topic}: uploaded")
             if failed is None:
                 mine = self._commit(folder, manifest, files) if self._job.process == 0 else None
                 failed = self._first(f"{topic}: in its place", mine)
@@ -169,24 +171,19 @@ class Saver:
         errors = self._job.gather(topic, mine, slow=True)
         return next((error for error in errors if error), None)
 
-    def _uploaded(
-        self, folder: Path, manifest: Manifest, topic: str
-    ) -> tuple[str | None, dict[str, FileEntry]]:
+    def _uploaded(self, folder: Path, topic: str) -> tuple[str | None, dict[str, FileEntry]]:
         """The fault, or None; and the files of all processes, each of which has its own."""
         files: dict[str, FileEntry] = {}
-        mine = _error_of(lambda: files.update(self._files(folder, manifest)))
+        mine = _error_of(lambda: files.update(self._files(folder)))
         entries = {path: [entry.bytes, *entry.sha256] for path, entry in files.items()}
         told = self._job.gather(topic, [mine, entries], slow=True)
         for _, part in told:
             files |= {path: FileEntry(size, tuple(sha)) for path, (size, *sha) in part.items()}
         return next((error for error, _ in told if error), None), files
 
-    def _files(self, folder: Path, manifest: Manifest) -> dict[str, FileEntry]:
-        """The files in `folder`, which are where all are, once they are known to hold numbers."""
+    def _files(self, folder: Path) -> dict[str, FileEntry]:
+        """The files in `folder`, once they are where all are."""
         files = file_entries(folder)
-        name = first_not_finite(folder / STATE, manifest.arrays, self._not_finite)
-        if name is not None:
-            raise CheckpointError(f"{name} is no longer finite")
         self._store.upload(folder, files)
         return files
 
@@ -196,7 +193,7 @@ class Saver:
         """Add the manifest, put the checkpoint in its place; what went wrong, or None."""
         try:
             if files is None:
-                files = self._files(folder, manifest)
+                files = self._files(folder)
             write_manifest(folder, dataclasses.replace(manifest, files=files))
             self._check()
             self._store.commit(folder, manifest.position.step)

@@ -96,7 +96,26 @@ class TensorBoard(Logger):
         self._writer = writer
 
 
-class WandB(Logger):
+class _Resuming(Logger):
+    """A logger whose id of the run is in the checkpoints: started again, it is the same run there.
+
+    What a killed start did after its last checkpoint is then there twice, with the same numbers.
+    """
+
+    _id: str | None = None
+
+    def end(self, run: Running) -> None:
+        super().end(run)
+        self._id = None  # of this run; there may be another
+
+    def save_state(self) -> Any:
+        return self._id
+
+    def load_state(self, state: Any) -> None:
+        self._id = state
+
+
+class WandB(_Resuming):
     """Sends metrics and figures by step, and the configuration, to Weights & Biases.
 
     A run that is started again goes on as the same run there, whose id is in the checkpoints. What
@@ -119,7 +138,6 @@ class WandB(Logger):
 
     def __init__(self, project: str | None = None, **init: Any) -> None:
         self._init = {"project": project, **init}
-        self._id: str | None = None
         self._run: Any = None
 
     def start(self, run: Running) -> None:
@@ -144,18 +162,8 @@ class WandB(Logger):
     def close(self, error: BaseException | None) -> None:
         self._run.finish(exit_code=0 if error is None else 1)
 
-    def end(self, run: Running) -> None:
-        super().end(run)
-        self._id = None  # of this run; there may be another
 
-    def save_state(self) -> Any:
-        return self._id
-
-    def load_state(self, state: Any) -> None:
-        self._id = state
-
-
-class MLflow(Logger):
+class MLflow(_Resuming):
     """Sends metrics and figures by step, and the configuration as parameters, to MLflow.
 
     A run that is started again goes on as the same run there, whose id is in the checkpoints. What
@@ -179,7 +187,6 @@ class MLflow(Logger):
     def __init__(self, uri: str | None = None, *, experiment: str = "replicax") -> None:
         self._uri, self._experiment = uri, experiment
         self._where: str | None = None
-        self._id: str | None = None
         self._client: Any = None
 
     def start(self, run: Running) -> None:
@@ -217,16 +224,6 @@ class MLflow(Logger):
 
     def close(self, error: BaseException | None) -> None:
         self._client.set_terminated(self._id, "FINISHED" if error is None else "FAILED")
-
-    def end(self, run: Running) -> None:
-        super().end(run)
-        self._id = None  # of this run; there may be another
-
-    def save_state(self) -> Any:
-        return self._id
-
-    def load_state(self, state: Any) -> None:
-        self._id = state
 
 
 def _name(name: str) -> str:
