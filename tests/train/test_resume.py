@@ -219,7 +219,7 @@ def test_a_signal_in_an_evaluation_has_it_done_whole_later(
 def test_the_exit_code_says_whether_the_same_call_goes_on(
     dp: rx.DataParallel, tmp_path: Path, settings: dict[str, Any], code: int
 ) -> None:
-    interrupt = rx.train.interrupt.Interrupt()
+    interrupt = rx.train.stopping.Interrupt()
     interrupt.signal = signal.SIGINT
     found = fit(dp, tmp_path / "run", **{"save_every": None, "interrupt": interrupt, **settings})
     assert (found.steps, found.exit_code) == (1, code)
