@@ -47,8 +47,8 @@ def mesh() -> Mesh:
     return jax.make_mesh((N,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
 
 
-def pmapped(update: Any) -> Callable[[], Any]:
-    return lambda: jax.pmap(update, axis_name=AXIS)
+def pmapped(update: Any, in_axes: Any = 0) -> Callable[[], Any]:
+    return lambda: jax.pmap(update, axis_name=AXIS, in_axes=in_axes)
 
 
 def sharded(update: Any, *, check_vma: bool = False) -> Callable[[], Any]:

@@ -64,7 +64,7 @@ def test_every_subject_has_a_row(correct: Verification) -> None:
         ("replicas", "8 replicas"),
         ("traffic", "full batch"),
         ("redundant work", "full batch"),
-        ("parameters", "one step"),
+        ("parameters", "3 steps"),
         ("determinism", "two runs"),
         ("recompilation", "same shapes"),
     ]

@@ -115,7 +115,7 @@ BROKEN = {
         options=KEY,
     ),
     "key_shared_in_pmap": _broken(
-        pmapped(dropout_step(same, pmean)),
+        pmapped(dropout_step(same, pmean), in_axes=(0, 0, None)),
         "same random numbers",
         reference=dropout_step(same, same),
         options=KEY,

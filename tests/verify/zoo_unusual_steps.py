@@ -178,15 +178,3 @@ CORRECT = {
         Entry, sharded(of_pair(reduced_by(pmean))), reference=of_pair(reference), batch=pair
     ),
 }
-PENDING = {
-    "key_in_state_shared": "13: a key in the state",
-    "raw_key_in_state_shared": "13: a key in the state",
-    "key_in_state": "13: a key in the state",
-    "raw_key_in_state": "13: a key in the state",
-    "keys_split_outside": "14: keys split outside the step",
-    "counted_inside": "the weights are made inside the step",
-    "reads_what_it_donated": "15: raises on what it returned",
-    "remainder_of_sixteen": "16: a remainder of other numbers",
-    "tuple_taken_whole": "a tuple batch that is splatted",
-}
-"""What fails as yet, with the finding."""

@@ -20,6 +20,8 @@ EXPLAINED = 0.1
 """A hypothesis explains a leaf where at most this share of the difference is left."""
 _APART = 0.05
 """Scales of replicas are told from one another where they differ by this share."""
+_OTHER_DIVISORS = (16, 32, 64, 128, 256, 512, 10, 100, *range(2, 33))
+"""Of batches that are cut to a multiple of something: the usual ones first."""
 _MOST_REPLICAS = 16
 """Runs of the reference on one replica's rows; with more replicas, these are not tried."""
 
@@ -194,20 +196,22 @@ def _hypotheses(evidence: Evidence) -> Iterator[tuple[str, Leaves]]:
         yield hypothesis.text, hypothesis.results()
     if evidence.on_rows is None:
         return
-    yield from _of_dropped_rows(evidence)
+    N, K = evidence.replicas, evidence.micro_batches
+    yield from _of_dropped_rows(evidence, (N, K, N * K))
     if _divide(evidence):
         yield from _of_own_rows(evidence)
     parts = evidence.replicas * evidence.micro_batches
     if evidence.micro_batches > 1 and evidence.rows % parts == 0:
         yield from _of_micro_batches(evidence)
+    if not _divide(evidence):
+        yield from _of_dropped_rows(evidence, _OTHER_DIVISORS)
 
 
-def _of_dropped_rows(evidence: Evidence) -> Iterator[tuple[str, Leaves]]:
+def _of_dropped_rows(evidence: Evidence, divisors: Sequence[int]) -> Iterator[tuple[str, Leaves]]:
     assert evidence.on_rows is not None
     rows = evidence.rows
     seen = {rows, 0}
-    N, K = evidence.replicas, evidence.micro_batches
-    for divisor in (N, K, N * K):
+    for divisor in divisors:
         kept = rows - rows % divisor
         if kept in seen:
             continue
@@ -224,11 +228,15 @@ def _of_own_rows(evidence: Evidence) -> Iterator[tuple[str, Leaves]]:
     N = evidence.replicas
     mean = _mean(evidence.own)
     shares = _shares(evidence)
-    if np.ptp(shares) > 1e-6 * shares.max():
+    uneven, among = np.ptp(shares) > 1e-6 * shares.max(), ""
+    if not uneven and (inside := _shares_inside(evidence)) is not None:
+        shares, uneven, among = inside, True, " times replica 0's, made inside the step"
+    if uneven:
         least, most = shares.min(), shares.max()
         text = (
             f"it is a mean of means: each of {N} replicas divided by its own weight (from "
-            f"{least:g} to {most:g}), and the {N} means were averaged as if they weighed the same; "
+            f"{least:.4g} to {most:.4g}{among}), and the {N} means were averaged as if they "
+            "weighed the same; "
             "sum numerator and weights over all replicas (psum), then divide once"
         )
     else:
@@ -242,6 +250,36 @@ def _of_own_rows(evidence: Evidence) -> Iterator[tuple[str, Leaves]]:
             "is not (written but not reduced); apply lax.pmean to it, or use all replicas' rows",
             results,
         )
+
+
+def _shares_inside(evidence: Evidence) -> np.ndarray | None:
+    """The weights of the replicas' rows in units of replica 0's, where the reference shows them.
+
+    What it gives on the rows of two replicas is the mean of what it gives on each, with weights
+    that explain what it gives on all rows too. None where there are no such weights.
+    """
+    assert evidence.on_rows is not None
+    paths = [path for path in evidence.expected if "loss" in path.lower()]
+    if not paths:
+        return None
+
+    def losses(results: Leaves) -> np.ndarray:
+        return np.concatenate([np.ravel(results[path]).astype(np.float64) for path in paths])
+
+    blocks = np.arange(evidence.rows).reshape(evidence.replicas, -1)
+    own = np.stack([losses(each) for each in evidence.own])
+    shares = [1.0]
+    for replica in range(1, evidence.replicas):
+        both = losses(evidence.on_rows(blocks[[0, replica]].ravel()))
+        from_other = both - own[replica]
+        square = float(from_other @ from_other)
+        shares.append(float((own[0] - both) @ from_other) / square if square else 1.0)
+    if min(shares) <= 0:
+        return None
+    expected, plain = losses(evidence.expected), own.mean(axis=0)
+    foretold = np.average(own, axis=0, weights=shares)
+    rest, gap = np.linalg.norm(foretold - expected), np.linalg.norm(plain - expected)
+    return np.array(shares) if rest <= EXPLAINED * gap else None
 
 
 def _nonlinear(evidence: Evidence, mean: Leaves) -> str:

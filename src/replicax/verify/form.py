@@ -68,7 +68,8 @@ class Form:
     def _place_key(self, key: Any) -> tuple[Any, ...]:
         if key is None:
             return ()
-        return (self._spread(key) if self.key_stacked else _copied(key),)
+        # A loop that hands out keys by replica splits them.
+        return (jax.random.split(key, self.replicas) if self.key_stacked else _copied(key),)
 
     def _spread(self, leaf: Any) -> Any:
         """[...] -> [replicas, ...]."""

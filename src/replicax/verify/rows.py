@@ -48,7 +48,7 @@ def find_weights(batch: PyTree, name: str | None) -> str | None:
         ConfigError: `name` is given, and no leaf has it.
     """
     paths = jax.tree_util.tree_leaves_with_path(batch)
-    ends = {jax.tree_util.keystr(path): _end(path) for path, _ in paths}
+    ends = {jax.tree_util.keystr(path): last_name(path) for path, _ in paths}
     if name is None:
         return next((path for path, end in ends.items() if end.lower() in _WEIGHT_NAMES), None)
     found = next((path for path, end in ends.items() if name in (end, path)), None)
@@ -81,7 +81,8 @@ def weights_of(batch: PyTree, path: str) -> np.ndarray:
     raise KeyError(path)
 
 
-def _end(path: Any) -> str:
+def last_name(path: Any) -> str:
+    """The last name of a leaf's path: a dict's key, a field, or a number; empty where alone."""
     return (
         str(getattr(path[-1], "key", getattr(path[-1], "name", getattr(path[-1], "idx", ""))))
         if path

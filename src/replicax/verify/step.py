@@ -1,13 +1,15 @@
 """A step that somebody wrote by hand, held against its single-device form."""
 
+import inspect
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
-from replicax.checks import PASS, SKIP, Check
+from replicax.checks import FAIL, PASS, SKIP, Check
 from replicax.errors import ConfigError
 from replicax.verify.difference import changes, coarsest_eps, is_float
 from replicax.verify.form import Step, host
@@ -28,6 +30,7 @@ from replicax.verify.trial import (
     run_reference,
 )
 from replicax.verify.verification import Verification
+from replicax.wording import first_line
 
 PyTree = Any
 MOST_WARM_STEPS = 2
@@ -50,10 +53,10 @@ def verify_step(
 ) -> Verification:
     """Hold a `pmap`, `jit` or `shard_map` step against the step of one device.
 
-    Both are called as `step(state, batch)`, or `step(state, *batch)` where the batch is a tuple,
-    with the key last where one is given, and return the new state or `(state, metrics)`. A step of
-    another form fits with a lambda. Each gets fresh arrays, so that it may donate them, and matrix
-    products are computed in their dtype's full precision.
+    Both are called as `step(state, batch)`, or `step(state, *batch)` where the batch is a tuple and
+    the reference takes as many arguments, with the key last where one is given, and return the new
+    state or `(state, metrics)`. A step of another form fits with a lambda. Each gets fresh arrays,
+    so that it may donate them, and matrix products are computed in their dtype's full precision.
 
     Args:
         step: the step as the training loop calls it.
@@ -86,6 +89,9 @@ def verify_step(
             "and runs in one process: start it by itself"
         )
     _check_counts(replicas=replicas, micro_batches=micro_batches, steps=steps)
+    takes = partial(_takes, reference, state, key=key)
+    if isinstance(batch, tuple) and takes(batch) and not takes(*batch):
+        batch = (batch,)  # one argument
     begun = time.monotonic()
     show = show or (lambda _text: None)
     # TF32 or bfloat16 products would differ by more than a mistake of some percent.
@@ -115,6 +121,17 @@ def verify_step(
         "seconds": round(time.monotonic() - begun, 1),
     }
     return Verification(checks, about)
+
+
+def _takes(function: Step, *arguments: Any, key: Any) -> bool:
+    """Whether a function can be called with as many arguments, as far as its signature tells."""
+    try:
+        inspect.signature(function).bind(*arguments, *(() if key is None else (key,)))
+    except TypeError:
+        return False
+    except ValueError:  # written in C, or by a library that hides it
+        pass
+    return True
 
 
 def _check_counts(**given: int | None) -> None:
@@ -216,9 +233,28 @@ def _checks(
     checks += program_checks(trial, batch, gradient_bytes(trial.state))
     checks.append(parameters(trial, batch))
     show("two runs, and compilations")
-    checks.append(determinism(trial, batch, copies))
-    checks.append(recompilation(trial, batch))
+    again = partial(determinism, trial, batch, copies)
+    checks.append(_unless_raised("determinism", "two runs", again))
+    later = partial(recompilation, trial, batch)
+    checks.append(_unless_raised("recompilation", "same shapes", later))
     return checks
+
+
+def _unless_raised(subject: str, case: str, check: Callable[[], Check]) -> Check:
+    """The row of a check that calls the step again, which worked once."""
+    try:
+        return check()
+    except ConfigError:
+        raise
+    except Exception as error:  # the user's step
+        return Check(subject, case, FAIL, f"raises {first_line(error)}", RAISES)
+
+
+RAISES = (
+    "the step works once, and raises when it is called again or fed what it returned: it reads an "
+    "array that it donated (donate_argnums), or returns another structure, shape or sharding than "
+    "it takes"
+)
 
 
 def _further(
@@ -234,7 +270,8 @@ def _further(
     checks = []
     if steps > 1:
         show(f"{steps} steps")
-        checks.append(consecutive(trial, batch, steps, micro_batches))
+        feeding = partial(consecutive, trial, batch, steps, micro_batches)
+        checks.append(_unless_raised("parity", f"{steps} steps", feeding))
     if path is not None:
         show("unequal weights")
         checks += weighted(trial, batch, path, micro_batches)

@@ -10,7 +10,7 @@ from replicax.checks import FAIL, NOTE, PASS, SKIP, Check
 from replicax.errors import ConfigError
 from replicax.verify.causes import likely_cause
 from replicax.verify.copies import Copies
-from replicax.verify.difference import Leaves, differences, first_difference, leaves
+from replicax.verify.difference import Leaves, differences, first_difference, is_float, leaves
 from replicax.verify.evidence import Evidence, Hypothesis
 from replicax.verify.rows import row_count, take, weights_of, with_weights
 from replicax.verify.trial import Trial, renamed
@@ -158,11 +158,12 @@ def _random(
     trial: Trial, case: str, batches: Sequence[PyTree], rows: int, bounds: Leaves
 ) -> Check | None:
     """What can be said of a step that draws random numbers, or None where it does not."""
-    if trial.key is None:
+    reseeded = trial.reseeded()
+    if reseeded is None:
         return None
-    one = trial.expected(batches)
-    other = trial.expected(batches, key=jax.random.fold_in(trial.key, 1))
-    if first_difference(other, one, bounds) is None:
+    one, other = (each.expected(batches) for each in (trial, reseeded))
+    floats = {path: value for path, value in one.items() if is_float(value)}  # keys are others
+    if first_difference(other, floats, bounds) is None:
         return None
     N = trial.replicas
     if N > 1 and rows % N == 0:

@@ -1,6 +1,7 @@
 """A step and its single-device form, run side by side on the same state and rows."""
 
 import dataclasses
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from replicax.core.leaves import is_random_key
 from replicax.errors import ConfigError
 from replicax.verify.copies import Copies, read_copies
 from replicax.verify.difference import (
@@ -19,10 +21,13 @@ from replicax.verify.difference import (
     rounding_noise,
 )
 from replicax.verify.form import Form, Step, candidates, host, is_pmap, parted
+from replicax.verify.rows import last_name
 from replicax.wording import first_line
 
 PyTree = Any
 _FIRST_NAME = re.compile(r"^\['(\w+)'\]")
+_KEY_NAMES = ("rng", "key")
+"""In the names of leaves that are keys, where they are arrays of two uint32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,17 +49,21 @@ class Trial:
         """Devices that the step runs on."""
         return self.form.replicas
 
-    def expected(
-        self, batches: Sequence[PyTree], *, state: PyTree = None, key: Any = None
-    ) -> Leaves:
+    def expected(self, batches: Sequence[PyTree], *, state: PyTree = None) -> Leaves:
         """What the reference adds to each leaf of the state over all batches, and last metrics."""
         before = self.state if state is None else state
-        key = self.key if key is None else key
         after, results = before, {}
         for batch in batches:
-            results = run_reference(self.reference, after, batch, key)
+            results = run_reference(self.reference, after, batch, self.key)
             after = results["state"]
         return renamed(changes({"state": before}, results))
+
+    def reseeded(self) -> "Trial | None":
+        """The same with other random keys, wherever they are; None where there is none."""
+        key = None if self.key is None else jax.random.fold_in(self.key, 1)
+        state = jax.tree_util.tree_map_with_path(_with_other_key, self.state)
+        same = all(map(operator.is_, *map(jax.tree.leaves, (state, self.state))))
+        return None if same and key is None else dataclasses.replace(self, key=key, state=state)
 
     def bounds(self, expected: Leaves, batches: Sequence[PyTree], rows: int) -> Leaves:
         """How much rounding explains of each element of `expected`."""
@@ -67,14 +76,14 @@ class Trial:
         values = renamed(leaves({"state": self.state}))
         return bounds(expected, noise, terms=rows, eps=self.eps, values=values)
 
-    def run(self, batches: Sequence[PyTree], *, key: Any = None) -> Copies:
+    def run(self, batches: Sequence[PyTree]) -> Copies:
         """What every replica holds after the step has taken all batches, and last metrics."""
         first, *others = batches
-        arguments = self.form.arguments(self.state, first, self.key if key is None else key)
+        arguments = self.form.arguments(self.state, first, self.key)
         fed = arguments[0]
         results = parted(self.form.step(*arguments), fed)
         for batch in others:
-            _, *rest = self.form.arguments(self.state, batch, self.key if key is None else key)
+            _, *rest = self.form.arguments(self.state, batch, self.key)
             results = parted(self.form.step(self.form.again(results["state"]), *rest), fed)
         return self.read(results)
 
@@ -105,6 +114,17 @@ class Trial:
             else value
             for path, value in held.items()
         }
+
+
+def _with_other_key(path: Any, leaf: Any) -> Any:
+    """A leaf of the state, another one where it is a random key or several."""
+    raw = getattr(leaf, "dtype", None) == np.uint32 and np.shape(leaf)[-1:] == (2,)
+    if raw and any(name in last_name(path).lower() for name in _KEY_NAMES):
+        return np.asarray(leaf) ^ np.uint32(1)
+    if not is_random_key(leaf):
+        return leaf
+    data = jax.random.key_data(leaf) ^ 1
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
 
 
 def run_reference(reference: Step, state: PyTree, batch: PyTree, key: Any) -> dict[str, PyTree]:
