@@ -10,7 +10,7 @@ import pytest
 from support.command_line import Main
 
 import replicax as rx
-from replicax.cli import fitting
+from replicax.cli import train as command
 from replicax.core.job import Alone
 from replicax.recipes.linear_regression import LinearRegression
 
@@ -23,14 +23,14 @@ LINE = [
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Devices of 1.8 MB; the step takes 3.4."""
-    real = fitting.attached_target
+    real = command.attached_target
 
     def target(*arguments: Any) -> Any:
         found = real(*arguments)
         chip = dataclasses.replace(found.chip, usable_bytes=1_800_000)
         return dataclasses.replace(found, chip=chip)
 
-    monkeypatch.setattr(fitting, "attached_target", target)
+    monkeypatch.setattr(command, "attached_target", target)
 
 
 def options(folder: Path, run: str) -> dict[str, Any]:
@@ -64,6 +64,6 @@ def test_batches_that_are_there_but_once_are_not_looked_at() -> None:
     dp = rx.DataParallel(recipe.loss, recipe.optimizer(), mode="single")
     stream = iter([1, 2])
     model = recipe.model(jax.random.key(0))
-    left = fitting.in_micro_batches(dp, model, stream, 20_000, Alone())
+    left = command.in_micro_batches(dp, model, stream, 20_000, Alone())
     assert left.accumulate == 1
     assert list(stream) == [1, 2]

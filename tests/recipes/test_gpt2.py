@@ -16,7 +16,7 @@ from support.tiers import EXHAUSTIVE, only
 
 import replicax as rx
 from replicax.analysis.compiled import Collectives, inspect
-from replicax.cli.flags import parse_flags
+from replicax.cli.flags import parse_with_recipe
 from replicax.cli.train_options import TrainOptions
 from replicax.errors import ConfigError
 from replicax.recipes import transformer
@@ -216,8 +216,9 @@ def test_it_starts_from_a_file(texts: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", GPT2.presets)
 def test_the_presets_parse(name: str) -> None:
     flags = ["--preset", name, "--epochs", "3"]
-    _, recipe, preset = parse_flags(GPT2, TrainOptions, flags, "replicax train gpt2")
-    assert preset == name
+    arguments = parse_with_recipe("train", TrainOptions, ["gpt2", *flags])
+    recipe = arguments.recipe
+    assert arguments.preset == name
     assert recipe == GPT2(**{**GPT2.presets[name], "epochs": 3})
     assert recipe.tokens_per_row == (1024 if name != "nano" else 128)
 

@@ -22,12 +22,9 @@ from replicax.bench.notes import notes_on_cases
 from replicax.bench.report import table
 from replicax.bench.result import Bench
 from replicax.bench.save import write_bench
-from replicax.cli.arguments import Arguments, parse_arguments, words
-from replicax.cli.data import print_data
-from replicax.cli.devices import check_alone, make_host_devices
-from replicax.cli.flags import several_of, shown_as
+from replicax.cli.flags import Arguments, parse_with_recipe, several_of, shown_as, words
 from replicax.cli.output import new_folder
-from replicax.cli.step import StepOptions
+from replicax.cli.step import StepOptions, check_alone, make_host_devices, print_data
 from replicax.core.job import Alone
 from replicax.core.modes import MODES
 from replicax.errors import ConfigError, MissingDependencyError
@@ -67,9 +64,7 @@ class BenchOptions(StepOptions):
 
 def bench(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
-    parsed = parse_arguments("bench", BenchOptions, arguments)
-    if parsed is None:
-        return 0
+    parsed = parse_with_recipe("bench", BenchOptions, arguments)
     options = parsed.options
     if options.least_devices > 1:
         raise ConfigError(
@@ -184,7 +179,7 @@ def _over_processes(parsed: Arguments[BenchOptions], arguments: list[str]) -> No
             "other batches: give arrays or a Grain dataset, or use --devices"
         )
     measure = processes.job_measure(
-        [sys.executable, "-m", "replicax.cli.bench_process", *arguments], folder / JOBS
+        [sys.executable, "-m", "replicax.cli.bench", *arguments], folder / JOBS
     )
     result = processes.bench_processes(measure, counts, rounds=options.rounds, notes=notes)
     print(*table(result), sep="\n", flush=True)
@@ -239,3 +234,30 @@ def modes_of(options: BenchOptions) -> list[str]:
     if options.modes is None:
         return list(usual_modes() if options.processes is None else processes.modes_of_processes())
     return words(options.modes)
+
+
+def _one_process(arguments: list[str]) -> None:
+    """Measure as one of the processes that `--processes` starts, on the devices of all.
+
+    Process 0 writes what they have measured to the path that follows the flags of the command.
+    """
+    *own, path = arguments
+    parsed = parse_with_recipe("bench", BenchOptions, own)
+    counts = counts_of("--processes", parsed.options.processes)
+    assert counts
+    job = rx.initialize(verbose=False)
+    keep_freed_memory()
+    result = bench_recipe(
+        parsed,
+        batch_size=weak_rows(parsed.recipe.batch_size, counts) * jax.device_count(),
+        devices=[jax.device_count()],
+        rounds=processes.RUNS,
+        job=job,
+        progress=False,
+    )
+    if job.process == 0:
+        processes.write_part(result, Path(path))
+
+
+if __name__ == "__main__":
+    _one_process(sys.argv[1:])

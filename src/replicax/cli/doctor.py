@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import os
 import signal
 import socket
@@ -11,8 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from replicax.cli.flags import parse_options
-from replicax.cli.output import live, standard_output
+from replicax.cli.flags import parse
+from replicax.cli.output import JsonOptions, standard_error
 from replicax.cluster.failure import leave_at_once, write_failure
 from replicax.cluster.variables import FAILURE_FILE, PROCESS_ID
 from replicax.doctor.examination import PART_SECONDS, Examination
@@ -20,7 +19,6 @@ from replicax.doctor.row import PROBLEM, WARNING
 from replicax.doctor.table import print_table, summary, to_json
 from replicax.errors import ConfigError, require
 
-PROGRAM = "replicax doctor"
 WIDTH = 80
 LAUNCHERS_PREFIX = 4
 SPEAK_SECONDS = 2.0
@@ -28,7 +26,7 @@ SPEAK_SECONDS = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
-class DoctorOptions:
+class DoctorOptions(JsonOptions):
     """Checks the installation, the devices, and the processes of a job and what connects them.
 
     Run it alone, or as the job that has trouble would be run: under replicax launch, srun, mpirun,
@@ -36,8 +34,6 @@ class DoctorOptions:
     problem.
     """
 
-    json: bool = False
-    """Print one JSON object instead of the table, with the figures."""
     largest_mb: float = 64.0
     """The largest all-reduce to measure, in MB (of 2^20 bytes) a device."""
     folders: tuple[str, ...] = ()
@@ -52,12 +48,12 @@ class _Terminated(BaseException):
 
 def doctor(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
-    options = parse_options(DoctorOptions, arguments, PROGRAM)  # exits where help is asked for
+    options = parse("doctor", DoctorOptions, arguments)  # exits where help is asked for
     _check(options)
     require("rich", "cli")
     with contextlib.ExitStack() as terminal:
-        terminal.enter_context(standard_output(True))  # JAX's C++ prints there of itself
-        show = terminal.enter_context(live(not options.json))
+        show = terminal.enter_context(options.working())
+        terminal.enter_context(standard_error())  # JAX's C++ prints of itself
 
         def finish(done: Examination) -> None:
             terminal.close()
@@ -113,8 +109,8 @@ def _report(done: Examination, options: DoctorOptions) -> None:
         "process": place and place.process,
         "processes": place and place.processes,
     }
-    if options.json:
-        print(json.dumps(to_json(done.rows, done.verdict, about), indent=2), flush=True)
+    options.write_json(to_json(done.rows, done.verdict, about))
+    if options.shows_json:
         return
     # Under `replicax launch` each line has the number of its process in front.
     print_table(done.rows, WIDTH - (LAUNCHERS_PREFIX if os.environ.get(FAILURE_FILE) else 0))

@@ -4,44 +4,39 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from replicax.cli.data import print_data
-from replicax.cli.flags import parse_options
+from replicax.cli.flags import parse, shown_as
 from replicax.cli.opened import RunOptions, about_line, metrics_text
-from replicax.cli.output import check_json, standard_output, with_value, write_json
+from replicax.cli.output import JsonOptions
+from replicax.cli.step import print_data
 from replicax.errors import ConfigError
 from replicax.recipes.recipe import recipe_name
 from replicax.train.load import Loaded
-
-PROGRAM = "replicax evaluate"
 
 ANOTHER_ROUNDING = 1e-2
 """Relative difference of a metric that other devices may make, in bfloat16 at most."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvaluateOptions(RunOptions):
+class EvaluateOptions(JsonOptions, RunOptions):
     """Evaluates the model of a run that replicax train made.
 
     On the recipe's evaluation data, or on yours. Beside the figures stand those that the run itself
     recorded at this step, where it did. Nothing in the run's folder is changed.
     """
 
-    data: Path | None = None
+    data: Annotated[Path | None, shown_as("PATH", "the recipe's")] = None
     """Other data to evaluate on, all of it: text for gpt2, the folder of the images for lenet and
     cnn."""
-    json: str | None = None
-    """Write the figures as JSON to this file; - prints it instead."""
 
 
 def evaluate(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
-    options = parse_options(EvaluateOptions, with_value(arguments), PROGRAM)
-    check_json(options.json)
-    with standard_output(options.json == "-"):
+    options = parse("evaluate", EvaluateOptions, arguments)
+    with options.working():
         loaded = options.open("evaluate")
-        if options.json != "-":
+        if not options.shows_json:
             print(about_line(loaded), flush=True)
         source = _source(loaded.recipe, options)
         dp, rows_of_batch = loaded.dp, loaded.recipe.batch_size
@@ -59,8 +54,8 @@ def evaluate(arguments: list[str]) -> int:
         },
         "recorded": recorded,
     }
-    write_json(content, options.json)
-    if options.json != "-":
+    options.write_json(content)
+    if not options.shows_json:
         print(f"eval   {metrics_text(metrics)} · {rows:,} rows")
         if recorded is not None:
             print(f"record {metrics_text(recorded)}{_verdict(metrics, recorded)}")
@@ -76,13 +71,13 @@ def _source(recipe: Any, options: EvaluateOptions) -> Any:
                 f"--data with recipe {name}, which reads no data from a path; leave --data out, or "
                 "give the recipe a method eval_data(path)"
             )
-        if options.json != "-":
+        if not options.shows_json:
             print(f"data   {options.data}", flush=True)
         return recipe.eval_data(options.data)
     source = recipe.eval_source()
     if source is None:
         raise ConfigError(f"recipe {name} has no evaluation data; give some by --data")
-    if options.json != "-":
+    if not options.shows_json:
         print_data(recipe)
     return source
 

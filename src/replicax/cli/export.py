@@ -9,14 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax.cli.flags import parse_options, positional, shown_as
+from replicax.cli.flags import BY_PLACE, parse, shown_as
 from replicax.cli.opened import RunOptions, about_line
 from replicax.core.models.definition import PyTree
 from replicax.errors import ConfigError, require
 from replicax.train.load import Loaded
 from replicax.wording import size_text
-
-PROGRAM = "replicax export"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,7 +26,7 @@ class ExportOptions(RunOptions):
     transformers reads them, and replicax train gpt2 --init-from.
     """
 
-    file: Annotated[Path, positional(), shown_as("FILE")]
+    file: Annotated[Path, BY_PLACE, shown_as("FILE")]
     """The file to write, model.safetensors say."""
     force: bool = False
     """Overwrite the file."""
@@ -36,7 +34,7 @@ class ExportOptions(RunOptions):
 
 def export(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
-    options = parse_options(ExportOptions, arguments, PROGRAM)
+    options = parse("export", ExportOptions, arguments)
     _check_file(options.file, options.force)
     numpy_format = require("safetensors.numpy", "text")
     loaded = options.open("export")

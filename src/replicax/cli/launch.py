@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
-from replicax.cli.flags import parse_options
+from replicax.cli.flags import parse
 from replicax.cli.output import failed
 from replicax.errors import ConfigError, did_you_mean
 from replicax.launch.job import Job
@@ -74,7 +74,7 @@ def launch(arguments: list[str]) -> int:
         "Flags", [], bases=(LaunchOptions, engine.options), frozen=True
     )
     both.__doc__ = HELP
-    options: Any = parse_options(both, flags, PROGRAM)  # exits where help is asked for
+    options: Any = parse("launch", both, flags)  # exits where help is asked for
     if not command:
         raise ConfigError(f"nothing after --; the command comes there: {EXAMPLE}")
     if options.processes is None:

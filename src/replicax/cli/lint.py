@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Annotated
 
 from replicax.checks import FAIL, NOTE, Check, Style, print_table
-from replicax.cli.flags import parse_options, positional, shown_as
-from replicax.cli.output import check_json, with_value, write_json
+from replicax.cli.flags import BY_PLACE, parse, shown_as
+from replicax.cli.output import JsonOptions
 from replicax.errors import ConfigError
 from replicax.lint.files import (
     Examination,
@@ -21,24 +21,21 @@ from replicax.lint.files import (
 )
 from replicax.lint.step_file import step_file
 
-PROGRAM = "replicax lint"
 STYLE = Style(remedy="fix", below=lambda check: [check.figures["code"]])
 
 
 @dataclasses.dataclass(frozen=True)
-class LintOptions:
+class LintOptions(JsonOptions):
     """Reads files for the classic errors of data-parallel JAX; runs and imports nothing of them.
 
     The exit code is 1 where an error or a warning is found.
     """
 
-    paths: Annotated[tuple[Path, ...], positional(), shown_as("FILES")] = ()
+    paths: Annotated[tuple[Path, ...], BY_PLACE, shown_as("FILES")] = ()
     """Python files, and folders to look for them in."""
     step_file: Path | None = None
     """Write, from this training script, the file that replicax verify --step needs, into the
     working directory: its step, a reference on one replica, and what is left to fill in."""
-    json: str | None = None
-    """Write all findings as JSON to this file; - prints them instead."""
     github: bool = "GITHUB_ACTIONS" in os.environ
     """Print findings as annotations, which GitHub shows beside the lines; by default in its
     workflows."""
@@ -46,15 +43,15 @@ class LintOptions:
 
 def lint(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
-    options = parse_options(LintOptions, with_value(arguments), PROGRAM)
-    check_json(options.json)
+    options = parse("lint", LintOptions, arguments)
     if options.step_file is not None:
         return _write_step_file(options.step_file)
     if not options.paths:
         raise ConfigError("no files to read; give .py files or folders: replicax lint train.py")
-    found = [examine(path) for path in python_files(options.paths)]
-    write_json(to_json(found), options.json)
-    if options.json != "-":
+    with options.working():
+        found = [examine(path) for path in python_files(options.paths)]
+    options.write_json(to_json(found))
+    if not options.shows_json:
         if options.github:
             print(*(line for each in found for line in annotations(each)), sep="\n")
             print(summary(found), flush=True)

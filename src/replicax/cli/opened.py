@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import replicax as rx
-from replicax.cli.devices import check_alone
-from replicax.cli.flags import positional, shown_as
+from replicax.cli.flags import BY_PLACE, shown_as
+from replicax.cli.step import check_alone
 from replicax.errors import ConfigError, did_you_mean
 from replicax.recipes.recipe import recipe_name
 from replicax.train.load import Loaded
@@ -20,7 +20,7 @@ RUNS = Path("runs")
 class RunOptions:
     """Which run, in the commands that open one."""
 
-    run: Annotated[str, positional(), shown_as("RUN")]
+    run: Annotated[str, BY_PLACE, shown_as("RUN")]
     """The run: its name in runs/, its folder, or its URL in an object store."""
     step: Annotated[str | None, shown_as("N|best", "the newest")] = None
     """The checkpoint to take: updates done, or best for the one that best.json names."""

@@ -1,14 +1,16 @@
-"""Where a command's output goes: the terminal, JSON, its folder."""
+"""Where the output of a command goes: the terminal, JSON, its folder."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from replicax.cli.flags import shown_as
 from replicax.errors import ConfigError
 
 
@@ -32,40 +34,44 @@ def new_folder(command: str, recipe: str, run: str | None) -> Path:
     return folder
 
 
-def check_json(to: str | None) -> None:
-    """Raise `ConfigError` where `write_json` would fail, minutes later."""
-    if to is None or to == "-":
-        return
-    if Path(to).is_dir():
-        raise ConfigError(f"--json {to} is a folder; name a file")
-    if not Path(to).parent.is_dir():
-        raise ConfigError(f"--json {to}: there is no folder {Path(to).parent}; make it first")
+@dataclasses.dataclass(frozen=True)
+class JsonOptions:
+    """Where the figures go, in the commands that have them as JSON."""
 
+    json: Annotated[str | None, shown_as("FILE", "none")] = None
+    """Write all figures as JSON to this file; - prints them instead of the table."""
 
-def write_json(content: dict[str, Any], to: str | None) -> None:
-    """Print `content` as JSON where `to` is -, or write it to the file that `to` names."""
-    if to == "-":
-        print(json.dumps(content, indent=2), flush=True)
-    elif to is not None:
-        Path(to).write_text(json.dumps(content, indent=2) + "\n")
+    @property
+    def shows_json(self) -> bool:
+        """Whether standard output is for JSON alone."""
+        return self.json == "-"
 
+    @contextlib.contextmanager
+    def working(self) -> Iterator[Callable[[str], None]]:
+        """Yield a function that shows a live line; what else is printed is kept out of JSON.
 
-def with_value(arguments: list[str]) -> list[str]:
-    """`--json` alone prints."""
-    return [
-        "--json=-"
-        if word == "--json" and (not arguments[place + 1 :] or arguments[place + 1][:2] == "--")
-        else word
-        for place, word in enumerate(arguments)
-    ]
+        Raises:
+            ConfigError: `write_json` would fail, minutes later.
+        """
+        folder = Path(self.json or "-").parent
+        if self.json is not None and Path(self.json).is_dir():
+            raise ConfigError(f"--json {self.json} is a folder; name a file")
+        if not folder.is_dir():
+            raise ConfigError(f"--json {self.json}: there is no folder {folder}; make it first")
+        with standard_error() if self.shows_json else contextlib.nullcontext(), live() as show:
+            yield show
+
+    def write_json(self, content: dict[str, Any]) -> None:
+        """Print `content` as JSON, or write it to the file, as far as the flag asks for it."""
+        if self.shows_json:
+            print(json.dumps(content, indent=2), flush=True)
+        elif self.json is not None:
+            Path(self.json).write_text(json.dumps(content, indent=2) + "\n")
 
 
 @contextlib.contextmanager
-def standard_output(kept_for_json: bool) -> Iterator[None]:
-    """What recipes and JAX print while they run goes to stderr where stdout is for JSON."""
-    if not kept_for_json:
-        yield
-        return
+def standard_error() -> Iterator[None]:
+    """Let what recipes and JAX print while they run go there, C++ included."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)

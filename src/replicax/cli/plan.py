@@ -8,18 +8,9 @@ from typing import Any, get_args, get_type_hints
 import jax
 
 import replicax as rx
-from replicax.cli.arguments import Arguments, parse_arguments
-from replicax.cli.data import first_rows, print_data
-from replicax.cli.devices import make_host_devices
-from replicax.cli.output import (
-    check_json,
-    live,
-    new_folder,
-    standard_output,
-    with_value,
-    write_json,
-)
-from replicax.cli.step import ModeOptions, StepOptions
+from replicax.cli.flags import Arguments, parse_with_recipe
+from replicax.cli.output import JsonOptions, new_folder
+from replicax.cli.step import ModeOptions, StepOptions, first_rows, make_host_devices, print_data
 from replicax.core.modes import as_mode
 from replicax.errors import ConfigError
 from replicax.plan.cells import line
@@ -38,7 +29,7 @@ REMAT = "remat"
 
 
 @dataclasses.dataclass(frozen=True)
-class PlanOptions(StepOptions, ModeOptions):
+class PlanOptions(JsonOptions, StepOptions, ModeOptions):
     """What to plan of a recipe, whichever it is."""
 
     target: str = ATTACHED
@@ -50,29 +41,24 @@ class PlanOptions(StepOptions, ModeOptions):
     """The gradient noise scale: rows, or the folder of a run with --measure-noise-scale."""
     by_formula: bool = False
     """Leave the target's compiler out."""
-    json: str | None = None
-    """Write the plan as JSON to this file; - prints it instead of the table."""
     run: str | None = None
     """Name of the folder in runs/; plan, recipe and time by default."""
 
 
 def plan(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
-    parsed = parse_arguments("plan", PlanOptions, with_value(arguments))
-    if parsed is None:
-        return 0
+    parsed = parse_with_recipe("plan", PlanOptions, arguments)
     options = parsed.options
-    check_json(options.json)
     folder = new_folder("plan", parsed.name, options.run)
     options.fix_threads(options.mode)
     target = _target(options)
     noise_scale = _noise_scale(options.noise_scale)
     if options.tokens is not None:
         _check_positive("--tokens", options.tokens, options.tokens)
-    with standard_output(options.json == "-"), live() as show:
+    with options.working() as show:
         found = _plan(parsed, target, noise_scale, show)
-    write_json(found.to_json(), options.json)
-    if options.json == "-":
+    options.write_json(found.to_json())
+    if options.shows_json:
         return 0
     print_data(parsed.recipe)
     print(*table(found), sep="\n", flush=True)
@@ -106,7 +92,7 @@ def _plan(
         show=show,
     )
     name = " ".join(filter(None, (parsed.name, parsed.preset)))
-    about = {"name": name, "recipe": parsed.spec, "preset": parsed.preset, **found.about}
+    about = {"name": name, **parsed.about(), **found.about}
     return dataclasses.replace(found, about=about)
 
 

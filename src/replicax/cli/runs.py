@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from replicax.cli.flags import parse_options, positional, shown_as
+from replicax.cli.flags import BY_PLACE, parse, shown_as
 from replicax.cli.opened import RUNS, metrics_text
 from replicax.errors import CheckpointError, ConfigError
 from replicax.train.changes import read_config
@@ -18,7 +18,6 @@ from replicax.train.load import CHECKPOINTS
 from replicax.train.records import CONFIG, RECORDS, Record, record_from_json
 from replicax.wording import size_text
 
-PROGRAM = "replicax runs"
 WIDTH, GAP, LEAST_NAME, LEAST_RECIPE = 80, 2, 8, 8
 HEADER = ("name", "recipe", "step", "epoch", "eval", "saved", "size", "")
 _MOST_RECORD_BYTES = 2**22
@@ -35,7 +34,7 @@ class RunsOptions:
     made by a program of your own. Checkpoints are not verified: loading one does that.
     """
 
-    folder: Annotated[Path, positional(), shown_as("FOLDER", "runs")] = RUNS
+    folder: Annotated[Path, BY_PLACE, shown_as("FOLDER", "runs")] = RUNS
     """Where to look."""
 
 
@@ -54,7 +53,7 @@ class Row:
 
 def runs(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
-    options = parse_options(RunsOptions, arguments, PROGRAM)
+    options = parse("runs", RunsOptions, arguments)
     folder = options.folder
     if not folder.is_dir():
         if folder == RUNS:

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Annotated, Any
 
-from replicax.cli.flags import parse_options, positional, shown_as
+from replicax.cli.flags import BY_PLACE, parse, shown_as
 from replicax.cli.opened import RunOptions
 from replicax.core.job import Alone
 from replicax.core.sources import as_source
@@ -11,14 +11,12 @@ from replicax.errors import ConfigError
 from replicax.recipes.recipe import recipe_name
 from replicax.train.load import Loaded
 
-PROGRAM = "replicax sample"
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampleOptions(RunOptions):
     """Continues a text with the model of a run of gpt2, and prints both."""
 
-    text: Annotated[str, positional(), shown_as("TEXT")]
+    text: Annotated[str, BY_PLACE, shown_as("TEXT")]
     """The text to continue."""
     tokens: int = 50
     """Tokens to continue it by, at most."""
@@ -30,7 +28,7 @@ class SampleOptions(RunOptions):
 
 def sample(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
-    options = parse_options(SampleOptions, arguments, PROGRAM)
+    options = parse("sample", SampleOptions, arguments)
     loaded = options.open("sample")
     recipe = loaded.recipe
     if not hasattr(recipe, "continued"):

@@ -1,12 +1,11 @@
 """The output of `--show-sharding`: where parameters, optimizer state and batch live."""
 
-import dataclasses
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from replicax.core.mesh import STAGE, by_rows
@@ -18,18 +17,17 @@ from replicax.wording import size_text
 COLUMNS = 80
 MOST_NAMED = 3
 """Arrays with a line of their own, of those that lie alike."""
-MOST_BOXES = 16
+MOST_BOXES, MOST_ACROSS = 16, 8
 """In a drawing; where there are more, the PartitionSpec has to do."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Placement:
+class Placement(NamedTuple):
     """How arrays lie on a mesh: what all of them share that have one drawing."""
 
     axes: tuple[str, ...]
     """Those of more than one device that something is split over, in the order of the mesh."""
-    layers: int = 0
-    """In a stack that pipeline stages split."""
+    layers: int
+    """In a stack that pipeline stages split; 0 without."""
 
 
 def print_sharding(state: TrainState, rows: int) -> None:
@@ -58,8 +56,7 @@ def print_sharding(state: TrainState, rows: int) -> None:
             print(f"and {len(rest)} more that lie alike, {size}/device")
         if placement == _placement(of_batch, (rows,)):
             print(f"batch  {rows} rows  {_spec(of_batch)}")
-        for line in _drawing(mesh, placement):
-            print(line, flush=True)
+        _draw(mesh, placement)
 
 
 def _arrays(state: TrainState) -> Iterator[tuple[str, Any]]:
@@ -101,54 +98,26 @@ def _print_line(path: str, text: str) -> None:
     print(f"{path}\n       {text}" if wide else f"{path}  {text}")
 
 
-def _drawing(mesh: Mesh, placement: Placement) -> list[str]:
-    """Boxes that fit: pipeline stages beside each other, else the last of two axes; others below.
+def _draw(mesh: Mesh, placement: Placement) -> None:
+    """Print boxes: pipeline stages beside each other, else the last of two axes; others below.
 
     Where there are too many, those of the stages alone, or none.
     """
     stages = [axis for axis in placement.axes if axis == STAGE]
     others = [axis for axis in placement.axes if axis != STAGE]
-    if stages:
-        return _boxes(mesh, others, stages, placement.layers) or _boxes(
-            mesh, [], stages, placement.layers
-        )
-    return _boxes(mesh, others[:-1] or others, others[1:][-1:], 0)
-
-
-def _boxes(mesh: Mesh, down: list[str], across: list[str], layers: int) -> list[str]:
-    """A box for each part over these axes; nothing where they are too many, or too wide."""
-    rows, columns = (math.prod(mesh.shape[axis] for axis in axes) for axes in (down, across))
-    if rows * columns > MOST_BOXES:
-        return []
-    held = NamedSharding(mesh, PartitionSpec(tuple(down) or None, tuple(across) or None))
-    devices: dict[tuple[int, int], list[int]] = {}
-    parts: Mapping[Any, Any] = held.devices_indices_map((rows, columns))
-    for device, (above, left) in parts.items():
-        devices.setdefault((above.start or 0, left.start or 0), []).append(device.id)
-    kind = mesh.devices.flat[0].platform.upper()
-    lines = [
-        [f"{kind} {_ranges(devices[row, column])}" for column in range(columns)]
-        for row in range(rows)
-    ]
-    if layers:
-        own = layers // columns
-        numbers = [list(range(stage * own, (stage + 1) * own)) for stage in range(columns)]
-        said = [f"layer{'s' if own > 1 else ''} {_ranges(each)}" for each in numbers]
-        lines[0] = [f"{text}\n{cell}" for text, cell in zip(said, lines[0], strict=True)]
-    width = max(len(line) for row in lines for cell in row for line in cell.splitlines())
-    edges = ["─" * (width + 2)] * columns
-    drawn = [f"┌{'┬'.join(edges)}┐"]
-    for row in lines:
-        for texts in zip(*(cell.splitlines() for cell in row), strict=True):
-            drawn.append(f"│ {' │ '.join(text.ljust(width) for text in texts)} │")
-        drawn.append(f"├{'┼'.join(edges)}┤")
-    drawn[-1] = f"└{'┴'.join(edges)}┘"
-    return drawn if len(drawn[0]) <= COLUMNS else []
-
-
-def _ranges(numbers: list[int]) -> str:
-    """`0-3,8,9`: three or more in a row have a dash."""
-    ordered = np.sort(numbers)
-    runs = np.split(ordered, np.flatnonzero(np.diff(ordered) > 1) + 1)
-    short = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs]
-    return ",".join(short)
+    grids = (
+        [(others, stages), ([], stages)] if stages else [(others[:-1] or others, others[1:][-1:])]
+    )
+    for down, across in grids:
+        shape = [math.prod(mesh.shape[axis] for axis in axes) for axes in (down, across)]
+        if math.prod(shape) > MOST_BOXES or shape[1] > MOST_ACROSS:
+            continue
+        if stages:
+            own = placement.layers // shape[1]
+            firsts = range(0, placement.layers, own)
+            each = [f"{first}-{first + own - 1}" if own > 1 else f"{first}" for first in firsts]
+            print(f"layers {' | '.join(each)}")
+        held = NamedSharding(mesh, PartitionSpec(tuple(down) or None, tuple(across) or None))
+        jax.debug.visualize_sharding(shape, held, scale=0.1, max_width=COLUMNS)
+        sys.stdout.flush()
+        return

@@ -1,21 +1,28 @@
-"""The options of a step, declared once for every command."""
+"""A recipe's step: its options, declared once for every command, its devices and its data."""
 
+import contextlib
 import dataclasses
+import os
+import textwrap
 from typing import Annotated, Any, Literal
 
 import jax
+import numpy as np
 
 import replicax as rx
 from replicax.cli.flags import one_of, shown_as
+from replicax.cluster.place import find_place
 from replicax.core.exact import MICRO_SHARDS, fix_threads
-from replicax.core.job import Job
+from replicax.core.job import Alone, Job
 from replicax.core.layout import LAYOUTS, Layout
 from replicax.core.modes import MODES, as_mode
 from replicax.core.pipeline import SCHEDULES
 from replicax.core.reduction import REDUCTIONS
+from replicax.core.sources import as_source
 from replicax.errors import ConfigError
 from replicax.recipes.recipe import recipe_name
 
+_WIDTH = 80
 # A docstring of one line each: tyro would keep its line breaks in --help.
 
 
@@ -43,13 +50,26 @@ class StepOptions:
     """Dtype gradients are rounded to on the wire; bfloat16 in per-replica modes only."""
 
     @property
+    def _sizes(self) -> dict[str, int]:
+        """The flags that make axes of the mesh, with the devices along each."""
+        return {
+            "--model-parallel": self.model_parallel,
+            "--stages": self.stages,
+            "--fsdp-size": self.fsdp_size or 1,
+        }
+
+    def _axes(self) -> str:
+        """The flags that make axes, as they were given."""
+        return " ".join(f"{flag} {size}" for flag, size in self._sizes.items() if size > 1)
+
+    @property
     def least_devices(self) -> int:
         """Devices that the smallest mesh has: one copy of the state.
 
         Raises:
             ConfigError: a size below 1, or one that splits nothing.
         """
-        for flag, size in (("--model-parallel", self.model_parallel), ("--stages", self.stages)):
+        for flag, size in list(self._sizes.items())[:2]:
             if size < 1:
                 raise ConfigError(f"{flag} {size}; it is at least 1: raise it")
         copy = self.fsdp_size
@@ -117,15 +137,6 @@ class StepOptions:
         arguments = {"mesh": mesh, "mode": mode, "job": job, **self.settings(recipe)}
         return rx.DataParallel(recipe.loss, recipe.optimizer(), **arguments)
 
-    def _axes(self) -> str:
-        """The flags that make axes, as they were given."""
-        sizes = {
-            "--model-parallel": self.model_parallel,
-            "--stages": self.stages,
-            "--fsdp-size": self.fsdp_size or 1,
-        }
-        return " ".join(f"{flag} {size}" for flag, size in sizes.items() if size > 1)
-
     def fix_threads(self, *modes: str) -> None:
         """Fix the number of XLA's threads if the bits of a mode depend on it, before JAX starts.
 
@@ -150,3 +161,62 @@ class DeviceOptions:
 
     devices: Annotated[int | None, shown_as("INT", "all")] = None
     """Number of devices, over all processes; simulated on a CPU (verify: 8 by default)."""
+
+
+def make_host_devices(devices: int, processes: int = 1) -> None:
+    """Simulate this process's share of `--devices` on a CPU, if JAX has not looked at it yet.
+
+    Raises:
+        ConfigError: no device, or a number that the processes do not divide.
+    """
+    if devices < 1:
+        raise ConfigError(f"--devices {devices}; a step runs on at least 1: raise it")
+    if devices % processes:
+        raise ConfigError(
+            f"--devices {devices} on {processes} processes leaves a remainder; each takes part "
+            f"with as many: use a multiple of {processes}"
+        )
+    with contextlib.suppress(RuntimeError):  # the backend is up: its devices are what they are
+        jax.config.update("jax_num_cpu_devices", devices // processes)
+
+
+def check_alone(command: str, why: str) -> None:
+    """Raise `ConfigError` in a job of several processes."""
+    place = find_place(os.environ)
+    if place.processes > 1:
+        raise ConfigError(
+            f"{command} as process {place.process} of {place.processes} ({place.engine}); {why}"
+        )
+
+
+def print_data(recipe: Any) -> None:
+    """Print which data the recipe has found, where it tells."""
+    if not hasattr(recipe, "data_description"):
+        return
+    text = f"data   {recipe.data_description()}"
+    lines = textwrap.wrap(
+        text, _WIDTH, subsequent_indent=" " * 7, break_long_words=False, break_on_hyphens=False
+    )
+    print(*lines, sep="\n", flush=True)
+
+
+def first_rows(source: Any, rows: int) -> Any:
+    """The first rows of a source, as host arrays; the first batches where it has whole ones.
+
+    Raises:
+        ConfigError: it has fewer rows.
+    """
+    opened = as_source(source, rows, Alone(), shuffle=False, seed=0)
+    parts: list[Any] = []
+    count = 0
+    for data, index in opened.epoch(0):
+        parts.append(data)
+        count += len(index)
+        if count >= rows:
+            break
+    if count < rows:
+        raise ConfigError(
+            f"the source has {count} rows and {rows} are needed: give it more, or use fewer "
+            "--devices"
+        )
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves)[:rows], *parts)

@@ -9,21 +9,25 @@ from typing import Any
 import jax
 
 import replicax as rx
-from replicax.cli.arguments import Arguments, parse_arguments
-from replicax.cli.data import print_data
-from replicax.cli.devices import make_host_devices
-from replicax.cli.fitting import in_micro_batches
+from replicax.cli.flags import Arguments, parse_with_recipe
 from replicax.cli.output import failed
 from replicax.cli.sharding import print_sharding
+from replicax.cli.step import first_rows, make_host_devices, print_data
 from replicax.cli.train_options import TrainOptions, check_installed
 from replicax.cluster.failure import stop_all_now
 from replicax.core.job import Job
+from replicax.core.sources import PerProcess, can_shuffle
 from replicax.core.update import TrainState
 from replicax.errors import ConfigError
+from replicax.plan.cells import line
+from replicax.plan.micro_batches import at_once_and_fitting
+from replicax.plan.plan import in_fit
+from replicax.plan.target import attached_target
 from replicax.train.hooks.figures import injected_rates
 from replicax.train.host_memory import keep_freed_memory
 from replicax.train.stopping import Interrupt, signal_name
 from replicax.train.summary import Fit
+from replicax.wording import size_text
 
 OF_THIS_START = ("accept_changes", "config")
 """Options that are none of the run's."""
@@ -31,9 +35,7 @@ OF_THIS_START = ("accept_changes", "config")
 
 def train(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
-    parsed = parse_arguments("train", TrainOptions, arguments)
-    if parsed is None:
-        return 0
+    parsed = parse_with_recipe("train", TrainOptions, arguments)
     options = parsed.options
     folder, hooks, saving = _folder(parsed.name, options.run), options.hooks(), options.saving()
     options.fix_threads(options.mode)
@@ -93,7 +95,7 @@ def _run(
         run_dir=folder,
         saving=saving,
         accept_changes=options.accept_changes,
-        config={**parsed.to_config(), "options": told},
+        config={**parsed.about(), "fields": dataclasses.asdict(recipe), "options": told},
         interrupt=interrupt,
     )
     if speaks:
@@ -106,6 +108,47 @@ def _run(
         if shown and speaks:
             print(f"\n{shown}")
     return result
+
+
+def in_micro_batches(
+    dp: rx.DataParallel, model: Any, source: Any, rows: int, job: Job
+) -> rx.DataParallel:
+    """Return `dp` with as few micro-batches as the memory of its devices takes, by formula.
+
+    One is left as it is: where the batch fits at once, or in no number of them; where the devices
+    do not tell their memory; where looking at a row of the source would use it up. All processes
+    take what the first one finds, which prints it.
+
+    Args:
+        dp: the step.
+        model: as for `dp.init`.
+        source: as for `dp.feed`.
+        rows: of a global batch.
+        job: of the processes.
+    """
+    count = job.broadcast("micro-batches", lambda: _count(dp, model, source, rows))
+    return dp.replace(accumulate=count)
+
+
+def _count(dp: rx.DataParallel, model: Any, source: Any, rows: int) -> int:
+    if isinstance(source, PerProcess) or not can_shuffle(source):
+        return 1
+    target = attached_target(list(dp.mesh.devices.flat))
+    try:
+        step = in_fit(dp, model, target)
+        at_once, fitting = at_once_and_fitting(step, model, first_rows(source, 1), rows, target)
+    except Exception:  # the training to come says it where it belongs
+        return 1
+    if fitting is None:
+        return 1
+    count, room = fitting.accumulate, target.chip.usable_bytes
+    assert room is not None, "or nothing would have been sought"
+    text = (
+        f"{count} micro-batches of {fitting.need.rows // count:,} rows a device: at once they "
+        f"would take {size_text(at_once.bytes)} of {size_text(room)}, by formula (--accumulate)"
+    )
+    print(*line("parts", text), sep="\n", flush=True)
+    return count
 
 
 def _figures(recipe: Any, state: TrainState) -> list[rx.Hook]:

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import replicax as rx
-from replicax.cli.arguments import words
-from replicax.cli.flags import several_of, shown_as
+from replicax.cli.flags import several_of, shown_as, words
 from replicax.cli.step import DeviceOptions, ModeOptions, StepOptions
 from replicax.errors import ConfigError, choose, require
 

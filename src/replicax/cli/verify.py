@@ -8,19 +8,23 @@ from typing import Annotated
 import jax
 
 import replicax as rx
-from replicax.cli.arguments import Arguments, parse_arguments, words
-from replicax.cli.data import first_rows, print_data
-from replicax.cli.devices import check_alone, make_host_devices
-from replicax.cli.flags import parse_options, several_of
-from replicax.cli.output import check_json, live, standard_output, with_value, write_json
-from replicax.cli.step import DeviceOptions, ModeOptions, StepOptions
+from replicax.cli.flags import Arguments, parse, parse_with_recipe, several_of, words
+from replicax.cli.output import JsonOptions
+from replicax.cli.step import (
+    DeviceOptions,
+    ModeOptions,
+    StepOptions,
+    check_alone,
+    first_rows,
+    make_host_devices,
+    print_data,
+)
 from replicax.core.modes import MODES, as_mode
 from replicax.errors import ConfigError
 from replicax.verify.verification import Verification
 from replicax.verify.verify import rows_needed
 
 HOST_DEVICES = 8
-PROGRAM = "replicax verify"
 USAGE = """\
 usage: replicax verify RECIPE [FLAGS]
        replicax verify --step FILE.py:name --reference FILE.py:name [FLAGS]
@@ -36,7 +40,7 @@ replicax verify --step --help those of the other.
 
 
 @dataclasses.dataclass(frozen=True)
-class VerifyOptions(StepOptions, ModeOptions, DeviceOptions):
+class VerifyOptions(JsonOptions, StepOptions, ModeOptions, DeviceOptions):
     """What to check of a recipe, whichever it is."""
 
     modes: Annotated[str | None, several_of(MODES, "all")] = None
@@ -47,13 +51,10 @@ class VerifyOptions(StepOptions, ModeOptions, DeviceOptions):
     hand."""
     seed: int = 0
     """Of the initial model, and of all else that is random."""
-    json: str | None = None
-    """Write all checks with their figures as JSON to this file; - prints them instead of the
-    table."""
 
 
 @dataclasses.dataclass(frozen=True)
-class HandWrittenOptions(DeviceOptions):
+class HandWrittenOptions(JsonOptions, DeviceOptions):
     """Checks a step that was written by hand against its single-device form."""
 
     step: str | None = None
@@ -73,8 +74,6 @@ class HandWrittenOptions(DeviceOptions):
     """Devices that the step splits a batch over; found by default."""
     steps: int = 2
     """Consecutive steps whose state is compared."""
-    json: str | None = None
-    """Write all checks as JSON to this file; - prints them instead of the table."""
 
 
 def verify(arguments: list[str]) -> int:
@@ -87,20 +86,16 @@ def verify(arguments: list[str]) -> int:
     if arguments and arguments[0].startswith("--"):
         if {"-h", "--help"} & set(arguments):  # after --step, it would be the step's name
             arguments = ["--help"]
-        return _by_hand(parse_options(HandWrittenOptions, with_value(arguments), PROGRAM))
-    parsed = parse_arguments("verify", VerifyOptions, with_value(arguments))
-    if parsed is None:
-        return 0
+        return _by_hand(parse("verify", HandWrittenOptions, arguments))
+    parsed = parse_with_recipe("verify", VerifyOptions, arguments)
     options = parsed.options
-    check_json(options.json)
     options.fix_threads(*MODES)  # all are compared, whichever is trained in
     _make_devices(options.devices)
-    with standard_output(options.json == "-"):
-        if options.json != "-":
+    with options.working() as show:
+        if not options.shows_json:
             print_data(parsed.recipe)
-        with live() as show:
-            verification = _of_recipe(parsed, show)
-    return _report(verification, options.json, parsed.name)
+        verification = _of_recipe(parsed, show)
+    return _report(verification, options, parsed.name)
 
 
 def _of_recipe(parsed: Arguments[VerifyOptions], show: Callable[[str], None]) -> Verification:
@@ -119,12 +114,10 @@ def _of_recipe(parsed: Arguments[VerifyOptions], show: Callable[[str], None]) ->
         seed=options.seed,
         show=show,
     )
-    about = {"recipe": parsed.spec, "preset": parsed.preset, **verification.about}
-    return dataclasses.replace(verification, about=about)
+    return dataclasses.replace(verification, about={**parsed.about(), **verification.about})
 
 
 def _by_hand(options: HandWrittenOptions) -> int:
-    check_json(options.json)
     if options.step is None or options.reference is None:
         missing = "--step" if options.step is None else "--reference"
         raise ConfigError(
@@ -134,7 +127,7 @@ def _by_hand(options: HandWrittenOptions) -> int:
     from replicax.verify.step_files import verify_files
 
     _make_devices(options.devices)
-    with standard_output(options.json == "-"), live() as show:
+    with options.working() as show:
         show(f"{options.step} against {options.reference}")
         verification = verify_files(
             options.step,
@@ -147,18 +140,18 @@ def _by_hand(options: HandWrittenOptions) -> int:
             steps=options.steps,
             show=show,
         )
-    return _report(verification, options.json, options.step)
+    return _report(verification, options, options.step)
 
 
-def _report(verification: Verification, to: str | None, name: str) -> int:
-    write_json(verification.to_json(), to)
-    if to != "-":
+def _report(verification: Verification, options: JsonOptions, name: str) -> int:
+    options.write_json(verification.to_json())
+    if not options.shows_json:
         about = verification.about
         where = f"{about['devices']} devices · {about['mode']}" if "mode" in about else ""
         print(" · ".join(filter(None, (name, where))))
         verification.print()
-        if to is not None:
-            print(f"see    {to}")
+        if options.json is not None:
+            print(f"see    {options.json}")
     return 0 if verification.ok else 1
 
 
