@@ -1,6 +1,7 @@
 """`replicax plan`: will a recipe's step fit, and how fast is it, on hardware you do not have?"""
 
 import dataclasses
+import json
 import math
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -63,7 +64,7 @@ def plan(arguments: list[str]) -> int:
     print_data(parsed.recipe)
     print(*table(found), sep="\n", flush=True)
     folder.mkdir(parents=True)
-    write_json(found.to_json(), str(folder / "plan.json"))
+    (folder / "plan.json").write_text(json.dumps(found.to_json(), indent=2) + "\n")
     print(*line("see", f"{folder}/ (plan.json)"), sep="\n")
     return 0
 
