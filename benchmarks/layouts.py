@@ -21,7 +21,7 @@ from timing import RESULTS, environment, save
 
 import replicax as rx
 from replicax.analysis.compiled import inspect
-from replicax.bench.buffers import Module, read_module
+from replicax.analysis.memory_use import MemoryUse, compile_with_memory
 from replicax.plan.schedule import read_schedule
 from replicax.recipes import transformer
 from replicax.recipes.gpt2 import GPT2
@@ -46,7 +46,7 @@ SENT = {
 """Bytes that each of `n` devices sends in a ring, by the bytes of the result."""
 
 
-def compiled_step(
+def lowered_step(
     preset: str,
     rows: int,
     layers: int | None,
@@ -55,7 +55,7 @@ def compiled_step(
     clips: bool = True,
     **settings: Any,
 ) -> tuple[Any, rx.TrainState]:
-    """Return the compiled step, and the shapes of its state with their shardings."""
+    """Return the lowered step, and the shapes of its state with their shardings."""
     fields = dict(GPT2.presets[preset])
     if layers is not None:
         fields["layers"] = layers
@@ -71,7 +71,7 @@ def compiled_step(
     one = jax.ShapeDtypeStruct((rows,), jnp.int32)
     tokens = jax.ShapeDtypeStruct((rows, recipe.context + 1), jnp.int32)
     batch = {"tokens": tokens, "length": one, "bytes": one}
-    return dp.lower(model, batch).compile(), dp.abstract_state(model)
+    return dp.lower(model, batch), dp.abstract_state(model)
 
 
 def bytes_on_a_device(tree: Any) -> int:
@@ -82,36 +82,25 @@ def bytes_on_a_device(tree: Any) -> int:
     )
 
 
-def whole_at_once(module: Module) -> int:
+def whole_at_once(use: MemoryUse) -> int:
     """Return the bytes of gathered and of not yet scattered arrays that are alive at once."""
-    order = [instruction.name for instruction in module.in_order()]
-    moments = defaultdict(list)
-    for moment, name in enumerate(order):
-        moments[name].append(moment)
-    gathers, scatters = set(), set()
-    for instructions in module.computations.values():
-        for instruction in instructions:
-            if instruction.opcode == "all-gather":
-                gathers.add(instruction.name)
-            if instruction.opcode == "reduce-scatter":
-                scatters.add(instruction.name)
-    change = np.zeros(len(order) + 1, np.int64)
-    for buffer in module.buffers:
-        if not (gathers | scatters) & buffer.touched:
-            continue
-        # One in a loop lives anew in each turn, of which the first will do.
-        once = any(len(moments[name]) > 1 for name in buffer.touched)
-        touched = [m for name in buffer.touched for m in moments[name][: 1 if once else None]]
-        change[min(touched)] += buffer.size
-        change[max(touched) + 1] -= buffer.size
-    return int(np.cumsum(change).max())
+    every = [each for some in use.computations.values() for each in some]
+    whole = {each.name for each in every if each.opcode == "all-gather"}
+    for each in every:
+        whole |= {*each.inputs} if each.opcode == "reduce-scatter" else set()
+    alive = np.zeros(len(use.bytes), np.int64)
+    for buffer in use.buffers:
+        if buffer.instruction in whole:
+            alive[buffer.first : buffer.last + 1] += buffer.size
+    return int(alive.max())
 
 
 def measured(preset: str, rows: int, layers: int | None) -> dict[str, dict[str, Any]]:
     """Return the figures of each layout."""
     found = {}
     for name, settings in LAYOUTS.items():
-        compiled, state = compiled_step(preset, rows, layers, **settings)
+        lowered, state = lowered_step(preset, rows, layers, **settings)
+        compiled, use = compile_with_memory(lowered)
         memory = inspect(compiled).memory
         assert memory is not None
         sent: dict[str, float] = defaultdict(float)
@@ -121,7 +110,7 @@ def measured(preset: str, rows: int, layers: int | None) -> dict[str, dict[str, 
             "parameter_bytes": bytes_on_a_device(state.params),
             "optimizer_bytes": bytes_on_a_device(state.opt_state),
             "temporary_bytes": memory.temporaries,
-            "whole_at_once_bytes": whole_at_once(read_module(compiled)),
+            "whole_at_once_bytes": whole_at_once(use),
             "sent_bytes": {kind: round(size) for kind, size in sent.items()},
             "sent_bytes_in_all": round(sum(sent.values())),
         }

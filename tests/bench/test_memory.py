@@ -15,8 +15,9 @@ from support.tiers import only
 
 import replicax as rx
 from replicax.analysis.compiled import inspect
-from replicax.bench.buffers import Instruction, read_module
-from replicax.bench.memory import (
+from replicax.analysis.hlo import Instruction
+from replicax.analysis.memory_use import MemoryUse, compile_with_memory
+from replicax.bench.memory_curve import (
     BACKWARD,
     FORWARD,
     IDLE,
@@ -73,9 +74,11 @@ def data_parallel(loss: str, **options: Any) -> rx.DataParallel:
 
 
 @cache
-def compiled(loss: str, mode: str = "shard_map", accumulate: int = 1, donate: bool = True) -> Any:
+def compiled(
+    loss: str, mode: str = "shard_map", accumulate: int = 1, donate: bool = True
+) -> tuple[jax.stages.Compiled, MemoryUse]:
     dp = data_parallel(loss, mode=mode, accumulate=accumulate, donate=donate)
-    return dp.lower(model(), BATCH).compile()
+    return compile_with_memory(dp.lower(model(), BATCH))
 
 
 def order(timeline: Timeline) -> list[str]:
@@ -100,9 +103,9 @@ def order(timeline: Timeline) -> list[str]:
 )
 def test_the_peak_is_what_xla_reserves(loss: str, mode: str, accumulate: int) -> None:
     step = compiled(loss, mode, accumulate)
-    memory = inspect(step).memory
+    memory = inspect(step[0]).memory
     assert memory is not None
-    timeline = memory_timeline(step)
+    timeline = memory_timeline(*step)
     assert timeline.reserved_bytes == memory.peak
     assert 0.95 * memory.peak <= timeline.peak <= memory.peak
     assert timeline.bytes.min() >= memory.arguments
@@ -112,9 +115,9 @@ def test_the_peak_is_what_xla_reserves(loss: str, mode: str, accumulate: int) ->
 def test_an_output_is_not_alive_before_it_is_written() -> None:
     # The only reason for a peak that is much lower: the new state of a step that does not donate
     # is reserved from the start, and written when the activations are gone.
-    memory = inspect(compiled("scan", donate=False)).memory
+    memory = inspect(compiled("scan", donate=False)[0]).memory
     assert memory is not None
-    timeline = memory_timeline(compiled("scan", donate=False))
+    timeline = memory_timeline(*compiled("scan", donate=False))
     assert memory.peak - memory.outputs <= timeline.peak < memory.peak
 
 
@@ -126,8 +129,8 @@ def test_every_byte_of_a_chain_of_products_is_counted() -> None:
 
     widths = (16, 64, 128, 32, 16)
     state = [jnp.ones(shape) for shape in itertools.pairwise(widths)]
-    step = jax.jit(chain).lower(state, jnp.ones((64, widths[0]))).compile()
-    timeline = memory_timeline(step)
+    step = compile_with_memory(jax.jit(chain).lower(state, jnp.ones((64, widths[0]))))
+    timeline = memory_timeline(*step)
     weights = sum(weight.nbytes for weight in state)
     result = [4 * 64 * width for width in widths[1:]]
     arguments = weights + 4 * 64 * widths[0]
@@ -149,8 +152,8 @@ def test_a_loop_takes_its_memory_again_in_every_turn() -> None:
 
         return jax.lax.scan(body, x, None, length=7)[0]
 
-    step = jax.jit(turns).lower(jnp.ones((16, 512)), jnp.ones((64, 16))).compile()
-    wide = memory_timeline(step).bytes >= 4 * 512 * (16 + 64)
+    step = compile_with_memory(jax.jit(turns).lower(jnp.ones((16, 512)), jnp.ones((64, 16))))
+    wide = memory_timeline(*step).bytes >= 4 * 512 * (16 + 64)
     assert np.count_nonzero(wide[1:] & ~wide[:-1]) + int(wide[0]) == 7
 
 
@@ -160,20 +163,20 @@ def test_a_loop_takes_its_memory_again_in_every_turn() -> None:
 )
 def test_a_step_goes_through_the_phases_in_order(mode: str, phases: tuple[str, ...]) -> None:
     # By first and by last appearance: XLA adds up the loss after the backward pass has begun.
-    found = memory_timeline(compiled("plain", mode)).phase
+    found = memory_timeline(*compiled("plain", mode)).phase
     assert tuple(dict.fromkeys(found)) == phases
     assert tuple(dict.fromkeys(reversed(found))) == phases[::-1]
 
 
 def test_micro_batches_go_forward_and_backward_in_turn() -> None:
     expected = [*[FORWARD, BACKWARD] * 4, REDUCTION, UPDATE]
-    assert order(memory_timeline(compiled("scan, remat", accumulate=4))) == expected
+    assert order(memory_timeline(*compiled("scan, remat", accumulate=4))) == expected
 
 
 def test_activations_are_built_up_forward_and_released_backward() -> None:
     many = {"x": np.ones((4096, WIDTH), np.float32)}  # more activations than parameters
-    step = data_parallel("plain", mode="shard_map").lower(model(), many).compile()
-    timeline = memory_timeline(step)
+    step = data_parallel("plain", mode="shard_map").lower(model(), many)
+    timeline = memory_timeline(*compile_with_memory(step))
     phase = np.asarray(timeline.phase)
     forward, backward = (timeline.bytes[phase == name] for name in (FORWARD, BACKWARD))
     assert forward[-1] - forward[0] > 0.5 * (timeline.peak - forward[0])
@@ -181,7 +184,7 @@ def test_activations_are_built_up_forward_and_released_backward() -> None:
 
 
 def test_steps_follow_one_another() -> None:
-    one, two = (memory_timeline(compiled("plain"), steps=steps) for steps in (1, 2))
+    one, two = (memory_timeline(*compiled("plain"), steps=steps) for steps in (1, 2))
     assert two.steps == (0.0, one.edges[-1])
     assert two.edges[-1] == 2 * one.edges[-1]
     assert order(two) == 2 * order(one)
@@ -190,7 +193,7 @@ def test_steps_follow_one_another() -> None:
 
 def test_several_kernels_of_an_instruction_are_one_execution() -> None:
     step = compiled("scan, remat")
-    run = list(read_module(step).in_order())
+    run = list(step[1].in_order())
     some = sorted({each.name for each in run if "fusion" in each.name})[::3]  # most are one
     whole = [Event(each.name, at, at + 1) for at, each in enumerate(run * 2)]
     halves = [
@@ -198,17 +201,17 @@ def test_several_kernels_of_an_instruction_are_one_execution() -> None:
         for event in whole
         for half in range(2 if event.name in some else 1)
     ]
-    expected = memory_timeline(step, whole)
-    timeline = memory_timeline(step, halves)
+    expected = memory_timeline(*step, whole)
+    timeline = memory_timeline(*step, halves)
     assert timeline.measured
     assert timeline.peak == expected.peak
     assert timeline.steps == expected.steps
 
 
 def test_times_of_something_else_are_not_used() -> None:
-    timeline = memory_timeline(compiled("plain"), [Event("another.1", 0.0, 1.0)])
+    timeline = memory_timeline(*compiled("plain"), [Event("another.1", 0.0, 1.0)])
     assert not timeline.measured
-    assert list(timeline.bytes) == list(memory_timeline(compiled("plain")).bytes)
+    assert list(timeline.bytes) == list(memory_timeline(*compiled("plain")).bytes)
 
 
 def test_two_steps_are_measured(tmp_path: Path) -> None:
@@ -225,7 +228,7 @@ def test_two_steps_are_measured(tmp_path: Path) -> None:
     assert len(timeline.bytes) == len(timeline.phase) == len(timeline.edges) - 1
     assert {*PHASES, IDLE} == set(timeline.phase)
     # The CPU runs what it can at the same time, so the peak need not be that of the schedule.
-    arguments = memory_timeline(dp.lower(state, batch).compile()).bytes.min()
+    arguments = compile_with_memory(dp.lower(state, batch))[1].argument_bytes
     assert arguments < timeline.peak <= timeline.reserved_bytes
     assert timeline.state_bytes == 3 * PARAMETER_BYTES + 4 * 3  # Adam's moments; three scalars
 
@@ -236,11 +239,29 @@ def test_a_folder_without_a_trace_has_no_events(tmp_path: Path) -> None:
 
 def test_a_backend_that_does_not_tell_is_refused() -> None:
     class Silent:
-        def memory_analysis(self) -> None:
+        def compile(self, compiler_options: Any) -> "Silent":
+            return self
+
+        def as_text(self) -> None:
             return None
 
-    with pytest.raises(ConfigError, match="0 bytes of buffer assignment"):
-        memory_timeline(Silent())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="0 lines on the buffers"):
+        compile_with_memory(Silent())  # type: ignore[arg-type]
+
+
+def test_a_cached_program_is_compiled_again(tmp_path: Path) -> None:
+    lowered = jax.jit(lambda x: x @ x).lower(jnp.ones((8, 8)))
+    keys = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {key: getattr(jax.config, key) for key in keys}
+    try:
+        for key, value in zip(keys, (str(tmp_path), 0.0), strict=True):
+            jax.config.update(key, value)
+        used = [compile_with_memory(lowered)[1].bytes for _ in range(2)]
+        assert list(used[0]) == list(used[1])
+        assert getattr(jax.config, keys[0]) == str(tmp_path)
+    finally:
+        for key, value in before.items():
+            jax.config.update(key, value)
 
 
 @pytest.mark.parametrize(
@@ -264,6 +285,6 @@ def test_a_backend_that_does_not_tell_is_refused() -> None:
     ],
 )
 def test_the_phase_is_in_the_name(op_name: str, opcode: str, phase: str | None) -> None:
-    instruction = Instruction("name.1", opcode, op_name, (), (), 1, False)
+    instruction = Instruction("name.1", "", opcode, (), f'metadata={{op_name="{op_name}"}}')
     assert phase_of(instruction) == phase
-    assert phase_of(dataclasses.replace(instruction, fills=True)) is None
+    assert phase_of(instruction, fills=True) is None

@@ -9,7 +9,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from replicax.bench.memory import BACKWARD, FORWARD, IDLE, REDUCTION, UPDATE, Timeline
+from replicax.bench.memory_curve import BACKWARD, FORWARD, IDLE, REDUCTION, UPDATE, Timeline
 from replicax.bench.memory_plot import (
     COLOURS,
     STATE_COLOUR,

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from replicax.bench.memory import BACKWARD, FORWARD, IDLE, PHASES, REDUCTION, UPDATE, Timeline
+from replicax.bench.memory_curve import BACKWARD, FORWARD, IDLE, PHASES, REDUCTION, UPDATE, Timeline
 from replicax.errors import require
 
 # Okabe and Ito's colours, told apart with any kind of colour vision; text of the same hue is
@@ -42,7 +42,7 @@ def draw_memory(timeline: Timeline, path: Path, title: str) -> None:
     """Draw memory over time, coloured and labelled by phase, over what the train state takes.
 
     Args:
-        timeline: as `replicax.bench.memory.measure_timeline` gives it.
+        timeline: as `replicax.bench.memory_curve.measure_timeline` gives it.
         path: of a picture, in the format of its suffix.
         title: above it.
 

@@ -16,7 +16,7 @@ from replicax.bench import processes
 from replicax.bench.cases import all_cases, possible_modes, usual_modes, weak_rows
 from replicax.bench.epochs import check_source
 from replicax.bench.layouts import AXES, MODES_BY_DEFAULT
-from replicax.bench.memory import measure_timeline
+from replicax.bench.memory_curve import measure_timeline
 from replicax.bench.memory_plot import draw_memory
 from replicax.bench.notes import notes_on_cases
 from replicax.bench.report import table

@@ -1,0 +1,331 @@
+"""A step -> the memory of a device over time, by phase.
+
+What is in use while an instruction runs is what XLA assigned. When instructions ran is what the
+profiler saw on the first device; without it, time is the place in the schedule.
+"""
+
+import dataclasses
+import itertools
+import math
+import re
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from replicax.analysis.compiled import read_memory
+from replicax.analysis.hlo import Instruction
+from replicax.analysis.memory_use import CONTROL, MemoryUse, compile_with_memory
+from replicax.core.batch import Batch
+from replicax.core.data_parallel import DataParallel
+from replicax.core.update import TrainState
+from replicax.errors import ConfigError
+
+FORWARD, BACKWARD, REDUCTION, UPDATE = PHASES = ("forward", "backward", "reduction", "update")
+IDLE = "idle"
+"""The phase of the time between two steps."""
+STEPS = 2
+"""How many `measure_timeline` looks at: one could be an exception."""
+LEAST_SEEN = 0.9
+"""Share of the bytes of all results of which the profiler must have seen the instruction, for its
+times to be used."""
+
+_FILLING = {"bitcast", "broadcast", "constant", "copy", "iota", "parameter", "tuple"}
+
+_SCOPE = re.compile(r"/(gradient|reduction|update)/")
+# XLA joins the names of reductions that it combines with colons and parentheses.
+_TRANSPOSED = re.compile(r"[/:(]transpose\(")
+_DIFFERENTIATED = re.compile(r"[/:(]jvp\(")
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """One execution of one instruction."""
+
+    name: str
+    start: float
+    """Seconds, or places in the schedule."""
+    end: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """Memory of one device, constant between neighbouring edges."""
+
+    edges: np.ndarray
+    """float64 `[segments + 1]`, ascending from 0: seconds, or places in the schedule."""
+    bytes: np.ndarray
+    """int64 `[segments]`: the step's arguments (the train state and the batch), and all buffers
+    that are alive."""
+    phase: tuple[str, ...]
+    """`[segments]`: one of `PHASES`, or `IDLE`."""
+    steps: tuple[float, ...]
+    """Where each step starts, on the scale of the edges."""
+    state_bytes: int
+    """Of the train state: parameters, optimizer, and the rest."""
+    reserved_bytes: int
+    """What the step asks for, its arguments included: the peak, and gaps between buffers."""
+    measured: bool
+    """Whether the edges are seconds that were measured; else they are places in the schedule."""
+
+    @property
+    def peak(self) -> int:
+        """Most bytes that are in use at any time."""
+        return int(self.bytes.max())
+
+
+def measure_timeline(
+    dp: DataParallel, state: TrainState, batch: Batch, folder: Path, *, perfetto: bool = False
+) -> tuple[TrainState, Timeline]:
+    """Run a step to warm up and two under the profiler, and say what memory these two took when.
+
+    Args:
+        dp: whose step it is.
+        state: consumed as by `DataParallel.step`.
+        batch: from `DataParallel.feed`; every step gets the same.
+        folder: where the profiler writes; TensorBoard and xprof can show it too.
+        perfetto: whether it writes a `perfetto_trace.json.gz` there as well.
+
+    Returns:
+        The state after three steps, and the timeline.
+
+    Raises:
+        ConfigError: the backend does not tell its buffers.
+    """
+    compiled, use = compile_with_memory(dp.lower(state, batch))
+    state, _ = jax.block_until_ready(compiled(state, batch))
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # it would slow down what is measured
+    with jax.profiler.trace(folder, create_perfetto_trace=perfetto, profiler_options=options):
+        for _ in range(STEPS):
+            state, _ = jax.block_until_ready(compiled(state, batch))
+    return state, memory_timeline(compiled, use, traced_events(folder, use.name), steps=STEPS)
+
+
+def memory_timeline(
+    compiled: jax.stages.Compiled,
+    use: MemoryUse,
+    events: Sequence[Event] = (),
+    *,
+    steps: int = 1,
+) -> Timeline:
+    """The memory of one device through a compiled step.
+
+    Args:
+        compiled: from `compile_with_memory`.
+        use: from the same.
+        events: of one or more executions, as `traced_events` finds them. Where they leave out too
+            many instructions (see `LEAST_SEEN`), the timeline follows the schedule, and
+            `Timeline.measured` is False.
+        steps: executions to show where the timeline follows the schedule.
+
+    Raises:
+        ConfigError: no step of Replicax was compiled.
+    """
+    measured = _seen(use, events) >= LEAST_SEEN
+    if not measured:
+        once = list(use.in_order())
+        events = [Event(each.name, at, at + 1) for at, each in enumerate(once * steps)]
+    runs = _in_schedule_order(use, events)
+    if not runs:
+        raise ConfigError(f"{use.name} runs 0 instructions; memory over time needs at least 1")
+    phases, used = _phase_by_name(use), _bytes_by_name(use, {each.name for each in runs})
+    entry = {each.name for each in use.timed[use.module.entry]}
+    first = next((each.name for each in runs if each.name in entry), runs[0].name)
+    starts = [runs[0].start, *[each.start for each in runs if each.name == first][1:]]
+    edges, size, phase = [0.0], list[int](), list[str]()
+    for start, after in itertools.pairwise([*starts, math.inf]):
+        own = [each for each in runs if start <= each.start < after]
+        end, now = min(max(each.end for each in own), after), FORWARD
+        for each, left in zip(own, [*(e.start for e in own[1:]), end], strict=True):
+            now = phases[each.name] or now
+            edges.append(left - starts[0])
+            size.append(used[each.name])
+            phase.append(now)
+        if after != math.inf:
+            edges.append(after - starts[0])
+            size.append(use.argument_bytes)
+            phase.append(IDLE)
+    memory = read_memory(compiled)
+    assert memory is not None, "XLA has told its buffers"
+    return Timeline(
+        *_without_moments(np.asarray(edges), np.asarray(size, np.int64), phase),
+        tuple(start - starts[0] for start in starts),
+        _state_bytes(compiled),
+        memory.peak,
+        measured,
+    )
+
+
+def _in_schedule_order(use: MemoryUse, events: Sequence[Event]) -> list[Event]:
+    """One event for each execution of an instruction, in the order of the schedule, by start.
+
+    An instruction may be several kernels; most are one. And a CPU runs side by side what does not
+    depend on each other: at the n-th time of those that a computation took in a step, or in a turn
+    of a loop, stands the n-th of its instructions.
+    """
+    executions: dict[str, list[Event]] = defaultdict(list)
+    for event in sorted(events, key=lambda event: event.start):
+        executions[event.name].append(event)
+    found: list[Event] = []
+    for instructions in use.timed.values():
+        names = [each.name for each in instructions if each.name in executions]
+        if not names:
+            continue
+        turns, _ = Counter(len(executions[name]) for name in names).most_common(1)[0]
+        names = [name for name in names if len(executions[name]) % turns == 0]
+        for turn in range(turns):
+            times = []
+            for name in names:
+                kernels = len(executions[name]) // turns
+                own = executions[name][turn * kernels : (turn + 1) * kernels]
+                times.append((own[0].start, own[-1].end))
+            pairs = zip(names, sorted(times), strict=True)
+            found += [Event(name, start, end) for name, (start, end) in pairs]
+    return sorted(found, key=lambda event: event.start)
+
+
+def _bytes_by_name(use: MemoryUse, seen: Collection[str]) -> dict[str, int]:
+    """Most bytes in use from each seen instruction to the next one of its computation."""
+    found: dict[str, int] = {}
+    for instructions in use.timed.values():
+        last, before = "", 0
+        for each in instructions:
+            now = int(use.bytes[use.place[each.name]])
+            if each.name in seen:
+                last, found[each.name], before = each.name, max(now, before), 0
+            elif last:
+                found[last] = max(found[last], now)
+            else:
+                before = max(before, now)
+    return found
+
+
+def _without_moments(
+    edges: np.ndarray, size: np.ndarray, phase: Sequence[str]
+) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
+    """Segments that take time; two events may start at the same one."""
+    long = np.diff(edges) > 0
+    kept = tuple(name for name, takes_time in zip(phase, long, strict=True) if takes_time)
+    return np.concatenate([edges[:1], edges[1:][long]]), size[long], kept
+
+
+def traced_events(folder: Path, module: str) -> list[Event]:
+    """What the profiler saw of `module`, by name of instruction, on the first device it saw.
+
+    Args:
+        folder: that was given to `jax.profiler.trace`; of several traces, the newest counts.
+        module: `jit_step`, say.
+
+    Returns:
+        Events in seconds since some time, in no order; none where the backend reports none.
+    """
+    traces = sorted(folder.glob("plugins/profile/*/*.xplane.pb"))
+    if not traces:
+        return []
+    newest = [path for path in traces if path.parent == traces[-1].parent]
+    found: dict[tuple[bool, str, int], list[Event]] = defaultdict(list)
+    with warnings.catch_warnings():
+        # jaxlib 0.11 makes a type that Python warns of, and aborts where warnings are errors.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for plane, event in (pair for path in newest for pair in _trace(path)):
+            # The host's plane may also show how a GPU's kernels were launched.
+            on_host = not plane.startswith("/device:")
+            stats: dict[str | None, Any] = dict(event.stats)
+            if stats.get("hlo_module") == module and stats.get("hlo_op"):
+                device = (on_host, plane, int(stats.get("device_ordinal", 0)))
+                start, end = event.start_ns, event.start_ns + event.duration_ns
+                found[device].append(Event(str(stats["hlo_op"]), start / 1e9, end / 1e9))
+    return found[min(found)] if found else []
+
+
+def _trace(path: Path) -> Iterator[tuple[str, Any]]:
+    """The events in a file of the profiler, each with the name of its plane."""
+    data = jax.profiler.ProfileData.from_file(str(path))
+    for plane in data.planes:
+        for line in plane.lines:
+            yield from ((plane.name, event) for event in line.events)
+
+
+def phase_of(instruction: Instruction, *, fills: bool = False) -> str | None:
+    """The phase that an instruction belongs to; None where its neighbours decide.
+
+    Args:
+        instruction: traced under the scopes `gradient`, `reduction` and `update`.
+        fills: whether all it does is to fill or copy an array. XLA moves that far ahead of what it
+            is for.
+    """
+    scope = _SCOPE.search(instruction.op_name)
+    if fills or scope is None:
+        return None
+    if scope[1] != "gradient":
+        return scope[1]
+    if not _TRANSPOSED.search(instruction.op_name):
+        return FORWARD if _DIFFERENTIATED.search(instruction.op_name) else None
+    reduces = instruction.opcode.startswith(("all-reduce", "reduce-scatter"))
+    return REDUCTION if reduces else BACKWARD
+
+
+def _fills(use: MemoryUse, instruction: Instruction) -> bool:
+    if instruction.opcode != "fusion":
+        return instruction.opcode in _FILLING
+    fused = (each for name in instruction.called for each in use.module.computations[name])
+    return all(each.opcode in _FILLING for each in fused)
+
+
+def _phase_by_name(use: MemoryUse) -> dict[str, str | None]:
+    """The phase of each instruction.
+
+    Where the forward and the backward pass compute the same, XLA does it once and keeps one of the
+    two names. What a forward instruction reads belongs to the forward pass, whatever its name. And
+    XLA runs ahead what needs no activation, or no gradient (Adam's powers, say): that has no phase.
+    """
+    phase: dict[str, str | None] = {}
+    for instructions in use.computations.values():
+        read_forward: set[str] = set()
+        for instruction in reversed(instructions):
+            own = phase_of(instruction, fills=_fills(use, instruction))
+            if own in (BACKWARD, None) and instruction.name in read_forward:
+                own = FORWARD
+            phase[instruction.name] = own
+            if own == FORWARD:
+                read_forward.update(instruction.inputs)
+    before: dict[str, set[str | None]] = {}
+    """Phases of all that an instruction of the entry depends on."""
+    for instruction in use.computations[use.module.entry]:
+        name = instruction.name
+        before[name] = {each for operand in instruction.inputs for each in before[operand]}
+        if (phase[name] == BACKWARD and FORWARD not in before[name]) or (
+            phase[name] == UPDATE and not before[name] & {BACKWARD, REDUCTION}
+        ):
+            phase[name] = None
+        before[name].add(phase[name])
+        if instruction.opcode in CONTROL:
+            inside = (each for called in instruction.called for each in use.in_order(called))
+            before[name] |= {phase[each.name] for each in inside}
+    return phase
+
+
+def _seen(use: MemoryUse, events: Sequence[Event]) -> float:
+    """Share of the bytes of all results of which the instruction is among the events."""
+    names = {event.name for event in events}
+    every = [each for some in use.timed.values() for each in some]
+    seen = sum(each.bytes for each in every if each.name in names)
+    return seen / max(sum(each.bytes for each in every), 1)
+
+
+def _state_bytes(compiled: jax.stages.Compiled) -> int:
+    """Of the first argument, on one device."""
+    leaves = zip(
+        jax.tree.leaves(compiled.args_info[0][0]),
+        jax.tree.leaves(compiled.input_shardings[0][0]),
+        strict=True,
+    )
+    return sum(
+        math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf, sharding in leaves
+    )
