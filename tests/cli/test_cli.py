@@ -146,7 +146,7 @@ def test_what_an_allocator_refuses_is_one_line(said: str, main: Main, folder: Pa
 def test_a_step_that_cannot_fit_is_refused_before_it_runs(
     main: Main, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capacity, "_free_host_bytes", lambda: 400)
+    monkeypatch.setattr(capacity, "free_host_bytes", lambda: 400)
     code, _, err = main(*REGRESSION, "--run", "it")
     assert code == 2
     line = one_line(err)

@@ -81,8 +81,8 @@ def test_a_check_that_breaks_hides_no_other(main: Main, monkeypatch: pytest.Monk
     def breaks(*_: Any) -> None:
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr("replicax.doctor.versions.check_versions", breaks)
-    monkeypatch.setattr("replicax.doctor.folders.check_folders", breaks)
+    monkeypatch.setattr("replicax.doctor.examination.check_versions", breaks)
+    monkeypatch.setattr("replicax.doctor.examination.check_folders", breaks)
     code, out, _ = main("doctor", "--json", *FAST)
     rows = {row["check"]: row for row in json.loads(out)["rows"]}
     assert code == 1

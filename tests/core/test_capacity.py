@@ -17,7 +17,7 @@ def wide(model: Any, batch: Any, key: Any) -> Any:
 def test_a_state_that_cannot_fit_is_refused_with_the_figures(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(capacity, "_free_host_bytes", lambda: 2**20 - 1)
+    monkeypatch.setattr(capacity, "free_host_bytes", lambda: 2**20 - 1)
     monkeypatch.setattr(capacity, "GIB", 2**20)
     model = jnp.ones(2**17)  # with Adam's two moments 1.5 MiB
     halves = rx.make_mesh(2)
@@ -42,7 +42,7 @@ def first_step(**options: Any) -> None:
 def test_a_step_that_cannot_fit_is_refused_with_the_figures(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(capacity, "_free_host_bytes", lambda: 2**18)
+    monkeypatch.setattr(capacity, "free_host_bytes", lambda: 2**18)
     monkeypatch.setattr(capacity, "GIB", 2**20)
     with pytest.raises(rx.ConfigError) as caught:
         first_step(mesh=rx.make_mesh(2))
@@ -54,17 +54,17 @@ def test_a_step_that_cannot_fit_is_refused_with_the_figures(
 
 
 def test_a_step_that_fits_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capacity, "_free_host_bytes", lambda: 2**30)
+    monkeypatch.setattr(capacity, "free_host_bytes", lambda: 2**30)
     first_step(mesh=rx.make_mesh(2))
 
 
 def test_a_host_that_does_not_tell_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capacity, "_free_host_bytes", lambda: None)
+    monkeypatch.setattr(capacity, "free_host_bytes", lambda: None)
     first_step(mesh=rx.make_mesh(2))
 
 
 def test_the_host_says_what_is_free() -> None:
-    free = capacity._free_host_bytes()
+    free = capacity.free_host_bytes()
     assert free is not None
     assert 2**20 < free < 2**50
 

@@ -10,16 +10,15 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+from replicax.checks import FAIL, WIDTH, print_table
 from replicax.cli.flags import parse
 from replicax.cli.output import JsonOptions, standard_error
 from replicax.cluster.failure import leave_at_once, write_failure
 from replicax.cluster.variables import FAILURE_FILE, PROCESS_ID
+from replicax.doctor.combined import NOT_WELL, STYLE, summary, to_json
 from replicax.doctor.examination import PART_SECONDS, Examination
-from replicax.doctor.row import PROBLEM, WARNING
-from replicax.doctor.table import print_table, summary, to_json
 from replicax.errors import ConfigError, require
 
-WIDTH = 80
 LAUNCHERS_PREFIX = 4
 SPEAK_SECONDS = 2.0
 """For process 0: who starts processes often ends them all after the first exit."""
@@ -72,7 +71,7 @@ def doctor(arguments: list[str]) -> int:
                 examination.run()
         except _Terminated:
             examination.terminate()
-    code = 1 if examination.verdict == PROBLEM else 0
+    code = 1 if examination.verdict == FAIL else 0
     if code:
         _leave_word(examination)
     if examination.parted:
@@ -97,10 +96,10 @@ def _report(done: Examination, options: DoctorOptions) -> None:
     if place is not None and place.process > 0:
         # Process 0 speaks for all, where it has heard of what they found.
         for row in done.rows:
-            untold = done.job is None or (done.parted and row.check == done.running)
-            if untold and row.verdict in (WARNING, PROBLEM):
-                fix = f": {row.fix}" if row.fix else ""
-                _say(f"process {place.process}, {row.check}: {row.found}{fix}")
+            untold = done.job is None or (done.parted and row.subject == done.running)
+            if untold and row.verdict in NOT_WELL:
+                fix = f": {row.cause}" if row.cause else ""
+                _say(f"process {place.process}, {row.subject}: {row.found}{fix}")
         return
     about = {
         "replicax_doctor": 1,
@@ -113,7 +112,8 @@ def _report(done: Examination, options: DoctorOptions) -> None:
     if options.shows_json:
         return
     # Under `replicax launch` each line has the number of its process in front.
-    print_table(done.rows, WIDTH - (LAUNCHERS_PREFIX if os.environ.get(FAILURE_FILE) else 0))
+    width = WIDTH - (LAUNCHERS_PREFIX if os.environ.get(FAILURE_FILE) else 0)
+    print_table(done.rows, summary(done.rows), style=dataclasses.replace(STYLE, width=width))
 
 
 def _leave_word(done: Examination) -> None:

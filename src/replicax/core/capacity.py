@@ -55,16 +55,15 @@ def _check(each: int, mesh: Mesh, what: str, beside: str, fix: str) -> None:
 def _free_bytes(mesh: Mesh) -> int | None:
     """On the device that has the least; of the host, for host devices. None where nobody tells."""
     if mesh.local_devices[0].platform == "cpu":
-        return _free_host_bytes()
+        return free_host_bytes()
     stats = [device.memory_stats() or {} for device in mesh.local_devices]
     known = [each["bytes_limit"] - each["bytes_in_use"] for each in stats if "bytes_limit" in each]
     return min(known, default=None)
 
 
-def _free_host_bytes() -> int | None:
-    try:
-        text = Path("/proc/meminfo").read_text(encoding="utf-8")
-    except OSError:
-        return None
+def free_host_bytes() -> int | None:
+    """Memory that this host has left; None where the system does not tell."""
+    path = Path("/proc/meminfo")
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
     available = re.search(r"^MemAvailable:\s*(\d+) kB", text, re.MULTILINE)
     return int(available[1]) * 1024 if available else None

@@ -4,40 +4,40 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from replicax.checks import FAIL, PASS, SKIP, Check, Verdict, table_text
+from replicax.cluster import verdict as cluster_verdict
 from replicax.cluster.failure import before_stopping, fail, has_joined, is_collateral
 from replicax.cluster.place import Place
-from replicax.cluster.verdict import Verdict
 from replicax.core.job import Alone, Job
-from replicax.doctor import (
-    clocks,
-    coordinator,
-    devices,
-    folders,
-    joining,
-    limits,
-    position,
-    reduction,
-    surroundings,
-    versions,
+from replicax.doctor.between import CLOCKS, DIFFERENCES, check_clocks, check_surroundings
+from replicax.doctor.combined import STYLE, combined, failed, guarded, summary, worst
+from replicax.doctor.device_checks import (
+    DEVICES,
+    MESH,
+    REDUCTION,
+    check_devices,
+    check_mesh,
+    check_reduction,
 )
-from replicax.doctor.row import OK, PROBLEM, SKIPPED, Row, combined, failed, guarded, worst
+from replicax.doctor.installation import LIMITS, VERSIONS, check_limits, check_versions
+from replicax.doctor.joined import (
+    COORDINATOR,
+    JOINED,
+    PLACE,
+    check_coordinator,
+    check_joining,
+    check_place,
+)
+from replicax.doctor.shared_folders import FOLDER, check_folders
 
 PART_SECONDS = 0.5
 """For the others to read why from process 0; once it is gone, JAX's runtime aborts them."""
-_TOGETHER = (
-    surroundings.CHECK,
-    clocks.CHECK,
-    folders.CHECK,
-    devices.DEVICES,
-    devices.MESH,
-    reduction.CHECK,
-)
+_TOGETHER = (DIFFERENCES, CLOCKS, FOLDER, DEVICES, MESH, REDUCTION)
 _ITS_OUTPUT = "see the output of that process"
 _ITS_LAUNCHER = "see what started it"
-_ON_DEVICES = (devices.MESH, reduction.CHECK)
 
 
 class Examination:
@@ -65,12 +65,12 @@ class Examination:
         say: Callable[[str], None],
         finish: Callable[["Examination"], None],
     ) -> None:
-        self.rows: list[Row] = []
+        self.rows: list[Check] = []
         self.place: Place | None = None
         self.job: Job | None = None
-        self.verdict: str = PROBLEM
+        self.verdict: Verdict = FAIL
         """Of the whole job, the same in all processes; a problem until it is known."""
-        self.running = versions.CHECK
+        self.running = VERSIONS
         """The check that runs, or the last one that did."""
         self.parted = False
         """Whether a check failed that the others wait in: then no exit may wait for them."""
@@ -78,6 +78,9 @@ class Examination:
         self._timeout, self._show, self._say = timeout_seconds, show, say
         self._finish = finish
         self._finishing = threading.Lock()
+
+    def __str__(self) -> str:
+        return table_text(self.rows, summary(self.rows), style=STYLE)
 
     def run(self) -> None:
         """Fill `rows`, and finish."""
@@ -106,31 +109,29 @@ class Examination:
         """Finish with `why` as what the running check has found."""
         if not self._finishing.acquire(blocking=False):
             return
-        self.rows.append(Row(self.running, why, PROBLEM, fix))
+        self.rows.append(Check(self.running, "", FAIL, why, fix))
         self._skip_the_rest("not done: the processes had stopped")
         self._finish(self)
 
     def _by_itself(self) -> None:
         env = os.environ
-        self._check(versions.CHECK, versions.check_versions)
-        self._check(limits.CHECK, lambda: limits.check_limits(env))
-        self._begin(position.CHECK)
-        try:
-            rows, self.place = position.check_place(env)
-        except Exception as error:
-            rows = [failed(position.CHECK, error)]
-        self.rows += rows
+        self._check(VERSIONS, check_versions)
+        self._check(LIMITS, lambda: check_limits(env))
+        self._check(PLACE, lambda: self._placed(env))
         self._check(
-            coordinator.CHECK,
-            lambda: coordinator.check_coordinator(self.place, env, self._timeout, self._say),
+            COORDINATOR, lambda: check_coordinator(self.place, env, self._timeout, self._say)
         )
 
+    def _placed(self, env: Mapping[str, str]) -> list[Check]:
+        rows, self.place = check_place(env)
+        return rows
+
     def _join(self) -> None:
-        self._begin(joining.CHECK)
+        self._begin(JOINED)
         if self.place is not None and self.place.processes > 1:
             before_stopping(self._stopped)
-        before = [row for row in self.rows if row.check == coordinator.CHECK]
-        rows, self.job = joining.check_joining(self.place, before, self._timeout)
+        before = [row for row in self.rows if row.subject == COORDINATOR]
+        rows, self.job = check_joining(self.place, before, self._timeout)
         self.rows += rows
         if self.job is None:
             self._part(rows)
@@ -140,23 +141,23 @@ class Examination:
     def _in_company(self, job: Job) -> None:
         """What needs all processes; each runs all of it, in this order."""
         env = os.environ
-        checks: dict[str, Callable[[], Sequence[Row]]] = {
-            surroundings.CHECK: lambda: surroundings.check_surroundings(job, env),
-            clocks.CHECK: lambda: clocks.check_clocks(job),
-            folders.CHECK: lambda: folders.check_folders(job, self._folders),
-            devices.DEVICES: lambda: self._shared(job, devices.check_devices(env)),
-            devices.MESH: devices.check_mesh,
-            reduction.CHECK: lambda: reduction.check_reduction(job, self._largest),
+        checks: dict[str, Callable[[], Sequence[Check]]] = {
+            DIFFERENCES: lambda: check_surroundings(job, env),
+            CLOCKS: lambda: check_clocks(job),
+            FOLDER: lambda: check_folders(job, self._folders),
+            DEVICES: lambda: self._shared(job, check_devices(env)),
+            MESH: check_mesh,
+            REDUCTION: lambda: check_reduction(job, self._largest),
         }
-        self._begin(joining.CHECK)
+        self._begin(JOINED)
         try:
             self.rows = self._shared(job, self.rows)
             for check, function in checks.items():
                 self._begin(check)
                 if job.processes > 1:
                     self.rows += function()
-                elif check in _ON_DEVICES and not self._has_devices():
-                    self.rows.append(Row(check, "not done: there are no devices", SKIPPED))
+                elif check in (MESH, REDUCTION) and not self._has_devices():
+                    self.rows.append(Check(check, "", SKIP, "not done: there are no devices"))
                 else:
                     self.rows += guarded(check, function)
             self.verdict = job.gather("the doctor's verdict", worst(self.rows))[0]
@@ -168,12 +169,12 @@ class Examination:
     def _unjoined(self) -> None:
         """What is left to find out for a process that could not join."""
         why = "not done: the processes have not joined"
-        self.rows += [Row(check, why, SKIPPED) for check in (surroundings.CHECK, clocks.CHECK)]
-        self._check(folders.CHECK, lambda: folders.check_folders(Alone(), self._folders))
-        self._check(devices.DEVICES, lambda: devices.check_devices(os.environ))
+        self.rows += [Check(check, "", SKIP, why) for check in (DIFFERENCES, CLOCKS)]
+        self._check(FOLDER, lambda: check_folders(Alone(), self._folders))
+        self._check(DEVICES, lambda: check_devices(os.environ))
         self._skip_the_rest(why)
 
-    def _check(self, check: str, function: Callable[[], Sequence[Row]]) -> None:
+    def _check(self, check: str, function: Callable[[], Sequence[Check]]) -> None:
         self._begin(check)
         self.rows += guarded(check, function)
 
@@ -183,34 +184,34 @@ class Examination:
             self.job.move()
         self._show(check)
 
-    def _shared(self, job: Job, rows: Sequence[Row]) -> list[Row]:
+    def _shared(self, job: Job, rows: Sequence[Check]) -> list[Check]:
         """The rows of all processes as one list."""
         own = [vars(row) for row in rows]
         values: list[list[dict[str, Any]]] = job.gather("the doctor's rows", own)
-        return combined([[Row(**value) for value in values_of] for values_of in values])
+        return combined([[Check(**value) for value in values_of] for values_of in values])
 
-    def _part(self, rows: Sequence[Row], *, collateral: bool = False) -> None:
+    def _part(self, rows: Sequence[Check], *, collateral: bool = False) -> None:
         """Tell the others, if there are any, that this process fails."""
         self.parted = has_joined()
         if not self.parted:
             return
-        problem = next((row for row in rows if row.verdict == PROBLEM), None)
-        text = f"{problem.check}: {problem.found}" if problem else "the doctor failed"
+        problem = next((row for row in rows if row.verdict == FAIL), None)
+        text = f"{problem.subject}: {problem.found}" if problem else "the doctor failed"
         verdict = fail(text, collateral=collateral)
         if verdict is not None:
             # What failed here only followed from that.
             if collateral:
                 self.rows.pop()
-            self.rows.append(Row(self.running, verdict.reason, PROBLEM, _ITS_OUTPUT))
+            self.rows.append(Check(self.running, "", FAIL, verdict.reason, _ITS_OUTPUT))
 
     def _has_devices(self) -> bool:
-        return any(row.check == devices.DEVICES and row.verdict == OK for row in self.rows)
+        return any(row.subject == DEVICES and row.verdict == PASS for row in self.rows)
 
     def _skip_the_rest(self, why: str) -> None:
-        done = {row.check for row in self.rows}
-        self.rows += [Row(check, why, SKIPPED) for check in _TOGETHER if check not in done]
+        done = {row.subject for row in self.rows}
+        self.rows += [Check(check, "", SKIP, why) for check in _TOGETHER if check not in done]
 
-    def _stopped(self, verdict: Verdict) -> None:
+    def _stopped(self, verdict: cluster_verdict.Verdict) -> None:
         with contextlib.suppress(Exception):
             self._cut_short(verdict.reason, _ITS_OUTPUT)
         if self.place is not None and self.place.process == 0:

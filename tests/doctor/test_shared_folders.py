@@ -6,21 +6,21 @@ from typing import Any
 
 import pytest
 
+from replicax.checks import FAIL, NOTE, PASS
 from replicax.core.job import Alone
-from replicax.doctor import folders
-from replicax.doctor.folders import check_folders, judge_folder
-from replicax.doctor.row import OK, PROBLEM, WARNING
+from replicax.doctor import shared_folders
+from replicax.doctor.shared_folders import check_folders, judge_folder
 
-SEEN = folders._Seen("/shared", "node0", True, None, 50 * 10**9, sees_token=True)
+SEEN = shared_folders._Seen("/shared", "node0", True, None, 50 * 10**9, sees_token=True)
 
 
-def other(**changed: Any) -> folders._Seen:
+def other(**changed: Any) -> shared_folders._Seen:
     return dataclasses.replace(SEEN, **changed)
 
 
 def test_an_empty_folder_is_fine_and_stays_empty(folder: Path) -> None:
     here, runs = check_folders(Alone(), ())
-    assert (here.verdict, runs.verdict) == (OK, OK)
+    assert (here.verdict, runs.verdict) == (PASS, PASS)
     assert here.found.startswith(f". ({folder}): can be written")
     assert "is made by the first run" in runs.found
     assert list(folder.iterdir()) == []
@@ -37,13 +37,13 @@ def test_a_folder_is_named_once(folder: Path) -> None:
 def test_what_cannot_be_written(place: str, folder: Path) -> None:
     (folder / "file").write_text("")
     *_, row = check_folders(Alone(), [place])
-    assert row.verdict == PROBLEM
-    assert row.fix
+    assert row.verdict == FAIL
+    assert row.cause
 
 
 def test_processes_of_one_host_share(together: Any, folder: Path) -> None:
     for here, _, data in together(3, lambda peers: check_folders(peers, [str(folder)])):
-        assert (here.verdict, data.verdict) == (OK, OK)
+        assert (here.verdict, data.verdict) == (PASS, PASS)
         assert "the same for all 3 processes on this one host" in data.found
     assert list(folder.iterdir()) == []
 
@@ -51,41 +51,41 @@ def test_processes_of_one_host_share(together: Any, folder: Path) -> None:
 def test_a_process_that_looks_elsewhere(
     together: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folders, "_SEE_SECONDS", 0.1)
+    monkeypatch.setattr(shared_folders, "_SEE_SECONDS", 0.1)
     for name in ("0", "1"):
         (folder / name).mkdir()
     rows = together(2, lambda peers: check_folders(peers, [str(folder / str(peers.process))])[-1])
     for row in rows:
-        assert row.verdict == PROBLEM
+        assert row.verdict == FAIL
         assert "process 1 does not see what process 0 writes" in row.found
         assert f"it looks at {folder / '1'}" in row.found
-        assert "same folder" in row.fix
+        assert "same folder" in row.cause
     assert not any(path.is_file() for path in folder.rglob("*"))
 
 
-@pytest.mark.parametrize(("is_named", "verdict"), [(True, PROBLEM), (False, WARNING)])
+@pytest.mark.parametrize(("is_named", "verdict"), [(True, FAIL), (False, NOTE)])
 def test_a_folder_of_each_host(is_named: bool, verdict: str) -> None:
     seen = [SEEN, other(host="node1", sees_token=False), other(host="node1", sees_token=False)]
     (row,) = judge_folder("/shared", seen, is_named=is_named)
     assert row.verdict == verdict
     assert "processes 1 and 2 do not see what process 0 writes" in row.found
-    assert "all hosts share" in row.fix
+    assert "all hosts share" in row.cause
 
 
 def test_a_folder_that_hosts_share() -> None:
     (row,) = judge_folder("/shared", [SEEN, other(host="node1")], is_named=True)
-    assert row.verdict == OK
+    assert row.verdict == PASS
     assert row.found.endswith("the same for all 2 processes on all 2 hosts")
 
 
 def test_a_process_that_may_not_write() -> None:
     seen = [SEEN, other(trouble="cannot be written (Read-only file system)")]
     (row,) = judge_folder("runs", seen, is_named=False)
-    assert row.verdict == PROBLEM
+    assert row.verdict == FAIL
     assert "process 1: cannot be written (Read-only" in row.found
 
 
 def test_little_room() -> None:
     (row,) = judge_folder("/shared", [SEEN, other(free_bytes=10**8)], is_named=True)
-    assert row.verdict == WARNING
+    assert row.verdict == NOTE
     assert "only 0.1 GB free" in row.found

@@ -1,4 +1,4 @@
-"""Whether process 0 can listen, and the others can reach it."""
+"""The place of a process; whether process 0 can listen, and the others can reach it."""
 
 import dataclasses
 import socket
@@ -7,9 +7,40 @@ from collections.abc import Iterator
 
 import pytest
 
+from replicax.checks import FAIL, NOTE, PASS, SKIP, Check
 from replicax.cluster.place import Place
-from replicax.doctor.coordinator import check_coordinator, check_proxies
-from replicax.doctor.row import OK, PROBLEM, SKIPPED, WARNING, Row
+from replicax.doctor.joined import check_coordinator, check_place, check_proxies
+
+
+def test_a_lone_process() -> None:
+    (row,), place = check_place({})
+    assert (row.verdict, row.found) == (PASS, "process 0 of 1 (no launcher detected)")
+    assert place is not None
+    assert place.processes == 1
+
+
+def test_what_was_detected_and_from_where() -> None:
+    env = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node017", "MASTER_PORT": "29400"}
+    (row,), place = check_place(env)
+    assert row.verdict == PASS
+    for word in ("process 1 of 4", "RANK", "WORLD_SIZE", "node017:29400", "MASTER_ADDR"):
+        assert word in row.found
+    assert row.figures["reasons"]["process"] == "RANK=1"
+    assert place is not None
+    assert place.process == 1
+
+
+def test_a_contradiction_is_a_row() -> None:
+    env = {
+        "REPLICAX_PROCESS_ID": "2",
+        "REPLICAX_PROCESSES": "2",
+        "REPLICAX_COORDINATOR": "node017:29400",
+    }
+    (row,), place = check_place(env)
+    assert place is None
+    assert row.verdict == FAIL
+    assert "REPLICAX_PROCESS_ID=2 with REPLICAX_PROCESSES=2" in row.found
+    assert row.cause == "lower it"
 
 
 @pytest.fixture
@@ -34,34 +65,34 @@ def place(process: int, address: str | None, **changed: object) -> Place:
     return dataclasses.replace(found, **changed)  # type: ignore[arg-type]
 
 
-def check(place: Place | None, timeout_seconds: float = 0.1) -> list[Row]:
+def check(place: Place | None, timeout_seconds: float = 0.1) -> list[Check]:
     return check_coordinator(place, {}, timeout_seconds, lambda line: None)
 
 
 def test_there_is_nothing_to_reach() -> None:
     for nowhere in (None, place(0, None, processes=1)):
         (row,) = check(nowhere)
-        assert row.verdict == SKIPPED
+        assert row.verdict == SKIP
 
 
 def test_a_free_port_of_process_0_stays_free(free: int) -> None:
     for _ in range(2):
         (row,) = check(place(0, f"localhost:{free}"))
-        assert row.verdict == OK
+        assert row.verdict == PASS
         assert f"port {free} is free" in row.found
     assert "127.0.0.1" in row.figures["addresses"]
 
 
 def test_a_port_that_is_taken(listening: int) -> None:
     (row,) = check(place(0, f"127.0.0.1:{listening}"))
-    assert row.verdict == PROBLEM
+    assert row.verdict == FAIL
     assert f"127.0.0.1:{listening}: Address already in use" in row.found
-    assert "another port" in row.fix
+    assert "another port" in row.cause
 
 
 def test_process_0_on_another_host_than_its_name_says(free: int) -> None:
     (row,) = check(place(0, f"192.0.2.1:{free}"))  # an address for documentation
-    assert row.verdict == WARNING
+    assert row.verdict == NOTE
     assert "192.0.2.1 is no address of this host" in row.found
     assert socket.gethostname() in row.found
 
@@ -69,14 +100,14 @@ def test_process_0_on_another_host_than_its_name_says(free: int) -> None:
 @pytest.mark.parametrize("process", [0, 1])
 def test_a_name_that_nobody_knows(process: int) -> None:
     (row,) = check(place(process, "no-such-host.invalid:29400"))
-    assert row.verdict == PROBLEM
+    assert row.verdict == FAIL
     assert "'no-such-host.invalid' is not known here" in row.found
-    assert "address" in row.fix
+    assert "address" in row.cause
 
 
 def test_the_way_to_process_0(listening: int) -> None:
     (row,) = check(place(1, f"127.0.0.1:{listening}"))
-    assert row.verdict == OK
+    assert row.verdict == PASS
     assert 0 < row.figures["milliseconds"] < 5000
 
 
@@ -84,17 +115,17 @@ def test_nobody_listens(free: int) -> None:
     started = time.monotonic()
     (row,) = check(place(3, f"127.0.0.1:{free}"), timeout_seconds=0.3)
     assert 0.3 <= time.monotonic() - started < 3
-    assert row.verdict == PROBLEM
+    assert row.verdict == FAIL
     assert "nothing listens there" in row.found
-    assert "start process 0" in row.fix
+    assert "start process 0" in row.cause
 
 
 def test_a_loopback_name_for_several_hosts(free: int) -> None:
     (row,) = check(place(0, f"localhost:{free}", local_processes=2))
-    assert row.verdict == PROBLEM
+    assert row.verdict == FAIL
     assert "4 processes are not all on one host (2 here)" in row.found
     (row,) = check(place(0, f"localhost:{free}", local_processes=4))
-    assert row.verdict == OK
+    assert row.verdict == PASS
 
 
 @pytest.mark.parametrize(
@@ -113,7 +144,7 @@ def test_a_loopback_name_for_several_hosts(free: int) -> None:
 )
 def test_proxies(env: dict[str, str], host: str, named: str | None) -> None:
     rows = check_proxies(host, env)
-    assert [row.verdict for row in rows] == ([WARNING] if named else [])
+    assert [row.verdict for row in rows] == ([NOTE] if named else [])
     if named:
         assert named in rows[0].found
-        assert host in rows[0].fix
+        assert host in rows[0].cause

@@ -1,4 +1,4 @@
-"""What differs around the processes."""
+"""What differs around the processes, and how far apart their clocks are."""
 
 import subprocess
 from pathlib import Path
@@ -6,9 +6,15 @@ from typing import Any
 
 import pytest
 
+from replicax.checks import FAIL, NOTE, PASS, SKIP
 from replicax.core.job import Alone
-from replicax.doctor.row import OK, PROBLEM, SKIPPED, WARNING
-from replicax.doctor.surroundings import check_surroundings, judge_surroundings, surroundings
+from replicax.doctor.between import (
+    check_clocks,
+    check_surroundings,
+    judge_clocks,
+    judge_surroundings,
+    surroundings,
+)
 
 
 def one(**changed: Any) -> dict[str, Any]:
@@ -19,29 +25,29 @@ def one(**changed: Any) -> dict[str, Any]:
 
 def test_one_process_has_nothing_to_compare() -> None:
     (row,) = check_surroundings(Alone(), {})
-    assert row.verdict == SKIPPED
+    assert row.verdict == SKIP
 
 
 def test_the_same_all_around(together: Any) -> None:
     env = {"XLA_FLAGS": "--a"}
     for (row,) in together(2, lambda peers: check_surroundings(peers, env)):
-        assert row.verdict == OK
+        assert row.verdict == PASS
         assert "1 variable (XLA_FLAGS)" in row.found
 
 
 @pytest.mark.parametrize(
     ("changed", "verdict", "words"),
     [
-        ({"versions": {"jax": "0.11.0"}}, PROBLEM, "jax is 0.11.0 on process 2"),
-        ({"variables": {"XLA_FLAGS": "--a"}}, WARNING, "XLA_FLAGS is --a on process 2"),
+        ({"versions": {"jax": "0.11.0"}}, FAIL, "jax is 0.11.0 on process 2"),
+        ({"variables": {"XLA_FLAGS": "--a"}}, NOTE, "XLA_FLAGS is --a on process 2"),
         (
             {"code": {"the code's git commit": "b", "the uncommitted changes": None}},
-            PROBLEM,
+            FAIL,
             "the code's git commit is b on process 2, a on processes 0 and 1",
         ),
         (
             {"code": {"the code's git commit": "a", "the uncommitted changes": "f00"}},
-            PROBLEM,
+            FAIL,
             "the uncommitted changes is f00 on process 2",
         ),
     ],
@@ -50,7 +56,7 @@ def test_a_difference_names_the_process(changed: Any, verdict: str, words: str) 
     (row,) = judge_surroundings([one(), one(), one(**changed)])
     assert row.verdict == verdict
     assert words in row.found
-    assert row.fix
+    assert row.cause
 
 
 def test_variables_that_matter() -> None:
@@ -91,3 +97,37 @@ def test_the_code_of_the_working_directory(folder: Path) -> None:
     changed = surroundings({})["code"]
     assert changed["the code's git commit"] == clean["the code's git commit"]
     assert changed["the uncommitted changes"]
+
+
+def test_one_process_has_one_clock() -> None:
+    (row,) = check_clocks(Alone())
+    assert row.verdict == SKIP
+
+
+def test_threads_share_a_clock(together: Any) -> None:
+    for (row,) in together(3, check_clocks):
+        assert row.verdict == PASS
+        assert row.figures["seconds_ahead_of_process_0"] == pytest.approx([0, 0, 0], abs=0.5)
+
+
+def test_a_clock_that_is_off_is_named() -> None:
+    rounds = [[(100.0 + n, 0.001), (100.1 + n, 0.004), (97.0 + n, 0.002)] for n in range(5)]
+    (row,) = judge_clocks(rounds)
+    assert row.verdict == NOTE
+    assert "within 3.1 s of each other, ± 4.00 ms, process 2 farthest off" in row.found
+    assert row.figures["seconds_ahead_of_process_0"] == pytest.approx([0, 0.1, -3.0])
+    assert row.figures["within_seconds"] == pytest.approx([0, 0.004, 0.002])
+
+
+def test_one_late_answer_is_no_clock_that_is_off() -> None:
+    rounds = [[(100.0 + n, 0.001), (100.0 + n, 0.001)] for n in range(5)]
+    rounds[2][1] = (107.0, 5.0)
+    (row,) = judge_clocks(rounds)
+    assert row.verdict == PASS
+    assert "within 0.00 ms of each other, ± 1.00 ms" in row.found
+
+
+def test_a_slow_network_accuses_nobody() -> None:
+    rounds = [[(100.0, 1.0), (101.5, 1.0)]] * 3
+    (row,) = judge_clocks(rounds)
+    assert row.verdict == PASS

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from replicax.checks import FAIL, NOTE, PASS, Check, Verdict
 from replicax.cluster.differences import processes_text
 from replicax.core.job import Job
-from replicax.doctor.row import OK, PROBLEM, WARNING, Row, Verdict
 
-CHECK = "folder"
+FOLDER = "folder"
 LEAST_FREE_BYTES = 10**9
 _SEE_SECONDS = 3.0
 """Network file systems show what another host wrote a little later."""
@@ -34,7 +34,7 @@ class _Seen:
     sees_token: bool = False
 
 
-def check_folders(job: Job, named: Sequence[str]) -> list[Row]:
+def check_folders(job: Job, named: Sequence[str]) -> list[Check]:
     """The working directory, `runs/` and the folders that the user named. All processes call it.
 
     Process 0 writes a file with random contents into each, the others look for it, and then it is
@@ -47,7 +47,7 @@ def check_folders(job: Job, named: Sequence[str]) -> list[Row]:
     return rows
 
 
-def judge_folder(folder: str, seen: Sequence["_Seen"], *, is_named: bool) -> list[Row]:
+def judge_folder(folder: str, seen: Sequence[_Seen], *, is_named: bool) -> list[Check]:
     """The row of one folder.
 
     Args:
@@ -56,12 +56,12 @@ def judge_folder(folder: str, seen: Sequence["_Seen"], *, is_named: bool) -> lis
         is_named: whether the user asked for it; then it has to be there for all.
     """
     first = seen[0]
-    severe: Verdict = PROBLEM if is_named or folder == "runs" else WARNING
+    severe: Verdict = FAIL if is_named or folder == "runs" else NOTE
     text = f"{folder} ({first.path})" if folder != first.path else folder
     figures = {"folder": folder, "processes": [dataclasses.asdict(each) for each in seen]}
 
-    def row(found: str, verdict: Verdict = OK, fix: str = "") -> list[Row]:
-        return [Row(CHECK, f"{text}: {found}", verdict, fix, figures)]
+    def row(found: str, verdict: Verdict = PASS, fix: str = "") -> list[Check]:
+        return [Check(FOLDER, "", verdict, f"{text}: {found}", fix, figures)]
 
     troubled = [n for n, each in enumerate(seen) if each.trouble]
     if troubled:
@@ -71,22 +71,22 @@ def judge_folder(folder: str, seen: Sequence["_Seen"], *, is_named: bool) -> lis
     free = min(each.free_bytes for each in seen)
     space = f"{free / 1e9:,.1f} GB free"
     if free < LEAST_FREE_BYTES:
-        return row(f"only {space}", WARNING, "make room, or use another folder")
+        return row(f"only {space}", NOTE, "make room, or use another folder")
     if not first.exists:
         return row(f"is made by the first run; {space}")
-    shared, verdict, fix = _sharing(seen, PROBLEM if is_named else WARNING)
+    shared, verdict, fix = _sharing(seen, FAIL if is_named else NOTE)
     return row(f"can be written, {space}{shared}", verdict, fix)
 
 
-def _sharing(seen: Sequence["_Seen"], severe: Verdict) -> tuple[str, Verdict, str]:
+def _sharing(seen: Sequence[_Seen], severe: Verdict) -> tuple[str, Verdict, str]:
     """Whether all processes see what process 0 writes."""
     if len(seen) == 1:
-        return "", OK, ""
+        return "", PASS, ""
     hosts = len({each.host for each in seen})
     blind = [n for n, each in enumerate(seen) if not each.sees_token]
     if not blind:
         where = "on this one host" if hosts == 1 else f"on all {hosts} hosts"
-        return f", the same for all {len(seen)} processes {where}", OK, ""
+        return f", the same for all {len(seen)} processes {where}", PASS, ""
     one = len(blind) == 1
     found = f"; {processes_text(blind)} {'does' if one else 'do'} not see what process 0 writes"
     other = seen[blind[0]]
@@ -95,7 +95,7 @@ def _sharing(seen: Sequence["_Seen"], severe: Verdict) -> tuple[str, Verdict, st
     return found, severe, "use a folder on a file system that all hosts share"
 
 
-def _look_at(job: Job, folder: Path) -> list["_Seen"]:
+def _look_at(job: Job, folder: Path) -> list[_Seen]:
     """What all processes see of `folder`."""
     token, contents = None, ""
     try:

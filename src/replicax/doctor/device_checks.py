@@ -1,9 +1,12 @@
-"""The all-reduce that data-parallel training waits for: is it right, and how fast is it?"""
+"""The devices that JAX computes on: those it leaves alone, their mesh, and their all-reduce."""
 
+import collections
 import dataclasses
+import glob
+import os
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,12 +14,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from replicax.checks import FAIL, NOTE, PASS, SKIP, Check
+from replicax.cluster.accelerators import VISIBLE, list_gpus
+from replicax.core import capacity
 from replicax.core.job import Job
-from replicax.doctor.row import OK, PROBLEM, SKIPPED, WARNING, Row
+from replicax.core.mesh import make_mesh
+from replicax.errors import ConfigError
 from replicax.wording import size_text
 
-CHECK = "all-reduce"
+DEVICES = "devices"
+MESH = "mesh"
+REDUCTION = "all-reduce"
 BUDGET_SECONDS = 8.0
+_PLATFORMS = "JAX_PLATFORMS"
+_INSTALL = {
+    "gpu": "pip install -U 'jax[cuda13]' (driver 580 and newer; 'jax[cuda12]' from 525)",
+    "tpu": "pip install -U 'jax[tpu]'",
+}
+
 _FIRST_BYTES = 4096
 _STEP = 16
 _REPEATS = 5
@@ -24,6 +39,109 @@ _SLOW_GPU_BYTES_PER_SECOND = 1e9
 """Below this NCCL does not use the network that comes with GPUs."""
 _PERIOD = 1009
 """Prime, so that a part that lands in the wrong place shows."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """The devices of all processes, as JAX tells, and the host around this process."""
+
+    platform: str
+    kinds: Sequence[str]
+    of_process: Sequence[int]
+    """How many each process has."""
+    memory_bytes: int | None
+    """Of one device, where known."""
+    cores: int
+    gpus: int
+    """That nvidia-smi lists on this host."""
+    tpus: int
+    """Device files of TPUs on this host."""
+
+
+def check_devices(env: Mapping[str, str]) -> list[Check]:
+    """What JAX found. The first to touch the devices, hence after joining."""
+    devices = _devices(env)
+    pinned = hasattr(os, "sched_getaffinity")
+    owned = collections.Counter(device.process_index for device in devices)
+    found = Found(
+        platform=devices[0].platform,
+        kinds=list(dict.fromkeys(device.device_kind for device in devices)),
+        of_process=[owned[process] for process in range(jax.process_count())],
+        memory_bytes=(jax.local_devices()[0].memory_stats() or {}).get("bytes_limit"),
+        cores=len(os.sched_getaffinity(0)) if pinned else os.cpu_count() or 1,
+        gpus=sum(line.startswith("GPU") for line in list_gpus().splitlines()),
+        tpus=len(glob.glob("/dev/accel[0-9]*")),
+    )
+    return judge_devices(found, env)
+
+
+def judge_devices(found: Found, env: Mapping[str, str]) -> list[Check]:
+    """One row with the devices, and one for each thing that is wrong with them."""
+    count = sum(found.of_process)
+    text = f"{count} {' and '.join(found.kinds)} device{'s' if count > 1 else ''}"
+    if len(found.of_process) > 1:
+        text += f" of {len(found.of_process)} processes"
+    if found.memory_bytes:
+        text += f", {found.memory_bytes / 2**30:,.0f} GiB each"
+    if found.platform == "cpu":
+        own, cores = found.of_process[0], found.cores
+        text += f" · {cores} core{'s' if cores > 1 else ''}"
+        if own == 1 and cores > 1:
+            text += f"; JAX_NUM_CPU_DEVICES={cores} makes more"
+    if env.get(_PLATFORMS):
+        text += f" · {_PLATFORMS}={env[_PLATFORMS]}"
+    rows = [Check(DEVICES, "", PASS, text, figures=dataclasses.asdict(found))]
+    if len(set(found.of_process)) > 1:
+        counts = ", ".join(map(str, found.of_process))
+        text = f"the processes have {counts} devices; each takes part with as many"
+        fix = f"give all the same number ({VISIBLE}, JAX_NUM_CPU_DEVICES)"
+        rows.append(Check(DEVICES, "", FAIL, text, fix))
+    return rows + _unused(found, env)
+
+
+def check_mesh() -> list[Check]:
+    """The mesh that Replicax makes where nothing else is asked for."""
+    mesh = make_mesh()
+    shape = {name: int(size) for name, size in mesh.shape.items()}
+    split = " x ".join(f"{name} {size}" for name, size in shape.items())
+    replicas = f"{shape['data']} replica{'s' if shape['data'] > 1 else ''}"
+    return [Check(MESH, "", PASS, f"{split}: {replicas}", figures={"shape": shape})]
+
+
+def _devices(env: Mapping[str, str]) -> list[jax.Device]:
+    try:
+        return jax.devices()
+    except Exception as error:  # JAX has no type of its own for it, and plugins have theirs
+        text = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
+        wanted = env.get(_PLATFORMS)
+        if not wanted:
+            raise ConfigError(f"JAX finds no devices ({text}): {_INSTALL['gpu']}") from error
+        kind = "tpu" if "tpu" in wanted else "gpu"
+        raise ConfigError(
+            f"JAX finds no devices of {_PLATFORMS}={wanted} ({text}): "
+            f"{_INSTALL[kind]}; or unset {_PLATFORMS}"
+        ) from error
+
+
+def _unused(found: Found, env: Mapping[str, str]) -> list[Check]:
+    """Accelerators of this host that JAX does not use."""
+    if found.platform != "cpu" or not (found.gpus or found.tpus):
+        return []
+    kind = "GPU" if found.gpus else "TPU"
+    count = found.gpus or found.tpus
+    there = f"{count} {kind}{'s' if count > 1 else ''} of this host {'are' if count > 1 else 'is'}"
+    hidden_by = _PLATFORMS if env.get(_PLATFORMS) else VISIBLE if _hides(env, found) else None
+    if hidden_by:
+        text = f"{there} not used because of {hidden_by}={env[hidden_by]}"
+        return [Check(DEVICES, "", NOTE, text, f"unset {hidden_by}")]
+    text = f"{there} not used by JAX, for which no plugin works"
+    platform = "cuda" if found.gpus else "tpu"
+    fix = f"{_INSTALL[kind.lower()]}; {_PLATFORMS}={platform} then shows what is still wrong"
+    return [Check(DEVICES, "", FAIL, text, fix)]
+
+
+def _hides(env: Mapping[str, str], found: Found) -> bool:
+    return bool(found.gpus) and env.get(VISIBLE, "0").strip() in ("", "-1", "NoDevFiles")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +158,7 @@ class Timing:
     """What each device sends and receives at that speed: 2 (N - 1) / N times the former."""
 
 
-def check_reduction(job: Job, largest_bytes: int) -> list[Row]:
+def check_reduction(job: Job, largest_bytes: int) -> list[Check]:
     """Sum known numbers over all devices, in growing sizes. All processes call it.
 
     Args:
@@ -49,7 +167,7 @@ def check_reduction(job: Job, largest_bytes: int) -> list[Row]:
     """
     devices = jax.devices()
     if len(devices) == 1:
-        return [Row(CHECK, "one device: nothing to reduce", SKIPPED)]
+        return [Check(REDUCTION, "", SKIP, "one device: nothing to reduce")]
     mesh = Mesh(np.asarray(devices), ("devices",))
     deadline = time.monotonic() + BUDGET_SECONDS
     wrong = _Sum(mesh, _FIRST_BYTES, jnp.int32).wrong()
@@ -88,7 +206,7 @@ def judge_reduction(
     devices: int,
     platform: str,
     left_out: str | None,
-) -> list[Row]:
+) -> list[Check]:
     """One row with the speed, and one for each thing that is wrong.
 
     Args:
@@ -108,14 +226,14 @@ def judge_reduction(
     if any(wrong_of):
         where = ", ".join(f"{count:,} on process {n}" for n, count in enumerate(wrong_of) if count)
         fix = "train nothing on these devices; test them, their driver and NCCL one by one"
-        return [Row(CHECK, f"{text}: {where}", PROBLEM, fix, figures)]
-    rows = [Row(CHECK, text, OK, figures=figures)]
+        return [Check(REDUCTION, "", FAIL, f"{text}: {where}", fix, figures)]
+    rows = [Check(REDUCTION, "", PASS, text, figures=figures)]
     if platform == "gpu" and fastest is not None:
         rate = fastest.bus_bytes_per_second
         if fastest.size_bytes >= 2**20 and rate < _SLOW_GPU_BYTES_PER_SECOND:
             slow = f"{rate / 1e9:.2g} GB/s is less than any network between GPUs gives"
             fix = "NCCL_DEBUG=INFO shows the one it took; NCCL_SOCKET_IFNAME, NCCL_IB_HCA choose"
-            rows.append(Row(CHECK, slow, WARNING, fix))
+            rows.append(Check(REDUCTION, "", NOTE, slow, fix))
     return rows
 
 
@@ -151,13 +269,12 @@ class _Sum:
 
     def seconds(self) -> float:
         """Of one all-reduce."""
-        return statistics.median(self._times())
-
-    def _times(self) -> Iterable[float]:
+        times = []
         for _ in range(_REPEATS):
             started = time.perf_counter()
             jax.block_until_ready(self._reduce(self._values))
-            yield time.perf_counter() - started
+            times.append(time.perf_counter() - started)
+        return statistics.median(times)
 
 
 def _reason_to_stop(job: Job, size: int, timings: list[Timing], deadline: float) -> str | None:
@@ -178,11 +295,4 @@ def _reason_to_stop(job: Job, size: int, timings: list[Timing], deadline: float)
 
 def _free_bytes() -> int | None:
     """Memory that the devices' host has left; None where the devices have their own."""
-    if jax.devices()[0].platform != "cpu":
-        return None
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            available = next(line for line in file if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return None
-    return int(available.split()[1]) * 1024
+    return capacity.free_host_bytes() if jax.devices()[0].platform == "cpu" else None

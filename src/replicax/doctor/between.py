@@ -1,0 +1,130 @@
+"""What should be the same around all processes: packages, variables, the code, and the clocks."""
+
+import hashlib
+import os
+import platform
+import re
+import statistics
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from replicax.checks import FAIL, NOTE, PASS, SKIP, Check, Verdict
+from replicax.cluster.differences import differences, processes_text
+from replicax.core.job import Job
+from replicax.doctor.installation import installed
+
+DIFFERENCES = "differences"
+CLOCKS = "clocks"
+MOST_SECONDS = 1.0
+_GIT_SECONDS = 5.0
+_ROUNDS = 8
+_MATTERS = re.compile(r"(JAX|NCCL|XLA|LIBTPU|TF_XLA|MALLOC)_\w+|LD_LIBRARY_PATH|MALLOC_\w+_")
+# Launchers give each process its own.
+_OF_ONE_PROCESS = re.compile(r"JAX_(PROCESS_ID|LOCAL_DEVICE_IDS|PROCESS_INDEX|VISIBLE_DEVICES)")
+_KINDS: tuple[tuple[str, Verdict, str], ...] = (
+    ("versions", FAIL, "install the same in every process's environment"),
+    ("variables", NOTE, "set it alike for all processes, or unset it"),
+    ("code", FAIL, "give all processes the same code"),
+)
+
+Reading = tuple[float, float]
+"""The clock just after the others were heard, and how long that took before; in seconds."""
+
+
+def check_surroundings(job: Job, env: Mapping[str, str]) -> list[Check]:
+    """What differs between the processes that should not. All processes call it."""
+    if job.processes == 1:
+        return [Check(DIFFERENCES, "", SKIP, "one process: nothing to compare")]
+    return judge_surroundings(job.gather("the doctor's surroundings", surroundings(env)))
+
+
+def surroundings(env: Mapping[str, str]) -> dict[str, Any]:
+    """Versions, variables and code of this process."""
+    variables = {
+        name: value
+        for name, value in sorted(env.items())
+        if _MATTERS.fullmatch(name) and not _OF_ONE_PROCESS.fullmatch(name)
+    }
+    # Of the working directory, where that belongs to a git repository.
+    commit = _git("rev-parse", "HEAD").decode().strip() or None
+    changes = _git("diff", "HEAD", "--no-ext-diff")
+    digest = hashlib.sha256(changes).hexdigest()[:10] if changes else None
+    return {
+        "versions": {"python": platform.python_version(), **installed()},
+        "variables": variables,
+        "code": {"the code's git commit": commit, "the uncommitted changes": digest},
+    }
+
+
+def _git(*arguments: str) -> bytes:
+    """What git says; nothing where it is not there, or takes long."""
+    env = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    try:
+        done = subprocess.run(
+            ["git", *arguments], capture_output=True, timeout=_GIT_SECONDS, check=False, env=env
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return b""
+    return done.stdout if done.returncode == 0 else b""
+
+
+def judge_surroundings(of_processes: Sequence[Mapping[str, Any]]) -> list[Check]:
+    """A row for each difference, or one that there is none."""
+    rows = [
+        Check(DIFFERENCES, "", verdict, difference, fix)
+        for kind, verdict, fix in _KINDS
+        for difference in differences([each[kind] for each in of_processes])
+    ]
+    if rows:
+        return rows
+    first = dict(of_processes[0])
+    variables, commit = first["variables"], first["code"]["the code's git commit"]
+    parts = ["versions"]
+    if variables:
+        plural = "s" if len(variables) > 1 else ""
+        parts.append(f"{len(variables)} variable{plural} ({', '.join(variables)})")
+    if commit:
+        changed = " with changes" if first["code"]["the uncommitted changes"] else ""
+        parts.append(f"git commit {commit[:10]}{changed}")
+    return [Check(DIFFERENCES, "", PASS, f"none in {' · '.join(parts)}", figures=first)]
+
+
+def check_clocks(job: Job) -> list[Check]:
+    """The clocks of all processes against process 0's. All processes call it."""
+    if job.processes == 1:
+        return [Check(CLOCKS, "", SKIP, "one process: one clock")]
+    reading: Reading = (time.time(), 0.0)
+    rounds: list[list[Reading]] = []
+    for _ in range(_ROUNDS + 1):
+        started = time.monotonic()
+        rounds.append([tuple(each) for each in job.gather("the doctor's clocks", reading)])
+        reading = (time.time(), time.monotonic() - started)
+    return judge_clocks(rounds[1:])  # before the first, they had heard of nothing together
+
+
+def judge_clocks(rounds: Sequence[Sequence[Reading]]) -> list[Check]:
+    """Each process's clock minus process 0's, known to within the shortest round trip.
+
+    Args:
+        rounds: the readings of all processes, taken as they heard that all had come.
+    """
+    ahead, bounds = [0.0], [0.0]
+    for process in range(1, len(rounds[0])):
+        ahead.append(statistics.median(each[process][0] - each[0][0] for each in rounds))
+        bounds.append(min(max(each[process][1], each[0][1]) for each in rounds))
+    spread, bound = max(ahead) - min(ahead), max(bounds)
+    found = f"within {_text(spread)} of each other, ± {_text(bound)}"
+    figures = {"seconds_ahead_of_process_0": ahead, "within_seconds": bounds}
+    if spread - bound <= MOST_SECONDS:
+        return [Check(CLOCKS, "", PASS, found, figures=figures)]
+    middle = statistics.median(ahead)
+    off = [n for n, seconds in enumerate(ahead) if abs(seconds - middle) > MOST_SECONDS / 2]
+    found += f", {processes_text(off)} farthest off: times in logs and checkpoints mislead"
+    fix = "synchronise the hosts' clocks (chrony, systemd-timesyncd)"
+    return [Check(CLOCKS, "", NOTE, found, fix, figures)]
+
+
+def _text(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{1e3 * seconds:.2f} ms"

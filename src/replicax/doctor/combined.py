@@ -1,0 +1,124 @@
+"""Checks of several processes as one table, and as JSON."""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from replicax.checks import FAIL, NOTE, PASS, SKIP, Check, Style, Verdict
+from replicax.cluster.differences import processes_text
+from replicax.errors import ReplicaxError
+from replicax.wording import size_text
+
+NOT_WELL = (NOTE, FAIL)
+WORDS: Mapping[Verdict, str] = {PASS: "ok", NOTE: "warning", FAIL: "problem", SKIP: "skipped"}
+_UNFORESEEN = "what failed is in this message; report it where that makes no sense"
+_MOST_OF_OTHERS = 4
+"""Rows of one check that come from other processes; with many, they repeat each other."""
+
+
+def guarded(subject: str, function: Callable[[], Sequence[Check]]) -> list[Check]:
+    """The rows of `function`; where it fails, a row that says how."""
+    try:
+        return list(function())
+    except Exception as error:
+        return [failed(subject, error)]
+
+
+def failed(subject: str, error: BaseException) -> Check:
+    """The row of a check that ended with `error`."""
+    if isinstance(error, ReplicaxError):
+        return Check(subject, "", FAIL, *parted(str(error)))
+    text = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
+    return Check(subject, "", FAIL, text, _UNFORESEEN)
+
+
+def parted(message: str) -> tuple[str, str]:
+    """The facts and the fix of an error's message, which parts them with its last colon."""
+    found, colon, fix = message.rpartition(": ")
+    return (found, fix) if colon else (message, "")
+
+
+def combined(rows_of: Sequence[Sequence[Check]]) -> list[Check]:
+    """One list of what every process found by itself.
+
+    All rows of process 0, and of the others those that are not well, with who they are.
+    """
+    subjects = dict.fromkeys(row.subject for rows in rows_of for row in rows)
+    return [row for subject in subjects for row in _of_subject(subject, rows_of)]
+
+
+def _of_subject(subject: str, rows_of: Sequence[Sequence[Check]]) -> list[Check]:
+    found_by: dict[tuple[str, Verdict, str], dict[int, Check]] = {}
+    for process, rows in enumerate(rows_of):
+        for row in rows:
+            if row.subject == subject and (process == 0 or row.verdict in NOT_WELL):
+                key = (row.found, row.verdict, row.cause)
+                found_by.setdefault(key, {})[process] = row
+    result: list[Check] = []
+    left_out = 0
+    for by in found_by.values():
+        process, row = next(iter(by.items()))
+        if row.verdict in NOT_WELL and len(by) < len(rows_of):
+            row = dataclasses.replace(row, found=f"{processes_text(list(by))}: {row.found}")
+        if process > 0 and len(result) > _MOST_OF_OTHERS:
+            left_out += 1
+        else:
+            result.append(row)
+    if left_out:
+        more = f"and {left_out} more like these, of other processes"
+        result.append(Check(subject, "", worst(result), more, "see above"))
+    return result
+
+
+def worst(rows: Iterable[Check]) -> Verdict:
+    """Whether any row is a problem, or else a warning."""
+    verdicts = {row.verdict for row in rows}
+    return next((each for each in (FAIL, NOTE) if each in verdicts), PASS)
+
+
+def summary(rows: Sequence[Check]) -> str:
+    """How many problems and warnings there are, and in which checks."""
+    counted = []
+    for verdict in (FAIL, NOTE):
+        subjects = [row.subject for row in rows if row.verdict == verdict]
+        if subjects:
+            plural = "s" if len(subjects) > 1 else ""
+            where = ", ".join(collections.Counter(subjects))
+            counted.append(f"{len(subjects)} {WORDS[verdict]}{plural} ({where})")
+    return " and ".join(counted) or "no problem found"
+
+
+def to_json(rows: Sequence[Check], verdict: Verdict, about: Mapping[str, Any]) -> dict[str, Any]:
+    """The same for programs: `about` the job, `verdict` of the whole, and `rows`."""
+    listed = [
+        {
+            "check": row.subject,
+            "found": row.found,
+            "verdict": WORDS[row.verdict],
+            "fix": row.cause,
+            "figures": row.figures,
+        }
+        for row in rows
+    ]
+    return {**about, "verdict": WORDS[verdict], "rows": listed}
+
+
+def _speeds(row: Check) -> list[str]:
+    """The all-reduce's speed by size, where the row is about that."""
+    sizes = row.figures.get("sizes", [])
+    if not sizes:
+        return []
+    cells: list[tuple[str, ...]] = [("size", "time", "GB/s", "bus GB/s")]
+    for each in sizes:
+        rates = (each[f"{of}_bytes_per_second"] / 1e9 for of in ("algorithm", "bus"))
+        milliseconds = f"{1e3 * each['seconds']:,.3g} ms"
+        cells.append((size_text(each["size_bytes"]), milliseconds, *map("{:.3g}".format, rates)))
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in cells
+    ]
+
+
+STYLE = Style(remedy="fix", words=WORDS, below=_speeds)

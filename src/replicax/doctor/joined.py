@@ -1,0 +1,202 @@
+"""This process's place in its job, the way to process 0, and the processes joined."""
+
+import dataclasses
+import errno
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from replicax.checks import FAIL, NOTE, PASS, SKIP, Check
+from replicax.cluster.address import split_address
+from replicax.cluster.join import initialize
+from replicax.cluster.meeting import bind, is_loopback, reach
+from replicax.cluster.patience import find_patience
+from replicax.cluster.place import Place, find_place
+from replicax.core.job import Alone, Job
+from replicax.doctor.combined import failed, guarded, parted
+from replicax.errors import AgreementError, ClusterError, ConfigError
+
+PLACE = "place"
+COORDINATOR = "coordinator"
+JOINED = "joined"
+LEAST_PATIENCE_SECONDS = 30.0
+"""With each check: some compile, and some wait for a slow host."""
+_NAMED = 8
+# gRPC, which JAX's runtime speaks, takes the first of these that is set, and knows no capitals;
+# the capitals are what other programs read, and tell that this network has a proxy.
+_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy", "GRPC_PROXY", "HTTPS_PROXY", "HTTP_PROXY")
+_EXCEPTIONS = ("no_grpc_proxy", "no_proxy", "NO_GRPC_PROXY", "NO_PROXY")
+
+
+def check_place(env: Mapping[str, str]) -> tuple[list[Check], Place | None]:
+    """The row, and the place where it could be found."""
+    try:
+        place = find_place(env)
+    except ConfigError as error:
+        return [Check(PLACE, "", FAIL, *parted(str(error)))], None
+    by = "" if place.engine == "nothing" else f"{place.engine}: "
+    named = ("engine", "process", "processes", "coordinator", "job")
+    figures = {name: getattr(place, name) for name in named} | {"reasons": dict(place.reasons)}
+    return [Check(PLACE, "", PASS, f"{by}{place.line()}", figures=figures)], place
+
+
+def check_coordinator(
+    place: Place | None,
+    env: Mapping[str, str],
+    timeout_seconds: float,
+    say: Callable[[str], None],
+) -> list[Check]:
+    """Whether process 0 can listen at the coordinator's port, or the others can reach it there.
+
+    Args:
+        place: of this process, where it is known.
+        env: the environment.
+        timeout_seconds: until process 0 counts as not to be reached.
+        say: called with a line while it is tried again.
+    """
+    if place is None:
+        return [Check(COORDINATOR, "", SKIP, "the place of this process is not known")]
+    if place.coordinator is None:
+        return [Check(COORDINATOR, "", SKIP, "one process: nobody to meet")]
+    host, port = split_address(place.coordinator)
+    if is_loopback(host) and (place.local_processes or place.processes) < place.processes:
+        found = (
+            f"{place.coordinator} is each host itself, and {place.processes} processes are not "
+            f"all on one host ({place.local_processes} here)"
+        )
+        fix = "give the name of process 0's host in REPLICAX_COORDINATOR"
+        return [Check(COORDINATOR, "", FAIL, found, fix)]
+    if place.process == 0:
+        rows = _check_port(place, host, port)
+    else:
+        rows = _check_way(place, host, port, timeout_seconds, say)
+    return [*rows, *check_proxies(host, env)]
+
+
+def check_proxies(host: str, env: Mapping[str, str]) -> list[Check]:
+    """A warning where a proxy is set that takes connections to `host` as well."""
+    proxies = [name for name in _PROXIES if env.get(name)]
+    if not proxies or is_loopback(host):
+        return []
+    if any(_is_exempt(host, env.get(name, "")) for name in _EXCEPTIONS):
+        return []
+    exempt = next((name for name in _EXCEPTIONS if env.get(name)), None)
+    but = f" and {exempt}={env[exempt]} does not exempt {host}" if exempt else ""
+    verb = "is" if len(proxies) == 1 else "are"
+    found = f"{', '.join(proxies)} {verb} set{but}: JAX may try to reach process 0 through it"
+    fix = f"no_proxy={','.join(filter(None, [env.get('no_proxy'), host]))}, or unset it"
+    return [Check(COORDINATOR, "", NOTE, found, fix, {"proxies": proxies})]
+
+
+def _check_port(place: Place, host: str, port: int) -> list[Check]:
+    """Process 0's: whether the port is free, and the name its own."""
+    try:
+        known = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        found = f"the name {host!r} is not known here ({error.strerror})"
+        fix = "correct the name, or give the address of this host in REPLICAX_COORDINATOR"
+        return [Check(COORDINATOR, "", FAIL, found, fix)]
+    try:
+        bind(place).close()
+    except ClusterError as error:
+        return [Check(COORDINATOR, "", FAIL, *parted(str(error)))]
+    addresses = list(dict.fromkeys(str(address[4][0]) for address in known))
+    shown = "" if addresses == [host] else f" ({', '.join(addresses)})"
+    figures = {"host": host, "port": port, "addresses": addresses}
+    if not any(map(_is_own, addresses)):
+        here = socket.gethostname()
+        found = f"{host}{shown} is no address of this host, {here}, where process 0 listens"
+        fix = "start process 0 there, or correct REPLICAX_COORDINATOR"
+        return [Check(COORDINATOR, "", NOTE, found, fix, figures)]
+    found = f"{host}{shown}, port {port} is free for process 0"
+    return [Check(COORDINATOR, "", PASS, found, figures=figures)]
+
+
+def _check_way(
+    place: Place, host: str, port: int, timeout_seconds: float, say: Callable[[str], None]
+) -> list[Check]:
+    """Another process's: whether it reaches process 0."""
+    started = time.monotonic()
+    figures: dict[str, object] = {"host": host, "port": port}
+    try:
+        reach(str(place.coordinator), started + timeout_seconds, say).close()
+    except ClusterError as error:
+        found = str(error).replace("; ", ": ", 1)
+        fix = _fix_of_way(error.__context__, host, port)
+        return [Check(COORDINATOR, "", FAIL, found, fix, figures)]
+    figures["milliseconds"] = 1e3 * (time.monotonic() - started)
+    found = f"process 0 is reached at {place.coordinator}"
+    return [Check(COORDINATOR, "", PASS, found, figures=figures)]
+
+
+def _fix_of_way(error: BaseException | None, host: str, port: int) -> str:
+    if isinstance(error, socket.gaierror):
+        return "correct REPLICAX_COORDINATOR, or give the address instead of the name"
+    if isinstance(error, ConnectionRefusedError):
+        return "start process 0, and see its output for why it does not listen"
+    names = [name for name in _PROXIES if os.environ.get(name)]
+    beside = f"; set no_proxy={host} beside {names[0]}" if names else ""
+    return f"let the hosts reach {host} on port {port} and above, or name another network{beside}"
+
+
+def _is_exempt(host: str, listed: str) -> bool:
+    """Whether `host` ends in one of the names, as gRPC and most others read the list."""
+    names = [name.strip().lstrip("*") for name in listed.split(",")]
+    return any(name and host.endswith(name) for name in names)
+
+
+def _is_own(address: str) -> bool:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as trial:
+            trial.bind((address, 0))
+    except OSError as error:
+        return error.errno != errno.EADDRNOTAVAIL
+    return True
+
+
+def check_joining(
+    place: Place | None, before: Sequence[Check], timeout_seconds: float
+) -> tuple[list[Check], Job | None]:
+    """Join the others; return the row, and the job, or None where they are not joined.
+
+    Args:
+        place: of this process, where it is known.
+        before: what is known of the coordinator.
+        timeout_seconds: until all must have come, and then, if that is longer, for each check.
+    """
+    if place is None:
+        return [Check(JOINED, "", SKIP, "the place of this process is not known")], None
+    if place.processes == 1:
+        return [Check(JOINED, "", SKIP, "one process")], Alone()
+    if any(row.verdict == FAIL for row in before):
+        return [Check(JOINED, "", SKIP, "not tried: see the coordinator")], None
+    started = time.monotonic()
+    try:
+        start_seconds = max(timeout_seconds, LEAST_PATIENCE_SECONDS)
+        patience = dataclasses.replace(find_patience(os.environ), start_seconds=start_seconds)
+        job = initialize(timeout_seconds=timeout_seconds, patience=patience, verbose=False)
+    except Exception as error:
+        if isinstance(error, ClusterError) and not isinstance(error, AgreementError):
+            fix = "start all with one address, job id and number of processes; see their output"
+            return [Check(JOINED, "", FAIL, str(error), fix)], None
+        return [failed(JOINED, error)], None
+    seconds = time.monotonic() - started
+    return guarded(JOINED, lambda: _who(job, seconds)), job
+
+
+def _who(job: Job, seconds: float) -> list[Check]:
+    own = {"host": socket.gethostname(), "pid": os.getpid(), "seconds": seconds}
+    them = job.gather("the doctor's processes", own)
+    hosts = list(dict.fromkeys(each["host"] for each in them))
+    slowest = max(each["seconds"] for each in them)
+    apart = len(hosts) > 1
+    where = f"on {len(hosts)} hosts" if apart else f"on {hosts[0]}"
+    named = [
+        f"{n} is pid {each['pid']}" + (f" on {each['host']}" if apart else "")
+        for n, each in enumerate(them)
+    ]
+    more = f" and {len(them) - _NAMED} more" if len(them) > _NAMED else ""
+    found = f"{len(them)} processes {where} in {slowest:.1f} s: {', '.join(named[:_NAMED])}{more}"
+    return [Check(JOINED, "", PASS, found, figures={"processes": them, "hosts": hosts})]

@@ -1,0 +1,164 @@
+"""Rows, one table of what several processes found, and the same as JSON."""
+
+import dataclasses
+import json
+
+import pytest
+
+from replicax.checks import FAIL, NOTE, PASS, SKIP, Check, Verdict, print_table
+from replicax.doctor.combined import (
+    STYLE,
+    combined,
+    guarded,
+    parted,
+    summary,
+    to_json,
+    worst,
+)
+from replicax.errors import ConfigError
+
+FINE = Check("limits", "", PASS, "1,024 files")
+LOW = Check("limits", "", NOTE, "64 files", "raise it")
+
+
+def test_the_fix_is_what_follows_the_last_colon() -> None:
+    message = "A=4 with B=4; they count from 0: as in [::1]:80: lower it"
+    assert parted(message) == ("A=4 with B=4; they count from 0: as in [::1]:80", "lower it")
+    assert parted("no colon") == ("no colon", "")
+
+
+def test_a_check_that_fails_is_a_problem_with_its_reason() -> None:
+    def fails() -> list[Check]:
+        raise OSError("the disk\nis gone")
+
+    def refuses() -> list[Check]:
+        raise ConfigError("A=1 is odd: make it even")
+
+    (row,) = guarded("folder", fails)
+    assert (row.subject, row.found, row.verdict) == ("folder", "OSError: the disk is gone", FAIL)
+    assert row.cause
+    assert guarded("place", refuses) == [Check("place", "", FAIL, "A=1 is odd", "make it even")]
+    assert guarded("limits", lambda: [FINE]) == [FINE]
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "expected"),
+    [([], PASS), ([SKIP, PASS], PASS), ([PASS, NOTE], NOTE), ([FAIL, NOTE, PASS], FAIL)],
+)
+def test_the_worst_verdict(verdicts: list[Verdict], expected: Verdict) -> None:
+    assert worst(Check("check", "", verdict, "found") for verdict in verdicts) == expected
+
+
+def test_what_is_well_is_said_by_process_0_alone() -> None:
+    skipped = Check("place", "", SKIP, "not known")
+    assert combined([[FINE], [Check("limits", "", PASS, "2,048 files"), skipped]]) == [FINE]
+
+
+def test_what_some_processes_found_names_them() -> None:
+    assert combined([[FINE], [LOW], [FINE], [LOW]]) == [
+        FINE,
+        dataclasses.replace(LOW, found="processes 1 and 3: 64 files"),
+    ]
+    assert combined([[LOW], [FINE]])[0].found == "process 0: 64 files"
+
+
+def test_what_all_found_is_said_once() -> None:
+    assert combined([[FINE, LOW]] * 3) == [FINE, LOW]
+
+
+def test_rows_of_one_check_stay_together() -> None:
+    place = Check("place", "", PASS, "process 0 of 2")
+    found = combined([[FINE, place], [LOW, place]])
+    assert [row.subject for row in found] == ["limits", "limits", "place"]
+
+
+def test_many_different_rows_are_counted_in_the_end() -> None:
+    rows = combined(
+        [[FINE], *([Check("limits", "", NOTE, f"{n} files", "raise")] for n in range(20))]
+    )
+    assert len(rows) < 10
+    assert rows[-1].verdict == NOTE
+    shown = len(rows) - 2
+    assert rows[-1].found.startswith(f"and {20 - shown} more")
+
+
+def test_rows_survive_json() -> None:
+    again = Check(**json.loads(json.dumps(vars(LOW))))
+    assert again == LOW
+
+
+ROWS = [
+    Check("versions", "", PASS, " · ".join(f"package{n} 0.{n}.2" for n in range(9))),
+    Check(
+        "folder",
+        "",
+        NOTE,
+        "/a/very/long/path" * 9,
+        "use a shorter one, or one that is " + "l" * 90,
+    ),
+    Check("folder", "", FAIL, "it is full", "make room"),
+    Check("clocks", "", SKIP, "one process"),
+    Check(
+        "all-reduce",
+        "",
+        PASS,
+        "exact",
+        figures={
+            "sizes": [
+                {
+                    "size_bytes": 2**20,
+                    "seconds": 0.002,
+                    "algorithm_bytes_per_second": 5e8,
+                    "bus_bytes_per_second": 7.5e8,
+                }
+            ]
+        },
+    ),
+]
+
+
+def show(columns: int) -> None:
+    print_table(ROWS, summary(ROWS), style=dataclasses.replace(STYLE, width=columns))
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_lines_fit_and_nothing_is_lost(columns: int, capsys: pytest.CaptureFixture[str]) -> None:
+    show(columns)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= columns
+    assert all(line == line.rstrip() for line in lines)
+    assert "".join("".join(lines).split()).count("/a/very/long/path") >= 2
+    assert sum("".join(lines).count(f"package{n} 0.{n}.2") for n in range(9)) == 9
+
+
+def test_verdicts_fixes_and_speeds(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    show(80)
+    out = capsys.readouterr().out
+    full = next(line for line in out.splitlines() if "it is full" in line)
+    assert full.split()[-1] == "problem"
+    assert full.startswith(" ")  # the check's name stands above
+    assert "fix: make room" in out
+    assert "1.05 MB  2 ms   0.5      0.75" in out
+    assert out.splitlines()[-1] == "1 problem (folder) and 1 warning (folder)"
+
+
+def test_the_summary() -> None:
+    assert summary(ROWS[:1]) == "no problem found"
+    assert (
+        summary([ROWS[2], ROWS[2], Check("mesh", "", FAIL, "none")]) == "3 problems (folder, mesh)"
+    )
+
+
+def test_json_has_the_same_rows() -> None:
+    said = json.loads(json.dumps(to_json(ROWS, FAIL, {"process": 0})))
+    assert (said["process"], said["verdict"]) == (0, "problem")
+    assert [(row["check"], row["verdict"]) for row in said["rows"]] == [
+        ("versions", "ok"),
+        ("folder", "warning"),
+        ("folder", "problem"),
+        ("clocks", "skipped"),
+        ("all-reduce", "ok"),
+    ]

@@ -1,0 +1,170 @@
+"""The devices that JAX uses and those it does not, and their all-reduce: exact, and timed."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from replicax.checks import FAIL, NOTE, PASS, SKIP
+from replicax.core.job import Alone
+from replicax.doctor import device_checks
+from replicax.doctor.device_checks import (
+    Found,
+    check_devices,
+    check_mesh,
+    check_reduction,
+    judge_devices,
+    judge_reduction,
+    sizes,
+    timing,
+)
+from replicax.errors import ConfigError
+
+KB, MB = 2**10, 2**20
+CPU = Found("cpu", ["cpu"], [1], None, cores=4, gpus=0, tpus=0)
+GPU = Found("gpu", ["NVIDIA H200"], [8, 8], 150 * 2**30, cores=64, gpus=8, tpus=0)
+
+
+def changed(found: Found, **fields: Any) -> Found:
+    return dataclasses.replace(found, **fields)
+
+
+def test_the_devices_of_the_tests() -> None:
+    (row,) = check_devices({"JAX_PLATFORMS": "cpu"})
+    assert row.verdict == PASS
+    assert row.found.startswith("8 cpu devices · ")
+    assert row.found.endswith("JAX_PLATFORMS=cpu")
+    (mesh,) = check_mesh()
+    assert mesh.found == "data 8 x model 1 x stage 1: 8 replicas"
+
+
+def test_one_host_device_could_be_more() -> None:
+    (row,) = judge_devices(CPU, {})
+    assert "JAX_NUM_CPU_DEVICES=4 makes more" in row.found
+    (row,) = judge_devices(changed(CPU, of_process=[4]), {})
+    assert "makes more" not in row.found
+
+
+def test_gpus_of_two_processes() -> None:
+    (row,) = judge_devices(GPU, {})
+    assert row.verdict == PASS
+    assert row.found == "16 NVIDIA H200 devices of 2 processes, 150 GiB each"
+
+
+def test_processes_with_unequal_shares() -> None:
+    _, row = judge_devices(changed(GPU, of_process=[8, 4]), {})
+    assert row.verdict == FAIL
+    assert "have 8, 4 devices" in row.found
+
+
+def test_gpus_that_jax_leaves_alone() -> None:
+    _, row = judge_devices(changed(CPU, gpus=2), {})
+    assert row.verdict == FAIL
+    assert "2 GPUs of this host are not used by JAX" in row.found
+    assert "pip install -U 'jax[cuda13]'" in row.cause
+
+
+@pytest.mark.parametrize(
+    ("env", "cause"),
+    [
+        ({"JAX_PLATFORMS": "cpu"}, "JAX_PLATFORMS=cpu"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, "CUDA_VISIBLE_DEVICES="),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, "CUDA_VISIBLE_DEVICES=-1"),
+    ],
+)
+def test_gpus_that_a_variable_hides(env: dict[str, str], cause: str) -> None:
+    _, row = judge_devices(changed(CPU, gpus=1), env)
+    assert row.verdict == NOTE
+    assert row.found.endswith(f"is not used because of {cause}")
+    assert row.cause == f"unset {next(iter(env))}"
+
+
+def test_tpus_that_jax_leaves_alone() -> None:
+    _, row = judge_devices(changed(CPU, tpus=4), {})
+    assert row.verdict == FAIL
+    assert "jax[tpu]" in row.cause
+
+
+def test_no_devices_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_at_all() -> None:
+        raise RuntimeError("Unable to initialize backend 'cuda'")
+
+    monkeypatch.setattr(jax, "devices", none_at_all)
+    with pytest.raises(ConfigError, match=r"no devices of JAX_PLATFORMS=cuda.*initialize backend"):
+        check_devices({"JAX_PLATFORMS": "cuda"})
+    with pytest.raises(ConfigError, match=r"jax\[tpu\]'; or unset JAX_PLATFORMS"):
+        check_devices({"JAX_PLATFORMS": "tpu"})
+
+
+def test_sums_over_eight_devices() -> None:
+    (row,) = check_reduction(Alone(), 64 * KB)
+    assert row.verdict == PASS
+    assert row.found.startswith("sums over 8 devices are exact, up to ")
+    assert [each["size_bytes"] for each in row.figures["sizes"]] == [4 * KB, 64 * KB]
+
+
+def test_one_device_has_nothing_to_reduce(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda: one)
+    (row,) = check_reduction(Alone(), MB)
+    assert row.verdict == SKIP
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.float32])
+def test_a_wrong_sum_is_counted_on_every_device(dtype: Any) -> None:
+    trial = device_checks._Sum(Mesh(np.asarray(jax.devices()), ("devices",)), 4 * KB, dtype)
+    assert trial.wrong() == 0
+    right = trial._reduce
+    trial._reduce = lambda values: right(values).at[0, 5].add(1)
+    assert trial.wrong() == 8
+
+
+@pytest.mark.parametrize(
+    ("largest", "expected"),
+    [
+        (64 * MB, [4 * KB, 64 * KB, MB, 16 * MB, 64 * MB]),
+        (MB, [4 * KB, 64 * KB, MB]),
+        (100, [100]),
+    ],
+)
+def test_sizes_grow_to_the_largest(largest: int, expected: list[int]) -> None:
+    assert sizes(largest) == expected
+
+
+def test_bandwidths() -> None:
+    found = timing(10**9, 0.5, devices=8)
+    assert found.algorithm_bytes_per_second == pytest.approx(2e9)
+    assert found.bus_bytes_per_second == pytest.approx(3.5e9)
+
+
+def test_wrong_sums_are_a_problem_of_their_process() -> None:
+    (row,) = judge_reduction([timing(MB, 1e-3, 4)], [0, 3], 4, "cpu", None)
+    assert row.verdict == FAIL
+    assert "wrong" in row.found
+    assert row.found.endswith("3 on process 1")
+
+
+def test_gpus_on_a_slow_network() -> None:
+    assert len(judge_reduction([timing(MB, 0.1, 16)], [0, 0], 16, "cpu", None)) == 1
+    assert len(judge_reduction([timing(MB, 1e-5, 16)], [0, 0], 16, "gpu", None)) == 1
+    _, row = judge_reduction([timing(MB, 0.1, 16)], [0, 0], 16, "gpu", None)
+    assert row.verdict == NOTE
+    assert "NCCL_DEBUG=INFO" in row.cause
+
+
+def test_what_takes_too_long_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_checks, "BUDGET_SECONDS", 0.0)
+    (row,) = check_reduction(Alone(), MB)
+    assert [each["size_bytes"] for each in row.figures["sizes"]] == [4 * KB]
+    assert "65.5 kB and above left out" in row.found
+
+
+def test_what_takes_too_much_memory_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_checks, "_free_bytes", lambda: 8 * MB)
+    (row,) = check_reduction(Alone(), MB)
+    assert [each["size_bytes"] for each in row.figures["sizes"]] == [4 * KB, 64 * KB]
+    assert "1.05 MB and above left out: they take 33.6 MB of memory" in row.found

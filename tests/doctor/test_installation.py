@@ -1,0 +1,97 @@
+"""Which installations fit together, and what the system allows."""
+
+import pytest
+
+from replicax.checks import FAIL, NOTE, PASS
+from replicax.doctor.installation import (
+    check_limits,
+    check_versions,
+    judge_limits,
+    judge_versions,
+    requirements,
+)
+
+RANGES = {"jax": "<0.12,>=0.10.2", "numpy": ">=2.0", "flax": "<0.13,>=0.12"}
+FITTING = {"jax": "0.10.2", "jaxlib": "0.10.2", "numpy": "2.4.6"}
+
+
+def test_this_installation_is_well() -> None:
+    (row,) = check_versions()
+    assert row.verdict == PASS
+    for package in ("python 3.", "replicax ", "jax 0.", "jaxlib 0.", "numpy ", "optax ", "flax "):
+        assert package in row.found
+
+
+def test_the_ranges_are_those_of_the_package() -> None:
+    assert requirements()["jax"] == "<0.12,>=0.10.2"
+    assert requirements()["flax"] == "<0.13,>=0.12"
+    assert "pytest" not in requirements()
+
+
+@pytest.mark.parametrize(
+    ("changed", "verdict", "words"),
+    [
+        ({"jax": "0.10.1", "jaxlib": "0.10.1"}, FAIL, ["0.10.1 is older than 0.10.2"]),
+        ({"jax": "0.9.9", "jaxlib": "0.9.9"}, FAIL, ["jax 0.9.9"]),
+        ({"jax": "0.12.0", "jaxlib": "0.12.0"}, NOTE, ["0.12.0 is newer", "<0.12"]),
+        ({"flax": "0.11.2"}, FAIL, ["flax 0.11.2"]),
+        ({"jaxlib": "0.10.1"}, NOTE, ["jax 0.10.2 with jaxlib 0.10.1"]),
+        ({"jax-cuda13-plugin": "0.10.1"}, FAIL, ["jax-cuda13-plugin 0.10.1"]),
+        ({"jax-cuda12-pjrt": "0.11.0"}, FAIL, ["jax-cuda12-pjrt 0.11.0"]),
+    ],
+)
+def test_a_misfit_has_its_row_and_an_install_line(
+    changed: dict[str, str], verdict: str, words: list[str]
+) -> None:
+    all_of_them, misfit = judge_versions("3.11.7", FITTING | changed, RANGES)
+    assert all_of_them.verdict == PASS
+    assert misfit.verdict == verdict
+    assert misfit.cause.startswith("pip install")
+    for word in words:
+        assert word in misfit.found
+
+
+@pytest.mark.parametrize(
+    "versions",
+    [
+        {"jax": "0.11.4", "jaxlib": "0.11.4", "jax-cuda13-plugin": "0.11.4"},
+        {"jax": "0.10.2.dev20260101", "jaxlib": "0.10.2.dev20260101"},
+        {"jax": "0.10.2", "jaxlib": "0.10.2", "jax-cuda13-plugin": "0.10.2.post1"},
+        {"numpy": "10.0"},
+    ],
+)
+def test_what_fits(versions: dict[str, str]) -> None:
+    assert len(judge_versions("3.13.0", versions, RANGES)) == 1
+
+
+def test_this_host_has_limits() -> None:
+    row = check_limits({})[0]
+    assert row.verdict == PASS
+    assert "open files" in row.found
+
+
+def test_enough_of_everything() -> None:
+    (row,) = judge_limits(65536, 65536, 10**10, True, {"MALLOC_MMAP_MAX_": "0"})
+    assert row.verdict == PASS
+    assert row.found == "65,536 open files · /dev/shm 10.0 GB · malloc MALLOC_MMAP_MAX_=0"
+
+
+def test_no_limit_on_files_is_none() -> None:
+    (row,) = judge_limits(-1, -1, None, False, {})
+    assert row.found.startswith("any number of open files · malloc as usual")
+
+
+def test_few_files() -> None:
+    _, row = judge_limits(256, 4096, None, False, {})
+    assert row.verdict == NOTE
+    assert "256 open files" in row.found
+    assert "4,096 is the most" in row.found
+    assert "ulimit -n" in row.cause
+
+
+def test_little_shared_memory_matters_to_gpus() -> None:
+    assert len(judge_limits(1024, 1024, 64 * 10**6, False, {})) == 1
+    _, row = judge_limits(1024, 1024, 64 * 10**6, True, {})
+    assert row.verdict == NOTE
+    assert "64 MB" in row.found
+    assert "--shm-size" in row.cause
