@@ -246,9 +246,9 @@ def _beginning(
     """
     presets, path, preset = presets_of(recipe_class), None, None
     if presets or "preset" not in _names(recipe_class):
-        preset, flags = _taken("--preset", flags)
+        preset, flags = taken("--preset", flags)
     if "config" in _names(options_class):
-        path, flags = _taken("--config", flags)
+        path, flags = taken("--config", flags)
     if path is not None:
         if preset is not None:
             raise ConfigError(
@@ -278,14 +278,18 @@ def _beginning(
     return Arguments(spec, preset, recipe_class(**{**unset, **presets[preset]}), None), flags
 
 
-def _taken(flag: str, flags: list[str]) -> tuple[str | None, list[str]]:
-    """The value of `flag`, which others follow from, "" where it has none; and the other flags."""
+def taken(flag: str, flags: list[str]) -> tuple[str | None, list[str]]:
+    """The value of `flag`, which others follow from, "" where it has none; and the other flags.
+
+    Raises:
+        ConfigError: it is given more than once.
+    """
     places = [place for place, each in enumerate(flags) if each.partition("=")[0] == flag]
     if not places:
         return None, flags
     if len(places) > 1:
         raise ConfigError(
-            f"{flag} is given {len(places)} times; a run starts from one: leave the others out"
+            f"{flag} is given {len(places)} times; one is taken: leave the others out"
         )
     (place,), rest = places, list(flags)
     _, equals, value = rest.pop(place).partition("=")

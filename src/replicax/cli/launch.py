@@ -2,17 +2,17 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Annotated, Any
 
-from replicax.cli.flags import parse
+from replicax.cli.flags import one_of, parse, taken
 from replicax.cli.output import failed
 from replicax.errors import ConfigError, did_you_mean
 from replicax.launch.job import Job
 from replicax.launch.supervisor import GRACE_SECONDS
 from replicax.launch.supervisor import launch as launch_here
 
-PROGRAM = "replicax launch"
-EXAMPLE = f"{PROGRAM} --processes 2 -- python train.py"
+ENGINES = ("local", "slurm", "kubernetes", "ray")
+EXAMPLE = "replicax launch --processes 2 -- python train.py"
 HELP = """replicax launch --processes N [OPTIONS] -- COMMAND ...
 
 Starts COMMAND N times, as processes that train together and end together.
@@ -26,7 +26,7 @@ Each finds its place in REPLICAX_* variables; rx.initialize() reads them.
 class LaunchOptions:
     """What to launch, wherever that is."""
 
-    on: Literal["local", "slurm", "kubernetes", "ray"] = "local"
+    on: Annotated[str, one_of(ENGINES)] = ENGINES[0]
     """Where: this host, or a cluster's engine."""
     processes: int | None = None
     """How many in all; always given."""
@@ -50,28 +50,23 @@ class LocalOptions:
     """Folder for what they write; a new one in runs/ by default."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Engine:
-    """Where a job can be launched.
-
-    Args:
-        options: a dataclass; its fields are flags beside those of every launch.
-        run: a job and those options -> the exit code, and what to say of the end or None.
-    """
-
-    options: type[Any]
-    run: Callable[[Job, Any], tuple[int, str | None]]
-
-
 def launch(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
     if "--" not in arguments and not {"-h", "--help"} & set(arguments):
         raise ConfigError(f"launch without a command; it comes last, after --: {EXAMPLE}")
-    flags, command = _split(arguments)
-    engine = _engine(flags)
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    flags, command = arguments[:end], arguments[end + 1 :]
+    name, flags = taken("--on", flags)  # before they are parsed: an engine has some of its own
+    name = ENGINES[0] if name is None else name
+    if name not in ENGINES:
+        raise ConfigError(
+            f"--on {name!r}; a job is launched on one of {', '.join(ENGINES)}"
+            f"{did_you_mean(name, ENGINES)}"
+        )
+    engine_options, run = _engine(name)
     # One class with the flags of both, whose instances are options of both.
     both = dataclasses.make_dataclass(
-        "Flags", [], bases=(LaunchOptions, engine.options), frozen=True
+        "Flags", [], bases=(LaunchOptions, engine_options), frozen=True
     )
     both.__doc__ = HELP
     options: Any = parse("launch", both, flags)  # exits where help is asked for
@@ -87,36 +82,23 @@ def launch(arguments: list[str]) -> int:
         restarts=options.restarts,
         name=options.name,
     )
-    code, said = engine.run(job, options)
+    code, said = run(job, options)
     return failed(said, code) if said else code
 
 
-def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """What comes before the first `--`, and what comes after it."""
-    if "--" not in arguments:
-        return arguments, []
-    place = arguments.index("--")
-    return arguments[:place], arguments[place + 1 :]
+def _engine(name: str) -> tuple[type[Any], Callable[[Job, Any], tuple[int, str | None]]]:
+    """The options of an engine, and what a job and those come to: a code, and a message or None."""
+    if name == "local":
+        return LocalOptions, _run_here
+    if name == "ray":
+        from replicax.launch.on_ray import RayOptions, launch_on_ray
 
+        return RayOptions, launch_on_ray
+    from replicax.launch import scripts
 
-def _engine(flags: list[str]) -> Engine:
-    """The engine that `flags` name, before they are parsed: it has flags of its own."""
-    name = "local"
-    for place, flag in enumerate(flags):
-        if flag.startswith("--on="):
-            name = flag.removeprefix("--on=")
-        elif flag == "--on":
-            name = flags[place + 1] if flags[place + 1 :] else ""
-    if name not in ENGINES:
-        raise ConfigError(
-            f"--on {name!r}; a job is launched on one of {', '.join(ENGINES)}"
-            f"{did_you_mean(name, ENGINES)}"
-        )
-    return ENGINES[name]()
-
-
-def _local() -> Engine:
-    return Engine(LocalOptions, _run_here)
+    if name == "slurm":
+        return scripts.SlurmOptions, lambda *given: _print(scripts.slurm_script(*given))
+    return scripts.KubernetesOptions, lambda *given: _print(scripts.jobset_manifest(*given))
 
 
 def _run_here(job: Job, options: LocalOptions) -> tuple[int, str | None]:
@@ -126,32 +108,6 @@ def _run_here(job: Job, options: LocalOptions) -> tuple[int, str | None]:
     return outcome.exit_code, outcome.message
 
 
-def _slurm() -> Engine:
-    from replicax.launch.scripts import SlurmOptions, slurm_script
-
-    return Engine(SlurmOptions, lambda job, options: _print(slurm_script(job, options)))
-
-
-def _kubernetes() -> Engine:
-    from replicax.launch.scripts import KubernetesOptions, jobset_manifest
-
-    return Engine(KubernetesOptions, lambda job, options: _print(jobset_manifest(job, options)))
-
-
-def _ray() -> Engine:
-    from replicax.launch.on_ray import RayOptions, launch_on_ray
-
-    return Engine(RayOptions, launch_on_ray)
-
-
 def _print(text: str) -> tuple[int, None]:
     print(text.rstrip("\n"))
     return 0, None
-
-
-ENGINES: dict[str, Callable[[], Engine]] = {
-    "local": _local,
-    "slurm": _slurm,
-    "kubernetes": _kubernetes,
-    "ray": _ray,
-}

@@ -1,6 +1,7 @@
 """`replicax runs`: what is in runs/, and how far each run has come."""
 
 import dataclasses
+import io
 import os
 import time
 from collections.abc import Sequence
@@ -9,16 +10,16 @@ from typing import Annotated, Any
 
 from replicax.cli.flags import BY_PLACE, parse, shown_as
 from replicax.cli.opened import RUNS, metrics_text
-from replicax.errors import CheckpointError, ConfigError
+from replicax.errors import CheckpointError, ConfigError, require
 from replicax.train.changes import read_config
 from replicax.train.checkpoints.manifest import Manifest
 from replicax.train.checkpoints.store import Store
 from replicax.train.lease import is_held
 from replicax.train.load import CHECKPOINTS
 from replicax.train.records import CONFIG, RECORDS, Record, record_from_json
-from replicax.wording import size_text
+from replicax.wording import shortened, size_text
 
-WIDTH, GAP, LEAST_NAME, LEAST_RECIPE = 80, 2, 8, 8
+WIDTH = 80
 HEADER = ("name", "recipe", "step", "epoch", "eval", "saved", "size", "")
 _MOST_RECORD_BYTES = 2**22
 _AGES = (("d", 86_400), ("h", 3_600), ("min", 60))
@@ -38,68 +39,80 @@ class RunsOptions:
     """Where to look."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """A run in the table."""
-
-    name: str
-    saved_at: float = 0.0
-    cells: tuple[str, ...] = ()
-    """Recipe, step, epoch, size and state; none where the run cannot be read."""
-    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
-    fault: str = ""
-    """Why it cannot be read."""
-
-
 def runs(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
-    options = parse("runs", RunsOptions, arguments)
-    folder = options.folder
+    folder = parse("runs", RunsOptions, arguments).folder
     if not folder.is_dir():
         if folder == RUNS:
             raise ConfigError("there is no folder runs here; replicax train makes it: train one")
         raise ConfigError(f"{folder} is no folder; give one that holds runs")
     inside = sorted(path for path in folder.iterdir() if path.is_dir())
     found = [path for path in inside if os.path.lexists(path / CONFIG) or _store(path).paths()]
-    rows = sorted(map(_row, found), key=lambda row: row.saved_at)
-    if rows:
-        print(*_table(rows, time.time()), sep="\n")
+    rows, faults = [], []
+    for path in found:
+        try:
+            rows.append(_row(path))
+        except ConfigError:
+            faults.append(f"{path.name}  its {CONFIG} cannot be read")
+        except CheckpointError as error:
+            faults.append(
+                shortened(f"{path.name}  its newest checkpoint is harmed: {error}", WIDTH)
+            )
+    _print_table([cells for _, cells in sorted(rows, key=lambda row: row[0])])
+    print(*faults, sep="\n", end="\n" if faults else "")
     others = len(inside) - len(found)
-    if others or not rows:
-        runs_there = f"{len(rows)} run{'s' * (len(rows) != 1)} in {folder}"
+    if others or not found:
+        runs_there = f"{len(found)} run{'s' * (len(found) != 1)} in {folder}"
         print(f"{runs_there}, and {others} other folder{'s' * (others != 1)}")
     return 0
 
 
-def _row(path: Path) -> Row:
-    try:
-        config = read_config(path / CONFIG)
-    except ConfigError:
-        return Row(path.name, fault=f"its {CONFIG} cannot be read")
-    records = _records(path / RECORDS)
-    evaluated = [record for record in records if record.kind == "eval"]
-    metrics = evaluated[-1].metrics if evaluated else {}
-    step = records[-1].step if records else 0
-    epoch = records[-1].epoch if records else 0
-    manifest, saved_at = None, 0.0
+def _print_table(rows: Sequence[Sequence[str]]) -> None:
+    """In 80 columns; long names and many metrics go on below."""
+    if not rows:
+        return
+    require("rich", "cli")
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="")
+    for title in HEADER:
+        table.add_column(title, overflow="fold", no_wrap=title not in ("name", "recipe", "eval"))
+    for row in rows:
+        table.add_row(*row)
+    console = Console(width=WIDTH, file=io.StringIO(), markup=False, emoji=False, highlight=False)
+    with console.capture() as text:
+        console.print(table)
+    print(*(line.rstrip() for line in text.get().splitlines()), sep="\n")
+
+
+def _row(path: Path) -> tuple[float, tuple[str, ...]]:
+    """When the run was saved, and its line of the table.
+
+    Raises:
+        ConfigError: its configuration cannot be read.
+        CheckpointError: its newest checkpoint is harmed.
+    """
+    config, records, manifest = read_config(path / CONFIG), _records(path / RECORDS), None
+    evaluated = [record.metrics for record in records if record.kind == "eval"]
+    step, epoch, saved_at = 0, 0, 0.0
+    if records:
+        step, epoch = records[-1].step, records[-1].epoch
     store = _store(path)
     if places := store.paths():
-        try:
-            manifest = store.read_placed(*places[-1])
-        except CheckpointError as error:
-            return Row(path.name, fault=f"{places[-1][1].name} is harmed: {error}")
-        step, epoch = manifest.position.step, manifest.position.epoch
-        saved_at = manifest.saved_at
-    of_steps, of_epochs = _length(config)
-    state = "running" if is_held(path) else _state(config, manifest)
-    cells = (
+        manifest = store.read_placed(*places[-1])
+        step, epoch, saved_at = manifest.position.step, manifest.position.epoch, manifest.saved_at
+    steps, epochs = _length(config)
+    return saved_at, (
+        path.name,
         str(config.get("recipe") or "-"),
-        f"{step}/{of_steps}" if of_steps else str(step),
-        f"{epoch + 1}/{of_epochs}" if of_epochs else str(epoch + 1),
+        f"{step}/{steps}" if steps else str(step),
+        f"{epoch + 1}/{epochs}" if epochs else str(epoch + 1),
+        (metrics_text(evaluated[-1]) if evaluated else "") or "-",
+        _age(time.time() - saved_at) if saved_at else "-",
         size_text(_bytes(path)),
-        state,
+        "running" if is_held(path) else _state(config, manifest),
     )
-    return Row(path.name, saved_at, cells, metrics)
 
 
 def _store(path: Path) -> Store:
@@ -136,17 +149,12 @@ def _length(config: dict[str, Any]) -> tuple[int | None, int | None]:
 
 
 def _state(config: dict[str, Any], manifest: Manifest | None) -> str:
-    steps, epochs = _length(config)
-    data = config.get("data")
+    (steps, epochs), data = _length(config), config.get("data")
     rows = data.get("rows") if isinstance(data, dict) else None
-    if manifest is None:
+    if manifest is None or (steps is None and (epochs is None or type(rows) is not int)):
         return "?"
-    position = manifest.position
-    if steps is not None:
-        return "done" if position.step >= steps else "stopped"
-    if epochs is None or type(rows) is not int:
-        return "?"
-    done = position.epoch + 1 >= epochs and position.rows >= rows
+    at = manifest.position
+    done = at.step >= steps if steps is not None else (at.epoch + 1, at.rows) >= (epochs, rows)
     return "done" if done else "stopped"
 
 
@@ -161,50 +169,8 @@ def _bytes(path: Path) -> int:
     return total
 
 
-def _table(rows: Sequence[Row], now: float) -> list[str]:
-    """In 80 columns: all metrics where there is room, the loss alone where there is not."""
-    longest = max(len(row.name) for row in rows)
-    for kept in (None, {"loss"}):
-        lines = [HEADER, *(_cells(row, now, kept) for row in rows if not row.fault)]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(HEADER))]
-        room = WIDTH - sum(widths[2:]) - GAP * (len(HEADER) - 1)  # for name and recipe
-        if room >= longest + widths[1]:
-            break
-    widths[1] = min(widths[1], max(LEAST_RECIPE, room - longest))
-    widths[0] = min(longest, max(LEAST_NAME, room - widths[1]))
-    found = [_line(HEADER, widths)]
-    for row in rows:
-        name = _shortened(row.name, widths[0])
-        if row.fault:
-            found.append(f"{name:<{widths[0]}}{' ' * GAP}{row.fault}"[:WIDTH])
-        else:
-            recipe, *rest = _cells(row, now, kept)[1:]
-            found.append(_line((name, _shortened(recipe, widths[1]), *rest), widths))
-    return found
-
-
-def _cells(row: Row, now: float, kept: set[str] | None) -> tuple[str, ...]:
-    recipe, step, epoch, size, state = row.cells
-    metrics = {name: value for name, value in row.metrics.items() if kept is None or name in kept}
-    saved = _age(now - row.saved_at) if row.saved_at else "-"
-    return row.name, recipe, step, epoch, metrics_text(metrics) or "-", saved, size, state
-
-
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    padded = [f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)]
-    return (" " * GAP).join(padded).rstrip()
-
-
 def _age(seconds: float) -> str:
     for unit, size in _AGES:
         if seconds >= size:
             return f"{seconds / size:.0f} {unit}"
     return "now"
-
-
-def _shortened(text: str, most: int) -> str:
-    """The middle is what goes: the ends tell runs apart."""
-    if len(text) <= most:
-        return text
-    before = (most - 1) // 2
-    return f"{text[:before]}…{text[len(text) - (most - 1 - before) :]}"
