@@ -31,10 +31,10 @@ ROOMS = {
     "train": TEXT | {"core", "cluster", "analysis"},
     "recipes": TEXT | {"core", "losses", "remat", ""},
     **{verb: TEXT | BESIDE | {"", "checks"} for verb in VERBS},
-    "runs": TEXT | BESIDE,
+    "load_run": TEXT | BESIDE,
     "verified": TEXT | BESIDE | {"verify", "plan"},
-    "": TEXT | BESIDE | VERBS | {"runs", "verified", "losses", "remat"},
-    "cli": TEXT | BESIDE | VERBS | {"", "checks", "runs", "lint"},
+    "": TEXT | BESIDE | VERBS | {"load_run", "verified", "losses", "remat"},
+    "cli": TEXT | BESIDE | VERBS | {"", "checks", "lint"},
     "__main__": {"cli"},
 }
 """Who may import whom. "" is `replicax/__init__.py`, the public names."""

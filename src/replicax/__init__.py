@@ -49,9 +49,9 @@ if typing.TYPE_CHECKING:
     from replicax.bench.run import bench as bench
     from replicax.cluster.join import initialize as initialize
     from replicax.cluster.patience import Patience as Patience
+    from replicax.load_run import load as load
     from replicax.plan.plan import plan as plan
     from replicax.plan.result import Plan as Plan
-    from replicax.runs import load as load
     from replicax.train.audit import Audit as Audit
     from replicax.train.evaluator import Evaluation as Evaluation
     from replicax.train.fit import Guard as Guard
@@ -107,7 +107,7 @@ _LATER = {
     "bench": "bench.run",
     "fit": "train.fit",
     "initialize": "cluster.join",
-    "load": "runs",
+    "load": "load_run",
     "plan": "plan.plan",
     "verify": "verified",
     "verify_step": "verify.step",

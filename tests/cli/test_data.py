@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from replicax.cli.step import first_rows, print_data
+from replicax.cli.step_options import first_rows, print_data
 from replicax.errors import ConfigError
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.command_line import Main, one_line
 
-from replicax.cli import step
+from replicax.cli import step_options
 from replicax.verify import step_files
 from replicax.verify.verification import Verification
 
@@ -144,7 +144,7 @@ def test_the_flags_of_a_step_reach_it(main: Main, monkeypatch: pytest.MonkeyPatc
 
 def test_exact_gets_its_threads(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(step, "fix_threads", asked.append)
+    monkeypatch.setattr(step_options, "fix_threads", asked.append)
     flags = ("--devices", 2, "--mode", "exact", "--modes", "exact", "--micro-shards", 16)
     code, _, err = main("verify", "linear_regression", *flags)
     assert asked == [16]

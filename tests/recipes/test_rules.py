@@ -10,7 +10,7 @@ from support.tiers import only
 
 import replicax as rx
 from replicax.analysis.compiled import Collectives, inspect
-from replicax.cli.step import StepOptions
+from replicax.cli.step_options import StepOptions
 from replicax.recipes import transformer
 from replicax.recipes.gpt2 import GPT2
 from replicax.recipes.mlp import MLP

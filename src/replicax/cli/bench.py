@@ -24,7 +24,7 @@ from replicax.bench.result import Bench
 from replicax.bench.save import write_bench
 from replicax.cli.flags import Arguments, parse_with_recipe, several_of, shown_as, words
 from replicax.cli.output import new_folder
-from replicax.cli.step import StepOptions, check_alone, make_host_devices, print_data
+from replicax.cli.step_options import StepOptions, check_alone, make_host_devices, print_data
 from replicax.core.job import Alone
 from replicax.core.modes import MODES
 from replicax.errors import ConfigError, MissingDependencyError

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from replicax.cli.flags import parse, shown_as
 from replicax.cli.opened import RunOptions, about_line, metrics_text
 from replicax.cli.output import JsonOptions
-from replicax.cli.step import print_data
+from replicax.cli.step_options import print_data
 from replicax.errors import ConfigError
 from replicax.recipes.recipe import recipe_name
 from replicax.train.load import Loaded

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import replicax as rx
 from replicax.cli.flags import BY_PLACE, shown_as
-from replicax.cli.step import check_alone
+from replicax.cli.step_options import check_alone
 from replicax.errors import ConfigError, did_you_mean
 from replicax.recipes.recipe import recipe_name
 from replicax.train.load import Loaded

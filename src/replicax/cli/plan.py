@@ -11,7 +11,13 @@ import jax
 import replicax as rx
 from replicax.cli.flags import Arguments, parse_with_recipe
 from replicax.cli.output import JsonOptions, new_folder
-from replicax.cli.step import ModeOptions, StepOptions, first_rows, make_host_devices, print_data
+from replicax.cli.step_options import (
+    ModeOptions,
+    StepOptions,
+    first_rows,
+    make_host_devices,
+    print_data,
+)
 from replicax.core.modes import as_mode
 from replicax.errors import ConfigError
 from replicax.plan.cells import line

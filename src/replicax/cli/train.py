@@ -12,7 +12,7 @@ import replicax as rx
 from replicax.cli.flags import Arguments, parse_with_recipe
 from replicax.cli.output import failed
 from replicax.cli.sharding import print_sharding
-from replicax.cli.step import first_rows, make_host_devices, print_data
+from replicax.cli.step_options import first_rows, make_host_devices, print_data
 from replicax.cli.train_options import TrainOptions, check_installed
 from replicax.cluster.failure import stop_all_now
 from replicax.core.job import Job

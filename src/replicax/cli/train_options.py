@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import replicax as rx
 from replicax.cli.flags import several_of, shown_as, words
-from replicax.cli.step import DeviceOptions, ModeOptions, StepOptions
+from replicax.cli.step_options import DeviceOptions, ModeOptions, StepOptions
 from replicax.errors import ConfigError, choose, require
 
 NOISE_EVERY = 10

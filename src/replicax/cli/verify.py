@@ -10,7 +10,7 @@ import jax
 import replicax as rx
 from replicax.cli.flags import Arguments, parse, parse_with_recipe, several_of, words
 from replicax.cli.output import JsonOptions
-from replicax.cli.step import (
+from replicax.cli.step_options import (
     DeviceOptions,
     ModeOptions,
     StepOptions,

@@ -10,10 +10,10 @@ import pytest
 from support.command_line import REGRESSION, Main, one_line
 
 import replicax as rx
-from replicax.cli import step
+from replicax.cli import step_options
 from replicax.cli.bench import BenchOptions
 from replicax.cli.plan import PlanOptions
-from replicax.cli.step import DeviceOptions, ModeOptions, StepOptions
+from replicax.cli.step_options import DeviceOptions, ModeOptions, StepOptions
 from replicax.cli.train_options import TrainOptions
 from replicax.cli.verify import VerifyOptions
 from replicax.core.layout import LAYOUTS
@@ -195,7 +195,7 @@ def test_threads_are_fixed_for_modes_whose_bits_are(
     modes: list[str], threads: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fixed: list[int] = []
-    monkeypatch.setattr(step, "fix_threads", fixed.append)
+    monkeypatch.setattr(step_options, "fix_threads", fixed.append)
     StepOptions(micro_shards=16).fix_threads(*modes)
     assert fixed == threads
 
