@@ -6,8 +6,11 @@ from pathlib import Path
 import pytest
 from support.source_broken import BROKEN
 from support.source_correct import CORRECT
+from support.tiers import only
 
 from replicax.lint.files import examine
+from replicax.lint.step_file import step_file
+from replicax.verify.step_files import verify_files
 
 HEAD = """
 import functools
@@ -19,16 +22,34 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from support.train_state import TrainState
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-mesh = jax.make_mesh((8,), ("data",))
+mesh = Mesh(np.array(jax.devices()), ("data",))
 tx = optax.sgd(0.1)
+draw = np.random.default_rng(0)
+batch = {
+    "x": draw.normal(size=(64, 3)).astype("float32"),
+    "y": draw.normal(size=64).astype("float32"),
+    "mask": (draw.uniform(size=64) < 0.6).astype("float32"),
+}
+x, y = batch["x"], batch["y"]
+params = jnp.asarray(draw.normal(size=3), "float32")
+opt_state = tx.init(params)
+key = jax.random.key(0)
+
+
+def apply_fn(variables, x, rngs=None):
+    kept = 1.0 if rngs is None else jax.random.bernoulli(rngs["dropout"], 0.5, x.shape)
+    return (x * kept) @ variables["params"]
+
+
+state = TrainState(params, opt_state, apply_fn=apply_fn, tx=tx)
 
 
 def loss_fn(params, batch):
-    logits = batch["x"] @ params["w"]
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+    return ((batch["x"] @ params - batch["y"]) ** 2).mean()
 
 """
 RULES = {
@@ -70,3 +91,37 @@ def test_correct_code_gives_no_finding(name: str, tmp_path: Path) -> None:
 
 def test_every_rule_has_a_program_with_its_error() -> None:
     assert {rule for code in BROKEN.values() for _, rule in marked(code)} == RULES
+
+
+EXECUTED = (
+    "pmap without pmean",
+    "only the loss is reduced",
+    "written out SGD",
+    "a gradient of a helper that forgets",
+    "shard_map unchecked without pmean",
+    "masked mean per device",
+    "masked mean, guarded, of a mask made of labels",
+    "a key by in_axes None",
+    "a key from a constant",
+    "a key by P() and the step",
+    "a key that replicate gives to all devices",
+    "pmap with pmean, every spelling",
+    "reduced by a class of the file",
+    "gradients summed, divided by the count",
+    "shard_map, unchecked and checked",
+    "metrics fetched now and then",
+)
+"""Programs that are whole: their first step runs as `verify --step` would have it."""
+OFTEN = (
+    "a key by in_axes None",
+    "masked mean per device",
+    "gradients summed, divided by the count",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", only(OFTEN, EXECUTED))
+def test_verify_agrees_once_it_runs(name: str, tmp_path: Path) -> None:
+    code, to = HEAD + (BROKEN | CORRECT)[name], tmp_path / "check.py"
+    to.write_text(step_file(code, Path("train.py"), to))
+    assert verify_files(f"{to}:step", f"{to}:reference").ok == (name in CORRECT)

@@ -83,18 +83,17 @@ f = shard_map(jnp.sum, mesh=mesh, in_specs=P("data"), out_specs=P("data"))  #! b
 """,
     "masked mean per device": """
 @partial(jax.pmap, axis_name="devices")
-def step(state, batch, mask):
-    def loss_fn(model):
-        loss = optax.softmax_cross_entropy(model(batch["image"]), batch["onehot"])
-        return (loss * mask).sum() / mask.sum()  #! mean-of-means
-    loss, grads = nnx.value_and_grad(loss_fn)(state.model)
+def step(state, batch):
+    def masked(params):
+        rows = (batch["x"] @ params - batch["y"]) ** 2
+        return (rows * batch["mask"]).sum() / batch["mask"].sum()  #! mean-of-means
+    loss, grads = jax.value_and_grad(masked)(state.params)
     grads = jax.lax.pmean(grads, axis_name="devices")
-    state.update(grads)
-    return state, jax.lax.pmean(loss, axis_name="devices")
+    return state.apply_gradients(grads=grads), jax.lax.pmean(loss, axis_name="devices")
 """,
     "masked mean, guarded, of a mask made of labels": """
 def masked(params, batch):
-    per_row = optax.softmax_cross_entropy_with_integer_labels(params @ batch["x"], batch["y"])
+    per_row = optax.squared_error(batch["x"] @ params, batch["y"])
     valid = batch["y"] >= 0
     total = jnp.sum(jnp.where(valid, per_row, 0.0))
     return total / jnp.maximum(jnp.sum(valid), 1)  #! mean-of-means
@@ -135,20 +134,19 @@ def step(state, batch):
     key = jax.random.PRNGKey(0)
     noise = jax.random.normal(key, batch["x"].shape)  #! shared-key
     def loss(p):
-        return jnp.mean((batch["x"] + noise) @ p)
+        return jnp.mean(((batch["x"] + noise) @ p) ** 2)
     grads = lax.pmean(jax.grad(loss)(state.params), "i")
     return state.apply_gradients(grads=grads)
 """,
     "a key by P() and the step": """
-specs = (P(), P("data"), P(), P())
+specs = (P(), P("data"), P())
 
 @partial(jax.shard_map, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
-def step(params, batch, rng, number):
-    rng = jax.random.fold_in(rng, number)
-    noise_rng, _ = jax.random.split(rng)
+def step(params, x, key):
+    noise_key, _ = jax.random.split(key)
     def loss(p):
-        x = batch + jax.random.normal(noise_rng, batch.shape)  #! shared-key
-        return jnp.mean(x @ p)
+        noisy = x + jax.random.normal(noise_key, x.shape)  #! shared-key
+        return jnp.mean((noisy @ p) ** 2)
     grads = lax.pmean(jax.grad(loss)(params), "data")
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
 """,
@@ -282,15 +280,15 @@ p_compute = jax.pmap(compute, axis_name="batch")
     "a key that replicate gives to all devices": """
 from flax import jax_utils
 
-def step(state, batch, rng):
-    rng = jax.random.fold_in(rng, state.step)
+def step(state, batch, key):
+    key = jax.random.fold_in(key, state.step)
     def loss(p):
-        return state.apply_fn({"params": p}, batch["x"], rngs={"dropout": rng}).mean()
+        return (state.apply_fn({"params": p}, batch["x"], rngs={"dropout": key}) ** 2).mean()
     grads = lax.pmean(jax.grad(loss)(state.params), "i")
     return state.apply_gradients(grads=grads)
 
 p_step = jax.pmap(step, axis_name="i")
-rng = jax_utils.replicate(jax.random.key(0))  #! shared-key
+keys = jax_utils.replicate(jax.random.key(0))  #! shared-key
 """,
     "a scale of each replica's own": """
 from flax.training.dynamic_scale import DynamicScale

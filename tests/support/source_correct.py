@@ -35,9 +35,7 @@ class Trainer:
         return loss_fn(params, batch)
 """,
     "reduced by a class of the file": """
-from flax.training import train_state
-
-class State(train_state.TrainState):
+class State(TrainState):
     def apply_gradients(self, *, grads):
         grads = lax.pmean(grads, "i")
         updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
@@ -46,6 +44,8 @@ class State(train_state.TrainState):
 @partial(jax.pmap, axis_name="i")
 def step(state: State, batch):
     return state.apply_gradients(grads=jax.grad(loss_fn)(state.params, batch))
+
+state = State(params, opt_state, tx=tx)
 """,
     "reduced by a function that cannot be seen": """
 from utils import sync

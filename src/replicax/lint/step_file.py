@@ -12,7 +12,7 @@ from pathlib import Path
 
 from replicax.errors import ConfigError
 from replicax.lint.frozen import free_names
-from replicax.lint.program import BATCH, GRADS, KEY, PMAP, Mapped, Program, names_in, targets
+from replicax.lint.program import BATCH, KEY, PMAP, Mapped, Program, names_in, targets
 from replicax.lint.steps import REDUCES, REPLICATES
 
 _FILE = '''\
@@ -46,6 +46,7 @@ def paired(results):
     """The new state, and whatever else the step returns."""
     return {paired}
 '''
+_DIFFERENTIATE = {"grad", "value_and_grad", "filter_grad", "filter_value_and_grad"}
 _WANTED = {
     "state": "the state that the step begins with, for one device",
     "batch": "a global batch, arrays of [rows, ...] with some rows for each device",
@@ -68,9 +69,10 @@ def step_file(text: str, path: Path, to: Path) -> str:
     mapped = _step(program, path)
     function = mapped.function
     name = getattr(function, "name", "train_step")
-    parts = _parts(mapped, path)
+    arguments = [each.arg for each in function.args.args]
+    parts = _parts(arguments, path)
     made = {each: node for node in program.tree.body for each in _makes(node)}
-    free = (free_names(function) | names_in(mapped.call)) - {name}
+    free = (free_names(function) | names_in(function.args, mapped.call)) - {name}
     left = dict.fromkeys(free - made.keys(), f"made inside a function of {path.name}")
     left = {each: said for each, said in left.items() if not hasattr(builtins, each)}
     own = []
@@ -99,7 +101,7 @@ def step_file(text: str, path: Path, to: Path) -> str:
         mapped=_mapping(mapped, name),
         axis=_axis(program, mapped),
         rows=rows,
-        given=f"{'*state' if count > 1 else 'state'}, {rows}",
+        given=", ".join(["*state" if count > 1 else "state", *arguments[count:]]),
         paired="results if isinstance(results, tuple) else (results, {})"
         if count == 1
         else f"tuple(results[:{count}]), results[{count}:]",
@@ -108,10 +110,8 @@ def step_file(text: str, path: Path, to: Path) -> str:
 
 def _step(program: Program, path: Path) -> Mapped:
     for mapped in program.mapped:
-        if any(
-            program.called(call) in GRADS
-            for call in program.calls(*program.reached(mapped.function))
-        ):
+        calls = program.calls(*program.reached(mapped.function))
+        if any(program.last_called(call) in _DIFFERENTIATE for call in calls):
             return mapped
     raise ConfigError(
         f"{path} has no pmap or shard_map of a function that differentiates; a step of another "
@@ -119,9 +119,8 @@ def _step(program: Program, path: Path) -> Mapped:
     )
 
 
-def _parts(mapped: Mapped, path: Path) -> dict[str, list[str]]:
+def _parts(names: list[str], path: Path) -> dict[str, list[str]]:
     """Return the names of a step's arguments by what they are: state, batch, and maybe a key."""
-    names = [each.arg for each in mapped.function.args.args]
     first = next((n for n, name in enumerate(names) if n and BATCH.match(name)), None)
     if first is None:
         raise ConfigError(
