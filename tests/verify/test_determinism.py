@@ -6,7 +6,9 @@ import pytest
 from verify import zoo_recipes as zoo
 
 import replicax as rx
-from replicax.verify.determinism import check_determinism
+from replicax.verify.facts import examine
+from replicax.verify.program_cases import ProgramCases
+from replicax.verify.step_checks import determinism
 from replicax.verify.subject import Subject
 
 
@@ -22,4 +24,8 @@ from replicax.verify.subject import Subject
 def test_verdicts(loss: Any, runs: str, traces: str) -> None:
     dp = rx.DataParallel(loss, zoo.Entry().optimizer(), mode="single")
     subject = Subject(dp, zoo.network(), zoo.data(), 1, 0)
-    assert [check.verdict for check in check_determinism(subject)] == [runs, traces]
+    cases = ProgramCases(subject, examine(subject), lambda text: None)
+    trial = cases.trial(subject.own)
+    found = determinism(trial, subject.full, trial.run([subject.full]))
+    assert [found.verdict, cases.traces(trial).verdict] == [runs, traces]
+    assert ("pure_callback" in found.cause) == (runs == "fail")

@@ -2,19 +2,20 @@
 
 from typing import Any
 
-import jax
 import pytest
 from verify import zoo_recipes as zoo
 
 import replicax as rx
-from replicax.verify.parameters import check_parameters, moved
+from replicax.verify.facts import examine
+from replicax.verify.program_cases import ProgramCases
 from replicax.verify.subject import Subject
 
 
 def checks(entry: zoo.Entry) -> dict[str, Any]:
     dp = rx.DataParallel(entry.loss, entry.optimizer(), mode="single")
     subject = Subject(dp, entry.model(), zoo.data(), 1, 0)
-    return {check.case: check for check in check_parameters(subject)}
+    cases = ProgramCases(subject, examine(subject), lambda text: None)
+    return {check.case: check for check in cases.parameters()}
 
 
 @pytest.mark.parametrize(
@@ -35,10 +36,3 @@ def test_dead() -> None:
     found = checks(zoo.BROKEN["dead parameter"])["gradient"]
     assert found.verdict == "fail"
     assert found.figures["dead"] == ["['unused']"]
-
-
-def test_moved_changes_every_element() -> None:
-    before = zoo.gated_model()
-    after = moved(before, 0)
-    changed = jax.tree.map(lambda left, right: bool((left != right).all()), before, after)
-    assert all(jax.tree.leaves(changed))

@@ -14,7 +14,7 @@ import replicax as rx
 from replicax.core import loss as loss_module
 from replicax.core.modes import MODES
 from replicax.verify.facts import Facts, examine
-from replicax.verify.parity import Parity
+from replicax.verify.program_cases import ProgramCases
 from replicax.verify.subject import Case, Subject
 
 __all__ = ["quick_programs"]
@@ -28,8 +28,8 @@ def subject(entry: zoo.Entry, devices: int = 4) -> Subject:
 
 
 def verdicts(of: Subject, *cases: Case, facts: Facts | None = None) -> dict[str, str]:
-    parity = Parity(of, facts or examine(of), lambda text: None)
-    return {check.case: check.verdict for check in parity.checks(cases)}
+    cases_of = ProgramCases(of, facts or examine(of), lambda text: None)
+    return {check.case: check.verdict for case in cases for check in cases_of.parity(case)}
 
 
 @pytest.mark.slow
@@ -63,10 +63,9 @@ class LeftOut:
 @pytest.mark.slow
 def test_a_reduction_that_is_left_out_is_named() -> None:
     of = subject(zoo.Entry(arguments={"reduction": LeftOut()}))
-    parity = Parity(of, examine(of), lambda text: None)
-    (check, *_) = parity.checks([of.own])
+    (check, *_) = ProgramCases(of, examine(of), lambda text: None).parity(of.own)
     assert check.verdict == "fail"
-    assert "rows of replica 0 alone" in check.cause
+    assert "what its own rows give; it was never reduced" in check.cause
 
 
 @EXHAUSTIVE
@@ -82,12 +81,12 @@ def test_a_key_that_all_replicas_share_is_seen(monkeypatch: pytest.MonkeyPatch) 
 
 def test_an_optimizer_that_is_skipped_is_seen() -> None:
     of = subject(zoo.Entry())
-    parity = Parity(of, examine(of), lambda text: None)
+    cases_of = ProgramCases(of, examine(of), lambda text: None)
     updated = of.updated
     of.updated = lambda *arguments: {  # type: ignore[method-assign]
         path: 1.1 * value for path, value in updated(*arguments).items()
     }
-    (check, *_) = parity.checks([of.own])
+    (check, *_) = cases_of.parity(of.own)
     assert check.verdict == "fail"
     assert check.found.startswith("params")
 
@@ -101,10 +100,10 @@ def test_the_padded_batch_does_not_divide() -> None:
 def test_one_device_and_several_are_told_apart() -> None:
     of = subject(zoo.Entry(zoo.dropout))
     batch = of.full
-    alone = of.run(of.single, batch).measured
-    emulated = of.run(Case(of.emulated), batch).measured
+    alone = of.measured(of.single, batch)
+    emulated = of.measured(Case(of.emulated), batch)
     assert not np.allclose(alone["loss"], emulated["loss"])
-    found = of.run(of.own, batch).measured
+    found = of.measured(of.own, batch)
     np.testing.assert_allclose(found["loss"], emulated["loss"], rtol=1e-6)
 
 

@@ -18,7 +18,7 @@ from replicax.core.modes import MODES
 from replicax.core.objective import StepSums
 from replicax.core.reduction import REDUCTIONS, Reduction, Wire
 from replicax.verify.facts import examine
-from replicax.verify.parity import Parity
+from replicax.verify.program_cases import ProgramCases
 from replicax.verify.subject import Subject
 from replicax.verify.traffic import check_traffic, read_programs
 
@@ -34,8 +34,7 @@ def make(mode: str, reduction: str | Reduction = "bfloat16", loss: Any = zoo.goo
 
 
 def checks(subject: Subject) -> list[Check]:
-    parity = Parity(subject, examine(subject), lambda text: None)
-    return list(parity.checks([subject.own]))
+    return list(ProgramCases(subject, examine(subject), lambda text: None).parity(subject.own))
 
 
 def verdicts(subject: Subject) -> list[str]:
@@ -113,11 +112,13 @@ class Sum:
 def test_one_with_a_state_passes_and_the_other_modes_go_without() -> None:
     subject = make("shard_map", Sum())
     assert verdicts(subject) == ["pass"] * 3
-    after = subject.run(subject.own, subject.full).state
+    after, _ = subject.run(subject.own, subject.full)
     np.testing.assert_array_equal(after.reduction["steps"], np.full(zoo.DEVICES, 8))
     float32 = REDUCTIONS["float32"]
     for case in (subject.single, subject.case(MODES["jit"])):
         assert subject.parallel(case).reduction == float32
-    parity = Parity(subject, examine(subject), lambda text: None)
-    others = parity.checks([subject.case(MODES[name]) for name in ("jit", "pmap", "exact")])
-    assert [check.verdict for check in others] == ["pass"] * 6 + ["skip"] * 3
+    cases = ProgramCases(subject, examine(subject), lambda text: None)
+    others = [subject.case(MODES[name]) for name in ("jit", "pmap", "exact")]
+    assert [check.verdict for case in others for check in cases.parity(case)] == ["pass"] * 6 + [
+        "skip"
+    ] * 3

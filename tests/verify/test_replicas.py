@@ -8,7 +8,8 @@ from support.bit_flips import before_step, flip_leaf
 from verify import zoo_recipes as zoo
 
 import replicax as rx
-from replicax.verify.replicas import check_replicas
+from replicax.verify.facts import examine
+from replicax.verify.program_cases import ProgramCases
 from replicax.verify.subject import Subject
 
 
@@ -24,7 +25,8 @@ def test_a_flipped_bit_fails(layout: str, fsdp: int, flipped: bool) -> None:
     optimizer = zoo.Entry().optimizer()
     dp = rx.DataParallel(zoo.good, optimizer, mode="shard_map", mesh=mesh, layout=layout)
     subject = Subject(dp, zoo.network(), zoo.data(), 1, 0)
+    cases = ProgramCases(subject, examine(subject), lambda text: None)
     with before_step(2, flip_first_weight) if flipped else contextlib.nullcontext():
-        check = check_replicas(subject, subject.own)
+        check = cases.replicas(subject.own)
     assert check.verdict == ("fail" if flipped else "pass")
     assert ("params" in check.found) == flipped

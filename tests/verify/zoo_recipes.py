@@ -342,7 +342,7 @@ CORRECT = {
 }
 NOTED = {
     "frozen by stop_gradient": "frozen by stop_gradient",
-    "frozen by optax": "the optimizer leaves it as it is",
+    "frozen by optax": "do not change",
     "contrastive": "depend on one another",
     "contrastive gathered, shard_map": "gathers them from all replicas",
     "own statistics": "only BatchNorm's statistics",

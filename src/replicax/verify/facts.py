@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax.core.look import Look
-from replicax.verify.constant_keys import loss_draws_from_a_constant
 from replicax.verify.difference import Leaves, is_float
 from replicax.verify.independence import Independence, examine_rows
-from replicax.verify.subject import Result, Subject
+from replicax.verify.loss_trace import loss_draws_from_a_constant
+from replicax.verify.subject import Subject
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,15 +32,19 @@ class Facts:
 
 def examine(subject: Subject) -> Facts:
     """Look at the loss and the model on one device."""
-    first, second = (subject.run(subject.single, subject.full) for _ in range(2))
-    reseeded = dataclasses.replace(subject.state, seed=jnp.uint32(int(subject.state.seed) ^ 1))
-    other = subject.run(subject.single, subject.full, reseeded)
-    repeatable = same_bits(first.measured, second.measured)
+    first, second = (subject.measured(subject.single, subject.full) for _ in range(2))
+    reseeded = dataclasses.replace(subject.state, seed=np.uint32(int(subject.state.seed) ^ 1))
+    other = subject.measured(subject.single, subject.full, reseeded)
+    repeatable = same_bits(first, second)
     look = Look(subject.objective, subject.state, subject.full.apart(), divided=False)
     return Facts(
         repeatable,
-        repeatable and not same_bits(first.measured, other.measured),
-        any(is_float(value) and bool(np.any(value)) for value in first.extras.values()),
+        repeatable and not same_bits(first, other),
+        any(
+            is_float(value) and bool(np.any(value))
+            for path, value in first.items()
+            if path.startswith("extras")
+        ),
         loss_draws_from_a_constant(
             subject.objective, subject.state, jax.tree.map(jnp.asarray, subject.full)
         ),
@@ -52,10 +56,3 @@ def examine(subject: Subject) -> Facts:
 def same_bits(left: Leaves, right: Leaves) -> bool:
     """Whether two results are the same to the last bit."""
     return all(value.tobytes() == right[path].tobytes() for path, value in left.items())
-
-
-def all_of(result: Result) -> Leaves:
-    """Everything that a step gave, by path."""
-    params = {f"params{path}": value for path, value in result.params.items()}
-    extras = {f"extras{path}": value for path, value in result.extras.items()}
-    return {**result.measured, **params, **extras}

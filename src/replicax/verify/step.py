@@ -20,6 +20,7 @@ from replicax.verify.step_checks import (
     parameters,
     recompilation,
     same_on_all_replicas,
+    shuffled,
 )
 from replicax.verify.step_parity import consecutive, indivisible, parity, weighted
 from replicax.verify.step_program import gradient_bytes, program_checks
@@ -228,14 +229,15 @@ def _checks(
         checks.append(Check("parity", "other cases", SKIP, "the full batch comes first"))
     assert copies is not None
     show("what every device holds")
-    checks.append(same_on_all_replicas(trial, batch, copies))
+    case = f"{trial.replicas} replicas"
+    checks.append(same_on_all_replicas(trial, [batch], copies, case))
     show("reductions and work")
     checks += program_checks(trial, batch, gradient_bytes(trial.state))
     checks.append(parameters(trial, batch))
     show("two runs, and compilations")
     again = partial(determinism, trial, batch, copies)
     checks.append(_unless_raised("determinism", "two runs", again))
-    later = partial(recompilation, trial, batch)
+    later = partial(recompilation, trial, shuffled(batch, 3))
     checks.append(_unless_raised("recompilation", "same shapes", later))
     return checks
 

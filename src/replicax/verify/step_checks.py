@@ -1,10 +1,12 @@
 """What a hand-written step is checked for beside its numbers: copies, bits, compilations."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import Jaxpr, jaxprs_in_params
 
 from replicax.checks import FAIL, NOTE, PASS, Check
 from replicax.verify.causes import likely_cause
@@ -36,17 +38,19 @@ def one_device() -> Check:
     )
 
 
-def same_on_all_replicas(trial: Trial, batch: PyTree, copies: Copies) -> Check:
-    """Every device's own copy of what all of them are said to hold."""
-    case = f"{trial.replicas} replicas"
+def same_on_all_replicas(
+    trial: Trial, batches: Sequence[PyTree], copies: Copies, case: str
+) -> Check:
+    """Every device's own copy of what all of them are said to hold, after all batches."""
+    batch = batches[0]
     unequal = copies.unequal
     figures: dict[str, Any] = {"leaves": len(copies.held), "unequal": unequal}
     if not unequal:
         found = f"{len(copies.held)} leaves have the same bits on every device"
         return Check("replicas", case, PASS, found, "", figures)
-    expected = trial.expected([batch])
+    expected = trial.expected(batches)
     held = [trial.changes(copies.of(replica)) for replica in range(trial.replicas)]
-    bounds = trial.bounds(expected, [batch], row_count(batch))
+    bounds = trial.bounds(expected, batches, row_count(batch))
     if note := _averaged_on_the_host(unequal, copies, held, expected, bounds):
         return note
     cause = likely_cause(
@@ -56,7 +60,9 @@ def same_on_all_replicas(trial: Trial, batch: PyTree, copies: Copies) -> Check:
             bounds,
             rows=row_count(batch),
             replicas=trial.replicas,
-            on_rows=lambda indices: trial.expected([take(batch, indices)]),
+            on_rows=None
+            if trial.draws
+            else lambda indices: trial.expected([take(batch, indices) for batch in batches]),
             of_replica=lambda replica: {path: held[replica][path] for path in unequal},
         )
     )
@@ -90,16 +96,31 @@ def _averaged_on_the_host(
     )
 
 
-def parameters(trial: Trial, batch: PyTree) -> Check:
-    """Leaves that a step does not move."""
+def parameters(
+    trial: Trial,
+    batch: PyTree,
+    case: str = f"{_STEPS} steps",
+    *,
+    of: str = "state",
+    without: Sequence[str] = (),
+) -> Check:
+    """Leaves that some steps do not move.
+
+    Args:
+        trial: the step.
+        batch: its rows.
+        case: what the row is called.
+        of: how the paths of the leaves begin.
+        without: paths of those that are known to have no gradient.
+    """
     expected = trial.expected([batch] * _STEPS)
     floats = {
         path: value
         for path, value in expected.items()
-        if path.startswith("state") and is_float(value) and value.size
+        if path.startswith(of) and is_float(value) and value.size and path not in without
     }
     still = [path for path, value in floats.items() if not np.any(value)]
-    case, figures = f"{_STEPS} steps", {"leaves": len(floats), "unchanged": still}
+    figures = {"leaves": len(floats), "unchanged": still}
     if not still:
         found = f"all {len(floats)} leaves of floats change"
         return Check("parameters", case, PASS, found, "", figures)
@@ -108,8 +129,8 @@ def parameters(trial: Trial, batch: PyTree) -> Check:
         case,
         NOTE,
         f"{named(still)} of {len(floats)} leaves do not change, on one device neither",
-        "frozen on purpose, or never reached by a gradient: stop_gradient, an unused layer, a "
-        "gradient of exactly 0",
+        "frozen on purpose, by the optimizer or a learning rate of 0; or never reached by a "
+        "gradient: stop_gradient, an unused layer, a gradient of exactly 0",
         figures,
     )
 
@@ -121,29 +142,49 @@ def determinism(trial: Trial, batch: PyTree, copies: Copies) -> Check:
     other = [path for path in once if once[path] != again.get(path)]
     figures = {"leaves": len(once), "differing": other}
     if not other:
-        return Check(
-            "determinism", "two runs", PASS, f"{len(once)} leaves have the same bits", "", figures
-        )
-    return Check(
-        "determinism",
-        "two runs",
-        FAIL,
-        f"{other[0]} has other bits on the same inputs ({len(other)} of {len(once)} leaves)",
-        "something outside the arguments enters: a key made from the time, numpy's global "
-        "generator, or atomic additions on a GPU (XLA_FLAGS=--xla_gpu_deterministic_ops=true)",
-        figures,
-    )
+        found = f"{len(once)} leaves have the same bits"
+        return Check("determinism", "two runs", PASS, found, "", figures)
+    found = f"{other[0]} has other bits on the same inputs ({len(other)} of {len(once)} leaves)"
+    callbacks: set[str] = set()
+    with contextlib.suppress(Exception):  # the step may not be traceable as a whole
+        callbacks = _callbacks(trial.trace(batch).jaxpr)
+    cause = FROM_HOST.format(", ".join(sorted(callbacks))) if callbacks else FROM_OUTSIDE
+    return Check("determinism", "two runs", FAIL, found, cause, figures)
 
 
-def recompilation(trial: Trial, batch: PyTree) -> Check:
-    """Three steps on batches of one shape, each on the state that the one before returned."""
+FROM_HOST = (
+    "it calls back into Python ({}), and what the host answers changes from run to run: random "
+    "numbers of the host, most often; draw them with jax.random from the key"
+)
+FROM_OUTSIDE = (
+    "something outside the arguments enters: a key made from the time, numpy's global generator, "
+    "or atomic additions on a GPU (XLA_FLAGS=--xla_gpu_deterministic_ops=true)"
+)
+
+
+def _callbacks(jaxpr: Jaxpr) -> set[str]:
+    found: set[str] = set()
+    for equation in jaxpr.eqns:
+        if "callback" in equation.primitive.name:
+            found.add(equation.primitive.name)
+        for inner in jaxprs_in_params(equation.params):
+            found |= _callbacks(inner)
+    return found
+
+
+def shuffled(batch: PyTree, count: int) -> list[PyTree]:
+    """The batch a few times, its rows in another order each time."""
     order = np.random.default_rng(0)
+    return [take(batch, order.permutation(row_count(batch))) for _ in range(count)]
+
+
+def recompilation(trial: Trial, batches: Sequence[PyTree], case: str = "same shapes") -> Check:
+    """Three steps on batches of one shape, each on the state that the one before returned."""
     fed: Any = None
     results: Mapping[str, PyTree] = {}
     compiled: list[int] = []
     forms: list[dict[str, str]] = []
-    for _ in range(3):
-        rows = take(batch, order.permutation(row_count(batch)))
+    for rows in batches:
         first, *rest = trial.form.arguments(trial.state, rows, trial.key)
         fed = first if fed is None else trial.form.again(results["state"])
         forms.append(_aval_of(fed))
@@ -152,12 +193,12 @@ def recompilation(trial: Trial, batch: PyTree) -> Check:
             jax.block_until_ready(results)
         compiled.append(compilations.count)
     figures = {"compiled": compiled}
-    if compiled[2]:
+    if any(compiled[2:]):
         return Check(
             "recompilation",
-            "same shapes",
+            case,
             FAIL,
-            f"the third step on the same shapes compiles {compiled[2]} programs again",
+            f"the third step on the same shapes compiles {sum(compiled[2:])} programs again",
             "jit or pmap is applied anew in each call, or an argument hashed by identity (a "
             "lambda, a new mesh) changes: make the compiled function once, outside the loop",
             figures,
@@ -167,7 +208,7 @@ def recompilation(trial: Trial, batch: PyTree) -> Check:
         was, now = forms[0][changed[0]], forms[1][changed[0]]
         return Check(
             "recompilation",
-            "same shapes",
+            case,
             NOTE,
             "the second step compiles again, the third does not",
             f"{changed[0]} goes in as {was} and comes back as {now}: start with what comes back",
@@ -175,7 +216,7 @@ def recompilation(trial: Trial, batch: PyTree) -> Check:
         )
     return Check(
         "recompilation",
-        "same shapes",
+        case,
         PASS,
         "another batch of the same shape compiles nothing",
         "",

@@ -1,6 +1,6 @@
 """Cases in which a hand-written step must give what its single-device form gives."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,14 @@ from replicax.checks import FAIL, NOTE, PASS, SKIP, Check
 from replicax.errors import ConfigError
 from replicax.verify.causes import likely_cause
 from replicax.verify.copies import Copies
-from replicax.verify.difference import Leaves, differences, first_difference, is_float, leaves
+from replicax.verify.difference import (
+    Difference,
+    Leaves,
+    differences,
+    first_difference,
+    is_float,
+    leaves,
+)
 from replicax.verify.evidence import Evidence, Hypothesis
 from replicax.verify.rows import row_count, take, weights_of, with_weights
 from replicax.verify.trial import Trial, renamed
@@ -34,6 +41,7 @@ def parity(
     weights: str | None = None,
     micro_batches: int = 1,
     others: Sequence[Hypothesis] = (),
+    known: Callable[[Sequence[Difference]], str] | None = None,
 ) -> tuple[Check, Copies | None]:
     """The step against its reference after all `batches`; with what the step gave.
 
@@ -44,19 +52,23 @@ def parity(
         weights: the path of the leaf of the batch that holds the rows' weights.
         micro_batches: parts that each replica's rows are computed in.
         others: more hypotheses on a difference, tried before the known ones.
+        known: a cause that is known beforehand, tried first.
     """
     rows = row_count(batches[0])
-    expected = trial.expected(batches)
     copies = trial.run(batches)
+    expected = trial.expected(batches)
     expected, found = _common(expected, _found(trial, copies), trial)
+    expected = trial.given(found, expected)
     bounds = trial.bounds(expected, batches, rows)
     apart = differences(found, expected, bounds)
     figures: dict[str, Any] = {"rows": rows, "steps": len(batches), "leaves": len(expected)}
+    figures |= {"against": trial.against, "differing": len(apart)}
     if not apart:
-        return Check("parity", case, PASS, _agreement(found, expected, bounds), "", figures), copies
+        text, largest = _agreement(trial, found, expected, bounds)
+        return Check("parity", case, PASS, text, "", figures | largest), copies
     if random := _random(trial, case, batches, rows, bounds):
         return random, copies
-    cause = likely_cause(
+    cause = (known(apart) if known else "") or likely_cause(
         Evidence(
             found,
             expected,
@@ -65,15 +77,17 @@ def parity(
             replicas=trial.replicas,
             micro_batches=micro_batches,
             weights=weights_of(batches[0], weights) if weights else None,
-            on_rows=lambda indices: trial.expected([take(batch, indices) for batch in batches]),
-            of_replica=(lambda replica: trial.changes(copies.of(replica))),
-            values=renamed(leaves({"state": trial.state})),
+            on_rows=None
+            if trial.draws
+            else lambda indices: trial.expected([take(batch, indices) for batch in batches]),
+            of_replica=lambda replica: _only(expected, trial.changes(copies.of(replica))),
+            values=trial.named(leaves({"state": trial.state})),
             others=others,
         )
     )
     first = apart[0]
     more = f"; {len(apart)} of {len(expected)} leaves differ" if len(expected) > 1 else ""
-    figures |= {"differing": len(apart), "first": first.to_json()}
+    figures["first"] = first.to_json()
     return Check("parity", case, FAIL, f"{first}{more}", cause, figures), copies
 
 
@@ -207,9 +221,15 @@ def _common(expected: Leaves, found: Leaves, trial: Trial) -> tuple[Leaves, Leav
     return {path: expected[path] for path in paths}, held
 
 
-def _agreement(found: Leaves, expected: Leaves, bounds: Leaves) -> str:
+def _only(wanted: Leaves, found: Leaves) -> Leaves:
+    return {path: value for path, value in found.items() if path in wanted}
+
+
+def _agreement(
+    trial: Trial, found: Leaves, expected: Leaves, bounds: Leaves
+) -> tuple[str, dict[str, float]]:
     """How near they are: the leaf that is the most apart, and leaves that are not judged."""
-    worst, where, allowed = 0.0, "", 0.0
+    worst, where, allowed, of_bound = 0.0, "", 0.0, 0.0
     rounding = []
     for path, bound in bounds.items():
         scale = float(np.max(np.abs(expected[path]), initial=0.0))
@@ -219,14 +239,15 @@ def _agreement(found: Leaves, expected: Leaves, bounds: Leaves) -> str:
             rounding.append(path)
             continue
         gap = np.abs(found[path] - expected[path])
+        of_bound = max(of_bound, float(np.max(gap[bound > 0] / bound[bound > 0], initial=0.0)))
         place = np.unravel_index(int(np.argmax(np.nan_to_num(gap))), gap.shape)
         if gap[place] / scale > worst:
             worst, where, allowed = gap[place] / scale, path, bound[place] / scale
-    text = f"{len(expected) - len(rounding)} leaves agree"
+    text = f"{len(expected) - len(rounding)} leaves as {trial.against}"
     if where:
         text += f"; the most apart {where}, by {worst:.0e} (bound {allowed:.0e})"
     else:
-        text += " to the bit"
+        text += ", to the bit"
     if rounding:
         text += f"; {named(rounding)}: of rounding alone, not judged"
-    return text
+    return text, {"largest": float(worst), "of_bound": of_bound}

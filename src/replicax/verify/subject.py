@@ -1,7 +1,7 @@
 """What is verified: one `DataParallel` with its model and rows, run in any mode on any devices."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -9,21 +9,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.tree_util import keystr
 
-from replicax.core.accumulate import scale_of
 from replicax.core.batch import Batch, Share, host_rows, row_count
 from replicax.core.data_parallel import DataParallel
 from replicax.core.loss import LOSS
 from replicax.core.mesh import by_rows, make_mesh, replica_count
 from replicax.core.models.definition import PyTree, View
 from replicax.core.modes import MODES, Mode
-from replicax.core.objective import Objective, StepSums
-from replicax.core.scaling import SMALLEST, overflows, settled, unscaled
-from replicax.core.update import TrainState, step_key
+from replicax.core.objective import Objective
+from replicax.core.scaling import SMALLEST, overflows, settled
+from replicax.core.update import Metrics, TrainState
 from replicax.errors import LossError
 from replicax.train.guarded import NOT_FINITE, guarded
-from replicax.verify.difference import Leaves, changes, coarsest_eps, leaves
+from replicax.verify.difference import Leaves, changes, coarsest_eps
 from replicax.verify.emulation import MAGNITUDES, emulated
+from replicax.verify.form import host
 
 WARM_STEPS = 2
 """Steps before anything is compared: a warm-up's first learning rate is 0, and Adam's first update
@@ -54,20 +55,8 @@ class Case:
         return self.mode.per_replica and not self.mode.bitwise
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """What one step gave."""
-
-    measured: Leaves
-    """Metrics and the gradient, by path."""
-    params: Leaves
-    """What was added to the parameters."""
-    extras: Leaves
-    """What was added to the model's other arrays; those that are no floats as they are."""
-    state: TrainState
-    """After the step, on the devices."""
-    skipped: bool
-    """Whether the loss or the gradient was not finite, or overflowed, and nothing was changed."""
+class SkippedStepError(Exception):
+    """A step's loss or gradient was not finite, or overflowed, and nothing was changed."""
 
 
 class Subject:
@@ -99,6 +88,7 @@ class Subject:
         self.own = self.case(dp.mode, dp.accumulate)
         self._made: dict[Case, DataParallel] = {}
         self._reductions: dict[Case, PyTree] = {}
+        self._abstract: dict[Case, TrainState] = {}
         self.state = self._warm_state()
 
     # How it is run.
@@ -127,12 +117,27 @@ class Subject:
             self._made[case] = guarded(made, made.abstract_state(self._model))
         return self._made[case]
 
-    def run(self, case: Case, batch: Batch, state: TrainState | None = None) -> Result:
-        """Return one step from `state`, the warm one by default, which stays as it is."""
-        state = self.state if state is None else state
-        dp = self.parallel(case)
-        after, metrics = dp.step(self.placed(case, state), self.batch_on(case, batch))
-        return self._result(state, after, metrics)
+    def run(
+        self, case: Case, batch: Batch, state: TrainState | None = None
+    ) -> tuple[TrainState, Metrics]:
+        """Return one step from `state`, the warm one by default, which stays as it is.
+
+        Raises:
+            SkippedStepError: the step changed nothing.
+        """
+        before = self.state if state is None else state
+        placed = self.placed(case, before)
+        after, metrics = self.parallel(case).step(placed, self.batch_on(case, batch))
+        metrics = dict(metrics)
+        if bool(metrics.pop(NOT_FINITE)) or overflows(after) > overflows(before):
+            raise SkippedStepError(str(case))
+        return after, metrics
+
+    def measured(self, case: Case, batch: Batch, state: TrainState | None = None) -> Leaves:
+        """Return by path what one step gave: loss, metrics, gradient, and what it changed."""
+        before = self.state if state is None else state
+        after, metrics = self.run(case, batch, before)
+        return judged(changes({"state": before}, {"state": after, "metrics": metrics}))
 
     def trace(self, case: Case, batch: Batch) -> jax.stages.Traced:
         """The step of a case, traced afresh."""
@@ -147,10 +152,16 @@ class Subject:
         self.parallel(case).prepare(*placed)
         return self.parallel(case).lower(*placed).compile()
 
+    def begun(self, case: Case) -> TrainState:
+        """Return the warm state, on the host, with what the reduction of `case` begins with."""
+        begun: TrainState = host(self.placed(case, self.state))
+        return begun
+
     def placed(self, case: Case, state: TrainState) -> TrainState:
         """`state` where the step of `case` has it, its reduction before the first step."""
         abstract = self.abstract(case)
-        if jax.tree.leaves(abstract.reduction):
+        trees: list[Any] = [jax.tree.structure(each.reduction) for each in (state, abstract)]
+        if trees[0] != trees[1]:
             if case not in self._reductions:
                 made = self.parallel(case).init(self._model, seed=self._seed)
                 self._reductions[case] = made.reduction
@@ -162,7 +173,9 @@ class Subject:
 
     def abstract(self, case: Case) -> TrainState:
         """The shapes of a state with the shardings of the step of `case`."""
-        return self.parallel(case).abstract_state(self._model)
+        if case not in self._abstract:
+            self._abstract[case] = self.parallel(case).abstract_state(self._model)
+        return self._abstract[case]
 
     def batch_on(self, case: Case, batch: Batch) -> Batch:
         """`batch` where the step of `case` has it."""
@@ -229,32 +242,17 @@ class Subject:
             state.params,
         )
 
-    def sums(self, params: PyTree) -> Leaves:
-        """Return loss, metrics and the gradient by every parameter, trained or not, at `params`."""
-        total = self._sums(params)
-        gradient = {f"gradient{path}": value for path, value in leaves(total.gradient).items()}
-        return {**{name: np.asarray(mean) for name, mean in total.means().items()}, **gradient}
-
-    def updated(self, gradient: PyTree, loss: Any, state: TrainState | None = None) -> Leaves:
-        """What one device's optimizer adds to the parameters for this gradient."""
+    def updated(self, results: Leaves, state: TrainState | None = None) -> Leaves:
+        """Return what one device's optimizer adds to the parameters for the gradient in results."""
         state = self.state if state is None else state
+        gradient = jax.tree_util.tree_map_with_path(
+            lambda path, leaf: results[f"gradient{keystr(path)}"].astype(leaf.dtype), state.params
+        )
         _, inner = state.opt_state
-        after = self._apply(state.params, inner, gradient, loss)
-        return changes(state.params, after)
+        after = self._apply(state.params, inner, gradient, np.float32(results[LOSS]))
+        return {f"params{path}": value for path, value in changes(state.params, after).items()}
 
     # What these are made of.
-
-    @cached_property
-    def _sums(self) -> Callable[[PyTree], StepSums]:
-        state, batch = self.state, self.batch_on(self.single, self.full)
-        key = step_key(state)
-
-        def sums(params: PyTree) -> StepSums:
-            objective = dataclasses.replace(self.objective, read=None)
-            view = View(key, scale=scale_of(state))
-            return unscaled(objective.step_sums(params, state.extras, batch, view)[0], state)
-
-        return jax.jit(sums)
 
     @cached_property
     def _apply(self) -> Any:
@@ -283,21 +281,41 @@ class Subject:
         if state.scale:  # lest a batch of larger weights overflow
             value = jnp.maximum(state.scale.value / _SCALE_MARGIN, SMALLEST)
             state = dataclasses.replace(state, scale=dataclasses.replace(state.scale, value=value))
-        return state
-
-    def _result(self, before: TrainState, after: TrainState, metrics: Mapping[str, Any]) -> Result:
-        measured: Leaves = leaves(dict(metrics))
-        measured = {name[2:-2]: value for name, value in measured.items()}
-        gradient = {f"gradient{path}": value for path, value in leaves(after.opt_state[0]).items()}
-        loss = {LOSS: measured.pop(LOSS)}
-        skipped = bool(measured.pop(NOT_FINITE)) or overflows(after) > overflows(before)
-        return Result(
-            {**loss, **measured, **gradient},
-            changes(before.params, after.params),
-            changes(before.extras, after.extras),
-            after,
-            skipped,
+        # What is recorded of the last step is none of this one's results.
+        state = dataclasses.replace(
+            state, opt_state=(jax.tree.map(jnp.zeros_like, state.params), state.opt_state[1])
         )
+        begun: TrainState = host(state)
+        return begun
+
+
+NAMES = (
+    ("['state'].params", "params"),
+    ("['state'].extras", "extras"),
+    ("['state'].opt_state[0]", "gradient"),
+    ("['state']", "state"),
+)
+
+
+def named_results(by_path: Mapping[str, Any]) -> dict[str, Any]:
+    """`['state'].params['w']` -> `params['w']`, `['metrics']['loss']` -> `loss`."""
+
+    def name(path: str) -> str:
+        for start, short in NAMES:
+            if path.startswith(start):
+                return short + path.removeprefix(start)
+        return path.removeprefix("['metrics']")[2:-2]
+
+    return {name(path): value for path, value in by_path.items()}
+
+
+def judged(results: Mapping[str, Any]) -> dict[str, Any]:
+    """What is compared of a step's results: not what an optimizer keeps for itself."""
+    return {
+        path: value
+        for path, value in named_results(results).items()
+        if not path.startswith("state") and path != NOT_FINITE
+    }
 
 
 def record_gradient(trained: PyTree) -> optax.GradientTransformation:

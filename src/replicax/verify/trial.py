@@ -43,6 +43,11 @@ class Trial:
     """Unit of the coarsest dtype that the reference computes in."""
     metric_shapes: Mapping[str, tuple[int, ...]]
     """By path, the shapes of what the reference returns beside its state."""
+    _: dataclasses.KW_ONLY
+    against: str = "one device"
+    """What the reference is."""
+    draws: bool = False
+    """Whether it is known to draw random numbers: it then is not run on fewer rows."""
 
     @property
     def replicas(self) -> int:
@@ -64,6 +69,11 @@ class Trial:
         state = jax.tree_util.tree_map_with_path(_with_other_key, self.state)
         same = all(map(operator.is_, *map(jax.tree.leaves, (state, self.state))))
         return None if same and key is None else dataclasses.replace(self, key=key, state=state)
+
+    def given(self, found: Leaves, expected: Leaves) -> Leaves:
+        """Return what is expected of a step that gave `found`."""
+        del found
+        return expected
 
     def bounds(self, expected: Leaves, batches: Sequence[PyTree], rows: int) -> Leaves:
         """How much rounding explains of each element of `expected`."""
@@ -87,6 +97,11 @@ class Trial:
             results = parted(self.form.step(self.form.again(results["state"]), *rest), fed)
         return self.read(results)
 
+    def trace(self, batch: PyTree) -> Any:
+        """Return the step's jaxpr."""
+        arguments = self.form.arguments(self.state, batch, self.key)
+        return jax.make_jaxpr(self.form.step)(*arguments)
+
     def read(self, results: Mapping[str, PyTree]) -> Copies:
         """The results of the step, copied to the host from every device."""
         shapes = {
@@ -103,9 +118,13 @@ class Trial:
             stacked=frozenset(renamed(dict.fromkeys(copies.stacked))),
         )
 
+    def named(self, by_path: Mapping[str, Any]) -> dict[str, Any]:
+        """Return results by the names that they have in the table."""
+        return renamed(by_path)
+
     def changes(self, held: Leaves) -> Leaves:
         """What a replica's results add to the state, as `expected` gives it."""
-        before = renamed(leaves({"state": self.state}))
+        before = self.named(leaves({"state": self.state}))
         return {
             path: value - before[path]
             if path in before

@@ -73,11 +73,8 @@ def _one(checks: Sequence[Check]) -> Check:
     split = [part for part in parts if part.endswith("micro-batches")]
     also = f"; and in {' and '.join(split)}" if split else ""
     case = f"{_mode(first)} ({', '.join(batches)}{also})"
-    largest = [check.figures["largest"] for check in checks if "largest" in check.figures]
-    if not largest:
-        return dataclasses.replace(first, case=case)
-    found = f"{first.found.partition(', to ')[0]}, to {max(largest):.1e} of each leaf's scale"
-    return dataclasses.replace(first, case=case, found=found)
+    worst = max(checks, key=lambda check: float(check.figures.get("largest", 0)))
+    return dataclasses.replace(worst, case=case)
 
 
 def _mode(check: Check) -> str:

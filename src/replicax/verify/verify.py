@@ -15,15 +15,11 @@ from replicax.core.data_parallel import DataParallel
 from replicax.core.mesh import replica_count
 from replicax.core.modes import MODES, Mode, as_mode
 from replicax.errors import ConfigError, ReplicaxError
-from replicax.verify.determinism import check_determinism
 from replicax.verify.exactness import bits_on, check_exactness, replica_counts
 from replicax.verify.facts import examine
 from replicax.verify.independence import DEPENDENT
 from replicax.verify.own import check_own_step
-from replicax.verify.parameters import check_parameters
-from replicax.verify.parity import Parity
-from replicax.verify.recompilation import check_recompilation
-from replicax.verify.replicas import check_replicas
+from replicax.verify.program_cases import NOT_REPEATABLE, ProgramCases
 from replicax.verify.subject import Case, Subject
 from replicax.verify.sums import Elsewhere, check_sums, with_sums_as_cause
 from replicax.verify.traffic import check_traffic, check_work, read_programs
@@ -131,16 +127,17 @@ def _checks(
     splits = own.mode.per_replica or own.micro_batches > 1
     yield facts.rows.check(fails=depends and splits)
     cases = _cases(subject, modes)
-    yield from Parity(subject, facts, show).checks(cases)
+    cases_of = ProgramCases(subject, facts, show)
+    for case in cases:
+        yield from cases_of.parity(case)
     for mode in modes:
         if mode.bitwise and facts.repeatable:
             bits = partial(bits_on, subject, facts, mode)
             yield check_exactness(mode, replica_counts(dp), bits, own.mode == mode, show)
         elif mode.bitwise:
-            text = "two runs on one device differ: nothing to compare with"
-            yield Check("parity", str(mode), SKIP, text)
+            yield Check("parity", str(mode), SKIP, NOT_REPEATABLE)
     try:
-        subject.run(own, subject.full)
+        cases_of.trial(own).run([subject.full])
     except Exception:  # parity has said it
         return
     show("traffic")
@@ -148,16 +145,7 @@ def _checks(
     yield from check_traffic(subject, facts, programs)
     single = inspect(subject.compiled(subject.single, subject.full))
     yield from check_work(subject, programs, single)
-    show("parameters")
-    yield from check_parameters(subject)
-    for case in dict.fromkeys([own, *(each for each in cases if each.micro_batches == 1)]):
-        if case in programs and case.devices > 1:
-            show(f"replicas: {case}")
-            yield check_replicas(subject, case)
-    show(f"determinism: {own}")
-    yield from check_determinism(subject)
-    show(f"recompilation: {own}")
-    yield check_recompilation(subject, padded=facts.takes_padding)
+    yield from cases_of.topics([case for case in cases if case in programs])
 
 
 def _cases(subject: Subject, modes: Sequence[Mode]) -> list[Case]:

@@ -1,4 +1,4 @@
-"""Random numbers that do not follow from the key of the step: the same in every step."""
+"""What the program of a loss tells: draws that follow from no key, parameters without gradient."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,10 +7,13 @@ import jax
 from jax.extend.core import Jaxpr, Literal, jaxprs_in_params
 
 from replicax.core.batch import Batch
+from replicax.core.loss import LOSS
 from replicax.core.models.definition import View
 from replicax.core.objective import Objective
 from replicax.core.update import TrainState
 
+_CALLS = frozenset({"jit", "pjit", "closed_call", "remat2", "checkpoint", "custom_jvp_call"})
+NOTHING: frozenset[int] = frozenset()
 _DRAWS = frozenset({"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"})
 
 
@@ -62,3 +65,49 @@ def loss_draws_from_a_constant(objective: Objective, state: TrainState, batch: B
     jaxpr = jax.make_jaxpr(traced)(key_data, rest).jaxpr
     keyed = [True] + [False] * (len(jaxpr.invars) - 1)
     return draws_from_a_constant(jaxpr, keyed)
+
+
+def dead_and_stopped(
+    objective: Objective, state: TrainState, batch: Batch
+) -> tuple[list[str], list[str]]:
+    """Return the parameters that nothing of the loss follows from, and those without gradient.
+
+    The program is asked and not the rows: a parameter that these rows do not use is neither.
+    """
+
+    def total(params: Any) -> Any:
+        view = View(jax.random.key(0))
+        sums = objective.loss_sums(params, state.extras, batch, view)[0]
+        return sums[LOSS].total, sums
+
+    traced = jax.make_jaxpr(jax.value_and_grad(total, has_aux=True))(state.params)
+    count = len(traced.jaxpr.invars)
+    follows = _sources(traced.jaxpr, [frozenset([each]) for each in range(count)])
+    reaching = NOTHING.union(*follows[:-count])
+    # A gradient that is 0 whatever the parameters and rows are is a constant of the program.
+    varying = _sources(traced.jaxpr, [frozenset([0])] * count, of_constants=frozenset([0]))
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state.params)]
+    dead = [path for each, path in enumerate(paths) if each not in reaching]
+    without = [path for path, each in zip(paths, varying[-count:], strict=True) if not each]
+    return dead, [path for path in without if path not in dead]
+
+
+def _sources(
+    jaxpr: Jaxpr, inputs: Sequence[frozenset[int]], of_constants: frozenset[int] = NOTHING
+) -> list[frozenset[int]]:
+    """For each result the inputs that it follows from; loops and branches are taken as a whole."""
+    known: dict[Any, frozenset[int]] = dict(zip(jaxpr.invars, inputs, strict=True))
+    known |= dict.fromkeys(jaxpr.constvars, of_constants)
+
+    def of(variable: Any) -> frozenset[int]:
+        return NOTHING if isinstance(variable, Literal) else known.get(variable, NOTHING)
+
+    for equation in jaxpr.eqns:
+        entered = [of(variable) for variable in equation.invars]
+        outputs = [NOTHING.union(*entered)] * len(equation.outvars)
+        inner = list(jaxprs_in_params(equation.params))
+        called = equation.primitive.name in _CALLS and len(inner) == 1
+        if called and len(inner[0].invars) == len(entered):
+            outputs = _sources(inner[0], entered)
+        known.update(zip(equation.outvars, outputs, strict=True))
+    return [of(variable) for variable in jaxpr.outvars]

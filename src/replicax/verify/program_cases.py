@@ -1,0 +1,185 @@
+"""The rows on a program that `verify_step` has on a step, in each of its cases."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from replicax.checks import FAIL, NOTE, PASS, SKIP, Check
+from replicax.errors import ReplicaxError
+from replicax.verify.difference import Difference
+from replicax.verify.facts import Facts
+from replicax.verify.independence import DEPENDENT, SUMMED, WEIGHTED_SCALAR
+from replicax.verify.loss_trace import dead_and_stopped
+from replicax.verify.program_trial import ProgramTrial, trial_of
+from replicax.verify.step_checks import (
+    determinism,
+    parameters,
+    recompilation,
+    same_on_all_replicas,
+    shuffled,
+)
+from replicax.verify.step_parity import parity
+from replicax.verify.subject import Case, SkippedStepError, Subject
+from replicax.wording import first_line, named
+
+FULL, PADDED, WEIGHTED = "full", "padded", "unequal weights"
+STEPS = 3
+"""Steps after which every copy is compared."""
+NOT_REPEATABLE = "two runs on one device differ: nothing to compare with"
+_SHOWN = 4
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
+
+
+class ProgramCases:
+    """A program in its cases, each against one device.
+
+    Args:
+        subject: what is verified.
+        facts: about its loss and model.
+        show: told what is next.
+    """
+
+    def __init__(self, subject: Subject, facts: Facts, show: Callable[[str], None]) -> None:
+        self._subject, self._facts, self._show = subject, facts, show
+        self._known: dict[Any, Any] = {}
+        batches = {FULL: subject.full, PADDED: subject.padded}
+        # One number a batch has no weights.
+        self._batches = batches if facts.rows.scalar else batches | {WEIGHTED: subject.weighted}
+
+    def trial(self, case: Case) -> ProgramTrial:
+        """Return a case with what it is compared with."""
+        return trial_of(self._subject, self._facts, case, self._known)
+
+    def parity(self, case: Case) -> Iterator[Check]:
+        """A row for each batch."""
+        for kind in self._batches:
+            self._show(f"parity: {case}, {kind}")
+            yield self._parity(case, kind)
+
+    def _parity(self, case: Case, kind: str) -> Check:
+        name, own = f"{case}, {kind}", case == self._subject.own
+        if reason := self._not_compared(case):
+            return Check("parity", name, SKIP, reason)
+        try:
+            check, _ = parity(
+                self.trial(case),
+                name,
+                [self._batches[kind]],
+                weights=None if kind == FULL else ".mask",
+                micro_batches=case.micro_batches,
+                known=self._known_cause,
+            )
+        except SkippedStepError as skipped:
+            return Check("parity", name, FAIL, f"{skipped}: the step is skipped", NOT_FINITE)
+        except ReplicaxError as error:
+            fails = own and (kind != PADDED or self._facts.takes_padding)
+            return Check("parity", name, FAIL if fails else SKIP, f"refused: {error}")
+        except Exception as error:
+            return Check("parity", name, FAIL, first_line(error))
+        if check.verdict == FAIL and self._facts.rows.kind == DEPENDENT and not own:
+            return dataclasses.replace(check, verdict=SKIP)
+        return check
+
+    def _not_compared(self, case: Case) -> str:
+        if not self._facts.repeatable:
+            return NOT_REPEATABLE
+        if case.mode.bitwise and self._facts.random:
+            return "its random numbers are drawn by micro-shard; see the bits of exact"
+        if case.mode.bitwise and self._facts.writes:
+            return "its batch statistics are those of a micro-shard; see the bits of exact"
+        return ""
+
+    def _known_cause(self, differing: Sequence[Difference]) -> str:
+        rows = self._facts.rows
+        if rows.kind in (WEIGHTED_SCALAR, DEPENDENT):
+            return rows.cause
+        if rows.kind == SUMMED and differing[0].ratio is not None:
+            return rows.cause
+        return CONSTANT_KEY if self._facts.constant_key else ""
+
+    def topics(self, cases: Sequence[Case]) -> Iterator[Check]:
+        """Rows on parameters, on the replicas of each case, and on the program's own case."""
+        subject, own = self._subject, self._subject.own
+        trial = self.trial(own)
+        self._show("parameters")
+        yield from self.parameters()
+        for case in dict.fromkeys([own, *(each for each in cases if each.micro_batches == 1)]):
+            if case.devices > 1:
+                self._show(f"replicas: {case}")
+                yield self.replicas(case)
+        self._show(f"determinism: {own}")
+        yield determinism(trial, subject.full, trial.run([subject.full]))
+        yield self.traces(trial)
+        self._show(f"recompilation: {own}")
+        yield self.recompilation(trial)
+
+    def parameters(self) -> Iterator[Check]:
+        """Leaves that no gradient reaches, and leaves that the optimizer leaves as they are."""
+        subject = self._subject
+        dead, stopped = dead_and_stopped(subject.objective, subject.state, subject.full)
+        yield from _gradients(dead, stopped, len(jax.tree.leaves(subject.state.params)))
+        without = [f"params{path}" for path in (*dead, *stopped)]
+        trial = self.trial(subject.own)
+        yield parameters(trial, subject.full, "update", of="params", without=without)
+
+    def replicas(self, case: Case) -> Check:
+        """Every device's own copy after some steps."""
+        trial, batches = self.trial(case), [self._subject.full] * STEPS
+        return same_on_all_replicas(trial, batches, trial.run(batches), str(case))
+
+    def traces(self, trial: ProgramTrial) -> Check:
+        """Whether the program is the same, however often it is traced."""
+        first, second = (_text(trial.trace(self._subject.full)) for _ in range(2))
+        if first == second:
+            text = "the loss gives the same program again"
+            return Check("determinism", "two traces", PASS, text)
+        text = "the loss gives another program when it is traced again"
+        return Check("determinism", "two traces", FAIL, text, TRACED)
+
+    def recompilation(self, trial: ProgramTrial) -> Check:
+        """Whether batches of one shape compile nothing, the padded last one among them."""
+        padded = [self._subject.padded] if self._facts.takes_padding else []
+        batches = [*shuffled(self._subject.full, 3), *padded]
+        return recompilation(trial, batches, str(trial.case))
+
+
+def _gradients(dead: list[str], stopped: list[str], count: int) -> Iterator[Check]:
+    figures = {"leaves": count, "dead": dead, "stopped": stopped}
+    if dead:
+        text = f"{named(dead, _SHOWN)}: no gradient, and no effect on the loss"
+        yield Check("parameters", "gradient", FAIL, text, DEAD, figures)
+    elif not stopped:
+        text = f"all {count} leaves get a gradient"
+        yield Check("parameters", "gradient", PASS, text, "", figures)
+    if stopped:
+        text = f"{named(stopped, _SHOWN)}: frozen by stop_gradient; the loss reacts to it"
+        yield Check("parameters", "gradient", NOTE, text, "", figures)
+
+
+def _text(traced: Any) -> tuple[str, list[bytes]]:
+    constants = [np.asarray(each).tobytes() for each in traced.consts if hasattr(each, "dtype")]
+    return _ADDRESS.sub("", str(traced.jaxpr)), constants
+
+
+NOT_FINITE = (
+    "the loss or its gradient is not finite there, and a run skips such a step: look at what "
+    "becomes NaN or infinite, in rows of weight 0 too (jax_debug_nans finds the operation)"
+)
+CONSTANT_KEY = (
+    "a constant key: the loss draws random numbers (a dropout mask, say) that do not follow from "
+    "its key argument, so every replica, every micro-batch and every step draws the same ones, a "
+    "shared mask; draw from the key that the loss is given"
+)
+DEAD = (
+    "a dead parameter: nothing that it feeds reaches the loss, which trains and reduces it for "
+    "nothing; use its layer, or leave it out of the model"
+)
+TRACED = (
+    "the loss uses something that changes from call to call and becomes a constant of the program: "
+    "host random numbers (np.random, random), the time, a counter; each process would compile "
+    "another step: draw from the loss's key, or pass it in the batch"
+)
