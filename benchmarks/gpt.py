@@ -25,8 +25,8 @@ from torch_peer import Peer, torch_version
 import replicax as rx
 from replicax.bench.peak import peak_flops_per_second
 from replicax.recipes import transformer
-from replicax.recipes.attention import cudnn_takes
 from replicax.recipes.gpt2_weights import published
+from replicax.recipes.transformer import cudnn_takes
 from replicax.train.host_memory import keep_freed_memory
 
 LEARNING_RATE = 1e-3

@@ -10,8 +10,8 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 from support.tiers import only
 
-from replicax.recipes import attention
-from replicax.recipes.attention import causal_attention
+from replicax.recipes import cpu, transformer
+from replicax.recipes.transformer import _attention as causal_attention
 from replicax.remat import products_and_attention
 
 BLOCKS = {256: 4, 64: 2, 37: 1, 1: 1}
@@ -61,7 +61,7 @@ def agree(found: Any, expected: Any, bound: float) -> None:
 
 @pytest.mark.parametrize("tokens", only([64, 37], BLOCKS))
 def test_it_is_softmax_attention(tokens: int) -> None:
-    assert len(list(attention._blocks(tokens))) == BLOCKS[tokens]
+    assert len(list(cpu._blocks(tokens))) == BLOCKS[tokens]
     arrays = inputs(tokens)
     found = jax.jit(with_gradients)(*arrays)
     assert {each.dtype for each in found} == {jnp.dtype(jnp.float32)}
@@ -152,10 +152,10 @@ def test_what_remat_is_told_to_keep_is_not_computed_again() -> None:
 
 def test_without_cuda_the_gpus_branch_is_the_plain_one() -> None:
     arrays = inputs(64, jnp.bfloat16)[:3]
-    assert not attention.cudnn_takes(arrays[0])
+    assert not transformer.cudnn_takes(arrays[0])
     plain, on_cuda = (
         str(jax.make_jaxpr(each)(*arrays))
-        for each in (attention._attention, attention._attention_on_cuda)
+        for each in (transformer._plain_attention, transformer._cuda_attention)
     )
     assert plain == on_cuda
 

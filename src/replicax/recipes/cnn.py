@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
+from replicax.core.precision import to_sum
 from replicax.errors import require
+from replicax.recipes import cpu
 from replicax.recipes.datasets import ImageDataset, fashion_mnist
-from replicax.recipes.images import cross_entropy, unit_interval
-from replicax.recipes.same_convolution import same_conv2d
 
 nnx = require("flax.nnx", "flax")
 
@@ -21,9 +22,10 @@ class Network(nnx.Module):  # type: ignore[misc, name-defined]
 
     def __init__(self, dropout: float, rngs: Any) -> None:
         # No bias before BatchNorm, which takes it out again.
-        self.conv1 = _convolution(1, 32, rngs)
+        layer = {"kernel_size": (3, 3), "use_bias": False, "rngs": rngs}
+        self.conv1 = nnx.Conv(1, 32, **layer, conv_general_dilated=cpu.conv_general_dilated)
         self.norm1 = nnx.BatchNorm(32, rngs=rngs)
-        self.conv2 = _convolution(32, 64, rngs)
+        self.conv2 = nnx.Conv(32, 64, **layer, conv_general_dilated=cpu.conv_general_dilated)
         self.norm2 = nnx.BatchNorm(64, rngs=rngs)
         self.dropout = nnx.Dropout(dropout, rngs=rngs)
         self.linear = nnx.Linear(64 * 7 * 7, 10, rngs=rngs)
@@ -34,22 +36,6 @@ class Network(nnx.Module):  # type: ignore[misc, name-defined]
             x = nnx.relu(norm(conv(x)))
             x = nnx.max_pool(x, window_shape=(2, 2), strides=(2, 2))
         return self.linear(self.dropout(x.reshape(x.shape[0], -1)))  # type: ignore[no-any-return]
-
-
-def _convolution(features_in: int, features_out: int, rngs: Any) -> Any:
-    return nnx.Conv(
-        features_in,
-        features_out,
-        kernel_size=(3, 3),
-        use_bias=False,
-        conv_general_dilated=_same_conv2d,
-        rngs=rngs,
-    )
-
-
-def _same_conv2d(x: jax.Array, kernel: jax.Array, *_layer: Any, **_options: Any) -> jax.Array:
-    """In the place of `lax.conv_general_dilated`, whose other arguments are those of the layer."""
-    return same_conv2d(x, kernel)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +61,10 @@ class CNN:
         self, model: Network, batch: dict[str, jax.Array], key: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Cross-entropy `[rows]`, and accuracy."""
-        images = unit_interval(batch["image"], model.linear.kernel.dtype)
-        return cross_entropy(model(images), batch["label"])
+        images = batch["image"].astype(model.linear.kernel.dtype) / 255
+        logits, labels = to_sum(model(images)), batch["label"]
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return losses, {"accuracy": jnp.argmax(logits, axis=-1) == labels}
 
     def optimizer(self) -> optax.GradientTransformation:
         """Adam."""

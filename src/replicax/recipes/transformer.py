@@ -22,7 +22,7 @@ from jax import lax
 from replicax.core.precision import to_sum
 from replicax.core.traced_for import cuda_capability
 from replicax.errors import ConfigError
-from replicax.recipes import attention
+from replicax.recipes import cpu
 from replicax.remat import in_turn, products_and_attention
 
 Params = dict[str, Any]
@@ -144,12 +144,37 @@ def _block(x: jax.Array, params: Params, sizes: tuple[int, int, int], on_gpu: bo
         each.reshape(rows, tokens, heads, -1)
         for each in _query_key_value(params["attn"]["c_attn"], normal, on_gpu)
     )
-    attended = attention.causal_attention(q, k, v).reshape(x.shape)
+    attended = _attention(q, k, v).reshape(x.shape)
     x = x + _dense(params["attn"]["c_proj"], attended)
     fc, normal = params["mlp"]["c_fc"], _layer_norm(params["ln_2"], x)
     # On a GPU its input is kept, and not the six arrays that its derivative is computed from.
     gelu = jax.checkpoint(_biased_gelu, prevent_cse=True) if on_gpu else _biased_gelu
     return x + _dense(params["mlp"]["c_proj"], gelu(_product(fc, normal), fc["bias"]))
+
+
+def _attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Causal attention of `[rows, tokens, heads, head_dim]`: cuDNN's kernel where there is one."""
+    attended: jax.Array = lax.platform_dependent(
+        q, k, v, cpu=cpu.causal_attention, cuda=_cuda_attention, default=_plain_attention
+    )
+    return attended
+
+
+def _plain_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+def _cuda_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    # JAX never chooses cuDNN by itself, and raises where cuDNN does not take the inputs.
+    implementation: Literal["cudnn"] | None = "cudnn" if cudnn_takes(q) else None
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+
+
+def cudnn_takes(q: jax.Array) -> bool:
+    """Whether cuDNN's flash attention is there for such queries."""
+    ampere_or_newer = (cuda_capability() or 0) >= 8
+    head_dim = q.shape[-1]
+    return ampere_or_newer and q.dtype.itemsize == 2 and head_dim <= 128 and head_dim % 8 == 0
 
 
 def _query_key_value(params: Params, x: jax.Array, on_gpu: bool) -> Sequence[jax.Array]:

@@ -1,0 +1,247 @@
+"""Forms of three layers that XLA's CPU backend runs faster than the ordinary ones.
+
+A model is written with the ordinary layer and names the form for CPUs beside it:
+
+    >>> @cpu.form(cpu.convolve_relu_pool)
+    ... def layer(x, kernel, bias): ...  # lax.conv_general_dilated, relu, lax.reduce_window
+
+What they are worth on two cores of an AMD EPYC (benchmarks/LOG.md, docs/benchmarks.md):
+
+- `convolve_relu_pool`: a training step of LeNet, 256 rows on two devices, 84 -> 16 ms;
+- `conv_general_dilated`: a step of the CNN with 8 micro-batches 164 -> 28 ms, in mode `exact` on
+  8 devices 143 -> 22 ms; without a loop the same;
+- `causal_attention`: more than twice as fast as `jax.nn.dot_product_attention`.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from replicax.core.precision import to_sum
+from replicax.remat import ATTENTION
+
+LEAST_BLOCK = 32
+"""Query tokens below which a block's matrix products are too small to be worth their saving."""
+
+Layer = Callable[..., jax.Array]
+Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
+_NHWC = ("NHWC", "HWIO", "NHWC")
+
+
+def form(on_cpu: Layer) -> Callable[[Layer], Layer]:
+    """Decorate a function of arrays: it is `on_cpu` on a CPU, and itself on accelerators."""
+
+    def decorated(ordinary: Layer) -> Layer:
+        @functools.wraps(ordinary)
+        def either(*arrays: jax.Array) -> jax.Array:
+            chosen: jax.Array = lax.platform_dependent(*arrays, cpu=on_cpu, default=ordinary)
+            return chosen
+
+        return either
+
+    return decorated
+
+
+# Convolution, relu and average pool of small images. XLA:CPU's own convolution spends most of a
+# training step in its gradients, and in NHWC the patches of a convolution are a scatter of short
+# runs. Here activations are [channels, height, width, rows]: with the rows innermost, a patch
+# matrix is a few contiguous slabs of the image, the convolution and both of its gradients are one
+# matrix product each, and pooling adds slabs. XLA removes the transposes between two such layers.
+# The rows are never merged with another dimension: a batch split over a mesh axis stays split.
+
+
+def convolve_relu_pool(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
+    """Convolution without padding, relu, mean over 2 x 2 windows.
+
+    Args:
+        x: `[rows, height, width, in]`.
+        kernel: `[kh, kw, in, out]`, of the same dtype; products are summed in float32 or wider.
+        bias: `[out]`.
+
+    Returns:
+        `[rows, (height - kh + 1) // 2, (width - kw + 1) // 2, out]`.
+    """
+    (kh, kw), (height, width) = kernel.shape[:2], x.shape[1:3]
+    # A window that would be incomplete is dropped: what it alone covers is not computed.
+    height, width = (height - kh + 1) // 2 * 2, (width - kw + 1) // 2 * 2
+    planes = x.transpose(3, 1, 2, 0)[:, : height + kh - 1, : width + kw - 1]
+    # XLA:CPU has no product of bfloat16 matrices summed in float32: widen the operands.
+    y = _matmul_conv(to_sum(planes), to_sum(kernel)).astype(x.dtype)
+    y = jax.nn.relu(y + bias[:, None, None, None])
+    # Strided slices, not `lax.reduce_window`: XLA:CPU fuses these with the relu before them.
+    corners = (y[:, i::2, j::2] for i in range(2) for j in range(2))
+    return (functools.reduce(jnp.add, corners) / 4).transpose(3, 1, 2, 0)
+
+
+@jax.custom_vjp
+def _matmul_conv(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """The `kh * kw * in` products of each output, as one matrix product with the kernel."""
+    return jnp.tensordot(_as_matrix(kernel), _patches(x, kernel), axes=(0, 0))
+
+
+def _matmul_conv_forward(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, Any]:
+    return _matmul_conv(x, kernel), (x, kernel)
+
+
+def _matmul_conv_backward(saved: Any, grad: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Gradients of the input and the kernel. grad: `[out, height, width, rows]`."""
+    x, kernel = saved
+    kh, kw, channels, _ = kernel.shape
+    patches = _patches(x, kernel)
+    kernel_grad = jnp.tensordot(patches, grad, axes=((1, 2, 3), (1, 2, 3)))
+    # In this order the patches are freed before their gradient, as large, is made. A step whose
+    # temporary memory stays under glibc's 32 MiB mmap limit is not paged in anew every time.
+    kernel_grad, grad = lax.optimization_barrier((kernel_grad, grad))
+    patches_grad = jnp.tensordot(_as_matrix(kernel), grad, axes=(1, 0))
+    # Written out, because autodiff would pad all kh * kw slabs to full size before adding them.
+    x_grad = jnp.zeros_like(x)
+    for tap in range(kh * kw):
+        start = (0, tap // kw, tap % kw, 0)
+        slab = patches_grad[tap * channels : (tap + 1) * channels]
+        slab += lax.dynamic_slice(x_grad, start, slab.shape)
+        x_grad = lax.dynamic_update_slice(x_grad, slab, start)
+    return x_grad, kernel_grad.reshape(kernel.shape)
+
+
+_matmul_conv.defvjp(_matmul_conv_forward, _matmul_conv_backward)
+
+
+def _patches(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """`[kh * kw * in, height, width, rows]`: under each output, the inputs its kernel covers."""
+    kh, kw = kernel.shape[:2]
+    height, width = x.shape[1] - kh + 1, x.shape[2] - kw + 1
+    # In two steps, the second copies whole planes: half the time of slicing kh * kw windows.
+    columns = jnp.concatenate([x[:, :, j : j + width] for j in range(kw)])
+    return jnp.concatenate([columns[:, i : i + height] for i in range(kh)])
+
+
+def _as_matrix(kernel: jax.Array) -> jax.Array:
+    return kernel.reshape(-1, kernel.shape[-1])
+
+
+# XLA:CPU has a fast convolution for operands in the order of `lax`'s NHWC and HWIO alone. It
+# rewrites others into that order, those of both gradients too, but not inside a loop, over
+# micro-batches say. Here both gradients are written in that order.
+
+
+def conv_general_dilated(
+    x: jax.Array, kernel: jax.Array, strides: Any, padding: str, **_layer: Any
+) -> jax.Array:
+    """`lax.conv_general_dilated` of stride 1, padding "SAME", NHWC and HWIO, an odd kernel."""
+    assert (set(strides), padding) == ({1}, "SAME"), "other gradients are not written here"
+    return _same_conv(x, kernel)
+
+
+@jax.custom_vjp
+def _same_conv(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=_NHWC)
+
+
+def _same_conv_forward(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, Any]:
+    return _same_conv(x, kernel), (x, kernel)
+
+
+def _same_conv_backward(saved: Any, grad: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Gradients of the input and the kernel. grad: `[rows, height, width, out]`."""
+    x, kernel = saved
+    x_grad = _same_conv(grad, jnp.flip(kernel, (0, 1)).swapaxes(2, 3))
+    kernel_grad = lax.conv_general_dilated(
+        x.transpose(3, 1, 2, 0),
+        grad.transpose(1, 2, 0, 3),
+        (1, 1),
+        [(size // 2, size // 2) for size in kernel.shape[:2]],
+        dimension_numbers=_NHWC,
+    )
+    return x_grad, kernel_grad.transpose(1, 2, 0, 3)
+
+
+_same_conv.defvjp(_same_conv_forward, _same_conv_backward)
+
+
+# `jax.nn.dot_product_attention` computes, on a CPU, the half of the scores that the mask throws
+# away, and keeps the probabilities for a backward pass that sums over them. Here the queries are
+# cut into blocks that see the keys up to their own end, and the backward pass is FlashAttention's
+# (Dao et al., 2022, arXiv:2205.14135): it has the probabilities again from the log of their sum,
+# and takes the sum over the keys from the output.
+
+
+def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Attention in which a token sees itself and those before it.
+
+    Args:
+        q: queries `[rows, tokens, heads, head_dim]`.
+        k: keys of the same shape and dtype.
+        v: values of the same shape and dtype.
+
+    Returns:
+        `[rows, tokens, heads, head_dim]`, of the same dtype.
+    """
+    # XLA:CPU has no fast products of 16-bit floats.
+    heads_first = (to_sum(jnp.moveaxis(x, 1, 2)) for x in (q, k, v))
+    return jnp.moveaxis(_blocked(*heads_first), 1, 2).astype(q.dtype)
+
+
+@jax.custom_vjp
+def _blocked(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return _blocked_forward(q, k, v)[0]
+
+
+def _blocked_forward(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Residuals]:
+    """All arrays are `[rows, heads, tokens, head_dim]`."""
+    outputs, logs = [], []
+    for queries, keys, mask in _blocks(q.shape[2]):
+        scores = _scores(q[:, :, queries], k[:, :, keys])
+        scores = jnp.where(mask, scores, -jnp.inf)
+        highest = jnp.max(scores, axis=-1, keepdims=True)
+        weights = jnp.exp(scores - highest)
+        total = jnp.sum(weights, axis=-1, keepdims=True)
+        outputs.append(jnp.einsum("bnts,bnsh->bnth", weights, v[:, :, keys]) / total)
+        logs.append(highest + jnp.log(total))
+    output = checkpoint_name(jnp.concatenate(outputs, axis=2), ATTENTION)
+    log_total = checkpoint_name(jnp.concatenate(logs, axis=2), ATTENTION)
+    return output, (q, k, v, output, log_total)
+
+
+def _blocked_backward(
+    kept: Residuals, d_output: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    q, k, v, output, log_total = kept
+    # sum over keys of p * dp, which is the same as this sum over the head's dims.
+    from_total = jnp.sum(d_output * output, axis=-1, keepdims=True)
+    d_q, d_k, d_v = [], jnp.zeros_like(k), jnp.zeros_like(v)
+    for queries, keys, mask in _blocks(q.shape[2]):
+        scores = _scores(q[:, :, queries], k[:, :, keys])
+        p = jnp.where(mask, jnp.exp(scores - log_total[:, :, queries]), 0)
+        d_p = jnp.einsum("bnth,bnsh->bnts", d_output[:, :, queries], v[:, :, keys])
+        d_scores = p * (d_p - from_total[:, :, queries]) * q.shape[-1] ** -0.5
+        d_q.append(jnp.einsum("bnts,bnsh->bnth", d_scores, k[:, :, keys]))
+        d_k += _to_all_keys(jnp.einsum("bnts,bnth->bnsh", d_scores, q[:, :, queries]), k)
+        d_v += _to_all_keys(jnp.einsum("bnts,bnth->bnsh", p, d_output[:, :, queries]), v)
+    return jnp.concatenate(d_q, axis=2), d_k, d_v
+
+
+_blocked.defvjp(_blocked_forward, _blocked_backward)
+
+
+def _blocks(tokens: int) -> Iterator[tuple[slice, slice, Any]]:
+    """Queries, the keys up to their end, and the mask `[queries, keys]` between them."""
+    fits = (n for n in (4, 2) if tokens % n == 0 and tokens // n >= LEAST_BLOCK)
+    size = tokens // next(fits, 1)
+    for start in range(0, tokens, size):
+        end = start + size
+        mask = jnp.arange(start, end)[:, None] >= jnp.arange(end)
+        yield slice(start, end), slice(0, end), mask
+
+
+def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
+    return jnp.einsum("bnth,bnsh->bnts", q * q.shape[-1] ** -0.5, k)
+
+
+def _to_all_keys(d_keys: jax.Array, keys: jax.Array) -> jax.Array:
+    missing = keys.shape[2] - d_keys.shape[2]
+    return jnp.pad(d_keys, ((0, 0), (0, 0), (0, missing), (0, 0)))
