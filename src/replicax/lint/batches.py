@@ -3,7 +3,7 @@
 import ast
 
 from replicax.lint.finding import WARNING, Report
-from replicax.lint.program import KEY, Program, names_in, targets
+from replicax.lint.parsed import KEY, Program, names_in, targets
 
 _COUNTS = {"jax.device_count", "jax.local_device_count"}
 _DEVICES = {"jax.devices", "jax.local_devices"}

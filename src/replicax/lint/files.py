@@ -24,8 +24,8 @@ from replicax.lint.finding import ERROR, NOTE, WARNING, Finding, Report
 from replicax.lint.frozen import check_frozen
 from replicax.lint.lookup import check_names
 from replicax.lint.loops import check_loops
-from replicax.lint.program import Program
-from replicax.lint.steps import check_steps
+from replicax.lint.numbers import check_steps
+from replicax.lint.parsed import Program
 
 _SKIPPED = {"__pycache__", "node_modules", "build", "dist", "site-packages"}
 

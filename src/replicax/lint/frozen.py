@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator, Sequence
 
 from replicax.lint.finding import WARNING, Report
-from replicax.lint.program import COMPILES, FUNCTIONS, LOOPS, Function, Program, given, targets
+from replicax.lint.parsed import COMPILES, FUNCTIONS, LOOPS, Function, Program, given, targets
 
 _COMPILES = COMPILES | {"replicax.DataParallel", "rx.DataParallel"}
 

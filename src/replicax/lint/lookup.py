@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from replicax.lint.finding import NOTE, Report
-from replicax.lint.program import Program, keywords, names_in
+from replicax.lint.parsed import Program, keywords, names_in
 
 LIBRARIES = ("jax", "flax", "optax", "numpy", "equinox", "haiku", "chex", "orbax")
 _DISTRIBUTIONS = {"haiku": "dm-haiku", "orbax": "orbax-checkpoint"}

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 
 from replicax.lint.finding import WARNING, Report
-from replicax.lint.program import (
+from replicax.lint.parsed import (
     BATCH,
     COMPILES,
     FUNCTIONS,

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from replicax.errors import ConfigError
 from replicax.lint.frozen import free_names
-from replicax.lint.program import BATCH, KEY, PMAP, Mapped, Program, names_in, targets
-from replicax.lint.steps import REDUCES, REPLICATES
+from replicax.lint.numbers import REDUCES, REPLICATES
+from replicax.lint.parsed import BATCH, KEY, PMAP, Mapped, Program, names_in, targets
 
 _FILE = '''\
 """The step of {path} on many replicas and on one.

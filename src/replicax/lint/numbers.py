@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from replicax.lint.finding import Report
-from replicax.lint.program import (
+from replicax.lint.parsed import (
     GRADS,
     KEY,
     PMAP,
