@@ -10,7 +10,6 @@ from jax.sharding import Mesh
 
 from replicax.core.accumulate import Accumulator, Apply
 from replicax.core.average import check_decay
-from replicax.core.checks import check_loss, check_optimizer, check_own_step
 from replicax.core.feed import Split
 from replicax.core.job import Alone, Job
 from replicax.core.layout import Layout, as_layout, check_axes
@@ -32,6 +31,7 @@ from replicax.core.own import StepFunction
 from replicax.core.partition import Rules
 from replicax.core.precision import Precision, as_precision
 from replicax.core.reduction import REDUCTIONS, Reduction, as_reduction
+from replicax.core.refused import check_loss, check_optimizer, check_own_step
 from replicax.core.traced_for import cuda_capability
 from replicax.core.trainable import Trainable
 from replicax.errors import ConfigError

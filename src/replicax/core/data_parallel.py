@@ -10,7 +10,6 @@ from jax.sharding import Mesh
 
 from replicax.core.batch import Batch
 from replicax.core.capacity import check_state_fits
-from replicax.core.checks import check_kind
 from replicax.core.configuration import configure
 from replicax.core.configured import Configured
 from replicax.core.evaluation import Evaluation
@@ -26,6 +25,7 @@ from replicax.core.own import StepFunction
 from replicax.core.partition import Rules
 from replicax.core.ready import Ready, agree_on_model
 from replicax.core.reduction import Reduction
+from replicax.core.refused import check_kind
 from replicax.core.sources import as_source
 from replicax.core.trainable import Trainable
 from replicax.core.update import Metrics, TrainState

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 
 from replicax.core.batch import Batch
-from replicax.core.checks import check_kind, check_loss, check_state
 from replicax.core.loss import Totals
 from replicax.core.mesh import Axis, by_rows, replicated
 from replicax.core.models.definition import PyTree, View
@@ -18,6 +17,7 @@ from replicax.core.modes import batch_shardings, lift
 from replicax.core.objective import LossFunction, Objective
 from replicax.core.program import Program
 from replicax.core.ready import Ready
+from replicax.core.refused import check_kind, check_loss, check_state
 from replicax.core.update import TrainState
 from replicax.errors import ConfigError, LossError
 

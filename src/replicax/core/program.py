@@ -12,7 +12,6 @@ from jax.sharding import Mesh
 
 from replicax.core.average import average_of
 from replicax.core.batch import Batch, Share, described, host_rows, pad, row_count
-from replicax.core.checks import check_kind, check_loss, check_outside_jit
 from replicax.core.configuration import Configuration
 from replicax.core.feed import Split
 from replicax.core.layout import on_devices_of
@@ -25,6 +24,7 @@ from replicax.core.objective import LossFunction, Objective, only_read
 from replicax.core.optimizer import Updater
 from replicax.core.own import keep, own_update
 from replicax.core.reduction import REDUCTIONS
+from replicax.core.refused import check_kind, check_loss, check_outside_jit
 from replicax.core.scaling import first_scale
 from replicax.core.update import (
     TrainState,

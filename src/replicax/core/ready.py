@@ -10,7 +10,6 @@ import numpy as np
 
 from replicax.core.batch import Batch
 from replicax.core.capacity import check_fits
-from replicax.core.checks import check_kind, check_outside_jit, check_state, check_unused
 from replicax.core.configuration import Configuration
 from replicax.core.job import Job
 from replicax.core.leaves import describe_leaves, shapes_by_path
@@ -18,6 +17,7 @@ from replicax.core.look import Look
 from replicax.core.loss import LOSS
 from replicax.core.models.definition import PyTree
 from replicax.core.program import Program
+from replicax.core.refused import check_kind, check_outside_jit, check_state, check_unused
 from replicax.core.step_look import StepLook
 from replicax.core.update import Metrics, TrainState
 from replicax.errors import LossError

@@ -5,11 +5,11 @@ from typing import Any
 
 import jax
 
-from replicax.core.checks import check_unused
 from replicax.core.models.definition import Parts
 from replicax.core.models.foreign import refuse_foreign
 from replicax.core.models.pytree import split_pytree
 from replicax.core.models.stateful import Stateful
+from replicax.core.refused import check_unused
 from replicax.errors import ConfigError
 
 
