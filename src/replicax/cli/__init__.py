@@ -2,6 +2,8 @@
 
 0 done · 1 the run failed, with its cause in one line · 2 a wrong flag or configuration
 75 stopped early with everything saved; launch: the first failure's own code
+
+Whatever is wrong with a flag is a `ConfigError`, whose one line is printed here.
 """
 
 import importlib

@@ -214,11 +214,7 @@ def _draw_memory(parsed: Arguments[BenchOptions], result: Bench, folder: Path) -
 
 
 def counts_of(flag: str, text: str | None) -> list[int] | None:
-    """The counts that `flag` gives.
-
-    Raises:
-        ConfigError: no list of counts.
-    """
+    """The counts that `flag` gives."""
     if text is None:
         return None
     counts = words(text)

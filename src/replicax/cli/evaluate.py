@@ -49,9 +49,7 @@ def evaluate(arguments: list[str]) -> int:
         "step": loaded.step,
         "data": None if options.data is None else str(options.data),
         "rows": rows,
-        "metrics": {
-            name: value if math.isfinite(value) else None for name, value in metrics.items()
-        },
+        "metrics": {name: x if math.isfinite(x) else None for name, x in metrics.items()},
         "recorded": recorded,
     }
     options.write_json(content)
@@ -84,12 +82,8 @@ def _source(recipe: Any, options: EvaluateOptions) -> Any:
 
 def _recorded(loaded: Loaded) -> dict[str, float] | None:
     """The metrics of the run's own evaluation at this step, if there was one."""
-    found = [
-        record.metrics
-        for record in loaded.records
-        if record.kind == "eval" and record.step == loaded.step
-    ]
-    return found[-1] if found else None
+    records = (each for each in reversed(loaded.records) if each.kind == "eval")
+    return next((each.metrics for each in records if each.step == loaded.step), None)
 
 
 def _verdict(metrics: Mapping[str, float], recorded: Mapping[str, float]) -> str:

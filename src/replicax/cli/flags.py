@@ -33,11 +33,7 @@ _UNPREFIXED = tyro.conf.arg(name="")
 
 
 def one_of(table: Iterable[str]) -> Any:
-    """Return the annotation of a flag that takes a name of `table`, as it is when flags are parsed.
-
-    Args:
-        table: names, or a mapping from names, to which others may still be added.
-    """
+    """Return the annotation of a flag that takes a name of `table`, which may still get others."""
     return tyro.conf.arg(
         constructor_factory=lambda: tyro.extras.literal_type_from_choices(list(table)),
         help_behavior_hint=lambda default: f"(default: {default[2:-2]})",  # tyro has it as ['jit']
@@ -45,12 +41,7 @@ def one_of(table: Iterable[str]) -> Any:
 
 
 def several_of(table: Iterable[str], default: str) -> Any:
-    """Return the annotation of a flag that takes names of `table`, separated by commas, or None.
-
-    Args:
-        table: as for `one_of`; no name is refused here.
-        default: what help calls None.
-    """
+    """Return the annotation of names of `table`, separated by commas; help calls None `default`."""
     return tyro.conf.arg(
         metavar="NAMES",
         help_behavior_hint=lambda _: f"(any of {', '.join(table)}; default: {default})",
@@ -90,17 +81,7 @@ class Arguments(Generic[Options]):
 
 
 def parse(command: str, options_class: type[Options], arguments: Sequence[str]) -> Options:
-    """The options of a command that takes no recipe.
-
-    Args:
-        command: what follows `replicax`.
-        options_class: a dataclass whose fields are the flags, and whose docstring is the help.
-        arguments: those of the command.
-
-    Raises:
-        ConfigError: a wrong flag.
-        SystemExit: the flags ask for help, and it was printed.
-    """
+    """The options of a command that takes no recipe; the docstring of their class is the help."""
     description, names = inspect.getdoc(options_class), _names(options_class)
     parsed: Options = _parsed(options_class, arguments, f"replicax {command}", description, names)
     return parsed
@@ -111,16 +92,7 @@ def parse_with_recipe(
 ) -> Arguments[Options]:
     """The recipe that comes first, whose fields are flags too, and the options.
 
-    Args:
-        command: what follows `replicax`.
-        options_class: a dataclass whose fields are flags with every recipe. With a field `config`,
-            the file that it names is what other flags go on top of.
-        arguments: those of the command.
-
-    Raises:
-        ConfigError: no recipe, no such recipe, a wrong flag or preset, or a field of the recipe
-            with an option's name.
-        SystemExit: the arguments ask for help, and it was printed.
+    Where the options have a field `config`, other flags go on top of what that file says.
     """
     if arguments and arguments[0] in ("-h", "--help"):
         print(f"usage: replicax {command} RECIPE [FLAGS]\n")

@@ -26,21 +26,21 @@ class RunOptions:
     """The checkpoint to take: updates done, or best for the one that best.json names."""
 
     def open(self, command: str) -> Loaded:
-        """Return the run's checkpoint, on the devices that are there.
-
-        Raises:
-            ConfigError: no such run or checkpoint, or `command` is one of several processes.
-            CheckpointError: the checkpoint is harmed.
-        """
+        """Return the run's checkpoint, on the devices that are there."""
         check_alone(command, "it opens a run in one process: run it alone")
-        return rx.load(self.folder(), step=self._step())
+        step: int | str | None = self.step
+        if self.step not in (None, "best"):
+            number = str(self.step).replace(",", "")
+            if not number.isdecimal():
+                raise ConfigError(
+                    f"--step {self.step}; it is a number of steps, or best: leave it out for the "
+                    "newest"
+                )
+            step = int(number)
+        return rx.load(self.folder(), step=step)
 
     def folder(self) -> Path:
-        """Return the run's folder.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """Return the run's folder."""
         if "://" in self.run:
             return place(self.run)
         for folder in (RUNS / self.run, Path(self.run)):
@@ -51,17 +51,6 @@ class RunOptions:
             f"no run is named {self.run!r}: {RUNS / self.run} is no folder, and neither is "
             f"{self.run}{did_you_mean(self.run, names)}; replicax runs lists those in runs/"
         )
-
-    def _step(self) -> int | str | None:
-        step = self.step
-        if step in (None, "best"):
-            return step
-        assert step is not None
-        if not step.replace(",", "").isdecimal():
-            raise ConfigError(
-                f"--step {step}; it is a number of steps, or best: leave it out for the newest"
-            )
-        return int(step.replace(",", ""))
 
 
 def about_line(loaded: Loaded) -> str:

@@ -21,11 +21,7 @@ def failed(message: str, code: int) -> int:
 
 
 def new_folder(command: str, recipe: str, run: str | None) -> Path:
-    """Return the folder in runs/ that `--run` names, or a name with the time.
-
-    Raises:
-        ConfigError: it is there already.
-    """
+    """Return the folder in runs/ that `--run` names, or a name with the time."""
     folder = Path("runs") / (run or f"{command}-{recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
     if folder.exists():
         raise ConfigError(
@@ -48,11 +44,7 @@ class JsonOptions:
 
     @contextlib.contextmanager
     def working(self) -> Iterator[Callable[[str], None]]:
-        """Yield a function that shows a live line; what else is printed is kept out of JSON.
-
-        Raises:
-            ConfigError: `write_json` would fail, minutes later.
-        """
+        """Yield a function that shows a live line; what else is printed is kept out of JSON."""
         folder = Path(self.json or "-").parent
         if self.json is not None and Path(self.json).is_dir():
             raise ConfigError(f"--json {self.json} is a folder; name a file")

@@ -104,11 +104,7 @@ def _plan(
 
 
 def _target(options: PlanOptions) -> Target:
-    """What is planned for; without touching accelerators, unless it is them.
-
-    Raises:
-        ConfigError: no such target, or one that the mode cannot have.
-    """
+    """What is planned for; without touching accelerators, unless it is them."""
     if options.target.strip().lower() != ATTACHED:
         jax.config.update("jax_platforms", "cpu")
     target = parse_target(options.target)
@@ -158,11 +154,7 @@ def _transformer(recipe: Any) -> Transformer | None:
 
 
 def _noise_scale(text: str | None) -> float | None:
-    """Rows that `--noise-scale` gives, or the run that it names has measured.
-
-    Raises:
-        ConfigError: neither.
-    """
+    """Rows that `--noise-scale` gives, or the run that it names has measured."""
     if text is None:
         return None
     try:

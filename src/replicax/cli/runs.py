@@ -87,12 +87,7 @@ def _print_table(rows: Sequence[Sequence[str]]) -> None:
 
 
 def _row(path: Path) -> tuple[float, tuple[str, ...]]:
-    """When the run was saved, and its line of the table.
-
-    Raises:
-        ConfigError: its configuration cannot be read.
-        CheckpointError: its newest checkpoint is harmed.
-    """
+    """When the run was saved, and its line of the table."""
     config, records, manifest = read_config(path / CONFIG), _records(path / RECORDS), None
     evaluated = [record.metrics for record in records if record.kind == "eval"]
     step, epoch, saved_at = 0, 0, 0.0

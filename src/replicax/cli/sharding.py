@@ -2,8 +2,8 @@
 
 import math
 import sys
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -21,13 +21,9 @@ MOST_BOXES, MOST_ACROSS = 16, 8
 """In a drawing; where there are more, the PartitionSpec has to do."""
 
 
-class Placement(NamedTuple):
-    """How arrays lie on a mesh: what all of them share that have one drawing."""
-
-    axes: tuple[str, ...]
-    """Those of more than one device that something is split over, in the order of the mesh."""
-    layers: int
-    """In a stack that pipeline stages split; 0 without."""
+Placement = tuple[tuple[str, ...], int]
+"""What all arrays share that have one drawing: the axes of more than one device that they are split
+over, in the order of the mesh, and the layers in a stack that pipeline stages split, or 0."""
 
 
 def print_sharding(state: TrainState, rows: int) -> None:
@@ -35,10 +31,6 @@ def print_sharding(state: TrainState, rows: int) -> None:
 
     An array has its path, dtype, shape, PartitionSpec and bytes on a device. Of the optimizer's
     arrays those are shown that lie otherwise than their parameter.
-
-    Args:
-        state: arrays, or `jax.ShapeDtypeStruct`s with a sharding.
-        rows: of a batch, with its padding.
     """
     mesh = state.step.sharding.mesh
     shown: dict[Placement, list[tuple[str, Any]]] = {}
@@ -49,10 +41,11 @@ def print_sharding(state: TrainState, rows: int) -> None:
     print("shards a box is a part, with the devices that hold it", flush=True)
     for placement, arrays in shown.items():
         for path, leaf in arrays[:MOST_NAMED]:
-            each = f"{leaf.dtype}{list(leaf.shape)}  {_spec(leaf.sharding)}"
-            _print_line(path, f"{each}  {size_text(_bytes(leaf))}/device")
+            text = f"{leaf.dtype}{list(leaf.shape)}  {_spec(leaf.sharding)}"
+            text += f"  {size_text(_bytes([leaf]))}/device"
+            print(path, text, sep="  " if len(path) + 2 + len(text) <= COLUMNS else f"\n{' ' * 7}")
         if rest := arrays[MOST_NAMED:]:
-            size = size_text(sum(_bytes(leaf) for _, leaf in rest))
+            size = size_text(_bytes(leaf for _, leaf in rest))
             print(f"and {len(rest)} more that lie alike, {size}/device")
         if placement == _placement(of_batch, (rows,)):
             print(f"batch  {rows} rows  {_spec(of_batch)}")
@@ -75,16 +68,15 @@ def _by_path(tree: PyTree) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def _bytes(leaf: Any) -> int:
-    """Those of a leaf on one device."""
-    shard: tuple[int, ...] = leaf.sharding.shard_shape(leaf.shape)
-    return math.prod(shard) * int(leaf.dtype.itemsize)
+def _bytes(leaves: Iterable[Any]) -> int:
+    """Those of leaves on one device."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
 def _placement(sharding: NamedSharding, shape: tuple[int, ...]) -> Placement:
     split, sizes = axes_of(sharding.spec), sharding.mesh.shape
     axes = tuple(axis for axis in sizes if axis in split and sizes[axis] > 1)
-    return Placement(axes, shape[0] if STAGE in axes else 0)
+    return axes, shape[0] if STAGE in axes else 0
 
 
 def _spec(sharding: NamedSharding) -> str:
@@ -92,29 +84,23 @@ def _spec(sharding: NamedSharding) -> str:
     return f"P({', '.join(map(repr, sharding.spec))})"
 
 
-def _print_line(path: str, text: str) -> None:
-    """Print both on one line where that is short enough."""
-    wide = len(path) + 2 + len(text) > COLUMNS
-    print(f"{path}\n       {text}" if wide else f"{path}  {text}")
-
-
 def _draw(mesh: Mesh, placement: Placement) -> None:
     """Print boxes: pipeline stages beside each other, else the last of two axes; others below.
 
     Where there are too many, those of the stages alone, or none.
     """
-    stages = [axis for axis in placement.axes if axis == STAGE]
-    others = [axis for axis in placement.axes if axis != STAGE]
-    grids = (
-        [(others, stages), ([], stages)] if stages else [(others[:-1] or others, others[1:][-1:])]
-    )
+    axes, layers = placement
+    others = [axis for axis in axes if axis != STAGE]
+    grids = [(others[:-1] or others, others[1:][-1:])]
+    if STAGE in axes:
+        grids = [(others, [STAGE]), ([], [STAGE])]
     for down, across in grids:
         shape = [math.prod(mesh.shape[axis] for axis in axes) for axes in (down, across)]
         if math.prod(shape) > MOST_BOXES or shape[1] > MOST_ACROSS:
             continue
-        if stages:
-            own = placement.layers // shape[1]
-            firsts = range(0, placement.layers, own)
+        if STAGE in axes:
+            own = layers // shape[1]
+            firsts = range(0, layers, own)
             each = [f"{first}-{first + own - 1}" if own > 1 else f"{first}" for first in firsts]
             print(f"layers {' | '.join(each)}")
         held = NamedSharding(mesh, PartitionSpec(tuple(down) or None, tuple(across) or None))

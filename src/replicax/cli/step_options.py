@@ -64,11 +64,7 @@ class StepOptions:
 
     @property
     def least_devices(self) -> int:
-        """Devices that the smallest mesh has: one copy of the state.
-
-        Raises:
-            ConfigError: a size below 1, or one that splits nothing.
-        """
+        """Devices that the smallest mesh has: one copy of the state."""
         for flag, size in list(self._sizes.items())[:2]:
             if size < 1:
                 raise ConfigError(f"{flag} {size}; it is at least 1: raise it")
@@ -81,11 +77,7 @@ class StepOptions:
         return self.model_parallel * self.stages * (copy or 1)
 
     def mesh(self, devices: int | None) -> jax.sharding.Mesh | None:
-        """Return the mesh of `devices`, by default of all; None where a mode may choose them.
-
-        Raises:
-            ConfigError: they cannot be split so.
-        """
+        """Return the mesh of `devices`, by default of all; None where a mode may choose them."""
         least = self.least_devices
         if devices is None and least == 1:
             return None
@@ -100,11 +92,7 @@ class StepOptions:
         )
 
     def layout_of(self, recipe: Any) -> Layout:
-        """Return the layout, with the rules of `recipe` where there are axes that they are for.
-
-        Raises:
-            ConfigError: a recipe without rules, or heads that cannot be split.
-        """
+        """Return the layout, with the rules of `recipe` where there are axes that they are for."""
         if self.model_parallel * self.stages == 1:
             return rx.layout(self.layout, schedule=self.schedule)
         if not hasattr(recipe, "rules"):
@@ -138,11 +126,7 @@ class StepOptions:
         return rx.DataParallel(recipe.loss, recipe.optimizer(), **arguments)
 
     def fix_threads(self, *modes: str) -> None:
-        """Fix the number of XLA's threads if the bits of a mode depend on it, before JAX starts.
-
-        Raises:
-            ConfigError: no such mode.
-        """
+        """Fix the number of XLA's threads if the bits of a mode depend on it, before JAX starts."""
         if any(as_mode(mode).bitwise for mode in modes):
             fix_threads(self.micro_shards)
 
@@ -164,11 +148,7 @@ class DeviceOptions:
 
 
 def make_host_devices(devices: int, processes: int = 1) -> None:
-    """Simulate this process's share of `--devices` on a CPU, if JAX has not looked at it yet.
-
-    Raises:
-        ConfigError: no device, or a number that the processes do not divide.
-    """
+    """Simulate this process's share of `--devices` on a CPU, if JAX has not looked at it yet."""
     if devices < 1:
         raise ConfigError(f"--devices {devices}; a step runs on at least 1: raise it")
     if devices % processes:
@@ -201,11 +181,7 @@ def print_data(recipe: Any) -> None:
 
 
 def first_rows(source: Any, rows: int) -> Any:
-    """The first rows of a source, as host arrays; the first batches where it has whole ones.
-
-    Raises:
-        ConfigError: it has fewer rows.
-    """
+    """The first rows of a source, as host arrays; the first batches where it has whole ones."""
     opened = as_source(source, rows, Alone(), shuffle=False, seed=0)
     parts: list[Any] = []
     count = 0

@@ -118,13 +118,6 @@ def in_micro_batches(
     One is left as it is: where the batch fits at once, or in no number of them; where the devices
     do not tell their memory; where looking at a row of the source would use it up. All processes
     take what the first one finds, which prints it.
-
-    Args:
-        dp: the step.
-        model: as for `dp.init`.
-        source: as for `dp.feed`.
-        rows: of a global batch.
-        job: of the processes.
     """
     count = job.broadcast("micro-batches", lambda: _count(dp, model, source, rows))
     return dp.replace(accumulate=count)
@@ -169,11 +162,7 @@ def _has_schedule(recipe: type[Any]) -> bool:
 
 
 def _folder(name: str, run: str | None) -> Path:
-    """The run's own, below runs/.
-
-    Raises:
-        ConfigError: a name that is no folder's there.
-    """
+    """The run's own, below runs/."""
     if run is None:
         run = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,99}", run):

@@ -64,11 +64,7 @@ class EvalOptions:
     """End the run once N evaluations in a row (3 by default) did not improve the metric."""
 
     def evaluation(self, source: Any) -> rx.Evaluation | None:
-        """Return when the run is evaluated on `source`, which is None where there is nothing.
-
-        Raises:
-            ConfigError: then flags that need an evaluation, or numbers below 1.
-        """
+        """Return when the run is evaluated on `source`, which is None where there is nothing."""
         if source is None:
             fields = dataclasses.fields(EvalOptions)
             given = [each.name for each in fields if getattr(self, each.name) != each.default]
@@ -119,11 +115,7 @@ class SaveOptions:
     """Checkpoints at a multiple of so many steps stay as well."""
 
     def saving(self) -> rx.Saving:
-        """Return when a checkpoint is taken, and which are kept.
-
-        Raises:
-            ConfigError: numbers that cannot be.
-        """
+        """Return when a checkpoint is taken, and which are kept."""
         if not 0 <= self.save_minutes < math.inf:
             raise ConfigError(f"--save-minutes {self.save_minutes:g}; it is at least 0: change it")
         minutes = self.save_minutes or None
@@ -158,11 +150,7 @@ class TrainOptions(
     """
 
     def hooks(self) -> list[rx.Hook]:
-        """Return what observes the run, as far as flags ask for it.
-
-        Raises:
-            ConfigError: a value that names nothing, or hooks that need what the run has not.
-        """
+        """Return what observes the run, as far as flags ask for it."""
         hooks: list[rx.Hook] = []
         if self.gradient_norm:
             hooks.append(rx.GradientNorm())
