@@ -1,4 +1,4 @@
-"""What a user can do wrong, and the fix.
+"""Errors that a user can cause, each with its fix.
 
 - ReplicaxError
   - ConfigError             a flag, an argument, or a combination of them

@@ -21,7 +21,7 @@ Axis = str | tuple[str, ...]
 """One axis or several, as `jax.lax.psum` takes them."""
 
 AnyMesh = Mesh | AbstractMesh
-"""Of devices, attached or described, or of their number alone."""
+"""A mesh of attached or described devices, or one that knows their number alone."""
 
 MeshKind = TypeVar("MeshKind", Mesh, AbstractMesh, AnyMesh)
 

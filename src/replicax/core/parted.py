@@ -42,7 +42,7 @@ class Parted:
     ) -> None:
         self.name, self.meetings = name, meetings
         self.programs: list[SameProgram] = []
-        """What rounds, in the order in which it runs."""
+        """The parts that round, in the order in which they run."""
         self._cut = cut(closed, into, out)
         self._consts = [self.placed(const) for const in self._cut.consts]
         given = self._cut.jaxpr.invars[len(self._consts) :]

@@ -41,7 +41,7 @@ class Piece:
     number: Any
     """int32 scalar, from 0."""
     count: int
-    """Of pieces."""
+    """Number of pieces."""
 
     def shape(self, shape: Sequence[int], dim: Own) -> tuple[int, ...]:
         """Return the shape of a piece of an array of this `shape`."""

@@ -276,7 +276,7 @@ def _run(
     where: TrainState,
     out: PyTree,
 ) -> Any:
-    """What runs a function of state and batch: `whole`, or the same programs on any devices."""
+    """Return a callable of state and batch: `whole`, or the same programs on any devices."""
     if of_micro_shard is None or not isinstance(mesh, Mesh):
         return whole
     return MicroSharded(

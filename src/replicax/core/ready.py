@@ -1,4 +1,4 @@
-"""What is looked at before a program first runs: the loss, the other processes, the memory."""
+"""The checks before a program first runs: the loss, the other processes, the memory."""
 
 import math
 import weakref

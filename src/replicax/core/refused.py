@@ -1,4 +1,4 @@
-"""What may be given by mistake for a loss, an optimizer or a state, each refused in one line."""
+"""Mistaken values for a loss, an optimizer or a state, each refused in one line."""
 
 import inspect
 from collections.abc import Iterable

@@ -22,8 +22,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from replicax.core.mesh import row_axis
 
 Own = int | None
-"""Of an array of which each device has its own: the dim along which they lie side by side in the
-global array, 0 for scalars, which are then `[devices]`. None for an array that all have alike."""
+"""The dim of a global array along which the parts that differ by device lie side by side: 0 for
+scalars, which are then `[devices]`. None for an array that all have alike."""
 
 _OPTIONS: dict[str, dict[str, Any]] = {"gpu": {"xla_gpu_deterministic_ops": True}}
 """Compiler options by platform: no sum whose order depends on which thread is first."""

@@ -1,4 +1,4 @@
-"""What a step is traced for: the attached devices, or described ones.
+"""The devices that a step is traced for: the attached, or described ones.
 
 A model that takes a kernel only where the GPU has it asks here, and is planned as it will run.
 """

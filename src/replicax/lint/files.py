@@ -32,7 +32,7 @@ _SKIPPED = {"__pycache__", "node_modules", "build", "dist", "site-packages"}
 
 @dataclasses.dataclass(frozen=True)
 class Examination:
-    """What reading one file has shown."""
+    """The findings of one file."""
 
     path: Path
     findings: list[Finding]

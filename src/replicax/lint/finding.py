@@ -1,4 +1,4 @@
-"""What a rule has found and where, and the findings of one file while its rules run."""
+"""A finding, with its place and its fix, and the findings of one file while its rules run."""
 
 import ast
 import dataclasses

@@ -97,7 +97,7 @@ def _module(name: str) -> types.ModuleType | None:
 
 class _Resolved(NamedTuple):
     value: Any = None
-    """What a full name stands for; None if that cannot be told."""
+    """The object that a full name stands for; None if that cannot be told."""
     lost: str = ""
     """The part of the name that its library no longer has, and what the library says of it."""
     why: str = ""

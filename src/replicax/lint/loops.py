@@ -23,7 +23,7 @@ _FETCHES = {
 }
 _FETCHING_METHODS = {"item", "tolist", "set_postfix", "set_description", "add_scalar"}
 _STEP = re.compile(r"(^|_)step(_fn)?$")
-"""What people call a compiled step, where the file does not show that it is one."""
+"""Usual names of a compiled step, for where the file does not show that it is one."""
 _EPOCH = re.compile(r"(^|_)(epochs?|seeds?|folds?|trials?|rounds?)($|_)")
 _FEW = 5
 """Turns of a loop, each of which may well be looked at."""

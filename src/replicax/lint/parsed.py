@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator, Mapping
 
 BATCH = re.compile(r"^(\w+_)?(batch|images?|labels?|inputs?|targets?|tokens|xs?|ys?|data)$")
-"""What people call a batch and its parts."""
+"""Usual names of a batch and its parts."""
 KEY = re.compile(r"(^|_)(rngs?|keys?|prng|seed)($|_)")
-"""What people call a PRNG key."""
+"""Usual names of a PRNG key."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)

@@ -1,4 +1,4 @@
-"""What a step asks of a model of any kind: a definition, its trainable arrays, its other arrays."""
+"""A model of any kind in parts: a definition, its trainable arrays, its other arrays."""
 
 import dataclasses
 from collections.abc import Callable
