@@ -15,13 +15,13 @@ def only(kept: Iterable[Any], cases: Iterable[Any], pending: Mapping[Any, str] =
 
     Those that are `pending` fail as yet, for that reason.
     """
-    chosen, listed = list(kept), list(cases)
+    chosen, listed, waiting = list(kept), list(cases), list(pending)
     assert all(case in listed for case in chosen), "what is kept is no case"
-    made = [case if case in chosen else exhaustive(case) for case in listed if case not in pending]
+    made = [case if case in chosen else exhaustive(case) for case in listed if case not in waiting]
     return made + [
         exhaustive(case, extra=pytest.mark.xfail(reason=pending[case], strict=True))
         for case in listed
-        if case in pending
+        if case in waiting
     ]
 
 

@@ -221,14 +221,7 @@ class Audit(Hook):
     def _diverged(
         self, run: Running, differences: list[Difference], at: Place, done: Sequence[Dispatched]
     ) -> None:
-        """Name the devices; stop, or go back.
-
-        Args:
-            run: the run.
-            differences: between devices.
-            at: where they were found.
-            done: the steps that have finished since the last look.
-        """
+        """Name the devices; stop, or go back. `done` has finished since the last look."""
         wrong, how = _outvoted(differences), ""
         if not wrong:
             wrong, how = self._replayed(run, differences, done)
@@ -341,12 +334,6 @@ def votes_of(
     """Elements in which each device is nearest to `replay`, and whether the best equals it.
 
     Only those count in which devices differ from each other.
-
-    Args:
-        replay: equal on all devices.
-        fingerprint: of such states.
-        differences: between devices, in `state`.
-        state: the run's.
     """
     votes = {place: 0 for each in differences for place in sum(each.groups, ())}
     exact = True

@@ -117,11 +117,6 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
 def check_changes(old: Mapping[str, Any], new: Mapping[str, Any], *, accept: bool) -> list[str]:
     """What to say about the changes, a line each in 80 columns.
 
-    Args:
-        old: what the run began with, of `read_config`.
-        new: what it is to go on with.
-        accept: whether what matters may change.
-
     Raises:
         ConfigError: something that matters has changed, and is not accepted.
     """

@@ -59,13 +59,7 @@ class Dispatched:
 
 
 def dispatched(place: Place, batch: Batch, metrics: Metrics) -> Dispatched:
-    """Return the record of a step, and begin to copy its metrics and verdicts to the host.
-
-    Args:
-        place: after the step.
-        batch: its batch.
-        metrics: what it returned.
-    """
+    """Return the step that led to `place`, and begin to copy its `metrics` to the host."""
     others = {name: value for name, value in metrics.items() if name not in (NOT_FINITE, SPIKE)}
     not_finite, spike = metrics[NOT_FINITE], metrics.get(SPIKE)
     if next(iter(not_finite.devices())).platform != "cpu":  # there it would only cost time
@@ -237,11 +231,7 @@ class BadSteps:
         )
 
     def rewind(self, in_a_row: int) -> None:
-        """Forget the steps that are to be done again.
-
-        Args:
-            in_a_row: what `in_a_row` was where the run goes on.
-        """
+        """Forget the steps that are to be done again; `in_a_row` is as it was before them."""
         self.in_a_row = in_a_row
         self._skipped.clear()
 

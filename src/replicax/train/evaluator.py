@@ -67,12 +67,6 @@ class Evaluation:
 class Evaluator:
     """Evaluates a run's states.
 
-    Args:
-        plan: when and on what.
-        dp: of the run.
-        state: of the run, or its shapes.
-        batch_size: of the run, where the plan has none.
-
     Raises:
         ConfigError: a source that cannot be fed, or no average of the parameters.
     """
@@ -93,12 +87,7 @@ class Evaluator:
             self._dp.check(feed)
 
     def is_due(self, place: Place, *, epoch_over: bool) -> bool:
-        """Whether to evaluate at `place`, the run not being at its end.
-
-        Args:
-            place: after the newest step.
-            epoch_over: whether that was the last of its epoch.
-        """
+        """Whether to evaluate at `place`, the run not being at its end."""
         plan = self._plan
         if place.step == 0:
             return plan.at_start
@@ -113,13 +102,7 @@ class Evaluator:
         place: Place,
         through: Callable[[Generator[Batch]], Iterator[Batch]],
     ) -> Record:
-        """Return the record of an evaluation of `state`.
-
-        Args:
-            state: after `place`.
-            place: of the record.
-            through: given the batches of each source, gives those to evaluate.
-        """
+        """Evaluate the `state` at `place`, on what `through` gives of each source's batches."""
         found: dict[str, float] = {}
         started, rows = time.perf_counter(), 0
         for name, feed in self._feeds.items():

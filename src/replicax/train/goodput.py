@@ -223,11 +223,7 @@ class Ledger:
 
 
 class _Start:
-    """An earlier start, and what later ones have left of its time.
-
-    Args:
-        lines: its own.
-    """
+    """An earlier start, and what later ones have left of its time."""
 
     def __init__(self, lines: list[dict[str, Any]]) -> None:
         first, self.last = lines[0], lines[-1]

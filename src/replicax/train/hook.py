@@ -1,5 +1,6 @@
 """Hooks: what observes a run on its way, and may ask something of it."""
 
+import inspect
 import json
 import time
 import traceback
@@ -16,11 +17,6 @@ from replicax.errors import ConfigError, ReplicaxError
 from replicax.train.dispatched import Dispatched, Place
 from replicax.train.records import Record
 from replicax.wording import first_line
-
-POINTS = (
-    *("start", "before_step", "dispatched", "step", "settle", "figures", "record", "evaluation"),
-    *("epoch", "saving", "rewound", "save_state", "load_state", "summary", "end"),
-)
 
 
 class Running(Protocol):
@@ -172,12 +168,12 @@ class Hook:
         """The run is over: done, stopped, or failed with `run.error`. A file is closed here."""
 
 
+_POINTS = [name for name, each in vars(Hook).items() if inspect.isfunction(each)]
+"""Methods that a hook may override."""
+
+
 class Hooks:
     """The hooks of a run: called in order and timed, left out once they fail.
-
-    Args:
-        hooks: of the run.
-        say: told which hook has failed, in one line.
 
     Raises:
         ConfigError: what is no hook, or two of the same name.
@@ -200,7 +196,7 @@ class Hooks:
                 )
             self.seconds[hook.name] = 0.0
         self._hooks, self._say = list(hooks), say
-        self._at = {point: self._overriding(point) for point in POINTS}
+        self._at = {point: self._overriding(point) for point in _POINTS}
 
     def __call__(self, point: str, run: Running, *arguments: Any) -> None:
         """Call the hooks that have something to do at `point`."""
@@ -259,7 +255,8 @@ class Hooks:
             self.seconds[hook.name] += time.perf_counter() - started
 
     def _overriding(self, point: str) -> list[Hook]:
-        return [each for each in self._hooks if _overrides(type(each), point)]
+        none = getattr(Hook, point)
+        return [each for each in self._hooks if getattr(type(each), point) is not none]
 
     def _leave_out(self, hook: Hook, point: str, step: int, error: Exception) -> None:
         self.failed.append(hook.name)
@@ -272,7 +269,3 @@ class Hooks:
             f"({Path(where.filename).name}:{where.lineno}, {first_line(error)}); the run goes on "
             "without it"
         )
-
-
-def _overrides(kind: type[Hook], point: str) -> bool:
-    return getattr(kind, point) is not getattr(Hook, point)

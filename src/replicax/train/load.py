@@ -65,11 +65,7 @@ class Checkpoint:
 
 
 def find_checkpoint(run: Path, step: int | str | None) -> Checkpoint:
-    """The checkpoint of `step` in the folder of a run.
-
-    Args:
-        run: the folder.
-        step: updates done; `"best"` for the one that `best.json` names, None for the newest.
+    """The checkpoint of `step` in the folder of a run; see `rx.load`.
 
     Raises:
         ConfigError: `run` is no run, or has no such checkpoint.
@@ -114,12 +110,6 @@ def load_checkpoint(
     checkpoint: Checkpoint, dp: DataParallel, state: TrainState, recipe: Any = None
 ) -> Loaded:
     """Verify a checkpoint to the byte, and read it.
-
-    Args:
-        checkpoint: from `find_checkpoint`.
-        dp: of the same model and optimizer.
-        state: of `dp`, or its shapes.
-        recipe: that `dp` was made of, if it was.
 
     Raises:
         ConfigError: the checkpoint is of another model or optimizer.

@@ -79,10 +79,6 @@ def noise_probe(dp: DataParallel, state: TrainState) -> Any:
     the other, in at least as many micro-batches as the step. It holds two gradients, split as the
     layout splits the parameters, and moves what `PARTS` steps reduce.
 
-    Args:
-        dp: with a model.
-        state: of `dp`, or its shapes.
-
     Returns:
         A `jax.jit` function of a state, that before a step, and the step's batch; it gives a
         `NoiseSample`.

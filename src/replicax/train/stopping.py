@@ -166,8 +166,6 @@ class Stopping:
     about two times a second, so that nobody goes on to a step that another one has left out.
 
     Args:
-        interrupt: of this process.
-        job: of the processes.
         save_every_seconds: between two saves, by the clock of process 0; None for none.
     """
 

@@ -102,11 +102,8 @@ class Storage:
         path: its folder; another start may have been there.
         config: what is run; what JSON does not know is written as text.
         saving: when, and what is kept.
-        job: of the processes.
         accept_changes: whether to go on where the configuration is another than before.
         state: of the run, as it would begin.
-        seed: of the order of the data.
-        say: told what there is to say, a line each.
         pinned: tells the steps whose checkpoints stay, however many there are.
 
     Raises:
@@ -276,12 +273,6 @@ class Storage:
         if self.folder is not None:  # not before: a start that is refused leaves it as it was
             self.folder.write_config(self._config)
         return state
-
-    def due(self, step: int, by_clock: bool) -> bool:
-        """Whether to save after `step`."""
-        if not self.saving.wanted:
-            return False
-        return step % self.saving.every == 0 if self.saving.every is not None else by_clock
 
     def save(self, state: TrainState, position: Position, extra: dict[str, Any]) -> None:
         """Begin to save `state`, where it is not saved already; see `Saver.save`."""

@@ -95,11 +95,6 @@ class Manifest:
     extra: dict[str, Any]
     """Further JSON."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all files."""
-        return sum(file.bytes for file in self.files.values())
-
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write `manifest.json` into `folder`; on disk once this returns.

@@ -33,13 +33,9 @@ class Saver:
     """Saves states into `store`, while the training goes on.
 
     Args:
-        store: of the run.
         token: of the run's lease.
         check: called before a checkpoint is put in its place; raises where the run has been taken
             over.
-        job: of the processes.
-        seed: of the order of the data.
-        config: of the run, for the manifests.
         not_finite: parameters that were not finite when the run began, and may be so.
         pinned: tells the steps whose checkpoints stay, whatever else the store keeps.
     """
@@ -71,11 +67,6 @@ class Saver:
         """Begin to save `state`; returns once it is copied, and may be given to the next step.
 
         All processes call it alike. Waits for the save before, if that still goes on.
-
-        Args:
-            state: computed.
-            position: where the run stands.
-            extra: what else there is to remember.
         """
         self.wait()
         self._arrays = self._arrays or array_entries(state)  # the same in every save

@@ -45,14 +45,9 @@ STATE = "state"
 """The folder of the arrays, in a checkpoint's."""
 
 _MOST_NAMED = 3
-
-
 _LEFTOVERS = (".saving-", ".retired-")
-
 _REFUSED = f"refused-{MANIFEST}"
-
 _ENDED = {MANIFEST, _REFUSED}
-
 _COMMITTED = re.compile(r"step-(\d{9,18})(?:\.([2-9]|[1-9]\d{1,17}))?")
 
 LOSSES = "losses"
@@ -61,10 +56,6 @@ LOSSES = "losses"
 
 def verify(folder: Path, manifest: Manifest) -> None:
     """Check the checkpoint in `folder`: names and sizes first, then every byte.
-
-    Args:
-        folder: `manifest.json`, and the arrays in `state/`.
-        manifest: from `read_manifest`.
 
     Raises:
         CheckpointError: it is not as it was written, or was not written whole.
@@ -84,12 +75,7 @@ def verify(folder: Path, manifest: Manifest) -> None:
 
 
 def check_arrays(arrays: Mapping[str, ArrayEntry], wanted: Mapping[str, ArrayEntry]) -> None:
-    """Raise `CheckpointError` where a checkpoint's arrays are not those of the run.
-
-    Args:
-        arrays: of its manifest.
-        wanted: of the run that is to go on from it.
-    """
+    """Raise `CheckpointError` where a checkpoint's arrays are not those of the run."""
     differences = list(_differences(arrays, wanted))
     if not differences:
         return
@@ -220,13 +206,7 @@ class Store:
                 self._delete(path)
 
     def temporary(self, step: int, token: int, number: int) -> Path:
-        """Where this process writes that of `step`; no other start of the run has this path.
-
-        Args:
-            step: updates done.
-            token: of the run's lease.
-            number: of the save in this start.
-        """
+        """Where this process writes that of `step`: no other start or save has this path."""
         return self.folder / f".saving-{step:09d}-{token}-{number}"
 
     def upload(self, temporary: Path, files: Iterable[str]) -> None:
