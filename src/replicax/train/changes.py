@@ -104,13 +104,29 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
     A program that one of them does not have is not compared.
     """
     was, now = _as_written(old), _as_written(new)
-    both = _Both(was, now)
+    before = was.get("program")
+    # Where only the first batch will tell the program, it is compared then.
+    same_program = before is not None and now.get("program", before) == before
+    same_tracer = _tracer(was) == _tracer(now)
+    bitwise = all(_is_bitwise(each.get("parallel", {}).get("mode")) for each in (was, now))
+
+    def matters(path: _Keys, old: Any, new: Any) -> bool:
+        if path in _MODES and (_is_bitwise(old) or _is_bitwise(new)):  # those bits are others then
+            return True
+        if path in _MICRO_SHARDS and bitwise:
+            return True
+        if path in LENGTHS:
+            return not same_program
+        if path[0] == "program":
+            return same_tracer
+        return not any(path[:length] in _HARMLESS for length in range(1, len(path) + 1))
+
     return [
-        Change(".".join(path), before, after, both.matters(path, before, after))
-        for path, before, after in _differences((), was, now)
+        Change(".".join(path), one, other, matters(path, one, other))
+        for path, one, other in _differences((), was, now)
         if path not in _OF_ONE_START
         and path[0] != "bits"  # told by the first step, and no choice of anybody's
-        and (path[0] != "program" or both.programs_known)
+        and (path[0] != "program" or None not in (before, now.get("program")))
     ]
 
 
@@ -162,30 +178,6 @@ def _json(value: Any) -> str | None:
     return None if value is ABSENT else json.dumps(value, sort_keys=True)
 
 
-class _Both:
-    """Two configurations, by which a change of one field is judged."""
-
-    def __init__(self, was: dict[str, Any], now: dict[str, Any]) -> None:
-        self._bitwise = all(_is_bitwise(a.get("parallel", {}).get("mode")) for a in (was, now))
-        before = was.get("program")
-        self.programs_known = None not in (before, now.get("program"))
-        # Where only the first batch will tell the program, it is compared then.
-        self._same_program = before is not None and now.get("program", before) == before
-        self._same_tracer = _tracer(was) == _tracer(now)
-
-    def matters(self, path: _Keys, old: Any, new: Any) -> bool:
-        """Whether the field may not change."""
-        if path in _MODES and (_is_bitwise(old) or _is_bitwise(new)):  # those bits are others then
-            return True
-        if path in _MICRO_SHARDS and self._bitwise:
-            return True
-        if path in LENGTHS:
-            return not self._same_program
-        if path[0] == "program":
-            return self._same_tracer
-        return not any(path[:length] in _HARMLESS for length in range(1, len(path) + 1))
-
-
 def _is_bitwise(mode: Any) -> bool:
     """Whether `mode` is the name of one that promises bits."""
     return mode in MODES and MODES[mode].bitwise
@@ -216,8 +208,7 @@ def _line(change: Change) -> str:
     end = " (accepted)" if change.matters else ""
     if change.field.startswith("program.") and not change.matters:
         end = " (other versions: cannot be told)"
-    field = shortened(change.field, _LONGEST_FIELD)
-    room = _COLUMNS - len("change   -> ") - len(field) - len(end)
+    room = _COLUMNS - len("change   -> ") - min(len(change.field), _LONGEST_FIELD) - len(end)
     return f"change {_text(change, room // 2)}{end}"
 
 
@@ -231,11 +222,10 @@ def _text(change: Change, width: int) -> str:
     old, new = _shown(change.old), _shown(change.new)
     if old == new:  # a text that reads like a number, or as absent
         old, new = _json(change.old) or "absent", _json(change.new) or "absent"
-    if max(len(old), len(new)) > width:
-        pairs = enumerate(zip(f"{old}\0", f"{new}\1", strict=False))
-        same = next(at for at, (a, b) in pairs if a != b)
-        if same > width // 2:  # paths, say, that end differently
-            old, new = (f"...{text[same - width // 4 :]}" for text in (old, new))
+    pairs = zip(f"{old}\0", f"{new}\1", strict=False)
+    same = next(at for at, (one, other) in enumerate(pairs) if one != other)
+    if max(len(old), len(new)) > width and same > width // 2:  # paths, say, that end differently
+        old, new = (f"...{text[same - width // 4 :]}" for text in (old, new))
     field = shortened(change.field, _LONGEST_FIELD)
     return f"{field} {shortened(old, width)} -> {shortened(new, width)}"
 
