@@ -143,7 +143,8 @@ def readings(state: rx.TrainState, store: Store, rounds: int) -> dict[str, Any]:
         checked = time.perf_counter()
         jax.block_until_ready(read(like, path / "state"))
         restored.append(time.perf_counter() - checked)
-        verified.append(manifest.nbytes / (checked - begun) / 1e9)
+        size = sum(file.bytes for file in manifest.files.values())
+        verified.append(size / (checked - begun) / 1e9)
     return {
         "verified_gigabytes_per_second": spread(verified),
         "seconds_to_restore": spread(restored),

@@ -55,7 +55,6 @@ def refusal(folder: Path, data: str | bytes) -> str:
 def test_it_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     write_manifest(tmp_path, manifest())
     assert read_manifest(tmp_path) == manifest()
-    assert manifest().nbytes == 48 + 2**26 + 1
     assert os.listdir(tmp_path) == [MANIFEST]
 
 
