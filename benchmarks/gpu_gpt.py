@@ -22,9 +22,9 @@ from gpu_profile import longest_kernels
 import replicax as rx
 from replicax.analysis.compiled import read_memory
 from replicax.analysis.hardware import Chip
+from replicax.analysis.roofline import kernel_roofline
+from replicax.analysis.schedule import read_schedule
 from replicax.core.modes import MODES
-from replicax.plan.kernel_time import kernel_roofline
-from replicax.plan.schedule import read_schedule
 from replicax.recipes import transformer
 from replicax.recipes.gpt2 import GPT2
 

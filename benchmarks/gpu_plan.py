@@ -9,8 +9,8 @@ from gpu_part import LeftOutError, answer, options
 from gpu_plans import planned
 
 from replicax.analysis.hardware import chip_of_kind
+from replicax.plan.compile_process import NotInstalledError, WrongVersionError, check_installed
 from replicax.plan.gpu_description import DESCRIPTIONS
-from replicax.plan.installed import NotInstalledError, WrongVersionError, check_installed
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import numpy as np
 from timing import RESULTS, environment, save
 
 import replicax as rx
-from replicax.plan.plan import compiler_for
+from replicax.plan.compiler import compiler_for
 from replicax.plan.speed import speed, work
 from replicax.plan.steps import Steps
 from replicax.plan.target import parse_target

@@ -22,7 +22,7 @@ from timing import RESULTS, environment, save
 import replicax as rx
 from replicax.analysis.compiled import inspect
 from replicax.analysis.memory_use import MemoryUse, compile_with_memory
-from replicax.plan.schedule import read_schedule
+from replicax.analysis.schedule import read_schedule
 from replicax.recipes import transformer
 from replicax.recipes.gpt2 import GPT2
 

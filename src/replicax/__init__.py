@@ -50,8 +50,8 @@ if typing.TYPE_CHECKING:
     from replicax.cluster.join import initialize as initialize
     from replicax.cluster.patience import Patience as Patience
     from replicax.load_run import load as load
-    from replicax.plan.plan import plan as plan
-    from replicax.plan.result import Plan as Plan
+    from replicax.plan.planned import Plan as Plan
+    from replicax.plan.planner import plan as plan
     from replicax.train.audit import Audit as Audit
     from replicax.train.evaluator import Evaluation as Evaluation
     from replicax.train.fit import Guard as Guard

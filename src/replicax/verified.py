@@ -5,7 +5,7 @@ from typing import Any
 
 from replicax.core.data_parallel import DataParallel
 from replicax.core.modes import Mode
-from replicax.plan.compiled_for import compiled_for
+from replicax.plan.steps import compiled_for
 from replicax.plan.target import Target, parse_target
 from replicax.verify import verify as checks
 from replicax.verify.sums import Elsewhere, Text

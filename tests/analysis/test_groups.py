@@ -2,7 +2,7 @@
 
 import pytest
 
-from replicax.analysis.groups import axes_of_group, first_group
+from replicax.analysis.collectives import axes_of_group, first_group
 
 SIZES = {"data": 2, "fsdp": 2, "model": 1}
 

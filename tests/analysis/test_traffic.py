@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from replicax.analysis.collectives import sums_bytes, wire_bytes, wire_bytes_of_all_reduce
 from replicax.analysis.compiled import Collectives
-from replicax.analysis.traffic import sums_bytes, wire_bytes, wire_bytes_of_all_reduce
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,11 @@ import pytest
 from support.command_line import RECIPE, Main, one_line
 from support.tiers import only
 
+from replicax.analysis.hardware import CHIPS, CPU
 from replicax.cli import plan as command
 from replicax.cli.plan import PlanOptions
-from replicax.plan.result import Plan
+from replicax.plan.planned import Plan
+from replicax.plan.target import ATTACHED
 from replicax.recipes.gpt2 import GPT2
 
 H100 = ("--target", "h100:8", "--by-formula")
@@ -45,6 +47,19 @@ def test_a_recipe_is_compiled_for_its_target(recipe: str, main: Main) -> None:
     assert written["target"]["devices"] == 2
     assert recipe in out
     assert "see    runs/mine/ (plan.json)" in out
+
+
+def test_no_batch_is_advised_that_is_larger_than_the_data(main: Main) -> None:
+    out = shown(main, *LINE, *H100, "--batch-size", 16, "--run", "mine")
+    written = json.loads(Path("runs/mine/plan.json").read_text())
+    assert written["largest"]["rows"] == 48 // 8
+    assert [each["batch_size"] for each in written["batches"]] == [16, 48]
+    assert "(48 in all) take" in " ".join(out.split())
+
+
+def test_a_refused_target_names_those_that_are_known(main: Main) -> None:
+    error = refused(main, *LINE, "--target", "gtx1070:4")
+    assert all(name in error for name in (ATTACHED, CPU.name, *CHIPS))
 
 
 def test_a_recipe_of_ones_own(main: Main) -> None:

@@ -13,8 +13,8 @@ from jax import lax
 from support.tiers import EXHAUSTIVE, exhaustive
 
 import replicax as rx
+from replicax.analysis.schedule import read_schedule
 from replicax.errors import ConfigError
-from replicax.plan.schedule import read_schedule
 
 LAYERS, WIDTH = 4, 16
 ADAM = optax.adam(1e-2)

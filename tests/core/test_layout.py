@@ -13,10 +13,10 @@ from support.small_steps import SMALL_STEPS
 from support.tiers import exhaustive
 
 import replicax as rx
+from replicax.analysis.schedule import Schedule, read_schedule
 from replicax.core.layout import LAYOUTS, as_layout
 from replicax.core.modes import MODES
 from replicax.errors import ConfigError
-from replicax.plan.schedule import Schedule, read_schedule
 
 RULES = [
     (r"\['w1'\]", P(None, "model")),

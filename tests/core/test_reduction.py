@@ -19,8 +19,8 @@ from jax import lax
 from support.tiers import exhaustive, only
 
 import replicax as rx
+from replicax.analysis.collectives import wire_bytes
 from replicax.analysis.compiled import inspect
-from replicax.analysis.traffic import wire_bytes
 from replicax.core.objective import StepSums
 from replicax.core.reduction import REDUCTIONS
 from replicax.train.fingerprint import sha256

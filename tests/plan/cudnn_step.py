@@ -9,8 +9,8 @@ import sys
 from support.small_steps import gpt2
 
 from replicax.plan.compilation import Compilation
-from replicax.plan.plan import compiler_for
-from replicax.plan.program import export_step
+from replicax.plan.compiler import compiler_for
+from replicax.plan.exported import export_step
 from replicax.plan.target import parse_target
 
 

@@ -4,21 +4,20 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from replicax.plan.forecast import scaling_curve
-from replicax.plan.memory import MemoryFormula
-from replicax.plan.need import Need
-from replicax.plan.overlap import StepTime, Transfer
-from replicax.plan.result import (
+from replicax.plan.forecast import StepTime, Transfer, scaling_curve
+from replicax.plan.memory_formula import MemoryFormula
+from replicax.plan.planned import (
     Alternative,
     BatchAdvice,
     KernelShare,
     MicroBatches,
+    Need,
     Plan,
     Scaling,
     Speed,
 )
+from replicax.plan.step_traffic import Movement, Traffic
 from replicax.plan.target import Target, parse_target
-from replicax.plan.traffic import Movement, Traffic
 
 GB = 10**9
 ABOUT = {

@@ -11,9 +11,8 @@ from plan.plans import GB, SPEED, TRAFFIC, need
 import replicax as rx
 from replicax.core.mesh import abstract_mesh
 from replicax.plan.advice import batch_advice, first_change
-from replicax.plan.need import Need
-from replicax.plan.overlap import StepTime
-from replicax.plan.result import Alternative, MicroBatches, Speed
+from replicax.plan.forecast import StepTime
+from replicax.plan.planned import Alternative, MicroBatches, Need, Speed
 
 DEVICES = 256
 BFLOAT16 = "precision=bfloat16"

@@ -19,7 +19,7 @@ from replicax.analysis.compiled import read_memory
 from replicax.errors import CompilerError, ConfigError, MissingDependencyError
 from replicax.plan.compilation import Compilation, Description, TooLarge, too_large
 from replicax.plan.compiler import CompilerProcess
-from replicax.plan.program import Program, export_step
+from replicax.plan.exported import Program, export_step
 from replicax.train.guarded import guarded
 
 DEVICES, ROWS = 2, 16

@@ -12,8 +12,8 @@ from support.waiting import HANG_SECONDS
 import replicax as rx
 from replicax.errors import CompilerError
 from replicax.plan.compilation import Compilation, Description
-from replicax.plan.compiler_pool import MOST_PROCESSES, CompilerPool
-from replicax.plan.program import export_step
+from replicax.plan.compiler import MOST_PROCESSES, CompilerPool
+from replicax.plan.exported import export_step
 
 CPU = Description("cpu", 1, {})
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replicax.errors import ConfigError
-from replicax.plan.critical_batch import batch_cost, learning_rates
+from replicax.plan.forecast import batch_cost, learning_rates
 
 POSITIVE = st.floats(1e-3, 1e9)
 

@@ -15,10 +15,9 @@ from support.tiers import EXHAUSTIVE
 
 from replicax.errors import MissingDependencyError
 from replicax.plan.compilation import Compilation, Description, TooLarge
-from replicax.plan.compiler import CompilerProcess
+from replicax.plan.compiler import CompilerProcess, compiler_for
+from replicax.plan.exported import Program, export_step
 from replicax.plan.gpu_description import DESCRIPTIONS
-from replicax.plan.plan import compiler_for
-from replicax.plan.program import Program, export_step
 from replicax.plan.target import Target, parse_target
 
 HERE = Path(__file__).resolve().parent

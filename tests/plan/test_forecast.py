@@ -11,12 +11,13 @@ from replicax.plan.forecast import (
     MOST_DEVICES,
     PAYING_SPEEDUP,
     ScalingPoint,
+    StepTime,
+    Transfer,
     device_hours,
     devices_that_pay,
     scaling_curve,
 )
 from replicax.plan.network import network, networks
-from replicax.plan.overlap import StepTime, Transfer
 from replicax.plan.target import parse_target
 
 H100 = parse_target("h100:8")

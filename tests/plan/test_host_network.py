@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replicax.analysis.hardware import Link
-from replicax.plan.collective import KINDS
-from replicax.plan.host_network import LINE_RATE_SHARE, HostNetwork
+from replicax.plan.network import KINDS, LINE_RATE_SHARE, HostNetwork
 
 INSIDE = Link(100.0, 0.5, "made up")
 # 24 bytes a second once the headers are off.

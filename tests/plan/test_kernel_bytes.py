@@ -3,7 +3,7 @@
 import pytest
 
 from replicax.analysis.hlo import read_module
-from replicax.plan.kernel_bytes import kernel_bytes
+from replicax.analysis.kernels import kernel_bytes
 
 ARRAY, ROW, INDEX = 8 * 4 * 4, 4 * 4, 4
 FUSION = """\

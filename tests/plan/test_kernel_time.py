@@ -5,9 +5,10 @@ import dataclasses
 import pytest
 
 from replicax.analysis.hardware import Chip
-from replicax.plan.kernel_time import kernel_roofline, limits, timeline
-from replicax.plan.overlap import Transfer
-from replicax.plan.schedule import Collective, Kernel, Loop, Schedule, Wait
+from replicax.analysis.roofline import kernel_roofline, limits
+from replicax.analysis.schedule import Collective, Kernel, Loop, Schedule, Wait
+from replicax.plan.forecast import Transfer
+from replicax.plan.speed import timeline
 
 CHIP = Chip(
     name="round",

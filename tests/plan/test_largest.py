@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replicax.plan.largest import MOST_QUESTIONS, MOST_ROWS, RESOLUTION, largest_rows
-from replicax.plan.need import Need
+from replicax.plan.planned import Need
 
 GB = 10**9
 MB = 10**6
@@ -115,6 +115,18 @@ def test_not_even_one_unit_fits() -> None:
     found = search(lambda rows: 3 * GB * rows, start=16, guess=3 * GB, unit=8)
     assert found.fits is None
     assert found.too_large == 8
+
+
+def test_no_more_rows_are_asked_for_than_the_data_have() -> None:
+    asked: list[int] = []
+
+    def ask(rows: int) -> Need:
+        asked.append(rows)
+        return Need(rows, rows, True, True)
+
+    fits, too_large = largest_rows(ask, CAPACITY, 64, 1.0, unit=2, most=1000)
+    assert fits is not None
+    assert (fits.rows, too_large, max(asked)) == (1000, None, 1000)
 
 
 def test_what_always_fits_ends_at_the_most_rows() -> None:

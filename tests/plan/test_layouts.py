@@ -15,8 +15,8 @@ from support.tiers import EXHAUSTIVE
 
 import replicax as rx
 from replicax.core.mesh import abstract_mesh
-from replicax.plan.memory import memory_formula
-from replicax.plan.result import Plan
+from replicax.plan.memory_formula import memory_formula
+from replicax.plan.planned import Plan
 from replicax.plan.target import parse_target
 
 __all__ = ["alone", "in_process"]

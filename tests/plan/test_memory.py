@@ -11,7 +11,7 @@ from support.tiers import EXHAUSTIVE, only
 
 import replicax as rx
 from replicax.analysis.compiled import Memory, inspect
-from replicax.plan.memory import MemoryFormula, memory_formula
+from replicax.plan.memory_formula import MemoryFormula, memory_formula
 from replicax.recipes import transformer
 from replicax.recipes.gpt2 import GPT2
 from replicax.recipes.lenet import LeNet

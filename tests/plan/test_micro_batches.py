@@ -10,9 +10,8 @@ import optax
 import pytest
 
 import replicax as rx
-from replicax.plan.micro_batches import at_once_and_fitting
-from replicax.plan.plan import in_fit
-from replicax.plan.steps import Steps
+from replicax.plan.largest import at_once_and_fitting
+from replicax.plan.steps import Steps, in_fit
 from replicax.plan.target import Target, parse_target
 
 MODEL = {"in": jnp.zeros((8, 4096)), "out": jnp.zeros(4096)}

@@ -7,10 +7,15 @@ import pytest
 from replicax.analysis.hardware import CHIPS
 from replicax.core.mesh import abstract_mesh
 from replicax.errors import ConfigError
-from replicax.plan.host_network import HostNetwork
-from replicax.plan.network import coordinates, network, networks
+from replicax.plan.network import (
+    HostNetwork,
+    SliceNetwork,
+    TorusNetwork,
+    coordinates,
+    network,
+    networks,
+)
 from replicax.plan.target import parse_target
-from replicax.plan.torus import SliceNetwork, TorusNetwork
 
 
 def test_gpus_in_a_host_need_no_network_card() -> None:

@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replicax.analysis.hardware import Link
-from replicax.plan.collective import CollectiveTime
-from replicax.plan.host_network import HostNetwork
-from replicax.plan.overlap import StepTime, Transfer, step_time
+from replicax.plan.forecast import StepTime, Transfer, step_time
+from replicax.plan.network import CollectiveTime, HostNetwork
 
 
 @dataclass(frozen=True)

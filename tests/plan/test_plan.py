@@ -21,14 +21,14 @@ import replicax as rx
 from replicax.analysis.compiled import Memory, read_memory
 from replicax.analysis.hardware import Chip, Link
 from replicax.errors import ConfigError
-from replicax.plan.alternatives import REMAT
+from replicax.plan.advice import REMAT
 from replicax.plan.compiler import AttachedCompiler, Compiler
-from replicax.plan.result import Plan
+from replicax.plan.planned import Plan
 from replicax.plan.target import Target, parse_target
 from replicax.train.guarded import guarded
 
 planner: Any = importlib.import_module("replicax.plan.planner")
-module: Any = importlib.import_module("replicax.plan.plan")  # rx.plan is the function
+module: Any = importlib.import_module("replicax.plan.planner")  # rx.plan is the function
 WIDTH = 256
 PARAMETERS = 32 * WIDTH + WIDTH * WIDTH + WIDTH
 MODEL = {

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import replicax as rx
-from replicax.plan.recomputed import computes_again, keeping_everything
+from replicax.plan.exported import computes_again, keeping_everything
 from replicax.plan.steps import Steps
 from replicax.plan.target import parse_target
 

@@ -3,8 +3,8 @@
 import pytest
 
 from replicax.analysis.hardware import CHIPS, CPU
+from replicax.analysis.roofline import roofline, roofline_seconds
 from replicax.errors import ConfigError
-from replicax.plan.roofline import roofline, roofline_seconds
 
 V100 = CHIPS["v100"]
 

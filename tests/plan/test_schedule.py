@@ -15,8 +15,9 @@ from support.tiers import only
 import replicax as rx
 from replicax.analysis.compiled import inspect
 from replicax.analysis.flops import count_flops
-from replicax.plan.kernel_time import kernel_roofline, timeline
-from replicax.plan.schedule import Collective, Kernel, Loop, Schedule, Wait, read_schedule
+from replicax.analysis.roofline import kernel_roofline
+from replicax.analysis.schedule import Collective, Kernel, Loop, Schedule, Wait, read_schedule
+from replicax.plan.speed import timeline
 
 # A loop over 5 stacked layers: it reads one layer of the stack, and writes one of another.
 LOOP = """\

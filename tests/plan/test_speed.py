@@ -10,11 +10,11 @@ from plan.plans import FORMULA
 
 import replicax as rx
 from replicax.analysis.hardware import Chip, Link
+from replicax.analysis.schedule import Kernel, Loop, Schedule
 from replicax.core.mesh import abstract_mesh
 from replicax.errors import ConfigError
-from replicax.plan.memory import MemoryFormula
-from replicax.plan.overlap import Transfer
-from replicax.plan.schedule import Kernel, Loop, Schedule
+from replicax.plan.forecast import Transfer
+from replicax.plan.memory_formula import MemoryFormula
 from replicax.plan.speed import (
     Work,
     known_dtype,

@@ -20,11 +20,11 @@ from plan.plans import (
     unknown_chip,
 )
 
-from replicax.plan.overlap import StepTime
-from replicax.plan.result import Alternative, BatchAdvice, KernelShare, OnPaper, Plan, Scaling
-from replicax.plan.table import shown_counts, table
+from replicax.plan.forecast import StepTime
+from replicax.plan.plan_table import shown_counts, table
+from replicax.plan.planned import Alternative, BatchAdvice, KernelShare, OnPaper, Plan, Scaling
+from replicax.plan.step_traffic import Movement, Traffic
 from replicax.plan.target import parse_target
-from replicax.plan.traffic import Movement, Traffic
 
 
 def under(plan: Plan, word: str) -> str:

@@ -8,9 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replicax.analysis.hardware import Link
-from replicax.plan.collective import KINDS
-from replicax.plan.host_network import LINE_RATE_SHARE, HostNetwork
-from replicax.plan.torus import SliceNetwork, TorusNetwork
+from replicax.plan.network import KINDS, LINE_RATE_SHARE, HostNetwork, SliceNetwork, TorusNetwork
 
 RING = TorusNetwork((4,), (True,), 10.0, 0.5)
 SQUARE = TorusNetwork((4, 4), (False, False), 10.0, 0.5)

@@ -11,11 +11,11 @@ import optax
 import pytest
 
 import replicax as rx
-from replicax.analysis.traffic import sums_bytes
+from replicax.analysis.collectives import sums_bytes
+from replicax.analysis.schedule import Collective, Kernel, Schedule, read_schedule
 from replicax.core.layout import LAYOUTS
 from replicax.core.modes import MODES
-from replicax.plan.schedule import Collective, Kernel, Schedule, read_schedule
-from replicax.plan.traffic import Traffic, advice, least_wire_bytes, read_traffic
+from replicax.plan.step_traffic import Traffic, advice, least_wire_bytes, read_traffic
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ import optax
 import pytest
 
 import replicax as rx
-from replicax.plan.memory import memory_formula, rows_that_fit
-from replicax.plan.transformer_formula import transformer_activation_bytes
+from replicax.plan.memory_formula import memory_formula, rows_that_fit, transformer_activation_bytes
 from replicax.recipes import transformer
 from replicax.recipes.gpt2 import GPT2
 

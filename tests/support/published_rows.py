@@ -12,10 +12,8 @@ from support.published_models import Decoder, even, resnet, vgg16
 from support.published_schedules import Layer, Timeline, bucketed, fused, sharded
 
 from replicax.analysis.hardware import CHIPS, Link
-from replicax.plan.collective import Network
-from replicax.plan.host_network import RING, HostNetwork
-from replicax.plan.network import network
-from replicax.plan.overlap import StepTime, Transfer, step_time
+from replicax.plan.forecast import StepTime, Transfer, step_time
+from replicax.plan.network import RING, HostNetwork, Network, network
 from replicax.plan.target import parse_target
 
 MIB, GIB = 2**20, 2**30

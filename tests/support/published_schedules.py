@@ -6,8 +6,8 @@ A schedule that was compiled is read from the program instead.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from replicax.plan.collective import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Network
-from replicax.plan.overlap import Transfer
+from replicax.plan.forecast import Transfer
+from replicax.plan.network import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Network
 
 BACKWARD = 2.0
 """Time of a layer's backward pass over its forward pass: the gradients of its input and of its

@@ -8,8 +8,7 @@ from collections import defaultdict
 import jax
 
 from replicax.analysis import hlo
-from replicax.analysis.groups import first_group
-from replicax.analysis.traffic import wire_bytes
+from replicax.analysis.collectives import first_group, wire_bytes
 
 COLLECTIVES = (
     "all-reduce",

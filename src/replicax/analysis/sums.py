@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from replicax.analysis import hlo
+from replicax.analysis.collectives import first_group
 from replicax.analysis.compiled import collective_kind
 from replicax.analysis.frames import Frames, frame_of
-from replicax.analysis.groups import first_group
 from replicax.analysis.hlo import Instruction, Module
 
 DTYPES = {"bf16": "bfloat16", "f16": "float16"}

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from replicax.analysis.traffic import sums_bytes, wire_bytes_of_all_reduce
+from replicax.analysis.collectives import sums_bytes, wire_bytes_of_all_reduce
 from replicax.bench.cases import STRONG, WEAK, Case
 from replicax.bench.measurement import Measurement, state_of
 from replicax.bench.peak import peak_flops_per_second

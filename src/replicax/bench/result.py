@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from replicax.analysis.collectives import wire_bytes
 from replicax.analysis.compiled import Collectives
-from replicax.analysis.traffic import wire_bytes
 from replicax.bench.timing import spread
 
 

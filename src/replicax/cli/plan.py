@@ -18,14 +18,16 @@ from replicax.cli.step_options import (
     make_host_devices,
     print_data,
 )
+from replicax.core.job import Alone
 from replicax.core.modes import as_mode
+from replicax.core.sources import as_source
 from replicax.errors import ConfigError
 from replicax.plan.cells import line
-from replicax.plan.result import Plan
+from replicax.plan.memory_formula import Transformer
+from replicax.plan.plan_table import table
+from replicax.plan.planned import Plan
 from replicax.plan.steps import Show
-from replicax.plan.table import table
 from replicax.plan.target import ATTACHED, Target, parse_target
-from replicax.plan.transformer_formula import Transformer
 from replicax.recipes.abstract_model import abstract_model
 from replicax.train.noise_scale import load_noise_scale
 
@@ -84,14 +86,16 @@ def _plan(
     show("reading the data")
     tokens_per_row = getattr(recipe, "tokens_per_row", None)
     wished = None if options.tokens is None else options.tokens / (tokens_per_row or 1)
+    source = recipe.train_source()
     found = rx.plan(
         options.data_parallel(recipe, options.mode, mesh),
         abstract_model(recipe.model, jax.random.key(0)),
-        _batch(recipe),
+        _batch(recipe, source),
         target=target,
         changes=_changes(recipe, options, mesh),
         rules=recipe.rules() if hasattr(recipe, "rules") else (),
         tokens_per_row=tokens_per_row,
+        data_rows=as_source(source, 1, Alone(), shuffle=False, seed=0).rows,
         wished_rows=wished,
         noise_scale=noise_scale,
         transformer=_transformer(recipe),
@@ -121,9 +125,9 @@ def _target(options: PlanOptions) -> Target:
     return target
 
 
-def _batch(recipe: Any) -> Any:
+def _batch(recipe: Any, source: Any) -> Any:
     """The shapes of a global batch of the recipe."""
-    row = first_rows(recipe.train_source(), 1)
+    row = first_rows(source, 1)
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct((recipe.batch_size, *leaf.shape[1:]), leaf.dtype), row
     )

@@ -1,16 +1,225 @@
-"""What to change first, and what another batch asks of the learning rate."""
+"""What to change: the same step with one thing changed, what to do first, and other batches."""
 
-from collections.abc import Iterator, Sequence
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
 
-from replicax.analysis.traffic import SLIGHTLY
+import jax
+
+from replicax.analysis.collectives import SLIGHTLY
+from replicax.analysis.hardware import Chip
 from replicax.core.data_parallel import DataParallel
-from replicax.core.mesh import AnyMesh, replica_count
-from replicax.plan.critical_batch import batch_cost, learning_rates
+from replicax.core.layout import LAYOUTS, Layout, layout
+from replicax.core.mesh import FSDP, MODEL, STAGE, AnyMesh, abstract_like, replica_count
+from replicax.core.modes import MODES
+from replicax.core.objective import LossFunction
+from replicax.core.partition import Rules
+from replicax.core.reduction import REDUCTIONS
+from replicax.errors import ConfigError, ReplicaxError
+from replicax.plan.cells import time_text
+from replicax.plan.exported import WITHOUT_CUDNN
+from replicax.plan.forecast import batch_cost, learning_rates
 from replicax.plan.largest import MOST_ROWS
-from replicax.plan.need import Need, holder
-from replicax.plan.result import Alternative, BatchAdvice, MicroBatches, Speed
-from replicax.plan.traffic import Traffic
-from replicax.wording import size_text
+from replicax.plan.planned import Alternative, BatchAdvice, MicroBatches, Need, Speed, holder
+from replicax.plan.speed import speed, work
+from replicax.plan.step_traffic import Traffic, read_traffic
+from replicax.plan.steps import Step, Steps, rows_of_a_replica
+from replicax.plan.target import Target
+from replicax.wording import first_line, size_text
+
+Change = Callable[[], DataParallel]
+"""Makes the changed one, or raises."""
+REMAT = "remat (jax.checkpoint, products kept)"
+SIZES = {MODEL: (2, 4, 8), STAGE: (2, 4)}
+"""Devices of a host that a replica is tried on, by the axis that its rules split it over."""
+MICRO_BATCHES = 4
+"""For each pipeline stage: the bubble is then at most a fifth of the time."""
+
+
+def alternatives(
+    steps: Steps,
+    dp: DataParallel,
+    asked: Need,
+    given: Mapping[str, DataParallel] | None,
+    rules: Rules = (),
+) -> tuple[tuple[Alternative, ...], tuple[str, ...]]:
+    """What each change frees, and why some could not be looked at.
+
+    Args:
+        steps: for the target.
+        dp: the step as it is.
+        asked: what it needs.
+        given: further changes, by name; none of them means that the loss as a whole is tried with
+            `jax.checkpoint`.
+        rules: for layers and stages, where `dp` has none.
+    """
+    found, notes = [], []
+    for change, other in _changes(dp, steps, asked.rows, given, rules):
+        try:
+            found.append(_compared(steps, dp, other(), asked, change))
+        except ReplicaxError as error:
+            notes.append(f"{change}: {error}")
+        except Exception as error:
+            if change != REMAT:
+                raise
+            notes.append(f"{change}: the loss does not allow it ({first_line(error)})")
+    if not asked.fits and not any(each.need.fits for each in found):
+        change, most = _together(dp, steps.target, given)
+        if most is not dp:
+            found.append(_compared(steps, dp, most, asked, change))
+    return tuple(found), tuple(notes)
+
+
+def _compared(
+    steps: Steps, dp: DataParallel, other: DataParallel, asked: Need, change: str
+) -> Alternative:
+    """`other` with the same rows in all."""
+    in_all, replicas = asked.rows * replica_count(dp.mesh), replica_count(other.mesh)
+    rows = rows_of_a_replica(in_all, replicas, steps.unit(other))
+    step, as_is = steps.step(other, rows, change), steps.step(dp, asked.rows)
+    note = ""
+    if _lacks_cudnn(step) and not _lacks_cudnn(as_is):
+        as_is = steps.step(dp, asked.rows, "without cuDNN", without_cudnn=True)
+        seconds = _seconds(steps, as_is)
+        took = "" if seconds is None else f" and {time_text(seconds)}"
+        note = f"without cuDNN's kernels; as it is, {size_text(as_is.need.bytes)}{took} without"
+    return Alternative(
+        change,
+        step.need,
+        as_is.need.bytes - step.need.bytes,
+        note,
+        _seconds(steps, step),
+        read_traffic(step.schedule, other.mesh.size, 0).wire_bytes if step.schedule else None,
+    )
+
+
+def _lacks_cudnn(step: Step) -> bool:
+    return step.program is not None and WITHOUT_CUDNN in step.program.notes
+
+
+def _seconds(steps: Steps, step: Step) -> float | None:
+    if step.program is not None and step.compilation is None:  # the compiler refuses it
+        return None
+    try:
+        return speed(work(steps, step), steps.target, step.dp).step.seconds
+    except ConfigError:  # of the chip or its links nothing is known
+        return None
+
+
+def _together(
+    dp: DataParallel, target: Target, given: Mapping[str, DataParallel] | None
+) -> tuple[str, DataParallel]:
+    """The most that can be changed at once; of the given changes, the last."""
+    names, other = [], dp
+    if given:
+        name, other = list(given.items())[-1]
+        names.append(name)
+    if other.precision.name == "float32":
+        half = half_precision(dp, target.chip)
+        names.append(f"precision={half}")
+        other = other.replace(precision=half)
+    for name, split in list(_layouts(other))[-1:]:
+        names.append(name)
+        other = split()
+    return ", ".join(names), other
+
+
+def _changes(
+    dp: DataParallel,
+    steps: Steps,
+    rows: int,
+    given: Mapping[str, DataParallel] | None,
+    rules: Rules,
+) -> Iterator[tuple[str, Change]]:
+    target = steps.target
+    if dp.precision.name == "float32":
+        half = half_precision(dp, target.chip)
+        yield f"precision={half}", partial(dp.replace, precision=half)
+    if given is None and dp.configuration.step is None:
+        yield REMAT, partial(dp.replace, loss=_checkpointed(dp.loss))
+    for name, other in (given or {}).items():
+        yield name, partial(_same, other)
+    yield from _layouts(dp)
+    yield from _in_hosts(dp, target)
+    # What a device keeps of activations whose layers are shared, a compiler alone can tell.
+    axes = (STAGE,) if steps.compiler is None else (MODEL, STAGE)
+    yield from _shared(dp, target, rows, rules, axes)
+
+
+def _same(dp: DataParallel) -> DataParallel:
+    return dp
+
+
+def half_precision(dp: DataParallel, chip: Chip) -> str:
+    """bfloat16, or float16 where the chip has units for that alone and the step can be scaled."""
+    rates = chip.flops_per_second
+    alone = "float16" in rates and "bfloat16" not in rates
+    return "float16" if alone and dp.configuration.step is None else "bfloat16"
+
+
+def _layouts(dp: DataParallel) -> Iterator[tuple[str, Change]]:
+    """With more of the state split over the replicas, the most last."""
+    now = (dp.layout.splits_optimizer, dp.layout.splits_params)
+    for base in LAYOUTS.values() if replica_count(dp.mesh) > 1 else ():
+        own = dp.configuration.step is not None and not base.splits_params
+        if (base.splits_optimizer, base.splits_params) > now and not own:
+            split = _over_replicas(dp, base)
+            yield f"layout={split}", partial(_held, dp, layout=split)
+
+
+def _in_hosts(dp: DataParallel, target: Target) -> Iterator[tuple[str, Change]]:
+    """With the state split among the devices of a host, and a copy of it in each."""
+    together = target.devices_per_host * replica_count(dp.mesh) // dp.mesh.size
+    if target.topology is None and target.hosts > 1 and together > 1 and FSDP not in dp.mesh.shape:
+        split = _over_replicas(dp, list(LAYOUTS.values())[-1])
+        mesh = abstract_like(dp.mesh, dp.mesh.size, fsdp=together)
+        yield f"layout={split}, fsdp={together}", partial(_held, dp, layout=split, mesh=mesh)
+
+
+def _over_replicas(dp: DataParallel, base: Layout) -> Layout:
+    return layout(base.name, rules=dp.layout.rules, schedule=dp.layout.schedule)
+
+
+def _shared(
+    dp: DataParallel, target: Target, rows: int, rules: Rules, axes: Iterable[str]
+) -> Iterator[tuple[str, Change]]:
+    """With several devices for each replica, near one another, as the rules allow."""
+    own = dataclasses.replace(dp.layout, rules=tuple(dp.layout.rules or rules))
+    near = target.devices_per_host if target.topology is None else target.devices
+    now = dp.mesh.size // replica_count(dp.mesh)
+    tried = [(axis, size) for axis in axes if axis in own.axes for size in SIZES[axis]]
+    for axis, size in tried:
+        if dp.mesh.shape.get(axis, 1) > 1 or now * size > near or dp.mesh.size % (now * size):
+            continue
+        mesh = abstract_like(dp.mesh, dp.mesh.size, **{axis: size})
+        changes, name = {}, f"{axis}={size}"
+        if axis == STAGE:
+            each = max(1, rows * replica_count(dp.mesh) // replica_count(mesh))
+            micro_batches = max(dp.accumulate, min(MICRO_BATCHES * size, each))
+            changes, name = {"accumulate": micro_batches}, f"{name}, accumulate={micro_batches}"
+        yield name, partial(_held, dp, layout=own, mesh=mesh, **changes)
+
+
+def _held(dp: DataParallel, **changes: Any) -> DataParallel:
+    """`dp` with these changes, in its own mode, or else in the first that can."""
+    for mode in (dp.mode, *MODES.values()):
+        for reduction in (dp.reduction, REDUCTIONS["float32"]):
+            with contextlib.suppress(ConfigError):
+                return dp.replace(**changes, mode=mode, reduction=reduction)
+    return dp.replace(**changes)  # which says why not
+
+
+def _checkpointed(loss: LossFunction) -> LossFunction:
+    """A loss whose backward pass computes all again but products."""
+
+    def checkpointed(model: Any, batch: Any, key: jax.Array | None) -> Any:
+        policy = jax.checkpoint_policies.dots_saveable
+        return jax.checkpoint(lambda batch, key: loss(model, batch, key), policy=policy)(batch, key)
+
+    return checkpointed
+
 
 _WORTH = 1.1
 """Times as fast: below this a change is not worth a word."""

@@ -1,10 +1,18 @@
-"""What a compiler is asked, and what came of it."""
+"""A program -> what its compiler says, in whichever process."""
 
 import dataclasses
 import re
+import time
+from collections.abc import Sequence
 from typing import Any
 
-from replicax.analysis.compiled import Memory
+import jax
+import jax.numpy as jnp
+
+from replicax.analysis.compiled import Memory, read_memory
+from replicax.core.mesh import mesh_of
+from replicax.plan.exported import Program
+from replicax.wording import first_line
 
 NOT_INSTALLED, WRONG_VERSION = "not installed", "wrong version"
 
@@ -85,3 +93,48 @@ def too_large(message: str, seconds: float) -> TooLarge | None:
 def _bytes(number: str, prefix: str) -> int:
     """XLA's prefixes are powers of 1024."""
     return round(float(number) * 2.0 ** (10 * " KMGT".index(prefix or " ")))
+
+
+def answer(program: Program, devices: Sequence[Any]) -> Compilation | TooLarge | Failed:
+    """Compile a program; whatever a compiler raises, who asked decides.
+
+    Args:
+        program: for as many devices.
+        devices: attached ones, or those of a topology.
+    """
+    started = time.monotonic()
+    try:
+        compiled = _compile(program, devices)
+    except Exception as error:
+        seconds = time.monotonic() - started
+        return too_large(str(error), seconds) or Failed(first_line(error))
+    memory = read_memory(compiled)
+    if memory is None:
+        return Failed("the compiler does not tell what memory the step takes")
+    return Compilation(memory, compiled.as_text() or "", time.monotonic() - started)
+
+
+def _compile(program: Program, devices: Sequence[Any]) -> jax.stages.Compiled:
+    mesh = mesh_of(devices[: program.devices], program.sizes)
+    exported = jax.export.deserialize(bytearray(program.module))
+    read = exported.module_kept_var_idx  # jit takes no argument that its function does not read
+
+    def step(*arguments: jax.Array) -> Any:
+        given = iter(arguments)
+        return exported.call(
+            *(
+                next(given) if place in read else jnp.zeros(shape.shape, shape.dtype)
+                for place, shape in enumerate(exported.in_avals)
+            )
+        )
+
+    shardings = exported.in_shardings_jax(mesh)
+    function = jax.jit(
+        step,
+        in_shardings=tuple(shardings[place] for place in read),
+        out_shardings=exported.out_shardings_jax(mesh),
+        donate_argnums=tuple(range(sum(place < program.donated for place in read))),
+    )
+    shapes = [exported.in_avals[place] for place in read]
+    lowered = function.lower(*(jax.ShapeDtypeStruct(s.shape, s.dtype) for s in shapes))
+    return lowered.compile(dict(program.options))

@@ -1,10 +1,8 @@
-"""The process that compiles for a target: `python -m replicax.plan.compile_process DESCRIPTOR`.
+"""Whether the compiler of a platform is installed, whole, and the one that this jax wants."""
 
-It is started with its own environment and never has the code of the step, so that neither planning
-nor a compiler that crashes can disturb who plans. It reads a `Description`, answers `Ready` or
-`Failed`, then answers each `Program` with a `Compilation`, a `TooLarge` or a `Failed`.
-"""
-
+import importlib
+import importlib.metadata
+import re
 import sys
 from multiprocessing.connection import Connection
 from typing import Any
@@ -12,17 +10,100 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from replicax.plan.compilation import NOT_INSTALLED, WRONG_VERSION, Description, Failed, Ready
-from replicax.plan.compile import answer
-from replicax.plan.installed import (
-    NotInstalledError,
-    WrongVersionError,
-    check_installed,
-    check_libraries,
-    compiler_name,
+from replicax.plan.compilation import (
+    NOT_INSTALLED,
+    WRONG_VERSION,
+    Description,
+    Failed,
+    Ready,
+    answer,
 )
-from replicax.plan.program import Program
+from replicax.plan.exported import Program
 from replicax.wording import first_line
+
+EXTRAS = {"tpu": "plan-tpu", "cuda": "plan-gpu"}
+"""Of Replicax, by platform: what to install for its compiler."""
+_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
+
+
+class NotInstalledError(Exception):
+    """There is no compiler, or a part of it is missing."""
+
+
+class WrongVersionError(Exception):
+    """There is one, and this jax cannot be trusted with it."""
+
+
+def check_installed(platform: str) -> None:
+    """Raise where the compiler for `platform` is missing, or is not the one that jax names.
+
+    Raises:
+        NotInstalledError: no package has it.
+        WrongVersionError: jax asks for another version of the package.
+    """
+    if platform == "tpu":
+        _check_libtpu()
+    elif platform == "cuda":
+        _check_cuda()
+
+
+def compiler_name(platform: str) -> str:
+    """The package that compiles for `platform`, with its version."""
+    packages = {"tpu": ("libtpu",), "cuda": _PLUGINS}.get(platform, ("jaxlib",))
+    found = [f"{package} {version}" for package in packages if (version := _version(package))]
+    return found[0] if found else "jaxlib"
+
+
+def check_libraries(platform: str) -> None:
+    """Raise `NotInstalledError` where a compiler that has been started lacks a library.
+
+    Without cuDNN, XLA compiles for a GPU with other kernels, and other memory, than on one.
+    """
+    if platform != "cuda":
+        return
+    for plugin in _PLUGINS:
+        if _version(plugin):
+            versions = importlib.import_module(f"{plugin.replace('-', '_')}._versions")
+            try:
+                versions.cudnn_get_version()
+            except Exception as error:
+                raise NotInstalledError(f"{plugin} finds no cuDNN") from error
+
+
+def _check_libtpu() -> None:
+    found, wanted = _version("libtpu"), _pinned_libtpu()
+    if found is None:
+        raise NotInstalledError("libtpu is not installed")
+    if wanted and not re.fullmatch(re.escape(wanted).replace(r"\*", ".*"), found):
+        raise WrongVersionError(
+            f"libtpu {found} is installed, and jax {jax.__version__} wants {wanted}"
+        )
+
+
+def _check_cuda() -> None:
+    found = {plugin: version for plugin in _PLUGINS if (version := _version(plugin))}
+    if not found:
+        raise NotInstalledError(f"{_PLUGINS[0]} is not installed")
+    for plugin, version in found.items():
+        if version != importlib.metadata.version("jaxlib"):
+            raise WrongVersionError(
+                f"{plugin} {version} is installed, and jaxlib "
+                f"{importlib.metadata.version('jaxlib')} wants its own version"
+            )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _pinned_libtpu() -> str | None:
+    """What jax's own extra `tpu` asks for: `0.0.42.*`, say."""
+    lines = importlib.metadata.requires("jax") or []
+    pins = (re.match(r"libtpu==([\w.*]+)", line) for line in lines)
+    return next((pin[1] for pin in pins if pin), None)
 
 
 def main(connection: Connection) -> None:

@@ -1,12 +1,14 @@
 """A compiler: for described devices in a process of its own, for attached ones in this one."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing import Pipe
+from queue import SimpleQueue
 from threading import Lock
 from types import TracebackType
 from typing import Any, Protocol
@@ -22,10 +24,12 @@ from replicax.plan.compilation import (
     Failed,
     Ready,
     TooLarge,
+    answer,
 )
-from replicax.plan.compile import answer
-from replicax.plan.installed import EXTRAS, compiler_name
-from replicax.plan.program import Program
+from replicax.plan.compile_process import EXTRAS, compiler_name
+from replicax.plan.exported import Program
+from replicax.plan.gpu_description import DESCRIPTIONS
+from replicax.plan.target import ATTACHED, Target
 
 TIMEOUT_SECONDS = 900.0
 """Longer than any step has taken; who takes longer is stuck."""
@@ -183,3 +187,113 @@ def _environment(description: Description) -> dict[str, str]:
         # There is no TPU that two processes could fight for.
         environment["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
     return environment
+
+
+MOST_PROCESSES = 2
+"""One for the search, one for what is looked at beside it; each takes a gigabyte or two."""
+
+
+class CompilerPool:
+    """A `Compiler` that several threads may ask; it starts processes as they are needed.
+
+    Args:
+        description: the devices to compile for.
+
+    Raises:
+        ReplicaxError: on entering; see `CompilerProcess`.
+    """
+
+    def __init__(self, description: Description) -> None:
+        self._description = description
+        self._lock, self._free = Lock(), SimpleQueue[CompilerProcess]()
+        self._started: list[CompilerProcess] = []
+        self._most = min(MOST_PROCESSES, os.cpu_count() or 1)
+        self._closed = False
+        self.name = ""
+
+    def __enter__(self) -> "CompilerPool":
+        first = self._start()
+        self.name = first.name
+        self._free.put(first)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all processes. Whoever waits for one of them gets an error, and so does who asks."""
+        with self._lock:
+            self._closed = True
+        for process in self._started:
+            process.close()
+
+    def compile(self, program: Program) -> Compilation | TooLarge:
+        """See `Compiler`."""
+        process = self._take()
+        try:
+            return process.compile(program)
+        finally:
+            self._free.put(process)
+
+    def _take(self) -> CompilerProcess:
+        with self._lock:
+            if self._closed:
+                raise CompilerError("the compilers were ended before they were asked")
+            if self._free.empty() and len(self._started) < self._most:
+                return self._start()
+        return self._free.get()
+
+    def _start(self) -> CompilerProcess:
+        process = CompilerProcess(self._description).__enter__()
+        self._started.append(process)
+        return process
+
+
+@contextlib.contextmanager
+def compiler_for(
+    target: Target, by_formula: bool = False
+) -> Iterator[tuple[Compiler | None, tuple[str, ...]]]:
+    """The compiler for a target, or None and why there is none.
+
+    Raises:
+        ConfigError: jax wants another version of it.
+        CompilerError: it cannot describe the target.
+    """
+    if by_formula:
+        yield None, ("by formula, as it was asked for",)
+        return
+    if target.text == ATTACHED and target.chip.platform != "cpu":
+        yield AttachedCompiler(jax.devices()), ()
+        return
+    described = _description(target)
+    if described is None:
+        yield None, (f"by formula: no compiler describes an {target.chip.title}",)
+        return
+    with contextlib.ExitStack() as stack:
+        compiler: Compiler | None = None
+        notes: tuple[str, ...] = ()
+        try:
+            compiler = stack.enter_context(CompilerPool(described))
+        except MissingDependencyError as missing:
+            notes = (f"by formula: {missing}",)
+        yield compiler, notes
+
+
+def _description(target: Target) -> Description | None:
+    """For a compiler; None where there is none for the chip."""
+    chip = target.chip
+    if chip.platform == "cpu":
+        return Description("cpu", target.devices, {})
+    if chip.platform == "cuda" and chip.name not in DESCRIPTIONS:
+        return None
+    arguments = dict(target.topology_arguments)
+    platform = arguments.pop("platform")
+    if platform == "cuda":
+        assert chip.memory_bytes is not None  # it is in the table of those that are described
+        arguments["target_config"] = DESCRIPTIONS[chip.name].text(chip.memory_bytes)
+    return Description(platform, target.devices, arguments)

@@ -1,16 +1,164 @@
-"""A step on some devices -> its speed on any number of them, and where more stop paying."""
+"""One stream of computation and one of communication -> a step on any number of devices."""
 
+import heapq
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from replicax.core.mesh import DATA, FSDP, AnyMesh, abstract_like, abstract_mesh, replica_count
-from replicax.plan.collective import REDUCE_SCATTER
-from replicax.plan.critical_batch import batch_cost
-from replicax.plan.network import networks
-from replicax.plan.overlap import StepTime, Transfer, step_time
+from replicax.errors import ConfigError
+from replicax.plan.network import REDUCE_SCATTER, Networks, networks
 from replicax.plan.target import Target
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Collectives that may run while the step computes.
+
+    Args:
+        kind: one of `collective.KINDS`.
+        bytes: result bytes on one device, of all `count` together, as in `compiled.Collectives`.
+        ready_seconds: of computation that must be done before the first can start.
+        needed_seconds: of computation that can be done without the result, `ready_seconds` or more.
+        count: how many equal collectives it is.
+        axes: of the mesh, over which they run; None where it is all of them.
+    """
+
+    kind: str
+    bytes: float
+    ready_seconds: float
+    needed_seconds: float
+    count: int = 1
+    axes: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.ready_seconds <= self.needed_seconds or self.count < 1:
+            raise ValueError(f"a transfer that is needed before it is ready, or never sent: {self}")
+
+    def seconds(self, networks: Networks) -> float:
+        """All of them, one after another, on an idle network."""
+        network = networks(self.axes)
+        return self.count * network.time(self.kind, self.bytes / self.count).seconds
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A step, and where its time goes."""
+
+    seconds: float
+    compute_seconds: float
+    communication_seconds: float
+    """Of all transfers, hidden or not."""
+    exposed_seconds: float
+    """In which the devices compute nothing: communication that nothing hides."""
+
+    @property
+    def efficiency(self) -> float:
+        """Against the same computation without communication; 1 where there is neither."""
+        return self.compute_seconds / self.seconds if self.seconds else 1.0
+
+
+def step_time(
+    compute_seconds: float, transfers: Iterable[Transfer], networks: Networks
+) -> StepTime:
+    """Simulate a step.
+
+    Transfers run one at a time, in the order in which they become ready. Computation waits where a
+    result is needed that has not arrived, and at its end for all that is still under way.
+
+    Args:
+        compute_seconds: of computation in the step; a `needed_seconds` beyond it means its end.
+        transfers: in any order.
+        networks: of the devices that take part, by the axes of a transfer.
+
+    Raises:
+        ValueError: for a transfer that becomes ready after the computation has ended.
+    """
+    exposed = free = total = 0.0
+    waiting: list[tuple[float, float]] = []
+    """Where a result is needed, in seconds of computation; when it arrives, by the clock."""
+    for transfer in sorted(transfers, key=lambda each: each.ready_seconds):
+        if transfer.ready_seconds > compute_seconds:
+            raise ValueError(f"{transfer} is ready after {compute_seconds} s, the step's end")
+        exposed = _waited(exposed, waiting, transfer.ready_seconds)
+        seconds = transfer.seconds(networks)
+        total += seconds
+        free = max(free, transfer.ready_seconds + exposed) + seconds
+        heapq.heappush(waiting, (min(transfer.needed_seconds, compute_seconds), free))
+    exposed = _waited(exposed, waiting, compute_seconds)
+    return StepTime(compute_seconds + exposed, compute_seconds, total, exposed)
+
+
+def _waited(exposed: float, waiting: list[tuple[float, float]], reached: float) -> float:
+    """Seconds waited once `reached` seconds of computation are done."""
+    while waiting and waiting[0][0] <= reached:
+        needed, arrives = heapq.heappop(waiting)
+        exposed = max(exposed, arrives - needed)
+    return exposed
+
+
+@dataclass(frozen=True)
+class BatchCost:
+    """Of training to a given loss, against the least possible."""
+
+    steps: float
+    """Over the fewest steps, those of an endless batch."""
+    rows: float
+    """Over the fewest rows, those of the smallest batch."""
+
+
+def batch_cost(batch_size: float, noise_scale: float) -> BatchCost:
+    """Steps and rows that a batch size takes to reach a loss.
+
+    steps = S_min (1 + B_crit/B) and rows = E_min (1 + B/B_crit), so a batch of B_crit takes twice
+    the least of both (McCandlish et al. 2018, "An Empirical Model of Large-Batch Training",
+    arXiv:1812.06162).
+
+    Args:
+        batch_size: rows of a step.
+        noise_scale: the gradient noise scale, B_crit, in rows.
+
+    Raises:
+        ConfigError: one of them is not positive.
+    """
+    if not (batch_size > 0 and noise_scale > 0):
+        raise ConfigError(
+            f"a batch of {batch_size} rows with a noise scale of {noise_scale}: both must be "
+            "positive; measure one with `replicax train --measure-noise-scale`"
+        )
+    return BatchCost(1 + noise_scale / batch_size, 1 + batch_size / noise_scale)
+
+
+@dataclass(frozen=True)
+class LearningRates:
+    """The learning rate of one batch size carried over to another."""
+
+    linear: float
+    """In proportion to the batch, for SGD with warm-up (Goyal et al. 2017, arXiv:1706.02677)."""
+    square_root: float
+    """In proportion to its root: for Adam (Malladi et al. 2022, arXiv:2205.10287), and what keeps
+    the variance of SGD's steps (Krizhevsky 2014, arXiv:1404.5997)."""
+
+
+def learning_rates(learning_rate: float, batch_size: float, planned: float) -> LearningRates:
+    """Where to start looking for the learning rate of another batch size.
+
+    Both rules hold for batches well below the critical one; beyond it neither does.
+
+    Args:
+        learning_rate: that was tuned for `batch_size` rows.
+        batch_size: rows of a step there.
+        planned: rows of a step planned.
+
+    Raises:
+        ConfigError: a batch without rows.
+    """
+    if batch_size <= 0 or planned <= 0:
+        raise ConfigError(f"batches of {batch_size} and {planned} rows; a batch has 1 or more")
+    ratio = planned / batch_size
+    return LearningRates(learning_rate * ratio, learning_rate * math.sqrt(ratio))
+
 
 MOST_DEVICES = 2**17
 """To which a curve goes on paper: the first power of two beyond 10⁵."""

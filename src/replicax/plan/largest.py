@@ -1,8 +1,14 @@
 """The largest batch of a device that fits into its memory, searched by asking the compiler."""
 
+import math
 from collections.abc import Callable
+from typing import Any
 
-from replicax.plan.need import Need
+from replicax.core.data_parallel import DataParallel
+from replicax.core.mesh import replica_count
+from replicax.plan.planned import MicroBatches, Need
+from replicax.plan.steps import Steps, rows_of_a_replica
+from replicax.plan.target import Target
 
 RESOLUTION = 32
 """The largest batch is found to one part in so many, rounded down to a power of two of units."""
@@ -24,6 +30,7 @@ def largest_rows(
     start: int,
     bytes_per_row: float,
     unit: int = 1,
+    most: int = MOST_ROWS,
 ) -> tuple[Need | None, Need | None]:
     """The most rows of one device that fit, and the fewest seen that do not.
 
@@ -36,11 +43,12 @@ def largest_rows(
         start: rows to ask for first.
         bytes_per_row: a guess at the slope, until two answers give it.
         unit: rows are multiples of it.
+        most: rows to ask for.
 
     Returns:
         None for the first where not even `unit` rows fit.
     """
-    search = _Search(capacity_bytes, bytes_per_row, unit)
+    search = _Search(capacity_bytes, bytes_per_row, unit, most)
     rows: int | None = max(unit, start // unit * unit)
     for _ in range(MOST_QUESTIONS):
         if rows is None:
@@ -56,8 +64,9 @@ def resolution(rows: int, unit: int) -> int:
 
 
 class _Search:
-    def __init__(self, capacity_bytes: int, bytes_per_row: float, unit: int) -> None:
+    def __init__(self, capacity_bytes: int, bytes_per_row: float, unit: int, most: int) -> None:
         self._capacity, self._slope, self._unit = capacity_bytes, max(1.0, bytes_per_row), unit
+        self._most = most
         self.fits: Need | None = None
         self.too_large: Need | None = None
         self._refused = 0  # in a row
@@ -89,7 +98,7 @@ class _Search:
             return self._between(0, self.too_large.rows, guess)
         step = self._resolution(self.fits.rows)
         if self.too_large is None:
-            if self.fits.rows + step > MOST_ROWS:
+            if self.fits.rows + self._unit > self._most:
                 return None
             return self._rounded(max(self._guess(self.fits), self.fits.rows + step))
         if self.too_large.rows - self.fits.rows <= step:
@@ -114,9 +123,56 @@ class _Search:
         return resolution(rows, self._unit)
 
     def _rounded(self, rows: float) -> int:
-        step = self._resolution(int(max(self._unit, min(rows, MOST_ROWS))))
-        return int(max(step, min(rows, MOST_ROWS) // step * step))
+        if rows >= self._most:
+            return self._most
+        step = self._resolution(int(max(self._unit, rows)))
+        return int(max(step, rows // step * step))
 
 
 def _slope(fewer: Need, more: Need) -> float:
     return (more.bytes - fewer.bytes) / (more.rows - fewer.rows)
+
+
+_TRIES = 8
+"""Each with a quarter more micro-batches than the one before."""
+
+
+def micro_batches(steps: Steps, dp: DataParallel, rows: int, count: int) -> MicroBatches | None:
+    """Micro-batches in which `rows` of a replica fit, about the fewest from `count` on.
+
+    Without padding, where less than twice as many divide the rows.
+    """
+    for _ in range(_TRIES):
+        divisors = (each for each in range(count, 2 * count) if rows % each == 0)
+        count = next(divisors, count)
+        if count > rows:
+            break
+        other = dp.replace(accumulate=count)
+        need = steps.step(other, math.ceil(rows / count) * count, f"accumulate={count}").need
+        if need.fits:
+            return MicroBatches(count, need)
+        count += max(1, count // 4)  # the sums over micro-batches take memory of their own
+    return None
+
+
+def at_once_and_fitting(
+    dp: DataParallel, model: Any, batch: Any, rows: int, target: Target
+) -> tuple[Need, MicroBatches | None]:
+    """Memory that `rows` of a global batch need at once on a target, and micro-batches that fit.
+
+    By formula, in a second: nothing is compiled. None where it fits at once, or in no number.
+
+    Args:
+        dp: the step, on a mesh of as many devices.
+        model: as for `dp.init`; arrays or their shapes.
+        batch: a pytree of arrays `[rows, ...]` or of their shapes, of any number of rows.
+        rows: of the global batch.
+        target: whose memory is told.
+    """
+    steps = Steps(model, batch, target, None, lambda text: None)
+    at_once = steps.step(dp, rows_of_a_replica(rows, replica_count(dp.mesh), steps.unit(dp))).need
+    room = steps.capacity_bytes
+    if at_once.fits or room is None:
+        return at_once, None
+    fewest = math.ceil(at_once.bytes / room)  # the state and the sums do not become smaller
+    return at_once, micro_batches(steps, dp, at_once.rows, fewest)

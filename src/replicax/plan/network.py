@@ -1,18 +1,310 @@
-"""Hardware planned for -> the network that joins its devices, or some of them."""
+"""The network of a target -> the time of a collective between its devices, or some of them."""
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
+from typing import Protocol
 
 import numpy as np
 
 from replicax.analysis.hardware import Link
 from replicax.core.mesh import AnyMesh, in_order
 from replicax.errors import ConfigError
-from replicax.plan.collective import Network
-from replicax.plan.host_network import RING, TREE, HostNetwork
 from replicax.plan.target import Target, host_bounds
-from replicax.plan.torus import SliceNetwork, TorusNetwork
+
+ALL_REDUCE = "all-reduce"
+ALL_GATHER = "all-gather"
+REDUCE_SCATTER = "reduce-scatter"
+ALL_TO_ALL = "all-to-all"
+PERMUTE = "collective-permute"
+BROADCAST = "collective-broadcast"
+KINDS = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, PERMUTE, BROADCAST)
+"""As HLO and `replicax.analysis.compiled` spell them."""
+
+
+@dataclass(frozen=True)
+class CollectiveTime:
+    """How long one collective takes on an idle network, and by which algorithm."""
+
+    seconds: float
+    algorithm: str
+    """`ring`, `tree`, `torus`, `pairwise`, `direct`, or `none` where nothing is sent."""
+
+
+NOTHING_SENT = CollectiveTime(0.0, "none")
+
+
+class Network(Protocol):
+    """What connects the devices that take part in a collective."""
+
+    @property
+    def devices(self) -> int:
+        """How many take part."""
+        ...
+
+    def time(self, kind: str, size: float) -> CollectiveTime:
+        """One collective.
+
+        Args:
+            kind: one of `KINDS`.
+            size: bytes of the result on one device, as `compiled.Collectives` counts them: the
+                gathered array of an all-gather, the small one of a reduce-scatter.
+
+        Raises:
+            ValueError: for another kind, or fewer than 0 bytes.
+        """
+        ...
+
+
+def check(kind: str, size: float) -> None:
+    """Refuse what is no collective."""
+    if kind not in KINDS:
+        raise ValueError(f"{kind!r} is not a collective that is known: {', '.join(KINDS)}")
+    if not (size >= 0 and math.isfinite(size)):
+        raise ValueError(f"a collective of {size} bytes")
+
+
+RING, TREE = "ring", "tree"
+LINE_RATE_SHARE = 0.96
+"""Of a network card's line rate, what a collective gets: NCCL plans with 12.0 GB/s for 100 Gbit/s
+(`NET_BW` in NVIDIA/nccl src/graph/topo.h). The rest is headers."""
+
+
+@dataclass(frozen=True)
+class HostNetwork:
+    """`hosts` hosts with `devices_per_host` devices each that take part, as NCCL joins them.
+
+    One ring goes through all devices and leaves each host once, on as many channels as it takes to
+    use every card of the host, so a collective is as fast as the slower of the link inside and the
+    cards of one host together. The tree of an all-reduce is a chain inside a host and a double
+    binary tree between hosts, of which each device sends and receives every byte twice (once up and
+    once down). The faster of the two is taken.
+
+    Times are those of the α-β model (Hockney 1994): ring and pairwise exchange by Thakur,
+    Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH" (2005);
+    double binary trees by Sanders, Speck and Träff (2009); latency by steps inside and between
+    hosts as in NVIDIA/nccl src/graph/tuning.cc.
+
+    Args:
+        inside: of one device in its host; None where a host has only one that takes part.
+        between: one device's share of its host's network cards; None where there is one host.
+        devices_per_host: that take part.
+        hosts: that take part.
+        algorithms: that may be chosen for an all-reduce: `ring`, `tree`.
+    """
+
+    inside: Link | None
+    between: Link | None
+    devices_per_host: int
+    hosts: int = 1
+    algorithms: tuple[str, ...] = (RING, TREE)
+
+    def __post_init__(self) -> None:
+        if self.devices_per_host < 1 or self.hosts < 1:
+            raise ValueError(f"{self.hosts} hosts of {self.devices_per_host} devices")
+        if (self.devices_per_host > 1 and not self.inside) or (self.hosts > 1 and not self.between):
+            raise ValueError("no link joins the devices")
+
+    @property
+    def devices(self) -> int:
+        """How many take part."""
+        return self.hosts * self.devices_per_host
+
+    @property
+    def bytes_per_second(self) -> float:
+        """At which every device of a ring can send and receive at once."""
+        rates = []
+        if self.inside and self.devices_per_host > 1:
+            rates.append(self.inside.bytes_per_second)
+        if self.hosts > 1:
+            rates.append(self._card_rate * self.devices_per_host)
+        return min(rates, default=math.inf)
+
+    def time(self, kind: str, size: float) -> CollectiveTime:
+        """One collective; see `Network`."""
+        check(kind, size)
+        n = self.devices
+        if n == 1 or size == 0:
+            return NOTHING_SENT
+        once = (n - 1) / n * size / self.bytes_per_second + self._ring_latency
+        if kind == ALL_REDUCE:
+            times = {RING: 2 * once, TREE: 2 * size / self.bytes_per_second + self._tree_latency}
+            algorithm = min(self.algorithms, key=times.__getitem__)
+            return CollectiveTime(times[algorithm], algorithm)
+        if kind == ALL_GATHER:
+            return CollectiveTime(once, RING)
+        if kind == REDUCE_SCATTER:
+            sent = (n - 1) * size
+            return CollectiveTime(sent / self.bytes_per_second + self._ring_latency, RING)
+        if kind == BROADCAST:
+            return CollectiveTime(size / self.bytes_per_second + self._ring_latency, RING)
+        if kind == ALL_TO_ALL:
+            return CollectiveTime(self._pairwise(size), "pairwise")
+        return CollectiveTime(self._direct(size), "direct")
+
+    @property
+    def _card_rate(self) -> float:
+        """Bytes a second of one device's share of the network cards."""
+        return LINE_RATE_SHARE * self.between.bytes_per_second if self.between else math.inf
+
+    @property
+    def _latencies(self) -> tuple[float, float]:
+        """Seconds of a step inside and between hosts."""
+        inside, between = self.inside, self.between
+        return (
+            inside.latency_seconds if inside else 0.0,
+            between.latency_seconds if between else 0.0,
+        )
+
+    @property
+    def _ring_latency(self) -> float:
+        """Of the n - 1 steps of a ring: a chunk crosses to another host in hosts - 1 of them."""
+        inside, between = self._latencies
+        return (self.devices - self.hosts) * inside + (self.hosts - 1) * between
+
+    @property
+    def _tree_latency(self) -> float:
+        """Up and down: along the chain of a host, and the tree of hosts."""
+        inside, between = self._latencies
+        depth = math.ceil(math.log2(self.hosts))
+        return 2 * ((self.devices_per_host - 1) * inside + depth * between)
+
+    def _pairwise(self, size: float) -> float:
+        """Each device sends an n-th to every other one; both kinds of link work at once."""
+        inside, between = self._latencies
+        part = size / self.devices
+        near, far = self.devices_per_host - 1, self.devices - self.devices_per_host
+        times = [near * inside, far * between]
+        if self.inside and near:
+            times[0] += near * part / self.inside.bytes_per_second
+        if far:
+            times[1] += far * part / self._card_rate
+        return max(times)
+
+    def _direct(self, size: float) -> float:
+        """One message from each device; between hosts each has its own share of the cards."""
+        inside, between = self._latencies
+        if self.hosts > 1:
+            return size / self._card_rate + between
+        assert self.inside is not None
+        return size / self.inside.bytes_per_second + inside
+
+
+TORUS = "torus"
+
+
+@dataclass(frozen=True)
+class TorusNetwork:
+    """Devices on a grid, each linked to its neighbours along every dimension.
+
+    Data goes both ways along all dimensions at once (the multi-dimensional rings of Jain and
+    Sabharwal 2010), so that a gather is as fast as the links through which one device receives it:
+    two for each dimension that closes into a ring, one at the end of a line. An all-to-all is bound
+    by the middle of the longest dimension. The jax-ml/scaling-book (sharding.md) gives the same
+    times for rings.
+
+    Args:
+        shape: devices along each dimension.
+        rings: of each dimension, whether it closes.
+        link_bytes_per_second: of one link, in one direction.
+        latency_seconds: of one hop.
+    """
+
+    shape: tuple[int, ...]
+    rings: tuple[bool, ...]
+    link_bytes_per_second: float
+    latency_seconds: float
+
+    def __post_init__(self) -> None:
+        if len(self.shape) != len(self.rings) or min(self.shape, default=0) < 1:
+            raise ValueError(f"a torus of shape {self.shape} with rings {self.rings}")
+
+    @property
+    def devices(self) -> int:
+        """How many take part."""
+        return math.prod(self.shape)
+
+    @property
+    def bytes_per_second(self) -> float:
+        """At which every device receives a gathered array."""
+        links = sum(
+            2 if ring else 1 for size, ring in zip(self.shape, self.rings, strict=True) if size > 1
+        )
+        return links * self.link_bytes_per_second
+
+    def time(self, kind: str, size: float) -> CollectiveTime:
+        """One collective; see `Network`."""
+        check(kind, size)
+        n = self.devices
+        if n == 1 or size == 0:
+            return NOTHING_SENT
+        latency = self.latency_seconds * sum(each - 1 for each in self.shape)
+        once = (n - 1) / n * size / self.bytes_per_second + latency
+        seconds = {
+            ALL_REDUCE: 2 * once,
+            ALL_GATHER: once,
+            REDUCE_SCATTER: (n - 1) * size / self.bytes_per_second + latency,
+            BROADCAST: size / self.bytes_per_second + latency,
+            ALL_TO_ALL: self._all_to_all(size) + latency,
+        }.get(kind)
+        if seconds is None:
+            neighbour = size / self.link_bytes_per_second + self.latency_seconds
+            return CollectiveTime(neighbour, "direct")
+        return CollectiveTime(seconds, TORUS)
+
+    def _all_to_all(self, size: float) -> float:
+        """Seconds at the busiest links.
+
+        Along a ring of k, data travels k/4 hops on average, over two links of each device; of what
+        starts on one side of a line, half crosses its middle.
+        """
+        return max(
+            size * length / (8 if ring else 4) / self.link_bytes_per_second
+            for length, ring in zip(self.shape, self.rings, strict=True)
+            if length > 1
+        )
+
+
+@dataclass(frozen=True)
+class SliceNetwork:
+    """Several equal slices: collectives go inside a slice first, then between slices with what is
+    left on each device, each device by its own share of the data-centre network.
+
+    Args:
+        inside: of one slice.
+        between: one device of each slice, as hosts of one device.
+    """
+
+    inside: Network
+    between: HostNetwork
+
+    @property
+    def devices(self) -> int:
+        """How many take part."""
+        return self.inside.devices * self.between.devices
+
+    def time(self, kind: str, size: float) -> CollectiveTime:
+        """One collective; see `Network`."""
+        check(kind, size)
+        share = size / self.inside.devices
+        slices = self.between.devices
+        if kind == ALL_REDUCE:
+            across = self.between.time(kind, share)
+            near = self.inside.time(REDUCE_SCATTER, share).seconds
+            near += self.inside.time(ALL_GATHER, size).seconds
+        elif kind in (ALL_GATHER, BROADCAST):
+            across, near = self.between.time(kind, share), self.inside.time(kind, size).seconds
+        elif kind == REDUCE_SCATTER:
+            across = self.between.time(kind, size)
+            near = self.inside.time(kind, size * slices).seconds
+        elif kind == ALL_TO_ALL:
+            across, near = self.between.time(kind, size), self.inside.time(kind, size).seconds
+        else:
+            across = self.between.time(kind, size)
+            near = 0.0 if slices > 1 else self.inside.time(kind, size).seconds
+        return CollectiveTime(near + across.seconds, f"{TORUS} and {across.algorithm}")
+
 
 Networks = Callable[[tuple[str, ...] | None], Network]
 """From the mesh axes that a collective runs over, None for all of them, to what joins a group."""

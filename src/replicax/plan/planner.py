@@ -1,5 +1,6 @@
-"""The questions of a plan, one after the other, and what is beside them at once."""
+"""`plan`: does a step fit hardware that need not be there, how large a batch, and how fast?"""
 
+import dataclasses
 import datetime
 import math
 from collections.abc import Mapping
@@ -8,24 +9,37 @@ from typing import Any
 
 import jax
 
+from replicax.analysis.host import measured
+from replicax.analysis.roofline import kernel_roofline
 from replicax.core.batch import row_count
 from replicax.core.data_parallel import DataParallel
 from replicax.core.mesh import DATA, is_data_only, replica_count, shard_axis
 from replicax.core.partition import Rules
 from replicax.errors import ConfigError
-from replicax.plan.advice import batch_advice, first_change
-from replicax.plan.alternatives import alternatives
+from replicax.plan.advice import alternatives, batch_advice, first_change
+from replicax.plan.compiler import compiler_for
 from replicax.plan.forecast import device_hours
-from replicax.plan.kernel_time import kernel_roofline
-from replicax.plan.largest import MOST_ROWS, largest_rows, resolution
-from replicax.plan.memory import tree_bytes
-from replicax.plan.micro_batches import micro_batches
-from replicax.plan.need import Need, holder
-from replicax.plan.result import Alternative, MicroBatches, Plan, Scaling, Speed
+from replicax.plan.largest import MOST_ROWS, largest_rows, micro_batches, resolution
+from replicax.plan.memory_formula import (
+    Transformer,
+    rows_that_fit,
+    transformer_activation_bytes,
+    tree_bytes,
+)
+from replicax.plan.planned import (
+    Alternative,
+    MicroBatches,
+    Need,
+    OnPaper,
+    Plan,
+    Scaling,
+    Speed,
+    holder,
+)
 from replicax.plan.speed import known_dtype, scaling, speed, work
-from replicax.plan.steps import Step, Steps, rows_of_a_replica
-from replicax.plan.target import Target
-from replicax.plan.traffic import Traffic, least_wire_bytes, read_traffic
+from replicax.plan.step_traffic import Traffic, least_wire_bytes, read_traffic
+from replicax.plan.steps import Show, Step, Steps, in_fit, rows_of_a_replica
+from replicax.plan.target import Target, parse_target
 
 
 class Planner:
@@ -40,6 +54,7 @@ class Planner:
         changes: as for `plan`.
         rules: as for `plan`.
         tokens_per_row: as for `plan`.
+        data_rows: as for `plan`.
     """
 
     def __init__(
@@ -52,10 +67,12 @@ class Planner:
         changes: Mapping[str, DataParallel] | None,
         rules: Rules,
         tokens_per_row: int | None,
+        data_rows: int | None,
     ) -> None:
         self._dp, self._target, self._steps = dp, target, steps
         self._changes, self._rules = changes, rules
         self._rows, self._tokens_per_row = row_count(batch), tokens_per_row
+        self._data_rows = data_rows
         state = dp.abstract_state(model)
         self._params = jax.tree.leaves(state.params)
         self._notes: list[str] = []
@@ -66,8 +83,8 @@ class Planner:
         """The whole of it.
 
         Args:
-            wished_rows: as for `replicax.plan.plan.plan`.
-            noise_scale: as for `replicax.plan.plan.plan`.
+            wished_rows: as for `replicax.plan.planner.plan`.
+            noise_scale: as for `replicax.plan.planner.plan`.
             notes: that it begins with.
         """
         dp, steps, devices = self._dp, self._steps, self._target.devices
@@ -139,7 +156,11 @@ class Planner:
         def ask(rows: int) -> Need:
             return self._steps.step(self._dp, rows, "largest batch").need
 
-        fits, too_large = largest_rows(ask, capacity, asked.rows, slope, unit)
+        most = MOST_ROWS // unit * unit
+        if self._data_rows is not None:
+            most = min(most, self._data_rows // replica_count(self._dp.mesh) // unit * unit)
+        most = max(most, asked.rows)
+        fits, too_large = largest_rows(ask, capacity, asked.rows, slope, unit, most)
         if fits and too_large and too_large.rows - fits.rows > resolution(fits.rows, unit):
             self._notes.append(
                 f"more than {fits.rows:,} rows a {holder(self._dp.mesh)} may fit: memory does not "
@@ -246,7 +267,87 @@ class Planner:
             "parameters": sum(leaf.size for leaf in self._params),
             "batch_size": self._rows,
             "tokens_per_row": self._tokens_per_row,
+            "data_rows": self._data_rows,
             "compiler": self._steps.compiler,
             "jax": jax.__version__,
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         }
+
+
+def plan(
+    dp: DataParallel,
+    model: Any,
+    batch: Any,
+    *,
+    target: str | Target,
+    changes: Mapping[str, DataParallel] | None = None,
+    rules: Rules = (),
+    tokens_per_row: int | None = None,
+    data_rows: int | None = None,
+    wished_rows: float | None = None,
+    noise_scale: float | None = None,
+    transformer: Transformer | None = None,
+    by_formula: bool = False,
+    show: Show | None = None,
+) -> Plan:
+    """Whether a step fits a target, the largest batch that does, and how fast it can be.
+
+    The step is that of `rx.fit`, which skips bad updates. It is exported here and compiled by the
+    target's own compiler in a process of its own; nothing runs, and no device of the target need be
+    there. Where its compiler is not installed, or there is none, the plan is by formula, and
+    `Plan.notes` says what to install.
+
+    Args:
+        dp: the step; its own mesh may be of any devices. On those of the target the other axes keep
+            their sizes, and `data` has what they leave.
+        model: as for `dp.init`; arrays or their shapes.
+        batch: a pytree of arrays `[rows, ...]`, or of their shapes: the global batch.
+        target: `h100:8`, `v5e:16x16`, `cpu:8`, `attached`; see `replicax.plan.target`.
+        changes: steps to compare with, by what is changed; they take the same model and batch.
+            Precision and layout are always among them, and `jax.checkpoint` on the whole loss where
+            none is given.
+        rules: as for `rx.layout`: where `dp` has none, layers and stages are tried by them.
+        tokens_per_row: where tokens are counted.
+        data_rows: of the data: no larger batch is advised.
+        wished_rows: to train on in all: the plan tells the device-hours.
+        noise_scale: the gradient noise scale in rows, where a run measured it.
+        transformer: the sizes of one, to put the formula that is used on paper beside the rest.
+        by_formula: leave the compiler out.
+        show: told what is next, a line at a time.
+
+    Raises:
+        ConfigError: an unknown target, or one that its chip does not come in; a compiler of another
+            version than jax wants; axes of the mesh that do not divide the devices; several
+            processes; rows or a noise scale that are not above 0.
+        CompilerError: the compiler fails.
+    """
+    if jax.process_count() > 1:
+        raise ConfigError(
+            f"plan on {jax.process_count()} processes; one can plan for any number: start it alone"
+        )
+    for name, value in (("wished_rows", wished_rows), ("noise_scale", noise_scale)):
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{name}={value}; it is a number of rows above 0: give one")
+    show = show or (lambda text: None)
+    aim = parse_target(target) if isinstance(target, str) else target
+    dp = in_fit(dp, model, aim)
+    if changes is not None:
+        changes = {name: in_fit(other, model, aim) for name, other in changes.items()}
+    if aim.chip.platform == "cpu":
+        aim = dataclasses.replace(aim, chip=measured(aim.chip, aim.devices))
+    with compiler_for(aim, by_formula) as (compiler, notes):
+        steps = Steps(model, batch, aim, compiler, show)
+        planner = Planner(dp, model, batch, aim, steps, changes, rules, tokens_per_row, data_rows)
+        found = planner.plan(wished_rows, noise_scale, notes)
+    held = tree_bytes(dp.abstract_state(model).params)
+    return dataclasses.replace(found, on_paper=_on_paper(aim, held, transformer))
+
+
+def _on_paper(
+    target: Target, parameter_bytes: int, transformer: Transformer | None
+) -> OnPaper | None:
+    capacity = target.chip.usable_bytes
+    if transformer is None or capacity is None:
+        return None
+    each = transformer_activation_bytes(parameter_bytes, 1, **dataclasses.asdict(transformer))
+    return OnPaper(each, rows_that_fit(capacity, parameter_bytes, each))

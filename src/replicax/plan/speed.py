@@ -1,21 +1,26 @@
 """How fast a step can be on a target: its schedule, or its FLOPs alone, at the chip's peaks."""
 
 import dataclasses
+from collections.abc import Callable, Iterable
 
 from replicax.analysis.hardware import Chip
+from replicax.analysis.roofline import kernel_roofline, limits, roofline_seconds
+from replicax.analysis.schedule import Collective, Kernel, Loop, Schedule, Wait
+from replicax.analysis.schedule import Step as ScheduleStep
 from replicax.core.data_parallel import DataParallel
 from replicax.core.mesh import STAGE, AnyMesh, by_rows, is_data_only, replica_count
 from replicax.core.partition import axes_of
 from replicax.core.pipeline import bubble
-from replicax.plan.collective import ALL_REDUCE
-from replicax.plan.forecast import ScalingPoint, devices_that_pay, scaling_curve
-from replicax.plan.kernel_time import limits, timeline
-from replicax.plan.memory import MemoryFormula
-from replicax.plan.network import networks
-from replicax.plan.overlap import Transfer, step_time
-from replicax.plan.result import KernelShare, Scaling, Speed
-from replicax.plan.roofline import roofline_seconds
-from replicax.plan.schedule import Schedule
+from replicax.plan.forecast import (
+    ScalingPoint,
+    Transfer,
+    devices_that_pay,
+    scaling_curve,
+    step_time,
+)
+from replicax.plan.memory_formula import MemoryFormula
+from replicax.plan.network import ALL_REDUCE, networks
+from replicax.plan.planned import KernelShare, Scaling, Speed
 from replicax.plan.steps import Step, Steps
 from replicax.plan.target import Target
 
@@ -177,3 +182,57 @@ def scaling(work: Work, target: Target, mesh: AnyMesh, noise_scale: float | None
 def known_dtype(dp: DataParallel, chip: Chip) -> str:
     """The dtype whose peak counts: the step's, or float32 where the chip has no units for it."""
     return dp.precision.name if dp.precision.name in chip.flops_per_second else "float32"
+
+
+def timeline(
+    schedule: Schedule, chip: Chip, dtype: str = "bfloat16"
+) -> tuple[float, tuple[Transfer, ...]]:
+    """When each collective of a step may start and is needed, in seconds of its computation.
+
+    Kernels run one after another, each as long as its FLOPs or its bytes take at the chip's peaks,
+    whichever is longer. A TPU's copies onto its chip, which run beside the computation, count as
+    kernels, because they take of the same memory bandwidth.
+
+    Args:
+        schedule: of `read_schedule`.
+        chip: the device.
+        dtype: see `kernel_roofline`.
+
+    Returns:
+        The seconds of computation in a step, and the collectives in the order in which they are
+        needed, those of a loop once for each run.
+    """
+    clock = _Clock(lambda kernel: kernel_roofline(kernel, chip, dtype).seconds)
+    clock.run(schedule.steps)
+    return clock.now, tuple(clock.transfers)
+
+
+@dataclasses.dataclass
+class _Clock:
+    seconds: Callable[[Kernel], float]
+    now: float = 0.0
+    transfers: list[Transfer] = dataclasses.field(default_factory=list)
+    started: dict[str, tuple[Collective, float]] = dataclasses.field(default_factory=dict)
+
+    def run(self, steps: Iterable[ScheduleStep]) -> None:
+        for step in steps:
+            if isinstance(step, Kernel):
+                self.now += step.share * self.seconds(step)
+            elif isinstance(step, Collective):
+                self.started[step.name] = step, self.now
+            elif isinstance(step, Wait):
+                collective, ready = self.started.pop(step.collective)
+                size = collective.share * collective.bytes
+                sent = Transfer(collective.kind, size, ready, self.now, axes=collective.axes)
+                self.transfers.append(sent)
+            else:
+                self._repeat(step)
+
+    def _repeat(self, loop: Loop) -> None:
+        if Schedule(loop.steps).collectives:
+            for _ in range(loop.trips):
+                self.run(loop.steps)
+            return
+        started = self.now
+        self.run(loop.steps)
+        self.now = started + loop.trips * (self.now - started)

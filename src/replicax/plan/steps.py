@@ -9,23 +9,32 @@ from typing import Any
 import jax
 from jax.extend.core import Jaxpr
 
+from replicax.analysis.collectives import sums_bytes
 from replicax.analysis.flops import count_flops
-from replicax.analysis.traffic import sums_bytes
+from replicax.analysis.schedule import Schedule, read_schedule
+from replicax.core.batch import row_count
 from replicax.core.data_parallel import DataParallel
-from replicax.core.mesh import STAGE, abstract_mesh, is_data_only, replica_count
+from replicax.core.mesh import STAGE, abstract_like, abstract_mesh, is_data_only, replica_count
 from replicax.core.objective import only_read
 from replicax.core.pipeline import SCHEDULES
 from replicax.core.reduction import Wire
 from replicax.core.traced_for import cuda_capability, traced_for
+from replicax.errors import CompilerError
 from replicax.plan.compilation import Compilation, TooLarge
-from replicax.plan.compiler import Compiler
+from replicax.plan.compiler import Compiler, compiler_for
+from replicax.plan.exported import (
+    BEFORE_CUDNN,
+    Program,
+    computes_again,
+    export_step,
+    keeping_everything,
+    step_jaxpr,
+)
 from replicax.plan.gpu_description import DESCRIPTIONS
-from replicax.plan.memory import MemoryFormula, memory_formula, on_one_device
-from replicax.plan.need import Need, holder
-from replicax.plan.program import BEFORE_CUDNN, Program, export_step, step_jaxpr
-from replicax.plan.recomputed import computes_again, keeping_everything
-from replicax.plan.schedule import Schedule, read_schedule
+from replicax.plan.memory_formula import MemoryFormula, memory_formula, on_one_device
+from replicax.plan.planned import Need, holder
 from replicax.plan.target import ATTACHED, Target
+from replicax.train.guarded import guarded
 
 Show = Callable[[str], None]
 
@@ -212,3 +221,38 @@ def rows_of_a_replica(rows: int, replicas: int, unit: int) -> int:
         unit: micro-batches of a replica.
     """
     return math.ceil(rows / (replicas * unit)) * unit
+
+
+def compiled_for(dp: DataParallel, model: Any, batch: Any, target: Target, show: Show) -> Step:
+    """Return the step of `rx.fit` with its `program` and `compilation` for a target.
+
+    Args:
+        dp: the step; its own mesh may be of any devices.
+        model: as for `dp.init`; arrays or their shapes.
+        batch: the global batch, or its shapes; filled up to what the replicas divide.
+        target: the devices; none need be there.
+        show: told what is next.
+
+    Raises:
+        CompilerError: there is no compiler for it here, or it fails, or the step needs more memory
+            than the target has.
+        ConfigError: jax wants another version of the compiler, or the mesh does not fit.
+    """
+    dp = in_fit(dp, model, target)
+    with compiler_for(target) as (compiler, notes):
+        if compiler is None:
+            raise CompilerError("; ".join(notes).removeprefix("by formula: "))
+        steps = Steps(model, batch, target, compiler, show)
+        rows = rows_of_a_replica(row_count(batch), replica_count(dp.mesh), steps.unit(dp))
+        step = steps.step(dp, rows, target.text)
+    if step.compilation is None:
+        raise CompilerError(
+            f"{rows:,} rows a {holder(dp.mesh)} need more memory than {target.text} has: give fewer"
+        )
+    return step
+
+
+def in_fit(dp: DataParallel, model: Any, target: Target) -> DataParallel:
+    """The step of `rx.fit` on the target's devices: further ones are further replicas."""
+    dp = dp.replace(mesh=abstract_like(dp.mesh, target.devices))
+    return guarded(dp, dp.abstract_state(model))

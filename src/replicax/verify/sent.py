@@ -10,9 +10,14 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from replicax.analysis import hlo
+from replicax.analysis.collectives import (
+    axes_of_group,
+    first_group,
+    sums_bytes,
+    wire_bytes,
+    wire_bytes_of_all_reduce,
+)
 from replicax.analysis.compiled import Collectives, collective_kind, result_bytes
-from replicax.analysis.groups import axes_of_group, first_group
-from replicax.analysis.traffic import sums_bytes, wire_bytes, wire_bytes_of_all_reduce
 from replicax.core.mesh import DATA, FSDP, replica_count, shard_axis
 from replicax.core.models.definition import View
 from replicax.core.partition import axes_of

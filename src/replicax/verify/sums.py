@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
 
-from replicax.analysis.groups import axes_of_group
+from replicax.analysis.collectives import axes_of_group
 from replicax.analysis.sums import (
     BETWEEN_DEVICES,
     MANY,

@@ -4,8 +4,8 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
+from replicax.analysis.collectives import SLIGHTLY
 from replicax.analysis.compiled import CompiledStep, inspect
-from replicax.analysis.traffic import SLIGHTLY
 from replicax.checks import FAIL, NOTE, PASS, SKIP, Check, Verdict
 from replicax.core.data_parallel import DataParallel
 from replicax.core.mesh import STAGE, replica_count

@@ -1,8 +1,9 @@
-"""How long a chip takes at least for some work."""
+"""How long a chip takes at least for some work, kernel by kernel."""
 
 from dataclasses import dataclass
 
 from replicax.analysis.hardware import Chip
+from replicax.analysis.schedule import Kernel, Schedule
 from replicax.errors import ConfigError
 
 COMPUTE, MEMORY = "compute", "memory"
@@ -60,3 +61,57 @@ def roofline_seconds(flops: float, bytes: float, chip: Chip, dtype: str = "bfloa
     No more than the sum over its kernels. See `roofline`.
     """
     return roofline(flops, bytes, chip, dtype).seconds
+
+
+_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
+_TOP = 5
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """A kernel, and how long a step is in it."""
+
+    kernel: Kernel
+    seconds: float
+    """Of all its runs."""
+    bound: str
+    """`compute` or `memory`; see `roofline`."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the computation of a step waits for."""
+
+    seconds: float
+    compute_share: float
+    """Of the time, that in kernels bound by their FLOPs; the rest is bound by memory."""
+    top: tuple[KernelTime, ...]
+    """Those that take longest, the longest first."""
+
+
+def kernel_roofline(kernel: Kernel, chip: Chip, dtype: str = "bfloat16") -> Roofline:
+    """The least time of one run of a kernel.
+
+    Args:
+        kernel: of a schedule.
+        chip: the device.
+        dtype: of products in a dtype that the chip has no units of its own for.
+
+    Raises:
+        ConfigError: the chip's speed is not known.
+    """
+    own = _DTYPES.get(kernel.dtype, dtype)
+    known = own if own in chip.flops_per_second else dtype
+    return roofline(kernel.flops, kernel.bytes, chip, known)
+
+
+def limits(schedule: Schedule, chip: Chip, dtype: str = "bfloat16") -> Limits:
+    """What the computation of a step waits for; arguments as of `timeline`."""
+    times = []
+    for kernel in schedule.kernels:
+        least = kernel_roofline(kernel, chip, dtype)
+        times.append(KernelTime(kernel, kernel.runs * least.seconds, least.bound))
+    total = sum(each.seconds for each in times)
+    computing = sum(each.seconds for each in times if each.bound == COMPUTE)
+    top = sorted(times, key=lambda each: -each.seconds)[:_TOP]
+    return Limits(total, computing / total if total else 0.0, tuple(top))

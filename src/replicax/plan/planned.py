@@ -1,17 +1,65 @@
-"""What a plan says: will it fit, how large a batch, how fast, and what to change first."""
+"""The memory that a step needs on each device of a target."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from replicax.core.mesh import DATA, FSDP
-from replicax.plan.forecast import ScalingPoint
-from replicax.plan.memory import MemoryFormula
-from replicax.plan.need import Need
-from replicax.plan.overlap import StepTime
-from replicax.plan.plain import plain
+import numpy as np
+
+from replicax.core.mesh import DATA, FSDP, AnyMesh, is_data_only
+from replicax.plan.forecast import ScalingPoint, StepTime
+from replicax.plan.memory_formula import MemoryFormula
+from replicax.plan.step_traffic import Traffic
 from replicax.plan.target import Target
-from replicax.plan.traffic import Traffic
+
+
+@dataclasses.dataclass(frozen=True)
+class Need:
+    """The memory of one step on one device."""
+
+    rows: int
+    """Rows a replica, padding included."""
+    bytes: int
+    """That must be there for it, its state and batch included. Where the compiler refuses the step,
+    what it says, which can be less, or by formula."""
+    fits: bool
+    compiled: bool
+    """Whether a compiler has said so; else it is by formula."""
+    temporaries: int | None = None
+    """Of the bytes, what is neither state nor batch, where the compiler tells."""
+
+    @property
+    def is_least(self) -> bool:
+        """Whether it may be more: the compiler has refused the step, and no more is known."""
+        return self.compiled and self.temporaries is None
+
+
+def holder(mesh: AnyMesh) -> str:
+    """Return what rows are counted of: a `device`, or a `replica` where several devices are one."""
+    return "device" if is_data_only(mesh) else "replica"
+
+
+def plain(value: Any) -> Any:
+    """`value` as `json.dumps(..., allow_nan=False)` takes it; dataclasses become objects.
+
+    Keys of several parts are joined by commas; what JSON does not have is told in words.
+    """
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {_key(key): plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(each) for each in value]
+    if isinstance(value, np.ndarray | np.generic):
+        return plain(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, bool | int | str) else str(value)
+
+
+def _key(key: Any) -> str:
+    return ",".join(map(str, key)) if isinstance(key, tuple) else str(key)
 
 
 @dataclasses.dataclass(frozen=True)

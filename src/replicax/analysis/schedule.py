@@ -9,14 +9,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from replicax.analysis import hlo
+from replicax.analysis.collectives import axes_of_group, first_group
 from replicax.analysis.compiled import collective_kind, result_bytes
-from replicax.analysis.groups import axes_of_group, first_group
 from replicax.analysis.hlo import Instruction, Module
-from replicax.plan.kernel_bytes import kernel_bytes
-from replicax.plan.kernel_flops import (
+from replicax.analysis.kernels import (
     FREE_CALLS,
     call_target,
     is_counted,
+    kernel_bytes,
     kernel_flops,
     product_dtype,
 )

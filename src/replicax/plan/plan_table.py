@@ -19,8 +19,7 @@ from replicax.plan.cells import (
     time_text,
 )
 from replicax.plan.forecast import ScalingPoint
-from replicax.plan.need import Need
-from replicax.plan.result import BatchAdvice, Plan, Scaling, Speed
+from replicax.plan.planned import BatchAdvice, Need, Plan, Scaling, Speed
 from replicax.wording import size_text
 
 UNKNOWN = "-"
@@ -101,6 +100,9 @@ def _batch(plan: Plan) -> Iterator[str]:
         yield from line("batch", f"none{_how(above or plan.asked)}: not even {even}")
         return
     beyond = f"; {above.rows:,} do not fit" if above else ", and more may fit"
+    data_rows = plan.about.get("data_rows")
+    if above is None and data_rows and (found.rows + 1) * plan.replicas > data_rows:
+        beyond = f": all of the data, {data_rows:,} rows"
     size = f"{size_text(found.bytes)}{_how(found)}"
     yield from line("batch", f"up to {_each(plan, found)} take {size}{beyond}")
     if plan.micro_batches is not None:
