@@ -96,7 +96,7 @@ _LATER = {
     "MLflow": "train.hooks.trackers",
     "NoiseMeter": "train.noise_scale",
     "Patience": "cluster.patience",
-    "Plan": "plan.result",
+    "Plan": "plan.planned",
     "Profile": "train.hooks.profile",
     "Run": "train.fit",
     "Saving": "train.storage",
@@ -108,7 +108,7 @@ _LATER = {
     "fit": "train.fit",
     "initialize": "cluster.join",
     "load": "load_run",
-    "plan": "plan.plan",
+    "plan": "plan.planner",
     "verify": "verified",
     "verify_step": "verify.step",
 }
