@@ -20,8 +20,8 @@ from replicax.core.sources import PerProcess, can_shuffle
 from replicax.core.update import TrainState
 from replicax.errors import ConfigError
 from replicax.plan.cells import line
-from replicax.plan.micro_batches import at_once_and_fitting
-from replicax.plan.plan import in_fit
+from replicax.plan.largest import at_once_and_fitting
+from replicax.plan.steps import in_fit
 from replicax.plan.target import attached_target
 from replicax.train.hooks.figures import injected_rates
 from replicax.train.host_memory import keep_freed_memory
