@@ -1,8 +1,4 @@
-"""What the hardware planned for can do: every number with the public document it comes from.
-
-Documents are named by title, or as GitHub repository and path. Peaks are for dense matrices: where
-a data sheet has figures "with sparsity" only, half of them. A GPU's memory is what its driver
-reports, a little less than a data sheet's round number.
+"""What the hardware planned for can do: facts with their sources, which `hardware.toml` holds.
 
 Links of GPUs are given as NCCL counts on them, since that is what an all-reduce can reach: NVLink
 and PCIe by its table of link speeds, and the latency of one step of a ring in the protocol that it
@@ -10,9 +6,11 @@ takes for large messages (Simple).
 """
 
 import re
-from collections.abc import Iterable, Mapping
+import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from importlib.resources import files
+from typing import Any
 
 GIB = 2**30
 PREALLOCATED = 0.75
@@ -92,82 +90,22 @@ def chip_of_kind(device_kind: str) -> Chip | None:
     return next((chip for chip in CHIPS.values() if chip.is_kind(device_kind)), None)
 
 
-def _nvlink(links: int, gigabytes: float, sheet: str) -> Link:
-    return Link(
-        links * gigabytes * 1e9,
-        3.4e-6,
-        f"{sheet}: {links} NVLinks; NVIDIA/nccl src/graph/topo.h: {gigabytes} GB/s each, and "
-        "src/graph/tuning.cc: 3.4 µs a step of a ring",
-    )
-
-
-def _pcie(generation: int, sheet: str) -> Link:
-    gigabytes = {3: 12.0, 4: 24.0, 5: 48.0}[generation]
-    return Link(
-        gigabytes * 1e9,
-        5.7e-6,
-        f"{sheet}: PCIe {generation}.0 x16; NVIDIA/nccl src/graph/topo.cc: {gigabytes:.0f} GB/s, "
-        "and src/graph/tuning.cc: 5.7 µs a step of a ring",
-    )
-
-
-def _network(gigabits_per_host: float, devices_per_host: int, host: str) -> Link:
-    return Link(
-        gigabits_per_host * 1e9 / 8 / devices_per_host,
-        14e-6,
-        f"{host}: {gigabits_per_host:.0f} Gbit/s for {devices_per_host} devices; NVIDIA/nccl "
-        "src/graph/tuning.cc: 14 µs a step of a ring over a network",
-    )
-
-
-Memory = tuple[int, str]
-
-
-def _memory_in_xla(spec: str, size: int) -> Memory:
-    return size, f"openxla/xla xla/backends/gpu/target_config/specs/{spec}.txtpb"
-
-
-def _memory_in_smi(mebibytes: int) -> Memory:
-    return mebibytes * 2**20, f"nvidia-smi: {mebibytes} MiB"
-
-
-def _gpu(
-    name: str,
-    title: str,
-    kinds: str,
-    *,
-    memory: Memory,
-    gigabytes_per_second: float,
-    tera: tuple[float | None, float],
-    float16: float | None = None,
-    sheet: str,
-    inside: Link,
-    host: str | None = None,
-    network_gigabits: float = 0,
-) -> Chip:
-    """A GPU by its data sheet, in hosts of 8.
-
-    `tera` is TFLOP/s in bfloat16 and in float32; `float16` those in it where bfloat16 has none.
-    Where it has, data sheets give both the same.
-    """
-    size, told = memory
-    bfloat16, float32 = tera
-    rates = {"float32": float32 * 1e12}
-    if bfloat16 is not None:
-        rates["bfloat16"] = rates["float16"] = bfloat16 * 1e12
-    elif float16 is not None:
-        rates["float16"] = float16 * 1e12
+def _gpu(name: str, facts: Mapping[str, Any]) -> Chip:
+    """A GPU by its data sheet, in hosts of 8."""
+    size, told, sheet = facts["memory_bytes"], facts["memory_source"], facts["sheet"]
+    rates = {dtype: rate * 1e12 for dtype, rate in facts["teraflops"].items()}
+    host = facts.get("host")
     return Chip(
         name,
-        title,
+        facts["title"],
         "cuda",
-        kinds,
+        facts["kinds"],
         memory_bytes=size,
         usable_bytes=int(PREALLOCATED * size),
         flops_per_second=rates,
-        memory_bytes_per_second=gigabytes_per_second * 1e9,
-        inside=inside,
-        between=None if host is None else _network(network_gigabits, 8, host),
+        memory_bytes_per_second=facts["gigabytes_per_second"] * 1e9,
+        inside=_in_host(facts["inside"], sheet),
+        between=None if host is None else _between_hosts(facts["network_gigabits"], 8, host),
         devices_per_host=8,
         sources={
             "memory_bytes": told,
@@ -179,300 +117,81 @@ def _gpu(
     )
 
 
-_SCALING_BOOK = "jax-ml/scaling-book"
-_DATA_CENTRE = "Kumar et al., Swift, SIGCOMM 2020: 50 µs for short calls, at the tail"
+def _in_host(facts: Mapping[str, Any], sheet: str) -> Link:
+    """NVLink or PCIe."""
+    if "pcie" in facts:
+        gigabytes = {3: 12.0, 4: 24.0, 5: 48.0}[facts["pcie"]]
+        return Link(
+            gigabytes * 1e9,
+            5.7e-6,
+            f"{sheet}: PCIe {facts['pcie']}.0 x16; NVIDIA/nccl src/graph/topo.cc: "
+            f"{gigabytes:.0f} GB/s, and src/graph/tuning.cc: 5.7 µs a step of a ring",
+        )
+    links, gigabytes = facts["nvlinks"], facts["gigabytes"]
+    return Link(
+        links * gigabytes * 1e9,
+        3.4e-6,
+        f"{facts.get('sheet', sheet)}: {links} NVLinks; NVIDIA/nccl src/graph/topo.h: {gigabytes} "
+        "GB/s each, and src/graph/tuning.cc: 3.4 µs a step of a ring",
+    )
 
 
-def _tpu(
-    name: str,
-    kinds: str,
-    *,
-    gib: int,
-    usable_gib: float,
-    tera: float,
-    gigabytes_per_second: float,
-    torus_gigabytes: float,
-    slice_gigabits: float,
-    torus: tuple[int, int, int],
-    sources: Mapping[str, str] | None = None,
-) -> Chip:
-    """A TPU by its page; `torus` is dimensions, multiple for rings and most chips of a slice."""
+def _between_hosts(gigabits_per_host: float, devices_per_host: int, host: str) -> Link:
+    return Link(
+        gigabits_per_host * 1e9 / 8 / devices_per_host,
+        14e-6,
+        f"{host}: {gigabits_per_host:.0f} Gbit/s for {devices_per_host} devices; NVIDIA/nccl "
+        "src/graph/tuning.cc: 14 µs a step of a ring over a network",
+    )
+
+
+def _tpu(name: str, facts: Mapping[str, Any]) -> Chip:
+    """A TPU by its page."""
     page = f"Cloud TPU documentation, TPU {name}"
-    told = {"inside": page, "between": page, "memory_bytes": page, **(sources or {})}
-    dims, ring_multiple, largest = torus
+    told = {"inside": page, "between": page, "memory_bytes": page, **facts.get("sources", {})}
+    usable = facts["usable_gib"]
     return Chip(
         name,
         f"TPU {name}",
         "tpu",
-        kinds,
-        memory_bytes=gib * GIB,
-        usable_bytes=int(usable_gib * GIB),
-        flops_per_second={"bfloat16": tera * 1e12, "float32": tera * 1e12},
-        memory_bytes_per_second=gigabytes_per_second * 1e9,
+        facts["kinds"],
+        memory_bytes=facts["memory_gib"] * GIB,
+        usable_bytes=int(usable * GIB),
+        flops_per_second={dtype: rate * 1e12 for dtype, rate in facts["teraflops"].items()},
+        memory_bytes_per_second=facts["gigabytes_per_second"] * 1e9,
         inside=Link(
-            torus_gigabytes * 1e9,
+            facts["torus_gigabytes"] * 1e9,
             1e-6,
-            f"{told['inside']}; {_SCALING_BOOK} sharding.md: 1 µs a hop",
+            f"{told['inside']}; jax-ml/scaling-book sharding.md: 1 µs a hop",
         ),
-        between=Link(slice_gigabits * 1e9 / 8, 50e-6, f"{told['between']}; {_DATA_CENTRE}"),
+        between=Link(
+            facts["slice_gigabits"] * 1e9 / 8,
+            50e-6,
+            f"{told['between']}; Kumar et al., Swift, SIGCOMM 2020: 50 µs for short calls, at the "
+            "tail",
+        ),
         devices_per_host=4,
-        torus_dims=dims,
-        ring_multiple=ring_multiple,
-        largest_slice=largest,
+        **{fact: facts[fact] for fact in ("torus_dims", "ring_multiple", "largest_slice")},
         sources={
             "memory_bytes": told["memory_bytes"],
-            "usable_bytes": f"libtpu 0.0.42.1, of what is too large: available HBM {usable_gib}G",
+            "usable_bytes": f"libtpu 0.0.42.1, of what is too large: available HBM {usable}G",
             "flops_per_second": page,
             "memory_bytes_per_second": page,
             "devices_per_host": page,
             "torus_dims": page,
-            "ring_multiple": f"{_SCALING_BOOK} tpus.md",
+            "ring_multiple": "jax-ml/scaling-book tpus.md",
             "largest_slice": page,
         },
     )
 
 
-def _all() -> Iterable[Chip]:
-    yield from _volta_and_older()
-    yield from _ampere()
-    yield from _hopper_and_newer()
-    yield from _ada()
-    yield from _tpus()
-
-
-def _volta_and_older() -> Iterable[Chip]:
-    yield _gpu(
-        "p100",
-        "NVIDIA P100 (SXM2)",
-        r"Tesla P100-SXM2-16GB",
-        memory=_memory_in_xla("p100", 17066885120),
-        gigabytes_per_second=732,
-        tera=(None, 10.6),
-        sheet="NVIDIA P100 data sheet (October 2016)",
-        inside=_nvlink(4, 18.0, "NVIDIA P100 white paper WP-08019-001"),
-        host="NVIDIA DGX-1 system architecture WP-08437-001",
-        network_gigabits=400,
-    )
-    sheet = "NVIDIA V100 data sheet (January 2020)"
-    v100 = partial(_gpu, gigabytes_per_second=900, sheet=sheet)
-    sxm2 = partial(
-        v100,
-        tera=(None, 15.7),
-        float16=125.0,
-        inside=_nvlink(6, 20.0, sheet),
-        host="NVIDIA DGX-1 system architecture WP-08437-002",
-        network_gigabits=400,
-    )
-    card = partial(v100, tera=(None, 14.0), float16=112.0, inside=_pcie(3, sheet))
-    small, large = _memory_in_xla("v100", 16935682048), _memory_in_smi(32510)
-    yield sxm2("v100", "NVIDIA V100 32 GB (SXM2)", r"Tesla V100-SXM\d-32GB.*", memory=large)
-    yield sxm2("v100-16", "NVIDIA V100 16 GB (SXM2)", r"Tesla V100-SXM\d-16GB.*", memory=small)
-    yield card("v100-pcie", "NVIDIA V100 32 GB (PCIe)", r"Tesla V100-PCIE-32GB", memory=large)
-    yield card("v100-pcie-16", "NVIDIA V100 16 GB (PCIe)", r"Tesla V100-PCIE-16GB", memory=small)
-    sheet = "NVIDIA T4 data sheet (March 2019)"
-    yield _gpu(
-        "t4",
-        "NVIDIA T4",
-        r"(Tesla|NVIDIA) T4",
-        memory=_memory_in_smi(15360),
-        gigabytes_per_second=300,
-        tera=(None, 8.1),
-        float16=65.0,
-        sheet=sheet,
-        inside=_pcie(3, sheet),
-        host="Amazon EC2 g4dn.metal",
-        network_gigabits=100,
-    )
-
-
-def _ampere() -> Iterable[Chip]:
-    sheet = "NVIDIA A100 data sheet (June 2021)"
-    a100 = partial(_gpu, tera=(312.0, 156.0), sheet=sheet)
-    sxm4 = partial(
-        a100,
-        inside=_nvlink(12, 20.0, sheet),
-        host="NVIDIA DGX A100 user guide DU-09821-001",
-        network_gigabits=1600,
-    )
-    card = partial(a100, inside=_pcie(4, sheet))
-    small = _memory_in_xla("a100_sxm_40", 42331013120)
-    large = _memory_in_xla("a100_sxm_80", 85100068864)
-    yield sxm4(
-        "a100-80",
-        "NVIDIA A100 80 GB (SXM4)",
-        r"(NVIDIA )?A100-SXM4-80GB",
-        memory=large,
-        gigabytes_per_second=2039,
-    )
-    yield sxm4(
-        "a100-40",
-        "NVIDIA A100 40 GB (SXM4)",
-        r"(NVIDIA )?A100-SXM4-40GB",
-        memory=small,
-        gigabytes_per_second=1555,
-    )
-    yield card(
-        "a100-pcie-80",
-        "NVIDIA A100 80 GB (PCIe)",
-        r"NVIDIA A100 80GB PCIe|(NVIDIA )?A100-PCIE-80GB",
-        memory=large,
-        gigabytes_per_second=1935,
-    )
-    yield card(
-        "a100-pcie-40",
-        "NVIDIA A100 40 GB (PCIe)",
-        r"NVIDIA A100 40GB PCIe|(NVIDIA )?A100-PCIE-40GB",
-        memory=small,
-        gigabytes_per_second=1555,
-    )
-    sheet = "NVIDIA A10G data sheet (February 2022)"
-    yield _gpu(
-        "a10g",
-        "NVIDIA A10G",
-        r"NVIDIA A10G",
-        memory=_memory_in_smi(23028),
-        gigabytes_per_second=600,
-        tera=(70.0, 35.0),
-        sheet=sheet,
-        inside=_pcie(4, sheet),
-        host="Amazon EC2 g5.48xlarge",
-        network_gigabits=100,
-    )
-
-
-def _hopper_and_newer() -> Iterable[Chip]:
-    sheet = "NVIDIA H100 data sheet (2022)"
-    sxm5 = partial(
-        _gpu,
-        tera=(989.4, 494.7),
-        host="NVIDIA DGX BasePOD reference architecture, core components",
-        network_gigabits=3200,
-    )
-    yield sxm5(
-        "h100",
-        "NVIDIA H100 80 GB (SXM5)",
-        r"NVIDIA H100 80GB HBM3",
-        memory=_memory_in_xla("h100_sxm", 84942979072),
-        gigabytes_per_second=3350,
-        sheet=sheet,
-        inside=_nvlink(18, 20.6, sheet),
-    )
-    yield _gpu(
-        "h100-pcie",
-        "NVIDIA H100 80 GB (PCIe)",
-        r"NVIDIA H100 PCIe",
-        memory=_memory_in_xla("h100_pcie", 84942979072),
-        gigabytes_per_second=2000,
-        tera=(756.0, 378.0),
-        sheet=sheet,
-        inside=_pcie(5, sheet),
-    )
-    sheet = "NVIDIA H200 data sheet (2024)"
-    yield sxm5(
-        "h200",
-        "NVIDIA H200 141 GB (SXM5)",
-        r"NVIDIA H200",
-        memory=_memory_in_xla("h200", 151397597184),
-        gigabytes_per_second=4800,
-        sheet=sheet,
-        inside=_nvlink(18, 20.6, sheet),
-    )
-    sheet = "NVIDIA DGX B200 data sheet (2024)"
-    yield _gpu(
-        "b200",
-        "NVIDIA B200 180 GB (SXM)",
-        r"NVIDIA B200",
-        memory=_memory_in_xla("b200", 191514411008),
-        gigabytes_per_second=8000,
-        tera=(2250.0, 1125.0),
-        sheet=sheet,
-        inside=_nvlink(18, 40.1, sheet),
-        host="NVIDIA DGX BasePOD reference architecture, core components",
-        network_gigabits=3200,
-    )
-
-
-def _ada() -> Iterable[Chip]:
-    sheet = "NVIDIA L4 data sheet (March 2023)"
-    yield _gpu(
-        "l4",
-        "NVIDIA L4",
-        r"NVIDIA L4",
-        memory=_memory_in_smi(23034),
-        gigabytes_per_second=300,
-        tera=(121.0, 60.0),
-        sheet=sheet,
-        inside=_pcie(4, sheet),
-        host="Amazon EC2 g6.48xlarge",
-        network_gigabits=100,
-    )
-    sheet = "NVIDIA Ada GPU architecture white paper, appendix A"
-    yield _gpu(
-        "rtx4090",
-        "NVIDIA GeForce RTX 4090",
-        r"NVIDIA GeForce RTX 4090",
-        memory=_memory_in_smi(24564),
-        gigabytes_per_second=1008,
-        tera=(165.2, 82.6),
-        sheet=sheet,
-        inside=_pcie(4, sheet),
-    )
-
-
-def _tpus() -> Iterable[Chip]:
-    """A page's bidirectional bandwidth per chip is twice what a chip sends to its neighbours."""
-    yield _tpu(
-        "v4",
-        r"TPU v4",
-        gib=32,
-        usable_gib=30.75,
-        tera=275,
-        gigabytes_per_second=1200,
-        torus_gigabytes=6 * 45,
-        slice_gigabits=50,
-        torus=(3, 4, 4096),
-        sources={
-            "inside": f"{_SCALING_BOOK} tpus.md: 45 GB/s a link",
-            "between": f"{_SCALING_BOOK} tpus.md: 25 GB/s a host of 4",
-        },
-    )
-    yield _tpu(
-        "v5e",
-        r"TPU v5 lite|TPU v5e",
-        gib=16,
-        usable_gib=15.75,
-        tera=197,
-        gigabytes_per_second=819,
-        torus_gigabytes=400 / 2,
-        slice_gigabits=6400 / 256,
-        torus=(2, 16, 256),
-    )
-    yield _tpu(
-        "v5p",
-        r"TPU v5|TPU v5p",
-        gib=96,
-        usable_gib=95.74,
-        tera=459,
-        gigabytes_per_second=2765,
-        torus_gigabytes=1200 / 2,
-        slice_gigabits=50,
-        torus=(3, 4, 6144),
-        sources={"memory_bytes": f"{_SCALING_BOOK} tpus.md"},
-    )
-    yield _tpu(
-        "v6e",
-        r"TPU v6 lite|TPU v6e",
-        gib=32,
-        usable_gib=31.25,
-        tera=918,
-        gigabytes_per_second=1638,
-        torus_gigabytes=800 / 2,
-        slice_gigabits=25600 / 256,
-        torus=(2, 16, 256),
-    )
-
-
-CHIPS: Mapping[str, Chip] = {chip.name: chip for chip in _all()}
+FACTS: Mapping[str, Mapping[str, Any]] = tomllib.loads(
+    files("replicax.analysis").joinpath("hardware.toml").read_text(encoding="utf-8")
+)
+"""The table as it stands, by chip."""
+CHIPS: Mapping[str, Chip] = {
+    name: (_tpu if "torus_dims" in facts else _gpu)(name, facts) for name, facts in FACTS.items()
+}
 """Every accelerator that is known, by name."""
 
 CPU = Chip(

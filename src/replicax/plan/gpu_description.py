@@ -1,11 +1,12 @@
 """NVIDIA GPUs as XLA's compiler wants them described: a `GpuTargetConfigProto` in text.
 
-The figures are those that XLA's own descriptions of these GPUs hold, `*.txtpb` in
-https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs.
+The figures are those that XLA's own descriptions of these GPUs hold; see `hardware.toml`.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+from replicax.analysis.hardware import FACTS
 
 CUDNN = (9, 10, 0)
 """The version those descriptions name."""
@@ -17,7 +18,7 @@ class GpuDescription:
     """What the compiler must know of a GPU beside its memory; sizes in bytes."""
 
     device_kind: str
-    capability: tuple[int, int]
+    capability: Sequence[int]
     """CUDA's compute capability."""
     multiprocessors: int
     lanes: int
@@ -85,53 +86,7 @@ def _lines(fields: Mapping[str, int | float]) -> str:
     return " ".join(f"{name}: {value}" for name, value in fields.items())
 
 
-_AMPERE = GpuDescription(
-    device_kind="NVIDIA A100-SXM4-40GB",
-    capability=(8, 0),
-    multiprocessors=108,
-    lanes=64,
-    shared_memory=164 * 2**10,
-    shared_memory_of_block=163 * 2**10,
-    l2_cache=40 * 2**20,
-    clock_ghz=1.41,
-    memory_bytes_per_second=1555200000000,
-    nvlinks=12,
-)
-_HOPPER = GpuDescription(
-    device_kind="NVIDIA H100 80GB HBM3",
-    capability=(9, 0),
-    multiprocessors=132,
-    lanes=128,
-    shared_memory=228 * 2**10,
-    shared_memory_of_block=227 * 2**10,
-    l2_cache=50 * 2**20,
-    clock_ghz=1.98,
-    memory_bytes_per_second=3352320000000,
-    nvlinks=18,
-    accelerated_features=True,
-)
-
 DESCRIPTIONS = {
-    "a100-40": _AMPERE,
-    "a100-80": dataclasses.replace(
-        _AMPERE,
-        device_kind="NVIDIA A100-SXM4-80GB",
-        memory_bytes_per_second=2039040000000,
-    ),
-    "h100": _HOPPER,
-    "h200": dataclasses.replace(
-        _HOPPER,
-        device_kind="NVIDIA H200",
-        memory_bytes_per_second=4800000000000,
-    ),
-    "b200": dataclasses.replace(
-        _HOPPER,
-        device_kind="NVIDIA B200",
-        capability=(10, 0),
-        multiprocessors=148,
-        l2_cache=132644864,
-        clock_ghz=1.965,
-        memory_bytes_per_second=7672320000000,
-    ),
+    name: GpuDescription(**facts["xla"]) for name, facts in FACTS.items() if "xla" in facts
 }
 """By the chip's name in `replicax.analysis.hardware`. Older ones (V100) no CUDA 13 compiles for."""
