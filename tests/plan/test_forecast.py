@@ -40,7 +40,7 @@ def test_the_devices_of_the_target_are_on_the_curve() -> None:
 def test_weak_scaling_exposes_the_network_of_each_count() -> None:
     points = {point.devices: point for point in scaling_curve(H100, 1.0, [AT_THE_END], 4, most=64)}
     for devices in (1, 2, 8, 64):
-        reduced = network(H100.with_devices(devices)).time("all-reduce", 1e9).seconds
+        reduced = network(H100.with_devices(devices)).time("all-reduce", 1e9)
         assert points[devices].step.exposed_seconds == pytest.approx(reduced)
         assert points[devices].efficiency == pytest.approx(1 / (1 + reduced))
     assert points[1].efficiency == 1
@@ -49,7 +49,7 @@ def test_weak_scaling_exposes_the_network_of_each_count() -> None:
 def test_a_scattered_result_is_a_device_s_part() -> None:
     scattered = Transfer("reduce-scatter", 1e8, 1.0, 1.0)
     points = {point.devices: point for point in scaling_curve(H100, 1.0, [scattered], 4, most=16)}
-    of_16 = network(H100.with_devices(16)).time("reduce-scatter", 0.5e8).seconds
+    of_16 = network(H100.with_devices(16)).time("reduce-scatter", 0.5e8)
     assert points[16].step.communication_seconds == pytest.approx(of_16)
 
 
@@ -133,14 +133,14 @@ def test_more_devices_are_more_replicas() -> None:
     found = scaling_curve(target, 1.0, [inside, between], 2, mesh=mesh, most=64)
     points = {point.devices: point for point in found}
     assert sorted(points) == [4, 8, 16, 32, 64]  # a replica has four
-    near = network(parse_target("h100:4")).time("all-reduce", 1e8).seconds
+    near = network(parse_target("h100:4")).time("all-reduce", 1e8)
     assert points[4].step.communication_seconds == pytest.approx(near)
     far = networks(parse_target("h100:64"), abstract_mesh(16, model=4))(("data",))
-    both = near + far.time("all-reduce", 1e9).seconds
+    both = near + far.time("all-reduce", 1e9)
     assert points[64].step.communication_seconds == pytest.approx(both)
     # 32 rows, or 8 for each replica of 4 devices: of one row each there are 32 replicas.
     strong = scaling_curve(target, 1.0, [inside], 2, mesh=mesh, fixed_batch=True)
     assert [point.devices for point in strong] == [4, 8, 16, 32, 64, 128]
     # A replica's rows, and with them its activations, get fewer.
-    half = network(parse_target("h100:4")).time("all-reduce", 0.5e8).seconds
+    half = network(parse_target("h100:4")).time("all-reduce", 0.5e8)
     assert strong[3].step.communication_seconds == pytest.approx(half)

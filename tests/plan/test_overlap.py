@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from replicax.analysis.hardware import Link
 from replicax.plan.forecast import StepTime, Transfer, step_time
-from replicax.plan.network import CollectiveTime, HostNetwork
+from replicax.plan.network import HostNetwork
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,8 @@ class Second:
 
     devices: int = 2
 
-    def time(self, kind: str, size: float) -> CollectiveTime:
-        return CollectiveTime(size, "made up")
+    def time(self, kind: str, size: float) -> float:
+        return size
 
 
 def step(compute: float, *transfers: tuple[float, float, float]) -> StepTime:

@@ -109,7 +109,7 @@ def fused(
         while queue and queue[0][0] <= start and held + queue[0][1] <= buffer_bytes:
             held += queue.pop(0)[1]
         transfers.append(Transfer(ALL_REDUCE, held, min(start, end), end))
-        free = start + network.time(ALL_REDUCE, held).seconds
+        free = start + network.time(ALL_REDUCE, held)
     return transfers
 
 

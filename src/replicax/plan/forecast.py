@@ -39,7 +39,7 @@ class Transfer:
     def seconds(self, networks: Networks) -> float:
         """All of them, one after another, on an idle network."""
         network = networks(self.axes)
-        return self.count * network.time(self.kind, self.bytes / self.count).seconds
+        return self.count * network.time(self.kind, self.bytes / self.count)
 
 
 @dataclass(frozen=True)

@@ -23,18 +23,6 @@ KINDS = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, PERMUTE, BROADCAST)
 """As HLO and `replicax.analysis.compiled` spell them."""
 
 
-@dataclass(frozen=True)
-class CollectiveTime:
-    """How long one collective takes on an idle network, and by which algorithm."""
-
-    seconds: float
-    algorithm: str
-    """`ring`, `tree`, `torus`, `pairwise`, `direct`, or `none` where nothing is sent."""
-
-
-NOTHING_SENT = CollectiveTime(0.0, "none")
-
-
 class Network(Protocol):
     """What connects the devices that take part in a collective."""
 
@@ -43,8 +31,8 @@ class Network(Protocol):
         """How many take part."""
         ...
 
-    def time(self, kind: str, size: float) -> CollectiveTime:
-        """One collective.
+    def time(self, kind: str, size: float) -> float:
+        """Return the seconds of one collective on an idle network.
 
         Args:
             kind: one of `KINDS`.
@@ -121,27 +109,21 @@ class HostNetwork:
             rates.append(self._card_rate * self.devices_per_host)
         return min(rates, default=math.inf)
 
-    def time(self, kind: str, size: float) -> CollectiveTime:
-        """One collective; see `Network`."""
+    def time(self, kind: str, size: float) -> float:
+        """Return the seconds of one collective; see `Network`."""
         check(kind, size)
-        n = self.devices
-        if n == 1 or size == 0:
-            return NOTHING_SENT
-        once = (n - 1) / n * size / self.bytes_per_second + self._ring_latency
-        if kind == ALL_REDUCE:
-            times = {RING: 2 * once, TREE: 2 * size / self.bytes_per_second + self._tree_latency}
-            algorithm = min(self.algorithms, key=times.__getitem__)
-            return CollectiveTime(times[algorithm], algorithm)
-        if kind == ALL_GATHER:
-            return CollectiveTime(once, RING)
-        if kind == REDUCE_SCATTER:
-            sent = (n - 1) * size
-            return CollectiveTime(sent / self.bytes_per_second + self._ring_latency, RING)
-        if kind == BROADCAST:
-            return CollectiveTime(size / self.bytes_per_second + self._ring_latency, RING)
+        if self.devices == 1 or size == 0:
+            return 0.0
         if kind == ALL_TO_ALL:
-            return CollectiveTime(self._pairwise(size), "pairwise")
-        return CollectiveTime(self._direct(size), "direct")
+            return self._pairwise(size)
+        if kind == PERMUTE:
+            return self._direct(size)
+        rate = self.bytes_per_second
+        ring = _along_links(kind, size, self.devices, rate, self._ring_latency)
+        if kind != ALL_REDUCE:
+            return ring
+        times = {RING: ring, TREE: 2 * size / rate + self._tree_latency}
+        return min(times[each] for each in self.algorithms)
 
     @property
     def _card_rate(self) -> float:
@@ -191,9 +173,6 @@ class HostNetwork:
         return size / self.inside.bytes_per_second + inside
 
 
-TORUS = "torus"
-
-
 @dataclass(frozen=True)
 class TorusNetwork:
     """Devices on a grid, each linked to its neighbours along every dimension.
@@ -233,25 +212,17 @@ class TorusNetwork:
         )
         return links * self.link_bytes_per_second
 
-    def time(self, kind: str, size: float) -> CollectiveTime:
-        """One collective; see `Network`."""
+    def time(self, kind: str, size: float) -> float:
+        """Return the seconds of one collective; see `Network`."""
         check(kind, size)
-        n = self.devices
-        if n == 1 or size == 0:
-            return NOTHING_SENT
+        if self.devices == 1 or size == 0:
+            return 0.0
+        if kind == PERMUTE:
+            return size / self.link_bytes_per_second + self.latency_seconds
         latency = self.latency_seconds * sum(each - 1 for each in self.shape)
-        once = (n - 1) / n * size / self.bytes_per_second + latency
-        seconds = {
-            ALL_REDUCE: 2 * once,
-            ALL_GATHER: once,
-            REDUCE_SCATTER: (n - 1) * size / self.bytes_per_second + latency,
-            BROADCAST: size / self.bytes_per_second + latency,
-            ALL_TO_ALL: self._all_to_all(size) + latency,
-        }.get(kind)
-        if seconds is None:
-            neighbour = size / self.link_bytes_per_second + self.latency_seconds
-            return CollectiveTime(neighbour, "direct")
-        return CollectiveTime(seconds, TORUS)
+        if kind == ALL_TO_ALL:
+            return self._all_to_all(size) + latency
+        return _along_links(kind, size, self.devices, self.bytes_per_second, latency)
 
     def _all_to_all(self, size: float) -> float:
         """Seconds at the busiest links.
@@ -284,26 +255,31 @@ class SliceNetwork:
         """How many take part."""
         return self.inside.devices * self.between.devices
 
-    def time(self, kind: str, size: float) -> CollectiveTime:
-        """One collective; see `Network`."""
+    def time(self, kind: str, size: float) -> float:
+        """Return the seconds of one collective; see `Network`."""
         check(kind, size)
-        share = size / self.inside.devices
-        slices = self.between.devices
+        share, slices = size / self.inside.devices, self.between.devices
         if kind == ALL_REDUCE:
-            across = self.between.time(kind, share)
-            near = self.inside.time(REDUCE_SCATTER, share).seconds
-            near += self.inside.time(ALL_GATHER, size).seconds
-        elif kind in (ALL_GATHER, BROADCAST):
-            across, near = self.between.time(kind, share), self.inside.time(kind, size).seconds
+            near = self.inside.time(REDUCE_SCATTER, share) + self.inside.time(ALL_GATHER, size)
         elif kind == REDUCE_SCATTER:
-            across = self.between.time(kind, size)
-            near = self.inside.time(kind, size * slices).seconds
-        elif kind == ALL_TO_ALL:
-            across, near = self.between.time(kind, size), self.inside.time(kind, size).seconds
+            near = self.inside.time(kind, size * slices)
+        elif kind == PERMUTE and slices > 1:
+            near = 0.0
         else:
-            across = self.between.time(kind, size)
-            near = 0.0 if slices > 1 else self.inside.time(kind, size).seconds
-        return CollectiveTime(near + across.seconds, f"{TORUS} and {across.algorithm}")
+            near = self.inside.time(kind, size)
+        gathers = kind in (ALL_REDUCE, ALL_GATHER, BROADCAST)
+        return near + self.between.time(kind, share if gathers else size)
+
+
+def _along_links(kind: str, size: float, devices: int, rate: float, latency: float) -> float:
+    """Seconds of a collective whose devices all send and receive at `rate` at once."""
+    passed = {
+        ALL_REDUCE: 2 * (devices - 1) / devices * size,
+        ALL_GATHER: (devices - 1) / devices * size,
+        REDUCE_SCATTER: (devices - 1) * size,
+        BROADCAST: size,
+    }
+    return passed[kind] / rate + (2 if kind == ALL_REDUCE else 1) * latency
 
 
 Networks = Callable[[tuple[str, ...] | None], Network]

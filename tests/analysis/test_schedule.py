@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from analysis.test_kernel_time import CHIP
 from jax import lax
-from plan.test_kernel_time import CHIP
 from support.tiers import only
 
 import replicax as rx
