@@ -66,7 +66,7 @@ def resolution(rows: int, unit: int) -> int:
 class _Search:
     def __init__(self, capacity_bytes: int, bytes_per_row: float, unit: int, most: int) -> None:
         self._capacity, self._slope, self._unit = capacity_bytes, max(1.0, bytes_per_row), unit
-        self._most = most
+        self._most = max(unit, most // unit * unit)
         self.fits: Need | None = None
         self.too_large: Need | None = None
         self._refused = 0  # in a row

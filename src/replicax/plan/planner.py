@@ -156,10 +156,9 @@ class Planner:
         def ask(rows: int) -> Need:
             return self._steps.step(self._dp, rows, "largest batch").need
 
-        most = MOST_ROWS // unit * unit
+        most = MOST_ROWS
         if self._data_rows is not None:
-            most = min(most, self._data_rows // replica_count(self._dp.mesh) // unit * unit)
-        most = max(most, asked.rows)
+            most = max(asked.rows, min(most, self._data_rows // replica_count(self._dp.mesh)))
         fits, too_large = largest_rows(ask, capacity, asked.rows, slope, unit, most)
         if fits and too_large and too_large.rows - fits.rows > resolution(fits.rows, unit):
             self._notes.append(
