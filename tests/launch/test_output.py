@@ -74,7 +74,8 @@ def test_a_progress_bar_is_shown_once_a_second(
 ) -> None:
     clock = types.SimpleNamespace(now=0.0)
     clock.monotonic = lambda: clock.now
-    shown_on, log = echo.Echo(1, False), echo.Log(tmp_path / "log", print)
+    shown_on = echo.Echo(1, False)
+    log = echo.Log(tmp_path / "log", shown_on)
     with monkeypatch.context() as patch:
         patch.setattr(echo, "time", clock)
         stream = echo.Output(0, shown_on, log, error=False)

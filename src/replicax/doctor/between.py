@@ -107,8 +107,7 @@ def check_clocks(job: Job) -> list[Check]:
 def judge_clocks(rounds: Sequence[Sequence[Reading]]) -> list[Check]:
     """Each process's clock minus process 0's, known to within the shortest round trip.
 
-    Args:
-        rounds: the readings of all processes, taken as they heard that all had come.
+    In each round all have read theirs as they heard that all had come.
     """
     ahead, bounds = [0.0], [0.0]
     for process in range(1, len(rounds[0])):

@@ -130,7 +130,8 @@ def _unused(found: Found, env: Mapping[str, str]) -> list[Check]:
     kind = "GPU" if found.gpus else "TPU"
     count = found.gpus or found.tpus
     there = f"{count} {kind}{'s' if count > 1 else ''} of this host {'are' if count > 1 else 'is'}"
-    hidden_by = _PLATFORMS if env.get(_PLATFORMS) else VISIBLE if _hides(env, found) else None
+    hides_gpus = env.get(VISIBLE, "0").strip() in ("", "-1", "NoDevFiles")
+    hidden_by = _PLATFORMS if env.get(_PLATFORMS) else VISIBLE if found.gpus and hides_gpus else ""
     if hidden_by:
         text = f"{there} not used because of {hidden_by}={env[hidden_by]}"
         return [Check(DEVICES, "", NOTE, text, f"unset {hidden_by}")]
@@ -138,10 +139,6 @@ def _unused(found: Found, env: Mapping[str, str]) -> list[Check]:
     platform = "cuda" if found.gpus else "tpu"
     fix = f"{_INSTALL[kind.lower()]}; {_PLATFORMS}={platform} then shows what is still wrong"
     return [Check(DEVICES, "", FAIL, text, fix)]
-
-
-def _hides(env: Mapping[str, str], found: Found) -> bool:
-    return bool(found.gpus) and env.get(VISIBLE, "0").strip() in ("", "-1", "NoDevFiles")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,12 +156,7 @@ class Timing:
 
 
 def check_reduction(job: Job, largest_bytes: int) -> list[Check]:
-    """Sum known numbers over all devices, in growing sizes. All processes call it.
-
-    Args:
-        job: of this process.
-        largest_bytes: that a device contributes.
-    """
+    """Sum known numbers over all devices, in growing sizes. All processes call it."""
     devices = jax.devices()
     if len(devices) == 1:
         return [Check(REDUCTION, "", SKIP, "one device: nothing to reduce")]
@@ -201,20 +193,12 @@ def timing(size_bytes: int, seconds: float, devices: int) -> Timing:
 
 
 def judge_reduction(
-    timings: list[Timing],
-    wrong_of: list[int],
-    devices: int,
-    platform: str,
-    left_out: str | None,
+    timings: list[Timing], wrong_of: list[int], devices: int, platform: str, left_out: str | None
 ) -> list[Check]:
     """One row with the speed, and one for each thing that is wrong.
 
-    Args:
-        timings: by size.
-        wrong_of: for each process, how many sums are not what they must be.
-        devices: how many were summed over.
-        platform: of the devices.
-        left_out: why the sizes that are missing were not measured.
+    `wrong_of` tells for each process how many sums are not what they must be; `left_out`, why the
+    sizes that are missing in `timings` were not measured.
     """
     figures = {"devices": devices, "sizes": [dataclasses.asdict(each) for each in timings]}
     text = f"sums over {devices} devices are {'wrong' if any(wrong_of) else 'exact'}"

@@ -111,12 +111,8 @@ def judge_limits(
 ) -> list[Check]:
     """One row with the limits, and one for each that is too low.
 
-    Args:
-        files: that this process may have open; -1 for any number.
-        most_files: to which it may raise that itself; -1 for any number.
-        shared_bytes: size of /dev/shm; None where there is none.
-        has_gpus: whether this host has GPUs, whose communication takes shared memory.
-        env: the environment.
+    Of `files` -1 means any number, as of `most_files`, to which a process may raise that itself;
+    `shared_bytes` is the size of /dev/shm, which the communication of GPUs takes, or None.
     """
     unlimited = resource.RLIM_INFINITY
     parts = ["any number of open files" if files == unlimited else f"{files:,} open files"]

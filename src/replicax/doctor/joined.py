@@ -42,18 +42,11 @@ def check_place(env: Mapping[str, str]) -> tuple[list[Check], Place | None]:
 
 
 def check_coordinator(
-    place: Place | None,
-    env: Mapping[str, str],
-    timeout_seconds: float,
-    say: Callable[[str], None],
+    place: Place | None, env: Mapping[str, str], timeout_seconds: float, say: Callable[[str], None]
 ) -> list[Check]:
     """Whether process 0 can listen at the coordinator's port, or the others can reach it there.
 
-    Args:
-        place: of this process, where it is known.
-        env: the environment.
-        timeout_seconds: until process 0 counts as not to be reached.
-        say: called with a line while it is tried again.
+    Those try for `timeout_seconds`, and `say` so in lines meanwhile.
     """
     if place is None:
         return [Check(COORDINATOR, "", SKIP, "the place of this process is not known")]
@@ -161,10 +154,8 @@ def check_joining(
 ) -> tuple[list[Check], Job | None]:
     """Join the others; return the row, and the job, or None where they are not joined.
 
-    Args:
-        place: of this process, where it is known.
-        before: what is known of the coordinator.
-        timeout_seconds: until all must have come, and then, if that is longer, for each check.
+    `before` is what is known of the coordinator. Until `timeout_seconds` all must have come; each
+    check has as long, too, if that is longer than usual.
     """
     if place is None:
         return [Check(JOINED, "", SKIP, "the place of this process is not known")], None

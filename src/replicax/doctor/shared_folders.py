@@ -48,12 +48,9 @@ def check_folders(job: Job, named: Sequence[str]) -> list[Check]:
 
 
 def judge_folder(folder: str, seen: Sequence[_Seen], *, is_named: bool) -> list[Check]:
-    """The row of one folder.
+    """The row of one folder, as each process has `seen` it.
 
-    Args:
-        folder: as it was named.
-        seen: what each process sees of it.
-        is_named: whether the user asked for it; then it has to be there for all.
+    What the user has named has to be there for all.
     """
     first = seen[0]
     severe: Verdict = FAIL if is_named or folder == "runs" else NOTE

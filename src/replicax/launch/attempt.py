@@ -64,11 +64,8 @@ def taken(signals: int) -> list[int]:
 class Attempt:
     """Starts all processes and watches over them.
 
-    Args:
-        starts: what is started.
-        echo: where their output is shown.
-        signals: what `collected_signals` yields.
-        grace_seconds: that the processes have after a SIGINT or SIGTERM.
+    `signals` is what `collected_signals` yields; after a SIGINT or SIGTERM the processes have
+    `grace_seconds` to end.
     """
 
     def __init__(
@@ -117,7 +114,7 @@ class Attempt:
 
     def _start(self, start: Start) -> None:
         try:
-            log = Log(start.log, lambda line: self._echo.say(f"replicax: {line}", error=True))
+            log = Log(start.log, self._echo)
             self._logs.append(log)
             process = Process(start)
         except OSError as error:

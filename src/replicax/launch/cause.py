@@ -34,22 +34,16 @@ class Report:
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """What is known of a process that has ended.
-
-    Args:
-        status: its exit code; a signal's number, negative, where one ended it.
-        time: in seconds since the epoch.
-        forced: the launcher had told it to end before it did.
-        report: of its failure, if it left one.
-        errors: the last lines of its standard error.
-        log: what it wrote.
-    """
+    """What is known of a process that has ended."""
 
     status: int
+    """Its exit code; a signal's number, negative, where one ended it."""
     time: float
     forced: bool
+    """The launcher had told it to end before it did."""
     report: Report | None
     errors: Sequence[str]
+    """The last lines of its standard error."""
     log: Path
 
     @property
@@ -65,20 +59,14 @@ class Ended:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """The first failure of a job.
-
-    Args:
-        process: that failed.
-        cause: in a few words.
-        exit_code: what the job ends with, as a shell counts.
-        step: the last one that was finished, where the process told.
-        log: what it wrote.
-    """
+    """The process of a job that failed first."""
 
     process: int
     cause: str
     exit_code: int
+    """What the job ends with, as a shell counts."""
     step: int | None
+    """The last one that was finished, where the process told."""
     log: Path
 
     def __str__(self) -> str:
@@ -99,9 +87,7 @@ class Restarts:
     def refused(self, failure: Failure | None, seconds: float) -> str | None:
         """Why all is not started again, empty if no restart was asked for; None where it is.
 
-        Args:
-            failure: the first one of this start; None where it ended early with everything saved.
-            seconds: that this start took.
+        `failure` is None where this start, which took `seconds`, ended with everything saved.
         """
         if failure is None:
             self._last.clear()

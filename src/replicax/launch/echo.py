@@ -21,12 +21,7 @@ _THROUGH_LAST_BREAK = re.compile(rb".*[\r\n]", re.DOTALL)
 
 
 class Echo:
-    """The launcher's own output: a queue, so that a slow reader holds up nothing else.
-
-    Args:
-        processes: how many there are.
-        quiet: write nothing.
-    """
+    """The launcher's own output: a queue, so that a slow reader holds up nothing else."""
 
     def __init__(self, processes: int, quiet: bool) -> None:
         self.closed = False
@@ -116,19 +111,18 @@ def _colored(stream: TextIO) -> bool:
 class Log:
     """The file of one process, with both of its streams."""
 
-    def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
-        self.path = path
-        self._warn = warn
+    def __init__(self, path: Path, echo: Echo) -> None:
+        self._path, self._echo = path, echo
         self._file = path.open("wb", buffering=0)
 
     def write(self, data: bytes) -> None:
         """Append; a disk that is full ends the log and not the job."""
-        if self._file.closed:
-            return
         try:
-            self._file.write(data)
+            if not self._file.closed:
+                self._file.write(data)
         except OSError as error:
-            self._warn(f"{self.path}: {error.strerror}; this log ends here, the job goes on")
+            ends = f"{self._path}: {error.strerror}; this log ends here, the job goes on"
+            self._echo.say(f"replicax: {ends}", error=True)
             self.close()
 
     def close(self) -> None:
@@ -146,12 +140,8 @@ class Output:
 
     def __init__(self, process: int, echo: Echo, log: Log, *, error: bool) -> None:
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
-        self._process = process
-        self._echo = echo
-        self._log = log
-        self._error = error
-        self._rest = b""
-        self._unlogged = b""
+        self._process, self._echo, self._log, self._error = process, echo, log, error
+        self._rest = self._unlogged = b""
         self._shown = time.monotonic()
 
     def feed(self, data: bytes) -> None:

@@ -22,23 +22,17 @@ LOWEST_PORT, PORT_TRIES = 20000, 50
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """One process to be started.
-
-    Args:
-        number: in the job, from 0.
-        command: the program and its arguments.
-        env: all of its environment.
-        log: the file for both of its streams.
-        report: the file where it says why it failed.
-        cores: those it may use; none means all.
-    """
+    """One process to be started."""
 
     number: int
     command: Sequence[str]
     env: Mapping[str, str]
     log: Path
+    """The file for both of its streams."""
     report: Path
+    """The file where it says why it failed."""
     cores: Sequence[int] = ()
+    """Those it may use; none means all."""
 
 
 class Process:
