@@ -22,8 +22,8 @@ from replicax.plan.compiler import compiler_for
 from replicax.plan.speed import speed, work
 from replicax.plan.steps import Steps
 from replicax.plan.target import parse_target
-from replicax.recipes.abstract_model import abstract_model
 from replicax.recipes.gpt2 import GPT2
+from replicax.recipes.recipe import abstract_model
 from replicax.train.guarded import guarded
 
 CASES = (

@@ -8,9 +8,7 @@ import jax
 from replicax.core.data_parallel import DataParallel
 from replicax.core.update import TrainState
 from replicax.errors import ConfigError
-from replicax.recipes.abstract_model import abstract_model
-from replicax.recipes.fields import recipe_of
-from replicax.recipes.recipe import find_recipe
+from replicax.recipes.recipe import abstract_model, find_recipe, recipe_of
 from replicax.train.load import Checkpoint, Loaded, find_checkpoint, load_checkpoint
 from replicax.train.places import place
 

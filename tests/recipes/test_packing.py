@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replicax.errors import ConfigError, DataError
-from replicax.recipes.packing import pack
+from replicax.recipes.text import pack
 
 END = 9
 DOCUMENTS = st.lists(st.lists(st.integers(0, END), max_size=30), min_size=1, max_size=8)

@@ -11,7 +11,7 @@ from support.quick import quick_programs
 
 from replicax.errors import ConfigError
 from replicax.recipes import transformer
-from replicax.recipes.sampling import sample
+from replicax.recipes.gpt2 import sample
 from replicax.recipes.transformer import Params, Shape
 
 __all__ = ["quick_programs"]

@@ -11,10 +11,10 @@ import optax
 import replicax as rx
 from replicax.core.mesh import abstract_mesh
 from replicax.recipes import transformer
-from replicax.recipes.abstract_model import abstract_model
 from replicax.recipes.gpt2 import GPT2
 from replicax.recipes.lenet import LeNet
 from replicax.recipes.mlp import MLP
+from replicax.recipes.recipe import abstract_model
 
 
 @dataclasses.dataclass(frozen=True)

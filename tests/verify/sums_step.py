@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 import replicax as rx
-from replicax.recipes.abstract_model import abstract_model
 from replicax.recipes.gpt2 import GPT2
+from replicax.recipes.recipe import abstract_model
 from replicax.verified import compiling_for
 from replicax.verify.sums import check_sums
 

@@ -28,7 +28,7 @@ from replicax.plan.plan_table import table
 from replicax.plan.planned import Plan
 from replicax.plan.steps import Show
 from replicax.plan.target import ATTACHED, Target, parse_target
-from replicax.recipes.abstract_model import abstract_model
+from replicax.recipes.recipe import abstract_model
 from replicax.train.noise_scale import load_noise_scale
 
 MOST_HOST_DEVICES = 4096

@@ -17,7 +17,7 @@ from support.tiers import only
 
 import replicax as rx
 from replicax.core.models.split import split_model
-from replicax.recipes.abstract_model import abstract_model
+from replicax.recipes.recipe import abstract_model
 
 __all__ = ["quick_programs"]
 
