@@ -92,7 +92,7 @@ def test_a_step_by_hand(main: Main, name: str, code: int) -> None:
     ("arguments", "words"),
     [
         ([], ["needs a recipe"]),
-        (["--step", "a.py:f"], ["--reference is missing"]),
+        (["--step", "a.py:f"], ["--reference", "required"]),
         (["--source", "a.py"], ["replicax lint"]),
         (["linear_regression", "--json", "no/such.json"], ["no folder no"]),
         (["linear_regression", "--json", "."], ["is a folder"]),

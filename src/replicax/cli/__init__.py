@@ -16,7 +16,6 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from replicax.cli.output import failed
 from replicax.cluster.failure import end
 from replicax.errors import ConfigError, ReplicaxError, did_you_mean
 
@@ -73,6 +72,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _explain(error)
         end(error, code)
         return code
+
+
+def failed(message: str, code: int) -> int:
+    """Print why a command failed, in one line; return its exit code."""
+    print(f"replicax: {' '.join(message.split())}", file=sys.stderr)
+    return code
 
 
 def _explain(error: BaseException) -> int:

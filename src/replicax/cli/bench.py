@@ -75,8 +75,12 @@ def bench(arguments: list[str]) -> int:
     if options.processes is not None:
         _over_processes(parsed, arguments)
         return 0
-    if options.layouts is not None:
-        _check_layouts(options)
+    if options.layouts is not None and (options.layout != BenchOptions.layout or options.profile):
+        other = "--profile" if options.profile else f"--layout {options.layout}"
+        raise ConfigError(
+            f"--layouts {options.layouts} with {other}, which is of one layout; leave one of the "
+            "two out"
+        )
     devices = counts_of("--devices", options.devices)
     options.fix_threads(*modes_of(options))
     if devices:
@@ -104,16 +108,6 @@ def bench(arguments: list[str]) -> int:
     for trace in (folder / TRACES).glob("plugins/profile/*/perfetto_trace.json.gz"):
         print(f"trace  {trace}\n       open it in https://ui.perfetto.dev")
     return 0
-
-
-def _check_layouts(options: BenchOptions) -> None:
-    """Raise `ConfigError` for what `--layouts` leaves without a meaning."""
-    if options.layout != BenchOptions.layout or options.profile:
-        other = "--profile" if options.profile else f"--layout {options.layout}"
-        raise ConfigError(
-            f"--layouts {options.layouts} with {other}, which is of one layout; leave one of the "
-            "two out"
-        )
 
 
 def bench_recipe(parsed: Arguments[BenchOptions], **arguments: Any) -> Bench:

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Annotated, Any
 
+from replicax.cli import failed
 from replicax.cli.flags import one_of, parse, taken
-from replicax.cli.output import failed
 from replicax.errors import ConfigError, did_you_mean
 from replicax.launch.job import Job
 from replicax.launch.supervisor import GRACE_SECONDS

@@ -14,12 +14,6 @@ from replicax.cli.flags import shown_as
 from replicax.errors import ConfigError
 
 
-def failed(message: str, code: int) -> int:
-    """Print why a command failed, in one line; return its exit code."""
-    print(f"replicax: {' '.join(message.split())}", file=sys.stderr)
-    return code
-
-
 def new_folder(command: str, recipe: str, run: str | None) -> Path:
     """Return the folder in runs/ that `--run` names, or a name with the time."""
     folder = Path("runs") / (run or f"{command}-{recipe}-{time.strftime('%Y%m%d-%H%M%S')}")

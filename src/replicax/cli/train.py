@@ -9,8 +9,8 @@ from typing import Any
 import jax
 
 import replicax as rx
+from replicax.cli import failed
 from replicax.cli.flags import Arguments, parse_with_recipe
-from replicax.cli.output import failed
 from replicax.cli.sharding import print_sharding
 from replicax.cli.step_options import first_rows, make_host_devices, print_data
 from replicax.cli.train_options import TrainOptions, check_installed

@@ -8,7 +8,7 @@ from typing import Annotated
 import jax
 
 import replicax as rx
-from replicax.cli.flags import Arguments, parse, parse_with_recipe, several_of, words
+from replicax.cli.flags import Arguments, parse, parse_with_recipe, several_of, shown_as, words
 from replicax.cli.output import JsonOptions
 from replicax.cli.step_options import (
     DeviceOptions,
@@ -53,14 +53,14 @@ class VerifyOptions(JsonOptions, StepOptions, ModeOptions, DeviceOptions):
     """Of the initial model, and of all else that is random."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class HandWrittenOptions(JsonOptions, DeviceOptions):
     """Checks a step that was written by hand against its single-device form."""
 
-    step: str | None = None
-    """The step as the training loop calls it: FILE.py:name."""
-    reference: str | None = None
-    """The same step for one device: FILE.py:name."""
+    step: Annotated[str, shown_as("FILE.py:name")]
+    """The step as the training loop calls it."""
+    reference: Annotated[str, shown_as("FILE.py:name")]
+    """The same step for one device, which it is checked against."""
     state: str = "state"
     """What the file calls the state that both start from: a value, or a function that makes it."""
     batch: str = "batch"
@@ -86,7 +86,7 @@ def verify(arguments: list[str]) -> int:
     if arguments and arguments[0].startswith("--"):
         if {"-h", "--help"} & set(arguments):  # after --step, it would be the step's name
             arguments = ["--help"]
-        return _by_hand(parse("verify", HandWrittenOptions, arguments))
+        return _by_hand(parse("verify --step", HandWrittenOptions, arguments))
     parsed = parse_with_recipe("verify", VerifyOptions, arguments)
     options = parsed.options
     options.fix_threads(*MODES)  # all are compared, whichever is trained in
@@ -118,12 +118,6 @@ def _of_recipe(parsed: Arguments[VerifyOptions], show: Callable[[str], None]) ->
 
 
 def _by_hand(options: HandWrittenOptions) -> int:
-    if options.step is None or options.reference is None:
-        missing = "--step" if options.step is None else "--reference"
-        raise ConfigError(
-            f"{missing} is missing; a step is checked against its single-device form: give both "
-            "--step FILE.py:name and --reference FILE.py:name"
-        )
     from replicax.verify.step_files import verify_files
 
     _make_devices(options.devices)
