@@ -11,8 +11,9 @@ from replicax.verify.exactness import Bits, check_exactness
 SAME = Bits([{"w": "00", "b": "01"}, {"w": "02", "b": "03"}], {"step.0": "aa", "step.1": "bb"})
 
 
-def row(bits: dict[int, Bits]) -> Check:
-    return check_exactness(MODES["exact"], list(bits), bits.__getitem__, True, lambda text: None)
+def row(bits: dict[int, Bits], is_own: bool = True) -> Check:
+    exact = MODES["exact"]
+    return check_exactness(exact, list(bits), bits.__getitem__, is_own, lambda text: None)
 
 
 def test_the_same_bits_pass() -> None:
@@ -37,3 +38,8 @@ def test_other_bits_name_step_leaf_and_program(changes: dict, named: list[str]) 
     found = row({1: SAME, 2: dataclasses.replace(SAME, **changes), 4: SAME})
     assert found.verdict == "fail"
     assert all(each in found.found for each in named)
+
+
+def test_bits_of_a_mode_that_is_not_trained_in_are_a_note() -> None:
+    other = dataclasses.replace(SAME, steps=[{"w": "09", "b": "08"}, SAME.steps[1]])
+    assert row({1: SAME, 2: other}, is_own=False).verdict == "note"

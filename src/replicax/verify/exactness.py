@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from replicax.checks import FAIL, PASS, SKIP, Check
+from replicax.checks import FAIL, NOTE, PASS, SKIP, Check, Verdict
 from replicax.core.batch import Batch
 from replicax.core.data_parallel import DataParallel
 from replicax.core.mesh import replica_count
@@ -82,7 +82,7 @@ def check_exactness(
         mode: the mode.
         counts: of devices, from `replica_counts`.
         bits: those on as many.
-        is_own: whether the step is configured with it, and must not be refused.
+        is_own: whether the step is configured with it, and must keep its promise.
         show: told what is next.
     """
     name = f"{mode}, {on_devices(counts)}"
@@ -98,6 +98,7 @@ def check_exactness(
         "sha256": {str(count): each.digest for count, each in found.items()},
         "programs": {str(count): each.programs for count, each in found.items()},
     }
+    verdict: Verdict = FAIL if is_own else NOTE  # another mode is trained in
     others = [count for count in counts if found[count] != first]
     if not others:
         text = (
@@ -108,10 +109,10 @@ def check_exactness(
     parted = [count for count in others if found[count].steps != first.steps]
     if not parted:
         text = f"other programs on {on_devices(others)} than on 1, with the same bits"
-        return Check("parity", name, FAIL, text, CAUSE, figures)
+        return Check("parity", name, verdict, text, CAUSE, figures)
     where = first.parting(found[parted[0]])
     text = f"other bits on {on_devices(parted)} than on 1: {where}"
-    return Check("parity", name, FAIL, text, CAUSE, figures)
+    return Check("parity", name, verdict, text, CAUSE, figures)
 
 
 CAUSE = "a program that is compiled otherwise, or that does not repeat its bits; report it"

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax.core.look import Look
+from replicax.verify.devices_asked import devices_asked
 from replicax.verify.difference import Leaves, is_float
 from replicax.verify.independence import Independence, examine_rows
 from replicax.verify.loss_trace import loss_draws_from_a_constant
@@ -28,6 +29,8 @@ class Facts:
     rows: Independence
     takes_padding: bool
     """Whether the loss is the same with padding among the rows, or knows of it."""
+    asked: list[str]
+    """Functions that the loss asks for devices with."""
 
 
 def examine(subject: Subject) -> Facts:
@@ -36,7 +39,8 @@ def examine(subject: Subject) -> Facts:
     reseeded = dataclasses.replace(subject.state, seed=np.uint32(int(subject.state.seed) ^ 1))
     other = subject.measured(subject.single, subject.full, reseeded)
     repeatable = same_bits(first, second)
-    look = Look(subject.objective, subject.state, subject.full.apart(), divided=False)
+    with devices_asked() as asked:
+        look = Look(subject.objective, subject.state, subject.full.apart(), divided=False)
     return Facts(
         repeatable,
         repeatable and not same_bits(first, other),
@@ -50,6 +54,7 @@ def examine(subject: Subject) -> Facts:
         ),
         examine_rows(subject, look.gathers),
         not look.needs_real_rows,
+        asked,
     )
 
 

@@ -42,9 +42,13 @@ class Independence:
     """Whether the loss is one number for all rows."""
     gathers: bool = False
     """Whether rows that depend on one another are gathered."""
+    placed: bool = False
+    """Whether a row's value follows from its place in the batch."""
 
     def check(self, fails: bool) -> Check:
         """The row for it. Rows that depend on one another are wrong only where they are split."""
+        if self.placed:
+            return Check("parity", CASE, FAIL, self.found, self.cause)
         if self.kind == DEPENDENT and self.gathers:
             text = "the rows depend on one another, and the loss gathers them from all replicas"
             return Check("parity", CASE, PASS, text)
@@ -89,6 +93,11 @@ class _Probe:
         if self._subject.rows < 4:
             return Independence(UNKNOWN, f"{self._subject.rows} rows are too few to leave some out")
         first = self._of(0, 1)
+        swapped = self._of(1, 0)
+        back = np.roll(swapped, self._part, axis=0) if first.ndim else swapped
+        scale = float(np.max(np.abs([first, back]))) or 1.0
+        if not self._near(first, back, scale):
+            return _placed(float(np.max(np.abs(first - back)) / scale), scalar=not first.ndim)
         return self._of_scalar() if first.ndim == 0 else self._of_rows()
 
     def _of(self, *parts: int) -> np.ndarray:
@@ -174,6 +183,23 @@ def _of_factor(factor: float) -> Independence:
         f"K micro-batches: gradients come out N or K times too {'large' if divided else 'small'}; "
         "return each row's value as it is, the mean over all rows is taken afterwards",
     )
+
+
+def _placed(share: float, *, scalar: bool) -> Independence:
+    return Independence(
+        DEPENDENT,
+        f"the loss changes by {share:.1%} of the largest when rows change places",
+        PLACED,
+        scalar,
+        placed=True,
+    )
+
+
+PLACED = (
+    "the value of a row depends on its place: random numbers that do not follow from the loss's "
+    "key (a mask from a fixed key or seed, say), or a number for each place, and other places are "
+    "seen by replicas, micro-batches and the next epoch; draw from the key, or give it in the batch"
+)
 
 
 def _dependent(share: float) -> Independence:

@@ -15,6 +15,7 @@ from replicax.core.modes import Mode
 from replicax.core.update import TrainState
 from replicax.errors import LossError, ReplicaxError
 from replicax.train.fingerprint import sha256
+from replicax.verify.devices_asked import check_devices_asked, devices_asked
 from replicax.verify.exactness import Bits, bits_of, check_exactness, replica_counts
 from replicax.verify.form import Step
 from replicax.verify.step import verify_step
@@ -44,13 +45,15 @@ def check_own_step(
     try:
         alone = base.replace(mode="single", mesh=_first(dp, 1), **whole)
         state = alone.init(model, seed=seed)
-        alone.prepare(state, alone.program(state).placed(data))
+        with devices_asked() as asked:
+            alone.prepare(state, alone.program(state).placed(data))
     except ReplicaxError as error:
         yield Check("parity", "one device", FAIL, f"refused: {error}")
         return
     except Exception as error:  # the user's step
         yield Check("parity", "one device", FAIL, first_line(error))
         return
+    yield from check_devices_asked(asked)
     full_only = _without_padding(alone, data)
     if full_only is not None:
         yield full_only

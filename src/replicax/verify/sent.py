@@ -83,10 +83,10 @@ def bytes_needed(subject: Subject, case: Case) -> int:
     """Bytes of the sums of loss, metrics and the gradient that the optimizer reads, as sent."""
     state, batch = subject.state, subject.full
     metrics: Any = jax.eval_shape(
-        lambda params: subject.objective.loss_sums(
-            params, state.extras, batch, View(jax.random.key(0))
+        lambda params, extras, batch: subject.objective.loss_sums(
+            params, extras, batch, View(jax.random.key(0))
         )[0],
-        state.params,
+        *(state.params, state.extras, batch),
     )
     sent = getattr(subject.parallel(case).reduction, "dtype", None)
     trained = itertools.compress(_of_replica(subject, case), jax.tree.leaves(subject.trained))

@@ -15,6 +15,7 @@ from replicax.core.data_parallel import DataParallel
 from replicax.core.mesh import replica_count
 from replicax.core.modes import MODES, Mode, as_mode
 from replicax.errors import ConfigError, ReplicaxError
+from replicax.verify.devices_asked import check_devices_asked
 from replicax.verify.exactness import bits_on, check_exactness, replica_counts
 from replicax.verify.facts import examine
 from replicax.verify.independence import DEPENDENT
@@ -126,6 +127,7 @@ def _checks(
     depends = facts.rows.kind == DEPENDENT
     splits = own.mode.per_replica or own.micro_batches > 1
     yield facts.rows.check(fails=depends and splits)
+    yield from check_devices_asked(facts.asked)
     cases = _cases(subject, modes)
     cases_of = ProgramCases(subject, facts, show)
     for case in cases:
