@@ -1,7 +1,7 @@
 """Every broken recipe of the zoo is caught, with its cause; no correct one is."""
 
 import pytest
-from support.tiers import only
+from support.tiers import EXHAUSTIVE, only
 from verify import zoo_unusual_recipes as unusual
 from verify.zoo_recipes import BROKEN as USUAL_BROKEN
 from verify.zoo_recipes import CORRECT as USUAL_CORRECT
@@ -23,7 +23,8 @@ def test_broken_is_caught(name: str) -> None:
     assert any(entry.words in text for text in said), said
 
 
-@pytest.mark.parametrize("name", only([], CORRECT, unusual.PENDING))
+@EXHAUSTIVE
+@pytest.mark.parametrize("name", CORRECT)
 def test_correct_passes(name: str) -> None:
     verification = CORRECT[name].verify()
     assert verification.ok, [

@@ -119,8 +119,3 @@ CORRECT = {
     "rare head": Entry(rare_head, rare_head_model),
     "contrastive, padded": Entry(contrastive),
 }
-PENDING = {
-    "scalar metric": "9: a scalar metric",
-    "rare head": "12: a leaf that these rows do not use",
-}
-"""What fails as yet, with the finding."""

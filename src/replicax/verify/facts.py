@@ -29,6 +29,8 @@ class Facts:
     rows: Independence
     takes_padding: bool
     """Whether the loss is the same with padding among the rows, or knows of it."""
+    scalars: frozenset[str]
+    """Names of what the loss returns as one number for the whole batch, whatever its weights."""
     asked: list[str]
     """Functions that the loss asks for devices with."""
 
@@ -54,6 +56,7 @@ def examine(subject: Subject) -> Facts:
         ),
         examine_rows(subject, look.gathers),
         not look.needs_real_rows,
+        frozenset(look.scalars),
         asked,
     )
 

@@ -40,6 +40,8 @@ class ProgramTrial(Trial):
     """What one device does."""
     real_rows: bool
     """Whether one device is given the real rows only."""
+    scalars: frozenset[str]
+    """Names of what does not follow from the rows' weights."""
     known: dict[Any, Any]
     """What one device gave, for all trials of a program."""
 
@@ -54,7 +56,10 @@ class ProgramTrial(Trial):
         metrics: Mapping[str, Any] = {}
         for batch in batches:
             state, metrics = self.subject.run(self.single, self._seen(batch), state)
-        return judged(changes({"state": before}, {"state": state, "metrics": metrics}))
+        found = judged(changes({"state": before}, {"state": state, "metrics": metrics}))
+        if all(np.isin(batch.mask, (0, 1)).all() for batch in batches):
+            return found
+        return {path: value for path, value in found.items() if path not in self.scalars}
 
     def given(self, found: Leaves, expected: Leaves) -> Leaves:
         """Return `expected` with what the optimizer makes of the gradient that was found."""
@@ -174,5 +179,6 @@ def trial_of(subject: Subject, facts: Facts, case: Case, known: dict[Any, Any]) 
         case=case,
         single=single,
         real_rows=not (facts.random or facts.writes),
+        scalars=facts.scalars,
         known=known,
     )
