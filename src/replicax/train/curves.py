@@ -82,18 +82,19 @@ def draw_curves(records: Sequence[Record], path: Path) -> None:
         MissingDependencyError: matplotlib is not installed.
     """
     figure_module = require("matplotlib.figure", "cli")
-    panels = panels_of(records)
-    count = len(panels) + 1
+    panels = [*panels_of(records).items(), ("rows per second", {"train": rates_of(records)})]
+    count = len(panels)
     rows = -(-count // COLUMNS)
     columns = -(-count // rows)
     figure = figure_module.Figure(figsize=(4.2 * columns, 3.3 * rows), layout="constrained")
     figure.suptitle(path.parent.resolve().name, parse_math=False)
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for axis, (name, series) in zip(axes, panels.items(), strict=False):
+    for axis, (name, series) in zip(axes, panels, strict=False):
         _draw_panel(axis, name, series)
-    if "loss" in panels:
-        _use_log_scale(axes[0], panels["loss"])
-    _draw_rates(axes[count - 1], records)
+    if panels[0][0] == "loss":
+        _use_log_scale(axes[0], panels[0][1])
+    axes[count - 1].set_ylim(bottom=0)
+    axes[count - 1].yaxis.set_major_formatter(_short())
     for axis in axes[count:]:
         axis.set_visible(False)
     picture = io.BytesIO()
@@ -145,16 +146,6 @@ def _draw_panel(axis: Any, name: str, series: dict[str, list[tuple[int, float]]]
     axis.set_ylabel(name, parse_math=False)
     if list(series) != ["train"]:
         axis.legend(frameon=False)
-    _dress(axis)
-
-
-def _draw_rates(axis: Any, records: Sequence[Record]) -> None:
-    rates = rates_of(records)
-    _plot(axis, "train", rates, TRAIN)
-    axis.set_ylabel("rows per second")
-    fastest = max((rate for _, rate in rates), default=1.0)
-    axis.set_ylim(0, 1.1 * fastest)
-    axis.yaxis.set_major_formatter(_short())
     _dress(axis)
 
 

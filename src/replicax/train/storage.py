@@ -202,7 +202,7 @@ class Storage:
                 f"and {lines} are there: the rest is lost"
             )
             position = dataclasses.replace(position, records=lines)
-        saved = _clock(manifest.saved_at)
+        saved = time.strftime("%d %b %H:%M:%S", time.localtime(manifest.saved_at))
         again = (
             f"; {reached - position.step:,} more are done again" if reached > position.step else ""
         )
@@ -239,8 +239,7 @@ class Storage:
 
         self._job.broadcast("the program", compare)
         self._config["program"], self.knows_program = program, True
-        if self.folder is not None:
-            self.folder.write_config(self._config)
+        self._write_config()
 
     def check_bits(self, programs: dict[str, str]) -> None:
         """Say where the run goes on with other bits: its step is compiled to other programs.
@@ -256,8 +255,7 @@ class Storage:
                 f"programs differ ({', '.join(others)}), by another jax, processor or batch size"
             )
         self._config["bits"] = programs
-        if self.folder is not None:
-            self.folder.write_config(self._config)
+        self._write_config()
 
     def restore(self, like: TrainState) -> TrainState:
         """The state of what was found, laid out as `like`.
@@ -270,9 +268,12 @@ class Storage:
             state = read(like, self._store.local(self.found.path) / STATE)
         self._saved = _what_is_saved(self.found.position, self.found.extra)
         self._saver.saved_step = self.found.position.step
-        if self.folder is not None:  # not before: a start that is refused leaves it as it was
-            self.folder.write_config(self._config)
+        self._write_config()  # not before: a start that is refused leaves it as it was
         return state
+
+    def _write_config(self) -> None:
+        if self.folder is not None:
+            self.folder.write_config(self._config)
 
     def save(self, state: TrainState, position: Position, extra: dict[str, Any]) -> None:
         """Begin to save `state`, where it is not saved already; see `Saver.save`."""
@@ -334,11 +335,6 @@ class Storage:
 def _what_is_saved(position: Position, extra: dict[str, Any]) -> Any:
     """The parts that tell two checkpoints of a start apart: how long a step took does not."""
     return position, extra.get("evaluated"), extra.get("hooks")
-
-
-def _clock(seconds: float) -> str:
-    """Date and time, of seconds since 1970."""
-    return time.strftime("%d %b %H:%M:%S", time.localtime(seconds))
 
 
 def first_batch(source: Source, position: Position, extra: dict[str, Any]) -> int:
