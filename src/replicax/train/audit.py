@@ -129,11 +129,9 @@ class Audit(Hook):
                 run.wait()
 
     def step(self, run: Running, step: Dispatched) -> None:
-        """Note a step that has finished."""
         self._done.append(step)
 
     def settle(self, run: Running, due: bool) -> None:
-        """Read the audits of the steps that have finished."""
         done, self._done = self._done, []
         tables = [(s.attached[_TABLE], s.place) for s in done if _TABLE in s.attached]
         if any(self._is_over(run, *each, done) for each in tables):
@@ -153,7 +151,6 @@ class Audit(Hook):
             run.note_good()
 
     def summary(self) -> list[str]:
-        """How many audits there were."""
         clean = "1 audit, clean" if self.clean == 1 else f"{self.clean:,} clean"
         times = f"{self.restores} time{'s' * (self.restores != 1)}"
         return [f"audit  {clean}{f' · went back {times}' if self.restores else ''}"]

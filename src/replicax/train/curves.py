@@ -44,11 +44,9 @@ class Curves(Hook):
         self._drawing: Future[None] | None = None
 
     def start(self, run: Running) -> None:
-        """Draw for the first time so many seconds from now."""
         self._begun_at = time.monotonic()
 
     def record(self, run: Running, record: Record) -> None:
-        """Begin to draw, where it is time."""
         if run.folder is None or time.monotonic() - self._begun_at < self._seconds:
             return
         if self._drawing is not None:
@@ -59,7 +57,6 @@ class Curves(Hook):
         self._drawing = self._thread.submit(self._draw, list(run.records), run.folder)
 
     def end(self, run: Running) -> None:
-        """Draw the whole run."""
         self._thread.shutdown()
         if run.folder is None or not run.records:
             return

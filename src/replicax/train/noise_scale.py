@@ -230,7 +230,6 @@ class NoiseMeter(Hook):
         self._sample: NoiseSample | None = None
 
     def start(self, run: Running) -> None:
-        """Refuse batches that tell nothing."""
         if run.source.batch_size == 1:
             raise ConfigError(
                 "a NoiseMeter with batch_size=1; the noise is how far parts of a batch are apart, "
@@ -250,7 +249,6 @@ class NoiseMeter(Hook):
             self._sample = self._probe(*given)
 
     def dispatched(self, run: Running, step: Dispatched) -> None:
-        """Keep what was measured."""
         sample, self._sample = self._sample, None
         if sample is not None:
             metrics = {name: float(getattr(sample, name)) for name in _NUMBERS}
@@ -258,13 +256,11 @@ class NoiseMeter(Hook):
             run.keep(Record(NOISE, at.step, at.epoch, metrics, int(sample.rows), 0.0))
 
     def end(self, run: Running) -> None:
-        """Put the samples together."""
         self.scale = noise_scale(run.records)
         if run.folder is not None and run.error is None:
             self.scale.save(run.folder)
 
     def summary(self) -> list[str]:
-        """The estimate."""
         return [f"noise  {self.scale}"]
 
 

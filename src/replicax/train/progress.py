@@ -66,13 +66,11 @@ class Shown(Hook):
         """One that is not told of yet: the epoch's line does, where that follows at once."""
 
     def before_step(self, run: Running, batch: Batch) -> None:
-        """Tell of an evaluation in the middle of an epoch."""
         if self._evaluation is not None:
             self._display.line(eval_line(self._evaluation))
             self._evaluation = None
 
     def dispatched(self, run: Running, step: Dispatched) -> None:
-        """Move the line on."""
         self._display.step(step.place.step)
 
     def record(self, run: Running, record: Record) -> None:
@@ -83,11 +81,9 @@ class Shown(Hook):
             self._display.line(skip_line(record))
 
     def evaluation(self, run: Running, record: Record) -> None:
-        """Note it."""
         self._evaluation = record
 
     def epoch(self, run: Running, record: Record | None) -> None:
-        """Say how the epoch went."""
         at, record, self._evaluation = run.place, self._evaluation, None
         trained = [r for r in run.records if r.kind == "train" and r.epoch == at.epoch]
         self._display.line(epoch_line(at.epoch, run.epochs, at.step, trained, record))

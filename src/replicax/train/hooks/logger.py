@@ -24,9 +24,7 @@ END_SECONDS = 10.0
 SLOW_SECONDS = 30.0
 """Without an answer, after which it is said that there is none."""
 
-
 FILE = "records.csv"
-
 _FIRST = ("kind", "step", "epoch", "rows", "seconds")
 
 
