@@ -1,6 +1,6 @@
 import pytest
 
-from replicax.wording import duration, first_line, listed, named, size_text
+from replicax.wording import counted, duration, first_line, listed, named, size_text
 
 
 @pytest.mark.parametrize(
@@ -15,6 +15,14 @@ from replicax.wording import duration, first_line, listed, named, size_text
 )
 def test_named(paths: list[str], most: int, text: str) -> None:
     assert named(paths, most) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "noun", "text"),
+    [(1, "process", "1 process"), (2, "process", "2 processes"), (0, "node", "0 nodes")],
+)
+def test_counted(number: int, noun: str, text: str) -> None:
+    assert counted(number, noun) == text
 
 
 @pytest.mark.parametrize(

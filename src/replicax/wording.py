@@ -15,6 +15,12 @@ def listed(words: Sequence[str]) -> str:
     return f"{', '.join(most)} and {last}" if most else last
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 process`, `2 processes`, `3 nodes`."""
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"
+
+
 def size_text(size_bytes: float) -> str:
     """`1.5 MB`; powers of 1000."""
     size, units = float(size_bytes), ["B", "kB", "MB", "GB", "TB"]

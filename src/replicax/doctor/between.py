@@ -14,6 +14,7 @@ from replicax.checks import FAIL, NOTE, PASS, SKIP, Check, Verdict
 from replicax.cluster.differences import differences, processes_text
 from replicax.core.job import Job
 from replicax.doctor.installation import installed
+from replicax.wording import counted
 
 DIFFERENCES = "differences"
 CLOCKS = "clocks"
@@ -83,8 +84,7 @@ def judge_surroundings(of_processes: Sequence[Mapping[str, Any]]) -> list[Check]
     variables, commit = first["variables"], first["code"]["the code's git commit"]
     parts = ["versions"]
     if variables:
-        plural = "s" if len(variables) > 1 else ""
-        parts.append(f"{len(variables)} variable{plural} ({', '.join(variables)})")
+        parts.append(f"{counted(len(variables), 'variable')} ({', '.join(variables)})")
     if commit:
         changed = " with changes" if first["code"]["the uncommitted changes"] else ""
         parts.append(f"git commit {commit[:10]}{changed}")

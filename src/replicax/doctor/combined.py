@@ -1,6 +1,5 @@
 """Checks of several processes as one table, and as JSON."""
 
-import collections
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 from replicax.checks import FAIL, NOTE, PASS, SKIP, Check, Style, Verdict
 from replicax.cluster.differences import processes_text
 from replicax.errors import ReplicaxError
-from replicax.wording import size_text
+from replicax.wording import counted, size_text
 
 NOT_WELL = (NOTE, FAIL)
 WORDS: Mapping[Verdict, str] = {PASS: "ok", NOTE: "warning", FAIL: "problem", SKIP: "skipped"}
@@ -79,14 +78,13 @@ def worst(rows: Iterable[Check]) -> Verdict:
 
 def summary(rows: Sequence[Check]) -> str:
     """How many problems and warnings there are, and in which checks."""
-    counted = []
+    parts = []
     for verdict in (FAIL, NOTE):
         subjects = [row.subject for row in rows if row.verdict == verdict]
         if subjects:
-            plural = "s" if len(subjects) > 1 else ""
-            where = ", ".join(collections.Counter(subjects))
-            counted.append(f"{len(subjects)} {WORDS[verdict]}{plural} ({where})")
-    return " and ".join(counted) or "no problem found"
+            where = ", ".join(dict.fromkeys(subjects))
+            parts.append(f"{counted(len(subjects), WORDS[verdict])} ({where})")
+    return " and ".join(parts) or "no problem found"
 
 
 def to_json(rows: Sequence[Check], verdict: Verdict, about: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from replicax.core import capacity
 from replicax.core.job import Job
 from replicax.core.mesh import make_mesh
 from replicax.errors import ConfigError
-from replicax.wording import size_text
+from replicax.wording import counted, size_text
 
 DEVICES = "devices"
 MESH = "mesh"
@@ -78,14 +78,14 @@ def check_devices(env: Mapping[str, str]) -> list[Check]:
 def judge_devices(found: Found, env: Mapping[str, str]) -> list[Check]:
     """One row with the devices, and one for each thing that is wrong with them."""
     count = sum(found.of_process)
-    text = f"{count} {' and '.join(found.kinds)} device{'s' if count > 1 else ''}"
+    text = counted(count, f"{' and '.join(found.kinds)} device")
     if len(found.of_process) > 1:
         text += f" of {len(found.of_process)} processes"
     if found.memory_bytes:
         text += f", {found.memory_bytes / 2**30:,.0f} GiB each"
     if found.platform == "cpu":
         own, cores = found.of_process[0], found.cores
-        text += f" · {cores} core{'s' if cores > 1 else ''}"
+        text += f" · {counted(cores, 'core')}"
         if own == 1 and cores > 1:
             text += f"; JAX_NUM_CPU_DEVICES={cores} makes more"
     if env.get(_PLATFORMS):
@@ -104,7 +104,7 @@ def check_mesh() -> list[Check]:
     mesh = make_mesh()
     shape = {name: int(size) for name, size in mesh.shape.items()}
     split = " x ".join(f"{name} {size}" for name, size in shape.items())
-    replicas = f"{shape['data']} replica{'s' if shape['data'] > 1 else ''}"
+    replicas = counted(shape["data"], "replica")
     return [Check(MESH, "", PASS, f"{split}: {replicas}", figures={"shape": shape})]
 
 
@@ -129,7 +129,7 @@ def _unused(found: Found, env: Mapping[str, str]) -> list[Check]:
         return []
     kind = "GPU" if found.gpus else "TPU"
     count = found.gpus or found.tpus
-    there = f"{count} {kind}{'s' if count > 1 else ''} of this host {'are' if count > 1 else 'is'}"
+    there = f"{counted(count, kind)} of this host {'are' if count > 1 else 'is'}"
     hides_gpus = env.get(VISIBLE, "0").strip() in ("", "-1", "NoDevFiles")
     hidden_by = _PLATFORMS if env.get(_PLATFORMS) else VISIBLE if found.gpus and hides_gpus else ""
     if hidden_by:

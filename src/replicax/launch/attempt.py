@@ -15,9 +15,9 @@ from replicax.cluster.verdict import SAVED
 from replicax.errors import ClusterError
 from replicax.launch.cause import Ended, read_report, signal_name
 from replicax.launch.echo import Echo, Log, Output
+from replicax.launch.guard import PASSED
 from replicax.launch.process import Process, Start
 
-PASSED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # After the first failure: by then the others have said why they end, and then they are made to.
 # All are gone within 2 seconds.
 TERM_SECONDS = 1.0

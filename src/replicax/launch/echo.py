@@ -86,9 +86,9 @@ class Echo:
             if waiting.poll(100):
                 self.write()
 
-    def _put(self, stream: TextIO, data: bytes) -> None:
-        if self._quiet or self.closed or time.monotonic() >= self._until:
-            return
+    def _put(self, stream: TextIO | None, data: bytes) -> None:
+        if stream is None or self._quiet or self.closed or time.monotonic() >= self._until:
+            return  # None where Python was started without it
         try:
             try:
                 stream.flush()
@@ -101,9 +101,9 @@ class Echo:
             self.closed = True
 
 
-def _colored(stream: TextIO) -> bool:
+def _colored(stream: TextIO | None) -> bool:
     try:
-        return stream.isatty() and not os.environ.get("NO_COLOR")
+        return stream is not None and stream.isatty() and not os.environ.get("NO_COLOR")
     except (AttributeError, ValueError):
         return False
 

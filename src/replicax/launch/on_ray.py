@@ -13,7 +13,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from replicax.cluster import variables
 from replicax.cluster.address import join_address, split_address
 from replicax.cluster.verdict import SAVED
 from replicax.errors import ClusterError, ConfigError, require
@@ -21,8 +20,9 @@ from replicax.launch.attempt import Attempt, collected_signals
 from replicax.launch.cause import Ended, first_failure
 from replicax.launch.echo import Echo
 from replicax.launch.job import Job
-from replicax.launch.process import Start, free_port
+from replicax.launch.process import Start, free_port, place_variables
 from replicax.launch.supervisor import GRACE_SECONDS, STOPPED_EARLY, check_numbers
+from replicax.wording import counted
 
 REACH_SECONDS = 5.0
 FORWARDED = ("JAX_", "XLA_", "LIBTPU_", "NCCL_", "GLOO_", "REPLICAX_")
@@ -90,10 +90,10 @@ def launch_on_ray(job: Job, options: RayOptions) -> tuple[int, str | None]:
     ray = require("ray", "ray")
     address = _connect(ray, options)
     try:
-        noun = "process" if job.processes == 1 else "processes"
         gpus = f" and {options.gpus_per_process} GPU" if options.gpus_per_process else ""
         takes = f"{options.cpus_per_process} CPU{gpus}"
-        print(f"launch {job.processes} {noun} of {takes} · Ray at {address}", flush=True)
+        processes = counted(job.processes, "process")
+        print(f"launch {processes} of {takes} · Ray at {address}", flush=True)
         _say_if_short(ray, job, options)
         with tempfile.TemporaryDirectory(prefix="replicax-ray-") as storage:
             return _fit(require("ray.train", "ray"), job, options, storage)
@@ -246,6 +246,12 @@ def run_process(config: dict[str, Any]) -> int:
     """
     job: Job = config["job"]
     number = require("ray.train", "ray").get_context().get_world_rank()
+    meeting = None
+    if number == 0:  # which says where it listens
+        host = require("ray.util", "ray").get_node_ip_address()
+        meeting = (join_address(host, free_port()), secrets.token_hex(8))
+    collective = require("ray.train.collective", "ray")
+    coordinator, job_id = collective.broadcast_from_rank_zero(meeting)
     with tempfile.TemporaryDirectory(prefix="replicax-") as temporary:
         report = Path(temporary) / "failure.json"
         # The programs beside the Python that runs Ray come first: `python`, `replicax`.
@@ -253,10 +259,8 @@ def run_process(config: dict[str, Any]) -> int:
         env = {
             **os.environ,
             **config["env"],
-            **_place(number, job.processes),
-            variables.FAILURE_FILE: str(report),
+            **place_variables(number, job.processes, coordinator, job_id, report),
             "PATH": os.pathsep.join(path),
-            "PYTHONUNBUFFERED": "1",
         }
         echo = Echo(job.processes, quiet=False)
         try:
@@ -274,19 +278,3 @@ def run_process(config: dict[str, Any]) -> int:
     if not ended.well:
         raise ProcessError(f"process {number} ended with {ended.exit_code}", ended)
     return ended.status
-
-
-def _place(number: int, processes: int) -> dict[str, str]:
-    """The process's place in the job; process 0 says where it listens."""
-    meeting = None
-    if number == 0:
-        host = require("ray.util", "ray").get_node_ip_address()
-        meeting = (join_address(host, free_port()), secrets.token_hex(8))
-    collective = require("ray.train.collective", "ray")
-    coordinator, job_id = collective.broadcast_from_rank_zero(meeting)
-    return {
-        variables.PROCESS_ID: str(number),
-        variables.PROCESSES: str(processes),
-        variables.COORDINATOR: coordinator,
-        variables.JOB_ID: job_id,
-    }

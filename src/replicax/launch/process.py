@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from replicax.cluster import variables
 from replicax.errors import ConfigError
 
 GUARD = Path(__file__).with_name("guard.py")
@@ -110,6 +111,20 @@ class Process:
         for stream in (self._guard.stdout, self._guard.stderr):
             if stream:
                 stream.close()
+
+
+def place_variables(
+    number: int, processes: int, coordinator: str, job_id: str, report: Path
+) -> dict[str, str]:
+    """The variables that tell a process its place in the job, and where to say why it fails."""
+    return {
+        variables.PROCESS_ID: str(number),
+        variables.PROCESSES: str(processes),
+        variables.COORDINATOR: coordinator,
+        variables.JOB_ID: job_id,
+        variables.FAILURE_FILE: str(report),
+        "PYTHONUNBUFFERED": "1",
+    }
 
 
 def core_blocks(processes: int) -> list[tuple[int, ...]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from replicax.cluster.engines.kubernetes import DEFAULT_PORT
 from replicax.errors import ConfigError
 from replicax.launch.job import Job
+from replicax.wording import counted
 
 TEMPLATES = Path(__file__).with_name("templates")
 # Lines between `#if NAME` and `#else` or `#end` are there where NAME is given.
@@ -89,8 +90,8 @@ def slurm_script(job: Job, options: SlurmOptions) -> str:
         "slurm.sh",
         {
             **values,
-            "processes": _count(job.processes, "process"),
-            "hosts": _count(nodes, "node"),
+            "processes": counted(job.processes, "process"),
+            "hosts": counted(nodes, "node"),
             "devices": job.devices_per_process,
             "restarts": job.restarts or None,
             # srun takes the cores per task from its own command line only.
@@ -151,7 +152,7 @@ def _spread(processes: int, options: SlurmOptions) -> tuple[int, int]:
         per_node = max(1, processes // nodes)
     if nodes * per_node != processes:
         raise ConfigError(
-            f"{_count(processes, 'process')} on {_count(nodes, 'node')} with {per_node} on each; "
+            f"{counted(processes, 'process')} on {counted(nodes, 'node')} with {per_node} on each; "
             f"every node takes as many: give {nodes * per_node} processes, or other nodes"
         )
     return nodes, per_node
@@ -172,11 +173,6 @@ def _directive(name: str, value: object) -> str:
             "%@:+,./=[]-_ can: change it"
         )
     return text
-
-
-def _count(number: int, noun: str) -> str:
-    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
-    return f"{number} {noun if number == 1 else plural}"
 
 
 def _check_name(name: str, processes: int) -> None:

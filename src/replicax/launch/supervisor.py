@@ -9,14 +9,14 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from replicax.cluster import variables
 from replicax.cluster.verdict import SAVED
 from replicax.errors import ConfigError
 from replicax.launch.attempt import Attempt, collected_signals, taken
 from replicax.launch.cause import Ended, Failure, Restarts, first_failure, signal_name
 from replicax.launch.echo import Echo
 from replicax.launch.job import Job
-from replicax.launch.process import Start, core_blocks, free_port
+from replicax.launch.process import Start, core_blocks, free_port, place_variables
+from replicax.wording import counted
 
 GRACE_SECONDS = 30.0
 STOPPED_EARLY = "stopped early with everything saved"
@@ -146,21 +146,15 @@ def _starts(
     attempt: int,
 ) -> list[Start]:
     """What each process is started with, its place in the job included."""
-    common = {
-        **base,
-        variables.PROCESSES: str(job.processes),
-        variables.COORDINATOR: f"127.0.0.1:{free_port()}",
-        variables.JOB_ID: job_id,
-        "PYTHONUNBUFFERED": "1",
-    }
-    if job.devices_per_process is not None:
-        common["JAX_NUM_CPU_DEVICES"] = str(job.devices_per_process)
+    coordinator = f"127.0.0.1:{free_port()}"
+    devices = job.devices_per_process
+    common = {**base} if devices is None else {**base, "JAX_NUM_CPU_DEVICES": str(devices)}
     again = "" if attempt == 1 else f"-attempt-{attempt}"
     starts = []
     for number in range(job.processes):
         log = folder / f"process-{number}{again}.log"
         report = log.with_suffix(".failure.json")
-        place = {variables.PROCESS_ID: str(number), variables.FAILURE_FILE: str(report.absolute())}
+        place = place_variables(number, job.processes, coordinator, job_id, report.absolute())
         starts.append(Start(number, job.command, common | place, log, report, cores[number]))
     return starts
 
@@ -201,16 +195,12 @@ def _stopped_early(attempt: Attempt, ended: Sequence[Ended]) -> bool:
 
 
 def _started(job: Job, job_id: str, folder: Path) -> str:
-    parts = [_counted(job.processes, "process", "processes")]
+    parts = [counted(job.processes, "process")]
     if job.devices_per_process is not None:
-        parts.append(f"{_counted(job.devices_per_process, 'device', 'devices')} each")
+        parts.append(f"{counted(job.devices_per_process, 'device')} each")
     if job.pin:
         parts.append("pinned")
     return f"launch {' · '.join([*parts, f'job {job_id}'])}\nlogs   {folder}/"
-
-
-def _counted(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"
 
 
 def _folder(logs: str | Path | None, job_id: str) -> Path:
