@@ -67,6 +67,51 @@ def test_a_correct_recipe(main: Main) -> None:
     assert f"{len(written['checks'])} checks: " in out
 
 
+UNKEYED = """
+import jax
+import numpy as np
+from replicax.recipes.linear_regression import LinearRegression
+
+class Unkeyed(LinearRegression):
+    "Weights that do not follow from the key."
+
+    def model(self, key):
+        made = super().model(key)
+        return jax.tree.map(lambda leaf: leaf + np.random.rand(), made)
+
+class NeedsKey(LinearRegression):
+    "A loss that splits its key in evaluation too."
+
+    def loss(self, model, batch, key):
+        jax.random.split(key)
+        return super().loss(model, batch, key)
+
+class OnlyTrained(NeedsKey):
+    "The same, never evaluated."
+
+    def eval_source(self):
+        return None
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "row"),
+    [
+        ("Unkeyed", ("determinism", "two models")),
+        ("NeedsKey", ("parity", "evaluation")),
+        ("OnlyTrained", None),
+    ],
+)
+def test_what_only_a_recipe_tells(main: Main, recipe: str, row: tuple[str, str] | None) -> None:
+    Path("my_unkeyed.py").write_text(UNKEYED)
+    spec = f"my_unkeyed.py:{recipe}"
+    code, out, _ = main("verify", spec, "--devices", 2, "--modes", "jit", "--json")
+    failed = [each for each in json.loads(out)["checks"] if each["verdict"] == "fail"]
+    assert [(each["subject"], each["case"]) for each in failed] == ([row] if row else [])
+    assert code == len(failed)
+
+
 def test_a_broken_recipe_ends_with_1_and_json_alone(main: Main) -> None:
     Path("my_recipe.py").write_text(BROKEN)
     code, out, _ = main(

@@ -2,12 +2,13 @@
 
 import dataclasses
 import os
-from collections.abc import Callable
-from typing import Annotated
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
 
 import jax
 
 import replicax as rx
+from replicax.checks import FAIL, PASS, SKIP, Check
 from replicax.cli.flags import Arguments, parse, parse_with_recipe, several_of, shown_as, words
 from replicax.cli.output import JsonOptions
 from replicax.cli.step_options import (
@@ -21,8 +22,11 @@ from replicax.cli.step_options import (
 )
 from replicax.core.modes import MODES, as_mode
 from replicax.errors import ConfigError
+from replicax.train.fingerprint import sha256
+from replicax.verify.independence import CASE
 from replicax.verify.verification import Verification
 from replicax.verify.verify import rows_needed
+from replicax.wording import first_line
 
 HOST_DEVICES = 8
 USAGE = """\
@@ -104,9 +108,10 @@ def _of_recipe(parsed: Arguments[VerifyOptions], show: Callable[[str], None]) ->
     dp = options.data_parallel(recipe, options.mode, mesh)
     show("reading the data")
     batch = first_rows(recipe.train_source(), rows_needed(dp))
+    key = jax.random.key(options.seed)
     verification = rx.verify(
         dp,
-        recipe.model(jax.random.key(options.seed)),
+        recipe.model(key),
         batch,
         modes=None if options.modes is None else words(options.modes),
         batch_size=recipe.batch_size,
@@ -114,7 +119,38 @@ def _of_recipe(parsed: Arguments[VerifyOptions], show: Callable[[str], None]) ->
         seed=options.seed,
         show=show,
     )
-    return dataclasses.replace(verification, about={**parsed.about(), **verification.about})
+    evaluated = any((c.case, c.verdict) == (CASE, PASS) for c in verification.checks)
+    checks = [*verification.checks, *_of_recipe_alone(dp, recipe, key, batch, evaluated)]
+    about = {**parsed.about(), **verification.about}
+    return dataclasses.replace(verification, checks=checks, about=about)
+
+
+def _of_recipe_alone(
+    dp: rx.DataParallel, recipe: Any, key: jax.Array, batch: Any, evaluated: bool
+) -> Iterator[Check]:
+    """Rows on what only a recipe tells: how its model is made, and whether it is evaluated."""
+    first, second = (dp.init(recipe.model(key)) for _ in range(2))
+    if sha256((first.params, first.extras)) != sha256((second.params, second.extras)):
+        text = "the recipe's model has other weights when it is made again with the same key"
+        yield Check("determinism", "two models", FAIL, text, FROM_KEY)
+    source = None if evaluated else recipe.eval_source()
+    if source is not None:
+        try:
+            dp.evaluate(first, [batch], loss=getattr(source, "loss", None))
+        except ConfigError as error:
+            yield Check("parity", "evaluation", SKIP, f"refused: {error}")
+        except Exception as error:  # the user's loss
+            yield Check("parity", "evaluation", FAIL, first_line(error), NOT_EVALUATED)
+
+
+FROM_KEY = (
+    "weights that do not follow from the recipe's key: every run begins with others, and so does "
+    "every process of a job; draw them from the key that model(key) is given (nnx.Rngs(params=key))"
+)
+NOT_EVALUATED = (
+    "the recipe has an eval_source, and its loss cannot be computed in evaluation, where key is "
+    "None: draw random numbers in training only: if key is not None"
+)
 
 
 def _by_hand(options: HandWrittenOptions) -> int:
