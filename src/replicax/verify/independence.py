@@ -87,7 +87,7 @@ class _Probe:
             loss = returned[0] if isinstance(returned, tuple) else returned
             return loss.values if isinstance(loss, Weighted) else loss
 
-        self._compiled = jax.jit(values)
+        self._compiled = jax.jit(values, compiler_options=subject.quick)
 
     def examine(self) -> Independence:
         if self._subject.rows < 4:

@@ -29,6 +29,8 @@ from replicax.verify.form import host
 WARM_STEPS = 2
 """Steps before anything is compared: a warm-up's first learning rate is 0, and Adam's first update
 knows only the gradient's sign."""
+UNOPTIMIZED: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
+"""A CPU's program is the same with it, and is made in half the time: LLVM optimizes no code."""
 _LEAST_WEIGHT, _MOST_WEIGHT = 0.1, 10.0
 _SCALE_MARGIN = 16
 """A power of two above the largest weight."""
@@ -79,6 +81,9 @@ class Subject:
         self.micro_batches = sorted({1, dp.accumulate, micro_batches})
         self._model, self._seed = model, seed
         self._base = dp.replace(donate=False, trainable=None, ema=None)
+        on_cpu = dp.mesh.devices.flat[0].platform == "cpu"
+        usual = dp.configuration.compiler_options is None
+        self.quick = UNOPTIMIZED if on_cpu and usual else None
         program = dp.program(model)
         self._updater = program.updater
         self._optimizer = optax.with_extra_args_support(self._updater.optimizer)
@@ -112,6 +117,8 @@ class Subject:
                 changes["reduction"] = "float32"
             if case.magnitudes:
                 changes["reduction"] = MAGNITUDES
+            if not case.mode.bitwise and self.quick:
+                changes["compiler_options"] = self.quick
             recorded = optax.chain(record_gradient(self.trained), self._optimizer)
             made = base.replace(optimizer=recorded, **changes)
             self._made[case] = guarded(made, made.abstract_state(self._model))
@@ -150,7 +157,9 @@ class Subject:
         """The compiled step, which `run` has run or will run; raises what `run` raises."""
         placed = self.placed(case, self.state), self.batch_on(case, batch)
         self.parallel(case).prepare(*placed)
-        return self.parallel(case).lower(*placed).compile()
+        # What of a mode of fixed bits is compiled as one program is read and never run.
+        options = self.quick if case.mode.bitwise else None
+        return self.parallel(case).lower(*placed).compile(options)
 
     def begun(self, case: Case) -> TrainState:
         """Return the warm state, on the host, with what the reduction of `case` begins with."""
@@ -259,7 +268,7 @@ class Subject:
         def apply(params: PyTree, opt_state: Any, gradient: PyTree, loss: Any) -> PyTree:
             return optax.apply_updates(params, self._update(gradient, params, opt_state, loss)[0])
 
-        return jax.jit(apply)
+        return jax.jit(apply, compiler_options=self.quick)
 
     def _update(self, gradient: PyTree, params: PyTree, opt_state: Any, loss: Any) -> Any:
         value = {"value": loss} if self._updater.takes_value else {}
@@ -282,11 +291,8 @@ class Subject:
             value = jnp.maximum(state.scale.value / _SCALE_MARGIN, SMALLEST)
             state = dataclasses.replace(state, scale=dataclasses.replace(state.scale, value=value))
         # What is recorded of the last step is none of this one's results.
-        state = dataclasses.replace(
-            state, opt_state=(jax.tree.map(jnp.zeros_like, state.params), state.opt_state[1])
-        )
-        begun: TrainState = host(state)
-        return begun
+        nothing = jax.tree.map(jnp.zeros_like, state.params)
+        return dataclasses.replace(state, opt_state=(nothing, state.opt_state[1]))
 
 
 NAMES = (
