@@ -9,7 +9,8 @@ from gpu_part import LeftOutError, answer, options
 from gpu_plans import planned
 
 from replicax.analysis.hardware import chip_of_kind
-from replicax.plan.compile_process import NotInstalledError, WrongVersionError, check_installed
+from replicax.errors import ConfigError, MissingDependencyError
+from replicax.plan.compile_process import check_installed
 from replicax.plan.gpu_description import DESCRIPTIONS
 
 
@@ -22,7 +23,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         raise LeftOutError(f"no description of {name} to compile for")
     try:
         check_installed("cuda")
-    except (NotInstalledError, WrongVersionError) as reason:
+    except (ConfigError, MissingDependencyError) as reason:
         raise LeftOutError(f"no compiler to plan with: {reason}") from reason
     size = ("nano", 8, TINY) if args.tiny else ("124m", 32, {})
     preset, rows, changes = size

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 
 from replicax.analysis.compiled import Memory, read_memory
 from replicax.core.mesh import mesh_of
+from replicax.errors import CompilerError
 from replicax.plan.exported import Program
 from replicax.wording import first_line
 
-NOT_INSTALLED, WRONG_VERSION = "not installed", "wrong version"
-
+FAILS = "the compiler fails on this step"
 _TOTAL = re.compile(
     r"(?:Used|HLO temporaries \() ?([\d.]+)([KMGT]?)\)? (?:of|exceeds available HBM \() ?"
     r"([\d.]+)([KMGT]?)"
@@ -30,23 +30,6 @@ class Description:
     devices: int
     topology: dict[str, Any]
     """Arguments of `jax.experimental.topologies.get_topology_desc`; none for host devices."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Ready:
-    """That a compiler has described the devices."""
-
-    name: str
-    """Its package, and the version."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Failed:
-    """What a compiler says where it cannot do a target or a step, in one line."""
-
-    message: str
-    reason: str = ""
-    """`NOT_INSTALLED`, `WRONG_VERSION`, or any other."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,8 +78,8 @@ def _bytes(number: str, prefix: str) -> int:
     return round(float(number) * 2.0 ** (10 * " KMGT".index(prefix or " ")))
 
 
-def answer(program: Program, devices: Sequence[Any]) -> Compilation | TooLarge | Failed:
-    """Compile a program; whatever a compiler raises, who asked decides.
+def answer(program: Program, devices: Sequence[Any]) -> Compilation | TooLarge | CompilerError:
+    """Compile a program; whatever a compiler raises is returned: who asked decides.
 
     Args:
         program: for as many devices.
@@ -107,10 +90,10 @@ def answer(program: Program, devices: Sequence[Any]) -> Compilation | TooLarge |
         compiled = _compile(program, devices)
     except Exception as error:
         seconds = time.monotonic() - started
-        return too_large(str(error), seconds) or Failed(first_line(error))
+        return too_large(str(error), seconds) or CompilerError(f"{FAILS}: {first_line(error)}")
     memory = read_memory(compiled)
     if memory is None:
-        return Failed("the compiler does not tell what memory the step takes")
+        return CompilerError(f"{FAILS}: the compiler does not tell what memory the step takes")
     return Compilation(memory, compiled.as_text() or "", time.monotonic() - started)
 
 

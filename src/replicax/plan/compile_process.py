@@ -10,14 +10,8 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from replicax.plan.compilation import (
-    NOT_INSTALLED,
-    WRONG_VERSION,
-    Description,
-    Failed,
-    Ready,
-    answer,
-)
+from replicax.errors import CompilerError, ConfigError, MissingDependencyError, ReplicaxError
+from replicax.plan.compilation import Description, answer
 from replicax.plan.exported import Program
 from replicax.wording import first_line
 
@@ -26,20 +20,12 @@ EXTRAS = {"tpu": "plan-tpu", "cuda": "plan-gpu"}
 _PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 
 
-class NotInstalledError(Exception):
-    """There is no compiler, or a part of it is missing."""
-
-
-class WrongVersionError(Exception):
-    """There is one, and this jax cannot be trusted with it."""
-
-
 def check_installed(platform: str) -> None:
     """Raise where the compiler for `platform` is missing, or is not the one that jax names.
 
     Raises:
-        NotInstalledError: no package has it.
-        WrongVersionError: jax asks for another version of the package.
+        MissingDependencyError: no package has it.
+        ConfigError: jax asks for another version of the package.
     """
     if platform == "tpu":
         _check_libtpu()
@@ -55,7 +41,7 @@ def compiler_name(platform: str) -> str:
 
 
 def check_libraries(platform: str) -> None:
-    """Raise `NotInstalledError` where a compiler that has been started lacks a library.
+    """Raise `MissingDependencyError` where a compiler that has been started lacks a library.
 
     Without cuDNN, XLA compiles for a GPU with other kernels, and other memory, than on one.
     """
@@ -67,29 +53,39 @@ def check_libraries(platform: str) -> None:
             try:
                 versions.cudnn_get_version()
             except Exception as error:
-                raise NotInstalledError(f"{plugin} finds no cuDNN") from error
+                raise _missing(f"{plugin} finds no cuDNN", platform) from error
 
 
 def _check_libtpu() -> None:
     found, wanted = _version("libtpu"), _pinned_libtpu()
     if found is None:
-        raise NotInstalledError("libtpu is not installed")
+        raise _missing("libtpu is not installed", "tpu")
     if wanted and not re.fullmatch(re.escape(wanted).replace(r"\*", ".*"), found):
-        raise WrongVersionError(
-            f"libtpu {found} is installed, and jax {jax.__version__} wants {wanted}"
+        raise _another_version(
+            f"libtpu {found} is installed, and jax {jax.__version__} wants {wanted}", "tpu"
         )
 
 
 def _check_cuda() -> None:
     found = {plugin: version for plugin in _PLUGINS if (version := _version(plugin))}
     if not found:
-        raise NotInstalledError(f"{_PLUGINS[0]} is not installed")
+        raise _missing(f"{_PLUGINS[0]} is not installed", "cuda")
     for plugin, version in found.items():
         if version != importlib.metadata.version("jaxlib"):
-            raise WrongVersionError(
+            raise _another_version(
                 f"{plugin} {version} is installed, and jaxlib "
-                f"{importlib.metadata.version('jaxlib')} wants its own version"
+                f"{importlib.metadata.version('jaxlib')} wants its own version",
+                "cuda",
             )
+
+
+def _missing(text: str, platform: str) -> MissingDependencyError:
+    return MissingDependencyError(f"{text}; pip install 'replicax[{EXTRAS[platform]}]'")
+
+
+def _another_version(text: str, platform: str) -> ConfigError:
+    install = f"pip install 'replicax[{EXTRAS[platform]}]'"
+    return ConfigError(f"{text}; {install}, or plan by formula alone")
 
 
 def _version(package: str) -> str | None:
@@ -113,16 +109,14 @@ def main(connection: Connection) -> None:
         check_installed(description.platform)
         devices = _devices(description)
         check_libraries(description.platform)
-    except NotInstalledError as missing:
-        connection.send(Failed(str(missing), NOT_INSTALLED))
-        return
-    except WrongVersionError as wrong:
-        connection.send(Failed(str(wrong), WRONG_VERSION))
+    except ReplicaxError as refused:
+        connection.send(refused)
         return
     except Exception as error:  # whatever a compiler raises, who asked decides
-        connection.send(Failed(first_line(error)))
+        text = f"no devices can be described for a compiler: {first_line(error)}"
+        connection.send(CompilerError(text))
         return
-    connection.send(Ready(compiler_name(description.platform)))
+    connection.send(compiler_name(description.platform))
     while True:
         try:
             program: Program = connection.recv()

@@ -15,18 +15,14 @@ from typing import Any, Protocol
 
 import jax
 
-from replicax.errors import CompilerError, ConfigError, MissingDependencyError, ReplicaxError
+from replicax.errors import CompilerError, MissingDependencyError, ReplicaxError
 from replicax.plan.compilation import (
-    NOT_INSTALLED,
-    WRONG_VERSION,
     Compilation,
     Description,
-    Failed,
-    Ready,
     TooLarge,
     answer,
 )
-from replicax.plan.compile_process import EXTRAS, compiler_name
+from replicax.plan.compile_process import compiler_name
 from replicax.plan.exported import Program
 from replicax.plan.gpu_description import DESCRIPTIONS
 from replicax.plan.target import ATTACHED, Target
@@ -104,14 +100,14 @@ class CompilerProcess:
         )
         theirs.close()
         try:
-            answered: Ready | Failed = self._ask(self._description)
+            answered: str | ReplicaxError = self._ask(self._description)
         except BaseException:
             self.close()
             raise
-        if isinstance(answered, Failed):
+        if isinstance(answered, ReplicaxError):
             self.close()
-            raise self._refusal(answered)
-        self.name = answered.name
+            raise answered
+        self.name = answered
         return self
 
     def __exit__(
@@ -133,14 +129,6 @@ class CompilerProcess:
         with self._asking:
             self._connection.close()
             self._said.close()
-
-    def _refusal(self, refused: Failed) -> ReplicaxError:
-        install = f"pip install 'replicax[{EXTRAS.get(self._description.platform, 'cli')}]'"
-        if refused.reason == NOT_INSTALLED:
-            return MissingDependencyError(f"{refused.message}; {install}")
-        if refused.reason == WRONG_VERSION:
-            return ConfigError(f"{refused.message}; {install}, or plan by formula alone")
-        return CompilerError(f"no devices can be described for a compiler: {refused.message}")
 
     def _ask(self, question: Description | Program) -> Any:
         with self._asking:
@@ -170,9 +158,9 @@ class CompilerProcess:
         return f"the compiler ended with {how} and without an answer: {last[:200]}"
 
 
-def _checked(answered: Compilation | TooLarge | Failed) -> Compilation | TooLarge:
-    if isinstance(answered, Failed):
-        raise CompilerError(f"the compiler fails on this step: {answered.message}")
+def _checked(answered: Compilation | TooLarge | CompilerError) -> Compilation | TooLarge:
+    if isinstance(answered, CompilerError):
+        raise answered
     return answered
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
 
 from replicax.analysis.collectives import axes_of_group
-from replicax.analysis.sums import (
+from replicax.analysis.low_precision_sums import (
     BETWEEN_DEVICES,
     MANY,
     REDUCE,

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import replicax as rx
-from replicax.analysis.sums import Sum, has_16_bits, sums_in_16_bits
+from replicax.analysis.low_precision_sums import Sum, has_16_bits, sums_in_16_bits
 
 ADD = """
 %add (a: T[], b: T[]) -> T[] {
