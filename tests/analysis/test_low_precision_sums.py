@@ -149,4 +149,6 @@ def test_what_is_traced_is_read_too(of: object) -> None:
         ("scatter", "bf16[32,8]", 512),
         ("reduce", "bf16[8]", 512),
     }
-    assert all(isinstance(each, Sum) and "test_sums.py:" in each.source for each in found)
+    assert all(
+        isinstance(each, Sum) and "test_low_precision_sums.py:" in each.source for each in found
+    )
