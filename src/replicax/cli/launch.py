@@ -74,14 +74,8 @@ def launch(arguments: list[str]) -> int:
         raise ConfigError(f"nothing after --; the command comes there: {EXAMPLE}")
     if options.processes is None:
         raise ConfigError(f"launch without --processes; say how many: {EXAMPLE}")
-    job = Job(
-        command=tuple(command),
-        processes=options.processes,
-        devices_per_process=options.devices_per_process,
-        pin=options.pin,
-        restarts=options.restarts,
-        name=options.name,
-    )
+    names = [field.name for field in dataclasses.fields(Job) if field.name != "command"]
+    job = Job(tuple(command), **{name: getattr(options, name) for name in names})
     code, said = run(job, options)
     return failed(said, code) if said else code
 

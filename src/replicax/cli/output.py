@@ -44,7 +44,7 @@ class JsonOptions:
             raise ConfigError(f"--json {self.json} is a folder; name a file")
         if not folder.is_dir():
             raise ConfigError(f"--json {self.json}: there is no folder {folder}; make it first")
-        with standard_error() if self.shows_json else contextlib.nullcontext(), live() as show:
+        with standard_error() if self.shows_json else contextlib.nullcontext(), _live() as show:
             yield show
 
     def write_json(self, content: dict[str, Any]) -> None:
@@ -70,14 +70,22 @@ def standard_error() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def live(shown: bool = True) -> Iterator[Callable[[str], None]]:
+def _live() -> Iterator[Callable[[str], None]]:
     """Yield a function that shows a live line on a terminal, with the time; nothing elsewhere."""
-    if not shown or not sys.stderr.isatty():
+    if not sys.stderr.isatty():
         yield lambda text: None
         return
     from rich.console import Console
 
     started = time.monotonic()
     console = Console(stderr=True, highlight=False)
-    with console.status("", spinner="dots", refresh_per_second=2) as status:
-        yield lambda text: status.update(f"{text} · {time.monotonic() - started:.0f} s")
+    status = console.status("", spinner="dots", refresh_per_second=2)
+
+    def show(text: str) -> None:
+        status.start()  # not before: while it lives, what is printed goes through it
+        status.update(f"{text} · {time.monotonic() - started:.0f} s")
+
+    try:
+        yield show
+    finally:
+        status.stop()
