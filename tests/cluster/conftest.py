@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from replicax.cluster.job import set_job
+from replicax.cluster.cluster_job import set_job
 
 
 @pytest.fixture(autouse=True)

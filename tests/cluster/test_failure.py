@@ -12,7 +12,7 @@ from support.cluster_jobs import opened
 from support.waiting import HANG_SECONDS
 
 from replicax.cluster import failure, link
-from replicax.cluster.job import set_job
+from replicax.cluster.cluster_job import set_job
 from replicax.cluster.pulse import Pulse
 from replicax.cluster.verdict import Verdict
 from replicax.core.in_flight import InFlight

@@ -2,7 +2,7 @@
 
 import pytest
 
-from replicax.cluster.hostlist import expand_counts, expand_hosts
+from replicax.cluster.slurm_step import expand_counts, expand_hosts
 from replicax.errors import ConfigError
 
 

@@ -8,7 +8,7 @@ import pytest
 from support.cluster_jobs import free_port, place
 
 from replicax.cluster import join
-from replicax.cluster.job import current_job
+from replicax.cluster.cluster_job import current_job
 from replicax.cluster.join import initialize
 from replicax.errors import ClusterError, ConfigError
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from replicax.cluster.engines import tpu_metadata
+from replicax.cluster import tpu_pod
 from replicax.cluster.place import Place, find_place
 from replicax.errors import ConfigError
 
@@ -38,7 +38,7 @@ MPIRUN = {
 
 @pytest.fixture(autouse=True)
 def _no_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tpu_metadata, "is_tpu_vm", lambda: False)
+    monkeypatch.setattr(tpu_pod, "is_tpu_vm", lambda: False)
 
 
 def test_alone_where_nothing_tells() -> None:

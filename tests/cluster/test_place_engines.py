@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import pytest
 
-from replicax.cluster.engines import tpu_metadata
+from replicax.cluster import tpu_pod
 from replicax.cluster.place import find_place
 from replicax.errors import ConfigError
 
@@ -37,7 +37,7 @@ MPIRUN = {
 }
 POD = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "JOB_COMPLETION_INDEX": "2"}
 TORCH = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "::1", "MASTER_PORT": "29500"}
-IS_TPU_VM = tpu_metadata.is_tpu_vm
+IS_TPU_VM = tpu_pod.is_tpu_vm
 TPU = {"TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "t-0.t,t-1.t"}
 
 
@@ -48,7 +48,7 @@ def _name_this_host(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
 @pytest.fixture(autouse=True)
 def _this_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tpu_metadata, "is_tpu_vm", lambda: False)
+    monkeypatch.setattr(tpu_pod, "is_tpu_vm", lambda: False)
     _name_this_host(monkeypatch, "here")
 
 
@@ -367,7 +367,7 @@ class _Metadata(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def metadata_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr(tpu_metadata, "is_tpu_vm", lambda: True)
+    monkeypatch.setattr(tpu_pod, "is_tpu_vm", lambda: True)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # must not be used
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Metadata) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -404,7 +404,7 @@ def test_a_tpu_that_is_in_no_pod_is_alone(
 
 
 def test_a_tpu_whose_metadata_server_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tpu_metadata, "is_tpu_vm", lambda: True)
+    monkeypatch.setattr(tpu_pod, "is_tpu_vm", lambda: True)
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"

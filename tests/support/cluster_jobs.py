@@ -9,13 +9,13 @@ from typing import Any
 
 from support.waiting import HANG_SECONDS, until
 
+from replicax.cluster.cluster_job import Linked
 from replicax.cluster.hub import Hub
-from replicax.cluster.job import Linked
 from replicax.cluster.link import Link
-from replicax.cluster.meeting import meet, open_hub
 from replicax.cluster.patience import Patience
 from replicax.cluster.place import Place
 from replicax.cluster.pulse import Pulse
+from replicax.cluster.rendezvous import meet, open_hub
 from replicax.cluster.verdict import Verdict
 from replicax.cluster.wire import Message, Wire
 from replicax.core.in_flight import InFlight

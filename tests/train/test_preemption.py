@@ -36,9 +36,9 @@ def at_once(number):
 JOIN = """
 from functools import partial
 from replicax.cluster.failure import stop_now
-from replicax.cluster.job import Linked, set_job
+from replicax.cluster.cluster_job import Linked, set_job
 from replicax.cluster.link import Link
-from replicax.cluster.meeting import meet, open_hub
+from replicax.cluster.rendezvous import meet, open_hub
 from replicax.cluster.patience import Patience
 from replicax.cluster.place import find_place
 from replicax.cluster.pulse import Pulse

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from replicax.cluster import variables
-from replicax.cluster.job import Linked, current_job
+from replicax.cluster.cluster_job import Linked, current_job
 from replicax.cluster.link import Link
 from replicax.cluster.patience import Patience
 from replicax.cluster.pulse import Pulse

@@ -13,13 +13,13 @@ import jax
 
 from replicax.cluster.accelerators import deal, visible_gpus
 from replicax.cluster.address import join_address, split_address
+from replicax.cluster.cluster_job import ClusterJob, Linked, Lone, current_job, set_job
 from replicax.cluster.failure import leave_at_once, stop_now, watch_exceptions
-from replicax.cluster.job import ClusterJob, Linked, Lone, current_job, set_job
 from replicax.cluster.link import Link
-from replicax.cluster.meeting import is_loopback, meet, open_hub
 from replicax.cluster.patience import Patience, find_patience
 from replicax.cluster.place import Place, find_place
 from replicax.cluster.pulse import Pulse
+from replicax.cluster.rendezvous import is_loopback, meet, open_hub
 from replicax.cluster.wire import Message
 from replicax.core.in_flight import InFlight
 from replicax.errors import ClusterError

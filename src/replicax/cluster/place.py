@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from replicax.cluster.address import split_address
-from replicax.cluster.engines.detected import Detected
-from replicax.cluster.engines.innermost import find_innermost
+from replicax.cluster.detected import Detected
+from replicax.cluster.engines import find_innermost
 from replicax.cluster.variables import COORDINATOR, JOB_ID, LOCAL_DEVICES, PROCESS_ID, PROCESSES
 from replicax.errors import ConfigError
 

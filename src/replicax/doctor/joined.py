@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from replicax.checks import FAIL, NOTE, PASS, SKIP, Check
 from replicax.cluster.address import split_address
 from replicax.cluster.join import initialize
-from replicax.cluster.meeting import bind, is_loopback, reach
 from replicax.cluster.patience import find_patience
 from replicax.cluster.place import Place, find_place
+from replicax.cluster.rendezvous import bind, is_loopback, reach
 from replicax.core.job import Alone, Job
 from replicax.doctor.combined import failed, guarded, parted
 from replicax.errors import AgreementError, ClusterError, ConfigError

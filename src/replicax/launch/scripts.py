@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from replicax.cluster.engines.kubernetes import DEFAULT_PORT
+from replicax.cluster.engines import POD_PORT
 from replicax.errors import ConfigError
 from replicax.launch.job import Job
 from replicax.wording import counted
@@ -125,8 +125,8 @@ def jobset_manifest(job: Job, options: KubernetesOptions) -> str:
             "devices": job.devices_per_process,
             "image": _quoted(options.image),
             "command": "\n              - ".join(words),
-            "coordinator": _quoted(f"{job.name}-workers-0-0.{job.name}:{DEFAULT_PORT}"),
-            "port": DEFAULT_PORT,
+            "coordinator": _quoted(f"{job.name}-workers-0-0.{job.name}:{POD_PORT}"),
+            "port": POD_PORT,
             "limits": "\n                  ".join(asked) or None,
             "shared-memory": options.shared_memory and _quoted(options.shared_memory),
         },

@@ -1,10 +1,12 @@
-"""Slurm: processes that srun started."""
+"""Slurm: processes that srun started, and its compressed lists of hosts and counts."""
 
+import itertools
+import math
+import re
 from collections.abc import Mapping
 
 from replicax.cluster.address import DERIVED_PORTS, FIRST_DERIVED_PORT, join_address
-from replicax.cluster.engines.detected import Detected, said, whole_number
-from replicax.cluster.hostlist import expand_counts, expand_hosts
+from replicax.cluster.detected import Detected, said, whole_number
 from replicax.cluster.variables import COORDINATOR
 from replicax.errors import ConfigError
 
@@ -13,6 +15,11 @@ NOT_BY_SRUN = "in a Slurm allocation but not started by srun"
 _NEEDED = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_JOB_ID")
 # Slurm's ids of the steps that hold salloc's shell and sbatch's script: no srun started those.
 _NOT_SRUN_STEPS = range(2**32 - 16, 2**32)
+
+_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
+_BRACKETS = re.compile(r"\[([^\[\]]*)\]")
+_MOST_HOSTS = 100_000
 
 
 def detect(env: Mapping[str, str]) -> Detected | None:
@@ -127,3 +134,77 @@ def _local_processes(env: Mapping[str, str], counts: list[int] | None) -> int | 
             f"hosts count from 0 to {len(counts) - 1}: start every process with one srun"
         )
     return counts[node]
+
+
+def expand_hosts(text: str, name: str) -> list[str]:
+    """Every host of a Slurm host list, in order.
+
+    Args:
+        text: as in `node[001-003,7],gpu1` or `rack[0-1]node[0-3]`.
+        name: the variable it came from, for the message.
+
+    Raises:
+        ConfigError: brackets or ranges that do not parse.
+    """
+    hosts: list[str] = []
+    for part in _split_outside_brackets(text, name):
+        pieces = _BRACKETS.split(part)
+        if any("[" in piece or "]" in piece or not piece.isprintable() for piece in pieces):
+            raise _not_a_list(text, name)
+        # re.split alternates plain text and what stood in brackets.
+        choices = [
+            _expand_ranges(piece, text, name) if i % 2 else [piece]
+            for i, piece in enumerate(pieces)
+        ]
+        if len(hosts) + math.prod(map(len, choices)) > _MOST_HOSTS:
+            raise _not_a_list(text, name)
+        hosts += ["".join(combination) for combination in itertools.product(*choices)]
+    return hosts
+
+
+def expand_counts(text: str, name: str) -> list[int]:
+    """Every count of a Slurm list of counts: `2(x3),1` is `[2, 2, 2, 1]`.
+
+    Args:
+        text: the list.
+        name: the variable it came from, for the message.
+
+    Raises:
+        ConfigError: an entry that is not a count.
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        match = _COUNT.fullmatch(part.strip())
+        if match is None or int(match[2] or 1) > _MOST_HOSTS:
+            raise ConfigError(
+                f"{name}={text!r} is not a list of counts such as 2(x3),1; "
+                "Slurm sets it: start the processes with srun"
+            )
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _split_outside_brackets(text: str, name: str) -> list[str]:
+    parts = re.split(r",(?![^\[]*\])", text)
+    if not all(part.strip() for part in parts):
+        raise _not_a_list(text, name)
+    return [part.strip() for part in parts]
+
+
+def _expand_ranges(inside: str, text: str, name: str) -> list[str]:
+    numbers: list[str] = []
+    for part in inside.split(","):
+        match = _RANGE.fullmatch(part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if match is None or last < first or last - first > _MOST_HOSTS:
+            raise _not_a_list(text, name)
+        # The width of the first number holds for all: 001-003, 9-11.
+        numbers += [f"{number:0{len(match[1])}d}" for number in range(first, last + 1)]
+    return numbers
+
+
+def _not_a_list(text: str, name: str) -> ConfigError:
+    return ConfigError(
+        f"{name}={text!r} is not a list of hosts such as node[001-003,7]; "
+        "Slurm sets it: start the processes with srun"
+    )

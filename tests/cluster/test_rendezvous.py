@@ -8,10 +8,10 @@ import pytest
 from support.cluster_jobs import Job, free_port, opened, place
 from support.waiting import HANG_SECONDS
 
-from replicax.cluster import meeting
-from replicax.cluster.meeting import is_loopback, meet, open_hub
+from replicax.cluster import rendezvous
 from replicax.cluster.patience import Patience
 from replicax.cluster.place import Place
+from replicax.cluster.rendezvous import is_loopback, meet, open_hub
 from replicax.errors import ClusterError
 
 
@@ -129,7 +129,7 @@ def test_what_listens_hangs_up() -> None:
 
 
 def test_it_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "_SAY_SECONDS", 0.1)
+    monkeypatch.setattr(rendezvous, "_SAY_SECONDS", 0.1)
     with opened(3, silent_seconds=0.8, timeout_seconds=2.0) as job:
         with pytest.raises(ClusterError):
             job.come(0).result(timeout=HANG_SECONDS)
@@ -137,7 +137,7 @@ def test_it_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_says_that_it_cannot_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "_SAY_SECONDS", 0.1)
+    monkeypatch.setattr(rendezvous, "_SAY_SECONDS", 0.1)
     said: list[str] = []
     going(f"127.0.0.1:{free_port()}", 0.7, said)
     assert said
