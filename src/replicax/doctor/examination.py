@@ -12,25 +12,12 @@ from replicax.cluster import verdict as cluster_verdict
 from replicax.cluster.failure import before_stopping, fail, has_joined, is_collateral
 from replicax.cluster.place import Place
 from replicax.core.job import Alone, Job
+from replicax.doctor import device_checks, joined
 from replicax.doctor.between import CLOCKS, DIFFERENCES, check_clocks, check_surroundings
 from replicax.doctor.combined import STYLE, combined, failed, guarded, summary, worst
-from replicax.doctor.device_checks import (
-    DEVICES,
-    MESH,
-    REDUCTION,
-    check_devices,
-    check_mesh,
-    check_reduction,
-)
+from replicax.doctor.device_checks import DEVICES, MESH, REDUCTION
 from replicax.doctor.installation import LIMITS, VERSIONS, check_limits, check_versions
-from replicax.doctor.joined import (
-    COORDINATOR,
-    JOINED,
-    PLACE,
-    check_coordinator,
-    check_joining,
-    check_place,
-)
+from replicax.doctor.joined import COORDINATOR, JOINED, PLACE
 from replicax.doctor.shared_folders import FOLDER, check_folders
 
 PART_SECONDS = 0.5
@@ -119,11 +106,11 @@ class Examination:
         self._check(LIMITS, lambda: check_limits(env))
         self._check(PLACE, lambda: self._placed(env))
         self._check(
-            COORDINATOR, lambda: check_coordinator(self.place, env, self._timeout, self._say)
+            COORDINATOR, lambda: joined.check_coordinator(self.place, env, self._timeout, self._say)
         )
 
     def _placed(self, env: Mapping[str, str]) -> list[Check]:
-        rows, self.place = check_place(env)
+        rows, self.place = joined.check_place(env)
         return rows
 
     def _join(self) -> None:
@@ -131,7 +118,7 @@ class Examination:
         if self.place is not None and self.place.processes > 1:
             before_stopping(self._stopped)
         before = [row for row in self.rows if row.subject == COORDINATOR]
-        rows, self.job = check_joining(self.place, before, self._timeout)
+        rows, self.job = joined.check_joining(self.place, before, self._timeout)
         self.rows += rows
         if self.job is None:
             self._part(rows)
@@ -145,9 +132,9 @@ class Examination:
             DIFFERENCES: lambda: check_surroundings(job, env),
             CLOCKS: lambda: check_clocks(job),
             FOLDER: lambda: check_folders(job, self._folders),
-            DEVICES: lambda: self._shared(job, check_devices(env)),
-            MESH: check_mesh,
-            REDUCTION: lambda: check_reduction(job, self._largest),
+            DEVICES: lambda: self._shared(job, device_checks.check_devices(env)),
+            MESH: device_checks.check_mesh,
+            REDUCTION: lambda: device_checks.check_reduction(job, self._largest),
         }
         self._begin(JOINED)
         try:
@@ -171,7 +158,7 @@ class Examination:
         why = "not done: the processes have not joined"
         self.rows += [Check(check, "", SKIP, why) for check in (DIFFERENCES, CLOCKS)]
         self._check(FOLDER, lambda: check_folders(Alone(), self._folders))
-        self._check(DEVICES, lambda: check_devices(os.environ))
+        self._check(DEVICES, lambda: device_checks.check_devices(os.environ))
         self._skip_the_rest(why)
 
     def _check(self, check: str, function: Callable[[], Sequence[Check]]) -> None:
