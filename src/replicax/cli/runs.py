@@ -13,9 +13,8 @@ from replicax.cli.opened import RUNS, metrics_text
 from replicax.errors import CheckpointError, ConfigError, require
 from replicax.train.changes import read_config
 from replicax.train.checkpoints.manifest import Manifest
-from replicax.train.checkpoints.store import Store
+from replicax.train.checkpoints.store import CHECKPOINTS, Store
 from replicax.train.lease import is_held
-from replicax.train.load import CHECKPOINTS
 from replicax.train.records import CONFIG, RECORDS, Record, record_from_json
 from replicax.wording import shortened, size_text
 

@@ -12,12 +12,12 @@ from replicax.errors import CheckpointError, ConfigError, require
 from replicax.train.changes import read_config
 from replicax.train.checkpoints.arrays import array_entries, read
 from replicax.train.checkpoints.manifest import MANIFEST, Manifest
-from replicax.train.checkpoints.store import LOSSES, STATE, Store, check_arrays
+from replicax.train.checkpoints.store import CHECKPOINTS, LOSSES, STATE, Store, check_arrays
 from replicax.train.places import exists, is_remote
 from replicax.train.records import CONFIG, Record, read_records
 from replicax.wording import named
 
-CHECKPOINTS, BEST = "checkpoints", "best.json"
+BEST = "best.json"
 
 _OF_THE_RUN_ALONE = (LOSSES, "reduction")
 """Fields of a state that only a run going on needs: a state without them is loaded without them."""

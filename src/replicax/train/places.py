@@ -188,12 +188,7 @@ class Lines:
 
 
 def in_folder(folder: Path | None, name: str, hook: str) -> Path:
-    """Return `name` in the run's folder, where a hook writes by default, in process 0.
-
-    Args:
-        folder: of the run.
-        name: of a file or a folder.
-        hook: that writes it, for the message.
+    """Return `name` in the run's folder, where `hook` writes by default, in process 0.
 
     Raises:
         ConfigError: the run has none.

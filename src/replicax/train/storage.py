@@ -17,15 +17,13 @@ from replicax.train.changes import check_changes, read_config
 from replicax.train.checkpoints.arrays import array_entries, params_not_finite, read
 from replicax.train.checkpoints.manifest import Position
 from replicax.train.checkpoints.saver import Saver
-from replicax.train.checkpoints.store import STATE, Store
+from replicax.train.checkpoints.store import CHECKPOINTS, STATE, Store
 from replicax.train.goodput import FILE, Ledger
 from replicax.train.hook import Hook, Running
 from replicax.train.lease import Lease, take_lease
 from replicax.train.places import exists
 from replicax.train.records import CONFIG, Record, RunFolder, plain_config, read_records
 from replicax.wording import first_line
-
-CHECKPOINTS = "checkpoints"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -50,6 +50,8 @@ _REFUSED = f"refused-{MANIFEST}"
 _ENDED = {MANIFEST, _REFUSED}
 _COMMITTED = re.compile(r"step-(\d{9,18})(?:\.([2-9]|[1-9]\d{1,17}))?")
 
+CHECKPOINTS = "checkpoints"
+"""The folder of them, in a run's."""
 LOSSES = "losses"
 """The window of losses that spikes are compared with."""
 

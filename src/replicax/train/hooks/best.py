@@ -8,19 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from replicax.errors import ConfigError, choose
-from replicax.train.checkpoints.store import Store
+from replicax.train.checkpoints.store import CHECKPOINTS, Store
 from replicax.train.hook import Hook, Running
+from replicax.train.load import BEST
 from replicax.train.places import in_folder, read_bytes, write_whole
 from replicax.train.records import Record
-from replicax.train.storage import CHECKPOINTS
 
 _LESS_IS_BETTER = ("loss", "error", "perplexity", "bits_per_byte")
 """Names of metrics end in one of these."""
 
 _MODES = {"min": "lowest", "max": "highest"}
-
-
-FILE = "best.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,7 +179,7 @@ class KeepBest(Hook):
     """
 
     def __init__(
-        self, metric: str = "accuracy", *, mode: str | None = None, file: str = FILE
+        self, metric: str = "accuracy", *, mode: str | None = None, file: str = BEST
     ) -> None:
         self._watched = self._nothing_seen = Watched("KeepBest", metric, mode)
         self._file = file
