@@ -80,7 +80,9 @@ def verify(
         "rows": rows,
     }
     show = show or (lambda text: None)
-    look = _checks if dp.configuration.step is None else check_own_step
+    look = check_own_step
+    if dp.configuration.step is None:
+        look = partial(_checks, chosen=modes is not None)
     checks = list(look(dp, model, batch, chosen, micro_batches, seed, show))
     show("sums")
     sums = list(check_sums(dp, model, _shapes(batch, batch_size or rows), elsewhere))
@@ -112,6 +114,8 @@ def _checks(
     micro_batches: int,
     seed: int,
     show: Show,
+    *,
+    chosen: bool,
 ) -> Iterator[Check]:
     show("one device")
     try:
@@ -136,8 +140,8 @@ def _checks(
         if mode.bitwise and facts.repeatable:
             bits = partial(bits_on, subject, facts, mode)
             counts, is_own = replica_counts(dp), own.mode == mode
-            # Where nobody trains so, one device and all of them are enough.
-            counts = counts if is_own else sorted({counts[0], counts[-1]})
+            # Where nobody trains so, or asks for it, one device and all of them are enough.
+            counts = counts if is_own or chosen else sorted({counts[0], counts[-1]})
             yield check_exactness(mode, counts, bits, is_own, show)
         elif mode.bitwise:
             yield Check("parity", str(mode), SKIP, NOT_REPEATABLE)
