@@ -23,7 +23,7 @@ from timing import environment, interleaved, ratios, save, spread
 from torch_peer import Peer, torch_version
 
 import replicax as rx
-from replicax.bench.peak import peak_flops_per_second
+from replicax.bench.bench_result import peak_flops_per_second
 from replicax.recipes import transformer
 from replicax.recipes.gpt2_weights import published
 from replicax.recipes.transformer import cudnn_takes

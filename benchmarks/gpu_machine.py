@@ -12,7 +12,7 @@ import jax.extend
 from gpu_part import answer, options
 from torch_peer import torch_version
 
-from replicax.bench.cores import core_count
+from replicax.bench.machine import core_count
 
 PACKAGES = (
     "jax",

@@ -15,7 +15,7 @@ from gpu_part import LeftOutError, answer, options, seconds_a_step
 from torch_peer import Peer, torch_version
 
 from replicax.analysis.hardware import CHIPS, chip_of_kind
-from replicax.bench.cores import core_count
+from replicax.bench.machine import core_count
 from replicax.recipes import transformer
 from replicax.recipes.gpt2_weights import published
 

@@ -24,8 +24,8 @@ from processes_replicax import SGD, SHAPE, start
 from timing import environment, ratios, save, spread
 from torch_peer import torch_version
 
-from replicax.bench.cores import Neighbours, own_cores
-from replicax.bench.report import around
+from replicax.bench.machine import Neighbours, own_cores
+from replicax.bench.numbers import around
 
 COUNTS = 1, 2
 HOW = {

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from replicax.bench.timing import environment as environment
-from replicax.bench.timing import ratios as ratios
-from replicax.bench.timing import spread as spread
+from replicax.bench.machine import environment as environment
+from replicax.bench.numbers import ratios as ratios
+from replicax.bench.numbers import spread as spread
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -45,7 +45,7 @@ from replicax.errors import StateError as StateError
 if typing.TYPE_CHECKING:
     from replicax import losses as losses
     from replicax import remat as remat
-    from replicax.bench.result import Bench as Bench
+    from replicax.bench.bench_result import Bench as Bench
     from replicax.bench.run import bench as bench
     from replicax.cluster.join import initialize as initialize
     from replicax.cluster.patience import Patience as Patience
@@ -80,7 +80,7 @@ if typing.TYPE_CHECKING:
 
 _LATER = {
     "Audit": "train.audit",
-    "Bench": "bench.result",
+    "Bench": "bench.bench_result",
     "CSV": "train.hooks.logger",
     "DeviceMemory": "train.hooks.figures",
     "EarlyStopping": "train.hooks.best",

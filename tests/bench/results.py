@@ -4,9 +4,8 @@ import dataclasses
 from typing import Any
 
 from replicax.analysis.compiled import Collectives
+from replicax.bench.bench_result import Bench, CaseResult, LayoutFigures, efficiencies
 from replicax.bench.cases import STRONG, WEAK
-from replicax.bench.collect import efficiencies
-from replicax.bench.result import Bench, CaseResult, LayoutFigures
 
 CASE = CaseResult(
     mode="jit",

@@ -11,7 +11,7 @@ import pytest
 
 from replicax.analysis import host
 from replicax.bench import runner
-from replicax.bench.result import Bench
+from replicax.bench.bench_result import Bench
 from replicax.bench.run import bench
 
 ROWS = 20

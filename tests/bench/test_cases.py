@@ -4,21 +4,18 @@ import dataclasses
 
 import pytest
 
-from replicax.bench import notes
+from replicax.bench import machine
 from replicax.bench.cases import (
     Case,
     all_cases,
     check_devices,
     default_devices,
+    notes_on_cases,
+    notes_on_source,
     possible_modes,
     usual_modes,
 )
-from replicax.bench.notes import (
-    notes_on_cases,
-    notes_on_machine,
-    notes_on_neighbours,
-    notes_on_source,
-)
+from replicax.bench.machine import notes_on_machine, notes_on_neighbours
 from replicax.core.modes import MODES
 from replicax.errors import ConfigError
 
@@ -130,7 +127,7 @@ def test_no_mode_left_is_refused() -> None:
 
 
 def test_shared_cores_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notes, "core_count", lambda: 4)
+    monkeypatch.setattr(machine, "core_count", lambda: 4)
     assert notes_on_machine(4, "cpu", pinned=False) == [
         "4 devices share 4 cores: efficiency is not that of 4 machines; --pin gives each device a "
         "core"

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from replicax.bench import cores
-from replicax.bench.cores import Neighbours, check_pinning, only_cores, own_cores
+from replicax.bench import machine
+from replicax.bench.machine import Neighbours, check_pinning, only_cores, own_cores
 from replicax.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="cores are given out on Linux")
@@ -75,7 +75,7 @@ def test_a_physical_core_is_named_once_before_its_second_thread(
         folder = tmp_path / f"cpu{core}" / "topology"
         folder.mkdir(parents=True)
         (folder / "thread_siblings_list").write_text(f"{siblings}\n")
-    monkeypatch.setattr(cores, "TOPOLOGY", tmp_path)
+    monkeypatch.setattr(machine, "TOPOLOGY", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
     assert own_cores() == [0, 2, 1, 3]
 
@@ -91,7 +91,7 @@ def test_a_physical_core_is_named_once_before_its_second_thread(
 def test_what_cannot_be_pinned_is_refused(
     devices: int, platform: str, system: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cores, "own_cores", lambda: [0, 1])
+    monkeypatch.setattr(machine, "own_cores", lambda: [0, 1])
     monkeypatch.setattr(sys, "platform", system)
     with pytest.raises(ConfigError) as caught:
         check_pinning(devices, platform)
@@ -100,17 +100,17 @@ def test_what_cannot_be_pinned_is_refused(
 
 
 def test_as_many_devices_as_cores_can_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cores, "own_cores", lambda: [0, 1])
+    monkeypatch.setattr(machine, "own_cores", lambda: [0, 1])
     check_pinning(2, "cpu")
 
 
 def test_neighbours_are_all_that_is_busy_but_this_process_and_its_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cores, "time", SimpleNamespace(monotonic=iter([10.0, 14.0]).__next__))
+    monkeypatch.setattr(machine, "time", SimpleNamespace(monotonic=iter([10.0, 14.0]).__next__))
     own = iter([(0.5, 0.5, 0.0, 0.0, 10.0), (1.0, 0.5, 1.0, 0.5, 14.0)])
     monkeypatch.setattr(os, "times", lambda: next(own))
-    monkeypatch.setattr(cores, "STATISTICS", tmp_path / "stat")
+    monkeypatch.setattr(machine, "STATISTICS", tmp_path / "stat")
     monkeypatch.setattr(os, "sysconf", lambda _: 100)
     (tmp_path / "stat").write_text("cpu  100 0 100 9000 9000 0 0 0 50 0\ncpu0 1\n")
     neighbours = Neighbours()
@@ -121,5 +121,5 @@ def test_neighbours_are_all_that_is_busy_but_this_process_and_its_children(
 def test_without_statistics_nobody_is_accused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cores, "STATISTICS", tmp_path / "none")
+    monkeypatch.setattr(machine, "STATISTICS", tmp_path / "none")
     assert Neighbours().cores() is None

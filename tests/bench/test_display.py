@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from replicax.bench import display as module
-from replicax.bench.display import Display
+from replicax.bench import measurement as module
+from replicax.bench.measurement import Display
 
 
 def test_what_is_left_is_estimated_from_what_was_done(

@@ -15,10 +15,9 @@ from jax.sharding import PartitionSpec as P
 import replicax as rx
 from replicax.bench import run as run_module
 from replicax.bench import runner
-from replicax.bench.cases import Case, Placed
+from replicax.bench.bench_result import Bench, LayoutFigures
+from replicax.bench.cases import Case, Placed, notes_on_cases
 from replicax.bench.layouts import cases_of_layouts, check_layouts
-from replicax.bench.notes import notes_on_cases
-from replicax.bench.result import Bench, LayoutFigures
 from replicax.bench.run import bench
 from replicax.core.layout import LAYOUTS
 from replicax.errors import ConfigError, LossError

@@ -10,13 +10,7 @@ import numpy as np
 import pytest
 
 from replicax.bench.memory_curve import BACKWARD, FORWARD, IDLE, REDUCTION, UPDATE, Timeline
-from replicax.bench.memory_plot import (
-    COLOURS,
-    STATE_COLOUR,
-    TEXT_COLOURS,
-    _apart,
-    draw_memory,
-)
+from replicax.bench.memory_plot import COLOURS, STATE_COLOUR, TEXT_COLOURS, _apart, draw_memory
 from replicax.errors import MissingDependencyError
 
 MIB = 1 << 20

@@ -11,16 +11,11 @@ from bench.results import CASE, make_bench
 
 from replicax.analysis.compiled import Collectives
 from replicax.bench import processes
-from replicax.bench.processes import (
-    bench_processes,
-    check_counts,
-    job_measure,
-    read_part,
-    write_part,
-)
+from replicax.bench.bench_result import Bench
+from replicax.bench.processes import bench_processes, check_counts
 from replicax.bench.report import table
-from replicax.bench.result import Bench
-from replicax.bench.save import write_bench
+from replicax.bench.save import read_part, write_bench, write_part
+from replicax.cli.bench import job_measure
 from replicax.errors import ClusterError, ConfigError
 
 

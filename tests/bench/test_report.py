@@ -5,9 +5,10 @@ import dataclasses
 import pytest
 from bench.results import CASE, extreme, layouts, make_bench, scaled
 
+from replicax.bench.bench_result import Bench
 from replicax.bench.numbers import around, digits, percent_around, short
-from replicax.bench.report import table, to_markdown
-from replicax.bench.result import Bench
+from replicax.bench.report import table
+from replicax.bench.save import to_markdown
 
 
 def test_a_line_has_medians_quartiles_and_efficiency() -> None:

@@ -13,9 +13,9 @@ from bench import small
 from bench.small import MODEL, MODEL_BYTES, ROWS, SOURCE, loss, short
 
 import replicax as rx
-from replicax.bench import cores, runner
+from replicax.bench import machine, runner
 from replicax.bench import run as run_module
-from replicax.bench.result import Bench
+from replicax.bench.bench_result import Bench
 from replicax.bench.run import bench
 from replicax.bench.runner import own_peak, steps_in_a_run
 from replicax.errors import ConfigError, LossError
@@ -178,7 +178,7 @@ def test_several_processes_measure_all_devices_and_nothing_else(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="cores are given out on Linux")
 def test_pinned_runs_have_as_many_cores_as_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = cores.own_cores()
+    own = machine.own_cores()
     before, seen = os.sched_getaffinity(0), set()
     step = runner.Runner.run
 

@@ -9,8 +9,8 @@ import pytest
 from bench.results import CASE, extreme, layouts, make_bench, scaled
 from matplotlib.text import Text
 
-from replicax.bench.layout_plot import figure_of_layouts
-from replicax.bench.result import Bench
+from replicax.bench.bench_result import Bench
+from replicax.bench.plots import figure_of_layouts
 from replicax.bench.save import to_json, write_bench
 
 

@@ -2,8 +2,9 @@
 
 import pytest
 
-from replicax.bench.collect import efficiencies
-from replicax.bench.timing import environment, ratios, spread
+from replicax.bench.bench_result import efficiencies
+from replicax.bench.machine import environment
+from replicax.bench.numbers import ratios, spread
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from jax.sharding import Mesh
 
+from replicax.core.feed import Split
 from replicax.core.layout import Layout, as_layout
 from replicax.core.mesh import DATA, STAGE, replica_count
 from replicax.core.modes import MODES, Mode, as_mode
@@ -179,3 +180,34 @@ def _counts(mode: str, devices: Sequence[int]) -> list[int]:
     """Return the device counts that `mode` can run on."""
     most = as_mode(mode).most_devices
     return [count for count in devices if most is None or count <= most]
+
+
+def notes_on_cases(batch_size: int, cases: Sequence[Case], accumulate: int) -> list[str]:
+    """On rows that do not divide.
+
+    Raises:
+        ConfigError: a batch with fewer rows than there are micro-batches over its devices.
+    """
+    notes = []
+    most = max(case.replicas for case in cases)
+    Split(most, accumulate).padded(batch_size)  # the smallest parts; what it refuses, it explains
+    rows = weak_rows(batch_size, [most])
+    if rows * most != batch_size and any("weak" in case.scalings for case in cases):
+        notes.append(
+            f"{batch_size} rows do not divide over {most} devices: the weak scaling has {rows} "
+            f"rows on each, {rows * most} on {most}"
+        )
+    for case in cases:
+        size, padded = case.global_batch, Split(case.replicas, accumulate).padded(case.global_batch)
+        if padded > size:
+            where = f"{case.replicas} {'devices' if case.replicas == case.devices else 'replicas'}"
+            micro = f" x {accumulate} micro-batches" if accumulate > 1 else ""
+            notes.append(f"{size} rows are padded to {padded} on {where}{micro}")
+    return list(dict.fromkeys(notes))
+
+
+def notes_on_source(can_be_cut: bool, counts: Sequence[int]) -> list[str]:
+    """On a source that decides the batch size itself."""
+    if can_be_cut or len(counts) == 1:
+        return []
+    return ["no weak scaling: the source gives whole batches, which cannot be cut to other sizes"]

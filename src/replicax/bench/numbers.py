@@ -1,9 +1,8 @@
-"""Numbers as text, short enough for a table."""
+"""Repeated timings, and numbers as text, short enough for a table."""
 
 import math
+import statistics
 from collections.abc import Sequence
-
-from replicax.bench.timing import spread
 
 UNKNOWN = "-"
 
@@ -70,3 +69,16 @@ def _decimals(value: float) -> int:
     if value <= 0:
         return 0
     return min(max(2 - math.floor(math.log10(value)), 0), 4)
+
+
+def spread(values: Sequence[float]) -> tuple[float, float, float]:
+    """Median, and the quartiles around it, none beyond what was measured."""
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return middle, low, high
+
+
+def ratios(numerator: Sequence[float], denominator: Sequence[float]) -> list[float]:
+    """Round by round, so that what disturbs a round disturbs both sides."""
+    return [a / b for a, b in zip(numerator, denominator, strict=True)]

@@ -5,27 +5,22 @@ disturbs a round disturbs all of them. In a job `bench` measures as it does anyw
 """
 
 import dataclasses
-import json
-import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
-from replicax.analysis.compiled import Collectives
+from replicax.bench.bench_result import Bench, CaseResult, efficiencies
 from replicax.bench.cases import STRONG, WEAK, usual_modes
-from replicax.bench.collect import efficiencies
-from replicax.bench.cores import Neighbours, only_cores, own_cores
-from replicax.bench.display import Display
-from replicax.bench.notes import notes_on_neighbours
-from replicax.bench.result import Bench, CaseResult
-from replicax.bench.timing import environment
+from replicax.bench.machine import (
+    Neighbours,
+    environment,
+    notes_on_neighbours,
+    own_cores,
+)
+from replicax.bench.measurement import Display
 from replicax.core.modes import MODES
-from replicax.errors import ClusterError, ConfigError, did_you_mean
-from replicax.launch.job import Job
-from replicax.launch.supervisor import launch
+from replicax.errors import ConfigError, did_you_mean
 
 RUNS = 4
 """Of every step in one job; their median is what the round has measured."""
@@ -118,53 +113,6 @@ def bench_processes(
         notes=(*notes, *notes_on_neighbours(neighbours.cores())),
         scaled_over="processes",
     )
-
-
-def job_measure(command: Sequence[str], folder: Path) -> Measure:
-    """A `Measure` that launches `command`, with the path of a file for `write_part` added to it.
-
-    Args:
-        command: a program that calls `replicax.initialize` and `bench`, and writes its result.
-        folder: for that file, and what the processes write.
-    """
-
-    def measure(processes: int, number: int) -> Bench:
-        own = folder / f"{processes}-processes-round-{number + 1}"
-        part = own.absolute() / "part.json"
-        job = Job((*command, str(part)), processes, devices_per_process=1, pin=True)
-        # As many cores as processes, or a lone one would have them all.
-        with only_cores(own_cores()[:processes]):
-            outcome = launch(job, env={**os.environ, "JAX_PLATFORMS": "cpu"}, logs=own, quiet=True)
-        if outcome.stopped_by == "SIGINT":
-            raise KeyboardInterrupt
-        if outcome.exit_code or not part.exists():
-            raise ClusterError(
-                f"{own.name}: {outcome.message or f'no {part.name} was written; see {own}'}"
-            )
-        return read_part(part)
-
-    return measure
-
-
-def write_part(bench: Bench, path: Path) -> None:
-    """Write what one job has measured, for the process that launched it."""
-    path.write_text(json.dumps(dataclasses.asdict(bench)), encoding="utf-8")
-
-
-def read_part(path: Path) -> Bench:
-    """What `write_part` wrote."""
-    fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    cases = [_case(case) for case in fields["cases"]]
-    return Bench(**{**fields, "cases": tuple(cases), "notes": tuple(fields["notes"])})
-
-
-def _case(fields: Mapping[str, Any]) -> CaseResult:
-    plain: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
-    }
-    plain["collectives"] = tuple(Collectives(**each) for each in fields["collectives"])
-    plain["efficiency"] = {name: tuple(each) for name, each in fields["efficiency"].items()}
-    return CaseResult(**plain)
 
 
 def _merged(measured: Mapping[int, Sequence[Bench]]) -> tuple[CaseResult, ...]:

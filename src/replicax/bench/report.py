@@ -3,6 +3,7 @@
 import textwrap
 from collections.abc import Callable, Sequence
 
+from replicax.bench.bench_result import Bench, CaseResult, LayoutFigures, by_mode
 from replicax.bench.cases import STRONG, WEAK
 from replicax.bench.numbers import (
     UNKNOWN,
@@ -13,10 +14,9 @@ from replicax.bench.numbers import (
     percent,
     percent_around,
     short,
+    spread,
     traffic,
 )
-from replicax.bench.result import Bench, CaseResult, LayoutFigures, by_mode
-from replicax.bench.timing import spread
 from replicax.wording import duration
 
 WIDTH = 80
@@ -32,23 +32,6 @@ def table(bench: Bench) -> list[str]:
         lines += ["", *_wrapped(heading), *_aligned(columns, cases)]
     lines += [line for text in footnotes(bench) for line in _wrapped(text)]
     return lines
-
-
-def to_markdown(bench: Bench, pictures: Sequence[str] = ()) -> str:
-    """The same as GitHub's Markdown.
-
-    Args:
-        bench: what was measured.
-        pictures: file names of plots to show, beside the text.
-    """
-    parts = ["# Bench", "\n".join(f"- {text}" for text in header(bench))]
-    parts += [f"![{name}]({name})" for name in pictures]
-    for heading, columns, cases in tables(bench):
-        name, _, explanation = heading.partition(": ")
-        parts += [f"## {name.capitalize()}", *([explanation] if explanation else [])]
-        parts.append(_piped(columns, cases))
-    parts.append("\n".join(f"- {text}" for text in footnotes(bench)))
-    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def header(bench: Bench) -> list[str]:
@@ -221,7 +204,8 @@ def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, subsequent_indent="  ")
 
 
-def _cells(columns: Sequence[Column], cases: Sequence[CaseResult]) -> list[list[str]]:
+def cells(columns: Sequence[Column], cases: Sequence[CaseResult]) -> list[list[str]]:
+    """The text of a table's cells, case by case."""
     return [[text(case) for _, text in columns] for case in cases]
 
 
@@ -230,7 +214,7 @@ def _aligned(columns: Sequence[Column], cases: Sequence[CaseResult]) -> list[str
     heads = [head.split("\n") for head, _ in columns]
     depth = max(map(len, heads))
     heads = [[""] * (depth - len(head)) + head for head in heads]
-    rows = [*map(list, zip(*heads, strict=True)), *_cells(columns, cases)]
+    rows = [*map(list, zip(*heads, strict=True)), *cells(columns, cases)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     gap = "  " if sum(widths) + 2 * (len(widths) - 1) <= WIDTH else " "
     return [
@@ -240,9 +224,3 @@ def _aligned(columns: Sequence[Column], cases: Sequence[CaseResult]) -> list[str
         ).rstrip()
         for row in rows
     ]
-
-
-def _piped(columns: Sequence[Column], cases: Sequence[CaseResult]) -> str:
-    heads = [" ".join(head.replace("-\n", "").split()) for head, _ in columns]
-    lines = [heads, ["---", *["---:"] * (len(columns) - 1)], *_cells(columns, cases)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -8,18 +8,17 @@ from typing import Any
 import jax
 import optax
 
+from replicax.bench.bench_result import Bench, case_results
 from replicax.bench.cases import (
     Case,
     all_cases,
     check_devices,
     default_devices,
+    notes_on_cases,
+    notes_on_source,
     possible_modes,
     usual_modes,
 )
-from replicax.bench.collect import case_results
-from replicax.bench.cores import Neighbours, check_pinning, own_cores
-from replicax.bench.display import Display
-from replicax.bench.epochs import check_source
 from replicax.bench.layouts import (
     MODES_BY_DEFAULT,
     Arrangement,
@@ -27,15 +26,16 @@ from replicax.bench.layouts import (
     check_layouts,
     check_left,
 )
-from replicax.bench.measurement import Measurement, Subject
-from replicax.bench.notes import (
-    notes_on_cases,
+from replicax.bench.machine import (
+    Neighbours,
+    check_pinning,
+    environment,
     notes_on_machine,
     notes_on_neighbours,
-    notes_on_source,
+    own_cores,
 )
-from replicax.bench.result import Bench
-from replicax.bench.timing import environment
+from replicax.bench.measurement import Display, Measurement, Subject
+from replicax.bench.runner import check_source
 from replicax.core.exact import MICRO_SHARDS
 from replicax.core.job import Alone, Job
 from replicax.core.layout import Layout, as_layout

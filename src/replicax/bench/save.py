@@ -2,15 +2,17 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from replicax.bench.layout_plot import draw_layouts
-from replicax.bench.plots import draw_scaling
-from replicax.bench.report import to_markdown
-from replicax.bench.result import Bench, CaseResult
-from replicax.bench.timing import spread
+from replicax.analysis.compiled import Collectives
+from replicax.bench.bench_result import Bench, CaseResult
+from replicax.bench.numbers import (
+    spread,
+)
+from replicax.bench.plots import draw_layouts, draw_scaling
+from replicax.bench.report import Column, cells, footnotes, header, tables
 from replicax.errors import MissingDependencyError
 
 
@@ -74,3 +76,47 @@ def _case_to_json(case: CaseResult) -> dict[str, Any]:
             name: values and list(spread(values)) for name, values in rounds.items()
         },
     }
+
+
+def to_markdown(bench: Bench, pictures: Sequence[str] = ()) -> str:
+    """The same as GitHub's Markdown.
+
+    Args:
+        bench: what was measured.
+        pictures: file names of plots to show, beside the text.
+    """
+    parts = ["# Bench", "\n".join(f"- {text}" for text in header(bench))]
+    parts += [f"![{name}]({name})" for name in pictures]
+    for heading, columns, cases in tables(bench):
+        name, _, explanation = heading.partition(": ")
+        parts += [f"## {name.capitalize()}", *([explanation] if explanation else [])]
+        parts.append(_piped(columns, cases))
+    parts.append("\n".join(f"- {text}" for text in footnotes(bench)))
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _piped(columns: Sequence[Column], cases: Sequence[CaseResult]) -> str:
+    heads = [" ".join(head.replace("-\n", "").split()) for head, _ in columns]
+    lines = [heads, ["---", *["---:"] * (len(columns) - 1)], *cells(columns, cases)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def write_part(bench: Bench, path: Path) -> None:
+    """Write what one job has measured, for the process that launched it."""
+    path.write_text(json.dumps(dataclasses.asdict(bench)), encoding="utf-8")
+
+
+def read_part(path: Path) -> Bench:
+    """What `write_part` wrote."""
+    fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    cases = [_case(case) for case in fields["cases"]]
+    return Bench(**{**fields, "cases": tuple(cases), "notes": tuple(fields["notes"])})
+
+
+def _case(fields: Mapping[str, Any]) -> CaseResult:
+    plain: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
+    }
+    plain["collectives"] = tuple(Collectives(**each) for each in fields["collectives"])
+    plain["efficiency"] = {name: tuple(each) for name, each in fields["efficiency"].items()}
+    return CaseResult(**plain)

@@ -3,9 +3,10 @@
 import dataclasses
 import itertools
 import math
+import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,21 +14,23 @@ import jax
 
 import replicax as rx
 from replicax.bench import processes
-from replicax.bench.cases import all_cases, possible_modes, usual_modes, weak_rows
-from replicax.bench.epochs import check_source
+from replicax.bench.bench_result import Bench
+from replicax.bench.cases import all_cases, notes_on_cases, possible_modes, usual_modes, weak_rows
 from replicax.bench.layouts import AXES, MODES_BY_DEFAULT
+from replicax.bench.machine import only_cores, own_cores
 from replicax.bench.memory_curve import measure_timeline
 from replicax.bench.memory_plot import draw_memory
-from replicax.bench.notes import notes_on_cases
 from replicax.bench.report import table
-from replicax.bench.result import Bench
-from replicax.bench.save import write_bench
+from replicax.bench.runner import check_source
+from replicax.bench.save import read_part, write_bench, write_part
 from replicax.cli.flags import Arguments, parse_with_recipe, several_of, shown_as, words
 from replicax.cli.output import new_folder
 from replicax.cli.step_options import StepOptions, check_alone, make_host_devices, print_data
 from replicax.core.job import Alone
 from replicax.core.modes import MODES
-from replicax.errors import ConfigError, MissingDependencyError
+from replicax.errors import ClusterError, ConfigError, MissingDependencyError
+from replicax.launch.job import Job
+from replicax.launch.supervisor import launch
 from replicax.train.host_memory import keep_freed_memory
 
 MEMORY = "memory.png"
@@ -172,13 +175,37 @@ def _over_processes(parsed: Arguments[BenchOptions], arguments: list[str]) -> No
             f"--processes {options.processes} with a source of whole batches; each count needs "
             "other batches: give arrays or a Grain dataset, or use --devices"
         )
-    measure = processes.job_measure(
-        [sys.executable, "-m", "replicax.cli.bench", *arguments], folder / JOBS
-    )
+    measure = job_measure([sys.executable, "-m", "replicax.cli.bench", *arguments], folder / JOBS)
     result = processes.bench_processes(measure, counts, rounds=options.rounds, notes=notes)
     print(*table(result), sep="\n", flush=True)
     names = [path.name for path in write_bench(result, folder)]
     print(f"see    {folder}/ ({', '.join([*names, f'{JOBS}/'])})")
+
+
+def job_measure(command: Sequence[str], folder: Path) -> processes.Measure:
+    """A `Measure` that launches `command`, with the path of a file for `write_part` added to it.
+
+    Args:
+        command: a program that calls `replicax.initialize` and `bench`, and writes its result.
+        folder: for that file, and what the processes write.
+    """
+
+    def measure(count: int, number: int) -> Bench:
+        own = folder / f"{count}-processes-round-{number + 1}"
+        part = own.absolute() / "part.json"
+        job = Job((*command, str(part)), count, devices_per_process=1, pin=True)
+        # As many cores as processes, or a lone one would have them all.
+        with only_cores(own_cores()[:count]):
+            outcome = launch(job, env={**os.environ, "JAX_PLATFORMS": "cpu"}, logs=own, quiet=True)
+        if outcome.stopped_by == "SIGINT":
+            raise KeyboardInterrupt
+        if outcome.exit_code or not part.exists():
+            raise ClusterError(
+                f"{own.name}: {outcome.message or f'no {part.name} was written; see {own}'}"
+            )
+        return read_part(part)
+
+    return measure
 
 
 def _draw_memory(parsed: Arguments[BenchOptions], result: Bench, folder: Path) -> bool:
@@ -246,7 +273,7 @@ def _one_process(arguments: list[str]) -> None:
         progress=False,
     )
     if job.process == 0:
-        processes.write_part(result, Path(path))
+        write_part(result, Path(path))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,17 @@
-"""Which processor cores this process runs on, for a while."""
+"""The machine that measures: its cores, which of them this process has, and who else has them."""
 
 import contextlib
+import datetime
+import importlib.metadata
 import os
+import platform
 import sys
 import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
+from typing import Any
+
+import jax
 
 from replicax.errors import ConfigError
 
@@ -113,3 +119,69 @@ def _physical(core: int) -> str:
         return path.read_text(encoding="ascii").strip()
     except OSError:
         return str(core)
+
+
+PACKAGES = ("replicax", "jax", "jaxlib", "numpy", "optax")
+
+
+def environment() -> dict[str, Any]:
+    """Date, hardware and versions."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "processor": _processor(),
+        "cores": core_count(),
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in PACKAGES},
+    }
+
+
+def _processor() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:  # no Linux
+        return platform.processor() or platform.machine()
+    models = [line for line in text.splitlines() if line.startswith("model name")]
+    return models[0].partition(":")[2].strip() if models else platform.machine()
+
+
+NEIGHBOURS_TO_NOTE = 0.05
+"""Share of the machine's cores from which other processes are worth a note."""
+
+
+def notes_on_neighbours(cores: float | None) -> list[str]:
+    """On other processes that had `cores` cores on average while this measured."""
+    if cores is None or cores < NEIGHBOURS_TO_NOTE * (os.cpu_count() or 1):
+        return []
+    return [
+        f"other processes used {cores:.1f} of the machine's {os.cpu_count()} cores meanwhile: "
+        "times are too long and efficiency is off; measure again on an idle machine"
+    ]
+
+
+def notes_on_machine(most: int, platform: str, pinned: bool) -> list[str]:
+    """On the devices of this machine, and on what is not measured with them.
+
+    Args:
+        most: the highest device count.
+        platform: `cpu`, `gpu` or `tpu`.
+        pinned: whether each host device has a core of its own.
+    """
+    notes = []
+    if platform == "cpu" and most > 1 and not pinned:
+        cores = core_count()
+        pin = (
+            "--pin gives each device a core"
+            if most <= cores
+            else f"--pin, which gives each device a core, needs {most}"
+        )
+        notes.append(
+            f"{most} devices share {cores} cores: efficiency is not that of {most} machines; {pin}"
+        )
+    if platform != "cpu":
+        notes.append(
+            f"FLOP/s are of the work that the step asks for: a {platform.upper()}'s compiler hides "
+            "what it makes of it"
+        )
+    if getattr(jax.config, "jax_compilation_cache_dir", None):
+        notes.append("JAX's compilation cache is on: a compile time may be that of reading it")
+    return notes
