@@ -84,13 +84,18 @@ def bytes_on_a_device(tree: Any) -> int:
 
 def whole_at_once(use: MemoryUse) -> int:
     """Return the bytes of gathered and of not yet scattered arrays that are alive at once."""
-    every = [each for some in use.computations.values() for each in some]
-    whole = {each.name for each in every if each.opcode == "all-gather"}
-    for each in every:
-        whole |= {*each.inputs} if each.opcode == "reduce-scatter" else set()
+    every = {each.name: each for some in use.computations.values() for each in some}
+    touched = set()
+    for each in every.values():
+        if each.opcode in ("all-gather", "reduce-scatter"):
+            touched.add(each.name)
+            for name in each.inputs:
+                while every[name].opcode in ("bitcast", "get-tuple-element"):
+                    name = every[name].inputs[0]
+                touched.add(name)
     alive = np.zeros(len(use.bytes), np.int64)
     for buffer in use.buffers:
-        if buffer.instruction in whole:
+        if buffer.instruction in touched:
             alive[buffer.first : buffer.last + 1] += buffer.size
     return int(alive.max())
 

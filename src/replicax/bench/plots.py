@@ -1,8 +1,10 @@
 """A bench as a picture: throughput and efficiency by device count."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from replicax.bench.bench_result import Bench, CaseResult, by_mode
 from replicax.bench.cases import STRONG, WEAK
@@ -108,12 +110,12 @@ def _draw_modes(
     for place, mode in enumerate(modes):
         own = [case for case in cases if case.mode == mode]
         aside = span ** (BESIDE * (place - (len(modes) - 1) / 2 + (linestyle == "--") / 2))
-        middles, lows, highs = zip(*(spread(values(case)) for case in own), strict=True)
+        middles, bars = _medians(map(values, own))
         colour, marker = _style(mode)
         axis.errorbar(
             [case.devices * aside for case in own],
             middles,
-            yerr=quartile_bars(middles, lows, highs),
+            yerr=bars,
             color=colour,
             marker=marker,
             markersize=6,
@@ -128,11 +130,11 @@ def _draw_modes(
 def _draw_bars(axis: Any, bench: Bench, values: Values, label: str) -> None:
     """A bar for each mode."""
     cases = bench.scaling(STRONG)
-    middles, lows, highs = zip(*(spread(values(case)) for case in cases), strict=True)
+    middles, bars = _medians(map(values, cases))
     axis.bar(
         [case.mode for case in cases],
         middles,
-        yerr=quartile_bars(middles, lows, highs),
+        yerr=bars,
         color=[_style(case.mode)[0] for case in cases],
         width=0.6,
         capsize=4,
@@ -164,14 +166,10 @@ def _use_log_scale(axis: Any) -> None:
     axis.yaxis.set_minor_locator(ticker.NullLocator())
 
 
-def quartile_bars(
-    middles: Sequence[float], lows: Sequence[float], highs: Sequence[float]
-) -> list[list[float]]:
-    """How far the quartiles are from the medians, below and above."""
-    return [
-        [middle - low for middle, low in zip(middles, lows, strict=True)],
-        [high - middle for middle, high in zip(middles, highs, strict=True)],
-    ]
+def _medians(samples: Iterable[Sequence[float]]) -> tuple[np.ndarray, np.ndarray]:
+    """Medians, and how far the quartiles are from them, below and above."""
+    middles, lows, highs = np.asarray([spread(values) for values in samples]).T
+    return middles, np.stack([middles - lows, highs - middles])
 
 
 def _rate(case: CaseResult) -> Sequence[float]:
@@ -237,14 +235,9 @@ def figure_of_layouts(bench: Bench) -> Any:
     figure.suptitle(f"{picture_title(bench)} · {bench.batch_size:,} rows a batch", fontsize=11)
     time, memory = figure.subplots(1, 2, sharey=True)
     places = range(len(cases))
-    middles, lows, highs = zip(
-        *(spread([1e3 * each for each in case.seconds_per_step]) for case in cases), strict=True
-    )
-    errors = quartile_bars(middles, lows, highs)
-    time.barh(places, middles, xerr=errors, color=TIME, height=0.6, capsize=3, ecolor="#404040")
-    _write(
-        time, highs, [f"{middle:,.3g}" if middle < 1e3 else f"{middle:,.0f}" for middle in middles]
-    )
+    middles, bars = _medians([_milliseconds(case) for case in cases])
+    time.barh(places, middles, xerr=bars, color=TIME, height=0.6, capsize=3, ecolor="#404040")
+    _write(time, middles + bars[1], middles)
     time.set_xlabel("milliseconds per step, median and quartiles")
     state = [(case.layout.state_bytes_per_device if case.layout else 0) / MIB for case in cases]
     peak = [(case.peak_bytes_per_device or 0) / MIB for case in cases]
@@ -252,7 +245,7 @@ def figure_of_layouts(bench: Bench) -> Any:
     memory.barh(places, state, color=STATE, height=0.6, label="train state")
     memory.barh(places, rest, left=state, color=REST, height=0.6, label="the step, at its peak")
     ends = [own + more for own, more in zip(state, rest, strict=True)]
-    _write(memory, ends, [f"{end:,.3g}" if end < 1e3 else f"{end:,.0f}" for end in ends])
+    _write(memory, ends, ends)
     memory.set_xlabel("memory of a device in MiB")
     names = [f"{case.name}, {case.devices} device{'s' * (case.devices > 1)}" for case in cases]
     time.set_yticks(places, names)
@@ -267,9 +260,10 @@ def figure_of_layouts(bench: Bench) -> Any:
     return figure
 
 
-def _write(axis: Any, ends: Any, texts: list[str]) -> None:
+def _write(axis: Any, ends: Sequence[float] | np.ndarray, values: Iterable[float]) -> None:
     """The figure of each bar beside its end, and room for it."""
-    for place, (end, text) in enumerate(zip(ends, texts, strict=True)):
+    for place, (end, value) in enumerate(zip(ends, values, strict=True)):
+        text = f"{value:,.3g}" if value < 1e3 else f"{value:,.0f}"
         axis.annotate(
             text, (end, place), xytext=(5, 0), textcoords="offset points", va="center", fontsize=9
         )
