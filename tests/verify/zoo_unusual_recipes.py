@@ -33,7 +33,12 @@ def fixed_seed(model: Any, batch: Any, key: Any) -> Any:
     return errors(model, {**batch, "x": batch["x"] * kept})
 
 
+def fixed_seed_in_training(model: Any, batch: Any, key: Any) -> Any:
+    return errors(model, batch) if key is None else fixed_seed(model, batch, key)
+
+
 BROKEN = {
+    "fixed seed in training": Entry(fixed_seed_in_training, words="depends on its place"),
     "device count": Entry(divided_by_devices, words="jax.device_count"),
     "device count of a process": Entry(
         divided_by_devices_of_process, words="jax.local_device_count"

@@ -43,9 +43,10 @@ def examine(subject: Subject) -> Facts:
     repeatable = same_bits(first, second)
     with devices_asked() as asked:
         look = Look(subject.objective, subject.state, subject.full.apart(), divided=False)
+    random = not repeatable or not same_bits(first, other)
     return Facts(
         repeatable,
-        repeatable and not same_bits(first, other),
+        repeatable and random,
         any(
             is_float(value) and bool(np.any(value))
             for path, value in first.items()
@@ -54,7 +55,7 @@ def examine(subject: Subject) -> Facts:
         loss_draws_from_a_constant(
             subject.objective, subject.state, jax.tree.map(jnp.asarray, subject.full)
         ),
-        examine_rows(subject, look.gathers),
+        examine_rows(subject, look.gathers, random),
         not look.needs_real_rows,
         frozenset(look.scalars),
         asked,

@@ -3,6 +3,7 @@
 The loss is computed in evaluation mode, without random numbers, on some rows and on fewer of them.
 """
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -56,10 +57,21 @@ class Independence:
         return Check("parity", CASE, verdict.get(self.kind, FAIL), self.found, self.cause)
 
 
-def examine_rows(subject: Subject, gathers: bool = False) -> Independence:
-    """Compute the loss on rows, and on fewer of them."""
+def examine_rows(subject: Subject, gathers: bool = False, random: bool = True) -> Independence:
+    """Compute the loss on rows, and on fewer of them.
+
+    Args:
+        subject: what is verified.
+        gathers: whether the loss gathers rows.
+        random: whether training follows from the key, and so from a row's place.
+    """
+    probe = _Probe(subject)
     try:
-        return dataclasses.replace(_Probe(subject).examine(), gathers=gathers)
+        found = dataclasses.replace(probe.examine(), gathers=gathers)
+        if not random and not found.placed:
+            with contextlib.suppress(Exception):  # the user's loss, on few rows
+                return probe.by_place(jax.random.key(0)) or found
+        return found
     except ReplicaxError:
         raise
     except Exception as error:  # the user's loss
@@ -77,12 +89,12 @@ class _Probe:
         self._eps = subject.eps
         objective = subject.objective
 
-        def values(params: Any, extras: Any, data: Any) -> Any:
+        def values(params: Any, extras: Any, data: Any, key: Any) -> Any:
             returned, _ = objective.definition.apply(
-                lambda model: objective.loss(model, objective.precision.to_compute(data), None),
+                lambda model: objective.loss(model, objective.precision.to_compute(data), key),
                 objective.precision.to_compute(params),
                 extras,
-                View(),
+                View(key),
             )
             loss = returned[0] if isinstance(returned, tuple) else returned
             return loss.values if isinstance(loss, Weighted) else loss
@@ -92,19 +104,24 @@ class _Probe:
     def examine(self) -> Independence:
         if self._subject.rows < 4:
             return Independence(UNKNOWN, f"{self._subject.rows} rows are too few to leave some out")
-        first = self._of(0, 1)
-        swapped = self._of(1, 0)
+        if placed := self.by_place(None):
+            return placed
+        return self._of_scalar() if self._of(0, 1).ndim == 0 else self._of_rows()
+
+    def by_place(self, key: jax.Array | None) -> Independence | None:
+        """What rows show that change places, in training where there is a key."""
+        first, swapped = self._of(0, 1, key=key), self._of(1, 0, key=key)
         back = np.roll(swapped, self._part, axis=0) if first.ndim else swapped
         scale = float(np.max(np.abs([first, back]))) or 1.0
-        if not self._near(first, back, scale):
-            return _placed(float(np.max(np.abs(first - back)) / scale), scalar=not first.ndim)
-        return self._of_scalar() if first.ndim == 0 else self._of_rows()
+        if self._near(first, back, scale):
+            return None
+        return _placed(float(np.max(np.abs(first - back)) / scale), scalar=not first.ndim)
 
-    def _of(self, *parts: int) -> np.ndarray:
+    def _of(self, *parts: int, key: jax.Array | None = None) -> np.ndarray:
         """The loss of some quarters of the rows."""
         rows = np.concatenate([np.arange(self._part) + self._part * part for part in parts])
         state, data = self._subject.state, self._subject.some(rows).data
-        return np.asarray(self._compiled(state.params, state.extras, data), np.float64)
+        return np.asarray(self._compiled(state.params, state.extras, data, key), np.float64)
 
     def _near(self, left: Any, right: Any, scale: float) -> bool:
         bound = min(_UNITS * self._eps, _COARSEST) * scale
@@ -197,7 +214,7 @@ def _placed(share: float, *, scalar: bool) -> Independence:
 
 PLACED = (
     "the value of a row depends on its place: random numbers that do not follow from the loss's "
-    "key (a mask from a fixed key or seed, say), or a number for each place, and other places are "
+    "key (a constant key, or a mask from a fixed seed), or a number for each place; other places are "
     "seen by replicas, micro-batches and the next epoch; draw from the key, or give it in the batch"
 )
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from replicax.analysis.compiled import inspect
-from replicax.checks import FAIL, SKIP, Check
+from replicax.checks import FAIL, NOTE, SKIP, Check
 from replicax.core.batch import row_count
 from replicax.core.data_parallel import DataParallel
 from replicax.core.mesh import replica_count
@@ -131,6 +131,8 @@ def _checks(
     depends = facts.rows.kind == DEPENDENT
     splits = own.mode.per_replica or own.micro_batches > 1
     yield facts.rows.check(fails=depends and splits)
+    if facts.constant_key and not facts.rows.placed:
+        yield Check("parity", "random numbers", NOTE, DRAWN_FROM_A_CONSTANT)
     yield from check_devices_asked(facts.asked)
     cases = _cases(subject, modes)
     cases_of = ProgramCases(subject, facts, show)
@@ -155,6 +157,11 @@ def _checks(
     single = inspect(subject.compiled(subject.single, subject.full))
     yield from check_work(subject, programs, single)
     yield from cases_of.topics([case for case in cases if case in programs])
+
+
+DRAWN_FROM_A_CONSTANT = (
+    "some do not follow from the loss's key: the same in every step, on every replica"
+)
 
 
 def _cases(subject: Subject, modes: Sequence[Mode]) -> list[Case]:
