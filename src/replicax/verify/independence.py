@@ -214,8 +214,8 @@ def _placed(share: float, *, scalar: bool) -> Independence:
 
 PLACED = (
     "the value of a row depends on its place: random numbers that do not follow from the loss's "
-    "key (a constant key, or a mask from a fixed seed), or a number for each place; other places are "
-    "seen by replicas, micro-batches and the next epoch; draw from the key, or give it in the batch"
+    "key (a constant key, or a mask from a fixed seed), or a number for each place; in replicas, "
+    "micro-batches and other epochs it has another: draw from the key, or give it in the batch"
 )
 
 
