@@ -11,7 +11,7 @@ from gpu_plans import planned
 from replicax.analysis.hardware import chip_of_kind
 from replicax.errors import ConfigError, MissingDependencyError
 from replicax.plan.compile_process import check_installed
-from replicax.plan.gpu_description import DESCRIPTIONS
+from replicax.plan.gpu_description import DESCRIBED
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     jax.config.update("jax_platforms", "cpu")
     chip = chip_of_kind(args.device)
     name = "h200" if args.tiny else chip.name if chip else args.device
-    if name not in DESCRIPTIONS:
+    if name not in DESCRIBED:
         raise LeftOutError(f"no description of {name} to compile for")
     try:
         check_installed("cuda")

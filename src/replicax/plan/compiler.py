@@ -24,7 +24,7 @@ from replicax.plan.compilation import (
 )
 from replicax.plan.compile_process import compiler_name
 from replicax.plan.exported import Program
-from replicax.plan.gpu_description import DESCRIPTIONS
+from replicax.plan.gpu_description import DESCRIBED, gpu_description
 from replicax.plan.target import ATTACHED, Target
 
 TIMEOUT_SECONDS = 900.0
@@ -277,11 +277,11 @@ def _description(target: Target) -> Description | None:
     chip = target.chip
     if chip.platform == "cpu":
         return Description("cpu", target.devices, {})
-    if chip.platform == "cuda" and chip.name not in DESCRIPTIONS:
+    if chip.platform == "cuda" and chip.name not in DESCRIBED:
         return None
     arguments = dict(target.topology_arguments)
     platform = arguments.pop("platform")
     if platform == "cuda":
         assert chip.memory_bytes is not None  # it is in the table of those that are described
-        arguments["target_config"] = DESCRIPTIONS[chip.name].text(chip.memory_bytes)
+        arguments["target_config"] = gpu_description(chip.name, chip.memory_bytes)
     return Description(platform, target.devices, arguments)

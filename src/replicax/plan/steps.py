@@ -30,7 +30,7 @@ from replicax.plan.exported import (
     keeping_everything,
     step_jaxpr,
 )
-from replicax.plan.gpu_description import DESCRIPTIONS
+from replicax.plan.gpu_description import DESCRIBED
 from replicax.plan.memory_formula import MemoryFormula, memory_formula, on_one_device
 from replicax.plan.planned import Need, holder
 from replicax.plan.target import ATTACHED, Target
@@ -197,10 +197,10 @@ class Steps:
     def _capability(self) -> float | None:
         if self.target.chip.platform != "cuda":
             return None
-        described = DESCRIPTIONS.get(self.target.chip.name)
+        described = DESCRIBED.get(self.target.chip.name)
         if described is None:
             return cuda_capability() if self.target.text == ATTACHED else None
-        return float("{}.{}".format(*described.capability))
+        return float("{}.{}".format(*described["capability"]))
 
     def _rows(self, dp: DataParallel, rows: int) -> Any:
         count = rows * replica_count(dp.mesh)
