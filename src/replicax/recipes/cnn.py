@@ -47,7 +47,7 @@ class CNN:
     epochs: int = 3
     """Passes over the training images."""
     learning_rate: float = 1e-3
-    """Of Adam."""
+    """Learning rate of Adam."""
     dropout: float = 0.25
     """Share of features dropped before the linear layer."""
     data_dir: Path | None = None

@@ -43,7 +43,7 @@ class GPT2:
     layers: int = 4
     """Blocks of attention and MLP."""
     heads: int = 4
-    """Of each attention."""
+    """Heads of each attention."""
     width: int = 128
     """Dims of the residual stream."""
     context: int = 128
@@ -55,14 +55,14 @@ class GPT2:
     tokenizer: str = "bytes"
     """bytes; bpe, which is trained on the text; or the path of a tokenizer.json."""
     learning_rate: float = 2e-3
-    """At its height, after a hundredth of the steps; it then falls to a tenth along a cosine."""
+    """Peak learning rate, reached after 1% of the steps, then cosine decay to a tenth of it."""
     weight_decay: float = 0.1
     """AdamW weight decay, applied to weight matrices only."""
     clip_norm: float = 1.0
     """Largest norm of the gradient; longer ones are shortened to it."""
     remat: transformer.Remat = "selective"
-    """What the backward pass computes again to save memory: nothing, norms and GELU (which is also
-    the fastest on a CPU), or whole blocks."""
+    """Activations that the backward pass recomputes to save memory: none, norms and GELU (which is
+    also the fastest on a CPU), or whole blocks."""
     init_from: Path | None = None
     """Weights to start from: a .safetensors file with the published names."""
     sample: str | None = None
@@ -70,7 +70,7 @@ class GPT2:
     sample_tokens: int = 200
     """Tokens to continue it by."""
     temperature: float = 0.8
-    """Of the continuation: below 1 for likelier tokens, 0 for the likeliest."""
+    """Temperature of the continuation: below 1 for likelier tokens, 0 for the likeliest."""
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         {

@@ -16,7 +16,7 @@ from replicax.recipes.datasets import ImageDataset, fashion_mnist
 
 Params = dict[str, dict[str, jax.Array]]
 
-# Of a kernel [height, width, in, out], or [in, out]: the variance that keeps that of a relu layer.
+# He's variance, for kernels [height, width, in, out] and [in, out] before a relu.
 _he = jax.nn.initializers.he_normal(in_axis=-2, out_axis=-1)
 
 
@@ -29,9 +29,9 @@ class LeNet:
     epochs: int = 10
     """Passes over the training images."""
     learning_rate: float = 0.2
-    """At its height, after a tenth of the steps; it then falls to 0 along a cosine."""
+    """Peak learning rate, reached after a tenth of the steps, then cosine decay to 0."""
     momentum: float = 0.9
-    """Of gradient descent (Nesterov's)."""
+    """Nesterov momentum of gradient descent."""
     clip_norm: float = 1.0
     """Largest norm of the gradient; longer ones are shortened to it."""
     data_dir: Path | None = None

@@ -17,13 +17,13 @@ class LinearRegression:
     epochs: int = 10
     """Passes over the points."""
     learning_rate: float = 0.1
-    """Of plain gradient descent."""
+    """Learning rate of plain gradient descent."""
     points: int = 1000
     """Points to train on; a fifth as many again to evaluate on."""
     slope: float = 2.0
-    """Of the line that the points scatter around."""
+    """Slope of the line that the points scatter around."""
     intercept: float = -1.0
-    """Of the same line."""
+    """Intercept of the same line."""
     noise: float = 0.1
     """Standard deviation of the scatter."""
 

@@ -85,7 +85,7 @@ class MLP:
     epochs: int = 5
     """Passes over the training rows."""
     learning_rate: float = 1e-3
-    """Of Adam."""
+    """Learning rate of Adam."""
     layers: int = 7
     """Dense layers with relu, before the linear one; all but the first are equal."""
     hidden: int = 128
@@ -126,7 +126,7 @@ class MLP:
         return self._draw(max(self.rows // 10, 1), seed=2)
 
     def data_description(self) -> str:
-        """What the rows are."""
+        """How the rows are drawn."""
         return (
             f"{self.rows:,} rows, y = tanh(x W) with x and W at random, "
             f"{self.inputs} numbers to {OUTPUTS}"

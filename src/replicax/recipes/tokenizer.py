@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,46 +21,17 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 ENDS_OF_TEXT = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>")
-"""What a tokenizer may call the token between documents; the first that it has is taken."""
+"""Names of the token between documents; the first that a tokenizer has is taken."""
 TRAINED_VOCAB_SIZE = 4096
-"""Of a BPE trained here, where no other is asked for."""
+"""Vocabulary of a BPE trained here, where no other is asked for."""
 # What one token costs while it is being encoded is a hundred times what its id takes.
 PIECE_CHARACTERS = 1 << 17
 BATCH_CHARACTERS = 1 << 22
 
 
-class Tokenizer(Protocol):
-    """What turns documents into ids in 0..vocab_size - 1, and ids into text."""
-
-    @property
-    def name(self) -> str:
-        """Which tokenizer, with its vocabulary's size, for printing."""
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id."""
-
-    @property
-    def end_of_text(self) -> int:
-        """The id to put between documents; no text is encoded as it."""
-
-    @property
-    def token_bytes(self) -> np.ndarray:
-        """Bytes of text that each id stands for, int32 [vocab_size]; 0 for special tokens."""
-
-    def encode(self, document: Document) -> np.ndarray:
-        """Ids, int32 [tokens]; their `token_bytes` add up to the document's."""
-
-    def encode_all(self, documents: Iterable[Document]) -> Iterator[np.ndarray]:
-        """What `encode` returns, of one document after the other."""
-
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text; special tokens have none, and what is not UTF-8 becomes U+FFFD."""
-
-
 def open_tokenizer(
     spec: str, documents: Iterable[Document], vocab_size: int | None = None
-) -> Tokenizer:
+) -> "Tokenizer":
     """The tokenizer "bytes"; or "bpe", trained on `documents`; or the tokenizer.json at `spec`.
 
     `vocab_size` is for "bpe" alone, whose default is 4,096.
@@ -94,18 +65,25 @@ class ByteTokenizer:
     """Ids 0..255 are the bytes themselves, UTF-8 or not, and 256 is the end of text."""
 
     name = "bytes (vocabulary 257)"
+    """The tokenizer with its vocabulary's size, for printing."""
     vocab_size = 257
+    """One more than the largest id."""
     end_of_text = 256
+    """The id to put between documents; no text is encoded as it."""
     token_bytes = np.array([1] * 256 + [0], np.int32)
+    """Bytes of text that each id stands for, int32 [vocab_size]; 0 for special tokens."""
     token_bytes.flags.writeable = False
 
     def encode(self, document: Document) -> np.ndarray:
+        """Ids, int32 [tokens]; their `token_bytes` add up to the document's."""
         return np.frombuffer(document.content, np.uint8).astype(np.int32)
 
     def encode_all(self, documents: Iterable[Document]) -> Iterator[np.ndarray]:
+        """Encode one document after the other."""
         return map(self.encode, documents)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text; special tokens have none, and what is not UTF-8 becomes U+FFFD."""
         array = _checked(ids, self.vocab_size)
         return array[array < 256].astype(np.uint8).tobytes().decode(errors="replace")
 
@@ -139,7 +117,7 @@ class BPETokenizer:
         return next(self.encode_all([document]))
 
     def encode_all(self, documents: Iterable[Document]) -> Iterator[np.ndarray]:
-        """What `encode` returns, of one document after the other, on all processor cores.
+        """Encode one document after the other, on all processor cores.
 
         A long document is encoded in pieces, cut at the start of a line; only one batch of pieces
         is in memory in the library's own, large, form.
@@ -174,6 +152,9 @@ class BPETokenizer:
             "a tokenizer must keep the text (no normalizer, no prefix space, a token for each "
             'byte); use another, or "bytes" or "bpe"'
         )
+
+
+Tokenizer = ByteTokenizer | BPETokenizer
 
 
 def train_bpe(documents: Iterable[Document], vocab_size: int) -> BPETokenizer:
@@ -311,7 +292,7 @@ def _find_end_of_text(tokenizer: "tokenizers.Tokenizer", name: str) -> int:
 
 
 def _text_of_tokens(tokenizer: "tokenizers.Tokenizer") -> list[bytes]:
-    """What each id stands for; nothing for special tokens, and for ids that no token has."""
+    """Bytes of each id; none for special tokens, and for ids that no token has."""
     vocab = tokenizer.get_vocab(with_added_tokens=True)
     added = tokenizer.get_added_tokens_decoder()
     byte_of = {character: byte for byte, character in enumerate(_character_of_byte())}
