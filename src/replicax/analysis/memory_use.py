@@ -187,7 +187,7 @@ def _covered(buffers: Sequence[Buffer]) -> int:
 @contextlib.contextmanager
 def _compiled_anew() -> Generator[None]:
     """XLA compiles in here, whatever JAX has in its cache; else it would write nothing."""
-    folder = jax.config.jax_compilation_cache_dir
+    folder = getattr(jax.config, "jax_compilation_cache_dir", None)
     try:
         jax.config.update("jax_compilation_cache_dir", None)
         compilation_cache.reset_cache()
