@@ -104,7 +104,6 @@ EXECUTED = (
     "a key by in_axes None",
     "a key from a constant",
     "a key by P() and the step",
-    "a key that replicate gives to all devices",
     "pmap with pmean, every spelling",
     "reduced by a class of the file",
     "gradients summed, divided by the count",

@@ -75,17 +75,18 @@ def dead_and_stopped(
     The program is asked and not the rows: a parameter that these rows do not use is neither.
     """
 
-    def total(params: Any) -> Any:
-        view = View(jax.random.key(0))
-        sums = objective.loss_sums(params, state.extras, batch, view)[0]
+    def total(params: Any, extras: Any, rows: Batch) -> Any:
+        sums = objective.loss_sums(params, extras, rows, View(jax.random.key(0)))[0]
         return sums[LOSS].total, sums
 
-    traced = jax.make_jaxpr(jax.value_and_grad(total, has_aux=True))(state.params)
-    count = len(traced.jaxpr.invars)
-    follows = _sources(traced.jaxpr, [frozenset([each]) for each in range(count)])
+    gradient = jax.value_and_grad(total, has_aux=True)
+    traced = jax.make_jaxpr(gradient)(state.params, state.extras, batch)
+    inputs, count = len(traced.jaxpr.invars), len(jax.tree.leaves(state.params))
+    own = [frozenset([each]) if each < count else NOTHING for each in range(inputs)]
+    follows = _sources(traced.jaxpr, own)
     reaching = NOTHING.union(*follows[:-count])
     # A gradient that is 0 whatever the parameters and rows are is a constant of the program.
-    varying = _sources(traced.jaxpr, [frozenset([0])] * count, of_constants=frozenset([0]))
+    varying = _sources(traced.jaxpr, [frozenset([0])] * inputs, of_constants=frozenset([0]))
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state.params)]
     dead = [path for each, path in enumerate(paths) if each not in reaching]
     without = [path for path, each in zip(paths, varying[-count:], strict=True) if not each]
