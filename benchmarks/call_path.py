@@ -2,8 +2,8 @@
 
     python benchmarks/call_path.py plan lenet --target h100:8
 
-Counted are the functions of Replicax that this process calls, threads included and processes that it
-starts left out, and the lines of those functions. PYTHONPATH chooses another checkout.
+Counted are the functions of Replicax that this process calls, threads included and processes that
+it starts left out, and the lines of those functions. PYTHONPATH chooses another checkout.
 """
 
 import inspect

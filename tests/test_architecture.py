@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -179,6 +180,18 @@ def test_no_imports_in_a_circle() -> None:
 def test_no_module_is_loaded_in_a_circle() -> None:
     graph = {module: set(imports(module, when_loaded=True)) for module in FILES}
     TopologicalSorter(graph).prepare()
+
+
+def test_no_two_modules_have_one_name() -> None:
+    names = Counter(path.stem for path in FILES.values() if path.stem[:2] != "__")
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_no_two_classes_have_one_name() -> None:
+    nodes = (node for path in FILES.values() for node in ast.walk(ast.parse(path.read_text())))
+    classes = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    public = {name for name, count in classes.items() if count > 1 and name[0] != "_"}
+    assert public == {"Network"}  # the models of two recipes
 
 
 def test_modes_and_layouts_are_asked_and_not_compared() -> None:

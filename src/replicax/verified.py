@@ -7,7 +7,7 @@ from replicax.core.data_parallel import DataParallel
 from replicax.core.modes import Mode
 from replicax.plan.steps import compiled_for
 from replicax.plan.target import Target, parse_target
-from replicax.verify import verify as checks
+from replicax.verify import verify_program as checks
 from replicax.verify.sums import Elsewhere, Text
 from replicax.verify.verification import Verification
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from replicax.analysis.hardware import CHIPS, CPU, GIB, Chip, Link, chip_of_kind
+from replicax.analysis.hardware import CHIPS, CPU, GIB, Chip, Interconnect, chip_of_kind
 
 NAMES = {
     *("p100", "v100-16", "v100", "v100-pcie-16", "v100-pcie", "t4"),
@@ -27,7 +27,9 @@ def test_every_fact_has_a_source(name: str) -> None:
         value = getattr(chip, fact.name)
         if fact.name in IDENTITY or value is None or value == 0:
             continue
-        source = value.source if isinstance(value, Link) else chip.sources.get(fact.name, "")
+        source = (
+            value.source if isinstance(value, Interconnect) else chip.sources.get(fact.name, "")
+        )
         assert len(source) > 10, f"{name}: {fact.name}"
     assert set(chip.sources) <= {fact.name for fact in dataclasses.fields(Chip)}
 

@@ -6,7 +6,7 @@ import pytest
 
 from replicax.analysis.hardware import Chip
 from replicax.analysis.roofline import kernel_roofline, limits
-from replicax.analysis.schedule import Collective, Kernel, Loop, Schedule, Wait
+from replicax.analysis.schedule import Collective, Kernel, Schedule, Wait, WhileLoop
 from replicax.plan.forecast import Transfer
 from replicax.plan.speed import timeline
 
@@ -66,27 +66,27 @@ def test_transfers_start_and_are_needed_where_the_schedule_says() -> None:
 
 def test_transfers_in_a_loop_repeat() -> None:
     body = (reduction("a"), MOVING, Wait("a"), COMPUTING)
-    seconds, transfers = timeline(Schedule((COMPUTING, Loop(3, body))), CHIP)
+    seconds, transfers = timeline(Schedule((COMPUTING, WhileLoop(3, body))), CHIP)
     assert seconds == 4 + 3 * 7
     places = [(each.ready_seconds, each.needed_seconds) for each in transfers]
     assert places == [(4, 7), (11, 14), (18, 21)]
 
 
 def test_loops_in_loops_multiply() -> None:
-    steps = (Loop(3, (Loop(1000, (MOVING,)), reduction("a"), Wait("a"))),)
+    steps = (WhileLoop(3, (WhileLoop(1000, (MOVING,)), reduction("a"), Wait("a"))),)
     seconds, transfers = timeline(Schedule(steps), CHIP)
     assert seconds == 3 * 1000 * 3
     assert [each.ready_seconds for each in transfers] == [3000, 6000, 9000]
 
 
 def test_a_loop_that_does_not_run_takes_no_time() -> None:
-    assert timeline(Schedule((Loop(0, (MOVING,)),)), CHIP) == (0, ())
+    assert timeline(Schedule((WhileLoop(0, (MOVING,)),)), CHIP) == (0, ())
 
 
 def test_what_limits_a_step() -> None:
     small = [kernel(f"small{n}", n, 0) for n in range(6)]
     many = dataclasses.replace(MOVING, runs=2)
-    found = limits(Schedule((COMPUTING, Loop(2, (many,)), *small)), CHIP)
+    found = limits(Schedule((COMPUTING, WhileLoop(2, (many,)), *small)), CHIP)
     assert found.seconds == pytest.approx(4 + 2 * 3 + 0.015)
     assert found.compute_share == pytest.approx(4.015 / 10.015)
     names = [each.kernel.name for each in found.top]

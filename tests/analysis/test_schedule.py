@@ -16,7 +16,7 @@ import replicax as rx
 from replicax.analysis.compiled import inspect
 from replicax.analysis.flops import count_flops
 from replicax.analysis.roofline import kernel_roofline
-from replicax.analysis.schedule import Collective, Kernel, Loop, Schedule, Wait, read_schedule
+from replicax.analysis.schedule import Collective, Kernel, Schedule, Wait, WhileLoop, read_schedule
 from replicax.plan.speed import timeline
 
 # A loop over 5 stacked layers: it reads one layer of the stack, and writes one of another.
@@ -94,7 +94,7 @@ def test_a_loop_over_layers_touches_one_layer_each_time() -> None:
 
 def test_a_loop_keeps_its_body_once_and_in_order() -> None:
     loop, end = read_schedule(LOOP).steps
-    assert isinstance(loop, Loop)
+    assert isinstance(loop, WhileLoop)
     assert loop.trips == 5
     assert [each.name for each in loop.steps if isinstance(each, Kernel)] == ["fused", "kept"]
     assert isinstance(end, Kernel)

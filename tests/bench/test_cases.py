@@ -6,7 +6,7 @@ import pytest
 
 from replicax.bench import machine
 from replicax.bench.cases import (
-    Case,
+    BenchCase,
     all_cases,
     check_devices,
     default_devices,
@@ -23,10 +23,10 @@ from replicax.errors import ConfigError
 def test_the_scalings_meet_on_the_most_devices() -> None:
     cases = all_cases(32, (1, 4), ["single", "jit"], weak=True)
     assert cases == [
-        Case("single", 1, 32, ("strong",)),
-        Case("jit", 1, 32, ("strong",)),
-        Case("jit", 1, 8, ("weak",)),
-        Case("jit", 4, 32, ("strong", "weak")),
+        BenchCase("single", 1, 32, ("strong",)),
+        BenchCase("jit", 1, 32, ("strong",)),
+        BenchCase("jit", 1, 8, ("weak",)),
+        BenchCase("jit", 4, 32, ("strong", "weak")),
     ]
     assert notes_on_cases(32, cases, 1) == []
 
@@ -34,10 +34,10 @@ def test_the_scalings_meet_on_the_most_devices() -> None:
 def test_rows_that_do_not_divide_are_rounded_up_and_noted() -> None:
     cases = all_cases(30, (1, 4), ["pmap"], weak=True)
     assert cases == [
-        Case("pmap", 1, 30, ("strong",)),
-        Case("pmap", 1, 8, ("weak",)),
-        Case("pmap", 4, 30, ("strong",)),
-        Case("pmap", 4, 32, ("weak",)),
+        BenchCase("pmap", 1, 30, ("strong",)),
+        BenchCase("pmap", 1, 8, ("weak",)),
+        BenchCase("pmap", 4, 30, ("strong",)),
+        BenchCase("pmap", 4, 32, ("weak",)),
     ]
     assert notes_on_cases(30, cases, 1) == [
         "30 rows do not divide over 4 devices: the weak scaling has 8 rows on each, 32 on 4",
@@ -46,7 +46,7 @@ def test_rows_that_do_not_divide_are_rounded_up_and_noted() -> None:
 
 
 def test_one_device_count_has_no_weak_scaling() -> None:
-    assert all_cases(30, (4,), ["jit"], weak=True) == [Case("jit", 4, 30, ("strong",))]
+    assert all_cases(30, (4,), ["jit"], weak=True) == [BenchCase("jit", 4, 30, ("strong",))]
 
 
 def test_a_source_that_cannot_be_cut_has_no_weak_scaling() -> None:

@@ -16,7 +16,7 @@ import replicax as rx
 from replicax.bench import run as run_module
 from replicax.bench import runner
 from replicax.bench.bench_result import Bench, LayoutFigures
-from replicax.bench.cases import Case, Placed, notes_on_cases
+from replicax.bench.cases import BenchCase, Placed, notes_on_cases
 from replicax.bench.layouts import cases_of_layouts, check_layouts
 from replicax.bench.run import bench
 from replicax.core.layout import LAYOUTS
@@ -51,11 +51,11 @@ def mesh(**axes: int) -> Mesh:
 def test_a_layout_is_named_with_the_axes_of_its_mesh(layout: Any, axes: Any, name: str) -> None:
     placed = Placed(LAYOUTS.get(layout, layout), mesh(**axes))
     assert str(placed) == name
-    assert str(Case("jit", 4, 8, (), placed)) == f"jit {name} on 4 devices"
+    assert str(BenchCase("jit", 4, 8, (), placed)) == f"jit {name} on 4 devices"
 
 
-def at_most(sizes: int, axis: str) -> Callable[[Case], None]:
-    def check(case: Case) -> None:
+def at_most(sizes: int, axis: str) -> Callable[[BenchCase], None]:
+    def check(case: BenchCase) -> None:
         assert case.placed is not None
         size = case.placed.mesh.shape[axis]
         if size > sizes:

@@ -9,21 +9,21 @@ import pytest
 from support.waiting import HANG_SECONDS
 
 from replicax.cluster import wire as wire_module
-from replicax.cluster.wire import Wire, decode, encode
+from replicax.cluster.wire import Connection, decode, encode
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Wire, Wire]]:
+def pair() -> Iterator[tuple[Connection, Connection]]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         there = socket.create_connection(server.getsockname())
         here, _ = server.accept()
-    ends = Wire(here), Wire(there)
+    ends = Connection(here), Connection(there)
     yield ends
     for end in ends:
         end.close()
 
 
-def receive_all(wire: Wire, count: int) -> list[object]:
+def receive_all(wire: Connection, count: int) -> list[object]:
     found: list[object] = []
     while len(found) < count:
         found += wire.receive(timeout_seconds=HANG_SECONDS)
@@ -42,7 +42,7 @@ def test_what_is_no_message(line: bytes) -> None:
         decode(line)
 
 
-def test_messages_keep_their_order_and_their_bounds(pair: tuple[Wire, Wire]) -> None:
+def test_messages_keep_their_order_and_their_bounds(pair: tuple[Connection, Connection]) -> None:
     here, there = pair
     sent = [{"number": n, "text": "x" * (n * 7919)} for n in range(40)]
 
@@ -56,7 +56,7 @@ def test_messages_keep_their_order_and_their_bounds(pair: tuple[Wire, Wire]) -> 
     sending.join()
 
 
-def test_threads_do_not_mix_their_messages(pair: tuple[Wire, Wire]) -> None:
+def test_threads_do_not_mix_their_messages(pair: tuple[Connection, Connection]) -> None:
     here, there = pair
     texts = [letter * 100_000 for letter in "abcd"]
 
@@ -73,7 +73,7 @@ def test_threads_do_not_mix_their_messages(pair: tuple[Wire, Wire]) -> None:
     assert sorted(message["text"] for message in found) == sorted(texts * 5)  # type: ignore[index]
 
 
-def test_who_stops_reading_finds_the_rest_later(pair: tuple[Wire, Wire]) -> None:
+def test_who_stops_reading_finds_the_rest_later(pair: tuple[Connection, Connection]) -> None:
     here, there = pair
     there._socket.sendall(encode({"go": 1}) + encode({"stop": 2}) + b'{"half":')
     assert next(here.receive(HANG_SECONDS)) == {"go": 1}
@@ -82,13 +82,13 @@ def test_who_stops_reading_finds_the_rest_later(pair: tuple[Wire, Wire]) -> None
     assert list(here.receive(HANG_SECONDS)) == [{"half": 3}]
 
 
-def test_nothing_comes_in_time(pair: tuple[Wire, Wire]) -> None:
+def test_nothing_comes_in_time(pair: tuple[Connection, Connection]) -> None:
     started = time.monotonic()
     assert list(pair[0].receive(0.05)) == []
     assert 0.04 < time.monotonic() - started < 2.0
 
 
-def test_the_other_end_closes(pair: tuple[Wire, Wire]) -> None:
+def test_the_other_end_closes(pair: tuple[Connection, Connection]) -> None:
     here, there = pair
     there.send({"last": "word"})
     there.close()
@@ -97,7 +97,9 @@ def test_the_other_end_closes(pair: tuple[Wire, Wire]) -> None:
         list(here.receive(HANG_SECONDS))
 
 
-def test_a_message_without_an_end(pair: tuple[Wire, Wire], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_without_an_end(
+    pair: tuple[Connection, Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(wire_module, "LONGEST_LINE_BYTES", 1000)
     here, there = pair
     there._socket.sendall(b"x" * 5000)
@@ -106,7 +108,7 @@ def test_a_message_without_an_end(pair: tuple[Wire, Wire], monkeypatch: pytest.M
 
 
 def test_a_reader_that_takes_nothing(
-    pair: tuple[Wire, Wire], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[Connection, Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, there = pair
     there._socket.settimeout(0.1)
@@ -114,7 +116,7 @@ def test_a_reader_that_takes_nothing(
         there.send({"text": "x" * 50_000_000})
 
 
-def test_closing_ends_a_receive_in_another_thread(pair: tuple[Wire, Wire]) -> None:
+def test_closing_ends_a_receive_in_another_thread(pair: tuple[Connection, Connection]) -> None:
     here, _ = pair
     ended = threading.Event()
 

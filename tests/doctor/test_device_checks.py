@@ -13,7 +13,7 @@ from replicax.checks import FAIL, NOTE, PASS, SKIP
 from replicax.core.job import Alone
 from replicax.doctor import device_checks
 from replicax.doctor.device_checks import (
-    Found,
+    FoundDevices,
     check_devices,
     check_mesh,
     check_reduction,
@@ -25,11 +25,11 @@ from replicax.doctor.device_checks import (
 from replicax.errors import ConfigError
 
 KB, MB = 2**10, 2**20
-CPU = Found("cpu", ["cpu"], [1], None, cores=4, gpus=0, tpus=0)
-GPU = Found("gpu", ["NVIDIA H200"], [8, 8], 150 * 2**30, cores=64, gpus=8, tpus=0)
+CPU = FoundDevices("cpu", ["cpu"], [1], None, cores=4, gpus=0, tpus=0)
+GPU = FoundDevices("gpu", ["NVIDIA H200"], [8, 8], 150 * 2**30, cores=64, gpus=8, tpus=0)
 
 
-def changed(found: Found, **fields: Any) -> Found:
+def changed(found: FoundDevices, **fields: Any) -> FoundDevices:
     return dataclasses.replace(found, **fields)
 
 

@@ -16,7 +16,7 @@ from engines.ray import missing_ray, ray_cluster
 from engines.slurm import missing_slurm, slurm
 from support.tiers import EXHAUSTIVE
 
-from replicax.launch.job import Job
+from replicax.launch.job_spec import JobSpec
 from replicax.launch.scripts import SlurmOptions, slurm_script
 
 SCRIPT = [PYTHON, str(HERE / "train_job.py")]
@@ -115,7 +115,7 @@ def test_replicax_train_runs_unchanged_under_srun(
 def test_a_batch_script_is_one_that_slurm_takes_and_runs(
     cluster: dict[str, str], weights: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
-    job = Job((*SCRIPT, "weights.npz"), processes=2, devices_per_process=1, name="tiny")
+    job = JobSpec((*SCRIPT, "weights.npz"), processes=2, devices_per_process=1, name="tiny")
     script = tmp_path / "job.sh"
     script.write_text(slurm_script(job, SlurmOptions(nodes=1, time="5")))
     tested = run(["sbatch", "--test-only", "job.sh"], tmp_path, cluster)

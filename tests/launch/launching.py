@@ -11,7 +11,7 @@ from typing import Any
 
 from support.waiting import until
 
-from replicax.launch.job import Job
+from replicax.launch.job_spec import JobSpec
 from replicax.launch.supervisor import Outcome, launch
 
 PROLOGUE = """
@@ -54,7 +54,7 @@ def run(command: Sequence[str], processes: int, folder: Path, **more: Any) -> Ou
     """Launch in `folder`, in silence."""
     of_job = {"pin", "restarts", "devices_per_process"} & more.keys()
     fields = {name: more.pop(name) for name in of_job}
-    job = Job(tuple(command), processes, **fields)
+    job = JobSpec(tuple(command), processes, **fields)
     return launch(job, logs=folder, **{"quiet": True, **more})
 
 
@@ -72,9 +72,9 @@ import sys, types
 package = types.ModuleType("replicax")
 package.__path__ = [{str(src / "replicax")!r}]
 sys.modules["replicax"] = package
-from replicax.launch.job import Job
+from replicax.launch.job_spec import JobSpec
 from replicax.launch.supervisor import launch
-job = Job({tuple(command)!r}, {processes}, restarts={more.pop("restarts", 0)})
+job = JobSpec({tuple(command)!r}, {processes}, restarts={more.pop("restarts", 0)})
 outcome = launch(job, logs={str(folder)!r}, **{more!r})
 print(outcome.message, file=sys.stderr)
 sys.exit(outcome.exit_code)

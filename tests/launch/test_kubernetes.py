@@ -10,7 +10,7 @@ import pytest
 
 from replicax.cluster.place import find_place
 from replicax.errors import ConfigError
-from replicax.launch.job import Job
+from replicax.launch.job_spec import JobSpec
 from replicax.launch.scripts import KubernetesOptions, jobset_manifest
 
 yaml = pytest.importorskip("yaml", reason="PyYAML reads the manifest back")
@@ -30,9 +30,9 @@ ODD = (
 ODDER = ("- x", "", "{}", "yes", "é😀", "\x7f\u2028\x85", "%s", "'", "--flag=[1, 2]")
 
 
-def _job(**changes: Any) -> Job:
+def _job(**changes: Any) -> JobSpec:
     fields: dict[str, Any] = {"command": ("replicax", "train", "mlp"), "processes": 4}
-    return Job(**{**fields, "name": "run-7", **changes})
+    return JobSpec(**{**fields, "name": "run-7", **changes})
 
 
 @pytest.fixture(scope="module")

@@ -7,22 +7,22 @@ import pytest
 
 from replicax.errors import ClusterError, ConfigError
 from replicax.launch import on_ray
-from replicax.launch.cause import Ended, Report
-from replicax.launch.job import Job
+from replicax.launch.cause import Ended, FailureReport
+from replicax.launch.job_spec import JobSpec
 from replicax.launch.on_ray import ProcessError, RayOptions, launch_on_ray
 from replicax.launch.process import free_port
 
-JOB = Job(("true",), 2)
+JOB = JobSpec(("true",), 2)
 
 
-def _error(process: int, status: int, report: Report | None) -> ProcessError:
+def _error(process: int, status: int, report: FailureReport | None) -> ProcessError:
     ended = Ended(status, 10.0, False, report, (), Path("log"))
     return ProcessError(f"process {process} ended with {status}", ended)
 
 
 def test_cores_are_not_pinned_on_ray() -> None:
     with pytest.raises(ConfigError, match=r"--pin with --on ray; .*--cpus-per-process"):
-        launch_on_ray(Job(("true",), 2, pin=True), RayOptions())
+        launch_on_ray(JobSpec(("true",), 2, pin=True), RayOptions())
 
 
 @pytest.mark.parametrize(
@@ -49,14 +49,14 @@ def test_an_address_without_a_port_is_refused() -> None:
 
 
 def test_the_first_failure_is_the_one_that_is_blamed() -> None:
-    own = Report(5.0, "ValueError: a bad value", 3, ())
-    other = Report(5.1, "process 1 failed", 3, (1,))
+    own = FailureReport(5.0, "ValueError: a bad value", 3, ())
+    other = FailureReport(5.1, "process 1 failed", 3, (1,))
     code, said = on_ray._failed(JOB, {0: _error(0, 1, other), 1: _error(1, 4, own)})
     assert (code, said) == (4, "process 1 failed first: ValueError: a bad value")
 
 
 def test_a_process_that_is_lost_with_its_worker_is_named_by_the_others() -> None:
-    blaming = Report(5.1, "process 1 is lost", 3, (1,))
+    blaming = FailureReport(5.1, "process 1 is lost", 3, (1,))
     code, said = on_ray._failed(JOB, {0: _error(0, 1, blaming), 1: RuntimeError("actor died")})
     assert code == 137
     assert said.startswith("process 1 failed first: killed by SIGKILL")
@@ -71,7 +71,7 @@ def test_workers_that_are_all_lost_say_what_ray_said() -> None:
 
 def test_variables_of_jax_go_along_and_others_stay() -> None:
     env = {"JAX_PLATFORMS": "cpu", "NCCL_DEBUG": "INFO", "HOME": "/root"}
-    job = Job(("true",), 2, devices_per_process=3)
+    job = JobSpec(("true",), 2, devices_per_process=3)
     assert on_ray._forwarded(job, env) == {
         "JAX_PLATFORMS": "cpu",
         "NCCL_DEBUG": "INFO",

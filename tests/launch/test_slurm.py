@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from replicax.errors import ConfigError
-from replicax.launch.job import Job
+from replicax.launch.job_spec import JobSpec
 from replicax.launch.scripts import SlurmOptions, slurm_script
 
 ODD = (
@@ -29,9 +29,9 @@ ODD = (
 BASH = shutil.which("bash") or "/bin/bash"
 
 
-def _job(**changes: Any) -> Job:
+def _job(**changes: Any) -> JobSpec:
     fields: dict[str, Any] = {"command": ("replicax", "train", "mlp"), "processes": 8}
-    return Job(**{**fields, "name": "run-7", **changes})
+    return JobSpec(**{**fields, "name": "run-7", **changes})
 
 
 def _directives(script: str) -> dict[str, str]:

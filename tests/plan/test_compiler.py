@@ -19,7 +19,7 @@ from replicax.analysis.compiled import read_memory
 from replicax.errors import CompilerError, ConfigError, MissingDependencyError
 from replicax.plan.compilation import Compilation, Description, TooLarge, too_large
 from replicax.plan.compiler import CompilerProcess
-from replicax.plan.exported import Program, export_step
+from replicax.plan.exported import ExportedStep, export_step
 from replicax.train.guarded import guarded
 
 DEVICES, ROWS = 2, 16
@@ -33,7 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def program(step: SmallStep, devices: int = DEVICES) -> Program:
+def program(step: SmallStep, devices: int = DEVICES) -> ExportedStep:
     return export_step(step.on(devices).dp, step.model, step.batch, "cpu", None)
 
 
@@ -150,7 +150,7 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_another() -> None:
 def test_what_is_no_program_fails_alone(compiler: CompilerProcess) -> None:
     good = program(mlp(ROWS))
     with pytest.raises(CompilerError, match="the compiler fails on this step: "):
-        compiler.compile(Program(b"no module" * 100, 0, {"data": DEVICES}, ROWS, 0, 1))
+        compiler.compile(ExportedStep(b"no module" * 100, 0, {"data": DEVICES}, ROWS, 0, 1))
     assert isinstance(compiler.compile(good), Compilation)
 
 

@@ -16,7 +16,7 @@ from support.tiers import EXHAUSTIVE
 from replicax.errors import MissingDependencyError
 from replicax.plan.compilation import Compilation, Description, TooLarge
 from replicax.plan.compiler import CompilerProcess, compiler_for
-from replicax.plan.exported import Program, export_step
+from replicax.plan.exported import ExportedStep, export_step
 from replicax.plan.gpu_description import gpu_description
 from replicax.plan.target import Target, parse_target
 
@@ -32,7 +32,7 @@ def _compilers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(FOLDER))
 
 
-def program(step: SmallStep, target: Target) -> Program:
+def program(step: SmallStep, target: Target) -> ExportedStep:
     dp = step.on(target.devices).dp
     return export_step(dp, step.model, step.batch, target.chip.platform, None)
 

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicax.analysis.hardware import Link
+from replicax.analysis.hardware import Interconnect
 from replicax.plan.network import KINDS, LINE_RATE_SHARE, HostNetwork
 
-INSIDE = Link(100.0, 0.5, "made up")
+INSIDE = Interconnect(100.0, 0.5, "made up")
 # 24 bytes a second once the headers are off.
-BETWEEN = Link(24.0 / LINE_RATE_SHARE, 2.0, "made up")
+BETWEEN = Interconnect(24.0 / LINE_RATE_SHARE, 2.0, "made up")
 HOST = HostNetwork(INSIDE, None, 4)
 TWO_HOSTS = HostNetwork(INSIDE, BETWEEN, 4, 2)
 SIZES = st.floats(1, 1e12)
@@ -121,7 +121,10 @@ def test_more_hosts_are_no_faster(size: float, kind: str, hosts: int) -> None:
 @given(size=SIZES, hosts=st.integers(2, 64))
 def test_without_latency_only_bytes_count(size: float, hosts: int) -> None:
     joined = HostNetwork(
-        Link(100.0, 0, "made up"), Link(24 / LINE_RATE_SHARE, 0, "made up"), 4, hosts
+        Interconnect(100.0, 0, "made up"),
+        Interconnect(24 / LINE_RATE_SHARE, 0, "made up"),
+        4,
+        hosts,
     )
     n = 4 * hosts
     expected = 2 * (n - 1) / n * size / 96
@@ -129,7 +132,7 @@ def test_without_latency_only_bytes_count(size: float, hosts: int) -> None:
 
 
 def test_without_bytes_to_wait_for_only_steps_count() -> None:
-    fast = HostNetwork(Link(math.inf, 0.5, "made up"), None, 8, 1, ("ring",))
+    fast = HostNetwork(Interconnect(math.inf, 0.5, "made up"), None, 8, 1, ("ring",))
     assert fast.time("all-reduce", 1e12) == pytest.approx(2 * 7 * 0.5)
 
 
@@ -147,6 +150,6 @@ def test_an_unknown_kind() -> None:
 @pytest.mark.parametrize(
     ("inside", "each", "hosts"), [(None, 2, 1), (INSIDE, 2, 2), (INSIDE, 0, 1)]
 )
-def test_devices_that_nothing_joins(inside: Link | None, each: int, hosts: int) -> None:
+def test_devices_that_nothing_joins(inside: Interconnect | None, each: int, hosts: int) -> None:
     with pytest.raises(ValueError, match=r"link|hosts"):
         HostNetwork(inside, None, each, hosts)

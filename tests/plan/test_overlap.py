@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicax.analysis.hardware import Link
+from replicax.analysis.hardware import Interconnect
 from replicax.plan.forecast import StepTime, Transfer, step_time
 from replicax.plan.network import HostNetwork
 
@@ -67,7 +67,7 @@ def test_the_order_in_which_they_are_given_does_not_matter() -> None:
 
 
 def test_several_equal_collectives_have_several_latencies() -> None:
-    slow = HostNetwork(Link(100.0, 1.0, "made up"), None, 2, 1, ("ring",))
+    slow = HostNetwork(Interconnect(100.0, 1.0, "made up"), None, 2, 1, ("ring",))
     moved = Transfer("all-reduce", 1000, 0, 0, count=5)
     # 1,000 bytes at 100 a second whatever their number; two steps of a second for each.
     assert moved.seconds(lambda _: slow) == pytest.approx(10 + 5 * 2)

@@ -19,7 +19,7 @@ from support.tiers import EXHAUSTIVE, only
 
 import replicax as rx
 from replicax.analysis.compiled import Memory, read_memory
-from replicax.analysis.hardware import Chip, Link
+from replicax.analysis.hardware import Chip, Interconnect
 from replicax.errors import ConfigError
 from replicax.plan.advice import REMAT
 from replicax.plan.compiler import AttachedCompiler, Compiler
@@ -87,7 +87,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
             chip,
             flops_per_second={"float32": 1e12, "bfloat16": 1e12},
             memory_bytes_per_second=1e11,
-            inside=Link(1e10, 0.0, "made up"),
+            inside=Interconnect(1e10, 0.0, "made up"),
         )
 
     monkeypatch.setattr(module, "compiler_for", compiler_for)

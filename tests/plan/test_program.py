@@ -13,13 +13,13 @@ from support.small_steps import SMALL_STEPS, SmallStep, lenet, mlp, wide
 
 import replicax as rx
 from replicax.errors import ConfigError
-from replicax.plan.exported import Program, export_step
+from replicax.plan.exported import ExportedStep, export_step
 
 # Three kernels and biases, one of them a stack, twice more for Adam; its count, the step, a seed.
 MLP_LEAVES = 3 * (3 * 2) + 3
 
 
-def program(step: SmallStep, devices: int = 2, platform: str = "cpu") -> Program:
+def program(step: SmallStep, devices: int = 2, platform: str = "cpu") -> ExportedStep:
     return export_step(step.on(devices).dp, step.model, step.batch, platform, None)
 
 

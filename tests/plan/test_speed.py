@@ -9,8 +9,8 @@ import pytest
 from plan.plans import FORMULA
 
 import replicax as rx
-from replicax.analysis.hardware import Chip, Link
-from replicax.analysis.schedule import Kernel, Loop, Schedule
+from replicax.analysis.hardware import Chip, Interconnect
+from replicax.analysis.schedule import Kernel, Schedule, WhileLoop
 from replicax.core.mesh import abstract_mesh
 from replicax.errors import ConfigError
 from replicax.plan.forecast import Transfer
@@ -35,8 +35,8 @@ CHIP = Chip(
     usable_bytes=10**11,
     flops_per_second={"bfloat16": 1e14, "float32": 5e13},
     memory_bytes_per_second=1e12,
-    inside=Link(1e11, 0.0, "made up"),
-    between=Link(1e10, 0.0, "made up"),
+    inside=Interconnect(1e11, 0.0, "made up"),
+    between=Interconnect(1e10, 0.0, "made up"),
     devices_per_host=4,
 )
 ONE = Target("made-up:1", CHIP, 1, 1)
@@ -94,7 +94,7 @@ def test_by_schedule_each_kernel_takes_the_longer_of_its_two_times() -> None:
     product = Kernel("fusion.1", flops=2e12, bytes=10**9, runs=2, op_name="jit(step)/dot_general")
     copy = Kernel("copy.2", flops=0, bytes=10**10, runs=1, op_name="")
     # Two products of 20 ms each, which read no more than 1 ms; a copy of 10 ms.
-    work = work_of_schedule(Schedule((Loop(2, (product,)), copy)), ONE, 16, "bfloat16")
+    work = work_of_schedule(Schedule((WhileLoop(2, (product,)), copy)), ONE, 16, "bfloat16")
     assert work.rows == 16
     assert work.compute_seconds == pytest.approx(0.05)
     assert work.flops == 4e12

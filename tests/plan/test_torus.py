@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicax.analysis.hardware import Link
+from replicax.analysis.hardware import Interconnect
 from replicax.plan.network import KINDS, LINE_RATE_SHARE, HostNetwork, SliceNetwork, TorusNetwork
 
 RING = TorusNetwork((4,), (True,), 10.0, 0.5)
 SQUARE = TorusNetwork((4, 4), (False, False), 10.0, 0.5)
-BETWEEN = HostNetwork(None, Link(4 / LINE_RATE_SHARE, 3.0, "made up"), 1, 2, ("ring",))
+BETWEEN = HostNetwork(None, Interconnect(4 / LINE_RATE_SHARE, 3.0, "made up"), 1, 2, ("ring",))
 
 
 def test_a_ring_sends_both_ways() -> None:
@@ -120,7 +120,7 @@ def test_slices_gather_between_then_inside() -> None:
     slices=st.integers(1, 64),
 )
 def test_more_bytes_take_longer(kind: str, size: float, more: float, slices: int) -> None:
-    link = Link(4.0, 3.0, "made up")
+    link = Interconnect(4.0, 3.0, "made up")
     joined = SliceNetwork(SQUARE, HostNetwork(None, link, 1, slices))
     assert joined.time(kind, size) <= joined.time(kind, size + more)
 

@@ -17,7 +17,7 @@ from replicax.cluster.place import Place
 from replicax.cluster.pulse import Pulse
 from replicax.cluster.rendezvous import meet, open_hub
 from replicax.cluster.verdict import Verdict
-from replicax.cluster.wire import Message, Wire
+from replicax.cluster.wire import Connection, Message
 from replicax.core.in_flight import InFlight
 
 VERSIONS = {"python": "3.13.1", "jax": "0.10.2"}
@@ -39,7 +39,7 @@ class Process:
     """A thread's part in a job."""
 
     def __init__(
-        self, process: int, wire: Wire, go: Message, patience: Patience, over: threading.Event
+        self, process: int, wire: Connection, go: Message, patience: Patience, over: threading.Event
     ) -> None:
         self.process, self.go, self.wire, self._over = process, go, wire, over
         self.stopped: Future[Verdict] = Future()

@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from support.published_models import Decoder, even, resnet, vgg16
 from support.published_schedules import Layer, Timeline, bucketed, fused, sharded
 
-from replicax.analysis.hardware import CHIPS, Link
+from replicax.analysis.hardware import CHIPS, Interconnect
 from replicax.plan.forecast import StepTime, Transfer, step_time
-from replicax.plan.network import RING, HostNetwork, Network, network
+from replicax.plan.network import RING, DeviceNetwork, HostNetwork, network
 from replicax.plan.target import parse_target
 
 MIB, GIB = 2**20, 2**30
 FLOAT32, BFLOAT16 = 4, 2
-Schedule = Callable[[Timeline, Network], Sequence[Transfer]]
+Schedule = Callable[[Timeline, DeviceNetwork], Sequence[Transfer]]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Row:
     devices: int
     compute_seconds: float
     layers: Sequence[Layer]
-    networks: Callable[[int], Network]
+    networks: Callable[[int], DeviceNetwork]
     schedule: Schedule
     parameters: str
     recomputed: bool = False
@@ -83,13 +83,13 @@ _TF_RATES = "tensorflow/docs site/en/r1/guide/performance/benchmarks.md"
 _HOROVOD = "horovod/horovod docs/benchmarks.rst"
 
 
-def _pascal(devices: int) -> Network:
+def _pascal(devices: int) -> DeviceNetwork:
     """Hosts of 4 GPUs that share a card. NCCL before 2.4 (January 2019) had no tree."""
     if devices == 1:
         return HostNetwork(None, None, 1)
     like_it = CHIPS["p100"].between
     assert like_it is not None
-    card = Link(25e9 / 8 / 4, like_it.latency_seconds, _HOROVOD)
+    card = Interconnect(25e9 / 8 / 4, like_it.latency_seconds, _HOROVOD)
     return HostNetwork(CHIPS["v100-pcie"].inside, card, 4, devices // 4, (RING,))
 
 
@@ -199,7 +199,7 @@ LLAMA2_7B = Decoder(4096, 11008, 32, 32_000, queries=4096, key_values=4096, matr
 def _maxtext(
     name: str,
     model: Decoder,
-    between: Link | None,
+    between: Interconnect | None,
     *,
     folder: str,
     inside: int,
@@ -237,7 +237,7 @@ def _maxtext(
     )
 
 
-_A3 = Link(
+_A3 = Interconnect(
     800e9 / 8 / 8,
     14e-6,
     "Google Cloud, GPU network bandwidth: A3 High has 1,000 Gbit/s in 5 cards, 4 of them for GPUs",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from replicax.plan.forecast import Transfer
-from replicax.plan.network import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Network
+from replicax.plan.network import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, DeviceNetwork
 
 BACKWARD = 2.0
 """Time of a layer's backward pass over its forward pass: the gradients of its input and of its
@@ -89,7 +89,7 @@ def bucketed(timeline: Timeline, bucket_bytes: float, parameter_bytes: float) ->
 
 
 def fused(
-    timeline: Timeline, buffer_bytes: float, parameter_bytes: float, network: Network
+    timeline: Timeline, buffer_bytes: float, parameter_bytes: float, network: DeviceNetwork
 ) -> list[Transfer]:
     """All-reduces of whatever gradients are ready when the network is free, at most a buffer full.
 

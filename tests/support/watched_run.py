@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from replicax.train.dispatched import Place
+from replicax.train.dispatched import RunPosition
 from replicax.train.hook import Hook
 from replicax.train.records import Record
 
@@ -13,7 +13,7 @@ class WatchedRun:
 
     def __init__(self, hook: Hook, folder: Path | None = None, *, is_main: bool = True) -> None:
         self.hook, self.folder, self.is_main = hook, folder, is_main
-        self.place = Place(0, 0, 0)
+        self.place = RunPosition(0, 0, 0)
         self.records: list[Record] = []
         self.config: dict[str, Any] = {"recipe": {"width": 3}, "seed": 0}
         self.error: BaseException | None = None
@@ -31,17 +31,17 @@ class WatchedRun:
         self.saves += 1
 
     def evaluated(self, step: int, **metrics: float) -> None:
-        self.place = Place(step, 0, step)
+        self.place = RunPosition(step, 0, step)
         record = self._keep(Record("eval", step, 0, metrics, 10, 0.5))
         self.hook.evaluation(self, record)
 
     def trained(self, step: int, seconds: float = 0.5, **metrics: float) -> Record:
-        self.place = Place(step, 0, step)
+        self.place = RunPosition(step, 0, step)
         return self._keep(Record("train", step, 0, metrics, 10, seconds))
 
     def go_back(self, step: int, records: int, state: Any = None) -> None:
         """As a run does: to `step`, with the first `records`."""
-        self.place = Place(step, 0, step)
+        self.place = RunPosition(step, 0, step)
         del self.records[records:]
         if state is not None:
             self.hook.load_state(state)

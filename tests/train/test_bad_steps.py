@@ -13,7 +13,7 @@ import replicax as rx
 from replicax.core.batch import Batch, pad
 from replicax.core.job import Alone
 from replicax.errors import ConfigError, DivergedError
-from replicax.train.dispatched import BadSteps, Dispatched, Place, dispatched
+from replicax.train.dispatched import BadSteps, Dispatched, RunPosition, dispatched
 from replicax.train.guarded import NOT_FINITE, SPIKE, guarded
 from replicax.train.records import Record
 
@@ -30,7 +30,7 @@ def done(step: int, kind: str, spikes: bool = False, **options: Any) -> Dispatch
     metrics = {"loss": loss, NOT_FINITE: jnp.bool_(kind == "nan")}
     if spikes:
         metrics[SPIKE] = jnp.bool_(kind == "spike")
-    return dispatched(Place(step, step // 100, step), batch(step, **options), metrics)
+    return dispatched(RunPosition(step, step // 100, step), batch(step, **options), metrics)
 
 
 def follow(bad: BadSteps, kinds: dict[int, str], **options: Any) -> list[Record]:
@@ -149,7 +149,7 @@ def test_the_steps_of_a_twin_are_followed() -> None:
         for number, each in enumerate(dp.feed({"x": x}, 8, shuffle=True, seed=3, epoch=epoch), 1):
             state, found = dp.step(state, each)
             step += 1
-            steps.note(dispatched(Place(step, epoch, number), each, found))
+            steps.note(dispatched(RunPosition(step, epoch, number), each, found))
             records += [record for ended in steps.notes() for record in bad.finished(ended)]
     records += [record for ended in steps.notes(0) for record in bad.finished(ended)]
     met = [each for record in records for each in record.examples or () if each in (17, 40)]

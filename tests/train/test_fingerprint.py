@@ -13,7 +13,7 @@ from support.cases import CASES
 
 import replicax as rx
 from replicax.core.mesh import replicated
-from replicax.train.fingerprint import Difference, Fingerprint, fingerprint
+from replicax.train.fingerprint import Fingerprint, UnequalCopies, fingerprint
 
 DTYPES = ("float32", "bfloat16", "float16", "int32", "uint8", "int8", "bool", "complex64", "int4")
 
@@ -24,7 +24,7 @@ def place(value: Any, *axes: str | None, mesh: Any = None) -> jax.Array:
     return placed
 
 
-def differences(state: Any) -> list[Difference]:
+def differences(state: Any) -> list[UnequalCopies]:
     found = Fingerprint(state)
     return found.differences(found.take(state))
 

@@ -9,7 +9,7 @@ import pytest
 from support.clock import Clock
 
 from replicax.train import dispatched as module
-from replicax.train.dispatched import Dispatched, Meter, Place
+from replicax.train.dispatched import Dispatched, Meter, RunPosition
 from replicax.train.records import Record
 
 
@@ -21,7 +21,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def done(step: int, loss: float, rows: int = 10, *, bad: str = "", **more: float) -> Dispatched:
-    nothing, place = jnp.zeros(0), Place(step, 0, step)
+    nothing, place = jnp.zeros(0), RunPosition(step, 0, step)
     metrics = {name: jnp.float32(value) for name, value in {"loss": loss, **more}.items()}
     verdicts = jnp.array(bad == "not finite"), jnp.array(bad == "spike")
     return Dispatched(place, rows, nothing, nothing, metrics, *verdicts)

@@ -18,7 +18,7 @@ import pytest
 from support.clock import Clock
 
 from replicax.train import progress as module
-from replicax.train.dispatched import Dispatched, Place
+from replicax.train.dispatched import Dispatched, RunPosition
 from replicax.train.progress import (
     PlainProgress,
     Progress,
@@ -323,7 +323,7 @@ def test_a_run_is_shown_by_a_hook() -> None:
     score = Record("eval", 3, 1, {"loss": 0.25, "accuracy": 0.5}, 64, 0.1)
     skip = Record("skip", 3, 1, {"loss": math.nan}, 4, 0.0, examples=(7, 8))
     run = types.SimpleNamespace(
-        place=Place(3, 1, 1), epochs=4, records=[earlier, first, second, skip, score]
+        place=RunPosition(3, 1, 1), epochs=4, records=[earlier, first, second, skip, score]
     )
     shown.evaluation(run, dataclasses.replace(score, step=2))
     shown.before_step(run, None)

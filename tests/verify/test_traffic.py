@@ -15,9 +15,9 @@ import replicax as rx
 from replicax.analysis.compiled import Collectives, CompiledStep
 from replicax.core.modes import MODES
 from replicax.verify.facts import examine
-from replicax.verify.sent import Sent, bytes_needed
+from replicax.verify.sent import SentOverAxes, bytes_needed
 from replicax.verify.subject import Case, Subject
-from replicax.verify.traffic import Program, check_traffic, check_work, read_programs
+from replicax.verify.traffic import CompiledCase, check_traffic, check_work, read_programs
 
 
 def with_offset(model: Any, batch: Any, key: Any) -> Any:
@@ -31,10 +31,14 @@ def subject() -> Subject:
     return Subject(dp, zoo.network(), zoo.data(), 2, 0)
 
 
-def program(case: Case, count: int, size: int, flops: int = 100) -> Program:
+def program(case: Case, count: int, size: int, flops: int = 100) -> CompiledCase:
     step = CompiledStep(None, flops, (Collectives("all-reduce", count, size),))
-    sent = (Sent("all-reduce", ("data",), count, size, 2 * size * 3 / 4, 0.0),) if count else ()
-    return Program(case, step, sent)
+    sent = (
+        (SentOverAxes("all-reduce", ("data",), count, size, 2 * size * 3 / 4, 0.0),)
+        if count
+        else ()
+    )
+    return CompiledCase(case, step, sent)
 
 
 def test_the_least_is_the_gradient_and_two_numbers_a_metric(subject: Subject) -> None:

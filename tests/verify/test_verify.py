@@ -7,7 +7,7 @@ from verify import zoo_recipes as zoo
 
 import replicax as rx
 from replicax.verify.verification import Verification
-from replicax.verify.verify import rows_needed
+from replicax.verify.verify_program import rows_needed
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ PREALLOCATED = 0.75
 
 
 @dataclass(frozen=True)
-class Link:
+class Interconnect:
     """What carries data between devices.
 
     Args:
@@ -72,8 +72,8 @@ class Chip:
     usable_bytes: int | None
     flops_per_second: Mapping[str, float]
     memory_bytes_per_second: float | None
-    inside: Link | None
-    between: Link | None
+    inside: Interconnect | None
+    between: Interconnect | None
     devices_per_host: int
     torus_dims: int = 0
     ring_multiple: int = 0
@@ -117,18 +117,18 @@ def _gpu(name: str, facts: Mapping[str, Any]) -> Chip:
     )
 
 
-def _in_host(facts: Mapping[str, Any], sheet: str) -> Link:
+def _in_host(facts: Mapping[str, Any], sheet: str) -> Interconnect:
     """NVLink or PCIe."""
     if "pcie" in facts:
         gigabytes = {3: 12.0, 4: 24.0, 5: 48.0}[facts["pcie"]]
-        return Link(
+        return Interconnect(
             gigabytes * 1e9,
             5.7e-6,
             f"{sheet}: PCIe {facts['pcie']}.0 x16; NVIDIA/nccl src/graph/topo.cc: "
             f"{gigabytes:.0f} GB/s, and src/graph/tuning.cc: 5.7 µs a step of a ring",
         )
     links, gigabytes = facts["nvlinks"], facts["gigabytes"]
-    return Link(
+    return Interconnect(
         links * gigabytes * 1e9,
         3.4e-6,
         f"{facts.get('sheet', sheet)}: {links} NVLinks; NVIDIA/nccl src/graph/topo.h: {gigabytes} "
@@ -136,8 +136,8 @@ def _in_host(facts: Mapping[str, Any], sheet: str) -> Link:
     )
 
 
-def _between_hosts(gigabits_per_host: float, devices_per_host: int, host: str) -> Link:
-    return Link(
+def _between_hosts(gigabits_per_host: float, devices_per_host: int, host: str) -> Interconnect:
+    return Interconnect(
         gigabits_per_host * 1e9 / 8 / devices_per_host,
         14e-6,
         f"{host}: {gigabits_per_host:.0f} Gbit/s for {devices_per_host} devices; NVIDIA/nccl "
@@ -159,12 +159,12 @@ def _tpu(name: str, facts: Mapping[str, Any]) -> Chip:
         usable_bytes=int(usable * GIB),
         flops_per_second={dtype: rate * 1e12 for dtype, rate in facts["teraflops"].items()},
         memory_bytes_per_second=facts["gigabytes_per_second"] * 1e9,
-        inside=Link(
+        inside=Interconnect(
             facts["torus_gigabytes"] * 1e9,
             1e-6,
             f"{told['inside']}; jax-ml/scaling-book sharding.md: 1 µs a hop",
         ),
-        between=Link(
+        between=Interconnect(
             facts["slice_gigabits"] * 1e9 / 8,
             50e-6,
             f"{told['between']}; Kumar et al., Swift, SIGCOMM 2020: 50 µs for short calls, at the "

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from replicax.analysis.hardware import Chip, Link
+from replicax.analysis.hardware import Chip, Interconnect
 
 SIZE = 1024
 """Of the matrices that are multiplied."""
@@ -37,7 +37,7 @@ def measured(chip: Chip, devices: int) -> Chip:
         flops_per_second=rates,
         memory_bytes_per_second=moved,
         # A reduction between host devices reads and writes the memory that they share.
-        inside=Link(moved / 2, 0.0, f"{told}; without latency"),
+        inside=Interconnect(moved / 2, 0.0, f"{told}; without latency"),
         sources={**chip.sources, "flops_per_second": told, "memory_bytes_per_second": told},
     )
 

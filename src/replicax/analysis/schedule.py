@@ -90,14 +90,14 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class Loop:
+class WhileLoop:
     """A loop, its body once."""
 
     trips: int
     steps: "tuple[Step, ...]"
 
 
-Step = Kernel | Collective | Wait | Loop
+Step = Kernel | Collective | Wait | WhileLoop
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class _Reader:
             share = self.working[trips] / trips
             self.shares.update(dict.fromkeys(instruction.called, share))
         inside = (self.steps(called, runs * trips) for called in instruction.called)
-        return [Loop(trips, tuple(each for steps in inside for each in steps))]
+        return [WhileLoop(trips, tuple(each for steps in inside for each in steps))]
 
     def _called(self, instruction: Instruction, runs: int) -> list[Step]:
         """What it calls, under its own name if it is a collective that ends later."""
@@ -274,7 +274,7 @@ def _size(steps: tuple[Step, ...]) -> tuple[int, int]:
 
 
 def _sometimes(step: Step, share: float) -> Step:
-    if isinstance(step, Loop):
+    if isinstance(step, WhileLoop):
         return replace(step, steps=tuple(_sometimes(each, share) for each in step.steps))
     if isinstance(step, Wait):
         return step
@@ -310,7 +310,7 @@ def _with_what_runs_between(steps: list[Step]) -> list[Step]:
 
 def _flat(steps: Iterable[Step]) -> Iterator[Kernel | Collective]:
     for each in steps:
-        if isinstance(each, Loop):
+        if isinstance(each, WhileLoop):
             yield from _flat(each.steps)
         elif not isinstance(each, Wait):
             yield each

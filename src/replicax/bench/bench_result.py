@@ -10,7 +10,7 @@ import jax
 from replicax.analysis.collectives import sums_bytes, wire_bytes, wire_bytes_of_all_reduce
 from replicax.analysis.compiled import Collectives
 from replicax.analysis.hardware import chip_of_kind
-from replicax.bench.cases import STRONG, WEAK, Case
+from replicax.bench.cases import STRONG, WEAK, BenchCase
 from replicax.bench.measurement import Measurement, state_of
 from replicax.bench.numbers import ratios, spread
 from replicax.bench.runner import Runner
@@ -217,9 +217,11 @@ def efficiencies(scaling: str, runs: Sequence[tuple[int, Sequence[float]]]) -> l
     ]
 
 
-def _efficiency_of_cases(runners: Sequence[Runner]) -> dict[Case, dict[str, tuple[float, ...]]]:
+def _efficiency_of_cases(
+    runners: Sequence[Runner],
+) -> dict[BenchCase, dict[str, tuple[float, ...]]]:
     """By case and scaling."""
-    found: dict[Case, dict[str, tuple[float, ...]]] = {runner.case: {} for runner in runners}
+    found: dict[BenchCase, dict[str, tuple[float, ...]]] = {runner.case: {} for runner in runners}
     for scaling in (STRONG, WEAK):
         for mode in dict.fromkeys(runner.case.mode for runner in runners):
             own = [r for r in runners if r.case.mode == mode and scaling in r.case.scalings]

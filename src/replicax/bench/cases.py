@@ -35,7 +35,7 @@ class Placed:
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class BenchCase:
     """One step to measure."""
 
     mode: str
@@ -149,7 +149,7 @@ def weak_rows(batch_size: int, devices: Sequence[int]) -> int:
 
 def all_cases(
     batch_size: int, devices: Sequence[int], modes: Sequence[str], *, weak: bool
-) -> list[Case]:
+) -> list[BenchCase]:
     """Every case once, those on the same devices beside each other.
 
     Args:
@@ -168,11 +168,11 @@ def all_cases(
                 continue
             is_weak = weak and len(counts) > 1
             if is_weak and rows * count == batch_size:
-                cases.append(Case(mode, count, batch_size, (STRONG, WEAK)))
+                cases.append(BenchCase(mode, count, batch_size, (STRONG, WEAK)))
                 continue
-            cases.append(Case(mode, count, batch_size, (STRONG,)))
+            cases.append(BenchCase(mode, count, batch_size, (STRONG,)))
             if is_weak:
-                cases.append(Case(mode, count, rows * count, (WEAK,)))
+                cases.append(BenchCase(mode, count, rows * count, (WEAK,)))
     return cases
 
 
@@ -182,7 +182,7 @@ def _counts(mode: str, devices: Sequence[int]) -> list[int]:
     return [count for count in devices if most is None or count <= most]
 
 
-def notes_on_cases(batch_size: int, cases: Sequence[Case], accumulate: int) -> list[str]:
+def notes_on_cases(batch_size: int, cases: Sequence[BenchCase], accumulate: int) -> list[str]:
     """On rows that do not divide.
 
     Raises:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 from jax.sharding import Mesh
 
-from replicax.bench.cases import STRONG, Case, Placed
+from replicax.bench.cases import STRONG, BenchCase, Placed
 from replicax.core.layout import LAYOUTS, Layout, as_layout
 from replicax.core.mesh import DATA, MODEL, STAGE, make_mesh
 from replicax.core.partition import Rules
@@ -41,8 +41,8 @@ def cases_of_layouts(
     devices: Sequence[int],
     batch_size: int,
     rules: str | Rules | Layout,
-    check: Callable[[Case], None],
-) -> tuple[list[Case], list[str]]:
+    check: Callable[[BenchCase], None],
+) -> tuple[list[BenchCase], list[str]]:
     """Return what can be measured of every layout in every mode, and a note on what cannot.
 
     Args:
@@ -54,14 +54,16 @@ def cases_of_layouts(
         check: raises `ConfigError` where a case cannot be run. `model` and `stages` take the most
             devices along their axis that can, and have replicas on the rest.
     """
-    cases: list[Case] = []
+    cases: list[BenchCase] = []
     notes: list[str] = []
     for count in devices:
         for mode in modes:
             for layout in layouts if count > 1 else [ONE]:
                 try:
                     placed = _placed(layout, count, as_layout(rules))
-                    wanted = (Case(mode, count, batch_size, (STRONG,), each) for each in placed)
+                    wanted = (
+                        BenchCase(mode, count, batch_size, (STRONG,), each) for each in placed
+                    )
                     case = _first(wanted, check)
                     cases += [case] if case not in cases else []
                 except ConfigError as error:
@@ -91,7 +93,7 @@ def _placed(layout: Arrangement, devices: int, rules: Layout) -> Iterator[Placed
                 yield Placed(rules, make_mesh(devices // size, devices=attached, **split))
 
 
-def _first(cases: Iterator[Case], check: Callable[[Case], None]) -> Case:
+def _first(cases: Iterator[BenchCase], check: Callable[[BenchCase], None]) -> BenchCase:
     """The first case that can be run; raises why the first cannot where none can."""
     errors = []
     for case in cases:

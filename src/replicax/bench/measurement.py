@@ -12,7 +12,7 @@ import jax
 import optax
 
 from replicax.analysis.host import product_flops_per_second
-from replicax.bench.cases import Case, Placed
+from replicax.bench.cases import BenchCase, Placed
 from replicax.bench.machine import only_cores
 from replicax.bench.runner import Epochs, Runner
 from replicax.core.data_parallel import DataParallel
@@ -29,7 +29,7 @@ from replicax.wording import duration
 
 
 @dataclasses.dataclass(frozen=True)
-class Subject:
+class BenchSubject:
     """What is measured, whatever the case."""
 
     loss: LossFunction | None
@@ -45,7 +45,7 @@ class Subject:
     seed: int
     job: Job
 
-    def data_parallel(self, case: Case) -> DataParallel:
+    def data_parallel(self, case: BenchCase) -> DataParallel:
         """The step of `case`, on the first of the attached devices."""
         placed = case.placed
         return DataParallel(
@@ -62,14 +62,14 @@ class Subject:
             job=self.job,
         )
 
-    def check(self, case: Case) -> None:
+    def check(self, case: BenchCase) -> None:
         """Raise `ConfigError` where the step of `case` cannot be, without compiling it."""
         dp = self.data_parallel(case)
         dp.abstract_state(self.model)
         dp.split.padded(case.global_batch)
 
 
-def state_of(case: Case) -> int | Placed:
+def state_of(case: BenchCase) -> int | Placed:
     """Return the key of the state that a case runs on."""
     return case.placed or case.devices
 
@@ -134,13 +134,13 @@ class Measurement:
     Every mode has the same form of state, so that the modes on some devices hand one state on.
     """
 
-    def __init__(self, subject: Subject, cores: list[int], display: Display) -> None:
+    def __init__(self, subject: BenchSubject, cores: list[int], display: Display) -> None:
         self.subject = subject
         self.runners: list[Runner] = []
         self.states: dict[int | Placed, TrainState] = {}
         self._cores, self._display = cores, display
 
-    def prepare(self, cases: list[Case]) -> list[str]:
+    def prepare(self, cases: list[BenchCase]) -> list[str]:
         """Compile every case and take its first steps; return a note on layouts that cannot be."""
         notes = []
         for number, case in enumerate(cases):
@@ -154,7 +154,7 @@ class Measurement:
                 self._drop(case)
         return notes
 
-    def _prepare(self, case: Case) -> None:
+    def _prepare(self, case: BenchCase) -> None:
         subject, where = self.subject, state_of(case)
         dp = subject.data_parallel(case)
         if where in self.states:
@@ -165,7 +165,7 @@ class Measurement:
         self.runners.append(runner)
         self.states[where] = runner.prepare(self.states[where])
 
-    def _drop(self, case: Case) -> None:
+    def _drop(self, case: BenchCase) -> None:
         """Forget what a case that failed has left, its state lest it take memory."""
         for runner in [runner for runner in self.runners if runner.case == case]:
             runner.batches.close()

@@ -10,7 +10,7 @@ import optax
 
 from replicax.bench.bench_result import Bench, case_results
 from replicax.bench.cases import (
-    Case,
+    BenchCase,
     all_cases,
     check_devices,
     default_devices,
@@ -34,7 +34,7 @@ from replicax.bench.machine import (
     notes_on_neighbours,
     own_cores,
 )
-from replicax.bench.measurement import Display, Measurement, Subject
+from replicax.bench.measurement import BenchSubject, Display, Measurement
 from replicax.bench.runner import check_source
 from replicax.core.exact import MICRO_SHARDS
 from replicax.core.job import Alone, Job
@@ -130,7 +130,7 @@ def bench(
         counts = tuple(sorted({1, *counts})) if lone else counts
     if pin:
         check_pinning(max(counts), platform)
-    subject = Subject(
+    subject = BenchSubject(
         loss=loss,
         optimizer=optimizer,
         step=step,
@@ -183,12 +183,12 @@ def bench(
 
 
 def _planned(
-    subject: Subject,
+    subject: BenchSubject,
     layouts: Sequence[Arrangement] | None,
     modes: Sequence[str],
     counts: Sequence[int],
     batch_size: int,
-) -> tuple[list[Case], list[str]]:
+) -> tuple[list[BenchCase], list[str]]:
     """Cases to measure, and notes on what is not as asked."""
     if layouts is not None:
         check_source(subject.source, batch_size, subject.job)

@@ -9,7 +9,7 @@ import jax
 
 from replicax.analysis.compiled import CompiledStep, inspect
 from replicax.analysis.flops import count_flops
-from replicax.bench.cases import Case
+from replicax.bench.cases import BenchCase
 from replicax.core.batch import Batch
 from replicax.core.data_parallel import DataParallel
 from replicax.core.job import Job
@@ -92,7 +92,7 @@ def check_source(source: Any, batch_size: int, job: Job) -> bool:
 class Runner:
     """A case and what it needs to run: its own `DataParallel`, and its own place in the data."""
 
-    def __init__(self, case: Case, dp: DataParallel, batches: Epochs) -> None:
+    def __init__(self, case: BenchCase, dp: DataParallel, batches: Epochs) -> None:
         self.case, self.dp, self.batches = case, dp, batches
         self.compiled: Compiled | None = None
         self.measured_peak_bytes: int | None = None

@@ -29,7 +29,7 @@ from replicax.cli.step_options import StepOptions, check_alone, make_host_device
 from replicax.core.job import Alone
 from replicax.core.modes import MODES
 from replicax.errors import ClusterError, ConfigError, MissingDependencyError
-from replicax.launch.job import Job
+from replicax.launch.job_spec import JobSpec
 from replicax.launch.supervisor import launch
 from replicax.train.host_memory import keep_freed_memory
 
@@ -193,7 +193,7 @@ def job_measure(command: Sequence[str], folder: Path) -> processes.Measure:
     def measure(count: int, number: int) -> Bench:
         own = folder / f"{count}-processes-round-{number + 1}"
         part = own.absolute() / "part.json"
-        job = Job((*command, str(part)), count, devices_per_process=1, pin=True)
+        job = JobSpec((*command, str(part)), count, devices_per_process=1, pin=True)
         # As many cores as processes, or a lone one would have them all.
         with only_cores(own_cores()[:count]):
             outcome = launch(job, env={**os.environ, "JAX_PLATFORMS": "cpu"}, logs=own, quiet=True)

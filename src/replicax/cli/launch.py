@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from replicax.cli import failed
 from replicax.cli.flags import one_of, parse, taken
 from replicax.errors import ConfigError, did_you_mean
-from replicax.launch.job import Job
+from replicax.launch.job_spec import JobSpec
 from replicax.launch.supervisor import GRACE_SECONDS
 from replicax.launch.supervisor import launch as launch_here
 
@@ -74,13 +74,13 @@ def launch(arguments: list[str]) -> int:
         raise ConfigError(f"nothing after --; the command comes there: {EXAMPLE}")
     if options.processes is None:
         raise ConfigError(f"launch without --processes; say how many: {EXAMPLE}")
-    names = [field.name for field in dataclasses.fields(Job) if field.name != "command"]
-    job = Job(tuple(command), **{name: getattr(options, name) for name in names})
+    names = [field.name for field in dataclasses.fields(JobSpec) if field.name != "command"]
+    job = JobSpec(tuple(command), **{name: getattr(options, name) for name in names})
     code, said = run(job, options)
     return failed(said, code) if said else code
 
 
-def _engine(name: str) -> tuple[type[Any], Callable[[Job, Any], tuple[int, str | None]]]:
+def _engine(name: str) -> tuple[type[Any], Callable[[JobSpec, Any], tuple[int, str | None]]]:
     """The options of an engine, and what a job and those come to: a code, and a message or None."""
     if name == "local":
         return LocalOptions, _run_here
@@ -95,7 +95,7 @@ def _engine(name: str) -> tuple[type[Any], Callable[[Job, Any], tuple[int, str |
     return scripts.KubernetesOptions, lambda *given: _print(scripts.jobset_manifest(*given))
 
 
-def _run_here(job: Job, options: LocalOptions) -> tuple[int, str | None]:
+def _run_here(job: JobSpec, options: LocalOptions) -> tuple[int, str | None]:
     if options.grace < 0:
         raise ConfigError(f"--grace {options.grace:g}; it is in seconds, from 0: raise it")
     outcome = launch_here(job, logs=options.logs, grace_seconds=options.grace)

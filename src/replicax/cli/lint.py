@@ -11,7 +11,7 @@ from replicax.cli.flags import BY_PLACE, parse, shown_as
 from replicax.cli.output import JsonOptions
 from replicax.errors import ConfigError
 from replicax.lint.files import (
-    Examination,
+    FileFindings,
     annotations,
     examine,
     python_files,
@@ -73,7 +73,7 @@ def _write_step_file(path: Path) -> int:
     return 0
 
 
-def _checks(examination: Examination) -> Iterator[Check]:
+def _checks(examination: FileFindings) -> Iterator[Check]:
     for one in examination.findings:
         yield Check(
             str(examination.path),

@@ -25,7 +25,7 @@ from replicax.errors import ConfigError
 from replicax.train.fingerprint import sha256
 from replicax.verify.independence import CASE
 from replicax.verify.verification import Verification
-from replicax.verify.verify import rows_needed
+from replicax.verify.verify_program import rows_needed
 from replicax.wording import first_line
 
 HOST_DEVICES = 8

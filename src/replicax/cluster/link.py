@@ -10,7 +10,7 @@ from typing import Any
 from replicax.cluster.patience import Patience
 from replicax.cluster.pulse import Pulse
 from replicax.cluster.verdict import Verdict
-from replicax.cluster.wire import Message, Wire
+from replicax.cluster.wire import Connection, Message
 
 _ACKNOWLEDGE_SECONDS = 3.0
 """How long a process that fails waits to learn that all know of it, or whose fault it is."""
@@ -32,7 +32,7 @@ class Link:
 
     def __init__(
         self,
-        wire: Wire,
+        wire: Connection,
         process: int,
         names: Sequence[str],
         patience: Patience,

@@ -13,7 +13,7 @@ from replicax.cluster.hub import Hub
 from replicax.cluster.patience import Patience
 from replicax.cluster.place import Place
 from replicax.cluster.verdict import Verdict
-from replicax.cluster.wire import Message, Wire
+from replicax.cluster.wire import Connection, Message
 from replicax.errors import AgreementError, ClusterError
 
 _CONNECT_SECONDS = 5.0
@@ -74,7 +74,7 @@ def bind(place: Place) -> socket.socket:
 
 def meet(
     place: Place, told: Mapping[str, Any], timeout_seconds: float, say: Callable[[str], None]
-) -> tuple[Wire, Message]:
+) -> tuple[Connection, Message]:
     """Go to the hub and wait there until all have come.
 
     Args:
@@ -115,7 +115,7 @@ def meet(
         raise
 
 
-def reach(coordinator: str, deadline: float, say: Callable[[str], None]) -> Wire:
+def reach(coordinator: str, deadline: float, say: Callable[[str], None]) -> Connection:
     """A connection to process 0, tried again until `deadline` on the monotonic clock.
 
     Raises:
@@ -126,7 +126,7 @@ def reach(coordinator: str, deadline: float, say: Callable[[str], None]) -> Wire
     while True:
         try:
             patience = min(_CONNECT_SECONDS, max(deadline - time.monotonic(), 0.1))
-            return Wire(socket.create_connection((host, port), timeout=patience))
+            return Connection(socket.create_connection((host, port), timeout=patience))
         except OSError as error:
             now = time.monotonic()
             why = _why(host, error)
@@ -141,7 +141,7 @@ def reach(coordinator: str, deadline: float, say: Callable[[str], None]) -> Wire
             time.sleep(_AGAIN_SECONDS)
 
 
-def _wait(wire: Wire, deadline: float, say: Callable[[str], None]) -> Message:
+def _wait(wire: Connection, deadline: float, say: Callable[[str], None]) -> Message:
     said_at = started = time.monotonic()
     while time.monotonic() < deadline:
         for message in wire.receive(timeout_seconds=1.0):
@@ -181,7 +181,7 @@ def _whose(place: Place) -> str:
     """Which job has the port, where it is one of ours."""
     try:
         connection = socket.create_connection(split_address(str(place.coordinator)), timeout=1.0)
-        with contextlib.closing(Wire(connection)) as wire:
+        with contextlib.closing(Connection(connection)) as wire:
             wire.send({"job": place.job, "process": -1, "processes": 0, "asks": True})
             said: Sequence[Message] = list(wire.receive(timeout_seconds=1.0))
         return f" ({said[0]['refused']})"

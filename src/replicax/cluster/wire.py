@@ -37,7 +37,7 @@ def decode(line: bytes) -> Message:
     return message
 
 
-class Wire:
+class Connection:
     """One end of a connection. Any thread may send; one at a time may receive."""
 
     def __init__(self, connected: socket.socket) -> None:

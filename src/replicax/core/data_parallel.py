@@ -12,7 +12,7 @@ from replicax.core.batch import Batch
 from replicax.core.capacity import check_state_fits
 from replicax.core.configuration import configure
 from replicax.core.configured import Configured
-from replicax.core.evaluation import Evaluation
+from replicax.core.evaluation import ProgramEvaluation
 from replicax.core.exact import MICRO_SHARDS
 from replicax.core.feed import Feed
 from replicax.core.job import Job
@@ -261,5 +261,5 @@ class DataParallel(Configured):
         return Ready(self._known)
 
     @cached_property
-    def _evaluation(self) -> Evaluation:
-        return Evaluation(self._known, self._checks)
+    def _evaluation(self) -> ProgramEvaluation:
+        return ProgramEvaluation(self._known, self._checks)

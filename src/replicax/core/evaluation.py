@@ -25,7 +25,7 @@ _IN_FLIGHT = 2
 """Batches that are computed while results of an earlier one are read."""
 
 
-class Evaluation:
+class ProgramEvaluation:
     """The evaluation of one program, each function compiled once.
 
     Args:

@@ -29,7 +29,7 @@ _MOVES = {"transpose", "reshape", "broadcast_in_dim", "convert_element_type", "s
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class ShardedParameter:
     """Sharding of one parameter over the replicas, and how it is all-gathered."""
 
     sharding: NamedSharding
@@ -44,7 +44,7 @@ class Place:
     def dim(self) -> int:
         return list(self.sharding.spec).index(self.axis)
 
-    def of_layer(self) -> "Place":
+    def of_layer(self) -> "ShardedParameter":
         """Return the place of one layer of a stack."""
         spec = PartitionSpec(*self.sharding.spec[1:])
         return dataclasses.replace(self, sharding=NamedSharding(self.sharding.mesh, spec))
@@ -93,7 +93,7 @@ class Gathering:
         if self.axis not in sharding.spec:
             return precision.to_compute(leaf)
         dtype = jax.eval_shape(precision.to_compute, leaf).dtype
-        return _Split(leaf, Place(sharding, self.axis, self.manual, dtype))
+        return _Split(leaf, ShardedParameter(sharding, self.axis, self.manual, dtype))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +101,7 @@ class _Split:
     """A parameter that is not all-gathered yet, and the moves to apply once it is."""
 
     part: jax.Array
-    place: Place
+    place: ShardedParameter
     moves: tuple[Jaxpr, ...] = ()
 
     @property
@@ -119,7 +119,7 @@ class _Split:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _gathered(part: jax.Array, place: Place) -> jax.Array:
+def _gathered(part: jax.Array, place: ShardedParameter) -> jax.Array:
     """The part cast, then all-gathered; its gradient is reduce-scattered, then cast."""
     part = part.astype(place.dtype)
     if place.manual:
@@ -131,11 +131,11 @@ def _gathered(part: jax.Array, place: Place) -> jax.Array:
     return whole
 
 
-def _forward(part: jax.Array, place: Place) -> tuple[jax.Array, jax.Array]:
+def _forward(part: jax.Array, place: ShardedParameter) -> tuple[jax.Array, jax.Array]:
     return _gathered(part, place), jnp.zeros((), part.dtype)
 
 
-def _backward(place: Place, like: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
+def _backward(place: ShardedParameter, like: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
     wide = to_sum(gradient)
     if place.manual:
         summed = lax.psum_scatter(wide, place.axis, scatter_dimension=place.dim, tiled=True)

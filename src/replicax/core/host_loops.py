@@ -17,7 +17,7 @@ from replicax.core.same_program import Own
 Operation = Callable[[list[Any]], list[Any]]
 
 
-class Compiler(Protocol):
+class PartCompiler(Protocol):
     """Compiles parts of a step."""
 
     @property
@@ -28,7 +28,7 @@ class Compiler(Protocol):
         """Return a constant as an array that all devices have alike."""
 
 
-def scan(compiler: Compiler, eqn: JaxprEqn, into: list[Own], out: list[Own]) -> Operation:
+def scan(compiler: PartCompiler, eqn: JaxprEqn, into: list[Own], out: list[Own]) -> Operation:
     """Return the function of the operands of a scan to its results."""
     length, (consts, carried) = eqn.params["length"], scan_counts(eqn.params)
     body = jaxpr_as_fun(eqn.params["jaxpr"])
@@ -75,7 +75,7 @@ def scan(compiler: Compiler, eqn: JaxprEqn, into: list[Own], out: list[Own]) -> 
     return run
 
 
-def while_loop(compiler: Compiler, eqn: JaxprEqn, into: list[Own], out: list[Own]) -> Operation:
+def while_loop(compiler: PartCompiler, eqn: JaxprEqn, into: list[Own], out: list[Own]) -> Operation:
     """Return the function of the operands of a while loop to its results."""
     tested, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     split, avals = tested + consts, [atom.aval for atom in eqn.invars]
@@ -104,7 +104,7 @@ def while_loop(compiler: Compiler, eqn: JaxprEqn, into: list[Own], out: list[Own
     return run
 
 
-def cond(compiler: Compiler, eqn: JaxprEqn, into: list[Own], out: list[Own]) -> Operation:
+def cond(compiler: PartCompiler, eqn: JaxprEqn, into: list[Own], out: list[Own]) -> Operation:
     """Return the function of the operands of a cond to its results."""
     owned = own_of(eqn, [lie is not None for lie in into])
     avals = [atom.aval for atom in eqn.invars[1:]]
@@ -119,7 +119,7 @@ def cond(compiler: Compiler, eqn: JaxprEqn, into: list[Own], out: list[Own]) -> 
     return lambda values: list(branches[int(np.asarray(values[0]))](values[1:]))
 
 
-HOST_LOOPS: dict[str, Callable[[Compiler, JaxprEqn, list[Own], list[Own]], Operation]] = {
+HOST_LOOPS: dict[str, Callable[[PartCompiler, JaxprEqn, list[Own], list[Own]], Operation]] = {
     "scan": scan,
     "while": while_loop,
     "cond": cond,

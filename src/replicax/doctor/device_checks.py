@@ -42,7 +42,7 @@ _PERIOD = 1009
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class FoundDevices:
     """The devices of all processes, as JAX tells, and the host around this process."""
 
     platform: str
@@ -63,7 +63,7 @@ def check_devices(env: Mapping[str, str]) -> list[Check]:
     devices = _devices(env)
     pinned = hasattr(os, "sched_getaffinity")
     owned = collections.Counter(device.process_index for device in devices)
-    found = Found(
+    found = FoundDevices(
         platform=devices[0].platform,
         kinds=list(dict.fromkeys(device.device_kind for device in devices)),
         of_process=[owned[process] for process in range(jax.process_count())],
@@ -75,7 +75,7 @@ def check_devices(env: Mapping[str, str]) -> list[Check]:
     return judge_devices(found, env)
 
 
-def judge_devices(found: Found, env: Mapping[str, str]) -> list[Check]:
+def judge_devices(found: FoundDevices, env: Mapping[str, str]) -> list[Check]:
     """One row with the devices, and one for each thing that is wrong with them."""
     count = sum(found.of_process)
     text = counted(count, f"{' and '.join(found.kinds)} device")
@@ -123,7 +123,7 @@ def _devices(env: Mapping[str, str]) -> list[jax.Device]:
         ) from error
 
 
-def _unused(found: Found, env: Mapping[str, str]) -> list[Check]:
+def _unused(found: FoundDevices, env: Mapping[str, str]) -> list[Check]:
     """Accelerators of this host that JAX does not use."""
     if found.platform != "cpu" or not (found.gpus or found.tpus):
         return []

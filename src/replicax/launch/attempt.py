@@ -16,7 +16,7 @@ from replicax.errors import ClusterError
 from replicax.launch.cause import Ended, read_report, signal_name
 from replicax.launch.echo import Echo, Log, Output
 from replicax.launch.guard import PASSED
-from replicax.launch.process import Process, Start
+from replicax.launch.process import Process, ProcessStart
 
 # After the first failure: by then the others have said why they end, and then they are made to.
 # All are gone within 2 seconds.
@@ -69,7 +69,7 @@ class Attempt:
     """
 
     def __init__(
-        self, starts: Sequence[Start], echo: Echo, signals: int, grace_seconds: float
+        self, starts: Sequence[ProcessStart], echo: Echo, signals: int, grace_seconds: float
     ) -> None:
         self.stopped_by: int | None = None
         self._starts, self._echo, self._signals = starts, echo, signals
@@ -112,7 +112,7 @@ class Attempt:
         told = {-number for number in self._passed} | {128 + number for number in self._passed}
         return end.well or end.forced or end.status in told
 
-    def _start(self, start: Start) -> None:
+    def _start(self, start: ProcessStart) -> None:
         try:
             log = Log(start.log, self._echo)
             self._logs.append(log)

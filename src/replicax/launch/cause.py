@@ -23,7 +23,7 @@ _OWN = "replicax: "
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class FailureReport:
     """What a process wrote of its failure; see `replicax.cluster.variables.FAILURE_FILE`."""
 
     time: float
@@ -41,7 +41,7 @@ class Ended:
     time: float
     forced: bool
     """The launcher had told it to end before it did."""
-    report: Report | None
+    report: FailureReport | None
     errors: Sequence[str]
     """The last lines of its standard error."""
     log: Path
@@ -118,11 +118,11 @@ class Restarts:
         return same_step or all(at_once for *_, at_once in self._last)
 
 
-def read_report(path: Path) -> Report | None:
+def read_report(path: Path) -> FailureReport | None:
     """The report of a process; None where there is none, or none that makes sense."""
     try:
         told = json.loads(path.read_bytes())
-        return Report(
+        return FailureReport(
             time=float(told["time"]),
             error=_one_line(str(told["error"])),
             step=None if told.get("step") is None else int(told["step"]),
@@ -160,7 +160,7 @@ def _first_silent(processes: Sequence[Ended], among: Iterable[int]) -> int | Non
     return min(silent, key=lambda number: processes[number].time, default=None)
 
 
-def _blamed(processes: Sequence[Ended], reports: dict[int, Report]) -> Failure:
+def _blamed(processes: Sequence[Ended], reports: dict[int, FailureReport]) -> Failure:
     """Of those that others blame, the one that failed first. `reports` are in order of time."""
     step = min((each.step for each in reports.values() if each.step is not None), default=None)
     order = [n for each in reports.values() for n in each.blames if 0 <= n < len(processes)]

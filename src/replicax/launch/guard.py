@@ -26,7 +26,7 @@ POLL_SECONDS = 0.02
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-class Guard:
+class ProcessGuard:
     """Runs a command, and watches over it until it and all that it started are gone."""
 
     def __init__(self, channel: int, cores: str, command: list[str]) -> None:
@@ -203,4 +203,4 @@ def _descendants() -> list[int]:
 
 
 if __name__ == "__main__":
-    Guard(int(sys.argv[1]), sys.argv[2], sys.argv[3:]).run()
+    ProcessGuard(int(sys.argv[1]), sys.argv[2], sys.argv[3:]).run()

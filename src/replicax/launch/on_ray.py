@@ -19,8 +19,8 @@ from replicax.errors import ClusterError, ConfigError, require
 from replicax.launch.attempt import Attempt, collected_signals
 from replicax.launch.cause import Ended, first_failure
 from replicax.launch.echo import Echo
-from replicax.launch.job import Job
-from replicax.launch.process import Start, free_port, place_variables
+from replicax.launch.job_spec import JobSpec
+from replicax.launch.process import ProcessStart, free_port, place_variables
 from replicax.launch.supervisor import GRACE_SECONDS, STOPPED_EARLY, check_numbers
 from replicax.wording import counted
 
@@ -67,7 +67,7 @@ class ProcessError(RuntimeError):
         return str(self.args[0])
 
 
-def launch_on_ray(job: Job, options: RayOptions) -> tuple[int, str | None]:
+def launch_on_ray(job: JobSpec, options: RayOptions) -> tuple[int, str | None]:
     """Run `job` on a Ray cluster that is up, and return once it has ended.
 
     Ray places the processes, and after a failure starts all of them again, `job.restarts` times.
@@ -101,7 +101,7 @@ def launch_on_ray(job: Job, options: RayOptions) -> tuple[int, str | None]:
         ray.shutdown()
 
 
-def _check(job: Job, options: RayOptions) -> None:
+def _check(job: JobSpec, options: RayOptions) -> None:
     check_numbers(job)
     if job.pin:
         raise ConfigError(
@@ -154,7 +154,7 @@ def _reach(address: str, named: str) -> None:
         ) from error
 
 
-def _say_if_short(ray: ModuleType, job: Job, options: RayOptions) -> None:
+def _say_if_short(ray: ModuleType, job: JobSpec, options: RayOptions) -> None:
     """A cluster that is too small may grow; until then the job waits, and says so."""
     have = ray.cluster_resources()
     for kind, each in (("CPU", options.cpus_per_process), ("GPU", options.gpus_per_process)):
@@ -167,7 +167,9 @@ def _say_if_short(ray: ModuleType, job: Job, options: RayOptions) -> None:
             )
 
 
-def _fit(train: ModuleType, job: Job, options: RayOptions, storage: str) -> tuple[int, str | None]:
+def _fit(
+    train: ModuleType, job: JobSpec, options: RayOptions, storage: str
+) -> tuple[int, str | None]:
     """Hand the job to Ray Train, and judge what came of it."""
     trainer_module = require("ray.train.v2.api.data_parallel_trainer", "ray")
     resources = {"CPU": options.cpus_per_process}
@@ -205,14 +207,14 @@ def _fit(train: ModuleType, job: Job, options: RayOptions, storage: str) -> tupl
     return 0, None
 
 
-def _forwarded(job: Job, env: Mapping[str, str]) -> dict[str, str]:
+def _forwarded(job: JobSpec, env: Mapping[str, str]) -> dict[str, str]:
     added = {name: value for name, value in env.items() if name.startswith(FORWARDED)}
     if job.devices_per_process is not None:
         added["JAX_NUM_CPU_DEVICES"] = str(job.devices_per_process)
     return added
 
 
-def _failed(job: Job, failures: Mapping[int, BaseException]) -> tuple[int, str]:
+def _failed(job: JobSpec, failures: Mapping[int, BaseException]) -> tuple[int, str]:
     """The exit code, and which process failed first."""
     # Ray keeps a process's error inside one of its own.
     own = {rank: getattr(error, "_base_exc", error) for rank, error in failures.items()}
@@ -244,7 +246,7 @@ def run_process(config: dict[str, Any]) -> int:
     Raises:
         ProcessError: the process failed.
     """
-    job: Job = config["job"]
+    job: JobSpec = config["job"]
     number = require("ray.train", "ray").get_context().get_world_rank()
     meeting = None
     if number == 0:  # which says where it listens
@@ -269,7 +271,7 @@ def run_process(config: dict[str, Any]) -> int:
             where = f"{config['folder']}: {error.strerror} on this node; running in {os.getcwd()}"
             echo.lines(number, [f"replicax: {where}".encode()], error=False)
         # Ray keeps the output in files of its own.
-        start = Start(number, job.command, env, Path(os.devnull), report)
+        start = ProcessStart(number, job.command, env, Path(os.devnull), report)
         with collected_signals() as signals:
             try:
                 (ended,) = Attempt([start], echo, signals, GRACE_SECONDS).run()

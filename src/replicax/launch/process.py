@@ -22,7 +22,7 @@ LOWEST_PORT, PORT_TRIES = 20000, 50
 
 
 @dataclasses.dataclass(frozen=True)
-class Start:
+class ProcessStart:
     """One process to be started."""
 
     number: int
@@ -43,7 +43,7 @@ class Process:
     since the epoch; `forced` tells whether the launcher had told it to end before it did.
     """
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: ProcessStart) -> None:
         self.start = start
         self.status: int | None = None
         self.ended_at = 0.0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from replicax.cluster.engines import POD_PORT
 from replicax.errors import ConfigError
-from replicax.launch.job import Job
+from replicax.launch.job_spec import JobSpec
 from replicax.wording import counted
 
 TEMPLATES = Path(__file__).with_name("templates")
@@ -62,7 +62,7 @@ class KubernetesOptions:
     """Most that a pod may put in /dev/shm: 8Gi; it counts as the pod's memory."""
 
 
-def slurm_script(job: Job, options: SlurmOptions) -> str:
+def slurm_script(job: JobSpec, options: SlurmOptions) -> str:
     """Return the text of a script for sbatch that runs `job` with one srun.
 
     Raises:
@@ -101,7 +101,7 @@ def slurm_script(job: Job, options: SlurmOptions) -> str:
     )
 
 
-def jobset_manifest(job: Job, options: KubernetesOptions) -> str:
+def jobset_manifest(job: JobSpec, options: KubernetesOptions) -> str:
     """Return the YAML of a JobSet whose pods are the processes of `job`.
 
     Raises:

@@ -14,8 +14,8 @@ from replicax.errors import ConfigError
 from replicax.launch.attempt import Attempt, collected_signals, taken
 from replicax.launch.cause import Ended, Failure, Restarts, first_failure, signal_name
 from replicax.launch.echo import Echo
-from replicax.launch.job import Job
-from replicax.launch.process import Start, core_blocks, free_port, place_variables
+from replicax.launch.job_spec import JobSpec
+from replicax.launch.process import ProcessStart, core_blocks, free_port, place_variables
 from replicax.wording import counted
 
 GRACE_SECONDS = 30.0
@@ -47,7 +47,7 @@ class Outcome:
 
 
 def launch(
-    job: Job,
+    job: JobSpec,
     *,
     env: Mapping[str, str] | None = None,
     logs: str | Path | None = None,
@@ -109,7 +109,7 @@ def launch(
     )
 
 
-def _check(job: Job, env: Mapping[str, str]) -> None:
+def _check(job: JobSpec, env: Mapping[str, str]) -> None:
     """Raise `ConfigError` where `job` cannot be started on this host."""
     check_numbers(job)
     program = job.command[0]
@@ -122,7 +122,7 @@ def _check(job: Job, env: Mapping[str, str]) -> None:
     raise ConfigError(f"command {program!r} is a file that cannot be run by itself: {fix}")
 
 
-def check_numbers(job: Job) -> None:
+def check_numbers(job: JobSpec) -> None:
     """Raise `ConfigError` where the description of `job` cannot be meant, on any engine."""
     if not job.command:
         raise ConfigError("no command to launch; it comes last, after --: -- python train.py")
@@ -138,13 +138,13 @@ def check_numbers(job: Job) -> None:
 
 
 def _starts(
-    job: Job,
+    job: JobSpec,
     base: Mapping[str, str],
     cores: Sequence[Sequence[int]],
     job_id: str,
     folder: Path,
     attempt: int,
-) -> list[Start]:
+) -> list[ProcessStart]:
     """What each process is started with, its place in the job included."""
     coordinator = f"127.0.0.1:{free_port()}"
     devices = job.devices_per_process
@@ -155,7 +155,7 @@ def _starts(
         log = folder / f"process-{number}{again}.log"
         report = log.with_suffix(".failure.json")
         place = place_variables(number, job.processes, coordinator, job_id, report.absolute())
-        starts.append(Start(number, job.command, common | place, log, report, cores[number]))
+        starts.append(ProcessStart(number, job.command, common | place, log, report, cores[number]))
     return starts
 
 
@@ -194,7 +194,7 @@ def _stopped_early(attempt: Attempt, ended: Sequence[Ended]) -> bool:
     return bool(saved) and all(map(in_order, ended))
 
 
-def _started(job: Job, job_id: str, folder: Path) -> str:
+def _started(job: JobSpec, job_id: str, folder: Path) -> str:
     parts = [counted(job.processes, "process")]
     if job.devices_per_process is not None:
         parts.append(f"{counted(job.devices_per_process, 'device')} each")

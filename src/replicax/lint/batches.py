@@ -3,7 +3,7 @@
 import ast
 
 from replicax.lint.finding import WARNING, Report
-from replicax.lint.parsed import KEY, Program, names_in, targets
+from replicax.lint.parsed import KEY, ParsedFile, names_in, targets
 
 _COUNTS = {"jax.device_count", "jax.local_device_count"}
 _DEVICES = {"jax.devices", "jax.local_devices"}
@@ -11,7 +11,7 @@ _DROPS = {"drop_remainder", "drop_last"}
 _DIVIDING = {"pad", "pad_shard_unpad", "divmod", "gcd"}
 
 
-def check_reshapes(program: Program, report: Report) -> None:
+def check_reshapes(program: ParsedFile, report: Report) -> None:
     """Report `reshape(devices, -1, ...)` in a file that makes no batch divisible."""
     if not program.mapped or _divides(program):
         return
@@ -47,7 +47,7 @@ def check_reshapes(program: Program, report: Report) -> None:
             )
 
 
-def _counts_devices(program: Program, node: ast.AST, names: set[str]) -> bool:
+def _counts_devices(program: ParsedFile, node: ast.AST, names: set[str]) -> bool:
     """Whether an expression is the number of devices, and nothing else."""
     if isinstance(node, ast.Name):
         return node.id in names
@@ -60,7 +60,7 @@ def _counts_devices(program: Program, node: ast.AST, names: set[str]) -> bool:
     )
 
 
-def _divides(program: Program) -> bool:
+def _divides(program: ParsedFile) -> bool:
     """Whether a file makes batches divisible, or checks that they are."""
     for node in program.nodes:
         if isinstance(node, ast.Mod) and not _formats(program.parents[node]):

@@ -24,14 +24,14 @@ from replicax.lint.finding import ERROR, NOTE, WARNING, Finding, Report
 from replicax.lint.frozen import check_frozen
 from replicax.lint.lookup import check_names
 from replicax.lint.loops import check_loops
-from replicax.lint.numbers import check_steps
-from replicax.lint.parsed import Program
+from replicax.lint.numeric_rules import check_steps
+from replicax.lint.parsed import ParsedFile
 
 _SKIPPED = {"__pycache__", "node_modules", "build", "dist", "site-packages"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Examination:
+class FileFindings:
     """The findings of one file."""
 
     path: Path
@@ -64,7 +64,7 @@ def python_files(paths: Iterable[Path]) -> list[Path]:
     return list(found)
 
 
-def examine(path: Path) -> Examination:
+def examine(path: Path) -> FileFindings:
     """Read a Python file and run every rule on it; nothing of it is executed or imported.
 
     Raises:
@@ -73,7 +73,7 @@ def examine(path: Path) -> Examination:
     text = source_text(path)
     try:
         tree = ast.parse(text, filename=str(path))
-        program = Program(tree)
+        program = ParsedFile(tree)
         report = Report(text.splitlines())
         absent = check_names(program, report)
         for check in (check_loops, check_reshapes, check_steps, check_frozen):
@@ -87,10 +87,10 @@ def examine(path: Path) -> Examination:
         ) from error
     except (RecursionError, MemoryError) as error:
         raise ConfigError(f"{path} nests deeper than can be followed: split it") from error
-    return Examination(path, report.findings(), absent)
+    return FileFindings(path, report.findings(), absent)
 
 
-def annotations(examination: Examination) -> Iterator[str]:
+def annotations(examination: FileFindings) -> Iterator[str]:
     """Yield findings as GitHub's workflow commands, which it shows beside the lines."""
     kinds = {ERROR: "error", WARNING: "warning", NOTE: "notice"}
     for one in examination.findings:
@@ -99,7 +99,7 @@ def annotations(examination: Examination) -> Iterator[str]:
         yield f"::{kinds[one.severity]} {place},title={one.rule}::{message}"
 
 
-def summary(examinations: Sequence[Examination]) -> str:
+def summary(examinations: Sequence[FileFindings]) -> str:
     """Return one sentence on all files."""
     counts = collections.Counter(one.severity for each in examinations for one in each.findings)
     files = _counted(len(examinations), "file")
@@ -109,7 +109,7 @@ def summary(examinations: Sequence[Examination]) -> str:
     return f"{said}; not installed, so not looked up: {', '.join(absent)}" if absent else said
 
 
-def to_json(examinations: Sequence[Examination]) -> dict[str, Any]:
+def to_json(examinations: Sequence[FileFindings]) -> dict[str, Any]:
     """Return the same for programs; what JSON can hold."""
     return {
         "fails": any(each.fails for each in examinations),

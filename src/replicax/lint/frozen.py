@@ -4,12 +4,12 @@ import ast
 from collections.abc import Iterator, Sequence
 
 from replicax.lint.finding import WARNING, Report
-from replicax.lint.parsed import COMPILES, FUNCTIONS, LOOPS, Function, Program, given, targets
+from replicax.lint.parsed import COMPILES, FUNCTIONS, LOOPS, Function, ParsedFile, given, targets
 
 _COMPILES = COMPILES | {"replicax.DataParallel", "rx.DataParallel"}
 
 
-def check_frozen(program: Program, report: Report) -> None:
+def check_frozen(program: ParsedFile, report: Report) -> None:
     """Report what a compiled function reads of its surroundings, and what changes there later."""
     for scope in program.nodes:
         if not isinstance(scope, ast.Module | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -54,7 +54,9 @@ def free_names(function: Function) -> set[str]:
     return {node.id for node in body} - bound
 
 
-def _compiled(function: ast.FunctionDef, nodes: list[ast.AST], program: Program) -> list[ast.AST]:
+def _compiled(
+    function: ast.FunctionDef, nodes: list[ast.AST], program: ParsedFile
+) -> list[ast.AST]:
     """Return where a function is used once compiled; nothing if it never is.
 
     By its own name if it is decorated so, else by the name of what a compiler made of it.

@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from replicax.lint.finding import NOTE, Report
-from replicax.lint.parsed import Program, keywords, names_in
+from replicax.lint.parsed import ParsedFile, keywords, names_in
 
 LIBRARIES = ("jax", "flax", "optax", "numpy", "equinox", "haiku", "chex", "orbax")
 _DISTRIBUTIONS = {"haiku": "dm-haiku", "orbax": "orbax-checkpoint"}
 _GUARDS = {"ImportError", "ModuleNotFoundError", "AttributeError", "Exception"}
 
 
-def check_names(program: Program, report: Report) -> list[str]:
+def check_names(program: ParsedFile, report: Report) -> list[str]:
     """Report names and calls that the libraries do not take; return those not installed.
 
     Each name once, where it is first written, with how often.
@@ -49,7 +49,7 @@ def check_names(program: Program, report: Report) -> list[str]:
     return list(absent)
 
 
-def _written(program: Program) -> Iterator[tuple[ast.AST, str]]:
+def _written(program: ParsedFile) -> Iterator[tuple[ast.AST, str]]:
     """Yield the names of libraries that a file imports or reads, the longest of a dotted one."""
     inner = {id(node.value) for node in program.nodes if isinstance(node, ast.Attribute)}
     for node in program.nodes:
@@ -65,7 +65,7 @@ def _written(program: Program) -> Iterator[tuple[ast.AST, str]]:
                 yield node, name
 
 
-def _is_guarded(program: Program, node: ast.AST) -> bool:
+def _is_guarded(program: ParsedFile, node: ast.AST) -> bool:
     """Whether a file provides for another version: by `try`, `hasattr`, or the version."""
     for outer in program.around(node):
         if isinstance(outer, ast.Try):
@@ -172,7 +172,7 @@ def _instead(name: str) -> str:
     return "see the library's changelog"
 
 
-def _check_call(program: Program, call: ast.Call, report: Report) -> None:
+def _check_call(program: ParsedFile, call: ast.Call, report: Report) -> None:
     """Report a call whose arguments its function does not take."""
     name = program.called(call)
     library = name.partition(".")[0]

@@ -11,7 +11,7 @@ from replicax.lint.parsed import (
     FUNCTIONS,
     LOOPS,
     SHARD_MAP,
-    Program,
+    ParsedFile,
     given,
     names_in,
     targets,
@@ -29,7 +29,7 @@ _FEW = 5
 """Turns of a loop, each of which may well be looked at."""
 
 
-def check_loops(program: Program, report: Report) -> None:
+def check_loops(program: ParsedFile, report: Report) -> None:
     """Report what the loops of a file fetch and compile at each turn."""
     steps = _compiled_names(program)
     for loop in program.nodes:
@@ -38,7 +38,7 @@ def check_loops(program: Program, report: Report) -> None:
             _check_compiled(program, loop, report)
 
 
-def _compiled_names(program: Program) -> set[str]:
+def _compiled_names(program: ParsedFile) -> set[str]:
     """Return the names of functions that a file compiles."""
     found = set()
     for node in program.nodes:
@@ -49,14 +49,14 @@ def _compiled_names(program: Program) -> set[str]:
     return found
 
 
-def _is_compiled(program: Program, node: ast.AST) -> bool:
+def _is_compiled(program: ParsedFile, node: ast.AST) -> bool:
     """Return whether it is a function that is compiled."""
     decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else []
     mapped = any(each.function is node for each in program.mapped)
     return mapped or any(program.called(each) in COMPILES for each in decorators)
 
 
-def _is_traced(program: Program, node: ast.AST) -> bool:
+def _is_traced(program: ParsedFile, node: ast.AST) -> bool:
     return any(_is_compiled(program, outer) for outer in program.around(node))
 
 
@@ -90,7 +90,7 @@ def _counts(test: ast.expr) -> bool:
 
 
 def _check_fetches(
-    program: Program,
+    program: ParsedFile,
     loop: ast.For | ast.AsyncFor | ast.While,
     steps: set[str],
     report: Report,
@@ -124,7 +124,7 @@ def _acts(node: ast.AST) -> bool:
     return called in ("step", "send")
 
 
-def _fetched(program: Program, call: ast.Call) -> set[str]:
+def _fetched(program: ParsedFile, call: ast.Call) -> set[str]:
     """Return the names of what a call has the host wait for."""
     method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
     if program.name(call.func) in _FETCHES:
@@ -143,7 +143,7 @@ def _arrays(*nodes: ast.AST) -> set[str]:
     return found
 
 
-def _is_quiet(program: Program, loop: ast.AST) -> bool:
+def _is_quiet(program: ParsedFile, loop: ast.AST) -> bool:
     """Whether every turn of a loop may well be looked at: a few, or epochs, or configurations."""
     if not isinstance(loop, ast.For | ast.AsyncFor):
         return False
@@ -159,7 +159,7 @@ def _is_quiet(program: Program, loop: ast.AST) -> bool:
 
 
 def _check_compiled(
-    program: Program, loop: ast.For | ast.AsyncFor | ast.While, report: Report
+    program: ParsedFile, loop: ast.For | ast.AsyncFor | ast.While, report: Report
 ) -> None:
     turns = set(targets(loop))
     batches = any(BATCH.match(name) for name in turns) or isinstance(loop, ast.While)

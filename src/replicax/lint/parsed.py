@@ -55,7 +55,7 @@ class Mapped:
         )
 
 
-class Program:
+class ParsedFile:
     """A parsed file."""
 
     def __init__(self, tree: ast.Module) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from replicax.errors import ConfigError
 from replicax.lint.frozen import free_names
-from replicax.lint.numbers import REDUCES, REPLICATES
-from replicax.lint.parsed import BATCH, KEY, PMAP, Mapped, Program, names_in, targets
+from replicax.lint.numeric_rules import REDUCES, REPLICATES
+from replicax.lint.parsed import BATCH, KEY, PMAP, Mapped, ParsedFile, names_in, targets
 
 _FILE = '''\
 """The step of {path} on many replicas and on one.
@@ -65,7 +65,7 @@ def step_file(text: str, path: Path, to: Path) -> str:
     Raises:
         ConfigError: no function that differentiates is mapped over devices, or it has no batch.
     """
-    program = Program(ast.parse(text, filename=str(path)))
+    program = ParsedFile(ast.parse(text, filename=str(path)))
     mapped = _step(program, path)
     function = mapped.function
     name = getattr(function, "name", "train_step")
@@ -108,7 +108,7 @@ def step_file(text: str, path: Path, to: Path) -> str:
     )
 
 
-def _step(program: Program, path: Path) -> Mapped:
+def _step(program: ParsedFile, path: Path) -> Mapped:
     for mapped in program.mapped:
         calls = program.calls(*program.reached(mapped.function))
         if any(program.last_called(call) in _DIFFERENTIATE for call in calls):
@@ -132,7 +132,7 @@ def _parts(names: list[str], path: Path) -> dict[str, list[str]]:
     return {**parts, "key": keys} if keys else parts
 
 
-def _stacks(program: Program, node: ast.stmt) -> bool:
+def _stacks(program: ParsedFile, node: ast.stmt) -> bool:
     """Whether a statement makes what has a copy for each device."""
     return any(program.called(call) in REPLICATES | PMAP for call in program.calls(node))
 
@@ -146,7 +146,9 @@ def _makes(node: ast.stmt) -> list[str]:
     return targets(node) if isinstance(node, ast.Assign | ast.AnnAssign) else []
 
 
-def _copies(program: Program, text: str, made: dict[str, ast.stmt], names: set[str]) -> list[str]:
+def _copies(
+    program: ParsedFile, text: str, made: dict[str, ast.stmt], names: set[str]
+) -> list[str]:
     """Return the statements at the top level that some names need, in their order."""
     needed: set[ast.stmt] = set()
     waiting = [made[name] for name in names if name in made]
@@ -177,7 +179,7 @@ def _mapping(mapped: Mapped, name: str) -> str:
     return name if mapped.kind in PMAP else f"jax.jit({name})"
 
 
-def _axis(program: Program, mapped: Mapped) -> str:
+def _axis(program: ParsedFile, mapped: Mapped) -> str:
     """Return the axis that a step reduces over, as the argument of `vmap`; empty without one."""
     if mapped.kind in PMAP and "axis_name" in mapped.options:
         return f", axis_name={ast.unparse(mapped.options['axis_name'])}"

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from replicax.analysis.compiled import Memory, read_memory
 from replicax.core.mesh import mesh_of
 from replicax.errors import CompilerError
-from replicax.plan.exported import Program
+from replicax.plan.exported import ExportedStep
 from replicax.wording import first_line
 
 FAILS = "the compiler fails on this step"
@@ -78,7 +78,7 @@ def _bytes(number: str, prefix: str) -> int:
     return round(float(number) * 2.0 ** (10 * " KMGT".index(prefix or " ")))
 
 
-def answer(program: Program, devices: Sequence[Any]) -> Compilation | TooLarge | CompilerError:
+def answer(program: ExportedStep, devices: Sequence[Any]) -> Compilation | TooLarge | CompilerError:
     """Compile a program; whatever a compiler raises is returned: who asked decides.
 
     Args:
@@ -97,7 +97,7 @@ def answer(program: Program, devices: Sequence[Any]) -> Compilation | TooLarge |
     return Compilation(memory, compiled.as_text() or "", time.monotonic() - started)
 
 
-def _compile(program: Program, devices: Sequence[Any]) -> jax.stages.Compiled:
+def _compile(program: ExportedStep, devices: Sequence[Any]) -> jax.stages.Compiled:
     mesh = mesh_of(devices[: program.devices], program.sizes)
     exported = jax.export.deserialize(bytearray(program.module))
     read = exported.module_kept_var_idx  # jit takes no argument that its function does not read

@@ -12,7 +12,7 @@ from jax.experimental import topologies
 
 from replicax.errors import CompilerError, ConfigError, MissingDependencyError, ReplicaxError
 from replicax.plan.compilation import Description, answer
-from replicax.plan.exported import Program
+from replicax.plan.exported import ExportedStep
 from replicax.wording import first_line
 
 EXTRAS = {"tpu": "plan-tpu", "cuda": "plan-gpu"}
@@ -119,7 +119,7 @@ def main(connection: Connection) -> None:
     connection.send(compiler_name(description.platform))
     while True:
         try:
-            program: Program = connection.recv()
+            program: ExportedStep = connection.recv()
         except EOFError:
             return
         connection.send(answer(program, devices))

@@ -23,7 +23,7 @@ from replicax.plan.compilation import (
     answer,
 )
 from replicax.plan.compile_process import compiler_name
-from replicax.plan.exported import Program
+from replicax.plan.exported import ExportedStep
 from replicax.plan.gpu_description import DESCRIBED, gpu_description
 from replicax.plan.target import ATTACHED, Target
 
@@ -37,7 +37,7 @@ class Compiler(Protocol):
     name: str
     """Its package, and the version."""
 
-    def compile(self, program: Program) -> Compilation | TooLarge:
+    def compile(self, program: ExportedStep) -> Compilation | TooLarge:
         """A program for these devices, or that it is too large for them.
 
         Raises:
@@ -56,7 +56,7 @@ class AttachedCompiler:
         self._devices = devices
         self.name = compiler_name(devices[0].platform)
 
-    def compile(self, program: Program) -> Compilation | TooLarge:
+    def compile(self, program: ExportedStep) -> Compilation | TooLarge:
         """See `Compiler`."""
         return _checked(answer(program, self._devices))
 
@@ -118,7 +118,7 @@ class CompilerProcess:
     ) -> None:
         self.close()
 
-    def compile(self, program: Program) -> Compilation | TooLarge:
+    def compile(self, program: ExportedStep) -> Compilation | TooLarge:
         """See `Compiler`; the process may also end, or not answer in time."""
         return _checked(self._ask(program))
 
@@ -130,11 +130,11 @@ class CompilerProcess:
             self._connection.close()
             self._said.close()
 
-    def _ask(self, question: Description | Program) -> Any:
+    def _ask(self, question: Description | ExportedStep) -> Any:
         with self._asking:
             return self._answer_to(question)
 
-    def _answer_to(self, question: Description | Program) -> Any:
+    def _answer_to(self, question: Description | ExportedStep) -> Any:
         try:
             self._connection.send(question)
             if not self._connection.poll(self._timeout_seconds):
@@ -220,7 +220,7 @@ class CompilerPool:
         for process in self._started:
             process.close()
 
-    def compile(self, program: Program) -> Compilation | TooLarge:
+    def compile(self, program: ExportedStep) -> Compilation | TooLarge:
         """See `Compiler`."""
         process = self._take()
         try:

@@ -38,7 +38,7 @@ WITHOUT_CUDNN = "planned without the kernels of cuDNN: the step may need less"
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class ExportedStep:
     """A step for some number of devices of one platform."""
 
     module: bytes
@@ -66,12 +66,12 @@ class Program:
 
 def export_step(
     dp: DataParallel, model: Any, batch: Any, platform: str, capability: float | None
-) -> Program:
+) -> ExportedStep:
     """Return the step of `dp` on devices of a platform.
 
     Kernels of cuDNN are exported from per-replica modes alone: others have their compiler call back
     for how to split them. There the same step is exported as `PER_REPLICA`; a layout that this
-    cannot hold is exported without these kernels. `Program.notes` says so.
+    cannot hold is exported without these kernels. `ExportedStep.notes` says so.
 
     Args:
         dp: whose step it is; the devices of its mesh need not exist.
@@ -133,7 +133,7 @@ def _export(
     platform: str,
     capability: float | None,
     notes: tuple[str, ...],
-) -> Program:
+) -> ExportedStep:
     with traced_for(capability):
         made = dp.program(model, mesh=_mesh(dp.mesh))
         arguments = state, rows = made.shapes, made.described(batch)
@@ -144,7 +144,7 @@ def _export(
         jaxpr = made.step.trace(*arguments).jaxpr.jaxpr
         options = dp.configuration.options(dp.mesh)
     _, metrics = jax.tree.unflatten(exported.out_tree, exported.out_avals)
-    return Program(
+    return ExportedStep(
         module=bytes(_flat(exported, len(jax.tree.leaves(arguments))).serialize()),
         donated=len(jax.tree.leaves(state)) if dp.donate else 0,
         sizes=dict(dp.mesh.shape),

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 
 from replicax.core.equations import scan_counts
-from replicax.plan.operations import IN_PLACE, Operation, Program
+from replicax.plan.operations import IN_PLACE, Operation, TracedOperations
 
 ELEMENTWISE = ("cheap", "expensive", "fill")
 FUSING = (*ELEMENTWISE, "reduction", "store")
@@ -46,7 +46,7 @@ class Liveness:
 
     def __init__(
         self,
-        program: Program,
+        program: TracedOperations,
         kept: Mapping[int, int] | None = None,
         gathered: Collection[int] = (),
         carried: Mapping[int, int] | None = None,
@@ -131,11 +131,11 @@ class Liveness:
             return 0
         params, platform = each.equation.params, self._program.platform
         if each.kind == "branches":
-            bodies = [Program(branch.jaxpr, platform) for branch in params["branches"]]
+            bodies = [TracedOperations(branch.jaxpr, platform) for branch in params["branches"]]
             return max(peak(Liveness(body)).bytes for body in bodies)
         body = params["jaxpr"] if each.name == "scan" else params["body_jaxpr"]
         used = [self._stored.get(value, False) for value in each.outputs]
-        program = Program(body.jaxpr, platform)
+        program = TracedOperations(body.jaxpr, platform)
         constants = params.get("body_nconsts", 0)
         if each.name == "scan":
             constants, carries = scan_counts(params)
@@ -226,7 +226,7 @@ def _takes_parts(each: Operation, value: int) -> bool:
     return value not in each.inputs[: sum(scan_counts(each.equation.params))]
 
 
-def _write_parts(program: Program, constants: int, carried: int, used: list[bool]) -> None:
+def _write_parts(program: TracedOperations, constants: int, carried: int, used: list[bool]) -> None:
     """Read the parts that a scan runs over where they are wanted; write results where they go."""
     stacked = program.outputs[carried:]
     program.outputs = program.outputs[:carried]

@@ -27,7 +27,7 @@ from replicax.core.pipeline import SCHEDULES
 from replicax.core.precision import to_sum
 from replicax.core.update import TrainState
 from replicax.plan.liveness import Liveness, peak
-from replicax.plan.operations import Program, array_bytes, for_platform
+from replicax.plan.operations import TracedOperations, array_bytes, for_platform
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +175,7 @@ def _of_own_step(
     """
     plain = partial(step, accumulator=Sequential(), reduce=lambda sums, carried, _: (sums, carried))
     closed = jax.make_jaxpr(lambda state, part: plain(state, part, None))(state, part)
-    traced = Program(for_platform(closed.jaxpr, platform), platform)
+    traced = TracedOperations(for_platform(closed.jaxpr, platform), platform)
     return _Gradient(0, 0, 0, workspace=peak(Liveness(traced, {}, set())).bytes, never_together=0)
 
 
@@ -199,7 +199,7 @@ def _of_gradient(
         added_up: whether each gradient is added to a running total as soon as it is there.
     """
     jaxpr, count = _traced(objective, state, part, platform)
-    program = Program(jaxpr, platform)
+    program = TracedOperations(jaxpr, platform)
     params = program.inputs[:count]
     gradient, saved = program.outputs[:count], program.outputs[count:]
     program.outputs = list(gradient)
@@ -285,7 +285,7 @@ def _traced(
     return jax.make_jaxpr(gradient)(leaves, rest).jaxpr, len(leaves)
 
 
-def _copies(program: Program, params: list[int]) -> dict[int, int]:
+def _copies(program: TracedOperations, params: list[int]) -> dict[int, int]:
     """Values that are a parameter in another dtype: that parameter by value."""
     own = set(params)
     return {

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from replicax.analysis.hardware import Link
+from replicax.analysis.hardware import Interconnect
 from replicax.core.mesh import AnyMesh, in_order
 from replicax.errors import ConfigError
 from replicax.plan.target import Target, host_bounds
@@ -23,7 +23,7 @@ KINDS = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, PERMUTE, BROADCAST)
 """As HLO and `replicax.analysis.compiled` spell them."""
 
 
-class Network(Protocol):
+class DeviceNetwork(Protocol):
     """What connects the devices that take part in a collective."""
 
     @property
@@ -82,8 +82,8 @@ class HostNetwork:
         algorithms: that may be chosen for an all-reduce: `ring`, `tree`.
     """
 
-    inside: Link | None
-    between: Link | None
+    inside: Interconnect | None
+    between: Interconnect | None
     devices_per_host: int
     hosts: int = 1
     algorithms: tuple[str, ...] = (RING, TREE)
@@ -110,7 +110,7 @@ class HostNetwork:
         return min(rates, default=math.inf)
 
     def time(self, kind: str, size: float) -> float:
-        """Return the seconds of one collective; see `Network`."""
+        """Return the seconds of one collective; see `DeviceNetwork`."""
         check(kind, size)
         if self.devices == 1 or size == 0:
             return 0.0
@@ -213,7 +213,7 @@ class TorusNetwork:
         return links * self.link_bytes_per_second
 
     def time(self, kind: str, size: float) -> float:
-        """Return the seconds of one collective; see `Network`."""
+        """Return the seconds of one collective; see `DeviceNetwork`."""
         check(kind, size)
         if self.devices == 1 or size == 0:
             return 0.0
@@ -247,7 +247,7 @@ class SliceNetwork:
         between: one device of each slice, as hosts of one device.
     """
 
-    inside: Network
+    inside: DeviceNetwork
     between: HostNetwork
 
     @property
@@ -256,7 +256,7 @@ class SliceNetwork:
         return self.inside.devices * self.between.devices
 
     def time(self, kind: str, size: float) -> float:
-        """Return the seconds of one collective; see `Network`."""
+        """Return the seconds of one collective; see `DeviceNetwork`."""
         check(kind, size)
         share, slices = size / self.inside.devices, self.between.devices
         if kind == ALL_REDUCE:
@@ -282,7 +282,7 @@ def _along_links(kind: str, size: float, devices: int, rate: float, latency: flo
     return passed[kind] / rate + (2 if kind == ALL_REDUCE else 1) * latency
 
 
-Networks = Callable[[tuple[str, ...] | None], Network]
+Networks = Callable[[tuple[str, ...] | None], DeviceNetwork]
 """From the mesh axes that a collective runs over, None for all of them, to what joins a group."""
 
 
@@ -296,7 +296,7 @@ def networks(target: Target, mesh: AnyMesh) -> Networks:
     devices = in_order(range(target.devices), mesh.shape)
 
     @cache
-    def over(axes: tuple[str, ...] | None) -> Network:
+    def over(axes: tuple[str, ...] | None) -> DeviceNetwork:
         if axes is None:
             return network(target)
         members = devices[tuple(slice(None) if axis in axes else 0 for axis in mesh.shape)]
@@ -309,7 +309,7 @@ def network(
     target: Target,
     algorithms: tuple[str, ...] = (RING, TREE),
     members: Sequence[int] | None = None,
-) -> Network:
+) -> DeviceNetwork:
     """Return what joins all devices of a target, or a group of them while all others do the same.
 
     GPUs are joined inside a host and by the hosts' network cards (`HostNetwork`), TPUs by the torus
@@ -383,7 +383,7 @@ def coordinates(topology: tuple[int, ...]) -> np.ndarray:
     return places
 
 
-def _known(link: Link | None, target: Target) -> Link:
+def _known(link: Interconnect | None, target: Target) -> Interconnect:
     if link is None:
         raise ConfigError(
             f"{target.text}: how fast {target.chip.title}s are joined is not known; "

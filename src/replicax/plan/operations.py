@@ -112,7 +112,7 @@ class Operation:
     """Of a loop or of branches."""
 
 
-class Program:
+class TracedOperations:
     """The operations of a traced function.
 
     Args:

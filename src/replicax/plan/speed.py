@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 from replicax.analysis.hardware import Chip
 from replicax.analysis.roofline import kernel_roofline, limits, roofline_seconds
-from replicax.analysis.schedule import Collective, Kernel, Loop, Schedule, Wait
+from replicax.analysis.schedule import Collective, Kernel, Schedule, Wait, WhileLoop
 from replicax.analysis.schedule import Step as ScheduleStep
 from replicax.core.data_parallel import DataParallel
 from replicax.core.mesh import STAGE, AnyMesh, by_rows, is_data_only, replica_count
@@ -228,7 +228,7 @@ class _Clock:
             else:
                 self._repeat(step)
 
-    def _repeat(self, loop: Loop) -> None:
+    def _repeat(self, loop: WhileLoop) -> None:
         if Schedule(loop.steps).collectives:
             for _ in range(loop.trips):
                 self.run(loop.steps)

@@ -24,7 +24,7 @@ from replicax.plan.compilation import Compilation, TooLarge
 from replicax.plan.compiler import Compiler, compiler_for
 from replicax.plan.exported import (
     BEFORE_CUDNN,
-    Program,
+    ExportedStep,
     computes_again,
     export_step,
     keeping_everything,
@@ -46,7 +46,7 @@ class Step:
     dp: DataParallel
     need: Need
     formula: MemoryFormula
-    program: Program | None = None
+    program: ExportedStep | None = None
     """None without a compiler."""
     compilation: Compilation | None = None
     """None without a compiler, or where the compiler refuses the step."""

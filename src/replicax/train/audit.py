@@ -13,8 +13,8 @@ from replicax.core.mesh import replica_count
 from replicax.core.update import TrainState
 from replicax.errors import ConfigError, DivergedError, ReplicasDifferError, choose
 from replicax.train.checkpoints.arrays import abstract, as_key
-from replicax.train.dispatched import Dispatched, Place
-from replicax.train.fingerprint import Difference, Fingerprint
+from replicax.train.dispatched import Dispatched, RunPosition
+from replicax.train.fingerprint import Fingerprint, UnequalCopies
 from replicax.train.hook import Hook, Running
 from replicax.wording import listed, named, size_text
 
@@ -87,7 +87,7 @@ class Audit(Hook):
     """
 
     _fingerprint: Fingerprint
-    _good: Place | None
+    _good: RunPosition | None
     _snapshot: Snapshot | None
     _never_finite: set[str]
 
@@ -191,7 +191,7 @@ class Audit(Hook):
             yield "       is an iterator, and steps cannot be replayed"
 
     def _is_over(
-        self, run: Running, table: jax.Array, place: Place, done: Sequence[Dispatched]
+        self, run: Running, table: jax.Array, place: RunPosition, done: Sequence[Dispatched]
     ) -> bool:
         """Read the fingerprints of the state at `place`; whether the run goes back by that."""
         if differences := self._fingerprint.differences(table):
@@ -210,13 +210,17 @@ class Audit(Hook):
         self._keep_good(run, place)
         return False
 
-    def _keep_good(self, run: Running, place: Place) -> None:
+    def _keep_good(self, run: Running, place: RunPosition) -> None:
         self._good, self._in_a_row = place, 0
         if self._keeps:
             self._snapshot = Snapshot(run.state)
 
     def _diverged(
-        self, run: Running, differences: list[Difference], at: Place, done: Sequence[Dispatched]
+        self,
+        run: Running,
+        differences: list[UnequalCopies],
+        at: RunPosition,
+        done: Sequence[Dispatched],
     ) -> None:
         """Name the devices; stop, or go back. `done` has finished since the last look."""
         wrong, how = _outvoted(differences), ""
@@ -240,7 +244,7 @@ class Audit(Hook):
         run.go_back(self._snapshot.restore(), good, text, metrics)
 
     def _replayed(
-        self, run: Running, differences: list[Difference], done: Sequence[Dispatched]
+        self, run: Running, differences: list[UnequalCopies], done: Sequence[Dispatched]
     ) -> tuple[list[int], str]:
         """Places of the devices that a replay from the last good state contradicts, and its words.
 
@@ -274,9 +278,9 @@ class Audit(Hook):
     def _text(
         self,
         run: Running,
-        differences: list[Difference],
+        differences: list[UnequalCopies],
         wrong: Sequence[int],
-        at: Place,
+        at: RunPosition,
         how: str = "",
     ) -> str:
         """Who differs in what, and since when."""
@@ -300,7 +304,7 @@ class Audit(Hook):
         raise error
 
 
-def _outvoted(differences: list[Difference]) -> list[int]:
+def _outvoted(differences: list[UnequalCopies]) -> list[int]:
     """Places of the devices that most others contradict."""
     return sorted({place for each in differences for place in each.wrong or ()})
 
@@ -315,7 +319,7 @@ def _names(run: Running, places: Sequence[int]) -> str:
     )
 
 
-def batches_after(run: Running, place: Place) -> Iterator[Batch]:
+def batches_after(run: Running, place: RunPosition) -> Iterator[Batch]:
     """The batches of `run` from `place` on, once more, without an end."""
     yield from run.dp.feed(run.source, epoch=place.epoch, first=place.batch)
     for epoch in itertools.count(place.epoch + 1):
@@ -325,7 +329,7 @@ def batches_after(run: Running, place: Place) -> Iterator[Batch]:
 def votes_of(
     replay: TrainState,
     fingerprint: Fingerprint,
-    differences: Sequence[Difference],
+    differences: Sequence[UnequalCopies],
     state: TrainState,
 ) -> tuple[dict[int, int], bool]:
     """Elements in which each device is nearest to `replay`, and whether the best equals it.

@@ -22,7 +22,7 @@ _NAMED = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class RunPosition:
     """A point in a run."""
 
     step: int
@@ -37,7 +37,7 @@ class Place:
 class Dispatched:
     """A guarded step that was given to the devices; the tracker of steps gives it back, late."""
 
-    place: Place
+    place: RunPosition
     """After it."""
     rows: int | None
     """Real rows of its batch, where they are known."""
@@ -58,7 +58,7 @@ class Dispatched:
         return bool(self.not_finite) or (self.spike is not None and bool(self.spike))
 
 
-def dispatched(place: Place, batch: Batch, metrics: Metrics) -> Dispatched:
+def dispatched(place: RunPosition, batch: Batch, metrics: Metrics) -> Dispatched:
     """Return the step that led to `place`, and begin to copy its `metrics` to the host."""
     others = {name: value for name, value in metrics.items() if name not in (NOT_FINITE, SPIKE)}
     not_finite, spike = metrics[NOT_FINITE], metrics.get(SPIKE)

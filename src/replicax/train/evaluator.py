@@ -15,7 +15,7 @@ from replicax.core.loss import LOSS
 from replicax.core.objective import LossFunction
 from replicax.core.update import TrainState
 from replicax.errors import ConfigError
-from replicax.train.dispatched import Place
+from replicax.train.dispatched import RunPosition
 from replicax.train.records import Record
 
 
@@ -86,7 +86,7 @@ class Evaluator:
         for feed in self._feeds.values():
             self._dp.check(feed)
 
-    def is_due(self, place: Place, *, epoch_over: bool) -> bool:
+    def is_due(self, place: RunPosition, *, epoch_over: bool) -> bool:
         """Whether to evaluate at `place`, the run not being at its end."""
         plan = self._plan
         if place.step == 0:
@@ -99,7 +99,7 @@ class Evaluator:
     def __call__(
         self,
         state: TrainState,
-        place: Place,
+        place: RunPosition,
         through: Callable[[Generator[Batch]], Iterator[Batch]],
     ) -> Record:
         """Evaluate the `state` at `place`, on what `through` gives of each source's batches."""

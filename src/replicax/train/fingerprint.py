@@ -24,7 +24,7 @@ _SPREAD = np.uint32(0x9E3779B1), np.uint32(0x85EBCA77)  # primes, as xxHash has 
 
 
 @dataclasses.dataclass(frozen=True)
-class Difference:
+class UnequalCopies:
     """A leaf, or the part of it that some devices hold alike, whose copies are not equal."""
 
     leaf: str
@@ -80,7 +80,7 @@ class Fingerprint:
         table: jax.Array = _program(self.mesh, self._specs)(jax.tree.leaves(state))
         return table
 
-    def differences(self, table: jax.Array) -> list[Difference]:
+    def differences(self, table: jax.Array) -> list[UnequalCopies]:
         """What is not equal and should be; all processes learn the same."""
         of = np.asarray(table.addressable_data(0))
         if (of == of[:1]).all():
@@ -93,7 +93,7 @@ class Fingerprint:
                     groups[of[place, column].tobytes()].append(place)
                 if len(groups) > 1:
                     ordered = sorted(groups.values(), key=lambda group: (-len(group), group))
-                    found.append(Difference(leaf, tuple(map(tuple, ordered))))
+                    found.append(UnequalCopies(leaf, tuple(map(tuple, ordered))))
         return found
 
     def not_finite(self, table: jax.Array) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from replicax.core.data_parallel import DataParallel
 from replicax.core.sources import Source
 from replicax.core.update import TrainState
 from replicax.errors import ConfigError, ReplicaxError
-from replicax.train.dispatched import Dispatched, Place
+from replicax.train.dispatched import Dispatched, RunPosition
 from replicax.train.records import Record
 from replicax.wording import first_line
 
@@ -27,7 +27,7 @@ class Running(Protocol):
     source: Source
     state: TrainState
     """After the newest step; the next one may donate it. A hook may put another in its place."""
-    place: Place
+    place: RunPosition
     """Where the run stands: steps, epoch, batches of it."""
     records: list[Record]
     """Records of the whole run."""
@@ -69,7 +69,9 @@ class Running(Protocol):
     def wait(self) -> None:
         """Ask, in `dispatched`, that this step is waited for before the next one is given."""
 
-    def go_back(self, state: TrainState, place: Place, why: str, metrics: dict[str, float]) -> None:
+    def go_back(
+        self, state: TrainState, place: RunPosition, why: str, metrics: dict[str, float]
+    ) -> None:
         """Ask, in `settle`, that the run goes on from an earlier `state` at `place`.
 
         It must be the last one that `note_good` was called at.

@@ -14,7 +14,7 @@ from replicax.core.in_flight import STEPS_IN_FLIGHT
 from replicax.core.update import Metrics, TrainState
 from replicax.errors import ConfigError, DivergedError, StateError
 from replicax.train.checkpoints.manifest import Position
-from replicax.train.dispatched import BadSteps, Meter, Place, dispatched
+from replicax.train.dispatched import BadSteps, Meter, RunPosition, dispatched
 from replicax.train.evaluator import Evaluator, losses_of
 from replicax.train.goodput import Ledger
 from replicax.train.hook import Hooks, Running
@@ -29,7 +29,7 @@ from replicax.train.storage import Storage, parts_of_processes
 class _Good:
     """Where the state was good that a hook keeps."""
 
-    place: Place
+    place: RunPosition
     position: Position
     extra: dict[str, Any]
     at: float
@@ -40,7 +40,7 @@ class _Back:
     """Where a hook wants the run to go on from."""
 
     state: TrainState
-    place: Place
+    place: RunPosition
     why: str
     metrics: dict[str, float]
 
@@ -60,7 +60,7 @@ class Loop(Running):
     _stopping: Stopping
 
     def __init__(self) -> None:
-        self.place = Place(0, 0, 0)
+        self.place = RunPosition(0, 0, 0)
         self.records: list[Record] = []
         self.rows = 0
         """Trained on in the whole run."""
@@ -110,7 +110,9 @@ class Loop(Running):
         self.hooks("before_step", self, batch)
         self.state, metrics = self.dp.step(self.state, batch)
         self._given = None
-        place = self.place = Place(self.place.step + 1, self.place.epoch, self.place.batch + 1)
+        place = self.place = RunPosition(
+            self.place.step + 1, self.place.epoch, self.place.batch + 1
+        )
         self.rows += batch.rows or 0
         step = dispatched(place, batch, metrics)
         self.dp.job.in_flight.note(step)
@@ -158,7 +160,9 @@ class Loop(Running):
     def note_good(self) -> None:
         self._good_at = time.monotonic()
 
-    def go_back(self, state: TrainState, place: Place, why: str, metrics: dict[str, float]) -> None:
+    def go_back(
+        self, state: TrainState, place: RunPosition, why: str, metrics: dict[str, float]
+    ) -> None:
         self._back = _Back(state, place, why, metrics)
 
     def _batches(self) -> Generator[Batch]:
@@ -171,7 +175,7 @@ class Loop(Running):
             self._close_epoch()
             if self._is_last():
                 break
-            self.place = Place(self.place.step, self.place.epoch + 1, 0)
+            self.place = RunPosition(self.place.step, self.place.epoch + 1, 0)
         self._ended = True
 
     def _epoch(self) -> Generator[Batch, None, bool]:
@@ -396,7 +400,7 @@ class Loop(Running):
             batch: of the epoch, counted from 0, that is next; as `extra` has it by default.
         """
         batch = extra["batch"] if batch is None else batch
-        self.place = Place(position.step, position.epoch, batch)
+        self.place = RunPosition(position.step, position.epoch, batch)
         self.rows, self._closed_at = position.rows_trained, position.evaluated_step
         self._evaluated_at = extra.get("evaluated", position.evaluated_step)
         self.dp.job.in_flight.forget()

@@ -67,7 +67,7 @@ class Saving:
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class ResumePoint:
     """Where a run goes on from."""
 
     path: Path
@@ -135,7 +135,7 @@ class Storage:
         self._wanted = array_entries(state) if saving.wanted else {}
         if saving.wanted:
             require("orbax.checkpoint", "checkpoints")
-        self.found: Found | None = None
+        self.found: ResumePoint | None = None
         try:
             told = job.broadcast("where the run goes on", self._open_or_refuse)
             self.token: int = told["token"]
@@ -143,7 +143,7 @@ class Storage:
                 position = Position(**told["position"])
                 records = read_records(path, position.records)
                 where = self._store.folder / told["checkpoint"]
-                self.found = Found(where, position, told["extra"], records)
+                self.found = ResumePoint(where, position, told["extra"], records)
         except BaseException:
             self.close()
             raise

@@ -25,7 +25,7 @@ from replicax.verify.subject import Case, Subject
 
 
 @dataclasses.dataclass(frozen=True)
-class Sent:
+class SentOverAxes:
     """All collectives of one kind over the same axes in one step, loops multiplied out."""
 
     kind: str
@@ -40,7 +40,7 @@ class Sent:
     """Bytes that it sends for what the devices of a replica have of it."""
 
 
-def read_sent(text: str, mesh: Mesh) -> tuple[Sent, ...]:
+def read_sent(text: str, mesh: Mesh) -> tuple[SentOverAxes, ...]:
     """Return what a step sends that was compiled to `text` for `mesh`."""
     counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
     sizes: Counter[tuple[str, tuple[str, ...]]] = Counter()
@@ -55,13 +55,13 @@ def read_sent(text: str, mesh: Mesh) -> tuple[Sent, ...]:
     return tuple(_sent(mesh, *each, counts[each], sizes[each]) for each in sorted(counts))
 
 
-def _sent(mesh: Mesh, kind: str, axes: tuple[str, ...], count: int, size: int) -> Sent:
+def _sent(mesh: Mesh, kind: str, axes: tuple[str, ...], count: int, size: int) -> SentOverAxes:
     devices = math.prod(mesh.shape[axis] for axis in axes)
     replicas = math.prod(mesh.shape[axis] for axis in axes if axis in (DATA, FSDP))
     sent = wire_bytes(Collectives(kind, count, size), devices)
     # A ring sends 1 - 1 / N of it: that of the replicas alone, and what the rest adds to it.
     share = (1 - 1 / replicas) / (1 - 1 / devices) if devices > 1 else 0.0
-    return Sent(kind, axes, count, size, sent * share, sent - sent * share)
+    return SentOverAxes(kind, axes, count, size, sent * share, sent - sent * share)
 
 
 def bytes_of_layout(subject: Subject, case: Case) -> tuple[float, float]:

@@ -11,9 +11,9 @@ import numpy as np
 
 from replicax.checks import FAIL, PASS, SKIP, Check
 from replicax.errors import ConfigError
+from replicax.verify.batch_rows import find_weights, row_count, with_weights
 from replicax.verify.difference import changes, coarsest_eps, is_float
 from replicax.verify.form import Step, host
-from replicax.verify.rows import find_weights, row_count, with_weights
 from replicax.verify.step_checks import (
     determinism,
     one_device,

@@ -9,13 +9,13 @@ import numpy as np
 from jax.extend.core import Jaxpr, jaxprs_in_params
 
 from replicax.checks import FAIL, NOTE, PASS, Check
+from replicax.verify.batch_rows import row_count, take
 from replicax.verify.causes import likely_cause
 from replicax.verify.compilations import counted_compilations
 from replicax.verify.copies import Copies
 from replicax.verify.difference import Leaves, first_difference, is_float
 from replicax.verify.evidence import Evidence
 from replicax.verify.form import parted
-from replicax.verify.rows import row_count, take
 from replicax.verify.trial import Trial
 from replicax.wording import named
 

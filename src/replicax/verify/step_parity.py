@@ -8,6 +8,7 @@ import numpy as np
 
 from replicax.checks import FAIL, NOTE, PASS, SKIP, Check
 from replicax.errors import ConfigError
+from replicax.verify.batch_rows import row_count, take, weights_of, with_weights
 from replicax.verify.causes import likely_cause
 from replicax.verify.copies import Copies
 from replicax.verify.difference import (
@@ -19,7 +20,6 @@ from replicax.verify.difference import (
     leaves,
 )
 from replicax.verify.evidence import Evidence, Hypothesis
-from replicax.verify.rows import row_count, take, weights_of, with_weights
 from replicax.verify.trial import Trial, renamed
 from replicax.wording import first_line, named
 

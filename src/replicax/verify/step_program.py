@@ -7,7 +7,7 @@ import numpy as np
 
 from replicax.analysis.compiled import CompiledStep, inspect
 from replicax.checks import FAIL, NOTE, PASS, SKIP, Check
-from replicax.verify.rows import row_count, take
+from replicax.verify.batch_rows import row_count, take
 from replicax.verify.trial import Trial
 from replicax.wording import first_line
 

@@ -14,7 +14,7 @@ from replicax.core.pipeline import SCHEDULES
 from replicax.errors import ReplicaxError
 from replicax.verify.facts import Facts
 from replicax.verify.independence import DEPENDENT
-from replicax.verify.sent import Sent, bytes_of_layout, read_sent
+from replicax.verify.sent import SentOverAxes, bytes_of_layout, read_sent
 from replicax.verify.subject import Case, Subject
 from replicax.wording import size_text
 
@@ -29,12 +29,12 @@ _ALL_OF_IT = 0.9
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class CompiledCase:
     """A case's compiled step."""
 
     case: Case
     step: CompiledStep
-    sent: tuple[Sent, ...]
+    sent: tuple[SentOverAxes, ...]
     """Its collectives, by kind and mesh axes."""
 
     @property
@@ -46,7 +46,7 @@ class Program:
 
 def read_programs(
     subject: Subject, cases: Iterable[Case], show: Callable[[str], None]
-) -> dict[Case, Program]:
+) -> dict[Case, CompiledCase]:
     """The compiled steps of those cases that can be compiled."""
     programs = {}
     for case in cases:
@@ -58,11 +58,13 @@ def read_programs(
         except Exception:  # the user's loss: parity says it
             continue
         sent = read_sent(compiled.as_text() or "", subject.parallel(case).mesh)
-        programs[case] = Program(case, inspect(compiled), sent)
+        programs[case] = CompiledCase(case, inspect(compiled), sent)
     return programs
 
 
-def check_traffic(subject: Subject, facts: Facts, programs: dict[Case, Program]) -> Iterator[Check]:
+def check_traffic(
+    subject: Subject, facts: Facts, programs: dict[Case, CompiledCase]
+) -> Iterator[Check]:
     """A row for each program: its reductions and bytes against what is needed."""
     for case, program in programs.items():
         yield _Traffic(subject, facts, program, programs).check(case)
@@ -70,7 +72,11 @@ def check_traffic(subject: Subject, facts: Facts, programs: dict[Case, Program])
 
 class _Traffic:
     def __init__(
-        self, subject: Subject, facts: Facts, program: Program, programs: dict[Case, Program]
+        self,
+        subject: Subject,
+        facts: Facts,
+        program: CompiledCase,
+        programs: dict[Case, CompiledCase],
     ) -> None:
         self._subject, self._facts, self._program = subject, facts, program
         self._layout = subject.parallel(program.case).layout
@@ -144,7 +150,7 @@ class _Traffic:
         return f"; inside a replica {_listed(self._inside)}, {size}"
 
 
-def _listed(sent: Iterable[Sent]) -> str:
+def _listed(sent: Iterable[SentOverAxes]) -> str:
     counts: Counter[str] = Counter()
     for each in sent:
         counts[each.kind] += each.count
@@ -163,7 +169,7 @@ ONCE = "; use mode='shard_map', which sends each sum once"
 
 
 def check_work(
-    subject: Subject, programs: dict[Case, Program], single: CompiledStep
+    subject: Subject, programs: dict[Case, CompiledCase], single: CompiledStep
 ) -> Iterator[Check]:
     """A row for each program: FLOPs on all devices against those of one."""
     for case, program in programs.items():

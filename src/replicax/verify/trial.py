@@ -11,6 +11,7 @@ import numpy as np
 
 from replicax.core.leaves import is_random_key
 from replicax.errors import ConfigError
+from replicax.verify.batch_rows import last_name
 from replicax.verify.copies import Copies, read_copies
 from replicax.verify.difference import (
     Leaves,
@@ -21,7 +22,6 @@ from replicax.verify.difference import (
     rounding_noise,
 )
 from replicax.verify.form import Form, Step, candidates, host, is_pmap, parted
-from replicax.verify.rows import last_name
 from replicax.wording import first_line
 
 PyTree = Any

@@ -9,7 +9,7 @@ from support.watched_run import WatchedRun
 
 import replicax as rx
 from replicax.errors import ConfigError
-from replicax.train.dispatched import Place
+from replicax.train.dispatched import RunPosition
 
 
 class Steps:
@@ -24,12 +24,12 @@ class Steps:
 
     def do(self, hook: rx.Profile, run: Any, steps: range) -> list[Any]:
         run.state = {}
-        run.place = Place(steps.start - 1, 0, 0)
+        run.place = RunPosition(steps.start - 1, 0, 0)
         hook.start(run)
         for step in steps:
             hook.before_step(run, None)
             self.seen.append(step)
-            run.place = Place(step, 0, 0)
+            run.place = RunPosition(step, 0, 0)
             hook.dispatched(run, run)
         hook.end(run)
         seen, self.seen = self.seen, []

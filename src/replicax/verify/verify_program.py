@@ -19,7 +19,7 @@ from replicax.verify.devices_asked import check_devices_asked
 from replicax.verify.exactness import bits_on, check_exactness, replica_counts
 from replicax.verify.facts import examine
 from replicax.verify.independence import DEPENDENT
-from replicax.verify.own import check_own_step
+from replicax.verify.own_step import check_own_step
 from replicax.verify.program_cases import NOT_REPEATABLE, ProgramCases
 from replicax.verify.subject import Case, Subject
 from replicax.verify.sums import Elsewhere, check_sums, with_sums_as_cause

@@ -4,7 +4,7 @@ import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class JobSpec:
     """One command, as several processes that train together.
 
     Args:

@@ -15,7 +15,7 @@ from replicax.lint.parsed import (
     PMAP,
     Function,
     Mapped,
-    Program,
+    ParsedFile,
     given,
     keywords,
     names_in,
@@ -39,7 +39,7 @@ _AXES = {"axis_name", "cross_replica_axis", "cross_replica_axis_index_groups"}
 _STATISTICS = re.compile(r"batch_stats|batch_statistics|model_state|bn_state|net_state")
 
 
-def check_steps(program: Program, report: Report) -> None:
+def check_steps(program: ParsedFile, report: Report) -> None:
     """Report the usual errors in functions of a file that run on each replica."""
     for mapped in program.mapped:
         reached = program.reached(mapped.function)
@@ -54,7 +54,7 @@ def check_steps(program: Program, report: Report) -> None:
         _check_norms(program, reached, report)
 
 
-def _reductions(program: Program, functions: Sequence[Function]) -> Iterator[ast.Call]:
+def _reductions(program: ParsedFile, functions: Sequence[Function]) -> Iterator[ast.Call]:
     """Yield calls of a reduction, and those that are handed one, as `tree.map(pmean, ...)` is."""
     for call in program.calls(*functions):
         if any(REDUCES.match(program.last_called(each)) for each in (call, *call.args)):
@@ -62,7 +62,7 @@ def _reductions(program: Program, functions: Sequence[Function]) -> Iterator[ast
 
 
 def _check_reduced(
-    program: Program, mapped: Mapped, reached: Sequence[Function], report: Report
+    program: ParsedFile, mapped: Mapped, reached: Sequence[Function], report: Report
 ) -> None:
     """Report a step that updates parameters and reduces nothing but what it shows."""
     for call in _reductions(program, reached):
@@ -110,7 +110,7 @@ def _leaves(call: ast.Call) -> set[str]:
     return names_in(first) | {each for each in texts if isinstance(each, str)} or {"?"}
 
 
-def _gradient_names(program: Program, functions: Sequence[Function]) -> set[str]:
+def _gradient_names(program: ParsedFile, functions: Sequence[Function]) -> set[str]:
     """Return what a file calls gradients: the results of `grad`, and names that say so."""
     makers = {"grad_fn", "value_and_grad_fn", "loss_grad_fn"}
     found: set[str] = set()
@@ -136,14 +136,14 @@ def _assignments(functions: Sequence[Function]) -> Iterator[ast.Assign]:
         yield from (node for node in ast.walk(function) if isinstance(node, ast.Assign))
 
 
-def _is_known(program: Program, call: ast.Call, last: str) -> bool:
+def _is_known(program: ParsedFile, call: ast.Call, last: str) -> bool:
     """Whether it can be seen that a call reduces nothing."""
     name = program.called(call)
     builtin = name in {"len", "print", "zip", "map", "dict", "tuple", "list", "sum", "isinstance"}
     return bool(_LIBRARY.match(name)) or last in program.functions or builtin
 
 
-def _check_scale(program: Program, reached: Sequence[Function], report: Report) -> None:
+def _check_scale(program: ParsedFile, reached: Sequence[Function], report: Report) -> None:
     """Report loss scaling that decides on each replica by itself whether to skip."""
     for call in program.calls(*reached):
         if not isinstance(call.func, ast.Attribute) or call.func.attr != "value_and_grad":
@@ -159,7 +159,7 @@ def _check_scale(program: Program, reached: Sequence[Function], report: Report) 
             )
 
 
-def _check_means(program: Program, reached: Sequence[Function], report: Report) -> None:
+def _check_means(program: ParsedFile, reached: Sequence[Function], report: Report) -> None:
     """Report masked means that are averaged over replicas, in a step that never adds up counts."""
     lasts = {
         program.last_called(each)
@@ -181,14 +181,14 @@ def _check_means(program: Program, reached: Sequence[Function], report: Report) 
                 )
 
 
-def _is_masked_mean(program: Program, node: ast.AST) -> bool:
+def _is_masked_mean(program: ParsedFile, node: ast.AST) -> bool:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
         return _is_total(program, node.right) and _sums(program, node.left)
     weights = {"mean": "where", "average": "weights"}.get(program.last_called(node))
     return isinstance(node, ast.Call) and {"axis", weights} & keywords(node) == {weights}
 
 
-def _is_total(program: Program, node: ast.AST) -> bool:
+def _is_total(program: ParsedFile, node: ast.AST) -> bool:
     """Whether it is the sum of all of a mask, perhaps guarded against 0."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return _is_total(program, node.left)
@@ -199,7 +199,7 @@ def _is_total(program: Program, node: ast.AST) -> bool:
     return _sums(program, node) and bool(_MASK.search(ast.unparse(node)))
 
 
-def _sums(program: Program, node: ast.AST) -> bool:
+def _sums(program: ParsedFile, node: ast.AST) -> bool:
     """Whether it is a sum over all that an array has."""
     if isinstance(node, ast.Name):
         return bool(re.search(r"total|sum", node.id))
@@ -211,7 +211,7 @@ def _sums(program: Program, node: ast.AST) -> bool:
 
 
 def _check_keys(
-    program: Program, mapped: Mapped, reached: Sequence[Function], report: Report
+    program: ParsedFile, mapped: Mapped, reached: Sequence[Function], report: Report
 ) -> None:
     """Report a key that all replicas have alike, in a step that draws for its own rows."""
     calls = list(program.calls(*reached))
@@ -251,7 +251,7 @@ def _add_shared(report: Report, node: ast.AST) -> None:
     )
 
 
-def _draws(program: Program, call: ast.Call) -> bool:
+def _draws(program: ParsedFile, call: ast.Call) -> bool:
     name = program.called(call)
     if keywords(call) & {"rngs", "rng", "dropout_rng"}:
         return not name.rpartition(".")[2].startswith("init")
@@ -259,7 +259,7 @@ def _draws(program: Program, call: ast.Call) -> bool:
     return bool(_SAMPLERS.match(name)) and shaped and "param" not in ast.unparse(call)
 
 
-def _whole(program: Program, mapped: Mapped, arguments: list[str]) -> set[str]:
+def _whole(program: ParsedFile, mapped: Mapped, arguments: list[str]) -> set[str]:
     """Return the arguments that every replica has alike, by `in_axes=None` or `P()`."""
     specs: ast.AST | None = mapped.options.get("in_axes", mapped.options.get("in_specs"))
     if isinstance(specs, ast.Name):
@@ -276,7 +276,7 @@ def _whole(program: Program, mapped: Mapped, arguments: list[str]) -> set[str]:
     }
 
 
-def _check_norms(program: Program, reached: Sequence[Function], report: Report) -> None:
+def _check_norms(program: ParsedFile, reached: Sequence[Function], report: Report) -> None:
     """Report BatchNorm whose statistics each replica keeps for itself."""
     written = [name for call in program.calls(*reached) for name in keywords(call)]
     if not any(_STATISTICS.search(name or "") for name in written) or _averages_statistics(program):
@@ -293,7 +293,7 @@ def _check_norms(program: Program, reached: Sequence[Function], report: Report) 
             )
 
 
-def _averages_statistics(program: Program) -> bool:
+def _averages_statistics(program: ParsedFile) -> bool:
     """Whether anything in a file averages something over replicas that may be statistics."""
     for call in program.calls(program.tree):
         text = ast.unparse(call)
