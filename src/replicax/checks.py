@@ -17,7 +17,7 @@ SKIP: Final[Literal["skip"]] = "skip"
 WIDTH = 80
 _STYLES: Mapping[Verdict, str] = {PASS: "green", NOTE: "yellow", FAIL: "bold red", SKIP: "dim"}
 _NO_BREAK = "\ue000"
-"""Of no alphabet; rich breaks lines at the usual no-break space too."""
+"""A character of no alphabet; rich breaks lines at the usual no-break space too."""
 _SHORT = 24
 
 

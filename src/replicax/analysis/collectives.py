@@ -91,7 +91,7 @@ def _along(mesh: str, dims: str | None, order: str | None, axes: str) -> tuple[i
 SLIGHTLY = 1.02
 """Times the lower bound: what is above it is worth a word."""
 _SUM_BYTES = 8
-"""Of a metric's total and weight."""
+"""Bytes of a metric's total and weight."""
 _WIDE = 4
 """Bytes of an element of a gradient's sum, at least."""
 
@@ -101,12 +101,12 @@ class Sent(Protocol):
 
     @property
     def kind(self) -> str:
-        """As `analysis.compiled.COLLECTIVES` spell it."""
+        """Kind, as in `analysis.compiled.COLLECTIVES`."""
         ...
 
     @property
     def bytes(self) -> int:
-        """Of the results."""
+        """Bytes of the results."""
         ...
 
 

@@ -61,8 +61,8 @@ class CompiledStep:
     memory: Memory | None
     """None where the backend does not tell."""
     flops: int
-    """Of matrix products and convolutions, loops multiplied out, padding included. Products that a
-    backend hides in custom calls (cuBLAS on a GPU) are not among them."""
+    """FLOPs of matrix products and convolutions, loops multiplied out, padding included. Products
+    that a backend hides in custom calls (cuBLAS on a GPU) are not among them."""
     collectives: tuple[Collectives, ...]
     sent_bytes: float = 0.0
     """Sent by each device, in rings of those that each collective is between."""

@@ -129,7 +129,7 @@ class Module:
         return self._index(body, counter) == index and self._constant(body, step) == 1
 
     def _index(self, computation: str, name: str) -> int:
-        """Of the element of a tuple that an instruction is a copy of; -1 if it is none."""
+        """Index of the tuple element that an instruction copies; -1 if it is none."""
         made = self._source(computation, name)
         index = _INDEX.search(made.attributes) if made else None
         is_element = made is not None and made.opcode == "get-tuple-element"

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from replicax.analysis.hardware import Chip, Interconnect
 
 SIZE = 1024
-"""Of the matrices that are multiplied."""
+"""Rows and columns of the matrices that are multiplied."""
 CACHED_BYTES = 2**16, 2**18, 2**20
 """Sizes of arrays that stay in the caches of a core, from one kernel to the next."""
 PASSED_BYTES = 2**28

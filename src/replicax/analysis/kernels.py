@@ -84,7 +84,7 @@ def _call_flops(call: Instruction) -> int:
 
 
 def _attention_flops(call: Instruction, products: int) -> int:
-    """Of cuDNN's fused attention: `[rows, heads, tokens, tokens]` scores, half of them masked."""
+    """FLOPs of cuDNN's fused attention: scores `[rows, heads, tokens, tokens]`, half masked."""
     scores = math.prod(_integers(_SCORES.search(call.attributes)))
     head_dim = _dims(call.operands[0])[-1]
     flops = 2 * products * scores * head_dim
@@ -92,7 +92,7 @@ def _attention_flops(call: Instruction, products: int) -> int:
 
 
 def _dims(shape: str) -> tuple[int, ...]:
-    """Of the first array."""
+    """Dims of the first array."""
     return hlo.arrays(shape)[0][1]
 
 
@@ -142,7 +142,7 @@ def kernel_bytes(module: Module, instruction: Instruction) -> int:
 
 
 def _of_copy(start: Instruction) -> int:
-    """Of a copy that runs beside the computation: as much as arrives, at both ends."""
+    """Bytes of a copy that runs beside the computation: as much as arrives, at both ends."""
     shapes = hlo.elements(start.shape)
     source = hlo.memory_bytes(start.operands[0]) if start.operands else 0
     arrived = shapes[0] if start.opcode == "copy-start" else shapes[len(start.operands)]
@@ -178,7 +178,7 @@ class _Inside:
         self._instructions = module.computations.get(computation, ())
 
     def share_read(self, number: int) -> float:
-        """Of the elements of a parameter, those that are read."""
+        """Share of a parameter's elements that are read."""
         for each in self._instructions:
             if each.opcode == "parameter" and each.argument == str(number):
                 return self._share(each)

@@ -64,7 +64,7 @@ class MemoryUse:
     """Buffers of one execution on one device, and the schedule that they live through."""
 
     name: str
-    """Of the module: `jit_step`, say."""
+    """Name of the module: `jit_step`, say."""
     module: hlo.Module
     place: Mapping[str, int]
     """In the schedule, loops and branches unrolled once, by name of instruction."""

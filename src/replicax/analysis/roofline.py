@@ -73,7 +73,7 @@ class KernelTime:
 
     kernel: Kernel
     seconds: float
-    """Of all its runs."""
+    """Time of all its runs."""
     bound: str
     """`compute` or `memory`; see `roofline`."""
 
@@ -84,7 +84,7 @@ class Limits:
 
     seconds: float
     compute_share: float
-    """Of the time, that in kernels bound by their FLOPs; the rest is bound by memory."""
+    """Share of the time in kernels bound by their FLOPs; the rest is bound by memory."""
     top: tuple[KernelTime, ...]
     """Those that take longest, the longest first."""
 

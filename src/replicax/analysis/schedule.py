@@ -42,7 +42,7 @@ class Kernel:
 
     name: str
     flops: int
-    """Of its matrix products and convolutions, in one run."""
+    """FLOPs of its matrix products and convolutions, in one run."""
     bytes: int
     """That it reads from the device's memory and writes to it, in one run."""
     runs: int
@@ -63,7 +63,7 @@ class Collective:
     kind: str
     """One of `analysis.compiled.COLLECTIVES`."""
     bytes: int
-    """Of the result on one device, in one run."""
+    """Bytes of the result on one device, in one run."""
     runs: int
     """In one step."""
     asynchronous: bool
@@ -72,7 +72,7 @@ class Collective:
     """That take part in it together; None where it is all of them."""
     op_name: str
     shapes: tuple[str, ...]
-    """Of the results: `f32[50257,768]`, say."""
+    """Shapes of the results: `f32[50257,768]`, say."""
     axes: tuple[str, ...] | None = None
     """Mesh axes that it runs over; None where it is all of them."""
     between: tuple[Kernel, ...] = field(default=(), repr=False)
@@ -120,7 +120,7 @@ class Schedule:
 
     @property
     def flops(self) -> int:
-        """Of one device in one step."""
+        """FLOPs of one device in one step."""
         return sum(kernel.runs * kernel.flops for kernel in self.kernels)
 
     @property

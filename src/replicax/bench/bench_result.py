@@ -56,20 +56,20 @@ class CaseResult:
     input_wait_fraction: tuple[float, ...]
     """Share of the measured time that the loop waited for a batch."""
     trace_seconds: float
-    """Of tracing and lowering the step."""
+    """Time to trace and lower the step."""
     compile_seconds: float
     peak_bytes_per_device: int | None
     """What the compiler says it needs, arguments included; None where it does not say."""
     measured_peak_bytes_per_device: int | None
-    """Of the first device in the first steps; None where the device does not count, or an earlier
-    case needed more."""
+    """Peak of the first device in the first steps; None where the device does not count, or an
+    earlier case needed more."""
     flops_per_step: int
-    """Of matrix products and convolutions, on all devices, recomputation included: what a CPU runs,
-    and elsewhere what the step asks for."""
+    """FLOPs of matrix products and convolutions, on all devices, recomputation included: what a CPU
+    runs, and elsewhere what the step asks for."""
     peak_flops_per_second: float | None
-    """Of all devices, by the data sheet; None where it is unknown."""
+    """Peak of all devices by the data sheet; None if unknown."""
     product_flops_per_second: float | None
-    """Of a plain matrix product on the same cores; None where the device is no CPU."""
+    """Rate of a plain matrix product on the same cores; None unless the device is a CPU."""
     collectives: tuple[Collectives, ...]
     least_sent_bytes: float | None
     """That each device has to send to reduce one gradient; None where the layout or the reduction
@@ -86,7 +86,7 @@ class CaseResult:
 
     @property
     def tokens_per_second(self) -> tuple[float, ...] | None:
-        """Of real rows; None where a row has no known number of tokens."""
+        """Tokens of real rows; None if a row has no known number of tokens."""
         tokens = self.tokens_per_row
         return None if tokens is None else tuple(tokens * rate for rate in self.rows_per_second)
 
@@ -97,12 +97,12 @@ class CaseResult:
 
     @property
     def share_of_peak(self) -> float | None:
-        """Of the data sheet's peak."""
+        """Share of the data sheet's peak."""
         return _share(self.flops_per_second, self.peak_flops_per_second)
 
     @property
     def share_of_product(self) -> float | None:
-        """Of a plain matrix product's rate on the same cores."""
+        """Share of a plain matrix product's rate on the same cores."""
         return _share(self.flops_per_second, self.product_flops_per_second)
 
     @property
@@ -129,7 +129,7 @@ class Bench:
     device_kind: str
     parameters: int
     parameter_bytes: int
-    """Of the trainable arrays."""
+    """Bytes of the trainable arrays."""
     batch_size: int
     layout: str
     accumulate: int
@@ -139,7 +139,7 @@ class Bench:
     """Whether each host device had a core of its own."""
     seed: int
     seconds: float
-    """Of the whole measurement."""
+    """Duration of the whole measurement."""
     notes: tuple[str, ...]
     """What is not as asked, or must be known to read the figures."""
     reduction: str = "float32"

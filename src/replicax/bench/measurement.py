@@ -203,7 +203,7 @@ class Measurement:
         self._display.close()
 
     def _run_seconds(self) -> float:
-        """Of one run of every case so far."""
+        """Time of one run of every case so far."""
         return sum(runner.run_seconds for runner in self.runners)
 
     def _on_cores_of(self, devices: int) -> AbstractContextManager[None]:

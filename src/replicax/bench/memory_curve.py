@@ -66,7 +66,7 @@ class Timeline:
     steps: tuple[float, ...]
     """Where each step starts, on the scale of the edges."""
     state_bytes: int
-    """Of the train state: parameters, optimizer, and the rest."""
+    """Bytes of the train state: parameters, optimizer, and the rest."""
     reserved_bytes: int
     """What the step asks for, its arguments included: the peak, and gaps between buffers."""
     measured: bool
@@ -319,7 +319,7 @@ def _seen(use: MemoryUse, events: Sequence[Event]) -> float:
 
 
 def _state_bytes(compiled: jax.stages.Compiled) -> int:
-    """Of the first argument, on one device."""
+    """Bytes of the first argument, on one device."""
     leaves = zip(
         jax.tree.leaves(compiled.args_info[0][0]),
         jax.tree.leaves(compiled.input_shardings[0][0]),

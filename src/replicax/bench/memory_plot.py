@@ -21,7 +21,8 @@ COLUMNS = 1000
 """Parts that the width has. Of what changes within one, the most is drawn: a peak is seen and a gap
 of microseconds between two instructions is not."""
 LOW_STATE = 0.1
-"""Of the height: a train state that takes less leaves no room for its label below the line."""
+"""Share of the height: a train state that takes less leaves no room for its label below the
+line."""
 
 
 def draw_memory(timeline: Timeline, path: Path, title: str) -> None:

@@ -25,7 +25,7 @@ STYLES = (
 )
 IDEAL = "#7F7F7F"
 BESIDE = 0.02
-"""Of the width, between neighbouring modes on the same devices: or they would hide each other."""
+"""Share of the width between neighbouring modes on the same devices, lest they hide each other."""
 
 Values = Callable[[CaseResult], Sequence[float]]
 
@@ -59,7 +59,7 @@ def _style(mode: str) -> tuple[str, str]:
 
 
 def _draw_throughput(axis: Any, bench: Bench) -> None:
-    """Of the strong scaling, with the line that the fastest on the fewest devices would follow.
+    """Draw the strong scaling, with the line that the fastest on the fewest devices would follow.
 
     Of the weak one where there is no other.
     """
@@ -85,7 +85,7 @@ def _draw_throughput(axis: Any, bench: Bench) -> None:
 
 
 def _draw_efficiency(axis: Any, bench: Bench) -> None:
-    """Of both scalings: strong in solid lines, weak in dashed ones."""
+    """Draw both scalings: strong in solid lines, weak in dashed ones."""
     axis.axhline(100, color=IDEAL, linestyle=":", linewidth=1.2)
     for scaling, linestyle in ((STRONG, "-"), (WEAK, "--")):
         cases = [case for case in bench.scaling(scaling) if as_mode(case.mode).most_devices != 1]

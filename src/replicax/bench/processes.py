@@ -23,7 +23,7 @@ from replicax.core.modes import MODES
 from replicax.errors import ConfigError, did_you_mean
 
 RUNS = 4
-"""Of every step in one job; their median is what the round has measured."""
+"""Runs of every step in one job; their median is what the round has measured."""
 Measure = Callable[[int, int], Bench]
 """`measure(processes, round)`: what a job of so many processes has measured."""
 

@@ -32,7 +32,8 @@ class Compiled:
     compile_seconds: float
     step: CompiledStep
     flops: int
-    """Of the products on all devices: what a CPU runs, and elsewhere what the step asks for."""
+    """FLOPs of the products on all devices: what a CPU runs, and elsewhere what the step asks
+    for."""
 
 
 class Epochs:
@@ -99,7 +100,7 @@ class Runner:
         self.steps = FEWEST_STEPS
         """Measured in each run."""
         self.run_seconds = 0.0
-        """Of one run: an estimate, then the newest."""
+        """Time of one run: an estimate, then the newest."""
         self.seconds_per_step: list[float] = []
         self.rows_per_second: list[float] = []
         self.input_wait_fraction: list[float] = []
@@ -147,7 +148,7 @@ class Runner:
 
 
 def steps_in_a_run(seconds_per_step: float) -> int:
-    """As many as take about `RUN_SECONDS`."""
+    """Steps that take about `RUN_SECONDS`."""
     return min(max(round(RUN_SECONDS / seconds_per_step), FEWEST_STEPS), MOST_STEPS)
 
 

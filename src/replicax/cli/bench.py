@@ -60,7 +60,7 @@ class BenchOptions(StepOptions):
     profile: bool = False
     """Leave a trace of two steps for a trace viewer."""
     seed: int = 0
-    """Of the initial model, the order of the data, and that of the measurements."""
+    """Seed of the initial model, the order of the data, and that of the measurements."""
     run: str | None = None
     """Name of the folder in runs/; bench, recipe and time by default."""
 

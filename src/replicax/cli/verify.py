@@ -54,7 +54,7 @@ class VerifyOptions(JsonOptions, StepOptions, ModeOptions, DeviceOptions):
     """Hardware to compile for and look for sums in 16 bits in, as h100:8; by default the devices at
     hand."""
     seed: int = 0
-    """Of the initial model, and of all else that is random."""
+    """Seed of the initial model, and of all else that is random."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,8 @@ class Averaged(NamedTuple):
 
     optimizer: PyTree
     average: PyTree
-    """As the parameters, in float32 at least: small steps would be lost in a coarser dtype."""
+    """Shaped as the parameters, in float32 at least: small steps would be lost in a coarser
+    dtype."""
 
 
 def check_decay(decay: Any) -> None:

@@ -231,7 +231,7 @@ def check_threads(mesh: Mesh, micro_shards: int) -> None:
 
 
 def _cores() -> int:
-    """As XLA counts them."""
+    """Cores, as XLA counts them."""
     named = os.environ.get(THREADS_VARIABLE, "")
     if named.isdecimal() and int(named):
         return int(named)

@@ -77,12 +77,12 @@ def make_mesh(
 
 
 def abstract_mesh(data: int, model: int = 1, stage: int = 1, *, fsdp: int = 1) -> AbstractMesh:
-    """As `make_mesh` of these sizes, of devices that need not exist."""
+    """Mesh as `make_mesh` gives it for these sizes, of devices that need not exist."""
     return _abstract(_sizes(data, model, stage, fsdp))
 
 
 def abstract_like(mesh: AnyMesh, devices: int, **changed: int) -> AbstractMesh:
-    """As `mesh`, with axes of other sizes, and the `data` that so many devices leave.
+    """Mesh like `mesh`, with axes of other sizes, and the `data` that so many devices leave.
 
     They need not exist.
 

@@ -92,7 +92,7 @@ class Objective:
     def step_sums(
         self, params: PyTree, extras: PyTree, batch: Batch, view: View
     ) -> tuple[StepSums, PyTree]:
-        """As `loss_sums`, with the gradient, which is None where nobody reads it."""
+        """`loss_sums` with the gradient, which is None where nobody reads it."""
 
         def total(wanted: PyTree) -> tuple[jax.Array, tuple[dict[str, WeightedSum], PyTree]]:
             whole = restored(wanted, params, self.read)

@@ -50,7 +50,7 @@ class FoundDevices:
     of_process: Sequence[int]
     """How many each process has."""
     memory_bytes: int | None
-    """Of one device, where known."""
+    """Memory of one device, where known."""
     cores: int
     gpus: int
     """That nvidia-smi lists on this host."""
@@ -252,7 +252,7 @@ class _Sum:
         return sum(int(np.asarray(shard.data).sum()) for shard in counts.addressable_shards)
 
     def seconds(self) -> float:
-        """Of one all-reduce."""
+        """Duration of one all-reduce."""
         times = []
         for _ in range(_REPEATS):
             started = time.perf_counter()

@@ -56,7 +56,7 @@ class Examination:
         self.place: Place | None = None
         self.job: Job | None = None
         self.verdict: Verdict = FAIL
-        """Of the whole job, the same in all processes; a problem until it is known."""
+        """Verdict of the whole job, the same in all processes; a problem until it is known."""
         self.running = VERSIONS
         """The check that runs, or the last one that did."""
         self.parted = False

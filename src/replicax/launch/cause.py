@@ -48,7 +48,7 @@ class Ended:
 
     @property
     def exit_code(self) -> int:
-        """As a shell counts: 128 and the signal's number for a signal."""
+        """Exit code as a shell counts: 128 and the signal's number for a signal."""
         return self.status if self.status >= 0 else 128 - self.status
 
     @property
@@ -161,7 +161,7 @@ def _first_silent(processes: Sequence[Ended], among: Iterable[int]) -> int | Non
 
 
 def _blamed(processes: Sequence[Ended], reports: dict[int, FailureReport]) -> Failure:
-    """Of those that others blame, the one that failed first. `reports` are in order of time."""
+    """The first to fail of those that others blame. `reports` are in order of time."""
     step = min((each.step for each in reports.values() if each.step is not None), default=None)
     order = [n for each in reports.values() for n in each.blames if 0 <= n < len(processes)]
     silent = _first_silent(processes, order)

@@ -14,7 +14,7 @@ _LEAST_ROOM = 24
 """Columns that a text beside figures needs; with less it goes below them."""
 _GAP = "  "
 _NO_BREAK = "\ue000"
-"""Of no alphabet."""
+"""A character of no alphabet."""
 _FIGURE = re.compile(r"(?<=\d)([MGT]?) (?=[kMGTmµ]?[Bs]\b|rows?\b|x\b|devices?\b|h\b|min\b)")
 """Between a figure and its unit, where no line ends."""
 
@@ -99,7 +99,7 @@ def time_text(seconds: float) -> str:
 
 
 def freed_text(size_bytes: int) -> str:
-    """As `size_text`; less than nothing with a minus."""
+    """Size as `size_text` gives it, with a minus where it grows."""
     return f"{'-' if size_bytes < 0 else ''}{size_text(abs(size_bytes))}"
 
 

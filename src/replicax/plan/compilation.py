@@ -53,7 +53,7 @@ class TooLarge:
     the step can need more."""
     available_bytes: int | None
     message: str
-    """Of the compiler, its first line."""
+    """First line of the compiler's message."""
     seconds: float
 
 

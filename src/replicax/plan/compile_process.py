@@ -16,7 +16,7 @@ from replicax.plan.exported import ExportedStep
 from replicax.wording import first_line
 
 EXTRAS = {"tpu": "plan-tpu", "cuda": "plan-gpu"}
-"""Of Replicax, by platform: what to install for its compiler."""
+"""Extra of Replicax to install for a platform's compiler."""
 _PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 
 

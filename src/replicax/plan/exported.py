@@ -42,15 +42,15 @@ class ExportedStep:
     """A step for some number of devices of one platform."""
 
     module: bytes
-    """As `jax.export` serialises it, with flat arguments and results."""
+    """Module as `jax.export` serialises it, with flat arguments and results."""
     donated: int
     """How many of the arguments, from the first on, give their memory to the results."""
     sizes: Mapping[str, int]
     """Devices by mesh axis."""
     rows: int
-    """Of the global batch, with its padding."""
+    """Rows of the global batch, with its padding."""
     flops: int
-    """Of matrix products and convolutions, on all devices; see `analysis.flops`."""
+    """FLOPs of matrix products and convolutions, on all devices; see `analysis.flops`."""
     metrics: int
     """Means that the step reduces, the loss among them."""
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -157,7 +157,7 @@ def _export(
 
 
 def _mesh(mesh: AnyMesh) -> AnyMesh:
-    """Of host devices, where there are as many: some kernels are lowered with devices alone."""
+    """Mesh of host devices, if there are as many: some kernels need devices to be lowered."""
     try:
         host = jax.devices("cpu")
     except RuntimeError:  # JAX_PLATFORMS leaves them out

@@ -49,7 +49,7 @@ class StepTime:
     seconds: float
     compute_seconds: float
     communication_seconds: float
-    """Of all transfers, hidden or not."""
+    """Time of all transfers, hidden or not."""
     exposed_seconds: float
     """In which the devices compute nothing: communication that nothing hides."""
 
@@ -100,7 +100,7 @@ def _waited(exposed: float, waiting: list[tuple[float, float]], reached: float) 
 
 @dataclass(frozen=True)
 class BatchCost:
-    """Of training to a given loss, against the least possible."""
+    """Cost of training to a given loss, against the least possible."""
 
     steps: float
     """Over the fewest steps, those of an endless batch."""
@@ -163,7 +163,7 @@ def learning_rates(learning_rate: float, batch_size: float, planned: float) -> L
 MOST_DEVICES = 2**17
 """To which a curve goes on paper: the first power of two beyond 10⁵."""
 PAYING_SPEEDUP = 1.1
-"""Of the time to a result, by doubling the devices: what is less than this does not pay."""
+"""Least speedup of the time to a result for which doubling the devices pays."""
 SECONDS_AN_HOUR = 3600
 
 
@@ -187,7 +187,7 @@ class ScalingPoint:
 
     @property
     def rows_per_second(self) -> float:
-        """Of all devices together."""
+        """Rows of all devices together."""
         return self.batch_size / self.step.seconds
 
 

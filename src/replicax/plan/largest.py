@@ -21,7 +21,7 @@ SHRINKAGE = 4
 """Times fewer rows, at least, where a straight line from what does not fit has not led to any that
 do."""
 MOST_ROWS = 2**24
-"""Of a device; nobody trains with more, and XLA's index arithmetic ends not far beyond."""
+"""Rows of a device; nobody trains with more, and XLA's index arithmetic ends not far beyond."""
 
 
 def largest_rows(

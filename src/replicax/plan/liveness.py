@@ -28,7 +28,7 @@ class Moment:
 
     @property
     def bytes(self) -> int:
-        """Of all together."""
+        """Bytes of all together."""
         return sum(self.alive.values()) + self.inside
 
 

@@ -35,7 +35,7 @@ class MemoryFormula:
     """Bytes on one device."""
 
     rows: int
-    """Of the batch, on this device, padding included."""
+    """Rows of the batch on this device, padding included."""
     parameters: int
     optimizer: int
     extras: int
@@ -55,8 +55,8 @@ class MemoryFormula:
     """All else that is stored when most is: logits and their gradient, say, or what is computed
     again for one layer."""
     never_together: int
-    """Of the above, what is not stored at that time: activations that are gone, and gradients that
-    are not there yet."""
+    """Part of the above that is not stored at that time: activations that are gone, and gradients
+    that are not there yet."""
 
     @property
     def state(self) -> int:
@@ -157,7 +157,7 @@ def tree_bytes(tree: PyTree) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Gradient:
-    """Of one micro-batch; fields as in `MemoryFormula`."""
+    """Gradient of one micro-batch; fields as in `MemoryFormula`."""
 
     compute_copy: int
     gradient: int
@@ -353,7 +353,7 @@ class Transformer:
     """The sizes that the formula goes by."""
 
     tokens: int
-    """Of a row."""
+    """Tokens of a row."""
     heads: int
-    """Of each attention."""
+    """Heads of each attention."""
     head_dim: int

@@ -20,7 +20,7 @@ ALL_TO_ALL = "all-to-all"
 PERMUTE = "collective-permute"
 BROADCAST = "collective-broadcast"
 KINDS = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, PERMUTE, BROADCAST)
-"""As HLO and `replicax.analysis.compiled` spell them."""
+"""Kinds as HLO and `replicax.analysis.compiled` spell them."""
 
 
 class DeviceNetwork(Protocol):
@@ -55,8 +55,8 @@ def check(kind: str, size: float) -> None:
 
 RING, TREE = "ring", "tree"
 LINE_RATE_SHARE = 0.96
-"""Of a network card's line rate, what a collective gets: NCCL plans with 12.0 GB/s for 100 Gbit/s
-(`NET_BW` in NVIDIA/nccl src/graph/topo.h). The rest is headers."""
+"""Share of a network card's line rate that a collective gets: NCCL plans with 12.0 GB/s for 100
+Gbit/s (`NET_BW` in NVIDIA/nccl src/graph/topo.h). The rest is headers."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class HostNetwork:
 
     @property
     def _ring_latency(self) -> float:
-        """Of the n - 1 steps of a ring: a chunk crosses to another host in hosts - 1 of them."""
+        """Latency of the n - 1 steps of a ring, hosts - 1 of which cross to another host."""
         inside, between = self._latencies
         return (self.devices - self.hosts) * inside + (self.hosts - 1) * between
 

@@ -109,7 +109,7 @@ class Operation:
     inputs: list[int]
     outputs: list[int]
     equation: JaxprEqn | None = None
-    """Of a loop or of branches."""
+    """Equation of a loop or of branches."""
 
 
 class TracedOperations:

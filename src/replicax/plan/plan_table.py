@@ -26,10 +26,10 @@ UNKNOWN = "-"
 _KERNELS = 3
 _LONGEST_NAME = 40
 _SMALL = 0.005
-"""Of the memory of a step: a part below it is not worth a word."""
+"""Share of a step's memory below which a part is not worth a word."""
 _NETWORK = "the network"
 _COLUMN = 9
-"""Of a device count up to 131,072, and the gap before it."""
+"""Width of a device count up to 131,072, and the gap before it."""
 
 
 def table(plan: Plan) -> list[str]:

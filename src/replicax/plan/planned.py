@@ -27,7 +27,7 @@ class Need:
     compiled: bool
     """Whether a compiler has said so; else it is by formula."""
     temporaries: int | None = None
-    """Of the bytes, what is neither state nor batch, where the compiler tells."""
+    """Bytes of neither state nor batch, where the compiler tells."""
 
     @property
     def is_least(self) -> bool:
@@ -94,7 +94,7 @@ class KernelShare:
     name: str
     """Where it was traced."""
     share: float
-    """Of the step's computation."""
+    """Share of the step's computation."""
     bound: str
     """`compute` or `memory`."""
 
@@ -107,17 +107,17 @@ class Speed:
     """Rows a replica."""
     step: StepTime
     flops: float
-    """Of one device, matrix products and convolutions."""
+    """FLOPs of one device: matrix products and convolutions."""
     peak_share: float
     """HFU: of the chip's peak, if the step took this time."""
     model_share: float | None
     """MFU: the same without FLOPs that compute something again; None where nobody knows them."""
     compute_share: float | None
-    """Of the computation, in kernels that the chip's FLOP/s bind and not its memory. None by
+    """Share of the computation in kernels that the chip's FLOP/s bind and not its memory. None by
     formula."""
     kernels: tuple[KernelShare, ...]
     rows_per_second: float
-    """Of all devices."""
+    """Rows of all devices."""
     tokens_per_second: float | None
     bubble: float = 0.0
     """Share of the computation that a pipeline stage is idle."""
@@ -155,9 +155,9 @@ class OnPaper:
     """What the formula for transformers says; see `transformer_activation_bytes`."""
 
     bytes_per_row: float
-    """Of activations."""
+    """Bytes of activations."""
     rows: int
-    """Of a device, that fit beside its parameters."""
+    """Rows of a device that fit beside its parameters."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +172,7 @@ class Plan:
     asked: Need
     """For the batch that was asked for."""
     formula: MemoryFormula
-    """Of the same."""
+    """Formula of the same."""
     largest: Need | None
     """The most rows of a replica that fit; None where not one does, or nobody knows what fits."""
     too_large: Need | None
@@ -183,7 +183,8 @@ class Plan:
     """Where the batch that was asked for does not fit at once."""
     alternatives: tuple[Alternative, ...]
     traffic: Traffic | None
-    """Of the batch that was asked for, or the largest; None by formula, or on one device."""
+    """Traffic of the batch that was asked for, or the largest; None by formula, or on one
+    device."""
     speeds: tuple[Speed, ...]
     """For the batch that was asked for, if it fits, and the largest."""
     scaling: Scaling | None

@@ -37,7 +37,7 @@ class Work:
     compute_seconds: float
     transfers: tuple[Transfer, ...]
     flops: float
-    """Of the device, matrix products and convolutions."""
+    """FLOPs of the device: matrix products and convolutions."""
     compute_share: float | None = None
     kernels: tuple[KernelShare, ...] = ()
 

@@ -13,7 +13,7 @@ from replicax.core.modes import MODES, Mode
 from replicax.wording import size_text
 
 _SMALL_BYTES = 4096
-"""Of an array that is not worth a word."""
+"""Bytes of an array that is not worth a word."""
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,14 @@ class Movement:
     kind: str
     count: int
     bytes: int
-    """Of the results on one device."""
+    """Bytes of the results on one device."""
     wire_bytes: float
     """That each device sends."""
     asynchronous: bool
     """Whether the device may compute meanwhile."""
     between_seconds: float | None
-    """Of computation between their starts and the uses of their results; None where the device's
-    speed is not known."""
+    """Time of computation between their starts and the uses of their results; None where the
+    device's speed is not known."""
     axes: tuple[str, ...] | None = None
     """Mesh axes that they run over; None where it is all of them."""
 

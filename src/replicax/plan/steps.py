@@ -150,7 +150,7 @@ class Steps:
         return Step(dp, need, formula, program, answer)
 
     def needs(self, dp: DataParallel) -> tuple[Need, ...]:
-        """Of all steps of `dp` that were made, by rows."""
+        """Needs of all steps of `dp` that were made, by rows."""
         made = [
             step.need
             for (_, _, without), (owner, step) in self._made.items()

@@ -49,7 +49,7 @@ class Target:
 
     @property
     def rings(self) -> tuple[bool, ...]:
-        """Of each dimension of the torus, whether it closes into a ring; `()` without a torus.
+        """Whether each dimension of the torus closes into a ring; `()` without a torus.
 
         A 2-D torus wraps each dimension that spans the pod. A 3-D one is made of cubes of 4x4x4
         that optical switches join, and wraps all of its dimensions or, below one cube, none

@@ -39,7 +39,7 @@ class IdxFile:
     shape: tuple[int, ...]
     sha256: str
     sha256_gz: str
-    """Of the compressed file as its authors publish it; others compress it differently."""
+    """Digest of the compressed file as its authors publish it; others compress it differently."""
 
 
 FASHION_MNIST = {

@@ -43,7 +43,7 @@ _STAYS = ("saving", "restoring", "lost")
 
 _SECONDS_BETWEEN_BEATS = 5.0
 _SHARE_BETWEEN_BEATS = 1e-3
-"""Of a start's time: a month of it leaves some thousand lines, and not half a million."""
+"""Share of a start's time: a month of it leaves some thousand lines, and not half a million."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Goodput:
     seconds: Seconds
     """By bucket, see `BUCKETS`."""
     starts: int
-    """Of the run, this one included."""
+    """Starts of the run, this one included."""
     down_seconds: float
     """Between its starts, as far as is known; no wall time of the run."""
     hooks: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -61,7 +61,7 @@ class Goodput:
 
     @property
     def wall_seconds(self) -> float:
-        """Of all starts: the sum of the buckets."""
+        """Wall time of all starts: the sum of the buckets."""
         return math.fsum(self.seconds.values())
 
     @property
@@ -190,7 +190,7 @@ class Ledger:
         self._lines = None
 
     def summary(self) -> Goodput:
-        """Of all starts up to now."""
+        """Goodput of all starts up to now."""
         every = [*(start.seconds for start in self._earlier), self._spent()]
         seconds = {bucket: math.fsum(each[bucket] for each in every) for bucket in BUCKETS}
         ends = [start.ended for start in self._earlier]

@@ -39,8 +39,8 @@ from replicax.train.records import Record, plain_config
 from replicax.wording import first_line
 
 PARTS = 4
-"""Of a batch, on any number of devices. Two would do, and give |G|² with twice the variance that
-many parts tend to; four come within a third of that, and each adds a reduction."""
+"""Parts of a batch, on any number of devices. Two would do, and give |G|² with twice the variance
+that many parts tend to; four come within a third of that, and each adds a reduction."""
 
 
 NOISE = "noise"
@@ -49,7 +49,7 @@ NOISE = "noise"
 FILE = "noise_scale.json"
 
 CONFIDENCE = 0.95
-"""Of the range."""
+"""Confidence of the range."""
 
 LEAST_SAMPLES = 5
 """Fewer say nothing about their own error."""

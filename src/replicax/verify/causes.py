@@ -21,7 +21,7 @@ EXPLAINED = 0.1
 _APART = 0.05
 """Scales of replicas are told from one another where they differ by this share."""
 _OTHER_DIVISORS = (16, 32, 64, 128, 256, 512, 10, 100, *range(2, 33))
-"""Of batches that are cut to a multiple of something: the usual ones first."""
+"""Divisors of batches that are cut to a multiple of something, the usual ones first."""
 _MOST_REPLICAS = 16
 """Runs of the reference on one replica's rows; with more replicas, these are not tried."""
 

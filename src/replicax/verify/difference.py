@@ -69,7 +69,7 @@ class Difference:
         return f"{where} differs by {share:.1e} of its scale (bound {bound:.1e}{count})"
 
     def to_json(self) -> dict[str, Any]:
-        """As what `json.dumps` takes; infinities become None."""
+        """Fields as `json.dumps` takes them; infinities become None."""
         values = dataclasses.asdict(self)
         return {
             key: None if isinstance(value, float) and not math.isfinite(value) else value

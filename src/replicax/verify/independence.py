@@ -26,7 +26,7 @@ DEPENDENT = "dependent"
 UNKNOWN = "unknown"
 
 _UNITS = 512
-"""Of eps: as far apart as rounding may bring two values of one row."""
+"""Units of eps: as far apart as rounding may bring two values of one row."""
 _COARSEST = 0.1
 """And never further than this, in a dtype however coarse."""
 CASE = "rows left out"
@@ -190,7 +190,7 @@ SUM_FOR_MEAN = (
 
 
 def _of_factor(factor: float) -> Independence:
-    """Of rows whose values are `factor` times as large with half of them."""
+    """Independence of rows whose values are `factor` times as large with half of them."""
     divided = factor > 1
     text = "divides by" if divided else "multiplies by"
     return Independence(

@@ -37,7 +37,7 @@ class Verification:
         return [check for check in self.checks if check.verdict == FAIL]
 
     def to_json(self) -> dict[str, Any]:
-        """As what `json.dumps` takes."""
+        """Fields as `json.dumps` takes them."""
         return {
             "ok": self.ok,
             "about": dict(self.about),

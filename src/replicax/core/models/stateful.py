@@ -40,7 +40,7 @@ class Written:
     values: Any
     """All that a loss may return: values, or a pair of values and metrics."""
     state: Any
-    """As `Stateful.state`, in the same dtypes."""
+    """State as `Stateful.state`, in the same dtypes."""
 
 
 def values_of(returned: Any) -> Any:

@@ -33,7 +33,7 @@ class ArrayEntry:
     """An array without its contents."""
 
     dtype: str
-    """As NumPy or ml_dtypes name it: `"float32"`, `"bfloat16"`."""
+    """Dtype as NumPy or ml_dtypes name it: `"float32"`, `"bfloat16"`."""
     shape: tuple[int, ...]
 
     @property
@@ -51,7 +51,7 @@ class FileEntry:
 
     bytes: int
     sha256: tuple[str, ...]
-    """Of each piece of `PIECE_BYTES`, in hexadecimal; an empty file has one piece."""
+    """Digest of each piece of `PIECE_BYTES`, in hexadecimal; an empty file has one piece."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Position:
     epoch: int
     """Counted from 0."""
     rows: int
-    """Of the epoch, done: the index in its order of the next example."""
+    """Rows of the epoch that are done: the index in its order of the next example."""
     evaluated_step: int
     """Step of the last evaluation."""
     rows_trained: int
@@ -82,7 +82,7 @@ class Manifest:
 
     position: Position
     token: int
-    """Of the start that wrote it."""
+    """Token of the start that wrote it."""
     saved_at: float
     """Seconds since 1970 began."""
     seed: int

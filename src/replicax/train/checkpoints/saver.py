@@ -52,7 +52,7 @@ class Saver:
         pinned: Callable[[], Collection[int]] = tuple,
     ) -> None:
         self.saved_step: int | None = None
-        """Of the newest checkpoint that is in its place."""
+        """Step of the newest checkpoint that is in its place."""
         self._store, self._token, self._check, self._job = store, token, check, job
         self._seed, self._config, self._not_finite = seed, config, not_finite
         self._pinned = pinned
@@ -158,7 +158,7 @@ class Saver:
             self._broken = error
 
     def _first(self, topic: str, mine: str | None) -> str | None:
-        """Of what went wrong in any process, the first."""
+        """First of what went wrong in any process."""
         errors = self._job.gather(topic, mine, slow=True)
         return next((error for error in errors if error), None)
 
