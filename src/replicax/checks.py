@@ -31,7 +31,7 @@ class Check:
     """Where: "full batch", "shard_map, 2 micro-batches"; may be empty."""
     verdict: Verdict
     found: str
-    """What was seen, with its figures; for `skip`, why it was not looked at."""
+    """The finding, with its figures; for `skip`, why it was not looked at."""
     cause: str = ""
     """The likely cause of a failure, and its fix."""
     figures: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -40,10 +40,10 @@ class Check:
 
 @dataclasses.dataclass(frozen=True)
 class Style:
-    """What differs between the tables of two commands."""
+    """Differences between the tables of two commands."""
 
     remedy: str = "cause"
-    """What stands before a check's `cause`: "fix"."""
+    """The word before a check's `cause`: "fix"."""
     words: Mapping[Verdict, str] = dataclasses.field(default_factory=dict)
     """Other words for verdicts: `{PASS: "ok", NOTE: "warning"}`."""
     below: Callable[[Check], Sequence[str]] = lambda _check: ()

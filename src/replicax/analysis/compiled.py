@@ -38,7 +38,7 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """What must be free before the step starts, its arguments included."""
+        """Bytes that must be free before the step starts, its arguments included."""
         if self.in_use is not None:
             return self.in_use
         return self.arguments + self.outputs - self.aliased + self.temporaries
@@ -56,7 +56,7 @@ class Collectives:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledStep:
-    """What one execution takes on each device."""
+    """Cost of one execution on each device."""
 
     memory: Memory | None
     """None where the backend does not tell."""
@@ -94,7 +94,7 @@ def inspect(compiled: jax.stages.Compiled) -> CompiledStep:
 
 
 def read_memory(compiled: jax.stages.Compiled) -> Memory | None:
-    """What a compiled function takes; None where the backend does not tell."""
+    """Return the memory of a compiled function; None where the backend does not tell."""
     stats = compiled.memory_analysis()
     if stats is None:
         return None

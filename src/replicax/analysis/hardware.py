@@ -1,4 +1,4 @@
-"""What the hardware planned for can do: facts with their sources, which `hardware.toml` holds.
+"""Facts about the hardware planned for, with their sources, which `hardware.toml` holds.
 
 Links of GPUs are given as NCCL counts on them, since that is what an all-reduce can reach: NVLink
 and PCIe by its table of link speeds, and the latency of one step of a ring in the protocol that it
@@ -14,12 +14,12 @@ from typing import Any
 
 GIB = 2**30
 PREALLOCATED = 0.75
-"""What JAX takes of a GPU's memory by default; XLA_CLIENT_MEM_FRACTION changes it."""
+"""Share of a GPU's memory that JAX takes by default; XLA_CLIENT_MEM_FRACTION changes it."""
 
 
 @dataclass(frozen=True)
 class Interconnect:
-    """What carries data between devices.
+    """A kind of link that carries data between devices.
 
     Args:
         bytes_per_second: what one device can send, in one direction, to all its neighbours

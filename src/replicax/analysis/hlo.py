@@ -45,7 +45,7 @@ class Instruction:
     inputs: tuple[str, ...] = ()
     """Names of the operands."""
     argument: str = ""
-    """What stands in its parentheses: a parameter's number, a constant's value."""
+    """Text in its parentheses: a parameter's number, a constant's value."""
     is_root: bool = False
 
     @property
@@ -94,7 +94,7 @@ class Module:
         return self._named.get(computation, {}).get(name)
 
     def root(self, computation: str) -> Instruction | None:
-        """What a computation results in."""
+        """Return the instruction that a computation results in."""
         return next((each for each in self.computations.get(computation, ()) if each.is_root), None)
 
     def trips(self, loop: Instruction, around: str) -> int:
@@ -146,7 +146,7 @@ class Module:
         return int(made.argument) if made and made.opcode == "constant" and is_integer else None
 
     def _source(self, computation: str, name: str) -> Instruction | None:
-        """What an instruction is a copy of, or itself."""
+        """Return the instruction that one is a copy of, or itself."""
         made = self.find(computation, name)
         while made is not None and made.opcode in _COPIES:
             made = self.find(computation, made.inputs[0])

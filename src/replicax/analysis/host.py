@@ -1,4 +1,4 @@
-"""What the devices of this host can do, measured: no data sheet tells how it is shared."""
+"""Speed of this host's devices, measured: no data sheet tells how it is shared."""
 
 import dataclasses
 import os

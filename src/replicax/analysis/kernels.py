@@ -55,7 +55,7 @@ def product_dtype(module: Module, instruction: Instruction) -> str:
 
 
 def call_target(instruction: Instruction) -> str:
-    """What a custom call calls; empty for any other instruction."""
+    """Target of a custom call; empty for any other instruction."""
     found = _TARGET.search(instruction.attributes)
     return found[1] if found and instruction.opcode == "custom-call" else ""
 

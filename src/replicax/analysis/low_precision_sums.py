@@ -108,7 +108,7 @@ class Sum:
     shape: str
     """Type of the result: `bf16[50257,768]`."""
     terms: int
-    """That are added for one number of it; of a scatter, the most that can be."""
+    """Terms added for one number of it; for a scatter, the most there can be."""
     op_name: str
     """See `Instruction.op_name`."""
     source: str

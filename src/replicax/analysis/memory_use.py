@@ -109,14 +109,14 @@ class MemoryUse:
 
     @cached_property
     def timed(self) -> dict[str, tuple[hlo.Instruction, ...]]:
-        """Those instructions of each computation that take time."""
+        """Instructions of each computation that take time."""
         return {
             name: tuple(e for e in each if e.opcode not in SILENT and e.name in self.place)
             for name, each in self.computations.items()
         }
 
     def in_order(self, computation: str | None = None) -> Iterator[hlo.Instruction]:
-        """What takes time in one execution, loops unrolled."""
+        """Yield the instructions that take time in one execution, loops unrolled."""
         name = self.module.entry if computation is None else computation
         for instruction in self.computations[name]:
             if instruction.opcode not in SILENT:

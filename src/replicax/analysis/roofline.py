@@ -80,13 +80,13 @@ class KernelTime:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the computation of a step waits for."""
+    """Resources that the computation of a step waits for."""
 
     seconds: float
     compute_share: float
     """Share of the time in kernels bound by their FLOPs; the rest is bound by memory."""
     top: tuple[KernelTime, ...]
-    """Those that take longest, the longest first."""
+    """Kernels that take longest, the longest first."""
 
 
 def kernel_roofline(kernel: Kernel, chip: Chip, dtype: str = "bfloat16") -> Roofline:
@@ -106,7 +106,7 @@ def kernel_roofline(kernel: Kernel, chip: Chip, dtype: str = "bfloat16") -> Roof
 
 
 def limits(schedule: Schedule, chip: Chip, dtype: str = "bfloat16") -> Limits:
-    """What the computation of a step waits for; arguments as of `timeline`."""
+    """Return what the computation of a step waits for; arguments as of `timeline`."""
     times = []
     for kernel in schedule.kernels:
         least = kernel_roofline(kernel, chip, dtype)

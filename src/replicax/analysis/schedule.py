@@ -44,13 +44,13 @@ class Kernel:
     flops: int
     """FLOPs of its matrix products and convolutions, in one run."""
     bytes: int
-    """That it reads from the device's memory and writes to it, in one run."""
+    """Bytes that it reads from the device's memory and writes to it, in one run."""
     runs: int
     """In one step."""
     op_name: str
     """Where it was traced: `jit(step)/update/mul`, say; empty where XLA made it by itself."""
     dtype: str = ""
-    """That its products multiply, as HLO names it: `f32`, `bf16`; empty where it has none."""
+    """Dtype that its products multiply, as HLO names it: `f32`, `bf16`; empty where it has none."""
     share: float = 1.0
     """Share of its loop's trips in which it runs; `runs` counts those."""
 
@@ -69,14 +69,14 @@ class Collective:
     asynchronous: bool
     """Whether the device may compute until the result is needed."""
     devices: int | None
-    """That take part in it together; None where it is all of them."""
+    """Devices that take part in it together; None if all do."""
     op_name: str
     shapes: tuple[str, ...]
     """Shapes of the results: `f32[50257,768]`, say."""
     axes: tuple[str, ...] | None = None
     """Mesh axes that it runs over; None where it is all of them."""
     between: tuple[Kernel, ...] = field(default=(), repr=False)
-    """What runs between its start and the use of its result, once for each of its runs."""
+    """Kernels that run between its start and the use of its result, once for each of its runs."""
     share: float = 1.0
     """See `Kernel`."""
 
@@ -102,7 +102,7 @@ Step = Kernel | Collective | Wait | WhileLoop
 
 @dataclass(frozen=True)
 class Schedule:
-    """What one device does in one step."""
+    """Work of one device in one step."""
 
     steps: tuple[Step, ...]
     unknown_calls: tuple[str, ...] = ()
@@ -110,12 +110,12 @@ class Schedule:
 
     @cached_property
     def kernels(self) -> tuple[Kernel, ...]:
-        """Those of loops once, with their runs."""
+        """All kernels, those of loops once, with their runs."""
         return tuple(each for each in _flat(self.steps) if isinstance(each, Kernel))
 
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
-        """Those of loops once, with their runs."""
+        """All collectives, those of loops once, with their runs."""
         return tuple(each for each in _flat(self.steps) if isinstance(each, Collective))
 
     @property
@@ -125,7 +125,7 @@ class Schedule:
 
     @property
     def bytes(self) -> int:
-        """That one device reads from its memory and writes to it in one step."""
+        """Bytes that one device reads from its memory and writes to it in one step."""
         return sum(kernel.runs * kernel.bytes for kernel in self.kernels)
 
 
@@ -161,7 +161,7 @@ class _Reader:
         self.unknown: set[str] = set()
 
     def steps(self, computation: str, runs: int) -> tuple[Step, ...]:
-        """What a computation does, each asynchronous collective with what runs beside it."""
+        """Return the steps of a computation, asynchronous collectives with what runs beside them."""
         found: list[Step] = []
         for instruction in self.module.computations.get(computation, ()):
             found += self._steps_of(instruction, computation, runs)
@@ -196,7 +196,7 @@ class _Reader:
         return [WhileLoop(trips, tuple(each for steps in inside for each in steps))]
 
     def _called(self, instruction: Instruction, runs: int) -> list[Step]:
-        """What it calls, under its own name if it is a collective that ends later."""
+        """Return the steps that it calls, under its name if it is a collective that ends later."""
         steps: list[Step] = []
         for called in instruction.called:
             for inner in self.module.computations.get(called, ()):

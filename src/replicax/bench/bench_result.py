@@ -1,4 +1,4 @@
-"""What was measured, case by case, and what follows from it."""
+"""The measured figures, case by case, and those that follow from them."""
 
 import dataclasses
 import math
@@ -59,7 +59,7 @@ class CaseResult:
     """Time to trace and lower the step."""
     compile_seconds: float
     peak_bytes_per_device: int | None
-    """What the compiler says it needs, arguments included; None where it does not say."""
+    """Bytes that the compiler says it needs, arguments included; None where it does not say."""
     measured_peak_bytes_per_device: int | None
     """Peak of the first device in the first steps; None where the device does not count, or an
     earlier case needed more."""
@@ -72,8 +72,8 @@ class CaseResult:
     """Rate of a plain matrix product on the same cores; None unless the device is a CPU."""
     collectives: tuple[Collectives, ...]
     least_sent_bytes: float | None
-    """That each device has to send to reduce one gradient; None where the layout or the reduction
-    does not reduce it as a whole."""
+    """Bytes that each device has to send to reduce one gradient; None where the layout or the
+    reduction does not reduce it as a whole."""
     efficiency: dict[str, tuple[float, ...]]
     """By scaling, each round's; relative to the fewest devices of the same mode."""
     layout: LayoutFigures | None = None
@@ -112,7 +112,7 @@ class CaseResult:
 
     @property
     def sent_bytes(self) -> float:
-        """That each device sends in a step, in rings."""
+        """Bytes that each device sends in a step, in rings."""
         if self.layout is not None:
             return self.layout.sent_bytes
         return sum(wire_bytes(each, self.devices) for each in self.collectives)
@@ -141,14 +141,14 @@ class Bench:
     seconds: float
     """Duration of the whole measurement."""
     notes: tuple[str, ...]
-    """What is not as asked, or must be known to read the figures."""
+    """Remarks on what is not as asked, or must be known to read the figures."""
     reduction: str = "float32"
     scaled_over: Literal["devices", "processes"] = "devices"
-    """What there are more of from case to case; each process has one device."""
+    """The unit that cases have more and more of; each process has one device."""
 
     @property
     def replica(self) -> str:
-        """What holds one replica: a device, or a process with its only one."""
+        """The unit that holds one replica: a device, or a process with its only one."""
         return "device" if self.scaled_over == "devices" else "process"
 
     @property

@@ -30,7 +30,7 @@ from replicax.wording import duration
 
 @dataclasses.dataclass(frozen=True)
 class BenchSubject:
-    """What is measured, whatever the case."""
+    """The step and the data of a measurement, whatever the case."""
 
     loss: LossFunction | None
     optimizer: optax.GradientTransformation | None

@@ -68,7 +68,7 @@ class Timeline:
     state_bytes: int
     """Bytes of the train state: parameters, optimizer, and the rest."""
     reserved_bytes: int
-    """What the step asks for, its arguments included: the peak, and gaps between buffers."""
+    """Bytes that the step asks for, its arguments included: the peak, and gaps between buffers."""
     measured: bool
     """Whether the edges are seconds that were measured; else they are places in the schedule."""
 
@@ -215,7 +215,7 @@ def _without_moments(
 
 
 def traced_events(folder: Path, module: str) -> list[Event]:
-    """What the profiler saw of `module`, by name of instruction, on the first device it saw.
+    """Return the events of `module` that the profiler saw on the first device, by instruction.
 
     Args:
         folder: that was given to `jax.profiler.trace`; of several traces, the newest counts.

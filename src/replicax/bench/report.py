@@ -52,7 +52,7 @@ def header(bench: Bench) -> list[str]:
 
 
 def scalings(bench: Bench) -> list[str]:
-    """Those that were measured."""
+    """Return the scalings that were measured."""
     return [name for name in (STRONG, WEAK) if bench.scaling(name)]
 
 
@@ -71,7 +71,7 @@ def tables(bench: Bench) -> list[tuple[str, list[Column], Sequence[CaseResult]]]
 
 
 def title(bench: Bench, scaling: str) -> str:
-    """What a table of speeds is of."""
+    """Return the title of a table of speeds."""
     if len({case.devices for case in bench.cases}) == 1:
         return f"speed: {bench.batch_size:,} rows a batch"
     if scaling == STRONG:
@@ -139,7 +139,7 @@ def _speedup(case: CaseResult) -> str:
 
 
 def resource_columns(bench: Bench) -> list[Column]:
-    """What the steps take, whatever their speed."""
+    """Return the columns of what steps take, whatever their speed."""
     columns: list[Column] = [
         ("mode", lambda case: case.mode),
         (bench.scaled_over, lambda case: f"{case.devices}"),
@@ -162,7 +162,7 @@ def resource_columns(bench: Bench) -> list[Column]:
 
 
 def footnotes(bench: Bench) -> list[str]:
-    """What the columns mean where it is not plain, and the notes of the bench."""
+    """Return what columns mean where it is not plain, and the notes of the bench."""
     if bench.compares_layouts:
         return [*_layout_footnotes(bench), *(f"note: {note}" for note in bench.notes)]
     lines = ["wait: share of the time spent waiting for a batch; peak: memory of a device"]

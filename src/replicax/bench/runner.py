@@ -26,7 +26,7 @@ FEWEST_STEPS, MOST_STEPS = 2, 50
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What compiling the step took, and what it came to."""
+    """The compiled step, and how long compiling it took."""
 
     trace_seconds: float
     compile_seconds: float

@@ -107,7 +107,7 @@ def write_part(bench: Bench, path: Path) -> None:
 
 
 def read_part(path: Path) -> Bench:
-    """What `write_part` wrote."""
+    """Return the bench that `write_part` wrote."""
     fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     cases = [_case(case) for case in fields["cases"]]
     return Bench(**{**fields, "cases": tuple(cases), "notes": tuple(fields["notes"])})

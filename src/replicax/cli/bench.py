@@ -40,7 +40,7 @@ JOBS = "jobs"
 
 @dataclasses.dataclass(frozen=True)
 class BenchOptions(StepOptions):
-    """What to measure of a recipe, whichever it is."""
+    """Options of `replicax bench` for any recipe."""
 
     devices: Annotated[str | None, shown_as("COUNTS", "powers of two up to all")] = None
     """Device counts to measure, as 1,2,4,8; on a CPU they are simulated."""

@@ -72,7 +72,7 @@ class Arguments(Generic[Options]):
 
     @property
     def name(self) -> str:
-        """What the recipe is called."""
+        """Name of the recipe."""
         return recipe_name(type(self.recipe))
 
     def about(self) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def _json_alone(flags: Sequence[str]) -> list[str]:
 def _beginning(
     spec: str, recipe_class: type[Any], options_class: type[Any], flags: list[str], program: str
 ) -> tuple[Arguments[Any], list[str]]:
-    """What --preset or --config say to begin with in place of the defaults, and the other flags.
+    """Return what --preset or --config set in place of the defaults, and the other flags.
 
     The recipe and the options are None where they say nothing.
     """

@@ -24,7 +24,7 @@ Each finds its place in REPLICAX_* variables; rx.initialize() reads them.
 
 @dataclasses.dataclass(frozen=True)
 class LaunchOptions:
-    """What to launch, wherever that is."""
+    """Options of `replicax launch` for any engine."""
 
     on: Annotated[str, one_of(ENGINES)] = ENGINES[0]
     """Where: this host, or a cluster's engine."""
@@ -37,7 +37,7 @@ class LaunchOptions:
     restarts: int = 0
     """Times that all are started again after a failure."""
     name: str = "replicax"
-    """What the engine calls the job."""
+    """Name of the job in the engine."""
 
 
 @dataclasses.dataclass(frozen=True)

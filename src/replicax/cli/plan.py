@@ -32,14 +32,14 @@ from replicax.recipes.recipe import abstract_model
 from replicax.train.noise_scale import load_noise_scale
 
 MOST_HOST_DEVICES = 4096
-"""That stand in for a target's where a kernel is lowered with devices alone."""
+"""Host devices that stand in for a target's where a kernel is lowered with devices alone."""
 REMAT = "remat"
 """The field of a recipe that says what its backward pass computes again."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanOptions(JsonOptions, StepOptions, ModeOptions):
-    """What to plan of a recipe, whichever it is."""
+    """Options of `replicax plan` for any recipe."""
 
     target: str = ATTACHED
     """Hardware to plan for: h100:8, h100:64 (hosts of 8), v5e:16x16, v4:2x2x2, cpu:8; by default
@@ -108,7 +108,7 @@ def _plan(
 
 
 def _target(options: PlanOptions) -> Target:
-    """What is planned for; without touching accelerators, unless it is them."""
+    """Return the target that is planned for; without touching accelerators, unless it is them."""
     if options.target.strip().lower() != ATTACHED:
         jax.config.update("jax_platforms", "cpu")
     target = parse_target(options.target)

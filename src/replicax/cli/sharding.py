@@ -22,7 +22,7 @@ MOST_BOXES, MOST_ACROSS = 16, 8
 
 
 Placement = tuple[tuple[str, ...], int]
-"""What all arrays share that have one drawing: the axes of more than one device that they are split
+"""Key of a drawing that several arrays share: the axes of more than one device that they are split
 over, in the order of the mesh, and the layers in a stack that pipeline stages split, or 0."""
 
 
@@ -69,7 +69,7 @@ def _by_path(tree: PyTree) -> dict[str, Any]:
 
 
 def _bytes(leaves: Iterable[Any]) -> int:
-    """Those of leaves on one device."""
+    """Return the bytes of leaves on one device."""
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 

@@ -45,7 +45,7 @@ replicax verify --step --help those of the other.
 
 @dataclasses.dataclass(frozen=True)
 class VerifyOptions(JsonOptions, StepOptions, ModeOptions, DeviceOptions):
-    """What to check of a recipe, whichever it is."""
+    """Options of `replicax verify` for any recipe."""
 
     modes: Annotated[str | None, several_of(MODES, "all")] = None
     """Modes to compare with one device, as jit,shard_map. What --mode cannot do fails; what another
@@ -66,9 +66,9 @@ class HandWrittenOptions(JsonOptions, DeviceOptions):
     reference: Annotated[str, shown_as("FILE.py:name")]
     """The same step for one device, which it is checked against."""
     state: str = "state"
-    """What the file calls the state that both start from: a value, or a function that makes it."""
+    """Name in the file of the state that both start from: a value, or a function that makes it."""
     batch: str = "batch"
-    """What the file calls the global batch, likewise."""
+    """Name in the file of the global batch, likewise."""
     micro_batches: int = 1
     """Parts that the step computes each replica's rows in, which helps to name causes."""
     weights: str | None = None

@@ -21,7 +21,7 @@ class _Gpu:
 
 
 def list_gpus() -> str:
-    """What `nvidia-smi -L` prints; `""` where it is not installed or finds no driver.
+    """Return the output of `nvidia-smi -L`; `""` where it is not installed or finds no driver.
 
     Raises:
         ConfigError: it does not answer.
@@ -156,7 +156,7 @@ def _parse(listing: str) -> list[_Gpu]:
 
 
 def _shown(gpu: _Gpu) -> str:
-    """What CUDA shows of a GPU: its first MIG device where it is divided."""
+    """Return the device that CUDA shows of a GPU: its first MIG device where it is divided."""
     return gpu.parts[0] if gpu.parts else gpu.uuid
 
 

@@ -1,4 +1,4 @@
-"""What one engine tells a process about its place."""
+"""A process's place as one engine tells it."""
 
 import zlib
 from collections.abc import Mapping

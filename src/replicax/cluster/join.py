@@ -148,7 +148,7 @@ def _do_not_preempt() -> None:
 
 
 def _prepare(hellos: list[Message], place: Place, held: list[socket.socket]) -> Message:
-    """What all are told once they are there: process 0's port for JAX, and everybody's devices."""
+    """Return the message to all who came: process 0's port for JAX, and everybody's devices."""
     local_devices = [hello["local_devices"] for hello in hellos]
     if not any(local_devices):
         local_devices = deal([(hello["host"], tuple(hello["gpus"])) for hello in hellos])

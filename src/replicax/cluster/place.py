@@ -33,13 +33,13 @@ class Place:
     local_devices: tuple[int, ...] | None
     """Which of the visible devices this process takes, where told; `None`: not told."""
     engine: str
-    """What started it: `Slurm`, `Open MPI`, `Kubernetes`, `TPU`, `RANK/WORLD_SIZE`, `REPLICAX_*`,
-    `arguments` or `nothing`."""
+    """The engine that started it: `Slurm`, `Open MPI`, `Kubernetes`, `TPU`, `RANK/WORLD_SIZE`,
+    `REPLICAX_*`, `arguments` or `nothing`."""
     reasons: Mapping[str, str]
     """Field -> what decided it: `{"process": "SLURM_PROCID=3"}`."""
 
     def line(self) -> str:
-        """What was found and which variables decided it, in one line."""
+        """Return what was found and which variables decided it, in one line."""
         numbered_by = self._because("process", "processes")
         parts = [f"process {self.process} of {self.processes}{numbered_by}"]
         if self.coordinator is not None:

@@ -18,7 +18,7 @@ _PACES = 100
 
 @dataclasses.dataclass(frozen=True)
 class Standing:
-    """What a process tells the others of itself."""
+    """State that a process reports to the others."""
 
     begun: int = 0
     """Steps given to the devices. The process that has the fewest keeps the others waiting."""
@@ -99,7 +99,7 @@ class Pulse:
 
 
 def _inside() -> str | None:
-    """What the stacks of this process say that it does, where they say something."""
+    """Return what this process does by its stacks, where they tell."""
     stacks = [_files(frame) for frame in sys._current_frames().values()]
     for place, doing in (
         ("jax/_src/compiler", "compiling"),

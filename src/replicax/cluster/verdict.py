@@ -48,7 +48,7 @@ class Verdict:
     stacks: bool = False
     """Whether each process is to print where it stands."""
     code: int = 1
-    """What each process ends with; `SAVED` where none has failed."""
+    """Exit code of each process; `SAVED` where none has failed."""
 
 
 def judge(

@@ -53,7 +53,7 @@ class Connection:
             self._socket.sendall(encode(message))
 
     def receive(self, timeout_seconds: float) -> Iterator[Message]:
-        """What arrives within `timeout_seconds`, as soon as something does.
+        """Yield the messages that arrive within `timeout_seconds`, as soon as something does.
 
         Raises:
             ConnectionError: the other end has closed.

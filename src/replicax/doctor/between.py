@@ -1,4 +1,4 @@
-"""What should be the same around all processes: packages, variables, the code, and the clocks."""
+"""Surroundings that all processes should share: packages, variables, the code, and the clocks."""
 
 import hashlib
 import os
@@ -35,7 +35,7 @@ Reading = tuple[float, float]
 
 
 def check_surroundings(job: Job, env: Mapping[str, str]) -> list[Check]:
-    """What differs between the processes that should not. All processes call it."""
+    """Check the surroundings that processes should share. All processes call it."""
     if job.processes == 1:
         return [Check(DIFFERENCES, "", SKIP, "one process: nothing to compare")]
     return judge_surroundings(job.gather("the doctor's surroundings", surroundings(env)))
@@ -60,7 +60,7 @@ def surroundings(env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _git(*arguments: str) -> bytes:
-    """What git says; nothing where it is not there, or takes long."""
+    """Return git's output; nothing where it is missing or takes long."""
     env = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     try:
         done = subprocess.run(

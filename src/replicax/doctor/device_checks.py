@@ -53,13 +53,13 @@ class FoundDevices:
     """Memory of one device, where known."""
     cores: int
     gpus: int
-    """That nvidia-smi lists on this host."""
+    """GPUs that nvidia-smi lists on this host."""
     tpus: int
     """Device files of TPUs on this host."""
 
 
 def check_devices(env: Mapping[str, str]) -> list[Check]:
-    """What JAX found. The first to touch the devices, hence after joining."""
+    """Check the devices that JAX found. It touches them first, hence after joining."""
     devices = _devices(env)
     pinned = hasattr(os, "sched_getaffinity")
     owned = collections.Counter(device.process_index for device in devices)
@@ -146,13 +146,14 @@ class Timing:
     """The all-reduce of one size."""
 
     size_bytes: int
-    """That each device contributes."""
+    """Bytes that each device contributes."""
     seconds: float
     """Median."""
     algorithm_bytes_per_second: float
     """Size over time."""
     bus_bytes_per_second: float
-    """What each device sends and receives at that speed: 2 (N - 1) / N times the former."""
+    """Rate at which each device sends and receives at that speed: 2 (N - 1) / N times the
+    former."""
 
 
 def check_reduction(job: Job, largest_bytes: int) -> list[Check]:

@@ -126,7 +126,7 @@ class Examination:
                 self._skip_the_rest("not done: the processes have not joined")
 
     def _in_company(self, job: Job) -> None:
-        """What needs all processes; each runs all of it, in this order."""
+        """Run the checks that need all processes; each runs all of it, in this order."""
         env = os.environ
         checks: dict[str, Callable[[], Sequence[Check]]] = {
             DIFFERENCES: lambda: check_surroundings(job, env),
@@ -154,7 +154,7 @@ class Examination:
             self._skip_the_rest("not done: a check before it failed, and the processes parted")
 
     def _unjoined(self) -> None:
-        """What is left to find out for a process that could not join."""
+        """Run the checks that are left to a process that could not join."""
         why = "not done: the processes have not joined"
         self.rows += [Check(check, "", SKIP, why) for check in (DIFFERENCES, CLOCKS)]
         self._check(FOLDER, lambda: check_folders(Alone(), self._folders))

@@ -1,4 +1,4 @@
-"""What a process finds out by itself: versions that fit together, and limits of the system."""
+"""Checks that a process makes by itself: versions that fit together, and limits of the system."""
 
 import importlib.metadata
 import os

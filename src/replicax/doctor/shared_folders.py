@@ -93,7 +93,7 @@ def _sharing(seen: Sequence[_Seen], severe: Verdict) -> tuple[str, Verdict, str]
 
 
 def _look_at(job: Job, folder: Path) -> list[_Seen]:
-    """What all processes see of `folder`."""
+    """Return what all processes see of `folder`."""
     token, contents = None, ""
     try:
         seen = _own_view(folder)
@@ -112,7 +112,7 @@ def _look_at(job: Job, folder: Path) -> list[_Seen]:
 
 
 def _own_view(folder: Path) -> _Seen:
-    """What this process sees of `folder`; whatever goes wrong is what it sees."""
+    """Return what this process sees of `folder`; whatever goes wrong is what it sees."""
     host, text = socket.gethostname(), str(folder)
     try:
         path = Path(os.path.abspath(folder))

@@ -76,7 +76,7 @@ class Attempt:
         self._grace = grace_seconds
         self._passed: set[int] = set()
         self._due: dict[Callable[[], None], float] = {}
-        """What is to be done, and when, in the time of `time.monotonic`."""
+        """Actions that are due, and when, in the time of `time.monotonic`."""
         self._processes: list[Process] = []
         self._errors: list[Output] = []
         self._logs: list[Log] = []
@@ -204,7 +204,7 @@ class Attempt:
             process.send(number)
 
     def _end_alone(self) -> None:
-        """Those who have saved were told to; who did not come along is told, too."""
+        """End those that have saved and were told to, and tell who did not come along."""
         left = [each.start.number for each in self._processes if each.status is None]
         if left and self._kill_left not in self._due:
             self._due[self._kill_left] = time.monotonic() + self._grace

@@ -24,7 +24,7 @@ _OWN = "replicax: "
 
 @dataclasses.dataclass(frozen=True)
 class FailureReport:
-    """What a process wrote of its failure; see `replicax.cluster.variables.FAILURE_FILE`."""
+    """A process's own account of its failure; see `replicax.cluster.variables.FAILURE_FILE`."""
 
     time: float
     error: str
@@ -34,7 +34,7 @@ class FailureReport:
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """What is known of a process that has ended."""
+    """Facts about a process that has ended."""
 
     status: int
     """Its exit code; a signal's number, negative, where one ended it."""
@@ -64,7 +64,7 @@ class Failure:
     process: int
     cause: str
     exit_code: int
-    """What the job ends with, as a shell counts."""
+    """Exit code of the job, as a shell counts."""
     step: int | None
     """The last one that was finished, where the process told."""
     log: Path
@@ -197,7 +197,7 @@ def _how_it_ended(end: Ended) -> str:
 
 
 def said_of_failure(errors: Sequence[str]) -> str | None:
-    """What a program said as it failed: its `replicax:` line, or the end of a Python traceback."""
+    """Return a failed program's own words: its `replicax:` line, or the end of a traceback."""
     for line in reversed(errors):
         if line.startswith(_OWN):
             return line.removeprefix(_OWN).strip()

@@ -1,4 +1,4 @@
-"""What the processes write: whole lines, each under its process's number, and raw to files."""
+"""Output of the processes: whole lines, each under its process's number, and raw to files."""
 
 import contextlib
 import os
@@ -183,5 +183,5 @@ class Output:
 
 
 def _last_drawn(line: bytes) -> bytes:
-    """What is seen of a line that was drawn over itself."""
+    """Return the visible part of a line that was drawn over itself."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]

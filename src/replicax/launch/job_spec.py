@@ -1,4 +1,4 @@
-"""What is to be started."""
+"""The specification of a job to start."""
 
 import dataclasses
 

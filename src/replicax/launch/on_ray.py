@@ -26,7 +26,7 @@ from replicax.wording import counted
 
 REACH_SECONDS = 5.0
 FORWARDED = ("JAX_", "XLA_", "LIBTPU_", "NCCL_", "GLOO_", "REPLICAX_")
-"""What the command gets of this process's environment: variables that begin so."""
+"""Prefixes of this process's variables that the command gets."""
 
 # Read by Ray as it is imported, or by what it starts; a value of the user's stands.
 _SETTINGS = {

@@ -33,7 +33,7 @@ class ProcessStart:
     report: Path
     """The file where it says why it failed."""
     cores: Sequence[int] = ()
-    """Those it may use; none means all."""
+    """Cores that it may use; none means all."""
 
 
 class Process:

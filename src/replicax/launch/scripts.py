@@ -24,7 +24,7 @@ _QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]|[KMGTPE]i)?", re.ASCII)
 
 @dataclasses.dataclass(frozen=True)
 class SlurmOptions:
-    """What to ask Slurm for. Memory and the like: edit the script, or give them to sbatch."""
+    """Resources to ask Slurm for. Memory and the like: edit the script, or give them to sbatch."""
 
     nodes: int | None = None
     """Nodes to spread the processes over; 1 unless --processes-per-node says otherwise."""
@@ -46,7 +46,7 @@ class SlurmOptions:
 
 @dataclasses.dataclass(frozen=True)
 class KubernetesOptions:
-    """What to ask Kubernetes for. Each process is one pod; for the rest, edit the manifest."""
+    """Resources to ask Kubernetes for. Each process is one pod; for the rest, edit the manifest."""
 
     image: str
     """Container image that holds the program and Replicax."""

@@ -24,7 +24,7 @@ STOPPED_EARLY = "stopped early with everything saved"
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of a job.
+    """Outcome of a job.
 
     Args:
         exit_code: 0 where all processes are done; 75 where they stopped early with everything
@@ -145,7 +145,7 @@ def _starts(
     folder: Path,
     attempt: int,
 ) -> list[ProcessStart]:
-    """What each process is started with, its place in the job included."""
+    """Return how each process is started, its place in the job included."""
     coordinator = f"127.0.0.1:{free_port()}"
     devices = job.devices_per_process
     common = {**base} if devices is None else {**base, "JAX_NUM_CPU_DEVICES": str(devices)}

@@ -1,4 +1,4 @@
-"""What to change: the same step with one thing changed, what to do first, and other batches."""
+"""Changes to try: the same step with one thing changed, what to do first, and other batches."""
 
 import contextlib
 import dataclasses
@@ -45,7 +45,7 @@ def alternatives(
     given: Mapping[str, DataParallel] | None,
     rules: Rules = (),
 ) -> tuple[tuple[Alternative, ...], tuple[str, ...]]:
-    """What each change frees, and why some could not be looked at.
+    """Return what each change frees, and why some could not be looked at.
 
     Args:
         steps: for the target.

@@ -41,7 +41,7 @@ class Compilation:
     text: str
     """The optimised module in XLA's language, in the order of its schedule."""
     seconds: float
-    """That compiling took."""
+    """Seconds that compiling took."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ class TooLarge:
 
 
 def too_large(message: str, seconds: float) -> TooLarge | None:
-    """What a compiler's message tells of memory; None where it is about something else.
+    """Return what a compiler's message says of memory; None if it is about something else.
 
     Args:
         message: of the exception that compiling raised.

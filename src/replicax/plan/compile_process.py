@@ -96,7 +96,7 @@ def _version(package: str) -> str | None:
 
 
 def _pinned_libtpu() -> str | None:
-    """What jax's own extra `tpu` asks for: `0.0.42.*`, say."""
+    """Version that jax's own extra `tpu` asks for: `0.0.42.*`, say."""
     lines = importlib.metadata.requires("jax") or []
     pins = (re.match(r"libtpu==([\w.*]+)", line) for line in lines)
     return next((pin[1] for pin in pins if pin), None)

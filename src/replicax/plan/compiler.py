@@ -32,7 +32,7 @@ TIMEOUT_SECONDS = 900.0
 
 
 class Compiler(Protocol):
-    """What compiles programs for some devices."""
+    """A compiler of programs for some devices."""
 
     name: str
     """Its package, and the version."""

@@ -31,7 +31,7 @@ REASONS = (CALLS_BACK, CALLS_BACK_ELSEWHERE, NEEDS_DEVICES)
 
 
 PER_REPLICA = next(mode for mode in MODES.values() if mode.per_replica)
-"""What a step that sees the whole batch is exported as where it cannot be as it is."""
+"""Mode that a step of the whole batch is exported in where its own cannot be."""
 BEFORE_CUDNN = 7.5
 """The newest compute capability of GPUs whose attention cuDNN does not compute: Turing's."""
 WITHOUT_CUDNN = "planned without the kernels of cuDNN: the step may need less"
@@ -108,7 +108,7 @@ def step_jaxpr(dp: DataParallel, model: Any, batch: Any) -> Jaxpr:
 def _forms(
     dp: DataParallel, capability: float | None
 ) -> Iterator[tuple[DataParallel, float | None, tuple[str, ...]]]:
-    """What may be exported for `dp`, from the nearest on: the step, its capability, and notes."""
+    """Yield what may be exported for `dp`, from the nearest on: the step, its capability, notes."""
     notes: tuple[str, ...] = ()
     if dp.mode.most_processes is not None:  # it knows attached devices alone
         notes = (f"mode {dp.mode} is planned as {dp.mode.instead}, its equal",)

@@ -19,12 +19,12 @@ FUSING = (*ELEMENTWISE, "reduction", "store")
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """What is stored at some time."""
+    """Bytes stored at some time."""
 
     alive: Mapping[int, int]
     """Bytes by value."""
     inside: int = 0
-    """What the body of a loop has stored beside them."""
+    """Bytes that the body of a loop has stored beside them."""
 
     @property
     def bytes(self) -> int:
@@ -209,7 +209,7 @@ def _needed(operations: list[Operation], outputs: list[int]) -> list[Operation]:
 
 
 def _initial(loop: Operation, place: int) -> list[int]:
-    """What a loop's output starts as, if anything."""
+    """Return the inputs that a loop's output starts as, if any."""
     assert loop.equation is not None
     params = loop.equation.params
     if loop.name == "while":

@@ -50,7 +50,7 @@ class MemoryFormula:
     gradient: int
     """Sums over rows; over all micro-batches, where there are several."""
     activations: int
-    """What the forward pass of one micro-batch stores for the backward pass."""
+    """Bytes that the forward pass of one micro-batch stores for the backward pass."""
     workspace: int
     """All else that is stored when most is: logits and their gradient, say, or what is computed
     again for one layer."""
@@ -60,18 +60,18 @@ class MemoryFormula:
 
     @property
     def state(self) -> int:
-        """What lies in memory between steps."""
+        """Bytes in memory between steps."""
         return self.parameters + self.optimizer + self.extras
 
     @property
     def temporaries(self) -> int:
-        """What a step takes beside the state and the batch."""
+        """Bytes that a step takes beside the state and the batch."""
         stored = self.compute_copy + self.gradient + self.activations + self.workspace
         return stored - self.never_together
 
     @property
     def total(self) -> int:
-        """What must be there for a step to run."""
+        """Bytes that must be there for a step to run."""
         return self.state + self.new_state + self.batch + self.temporaries
 
 
@@ -232,7 +232,7 @@ def _divided(
     saved: list[int],
     kept: Mapping[int, int],
 ) -> _Gradient:
-    """What is stored when most is, by what it is for."""
+    """Return the bytes stored at the peak, by purpose."""
     after_forward = liveness.alive_after(saved)
     copied = {value: size for value, size in after_forward.items() if value in copies}
     owed = {value: kept[value] for value in gradient}

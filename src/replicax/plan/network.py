@@ -24,7 +24,7 @@ KINDS = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, PERMUTE, BROADCAST)
 
 
 class DeviceNetwork(Protocol):
-    """What connects the devices that take part in a collective."""
+    """The links between the devices that take part in a collective."""
 
     @property
     def devices(self) -> int:

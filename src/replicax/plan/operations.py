@@ -223,7 +223,7 @@ def _is_half(aval: Any) -> bool:
 
 
 def _called(equation: JaxprEqn) -> ClosedJaxpr | Jaxpr | None:
-    """What a call calls; None where `equation` is none."""
+    """Return the jaxpr that a call calls; None if `equation` is no call."""
     if equation.primitive.name in ("scan", "while", "cond", "shard_map", "pallas_call"):
         return None
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):

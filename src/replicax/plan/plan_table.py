@@ -167,7 +167,7 @@ def _limit(plan: Plan) -> Iterator[str]:
 
 
 def _shares(speed: Speed) -> dict[str, float]:
-    """What a step's time goes to."""
+    """Return the shares of a step's time."""
     step = speed.step
     if not step.seconds:
         return {}

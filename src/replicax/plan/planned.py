@@ -21,8 +21,8 @@ class Need:
     rows: int
     """Rows a replica, padding included."""
     bytes: int
-    """That must be there for it, its state and batch included. Where the compiler refuses the step,
-    what it says, which can be less, or by formula."""
+    """Bytes that must be there for it, its state and batch included. Where the compiler refuses the
+    step, what it says, which can be less, or by formula."""
     fits: bool
     compiled: bool
     """Whether a compiler has said so; else it is by formula."""
@@ -84,7 +84,7 @@ class Alternative:
     step_seconds: float | None = None
     """At least; None where it does not compile, or nobody knows the target's speed."""
     wire_bytes: float | None = None
-    """That each device sends in a step; None by formula."""
+    """Bytes that each device sends in a step; None by formula."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Scaling:
 
 @dataclasses.dataclass(frozen=True)
 class BatchAdvice:
-    """What another batch asks of the learning rate, and costs."""
+    """Learning rate and cost of another batch."""
 
     batch_size: int
     linear: float
@@ -152,7 +152,7 @@ class BatchAdvice:
 
 @dataclasses.dataclass(frozen=True)
 class OnPaper:
-    """What the formula for transformers says; see `transformer_activation_bytes`."""
+    """Figures of the formula for transformers; see `transformer_activation_bytes`."""
 
     bytes_per_row: float
     """Bytes of activations."""
@@ -162,10 +162,10 @@ class OnPaper:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a step takes on hardware that need not be there."""
+    """Memory and time of a step on hardware that need not be there."""
 
     about: Mapping[str, Any]
-    """What was planned, by what: what JSON can hold."""
+    """Subject of the plan, as JSON values."""
     target: Target
     mesh: Mapping[str, int]
     """Devices along each mesh axis."""
@@ -193,9 +193,9 @@ class Plan:
     """At least, for the rows or tokens that were wished for."""
     batches: tuple[BatchAdvice, ...]
     first: str
-    """What to change first."""
+    """The change to make first."""
     notes: tuple[str, ...]
-    """What is not as it was asked for, or not known."""
+    """Remarks on what is not as asked for, or not known."""
     on_paper: OnPaper | None = None
     """For a transformer whose sizes are given."""
 

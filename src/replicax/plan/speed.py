@@ -30,7 +30,7 @@ _UPDATE_PASSES = 2
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What one device does in a step, in time."""
+    """Work of one device in a step, over time."""
 
     rows: int
     """A replica's."""

@@ -1,4 +1,4 @@
-"""What one step sends between devices, and the least that it has to."""
+"""Bytes that one step sends between devices, and the least that it has to."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -25,7 +25,7 @@ class Movement:
     bytes: int
     """Bytes of the results on one device."""
     wire_bytes: float
-    """That each device sends."""
+    """Bytes that each device sends."""
     asynchronous: bool
     """Whether the device may compute meanwhile."""
     between_seconds: float | None
@@ -37,24 +37,24 @@ class Movement:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one step sends, against what it has to."""
+    """Bytes that one step sends, against those it has to."""
 
     movements: tuple[Movement, ...]
-    """Those that send most first."""
+    """Movements, those that send most first."""
     least_bytes: float
-    """That each device has to send, in this layout; 0 where layers send their activations too,
-    of which nobody knows the least."""
+    """Bytes that each device has to send, in this layout; 0 where layers send their activations
+    too, of which nobody knows the least."""
     warning: str = ""
     """One line where it sends more, or an array twice."""
 
     @property
     def wire_bytes(self) -> float:
-        """That each device sends."""
+        """Bytes that each device sends."""
         return sum(each.wire_bytes for each in self.movements)
 
     @property
     def share(self) -> float:
-        """What it sends over what it has to; 1 where there is nothing to send."""
+        """Ratio of what it sends to what it has to; 1 where there is nothing to send."""
         return self.wire_bytes / self.least_bytes if self.least_bytes else 1.0
 
 
@@ -68,7 +68,7 @@ def read_traffic(
     layout: Layout = LAYOUTS["replicated"],
     seconds: Callable[[Kernel], float] | None = None,
 ) -> Traffic:
-    """What a step sends, against what it has to.
+    """Return what a step sends, against what it has to.
 
     Args:
         schedule: of the compiled step.

@@ -86,7 +86,7 @@ class Steps:
 
     @property
     def capacity_bytes(self) -> int | None:
-        """What a step may take of one device; None where nobody tells."""
+        """Bytes that a step may take of one device; None where nobody tells."""
         return self.target.chip.usable_bytes
 
     @property

@@ -62,7 +62,7 @@ class Target:
 
     @property
     def topology_arguments(self) -> Mapping[str, Any]:
-        """What `jax.experimental.topologies.get_topology_desc` takes to describe these devices.
+        """Arguments of `jax.experimental.topologies.get_topology_desc` to describe these devices.
 
         A GPU needs its `target_config` beside them; `cpu` is not described but simulated.
 

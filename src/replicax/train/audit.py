@@ -173,7 +173,7 @@ class Audit(Hook):
             )
 
     def _describe(self, run: Running, two: bool) -> Iterator[str]:
-        """What is audited, a line each."""
+        """Yield what is audited, a line each."""
         of = self._fingerprint
         steps = "every step" if self._every == 1 else f"every {self._every:,} steps"
         yield (

@@ -97,7 +97,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
-    """What differs between two configurations, field by field; a list is one field.
+    """Return the differences between two configurations, field by field; a list is one field.
 
     Both are compared as `config.json` has them, so a tuple equals a list; 1 is not 1.0. Where in
     memory an object lies that was written as text does not count, nor what is of one start alone.
@@ -131,7 +131,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
 
 
 def check_changes(old: Mapping[str, Any], new: Mapping[str, Any], *, accept: bool) -> list[str]:
-    """What to say about the changes, a line each in 80 columns.
+    """Return what to say about the changes, a line each in 80 columns.
 
     Raises:
         ConfigError: something that matters has changed, and is not accepted.

@@ -236,7 +236,7 @@ class BadSteps:
         self._skipped.clear()
 
     def _what(self) -> str:
-        """What was wrong with them."""
+        """Return what was wrong with them."""
         spikes = {SPIKE in record.metrics for record in self._skipped}
         if spikes == {False}:
             return "the loss or its gradient was not finite"
@@ -246,7 +246,7 @@ class BadSteps:
 
 
 def _record(step: Dispatched, spike: bool) -> Record:
-    """That of a step whose update was skipped."""
+    """Return the record of a step whose update was skipped."""
     real = _whole(step.mask) > 0
     examples = tuple(int(each) for each in _whole(step.index)[real])
     metrics = {LOSS: float(step.metrics[LOSS])} | ({SPIKE: 1.0} if spike else {})

@@ -81,7 +81,7 @@ class Fingerprint:
         return table
 
     def differences(self, table: jax.Array) -> list[UnequalCopies]:
-        """What is not equal and should be; all processes learn the same."""
+        """Return the copies that should be equal and are not; all processes learn the same."""
         of = np.asarray(table.addressable_data(0))
         if (of == of[:1]).all():
             return []
@@ -102,7 +102,7 @@ class Fingerprint:
         return tuple(leaf for leaf, row in zip(self.leaves, first, strict=True) if row[-1])
 
     def gather(self, state: PyTree, leaf: str) -> np.ndarray:
-        """What every device holds of `leaf`: `[devices, ...]`, of the dtype of its words.
+        """Return every device's copy of `leaf`: `[devices, ...]`, in the dtype of its words.
 
         It takes that much memory on every device, so it is for the one leaf that is in question.
         """

@@ -123,7 +123,7 @@ def _check_alike(state: TrainState, after: TrainState) -> None:
 
 
 def _judge(losses: Any, total: StepSums) -> tuple[Metrics, Any]:
-    """What may make a step bad, and the losses to compare the next one's with.
+    """Return what may make a step bad, and the losses to compare the next one's with.
 
     Args:
         losses: those that this one is compared with; empty where none is.

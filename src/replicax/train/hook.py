@@ -219,7 +219,7 @@ class Hooks:
 
     @property
     def wraps(self) -> tuple[Callable[[Apply], Apply], ...]:
-        """Those of all hooks."""
+        """Wrappers of all hooks."""
         return tuple(hook.wrap for hook in self._hooks if hook.wrap is not None)
 
     @property

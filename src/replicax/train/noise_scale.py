@@ -297,7 +297,7 @@ def noise_scale(records: Sequence[Record]) -> NoiseScale:
 
 
 def load_noise_scale(path: Path) -> NoiseScale:
-    """What a run measured.
+    """Return the noise scale that a run measured.
 
     Args:
         path: the run's folder, or its `noise_scale.json`.

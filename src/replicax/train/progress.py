@@ -25,7 +25,7 @@ class Progress:
         """A line that stays."""
 
     def status(self, text: str) -> None:
-        """What is going on before there is anything to count."""
+        """Show what is going on before there is anything to count."""
 
     def step(self, step: int) -> None:
         """A step was dispatched."""

@@ -16,7 +16,7 @@ from replicax.errors import ConfigError
 from replicax.train.places import Lines, exists, make_folder, read_bytes, write_whole
 
 _NO_RECORD = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
-"""What reading a line raises that is none."""
+"""Errors of reading a line that is no record."""
 
 CONFIG, RECORDS = "config.json", "records.jsonl"
 
@@ -187,7 +187,7 @@ def record_from_json(text: bytes | str) -> Record:
 
 
 def _step(line: bytes) -> int:
-    """That of a record; 0 where a kill has cut it off."""
+    """Return the step of a record; 0 where a kill has cut it off."""
     try:
         return record_from_json(line).step
     except _NO_RECORD:

@@ -57,7 +57,7 @@ class Interrupt:
             self._held = True
 
     def let_go(self) -> None:
-        """What was held is saved, or not worth it."""
+        """Let go once what was held is saved, or not worth it."""
         with self._answering:
             self._held = False
 
@@ -145,7 +145,7 @@ _open: list[Interrupt] = []
 
 
 def signal_name(number: int) -> str:
-    """What people call a signal: `Ctrl-C`, `SIGTERM`."""
+    """Usual name of a signal: `Ctrl-C`, `SIGTERM`."""
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 

@@ -1,4 +1,4 @@
-"""What a run says about itself."""
+"""The lines that a run says about itself."""
 
 import contextlib
 import dataclasses
@@ -184,7 +184,7 @@ def eval_line(record: Record) -> str:
 
 
 def skip_line(record: Record) -> str:
-    """That the update of a step was skipped, and on which examples, in 80 columns."""
+    """Say that the update of a step was skipped, and on which examples, in 80 columns."""
     what = "a spike of the loss" if "spike" in record.metrics else "loss or gradient not finite"
     examples = [str(example) for example in record.examples or ()]
     line = f"skip   step {record.step:,}: {what}, examples "

@@ -24,7 +24,7 @@ class Compilations:
 
 @contextmanager
 def counted_compilations() -> Iterator[Compilations]:
-    """What is compiled in this process while the context is open."""
+    """Count what is compiled in this process while the context is open."""
     seen = Compilations()
 
     def listen(event: str, duration_secs: float, **facts: str | int) -> None:

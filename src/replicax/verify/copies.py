@@ -1,4 +1,4 @@
-"""What every device holds of a step's results."""
+"""Every device's copy of a step's results."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ class Copies:
         return [path for path, copies in self.held.items() if len(copies) > 1]
 
     def of(self, replica: int) -> Leaves:
-        """What one replica holds."""
+        """Return what one replica holds."""
         return {path: copies[min(replica, len(copies) - 1)] for path, copies in self.held.items()}
 
     def bits(self) -> dict[str, bytes]:

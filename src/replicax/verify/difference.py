@@ -44,7 +44,7 @@ class Difference:
     scale: float
     """The largest absolute value of the leaf that was expected."""
     bound: float
-    """What rounding explains of that element, in absolute value."""
+    """Difference that rounding explains in that element, in absolute value."""
     elements: int
     """Elements beyond their bounds, of `size`."""
     size: int
@@ -88,7 +88,7 @@ def leaves(tree: PyTree) -> Leaves:
 
 
 def changes(before: PyTree, after: PyTree) -> Leaves:
-    """What a step added to each leaf of floats, in float64; other leaves as they are after it.
+    """Return what a step added to each leaf of floats, in float64; other leaves as they are now.
 
     A change is compared rather than the value itself because an update is small beside its
     parameter: of 1e-5 on 0.1, the bound of the parameter would hide a tenth.

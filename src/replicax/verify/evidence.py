@@ -1,4 +1,4 @@
-"""What is known of a step that gives other numbers than one device."""
+"""The evidence about a step that gives other numbers than one device."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ class Hypothesis:
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
-    """What a step gave, what was expected, and the means to try other explanations.
+    """A step's results, those expected, and the means to try other explanations.
 
     All results are by path, as `difference.leaves` and `difference.changes` give them: gradients,
     or what the step added to each leaf of the state (changes, not values: factors are seen in
@@ -39,7 +39,7 @@ class Evidence:
     on_rows: Callable[[np.ndarray], Leaves] | None = None
     """The reference's results from the rows of these indices alone."""
     of_replica: Callable[[int], Leaves] | None = None
-    """What one replica holds, where they do not all hold the same."""
+    """Results that one replica holds, where they do not all hold the same."""
     values: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     """By path, the values before the step of leaves whose changes are compared; with them a factor
     is seen beside weight decay, which it does not touch."""

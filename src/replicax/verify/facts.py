@@ -1,4 +1,4 @@
-"""What a loss and its model do that decides what can be compared with what."""
+"""Facts about a loss and its model that decide what can be compared with what."""
 
 import dataclasses
 

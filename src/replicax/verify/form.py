@@ -123,7 +123,7 @@ def is_pmap(step: Any, depth: int = 3) -> bool:
 
 
 def parted(returned: Any, state: PyTree) -> dict[str, PyTree]:
-    """What a step returned: the state, and what stands beside it.
+    """Return what a step returned: the state, and what stands beside it.
 
     A step returns `state`, `(state, metrics)`, `(state, a, b, ...)`, or, where the state is a tuple
     itself, its parts and then the rest.

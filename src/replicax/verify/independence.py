@@ -109,7 +109,7 @@ class _Probe:
         return self._of_scalar() if self._of(0, 1).ndim == 0 else self._of_rows()
 
     def by_place(self, key: jax.Array | None) -> Independence | None:
-        """What rows show that change places, in training where there is a key."""
+        """Return what rows show that change places, in training where there is a key."""
         first, swapped = self._of(0, 1, key=key), self._of(1, 0, key=key)
         back = np.roll(swapped, self._part, axis=0) if first.ndim else swapped
         scale = float(np.max(np.abs([first, back]))) or 1.0

@@ -1,4 +1,4 @@
-"""What the program of a loss tells: draws that follow from no key, parameters without gradient."""
+"""Facts in the program of a loss: draws that follow from no key, parameters without gradient."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -37,13 +37,13 @@ class ProgramTrial(Trial):
     subject: Subject
     case: Case
     single: Case
-    """What one device does."""
+    """Case of one device."""
     real_rows: bool
     """Whether one device is given the real rows only."""
     scalars: frozenset[str]
     """Names of what does not follow from the rows' weights."""
     known: dict[Any, Any]
-    """What one device gave, for all trials of a program."""
+    """Results of one device, for all trials of a program."""
 
     def expected(self, batches: Sequence[Any], *, state: Any = None) -> Leaves:
         """Return what one device gives over all batches."""

@@ -162,7 +162,7 @@ def _trial(
     stacked: bool | None,
     weights: str | None,
 ) -> tuple[Trial, PyTree, str | None]:
-    """What is compared, the full batch with all weights 1, and where its weights are."""
+    """Return what is compared, the full batch with all weights 1, and where its weights are."""
     rows, path = row_count(batch), find_weights(batch, weights)
     on_host, ones = host(state), host(batch)
     if path is not None:

@@ -1,4 +1,4 @@
-"""What a hand-written step is checked for beside its numbers: copies, bits, compilations."""
+"""Checks of a hand-written step beside its numbers: copies, bits, compilations."""
 
 import contextlib
 from collections.abc import Mapping, Sequence

@@ -47,7 +47,7 @@ def verify_files(
 
 
 def _function(spec: str, modules: dict[Path, ModuleType]) -> Step:
-    """What `FILE.py:name` means; its file is loaded into `modules`, where it is not yet.
+    """Return the function that `FILE.py:name` means, its file loaded into `modules` if need be.
 
     A step and its reference in one file thus share what the file makes.
     """

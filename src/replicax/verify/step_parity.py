@@ -171,7 +171,7 @@ def _paddings(part: PyTree, rows: int, replicas: int) -> list[tuple[int, str, Py
 def _random(
     trial: Trial, case: str, batches: Sequence[PyTree], rows: int, bounds: Leaves
 ) -> Check | None:
-    """What can be said of a step that draws random numbers, or None where it does not."""
+    """Return what can be said of a step that draws random numbers, or None where it does not."""
     reseeded = trial.reseeded()
     if reseeded is None:
         return None

@@ -1,4 +1,4 @@
-"""What the compiled program of a hand-written step does: reductions, and work done twice."""
+"""The compiled program of a hand-written step: reductions, and work done twice."""
 
 from typing import Any
 

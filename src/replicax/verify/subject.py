@@ -1,4 +1,4 @@
-"""What is verified: one `DataParallel` with its model and rows, run in any mode on any devices."""
+"""The subject of a verification: a `DataParallel`, its model and rows, in any mode on any devices."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -316,7 +316,7 @@ def named_results(by_path: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def judged(results: Mapping[str, Any]) -> dict[str, Any]:
-    """What is compared of a step's results: not what an optimizer keeps for itself."""
+    """Return what is compared of a step's results: not what an optimizer keeps for itself."""
     return {
         path: value
         for path, value in named_results(results).items()

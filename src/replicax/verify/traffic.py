@@ -1,4 +1,4 @@
-"""What a compiled step sends between devices, and what it computes twice."""
+"""Bytes that a compiled step sends between devices, and work that it does twice."""
 
 import dataclasses
 from collections import Counter

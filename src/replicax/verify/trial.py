@@ -32,7 +32,7 @@ _KEY_NAMES = ("rng", "key")
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """What is compared, and how both sides are run."""
+    """Two steps that are compared, and how both are run."""
 
     form: Form
     reference: Step
@@ -45,7 +45,7 @@ class Trial:
     """By path, the shapes of what the reference returns beside its state."""
     _: dataclasses.KW_ONLY
     against: str = "one device"
-    """What the reference is."""
+    """The reference."""
     draws: bool = False
     """Whether it is known to draw random numbers: it then is not run on fewer rows."""
 
@@ -55,7 +55,7 @@ class Trial:
         return self.form.replicas
 
     def expected(self, batches: Sequence[PyTree], *, state: PyTree = None) -> Leaves:
-        """What the reference adds to each leaf of the state over all batches, and last metrics."""
+        """Return what the reference adds to each leaf over all batches, and the last metrics."""
         before = self.state if state is None else state
         after, results = before, {}
         for batch in batches:
@@ -87,7 +87,7 @@ class Trial:
         return bounds(expected, noise, terms=rows, eps=self.eps, values=values)
 
     def run(self, batches: Sequence[PyTree]) -> Copies:
-        """What every replica holds after the step has taken all batches, and last metrics."""
+        """Return what every replica holds after all batches, and the last metrics."""
         first, *others = batches
         arguments = self.form.arguments(self.state, first, self.key)
         fed = arguments[0]
@@ -123,7 +123,7 @@ class Trial:
         return renamed(by_path)
 
     def changes(self, held: Leaves) -> Leaves:
-        """What a replica's results add to the state, as `expected` gives it."""
+        """Return what a replica's results add to the state, as `expected` gives it."""
         before = self.named(leaves({"state": self.state}))
         return {
             path: value - before[path]

@@ -55,7 +55,7 @@ def merged(checks: Sequence[Check]) -> list[Check]:
 
 
 def _alike(number: int, check: Check) -> tuple[object, ...]:
-    """What neighbours that are shown as one have in common."""
+    """Return what neighbours that are shown as one have in common."""
     if check.verdict in (FAIL, NOTE):
         return (number,)
     if check.subject == "parity":

@@ -97,7 +97,7 @@ def rows_needed(dp: DataParallel, micro_batches: int = MICRO_BATCHES) -> int:
 
 
 def _shapes(batch: Any, rows: int) -> Any:
-    """Those of a batch of any number of rows."""
+    """Return the shapes of a batch of any number of rows."""
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
             (rows, *leaf.shape[1:]), jax.dtypes.canonicalize_dtype(leaf.dtype)
@@ -182,7 +182,7 @@ def _cases(subject: Subject, modes: Sequence[Mode]) -> list[Case]:
 
 
 def _modes(dp: DataParallel, modes: Sequence[str | Mode] | None) -> list[Mode]:
-    """Those that were chosen; by default all that run on several devices, and the step's own."""
+    """Return the chosen modes; by default all that run on several devices, and the step's own."""
     if modes is None:
         return [mode for mode in MODES.values() if mode.most_devices != 1 or mode == dp.mode]
     return list(dict.fromkeys(map(as_mode, modes)))

@@ -18,7 +18,7 @@ from replicax.train.places import write_whole
 
 MANIFEST = "manifest.json"
 PIECE_BYTES = 64 * 2**20
-"""What one checksum covers: pieces of a large file are read by several threads."""
+"""Bytes that one checksum covers: pieces of a large file are read by several threads."""
 
 _FORMAT = 1
 
@@ -78,7 +78,7 @@ class Position:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds."""
+    """The contents of a checkpoint."""
 
     position: Position
     token: int
@@ -113,7 +113,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """What the checkpoint in `folder` is said to hold. Its files are not looked at.
+    """Return what the checkpoint in `folder` is said to hold. Its files are not looked at.
 
     Raises:
         CheckpointError: the file is not, to the byte, what `write_manifest` writes.
@@ -181,7 +181,7 @@ def file_entries(folder: Path) -> dict[str, FileEntry]:
 
 
 def first_difference(folder: Path, files: Mapping[str, FileEntry]) -> str | None:
-    """What is not as `files` describe it, in one line; None where all is.
+    """Return the first deviation from `files`, in one line; None if there is none.
 
     Names and sizes are looked at before any file is opened. A path that leaves the folder is none
     that is found there, so it is missing.

@@ -93,7 +93,7 @@ class Saver:
         self._thread.start()
 
     def poll(self) -> list[str]:
-        """What is to be said of the saves since the last call, a line each; does not wait.
+        """Return what is to be said of the saves since the last call, a line each; does not wait.
 
         Raises:
             CheckpointError: too many in a row have failed.
@@ -199,7 +199,7 @@ class Saver:
 
 
 def _error_of(function: Callable[[], None]) -> str | None:
-    """What `function` raises, in words."""
+    """Return the error that `function` raises, in words."""
     try:
         function()
     except Exception as error:  # of storage, in many forms

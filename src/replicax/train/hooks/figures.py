@@ -140,7 +140,7 @@ def with_gradient_norm(apply: Apply) -> Apply:
 
 
 def _norm(total: StepSums) -> jax.Array:
-    """That of the mean gradient; 0 where nothing has any weight."""
+    """Return the norm of the mean gradient; 0 where nothing has any weight."""
     divisor = jnp.where(total.weight > 0, total.weight, 1)
     means = [leaf / divisor for leaf in jax.tree.leaves(total.gradient)]
     squares = [jnp.sum(jnp.square(jnp.abs(mean))) for mean in means]
