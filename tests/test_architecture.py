@@ -1,6 +1,7 @@
 """The house: who may import whom, how long a file may be, and what `import replicax` loads."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -192,6 +193,12 @@ def test_no_two_classes_have_one_name() -> None:
     classes = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
     public = {name for name, count in classes.items() if count > 1 and name[0] != "_"}
     assert public == {"Network"}  # the models of two recipes
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_docstrings_begin_with_a_noun_or_a_verb(module: str) -> None:
+    first = re.findall(r'^ *"""(Of|What|Whoever|Those|That)\b', FILES[module].read_text(), re.M)
+    assert first == []
 
 
 def test_modes_and_layouts_are_asked_and_not_compared() -> None:

@@ -161,7 +161,7 @@ class _Reader:
         self.unknown: set[str] = set()
 
     def steps(self, computation: str, runs: int) -> tuple[Step, ...]:
-        """Return the steps of a computation, asynchronous collectives with what runs beside them."""
+        """Return a computation's steps, asynchronous collectives with what runs beside them."""
         found: list[Step] = []
         for instruction in self.module.computations.get(computation, ()):
             found += self._steps_of(instruction, computation, runs)
