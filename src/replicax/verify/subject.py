@@ -1,4 +1,4 @@
-"""The subject of a verification: a `DataParallel`, its model and rows, in any mode on any devices."""
+"""The subject of a verification: a `DataParallel`, its model and rows, in every mode."""
 
 import dataclasses
 from collections.abc import Mapping
