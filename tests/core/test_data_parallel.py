@@ -11,7 +11,7 @@ from support.cases import BATCH, CASES
 from support.tiers import only
 
 import replicax as rx
-from replicax.verify.compilations import counted_compilations
+from replicax.verify.step_checks import counted_compilations
 
 MODEL = {"w": jnp.float32(2.0), "b": jnp.zeros(3)}
 SOURCE = {"x": np.arange(24, dtype=np.float32).reshape(8, 3)}

@@ -1,7 +1,8 @@
 """Checks of a hand-written step beside its numbers: copies, bits, compilations."""
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +12,6 @@ from jax.extend.core import Jaxpr, jaxprs_in_params
 from replicax.checks import FAIL, NOTE, PASS, Check
 from replicax.verify.batch_rows import row_count, take
 from replicax.verify.causes import likely_cause
-from replicax.verify.compilations import counted_compilations
 from replicax.verify.copies import Copies
 from replicax.verify.difference import Leaves, first_difference, is_float
 from replicax.verify.evidence import Evidence
@@ -22,6 +22,8 @@ from replicax.wording import named
 PyTree = Any
 _STEPS = 3
 """A warm-up's first rate is 0, and what stands behind a layer of zeros waits for its first step."""
+# Lowering and not compiling: a program found in the persistent cache was still built anew.
+_LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 
 
 def one_device() -> Check:
@@ -232,3 +234,32 @@ def _aval_of(tree: PyTree) -> dict[str, str]:
         dims = ", ".join(str(dim) for dim in np.shape(leaf))
         found[f"state{jax.tree_util.keystr(path)}"] = f"{getattr(leaf, 'dtype', '?')}[{dims}]{weak}"
     return found
+
+
+@dataclasses.dataclass
+class Compilations:
+    """Names of the functions compiled so far, each as often as it was."""
+
+    names: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        """Programs compiled."""
+        return len(self.names)
+
+
+@contextlib.contextmanager
+def counted_compilations() -> Iterator[Compilations]:
+    """Count what is compiled in this process while the context is open."""
+    seen = Compilations()
+
+    def listen(event: str, duration_secs: float, **facts: str | int) -> None:
+        del duration_secs
+        if event == _LOWERED:
+            seen.names.append(str(facts.get("fun_name", "?")))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield seen
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
