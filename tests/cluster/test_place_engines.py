@@ -342,6 +342,8 @@ def test_tpu_contradictions() -> None:
         find_place({**TPU, "TPU_WORKER_ID": "one"})
     with pytest.raises(ConfigError, match="TPU_WORKER_ID='²' is not a whole number"):
         find_place({**TPU, "TPU_WORKER_ID": "²"})
+    with pytest.raises(ConfigError, match="MEGASCALE_NUM_SLICES='0' is not a whole number from 1"):
+        find_place({**TPU, "MEGASCALE_NUM_SLICES": "0"})
     slices = {"MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": "2"}
     with pytest.raises(ConfigError, match="MEGASCALE_SLICE_ID=2 with MEGASCALE_NUM_SLICES=2"):
         find_place({**TPU, **slices})

@@ -80,7 +80,7 @@ def _place(
     value: Callable[[str], str | None],
 ) -> Detected:
     worker = _number(worker_text, worker_name)
-    slices = _number(value("MEGASCALE_NUM_SLICES") or "1", "MEGASCALE_NUM_SLICES")
+    slices = _number(value("MEGASCALE_NUM_SLICES") or "1", "MEGASCALE_NUM_SLICES", least=1)
     this_slice = _number(value("MEGASCALE_SLICE_ID") or "0", "MEGASCALE_SLICE_ID")
     if worker >= len(hosts):
         raise ConfigError(
@@ -124,10 +124,12 @@ def _host(text: str) -> str:
     return text.partition(":")[0] if text.count(":") == 1 else text
 
 
-def _number(text: str, name: str) -> int:
+def _number(text: str, name: str, least: int = 0) -> int:
     text = text.strip()
-    if not (text.isascii() and text.isdigit()):
-        raise ConfigError(f"{name}={text!r} is not a whole number from 0; correct or unset it")
+    if not (text.isascii() and text.isdigit() and int(text) >= least):
+        raise ConfigError(
+            f"{name}={text!r} is not a whole number from {least}; correct or unset it"
+        )
     return int(text)
 
 
