@@ -1,0 +1,81 @@
+"""Run the Python blocks of documentation pages in order, and compare what they print.
+
+    python docs/run_page.py docs/tutorials/linear-regression.md [--write]
+
+A `text` block below a `python` block holds its output. Below it, a `console` block holds output whose
+numbers differ from machine to machine: there only the words around them are compared. Pictures are saved
+under the names that the page shows. `--write` puts output and pictures into the page instead.
+"""
+
+import argparse
+import contextlib
+import io
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+BLOCK = re.compile(
+    r"^```python\n(?P<code>.*?)^```\n(?:\n```(?P<kind>text|console)\n(?P<output>.*?)^```\n)?",
+    re.MULTILINE | re.DOTALL,
+)
+PICTURE = re.compile(r"\]\((?P<path>[^)]*/tutorials/(?P<name>[\w-]+\.png))\)")
+NUMBER = re.compile(r"[-+]?[\d.,]*\d(e[-+]?\d+)?|[█▏▎▍▌▋▊▉ ]{2,}")
+
+
+def run(page: Path, *, write: bool) -> list[str]:
+    """Return what differs between a page and what its blocks print and draw."""
+    text = page.read_text(encoding="utf-8")
+    names: dict[str, Any] = {"__name__": "__main__"}
+    problems: list[str] = []
+
+    def ran(block: re.Match[str]) -> str:
+        line = text.count("\n", 0, block.start()) + 1
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile("\n" * line + block["code"], page.name, "exec"), names)
+        output = "".join(f"{each.rstrip()}\n" for each in printed.getvalue().splitlines())
+        if not alike(output, block["output"] or "", block["kind"]):
+            problems.append(f"{page.name}:{line} prints\n{output}and not\n{block['output']}")
+        fence = f"\n```{block['kind'] or 'text'}\n{output}```\n" if output else ""
+        return f"```python\n{block['code']}```\n{fence}"
+
+    written = BLOCK.sub(ran, text)
+    for picture in PICTURE.finditer(text):
+        if not Path(picture["name"]).exists():
+            problems.append(f"{page.name}: {picture['name']} was not drawn")
+        elif write:
+            target = page.parent / picture["path"]
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(picture["name"], target)
+    if write:
+        page.write_text(written, encoding="utf-8")
+    return [] if write else problems
+
+
+def alike(output: str, shown: str, kind: str | None) -> bool:
+    """Whether a page shows the output of a block; of a `console`, all but its numbers."""
+    if kind == "console":
+        output, shown = (NUMBER.sub("#", each) for each in (output, shown))
+    return output.split() == shown.split()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("pages", nargs="+", type=lambda path: Path(path).resolve())
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
+    os.environ.setdefault("MPLBACKEND", "agg")
+    os.environ.setdefault("COLUMNS", "80")
+    problems: list[str] = []
+    for page in options.pages:
+        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+            problems += run(page, write=options.write)
+    raise SystemExit("\n".join(problems))
+
+
+if __name__ == "__main__":
+    main()
