@@ -74,7 +74,7 @@ def main() -> None:
     for page in options.pages:
         with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
             problems += run(page, write=options.write)
-    raise SystemExit("\n".join(problems))
+    raise SystemExit("\n".join(problems) or None)
 
 
 if __name__ == "__main__":
