@@ -7,6 +7,7 @@ PEERS := $(VENV)/.peers
 ENGINES := $(VENV)/.engines
 COMPILERS := $(VENV)/.compilers
 LOGGERS := $(VENV)/.loggers
+DOCS := $(VENV)/.docs
 UV_VERSION := 0.13.8
 
 # The first that is Python 3.11 or newer and can make a virtual environment.
@@ -18,7 +19,7 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 ARGS ?=
 
 .PHONY: help train data peers engines compilers loggers test test-all test-fast layouts chaos check \
-	bench gpu lock clean
+	bench gpu docs tutorials lock clean
 
 help:
 	@echo 'make train      set up, get the data and train LeNet on two devices (ARGS="--epochs 1")'
@@ -30,6 +31,8 @@ help:
 	@echo 'make chaos      disturb training runs in all ways there are (ARGS="--trials 1000")'
 	@echo 'make bench      what Replicax costs over hand-written JAX'
 	@echo 'make gpu        measure Replicax on this machine'\''s GPU, 8 minutes (ARGS="--only bits")'
+	@echo 'make docs       build the documentation into build/site, readable without a network'
+	@echo 'make tutorials  run the tutorials, and put what they print and draw into their pages'
 	@echo 'make data       get Fashion-MNIST from Debian where that is possible'
 	@echo 'make peers      install torch and transformers, which `make test-all` compares with'
 	@echo 'make engines    install Slurm, Open MPI and Ray, which `make test-all` runs under'
@@ -123,13 +126,28 @@ $(LOGGERS): requirements-loggers.txt $(STAMP)
 		--constraint $(VENV)/constraints.txt </dev/null >/dev/null 2>&1 && : > $@; } \
 		|| echo 'loggers: that failed; the tests that log to them will be skipped'
 
+$(DOCS): requirements-docs.txt $(STAMP)
+	@echo "docs: installing $(shell sed '/^#/d' requirements-docs.txt)"
+	@sed -n 's/^\([a-z].*\) \\$$/\1/p' requirements.lock >$(VENV)/constraints.txt
+	@{ $(BIN)/python -m pip install --requirement requirements-docs.txt \
+		--constraint $(VENV)/constraints.txt </dev/null >/dev/null 2>&1 && : > $@; } \
+		|| echo 'docs: that failed; the test that builds the site will be skipped'
+
+# Its advertisement of another major version is no warning of ours.
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo 'open build/site/index.html'
+
+tutorials: $(STAMP)
+	$(BIN)/python docs/run_page.py docs/tutorials/*.md --write
+
 # Each worker begins with one half of the tests, so that most modules make their fixtures once.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
 test: $(STAMP)
 	$(PYTEST) -m "not exhaustive" $(ARGS)
 
-test-all: $(STAMP) data peers engines compilers loggers
+test-all: $(STAMP) data peers engines compilers loggers $(DOCS)
 	$(PYTEST) -m exhaustive $(ARGS)
 
 test-fast: $(STAMP)

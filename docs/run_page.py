@@ -2,8 +2,8 @@
 
     python docs/run_page.py docs/tutorials/linear-regression.md [--write]
 
-A `text` block below a `python` block holds its output. Below it, a `console` block holds output whose
-numbers differ from machine to machine: there only the words around them are compared. Pictures are saved
+A `text` block below a `python` block holds its output. A `console` block holds output whose numbers
+differ from machine to machine: there only the words around them are compared. Pictures are saved
 under the names that the page shows. `--write` puts output and pictures into the page instead.
 """
 
@@ -63,6 +63,7 @@ def alike(output: str, shown: str, kind: str | None) -> bool:
 
 
 def main() -> None:
+    """Run the pages; exit with what differs."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("pages", nargs="+", type=lambda path: Path(path).resolve())
     parser.add_argument("--write", action="store_true")

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = ("training", "audit", "noise-scale", "step", "run", "hooks", "gpus")
+PAGES = ("index", "training", "audit", "noise-scale", "step", "run", "hooks", "gpus")
 TEXTS = [README, *((ROOT / f"docs/{page}.md").read_text(encoding="utf-8") for page in PAGES)]
 PROGRAMS = re.findall(r"^```python\n(.*?)^```", "".join(TEXTS), re.MULTILINE | re.DOTALL)
 
@@ -19,7 +19,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_every_link_leads_somewhere() -> None:
-    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
         prose = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
         for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", prose):
             assert (page.parent / link).exists(), f"{page.name}: {link}"

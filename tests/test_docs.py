@@ -1,0 +1,54 @@
+"""The tutorials print what they show, and the site has every page and every public name."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.tiers import only
+
+import replicax
+
+ROOT = Path(__file__).parents[1]
+TUTORIALS = sorted((ROOT / "docs/tutorials").glob("*.md"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page",
+    only([page for page in TUTORIALS if page.stem == "linear-regression"], TUTORIALS),
+    ids=lambda page: page.stem,
+)
+def test_a_tutorial_prints_and_draws_what_it_shows(page: Path) -> None:
+    command = [sys.executable, ROOT / "docs/run_page.py", page]
+    env = {**os.environ, "JAX_NUM_CPU_DEVICES": "8", "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_every_output_is_in_its_page() -> None:
+    for page in TUTORIALS:
+        assert "```text\n```" not in page.read_text(encoding="utf-8"), page.name
+
+
+def test_the_reference_has_every_public_name() -> None:
+    shown = re.findall(r"^::: replicax\.([\w.]+)$", (ROOT / "docs/api.md").read_text(), re.M)
+    assert len(shown) == len(set(shown))
+    public = {name for name in replicax.__all__ if not name.startswith("_")}
+    assert {name for name in shown if "." not in name} == public
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="mkdocs is not installed")
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "WARNING" not in done.stderr
+    pages = {path.stem for path in (ROOT / "docs").rglob("*.md")}
+    assert pages <= {path.stem for path in tmp_path.rglob("*.html")}
+    assert (tmp_path / "search/search_index.json").exists()
