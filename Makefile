@@ -139,7 +139,7 @@ docs: $(DOCS)
 	@echo 'open build/site/index.html'
 
 tutorials: $(STAMP)
-	$(BIN)/python docs/run_page.py docs/tutorials/*.md --write
+	$(BIN)/python docs/run_page.py docs/concepts.md docs/from-*.md docs/tutorials/*.md --write
 
 # Each worker begins with one half of the tests, so that most modules make their fixtures once.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal

@@ -14,15 +14,16 @@ import replicax
 
 ROOT = Path(__file__).parents[1]
 TUTORIALS = sorted((ROOT / "docs/tutorials").glob("*.md"))
+PAGES = [ROOT / f"docs/{name}.md" for name in ("concepts", "from-pmap", "from-pytorch")]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
-    only([page for page in TUTORIALS if page.stem == "linear-regression"], TUTORIALS),
+    only([*PAGES, ROOT / "docs/tutorials/linear-regression.md"], [*PAGES, *TUTORIALS]),
     ids=lambda page: page.stem,
 )
-def test_a_tutorial_prints_and_draws_what_it_shows(page: Path) -> None:
+def test_a_page_prints_and_draws_what_it_shows(page: Path) -> None:
     command = [sys.executable, ROOT / "docs/run_page.py", page]
     env = {**os.environ, "JAX_NUM_CPU_DEVICES": "8", "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(command, capture_output=True, text=True, env=env)
@@ -30,7 +31,7 @@ def test_a_tutorial_prints_and_draws_what_it_shows(page: Path) -> None:
 
 
 def test_every_output_is_in_its_page() -> None:
-    for page in TUTORIALS:
+    for page in (*PAGES, *TUTORIALS):
         assert "```text\n```" not in page.read_text(encoding="utf-8"), page.name
 
 

@@ -1,0 +1,53 @@
+"""The wheel and the source archive install into an empty environment and run the first program."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CORE = {"jax", "jaxlib", "numpy", "optax", "replicax"}
+
+
+def python(version: str) -> str | None:
+    """Path of the Python of that version; None where there is none."""
+    if sys.version.startswith(f"{version}."):
+        return sys.executable
+    installed = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
+    return str(installed[-1]) if installed else shutil.which(f"python{version}")
+
+
+def run(*command: str | Path, **more: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **more})
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("version", "archive", "jax"),
+    [("3.11", "*.whl", "jax==0.10.2"), ("3.13", "*.tar.gz", "jax>=0.10.2")],
+    ids=["wheel", "source"],
+)
+def test_an_archive_installs_and_runs(version: str, archive: str, jax: str, tmp_path: Path) -> None:
+    interpreter = python(version)
+    if interpreter is None:
+        pytest.skip(f"no Python {version} is installed")
+    run(sys.executable, "-m", "hatchling", "build", "--directory", tmp_path, PWD=str(ROOT))
+    (made,) = tmp_path.glob(f"replicax-{archive}")
+    run(interpreter, "-m", "venv", tmp_path / "venv")
+    own = tmp_path / "venv/bin/python"
+    run(own, "-m", "pip", "install", "--quiet", jax, made)
+    listed = {line.partition("==")[0] for line in run(own, "-m", "pip", "freeze").splitlines()}
+    listed = {name.partition(" @")[0].lower() for name in listed}
+    assert listed >= CORE
+    assert not listed & {"flax", "equinox", "matplotlib", "rich", "tyro", "grain"}
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    program = re.search(r"^```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+    assert program is not None
+    (tmp_path / "first.py").write_text(program[1])
+    assert "[1." in run(own, tmp_path / "first.py", JAX_NUM_CPU_DEVICES="8")
