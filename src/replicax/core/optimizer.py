@@ -73,7 +73,7 @@ def _read(
         fixes = (fix for word, fix in _INSTEAD.items() if word in str(error))
         raise ConfigError(
             f"the optimizer raised {said}; a step calls update(gradient, state, params) and gives "
-            f"value=loss if it is taken, and no more: {next(fixes, 'mend it, or use another')}"
+            f"value=loss if it is taken, and no more: {next(fixes, 'correct it, or use another')}"
         ) from error
     given, wanted = ([leaf.shape for leaf in jax.tree.leaves(tree)] for tree in (found[0], shapes))
     other = [

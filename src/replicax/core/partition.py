@@ -36,7 +36,9 @@ def _check_rule(rule: Any) -> None:
     try:
         re.compile(rule[0])
     except (re.error, TypeError) as error:
-        raise ConfigError(f"the layout rule {rule[0]!r} is no regex ({error}); mend it") from error
+        raise ConfigError(
+            f"the layout rule {rule[0]!r} is no regex ({error}): correct it"
+        ) from error
 
 
 def spec_by_rule(
@@ -57,7 +59,7 @@ def spec_by_rule(
         if not any(re.search(regex, path) for path in shapes):
             raise ConfigError(
                 f"the layout rule {regex!r} is found in none of the {len(shapes)} parameters, such "
-                f"as {', '.join(list(shapes)[:3])}; mend the rule, or take it out"
+                f"as {', '.join(list(shapes)[:3])}: correct the rule, or remove it"
             )
     specs: dict[str, PartitionSpec] = {}
     for path, shape in shapes.items() if rules else ():

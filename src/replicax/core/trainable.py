@@ -44,7 +44,7 @@ def training(
     if _TRAINED not in labels:
         raise ConfigError(
             f"trainable={trainable!r} names none of the {len(paths)} parameters, such as "
-            f"{', '.join(paths[:3])}; mend it, or leave it out to train all"
+            f"{', '.join(paths[:3])}: correct it, or leave it out to train all"
         )
     tree = jax.tree.unflatten(jax.tree.structure(params), labels)
     return optax.partition({_TRAINED: optimizer, _FROZEN: optax.set_to_zero()}, tree)
@@ -58,7 +58,9 @@ def _picker(trainable: Trainable, definition: Definition, params: PyTree) -> Cal
         try:
             compiled = [re.compile(regex) for regex in regexes]
         except re.error as error:
-            raise ConfigError(f"trainable={trainable!r} is no regex ({error}); mend it") from error
+            raise ConfigError(
+                f"trainable={trainable!r} is no regex ({error}): correct it"
+            ) from error
         return lambda path: any(regex.search(path) for regex in compiled)
     if not hasattr(definition, "paths_of"):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Which process failed first, of what, and whether another start may mend it."""
+"""Which process failed first, of what, and whether another start may cure it."""
 
 import dataclasses
 import json

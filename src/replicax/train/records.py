@@ -119,7 +119,7 @@ class RunFolder:
             write_whole(path, content)
         except OSError as error:
             raise ConfigError(
-                f"{path} cannot be written ({error.strerror}); mend its folder"
+                f"{path} cannot be written ({error.strerror}); check its folder"
             ) from error
 
     def sync(self) -> None:

@@ -184,7 +184,7 @@ def test_the_third_in_a_row_ends_the_run(
         saver.poll()
     assert str(ended.value) == (
         "3 saves in a row have failed: No space left on device; step 5 is the last good "
-        f"checkpoint: make room or mend {store.folder}, and start again"
+        f"checkpoint: make room or repair {store.folder}, and start again"
     )
     assert saved(store) == [5]
 

@@ -132,7 +132,7 @@ class Saver:
         if self._failures >= MOST_FAILURES:
             raise CheckpointError(
                 f"{self._failures} saves in a row have failed: {self._failed}; {good}: make room "
-                f"or mend {self._store.folder}, and start again"
+                f"or repair {self._store.folder}, and start again"
             )
         self._alarms.append(
             f"ALARM  a save has failed ({self._failures} in a row): {self._failed}; {good}"

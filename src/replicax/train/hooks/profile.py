@@ -38,7 +38,7 @@ class Profile(Hook):
         if not 1 <= first <= last:
             raise ConfigError(
                 f"a profile of the steps {first} to {last}; the first is at least 1, and the last "
-                "is not before it: mend them"
+                "is not before it: correct them"
             )
         self._first, self._last = first, last
         self._folder = folder
