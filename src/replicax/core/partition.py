@@ -36,9 +36,7 @@ def _check_rule(rule: Any) -> None:
     try:
         re.compile(rule[0])
     except (re.error, TypeError) as error:
-        raise ConfigError(
-            f"the layout rule {rule[0]!r} is no regex ({error}): correct it"
-        ) from error
+        raise ConfigError(f"the layout rule {rule[0]!r} is no regex ({error}): fix it") from error
 
 
 def spec_by_rule(

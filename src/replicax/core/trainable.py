@@ -58,9 +58,7 @@ def _picker(trainable: Trainable, definition: Definition, params: PyTree) -> Cal
         try:
             compiled = [re.compile(regex) for regex in regexes]
         except re.error as error:
-            raise ConfigError(
-                f"trainable={trainable!r} is no regex ({error}): correct it"
-            ) from error
+            raise ConfigError(f"trainable={trainable!r} is no regex ({error}): fix it") from error
         return lambda path: any(regex.search(path) for regex in compiled)
     if not hasattr(definition, "paths_of"):
         raise ConfigError(
