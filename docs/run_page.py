@@ -1,10 +1,11 @@
-"""Run the Python blocks of documentation pages in order, and compare what they print.
+"""Run the programs and commands of documentation pages in order, and compare what they print.
 
     python docs/run_page.py docs/tutorials/linear-regression.md [--write]
 
 A `text` block below a `python` block holds its output. A `console` block holds output whose numbers
-differ from machine to machine: there only the words around them are compared. Pictures are saved
-under the names that the page shows. `--write` puts output and pictures into the page instead.
+differ from machine to machine: there only the words around them are compared; one that begins with
+`$ command` runs that in a shell, and a line `...` stands for any others. Pictures are saved under
+the names that the page shows. `--write` puts output and pictures into the page instead.
 """
 
 import argparse
@@ -13,6 +14,8 @@ import io
 import os
 import re
 import shutil
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,13 @@ from typing import Any
 BLOCK = re.compile(
     r"^```python\n(?P<code>.*?)^```\n(?:\n```(?P<kind>text|console)\n(?P<output>.*?)^```\n)?",
     re.MULTILINE | re.DOTALL,
+)
+COMMAND = re.compile(
+    r"^```console\n\$ (?P<command>(?:[^\n]*\\\n)*[^\n]*)\n(?P<output>.*?)^```\n",
+    re.MULTILINE | re.DOTALL,
+)
+FILE = re.compile(
+    r"^Save this as `(?P<name>[\w.]+)`:\n\n```python\n(?P<code>.*?)^```\n", re.M | re.S
 )
 PICTURE = re.compile(r"\]\((?P<path>[^)]*/tutorials/(?P<name>[\w-]+\.png))\)")
 NUMBER = re.compile(r"[-+]?[\d.,]*\d(e[-+]?\d+)?|[█▏▎▍▌▋▊▉ ]{2,}")
@@ -30,6 +40,22 @@ def run(page: Path, *, write: bool) -> list[str]:
     text = page.read_text(encoding="utf-8")
     names: dict[str, Any] = {"__name__": "__main__"}
     problems: list[str] = []
+
+    def called(block: re.Match[str]) -> str:
+        done = subprocess.run(
+            block["command"],
+            shell=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        output = "".join(f"{each.rstrip()}\n" for each in done.stdout.splitlines())
+        if not among(output, block["output"]):
+            problems.append(
+                f"{page.name}: $ {block['command']}\n{output}and not\n{block['output']}"
+            )
+        kept = block["output"] if "...\n" in block["output"] else output
+        return f"```console\n$ {block['command']}\n{kept}```\n"
 
     def ran(block: re.Match[str]) -> str:
         line = text.count("\n", 0, block.start()) + 1
@@ -42,7 +68,10 @@ def run(page: Path, *, write: bool) -> list[str]:
         fence = f"\n```{block['kind'] or 'text'}\n{output}```\n" if output else ""
         return f"```python\n{block['code']}```\n{fence}"
 
-    written = BLOCK.sub(ran, text)
+    for file in FILE.finditer(text):
+        Path(file["name"]).write_text(file["code"], encoding="utf-8")
+    commands = COMMAND.search(text) is not None
+    written = COMMAND.sub(called, text) if commands else BLOCK.sub(ran, text)
     for picture in PICTURE.finditer(text):
         if not Path(picture["name"]).exists():
             problems.append(f"{page.name}: {picture['name']} was not drawn")
@@ -62,6 +91,19 @@ def alike(output: str, shown: str, kind: str | None) -> bool:
     return output.split() == shown.split()
 
 
+def among(output: str, shown: str) -> bool:
+    """Whether the lines shown are those of the output, with any others where `...` stands."""
+    lines, at = [NUMBER.sub("#", line).split() for line in output.splitlines()], 0
+    for part in shown.split("...\n"):
+        wanted = [NUMBER.sub("#", line).split() for line in part.splitlines()]
+        starts = (n for n in range(at, len(lines) + 1) if lines[n : n + len(wanted)] == wanted)
+        found = next(starts, None)
+        if found is None or (part is not shown and "..." not in shown and found != at):
+            return False
+        at = found + len(wanted)
+    return "...\n" in shown or at == len(lines)
+
+
 def main() -> None:
     """Run the pages; exit with what differs."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -71,6 +113,7 @@ def main() -> None:
     os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
     os.environ.setdefault("MPLBACKEND", "agg")
     os.environ.setdefault("COLUMNS", "80")
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     problems: list[str] = []
     for page in options.pages:
         with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):

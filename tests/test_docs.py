@@ -14,7 +14,7 @@ import replicax
 
 ROOT = Path(__file__).parents[1]
 TUTORIALS = sorted((ROOT / "docs/tutorials").glob("*.md"))
-PAGES = [ROOT / f"docs/{name}.md" for name in ("concepts", "from-pmap", "from-pytorch")]
+PAGES = [ROOT / f"docs/{name}.md" for name in ("concepts", "from-pmap", "from-pytorch", "walk")]
 
 
 @pytest.mark.slow

@@ -44,6 +44,9 @@ class Loaded:
     recipe: Any = None
     """The recipe, where the run was made by `replicax train`."""
 
+    def __repr__(self) -> str:
+        return f"Loaded({self.path}, step={self.step}, {self.dp}, {self.state})"
+
     @property
     def model(self) -> Any:
         """The user's model, with arrays of its own; before a step consumes `state`."""
