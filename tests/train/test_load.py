@@ -63,6 +63,12 @@ def test_a_recipe_run_has_the_bits_and_records_of_its_end(zero1: Ended) -> None:
     assert files(zero1.folder) == before
 
 
+def test_a_loaded_run_prints_as_one_line(zero1: Ended) -> None:
+    loaded = rx.load(zero1.folder)
+    assert repr(loaded).startswith(f"Loaded({loaded.path}, step={loaded.step}, DataParallel(")
+    assert len(repr(loaded)) - len(str(loaded.path)) < 160
+
+
 def test_split_over_two_devices_it_loads_on_one(zero1: Ended) -> None:
     mu = zero1.result.state.opt_state[0].mu["Dense_1"]["kernel"]
     assert mu.addressable_shards[0].data.size < mu.size  # split indeed
