@@ -21,7 +21,7 @@ TABLE = jnp.ones((4, 5))
 def rows_of(function: Any) -> list[Any]:
     """Of `function(x [rows, 4, 5], labels [rows])`."""
     traced = jax.make_jaxpr(function)(X, LABELS)
-    return follow(traced.jaxpr, [Rows(0), Rows(0)])
+    return follow(traced, [Rows(0), Rows(0)])
 
 
 def attention(x: Any, _: Any) -> Any:

@@ -12,14 +12,12 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from replicax.core.equations import bind, each_alone
-from replicax.core.meeting import gather_p, sum_p
-from replicax.core.ownership import WRAPPERS, body, is_own, meets, own_of
+from replicax.core.equations import evaluate, inlined, variables
+from replicax.core.meeting import calls_meeting, gather_p, meets, own_of, sum_p
 from replicax.core.same_program import Own
 
 _FEW = 64
@@ -71,21 +69,24 @@ def cut(closed: ClosedJaxpr, into: Sequence[Own], out: Sequence[Own]) -> Cut:
         into: how each argument lies.
         out: how each result does that is own.
     """
-    closed = _inlined(closed)
+    closed = inlined(closed, calls_meeting)
     jaxpr, consts = closed.jaxpr, tuple(closed.consts)
     jaxpr = jaxpr.replace(invars=[*jaxpr.constvars, *jaxpr.invars], constvars=[])
     jaxpr, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
-    lie = dict(zip(jaxpr.invars[len(consts) :], into, strict=True))
-    lie = {var: how for var, how in lie.items() if how is not None}
+    given = zip(jaxpr.invars[len(consts) :], into, strict=True)
+    lie: dict[Var, Own] = {var: how for var, how in given if how is not None}
     owned, of_own = set(lie), []
-    for eqn in jaxpr.eqns:
-        operands = [is_own(atom, owned) for atom in eqn.invars]
+
+    def own_results(eqn: JaxprEqn, operands: list[bool]) -> list[bool]:
         found = own_of(eqn, operands)
-        owned |= {var for var, each in zip(eqn.outvars, found, strict=True) if each}
+        owned.update(var for var, each in zip(eqn.outvars, found, strict=True) if each)
         of_own.append(any(found) or (not found and any(operands)))
         if eqn.primitive is sum_p:
             dims = zip(eqn.outvars, eqn.params["lie"], strict=True)
             lie.update({var: dim for var, dim in dims if dim is not None})
+        return found
+
+    evaluate(jaxpr, [var in owned for var in jaxpr.invars], own_results, lambda _: False)
     for atom, how in zip(jaxpr.outvars, out, strict=True):
         if isinstance(atom, Var) and atom in owned and how is not None:
             lie.setdefault(atom, how)
@@ -105,11 +106,6 @@ def inputs_of(item: Item) -> list[Any]:
     if isinstance(item, Segment):
         return list(item.jaxpr.invars)
     return [atom for eqn in item.eqns for atom in eqn.invars]
-
-
-def variables(atoms: Sequence[Any]) -> list[Var]:
-    """Return those of `atoms` that are no literals."""
-    return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
 def _items(jaxpr: Jaxpr, of_own: Sequence[bool]) -> Iterator[Item]:
@@ -220,35 +216,3 @@ def _part(jaxpr: Jaxpr, numbers: Sequence[int], members: set[int], handed: set[V
     out = [var for var in own if var in handed]
     part: Jaxpr = jaxpr.replace(invars=list(read), outvars=out, eqns=eqns)
     return part
-
-
-def _inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same without calls around meetings."""
-    jaxpr = closed.jaxpr
-    if not any(eqn.primitive.name in WRAPPERS and meets(eqn) for eqn in jaxpr.eqns):
-        return closed
-
-    def run(*arguments: Any) -> list[Any]:
-        known: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-        known.update(zip(jaxpr.invars, arguments, strict=True))
-
-        def read(atoms: Sequence[Any]) -> list[Any]:
-            return [atom.val if isinstance(atom, Literal) else known[atom] for atom in atoms]
-
-        for alone in each_alone(jaxpr):
-            [eqn] = alone.eqns
-            values = read(eqn.invars)
-            if eqn.primitive.name in WRAPPERS and meets(eqn):
-                inner = eqn.params["jaxpr"]
-                found = jax.core.eval_jaxpr(body(inner), getattr(inner, "consts", ()), *values)
-            else:
-                found = bind(alone, values)
-            known.update(zip(eqn.outvars, found, strict=True))
-        return read(jaxpr.outvars)
-
-    return _inlined(jax.make_jaxpr(run)(*shapes_of(jaxpr.invars)))
-
-
-def shapes_of(variables: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    """Return the shapes and dtypes of `variables`."""
-    return [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in variables]

@@ -1,19 +1,37 @@
-"""The equations of a jaxpr, one by one."""
+"""The equations of a jaxpr: followed one by one, evaluated, inlined, and cut to what is needed."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+import jax
+from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, gensym, jaxpr_as_fun
+from jax.interpreters.partial_eval import dce_jaxpr
 
 CALLS = {"jit", "pjit", "closed_call", "core_call"}
-"""Primitives that only call the jaxpr in their parameter `jaxpr`."""
+"""Primitives that only call a jaxpr."""
+REMATS = {"checkpoint", "remat", "remat2"}
+"""Primitives that call a jaxpr, and once more in the backward pass."""
 
 
-def each_alone(jaxpr: Jaxpr) -> Iterator[Jaxpr]:
-    """Yield each equation as a jaxpr of its own."""
-    for eqn in jaxpr.eqns:
-        read = dict.fromkeys(atom for atom in eqn.invars if not isinstance(atom, Literal))
-        yield jaxpr.replace(constvars=[], invars=list(read), outvars=eqn.outvars, eqns=[eqn])
+def called(eqn: JaxprEqn) -> ClosedJaxpr:
+    """Return the jaxpr that an equation of these calls."""
+    return closed(eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"])
+
+
+def closed(jaxpr: ClosedJaxpr | Jaxpr) -> ClosedJaxpr:
+    """Return a jaxpr with its constants, of which an open one has none."""
+    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
+
+
+def variables(atoms: Iterable[Any]) -> list[Any]:
+    """Return those of `atoms` that are no literals."""
+    return [atom for atom in atoms if not isinstance(atom, Literal)]
+
+
+def shapes_of(atoms: Iterable[Any]) -> list[jax.ShapeDtypeStruct]:
+    """Return the shapes and dtypes of `atoms`."""
+    return [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in atoms]
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
@@ -24,9 +42,92 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
     return len(consts), len(carried)
 
 
-def bind(alone: Jaxpr, values: Sequence[Any]) -> list[Any]:
-    """Return what one equation gives for `values`, in the scopes that it was traced in."""
-    pairs = zip(alone.eqns[0].invars, values, strict=True)
+def evaluate(
+    jaxpr: ClosedJaxpr | Jaxpr,
+    inputs: Sequence[Any],
+    apply: Callable[[JaxprEqn, list[Any]], Sequence[Any]],
+    constant: Callable[[Any], Any],
+) -> list[Any]:
+    """Return what `jaxpr` gives for `inputs`, of whatever kind, each equation by `apply`.
+
+    `constant` returns what stands for a literal or a constant.
+    """
+    whole = closed(jaxpr)
+    jaxpr = whole.jaxpr
+    known: dict[Any, Any] = dict(zip(jaxpr.constvars, map(constant, whole.consts), strict=True))
+    known.update(zip(jaxpr.invars, inputs, strict=True))
+
+    def read(atoms: Sequence[Any]) -> list[Any]:
+        return [constant(a.val) if isinstance(a, Literal) else known[a] for a in atoms]
+
+    for eqn in jaxpr.eqns:
+        known.update(zip(eqn.outvars, apply(eqn, read(eqn.invars)), strict=True))
+    return read(jaxpr.outvars)
+
+
+def settle(
+    body: Callable[[list[Any]], list[Any]], carry: list[Any], join: Callable[[Any], Any]
+) -> tuple[list[Any], list[Any]]:
+    """Return the carry, joined turn by turn, that a loop's `body` leaves as it is, and the rest.
+
+    The rest is what `body` returns beside it.
+    """
+    while True:
+        found = body(carry)
+        after = [join(pair) for pair in zip(carry, found, strict=False)]
+        if after == carry:
+            return carry, found[len(carry) :]
+        carry = after
+
+
+def bind(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
+    """Return what an equation gives for `values`, in the scopes that it was traced in."""
+    pairs = zip(eqn.invars, values, strict=True)
     known = {atom: value for atom, value in pairs if not isinstance(atom, Literal)}
+    alone = _nothing().replace(invars=list(known), outvars=eqn.outvars, eqns=[eqn])
     found: list[Any] = jaxpr_as_fun(ClosedJaxpr(alone, ()))(*known.values())
     return found
+
+
+@functools.cache
+def _nothing() -> Jaxpr:
+    nothing: Jaxpr = jax.make_jaxpr(lambda: ())().jaxpr
+    return nothing
+
+
+def inlined(whole: ClosedJaxpr, opens: Callable[[JaxprEqn], bool]) -> ClosedJaxpr:
+    """Return `whole` with the equations of what is called by those that it `opens`."""
+    consts = dict(zip(whole.jaxpr.constvars, whole.consts, strict=True))
+    eqns: list[JaxprEqn] = []
+    new = gensym()
+
+    def add(jaxpr: Jaxpr, known: dict[Any, Any]) -> list[Any]:
+        """Append the equations of `jaxpr`, with variables renamed by `known`, or new."""
+
+        def named(atoms: Sequence[Any]) -> list[Any]:
+            return [a if isinstance(a, Literal) else known.get(a, a) for a in atoms]
+
+        for eqn in jaxpr.eqns:
+            given = named(eqn.invars)
+            if opens(eqn):
+                inner = called(eqn)
+                consts.update(zip(inner.jaxpr.constvars, inner.consts, strict=True))
+                found = add(inner.jaxpr, dict(zip(inner.jaxpr.invars, given, strict=True)))
+            else:
+                found = [v if isinstance(v, DropVar) else new(v.aval) for v in eqn.outvars]
+                eqns.append(eqn.replace(invars=given, outvars=found))
+            known.update(zip(eqn.outvars, found, strict=True))
+        return named(jaxpr.outvars)
+
+    found = add(whole.jaxpr, {})
+    unnamed = whole.jaxpr.debug_info.with_unknown_names()
+    jaxpr = whole.jaxpr.replace(
+        constvars=list(consts), outvars=found, eqns=eqns, debug_info=unnamed
+    )
+    return ClosedJaxpr(jaxpr, list(consts.values()))
+
+
+def only(whole: ClosedJaxpr, wanted: Sequence[bool]) -> tuple[Callable[..., list[Any]], list[bool]]:
+    """Return a function of the inputs that `wanted` outputs need, and which inputs these are."""
+    jaxpr, used = dce_jaxpr(whole.jaxpr, list(wanted))
+    return jaxpr_as_fun(ClosedJaxpr(jaxpr, whole.consts)), used

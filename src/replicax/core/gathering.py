@@ -9,20 +9,19 @@ a time. Neither the loss nor the model, of whatever kind, needs to know.
 import collections
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec
 
-from replicax.core.equations import CALLS, bind, each_alone, scan_counts
+from replicax.core.equations import CALLS, REMATS, bind, called, evaluate, scan_counts, variables
 from replicax.core.models.definition import PyTree
 from replicax.core.precision import Precision, to_sum
 
-_REMATS = {"checkpoint", "remat2"}
 _LOOPS = {"scan", "while", "cond"}
 _MOVES = {"transpose", "reshape", "broadcast_in_dim", "convert_element_type", "squeeze", "copy"}
 """Unary primitives that only move a parameter: it is all-gathered where the result is used."""
@@ -86,7 +85,7 @@ class Gathering:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(
             jax.tree.unflatten(structure, whole)
         )
-        found = _evaluate(closed.jaxpr, closed.consts, inputs, in_loop=False)
+        found = _evaluate(closed, inputs, in_loop=False)
         return jax.tree.unflatten(jax.tree.structure(shapes), found)
 
     def _input(self, leaf: jax.Array, sharding: NamedSharding, precision: Precision) -> Any:
@@ -102,7 +101,7 @@ class _Split:
 
     part: jax.Array
     place: ShardedParameter
-    moves: tuple[Jaxpr, ...] = ()
+    moves: tuple[JaxprEqn, ...] = ()
 
     @property
     def shape(self) -> jax.ShapeDtypeStruct:
@@ -111,6 +110,7 @@ class _Split:
     def with_part(self, part: jax.Array) -> "_Split":
         return dataclasses.replace(self, part=part)
 
+    @cached_property
     def whole(self) -> jax.Array:
         value = _gathered(self.part, self.place)
         for move in self.moves:
@@ -147,49 +147,40 @@ def _backward(place: ShardedParameter, like: jax.Array, gradient: jax.Array) -> 
 _gathered.defvjp(_forward, _backward)
 
 
-def _evaluate(
-    jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any], in_loop: bool
-) -> list[jax.Array]:
-    """Evaluate `jaxpr` at `inputs`, some of them split."""
-    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
-    atoms = [atom for eqn in jaxpr.eqns for atom in eqn.invars] + list(jaxpr.outvars)
-    uses = collections.Counter(atom for atom in atoms if not isinstance(atom, Literal))
+def _evaluate(closed: ClosedJaxpr, inputs: Sequence[Any], in_loop: bool) -> list[jax.Array]:
+    """Evaluate `closed` at `inputs`, some of them split."""
+    jaxpr = closed.jaxpr
+    uses = collections.Counter(
+        variables([*(atom for eqn in jaxpr.eqns for atom in eqn.invars), *jaxpr.outvars])
+    )
 
-    def read(atom: Any) -> Any:
-        if isinstance(atom, Literal):
-            return atom.val
-        if isinstance(known[atom], _Split) and uses[atom] > 1:
-            known[atom] = known[atom].whole()  # once, and kept from the first use to the last
-        return known[atom]
+    def apply(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
+        pairs = zip(eqn.invars, values, strict=True)
+        # What is used again is all-gathered once, and kept from the first use to the last.
+        some = [v.whole if isinstance(v, _Split) and uses[atom] > 1 else v for atom, v in pairs]
+        return _apply(eqn, some, in_loop)
 
-    for alone in each_alone(jaxpr):
-        [eqn] = alone.eqns
-        found = _apply(alone, [read(atom) for atom in eqn.invars], in_loop)
-        known.update(zip(eqn.outvars, found, strict=True))
-    return _all_whole([read(atom) for atom in jaxpr.outvars])
+    return _all_whole(evaluate(closed, inputs, apply, lambda value: value))
 
 
-def _apply(alone: Jaxpr, values: list[Any], in_loop: bool) -> list[Any]:
-    """Apply the one equation of `alone`; a parameter that it only moves stays split."""
-    [eqn] = alone.eqns
+def _apply(eqn: JaxprEqn, values: list[Any], in_loop: bool) -> list[Any]:
+    """Apply an equation; a parameter that it only moves stays split."""
     name, split = eqn.primitive.name, [each for each in values if isinstance(each, _Split)]
     if not split:
-        return bind(alone, values)
+        return bind(eqn, values)
     if name in _MOVES and len(values) == 1:
-        return [dataclasses.replace(split[0], moves=(*split[0].moves, alone))]
+        return [dataclasses.replace(split[0], moves=(*split[0].moves, eqn))]
     if name in CALLS:
-        inner = eqn.params["jaxpr"]
-        return _evaluate(inner.jaxpr, inner.consts, values, in_loop)
-    if name in _REMATS:
+        return _evaluate(called(eqn), values, in_loop)
+    if name in REMATS:
         settings = {key: eqn.params[key] for key in ("policy", "prevent_cse")}
-        body = partial(_evaluate, eqn.params["jaxpr"], ())
-        return _with_parts(partial(body, in_loop=in_loop), values, settings)
+        return _with_parts(partial(_evaluate, called(eqn), in_loop=in_loop), values, settings)
     if name == "scan":
         return _scan(eqn, values)
     if name in _LOOPS:
-        return bind(alone, _all_whole(values))
+        return bind(eqn, _all_whole(values))
     settings = {"policy": None, "prevent_cse": not in_loop}
-    return _with_parts(lambda values: bind(alone, _all_whole(values)), values, settings)
+    return _with_parts(lambda values: bind(eqn, _all_whole(values)), values, settings)
 
 
 def _with_parts(
@@ -213,7 +204,7 @@ def _with_parts(
 
 def _scan(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     """A scan whose body all-gathers stacked layers one at a time."""
-    params, inner = eqn.params, eqn.params["jaxpr"]
+    params = eqn.params
     fixed, carried = scan_counts(params)
     before = fixed + carried
     consts, carry = _all_whole(values[:fixed]), _all_whole(values[fixed:before])
@@ -228,7 +219,7 @@ def _scan(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
         own: list[Any] = list(rows)
         for number, stack in layers.items():
             own[number] = _Split(rows[number], stack.place.of_layer())
-        found = _evaluate(inner.jaxpr, inner.consts, [*consts, *carry, *own], in_loop=True)
+        found = _evaluate(params["jaxpr"], [*consts, *carry, *own], in_loop=True)
         return found[: len(carry)], found[len(carry) :]
 
     arrays = [each.part if isinstance(each, _Split) else each for each in stacks]
@@ -242,4 +233,4 @@ def _by_layer(stack: _Split) -> bool:
 
 
 def _all_whole(values: Sequence[Any]) -> list[Any]:
-    return [value.whole() if isinstance(value, _Split) else value for value in values]
+    return [value.whole if isinstance(value, _Split) else value for value in values]

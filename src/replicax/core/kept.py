@@ -1,12 +1,12 @@
 """A function whose backward pass comes later, and the residuals that it keeps until then."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from itertools import compress
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jax.interpreters.partial_eval import dce_jaxpr
 
+from replicax.core.equations import only
 from replicax.core.leaves import is_random_key, numbers
 from replicax.core.models.definition import PyTree
 from replicax.core.row_rules import MIXED
@@ -43,20 +43,21 @@ class Later:
         outputs, kept = found
         self._result = jax.tree.structure(outputs)
         count, params = self._result.num_leaves, len(jax.tree.leaves(wanted))
-        places = follow(closed.jaxpr, [None] * params + [MIXED] * len(jax.tree.leaves(given)))
+        places = follow(closed, [None] * params + [MIXED] * len(jax.tree.leaves(given)))
         self._changes = [place is not None for place in places[count:]]
         self._keys = [
             jax.random.key_impl(leaf) if is_random_key(leaf) else None
             for leaf, changes in zip(kept, self._changes, strict=True)
             if changes
         ]
-        self._forward = _only(closed, [True] * count + self._changes)
-        again = [False] * count + [not changes for changes in self._changes]
-        self._again, self._params = _only(closed, again), params
+        self._forward, self._reads = only(closed, [True] * count + self._changes)
+        self._again, self._reads_again = only(
+            closed, [False] * count + [not changes for changes in self._changes]
+        )
 
     def forward(self, wanted: PyTree, given: PyTree) -> tuple[tuple[Any, Any], Arrays]:
         """Return `(outputs, more)` and the residuals to keep, random keys as numbers."""
-        found = self._forward(jax.tree.leaves((wanted, given)))
+        found = self._forward(*compress(jax.tree.leaves((wanted, given)), self._reads))
         count = self._result.num_leaves
         kept = [numbers(leaf) for leaf in found[count:]]
         return jax.tree.unflatten(self._result, found[:count]), kept
@@ -67,18 +68,7 @@ class Later:
             leaf if impl is None else jax.random.wrap_key_data(leaf, impl=impl)
             for leaf, impl in zip(kept, self._keys, strict=True)
         )
-        again = iter(self._again(jax.tree.leaves(wanted)))
+        again = iter(self._again(*compress(jax.tree.leaves(wanted), self._reads_again)))
         leaves = [next(restored if changes else again) for changes in self._changes]
         found: tuple[PyTree, Any] = jax.tree.unflatten(self._vjp, leaves)(cotangents)
         return found
-
-
-def _only(closed: ClosedJaxpr, wanted: Sequence[bool]) -> Callable[[Sequence[Any]], list[Any]]:
-    """`closed` for its `wanted` outputs; `values` may end before inputs that those do not need."""
-    jaxpr, used = dce_jaxpr(closed.jaxpr, list(wanted))
-    function = jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))
-
-    def run(values: Sequence[Any]) -> list[Any]:
-        return list(function(*(values[place] for place, use in enumerate(used) if use)))
-
-    return run

@@ -105,7 +105,7 @@ class Look:
         state, batch = self._of
         inputs = places_of(batch, Rows(0))
         held = [None] * (len(traced.jaxpr.invars) - len(inputs))
-        places = follow(traced.jaxpr, [*held, *inputs])
+        places = follow(traced, [*held, *inputs])
         values = len(places) - len(jax.tree.leaves(state.extras)) * self._writes
         return places[:values], places[values:]
 

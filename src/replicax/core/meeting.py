@@ -1,7 +1,8 @@
 """Primitives where the micro-shards of a step meet, while it is traced on one of them.
 
 A step of mode `exact` is traced with the rows of one micro-shard and its number. These mark where
-values of one micro-shard become values of all; `replicax.core.cut` cuts the trace there.
+values of one micro-shard become values of all; `replicax.core.cut` cuts the trace there. Which
+values each micro-shard has of its own, since they follow from its rows, is read from the trace.
 """
 
 from collections.abc import Sequence
@@ -9,11 +10,13 @@ from typing import Any, cast
 
 import jax
 from jax.core import ShapedArray
-from jax.extend.core import Primitive
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, jaxprs_in_params
 from jax.interpreters import ad, batching, mlir
 
+from replicax.core.equations import CALLS, REMATS, called, evaluate, scan_counts, settle
 from replicax.core.precision import to_sum
 from replicax.core.reduction import REDUCTIONS, Wire
+from replicax.errors import LossError
 
 own_p = Primitive("of_micro_shard")
 """Identity: a value that each micro-shard has of its own, whatever it follows from."""
@@ -117,3 +120,76 @@ ad.primitive_transposes[sum_p] = _sum_transposed
 batching.primitive_batchers[own_p] = lambda values, at: (own_p.bind(*values), at[0])
 batching.primitive_batchers[sum_p] = _sum_batched
 batching.primitive_batchers[gather_p] = _gather_batched
+
+
+def meets(eqn: JaxprEqn) -> bool:
+    """Whether micro-shards meet in an equation, or in a function that it calls."""
+    return eqn.primitive in (sum_p, gather_p) or any(
+        meets(inner) for jaxpr in jaxprs_in_params(eqn.params) for inner in jaxpr.eqns
+    )
+
+
+def calls_meeting(eqn: JaxprEqn) -> bool:
+    """Whether an equation only calls a function in which micro-shards meet."""
+    return eqn.primitive.name in CALLS | REMATS and meets(eqn)
+
+
+def own_of(eqn: JaxprEqn, own: list[bool]) -> list[bool]:
+    """Return which results of an equation are own, given which operands are."""
+    primitive = eqn.primitive
+    if primitive is own_p:
+        return [True]
+    if primitive is gather_p:
+        return [False]
+    if primitive is sum_p:
+        return [dim is not None for dim in eqn.params["lie"]]
+    if not meets(eqn):
+        return [any(own)] * len(eqn.outvars)
+    if calls_meeting(eqn):
+        return _results(called(eqn), own)
+    if primitive.name == "scan":
+        return scanned(eqn, own)[1]
+    if primitive.name == "while":
+        return turned(eqn, own)
+    if primitive.name == "cond":
+        _refuse(own[0], "lax.cond")
+        each = [_results(branch, own[1:]) for branch in eqn.params["branches"]]
+        return list(map(any, zip(*each, strict=True)))
+    raise LossError(
+        f"rx.value_and_grad or rx.mean was called inside of {primitive.name}, where mode='exact' "
+        "cannot sum over all rows: call it outside, or in a Python loop, lax.scan or lax.cond"
+    )
+
+
+def scanned(eqn: JaxprEqn, own: list[bool]) -> tuple[list[bool], list[bool]]:
+    """Return which arguments of a scan's body are own, and which results of the scan."""
+    consts, carried = scan_counts(eqn.params)
+    fixed, carry, over = own[:consts], own[consts:][:carried], own[consts + carried :]
+    carry, rest = settle(
+        lambda carry: _results(eqn.params["jaxpr"], [*fixed, *carry, *over]), carry, any
+    )
+    return [*fixed, *carry, *over], [*carry, *rest]
+
+
+def turned(eqn: JaxprEqn, own: list[bool]) -> list[bool]:
+    """Return which values that a while loop carries are own."""
+    of_test, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    fixed, carry = own[of_test:][:of_body], own[of_test + of_body :]
+    carry, _ = settle(
+        lambda carry: _results(eqn.params["body_jaxpr"], [*fixed, *carry]), carry, any
+    )
+    [ends] = _results(eqn.params["cond_jaxpr"], [*own[:of_test], *carry])
+    _refuse(ends, "lax.while_loop")
+    return carry
+
+
+def _results(jaxpr: ClosedJaxpr | Jaxpr, own: list[bool]) -> list[bool]:
+    return evaluate(jaxpr, own, own_of, lambda _: False)
+
+
+def _refuse(own: bool, what: str) -> None:
+    if own:
+        raise LossError(
+            f"{what} around rx.value_and_grad or rx.mean depends on rows, of which each replica "
+            "sees others: let it follow from rx.mean of them"
+        )

@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 
 from replicax.core.batch import Batch
-from replicax.core.cut import shapes_of
+from replicax.core.equations import shapes_of
 from replicax.core.in_flight import InFlight
 from replicax.core.meetings import Meetings
 from replicax.core.mesh import split_dim

@@ -1,34 +1,36 @@
-"""A jaxpr of one micro-shard, run on all of them as the programs that it is cut into."""
+"""A jaxpr of one micro-shard, run on all of them as the programs that it is cut into.
+
+Loops and branches around sums are run by the host, each turn by the same programs.
+"""
 
 import collections
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal, Var
+from jax import lax
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
-from replicax.core.cut import Item, Segment, cut, variables
-from replicax.core.host_loops import HOST_LOOPS
+from replicax.core.cut import Item, Segment, cut
+from replicax.core.equations import scan_counts, shapes_of, variables
 from replicax.core.leaves import is_random_key
-from replicax.core.meeting import gather_p
+from replicax.core.meeting import gather_p, own, own_of, scanned, turned
 from replicax.core.meetings import Meetings, Parts, Sums
 from replicax.core.same_program import Own, SameProgram, sharding_of
 
 Known = dict[Var, Any]
 """Values by name: an array that all devices have alike, or `Parts`."""
+Operation = Callable[[list[Any]], list[Any]]
+"""A function of the operands of an equation to its results."""
 
 
 class Parted:
     """A jaxpr, cut where micro-shards meet, each part compiled once for all devices.
 
-    Args:
-        name: of its programs.
-        closed: the jaxpr.
-        into: how each argument lies.
-        out: how each result does that is own.
-        meetings: of the mesh.
-        donated: for each argument whether its memory may be taken.
+    Its arguments lie as `into` says, and its own results as `out`; where `donated`, the memory of
+    an argument may be taken.
     """
 
     def __init__(
@@ -74,13 +76,12 @@ class Parted:
 
     def inner(
         self,
-        function: Callable[..., Any],
-        avals: Sequence[Any],
+        function: Callable[..., Sequence[Any]],
+        shapes: Sequence[Any],
         into: Sequence[Own],
         out: Sequence[Own],
     ) -> "Parted":
-        """Return `function`, of arrays of one micro-shard, on values of all; it returns a list."""
-        shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+        """Return `function`, of arrays of one micro-shard, on values of all."""
         closed = jax.make_jaxpr(lambda *values: list(function(*values)))(*shapes)
         found = Parted(f"{self.name}.{len(self.programs)}", closed, into, out, self.meetings)
         self.programs += found.programs
@@ -113,7 +114,7 @@ class Parted:
         else:
             [eqn] = eqns
             lies = ([self._lies(atom) for atom in each] for each in (eqn.invars, eqn.outvars))
-            operate = HOST_LOOPS[primitive.name](self, eqn, *lies)
+            operate = _HOST_LOOPS[primitive.name](self, eqn, *lies)
         operands = [atom for eqn in eqns for atom in eqn.invars]
         results = [var for eqn in eqns for var in eqn.outvars]
 
@@ -175,3 +176,104 @@ def _reusable(into: Sequence[Any], out: Sequence[Any], free: set[Var]) -> list[i
             kinds[kind] -= 1
             taken.append(number)
     return taken
+
+
+# Loops and branches around sums.
+
+
+def _scan(parted: Parted, eqn: JaxprEqn, into: list[Own], out: list[Own]) -> Operation:
+    length, (consts, carried) = eqn.params["length"], scan_counts(eqn.params)
+    body = jaxpr_as_fun(eqn.params["jaxpr"])
+    avals = shapes_of(eqn.invars)
+    owned, _ = scanned(eqn, [lie is not None for lie in into])
+    split = consts + carried
+    carry_owned, carry_avals = owned[consts:split], avals[consts:split]
+
+    def turn(*values: Any) -> list[Any]:
+        *held, number = values
+        rows = [lax.dynamic_index_in_dim(each, number, 0, keepdims=False) for each in held[split:]]
+        found = body(*held[:split], *rows)
+        return [*_as_own(found[:carried], carry_owned), *found[carried:]]
+
+    begin = parted.inner(
+        lambda *carry: _as_own(carry, carry_owned), carry_avals, into[consts:split], out[:carried]
+    )
+    of_turn = [*into[:consts], *out[:carried], *into[split:], None]
+    number_aval = jax.ShapeDtypeStruct((), np.int32)
+    rows = [0] * (len(out) - carried)
+    turns = parted.inner(turn, [*avals, number_aval], of_turn, [*out[:carried], *rows])
+    gathered = shapes_of(eqn.outvars[carried:])
+    stack = [
+        parted.inner(
+            lambda *each: [jnp.stack(each)],
+            [jax.ShapeDtypeStruct(aval.shape[1:], aval.dtype)] * length,
+            [how] * length,
+            [lie],
+        )
+        for aval, how, lie in zip(gathered, turns.out[carried:], out[carried:], strict=True)
+    ]
+    order = range(length)[::-1] if eqn.params["reverse"] else range(length)
+
+    def run(values: list[Any]) -> list[Any]:
+        carry = begin(values[consts:split])
+        found: list[list[Any]] = [[] for _ in range(length)]
+        for number in order:
+            given = [*values[:consts], *carry, *values[split:], parted.placed(np.int32(number))]
+            after = turns(given)
+            carry, found[number] = after[:carried], after[carried:]
+        each = zip(*found, strict=True)
+        return [*carry, *(join(list(row))[0] for join, row in zip(stack, each, strict=True))]
+
+    return run
+
+
+def _while_loop(parted: Parted, eqn: JaxprEqn, into: list[Own], out: list[Own]) -> Operation:
+    tested, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    split, avals = tested + consts, shapes_of(eqn.invars)
+    owned = turned(eqn, [lie is not None for lie in into])
+    body = jaxpr_as_fun(eqn.params["body_jaxpr"])
+    begin = parted.inner(lambda *carry: _as_own(carry, owned), avals[split:], into[split:], out)
+    goes_on = parted.inner(
+        jaxpr_as_fun(eqn.params["cond_jaxpr"]),
+        [*avals[:tested], *avals[split:]],
+        [*into[:tested], *out],
+        [None],
+    )
+    turn = parted.inner(
+        lambda *values: _as_own(body(*values), owned),
+        avals[tested:],
+        [*into[tested:split], *out],
+        out,
+    )
+
+    def run(values: list[Any]) -> list[Any]:
+        carry = begin(values[split:])
+        while bool(np.asarray(goes_on([*values[:tested], *carry])[0])):
+            carry = turn([*values[tested:split], *carry])
+        return list(carry)
+
+    return run
+
+
+def _cond(parted: Parted, eqn: JaxprEqn, into: list[Own], out: list[Own]) -> Operation:
+    owned = own_of(eqn, [lie is not None for lie in into])
+    avals = shapes_of(eqn.invars[1:])
+
+    def compiled(branch: ClosedJaxpr) -> Any:
+        function = jaxpr_as_fun(branch)
+        return parted.inner(lambda *values: _as_own(function(*values), owned), avals, into[1:], out)
+
+    branches = [compiled(branch) for branch in eqn.params["branches"]]
+    return lambda values: list(branches[int(np.asarray(values[0]))](values[1:]))
+
+
+def _as_own(values: Sequence[Any], owned: Sequence[bool]) -> list[Any]:
+    """`values`, those that are `owned` as each micro-shard's own."""
+    return [own(each) if is_own else each for each, is_own in zip(values, owned, strict=True)]
+
+
+_HOST_LOOPS: dict[str, Callable[[Parted, JaxprEqn, list[Own], list[Own]], Operation]] = {
+    "scan": _scan,
+    "while": _while_loop,
+    "cond": _cond,
+}

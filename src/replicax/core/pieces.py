@@ -13,10 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from replicax.core.accumulate import Apply
-from replicax.core.equations import CALLS, bind, each_alone
+from replicax.core.equations import CALLS, bind, called, evaluate
 from replicax.core.meeting import gather
 from replicax.core.row_rules import BY_ENTRY
 from replicax.core.same_program import Own
@@ -109,46 +109,33 @@ def _whole_shape(value: _Value, piece: Piece) -> jax.ShapeDtypeStruct:
 
 
 def _evaluate(closed: ClosedJaxpr, inputs: Sequence[_Value], piece: Piece) -> list[_Value]:
-    jaxpr = closed.jaxpr
-    known = dict(zip(jaxpr.constvars, map(_Value, closed.consts), strict=True))
-    known.update(zip(jaxpr.invars, inputs, strict=True))
-
-    def read(atom: Any) -> _Value:
-        return _Value(atom.val) if isinstance(atom, Literal) else known[atom]
-
-    for alone in each_alone(jaxpr):
-        [eqn] = alone.eqns
-        values = [read(atom) for atom in eqn.invars]
-        known.update(zip(eqn.outvars, _apply(alone, values, piece), strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    return evaluate(closed, inputs, partial(_apply, piece=piece), _Value)
 
 
-def _apply(alone: Jaxpr, values: list[_Value], piece: Piece) -> list[_Value]:
-    [eqn] = alone.eqns
+def _apply(eqn: JaxprEqn, values: list[_Value], piece: Piece) -> list[_Value]:
     dims = {value.dim for value in values if value.dim is not None}
     if not dims:
-        found = bind(alone, [value.array for value in values])
-        again = _in_parts(alone, values, found, piece)
+        found = bind(eqn, [value.array for value in values])
+        again = _in_parts(eqn, values, found, piece)
         return [_Value(array, None, again and partial(again, n)) for n, array in enumerate(found)]
     if eqn.primitive.name in CALLS:
-        return _evaluate(eqn.params["jaxpr"], values, piece)
+        return _evaluate(called(eqn), values, piece)
     if eqn.primitive.name == "cond":
         return _cond(eqn.params["branches"], values, piece)
     if len(dims) > 1:
         raise LooksAtWhole(eqn.primitive.name)
     [dim] = dims
     if eqn.primitive.name in _REDUCTIONS:
-        return [_reduced(alone, values[0].array, dim, piece)]
-    if not _is_elementwise(alone):
+        return [_reduced(eqn, values[0].array, dim, piece)]
+    if not _is_elementwise(eqn):
         raise LooksAtWhole(eqn.primitive.name)
-    return [_Value(x, dim) for x in bind(alone, [value.part(dim, piece) for value in values])]
+    return [_Value(x, dim) for x in bind(eqn, [value.part(dim, piece) for value in values])]
 
 
-def _reduced(alone: Jaxpr, array: Any, dim: int, piece: Piece) -> _Value:
+def _reduced(eqn: JaxprEqn, array: Any, dim: int, piece: Piece) -> _Value:
     """A reduction of an array of which this is a piece of `dim`: of all pieces, over that dim."""
-    [eqn] = alone.eqns
     axes = eqn.params["axes"]
-    [found] = bind(alone, [array])
+    [found] = bind(eqn, [array])
     if dim not in axes:
         return _Value(found, dim - sum(axis < dim for axis in axes))
     each = gather(found[None], dim=0, count=piece.count)
@@ -156,13 +143,12 @@ def _reduced(alone: Jaxpr, array: Any, dim: int, piece: Piece) -> _Value:
 
 
 def _in_parts(
-    alone: Jaxpr, values: list[_Value], found: list[Any], piece: Piece
+    eqn: JaxprEqn, values: list[_Value], found: list[Any], piece: Piece
 ) -> Callable[[int, int], Any] | None:
     """Function `(n, dim)` -> part of `found[n]`, from parts of `values`; None if it needs more.
 
     A part sliced out of the result would be rounded between two operations that XLA fuses.
     """
-    [eqn] = alone.eqns
     if eqn.primitive.name == "broadcast_in_dim" and not jnp.ndim(values[0].array):
 
         def filled(_: int, dim: int) -> Any:
@@ -171,9 +157,9 @@ def _in_parts(
             return jnp.broadcast_to(values[0].array, shape)
 
         return filled
-    if not _is_elementwise(alone):
+    if not _is_elementwise(eqn):
         return None
-    return cache(lambda n, dim: bind(alone, [value.part(dim, piece) for value in values])[n])
+    return cache(lambda n, dim: bind(eqn, [value.part(dim, piece) for value in values])[n])
 
 
 def _cond(branches: Sequence[ClosedJaxpr], values: list[_Value], piece: Piece) -> list[_Value]:
@@ -208,9 +194,8 @@ def _cond(branches: Sequence[ClosedJaxpr], values: list[_Value], piece: Piece) -
     return [_Value(next(taken[dim is not None]), dim) for dim in split]
 
 
-def _is_elementwise(alone: Jaxpr) -> bool:
+def _is_elementwise(eqn: JaxprEqn) -> bool:
     """Whether each number of a result follows from those in its place, and from scalars."""
-    [eqn] = alone.eqns
     sides: Any = (eqn.invars, eqn.outvars)
     read, given = ({atom.aval.shape for atom in side} for side in sides)
     return eqn.primitive.name in BY_ENTRY and read - {()} == given

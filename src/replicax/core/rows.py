@@ -3,16 +3,24 @@
 What is not known here counts as mixed, so that nothing passes which is not proven.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from replicax.core.equations import scan_counts
+from replicax.core.equations import (
+    CALLS,
+    REMATS,
+    called,
+    closed,
+    evaluate,
+    scan_counts,
+    settle,
+)
 from replicax.core.row_rules import MIXED, RULES, Place, Rows, joined
 
 GATHERED = "rows_gathered_already"
@@ -21,16 +29,9 @@ SUMMED = "sums_of_all_replicas"
 """Name of the function that returns what is summed over the rows of all replicas."""
 
 
-def follow(jaxpr: Jaxpr, inputs: Sequence[Place]) -> list[Place]:
+def follow(jaxpr: ClosedJaxpr | Jaxpr, inputs: Sequence[Place]) -> list[Place]:
     """Return where rows are in each output of `jaxpr`, given where they are in its inputs."""
-    known: dict[Var, Place] = dict(zip(jaxpr.invars, inputs, strict=True))
-
-    def place(atom: Any) -> Place:
-        return None if isinstance(atom, Literal) else known.get(atom)
-
-    for eqn in jaxpr.eqns:
-        known.update(zip(eqn.outvars, _outputs(eqn, [place(a) for a in eqn.invars]), strict=True))
-    return [place(atom) for atom in jaxpr.outvars]
+    return evaluate(jaxpr, inputs, _outputs, lambda _: None)
 
 
 def gathers(jaxpr: ClosedJaxpr) -> bool:
@@ -76,9 +77,7 @@ def _all_within(jaxpr: ClosedJaxpr) -> Iterator[ClosedJaxpr]:
     for eqn in jaxpr.jaxpr.eqns:
         for inner in jax.tree.leaves(list(eqn.params.values())):
             if isinstance(inner, ClosedJaxpr | Jaxpr):
-                yield from _all_within(
-                    inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
-                )
+                yield from _all_within(closed(inner))
 
 
 def _outputs(eqn: Any, places: list[Place]) -> list[Place]:
@@ -90,17 +89,13 @@ def _outputs(eqn: Any, places: list[Place]) -> list[Place]:
     if name in _WITH_INNER:
         return _WITH_INNER[name](eqn.params, places)
     if name in _CALLS:
-        return follow(_open(eqn.params[_CALLS[name]]), places)
+        return follow(called(eqn), places)
     if MIXED in places:
         return [MIXED] * count
     shapes = [atom.aval.shape for atom in eqn.invars]
     out = eqn.outvars[0].aval.shape
     rule = RULES.get(name)
     return [rule(eqn.params, places, shapes, out) if rule else MIXED] * count
-
-
-def _open(jaxpr: ClosedJaxpr | Jaxpr) -> Jaxpr:
-    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
 
 
 # What calls other jaxprs, in its own way.
@@ -110,8 +105,8 @@ def _scan(params: Any, places: list[Place]) -> list[Place]:
     consts, carried = scan_counts(params)
     fixed, carry, over = places[:consts], places[consts:][:carried], places[consts + carried :]
     steps = [each and (Rows(each.dim - 1, each.each) if each.dim > 0 else MIXED) for each in over]
-    carry, ys = _repeated(
-        lambda carry: follow(_open(params["jaxpr"]), [*fixed, *carry, *steps]), carry
+    carry, ys = settle(
+        lambda carry: follow(params["jaxpr"], [*fixed, *carry, *steps]), carry, joined
     )
     stacked = [each if each in (None, MIXED) else Rows(each.dim + 1, each.each) for each in ys]
     return [*carry, *stacked]
@@ -120,36 +115,21 @@ def _scan(params: Any, places: list[Place]) -> list[Place]:
 def _while(params: Any, places: list[Place]) -> list[Place]:
     of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
     body, carry = places[of_cond:][:of_body], places[of_cond + of_body :]
-    carry, _ = _repeated(lambda carry: follow(_open(params["body_jaxpr"]), [*body, *carry]), carry)
-    goes_on = follow(_open(params["cond_jaxpr"]), [*places[:of_cond], *carry])
+    carry, _ = settle(lambda carry: follow(params["body_jaxpr"], [*body, *carry]), carry, joined)
+    goes_on = follow(params["cond_jaxpr"], [*places[:of_cond], *carry])
     return [MIXED] * len(carry) if any(goes_on) else carry
-
-
-def _repeated(
-    body: Callable[[list[Place]], list[Place]], carry: list[Place]
-) -> tuple[list[Place], list[Place]]:
-    """The carry that `body` leaves as it is, and what it returns beside it."""
-    while True:
-        after = body(carry)
-        both = [joined(pair) for pair in zip(carry, after[: len(carry)], strict=True)]
-        if both == carry:
-            return carry, after[len(carry) :]
-        carry = both
 
 
 def _cond(params: Any, places: list[Place]) -> list[Place]:
     which, *operands = places
-    branches = [follow(_open(branch), operands) for branch in params["branches"]]
+    branches = [follow(branch, operands) for branch in params["branches"]]
     return [MIXED if which else joined(each) for each in zip(*branches, strict=True)]
 
 
 _OF_ALL = {GATHERED, SUMMED}
 """Names of functions whose results all replicas have alike."""
 
-_CALLS = {
-    **dict.fromkeys(("checkpoint", "closed_call", "jit", "pjit", "remat", "remat2"), "jaxpr"),
-    **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), "call_jaxpr"),
-}
+_CALLS = CALLS | REMATS | {"custom_jvp_call", "custom_vjp_call"}
 _WITH_INNER = {"scan": _scan, "while": _while, "cond": _cond}
 
 

@@ -1,21 +1,20 @@
 """A traced loss, divided at the scan over its layers: what comes before, the scan, the rest."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import compress
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, gensym, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from replicax.core.equations import scan_counts
+from replicax.core.equations import CALLS, inlined, only, scan_counts, shapes_of
 from replicax.errors import LossError
 
-_WRAPS = {"jit": "jaxpr", "closed_call": "call_jaxpr"}
-"""Primitives that only call a jaxpr -> the name of the parameter that holds it."""
 _CASTS = ("convert_element_type", "copy", "copy_p")
 """Primitives that leave every layer of a stack where it is, whatever the number of layers."""
 
@@ -36,8 +35,7 @@ class StageParts:
     @cached_property
     def carried(self) -> list[jax.ShapeDtypeStruct]:
         """Shapes of the scan's carry, which goes from stage to stage."""
-        avals = [atom.aval for atom in self._invars(1)]
-        return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+        return shapes_of(self._invars(1))
 
     @property
     def returned(self) -> list[jax.ShapeDtypeStruct]:
@@ -82,8 +80,15 @@ class StageParts:
 
     def _run(self, wanted: Sequence[Any], values: Values, more: Sequence[Any] = ()) -> list[Any]:
         """Compute the variables `wanted` from `values` of the inputs, then of `more` variables."""
-        function, used = _part(self.traced, self.scan, tuple(wanted), tuple(more))
-        return list(function(*(each for each, use in zip(values, used, strict=True) if use)))
+        whole = self.traced.jaxpr
+        jaxpr = whole.replace(
+            invars=[*whole.invars, *more],
+            outvars=list(wanted),
+            eqns=[eqn for eqn in whole.eqns if eqn is not self.scan],
+            debug_info=whole.debug_info.with_unknown_names(),
+        )
+        function, used = only(ClosedJaxpr(jaxpr, self.traced.consts), [True] * len(wanted))
+        return list(function(*compress(values, used)))
 
 
 def stage_parts(
@@ -100,7 +105,10 @@ def stage_parts(
     Raises:
         LossError: it has no scan over these layers that can be divided into stages.
     """
-    traced = _flat(traced, outputs)
+    flat = inlined(traced, lambda eqn: eqn.primitive.name in CALLS)
+    jaxpr = flat.jaxpr.replace(outvars=flat.jaxpr.outvars[:outputs])
+    jaxpr, _ = dce_jaxpr(jaxpr, [True] * outputs, instantiate=True)
+    traced = ClosedJaxpr(jaxpr, flat.consts)
     paths = {traced.jaxpr.invars[place]: path for place, path in staged.items()}
     for eqn in traced.jaxpr.eqns:
         if eqn.primitive.name in _CASTS and (path := _of(eqn.invars[0], paths)):
@@ -170,53 +178,3 @@ def _other_uses(
 
 def _of(atom: Any, paths: Mapping[Any, str]) -> str | None:
     return None if isinstance(atom, Literal) else paths.get(atom)
-
-
-def _flat(traced: ClosedJaxpr, outputs: int) -> ClosedJaxpr:
-    """`traced` with its calls inlined, and only what its first `outputs` outputs need."""
-    consts = dict(zip(traced.jaxpr.constvars, traced.consts, strict=True))
-    eqns: list[JaxprEqn] = []
-    new = gensym()
-
-    def add(jaxpr: Jaxpr, known: dict[Any, Any]) -> list[Any]:
-        """Append the equations of `jaxpr`, with variables renamed by `known`, or new."""
-
-        def named(atom: Any) -> Any:
-            return atom if isinstance(atom, Literal) else known.get(atom, atom)
-
-        for eqn in jaxpr.eqns:
-            given = [named(atom) for atom in eqn.invars]
-            if eqn.primitive.name in _WRAPS:
-                inner = eqn.params[_WRAPS[eqn.primitive.name]]
-                consts.update(zip(inner.jaxpr.constvars, inner.consts, strict=True))
-                found = add(inner.jaxpr, dict(zip(inner.jaxpr.invars, given, strict=True)))
-            else:
-                found = [v if isinstance(v, DropVar) else new(v.aval) for v in eqn.outvars]
-                eqns.append(eqn.replace(invars=given, outvars=found))
-            known.update(zip(eqn.outvars, found, strict=True))
-        return [named(atom) for atom in jaxpr.outvars]
-
-    found = add(traced.jaxpr, {})[:outputs]
-    jaxpr = traced.jaxpr.replace(
-        constvars=list(consts),
-        outvars=found,
-        eqns=eqns,
-        debug_info=traced.jaxpr.debug_info.with_unknown_names(),
-    )
-    jaxpr, _ = dce_jaxpr(jaxpr, [True] * outputs, instantiate=True)
-    return ClosedJaxpr(jaxpr, list(consts.values()))
-
-
-def _part(
-    traced: ClosedJaxpr, scan: JaxprEqn, wanted: tuple[Any, ...], more: tuple[Any, ...]
-) -> tuple[Callable[..., list[Any]], list[bool]]:
-    """A function that computes `wanted` without `scan`, and which of the inputs it takes."""
-    whole = traced.jaxpr
-    jaxpr = whole.replace(
-        invars=[*whole.invars, *more],
-        outvars=list(wanted),
-        eqns=[eqn for eqn in whole.eqns if eqn is not scan],
-        debug_info=whole.debug_info.with_unknown_names(),
-    )
-    jaxpr, used = dce_jaxpr(jaxpr, [True] * len(wanted))
-    return jaxpr_as_fun(ClosedJaxpr(jaxpr, traced.consts)), used

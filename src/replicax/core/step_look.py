@@ -66,7 +66,7 @@ class StepLook:
         def depending(seed: Place, rows: Place) -> list[str]:
             paths = jax.tree_util.tree_leaves_with_path(state)
             inputs: list[Place] = [seed if leaf is state.seed else None for _, leaf in paths]
-            places = follow(traced.jaxpr, [*inputs, *places_of(batch, rows)])[: len(names)]
+            places = follow(traced, [*inputs, *places_of(batch, rows)])[: len(names)]
             return [name for name, place in zip(names, places, strict=True) if place]
 
         self.from_rows = depending(None, Rows(0))
