@@ -11,8 +11,8 @@ from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 
 from replicax.core.batch import Batch
+from replicax.core.configuration import Configuration
 from replicax.core.equations import shapes_of
-from replicax.core.in_flight import InFlight
 from replicax.core.meetings import Meetings
 from replicax.core.mesh import split_dim
 from replicax.core.models.definition import PyTree
@@ -49,17 +49,9 @@ def on_micro_shard(
 class MicroSharded:
     """A function of one micro-shard, on all micro-shards of a batch.
 
-    Args:
-        name: of its programs.
-        function: of a micro-shard.
-        whole: the same as one `jax.jit` function of the state and the whole batch, which tells
-            what it computes, moves and takes; it is not run.
-        mesh: of the devices.
-        micro_shards: on all devices together.
-        where: shardings of the state.
-        out: of what it returns.
-        in_flight: tracker of what the devices are given.
-        donate: whether the memory of the state is taken.
+    `whole` is the same as one `jax.jit` function of the state and the whole batch, which tells what
+    it computes, moves and takes; it is not run. `where` are shardings of the state, and `out` of
+    what it returns. With `donate` the memory of the state is taken.
     """
 
     def __init__(
@@ -67,18 +59,16 @@ class MicroSharded:
         name: str,
         function: OnMicroShard,
         whole: Any,
-        *,
+        config: Configuration,
         mesh: Mesh,
-        micro_shards: int,
         where: TrainState,
         out: PyTree,
-        in_flight: InFlight,
-        donate: bool = False,
+        donate: bool,
     ) -> None:
         self._name, self._function, self._whole = name, function, whole
-        self._mesh, self._micro_shards, self._donate = mesh, micro_shards, donate
+        self._mesh, self._micro_shards, self._donate = mesh, config.micro_shards, donate
         self._where, self._out = where, out
-        self._meetings = Meetings(mesh, micro_shards // mesh.size, in_flight)
+        self._meetings = Meetings(mesh, config.micro_shards // mesh.size, config.job.in_flight)
         self._compiled: dict[Any, _Compiled] = {}
 
     def trace(self, state: TrainState, batch: Batch) -> jax.stages.Traced:

@@ -1,7 +1,6 @@
 """A configuration and a model -> the step and the score, as functions ready to be compiled."""
 
 import dataclasses
-from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
 
@@ -17,67 +16,95 @@ from replicax.core.feed import Split
 from replicax.core.layout import on_devices_of
 from replicax.core.mesh import AnyMesh, by_rows, replica_count, replicated
 from replicax.core.micro_sharded import MicroSharded, OnMicroShard, on_micro_shard
-from replicax.core.models.definition import Definition, Parts, PyTree
+from replicax.core.models.definition import Parts, PyTree
 from replicax.core.models.pytree import OwnState
 from replicax.core.modes import batch_shardings, lift
-from replicax.core.objective import LossFunction, Objective, only_read
+from replicax.core.objective import LossFunction, only_read
 from replicax.core.optimizer import Updater
 from replicax.core.own import keep, own_update
 from replicax.core.reduction import REDUCTIONS
 from replicax.core.refused import check_kind, check_loss, check_outside_jit
 from replicax.core.scaling import first_scale
-from replicax.core.update import (
-    TrainState,
-    create,
-    score,
-)
-from replicax.core.written import in_place, written_step, written_step_of_micro_shard
+from replicax.core.update import TrainState, score
+from replicax.core.written import ModelOnMesh, written_step, written_step_of_micro_shard
 from replicax.errors import ConfigError, StateError
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
-    """The step and the score of one model on one mesh."""
+class Program(ModelOnMesh):
+    """The step and the score of one model on one mesh, not traced before they run."""
 
-    configuration: Configuration
-    mesh: AnyMesh
-    definition: Definition
-    objective: Objective
-    """The loss on the model, on whole parameters."""
-    shapes: TrainState
-    """Shapes and dtypes of a state."""
-    shardings: TrainState
-    """Where its arrays live."""
-    updater: Updater
-    """The optimizer, on what trains, with the average that is wanted."""
-    own_step: Any
-    """A step of one's own in one replica's view, `(state, batch, axis)`, its parts by keyword."""
-    step: Any
-    """A function `(state, batch) -> (state, metrics)`: of `jax.jit`, or `MicroSharded`."""
+    @cached_property
+    def step(self) -> Any:
+        """A function `(state, batch) -> (state, metrics)`: of `jax.jit`, or `MicroSharded`.
+
+        Raises:
+            ConfigError: a layout, a reduction or an optimizer that cannot work together.
+        """
+        config, mesh, mode = self.configuration, self.mesh, self.configuration.mode
+        into = self.shardings, batch_shardings(mesh)
+        out = self.shardings, replicated(mesh)
+        of_micro_shard: OnMicroShard | None
+        if config.step is None:
+            step, of_micro_shard = written_step(self), written_step_of_micro_shard(self)
+        else:
+            step = mode.wrap(self.own_step, mesh, into, out)
+            of_micro_shard = on_micro_shard(self.own_step, mode, config.reduction, gathers=True)
+        whole = jax.jit(
+            step,
+            in_shardings=into,
+            out_shardings=out,
+            donate_argnums=0 if config.donate else (),
+            compiler_options=config.options(mesh) or None,
+        )
+        return self._run("step", of_micro_shard, whole, out, donate=config.donate)
+
+    @cached_property
+    def own_step(self) -> Any:
+        """A step of one's own in one replica's view, `(state, batch, axis)`, its parts by keyword.
+
+        Raises:
+            ConfigError: a reduction that remembers a sum.
+        """
+        config, definition = self.configuration, self.definition
+        if jax.tree.leaves(self.shapes.reduction):
+            raise ConfigError(
+                f"step= with reduction={config.reduction!r}, which remembers one sum from step to "
+                "step; a step of one's own may sum several: use 'float32' or 'bfloat16'"
+            )
+        assert config.step is not None
+        assert isinstance(definition, OwnState)
+        return partial(
+            own_update,
+            step=config.step,
+            definition=definition,
+            precision=config.precision,
+            accumulator=config.accumulator(self.mesh),
+            reduce=config.mode.reduce(config.reduction, None),
+            apply=config.wrapped(keep),
+        )
 
     @cached_property
     def score(self) -> Any:
         """A function `(state, batch) -> sums of loss and metrics`, as `step` is one."""
         config, mesh, mode = self.configuration, self.mesh, self.configuration.mode
+        plain, out = REDUCTIONS["float32"], replicated(mesh)
         of_objective = partial(score, objective=self.split_objective)
-        plain = REDUCTIONS["float32"]
         evaluation = partial(
-            of_objective,
-            accumulator=config.accumulator(mesh),
-            reduce=mode.reduce(plain, None),
+            of_objective, accumulator=config.accumulator(mesh), reduce=mode.reduce(plain, None)
         )
-        out = replicated(mesh)
         whole = lift(evaluation, mode, mesh, self.shardings, batch_shardings(mesh), out)
-        parts = on_micro_shard(of_objective, mode, plain)
-        return _run(
-            dataclasses.replace(config, donate=False),
-            mesh,
-            "score",
-            parts,
-            whole,
-            self.shardings,
-            out,
-        )
+        of_micro_shard = on_micro_shard(of_objective, mode, plain)
+        return self._run("score", of_micro_shard, whole, out, donate=False)
+
+    def _run(
+        self, name: str, of_micro_shard: OnMicroShard | None, whole: Any, out: PyTree, donate: bool
+    ) -> Any:
+        """`whole`, or the same programs on any devices."""
+        if of_micro_shard is None or not isinstance(self.mesh, Mesh):
+            return whole
+        config, where = self.configuration, self.shardings
+        return MicroSharded(name, of_micro_shard, whole, config, self.mesh, where, out, donate)
 
     def compiled(self, state: TrainState, batch: Batch) -> list[Any]:
         """Return the programs of `step` for these arguments, each with a `memory_analysis()`."""
@@ -88,16 +115,8 @@ class Program:
     def scoring(self, loss: LossFunction) -> "Program":
         """Return this one with `loss` in evaluation, at once: it may gather its rows."""
         check_loss(loss)
-        return dataclasses.replace(
-            self,
-            configuration=dataclasses.replace(self.configuration, step=None, accumulate=1),
-            objective=dataclasses.replace(self.objective, loss=loss),
-        )
-
-    @property
-    def split_objective(self) -> Objective:
-        """`objective`, on parameters that lie as the layout has them."""
-        return in_place(self.objective, self.configuration, self.shardings, self.mesh)
+        config = dataclasses.replace(self.configuration, loss=loss, step=None, accumulate=1)
+        return dataclasses.replace(self, configuration=config)
 
     @property
     def split(self) -> Split:
@@ -124,7 +143,7 @@ class Program:
         """Return the state before the first step, each array placed where its layout wants it."""
         where = (self.shardings.params, self.shardings.extras)
         params, extras = jax.tree.map(on_devices_of, (params, extras), where)
-        create = create_state(self.configuration, self.mesh, self.updater)
+        create = partial(_create_state, self.configuration, self.mesh, self.updater)
         make = jax.jit(create, out_shardings=self.shardings)
         state: TrainState = make(params, extras, np.uint32(seed))
         return state
@@ -164,18 +183,28 @@ class Program:
         return abstract
 
 
-def create_state(
-    configuration: Configuration, mesh: AnyMesh, updater: Updater
-) -> Callable[..., TrainState]:
-    """Return `create(params, extras, seed)` of a configuration."""
+def _create_state(
+    configuration: Configuration,
+    mesh: AnyMesh,
+    updater: Updater,
+    params: PyTree,
+    extras: PyTree,
+    seed: jax.Array,
+) -> TrainState:
+    """The state before the first step."""
     replicas = replica_count(mesh)
-
-    def of_each_replica(params: PyTree) -> PyTree:
-        own = configuration.reduction.init(only_read(params, updater.read))
-        return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (replicas, *leaf.shape)), own)
-
-    scale = first_scale if configuration.precision.scales else tuple
-    return partial(create, optimizer=updater.optimizer, reduction=of_each_replica, scale=scale)
+    of_one = configuration.reduction.init(only_read(params, updater.read))
+    return TrainState(
+        step=jnp.int32(0),
+        params=params,
+        opt_state=updater.optimizer.init(params),
+        extras=extras,
+        seed=jnp.uint32(seed),
+        reduction=jax.tree.map(
+            lambda leaf: jnp.broadcast_to(leaf, (replicas, *leaf.shape)), of_one
+        ),
+        scale=first_scale() if configuration.precision.scales else (),
+    )
 
 
 def program_of(
@@ -193,100 +222,16 @@ def program_of(
     else:
         definition, params, extras = model
         updater = configuration.updater(definition, params)
-        create = create_state(configuration, mesh, updater)
+        create = partial(_create_state, configuration, mesh, updater)
         shapes = jax.eval_shape(create, params, extras, np.uint32(0))
-    if known is None:
-        return build(configuration, definition, updater, shapes, mesh)
-    if definition != known.definition:
+    if known is not None and definition != known.definition:
         raise ConfigError(
             "init was given a model of another structure than before; one DataParallel trains one: "
             "make a second DataParallel"
         )
-    same = configuration == known.configuration and mesh == known.mesh and known.is_of(shapes)
-    return known if same else build(configuration, definition, updater, shapes, mesh)
-
-
-def build(
-    configuration: Configuration,
-    definition: Definition,
-    updater: Updater,
-    shapes: TrainState,
-    mesh: AnyMesh,
-) -> Program:
-    """Return the step and the score, not yet traced; the same arguments give the same program.
-
-    `mesh` are attached devices, described ones, or how many replicas.
-    """
-    config, mode = configuration, configuration.mode
-    shardings = config.placing.shardings(shapes, mesh)
-    objective = Objective(definition, config.loss, config.precision, updater.read)
-    where = (shardings, batch_shardings(mesh))
-    out, own_step = (shardings, replicated(mesh)), None
-    of_micro_shard: OnMicroShard | None = None
-    if config.step is None:
-        parts = (config, mesh, objective, updater, shapes, shardings)
-        step = written_step(*parts)
-        if mode.bitwise:
-            of_micro_shard = written_step_of_micro_shard(*parts)
-    else:
-        if jax.tree.leaves(shapes.reduction):
-            raise ConfigError(
-                f"step= with reduction={config.reduction!r}, which remembers one sum from step to "
-                "step; a step of one's own may sum several: use 'float32' or 'bfloat16'"
-            )
-        assert isinstance(definition, OwnState)
-        own_step = partial(
-            own_update,
-            step=config.step,
-            definition=definition,
-            precision=config.precision,
-            accumulator=config.accumulator(mesh),
-            reduce=mode.reduce(config.reduction, None),
-            apply=config.wrapped(keep),
-        )
-        step = mode.wrap(own_step, mesh, where, out)
-        of_micro_shard = on_micro_shard(own_step, mode, config.reduction, gathers=True)
-    donated = 0 if config.donate else ()
-    whole = jax.jit(
-        step,
-        in_shardings=where,
-        out_shardings=out,
-        donate_argnums=donated,
-        compiler_options=config.options(mesh) or None,
-    )
-    return Program(
-        configuration=config,
-        mesh=mesh,
-        definition=definition,
-        objective=objective,
-        shapes=shapes,
-        shardings=shardings,
-        updater=updater,
-        own_step=own_step,
-        step=_run(config, mesh, "step", of_micro_shard, whole, shardings, out),
-    )
-
-
-def _run(
-    config: Configuration,
-    mesh: AnyMesh,
-    name: str,
-    of_micro_shard: OnMicroShard | None,
-    whole: Any,
-    where: TrainState,
-    out: PyTree,
-) -> Any:
-    """Return a callable of state and batch: `whole`, or the same programs on any devices."""
-    if of_micro_shard is None or not isinstance(mesh, Mesh):
-        return whole
-    return MicroSharded(
-        name,
-        of_micro_shard,
-        whole,
-        mesh=mesh,
-        micro_shards=config.micro_shards,
-        where=where,
-        out=out,
-        in_flight=config.job.in_flight,
-        donate=config.donate,
-    )
+    same = known and configuration == known.configuration and mesh == known.mesh
+    if known and same and known.is_of(shapes):
+        return known
+    program = Program(configuration, mesh, definition, updater, shapes)
+    _ = program.step  # raises now where it cannot work
+    return program

@@ -188,27 +188,6 @@ def mean_gradient(total: StepSums, params: PyTree, read: tuple[bool, ...] | None
     )
 
 
-def create(
-    params: PyTree,
-    extras: PyTree,
-    seed: jax.Array,
-    *,
-    optimizer: optax.GradientTransformation,
-    reduction: Callable[[PyTree], PyTree],
-    scale: Callable[[], PyTree],
-) -> TrainState:
-    """Return the state before the first step."""
-    return TrainState(
-        step=jnp.int32(0),
-        params=params,
-        opt_state=optimizer.init(params),
-        extras=extras,
-        seed=jnp.uint32(seed),
-        reduction=reduction(params),
-        scale=scale(),
-    )
-
-
 def score(
     state: TrainState,
     batch: Batch,

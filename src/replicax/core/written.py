@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ from replicax.core.mesh import (
     shard_axis,
     split_dim,
 )
-from replicax.core.models.definition import PyTree
+from replicax.core.models.definition import Definition, PyTree
 from replicax.core.modes import MODES, Mode, batch_shardings
 from replicax.core.objective import Objective, StepSums, only_read
 from replicax.core.optimizer import Updater
@@ -39,73 +39,118 @@ from replicax.core.update import Metrics, TrainState, apply_gradient, step_sums,
 from replicax.errors import ConfigError
 
 
-def written_step(
-    config: Configuration,
-    mesh: AnyMesh,
-    objective: Objective,
-    updater: Updater,
-    shapes: TrainState,
-    shardings: TrainState,
-) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """Return the step, not yet traced, for a state of these `shapes` that lies as `shardings` say.
+@dataclasses.dataclass(frozen=True)
+class ModelOnMesh:
+    """A configuration and a model on a mesh: all that a step is written from."""
+
+    configuration: Configuration
+    mesh: AnyMesh
+    definition: Definition
+    updater: Updater
+    """The optimizer, on what trains, with the average that is wanted."""
+    shapes: TrainState
+    """Shapes and dtypes of a state."""
+
+    @cached_property
+    def shardings(self) -> TrainState:
+        """Where the arrays of a state live."""
+        return self.configuration.placing.shardings(self.shapes, self.mesh)
+
+    @cached_property
+    def objective(self) -> Objective:
+        """The loss on the model, on whole parameters."""
+        config = self.configuration
+        return Objective(self.definition, config.loss, config.precision, self.updater.read)
+
+    @cached_property
+    def split_objective(self) -> Objective:
+        """`objective`, on parameters that lie as the layout has them."""
+        config, objective = self.configuration, self.objective
+        if self.mesh.shape.get(STAGE, 1) > 1:
+            return Staged(
+                *(objective.definition, objective.loss, objective.precision, objective.read),
+                mesh=self.mesh,
+                shardings=self.shardings.params,
+                micro_batches=config.accumulate,
+                schedule=config.layout.schedule,
+            )
+        if not config.layout.splits_params:
+            return objective
+        axis = shard_axis(self.mesh)
+        gathering = Gathering(self.shardings.params, axis, config.mode.per_replica)
+        return dataclasses.replace(objective, gathering=gathering)
+
+    @property
+    def of_gradient(self) -> PyTree:
+        """Shardings of the reduced gradient of what is read, where a layout splits it."""
+        whole = self.configuration.placing.gradient_shardings(self.shapes.params, self.mesh)
+        return only_read(whole, self.updater.read)
+
+    @property
+    def apply(self) -> Apply:
+        """The optimizer's part of the step."""
+        apply = self.configuration.wrapped(partial(apply_gradient, updater=self.updater))
+        return unscaling(apply) if self.configuration.precision.scales else apply
+
+
+def written_step(on: ModelOnMesh) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """Return the step, not yet traced.
 
     Raises:
         ConfigError: an optimizer that names the replicas, of a state that is split.
     """
+    config, mesh, apply, parts = on.configuration, on.mesh, on.apply, None
     mode, layout, accumulator = config.mode, config.placing, config.accumulator(mesh)
-    apply = _apply(config, updater)
-    where = (shardings, batch_shardings(mesh))
     gradient: PyTree = replicated(mesh)
-    parts = None
     if mode.per_replica and layout.splits_optimizer:
-        gradient = only_read(layout.gradient_shardings(shapes.params, mesh), objective.read)
+        gradient = on.of_gradient
         parts = parts_of(gradient, mesh, summed=layout.splits_params)
-    if updater.names_replicas and mode.per_replica:
+    if on.updater.names_replicas and mode.per_replica:
         apply = _of_each_replica(apply, mesh, layout)
-    split_objective = in_place(objective, config, shardings, mesh)
+    into = on.shardings, batch_shardings(mesh)
+    weighted: Any = replicated(mesh)
+    out = StepSums(gradient, weighted), replicated(mesh), by_rows(mesh)
 
     def mapped(mode: Mode) -> Callable[[TrainState, Batch], Any]:
         reduce = mode.reduce(config.reduction, parts)
-        sums = partial(step_sums, objective=split_objective, accumulator=accumulator, reduce=reduce)
-        return mode.wrap(sums, mesh, where, _total(gradient, mesh))
+        sums = partial(
+            step_sums, objective=on.split_objective, accumulator=accumulator, reduce=reduce
+        )
+        return mode.wrap(sums, mesh, into, out)
 
     sums = mapped(mode)
     if mode.by_replica and layout.is_whole and is_data_only(mesh) and mesh.size > 1:
-        sums = where_rows_are_apart(objective, mapped(MODES[mode.by_replica]), sums)
+        sums = where_rows_are_apart(on.objective, mapped(MODES[mode.by_replica]), sums)
     return partial(update, sums=sums, apply=apply)
 
 
 def written_step_of_micro_shard(
-    config: Configuration,
-    mesh: AnyMesh,
-    objective: Objective,
-    updater: Updater,
-    shapes: TrainState,
-    shardings: TrainState,
-) -> Callable[[TrainState, Batch, Piece], tuple[TrainState, Metrics]]:
-    """Return the same step as a function of one micro-shard, which meets the others in it.
+    on: ModelOnMesh,
+) -> Callable[[TrainState, Batch, Piece], tuple[TrainState, Metrics]] | None:
+    """Return the same step of one micro-shard, which meets the others in it; None where bits are
+    not fixed.
 
     Raises:
-        ConfigError: when traced, an optimizer that reads whole arrays of a state that is split.
+        ConfigError: an optimizer that reads whole arrays of a state that is split.
     """
-    layout, apply = config.placing, _apply(config, updater)
+    config, layout, apply = on.configuration, on.configuration.placing, on.apply
     of_micro_shard = config.mode.of_micro_shard
-    assert of_micro_shard is not None
+    if of_micro_shard is None:
+        return None
     dims: tuple[Own, ...] | None = None
-    if updater.names_replicas:
+    if on.updater.names_replicas:
         _check_whole(layout)
-        apply = _of_equal_replicas(apply, mesh)
+        apply = _of_equal_replicas(apply, on.mesh)
     if layout.splits_optimizer:
-        gradient = only_read(layout.gradient_shardings(shapes.params, mesh), objective.read)
-        dims = tuple(map(split_dim, jax.tree.leaves(gradient)))
-        lies = list(map(split_dim, jax.tree.leaves(shardings)))
-        _check_pieces(apply, config.micro_shards, shapes, objective.read, lies, dims)
+        dims = tuple(map(split_dim, jax.tree.leaves(on.of_gradient)))
+        lies = list(map(split_dim, jax.tree.leaves(on.shardings)))
+        _check_pieces(on, apply, lies, dims)
 
     def step(state: TrainState, batch: Batch, piece: Piece) -> tuple[TrainState, Metrics]:
         sums = partial(
             step_sums,
             axis=None,
-            objective=objective,
+            objective=on.objective,
             accumulator=of_micro_shard(piece, config.reduction, dims),
             reduce=as_they_are,
         )
@@ -115,15 +160,9 @@ def written_step_of_micro_shard(
     return step
 
 
-def _check_pieces(
-    apply: Apply,
-    count: int,
-    shapes: TrainState,
-    read: tuple[bool, ...] | None,
-    lies: Sequence[Own],
-    dims: Sequence[Own],
-) -> None:
+def _check_pieces(on: ModelOnMesh, apply: Apply, lies: Sequence[Own], dims: Sequence[Own]) -> None:
     """Raise `ConfigError` where the update of a piece needs more than reductions of the others."""
+    count, shapes = on.configuration.micro_shards, on.shapes
 
     def of_piece(number: jax.Array, state: TrainState, total: StepSums, *rest: PyTree) -> Any:
         piece = Piece(number, count)
@@ -134,11 +173,11 @@ def _check_pieces(
         piece = Piece(None, count)
         sizes = [piece.shape(leaf.shape, dim) for leaf, dim in zip(leaves, dims, strict=True)]
         pairs = zip(sizes, leaves, strict=True)
-        shapes = [jax.ShapeDtypeStruct(size, leaf.dtype) for size, leaf in pairs]
-        return jax.tree.unflatten(structure, shapes)
+        each = [jax.ShapeDtypeStruct(size, leaf.dtype) for size, leaf in pairs]
+        return jax.tree.unflatten(structure, each)
 
     one: Any = jax.ShapeDtypeStruct((), jnp.float32)
-    sums = jax.tree.map(partial(jax.eval_shape, to_sum), only_read(shapes.params, read))
+    sums = jax.tree.map(partial(jax.eval_shape, to_sum), only_read(shapes.params, on.updater.read))
     total = StepSums(piece_of(sums, dims), {LOSS: WeightedSum(one, one)})
     number = jax.ShapeDtypeStruct((), jnp.int32)
     state = piece_of(shapes, lies)
@@ -150,12 +189,6 @@ def _check_pieces(
             f"of {count} micro-shards updates a piece of what the layout splits: use "
             "layout='replicated', or an optimizer that computes number by number, and norms"
         ) from error
-
-
-def _apply(config: Configuration, updater: Updater) -> Apply:
-    """The optimizer's part of the step, as the configuration has it."""
-    apply = config.wrapped(partial(apply_gradient, updater=updater))
-    return unscaling(apply) if config.precision.scales else apply
 
 
 def _of_each_replica(apply: Apply, mesh: AnyMesh, layout: Layout) -> Apply:
@@ -185,27 +218,3 @@ def _check_whole(layout: Layout) -> None:
             f"layout={layout.name!r} and an optimizer that names the axis of the replicas, each of "
             "which has a part of its arrays: use layout='replicated', or take lax.pmean out of it"
         )
-
-
-def _total(gradient: PyTree, mesh: AnyMesh) -> tuple[StepSums, Any, Any]:
-    """Where the results of `step_sums` lie, a gradient's total as `gradient` says."""
-    weighted: Any = replicated(mesh)
-    return StepSums(gradient, weighted), replicated(mesh), by_rows(mesh)
-
-
-def in_place(
-    objective: Objective, config: Configuration, shardings: TrainState, mesh: AnyMesh
-) -> Objective:
-    """Return `objective` on parameters that lie as the layout of `config` has them."""
-    if mesh.shape.get(STAGE, 1) > 1:
-        return Staged(
-            *(objective.definition, objective.loss, objective.precision, objective.read),
-            mesh=mesh,
-            shardings=shardings.params,
-            micro_batches=config.accumulate,
-            schedule=config.layout.schedule,
-        )
-    if not config.layout.splits_params:
-        return objective
-    gathering = Gathering(shardings.params, shard_axis(mesh), config.mode.per_replica)
-    return dataclasses.replace(objective, gathering=gathering)
