@@ -31,12 +31,7 @@ class Accumulator(Protocol):
     ) -> tuple[PyTree, PyTree]:
         """Return the sums of `part` over this replica's rows, and the extras after the step.
 
-        Args:
-            part: the sums over some rows.
-            state: the `TrainState` before the step.
-            batch: this replica's rows.
-            key: of the step; None in evaluation.
-            axis: the name of the replica axis, or None where the batch is the whole one.
+        `key` is that of the step, None in evaluation. `batch` is the whole one without an `axis`.
         """
 
     def replica_key(self, key: jax.Array, axis: Axis, /) -> jax.Array:

@@ -38,10 +38,6 @@ def averaging(
     The average begins with the initial parameters. After each update it is `decay` times the one
     before plus `1 - decay` times the new parameters. It takes as many bytes as the parameters do in
     float32, split as they are where a layout splits the optimizer's state, and no communication.
-
-    Args:
-        optimizer: any; it does what it did.
-        decay: above 0 and below 1.
     """
 
     def init(params: PyTree) -> Averaged:

@@ -28,10 +28,8 @@ Sums = Callable[[TrainState, Batch], Any]
 def where_rows_are_apart(objective: Objective, by_replica: Sums, otherwise: Sums) -> Sums:
     """Return sums that are traced as `by_replica` on GPUs, if the loss of each row needs no other.
 
-    Args:
-        objective: the loss on the model.
-        by_replica: the sums of a step, each replica seeing its own rows.
-        otherwise: the same sums, of the whole batch at once.
+    `by_replica` are the sums of a step, each replica seeing its own rows; `otherwise` the same of
+    the whole batch at once.
     """
 
     def sums(state: TrainState, batch: Batch) -> Any:

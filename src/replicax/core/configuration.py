@@ -13,14 +13,7 @@ from replicax.core.average import check_decay
 from replicax.core.feed import Split
 from replicax.core.job import Alone, Job
 from replicax.core.layout import Layout, as_layout, check_axes
-from replicax.core.mesh import (
-    STAGE,
-    AnyMesh,
-    check_mesh,
-    check_processes,
-    make_mesh,
-    replica_count,
-)
+from replicax.core.mesh import STAGE, AnyMesh, check_mesh, check_processes, make_mesh, replica_count
 from replicax.core.models.definition import Definition, Parts, PyTree
 from replicax.core.models.pytree import OwnState, split_pytree
 from replicax.core.models.split import split_model

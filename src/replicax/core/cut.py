@@ -62,12 +62,9 @@ class Cut:
 
 
 def cut(closed: ClosedJaxpr, into: Sequence[Own], out: Sequence[Own]) -> Cut:
-    """Return a jaxpr, cut where micro-shards meet.
+    """Return a jaxpr of one micro-shard, cut where micro-shards meet.
 
-    Args:
-        closed: of one micro-shard.
-        into: how each argument lies.
-        out: how each result does that is own.
+    Its arguments lie as `into` says, and its own results as `out`.
     """
     closed = inlined(closed, calls_meeting)
     jaxpr, consts = closed.jaxpr, tuple(closed.consts)

@@ -26,12 +26,7 @@ _IN_FLIGHT = 2
 
 
 class ProgramEvaluation:
-    """The evaluation of one program, each function compiled once.
-
-    Args:
-        program: of the model.
-        ready: looks at its loss before it first runs.
-    """
+    """The evaluation of one program, each function looked at and compiled once."""
 
     def __init__(self, program: Program, ready: Ready) -> None:
         self._program, self._ready = program, ready

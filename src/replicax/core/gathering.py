@@ -72,11 +72,7 @@ class Gathering:
     ) -> PyTree:
         """Return `function` of the whole parameters in the dtype of `precision`.
 
-        Args:
-            function: whole parameters -> a pytree of arrays.
-            params: split parameters.
-            precision: parameters are cast before the all-gather, gradients after the
-                reduce-scatter.
+        They are cast before the all-gather, and their gradients after the reduce-scatter.
         """
         leaves, structure = jax.tree.flatten(params)
         shardings = jax.tree.leaves(self.shardings)

@@ -18,14 +18,10 @@ Arrays = list[jax.Array]
 class Later:
     """A function whose forward and backward pass run in different turns of a compiled loop.
 
-    Only residuals that depend on `given` are kept. Those that follow from the parameters alone,
-    such as their casts and transposes, are the same in every turn, and recomputed.
-
-    Args:
-        function: `function(wanted, given) -> (outputs, more)`, differentiated with respect to
-            `wanted` and the floats in `given`; `more` is auxiliary.
-        wanted: parameters, or their shapes.
-        given: inputs that change from turn to turn, or their shapes.
+    `function(wanted, given) -> (outputs, more)` is differentiated with respect to `wanted` and the
+    floats in `given`, inputs that change from turn to turn; `more` is auxiliary. Only residuals
+    that depend on `given` are kept. Those that follow from the parameters alone, such as their
+    casts and transposes, are the same in every turn, and recomputed.
     """
 
     def __init__(

@@ -51,8 +51,7 @@ class Layout:
         """Return the tree of `state`, arrays or shapes, with `NamedSharding`s for leaves.
 
         Raises:
-            ConfigError: a rule names an axis that the mesh does not have, or that does not divide a
-                dim; a rule matches no parameter, or a parameter has no rule.
+            ConfigError: as for `spec_by_rule`.
         """
         placed = self._placed(state.params, mesh)
         where: TrainState = jax.tree.map(lambda _: replicated(mesh), state)

@@ -30,12 +30,9 @@ class Look:
 
     Whether rows meet often follows from its trace. Else the trace in evaluation may tell, where
     BatchNorm averages nothing; else the loss is computed on two quarters of the rows, and on both
-    at once: as many rows as one forward pass has. One that cannot be computed so is trusted.
-
-    Args:
-        divided: whether some rows of a batch are computed without the others. Where they are not,
-            one number for the whole batch is nothing to look into.
-        compute: whether to compute the loss where its traces do not tell; else `decide` does later.
+    at once: as many rows as one forward pass has, unless `compute` is False and `decide` does so
+    later. One that cannot be computed so is trusted. Where a batch is not `divided`, and no rows
+    are computed without the others, one number for the whole batch is nothing to look into.
 
     Raises:
         LossError: the loss does not keep its contract.

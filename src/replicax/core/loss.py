@@ -78,10 +78,8 @@ def _works(loss: Callable[..., Any], model: Any, data: Any) -> bool:
 def sums(returned: Any, mask: jax.Array) -> dict[str, WeightedSum]:
     """The sums behind what a loss function returned, `"loss"` first, then its metrics.
 
-    Args:
-        returned: float values `[rows, ...]`, a `Weighted`, a scalar (the mean over the rows), or a
-            pair of any of these and a dict of metrics of the same kinds.
-        mask: float32 `[rows]`, 0 on padding.
+    It is float values `[rows, ...]`, a `Weighted`, a scalar (the mean over the rows), or a pair of
+    any of these and a dict of metrics of the same kinds. `mask` is 0 on padding.
 
     Raises:
         LossError: something else was returned.

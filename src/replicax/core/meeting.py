@@ -44,14 +44,10 @@ def sum_all(
     lie: Sequence[int | None],
     count: int,
 ) -> list[jax.Array]:
-    """Return the sums of `values` over `count` micro-shards.
+    """Return the sums of `values` over `count` micro-shards, those that are `sent` rounded by
+    `wire`.
 
-    Args:
-        values: of one micro-shard.
-        wire: rounds those that are `sent` in its dtype.
-        sent: for each whether it is.
-        lie: for each the dim of which every micro-shard is given a piece; None for the whole sum.
-        count: of micro-shards.
+    `lie` has for each the dim of which every micro-shard is given a piece; None for the whole sum.
     """
     options = {"wire": wire, "sent": tuple(sent), "lie": tuple(lie), "count": count}
     found: list[jax.Array] = sum_p.bind(*map(own, values), **options)

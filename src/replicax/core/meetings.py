@@ -31,25 +31,15 @@ Local = Callable[[list[list[jax.Array]]], list[Any]]
 
 
 class Meetings:
-    """Makes the functions in which the micro-shards of a mesh meet.
-
-    Args:
-        mesh: of the devices.
-        shares: micro-shards of each.
-        in_flight: tracker of what the devices were given.
-    """
+    """Makes the functions in which the micro-shards of a mesh meet, `shares` on each device."""
 
     def __init__(self, mesh: Mesh, shares: int, in_flight: InFlight) -> None:
         self.mesh, self.shares, self._in_flight = mesh, shares, in_flight
 
     def mapped(self, local: Local, into: Sequence[Own], count: int, out: Sequence[Own]) -> Any:
-        """Return a `jax.jit` function of `count` lists of global arrays, as `local` has its own.
+        """Return a `jax.jit` function of `count` lists of global arrays, that lie as `into` says.
 
-        Args:
-            local: `count` lists of one device's arrays -> a list of such.
-            into: how each array of a list lies.
-            count: of lists.
-            out: how each result lies.
+        `local` takes one device's own, and returns a list of such, which lie as `out` says.
         """
         places, results = ([sharding_of(self.mesh, own).spec for own in lie] for lie in (into, out))
         return jax.jit(
@@ -123,12 +113,7 @@ class Meetings:
 
 
 class Sums:
-    """Sums over all micro-shards, by one binary tree: neighbours first, then neighbouring pairs.
-
-    Args:
-        meetings: of the mesh.
-        eqns: some `sum_p`.
-    """
+    """Sums over all micro-shards, by one binary tree: neighbours first, then neighbouring pairs."""
 
     def __init__(self, meetings: Meetings, eqns: Sequence[JaxprEqn]) -> None:
         self._meetings = meetings

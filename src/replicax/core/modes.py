@@ -237,12 +237,7 @@ class Mode:
 
 
 def lift(
-    function: ReplicaFunction,
-    mode: Mode,
-    mesh: AnyMesh,
-    state: PyTree,
-    batch: PyTree,
-    out: PyTree,
+    function: ReplicaFunction, mode: Mode, mesh: AnyMesh, state: PyTree, batch: PyTree, out: PyTree
 ) -> Any:
     """Return `function` as a `jax.jit` function of a state and a global batch.
 

@@ -48,9 +48,7 @@ class Primitives:
 _ALONE = Primitives(Summing(Sequential(), as_they_are, None), Precision("float32"))
 
 
-def value_and_grad(
-    loss: LossFunction,
-) -> Callable[..., tuple[Metrics, PyTree]]:
+def value_and_grad(loss: LossFunction) -> Callable[..., tuple[Metrics, PyTree]]:
     """Return a function of the means of `loss` over the global batch, and their gradient.
 
     For a step of one's own, `DataParallel(step=step)`: the rows of all replicas are summed in
@@ -143,20 +141,10 @@ def own_update(
     examiner: Examiner | None = None,
     gather: Callable[[jax.Array], jax.Array] | None = None,
 ) -> tuple[TrainState, Metrics]:
-    """One step that somebody wrote.
+    """One step that somebody wrote; all arrays of its own state are the `params`.
 
-    Args:
-        state: the state before; all arrays of the step's own state are its `params`.
-        batch: this replica's rows.
-        axis: the name of the replica axis, or None where the batch is the whole one.
-        step: the function that was written.
-        definition: what puts its state together.
-        accumulator: rows -> sums, micro-batch by micro-batch.
-        reduce: the sums of each replica -> those of all.
-        precision: in which the losses are computed.
-        apply: the next state -> itself; `keep`, or a wrapper.
-        examiner: told of the step's parts, where it is looked at.
-        gather: gathers rows where no axis does.
+    `apply` is `keep`, or a wrapper. `examiner` is told of the step's parts where it is looked at,
+    and `gather` gathers rows where no axis does.
     """
     key = step_key(state)
     if axis is not None:

@@ -51,13 +51,8 @@ class Piece:
 def by_pieces(apply: Apply, into: Sequence[Own], out: Sequence[Own], piece: Piece) -> Apply:
     """Return `apply`, a function of whole arrays, on a piece of those that are split.
 
-    Traced, it raises `LooksAtWhole` where `apply` looks at more than one piece of an array.
-
-    Args:
-        apply: the function.
-        into: for each of the first leaves of its arguments the dim that is split, if any.
-        out: for each of the first leaves of its results.
-        piece: which it is.
+    `into` and `out` have, for the first leaves of its arguments and results, the dim that is split
+    if any. Traced, it raises `LooksAtWhole` where `apply` looks at more than one piece of an array.
     """
 
     def own(*parts: Any) -> Any:

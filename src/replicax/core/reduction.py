@@ -40,11 +40,8 @@ class Parts:
     ) -> StepSums:
         """Return the sums over all replicas, this one's part of those leaves that are split.
 
-        Args:
-            sums: of this replica.
-            axis: of all replicas.
-            add: `add(sums, axis)`, the sums of all replicas along some axes.
-            scatter: this replica's part of one leaf's sum along `self.axis`.
+        `add(sums, axes)` adds up all replicas along some axes, and `scatter` gives this replica's
+        part of one leaf's sum along `self.axis`.
         """
         leaves, structure = jax.tree.flatten(sums.gradient)
         places = list(enumerate(self.dims))

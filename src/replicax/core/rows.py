@@ -12,15 +12,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from replicax.core.equations import (
-    CALLS,
-    REMATS,
-    called,
-    closed,
-    evaluate,
-    scan_counts,
-    settle,
-)
+from replicax.core.equations import CALLS, REMATS, called, closed, evaluate, scan_counts, settle
 from replicax.core.row_rules import MIXED, RULES, Place, Rows, joined
 
 GATHERED = "rows_gathered_already"

@@ -38,15 +38,10 @@ def sharding_of(mesh: Mesh, own: Own) -> NamedSharding:
 
 
 class SameProgram:
-    """A jaxpr of one device's arrays, compiled for one device and run by all of a mesh.
+    """A jaxpr of one device's arrays, compiled for one device and run by all of a mesh as replicas.
 
-    Args:
-        name: in profiles and where bits part.
-        jaxpr: of local shapes, without constants.
-        mesh: whose devices run it, each a replica.
-        into: how each argument lies.
-        out: how each result does.
-        donated: numbers of arguments whose memory results take.
+    It has no constants; its arguments lie as `into` says, and its results as `out`. Results take
+    the memory of those that are `donated`. The `name` is seen in profiles and where bits part.
     """
 
     def __init__(

@@ -94,13 +94,10 @@ class StageParts:
 def stage_parts(
     traced: ClosedJaxpr, staged: Mapping[int, str], stages: int, outputs: int
 ) -> StageParts:
-    """Divide a loss at the scan over its layers, which lie on `stages`.
+    """Divide a loss, traced with whole parameters, at the scan over its layers.
 
-    Args:
-        traced: the loss, traced with whole parameters.
-        staged: indices of the inputs that are split by layer -> their paths.
-        stages: devices that each hold some of the layers.
-        outputs: how many of the loss's first outputs are wanted.
+    `staged` has the paths of the inputs that are split by layer, by index; of the loss's outputs
+    the first `outputs` are wanted.
 
     Raises:
         LossError: it has no scan over these layers that can be divided into stages.

@@ -25,9 +25,6 @@ class StepLook:
     The step is traced once, as one device runs it, and each loss once beside it. A loss whose trace
     does not tell is computed as `Look` does; one in a loop of the step is then trusted.
 
-    Args:
-        divided: whether some rows of a batch are computed without the others.
-
     Raises:
         LossError: a loss does not keep its contract.
         StateError: the step does not keep its own.

@@ -29,12 +29,6 @@ def training(
     It does not read the gradients of the others, so none is computed or reduced, and has no state
     for them.
 
-    Args:
-        optimizer: of the parameters that train; it sees no others.
-        trainable: which ones.
-        definition: of the model.
-        params: arrays or their shapes.
-
     Raises:
         ConfigError: no parameter is named, or what names them is no filter.
     """

@@ -79,12 +79,9 @@ def update(
 ) -> tuple[TrainState, Metrics]:
     """One step: sums over the global batch, one division, one optimizer update.
 
-    Args:
-        state: the state before the step.
-        batch: the global one.
-        sums: `step_sums`, mapped onto the mesh.
-        apply: total -> the next state, and metrics of its own; `apply_gradient`, or a wrapper. It
-            sees whole arrays in every mode, each as its layout splits it.
+    `sums` is `step_sums`, mapped onto the mesh. `apply` makes the next state of the total, and
+    metrics of its own: `apply_gradient`, or a wrapper. It sees whole arrays in every mode, each as
+    its layout splits it.
     """
     total, extras, carried = sums(state, batch)
     with jax.named_scope("update"):
@@ -103,16 +100,8 @@ def step_sums(
 ) -> tuple[StepSums, PyTree, PyTree]:
     """Return the sums of a step: local ones, and one reduction.
 
-    Args:
-        state: the state before the step.
-        batch: this replica's rows.
-        axis: the name of the replica axis, or None where the batch is the whole one.
-        objective: the loss on the model.
-        accumulator: rows -> sums, micro-batch by micro-batch.
-        reduce: the sums of each replica -> those of all.
-
-    Returns:
-        The total, the model's other arrays after it, and the reduction's state after it.
+    They are the total, the model's other arrays after it, and the reduction's state after it.
+    `batch` has this replica's rows, or all where there is no `axis`.
     """
     summing = Summing(accumulator, reduce, axis)
     return summing(objective.step_sums, state, batch, step_key(state))
@@ -143,23 +132,11 @@ class Summing:
 
 
 def apply_gradient(
-    state: TrainState,
-    total: StepSums,
-    extras: PyTree,
-    carried: PyTree,
-    *,
-    updater: Updater,
+    state: TrainState, total: StepSums, extras: PyTree, carried: PyTree, *, updater: Updater
 ) -> tuple[TrainState, Metrics]:
     """Return the state after the optimizer has seen the gradient of the global mean loss.
 
     That is 0, and the loss NaN, in a batch in which nothing has any weight.
-
-    Args:
-        state: the one before.
-        total: sums over the global batch.
-        extras: the model's other arrays after the step.
-        carried: the reduction's state after the step.
-        updater: turns that gradient into an update.
     """
     gradient = mean_gradient(total, state.params, updater.read)
     value = {"value": total.weighted[LOSS].mean()} if updater.takes_value else {}

@@ -78,11 +78,7 @@ class OwnState(PytreeDefinition):
         return "params" if is_array(leaf) else "static"
 
     def arrays(self, after: PyTree, before: PyTree) -> PyTree:
-        """Return the arrays of the state that a step returned, in the dtypes of those before.
-
-        Raises:
-            StateError: it is not shaped as the one before.
-        """
+        """Return the arrays of the state that a step returned, in the dtypes of those before."""
         definition, params, _ = split_pytree(after, OwnState)
         found, wanted = _described(definition.merge(params, {})), _described(self.merge(before, {}))
         for path in {**wanted, **found}:

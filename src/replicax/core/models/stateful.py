@@ -49,10 +49,8 @@ def values_of(returned: Any) -> Any:
 
 
 def take_state(returned: Any, extras: PyTree, view: View) -> PyTree:
-    """Return `extras`, the arrays of a `Stateful` that do not train, with the state of `returned`.
-
-    Raises:
-        LossError: no state was returned, or one of other arrays.
+    """Return `extras`, the arrays of a `Stateful` that do not train, with the state of
+    `returned`.
     """
     if view.key is None:
         return extras
