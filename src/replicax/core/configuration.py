@@ -19,14 +19,13 @@ from replicax.core.models.pytree import OwnState, split_pytree
 from replicax.core.models.split import split_model
 from replicax.core.modes import Mode, as_mode
 from replicax.core.objective import LossFunction
-from replicax.core.optimizer import Updater, updater
+from replicax.core.optimizer import Trainable, Updater, updater
 from replicax.core.own import StepFunction
 from replicax.core.partition import Rules
 from replicax.core.precision import Precision, as_precision
 from replicax.core.reduction import REDUCTIONS, Reduction, as_reduction
 from replicax.core.refused import check_loss, check_optimizer, check_own_step
 from replicax.core.traced_for import cuda_capability
-from replicax.core.trainable import Trainable
 from replicax.errors import ConfigError
 
 

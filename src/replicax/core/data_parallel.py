@@ -21,13 +21,13 @@ from replicax.core.loss import LOSS
 from replicax.core.mesh import by_rows
 from replicax.core.modes import Mode
 from replicax.core.objective import LossFunction
+from replicax.core.optimizer import Trainable
 from replicax.core.own import StepFunction
 from replicax.core.partition import Rules
 from replicax.core.ready import Ready, agree_on_model
 from replicax.core.reduction import Reduction
 from replicax.core.refused import check_kind
 from replicax.core.sources import as_source
-from replicax.core.trainable import Trainable
 from replicax.core.update import Metrics, TrainState
 from replicax.errors import ConfigError
 
@@ -63,7 +63,7 @@ class DataParallel(Configured):
         precision: `float32`, `bfloat16` or `float16`; see `replicax.core.precision.Precision`.
         reduction: how the replicas' sums are added in the per-replica modes: `float32`, `bfloat16`
             (half the bytes), or one's own; see `replicax.core.reduction.Reduction`.
-        trainable: which parameters train, all by default; see `replicax.core.trainable.Trainable`.
+        trainable: which parameters train, all by default; see `replicax.core.optimizer.Trainable`.
         ema: decay of a moving average of the parameters; see `replicax.core.average.averaging`.
         donate: whether `step` reuses the memory of the state it is given, which is then gone.
         compiler_options: XLA's, by name, for the step. By default none, but on several GPUs

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from replicax.core.batch import Batch
+from replicax.core.leaves import by_path
 from replicax.core.loss import Totals
 from replicax.core.mesh import Axis, by_rows, replicated
 from replicax.core.models.definition import PyTree, View
@@ -108,11 +109,11 @@ def _predicted(
 ) -> tuple[PyTree, jax.Array]:
     view = View(axis=axis, step=state.step)
     found, _ = objective.returned(state.params, state.extras, batch, view)
-    rows, leaves = batch.mask.shape[0], jax.tree_util.tree_leaves_with_path(found)
-    for path, leaf in leaves or [((), None)]:
+    rows = batch.mask.shape[0]
+    for path, leaf in (by_path(found) or {"": None}).items():
         if np.shape(leaf)[:1] != (rows,):
             raise LossError(
-                f"the function of predict returned{jax.tree_util.keystr(path)} of shape "
+                f"the function of predict returned{path} of shape "
                 f"{np.shape(leaf)} for {rows} rows; it returns a pytree of arrays [rows, ...]: "
                 "return one entry a row, before any mean"
             )

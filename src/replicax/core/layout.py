@@ -6,10 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from replicax.core.leaves import is_random_key, numbers
+from replicax.core.leaves import from_host
 from replicax.core.mesh import DATA, FSDP, AnyMesh, Axis, by_rows, replicated, row_axis, shard_axis
 from replicax.core.partition import Rules, axes_of, check_rules, spec_by_rule
 from replicax.core.pipeline import SCHEDULES
@@ -164,11 +163,7 @@ def on_devices_of(leaf: Any, sharding: jax.sharding.Sharding) -> Any:
     """`leaf`, moved if it lives on other devices than those of `sharding`."""
     if not sharding.is_fully_addressable and getattr(leaf, "is_fully_addressable", True):
         # device_put would compare the whole array with every process's once more.
-        if is_random_key(leaf):
-            data = on_devices_of(numbers(leaf), sharding)
-            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-        host = np.asarray(leaf)
-        return jax.make_array_from_callback(host.shape, sharding, lambda part: host[part])
+        return from_host(leaf, sharding)
     if isinstance(leaf, jax.Array) and leaf.sharding.device_set != sharding.device_set:
         return jax.device_put(leaf, sharding)
     return leaf

@@ -1,12 +1,13 @@
 """Leaves of a pytree: by dtype, as the numbers they hold, and in a few characters."""
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 
 
 def is_random_key(leaf: Any) -> bool:
@@ -33,19 +34,45 @@ def by_dtype(function: Callable[[list[jax.Array]], list[jax.Array]], tree: Any) 
     return jax.tree.unflatten(structure, leaves)
 
 
+def from_host(leaf: Any, sharding: Sharding) -> jax.Array:
+    """Return an array, or random keys, placed by `sharding`; this process knows the whole."""
+    host = np.asarray(numbers(leaf))
+    placed = jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
+    if is_random_key(leaf):
+        placed = jax.random.wrap_key_data(placed, impl=jax.random.key_impl(leaf))
+    return placed
+
+
+def by_path(tree: Any) -> dict[str, Any]:
+    """Return the leaves of `tree` by path."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+
+
+def kind(leaf: Any) -> str:
+    """Return dtype and shape of an array, or of its `jax.ShapeDtypeStruct`."""
+    return f"{leaf.dtype}{list(leaf.shape)}"
+
+
 def shapes_by_path(tree: Any) -> dict[str, str]:
-    """Return dtype and shape of each array in `tree`, or of its `jax.ShapeDtypeStruct`, by path."""
-    return {
-        jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}"
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
+    """Return the kind of each array in `tree` by path."""
+    return {path: kind(leaf) for path, leaf in by_path(tree).items()}
+
+
+def changes(
+    before: Any, after: Any, kind: Callable[[Any], str] = kind
+) -> Iterator[tuple[str, str, str]]:
+    """Yield the path of each leaf that has another kind in two trees, and both kinds."""
+    was, now = ({p: kind(leaf) for p, leaf in by_path(tree).items()} for tree in (before, after))
+    for path in {**was, **now}:
+        if was.get(path) != now.get(path):
+            yield path, was.get(path, "not there"), now.get(path, "not there")
 
 
 def describe_leaves(data: Any) -> dict[str, str]:
     """Return dtype, shape and checksum of each array in `data`, by path."""
     described = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(data):
+    for path, leaf in by_path(data).items():
         array = np.ascontiguousarray(numbers(leaf))
-        kind, checksum = f"{array.dtype}{list(array.shape)}", zlib.crc32(array.tobytes())
-        described[jax.tree_util.keystr(path) or "data"] = f"{kind} {checksum:08x}"
+        described[path or "data"] = f"{kind(array)} {zlib.crc32(array.tobytes()):08x}"
     return described

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from replicax.core.batch import Batch
 from replicax.core.configuration import Configuration
 from replicax.core.equations import shapes_of
+from replicax.core.leaves import by_path
 from replicax.core.meetings import Meetings
 from replicax.core.mesh import split_dim
 from replicax.core.models.definition import PyTree
@@ -123,14 +124,12 @@ class MicroSharded:
         donated = [self._donate and n < of_state for n in range(len(leaves))]
         into: list[Own] = [0, *lies]
         parted = Parted(self._name, closed, into, out, self._meetings, [False, *donated])
-        for (path, _), wanted, own in zip(
-            jax.tree_util.tree_leaves_with_path(found), out, parted.out, strict=True
-        ):
+        for path, wanted, own in zip(by_path(found), out, parted.out, strict=True):
             if wanted is None and own is not None:
                 raise LossError(
-                    f"{jax.tree_util.keystr(path)} follows from rows in the step itself, and each "
-                    f"of {count} micro-shards has others: take rx.mean of them, rx.value_and_grad "
-                    "of a loss of them, or rx.gather them"
+                    f"{path} follows from rows in the step itself, and each of {count} micro-shards "
+                    "has others: take rx.mean of them, rx.value_and_grad of a loss of them, or "
+                    "rx.gather them"
                 )
         return _Compiled(self._meetings, parted, lies, out, jax.tree.structure(found))
 

@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from replicax.core.cut import Item, Segment, cut
 from replicax.core.equations import scan_counts, shapes_of, variables
-from replicax.core.leaves import is_random_key
+from replicax.core.leaves import from_host
 from replicax.core.meeting import gather_p, own, own_of, scanned, turned
 from replicax.core.meetings import Meetings, Parts, Sums
 from replicax.core.same_program import Own, SameProgram, sharding_of
@@ -89,14 +89,7 @@ class Parted:
 
     def placed(self, value: Any) -> jax.Array:
         """Return a constant as an array that all devices have alike."""
-        where = sharding_of(self.meetings.mesh, None)
-        if is_random_key(value):
-            data = self.placed(jax.random.key_data(value))
-            key: jax.Array = jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
-            return key
-        host = np.asarray(value)
-        placed: jax.Array = jax.make_array_from_callback(host.shape, where, host.__getitem__)
-        return placed
+        return from_host(value, sharding_of(self.meetings.mesh, None))
 
     def _lies(self, atom: Any) -> Own:
         return None if isinstance(atom, Literal) else self._cut.lie.get(atom)

@@ -5,9 +5,9 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 from jax.sharding import PartitionSpec
 
+from replicax.core.leaves import by_path
 from replicax.core.mesh import AnyMesh
 from replicax.errors import ConfigError
 
@@ -49,10 +49,7 @@ def spec_by_rule(
     Raises:
         ConfigError: a rule matches no parameter or cannot hold, or a parameter has no rule.
     """
-    shapes = {
-        jax.tree_util.keystr(keys): tuple(leaf.shape)
-        for keys, leaf in jax.tree_util.tree_leaves_with_path(params)
-    }
+    shapes = {path: tuple(leaf.shape) for path, leaf in by_path(params).items()}
     for regex, _ in rules:
         if not any(re.search(regex, path) for path in shapes):
             raise ConfigError(

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from replicax.core.layout import Layout
+from replicax.core.leaves import by_path
 from replicax.core.precision import Precision, as_precision
 from replicax.core.update import TrainState
 from replicax.errors import ConfigError, StateError
@@ -144,8 +145,8 @@ def check_state(state: TrainState, abstract: TrainState) -> None:
 
 def _difference(state: TrainState, abstract: TrainState) -> str:
     found, wanted = (
-        {jax.tree_util.keystr(path): getattr(leaf, "shape", ()) for path, leaf in leaves}
-        for leaves in map(jax.tree_util.tree_leaves_with_path, (state, abstract))
+        {path: getattr(leaf, "shape", ()) for path, leaf in by_path(tree).items()}
+        for tree in (state, abstract)
     )
     paths = [path for path in {**wanted, **found} if found.get(path) != wanted.get(path)]
     if not paths:  # two optimizers without arrays, say

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 from replicax.core.accumulate import cut, folded
 from replicax.core.batch import Batch
+from replicax.core.leaves import by_path
 from replicax.core.loss import WeightedSum
 from replicax.core.mesh import STAGE, AnyMesh, replica_count, row_axis
 from replicax.core.models.definition import PyTree, View
@@ -138,8 +139,7 @@ class Staged(Objective):
         Raises:
             ConfigError: there is none, or a parameter is split over `stage` in another way.
         """
-        leaves = jax.tree_util.tree_leaves_with_path(params)
-        paths = [jax.tree_util.keystr(path) for path, _ in leaves]
+        paths = list(by_path(params))
         specs = [sharding.spec for sharding in jax.tree.leaves(self.shardings)]
         found: dict[int, str] = {}
         for place, (path, spec) in enumerate(zip(paths, specs, strict=True)):
@@ -183,11 +183,12 @@ class Staged(Objective):
         structure: Any = jax.tree.structure(weighted)
         jaxpr = traced.jaxpr
         given, found = jaxpr.invars[len(jax.tree.leaves(params)) :], jaxpr.outvars
-        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(after)]
-        for path, old, new in zip(paths, given, found[structure.num_leaves :], strict=False):
+        for path, old, new in zip(
+            by_path(after), given, found[structure.num_leaves :], strict=False
+        ):
             if old is not new:
                 raise LossError(
-                    f"the model writes {jax.tree_util.keystr(path)} on {self.mesh.shape[STAGE]} "
+                    f"the model writes {path} on {self.mesh.shape[STAGE]} "
                     f"stages of {self.micro_batches} micro-batches; there it writes nothing: use "
                     "one stage, or what keeps no statistics, such as LayerNorm"
                 )

@@ -14,7 +14,7 @@ from replicax.core.leaves import shapes_by_path
 from replicax.core.loss import LOSS
 from replicax.core.models.definition import PyTree
 from replicax.core.objective import StepSums
-from replicax.core.skipping import unless
+from replicax.core.scaling import unless
 from replicax.core.update import Metrics, TrainState
 from replicax.errors import ConfigError
 

@@ -1,5 +1,6 @@
 """Bound Flax Linen modules: `module.bind(variables)` is the model."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -24,20 +25,14 @@ def split_linen(model: nn.Module) -> Parts:
     return LinenDefinition(module), variables.get(PARAMS, {}), extras
 
 
+@dataclasses.dataclass(frozen=True)
 class LinenDefinition:
     """An unbound Linen module."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, LinenDefinition) and self._module == other._module
-
-    def __hash__(self) -> int:
-        return hash(self._module)
+    module: nn.Module
 
     def merge(self, params: PyTree, extras: PyTree) -> Any:
-        return self._module.bind({PARAMS: params, **extras})
+        return self.module.bind({PARAMS: params, **extras})
 
     def apply(
         self, function: Callable[[Any], Any], params: PyTree, extras: PyTree, view: View
@@ -45,7 +40,7 @@ class LinenDefinition:
         # Linen draws every stream that is not named here from "params".
         rngs = {} if view.key is None else {PARAMS: view.key}
         mutable = [] if view.key is None else list(extras)
-        model = self._module.bind({PARAMS: params, **extras}, rngs=rngs, mutable=mutable)
+        model = self.module.bind({PARAMS: params, **extras}, rngs=rngs, mutable=mutable)
         synchronised: set[tuple[str, ...]] = set()
 
         def average_statistics(

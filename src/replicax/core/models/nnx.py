@@ -1,11 +1,13 @@
 """Flax NNX models: BatchNorm statistics and Dropout streams are extras."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from flax import nnx
 
+from replicax.core.leaves import by_path
 from replicax.core.mesh import Axis
 from replicax.core.models.definition import Parts, PyTree, View, changed_alone, is_trainable
 
@@ -21,37 +23,29 @@ def split_nnx(model: nnx.Module) -> Parts:
     return definition, nnx.to_pure_dict(params), nnx.to_pure_dict(extras)
 
 
+@dataclasses.dataclass(frozen=True)
 class NNXDefinition:
     """An NNX graph and the structures of its two states."""
 
-    def __init__(self, graphdef: Any, params: Any, extras: Any) -> None:
-        self._parts = (graphdef, params, extras)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, NNXDefinition) and self._parts == other._parts
-
-    def __hash__(self) -> int:
-        return hash(self._parts)
+    graphdef: Any
+    params: Any
+    extras: Any
 
     def paths_of(self, wanted: Any, params: PyTree) -> list[str]:
         """Return the paths of those `params` that an NNX filter picks."""
-        state = jax.tree.unflatten(self._parts[1], jax.tree.leaves(params))
-        picked = nnx.to_pure_dict(nnx.filter_state(state, wanted))
-        return [
-            jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(picked)
-        ]
+        state = jax.tree.unflatten(self.params, jax.tree.leaves(params))
+        return list(by_path(nnx.to_pure_dict(nnx.filter_state(state, wanted))))
 
     def merge(self, params: PyTree, extras: PyTree) -> Any:
-        graphdef, params_treedef, extras_treedef = self._parts
         return nnx.merge(
-            graphdef,
-            jax.tree.unflatten(params_treedef, jax.tree.leaves(params)),
-            jax.tree.unflatten(extras_treedef, jax.tree.leaves(extras)),
+            self.graphdef,
+            jax.tree.unflatten(self.params, jax.tree.leaves(params)),
+            jax.tree.unflatten(self.extras, jax.tree.leaves(extras)),
         )
 
     def write(self, model: nnx.Module, extras: PyTree) -> None:
         """Set `model`'s other arrays to `extras`."""
-        nnx.update(model, jax.tree.unflatten(self._parts[2], jax.tree.leaves(extras)))
+        nnx.update(model, jax.tree.unflatten(self.extras, jax.tree.leaves(extras)))
 
     def apply(
         self, function: Callable[[Any], Any], params: PyTree, extras: PyTree, view: View

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from replicax.core.leaves import is_random_key
+from replicax.core.leaves import changes, is_random_key, kind
 from replicax.core.models.definition import Parts, PyTree, View, is_array, is_trainable
 from replicax.core.models.stateful import Stateful, take_state, values_of
 from replicax.errors import StateError
@@ -17,7 +17,7 @@ class PytreeDefinition:
 
     def __init__(self, model: PyTree) -> None:
         leaves, self._structure = jax.tree.flatten(model)
-        self._kinds = kinds(model, self.kind)
+        self._trees = _trees(model, type(self))
         self.writes = isinstance(model, Stateful)
         self._static = [None if is_array(leaf) else leaf for leaf in leaves]
 
@@ -28,8 +28,8 @@ class PytreeDefinition:
         return hash(self._structure)
 
     @staticmethod
-    def kind(leaf: Any, written: bool) -> str:
-        """Return which of the two trees has `leaf`, or `static`."""
+    def tree_of(leaf: Any, written: bool) -> str:
+        """Return which tree has `leaf`, given whether it is in the state of a `Stateful`."""
         if is_trainable(leaf) and not written:
             return "params"
         return "extras" if is_array(leaf) else "static"
@@ -37,7 +37,7 @@ class PytreeDefinition:
     def merge(self, params: PyTree, extras: PyTree) -> Any:
         leaves = {"params": iter(jax.tree.leaves(params)), "extras": iter(jax.tree.leaves(extras))}
         leaves["static"] = (leaf for leaf in self._static if leaf is not None)
-        return jax.tree.unflatten(self._structure, [next(leaves[kind]) for kind in self._kinds])
+        return jax.tree.unflatten(self._structure, [next(leaves[tree]) for tree in self._trees])
 
     def apply(
         self, function: Callable[[Any], Any], params: PyTree, extras: PyTree, view: View
@@ -52,42 +52,40 @@ class PytreeDefinition:
         return model
 
 
-def split_pytree(model: PyTree, kind: type[PytreeDefinition] = PytreeDefinition) -> Parts:
-    """`split_model` for a plain pytree, with a definition of class `kind`."""
+def split_pytree(model: PyTree, into: type[PytreeDefinition] = PytreeDefinition) -> Parts:
+    """`split_model` for a plain pytree, with a definition of class `into`."""
     leaves, structure = jax.tree.flatten(model)
-    of_leaves = list(zip(leaves, kinds(model, kind.kind), strict=True))
+    of_leaves = list(zip(leaves, _trees(model, into), strict=True))
     params, extras = (
         jax.tree.unflatten(structure, [leaf if own == wanted else None for leaf, own in of_leaves])
         for wanted in ("params", "extras")
     )
-    return kind(model), params, extras if jax.tree.leaves(extras) else {}
+    return into(model), params, extras if jax.tree.leaves(extras) else {}
 
 
-def kinds(model: PyTree, kind: Callable[[Any, bool], str]) -> list[str]:
-    """Return the kind of each leaf, given whether it is in the state of a `Stateful`."""
+def _trees(model: PyTree, into: type[PytreeDefinition]) -> list[str]:
+    """Which tree each leaf is in."""
     model, state = (model.model, model.state) if isinstance(model, Stateful) else (model, ())
-    trained = [kind(leaf, False) for leaf in jax.tree.leaves(model)]
-    return trained + [kind(leaf, True) for leaf in jax.tree.leaves(state)]
+    trained = [into.tree_of(leaf, False) for leaf in jax.tree.leaves(model)]
+    return trained + [into.tree_of(leaf, True) for leaf in jax.tree.leaves(state)]
 
 
 class OwnState(PytreeDefinition):
     """The state of a step of one's own: all its arrays are `params`."""
 
     @staticmethod
-    def kind(leaf: Any, _written: bool) -> str:
+    def tree_of(leaf: Any, _written: bool) -> str:
         return "params" if is_array(leaf) else "static"
 
     def arrays(self, after: PyTree, before: PyTree) -> PyTree:
         """Return the arrays of the state that a step returned, in the dtypes of those before."""
         definition, params, _ = split_pytree(after, OwnState)
-        found, wanted = _described(definition.merge(params, {})), _described(self.merge(before, {}))
-        for path in {**wanted, **found}:
-            was, now = wanted.get(path, "not there"), found.get(path, "not there")
-            if was != now:
-                raise StateError(
-                    f"state{path} is {was} before the step and {now} after it; both are alike, and "
-                    "what changes is an array: return it as it was, begun by jnp.asarray"
-                )
+        states = self.merge(before, {}), definition.merge(params, {})
+        for path, was, now in changes(*states, lambda x: kind(x) if is_array(x) else repr(x)):
+            raise StateError(
+                f"state{path} is {was} before the step and {now} after it; both are alike, and "
+                "what changes is an array: return it as it was, begun by jnp.asarray"
+            )
         if definition != self:
             raise StateError(
                 "the state has other containers after the step than before; both are alike: "
@@ -96,12 +94,3 @@ class OwnState(PytreeDefinition):
         return jax.tree.map(
             lambda leaf: leaf if is_random_key(leaf) else jnp.asarray(leaf, leaf.dtype), params
         )
-
-
-def _described(state: PyTree) -> dict[str, str]:
-    return {
-        jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}"
-        if is_array(leaf)
-        else repr(leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
-    }

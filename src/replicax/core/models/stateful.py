@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from replicax.core.leaves import shapes_by_path
+from replicax.core.leaves import changes
 from replicax.core.models.definition import PyTree, View, is_array
 from replicax.errors import LossError
 
@@ -60,12 +60,9 @@ def take_state(returned: Any, extras: PyTree, view: View) -> PyTree:
             "step: return rx.Written(values, state)"
         )
     after = jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, returned.state)
-    found, wanted = map(shapes_by_path, (after, extras.state))
-    if found != wanted:
-        paths = [path for path in {**wanted, **found} if found.get(path) != wanted.get(path)]
+    for path, was, now in changes(extras.state, after):
         raise LossError(
-            f"state{paths[0]} was {wanted.get(paths[0], 'not there')} and is "
-            f"{found.get(paths[0], 'not there')}; the state that a loss writes has the arrays of "
+            f"state{path} was {was} and is {now}; the state that a loss writes has the arrays of "
             "the one before: return all of it, cast as it was"
         )
     leaves = [jnp.asarray(leaf, leaf.dtype) for leaf in jax.tree.leaves(after)]
