@@ -1,7 +1,6 @@
 """A function of a state and a batch, run by the same programs on any number of devices."""
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from replicax.core.batch import Batch
 from replicax.core.configuration import Configuration
 from replicax.core.equations import shapes_of
-from replicax.core.leaves import by_path
+from replicax.core.leaves import by_path, from_host
 from replicax.core.meetings import Meetings
 from replicax.core.mesh import split_dim
 from replicax.core.models.definition import PyTree
@@ -66,21 +65,11 @@ class MicroSharded:
         out: PyTree,
         donate: bool,
     ) -> None:
-        self._name, self._function, self._whole = name, function, whole
-        self._mesh, self._micro_shards, self._donate = mesh, config.micro_shards, donate
-        self._where, self._out = where, out
+        self.trace, self.lower = whole.trace, whole.lower
+        self._name, self._function, self._count = name, function, config.micro_shards
+        self._mesh, self._donate, self._where, self._out = mesh, donate, where, out
         self._meetings = Meetings(mesh, config.micro_shards // mesh.size, config.job.in_flight)
         self._compiled: dict[Any, _Compiled] = {}
-
-    def trace(self, state: TrainState, batch: Batch) -> jax.stages.Traced:
-        """Return the trace of the whole, as one program."""
-        traced: jax.stages.Traced = self._whole.trace(state, batch)
-        return traced
-
-    def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:
-        """Return the whole, lowered as one program."""
-        lowered: jax.stages.Lowered = self.trace(state, batch).lower()
-        return lowered
 
     def programs(self, state: TrainState, batch: Batch) -> list[SameProgram]:
         """Return the programs that compute it, in the order in which they run, compiled."""
@@ -97,41 +86,39 @@ class MicroSharded:
         leaves, structure = jax.tree.flatten((state, batch))  # an optimizer may widen its state
         key = structure, *((np.shape(leaf), _dtype(leaf)) for leaf in leaves)
         if key not in self._compiled:
-            self._compiled[key] = self._compile(state, batch)
+            shapes = [jax.ShapeDtypeStruct(*each) for each in key[1:]]
+            self._compiled[key] = self._compile(*jax.tree.unflatten(structure, shapes))
         return self._compiled[key]
 
     def _compile(self, state: TrainState, batch: Batch) -> "_Compiled":
-        count = self._micro_shards
+        """Trace the function on one micro-shard, and compile what the trace is cut into."""
+        count, number = self._count, jax.ShapeDtypeStruct((), np.int32)
         shardings = (self._where, jax.tree.broadcast(batch_shardings(self._mesh), batch))
-        lies = [split_dim(each) for each in jax.tree.leaves(shardings)]
+        into = [split_dim(each) for each in jax.tree.leaves(shardings)]
         leaves, structure = jax.tree.flatten((state, batch))
-        piece = Piece(None, count)
         shapes = [
-            jax.ShapeDtypeStruct(piece.shape(np.shape(leaf), own), _dtype(leaf))
-            for leaf, own in zip(leaves, lies, strict=True)
+            jax.ShapeDtypeStruct(Piece(None, count).shape(leaf.shape, own), leaf.dtype)
+            for leaf, own in zip(leaves, into, strict=True)
         ]
 
         def traced(number: jax.Array, *arrays: jax.Array) -> Any:
             state, batch = jax.tree.unflatten(structure, arrays)
             return self._function(state, batch, Piece(number, count))
 
-        number = jax.ShapeDtypeStruct((), np.int32)
         closed, found = jax.make_jaxpr(traced, return_shape=True)(number, *shapes)
-        closed = _each_once(closed)
-        results = jax.tree.leaves(jax.tree.broadcast(self._out, found))
-        out = [split_dim(each) for each in results]
+        out = [split_dim(each) for each in jax.tree.leaves(jax.tree.broadcast(self._out, found))]
         of_state = len(jax.tree.leaves(state))
-        donated = [self._donate and n < of_state for n in range(len(leaves))]
-        into: list[Own] = [0, *lies]
-        parted = Parted(self._name, closed, into, out, self._meetings, [False, *donated])
+        donated = [False, *(self._donate and n < of_state for n in range(len(leaves)))]
+        each_once = _each_once(closed)
+        parted = Parted(self._name, each_once, [0, *into], out, self._meetings, donated)
         for path, wanted, own in zip(by_path(found), out, parted.out, strict=True):
             if wanted is None and own is not None:
                 raise LossError(
-                    f"{path} follows from rows in the step itself, and each of {count} micro-shards "
-                    "has others: take rx.mean of them, rx.value_and_grad of a loss of them, or "
-                    "rx.gather them"
+                    f"{path} follows from rows in the step itself, and each of {count} "
+                    "micro-shards has others: take rx.mean of them, rx.value_and_grad of a loss of "
+                    "them, or rx.gather them"
                 )
-        return _Compiled(self._meetings, parted, lies, out, jax.tree.structure(found))
+        return _Compiled(parted, into, out, jax.tree.structure(found))
 
 
 def _each_once(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -152,45 +139,26 @@ class _Compiled:
     """The programs for batches of one size, on arrays that lie as the layout has them."""
 
     def __init__(
-        self,
-        meetings: Meetings,
-        parted: Parted,
-        into: Sequence[Own],
-        out: Sequence[Own],
-        structure: Any,
+        self, parted: Parted, into: Sequence[Own], out: Sequence[Own], structure: Any
     ) -> None:
-        self.parted, self._meetings, self._structure = parted, meetings, structure
+        self.parted, self._structure, meetings = parted, structure, parted.meetings
         self._where = [sharding_of(meetings.mesh, own) for own in into]
-        self._split = [n for n, own in enumerate(into) if own is not None]
+        self._cut = meetings.cut(into)
         self._pieces = [n for n, own in enumerate(out) if own is not None]
-        self._cut = meetings.cut([into[n] for n in self._split])
         self._paste = meetings.pasted([own for own in out if own is not None])
+        firsts = np.arange(meetings.mesh.size, dtype=np.int32) * meetings.shares
+        where = sharding_of(meetings.mesh, 0)
+        self._numbers = [from_host(firsts + n, where) for n in range(meetings.shares)]
 
     def __call__(self, state: TrainState, batch: Batch) -> Any:
-        values: list[Any] = [
-            _placed(leaf, where)
-            for leaf, where in zip(jax.tree.leaves((state, batch)), self._where, strict=True)
-        ]
-        cut = self._cut([values[n] for n in self._split])
-        for n, parts in zip(self._split, cut, strict=True):
-            values[n] = parts
+        leaves = zip(jax.tree.leaves((state, batch)), self._where, strict=True)
+        values = self._cut([_placed(leaf, where) for leaf, where in leaves])
         found = self.parted([self._numbers, *values])
         if self._pieces:
             whole = self._paste([found[n] for n in self._pieces])
             for n, array in zip(self._pieces, whole, strict=True):
                 found[n] = array
         return jax.tree.unflatten(self._structure, found)
-
-    @cached_property
-    def _numbers(self) -> list[jax.Array]:
-        """The number of each micro-shard."""
-        shares, mesh = self._meetings.shares, self._meetings.mesh
-        firsts = np.arange(mesh.size, dtype=np.int32) * shares
-        where = sharding_of(mesh, 0)
-        return [
-            jax.make_array_from_callback(firsts.shape, where, (firsts + n).__getitem__)
-            for n in range(shares)
-        ]
 
 
 def _dtype(leaf: Any) -> Any:
