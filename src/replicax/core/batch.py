@@ -1,7 +1,7 @@
 """A batch of fixed size: the user's rows, which of them are real, and where they lie."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -78,7 +78,8 @@ class Batch:
 
     def apart(self) -> "Batch":
         """Return the batch with the values of its `Shared`, as they are, in `shared`."""
-        values = tuple(node.value for node in _shared_nodes(self.data))
+        nodes = jax.tree.leaves(self.data, is_leaf=_is_shared)
+        values = tuple(node.value for node in nodes if _is_shared(node))
         return self._with_values([None] * len(values), values)
 
     def whole(self) -> "Batch":
@@ -89,11 +90,7 @@ class Batch:
         if not values:
             return self
         each = iter(values)
-        data = jax.tree.map(
-            lambda node: Shared(next(each)) if isinstance(node, Shared) else node,
-            self.data,
-            is_leaf=lambda node: isinstance(node, Shared),
-        )
+        data = _map_shared(lambda _: Shared(next(each)), self.data)
         return dataclasses.replace(self, data=data, shared=shared)
 
     @property
@@ -109,16 +106,17 @@ register_dataclass(
 
 def unshared(data: PyTree) -> PyTree:
     """Return `data` with the value of each `Shared` in its place."""
+    return _map_shared(lambda shared: shared.value, data)
+
+
+def _map_shared(function: Callable[[Shared], Any], data: PyTree) -> PyTree:
     return jax.tree.map(
-        lambda node: node.value if isinstance(node, Shared) else node,
-        data,
-        is_leaf=lambda node: isinstance(node, Shared),
+        lambda node: function(node) if _is_shared(node) else node, data, is_leaf=_is_shared
     )
 
 
-def _shared_nodes(data: PyTree) -> list[Shared]:
-    nodes = jax.tree.leaves(data, is_leaf=lambda node: isinstance(node, Shared))
-    return [node for node in nodes if isinstance(node, Shared)]
+def _is_shared(node: Any) -> bool:
+    return isinstance(node, Shared)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,12 +14,12 @@ from replicax.core.feed import Split
 from replicax.core.job import Alone, Job
 from replicax.core.layout import Layout, as_layout, check_axes
 from replicax.core.mesh import STAGE, AnyMesh, check_mesh, check_processes, make_mesh, replica_count
-from replicax.core.models.definition import Definition, Parts, PyTree
+from replicax.core.models.definition import Parts
 from replicax.core.models.pytree import OwnState, split_pytree
 from replicax.core.models.split import split_model
 from replicax.core.modes import Mode, as_mode
 from replicax.core.objective import LossFunction
-from replicax.core.optimizer import Trainable, Updater, updater
+from replicax.core.optimizer import Trainable
 from replicax.core.own import StepFunction
 from replicax.core.partition import Rules
 from replicax.core.precision import Precision, as_precision
@@ -85,10 +85,6 @@ class Configuration:
     def accumulator(self, mesh: AnyMesh) -> Accumulator:
         """Return what adds up a replica's micro-batches on `mesh`."""
         return self.mode.accumulator(self.accumulate, self.micro_shards, mesh, self.reduction)
-
-    def updater(self, definition: Definition, params: PyTree) -> Updater:
-        """Return what updates a model's parameters, arrays or their shapes."""
-        return updater(self.optimizer, self.trainable, self.ema, definition, params)
 
     @property
     def placing(self) -> Layout:

@@ -98,8 +98,8 @@ class FixedTree:
             each, after = together(jnp.arange(own))
             local, floats = self._tree_sum(lambda n: jax.tree.map(lambda x: x[n], each), 0, own)
             extras = jax.tree.map(lambda leaf: leaf[0], after)
-        plain = Wire("float32")
-        return local, _after(extras, plain.in_order(floats, axis), self.micro_shards)
+        floats = Wire("float32").add(floats, axis, ordered=True)
+        return local, _after(extras, floats, self.micro_shards)
 
     def replica_key(self, key: jax.Array, _axis: Axis) -> jax.Array:
         """Return the step's own: no bit depends on how many replicas there are."""

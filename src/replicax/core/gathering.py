@@ -10,7 +10,7 @@ import collections
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from replicax.core.equations import CALLS, REMATS, bind, called, evaluate, scan_counts, variables
 from replicax.core.models.definition import PyTree
 from replicax.core.precision import Precision, to_sum
+
+Result = TypeVar("Result")
 
 _LOOPS = {"scan", "while", "cond"}
 _MOVES = {"transpose", "reshape", "broadcast_in_dim", "convert_element_type", "squeeze", "copy"}
@@ -68,8 +70,8 @@ class Gathering:
     """Whether one replica's parts are in view."""
 
     def __call__(
-        self, function: Callable[[PyTree], PyTree], params: PyTree, precision: Precision
-    ) -> PyTree:
+        self, function: Callable[[PyTree], Result], params: PyTree, precision: Precision
+    ) -> Result:
         """Return `function` of the whole parameters in the dtype of `precision`.
 
         They are cast before the all-gather, and their gradients after the reduce-scatter.
@@ -82,7 +84,8 @@ class Gathering:
             jax.tree.unflatten(structure, whole)
         )
         found = _evaluate(closed, inputs, in_loop=False)
-        return jax.tree.unflatten(jax.tree.structure(shapes), found)
+        result: Result = jax.tree.unflatten(jax.tree.structure(shapes), found)
+        return result
 
     def _input(self, leaf: jax.Array, sharding: NamedSharding, precision: Precision) -> Any:
         if self.axis not in sharding.spec:

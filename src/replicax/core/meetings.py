@@ -157,12 +157,12 @@ class Sums:
         for n, leaf in enumerate(local):
             if dims[n] is None:
                 (sent if self._sent[n] else others)[n] = leaf
-        whole = self._wire.in_order(StepSums(sent, others), axis)  # type: ignore[arg-type]
+        whole = self._wire.add(StepSums(sent, others), axis, ordered=True)  # type: ignore[arg-type]
         found: dict[int, Any] = {**whole.gradient, **whole.weighted}
         for n, dim in enumerate(dims):
             if dim is not None:
                 wire = self._wire if self._sent[n] else _PLAIN
-                found[n] = wire.scatter_in_order(local[n], axis, dim)
+                found[n] = wire.scatter(local[n], axis, dim, ordered=True)
         return [found[n] for n in range(len(dims))]
 
     def _add(self, left: list[jax.Array], right: list[jax.Array]) -> list[jax.Array]:

@@ -153,12 +153,12 @@ def of_each_replica(reduction: Reduction, parts: Parts | None = None) -> Reduce:
 def in_order(reduction: Reduction, parts: Parts | None = None) -> Reduce:
     """Return the reduction of mode `exact`."""
     assert isinstance(reduction, Wire)
-    if parts is None:
-        return lambda sums, carried, axis: (reduction.in_order(sums, axis), carried)
+    add, scatter = partial(reduction.add, ordered=True), partial(reduction.scatter, ordered=True)
 
     def reduce(sums: StepSums, carried: PyTree, axis: Axis | None) -> tuple[StepSums, PyTree]:
         assert axis is not None
-        return parts.reduce(sums, axis, reduction.in_order, reduction.scatter_in_order), carried
+        total = add(sums, axis) if parts is None else parts.reduce(sums, axis, add, scatter)
+        return total, carried
 
     return reduce
 

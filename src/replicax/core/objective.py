@@ -58,36 +58,30 @@ class Objective:
         self, params: PyTree, extras: PyTree, batch: Batch, view: View
     ) -> tuple[dict[str, WeightedSum], PyTree]:
         """Return the sums of loss and metrics over the rows of `batch`, and the extras after it."""
-
-        def of_whole(params: PyTree) -> tuple[dict[str, WeightedSum], PyTree]:
-            returned, after = self._returned(params, extras, batch, view)
-            return sums(returned, batch.mask), after
-
-        found: tuple[dict[str, WeightedSum], PyTree] = self._with_whole(of_whole, params)
-        return found
+        return self._called(lambda found: sums(found, batch.mask), params, extras, batch, view)
 
     def returned(
         self, params: PyTree, extras: PyTree, batch: Batch, view: View
     ) -> tuple[Any, PyTree]:
         """Return what the loss returns for the rows of `batch`, and the extras after it."""
-        function = partial(self._returned, extras=extras, batch=batch, view=view)
-        found: tuple[Any, PyTree] = self._with_whole(function, params)
-        return found
+        return self._called(lambda found: found, params, extras, batch, view)
 
-    def _with_whole(self, function: Callable[[PyTree], Any], params: PyTree) -> Any:
-        """`function` of the whole parameters, in the dtype of the policy."""
-        if self.gathering is None:
-            return function(self.precision.to_compute(params))
-        return self.gathering(function, params, self.precision)
-
-    def _returned(
-        self, params: PyTree, extras: PyTree, batch: Batch, view: View
+    def _called(
+        self, then: Callable[[Any], Any], params: PyTree, extras: PyTree, batch: Batch, view: View
     ) -> tuple[Any, PyTree]:
-        data = self.precision.to_compute(unshared(batch.whole().data))
-        with inside(batch.mask, view):
-            return self.definition.apply(
-                lambda model: call(self.loss, model, data, view.key), params, extras, view
-            )
+        """`then` of what the loss returns, and the extras after it."""
+
+        def of_whole(params: PyTree) -> tuple[Any, PyTree]:
+            data = self.precision.to_compute(unshared(batch.whole().data))
+            with inside(batch.mask, view):
+                returned, after = self.definition.apply(
+                    lambda model: call(self.loss, model, data, view.key), params, extras, view
+                )
+            return then(returned), after
+
+        if self.gathering is None:
+            return of_whole(self.precision.to_compute(params))
+        return self.gathering(of_whole, params, self.precision)
 
     def step_sums(
         self, params: PyTree, extras: PyTree, batch: Batch, view: View

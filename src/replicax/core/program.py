@@ -21,6 +21,7 @@ from replicax.core.models.pytree import OwnState
 from replicax.core.modes import batch_shardings, lift
 from replicax.core.objective import LossFunction, only_read
 from replicax.core.optimizer import Updater
+from replicax.core.optimizer import updater as updater_of
 from replicax.core.own import keep, own_update
 from replicax.core.reduction import REDUCTIONS
 from replicax.core.refused import check_kind, check_loss, check_outside_jit
@@ -221,7 +222,8 @@ def program_of(
         shapes = jax.eval_shape(lambda state: state, model)
     else:
         definition, params, extras = model
-        updater = configuration.updater(definition, params)
+        config = configuration
+        updater = updater_of(config.optimizer, config.trainable, config.ema, definition, params)
         create = partial(_create_state, configuration, mesh, updater)
         shapes = jax.eval_shape(create, params, extras, np.uint32(0))
     if known is not None and definition != known.definition:

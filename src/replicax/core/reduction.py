@@ -118,28 +118,29 @@ class Wire:
     def __call__(self, sums: StepSums, state: PyTree, axis: Axis) -> tuple[StepSums, PyTree]:
         return self.add(sums, axis), state
 
-    def add(self, sums: StepSums, axis: Axis) -> StepSums:
-        """Return the sums over all replicas along `axis`."""
-        if self.dtype is None:
-            total: StepSums = all_reduce(sums, axis)
-            return total
-        gradient = self._add_in_parts(sums.gradient, axis, ordered=False)
-        return StepSums(gradient, all_reduce(sums.weighted, axis))
+    def add(self, sums: PyTree, axis: Axis | None, ordered: bool = False) -> PyTree:
+        """Return the sums over all replicas along `axis`.
 
-    def scatter(self, leaf: jax.Array, axis: Axis, dim: int) -> jax.Array:
-        """Return this replica's part of `dim` of the sum over all replicas."""
-        if self.dtype is None:
+        Those that are `ordered` are added by a binary tree, each node of which is rounded, so that
+        the bits do not depend on where it is cut; the replicas are then a power of 2.
+        """
+        plain = REDUCTIONS["float32"]
+        if axis is None or (ordered and lax.axis_size(axis) == 1):
+            return sums
+        if not ordered and self.dtype is None:
+            return all_reduce(sums, axis)
+        if self.dtype is None or not isinstance(sums, StepSums):
+            return plain._add_in_parts(sums, axis, ordered)
+        gradient = self._add_in_parts(sums.gradient, axis, ordered)
+        return StepSums(gradient, plain.add(sums.weighted, axis, ordered))
+
+    def scatter(self, leaf: jax.Array, axis: Axis, dim: int, ordered: bool = False) -> jax.Array:
+        """Return this replica's part of `dim` of the sum, added as `add` does."""
+        if not ordered and self.dtype is None:
             part: jax.Array = lax.psum_scatter(leaf, axis, scatter_dimension=dim, tiled=True)
             return part
-        return self.scatter_in_order(leaf, axis, dim, ordered=False)
-
-    def scatter_in_order(
-        self, leaf: jax.Array, axis: Axis, dim: int, ordered: bool = True
-    ) -> jax.Array:
-        """Return this replica's part of `dim` of the sum, added as `in_order` adds."""
         front = jnp.moveaxis(leaf, dim, 0)
-        parts = front.reshape(lax.axis_size(axis), -1)
-        total = self._own_part(parts, axis, ordered)
+        total = self._own_part(front.reshape(lax.axis_size(axis), -1), axis, ordered)
         return jnp.moveaxis(total.reshape(-1, *front.shape[1:]), 0, dim)
 
     def error(self, roundings: int = 2) -> float:
@@ -156,18 +157,6 @@ class Wire:
         if not isinstance(sums, StepSums):
             return sums
         return dataclasses.replace(sums, gradient=jax.tree.map(self.round, sums.gradient))
-
-    def in_order(self, sums: PyTree, axis: Axis | None) -> PyTree:
-        """Return the sums over all replicas, added by a binary tree; their number is a power of 2.
-
-        Every node of the tree is rounded, so that the bits do not depend on where it is cut.
-        """
-        if axis is None or lax.axis_size(axis) == 1:
-            return sums
-        if self.dtype is None or not isinstance(sums, StepSums):
-            return REDUCTIONS["float32"]._add_in_parts(sums, axis, ordered=True)
-        gradient = self._add_in_parts(sums.gradient, axis, ordered=True)
-        return StepSums(gradient, self.in_order(sums.weighted, axis))
 
     def _add_in_parts(self, sums: PyTree, axis: Axis, ordered: bool) -> PyTree:
         """The sums of all replicas. Each replica adds one part of a vector, of which all send it

@@ -56,7 +56,10 @@ class SameProgram:
         self.name, self._mesh = name, mesh
         run = jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))
         avals: list[Any] = [var.aval for var in jaxpr.invars]
-        shapes = [_boundary_shape(*pair) for pair in zip(avals, into, strict=True)]
+        shapes = [
+            jax.ShapeDtypeStruct(aval.shape or (1,) * (own is not None), aval.dtype)
+            for aval, own in zip(avals, into, strict=True)
+        ]
 
         def local(*arrays: jax.Array) -> list[jax.Array]:
             inside = [a.reshape(aval.shape) for a, aval in zip(arrays, avals, strict=True)]
@@ -114,10 +117,14 @@ class SameProgram:
             chosen["host_callbacks"],
             device_list,
         )
+        count = devices.size
         results = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in lowered.out_info]
         avals = [
             [
-                jax.core.ShapedArray(_global_shape(leaf.shape, own, devices.size), leaf.dtype)
+                jax.core.ShapedArray(
+                    tuple(n * count if dim == own else n for dim, n in enumerate(leaf.shape)),
+                    leaf.dtype,
+                )
                 for leaf, own in zip(leaves, lie, strict=True)
             ]
             for leaves, lie in ((shapes, into), (results, out))
@@ -146,12 +153,3 @@ class SameProgram:
             pgle_profiler=None,
         )
         return loaded.load()
-
-
-def _boundary_shape(aval: Any, own: Own) -> jax.ShapeDtypeStruct:
-    shape = (1,) if own is not None and not aval.shape else aval.shape
-    return jax.ShapeDtypeStruct(shape, aval.dtype)
-
-
-def _global_shape(shape: tuple[int, ...], own: Own, devices: int) -> tuple[int, ...]:
-    return tuple(size * devices if dim == own else size for dim, size in enumerate(shape))
