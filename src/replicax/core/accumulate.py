@@ -61,15 +61,14 @@ class Sequential:
     ) -> tuple[PyTree, PyTree]:
         if key is not None and axis is not None:
             key = self.replica_key(key, axis)
-        if self.parts == 1:
-            view = View(folded(key, 0), axis, step=state.step, scale=scale_of(state))
-            return part(state.params, state.extras, batch, view)
+        some, scale = self.parts > 1, scale_of(state)
 
-        def one(extras: PyTree, number: jax.Array, rows: Batch) -> tuple[PyTree, PyTree]:
-            own = folded(key, number)
-            view = View(own, axis, part=True, step=state.step, scale=scale_of(state))
+        def one(extras: PyTree, number: Any, rows: Batch) -> tuple[PyTree, PyTree]:
+            view = View(folded(key, number), axis, part=some, step=state.step, scale=scale)
             return part(state.params, extras, rows, view)
 
+        if not some:
+            return one(state.extras, 0, batch)
         parts = jax.tree.map(partial(cut, parts=self.parts), batch)
         return add_in_turn(one, state.extras, parts, self.parts)
 

@@ -1,7 +1,7 @@
 """Leaves of a pytree: by dtype, as the numbers they hold, and in a few characters."""
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -32,6 +32,18 @@ def by_dtype(function: Callable[[list[jax.Array]], list[jax.Array]], tree: Any) 
         for place, leaf in zip(places, changed, strict=True):
             leaves[place] = leaf
     return jax.tree.unflatten(structure, leaves)
+
+
+def divided(values: Iterable[Any], flags: Sequence[bool]) -> tuple[list[Any], list[Any]]:
+    """Return those of `values` that have a flag, and the others."""
+    pairs = list(zip(values, flags, strict=True))
+    return [value for value, flag in pairs if flag], [value for value, flag in pairs if not flag]
+
+
+def merged(flagged: Iterable[Any], others: Iterable[Any], flags: Sequence[bool]) -> list[Any]:
+    """Return what `divided` has divided."""
+    sides = iter(others), iter(flagged)
+    return [next(sides[flag]) for flag in flags]
 
 
 def from_host(leaf: Any, sharding: Sharding) -> jax.Array:

@@ -189,8 +189,8 @@ class Totals:
         if not self._sums:
             raise ConfigError("evaluate was given 0 batches; give at least 1")
         rows = int(self._sums.pop("rows")[0])
-        pairs = {name: tuple(map(float, pair)) for name, pair in self._sums.items()}
         means = {
-            name: total / weight if weight else math.nan for name, (total, weight) in pairs.items()
+            name: float(total / weight) if weight else math.nan
+            for name, (total, weight) in self._sums.items()
         }
         return {**means, "rows": rows}

@@ -24,19 +24,16 @@ def axes_of(spec: PartitionSpec) -> list[str]:
 def check_rules(rules: Rules) -> tuple[tuple[str, PartitionSpec], ...]:
     """Return `rules`, or raise `ConfigError` where one is no pair of a regex and a spec."""
     for rule in rules:
-        _check_rule(rule)
+        if not (isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[1], PartitionSpec)):
+            raise ConfigError(
+                f"the layout rule {rule!r} is no pair (path regex, PartitionSpec); write it as one"
+            )
+        try:
+            re.compile(rule[0])
+        except (re.error, TypeError) as error:
+            what = f"the layout rule {rule[0]!r} is no regex ({error})"
+            raise ConfigError(f"{what}: fix it") from error
     return tuple(rules)
-
-
-def _check_rule(rule: Any) -> None:
-    if not (isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[1], PartitionSpec)):
-        raise ConfigError(
-            f"the layout rule {rule!r} is no pair (path regex, PartitionSpec); write it as one"
-        )
-    try:
-        re.compile(rule[0])
-    except (re.error, TypeError) as error:
-        raise ConfigError(f"the layout rule {rule[0]!r} is no regex ({error}): fix it") from error
 
 
 def spec_by_rule(

@@ -13,7 +13,7 @@ from jax import lax
 from replicax.core.accumulate import folded, zeros_like
 from replicax.core.batch import Batch
 from replicax.core.equations import only
-from replicax.core.leaves import is_random_key, numbers
+from replicax.core.leaves import divided, is_random_key, merged, numbers
 from replicax.core.loss import WeightedSum
 from replicax.core.mesh import STAGE
 from replicax.core.models.definition import PyTree, View
@@ -86,11 +86,13 @@ class Stage:
         wanted = only_read(self.params, read)
         whole = partial(restored, params=self.params, read=read)
 
+        together = partial(merged, flags=self._floating)
+
         def layers(wanted: PyTree, given: tuple[Arrays, jax.Array]) -> tuple[Arrays, Arrays]:
-            return self._apart(self.own_layers(whole(wanted), *given))
+            return divided(self.own_layers(whole(wanted), *given), self._floating)
 
         def loss(wanted: PyTree, floats: Arrays, others: Arrays, number: jax.Array) -> Any:
-            weighted = self.rest(whole(wanted), self._together(floats, others), number)
+            weighted = self.rest(whole(wanted), together(floats, others), number)
             return differentiated(weighted, self.view), weighted
 
         later = Later(layers, wanted, (self._no_carry, jnp.int32(0)))
@@ -103,7 +105,7 @@ class Stage:
 
             def forward() -> tuple[Arrays, Any]:
                 (floats, others), kept = later.forward(wanted, (received, number))
-                return self._together(floats, others), (floats, others, kept)
+                return together(floats, others), (floats, others, kept)
 
             def backward() -> tuple[Arrays, StepSums]:
                 floats, others, kept = _slot(ring, back % slots)
@@ -116,7 +118,8 @@ class Stage:
 
                 own, total = lax.cond(self._is_last, at_the_end, lambda: (cotangent, sums))
                 gradient, (by_carry, _) = later.backward(wanted, kept, own)
-                return self._apart(by_carry)[0], _add(total, _as_sums(gradient, self._no_sums))
+                before, _ = divided(by_carry, self._floating)
+                return before, _add(total, _as_sums(gradient, self._no_sums))
 
             idle = partial(_slot, ring, number % slots)
             sent, kept = lax.cond(self._has(number), forward, lambda: (received, idle()))
@@ -127,7 +130,7 @@ class Stage:
             cotangent, sums = lax.cond(self._has(back), backward, lambda: (cotangent, sums))
             return (self._shift(sent, 1), self._shift(cotangent, -1), ring, sums), None
 
-        floats, others = self._apart(self._no_carry)
+        floats, others = divided(self._no_carry, self._floating)
         kept = jax.eval_shape(later.forward, wanted, (self._no_carry, jnp.int32(0)))[1]
         ring = jax.tree.map(
             lambda leaf: jnp.zeros((slots, *leaf.shape), leaf.dtype), (floats, others, kept)
@@ -182,18 +185,8 @@ class Stage:
 
     @cached_property
     def _floating(self) -> list[bool]:
+        """Which arrays of a carry are floats; others have no gradient."""
         return [bool(jnp.issubdtype(leaf.dtype, jnp.inexact)) for leaf in self.parts.carried]
-
-    def _apart(self, carry: Arrays) -> tuple[Arrays, Arrays]:
-        """The floats of `carry`, and its other arrays, which have no gradient."""
-        pairs = list(zip(carry, self._floating, strict=True))
-        return [leaf for leaf, is_float in pairs if is_float], [
-            leaf for leaf, is_float in pairs if not is_float
-        ]
-
-    def _together(self, floats: Arrays, others: Arrays) -> Arrays:
-        left, right = iter(floats), iter(others)
-        return [next(left if is_float else right) for is_float in self._floating]
 
 
 def _as_sums(gradient: PyTree, weighted: Sums) -> StepSums:
@@ -258,11 +251,11 @@ class Later:
 
     def backward(self, wanted: PyTree, kept: Arrays, cotangents: Any) -> tuple[PyTree, Any]:
         """Return the cotangents of `wanted` and `given`, from those of `outputs`."""
-        restored = iter(
+        restored = (
             leaf if impl is None else jax.random.wrap_key_data(leaf, impl=impl)
             for leaf, impl in zip(kept, self._keys, strict=True)
         )
-        again = iter(self._again(*compress(jax.tree.leaves(wanted), self._reads_again)))
-        leaves = [next(restored if changes else again) for changes in self._changes]
+        again = self._again(*compress(jax.tree.leaves(wanted), self._reads_again))
+        leaves = merged(restored, again, self._changes)
         found: tuple[PyTree, Any] = jax.tree.unflatten(self._vjp, leaves)(cotangents)
         return found

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
-from replicax.core.leaves import by_dtype
+from replicax.core.leaves import by_dtype, divided, merged
 from replicax.core.mesh import DATA, FSDP, AnyMesh, Axis, shard_axis, split_dim
 from replicax.core.objective import StepSums
 from replicax.errors import choose
@@ -44,17 +44,16 @@ class Parts:
         part of one leaf's sum along `self.axis`.
         """
         leaves, structure = jax.tree.flatten(sums.gradient)
-        places = list(enumerate(self.dims))
-        parts = {n: leaves[n] for n, dim in places if dim is not None}
+        is_split = [dim is not None for dim in self.dims]
+        parts, rest = divided(leaves, is_split)
         if not self.summed:
-            parts = {n: scatter(leaf, self.axis, self.dims[n] or 0) for n, leaf in parts.items()}
+            dims = (dim for dim in self.dims if dim is not None)
+            parts = [scatter(leaf, self.axis, dim) for leaf, dim in zip(parts, dims, strict=True)]
         if self.others:
             parts = add(StepSums(parts, {}), self.others).gradient
-        rest = {n: leaves[n] for n, dim in places if dim is None}
         whole = add(StepSums(rest, sums.weighted), axis)
-        found = {**parts, **whole.gradient}
-        gradient = jax.tree.unflatten(structure, [found[n] for n, _ in places])
-        return StepSums(gradient, whole.weighted)
+        gradient = merged(parts, whole.gradient, is_split)
+        return StepSums(jax.tree.unflatten(structure, gradient), whole.weighted)
 
     def of_total(self, total: StepSums) -> StepSums:
         """Return `total`, which every replica has, with this one's part of what is split."""

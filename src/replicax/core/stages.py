@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from replicax.core.accumulate import cut, folded
 from replicax.core.batch import Batch
-from replicax.core.leaves import by_path
+from replicax.core.leaves import by_path, divided, merged
 from replicax.core.loss import WeightedSum
 from replicax.core.mesh import STAGE, AnyMesh, replica_count, row_axis
 from replicax.core.models.definition import PyTree, View
@@ -68,14 +68,10 @@ class Staged(Objective):
         """All-reduce gradients of layers over the replicas, all other sums over the stages too."""
         leaves, tree = jax.tree.flatten(sums.gradient)
         layers = [spec == _LAYERS for spec in jax.tree.leaves(only_read(self._specs, self.read))]
-        pairs = list(zip(leaves, layers, strict=True))
-        own = iter(all_reduce([leaf for leaf, is_own in pairs if is_own], row_axis(self.mesh)))
-        rest, weighted = all_reduce(
-            ([leaf for leaf, is_own in pairs if not is_own], sums.weighted), self._everyone
-        )
-        shared = iter(rest)
-        total = [next(own if is_own else shared) for is_own in layers]
-        return StepSums(jax.tree.unflatten(tree, total), weighted)
+        own, shared = divided(leaves, layers)
+        own = all_reduce(own, row_axis(self.mesh))
+        shared, weighted = all_reduce((shared, sums.weighted), self._everyone)
+        return StepSums(jax.tree.unflatten(tree, merged(own, shared, layers)), weighted)
 
     @property
     def _everyone(self) -> tuple[str, ...]:
