@@ -9,7 +9,6 @@ import optax
 from jax.sharding import Mesh
 
 from replicax.core.accumulate import Accumulator, Apply
-from replicax.core.average import check_decay
 from replicax.core.feed import Split
 from replicax.core.job import Alone, Job
 from replicax.core.layout import Layout, as_layout, check_axes
@@ -19,7 +18,7 @@ from replicax.core.models.pytree import OwnState, split_pytree
 from replicax.core.models.split import split_model
 from replicax.core.modes import Mode, as_mode
 from replicax.core.objective import LossFunction
-from replicax.core.optimizer import Trainable
+from replicax.core.optimizer import Trainable, check_decay
 from replicax.core.own import StepFunction
 from replicax.core.partition import Rules
 from replicax.core.precision import Precision, as_precision

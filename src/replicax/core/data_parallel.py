@@ -64,7 +64,7 @@ class DataParallel(Configured):
         reduction: how the replicas' sums are added in the per-replica modes: `float32`, `bfloat16`
             (half the bytes), or one's own; see `replicax.core.reduction.Reduction`.
         trainable: which parameters train, all by default; see `replicax.core.optimizer.Trainable`.
-        ema: decay of a moving average of the parameters; see `replicax.core.average.averaging`.
+        ema: decay of a moving average of the parameters; see `replicax.core.optimizer.averaging`.
         donate: whether `step` reuses the memory of the state it is given, which is then gone.
         compiler_options: XLA's, by name, for the step. By default none, but on several GPUs
             what lets reductions run beside the computation.

@@ -190,7 +190,7 @@ class Totals:
             raise ConfigError("evaluate was given 0 batches; give at least 1")
         rows = int(self._sums.pop("rows")[0])
         means = {
-            name: float(total / weight) if weight else math.nan
+            name: float(total) / float(weight) if weight else math.nan
             for name, (total, weight) in self._sums.items()
         }
         return {**means, "rows": rows}

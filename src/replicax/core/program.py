@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from replicax.core.average import average_of
 from replicax.core.batch import Batch, Share, described, host_rows, pad, row_count
 from replicax.core.configuration import Configuration
 from replicax.core.feed import Split
@@ -20,7 +19,7 @@ from replicax.core.models.definition import Parts, PyTree
 from replicax.core.models.pytree import OwnState
 from replicax.core.modes import batch_shardings, lift
 from replicax.core.objective import LossFunction, only_read
-from replicax.core.optimizer import Updater
+from replicax.core.optimizer import Updater, average_of
 from replicax.core.optimizer import updater as updater_of
 from replicax.core.own import keep, own_update
 from replicax.core.reduction import REDUCTIONS

@@ -7,12 +7,12 @@ from typing import Any
 
 import jax
 
-from replicax.core.average import average_of
 from replicax.core.batch import Batch
 from replicax.core.data_parallel import DataParallel
 from replicax.core.feed import Feed
 from replicax.core.loss import LOSS
 from replicax.core.objective import LossFunction
+from replicax.core.optimizer import average_of
 from replicax.core.update import TrainState
 from replicax.errors import ConfigError
 from replicax.train.dispatched import RunPosition
