@@ -13,12 +13,11 @@ from replicax.core.capacity import check_fits
 from replicax.core.configuration import Configuration
 from replicax.core.job import Job
 from replicax.core.leaves import describe_leaves, shapes_by_path
-from replicax.core.look import Look
+from replicax.core.look import Look, StepLook
 from replicax.core.loss import LOSS
 from replicax.core.models.definition import PyTree
 from replicax.core.program import Program
 from replicax.core.refused import check_kind, check_outside_jit, check_state, check_unused
-from replicax.core.step_look import StepLook
 from replicax.core.update import Metrics, TrainState
 from replicax.errors import LossError
 
@@ -118,7 +117,7 @@ class Ready:
         if configuration.step is None:
             look = Look(self._program.objective, state, batch, divided=bool(seen_by))
         else:
-            look = StepLook(self._program, state, batch, divided=bool(seen_by))
+            look = StepLook(self._program.own_step, state, batch, divided=bool(seen_by))
             if alone:
                 _check_alike(look, split.replicas)
         if (alone or mode.bitwise) and look.writes_alone:
