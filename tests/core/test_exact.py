@@ -94,7 +94,7 @@ def test_the_tree_is_that_of_one_device() -> None:
     values = jax.random.normal(first_key(), (8, 5)) * 10.0 ** jnp.arange(8)[:, None]
     mesh = rx.make_mesh()
     added = jax.shard_map(
-        lambda own: REDUCTIONS["float32"].in_order(own[0], "data"),
+        lambda own: REDUCTIONS["float32"].add(own[0], "data", ordered=True),
         mesh=mesh,
         in_specs=jax.sharding.PartitionSpec("data"),
         out_specs=jax.sharding.PartitionSpec(),

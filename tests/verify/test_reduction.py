@@ -62,11 +62,8 @@ def test_each_replica_has_random_numbers_of_its_own() -> None:
 class Dropping(Wire):
     """Leaves out the last replica."""
 
-    def __call__(self, sums: StepSums, state: Any, axis: str) -> tuple[StepSums, Any]:
-        return super().__call__(self.without_last(sums, axis), state, axis)
-
-    def in_order(self, sums: Any, axis: str | None) -> Any:
-        return super().in_order(self.without_last(sums, axis), axis)
+    def add(self, sums: Any, axis: Any, ordered: bool = False) -> Any:
+        return super().add(self.without_last(sums, axis), axis, ordered)
 
     def without_last(self, sums: Any, axis: str | None) -> Any:
         if axis is None or not isinstance(sums, StepSums):

@@ -42,6 +42,12 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
     return len(consts), len(carried)
 
 
+def of_scan(params: Mapping[str, Any], values: Sequence[Any]) -> tuple[list[Any], ...]:
+    """Return what a scan's operands, `values`, are: its constants, first carry, and `xs`."""
+    consts, carried = scan_counts(params)
+    return list(values[:consts]), list(values[consts:][:carried]), list(values[consts + carried :])
+
+
 def evaluate(
     jaxpr: ClosedJaxpr | Jaxpr,
     inputs: Sequence[Any],

@@ -18,7 +18,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec
 
-from replicax.core.equations import CALLS, REMATS, bind, called, evaluate, scan_counts, variables
+from replicax.core.equations import CALLS, REMATS, bind, called, evaluate, of_scan, variables
 from replicax.core.models.definition import PyTree
 from replicax.core.precision import Precision, to_sum
 
@@ -204,13 +204,12 @@ def _with_parts(
 def _scan(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     """A scan whose body all-gathers stacked layers one at a time."""
     params = eqn.params
-    fixed, carried = scan_counts(params)
-    before = fixed + carried
-    consts, carry = _all_whole(values[:fixed]), _all_whole(values[fixed:before])
+    fixed, begun, over = of_scan(params, values)
+    consts, carry = _all_whole(fixed), _all_whole(begun)
     stacks = [
         # A stack that is split along its layers cannot be all-gathered one layer at a time.
         _all_whole([each])[0] if isinstance(each, _Split) and not _by_layer(each) else each
-        for each in values[before:]
+        for each in over
     ]
     layers = {n: each for n, each in enumerate(stacks) if isinstance(each, _Split)}
 

@@ -13,7 +13,7 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, jaxprs_in_params
 from jax.interpreters import ad, batching, mlir
 
-from replicax.core.equations import CALLS, REMATS, called, evaluate, scan_counts, settle
+from replicax.core.equations import CALLS, REMATS, called, evaluate, of_scan, settle
 from replicax.core.precision import to_sum
 from replicax.core.reduction import REDUCTIONS, Wire
 from replicax.errors import LossError
@@ -159,8 +159,7 @@ def own_of(eqn: JaxprEqn, own: list[bool]) -> list[bool]:
 
 def scanned(eqn: JaxprEqn, own: list[bool]) -> tuple[list[bool], list[bool]]:
     """Return which arguments of a scan's body are own, and which results of the scan."""
-    consts, carried = scan_counts(eqn.params)
-    fixed, carry, over = own[:consts], own[consts:][:carried], own[consts + carried :]
+    fixed, carry, over = of_scan(eqn.params, own)
     carry, rest = settle(
         lambda carry: _results(eqn.params["jaxpr"], [*fixed, *carry, *over]), carry, any
     )

@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from replicax.core.equations import CALLS, REMATS, called, closed, evaluate, scan_counts, settle
+from replicax.core.equations import CALLS, REMATS, called, closed, evaluate, of_scan, settle
 from replicax.core.row_rules import MIXED, RULES, Place, Rows, joined
 
 GATHERED = "rows_gathered_already"
@@ -94,8 +94,7 @@ def _outputs(eqn: Any, places: list[Place]) -> list[Place]:
 
 
 def _scan(params: Any, places: list[Place]) -> list[Place]:
-    consts, carried = scan_counts(params)
-    fixed, carry, over = places[:consts], places[consts:][:carried], places[consts + carried :]
+    fixed, carry, over = of_scan(params, places)
     steps = [each and (Rows(each.dim - 1, each.each) if each.dim > 0 else MIXED) for each in over]
     carry, ys = settle(
         lambda carry: follow(params["jaxpr"], [*fixed, *carry, *steps]), carry, joined

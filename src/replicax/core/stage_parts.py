@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from replicax.core.equations import CALLS, inlined, only, scan_counts, shapes_of
+from replicax.core.equations import CALLS, inlined, of_scan, only, scan_counts, shapes_of
 from replicax.errors import LossError
 
 _CASTS = ("convert_element_type", "copy", "copy_p")
@@ -35,7 +35,7 @@ class StageParts:
     @cached_property
     def carried(self) -> list[jax.ShapeDtypeStruct]:
         """Shapes of the scan's carry, which goes from stage to stage."""
-        return shapes_of(self._invars(1))
+        return shapes_of(self._operands[1])
 
     @property
     def returned(self) -> list[jax.ShapeDtypeStruct]:
@@ -44,7 +44,7 @@ class StageParts:
 
     def first(self, inputs: Values) -> list[jax.Array]:
         """Return the carry that the first layer is given."""
-        found = self._run(self._invars(1), inputs)
+        found = self._run(self._operands[1], inputs)
         pairs = zip(found, self.carried, strict=True)
         return [jnp.asarray(each, like.dtype) for each, like in pairs]
 
@@ -53,10 +53,11 @@ class StageParts:
     ) -> list[jax.Array]:
         """Return `carry` after the layers of one of `stages`."""
         count = self.scan.params["length"] // stages
-        consts = self._run(self._invars(0), inputs)
+        of_consts, _, of_layers = self._operands
+        consts = self._run(of_consts, inputs)
         stacks = [
             each if place in self.own else lax.dynamic_slice_in_dim(each, stage * count, count)
-            for place, each in enumerate(self._run(self._invars(2), inputs))
+            for place, each in enumerate(self._run(of_layers, inputs))
         ]
         layer = jaxpr_as_fun(self.scan.params["jaxpr"])
 
@@ -72,11 +73,9 @@ class StageParts:
         jaxpr = self.traced.jaxpr
         return self._run(jaxpr.outvars, [*inputs, *carry], self.scan.outvars[: len(carry)])
 
-    def _invars(self, kind: int) -> list[Any]:
-        """The scan's constants (`kind` 0), initial carry (1) or `xs` (2)."""
-        consts, carried = scan_counts(self.scan.params)
-        ends = (0, consts, consts + carried, len(self.scan.invars))
-        return list(self.scan.invars[ends[kind] : ends[kind + 1]])
+    @property
+    def _operands(self) -> tuple[list[Any], ...]:
+        return of_scan(self.scan.params, self.scan.invars)
 
     def _run(self, wanted: Sequence[Any], values: Values, more: Sequence[Any] = ()) -> list[Any]:
         """Compute the variables `wanted` from `values` of the inputs, then of `more` variables."""
@@ -152,8 +151,8 @@ def _scanned(eqn: JaxprEqn, paths: Mapping[Any, str]) -> list[int]:
     """Indices of the scan's `xs` that are split; none where `eqn` is no scan."""
     if eqn.primitive.name != "scan":
         return []
-    by_layer = eqn.invars[sum(scan_counts(eqn.params)) :]
-    return [place for place, atom in enumerate(by_layer) if _of(atom, paths)]
+    _, _, layers = of_scan(eqn.params, eqn.invars)
+    return [place for place, atom in enumerate(layers) if _of(atom, paths)]
 
 
 def _other_uses(
