@@ -57,8 +57,9 @@ class Configured:
     def program(self, model: Any, *, mesh: AnyMesh | None = None) -> Program:
         """Return the step and the score of a model, without compiling anything.
 
-        `model` is as for `init`, or a `TrainState` of this object; arrays or their shapes. `mesh`,
-        this object's by default, has attached devices, described ones, or is only their number.
+        Args:
+            model: as for `init`, or a `TrainState` of this object; arrays or their shapes.
+            mesh: this object's by default; attached devices, described ones, or how many replicas.
         """
         is_state = isinstance(model, TrainState)
         described = model if is_state else self.configuration.split_model(model)

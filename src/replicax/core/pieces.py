@@ -145,13 +145,8 @@ def _in_parts(
     A part sliced out of the result would be rounded between two operations that XLA fuses.
     """
     if eqn.primitive.name == "broadcast_in_dim" and not jnp.ndim(values[0].array):
-
-        def filled(_: int, dim: int) -> Any:
-            shape = list(found[0].shape)
-            shape[dim] //= piece.count
-            return jnp.broadcast_to(values[0].array, shape)
-
-        return filled
+        shape = found[0].shape
+        return lambda _, dim: jnp.broadcast_to(values[0].array, piece.shape(shape, dim))
     if not _is_elementwise(eqn):
         return None
     return cache(lambda n, dim: bind(eqn, [value.part(dim, piece) for value in values])[n])
