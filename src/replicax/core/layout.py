@@ -49,8 +49,7 @@ class Layout:
     def shardings(self, state: TrainState, mesh: AnyMesh) -> TrainState:
         """Return the tree of `state`, arrays or shapes, with `NamedSharding`s for leaves.
 
-        Raises:
-            ConfigError: as for `spec_by_rule`.
+        `ConfigError` where the rules do not fit the mesh or the parameters.
         """
         placed = self._placed(state.params, mesh)
         where: TrainState = jax.tree.map(lambda _: replicated(mesh), state)

@@ -41,9 +41,7 @@ class Look:
     at once: as many rows as one forward pass has, unless `compute` is False and `decide` does so
     later. One that cannot be computed so is trusted. Where a batch is not `divided`, and no rows
     are computed without the others, one number for the whole batch is nothing to look into.
-
-    Raises:
-        LossError: the loss does not keep its contract.
+    `LossError` where the loss does not keep its contract.
     """
 
     def __init__(
@@ -153,10 +151,7 @@ class StepLook:
 
     The step is traced once, as one device runs it, and each loss once beside it. A loss whose trace
     does not tell is computed as `Look` does; one in a loop of the step is then trusted.
-
-    Raises:
-        LossError: a loss does not keep its contract.
-        StateError: the step does not keep its own.
+    `LossError` or `StateError` where a loss, or the step, does not keep its contract.
     """
 
     def __init__(

@@ -47,8 +47,7 @@ class WeightedSum:
 def call(loss: Callable[..., Any], model: Any, data: Any, key: jax.Array | None) -> Any:
     """Return `loss(model, data, key)`.
 
-    Raises:
-        LossError: it needs the key that evaluation does not have, or an axis of its own.
+    `LossError` where it needs the key that evaluation does not have, or an axis of its own.
     """
     try:
         return loss(model, data, key)
@@ -79,10 +78,8 @@ def sums(returned: Any, mask: jax.Array) -> dict[str, WeightedSum]:
     """The sums behind what a loss function returned, `"loss"` first, then its metrics.
 
     It is float values `[rows, ...]`, a `Weighted`, a scalar (the mean over the rows), or a pair of
-    any of these and a dict of metrics of the same kinds. `mask` is 0 on padding.
-
-    Raises:
-        LossError: something else was returned.
+    any of these and a dict of metrics of the same kinds; else `LossError` is raised. `mask` is 0 on
+    padding.
     """
     named = _named(returned)
     dtype = jnp.result_type(_values(named[LOSS]))

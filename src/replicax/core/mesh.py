@@ -84,10 +84,7 @@ def abstract_mesh(data: int, model: int = 1, stage: int = 1, *, fsdp: int = 1) -
 def abstract_like(mesh: AnyMesh, devices: int, **changed: int) -> AbstractMesh:
     """Mesh like `mesh`, with axes of other sizes, and the `data` that so many devices leave.
 
-    They need not exist.
-
-    Raises:
-        ConfigError: its other axes do not divide them.
+    They need not exist. `ConfigError` where its other axes do not divide them.
     """
     inner = {**mesh.shape, **changed}
     del inner[DATA]

@@ -107,13 +107,10 @@ def _training(
     definition: Definition,
     params: PyTree,
 ) -> optax.GradientTransformation:
-    """Return `optimizer` for the parameters that train; it leaves the others as they are.
+    """`optimizer` for the parameters that train; it leaves the others as they are.
 
     It does not read the gradients of the others, so none is computed or reduced, and has no state
     for them.
-
-    Raises:
-        ConfigError: no parameter is named, or what names them is no filter.
     """
     picks = _picker(trainable, definition, params)
     paths = list(by_path(params))
@@ -190,11 +187,7 @@ def averaging(
 
 
 def average_of(opt_state: PyTree, params: PyTree) -> PyTree:
-    """Return the average in the state of an optimizer, in the dtypes of `params`; frozen ones too.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return an optimizer's average, in the dtypes of `params`, or raise `ConfigError`."""
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, Averaged))
     found = [node.average for node in nodes if isinstance(node, Averaged)]
     if not found:

@@ -42,9 +42,7 @@ def spec_by_rule(
     """Return `spec(path, shape)` of parameters and of the optimizer's arrays, by their rules.
 
     An optimizer's array whose path ends in a parameter's has its spec, if it has its shape.
-
-    Raises:
-        ConfigError: a rule matches no parameter or cannot hold, or a parameter has no rule.
+    `ConfigError` where a rule matches no parameter or cannot hold, or a parameter has no rule.
     """
     shapes = {path: tuple(leaf.shape) for path, leaf in by_path(params).items()}
     for regex, _ in rules:

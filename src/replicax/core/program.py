@@ -38,8 +38,7 @@ class Program(ModelOnMesh):
     def step(self) -> Any:
         """A function `(state, batch) -> (state, metrics)`: of `jax.jit`, or `MicroSharded`.
 
-        Raises:
-            ConfigError: a layout, a reduction or an optimizer that cannot work together.
+        `ConfigError` where the layout, the reduction and the optimizer cannot work together.
         """
         config, mesh, mode = self.configuration, self.mesh, self.configuration.mode
         into = self.shardings, batch_shardings(mesh)
@@ -61,11 +60,7 @@ class Program(ModelOnMesh):
 
     @cached_property
     def own_step(self) -> Any:
-        """A step of one's own in one replica's view, `(state, batch, axis)`, its parts by keyword.
-
-        Raises:
-            ConfigError: a reduction that remembers a sum.
-        """
+        """A step of one's own in a replica's view, `(state, batch, axis)`, its parts by keyword."""
         config, definition = self.configuration, self.definition
         if jax.tree.leaves(self.shapes.reduction):
             raise ConfigError(

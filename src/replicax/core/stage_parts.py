@@ -96,10 +96,7 @@ def stage_parts(
     """Divide a loss, traced with whole parameters, at the scan over its layers.
 
     `staged` has the paths of the inputs that are split by layer, by index; of the loss's outputs
-    the first `outputs` are wanted.
-
-    Raises:
-        LossError: it has no scan over these layers that can be divided into stages.
+    the first `outputs` are wanted. `LossError` where no scan over these layers can be divided.
     """
     flat = inlined(traced, lambda eqn: eqn.primitive.name in CALLS)
     jaxpr = flat.jaxpr.replace(outvars=flat.jaxpr.outvars[:outputs])

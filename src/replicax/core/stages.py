@@ -132,8 +132,7 @@ class Staged(Objective):
     def _layers(self, params: PyTree) -> dict[int, str]:
         """Indices of the parameters that are stacks of layers -> their paths.
 
-        Raises:
-            ConfigError: there is none, or a parameter is split over `stage` in another way.
+        `ConfigError` where there is none, or one is split over `stage` in another way.
         """
         paths = list(by_path(params))
         specs = [sharding.spec for sharding in jax.tree.leaves(self.shardings)]
@@ -159,8 +158,7 @@ class Staged(Objective):
     ) -> tuple[ClosedJaxpr, Any]:
         """Trace the sums of one micro-batch; return their jaxpr and treedef.
 
-        Raises:
-            LossError: the model writes to its other arrays.
+        `LossError` where the model writes to its other arrays.
         """
         whole = batch.size
         size = whole // replica_count(self.mesh) // self.micro_batches

@@ -96,8 +96,7 @@ class ModelOnMesh:
 def written_step(on: ModelOnMesh) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Return the step, not yet traced.
 
-    Raises:
-        ConfigError: an optimizer that names the replicas, of a state that is split.
+    `ConfigError` where an optimizer names the replicas, of a state that is split.
     """
     config, mesh, apply, parts = on.configuration, on.mesh, on.apply, None
     mode, layout, accumulator = config.mode, config.placing, config.accumulator(mesh)
@@ -127,11 +126,9 @@ def written_step(on: ModelOnMesh) -> Callable[[TrainState, Batch], tuple[TrainSt
 def written_step_of_micro_shard(
     on: ModelOnMesh,
 ) -> Callable[[TrainState, Batch, Piece], tuple[TrainState, Metrics]] | None:
-    """Return the same step of one micro-shard, which meets the others in it; None where bits are
-    not fixed.
+    """Return the same step of a micro-shard, which meets the others; None where bits are not fixed.
 
-    Raises:
-        ConfigError: an optimizer that reads whole arrays of a state that is split.
+    `ConfigError` where an optimizer reads whole arrays of a state that is split.
     """
     config, layout, apply = on.configuration, on.configuration.placing, on.apply
     of_micro_shard = config.mode.of_micro_shard

@@ -29,9 +29,7 @@ _INSTEAD = {
 def split_model(model: Any) -> Parts:
     """Return the definition, params and extras of a model of any kind.
 
-    Raises:
-        ConfigError: nothing to train, or what is no model.
-        StateError: arrays that a step consumed.
+    `ConfigError` where there is nothing to train, or no model; `StateError` after a step took it.
     """
     definition, params, extras = _split(model)
     if not jax.tree.leaves(params):
