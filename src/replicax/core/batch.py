@@ -86,6 +86,11 @@ class Batch:
         """Return the batch with `shared` back in its places, as it was before `apart`."""
         return self._with_values(self.shared, ())
 
+    def map_rows(self, function: Callable[[Any], Any]) -> "Batch":
+        """Return the batch with `function` of each array of rows; what is in `shared` stays."""
+        rows: Batch = jax.tree.map(function, dataclasses.replace(self, shared=()))
+        return dataclasses.replace(rows, shared=self.shared)
+
     def _with_values(self, values: Sequence[PyTree], shared: tuple[PyTree, ...]) -> "Batch":
         if not values:
             return self
@@ -214,10 +219,9 @@ def described(data: PyTree, size: int) -> Batch:
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
         return jax.ShapeDtypeStruct((size, *leaf.shape[1:]), dtype)
 
-    batch = Batch(data, np.ones(1, np.float32), np.ones(1, np.int32)).apart()
+    batch = Batch(data, np.ones(1, np.float32), np.ones(1, np.int32)).apart().map_rows(shape)
     shared = jax.eval_shape(lambda values: values, host_rows(batch.shared, copy=True))
-    rows: Batch = jax.tree.map(shape, dataclasses.replace(batch, shared=()))
-    return dataclasses.replace(rows, shared=shared)
+    return dataclasses.replace(batch, shared=shared)
 
 
 def _host_leaf(path: tuple[Any, ...], leaf: Any, copy: bool) -> np.ndarray:

@@ -15,10 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from replicax.core.batch import Batch
-from replicax.core.look import Look, places_of
+from replicax.core.look import Look
 from replicax.core.models.definition import View
 from replicax.core.objective import Objective
-from replicax.core.row_rules import Place, Rows
 from replicax.core.traced_for import cuda_capability
 from replicax.core.update import TrainState
 
@@ -56,13 +55,7 @@ def _are_apart(objective: Objective, state: TrainState, batch: Batch) -> bool:
 def _of_other_rows(batch: Batch) -> Batch:
     """Return the shapes of a batch of a few more rows, whose number is no block of an attention."""
     odd = next(each for each in itertools.count(batch.size + 1) if math.gcd(each, 2 * 3 * 5) == 1)
-
-    def shape(leaf: Any, place: Place) -> Any:
-        return leaf if place is None else jax.ShapeDtypeStruct((odd, *leaf.shape[1:]), leaf.dtype)
-
-    leaves, structure = jax.tree.flatten(batch)
-    other: Batch = jax.tree.unflatten(structure, map(shape, leaves, places_of(batch, Rows(0))))
-    return other
+    return batch.map_rows(lambda leaf: jax.ShapeDtypeStruct((odd, *leaf.shape[1:]), leaf.dtype))
 
 
 def _draws(objective: Objective, state: TrainState, batch: Batch) -> bool:

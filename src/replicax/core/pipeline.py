@@ -154,8 +154,7 @@ class Stage:
         return sums
 
     def _inputs(self, params: PyTree, number: jax.Array) -> list[Any]:
-        rows = jax.tree.map(partial(_at, number), dataclasses.replace(self.rows, shared=()))
-        rows = dataclasses.replace(rows, shared=self.rows.shared)
+        rows = self.rows.map_rows(partial(_at, number))
         key = folded(self.view.key, number)
         return jax.tree.leaves((params, self.extras, rows, key, self.view.step))
 

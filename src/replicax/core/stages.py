@@ -104,12 +104,9 @@ class Staged(Objective):
             traced, structure = self._traced(*shapes)
             parts = stage_parts(traced, self._layers(shapes[0]), stages, structure.num_leaves)
             params, extras, batch, key, step, scale = given
-            own = jax.tree.map(
-                partial(cut, parts=self.micro_batches), dataclasses.replace(batch, shared=())
-            )
             stage = Stage(
                 *(parts, structure, stages, self.micro_batches, index[0], params, extras),
-                rows=dataclasses.replace(own, shared=batch.shared),
+                rows=batch.map_rows(partial(cut, parts=self.micro_batches)),
                 view=View(folded(key, replica[0]), step=step, scale=scale),
             )
             return function(stage)
@@ -162,17 +159,14 @@ class Staged(Objective):
         """
         whole = batch.size
         size = whole // replica_count(self.mesh) // self.micro_batches
-        one = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype),
-            dataclasses.replace(batch, shared=()),
-        )
+        one = batch.map_rows(lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype))
 
         def sums(params: PyTree, extras: PyTree, batch: Batch, key: Any, step: Any) -> Any:
             view = View(key, part=batch.size < whole, step=step)
             return super(Staged, self).loss_sums(params, extras, batch, view)
 
         traced, (weighted, after) = jax.make_jaxpr(sums, return_shape=True)(
-            params, extras, dataclasses.replace(one, shared=batch.shared), key, step
+            params, extras, one, key, step
         )
         structure: Any = jax.tree.structure(weighted)
         jaxpr = traced.jaxpr
