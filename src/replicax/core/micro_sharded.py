@@ -95,11 +95,7 @@ class MicroSharded:
         count, number = self._count, jax.ShapeDtypeStruct((), np.int32)
         shardings = (self._where, jax.tree.broadcast(batch_shardings(self._mesh), batch))
         into = [split_dim(each) for each in jax.tree.leaves(shardings)]
-        leaves, structure = jax.tree.flatten((state, batch))
-        shapes = [
-            jax.ShapeDtypeStruct(Piece(None, count).shape(leaf.shape, own), leaf.dtype)
-            for leaf, own in zip(leaves, into, strict=True)
-        ]
+        shapes, structure = jax.tree.flatten(Piece(None, count).shapes((state, batch), into))
 
         def traced(number: jax.Array, *arrays: jax.Array) -> Any:
             state, batch = jax.tree.unflatten(structure, arrays)
@@ -108,7 +104,7 @@ class MicroSharded:
         closed, found = jax.make_jaxpr(traced, return_shape=True)(number, *shapes)
         out = [split_dim(each) for each in jax.tree.leaves(jax.tree.broadcast(self._out, found))]
         of_state = len(jax.tree.leaves(state))
-        donated = [False, *(self._donate and n < of_state for n in range(len(leaves)))]
+        donated = [False, *(self._donate and n < of_state for n in range(len(shapes)))]
         each_once = _each_once(closed)
         parted = Parted(self._name, each_once, [0, *into], out, self._meetings, donated)
         for path, wanted, own in zip(by_path(found), out, parted.out, strict=True):

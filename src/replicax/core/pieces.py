@@ -47,6 +47,13 @@ class Piece:
         """Return the shape of a piece of an array of this `shape`."""
         return tuple(n // self.count if at == dim else n for at, n in enumerate(shape))
 
+    def shapes(self, tree: Any, dims: Sequence[Own]) -> Any:
+        """Return the shapes of a piece of each array in `tree`."""
+        leaves, structure = jax.tree.flatten(tree)
+        pairs = zip(leaves, dims, strict=True)
+        each = [jax.ShapeDtypeStruct(self.shape(x.shape, dim), x.dtype) for x, dim in pairs]
+        return jax.tree.unflatten(structure, each)
+
 
 def by_pieces(apply: Apply, into: Sequence[Own], out: Sequence[Own], piece: Piece) -> Apply:
     """Return `apply`, a function of whole arrays, on a piece of those that are split.

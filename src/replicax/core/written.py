@@ -165,19 +165,11 @@ def _check_pieces(on: ModelOnMesh, apply: Apply, lies: Sequence[Own], dims: Sequ
         piece = Piece(number, count)
         return by_pieces(apply, [*lies, *dims], lies, piece)(state, total, *rest)
 
-    def piece_of(tree: PyTree, dims: Sequence[Own]) -> PyTree:
-        leaves, structure = jax.tree.flatten(tree)
-        piece = Piece(None, count)
-        sizes = [piece.shape(leaf.shape, dim) for leaf, dim in zip(leaves, dims, strict=True)]
-        pairs = zip(sizes, leaves, strict=True)
-        each = [jax.ShapeDtypeStruct(size, leaf.dtype) for size, leaf in pairs]
-        return jax.tree.unflatten(structure, each)
-
     one: Any = jax.ShapeDtypeStruct((), jnp.float32)
     sums = jax.tree.map(partial(jax.eval_shape, to_sum), only_read(shapes.params, on.updater.read))
-    total = StepSums(piece_of(sums, dims), {LOSS: WeightedSum(one, one)})
-    number = jax.ShapeDtypeStruct((), jnp.int32)
-    state = piece_of(shapes, lies)
+    any_piece, number = Piece(None, count), jax.ShapeDtypeStruct((), jnp.int32)
+    total = StepSums(any_piece.shapes(sums, dims), {LOSS: WeightedSum(one, one)})
+    state = any_piece.shapes(shapes, lies)
     try:
         jax.eval_shape(of_piece, number, state, total, shapes.extras, shapes.reduction)
     except LooksAtWhole as error:
