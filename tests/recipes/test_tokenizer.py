@@ -74,28 +74,6 @@ def test_the_tokens_of_half_a_character_decode_to_a_replacement() -> None:
         assert tokenizer.decode(tokenizer.encode(document("a€"))[:-1]) == "a\ufffd"
 
 
-def test_ids_that_the_vocabulary_has_not_are_an_error() -> None:
-    for tokenizer in (ByteTokenizer(), BPE):
-        size = tokenizer.vocab_size
-        for ids, found in {(0, size): f"0..{size}", (-1, 5): "-1..5"}.items():
-            with pytest.raises(DataError) as caught:
-                tokenizer.decode(ids)
-            assert str(caught.value) == (
-                f"ids {found} are not all of a vocabulary of {size}; "
-                "decode with the tokenizer that encoded"
-            )
-
-
-def test_the_alphabet_is_gpt2s() -> None:
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    alphabet = module._character_of_byte()
-    assert sorted(alphabet) == sorted(ByteLevel.alphabet())
-    assert [alphabet[ord(c)] for c in "a\n \x7f"] == ["a", "Ċ", "Ġ", "ġ"]
-    assert alphabet[0xAD] == "Ń"
-    assert alphabet[0xFF] == "ÿ"
-
-
 def test_bpe_learns_what_is_frequent() -> None:
     ids = agrees(BPE, document(" the the"))
 
@@ -136,21 +114,10 @@ def test_all_documents_are_encoded_as_each_alone(
 ) -> None:
     documents = [document(text) for text in ("", "the\ncat", TEXT, "", "x\ny\n\nz" * 20, "")]
     expected = [tokenizer.encode(d).tolist() for d in documents]
-    for piece, batch in ((1, 1), (5, 30), (1000, 1), (3, 1000)):
+    for piece, batch in ((1, 1), (5, 3), (1000, 1), (3, 1000)):
         monkeypatch.setattr(module, "PIECE_CHARACTERS", piece)
-        monkeypatch.setattr(module, "BATCH_CHARACTERS", batch)
+        monkeypatch.setattr(module, "PIECES_AT_ONCE", batch)
         assert [ids.tolist() for ids in tokenizer.encode_all(documents)] == expected
-
-
-def test_no_more_than_a_batch_is_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BATCH_CHARACTERS", 10)
-    documents = iter([document("four")] * 20)
-
-    next(BPE.encode_all(documents))
-
-    assert len(list(documents)) == 17
-    batches = module._batches([document("four")] * 7)
-    assert [len(batch) for batch in batches] == [3, 3, 1]
 
 
 def test_a_document_that_is_not_utf8_is_an_error() -> None:
