@@ -39,11 +39,6 @@ def open_tokenizer(
     """The tokenizer "bytes"; or "bpe", trained on `documents`; or the tokenizer.json at `spec`.
 
     `vocab_size` is for "bpe" alone, whose default is 4,096.
-
-    Raises:
-        ConfigError: `spec` is none of these, or `vocab_size` contradicts it.
-        DataError: what `train_bpe` and `load_tokenizer` raise.
-        MissingDependencyError: tokenizers is not installed, and `spec` is not "bytes".
     """
     if spec == "bpe":
         return train_bpe(documents, TRAINED_VOCAB_SIZE if vocab_size is None else vocab_size)
@@ -97,9 +92,6 @@ class BPETokenizer:
     Special tokens are never found in text: where it spells one out, it is text like any other.
     `encode` and `encode_all` raise DataError for a document that is not UTF-8, and for one that
     the tokenizer does not give back byte for byte.
-
-    Raises:
-        DataError: the tokenizer is not byte-level, is random, or has no token for an end of text.
     """
 
     def __init__(self, tokenizer: "tokenizers.Tokenizer", name: str) -> None:
@@ -137,7 +129,7 @@ class BPETokenizer:
         content, back = document.content, self.decode(ids).encode()
         if back == content:
             return
-        at = len(os.path.commonprefix([content, back]))
+        at = next(i for i in range(len(content) + 1) if content[i : i + 1] != back[i : i + 1])
         raise DataError(
             f"{document.name} is not given back by {self.name}: from byte "
             f"{document.offset + at:,} on, {content[at : at + 8]!r} became {back[at : at + 8]!r}; "
@@ -154,11 +146,6 @@ def train_bpe(documents: Iterable[Document], vocab_size: int) -> BPETokenizer:
 
     Its vocabulary is smaller than `vocab_size` where the documents have no more pairs to merge;
     `name` then says so.
-
-    Raises:
-        ConfigError: `vocab_size` is below 257, for the 256 bytes and the end of text.
-        DataError: a document is not UTF-8.
-        MissingDependencyError: tokenizers is not installed.
     """
     library = require("tokenizers", "text")
     if vocab_size < 257:
@@ -188,11 +175,6 @@ def load_tokenizer(path: Path) -> BPETokenizer:
 
     The end of text is the first of `<|endoftext|>`, `</s>`, `<|end_of_text|>` and `<eos>` that it
     has. Truncation and padding that the file asks for are left off.
-
-    Raises:
-        DataError: the file cannot be read, or holds no tokenizer, or one that is not byte-level,
-            that drops merges at random, or that has no token for the end of text.
-        MissingDependencyError: tokenizers is not installed.
     """
     library = require("tokenizers", "text")
     try:
