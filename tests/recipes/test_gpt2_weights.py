@@ -16,7 +16,7 @@ from support.quick import quick_programs
 from support.tiers import EXHAUSTIVE, only
 
 from replicax.errors import ConfigError, DataError
-from replicax.recipes.gpt2_weights import load_weights, save_weights
+from replicax.recipes.gpt2_weights import load_weights, published
 from replicax.recipes.transformer import Params, Shape, init, logits
 
 __all__ = ["quick_programs"]
@@ -33,7 +33,7 @@ def a_network() -> Params:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """A file of `a_network`."""
-    save_weights(a_network(), tmp_path / "model.safetensors")
+    save_file(published(a_network()), tmp_path / "model.safetensors")
     return tmp_path / "model.safetensors"
 
 
@@ -56,7 +56,7 @@ def assert_same(found: Params, expected: Params) -> None:
 @pytest.mark.parametrize("shape", only([SHAPE], [SHAPE, Shape(3, 2, 6, 5, 7)]))
 def test_what_was_saved_is_loaded(shape: Shape, tmp_path: Path) -> None:
     params = init(shape, jax.random.key(1))
-    save_weights(params, tmp_path / "model.safetensors")
+    save_file(published(params), tmp_path / "model.safetensors")
     assert_same(load_weights(tmp_path / "model.safetensors", shape), params)
 
 
@@ -78,7 +78,7 @@ def test_the_names_are_the_published_ones(path: Path) -> None:
 
 def test_arrays_of_any_layout_are_saved_in_order(tmp_path: Path) -> None:
     columns_first = jax.tree.map(lambda leaf: np.asfortranarray(np.asarray(leaf)), a_network())
-    save_weights(columns_first, tmp_path / "model.safetensors")
+    save_file(published(columns_first), tmp_path / "model.safetensors")
     assert_same(load_weights(tmp_path / "model.safetensors", SHAPE), a_network())
 
 
@@ -275,7 +275,7 @@ def test_the_network_is_gpt2_as_published(tmp_path: Path) -> None:
     np.testing.assert_allclose(found, their_logits.detach().numpy(), rtol=0, atol=1e-5)
     assert float(value) == pytest.approx(their_loss.item(), rel=1e-6)
 
-    save_weights(gradient, tmp_path / "gradient.safetensors")
+    save_file(published(gradient), tmp_path / "gradient.safetensors")
     ours = load_file(tmp_path / "gradient.safetensors")
     for name, parameter in theirs.named_parameters():
         expected = parameter.grad.numpy()
