@@ -8,7 +8,7 @@ import inspect
 import types
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePath
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Any, Literal, Protocol, Union, get_args, get_origin, get_type_hints
 
 import jax
@@ -19,15 +19,13 @@ from replicax.core.models.split import split_model
 from replicax.errors import ConfigError, did_you_mean
 from replicax.python_file import load_file
 
-BUILT_IN: Mapping[str, str] = MappingProxyType(
-    {
-        "cnn": "replicax.recipes.cnn:CNN",
-        "gpt2": "replicax.recipes.gpt2:GPT2",
-        "lenet": "replicax.recipes.lenet:LeNet",
-        "linear_regression": "replicax.recipes.linear_regression:LinearRegression",
-        "mlp": "replicax.recipes.mlp:MLP",
-    }
-)
+BUILT_IN: Mapping[str, str] = {
+    "cnn": "replicax.recipes.cnn:CNN",
+    "gpt2": "replicax.recipes.gpt2:GPT2",
+    "lenet": "replicax.recipes.lenet:LeNet",
+    "linear_regression": "replicax.recipes.linear_regression:LinearRegression",
+    "mlp": "replicax.recipes.mlp:MLP",
+}
 
 
 class Recipe(Protocol):
@@ -76,10 +74,7 @@ _FIELDS = ("batch_size", "epochs")
 
 
 def find_recipe(spec: str) -> type[Any]:
-    """The recipe class that `spec` means.
-
-    Args:
-        spec: a built-in name, `path/to/file.py:Name`, or `package.module:Name`.
+    """The recipe class that is built in as `spec`, or is `file.py:Name` or `package.module:Name`.
 
     Raises:
         ConfigError: no such recipe, or it is not one.
@@ -196,10 +191,6 @@ def abstract_model(make: Callable[..., Any], *arguments: Any) -> Any:
 
 def recipe_of(recipe_class: type[Any], fields: Mapping[str, Any]) -> Any:
     """The recipe with these fields; those that it did not have then are as by default.
-
-    Args:
-        recipe_class: from `find_recipe`.
-        fields: name -> JSON value, as written of `dataclasses.asdict`.
 
     Raises:
         ConfigError: one cannot be made of its JSON, or is no field any more.
