@@ -155,72 +155,39 @@ def in_float64(tensors: Tensors) -> None:
     tensors["wpe.weight"] = tensors["wpe.weight"].astype(np.float64)
 
 
-SIZE = "give a file of this network, or its size (--preset, --layers)"
-SIZES = "choose the network's sizes after the file (--preset, --width, --context, --vocab-size)"
-
-
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("changed", "words"),
     [
-        (
-            other_output,
-            "lm_head.weight differs from wte.weight; this network's output is its embedding: "
-            "give weights that were trained so",
-        ),
-        (
-            without_one,
-            f"h.1.mlp.c_fc.bias is missing; the file has 2 layers and this network 2: {SIZE}",
-        ),
-        (
-            without_the_embedding,
-            f"wte.weight is missing; the file has 2 layers and this network 2: {SIZE}",
-        ),
-        (
-            without_a_layer,
-            "h.1.attn.c_attn.bias is missing (and 11 more such tensors); the file has 1 layers "
-            f"and this network 2: {SIZE}",
-        ),
-        (
-            with_one_more,
-            "h.0.attn.rotary.inv_freq is not of this network; the file has 2 layers and this "
-            f"network 2: {SIZE}",
-        ),
-        (
-            with_a_third_layer,
-            "h.2.attn.c_attn.bias is not of this network (and 11 more such tensors); the file has "
-            f"3 layers and this network 2: {SIZE}",
-        ),
-        (
-            outputs_first,
-            f"h.1.mlp.c_fc.weight is [16, 4], and this network's [4, 16]; {SIZES}",
-        ),
-        (
-            of_twice_the_width,
-            "h.0.attn.c_attn.bias is [24], and this network's [12] (and 27 more such tensors); "
-            f"{SIZES}",
-        ),
-        (in_float64, "wpe.weight is F64; weights are F32, F16, BF16: convert them"),
-        (
-            dict.clear,
-            "h.0.attn.c_attn.bias is missing (and 27 more such tensors); the file has 0 "
-            f"layers and this network 2: {SIZE}",
-        ),
+        (other_output, ["lm_head.weight differs", "wte.weight"]),
+        (without_one, ["h.1.mlp.c_fc.bias is missing;", "2 layers", "network 2", "--layers"]),
+        (without_the_embedding, ["wte.weight is missing;"]),
+        (without_a_layer, ["h.1.attn.c_attn.bias is missing", "11 more", "1 layers", "network 2"]),
+        (with_one_more, ["h.0.attn.rotary.inv_freq is not"]),
+        (with_a_third_layer, ["h.2.attn.c_attn.bias is not", "11 more", "3 layers", "network 2"]),
+        (outputs_first, ["h.1.mlp.c_fc.weight is [16, 4]", "[4, 16];", "--width"]),
+        (of_twice_the_width, ["h.0.attn.c_attn.bias is [24]", "[12]", "27 more"]),
+        (in_float64, ["wpe.weight is F64;", "F32, F16, BF16"]),
+        (dict.clear, ["h.0.attn.c_attn.bias is missing", "27 more", "0 layers", "network 2"]),
     ],
 )
 def test_another_networks_file_is_refused(
-    changed: Callable[[Tensors], None], message: str, path: Path
+    changed: Callable[[Tensors], None], words: list[str], path: Path
 ) -> None:
     change(path, changed)
     with pytest.raises(DataError) as caught:
         load_weights(path, SHAPE)
-    assert str(caught.value) == f"{path}: {message}"
+    message = str(caught.value)
+    assert message.startswith(f"{path}: {words[0]}")
+    assert "\n" not in message
+    for word in words:
+        assert word in message
 
 
 def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     for path in (tmp_path / "nowhere", tmp_path):
         with pytest.raises(ConfigError) as caught:
             load_weights(path, SHAPE)
-        assert str(caught.value) == f"{path} is no file; give the path of a .safetensors file"
+        assert f"{path} is no file;" in str(caught.value)
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 of torch", b"\xff" * 100, None])

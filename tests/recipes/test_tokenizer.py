@@ -122,14 +122,11 @@ def test_all_documents_are_encoded_as_each_alone(
 
 def test_a_document_that_is_not_utf8_is_an_error() -> None:
     bad = Document("latin.txt", "naïve".encode("latin-1"), offset=1000)
-    message = (
-        'latin.txt is not UTF-8: byte 0xef at offset 1,002; use tokenizer "bytes", '
-        "or convert the file"
-    )
     for call in (lambda: BPE.encode(bad), lambda: train_bpe([bad], 300)):
         with pytest.raises(DataError) as caught:
             call()
-        assert str(caught.value) == message
+        for word in ("latin.txt", "0xef", "1,002", '"bytes"'):
+            assert word in str(caught.value)
     agrees(ByteTokenizer(), bad)
 
 
@@ -285,17 +282,13 @@ def no_end_of_text(parts: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (decoder(), " is not byte-level (its decoder: none), so how many bytes a token stands "),
+        (decoder(), " is not byte-level (its decoder: none)"),
         (
             decoder(type="Sequence", decoders=[{"type": "ByteFallback"}, {"type": "Fuse"}]),
-            " is not byte-level (its decoder: ByteFallback, Fuse), so how many bytes a token ",
+            " is not byte-level (its decoder: ByteFallback, Fuse)",
         ),
-        (dropout, " drops 10% of its merges at random, so that no two processes would see "),
-        (
-            no_end_of_text,
-            " has no token for the end of a text: none of <|endoftext|> </s> <|end_of_text|> "
-            "<eos> is among its 1 special tokens: <pad>; add one of these to it",
-        ),
+        (dropout, " drops 10% of its merges"),
+        (no_end_of_text, " has no token for the end of a text"),
         (lambda parts: parts.pop("model"), " is no tokenizer.json: "),
     ],
 )
@@ -367,30 +360,15 @@ def test_opening_by_name_or_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_a_wrong_name_or_size_is_an_error(tmp_path: Path) -> None:
     path = saved(tmp_path / "tokenizer.json")
-    size = 'only that of "bpe" can be chosen; drop the size, or use "bpe"'
-    for spec, vocab_size, message in (
-        (
-            "byts",
-            None,
-            'tokenizer \'byts\' is neither "bytes" nor "bpe" nor a tokenizer.json that exists '
-            "(did you mean 'bytes'?)",
-        ),
-        (
-            "bytes",
-            4096,
-            "a vocabulary of 4,096 is asked for, and tokenizer bytes (vocabulary 257) given; "
-            + size,
-        ),
-        (
-            str(path),
-            299,
-            f"a vocabulary of 299 is asked for, and tokenizer {path} (vocabulary 300) given; "
-            + size,
-        ),
+    for spec, vocab_size, words in (
+        ("byts", None, ["'byts'", "did you mean 'bytes'?"]),
+        ("bytes", 4096, ["4,096", "bytes (vocabulary 257)", '"bpe"']),
+        (str(path), 299, ["299", f"{path} (vocabulary 300)", '"bpe"']),
     ):
         with pytest.raises(ConfigError) as caught:
             open_tokenizer(spec, [], vocab_size)
-        assert str(caught.value) == message
+        for word in words:
+            assert word in str(caught.value)
 
 
 def test_only_bytes_work_without_the_library(

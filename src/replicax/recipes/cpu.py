@@ -2,8 +2,7 @@
 
 A model is written with the ordinary layer and names the form for CPUs beside it:
 
-    >>> @cpu.form(cpu.convolve_relu_pool)
-    ... def layer(x, kernel, bias): ...  # lax.conv_general_dilated, relu, lax.reduce_window
+    >>> lax.platform_dependent(q, k, v, cpu=cpu.causal_attention, default=ordinary_attention)
 
 What they are worth on two cores of an AMD EPYC (benchmarks/LOG.md, docs/benchmarks.md):
 
@@ -14,7 +13,7 @@ What they are worth on two cores of an AMD EPYC (benchmarks/LOG.md, docs/benchma
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -28,23 +27,8 @@ from replicax.remat import ATTENTION
 LEAST_BLOCK = 32
 """Query tokens below which a block's matrix products are too small to be worth their saving."""
 
-Layer = Callable[..., jax.Array]
 Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
 _NHWC = ("NHWC", "HWIO", "NHWC")
-
-
-def form(on_cpu: Layer) -> Callable[[Layer], Layer]:
-    """Decorate a function of arrays: it is `on_cpu` on a CPU, and itself on accelerators."""
-
-    def decorated(ordinary: Layer) -> Layer:
-        @functools.wraps(ordinary)
-        def either(*arrays: jax.Array) -> jax.Array:
-            chosen: jax.Array = lax.platform_dependent(*arrays, cpu=on_cpu, default=ordinary)
-            return chosen
-
-        return either
-
-    return decorated
 
 
 # Convolution, relu and average pool of small images. XLA:CPU's own convolution spends most of a

@@ -5,7 +5,6 @@ per token can be told per byte, which compares across tokenizers.
 """
 
 import json
-import os
 import re
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,9 +25,11 @@ ENDS_OF_TEXT = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>")
 """Names of the token between documents; the first that a tokenizer has is taken."""
 TRAINED_VOCAB_SIZE = 4096
 """Vocabulary of a BPE trained here, where no other is asked for."""
-# While it is encoded, a token takes a hundred times the memory of its id.
+# While it is encoded, a token takes a hundred times the memory of its id: so a long document is cut
+# into pieces, and only a few of them, of a few documents, are encoded at once.
 PIECE_CHARACTERS = 1 << 17
-PIECES_AT_ONCE = 8
+PIECES_AT_ONCE = 4
+THREADS = 16
 # Between two lines that are not blank, GPT-2's rules and those after them never make one token.
 LINE_END = re.compile(r"(?<=\S)\n(?=\S)")
 
@@ -118,7 +119,7 @@ class BPETokenizer:
 
     def encode_all(self, documents: Iterable[Document]) -> Iterator[np.ndarray]:
         """Encode one document after the other, on all processor cores."""
-        with ThreadPoolExecutor(os.cpu_count()) as threads:  # the library encodes without the GIL
+        with ThreadPoolExecutor(THREADS) as threads:  # the library encodes without the GIL
             yield from threads.map(self.encode, documents)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
