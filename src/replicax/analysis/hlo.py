@@ -96,7 +96,7 @@ class Module:
     entry: str
     computations: Mapping[str, tuple[Instruction, ...]]
     devices: int
-    """That it is compiled for; 1 where it does not tell."""
+    """Devices that it is compiled for; 1 where it does not tell."""
 
     @cached_property
     def _named(self) -> dict[str, dict[str, Instruction]]:
