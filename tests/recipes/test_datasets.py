@@ -167,22 +167,7 @@ CORRUPTIONS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
         lambda content: gzip.compress(content)[:10] + b"\xff" * 40,
         "expected a readable file, found Error -3 while decompressing data",
     ),
-    "empty gzip": (
-        lambda content: gzip.compress(b""),
-        "expected magic number 00000803, found nothing",
-    ),
-    "wrong magic": (
-        lambda content: gzip.compress(b"\0\0\x0d\x03" + content[4:]),
-        "expected magic number 00000803, found 00000d03",
-    ),
-    "too short": (
-        lambda content: gzip.compress(content[:-1]),
-        "expected 4,720 bytes, found 4,719",
-    ),
-    "too long": (
-        lambda content: gzip.compress(content + b"\0"),
-        "expected 4,720 bytes, found 4,721",
-    ),
+    "too short": (lambda content: gzip.compress(content[:-1]), "expected SHA-256 "),
     "one flipped bit": (
         lambda content: gzip.compress(content[:-1] + bytes([content[-1] ^ 1])),
         "expected SHA-256 ",

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from safetensors.numpy import save_file
 from support.command_line import Main, one_line
 from support.quick import quick_programs
 from support.tiers import EXHAUSTIVE, only
@@ -21,7 +22,7 @@ from replicax.cli.train_options import TrainOptions
 from replicax.errors import ConfigError
 from replicax.recipes import transformer
 from replicax.recipes.gpt2 import GPT2
-from replicax.recipes.gpt2_weights import save_weights
+from replicax.recipes.gpt2_weights import published
 from replicax.recipes.transformer import Params, Shape
 
 __all__ = ["quick_programs"]
@@ -208,7 +209,7 @@ def test_without_a_sample_nothing_is_said() -> None:
 
 def test_it_starts_from_a_file(texts: Path, tmp_path: Path) -> None:
     other = transformer.init(Shape(1, 2, 16, CONTEXT, 257), jax.random.key(5))
-    save_weights(other, tmp_path / "model.safetensors")
+    save_file(published(other), tmp_path / "model.safetensors")
     recipe = GPT2(data=texts, **TINY, init_from=tmp_path / "model.safetensors")
     jax.tree.map(np.testing.assert_array_equal, recipe.model(jax.random.key(0)), other)
 
@@ -264,7 +265,7 @@ def text(folder: Path) -> list[object]:
 
 def weights(folder: Path) -> list[object]:
     params = transformer.init(Shape(1, 2, 16, CONTEXT, 300), jax.random.key(0))
-    save_weights(params, folder / "model.safetensors")
+    save_file(published(params), folder / "model.safetensors")
     return [*text(folder), "--init-from", folder / "model.safetensors"]
 
 

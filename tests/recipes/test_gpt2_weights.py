@@ -16,7 +16,7 @@ from support.quick import quick_programs
 from support.tiers import EXHAUSTIVE, only
 
 from replicax.errors import ConfigError, DataError
-from replicax.recipes.gpt2_weights import load_weights, save_weights
+from replicax.recipes.gpt2_weights import load_weights, published
 from replicax.recipes.transformer import Params, Shape, init, logits
 
 __all__ = ["quick_programs"]
@@ -33,7 +33,7 @@ def a_network() -> Params:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """A file of `a_network`."""
-    save_weights(a_network(), tmp_path / "model.safetensors")
+    save_file(published(a_network()), tmp_path / "model.safetensors")
     return tmp_path / "model.safetensors"
 
 
@@ -56,7 +56,7 @@ def assert_same(found: Params, expected: Params) -> None:
 @pytest.mark.parametrize("shape", only([SHAPE], [SHAPE, Shape(3, 2, 6, 5, 7)]))
 def test_what_was_saved_is_loaded(shape: Shape, tmp_path: Path) -> None:
     params = init(shape, jax.random.key(1))
-    save_weights(params, tmp_path / "model.safetensors")
+    save_file(published(params), tmp_path / "model.safetensors")
     assert_same(load_weights(tmp_path / "model.safetensors", shape), params)
 
 
@@ -78,7 +78,7 @@ def test_the_names_are_the_published_ones(path: Path) -> None:
 
 def test_arrays_of_any_layout_are_saved_in_order(tmp_path: Path) -> None:
     columns_first = jax.tree.map(lambda leaf: np.asfortranarray(np.asarray(leaf)), a_network())
-    save_weights(columns_first, tmp_path / "model.safetensors")
+    save_file(published(columns_first), tmp_path / "model.safetensors")
     assert_same(load_weights(tmp_path / "model.safetensors", SHAPE), a_network())
 
 
@@ -155,72 +155,39 @@ def in_float64(tensors: Tensors) -> None:
     tensors["wpe.weight"] = tensors["wpe.weight"].astype(np.float64)
 
 
-SIZE = "give a file of this network, or its size (--preset, --layers)"
-SIZES = "choose the network's sizes after the file (--preset, --width, --context, --vocab-size)"
-
-
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("changed", "words"),
     [
-        (
-            other_output,
-            "lm_head.weight differs from wte.weight; this network's output is its embedding: "
-            "give weights that were trained so",
-        ),
-        (
-            without_one,
-            f"h.1.mlp.c_fc.bias is missing; the file has 2 layers and this network 2: {SIZE}",
-        ),
-        (
-            without_the_embedding,
-            f"wte.weight is missing; the file has 2 layers and this network 2: {SIZE}",
-        ),
-        (
-            without_a_layer,
-            "h.1.attn.c_attn.bias is missing (and 11 more such tensors); the file has 1 layers "
-            f"and this network 2: {SIZE}",
-        ),
-        (
-            with_one_more,
-            "h.0.attn.rotary.inv_freq is not of this network; the file has 2 layers and this "
-            f"network 2: {SIZE}",
-        ),
-        (
-            with_a_third_layer,
-            "h.2.attn.c_attn.bias is not of this network (and 11 more such tensors); the file has "
-            f"3 layers and this network 2: {SIZE}",
-        ),
-        (
-            outputs_first,
-            f"h.1.mlp.c_fc.weight is [16, 4], and this network's [4, 16]; {SIZES}",
-        ),
-        (
-            of_twice_the_width,
-            "h.0.attn.c_attn.bias is [24], and this network's [12] (and 27 more such tensors); "
-            f"{SIZES}",
-        ),
-        (in_float64, "wpe.weight is F64; weights are F32, F16, BF16: convert them"),
-        (
-            dict.clear,
-            "h.0.attn.c_attn.bias is missing (and 27 more such tensors); the file has 0 "
-            f"layers and this network 2: {SIZE}",
-        ),
+        (other_output, ["lm_head.weight differs", "wte.weight"]),
+        (without_one, ["h.1.mlp.c_fc.bias is missing;", "2 layers", "network 2", "--layers"]),
+        (without_the_embedding, ["wte.weight is missing;"]),
+        (without_a_layer, ["h.1.attn.c_attn.bias is missing", "11 more", "1 layers", "network 2"]),
+        (with_one_more, ["h.0.attn.rotary.inv_freq is not"]),
+        (with_a_third_layer, ["h.2.attn.c_attn.bias is not", "11 more", "3 layers", "network 2"]),
+        (outputs_first, ["h.1.mlp.c_fc.weight is [16, 4]", "[4, 16];", "--width"]),
+        (of_twice_the_width, ["h.0.attn.c_attn.bias is [24]", "[12]", "27 more"]),
+        (in_float64, ["wpe.weight is F64;", "F32, F16, BF16"]),
+        (dict.clear, ["h.0.attn.c_attn.bias is missing", "27 more", "0 layers", "network 2"]),
     ],
 )
 def test_another_networks_file_is_refused(
-    changed: Callable[[Tensors], None], message: str, path: Path
+    changed: Callable[[Tensors], None], words: list[str], path: Path
 ) -> None:
     change(path, changed)
     with pytest.raises(DataError) as caught:
         load_weights(path, SHAPE)
-    assert str(caught.value) == f"{path}: {message}"
+    message = str(caught.value)
+    assert message.startswith(f"{path}: {words[0]}")
+    assert "\n" not in message
+    for word in words:
+        assert word in message
 
 
 def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     for path in (tmp_path / "nowhere", tmp_path):
         with pytest.raises(ConfigError) as caught:
             load_weights(path, SHAPE)
-        assert str(caught.value) == f"{path} is no file; give the path of a .safetensors file"
+        assert f"{path} is no file;" in str(caught.value)
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 of torch", b"\xff" * 100, None])
@@ -275,7 +242,7 @@ def test_the_network_is_gpt2_as_published(tmp_path: Path) -> None:
     np.testing.assert_allclose(found, their_logits.detach().numpy(), rtol=0, atol=1e-5)
     assert float(value) == pytest.approx(their_loss.item(), rel=1e-6)
 
-    save_weights(gradient, tmp_path / "gradient.safetensors")
+    save_file(published(gradient), tmp_path / "gradient.safetensors")
     ours = load_file(tmp_path / "gradient.safetensors")
     for name, parameter in theirs.named_parameters():
         expected = parameter.grad.numpy()

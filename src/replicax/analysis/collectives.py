@@ -29,7 +29,8 @@ def first_group(attributes: str) -> tuple[int, ...] | None:
     if listed := _LISTED.search(attributes):
         return _integers(listed[1])
     if counted := _COUNTED.search(attributes):
-        return _counted(int(counted[1]), _integers(counted[2]), counted[3])
+        devices = _in_order(_integers(counted[2]), counted[3])  # [groups,size]<=[dims]T(order)
+        return tuple(devices.reshape(-1, int(counted[1]))[0].tolist())
     if mesh := _MESH.search(attributes):
         return _along(mesh[1], mesh[2], mesh[3], mesh[4])
     return None
@@ -38,12 +39,7 @@ def first_group(attributes: str) -> tuple[int, ...] | None:
 def axes_of_group(
     group: tuple[int, ...] | None, sizes: Mapping[str, int]
 ) -> tuple[str, ...] | None:
-    """Return the axes of a mesh that a group of devices spans; None where it is all of them.
-
-    Args:
-        group: see `first_group`.
-        sizes: of the mesh that the program was compiled for, by axis, in the mesh's order.
-    """
+    """Return the axes that a group of devices spans, in a mesh of such sizes; None for all."""
     if group is None or len(group) == math.prod(sizes.values()):
         return None
     places = np.unravel_index(list(group), tuple(sizes.values()))
@@ -60,11 +56,6 @@ def _joined(pairs: list[tuple[int, int]]) -> tuple[int, ...]:
     while more := {each for pair in pairs if found & set(pair) for each in pair} - found:
         found |= more
     return tuple(sorted(found))
-
-
-def _counted(size: int, dims: tuple[int, ...], order: str | None) -> tuple[int, ...]:
-    """The first of the groups `[groups,size]<=[dims]T(order)`."""
-    return tuple(_in_order(dims, order).reshape(-1, size)[0].tolist())
 
 
 def _in_order(dims: tuple[int, ...], order: str | None) -> np.ndarray:
@@ -113,23 +104,18 @@ class Sent(Protocol):
 def sums_bytes(params: Iterable[Any], metrics: int, sent: Any = None) -> int:
     """Return the bytes of the sums of gradient, loss and metrics, as they are sent.
 
-    Args:
-        params: the leaves of the parameters that are trained, or their shapes.
-        metrics: how many means are reduced, the loss among them.
-        sent: the dtype that a reduction rounds the gradient to; None sends it in its own, float32
-            or wider.
+    `params` are the leaves of the trained parameters or their shapes, and `metrics` how many means
+    are reduced, the loss among them. A reduction may round the gradient to a dtype, `sent`; else
+    it is float32 or wider.
     """
-    dtype = None if sent is None else np.dtype(sent)
-    gradient: int = sum(
-        math.prod(leaf.shape) * _element_bytes(leaf.dtype, dtype) for leaf in params
-    )
+
+    def element_bytes(own: np.dtype[Any]) -> int:
+        if sent is None:
+            return max(_WIDE, own.itemsize)
+        return int(np.dtype(sent).itemsize) * (2 if own.kind == "c" else 1)
+
+    gradient: int = sum(math.prod(leaf.shape) * element_bytes(leaf.dtype) for leaf in params)
     return gradient + _SUM_BYTES * metrics
-
-
-def _element_bytes(own: np.dtype[Any], sent: np.dtype[Any] | None) -> int:
-    if sent is None:
-        return max(_WIDE, own.itemsize)
-    return sent.itemsize * (2 if own.kind == "c" else 1)
 
 
 def wire_bytes_of_all_reduce(size: float, devices: int) -> float:

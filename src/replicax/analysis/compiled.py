@@ -20,9 +20,6 @@ COLLECTIVES = (
 )
 
 
-_DEVICES = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
-
-
 @dataclasses.dataclass(frozen=True)
 class Memory:
     """Bytes on each device."""
@@ -74,20 +71,19 @@ class CompiledStep:
 
 def inspect(compiled: jax.stages.Compiled) -> CompiledStep:
     """Read a compiled function, as `DataParallel.lower(...).compile()` gives it."""
-    text = compiled.as_text() or ""
+    module = hlo.read_module(compiled.as_text() or "")
     count: dict[str, int] = defaultdict(int)
     size: dict[str, int] = defaultdict(int)
-    devices = math.prod(map(int, _DEVICES.findall(text.partition("\n")[0])))
     sent = 0.0
     flops = 0
-    for instruction in hlo.instructions(text):
+    for instruction, _ in module.running():
         kind = collective_kind(instruction)
         if kind and not instruction.continues:
             moved = Collectives(kind, 1, result_bytes(instruction))
             group = first_group(instruction.attributes)
             count[kind] += instruction.runs
             size[kind] += instruction.runs * moved.bytes
-            sent += instruction.runs * wire_bytes(moved, len(group) if group else devices)
+            sent += instruction.runs * wire_bytes(moved, len(group) if group else module.devices)
         flops += instruction.runs * product_flops(instruction)
     collectives = tuple(Collectives(kind, count[kind], size[kind]) for kind in sorted(count))
     return CompiledStep(read_memory(compiled), flops, collectives, sent)
@@ -130,26 +126,15 @@ def result_bytes(instruction: hlo.Instruction) -> int:
 
 def product_flops(instruction: hlo.Instruction) -> int:
     """FLOPs of one run of a matrix product or convolution; 0 of anything else."""
-    if instruction.opcode == "dot":
-        return _dot_flops(instruction)
+    if instruction.opcode not in ("dot", "convolution"):
+        return 0
+    shapes = (*instruction.operands[:2], instruction.shape)
+    left, right, result = (hlo.arrays(shape)[0][1] for shape in shapes)
     if instruction.opcode == "convolution":
-        return _convolution_flops(instruction)
-    return 0
-
-
-def _dot_flops(dot: hlo.Instruction) -> int:
-    """2 FLOPs for each element of the result and each index summed over."""
-    ((_, result),) = hlo.arrays(dot.shape)
-    ((_, left),) = hlo.arrays(dot.operands[0])
-    dims = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", dot.attributes)
+        return convolution_flops(left, right, result, instruction.attributes)
+    dims = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)
     summed = [int(dim) for dim in dims[1].split(",") if dim] if dims else []
     return 2 * math.prod(result) * math.prod(left[dim] for dim in summed)
-
-
-def _convolution_flops(convolution: hlo.Instruction) -> int:
-    shapes = (*convolution.operands[:2], convolution.shape)
-    image, kernel, result = (hlo.arrays(shape)[0][1] for shape in shapes)
-    return convolution_flops(image, kernel, result, convolution.attributes)
 
 
 def convolution_flops(
@@ -157,11 +142,7 @@ def convolution_flops(
 ) -> int:
     """2 FLOPs for each element of the result and each kernel element that one output sees.
 
-    Args:
-        image: its dims.
-        kernel: its dims.
-        result: its dims.
-        attributes: of the instruction, with `dim_labels` and `window`.
+    `attributes` are those of the instruction, with `dim_labels` and `window`; the others are dims.
     """
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", attributes)
     if not labels:

@@ -93,8 +93,15 @@ def chip_of_kind(device_kind: str) -> Chip | None:
 def _gpu(name: str, facts: Mapping[str, Any]) -> Chip:
     """A GPU by its data sheet, in hosts of 8."""
     size, told, sheet = facts["memory_bytes"], facts["memory_source"], facts["sheet"]
-    rates = {dtype: rate * 1e12 for dtype, rate in facts["teraflops"].items()}
-    host = facts.get("host")
+    host, between = facts.get("host"), None
+    if host is not None:
+        gigabits = facts["network_gigabits"]
+        between = Interconnect(
+            gigabits * 1e9 / 8 / 8,
+            14e-6,
+            f"{host}: {gigabits:.0f} Gbit/s for 8 devices; NVIDIA/nccl src/graph/tuning.cc: 14 µs "
+            "a step of a ring over a network",
+        )
     return Chip(
         name,
         facts["title"],
@@ -102,10 +109,10 @@ def _gpu(name: str, facts: Mapping[str, Any]) -> Chip:
         facts["kinds"],
         memory_bytes=size,
         usable_bytes=int(PREALLOCATED * size),
-        flops_per_second=rates,
+        flops_per_second={dtype: rate * 1e12 for dtype, rate in facts["teraflops"].items()},
         memory_bytes_per_second=facts["gigabytes_per_second"] * 1e9,
         inside=_in_host(facts["inside"], sheet),
-        between=None if host is None else _between_hosts(facts["network_gigabits"], 8, host),
+        between=between,
         devices_per_host=8,
         sources={
             "memory_bytes": told,
@@ -133,15 +140,6 @@ def _in_host(facts: Mapping[str, Any], sheet: str) -> Interconnect:
         3.4e-6,
         f"{facts.get('sheet', sheet)}: {links} NVLinks; NVIDIA/nccl src/graph/topo.h: {gigabytes} "
         "GB/s each, and src/graph/tuning.cc: 3.4 µs a step of a ring",
-    )
-
-
-def _between_hosts(gigabits_per_host: float, devices_per_host: int, host: str) -> Interconnect:
-    return Interconnect(
-        gigabits_per_host * 1e9 / 8 / devices_per_host,
-        14e-6,
-        f"{host}: {gigabits_per_host:.0f} Gbit/s for {devices_per_host} devices; NVIDIA/nccl "
-        "src/graph/tuning.cc: 14 µs a step of a ring over a network",
     )
 
 

@@ -6,7 +6,7 @@ Only what counting needs: instruction lines are `%name = shape opcode(%operand, 
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
@@ -28,7 +28,21 @@ _INDEX = re.compile(r"\bindex=(\d+)")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _CONTINUES = re.compile(r'"async_collective_fusion_config":\{"flag_start":"\d')
 _BITS = re.compile(r"\d+")
+_DEVICES = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
 _COPIES = ("bitcast", "copy", "copy-done", "copy-start")
+SILENT = (
+    "add-dependency",
+    "after-all",
+    "bitcast",
+    "constant",
+    "get-tuple-element",
+    "opt-barrier",
+    "parameter",
+    "partition-id",
+    "replica-id",
+    "tuple",
+)
+"""Instructions that take no time: they name a part of a buffer, or order others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +95,8 @@ class Module:
 
     entry: str
     computations: Mapping[str, tuple[Instruction, ...]]
+    devices: int
+    """Devices that it is compiled for; 1 where it does not tell."""
 
     @cached_property
     def _named(self) -> dict[str, dict[str, Instruction]]:
@@ -97,15 +113,29 @@ class Module:
         """Return the instruction that a computation results in."""
         return next((each for each in self.computations.get(computation, ()) if each.is_root), None)
 
+    def inside(self, instruction: Instruction) -> Iterator[Instruction]:
+        """Yield the instructions of the computations that one mentions, a fusion say."""
+        for called in instruction.called:
+            yield from self.computations.get(called, ())
+
+    def running(self) -> Iterator[tuple[Instruction, tuple[Instruction, ...]]]:
+        """Yield what runs, from the entry on, a loop's body as often as it is known to.
+
+        With each instruction come those whose computations it is in, the outermost first.
+        """
+        pending: list[tuple[str, int, tuple[Instruction, ...]]] = [(self.entry, 1, ())]
+        while pending:
+            name, runs, callers = pending.pop()
+            for each in self.computations.get(name, ()):
+                times = runs * self.trips(each, name) if each.opcode == "while" else runs
+                pending += [(called, times, (*callers, each)) for called in each.called]
+                yield dataclasses.replace(each, runs=runs), callers
+
     def trips(self, loop: Instruction, around: str) -> int:
-        """How often the body of a `while` runs; 1 where that is not known.
+        """How often the body of a `while` in the computation `around` runs; 1 if not known.
 
         XLA says it for a CPU and a GPU. For a TPU it is read from a counter that starts at a
         constant, grows by 1 and stays below another constant, as those of `lax.scan` do.
-
-        Args:
-            loop: the instruction.
-            around: name of its computation.
         """
         if known := _TRIPS.search(loop.attributes):
             return int(known[1])
@@ -122,7 +152,7 @@ class Module:
 
     def _grows_by_one(self, body: str, index: int) -> bool:
         root = self.root(body)
-        add = self._source(body, self._element(body, root.name if root else "", index))
+        add = self.source(body, self._element(body, root.name if root else "", index))
         if add is None or add.opcode != "add":
             return False
         counter, step = add.inputs
@@ -130,7 +160,7 @@ class Module:
 
     def _index(self, computation: str, name: str) -> int:
         """Index of the tuple element that an instruction copies; -1 if it is none."""
-        made = self._source(computation, name)
+        made = self.source(computation, name)
         index = _INDEX.search(made.attributes) if made else None
         is_element = made is not None and made.opcode == "get-tuple-element"
         return int(index[1]) if index and is_element else -1
@@ -141,14 +171,16 @@ class Module:
         return inputs[index] if 0 <= index < len(inputs) else ""
 
     def _constant(self, computation: str, name: str) -> int | None:
-        made = self._source(computation, name)
+        made = self.source(computation, name)
         is_integer = made is not None and made.argument.lstrip("-").isdigit()
         return int(made.argument) if made and made.opcode == "constant" and is_integer else None
 
-    def _source(self, computation: str, name: str) -> Instruction | None:
+    def source(
+        self, computation: str, name: str, through: Collection[str] = _COPIES
+    ) -> Instruction | None:
         """Return the instruction that one is a copy of, or itself."""
         made = self.find(computation, name)
-        while made is not None and made.opcode in _COPIES:
+        while made is not None and made.opcode in through:
             made = self.find(computation, made.inputs[0])
         return made
 
@@ -164,19 +196,13 @@ def read_module(text: str) -> Module:
             entry = name if header[1] else entry
         elif name and (instruction := _INSTRUCTION.match(line)):
             found[name].append(instruction)
-    return Module(entry, {name: _instructions(lines) for name, lines in found.items()})
+    devices = math.prod(map(int, _DEVICES.findall(text.partition("\n")[0])))
+    return Module(entry, {name: _instructions(lines) for name, lines in found.items()}, devices)
 
 
 def instructions(text: str) -> Iterator[Instruction]:
-    """Every instruction that runs, from the entry on; a loop's body as often as it is known to."""
-    module = read_module(text)
-    pending = [(module.entry, 1)]
-    while pending:
-        name, runs = pending.pop()
-        for each in module.computations.get(name, ()):
-            times = runs * module.trips(each, name) if each.opcode == "while" else runs
-            pending += [(called, times) for called in each.called]
-            yield dataclasses.replace(each, runs=runs)
+    """Every instruction of a module's text that runs; see `Module.running`."""
+    return (instruction for instruction, _ in read_module(text).running())
 
 
 def shape_bytes(shape: str) -> int:
@@ -210,25 +236,26 @@ def elements(shape: str) -> list[str]:
 
 def _instructions(lines: list[re.Match[str]]) -> tuple[Instruction, ...]:
     shapes = {line["name"]: line["shape"] for line in lines}
-    return tuple(_instruction(line, shapes) for line in lines)
-
-
-def _instruction(line: re.Match[str], shapes: dict[str, str]) -> Instruction:
-    argument, _, attributes = line["rest"].partition(")")
-    # What is only traced is printed without the %.
-    inputs = tuple(_OPERAND.findall(argument)) or tuple(
-        name for name in argument.split(", ") if name in shapes
-    )
-    return Instruction(
-        line["name"],
-        line["shape"],
-        line["opcode"],
-        tuple(shapes.get(name, "") for name in inputs),
-        attributes,
-        inputs=inputs,
-        argument=argument,
-        is_root=line["root"] is not None,
-    )
+    found = []
+    for line in lines:
+        argument, _, attributes = line["rest"].partition(")")
+        # What is only traced is printed without the %.
+        inputs = tuple(_OPERAND.findall(argument)) or tuple(
+            name for name in argument.split(", ") if name in shapes
+        )
+        found.append(
+            Instruction(
+                line["name"],
+                line["shape"],
+                line["opcode"],
+                tuple(shapes.get(name, "") for name in inputs),
+                attributes,
+                inputs=inputs,
+                argument=argument,
+                is_root=line["root"] is not None,
+            )
+        )
+    return tuple(found)
 
 
 def _bits(dtype: str) -> int:

@@ -1,5 +1,6 @@
 """An instruction of a compiled program -> the FLOPs and bytes of one run."""
 
+import functools
 import math
 import re
 
@@ -32,11 +33,7 @@ def kernel_flops(module: Module, instruction: Instruction) -> int:
         return _call_flops(instruction)
     if instruction.opcode != "fusion":
         return product_flops(instruction)
-    return sum(
-        kernel_flops(module, each)
-        for called in instruction.called
-        for each in module.computations.get(called, ())
-    )
+    return sum(kernel_flops(module, each) for each in module.inside(instruction))
 
 
 def product_dtype(module: Module, instruction: Instruction) -> str:
@@ -46,11 +43,9 @@ def product_dtype(module: Module, instruction: Instruction) -> str:
             return ""
         dtypes = [hlo.arrays(operand)[0][0] for operand in instruction.operands[:2]]
         return max(dtypes, key=lambda dtype: hlo.shape_bytes(f"{dtype}[8]"))
-    inner = (
-        product_dtype(module, each)
-        for called in (instruction.called if instruction.opcode == "fusion" else ())
-        for each in module.computations.get(called, ())
-    )
+    if instruction.opcode != "fusion":
+        return ""
+    inner = (product_dtype(module, each) for each in module.inside(instruction))
     return next(filter(None, inner), "")
 
 
@@ -162,8 +157,7 @@ def _of_fusion(module: Module, fusion: Instruction) -> int:
         hlo.memory_bytes(operand) * inside.share_read(number)
         for number, operand in enumerate(fusion.operands)
     )
-    results = hlo.elements(fusion.shape)
-    written = inside.written()
+    results, written = hlo.elements(fusion.shape), inside.written()
     if len(written) != len(results):
         return round(read) + hlo.memory_bytes(fusion.shape)
     sizes = zip(results, written, strict=True)
@@ -177,6 +171,9 @@ class _Inside:
         self._module, self._computation = module, computation
         self._instructions = module.computations.get(computation, ())
 
+    def _users(self, value: Instruction) -> list[Instruction]:
+        return [each for each in self._instructions if value.name in each.inputs]
+
     def share_read(self, number: int) -> float:
         """Share of a parameter's elements that are read."""
         for each in self._instructions:
@@ -185,16 +182,15 @@ class _Inside:
         return 1.0
 
     def _share(self, value: Instruction) -> float:
-        users = [each for each in self._instructions if value.name in each.inputs]
-        return min(1.0, sum(self._share_of_user(value, user) for user in users))
+        return min(1.0, sum(self._share_of_user(value, user) for user in self._users(value)))
 
     def _share_of_user(self, value: Instruction, user: Instruction) -> float:
-        position = user.inputs.index(value.name)
+        is_first = user.inputs[0] == value.name
         if user.opcode in _PASSED_ON:
             return 0.0
-        if user.opcode in _SLICES and position == 0:
+        if user.opcode in _SLICES and is_first:
             return hlo.elements_in(user.shape) / max(1, hlo.elements_in(value.shape))
-        if user.opcode in ("dynamic-update-slice", "scatter") and position == 0:
+        if user.opcode in ("dynamic-update-slice", "scatter") and is_first:
             return 0.0 if self._stays(user) else 1.0
         if user.opcode == "fusion":
             inner = _Inside(self._module, user.called[0])
@@ -207,48 +203,34 @@ class _Inside:
 
     def _stays(self, value: Instruction) -> bool:
         """Whether it is a result of the fusion as it is, so that it can be changed in place."""
-        if value.is_root:
-            return True
-        users = [each for each in self._instructions if value.name in each.inputs]
-        passing = (each.opcode in ("tuple", "bitcast") and self._stays(each) for each in users)
-        return all(passing)
+        return value.is_root or all(
+            each.opcode in ("tuple", "bitcast") and self._stays(each) for each in self._users(value)
+        )
 
     def written(self) -> list[int]:
         """Bytes of each result that are written."""
-        root = next((each for each in self._instructions if each.is_root), None)
+        root = self._module.root(self._computation)
         if root is None:
             return []
         if root.opcode != "tuple":
             return self._written(root)
-        sizes = []
-        for name in root.inputs:
-            value = self._module.find(self._computation, name)
-            size = self._written(value) if value else []
-            sizes.append(sum(size))
-        return sizes
+        values = (self._module.find(self._computation, name) for name in root.inputs)
+        return [sum(self._written(value)) if value else 0 for value in values]
 
     def _written(self, value: Instruction) -> list[int]:
-        source = value
-        while source.opcode == "bitcast":
-            made = self._module.find(self._computation, source.inputs[0])
-            if made is None:
-                break
-            source = made
+        behind = functools.partial(self._module.source, self._computation)
+        source = behind(value.name, ("bitcast",)) or value
         if source.opcode == "parameter":
             return [0]
-        if source.opcode in ("dynamic-update-slice", "scatter") and self._changes(source):
-            update = source.operands[1 if source.opcode == "dynamic-update-slice" else -1]
-            times = 1 if source.opcode == "dynamic-update-slice" else 2  # it adds to what is there
-            return [times * hlo.shape_bytes(update)]
+        if source.opcode in ("dynamic-update-slice", "scatter"):
+            # In place where what it updates is an operand of the fusion, and not made in it.
+            target = behind(source.inputs[0], ("bitcast", "dynamic-update-slice"))
+            if target is not None and target.opcode == "parameter":
+                if source.opcode == "scatter":  # it adds to what is there
+                    return [2 * hlo.shape_bytes(source.operands[-1])]
+                return [hlo.shape_bytes(source.operands[1])]
         if source.opcode == "fusion":
             return _Inside(self._module, source.called[0]).written()
         if source.opcode in _PASSED_ON:
             return [0] * len(hlo.elements(source.shape))
         return [hlo.shape_bytes(value.shape)]
-
-    def _changes(self, update: Instruction) -> bool:
-        """Whether what it updates is an operand of the fusion, and not made in it."""
-        target = self._module.find(self._computation, update.inputs[0])
-        while target is not None and target.opcode in ("bitcast", "dynamic-update-slice"):
-            target = self._module.find(self._computation, target.inputs[0])
-        return target is not None and target.opcode == "parameter"

@@ -5,6 +5,7 @@ scatters that add, reductions, and reductions between devices; products accumula
 """
 
 import dataclasses
+import functools
 import math
 import re
 from collections import Counter
@@ -19,58 +20,37 @@ from replicax.analysis.hlo import Instruction, Module
 _PACKAGE = Path(__file__).resolve().parents[1]
 _OWN_MODELS = _PACKAGE / "recipes"
 _LIBRARIES = ("site-packages", "dist-packages", "<frozen", "<string>")
-_FILE = re.compile(r'^(\d+) "(.*)"$')
-_LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+).* line=(\d+)")
-_FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)\}")
+_FILE = re.compile(r'^(\d+) "(.*)"$', re.MULTILINE)
+_LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+).* line=(\d+)", re.MULTILINE)
+_FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)\}", re.MULTILINE)
 _FRAME_OF = re.compile(r"\bstack_frame_id=(\d+)")
 
 
-class Frames:
-    """The stacks of a compiled module.
-
-    Args:
-        text: of the module.
-    """
+class _Frames:
+    """The stacks of a compiled module, by its text."""
 
     def __init__(self, text: str) -> None:
-        self._files: dict[int, str] = {}
-        self._locations: dict[int, tuple[int, int]] = {}
-        self._frames: dict[int, tuple[int, int]] = {}
-        table = ""
-        for line in text.splitlines():
-            if line.endswith("{"):  # computations follow
-                break
-            if line[:1].isalpha():
-                table = line
-            elif table == "FileNames" and (found := _FILE.match(line)):
-                self._files[int(found[1])] = found[2]
-            elif table == "FileLocations" and (found := _LOCATION.match(line)):
-                self._locations[int(found[1])] = int(found[2]), int(found[3])
-            elif table == "StackFrames" and (found := _FRAME.match(line)):
-                self._frames[int(found[1])] = int(found[2]), int(found[3])
+        files = dict(_FILE.findall(text.partition("FunctionNames")[0]))
+        places = {at: (files.get(file, ""), line) for at, file, line in _LOCATION.findall(text)}
+        self._frames = {
+            int(frame): (places.get(at, ("", "0")), int(parent))
+            for frame, at, parent in _FRAME.findall(text)
+        }
         # XLA counts parents from 1 on, and 1 stands for none: the first frame has no other.
-        self._first = self._frames.get(1, (0, 0))[1]
+        self._first = self._frames[1][1] if 1 in self._frames else 0
 
     def source(self, frame: int) -> str:
         """Return `train.py:12`, the innermost line that is of no library; empty if unknown."""
-        stack = [place for place in self._stack(frame) if place[0]]
-        own = (place for place in stack if _is_users(place[0]))
-        found = next(own, stack[0] if stack else None)
-        return f"{_shown(found[0])}:{found[1]}" if found else ""
-
-    def _stack(self, frame: int) -> Iterator[tuple[str, int]]:
+        stack = []
         while frame in self._frames:
-            location, parent = self._frames[frame]
-            file, line = self._locations.get(location, (0, 0))
-            yield self._files.get(file, ""), line
+            place, parent = self._frames[frame]
+            if place[0]:
+                stack.append(place)
             above = parent - self._first
             frame = above if above < frame else 0  # a stack ends
-
-
-def frame_of(attributes: str) -> int:
-    """Return the number of an instruction's innermost frame, by its attributes; 0 for none."""
-    found = _FRAME_OF.search(attributes)
-    return int(found[1]) if found else 0
+        own = (place for place in stack if _is_users(place[0]))
+        file, line = next(own, stack[0] if stack else ("", ""))
+        return f"{_shown(file)}:{line}" if file else ""
 
 
 def _is_users(file: str) -> bool:
@@ -94,7 +74,6 @@ SCATTER, REDUCE = "scatter", "reduce"
 BETWEEN_DEVICES = ("all-reduce", "reduce-scatter")
 
 _APPLIED = re.compile(r"to_apply=%?([\w.\-]+)")
-_DEVICES = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
 _AROUND_A_SUM = {"bitcast", "convert", "copy", "parameter"}
 _ANY = re.compile(rf"\b(?:{'|'.join(DTYPES)})\[")
 
@@ -124,15 +103,6 @@ class Sum:
         return DTYPES[self.shape.partition("[")[0]]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Found:
-    sum: Sum
-    read: int
-    """Elements that a reduction reads."""
-    left: int
-    """Elements that it leaves."""
-
-
 def has_16_bits(text: str) -> bool:
     """Return whether a module's text has floats of 16 bits at all."""
     return _ANY.search(text) is not None
@@ -145,37 +115,28 @@ def sums_in_16_bits(text: str) -> tuple[Sum, ...]:
         text: of a module: as `compiled.as_text()` gives it, or of a program that is only traced, as
             `lowered.as_text(dialect="hlo", debug_info=True)` does.
     """
-    module, frames = hlo.read_module(text), Frames(text)
-    devices = math.prod(map(int, _DEVICES.findall(text.partition("\n")[0])))
-    found = list(_found(module, frames, devices))
-    between = [each.sum for each in found if each.sum.kind in BETWEEN_DEVICES]
-    inside = _joined(each for each in found if each.sum.kind not in BETWEEN_DEVICES)
-    counts: Counter[Sum] = Counter()
-    for each in [*between, *(each for each in inside if each.terms >= MANY)]:
-        counts[dataclasses.replace(each, count=1)] += each.count
-    alike = (dataclasses.replace(each, count=count) for each, count in counts.items())
-    return tuple(sorted(alike, key=lambda each: -each.terms))
-
-
-def _found(module: Module, frames: Frames, devices: int) -> Iterator[_Found]:
-    pending = [(module.entry, 1, "", 0)]
-    while pending:
-        computation, runs, around, frame = pending.pop()
-        for each in module.computations.get(computation, ()):
-            name, own = _joined_names(around, each.op_name), frame_of(each.attributes) or frame
-            times = runs * module.trips(each, computation) if each.opcode == "while" else runs
+    module, frames = hlo.read_module(text), _Frames(text)
+    found: list[Sum] = []
+    for each, callers in module.running():
+        for shape, terms in _terms(module, each):
+            kind = collective_kind(each) or each.opcode
+            group = first_group(each.attributes) if kind in BETWEEN_DEVICES else None
             # What is traced as a function of its own has names that begin there.
-            begin = name if each.opcode == "call" else around
-            pending += [(called, times, begin, own) for called in each.called]
-            for shape, terms in _terms(module, each, devices):
-                kind = collective_kind(each) or each.opcode
-                group = first_group(each.attributes) if kind in BETWEEN_DEVICES else None
-                added = Sum(kind, shape, terms, name, frames.source(own), runs, group)
-                read = hlo.elements_in(each.operands[0]) if kind == REDUCE else 0
-                yield _Found(added, read, hlo.elements_in(shape))
+            named = (*(caller for caller in callers if caller.opcode == "call"), each)
+            name = functools.reduce(_joined_names, (inner.op_name for inner in named), "")
+            traced = (_FRAME_OF.search(inner.attributes) for inner in (each, *reversed(callers)))
+            frame = next(filter(None, (int(number[1]) for number in traced if number)), 0)
+            found.append(Sum(kind, shape, terms, name, frames.source(frame), each.runs, group))
+    between = [added for added in found if added.kind in BETWEEN_DEVICES]
+    inside = _joined(added for added in found if added.kind not in BETWEEN_DEVICES)
+    counts: Counter[Sum] = Counter()
+    for added in [*between, *(added for added in inside if added.terms >= MANY)]:
+        counts[dataclasses.replace(added, count=1)] += added.count
+    alike = (dataclasses.replace(added, count=count) for added, count in counts.items())
+    return tuple(sorted(alike, key=lambda added: -added.terms))
 
 
-def _terms(module: Module, each: Instruction, devices: int) -> Iterator[tuple[str, int]]:
+def _terms(module: Module, each: Instruction) -> Iterator[tuple[str, int]]:
     """The arrays that an instruction sums up in 16 bits, and how many terms each number has."""
     kind = collective_kind(each) or each.opcode
     if kind not in (SCATTER, REDUCE, *BETWEEN_DEVICES) or each.continues:
@@ -186,7 +147,7 @@ def _terms(module: Module, each: Instruction, devices: int) -> Iterator[tuple[st
         return
     if kind in BETWEEN_DEVICES:
         group = first_group(each.attributes)
-        terms = devices if group is None else len(group)
+        terms = module.devices if group is None else len(group)
         yield from ((shape, terms) for shape in shapes if terms > 1)
     elif kind == SCATTER and len(each.operands) == 3:
         yield shapes[0], _updates_of_a_place(each)
@@ -198,7 +159,7 @@ def _adds(module: Module, each: Instruction) -> bool:
     """Whether what an instruction applies is an addition that rounds to 16 bits."""
     applied = _APPLIED.search(each.attributes)
     computation = module.computations.get(applied[1], ()) if applied else ()
-    root = next((inner for inner in computation if inner.is_root), None)
+    root = module.root(applied[1]) if applied else None
     added = [inner.opcode for inner in computation if inner.opcode not in _AROUND_A_SUM]
     return root is not None and root.shape.partition("[")[0] in DTYPES and added == ["add"]
 
@@ -228,21 +189,30 @@ def _numbers(each: Instruction, attribute: str) -> list[int]:
     return [int(number) for number in found[1].split(",") if number] if found else []
 
 
-def _joined(found: Iterable[_Found]) -> Iterator[Sum]:
+def _joined(found: Iterable[Sum]) -> Iterator[Sum]:
     """Sums, each reduction that XLA splits in two (of parts, and of what these give) as one."""
-    rest = sorted(found, key=lambda each: each.read)
+    rest = sorted(found, key=_read)
     while rest:
-        last = rest.pop(0)
-        added, read = last.sum, last.read
-        while part := next((each for each in rest if _goes_on(each, added, read)), None):
+        added = last = rest.pop(0)
+        while part := next((each for each in rest if _goes_on(each, last)), None):
             rest.remove(part)
-            added, read = dataclasses.replace(added, terms=added.terms * part.sum.terms), part.read
+            added = dataclasses.replace(added, terms=added.terms * part.terms)
+            last = part
         yield added
 
 
-def _goes_on(part: _Found, added: Sum, read: int) -> bool:
-    same = part.sum.kind == added.kind == REDUCE and part.sum.op_name == added.op_name
-    return same and part.left == read and part.sum.terms > 1 and part.sum.source == added.source
+def _goes_on(part: Sum, last: Sum) -> bool:
+    """Whether the results of one reduction are what another reads."""
+    same = (part.kind, part.op_name, part.source) == (REDUCE, last.op_name, last.source)
+    return same and last.kind == REDUCE and part.terms > 1 and _left(part) == _read(last)
+
+
+def _left(each: Sum) -> int:
+    return hlo.elements_in(each.shape)
+
+
+def _read(each: Sum) -> int:
+    return each.terms * _left(each) if each.kind == REDUCE else 0
 
 
 def _joined_names(around: str, name: str) -> str:

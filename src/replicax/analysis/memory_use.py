@@ -22,17 +22,7 @@ from replicax.errors import ConfigError
 
 CONTROL = ("while", "conditional", "call", "async-start")
 """Instructions that run others."""
-SILENT = (
-    *CONTROL,
-    "add-dependency",
-    "after-all",
-    "bitcast",
-    "constant",
-    "get-tuple-element",
-    "optimization-barrier",
-    "parameter",
-    "tuple",
-)
+SILENT = (*CONTROL, *hlo.SILENT)
 """Instructions that take no time of their own: they run others, or name a part of a buffer."""
 
 _HEADER = re.compile(r"HloModule ([\w.\-]+)")

@@ -30,13 +30,9 @@ class Roofline:
 
 
 def roofline(flops: float, bytes: float, chip: Chip, dtype: str = "bfloat16") -> Roofline:
-    """The least time of a program, or of one kernel.
+    """The least time of the FLOPs and bytes of one device, in a program or in one kernel.
 
-    Args:
-        flops: of one device.
-        bytes: that one device reads from its memory and writes to it.
-        chip: the device.
-        dtype: of the products, `float32`, `bfloat16` or `float16`.
+    `dtype` is that of the products: `float32`, `bfloat16` or `float16`.
 
     Raises:
         ConfigError: the chip's speed is not known, or it has no units for that dtype.
@@ -92,13 +88,7 @@ class Limits:
 def kernel_roofline(kernel: Kernel, chip: Chip, dtype: str = "bfloat16") -> Roofline:
     """The least time of one run of a kernel.
 
-    Args:
-        kernel: of a schedule.
-        chip: the device.
-        dtype: of products in a dtype that the chip has no units of its own for.
-
-    Raises:
-        ConfigError: the chip's speed is not known.
+    Products in a dtype that the chip has no units for take as long as those in `dtype`.
     """
     own = _DTYPES.get(kernel.dtype, dtype)
     known = own if own in chip.flops_per_second else dtype

@@ -3,6 +3,7 @@
 In a scheduled module the order of a computation's text is the order in which a device runs it.
 """
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,18 +22,6 @@ from replicax.analysis.kernels import (
     product_dtype,
 )
 
-_SILENT = (
-    "add-dependency",
-    "after-all",
-    "bitcast",
-    "constant",
-    "get-tuple-element",
-    "opt-barrier",
-    "parameter",
-    "partition-id",
-    "replica-id",
-    "tuple",
-)
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 
 
@@ -140,11 +129,8 @@ def read_schedule(
     most FLOPs counts, or else the most bytes: a step that is no bad one, and in a pipeline the
     stage that works, for which the others wait.
 
-    Args:
-        text: of the module.
-        sizes: of the mesh that it was compiled for, by axis.
-        working: of a loop with as many trips, in how many a conditional in it does something: the
-            ticks of a pipeline.
+    `sizes` are those of the mesh that it was compiled for, by axis. `working` tells of loops with
+    so many trips in how many a conditional in them does something: the ticks of a pipeline.
     """
     reader = _Reader(hlo.read_module(text), sizes or {}, working or {})
     steps = reader.steps(reader.module.entry, 1)
@@ -169,7 +155,7 @@ class _Reader:
 
     def _steps_of(self, instruction: Instruction, around: str, runs: int) -> Iterable[Step]:
         opcode = instruction.opcode
-        if opcode in _SILENT or call_target(instruction) in FREE_CALLS:
+        if opcode in hlo.SILENT or call_target(instruction) in FREE_CALLS:
             return []
         if opcode.endswith("-done"):
             return [Wait(name) for name in instruction.inputs[:1]]
@@ -179,8 +165,10 @@ class _Reader:
             branches = (self.steps(called, runs) for called in instruction.called)
             dearest = max(branches, key=_size, default=())
             return [_sometimes(step, self.shares.get(around, 1.0)) for step in dearest]
-        if collectives := self._collectives(instruction, instruction.name, runs):
-            return collectives
+        if collective_kind(instruction):
+            asynchronous = opcode.endswith("-start") and not _is_synchronous(instruction)
+            collective = self._collective(instruction, instruction.name, runs, asynchronous)
+            return [collective] if asynchronous else [collective, Wait(instruction.name)]
         if opcode in ("call", "async-start"):
             return self._called(instruction, runs)
         if opcode == "fusion":
@@ -193,7 +181,7 @@ class _Reader:
             share = self.working[trips] / trips
             self.shares.update(dict.fromkeys(instruction.called, share))
         inside = (self.steps(called, runs * trips) for called in instruction.called)
-        return [WhileLoop(trips, tuple(each for steps in inside for each in steps))]
+        return [WhileLoop(trips, tuple(itertools.chain.from_iterable(inside)))]
 
     def _called(self, instruction: Instruction, runs: int) -> list[Step]:
         """Return the steps that it calls, under its name if it is a collective that ends later."""
@@ -207,20 +195,9 @@ class _Reader:
                     steps += self._steps_of(inner, called, runs)
         return steps
 
-    def _collectives(self, instruction: Instruction, name: str, runs: int) -> list[Step]:
-        """The collective that an instruction is, if it is one."""
-        if not collective_kind(instruction):
-            return []
-        starts = instruction.opcode.endswith("-start")
-        asynchronous = starts and not _is_synchronous(instruction)
-        collective = self._collective(instruction, name, runs, asynchronous)
-        return [collective] if asynchronous else [collective, Wait(name)]
-
     def _fusion(self, fusion: Instruction, runs: int) -> list[Step]:
         """A kernel, and what a TPU fuses with it: collectives that start, go on or end in it."""
-        inside = [
-            each for called in fusion.called for each in self.module.computations.get(called, ())
-        ]
+        inside = list(self.module.inside(fusion))
         carried = [each for each in inside if collective_kind(each)]
         targets = {call_target(each) for each in inside}
         steps: list[Step] = []

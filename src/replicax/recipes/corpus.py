@@ -4,7 +4,7 @@ import os
 import platform
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -53,17 +53,30 @@ def read_corpus(path: Path | None = None) -> Corpus:
     Raises:
         DataError: nothing exists at `path`, a file or folder cannot be read, or there is no text.
     """
-    if path is None:
-        return _standard_library()
+    skipped: Counter[str] = Counter()
     try:
-        if path.is_dir():
-            return _folder(path)
-        if not path.exists():
-            raise DataError(f"{path} does not exist; give a file or a folder of text")
-        content = path.read_bytes()
+        if path is None:
+            folder = Path(sysconfig.get_paths()["stdlib"])
+            name = what = f"Python {platform.python_version()}'s standard library"
+            where = f" in {folder}"
+            documents = _read(folder, skipped, suffix=".py", passed_over=NOT_THE_LIBRARY)
+        else:
+            name, what, where = path.resolve().name, str(path), ""
+            if path.is_dir():
+                documents = _read(path, skipped)
+            elif path.exists():
+                documents = [Document(str(path), path.read_bytes())]
+            else:
+                raise DataError(f"{path} does not exist; give a file or a folder of text")
     except OSError as error:
         _cannot_read(error)
-    return _corpus(path.name, f"{path}: ", "", [Document(str(path), content)], Counter())
+    counts = ", ".join(f"{count:,} {kind}" for kind, count in sorted(skipped.items()) if count)
+    total = sum(len(document.content) for document in documents)
+    source = f"{what}: {_files(documents)}, {_size(total)}{where}"
+    source += f"; skipped {counts}" if counts else ""
+    if total == 0:
+        raise DataError(f"no text in {source}; give a file or a folder of text")
+    return Corpus(name, source, tuple(documents))
 
 
 def split(corpus: Corpus) -> tuple[tuple[Document, ...], tuple[Document, ...]]:
@@ -103,72 +116,37 @@ def _cut(document: Document) -> tuple[Document, Document]:
     return Document(name, content[:cut], offset), Document(name, content[cut:], offset + cut)
 
 
-def _standard_library() -> Corpus:
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    skipped: Counter[str] = Counter()
-    try:
-        paths = _walk(folder, lambda name: name not in NOT_THE_LIBRARY, skipped)
-        documents = _read(folder, (path for path in paths if path.suffix == ".py"), skipped)
-    except OSError as error:
-        _cannot_read(error)
-    what = f"Python {platform.python_version()}'s standard library"
-    return _corpus(what, f"{what}: ", f" in {folder}", documents, skipped)
-
-
-def _folder(folder: Path) -> Corpus:
-    skipped: Counter[str] = Counter()
-
-    def visible(name: str) -> bool:
-        hidden = name.startswith(".")
-        skipped["hidden"] += hidden
-        return not hidden
-
-    paths = (path for path in _walk(folder, visible, skipped) if visible(path.name))
-    documents = _read(folder, paths, skipped)
-    return _corpus(folder.resolve().name, f"{folder}: ", "", documents, skipped)
-
-
-def _walk(folder: Path, enter: Callable[[str], bool], skipped: Counter[str]) -> Iterator[Path]:
-    """The files below `folder`, through the folders whose name passes `enter` and no links."""
+def _read(
+    folder: Path, skipped: Counter[str], suffix: str = "", passed_over: Container[str] = ()
+) -> list[Document]:
+    """The files below `folder`, but for folders whose name is `passed_over`, and for links."""
+    paths = []
     for parent, folders, files in os.walk(folder, onerror=_cannot_read):
-        folders[:] = [name for name in folders if enter(name)]
+        for names in (folders, files):
+            hidden = [name for name in names if name.startswith(".")]
+            skipped["hidden"] += len(hidden)
+            names[:] = [name for name in names if name not in hidden]
+        folders[:] = [name for name in folders if name not in passed_over]
         skipped["linked folders"] += sum(Path(parent, name).is_symlink() for name in folders)
-        yield from (Path(parent, name) for name in files)
+        paths += [Path(parent, name) for name in files if name.endswith(suffix)]
 
-
-def _read(folder: Path, paths: Iterable[Path], skipped: Counter[str]) -> list[Document]:
     documents = []
     for path in sorted(paths, key=lambda path: path.relative_to(folder).as_posix()):
         if not path.is_file():
             skipped["not regular files"] += 1
             continue
         with path.open("rb") as file:
-            content = file.read(BINARY_LOOKUP_BYTES)
-            if b"\0" in content:
-                skipped["binary"] += 1
-                continue
-            content += file.read()
+            first = file.read(BINARY_LOOKUP_BYTES)
+            content = b"" if b"\0" in first else first + file.read()
         if content:
             documents.append(Document(str(path), content))
         else:
-            skipped["empty"] += 1
+            skipped["binary" if first else "empty"] += 1
     return documents
 
 
-def _corpus(
-    name: str, what: str, where: str, documents: list[Document], skipped: Counter[str]
-) -> Corpus:
-    counts = ", ".join(f"{count:,} {kind}" for kind, count in sorted(skipped.items()) if count)
-    total = sum(len(document.content) for document in documents)
-    source = f"{what}{_files(documents)}, {_size(total)}{where}"
-    source += f"; skipped {counts}" if counts else ""
-    if total == 0:
-        raise DataError(f"no text in {source}; give a file or a folder of text")
-    return Corpus(name, source, tuple(documents))
-
-
-def _files(documents: Iterable[Document]) -> str:
-    count = len(list(documents))
+def _files(documents: Sequence[Document]) -> str:
+    count = len(documents)
     return f"{count:,} file{'' if count == 1 else 's'}"
 
 

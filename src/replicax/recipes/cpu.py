@@ -2,8 +2,7 @@
 
 A model is written with the ordinary layer and names the form for CPUs beside it:
 
-    >>> @cpu.form(cpu.convolve_relu_pool)
-    ... def layer(x, kernel, bias): ...  # lax.conv_general_dilated, relu, lax.reduce_window
+    >>> lax.platform_dependent(q, k, v, cpu=cpu.causal_attention, default=ordinary_attention)
 
 What they are worth on two cores of an AMD EPYC (benchmarks/LOG.md, docs/benchmarks.md):
 
@@ -14,7 +13,7 @@ What they are worth on two cores of an AMD EPYC (benchmarks/LOG.md, docs/benchma
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -28,23 +27,8 @@ from replicax.remat import ATTENTION
 LEAST_BLOCK = 32
 """Query tokens below which a block's matrix products are too small to be worth their saving."""
 
-Layer = Callable[..., jax.Array]
 Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
 _NHWC = ("NHWC", "HWIO", "NHWC")
-
-
-def form(on_cpu: Layer) -> Callable[[Layer], Layer]:
-    """Decorate a function of arrays: it is `on_cpu` on a CPU, and itself on accelerators."""
-
-    def decorated(ordinary: Layer) -> Layer:
-        @functools.wraps(ordinary)
-        def either(*arrays: jax.Array) -> jax.Array:
-            chosen: jax.Array = lax.platform_dependent(*arrays, cpu=on_cpu, default=ordinary)
-            return chosen
-
-        return either
-
-    return decorated
 
 
 # Convolution, relu and average pool of small images. XLA:CPU's own convolution spends most of a
@@ -58,13 +42,8 @@ def form(on_cpu: Layer) -> Callable[[Layer], Layer]:
 def convolve_relu_pool(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
     """Convolution without padding, relu, mean over 2 x 2 windows.
 
-    Args:
-        x: `[rows, height, width, in]`.
-        kernel: `[kh, kw, in, out]`, of the same dtype; products are summed in float32 or wider.
-        bias: `[out]`.
-
-    Returns:
-        `[rows, (height - kh + 1) // 2, (width - kw + 1) // 2, out]`.
+    `x` is `[rows, height, width, in]` and `kernel` `[kh, kw, in, out]`, of one dtype; products are
+    summed in float32 or wider.
     """
     (kh, kw), (height, width) = kernel.shape[:2], x.shape[1:3]
     # A window that would be incomplete is dropped: what it alone covers is not computed.
@@ -82,10 +61,6 @@ def convolve_relu_pool(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.
 def _matmul_conv(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """The `kh * kw * in` products of each output, as one matrix product with the kernel."""
     return jnp.tensordot(_as_matrix(kernel), _patches(x, kernel), axes=(0, 0))
-
-
-def _matmul_conv_forward(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, Any]:
-    return _matmul_conv(x, kernel), (x, kernel)
 
 
 def _matmul_conv_backward(saved: Any, grad: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -108,7 +83,7 @@ def _matmul_conv_backward(saved: Any, grad: jax.Array) -> tuple[jax.Array, jax.A
     return x_grad, kernel_grad.reshape(kernel.shape)
 
 
-_matmul_conv.defvjp(_matmul_conv_forward, _matmul_conv_backward)
+_matmul_conv.defvjp(lambda x, kernel: (_matmul_conv(x, kernel), (x, kernel)), _matmul_conv_backward)
 
 
 def _patches(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -142,10 +117,6 @@ def _same_conv(x: jax.Array, kernel: jax.Array) -> jax.Array:
     return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=_NHWC)
 
 
-def _same_conv_forward(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, Any]:
-    return _same_conv(x, kernel), (x, kernel)
-
-
 def _same_conv_backward(saved: Any, grad: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Gradients of the input and the kernel. grad: `[rows, height, width, out]`."""
     x, kernel = saved
@@ -160,7 +131,7 @@ def _same_conv_backward(saved: Any, grad: jax.Array) -> tuple[jax.Array, jax.Arr
     return x_grad, kernel_grad.transpose(1, 2, 0, 3)
 
 
-_same_conv.defvjp(_same_conv_forward, _same_conv_backward)
+_same_conv.defvjp(lambda x, kernel: (_same_conv(x, kernel), (x, kernel)), _same_conv_backward)
 
 
 # `jax.nn.dot_product_attention` computes, on a CPU, the half of the scores that the mask throws
@@ -171,16 +142,7 @@ _same_conv.defvjp(_same_conv_forward, _same_conv_backward)
 
 
 def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Attention in which a token sees itself and those before it.
-
-    Args:
-        q: queries `[rows, tokens, heads, head_dim]`.
-        k: keys of the same shape and dtype.
-        v: values of the same shape and dtype.
-
-    Returns:
-        `[rows, tokens, heads, head_dim]`, of the same dtype.
-    """
+    """Attention, all `[rows, tokens, heads, head_dim]`: a token sees itself and those before it."""
     # XLA:CPU has no fast products of 16-bit floats.
     heads_first = (to_sum(jnp.moveaxis(x, 1, 2)) for x in (q, k, v))
     return jnp.moveaxis(_blocked(*heads_first), 1, 2).astype(q.dtype)

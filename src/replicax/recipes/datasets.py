@@ -3,9 +3,7 @@
 import gzip
 import hashlib
 import logging
-import math
 import os
-import struct
 import threading
 import zlib
 from dataclasses import dataclass
@@ -134,30 +132,20 @@ def _read_fashion_mnist(folder: Path, source: str) -> ImageDataset:
 
 def _read_idx(path: Path, file: IdxFile) -> np.ndarray:
     """The uint8 array in `path`, once its bytes have proved to be those of `file`."""
+    expected, found = "a readable file", ""
     try:
         content = path.read_bytes()
         if path.suffix == ".gz":
             content = gzip.decompress(content)
+        expected, found = f"SHA-256 {file.sha256}", hashlib.sha256(content).hexdigest()
     except (OSError, EOFError, zlib.error) as error:
-        raise _wrong(path, "a readable file", _in_one_line(error)) from error
-
-    magic = 0x0800 + len(file.shape)  # 08 is idx for uint8, and the last byte counts the dims
-    header = struct.pack(f">{1 + len(file.shape)}i", magic, *file.shape)
-    size = len(header) + math.prod(file.shape)
-    if content[:4] != header[:4]:
-        raise _wrong(path, f"magic number {header[:4].hex()}", content[:4].hex() or "nothing")
-    if len(content) != size:
-        raise _wrong(path, f"{size:,} bytes", f"{len(content):,}")
-    sha256 = hashlib.sha256(content).hexdigest()
-    if sha256 != file.sha256:
-        raise _wrong(path, f"SHA-256 {file.sha256}", sha256)
-    return np.frombuffer(content, np.uint8, offset=len(header)).reshape(file.shape)
-
-
-def _wrong(path: Path, expected: str, found: str) -> DataError:
-    return DataError(
-        f"{path} is corrupt: expected {expected}, found {found}; delete it and run again"
-    )
+        found = _in_one_line(error)
+    if found != file.sha256:
+        raise DataError(
+            f"{path} is corrupt: expected {expected}, found {found}; delete it and run again"
+        )
+    header_bytes = 4 * (1 + len(file.shape))  # a magic number, and the dims
+    return np.frombuffer(content, np.uint8, offset=header_bytes).reshape(file.shape)
 
 
 def _download(folder: Path) -> None:

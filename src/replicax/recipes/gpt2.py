@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence, Sized
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import jax
@@ -29,7 +28,7 @@ SMALLEST_WINDOW = 32
 def _published(layers: int, heads: int, width: int, **fields: Any) -> Mapping[str, Any]:
     """A preset of a published size, trained as GPT-3's of that size (arXiv:2005.14165)."""
     size = {"layers": layers, "heads": heads, "width": width}
-    return MappingProxyType({**size, "context": 1024, "vocab_size": 50257, **fields})
+    return {**size, "context": 1024, "vocab_size": 50257, **fields}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,16 +71,14 @@ class GPT2:
     temperature: float = 0.8
     """Temperature of the continuation: below 1 for likelier tokens, 0 for the likeliest."""
 
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
-        {
-            "nano": MappingProxyType({}),
-            # 0.5M tokens a batch; what does not fit at once, `train` computes in micro-batches.
-            "124m": _published(12, 12, 768, learning_rate=6e-4, remat="none", batch_size=512),
-            "350m": _published(24, 16, 1024, learning_rate=3e-4),
-            "774m": _published(36, 20, 1280, learning_rate=2.5e-4),
-            "1.5b": _published(48, 25, 1600, learning_rate=2e-4, remat="full"),
-        }
-    )
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "nano": {},
+        # 0.5M tokens a batch; what does not fit at once, `train` computes in micro-batches.
+        "124m": _published(12, 12, 768, learning_rate=6e-4, remat="none", batch_size=512),
+        "350m": _published(24, 16, 1024, learning_rate=3e-4),
+        "774m": _published(36, 20, 1280, learning_rate=2.5e-4),
+        "1.5b": _published(48, 25, 1600, learning_rate=2e-4, remat="full"),
+    }
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "epochs"):
@@ -180,7 +177,6 @@ class GPT2:
         seed: int = 0,
     ) -> str:
         """`text`, and at most so many tokens after it; see `sample`."""
-        check_sampling(text, tokens, temperature)
         tokenizer = self._text.tokenizer
         known = tokenizer.vocab_size  # of the rows beyond, no text has trained any
 
@@ -243,18 +239,9 @@ def sample(
 ) -> list[int]:
     """Tokens drawn one after the other, each from what the network expects after those before it.
 
-    Args:
-        logits: of `params` and ints `[1, tokens]`, `[1, tokens, vocab_size]`.
-        params: arrays that lie on one device.
-        prompt: at least one token.
-        count: tokens to draw at most.
-        context: the most tokens `logits` takes; of more, the last ones are used.
-        end: a token to stop at, which is left out.
-        temperature: below 1 for likelier tokens, 0 for the likeliest.
-        seed: of the draws.
-
-    Raises:
-        ConfigError: an empty prompt, or a count or temperature below 0.
+    `logits` of `params` and ints `[1, tokens]` are `[1, tokens, vocab_size]`. It is given the last
+    `context` tokens. At most `count` are drawn, up to the token `end`, which is left out; at a
+    `temperature` below 1 the likelier ones, at 0 the likeliest.
     """
     check_sampling(prompt, count, temperature)
 

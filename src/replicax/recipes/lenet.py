@@ -103,9 +103,15 @@ def logits(params: Params, images: jax.Array) -> jax.Array:
     return (dense2["kernel"].T @ x + dense2["bias"][:, None]).T
 
 
-@cpu.form(cpu.convolve_relu_pool)
 def _convolution(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
     """Convolution without padding, relu, average pool: `[rows, height, width, channels]`."""
+    convolved: jax.Array = lax.platform_dependent(
+        x, kernel, bias, cpu=cpu.convolve_relu_pool, default=_ordinary_convolution
+    )
+    return convolved
+
+
+def _ordinary_convolution(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
     order = ("NHWC", "HWIO", "NHWC")
     x = lax.conv_general_dilated(x, kernel, (1, 1), "VALID", dimension_numbers=order)
     x = jax.nn.relu(x + bias)

@@ -1,5 +1,6 @@
 """The contract of a recipe; finding one by name or path; making one again from its JSON."""
 
+import contextlib
 import dataclasses
 import enum
 import importlib
@@ -7,7 +8,7 @@ import inspect
 import types
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePath
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Any, Literal, Protocol, Union, get_args, get_origin, get_type_hints
 
 import jax
@@ -18,15 +19,13 @@ from replicax.core.models.split import split_model
 from replicax.errors import ConfigError, did_you_mean
 from replicax.python_file import load_file
 
-BUILT_IN: Mapping[str, str] = MappingProxyType(
-    {
-        "cnn": "replicax.recipes.cnn:CNN",
-        "gpt2": "replicax.recipes.gpt2:GPT2",
-        "lenet": "replicax.recipes.lenet:LeNet",
-        "linear_regression": "replicax.recipes.linear_regression:LinearRegression",
-        "mlp": "replicax.recipes.mlp:MLP",
-    }
-)
+BUILT_IN: Mapping[str, str] = {
+    "cnn": "replicax.recipes.cnn:CNN",
+    "gpt2": "replicax.recipes.gpt2:GPT2",
+    "lenet": "replicax.recipes.lenet:LeNet",
+    "linear_regression": "replicax.recipes.linear_regression:LinearRegression",
+    "mlp": "replicax.recipes.mlp:MLP",
+}
 
 
 class Recipe(Protocol):
@@ -75,30 +74,34 @@ _FIELDS = ("batch_size", "epochs")
 
 
 def find_recipe(spec: str) -> type[Any]:
-    """The recipe class that `spec` means.
-
-    Args:
-        spec: a built-in name, `path/to/file.py:Name`, or `package.module:Name`.
+    """The recipe class that is built in as `spec`, or is `file.py:Name` or `package.module:Name`.
 
     Raises:
         ConfigError: no such recipe, or it is not one.
     """
     spec = BUILT_IN.get(spec, spec)
     where, colon, name = spec.partition(":")
-    if not colon and not where.endswith(".py"):
+    if where.endswith(".py"):
+        module = load_file(Path(where), "a recipe as file.py:Name")
+    elif colon:
+        module = _load_module(where)
+    else:
         raise ConfigError(
             f"no recipe is named {spec!r}; there are {', '.join(BUILT_IN)}, or your own as "
             f"file.py:Name{did_you_mean(spec, BUILT_IN)}"
         )
-    if where.endswith(".py"):
-        module = load_file(Path(where), "a recipe as file.py:Name")
-    else:
-        module = _load_module(where)
     classes = {key: value for key, value in vars(module).items() if inspect.isclass(value)}
+    own = [key for key, value in classes.items() if value.__module__ == module.__name__]
     if not name:
-        name = _only_recipe(module, where)
+        recipes = [key for key in own if dataclasses.is_dataclass(classes[key])]
+        recipes = [key for key in recipes if not _missing(classes[key])]
+        if len(recipes) != 1:
+            raise ConfigError(
+                f"{where} has {len(recipes)} recipes ({', '.join(recipes) or 'none'}); name one: "
+                f"{where}:Name"
+            )
+        (name,) = recipes
     if name not in classes:
-        own = [key for key, value in classes.items() if value.__module__ == module.__name__]
         raise ConfigError(
             f"{where} has no class {name!r}; it has {', '.join(own) or 'none'}"
             f"{did_you_mean(name, own)}"
@@ -148,24 +151,6 @@ def _check_presets(recipe: type[Any], where: str) -> None:
             )
 
 
-def _only_recipe(module: ModuleType, where: str) -> str:
-    """The name of the one recipe that `module` defines."""
-    recipes = [
-        key
-        for key, value in vars(module).items()
-        if inspect.isclass(value)
-        and value.__module__ == module.__name__
-        and dataclasses.is_dataclass(value)
-        and not _missing(value)
-    ]
-    if len(recipes) != 1:
-        raise ConfigError(
-            f"{where} has {len(recipes)} recipes ({', '.join(recipes) or 'none'}); name one: "
-            f"{where}:Name"
-        )
-    return recipes[0]
-
-
 def _missing(recipe: Any) -> list[str]:
     fields = {field.name for field in dataclasses.fields(recipe)}
     return [name for name in _FIELDS if name not in fields] + [
@@ -207,10 +192,6 @@ def abstract_model(make: Callable[..., Any], *arguments: Any) -> Any:
 def recipe_of(recipe_class: type[Any], fields: Mapping[str, Any]) -> Any:
     """The recipe with these fields; those that it did not have then are as by default.
 
-    Args:
-        recipe_class: from `find_recipe`.
-        fields: name -> JSON value, as written of `dataclasses.asdict`.
-
     Raises:
         ConfigError: one cannot be made of its JSON, or is no field any more.
     """
@@ -223,9 +204,9 @@ def recipe_of(recipe_class: type[Any], fields: Mapping[str, Any]) -> Any:
         )
     try:
         return _made(recipe_class, fields)
+    except ConfigError:
+        raise
     except (TypeError, ValueError, NameError) as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(
             f"the run's recipe {name} cannot be made from its config.json ({error}); give rx.load "
             "dp= and state="
@@ -243,37 +224,29 @@ def _made(dataclass: type[Any], values: Mapping[str, Any]) -> Any:
 def _typed(name: str, hint: Any, value: Any) -> Any:
     """The value of type `hint` that was written as `value`; raises ValueError."""
     kind, inner = get_origin(hint), get_args(hint)
+    if hint is Any or (kind is Literal and value in inner):
+        return value
     if kind in (Union, types.UnionType):
         for each in inner:
-            try:
+            with contextlib.suppress(ValueError):
                 return _typed(name, each, value)
-            except ValueError:
-                continue
-    elif hint is Any or (kind is Literal and value in inner):
-        return value
     elif kind is tuple and isinstance(value, list):
-        if inner[1:] == (...,):
-            inner = inner[:1] * len(value)
+        inner = inner[:1] * len(value) if inner[1:] == (...,) else inner
         return tuple(_typed(name, *pair) for pair in zip(inner, value, strict=True))
     elif kind is list and isinstance(value, list):
         return [_typed(name, inner[0], each) for each in value]
     elif kind is dict and isinstance(value, dict) and inner[0] is str:
         return {key: _typed(name, inner[1], each) for key, each in value.items()}
+    elif dataclasses.is_dataclass(hint) and isinstance(value, dict):
+        return _made(hint, value)  # type: ignore[arg-type]
     elif isinstance(hint, type):
-        return _plain(name, hint, value)
+        if issubclass(hint, PurePath) and isinstance(value, str):
+            return hint(value)
+        if issubclass(hint, enum.Enum):
+            for member in hint:
+                if value in (str(member), member.value):
+                    return member
+        numbers = (int, float) if hint is float else hint
+        if isinstance(value, numbers) and (hint is bool or not isinstance(value, bool)):
+            return value
     raise ValueError(f"{name}={value!r} is no {getattr(hint, '__name__', hint)}")
-
-
-def _plain(name: str, hint: type[Any], value: Any) -> Any:
-    if dataclasses.is_dataclass(hint) and isinstance(value, dict):
-        return _made(hint, value)
-    if issubclass(hint, PurePath) and isinstance(value, str):
-        return hint(value)
-    if issubclass(hint, enum.Enum):
-        for member in hint:
-            if value in (str(member), member.value):
-                return member
-    numbers = (int, float) if hint is float else hint
-    if isinstance(value, numbers) and (hint is bool or not isinstance(value, bool)):
-        return value
-    raise ValueError(f"{name}={value!r} is no {hint.__name__}")

@@ -40,33 +40,27 @@ def text_dataset(
 
     `tokenizer_spec` and `vocab_size` are those of `replicax.recipes.tokenizer.open_tokenizer`; a
     BPE is trained on the training documents alone.
-
-    Raises:
-        ConfigError: `tokenizer_spec`, `vocab_size` or `context` cannot work.
-        DataError: the text or the tokenizer cannot be read or do not fit each other, or there is
-            too little text to hold some out and fill a row with the rest.
-        MissingDependencyError: tokenizers is not installed, and `tokenizer_spec` is not "bytes".
     """
     corpus = read_corpus(path)
     train, held_out = split(corpus)
     if tokenizer_spec == "bpe":
         _announce("training a BPE tokenizer on", train, BPE_TRAINING_BYTES_PER_SECOND)
     tokenizer = open_tokenizer(tokenizer_spec, train, vocab_size)
-    rate = BPE_ENCODING_BYTES_PER_SECOND
-    if tokenizer_spec == "bytes":
-        rate = BYTES_ENCODING_BYTES_PER_SECOND
+    is_bytes = tokenizer_spec == "bytes"
+    rate = BYTES_ENCODING_BYTES_PER_SECOND if is_bytes else BPE_ENCODING_BYTES_PER_SECOND
     _announce("encoding", train + held_out, rate)
 
-    rows = packed(tokenizer, train, context)
+    rows, heldout_rows = (packed(tokenizer, each, context) for each in (train, held_out))
+    # Before packing: every target, and the first token, which is none.
+    tokens, heldout_tokens = (int(each["length"].sum()) + 1 for each in (rows, heldout_rows))
     if rows["length"][0] < context:
         raise DataError(
             f"context {context:,} takes {context + 1:,} tokens for one row, and the training text "
-            f"has {_tokens(rows):,}; lower --context or give more text"
+            f"has {tokens:,}; lower --context or give more text"
         )
-    heldout_rows = packed(tokenizer, held_out, context)
     source = (
-        f"{corpus.source}; {tokenizer.name}; {_tokens(rows):,} tokens to train on, "
-        f"{_tokens(heldout_rows):,} held out"
+        f"{corpus.source}; {tokenizer.name}; {tokens:,} tokens to train on, "
+        f"{heldout_tokens:,} held out"
     )
     return TextDataset(source, tokenizer, rows, heldout_rows)
 
@@ -77,7 +71,10 @@ def packed(
     """Rows of `context` targets; see `TextDataset`."""
     ids = tokenizer.encode_all(documents)
     rows = pack(ids, tokenizer.end_of_text, context, tokenizer.vocab_size)
-    return {**rows, "bytes": _target_bytes(rows, tokenizer.token_bytes)}
+    # The end of text, which fills the last row, has no bytes.
+    size = tokenizer.token_bytes[rows["tokens"][:, 1:]].sum(axis=1, dtype=np.int32)
+    size.flags.writeable = False
+    return {**rows, "bytes": size}
 
 
 def pack(
@@ -89,19 +86,11 @@ def pack(
     `row[:-1]` and its targets `row[1:]`, and the last target of a row is the first input of the
     next. So every token but the very first is a target, and a target once.
 
-    Args:
-        documents_ids: Integers `[tokens]` in 0..vocab_size - 1, of each document.
-        end_of_text: The id that follows each document, and that fills the last row.
-        context: Targets of a row.
-        vocab_size: The tokens are uint16 where that is enough for so many, and int32 otherwise.
+    `end_of_text` also fills the last row.
 
     Returns:
-        `tokens`, uint16 or int32 [rows, context + 1], and `length`, int32 [rows]: the first
-        `length` targets of a row are text, and any after them padding. Both are read-only.
-
-    Raises:
-        ConfigError: `context` is below 1.
-        DataError: there are fewer than two tokens, and thus no target.
+        `tokens`, uint16 where the vocabulary allows, else int32 [rows, context + 1], and `length`,
+        int32 [rows]: the first `length` targets of a row are text, and any after them padding.
     """
     if context < 1:
         raise ConfigError(f"context {context} leaves nothing to predict; it must be at least 1")
@@ -127,18 +116,6 @@ def pack(
     length[-1] = targets - (rows - 1) * context
     tokens.flags.writeable = length.flags.writeable = False
     return {"tokens": tokens, "length": length}
-
-
-def _target_bytes(rows: dict[str, np.ndarray], token_bytes: np.ndarray) -> np.ndarray:
-    # What fills the last row is the end of text, which has no bytes.
-    counted: np.ndarray = token_bytes[rows["tokens"][:, 1:]].sum(axis=1, dtype=np.int32)
-    counted.flags.writeable = False
-    return counted
-
-
-def _tokens(rows: dict[str, np.ndarray]) -> int:
-    """Tokens before packing: every target, and the first, which is none."""
-    return int(rows["length"].sum()) + 1
 
 
 def _announce(doing: str, documents: Iterable[Document], bytes_per_second: float) -> None:

@@ -6,8 +6,9 @@ per token can be told per byte, which compares across tokenizers.
 
 import json
 import re
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +25,13 @@ ENDS_OF_TEXT = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>")
 """Names of the token between documents; the first that a tokenizer has is taken."""
 TRAINED_VOCAB_SIZE = 4096
 """Vocabulary of a BPE trained here, where no other is asked for."""
-# What one token costs while it is being encoded is a hundred times what its id takes.
+# While it is encoded, a token takes a hundred times the memory of its id: so a long document is cut
+# into pieces, and only a few of them, of a few documents, are encoded at once.
 PIECE_CHARACTERS = 1 << 17
-BATCH_CHARACTERS = 1 << 22
+PIECES_AT_ONCE = 4
+THREADS = 16
+# Between two lines that are not blank, GPT-2's rules and those after them never make one token.
+LINE_END = re.compile(r"(?<=\S)\n(?=\S)")
 
 
 def open_tokenizer(
@@ -35,11 +40,6 @@ def open_tokenizer(
     """The tokenizer "bytes"; or "bpe", trained on `documents`; or the tokenizer.json at `spec`.
 
     `vocab_size` is for "bpe" alone, whose default is 4,096.
-
-    Raises:
-        ConfigError: `spec` is none of these, or `vocab_size` contradicts it.
-        DataError: what `train_bpe` and `load_tokenizer` raise.
-        MissingDependencyError: tokenizers is not installed, and `spec` is not "bytes".
     """
     if spec == "bpe":
         return train_bpe(documents, TRAINED_VOCAB_SIZE if vocab_size is None else vocab_size)
@@ -84,8 +84,7 @@ class ByteTokenizer:
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text; special tokens have none, and what is not UTF-8 becomes U+FFFD."""
-        array = _checked(ids, self.vocab_size)
-        return array[array < 256].astype(np.uint8).tobytes().decode(errors="replace")
+        return bytes(token for token in ids if token != 256).decode(errors="replace")
 
 
 class BPETokenizer:
@@ -94,9 +93,6 @@ class BPETokenizer:
     Special tokens are never found in text: where it spells one out, it is text like any other.
     `encode` and `encode_all` raise DataError for a document that is not UTF-8, and for one that
     the tokenizer does not give back byte for byte.
-
-    Raises:
-        DataError: the tokenizer is not byte-level, is random, or has no token for an end of text.
     """
 
     def __init__(self, tokenizer: "tokenizers.Tokenizer", name: str) -> None:
@@ -106,46 +102,35 @@ class BPETokenizer:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self.end_of_text = _find_end_of_text(tokenizer, name)
-        self._text = _text_of_tokens(tokenizer)
-        self._text[self.end_of_text] = b""
-        self.vocab_size = len(self._text)
-        self.name = f"{name} (vocabulary {self.vocab_size:,})"
-        self.token_bytes = np.array([len(text) for text in self._text], np.int32)
+        self.token_bytes = _token_bytes(tokenizer)
+        self.token_bytes[self.end_of_text] = 0
         self.token_bytes.flags.writeable = False
+        self.vocab_size = len(self.token_bytes)
+        self.name = f"{name} (vocabulary {self.vocab_size:,})"
 
     def encode(self, document: Document) -> np.ndarray:
-        return next(self.encode_all([document]))
+        pieces, ids = list(_pieces(_text(document))), array("i")
+        for start in range(0, len(pieces), PIECES_AT_ONCE):
+            batch = pieces[start : start + PIECES_AT_ONCE]
+            for encoding in self._tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+                ids.extend(encoding.ids)
+        self._check(document, ids)
+        return np.array(ids, np.int32)
 
     def encode_all(self, documents: Iterable[Document]) -> Iterator[np.ndarray]:
-        """Encode one document after the other, on all processor cores.
-
-        A long document is encoded in pieces, cut at the start of a line; only one batch of pieces
-        is in memory in the library's own, large, form.
-        """
-        ids: list[int] = []
-        for batch in _batches(documents):
-            texts = [piece.text for piece in batch]
-            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-            for piece, encoding in zip(batch, encodings, strict=True):
-                ids += encoding.ids
-                if piece.is_last:
-                    self._check(piece.document, ids)
-                    yield np.array(ids, np.int32)
-                    ids = []
+        """Encode one document after the other, on all processor cores."""
+        with ThreadPoolExecutor(THREADS) as threads:  # the library encodes without the GIL
+            yield from threads.map(self.encode, documents)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        return self._bytes(_checked(ids, self.vocab_size)).decode(errors="replace")
+        text: str = self._tokenizer.decode([token for token in ids if token != self.end_of_text])
+        return text
 
-    def _bytes(self, ids: Iterable[int]) -> bytes:
-        return b"".join(map(self._text.__getitem__, ids))
-
-    def _check(self, document: Document, ids: list[int]) -> None:
-        content, back = document.content, self._bytes(ids)
+    def _check(self, document: Document, ids: Sequence[int]) -> None:
+        content, back = document.content, self.decode(ids).encode()
         if back == content:
             return
-        pairs = enumerate(zip(content, back, strict=False))
-        shorter = min(len(content), len(back))
-        at = next((i for i, (one, other) in pairs if one != other), shorter)
+        at = next(i for i in range(len(content) + 1) if content[i : i + 1] != back[i : i + 1])
         raise DataError(
             f"{document.name} is not given back by {self.name}: from byte "
             f"{document.offset + at:,} on, {content[at : at + 8]!r} became {back[at : at + 8]!r}; "
@@ -162,11 +147,6 @@ def train_bpe(documents: Iterable[Document], vocab_size: int) -> BPETokenizer:
 
     Its vocabulary is smaller than `vocab_size` where the documents have no more pairs to merge;
     `name` then says so.
-
-    Raises:
-        ConfigError: `vocab_size` is below 257, for the 256 bytes and the end of text.
-        DataError: a document is not UTF-8.
-        MissingDependencyError: tokenizers is not installed.
     """
     library = require("tokenizers", "text")
     if vocab_size < 257:
@@ -196,11 +176,6 @@ def load_tokenizer(path: Path) -> BPETokenizer:
 
     The end of text is the first of `<|endoftext|>`, `</s>`, `<|end_of_text|>` and `<eos>` that it
     has. Truncation and padding that the file asks for are left off.
-
-    Raises:
-        DataError: the file cannot be read, or holds no tokenizer, or one that is not byte-level,
-            that drops merges at random, or that has no token for the end of text.
-        MissingDependencyError: tokenizers is not installed.
     """
     library = require("tokenizers", "text")
     try:
@@ -219,37 +194,12 @@ def load_tokenizer(path: Path) -> BPETokenizer:
     return BPETokenizer(tokenizer, str(path))
 
 
-@dataclass(frozen=True)
-class _Piece:
-    document: Document
-    text: str
-    is_last: bool
-
-
-# Between two lines that are not blank, GPT-2's rules and those after them never make one token.
-_LINE_END = re.compile(r"(?<=\S)\n(?=\S)")
-
-
-def _pieces(document: Document) -> Iterator[_Piece]:
-    text, start = _text(document), 0
-    while end := _LINE_END.search(text, start + PIECE_CHARACTERS):
-        yield _Piece(document, text[start : end.end()], is_last=False)
+def _pieces(text: str) -> Iterator[str]:
+    start = 0
+    while end := LINE_END.search(text, start + PIECE_CHARACTERS):
+        yield text[start : end.end()]
         start = end.end()
-    yield _Piece(document, text[start:], is_last=True)
-
-
-def _batches(documents: Iterable[Document]) -> Iterator[list[_Piece]]:
-    batch: list[_Piece] = []
-    characters = 0
-    for document in documents:
-        for piece in _pieces(document):
-            batch.append(piece)
-            characters += len(piece.text)
-            if characters >= BATCH_CHARACTERS:
-                yield batch
-                batch, characters = [], 0
-    if batch:
-        yield batch
+    yield text[start:]
 
 
 def _text(document: Document) -> str:
@@ -291,36 +241,14 @@ def _find_end_of_text(tokenizer: "tokenizers.Tokenizer", name: str) -> int:
     )
 
 
-def _text_of_tokens(tokenizer: "tokenizers.Tokenizer") -> list[bytes]:
+def _token_bytes(tokenizer: "tokenizers.Tokenizer") -> np.ndarray:
     """Bytes of each id; none for special tokens, and for ids that no token has."""
     vocab = tokenizer.get_vocab(with_added_tokens=True)
     added = tokenizer.get_added_tokens_decoder()
-    byte_of = {character: byte for byte, character in enumerate(_character_of_byte())}
-    text = [b""] * (max(vocab.values()) + 1)
+    sizes = np.zeros(max(vocab.values()) + 1, np.int32)
     for token, token_id in vocab.items():
-        if token_id in added:
-            text[token_id] = b"" if added[token_id].special else token.encode()
-        elif all(character in byte_of for character in token):
-            text[token_id] = bytes(byte_of[character] for character in token)
-    return text
-
-
-def _character_of_byte() -> list[str]:
-    """How GPT-2 writes each byte in a vocabulary: a printable character for every one.
-
-    Printable Latin-1 stands for itself; the others, in order, are what comes after Latin-1.
-    """
-    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1)}
-    printable |= set(range(ord("®"), ord("ÿ") + 1))
-    others = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
-
-
-def _checked(ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
-    array = np.asarray(ids, np.int64)
-    if array.size and not 0 <= array.min() <= array.max() < vocab_size:
-        raise DataError(
-            f"ids {array.min():,}..{array.max():,} are not all of a vocabulary of {vocab_size:,}; "
-            "decode with the tokenizer that encoded"
-        )
-    return array
+        if token_id not in added:
+            sizes[token_id] = len(token)  # which has a character for each byte
+        elif not added[token_id].special:
+            sizes[token_id] = len(token.encode())
+    return sizes

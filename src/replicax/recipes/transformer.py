@@ -101,17 +101,10 @@ def logits(params: Params, tokens: jax.Array, heads: int, remat: Remat = "none")
 
 
 def hidden(params: Params, tokens: jax.Array, heads: int, remat: Remat = "none") -> jax.Array:
-    """Final activations: their product with the embedding are the logits of the next tokens.
+    """Final activations `[rows * tokens, width]`; times the embedding, the next tokens' logits.
 
-    Args:
-        params: of any sizes, as `init` gives them.
-        tokens: ints `[rows, tokens]`, no more of them than the context.
-        heads: of the attention; the parameters do not tell.
-        remat: what the backward pass computes again: nothing; norms and GELU (`selective`); or all
-            of a block (`full`).
-
-    Returns:
-        `[rows * tokens, width]`, in the dtype of the parameters.
+    `tokens` are ints `[rows, tokens]`, no more of them than the context. The backward pass computes
+    again what `remat` says: nothing; norms and GELU (`selective`); or all of a block (`full`).
     """
     rows, count = tokens.shape
     on_gpu = cuda_capability() is not None
