@@ -1,70 +1,63 @@
 """A process's place as one engine tells it."""
 
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from replicax.cluster.address import DERIVED_PORTS, FIRST_DERIVED_PORT
 from replicax.errors import ConfigError
+
+
+class Fact(NamedTuple):
+    """A part of a process's place."""
+
+    value: Any
+    reason: str
+    """The variable that decided it, with its value where that is short: `RANK=3`."""
 
 
 @dataclass(frozen=True)
 class Detected:
-    """The place that one engine gives; `None` where it does not tell."""
+    """The place that one engine gives."""
 
     engine: str
-    process: int | None
-    processes: int | None
-    coordinator: str | None = None
-    job: str = ""
-    local_process: int | None = None
-    local_processes: int | None = None
-    reasons: Mapping[str, str] = field(default_factory=dict)
-    """Field -> the variable that decided it, with its value."""
+    facts: Mapping[str, Fact]
+    """Those that it tells of `process`, `processes`, `coordinator`, `job`, `local_process` and
+    `local_processes`, by these names."""
     lacks: Mapping[str, str] = field(default_factory=dict)
-    """Field -> one line saying what is missing and how to give it."""
+    """By the same names, one line saying what is missing and how to give it."""
+
+    @property
+    def numbers(self) -> tuple[int | None, int | None]:
+        """Process and processes; another engine may know what this one does not tell."""
+        process, processes = self.facts.get("process"), self.facts.get("processes")
+        return process and process.value, processes and processes.value
 
     @property
     def is_complete(self) -> bool:
         """Whether it numbers the processes; another engine may still know the coordinator."""
-        return self.process is not None and self.processes is not None
-
-    @property
-    def is_one_of_several(self) -> bool:
-        """Whether it numbers more than one process."""
-        return self.is_complete and self.processes != 1
+        return None not in self.numbers
 
     @property
     def numbering(self) -> str:
         """The variables that number the processes: `RANK=0 of WORLD_SIZE=2`."""
-        return f"{self.reasons['process']} of {self.reasons['processes']}"
+        return f"{self.facts['process'].reason} of {self.facts['processes'].reason}"
 
 
-def whole_number(env: Mapping[str, str], name: str, least: int = 0) -> int:
-    """The whole number that the variable `name` holds.
-
-    Args:
-        env: the environment; `name` must be set.
-        name: the variable.
-        least: the lowest value allowed.
-
-    Raises:
-        ConfigError: not a whole number, or below `least`.
-    """
-    text = env[name].strip()
-    if not (text.isascii() and text.isdigit()) or int(text) < least:
+def whole_number(text: str, name: str, least: int = 0) -> int:
+    """The whole number in `text`, which the variable or argument `name` holds."""
+    digits = text.strip()
+    if not (digits.isascii() and digits.isdigit()) or int(digits) < least:
         raise ConfigError(
-            f"{name}={env[name]!r} is not a whole number from {least}; "
-            "the launcher sets it: correct or unset it"
+            f"{name}={text!r} is not a whole number from {least}: correct or unset it"
         )
-    return int(text)
+    return int(digits)
 
 
-def derived_port(job: str) -> int:
-    """A port that every process of a job agrees on, and that other jobs rarely share."""
-    return FIRST_DERIVED_PORT + zlib.crc32(job.encode()) % DERIVED_PORTS
-
-
-def said(env: Mapping[str, str], name: str) -> str:
-    """`NAME=value`, as a reason."""
-    return f"{name}={env[name]}"
+def numbers(env: Mapping[str, str], **names: str) -> dict[str, Fact]:
+    """The whole numbers of those variables that are set, by the parts of a place that they are."""
+    found = {}
+    for part, name in names.items():
+        if name in env:
+            number = whole_number(env[name], name, least=1 if part.endswith("processes") else 0)
+            found[part] = Fact(number, f"{name}={env[name]}")
+    return found
