@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from replicax.cluster import slurm_step, tpu_pod
 from replicax.cluster.address import derived_port, join_address, split_address, whole_port
-from replicax.cluster.detected import Detected, Fact, numbers
-from replicax.cluster.variables import COORDINATOR, PROCESS_ID, PROCESSES
+from replicax.cluster.variables import COORDINATOR, PROCESS_ID, PROCESSES, Detected, Fact, numbers
 from replicax.errors import ConfigError
 
 TORCH = "RANK/WORLD_SIZE"

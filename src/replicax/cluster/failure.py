@@ -35,25 +35,31 @@ _ENDING_SECONDS = 10.0
 _last_words: list[Callable[[Verdict], None]] = []
 
 
-def before_stopping(say: Callable[[Verdict], None]) -> None:
-    """Have `say` called, in another thread, just before the others end this process."""
-    _last_words.append(say)
+def say(line: str) -> None:
+    """Print a line of Replicax's own to stderr, whatever has become of that."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"replicax: {line}", file=sys.stderr, flush=True)
+
+
+def before_stopping(tell: Callable[[Verdict], None]) -> None:
+    """Have `tell` called, in another thread, just before the others end this process."""
+    _last_words.append(tell)
 
 
 def stop_now(process: int, pulse: Pulse, verdict: Verdict) -> None:
     """End this process because of `verdict`, whatever its main thread waits for."""
     if verdict.stacks:
-        _print(f"replicax: process {process} {pulse.stand(Patience())}; its Python stacks:")
+        say(f"process {process} {pulse.stand(Patience())}; its Python stacks:")
         with contextlib.suppress(Exception):  # a stderr without a file, in a notebook
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
     if process in verdict.blames:
-        _print(f"replicax: process {process} stops, as the others do: {verdict.reason}")
+        say(f"process {process} stops, as the others do: {verdict.reason}")
     else:
-        _print(f"replicax: process {process} stops: {verdict.reason}")
+        say(f"process {process} stops: {verdict.reason}")
     _write_verdict(process, verdict)
-    for say in _last_words:
+    for tell in _last_words:
         with contextlib.suppress(Exception):
-            say(verdict)
+            tell(verdict)
     if process == 0:
         time.sleep(_SERVING_SECONDS)
     leave_at_once(verdict.code)
@@ -74,7 +80,7 @@ def stop_all_now(reason: str, code: int = SAVED) -> NoReturn:
         time.sleep(_ENDING_SECONDS)  # the link's thread ends this process meanwhile
     told = os.environ.get(variables.PROCESS_ID)
     where = "" if link is None and told is None else f"process {_own_process(link)} stops: "
-    _print(f"replicax: {where}{reason}")
+    say(f"{where}{reason}")
     leave_at_once(code)
 
 
@@ -95,7 +101,7 @@ def report(error: BaseException) -> Verdict | None:
     if verdict is None:
         write_failure(process, text, blames=None)
     else:
-        _print(f"replicax: process {process} stops: {verdict.reason}")
+        say(f"process {process} stops: {verdict.reason}")
         _write_verdict(process, verdict)
     return verdict
 
@@ -203,8 +209,3 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-
-
-def _print(line: str) -> None:
-    with contextlib.suppress(OSError, ValueError):
-        print(line, file=sys.stderr, flush=True)

@@ -5,9 +5,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from replicax.cluster.address import split_address
-from replicax.cluster.detected import Fact, whole_number
 from replicax.cluster.engines import find_innermost
-from replicax.cluster.variables import COORDINATOR, JOB_ID, LOCAL_DEVICES, PROCESS_ID, PROCESSES
+from replicax.cluster.variables import (
+    COORDINATOR,
+    JOB_ID,
+    LOCAL_DEVICES,
+    PROCESS_ID,
+    PROCESSES,
+    Fact,
+    whole_number,
+)
 from replicax.errors import ConfigError
 
 _VARIABLES = {"process": PROCESS_ID, "processes": PROCESSES, "coordinator": COORDINATOR}

@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from replicax.cluster.address import DERIVED_PORTS, FIRST_DERIVED_PORT, join_address
-from replicax.cluster.detected import Detected, Fact, numbers, whole_number
-from replicax.cluster.variables import COORDINATOR
+from replicax.cluster.variables import COORDINATOR, Detected, Fact, numbers, whole_number
 from replicax.errors import ConfigError
 
 ENGINE = "Slurm"

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from jax._src import hardware_utils  # its table of TPUs has no public name
 
 from replicax.cluster.address import join_address
-from replicax.cluster.detected import Detected, Fact, whole_number
+from replicax.cluster.variables import Detected, Fact, whole_number
 from replicax.errors import ConfigError
 
 ENGINE = "TPU"
