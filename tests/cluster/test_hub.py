@@ -10,6 +10,7 @@ from support.cluster_jobs import VERSIONS, Job, opened
 from support.waiting import HANG_SECONDS, until
 
 from replicax.cluster import hub as hub_module
+from replicax.cluster import wire
 from replicax.cluster.patience import Patience
 from replicax.cluster.verdict import Verdict
 from replicax.cluster.wire import Bye, Failed, Hello, encode
@@ -158,7 +159,7 @@ def test_a_stranger_that_leaves(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_stranger_that_never_ends_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "LONGEST_LINE_BYTES", 10_000)
+    monkeypatch.setattr(wire, "LONGEST_LINE_BYTES", 10_000)
     with opened(2) as job:
         stranger = job.stranger()
         with pytest.raises(OSError, match=r"."):  # it is cut off while it sends

@@ -60,7 +60,8 @@ def test_versions_as_they_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(versions) == {"python", *join._PACKAGES}
     monkeypatch.setattr(jax, "__version__", "0.0.1")
     assert join._versions()["jax"] == "0.0.1"
-    assert join._installed("no-such-package") == "not installed"
+    monkeypatch.setattr(join, "_PACKAGES", ["no-such-package"])
+    assert join._versions()["no-such-package"] == "not installed"
 
 
 def hello(host: str, gpus: tuple[str, ...], told: tuple[int, ...] | None = None) -> Hello:

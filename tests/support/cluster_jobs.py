@@ -16,7 +16,7 @@ from replicax.cluster.link import Link
 from replicax.cluster.patience import Patience
 from replicax.cluster.place import Place
 from replicax.cluster.pulse import Pulse
-from replicax.cluster.rendezvous import meet, open_hub
+from replicax.cluster.rendezvous import meet
 from replicax.cluster.verdict import Verdict
 from replicax.cluster.wire import Connection, Go, Hello
 from replicax.core.in_flight import InFlight
@@ -72,7 +72,7 @@ class Job:
 
     def open(self, prepare: Prepare = lambda hellos: ()) -> None:
         own = place(0, self.processes, self.port)
-        self.hub = open_hub(own, self.patience, self.timeout_seconds, prepare)
+        self.hub = Hub(own, self.patience, self.timeout_seconds, prepare)
         self._closing.callback(self.hub.close)
 
     def come(

@@ -44,7 +44,9 @@ def find_innermost(env: Mapping[str, str]) -> Detected | None:
     inner = several[0]
     for outer in several[1:]:
         engines = inner.engine, outer.engine
-        if engines == (OPEN_MPI, slurm_step.ENGINE) and _is_srun_inside_mpirun(env):
+        # Where srun ran inside of mpirun, its PMIx has named the job anew.
+        is_slurms = env.get("PMIX_NAMESPACE", "").startswith("slurm.")
+        if is_slurms and engines == (OPEN_MPI, slurm_step.ENGINE):
             inner = outer
         elif inner.numbers == outer.numbers:
             inner = replace(inner, facts={**outer.facts, **inner.facts})
@@ -55,11 +57,6 @@ def find_innermost(env: Mapping[str, str]) -> Detected | None:
                 f"{PROCESS_ID}, {PROCESSES} and {COORDINATOR}"
             )
     return inner
-
-
-def _is_srun_inside_mpirun(env: Mapping[str, str]) -> bool:
-    """Whether srun did not run around mpirun: then its PMIx has named the job anew."""
-    return env.get("PMIX_NAMESPACE", "").startswith("slurm.")
 
 
 def _master(env: Mapping[str, str], port: int = 0) -> Fact:

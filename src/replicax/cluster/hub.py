@@ -6,30 +6,18 @@ A star over TCP, beside the devices' own network, so that it works when that one
 
 import asyncio
 import contextlib
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from replicax.cluster import wire
 from replicax.cluster.differences import differences, processes_text
+from replicax.cluster.patience import Patience
+from replicax.cluster.place import Place
 from replicax.cluster.pulse import Standing
+from replicax.cluster.rendezvous import bind
 from replicax.cluster.verdict import Member, Verdict, Waiting, judge
-from replicax.cluster.wire import (
-    LONGEST_LINE_BYTES,
-    Bye,
-    Failed,
-    Gather,
-    Gathered,
-    Go,
-    Hello,
-    Message,
-    Refused,
-    Tick,
-    Withdraw,
-    decode,
-    encode,
-)
 
 HELLO_SECONDS = 10.0
 """How long who connects may take to say who it is."""
@@ -39,29 +27,26 @@ _COLLATERAL_SECONDS = 1.0
 """How long a failure that looks like somebody else's waits for that other one to be known."""
 
 
-Prepare = Callable[[list[Hello]], Sequence[Any]]
+Prepare = Callable[[list[wire.Hello]], Sequence[Any]]
 """Called once with the first message of each process, in order, for what `Go` has after the names;
 an error ends all."""
 
 
 class Hub:
-    """Serves one job on a socket that listens, from a thread of its own until `close`."""
+    """Serves the job of process 0's `place`, from a thread of its own until `close`.
+
+    All others have until `timeout_seconds` to come.
+    """
 
     def __init__(
-        self,
-        listening: socket.socket,
-        job: str,
-        processes: int,
-        *,
-        silent_seconds: float,
-        timeout_seconds: float,
-        prepare: Prepare,
+        self, place: Place, patience: Patience, timeout_seconds: float, prepare: Prepare
     ) -> None:
-        self._listening, self._job, self._processes = listening, job, processes
-        self._silent_seconds, self._timeout_seconds = silent_seconds, timeout_seconds
-        self._prepare = prepare
+        self._listening = bind(place, listens=True)
+        self._job, self._processes = place.job, place.processes
+        self._silent_seconds = patience.silent_seconds
+        self._timeout_seconds, self._prepare = timeout_seconds, prepare
         self._members: dict[int, Member] = {}
-        self._hellos: dict[int, Hello] = {}
+        self._hellos: dict[int, wire.Hello] = {}
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._gathers: dict[str, Waiting] = {}
         self._started = False
@@ -85,7 +70,7 @@ class Hub:
 
     async def _serve(self) -> None:
         server = await asyncio.start_server(
-            self._meet, sock=self._listening, limit=LONGEST_LINE_BYTES
+            self._meet, sock=self._listening, limit=wire.LONGEST_LINE_BYTES
         )
         watching = asyncio.ensure_future(self._watch())
         await self._closing.wait()
@@ -96,16 +81,16 @@ class Hub:
         """One connection from its first word to its last."""
         process = None
         try:
-            hello = decode(await asyncio.wait_for(reader.readline(), HELLO_SECONDS))
-            if not isinstance(hello, Hello):
+            hello = wire.decode(await asyncio.wait_for(reader.readline(), HELLO_SECONDS))
+            if not isinstance(hello, wire.Hello):
                 return
             refusal = self._refusal(hello)
             if refusal:
-                writer.write(encode(Refused(refusal)))
+                writer.write(wire.encode(wire.Refused(refusal)))
                 return
             process = self._admit(hello, writer)
             while line := await reader.readline():
-                self._take(self._members[process], decode(line))
+                self._take(self._members[process], wire.decode(line))
         except (TimeoutError, OSError, ValueError, TypeError):
             pass  # a stranger's noise, or a connection that broke: both end below
         except asyncio.CancelledError:
@@ -116,7 +101,7 @@ class Hub:
             with contextlib.suppress(OSError):
                 writer.close()
 
-    def _refusal(self, hello: Hello) -> str | None:
+    def _refusal(self, hello: wire.Hello) -> str | None:
         process, job = hello.process, hello.job
         if job != self._job:
             return f"job {self._job!r} has this port, and this process belongs to job {job!r}"
@@ -131,11 +116,11 @@ class Hub:
             return f"{self._members[process]} is already in the job"
         return self._verdict and self._verdict.reason
 
-    def _admit(self, hello: Hello, writer: asyncio.StreamWriter) -> int:
+    def _admit(self, hello: wire.Hello, writer: asyncio.StreamWriter) -> int:
         process = hello.process
         self._members[process] = Member(process, str(hello.host), int(hello.pid), time.monotonic())
         self._hellos[process], self._writers[process] = hello, writer
-        self._send(process, Tick(self._missing()))
+        self._send(process, wire.Tick(self._missing()))
         if not self._missing():
             self._start()
         return process
@@ -151,7 +136,7 @@ class Hub:
             return
         names = [str(self._members[process]) for process in range(self._processes)]
         try:
-            go = Go(names, *self._prepare(hellos))
+            go = wire.Go(names, *self._prepare(hellos))
         except Exception as error:
             self._stop(Verdict(str(error), []))
             return
@@ -161,14 +146,14 @@ class Hub:
             member.heard_at = now
         self._send_all(go)
 
-    def _take(self, member: Member, message: Message) -> None:
+    def _take(self, member: Member, message: wire.Message) -> None:
         member.heard_at = time.monotonic()
         match message:
             case Standing():
                 member.standing = message
-            case Gather():
+            case wire.Gather():
                 self._gather(member.process, message)
-            case Withdraw(topic) if topic in self._gathers:
+            case wire.Withdraw(topic) if topic in self._gathers:
                 gather = self._gathers[topic]
                 gather.values.pop(member.process, None)
                 gather.patience_seconds.pop(member.process, None)
@@ -176,7 +161,7 @@ class Hub:
                     del self._gathers[topic]
             case Verdict():
                 self._stop(message)
-            case Failed(error, collateral):
+            case wire.Failed(error, collateral):
                 member.ended = True
                 verdict = Verdict(f"{member} failed: {error}", [member.process])
                 if collateral:
@@ -184,10 +169,10 @@ class Hub:
                     self._loop.call_later(_COLLATERAL_SECONDS, self._stop, verdict)
                 else:
                     self._stop(verdict)
-            case Bye():
+            case wire.Bye():
                 member.ended = True
 
-    def _gather(self, process: int, message: Gather) -> None:
+    def _gather(self, process: int, message: wire.Gather) -> None:
         topic = message.topic
         gather = self._gathers.setdefault(topic, Waiting(time.monotonic()))
         gather.values[process] = message.value
@@ -195,7 +180,7 @@ class Hub:
         if len(gather.values) == self._processes:
             del self._gathers[topic]
             values = [gather.values[p] for p in range(self._processes)]
-            self._send_all(Gathered(topic, values))
+            self._send_all(wire.Gathered(topic, values))
 
     def _lost(self, process: int) -> None:
         member = self._members[process]
@@ -231,7 +216,7 @@ class Hub:
                 self._stop(verdict)
             if now - told_at > self._silent_seconds / 8:
                 told_at = now
-                self._send_all(Tick(self._missing()))
+                self._send_all(wire.Tick(self._missing()))
 
     def _absent(self) -> Verdict:
         missing = self._missing()
@@ -247,11 +232,11 @@ class Hub:
             self._verdict = verdict
             self._send_all(verdict)
 
-    def _send_all(self, message: Message) -> None:
+    def _send_all(self, message: wire.Message) -> None:
         # This process last: it may be about to exit, and the others are to know why.
         for process in sorted(self._writers, reverse=True):
             self._send(process, message)
 
-    def _send(self, process: int, message: Message) -> None:
+    def _send(self, process: int, message: wire.Message) -> None:
         with contextlib.suppress(OSError):
-            self._writers[process].write(encode(message))
+            self._writers[process].write(wire.encode(message))

@@ -16,11 +16,12 @@ from replicax.cluster.accelerators import deal, visible_gpus
 from replicax.cluster.address import join_address, split_address
 from replicax.cluster.cluster_job import ClusterJob, Linked, Lone, current_job, set_job
 from replicax.cluster.failure import leave_at_once, say, stop_now, watch_exceptions
+from replicax.cluster.hub import Hub
 from replicax.cluster.link import Link
 from replicax.cluster.patience import Patience, find_patience
 from replicax.cluster.place import Place, find_place
 from replicax.cluster.pulse import Pulse
-from replicax.cluster.rendezvous import is_loopback, meet, open_hub
+from replicax.cluster.rendezvous import is_loopback, meet
 from replicax.cluster.wire import Go, Hello
 from replicax.core.in_flight import InFlight
 from replicax.errors import ClusterError
@@ -100,7 +101,7 @@ def _join(place: Place, patience: Patience, timeout_seconds: float) -> Linked:
     with contextlib.ExitStack() as held:
         if place.process == 0:
             port = held.enter_context(_hold_port(split_address(coordinator)[0])).getsockname()[1]
-            open_hub(place, patience, timeout_seconds, partial(_prepare, port))
+            Hub(place, patience, timeout_seconds, partial(_prepare, port))
         gpus = visible_gpus(os.environ)
         hello = Hello(
             place.job,
@@ -168,19 +169,15 @@ def _hold_port(host: str) -> socket.socket:
 
 
 def _versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide on numbers, as they are loaded."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
-        module = sys.modules.get(package)
-        version = getattr(module, "__version__", None)
-        versions[package] = str(version or _installed(package))
+        loaded = getattr(sys.modules.get(package), "__version__", None)
+        try:
+            versions[package] = str(loaded or importlib.metadata.version(package))
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
     return versions
-
-
-def _installed(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _leave(link: Link) -> None:

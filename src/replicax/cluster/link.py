@@ -6,18 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from replicax.cluster import wire
 from replicax.cluster.patience import Patience
 from replicax.cluster.pulse import Pulse
 from replicax.cluster.verdict import Verdict
-from replicax.cluster.wire import (
-    Bye,
-    Connection,
-    Failed,
-    Gather,
-    Gathered,
-    Message,
-    Withdraw,
-)
 
 _ACKNOWLEDGE_SECONDS = 3.0
 """How long a process that fails waits to learn that all know of it, or whose fault it is."""
@@ -28,13 +20,13 @@ _PART_SECONDS = 0.5
 class Link:
     """Tells the others where this process stands, and learns when they stop.
 
-    `wire` is of a process that all others have joined; `names` are those of `Go`. `on_stop` is
-    called once, in the link's thread, with why all stop.
+    `names` are those of `Go`, with which all have joined. `on_stop` is called once, in the link's
+    thread, with why all stop.
     """
 
     def __init__(
         self,
-        wire: Connection,
+        connection: wire.Connection,
         process: int,
         names: Sequence[str],
         patience: Patience,
@@ -44,7 +36,7 @@ class Link:
         self.process, self.processes = process, len(names)
         self.pulse = pulse
         self.verdict: Verdict | None = None
-        self._wire, self._patience, self._on_stop = wire, patience, on_stop
+        self._wire, self._patience, self._on_stop = connection, patience, on_stop
         self._hub = names[0]
         self._gathered: dict[str, list[Any] | None] = {}
         """By each topic that is waited for, what has come."""
@@ -68,7 +60,7 @@ class Link:
         """
         with self._changed:
             self._gathered[topic] = None
-        self._wire.send(Gather(topic, value, patience_seconds))
+        self._wire.send(wire.Gather(topic, value, patience_seconds))
         with self._changed:
             while self._gathered[topic] is None and not (cancelled and cancelled()):
                 self._changed.wait(timeout=0.1)
@@ -77,7 +69,7 @@ class Link:
             return values
         # Else nobody else's silence on it would ever be forgiven.
         with contextlib.suppress(OSError):
-            self._wire.send(Withdraw(topic))
+            self._wire.send(wire.Withdraw(topic))
         return []
 
     def fail(self, error: str, *, collateral: bool) -> Verdict | None:
@@ -86,7 +78,7 @@ class Link:
         Return why all stop, where that was known in time.
         """
         self._failing = True
-        return self._acknowledged(Failed(error, collateral))
+        return self._acknowledged(wire.Failed(error, collateral))
 
     def stop_all(self, reason: str, code: int) -> Verdict | None:
         """Have all processes end with exit code `code`, this one among them.
@@ -96,7 +88,7 @@ class Link:
         """
         return self._acknowledged(Verdict(reason, [], code=code))
 
-    def _acknowledged(self, message: Message) -> Verdict | None:
+    def _acknowledged(self, message: wire.Message) -> Verdict | None:
         with contextlib.suppress(OSError):  # process 0 is gone, which the verdict will say
             self._wire.send(message)
         with self._changed:
@@ -114,7 +106,7 @@ class Link:
         """Tell the others that this process is done."""
         self._leaving = True
         with contextlib.suppress(OSError):  # process 0 left before us
-            self._wire.send(Bye())
+            self._wire.send(wire.Bye())
 
     def close(self) -> None:
         """Close the connection."""
@@ -151,9 +143,9 @@ class Link:
                     self._wire.send(verdict)
                 self._stop(verdict)
 
-    def _take(self, message: Message) -> None:
+    def _take(self, message: wire.Message) -> None:
         match message:
-            case Gathered(topic, values):
+            case wire.Gathered(topic, values):
                 with self._changed:
                     if topic in self._gathered:
                         self._gathered[topic] = values

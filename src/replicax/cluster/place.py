@@ -136,7 +136,7 @@ def find_place(
 
 
 def _told(env: Mapping[str, str], arguments: Mapping[str, object]) -> dict[str, Fact]:
-    """What arguments or REPLICAX_* variables say."""
+    """Read what arguments or REPLICAX_* variables say."""
     told = {}
     for part, name in _VARIABLES.items():
         if part not in arguments and name not in env:

@@ -8,8 +8,6 @@ from collections.abc import Callable
 
 from replicax.cluster.address import split_address
 from replicax.cluster.differences import processes_text
-from replicax.cluster.hub import Hub, Prepare
-from replicax.cluster.patience import Patience
 from replicax.cluster.place import Place
 from replicax.cluster.verdict import Verdict
 from replicax.cluster.wire import Connection, Go, Hello, Refused, Tick
@@ -25,18 +23,6 @@ _LOOPBACK = ("localhost", "127.", "::1")
 def is_loopback(host: str) -> bool:
     """Whether only processes on the same host can reach `host`."""
     return host.startswith(_LOOPBACK)
-
-
-def open_hub(place: Place, patience: Patience, timeout_seconds: float, prepare: Prepare) -> Hub:
-    """Listen where the others will come, who have until `timeout_seconds`."""
-    return Hub(
-        bind(place, listens=True),
-        place.job,
-        place.processes,
-        silent_seconds=patience.silent_seconds,
-        timeout_seconds=timeout_seconds,
-        prepare=prepare,
-    )
 
 
 def bind(place: Place, *, listens: bool = False) -> socket.socket:

@@ -36,8 +36,8 @@ class Detected:
 
     engine: str
     facts: Mapping[str, Fact]
-    """Those that it tells of `process`, `processes`, `coordinator`, `job`, `local_process` and
-    `local_processes`, by these names."""
+    """By their names: `process`, `processes`, `coordinator`, `job`, `local_process` and
+    `local_processes`, as far as it tells."""
     lacks: Mapping[str, str] = field(default_factory=dict)
     """By the same names, one line saying what is missing and how to give it."""
 
