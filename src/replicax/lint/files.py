@@ -11,7 +11,6 @@
 `# replicax: ignore[RULE]` on the line, or alone above it, silences a rule there.
 """
 
-import ast
 import collections
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,13 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from replicax.errors import ConfigError
-from replicax.lint.batches import check_reshapes
-from replicax.lint.finding import ERROR, NOTE, WARNING, Finding, Report
 from replicax.lint.frozen import check_frozen
 from replicax.lint.lookup import check_names
-from replicax.lint.loops import check_loops
+from replicax.lint.loops import check_loops, check_reshapes
 from replicax.lint.numeric_rules import check_steps
-from replicax.lint.parsed import ParsedFile
+from replicax.lint.parsed import ERROR, NOTE, WARNING, Finding, ParsedFile
 
 _SKIPPED = {"__pycache__", "node_modules", "build", "dist", "site-packages"}
 
@@ -72,12 +69,10 @@ def examine(path: Path) -> FileFindings:
     """
     text = source_text(path)
     try:
-        tree = ast.parse(text, filename=str(path))
-        program = ParsedFile(tree)
-        report = Report(text.splitlines())
-        absent = check_names(program, report)
+        program = ParsedFile(text, path)
+        absent = check_names(program)
         for check in (check_loops, check_reshapes, check_steps, check_frozen):
-            check(program, report)
+            check(program)
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None)
         where = f"line {line}: " if line else ""
@@ -87,7 +82,7 @@ def examine(path: Path) -> FileFindings:
         ) from error
     except (RecursionError, MemoryError) as error:
         raise ConfigError(f"{path} nests deeper than can be followed: split it") from error
-    return FileFindings(path, report.findings(), absent)
+    return FileFindings(path, program.findings(), absent)
 
 
 def annotations(examination: FileFindings) -> Iterator[str]:

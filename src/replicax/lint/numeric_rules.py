@@ -8,7 +8,6 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 
-from replicax.lint.finding import Report
 from replicax.lint.parsed import (
     GRADS,
     KEY,
@@ -39,19 +38,19 @@ _AXES = {"axis_name", "cross_replica_axis", "cross_replica_axis_index_groups"}
 _STATISTICS = re.compile(r"batch_stats|batch_statistics|model_state|bn_state|net_state")
 
 
-def check_steps(program: ParsedFile, report: Report) -> None:
+def check_steps(program: ParsedFile) -> None:
     """Report the usual errors in functions of a file that run on each replica."""
     for mapped in program.mapped:
         reached = program.reached(mapped.function)
         differentiates = any(program.called(call) in GRADS for call in program.calls(*reached))
-        _check_means(program, reached, report)
-        _check_scale(program, reached, report)
+        _check_means(program, reached)
+        _check_scale(program, reached)
         if not (differentiates or _is_nameless(mapped)):
             continue
         if not mapped.sums_by_itself:
-            _check_reduced(program, mapped, reached, report)
-        _check_keys(program, mapped, reached, report)
-        _check_norms(program, reached, report)
+            _check_reduced(program, mapped, reached)
+        _check_keys(program, mapped, reached)
+        _check_norms(program, reached)
 
 
 def _reductions(program: ParsedFile, functions: Sequence[Function]) -> Iterator[ast.Call]:
@@ -61,9 +60,7 @@ def _reductions(program: ParsedFile, functions: Sequence[Function]) -> Iterator[
             yield call
 
 
-def _check_reduced(
-    program: ParsedFile, mapped: Mapped, reached: Sequence[Function], report: Report
-) -> None:
+def _check_reduced(program: ParsedFile, mapped: Mapped, reached: Sequence[Function]) -> None:
     """Report a step that updates parameters and reduces nothing but what it shows."""
     for call in _reductions(program, reached):
         if not _is_nameless(mapped) and not all(map(_METRIC.search, _leaves(call))):
@@ -80,7 +77,7 @@ def _check_reduced(
             return  # which may reduce them
     if update is None or not gradients:
         return
-    report.add(
+    program.report(
         "no-reduction",
         update,
         "every replica updates its parameters by the gradient of its own rows, and they drift "
@@ -143,14 +140,14 @@ def _is_known(program: ParsedFile, call: ast.Call, last: str) -> bool:
     return bool(_LIBRARY.match(name)) or last in program.functions or builtin
 
 
-def _check_scale(program: ParsedFile, reached: Sequence[Function], report: Report) -> None:
+def _check_scale(program: ParsedFile, reached: Sequence[Function]) -> None:
     """Report loss scaling that decides on each replica by itself whether to skip."""
     for call in program.calls(*reached):
         if not isinstance(call.func, ast.Attribute) or call.func.attr != "value_and_grad":
             continue
         held = ast.unparse(call.func.value)
         if "scale" in held and "axis_name" not in keywords(call):
-            report.add(
+            program.report(
                 "local-scale",
                 call,
                 "without an axis name each replica reduces nothing, and skips a step and changes "
@@ -159,7 +156,7 @@ def _check_scale(program: ParsedFile, reached: Sequence[Function], report: Repor
             )
 
 
-def _check_means(program: ParsedFile, reached: Sequence[Function], report: Report) -> None:
+def _check_means(program: ParsedFile, reached: Sequence[Function]) -> None:
     """Report masked means that are averaged over replicas, in a step that never adds up counts."""
     lasts = {
         program.last_called(each)
@@ -171,7 +168,7 @@ def _check_means(program: ParsedFile, reached: Sequence[Function], report: Repor
     for function in reached:
         for node in ast.walk(function):
             if _is_masked_mean(program, node):
-                report.add(
+                program.report(
                     "mean-of-means",
                     node,
                     "each device divides by the count of its own rows, and the quotients are "
@@ -210,9 +207,7 @@ def _sums(program: ParsedFile, node: ast.AST) -> bool:
     return last == "sum" and len(node.args) == int(library)
 
 
-def _check_keys(
-    program: ParsedFile, mapped: Mapped, reached: Sequence[Function], report: Report
-) -> None:
+def _check_keys(program: ParsedFile, mapped: Mapped, reached: Sequence[Function]) -> None:
     """Report a key that all replicas have alike, in a step that draws for its own rows."""
     calls = list(program.calls(*reached))
     if any(program.last_called(call) in ("axis_index", "process_index") for call in calls):
@@ -231,24 +226,25 @@ def _check_keys(
         and all(isinstance(each, ast.Constant) for each in node.value.args)
         for name in targets(node)
     }
+    wrong: list[ast.Call] = []
     if set(keys) & shared or fixed:
-        _add_shared(report, drawing[0])
+        wrong = drawing[:1]
     elif keys and mapped.kind in PMAP:
-        for call in program.calls(program.tree):
-            of_key = call.args and re.search(r"rng|key|seed", ast.unparse(call.args[0]))
-            if program.called(call) in REPLICATES and of_key:
-                _add_shared(report, call)
-
-
-def _add_shared(report: Report, node: ast.AST) -> None:
-    report.add(
-        "shared-key",
-        node,
-        "every replica has the same key here, so all draw the same mask or noise for their "
-        "different rows",
-        "key = jax.random.fold_in(key, jax.lax.axis_index(axis_name)) in the step, or "
-        "jax.random.split(key, devices) before it",
-    )
+        replicated = [each for each in program.calls() if program.called(each) in REPLICATES]
+        wrong = [
+            call
+            for call in replicated
+            if call.args and re.search(r"rng|key|seed", ast.unparse(call.args[0]))
+        ]
+    for call in wrong:
+        program.report(
+            "shared-key",
+            call,
+            "every replica has the same key here, so all draw the same mask or noise for their "
+            "different rows",
+            "key = jax.random.fold_in(key, jax.lax.axis_index(axis_name)) in the step, or "
+            "jax.random.split(key, devices) before it",
+        )
 
 
 def _draws(program: ParsedFile, call: ast.Call) -> bool:
@@ -276,14 +272,14 @@ def _whole(program: ParsedFile, mapped: Mapped, arguments: list[str]) -> set[str
     }
 
 
-def _check_norms(program: ParsedFile, reached: Sequence[Function], report: Report) -> None:
+def _check_norms(program: ParsedFile, reached: Sequence[Function]) -> None:
     """Report BatchNorm whose statistics each replica keeps for itself."""
     written = [name for call in program.calls(*reached) for name in keywords(call)]
     if not any(_STATISTICS.search(name or "") for name in written) or _averages_statistics(program):
         return
-    for call in program.calls(program.tree):
+    for call in program.calls():
         if program.called(call) in _NORMS and not keywords(call) & {*_AXES, None}:
-            report.add(
+            program.report(
                 "local-batch-norm",
                 call,
                 "each replica normalizes by its own rows and keeps its own running statistics, "
@@ -295,7 +291,7 @@ def _check_norms(program: ParsedFile, reached: Sequence[Function], report: Repor
 
 def _averages_statistics(program: ParsedFile) -> bool:
     """Whether anything in a file averages something over replicas that may be statistics."""
-    for call in program.calls(program.tree):
+    for call in program.calls():
         text = ast.unparse(call)
         named = _STATISTICS.search(text)
         if named and re.search(r"pmean|cross_replica|sync", text):

@@ -11,9 +11,8 @@ import textwrap
 from pathlib import Path
 
 from replicax.errors import ConfigError
-from replicax.lint.frozen import free_names
 from replicax.lint.numeric_rules import REDUCES, REPLICATES
-from replicax.lint.parsed import BATCH, KEY, PMAP, Mapped, ParsedFile, names_in, targets
+from replicax.lint.parsed import BATCH, KEY, PMAP, Mapped, ParsedFile, free_names, names_in, targets
 
 _FILE = '''\
 """The step of {path} on many replicas and on one.
@@ -65,7 +64,7 @@ def step_file(text: str, path: Path, to: Path) -> str:
     Raises:
         ConfigError: no function that differentiates is mapped over devices, or it has no batch.
     """
-    program = ParsedFile(ast.parse(text, filename=str(path)))
+    program = ParsedFile(text, path)
     mapped = _step(program, path)
     function = mapped.function
     name = getattr(function, "name", "train_step")
