@@ -112,7 +112,10 @@ def _resolved(name: str) -> _Resolved:
     value: Any = _module(path)
     for part in rest:
         if not isinstance(value, types.ModuleType):
-            value = getattr(value, part, None) if isinstance(value, type) else None
+            try:
+                value = getattr(value, part, None) if isinstance(value, type) else None
+            except Exception:  # whatever its class computes for it
+                value = None
             continue
         longer = f"{path}.{part}"
         with warnings.catch_warnings(record=True) as caught:
