@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final, Literal
 
+from replicax.errors import ConfigError
+
 Severity = Literal["error", "warning", "note"]
 ERROR: Final[Literal["error"]] = "error"
 """Wrong numbers, or a call that fails."""
@@ -87,7 +89,15 @@ class ParsedFile:
 
     def __init__(self, text: str, path: Path) -> None:
         self.lines = text.splitlines()
-        self.tree = ast.parse(text, filename=str(path))
+        try:
+            self.tree = ast.parse(text, filename=str(path))
+        except (SyntaxError, ValueError) as error:
+            line = getattr(error, "lineno", None)
+            where = f"line {line}: " if line else ""
+            said = getattr(error, "msg", None) or str(error)
+            raise ConfigError(
+                f"{path} is not Python: {where}{said}; give a .py file that runs"
+            ) from error
         self.nodes = list(ast.walk(self.tree))
         self.parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
         self.imported = dict(_imported(self.nodes))

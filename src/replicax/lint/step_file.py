@@ -54,16 +54,7 @@ _WANTED = {
 
 
 def step_file(text: str, path: Path, to: Path) -> str:
-    """Return the source of a file for `replicax verify --step`.
-
-    Args:
-        text: the training script's.
-        path: its name, for what is said of it.
-        to: the name that the file will have.
-
-    Raises:
-        ConfigError: no function that differentiates is mapped over devices, or it has no batch.
-    """
+    """Return the source of a file `to` for `verify --step`, from the script `text` at `path`."""
     program = ParsedFile(text, path)
     mapped = _step(program, path)
     function = mapped.function
