@@ -3,7 +3,6 @@
 import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from replicax.cluster.differences import processes_text
 from replicax.errors import ConfigError
@@ -12,18 +11,6 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 LIST_SECONDS = 30.0
 """How long `nvidia-smi -L` may take; without its persistence daemon, seconds for each GPU."""
 _LISTED = re.compile(r"^(\s*)(GPU|MIG)\b.*\(UUID:\s*([^)\s]+)\)", re.MULTILINE)
-
-
-@dataclass
-class _Gpu:
-    uuid: str
-    parts: list[str] = field(default_factory=list)
-    """UUIDs of the MIG devices it is divided into."""
-
-    @property
-    def shown(self) -> str:
-        """The device that CUDA shows of it: its first MIG device where it is divided."""
-        return self.parts[0] if self.parts else self.uuid
 
 
 def list_gpus() -> str:
@@ -55,22 +42,25 @@ def visible_gpus(
     entries = env[VISIBLE].split(",") if VISIBLE in env else None
     if entries is not None and not entries[0].strip():
         return ()
-    gpus: list[_Gpu] = []
+    parts_of: dict[str, list[str]] = {}
     for indent, kind, uuid in _LISTED.findall(list_gpus()):
         if kind == "GPU" and not indent:
-            gpus.append(_Gpu(uuid))
-        elif kind == "MIG" and gpus:
-            gpus[-1].parts.append(uuid)
-    chosen = [gpu.shown for gpu in gpus] if entries is None else []
+            parts_of[uuid] = []
+        elif kind == "MIG" and parts_of:
+            next(reversed(parts_of.values())).append(uuid)
+    # CUDA shows the first MIG device of a GPU that is divided.
+    shown = {uuid: [*parts, uuid][0] for uuid, parts in parts_of.items()}
+    mig_devices = [uuid for parts in parts_of.values() for uuid in parts]
+    chosen = list(shown.values()) if entries is None else []
     for entry in entries or ():
-        uuid = _find(entry.strip(), gpus)
+        uuid = _find(entry.strip(), shown, mig_devices)
         if uuid is None:
             break
         if uuid in chosen:
             return ()
         chosen.append(uuid)
     # CUDA shows one MIG device to a process, and no whole GPU beside it.
-    parts = [uuid for uuid in chosen if any(uuid in gpu.parts for gpu in gpus)]
+    parts = [uuid for uuid in chosen if uuid in mig_devices]
     return tuple(parts[:1] or chosen)
 
 
@@ -138,17 +128,17 @@ def _check_apart(host: str, seen: Mapping[int, Sequence[str]]) -> None:
             owner[gpu] = process
 
 
-def _find(entry: str, gpus: list[_Gpu]) -> str | None:
+def _find(entry: str, shown: Mapping[str, str], mig_devices: Sequence[str]) -> str | None:
     """The UUID that one entry of CUDA_VISIBLE_DEVICES means, or `None` for none."""
     if entry.startswith("MIG-"):
         # Older drivers list and take them as MIG-GPU-<uuid>/<instance>/<compute instance>.
-        found = [uuid for gpu in gpus for uuid in gpu.parts if uuid.startswith(entry)]
+        found = [uuid for uuid in mig_devices if uuid.startswith(entry)]
     elif entry.startswith("GPU-"):
-        found = [gpu.shown for gpu in gpus if gpu.uuid.startswith(entry)]
+        found = [device for uuid, device in shown.items() if uuid.startswith(entry)]
     else:
         # CUDA reads the leading digits, as C's strtoul does.
         number = re.match(r"\+?(\d+)", entry, re.ASCII)
-        found = [gpu.shown for gpu in gpus[int(number[1]) :][:1]] if number else []
+        found = list(shown.values())[int(number[1]) :][:1] if number else []
     return found[0] if len(found) == 1 else None
 
 

@@ -57,7 +57,13 @@ def judge(
     running = [member for member in members.values() if not member.ended]
     silent = [member for member in running if now - member.heard_at > silent_seconds]
     if silent:
-        return _silent(silent, now)
+        seconds = max(now - member.heard_at for member in silent)
+        return Verdict(
+            f"{', '.join(map(str, silent))} gave no sign of life for {seconds:.0f} s, last at step "
+            f"{silent[0].standing.begun}: frozen, out of memory, or cut off",
+            [member.process for member in silent],
+            stacks=True,
+        )
     for topic, those in waiting.items():
         missing = [member for process, member in members.items() if process not in those.values]
         allowed = max(member.standing.allowed_seconds for member in missing)
@@ -70,17 +76,6 @@ def judge(
     if stuck:
         return _stalled(list(members.values()), stuck, patience, now)
     return None
-
-
-def _silent(silent: Sequence[Member], now: float) -> Verdict:
-    seconds = max(now - member.heard_at for member in silent)
-    they = ", ".join(map(str, silent))
-    return Verdict(
-        f"{they} gave no sign of life for {seconds:.0f} s, last at step "
-        f"{silent[0].standing.begun}: frozen, out of memory, or cut off",
-        [member.process for member in silent],
-        stacks=True,
-    )
 
 
 def _missing(topic: str, missing: Sequence[Member], seconds: float, now: float) -> Verdict:

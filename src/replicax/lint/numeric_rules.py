@@ -6,7 +6,6 @@ silent. `replicax verify --step` runs the step, and proves.
 
 import ast
 import builtins
-import functools
 import re
 from collections.abc import Sequence
 
@@ -43,7 +42,7 @@ class _Step:
     """A function that runs on each replica, with those of the file that it reaches."""
 
     def __init__(self, program: ParsedFile, mapped: Mapped) -> None:
-        self.program, self.mapped = program, mapped
+        self.mapped = mapped
         reached = program.reached(mapped.function)
         self.nodes = [node for function in reached for node in ast.walk(function)]
         self.calls = [node for node in self.nodes if isinstance(node, ast.Call)]
@@ -51,15 +50,11 @@ class _Step:
         self.arguments = [each.arg for each in mapped.function.args.args]
         # A step without an axis can reduce nothing.
         self.is_nameless = mapped.kind in PMAP and "axis_name" not in mapped.options
-
-    @functools.cached_property
-    def reductions(self) -> list[ast.Call]:
-        """Calls of a reduction, and those that are handed one, as `tree.map(pmean, ...)` is."""
-        last = self.program.last_called
-        return [
+        # Calls of a reduction, and those that are handed one, as `tree.map(pmean, ...)` is.
+        self.reductions = [
             call
             for call in self.calls
-            if any(REDUCES.match(last(each)) for each in (call, *call.args))
+            if any(REDUCES.match(program.last_called(each)) for each in (call, *call.args))
         ]
 
 
