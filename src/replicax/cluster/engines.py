@@ -33,14 +33,11 @@ def find_innermost(env: Mapping[str, str]) -> Detected | None:
     if {"TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"} <= env.keys():
         return _detect_torch(env)
     found = [place for detect in _DETECTORS if (place := detect(env)) is not None]
-    several = [place for place in found if place.is_complete and place.numbers[1] != 1]
+    complete = [place for place in found if None not in place.numbers]
+    several = [place for place in complete if place.numbers[1] != 1]
     if not several:
-        on_tpu = tpu_pod.detect_from_metadata(env)
-        if on_tpu is not None:
-            found.insert(0, on_tpu)
         # WORLD_SIZE=1 beside a Slurm step of one says nothing that is missing.
-        candidates = [place for place in found if place.is_complete] or found
-        return candidates[0] if candidates else None
+        return tpu_pod.detect_from_metadata(env) or next(iter(complete or found), None)
     inner = several[0]
     for outer in several[1:]:
         engines = inner.engine, outer.engine

@@ -43,14 +43,9 @@ class Detected:
 
     @property
     def numbers(self) -> tuple[int | None, int | None]:
-        """Process and processes; another engine may know what this one does not tell."""
+        """Process and processes; `None` is what another engine may know."""
         process, processes = self.facts.get("process"), self.facts.get("processes")
         return process and process.value, processes and processes.value
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether it numbers the processes; another engine may still know the coordinator."""
-        return None not in self.numbers
 
     @property
     def numbering(self) -> str:
