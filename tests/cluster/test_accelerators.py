@@ -129,8 +129,8 @@ def test_different_gpus_are_kept() -> None:
     [
         (
             [("a", G), ("a", G), ("a", G)],
-            "processes 0, 1 and 2 on a see the same 4 GPUs, which 3 processes cannot share evenly; "
-            "start 1, 2 or 4 there, or give each its own CUDA_VISIBLE_DEVICES",
+            "processes 0 to 2 on a see the same 4 GPUs, which 3 processes cannot share evenly; "
+            "start 1 or 2 or 4 there, or give each its own CUDA_VISIBLE_DEVICES",
         ),
         (
             [("b", G), ("a", G[:1]), ("a", G[:1])],

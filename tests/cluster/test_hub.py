@@ -10,12 +10,13 @@ from support.cluster_jobs import VERSIONS, Job, opened
 from support.waiting import HANG_SECONDS, until
 
 from replicax.cluster import hub as hub_module
+from replicax.cluster import wire
 from replicax.cluster.patience import Patience
 from replicax.cluster.verdict import Verdict
-from replicax.cluster.wire import encode
+from replicax.cluster.wire import Bye, Failed, Hello, encode
 from replicax.errors import AgreementError, ClusterError
 
-HELLO = {"job": "ours", "process": 1, "processes": 2, "host": "h", "pid": 1, "versions": VERSIONS}
+HELLO = Hello("ours", 1, 2, "h", 1, VERSIONS)
 
 
 def works(job: Job, processes: list[Any]) -> bool:
@@ -47,22 +48,22 @@ def test_all_come_and_learn_the_same() -> None:
         names = [f"process {p} ({socket.gethostname()}, pid " for p in range(3)]
         for process in processes:
             assert all(
-                told.startswith(name) for told, name in zip(process.go["names"], names, strict=True)
+                told.startswith(name) for told, name in zip(process.go.names, names, strict=True)
             )
         assert works(job, processes)
 
 
 def test_what_is_prepared_reaches_all() -> None:
     job = Job(2, Patience(), HANG_SECONDS)
-    job.open(lambda hellos: {"order": [hello["process"] for hello in hellos]})
+    job.open(lambda hellos: (700, [[hello.process] for hello in hellos]))
     try:
-        assert [p.go["order"] for p in job.start()] == [[0, 1], [0, 1]]
+        assert [p.go[1:] for p in job.start()] == [(700, [[0], [1]])] * 2
     finally:
         job.close()
 
 
 def test_what_cannot_be_prepared_ends_all() -> None:
-    def prepare(hellos: list[Any]) -> dict[str, Any]:
+    def prepare(hellos: list[Hello]) -> list[Any]:
         raise ValueError("2 GPUs for 3 processes")
 
     job = Job(2, Patience(), HANG_SECONDS)
@@ -115,7 +116,7 @@ def test_another_number_of_processes() -> None:
 def test_an_id_that_cannot_be(process: Any) -> None:
     with opened(2) as job:
         stranger = job.stranger()
-        stranger.sendall(encode({**HELLO, "process": process}))
+        stranger.sendall(encode(HELLO._replace(process=process)))
         said = stranger.recv(1 << 16).decode()
         assert "processes count from 0 to 1, and this one is" in said
         assert works(job, job.start())
@@ -128,9 +129,10 @@ def test_an_id_that_cannot_be(process: Any) -> None:
         b"\x16\x03\x01\x00\xff\xfe\n",
         b"[]\n",
         b"{}\n",
-        b'{"job":"ours"}\n',
-        encode({**HELLO, "pid": "many"}),
-        encode({"job": "ours", "process": 1, "processes": 2}),
+        b'["Hello","ours"]\n',
+        b'[["Hello"]]\n',
+        encode(HELLO._replace(pid="many")),  # type: ignore[arg-type]
+        encode(Bye()),
         b"\n",
     ],
 )
@@ -150,14 +152,14 @@ def test_a_stranger_that_leaves(caplog: pytest.LogCaptureFixture) -> None:
     with opened(2) as job:
         job.stranger().close()
         half = job.stranger()
-        half.sendall(b'{"job":')
+        half.sendall(b'["Hello",')
         half.close()
         assert works(job, job.start())
     assert not caplog.records
 
 
 def test_a_stranger_that_never_ends_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "LONGEST_LINE_BYTES", 10_000)
+    monkeypatch.setattr(wire, "LONGEST_LINE_BYTES", 10_000)
     with opened(2) as job:
         stranger = job.stranger()
         with pytest.raises(OSError, match=r"."):  # it is cut off while it sends
@@ -191,11 +193,11 @@ def test_a_hub_that_was_frozen_forgives_silence(monkeypatch: pytest.MonkeyPatch)
     with opened(2, silent_seconds=4.0) as job:
         members = [job.stranger(), job.stranger()]
         for process, member in enumerate(members):
-            member.sendall(encode({**HELLO, "process": process}))
+            member.sendall(encode(HELLO._replace(process=process)))
         time.sleep(0.3)
         offset[0] = 100.0
         time.sleep(0.4)
-        assert b'"go"' in members[0].recv(1 << 16)
+        assert b'"Go"' in members[0].recv(1 << 16)
         assert job.hub is not None
         assert job.hub._verdict is None
         until(lambda: job.hub._verdict)  # type: ignore[union-attr]
@@ -205,7 +207,7 @@ def test_one_that_leaves_before_the_start_may_come_again() -> None:
     with opened(2) as job:
         stranger = job.stranger()
         stranger.sendall(encode(HELLO))
-        assert b"welcome" in stranger.recv(1 << 16)
+        assert b"Tick" in stranger.recv(1 << 16)
         assert "is already in the job" in refusal(job, 1)
         stranger.close()
         time.sleep(0.1)
@@ -247,7 +249,7 @@ def test_one_that_is_gone_without_a_word() -> None:
         for process in (processes[0], processes[2]):
             verdict = process.stopped.result(timeout=HANG_SECONDS)
             assert list(verdict.blames) == [1]
-            assert verdict.reason.startswith(processes[0].go["names"][1])
+            assert verdict.reason.startswith(processes[0].go.names[1])
             assert "is gone without a word, last heard of at step 0" in verdict.reason
 
 
@@ -263,8 +265,8 @@ def test_one_that_was_done_may_go() -> None:
 def test_the_first_verdict_stands() -> None:
     with opened(3) as job:
         processes = job.start()
-        processes[1].wire.send({"failed": "ValueError: one", "collateral": False})
-        processes[2].wire.send({"accuse": {"reason": "late", "blames": [0], "stacks": False}})
+        processes[1].wire.send(Failed("ValueError: one", collateral=False))
+        processes[2].wire.send(Verdict("late", [0]))
         for process in processes:
             assert process.stopped.result(timeout=HANG_SECONDS).blames in ([1], [0])
         assert len({p.stopped.result().reason for p in processes}) == 1
@@ -274,6 +276,6 @@ def test_what_a_process_says_of_the_hub_that_slept() -> None:
     with opened(2) as job:
         first, second = job.start()
         said = Verdict("process 0 gave no sign of life for 5 s", [0], True)
-        second.wire.send({"accuse": {"reason": said.reason, "blames": [0], "stacks": True}})
+        second.wire.send(said)
         second.wire.close()
         assert first.stopped.result(timeout=HANG_SECONDS) == said

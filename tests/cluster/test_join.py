@@ -1,15 +1,15 @@
 """Joining a job, as far as it goes without other processes; `test_faults.py` has real ones."""
 
 import socket
-from typing import Any
 
 import jax
 import pytest
-from support.cluster_jobs import free_port, place
+from support.cluster_jobs import free_port
 
 from replicax.cluster import join
 from replicax.cluster.cluster_job import current_job
 from replicax.cluster.join import initialize
+from replicax.cluster.wire import Hello
 from replicax.errors import ClusterError, ConfigError
 
 
@@ -60,33 +60,26 @@ def test_versions_as_they_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(versions) == {"python", *join._PACKAGES}
     monkeypatch.setattr(jax, "__version__", "0.0.1")
     assert join._versions()["jax"] == "0.0.1"
-    assert join._installed("no-such-package") == "not installed"
+    monkeypatch.setattr(join, "_PACKAGES", ["no-such-package"])
+    assert join._versions()["no-such-package"] == "not installed"
 
 
-def hello(host: str, gpus: tuple[str, ...], told: tuple[int, ...] | None = None) -> dict[str, Any]:
-    return {"host": host, "gpus": gpus, "local_devices": told}
+def hello(host: str, gpus: tuple[str, ...], told: tuple[int, ...] | None = None) -> Hello:
+    return Hello("ours", 0, 2, host, gpus=gpus, local_devices=told)
 
 
 def test_devices_are_dealt_unless_told() -> None:
-    held: list[socket.socket] = []
-    own = place(0, 2, free_port())
-    hellos = [hello("a", ("x", "y")), hello("a", ("x", "y"))]
-    prepared = join._prepare(hellos, own, held)
-    assert [tuple(each) for each in prepared["local_devices"]] == [(0,), (1,)]
-    hellos[0]["local_devices"] = (1,)
-    assert join._prepare(hellos, own, held)["local_devices"] == [(1,), None]
-    for each in held:
-        each.close()
+    seen = ("x", "y")
+    assert join._prepare(7, [hello("a", seen), hello("a", seen)]) == (7, [(0,), (1,)])
+    assert join._prepare(7, [hello("a", seen, (1,)), hello("a", seen)]) == (7, [(1,), None])
 
 
 def test_the_port_for_jax_is_kept_until_it_listens() -> None:
-    held: list[socket.socket] = []
-    own = place(0, 2, free_port())
-    port = join._prepare([hello("a", ())] * 2, own, held)["port"]
-    with socket.socket() as other, pytest.raises(OSError, match="in use"):
-        other.bind(("127.0.0.1", port))
-    with socket.socket() as service:
-        service.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        service.bind(("127.0.0.1", port))
-        service.listen()
-    held[0].close()
+    with join._hold_port("127.0.0.1") as held:
+        port = held.getsockname()[1]
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        with socket.socket() as service:
+            service.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            service.bind(("127.0.0.1", port))
+            service.listen()

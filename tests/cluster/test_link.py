@@ -15,7 +15,7 @@ from replicax.cluster import pulse as pulse_module
 from replicax.cluster.patience import Patience
 from replicax.cluster.pulse import Standing
 from replicax.cluster.verdict import Verdict
-from replicax.cluster.wire import Message
+from replicax.cluster.wire import Gather, Message
 
 
 def gathered(job: Job, processes: list[Process], topic: str, values: list[Any]) -> list[Any]:
@@ -87,7 +87,7 @@ def test_values_that_come_too_late_are_not_kept() -> None:
     with opened(2) as job:
         first, second = job.start()
         assert first.link.gather("t", 1, lambda: True) == []
-        first.wire.send({"gather": "t", "value": 1})  # as if it had crossed the withdrawal
+        first.wire.send(Gather("t", 1))  # as if it had crossed the withdrawal
         second.link.gather("t", 2)
         time.sleep(0.1)
         assert first.link._gathered == {}
@@ -109,8 +109,7 @@ def test_one_that_is_waited_for_has_ended() -> None:
 def allow(processes: list[Process], seconds: float) -> None:
     """No process takes longer than that, as each tells of itself."""
     for process in processes:
-        beat = vars(Standing(5, 5, "stepping", 0.0, seconds))
-        process.wire.send({"beat": beat})
+        process.wire.send(Standing(5, 5, "stepping", 0.0, seconds))
 
 
 @pytest.mark.parametrize(("patience", "stops"), [(None, True), (0.1, True), (3.0, False)])
@@ -185,7 +184,7 @@ def test_a_failure_is_told_to_all() -> None:
         assert list(verdict.blames) == [1]
         for process in (processes[0], processes[2]):
             assert process.stopped.result(timeout=HANG_SECONDS).reason == (
-                f"{processes[0].go['names'][1]} failed: ValueError: bad value"
+                f"{processes[0].go.names[1]} failed: ValueError: bad value"
             )
         assert not processes[1].stopped.done()  # it ends by itself
 
@@ -231,7 +230,7 @@ def test_process_0_vanishes() -> None:
             verdict = process.stopped.result(timeout=HANG_SECONDS)
             assert list(verdict.blames) == [0]
             assert verdict.reason == (
-                f"{processes[0].go['names'][0]} is gone without a word: killed or crashed"
+                f"{processes[0].go.names[0]} is gone without a word: killed or crashed"
             )
         assert processes[1].link.fail("late", collateral=True) is not None
 
@@ -317,7 +316,7 @@ def test_who_is_stuck_is_found_out() -> None:
     with opened(2) as job:
         processes = job.start()
         for process, stand in stands.items():
-            processes[process].wire.send({"beat": vars(stand)})
+            processes[process].wire.send(stand)
         for each in processes:
             verdict = each.stopped.result(timeout=HANG_SECONDS)
             assert list(verdict.blames) == [1]

@@ -41,19 +41,12 @@ def _no_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tpu_pod, "is_tpu_vm", lambda: False)
 
 
+NOTHING = "no launcher detected"
+
+
 def test_alone_where_nothing_tells() -> None:
     place = find_place({})
-    assert place == Place(
-        process=0,
-        processes=1,
-        coordinator=None,
-        job="",
-        local_process=None,
-        local_processes=None,
-        local_devices=None,
-        engine="nothing",
-        reasons={"process": "no launcher detected"},
-    )
+    assert place == Place(0, 1, reasons=dict.fromkeys(["process", "processes"], NOTHING))
     assert place.line() == "process 0 of 1 (no launcher detected)"
 
 
@@ -114,11 +107,11 @@ def test_one_process_on_purpose_needs_nothing_else() -> None:
             {"REPLICAX_PROCESS_ID": "4"},
             "REPLICAX_PROCESS_ID=4 with REPLICAX_PROCESSES=4; processes count from 0 to 3",
         ),
-        ({"REPLICAX_PROCESS_ID": "-1"}, "REPLICAX_PROCESS_ID=-1 is not a whole number from 0"),
-        ({"REPLICAX_PROCESS_ID": "²"}, "REPLICAX_PROCESS_ID=² is not a whole number"),
-        ({"REPLICAX_PROCESSES": "0"}, "REPLICAX_PROCESSES=0 is not a whole number from 1"),
-        ({"REPLICAX_PROCESSES": ""}, "REPLICAX_PROCESSES= is not a whole number"),
-        ({"REPLICAX_PROCESSES": "4.0"}, "REPLICAX_PROCESSES=4.0 is not"),
+        ({"REPLICAX_PROCESS_ID": "-1"}, "REPLICAX_PROCESS_ID='-1' is not a whole number from 0"),
+        ({"REPLICAX_PROCESS_ID": "²"}, "REPLICAX_PROCESS_ID='²' is not a whole number"),
+        ({"REPLICAX_PROCESSES": "0"}, "REPLICAX_PROCESSES='0' is not a whole number from 1"),
+        ({"REPLICAX_PROCESSES": ""}, "REPLICAX_PROCESSES='' is not a whole number"),
+        ({"REPLICAX_PROCESSES": "4.0"}, "REPLICAX_PROCESSES='4.0' is not"),
         ({"REPLICAX_COORDINATOR": ""}, "REPLICAX_COORDINATOR='' is not host:port"),
         ({"REPLICAX_COORDINATOR": ":99"}, "REPLICAX_COORDINATOR=':99' is not host:port"),
         ({"REPLICAX_COORDINATOR": "node017"}, "REPLICAX_COORDINATOR='node017' is not host:port"),
@@ -138,7 +131,7 @@ def test_a_bad_value_is_named(changed: dict[str, str], message: str) -> None:
 
 
 def test_a_bad_argument_is_named() -> None:
-    with pytest.raises(ConfigError, match="argument process=-1 is not a whole number"):
+    with pytest.raises(ConfigError, match="argument process='-1' is not a whole number"):
         find_place({}, processes=2, process=-1, coordinator="a:1")
 
 

@@ -9,22 +9,22 @@ from support.cluster_jobs import Job, free_port, opened, place
 from support.waiting import HANG_SECONDS
 
 from replicax.cluster import rendezvous
+from replicax.cluster.hub import Hub
 from replicax.cluster.patience import Patience
-from replicax.cluster.place import Place
-from replicax.cluster.rendezvous import is_loopback, meet, open_hub
+from replicax.cluster.rendezvous import is_loopback, meet
+from replicax.cluster.wire import Hello
 from replicax.errors import ClusterError
 
 
 def opening(port: int, job: str = "theirs") -> str:
     with pytest.raises(ClusterError) as caught:
-        open_hub(place(0, 2, port, job), Patience(), 5.0, lambda hellos: {})
+        Hub(place(0, 2, port, job), Patience(), 5.0, lambda hellos: ())
     return str(caught.value)
 
 
 def going(coordinator: str, seconds: float, said: list[str] | None = None) -> str:
-    there = Place(1, 2, coordinator, "ours", None, None, None, "test", {})
     with pytest.raises(ClusterError) as caught:
-        meet(there, {}, seconds, (said if said is not None else []).append)
+        meet(coordinator, Hello("ours", 1, 2), seconds, (said if said is not None else []).append)
     return str(caught.value)
 
 

@@ -21,12 +21,19 @@ def member(
     return Member(process, "node", 100 + process, heard_at, standing, **more)
 
 
-def judged(*members: Member, waiting: tuple[Waiting, ...] = ()) -> Verdict | None:
-    return judge({m.process: m for m in members}, waiting, NOW, SILENT)
+def waits(
+    topic: str, seconds: float, values: list[int], patience: float = 0.0
+) -> dict[str, Waiting]:
+    given = dict.fromkeys(values)
+    return {topic: Waiting(NOW - seconds, given, dict.fromkeys(values, patience))}
 
 
-def blamed(*members: Member, waiting: tuple[Waiting, ...] = ()) -> list[int]:
-    verdict = judged(*members, waiting=waiting)
+def judged(*members: Member, **waiting: Any) -> Verdict | None:
+    return judge({m.process: m for m in members}, waiting.get("waiting", {}), NOW, SILENT)
+
+
+def blamed(*members: Member, **waiting: Any) -> list[int]:
+    verdict = judged(*members, **waiting)
     assert verdict is not None
     return list(verdict.blames)
 
@@ -37,7 +44,7 @@ def test_all_is_well() -> None:
 
 def test_nothing_is_known_yet() -> None:
     assert judged(Member(0, "a", 1, NOW), Member(1, "b", 2, NOW)) is None
-    waiting = (Waiting("the data", NOW - 5.0, [1]),)
+    waiting = waits("the data", 5.0, [0])
     assert judged(member(0, 0), Member(1, "b", 2, NOW), waiting=waiting) is None
     assert Standing().allowed_seconds == math.inf
 
@@ -124,33 +131,33 @@ def test_silence_that_is_shorter_than_the_limit_is_said() -> None:
 
 
 def test_who_is_waited_for() -> None:
-    waiting = (Waiting("the step (1)", NOW - 61.0, [1, 2]),)
+    waiting = waits("the step (1)", 61.0, [0])
     verdict = judged(member(0, 0), member(1, 0), member(2, 0), waiting=waiting)
     assert verdict is not None
     assert list(verdict.blames) == [1, 2]
     assert verdict.reason.startswith("the others wait since 61 s to hear of the step (1) from ")
-    waiting = (Waiting("the step (1)", NOW - 59.0, [1]),)
+    waiting = waits("the step (1)", 59.0, [0])
     assert judged(member(0, 0), member(1, 0), waiting=waiting) is None
 
 
 def test_who_is_waited_for_may_be_compiling() -> None:
-    waiting = (Waiting("the step (1)", NOW - 61.0, [1]),)
+    waiting = waits("the step (1)", 61.0, [0])
     assert judged(member(0, 0), member(1, 0, allowed=1800.0), waiting=waiting) is None
 
 
 def test_a_topic_may_take_its_time() -> None:
-    waiting = (Waiting("the save (1)", NOW - 61.0, [1], patience_seconds=300.0),)
+    waiting = waits("the save (1)", 61.0, [0], 300.0)
     assert judged(member(0, 0), member(1, 0), waiting=waiting) is None
-    waiting = (Waiting("the save (1)", NOW - 301.0, [1], patience_seconds=300.0),)
+    waiting = waits("the save (1)", 301.0, [0], 300.0)
     assert blamed(member(0, 0), member(1, 0), waiting=waiting) == [1]
-    waiting = (Waiting("the save (1)", NOW - 59.0, [1], patience_seconds=2.0),)
+    waiting = waits("the save (1)", 59.0, [0], 2.0)
     assert judged(member(0, 0), member(1, 0), waiting=waiting) is None  # never less than usual
-    waiting = (Waiting("the save (1)", NOW - 0.1, [1], patience_seconds=300.0),)
+    waiting = waits("the save (1)", 0.1, [0], 300.0)
     assert blamed(member(0, 0), member(1, 5, ended=True), waiting=waiting) == [1]
 
 
 def test_who_has_ended_is_not_waited_for() -> None:
-    waiting = (Waiting("the step (1)", NOW - 0.1, [1]),)
+    waiting = waits("the step (1)", 0.1, [0])
     assert blamed(member(0, 0), member(1, 5, ended=True), waiting=waiting) == [1]
-    waiting = (Waiting("the step (1)", NOW - 0.1, [1, 2]),)
+    waiting = waits("the step (1)", 0.1, [0])
     assert judged(member(0, 0), member(1, 5, ended=True), member(2, 5), waiting=waiting) is None

@@ -9,7 +9,9 @@ import pytest
 from support.waiting import HANG_SECONDS
 
 from replicax.cluster import wire as wire_module
-from replicax.cluster.wire import Connection, decode, encode
+from replicax.cluster.pulse import Standing
+from replicax.cluster.verdict import Verdict
+from replicax.cluster.wire import Connection, Failed, Gather, Hello, Message, Tick, decode, encode
 
 
 @pytest.fixture
@@ -23,20 +25,36 @@ def pair() -> Iterator[tuple[Connection, Connection]]:
         end.close()
 
 
-def receive_all(wire: Connection, count: int) -> list[object]:
-    found: list[object] = []
+def receive_all(wire: Connection, count: int) -> list[Message]:
+    found: list[Message] = []
     while len(found) < count:
         found += wire.receive(timeout_seconds=HANG_SECONDS)
     return found
 
 
-def test_there_and_back() -> None:
-    message = {"text": "zwölf\nlines", "numbers": [1, 2.5, None]}
+@pytest.mark.parametrize(
+    "message",
+    [
+        Gather("a topic", {"text": "zwölf\nlines", "numbers": [1, 2.5, None]}),
+        Hello("ours", 0, 2, versions={"jax": "0.10"}, gpus=["GPU-1"]),
+        Standing(),  # allowed any time
+        Verdict("late", [1], stacks=True, code=75),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_there_and_back(message: Message) -> None:
     assert encode(message).count(b"\n") == 1
-    assert decode(encode(message)) == message
+    back = decode(encode(message))
+    assert (type(back), back) == (type(message), message)
 
 
-@pytest.mark.parametrize("line", [b"[1]\n", b"3\n", b"GET / HTTP/1.1\n", b"\xff\xfe\n", b"\n"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(b"[1]\n", b"3\n", b"[]\n", b"{}\n", b'["Gone"]\n', b'[["Bye"]]\n', b'["Bye",1]\n'),
+        *(b"GET / HTTP/1.1\n", b"\xff\xfe\n", b"\n"),
+    ],
+)
 def test_what_is_no_message(line: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
         decode(line)
@@ -44,7 +62,7 @@ def test_what_is_no_message(line: bytes) -> None:
 
 def test_messages_keep_their_order_and_their_bounds(pair: tuple[Connection, Connection]) -> None:
     here, there = pair
-    sent = [{"number": n, "text": "x" * (n * 7919)} for n in range(40)]
+    sent = [Gather(str(n), "x" * (n * 7919)) for n in range(40)]
 
     def send() -> None:
         for message in sent:
@@ -62,7 +80,7 @@ def test_threads_do_not_mix_their_messages(pair: tuple[Connection, Connection]) 
 
     def send(text: str) -> None:
         for _ in range(5):
-            there.send({"text": text})
+            there.send(Gather("t", text))
 
     threads = [threading.Thread(target=send, args=(text,)) for text in texts]
     for thread in threads:
@@ -70,16 +88,16 @@ def test_threads_do_not_mix_their_messages(pair: tuple[Connection, Connection]) 
     found = receive_all(here, 20)
     for thread in threads:
         thread.join()
-    assert sorted(message["text"] for message in found) == sorted(texts * 5)  # type: ignore[index]
+    assert sorted(found) == sorted([Gather("t", text) for text in texts] * 5)
 
 
 def test_who_stops_reading_finds_the_rest_later(pair: tuple[Connection, Connection]) -> None:
     here, there = pair
-    there._socket.sendall(encode({"go": 1}) + encode({"stop": 2}) + b'{"half":')
-    assert next(here.receive(HANG_SECONDS)) == {"go": 1}
-    assert list(here.receive(HANG_SECONDS)) == [{"stop": 2}]
-    there._socket.sendall(b"3}\n")
-    assert list(here.receive(HANG_SECONDS)) == [{"half": 3}]
+    there._socket.sendall(encode(Tick([1])) + encode(Tick([2])) + b'["Tick",')
+    assert next(here.receive(HANG_SECONDS)) == Tick([1])
+    assert list(here.receive(HANG_SECONDS)) == [Tick([2])]
+    there._socket.sendall(b"[3]]\n")
+    assert list(here.receive(HANG_SECONDS)) == [Tick([3])]
 
 
 def test_nothing_comes_in_time(pair: tuple[Connection, Connection]) -> None:
@@ -90,9 +108,9 @@ def test_nothing_comes_in_time(pair: tuple[Connection, Connection]) -> None:
 
 def test_the_other_end_closes(pair: tuple[Connection, Connection]) -> None:
     here, there = pair
-    there.send({"last": "word"})
+    there.send(Failed("the last word", False))
     there.close()
-    assert list(here.receive(HANG_SECONDS)) == [{"last": "word"}]
+    assert list(here.receive(HANG_SECONDS)) == [Failed("the last word", False)]
     with pytest.raises(ConnectionError):
         list(here.receive(HANG_SECONDS))
 
@@ -113,7 +131,7 @@ def test_a_reader_that_takes_nothing(
     _, there = pair
     there._socket.settimeout(0.1)
     with pytest.raises(TimeoutError):
-        there.send({"text": "x" * 50_000_000})
+        there.send(Gather("t", "x" * 50_000_000))
 
 
 def test_closing_ends_a_receive_in_another_thread(pair: tuple[Connection, Connection]) -> None:

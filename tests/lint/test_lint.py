@@ -59,11 +59,29 @@ def test_annotations_are_githubs(path: Path) -> None:
     assert "\n" not in line
 
 
-def test_notes_do_not_fail(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def chex(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     module = types.ModuleType("chex")
-    module.__getattr__ = deprecated  # type: ignore[method-assign]
     module.__spec__ = importlib.machinery.ModuleSpec("chex", None)
     monkeypatch.setitem(sys.modules, "chex", module)
+    lookup._module.cache_clear()
+    lookup._resolved.cache_clear()
+    return module
+
+
+def test_an_attribute_that_cannot_be_had_is_no_finding(path: Path, chex: types.ModuleType) -> None:
+    class Point(type):
+        @property
+        def current(cls) -> None:
+            raise ValueError("none is current")
+
+    chex.Point = Point("Point", (), {})  # type: ignore[attr-defined]
+    path.write_text("import chex\nchex.Point.current.add(1)\n")
+    assert examine(path).findings == []
+
+
+def test_notes_do_not_fail(path: Path, chex: types.ModuleType) -> None:
+    chex.__getattr__ = deprecated  # type: ignore[method-assign]
     path.write_text("import chex\nchex.old_one\n")
     examination = examine(path)
     assert [(one.severity, one.line) for one in examination.findings] == [("note", 2)]

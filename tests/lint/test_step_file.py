@@ -102,6 +102,7 @@ def test_what_the_script_does_not_tell_is_left_to_fill_in(tmp_path: Path) -> Non
             "no pmap or shard_map",
         ),
         ("import jax\nstep = jax.pmap(lambda w, g: jax.grad(f)(w, g))\n", "which is the batch"),
+        ("def f(:\n", r"train\.py is not Python: line 1"),
     ],
 )
 def test_what_cannot_be_told_is_refused(text: str, message: str) -> None:

@@ -1,6 +1,7 @@
 """Jobs whose processes are threads of the test: their hub, and their links to it."""
 
 import contextlib
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -10,14 +11,14 @@ from typing import Any
 from support.waiting import HANG_SECONDS, until
 
 from replicax.cluster.cluster_job import Linked
-from replicax.cluster.hub import Hub
+from replicax.cluster.hub import Hub, Prepare
 from replicax.cluster.link import Link
 from replicax.cluster.patience import Patience
 from replicax.cluster.place import Place
 from replicax.cluster.pulse import Pulse
-from replicax.cluster.rendezvous import meet, open_hub
+from replicax.cluster.rendezvous import meet
 from replicax.cluster.verdict import Verdict
-from replicax.cluster.wire import Connection, Message
+from replicax.cluster.wire import Connection, Go, Hello
 from replicax.core.in_flight import InFlight
 
 VERSIONS = {"python": "3.13.1", "jax": "0.10.2"}
@@ -39,12 +40,12 @@ class Process:
     """A thread's part in a job."""
 
     def __init__(
-        self, process: int, wire: Connection, go: Message, patience: Patience, over: threading.Event
+        self, process: int, wire: Connection, go: Go, patience: Patience, over: threading.Event
     ) -> None:
         self.process, self.go, self.wire, self._over = process, go, wire, over
         self.stopped: Future[Verdict] = Future()
         pulse = Pulse(InFlight())
-        self.link = Link(wire, process, go["names"], patience, pulse, self.stopped.set_result)
+        self.link = Link(wire, process, go.names, patience, pulse, self.stopped.set_result)
         self.job = Linked(place(process, self.link.processes, 0), self.link)
 
     def gather(self, topic: str, value: Any) -> list[Any]:
@@ -69,9 +70,9 @@ class Job:
         self._over = threading.Event()
         self.hub: Hub | None = None
 
-    def open(self, prepare: Callable[[list[Message]], Message] = lambda hellos: {}) -> None:
+    def open(self, prepare: Prepare = lambda hellos: ()) -> None:
         own = place(0, self.processes, self.port)
-        self.hub = open_hub(own, self.patience, self.timeout_seconds, prepare)
+        self.hub = Hub(own, self.patience, self.timeout_seconds, prepare)
         self._closing.callback(self.hub.close)
 
     def come(
@@ -84,11 +85,12 @@ class Job:
         versions: Mapping[str, str] = VERSIONS,
     ) -> Future[Process]:
         """`process` comes in a thread of its own."""
-        there = place(process, processes or self.processes, self.port, job)
+        coordinator, host = f"127.0.0.1:{self.port}", socket.gethostname()
+        hello = Hello(job, process, processes or self.processes, host, os.getpid(), versions)
         seconds = timeout_seconds or self.timeout_seconds
 
         def coming() -> Process:
-            wire, go = meet(there, {"versions": dict(versions)}, seconds, self.said.append)
+            wire, go = meet(coordinator, hello, seconds, self.said.append)
             self._closing.callback(wire.close)
             came = Process(process, wire, go, self.patience, self._over)
             self._closing.callback(came.link.close)

@@ -301,4 +301,90 @@ def step(state, dynamic_scale, batch):
 
 p_step = jax.pmap(step, axis_name="i")
 """,
+    "names that are gone, and one that never was": """
+import flax.optim  #! removed-api
+import jax.lib.xla_bridge  #! removed-api
+from jax.core import axis_frame  #! removed-api
+
+tree = jax.tree_structure(params)  #! removed-api
+decay = optax.additive_weight_decay(0.1)  #! removed-api
+first = jax.process_indexs() == 0  #! removed-api
+""",
+    "masked means that go into an empty dict and a list": """
+def losses_of(params, batch, names):
+    losses, stats = {}, []
+    rows = (batch["x"] @ params - batch["y"]) ** 2
+    count = batch["mask"].sum()
+    for name in names:
+        losses[name] = (rows * batch["mask"]).sum() / count  #! mean-of-means
+        stats.append(jnp.sum(rows * batch["mask"]) / jnp.sum(batch["mask"]))  #! mean-of-means
+    return sum(losses.values()), stats
+
+def step(state, batch):
+    grads, stats = jax.grad(losses_of, has_aux=True)(state.params, batch, ["data"])
+    return state.apply_gradients(grads=lax.pmean(grads, "i")), lax.pmean(stats, "i")
+
+p_step = jax.pmap(step, axis_name="i")
+""",
+    "a key in a trainer that is replicated": """
+import flax
+
+class Trainer(flax.struct.PyTreeNode):
+    rng: jax.Array
+    params: jax.Array
+
+    @partial(jax.pmap, axis_name="data")
+    def update(self, images):
+        rng, noise_key = jax.random.split(self.rng)
+        def loss(params):
+            return jnp.mean((images + jax.random.normal(noise_key, images.shape)) @ params)
+        grads = lax.pmean(jax.grad(loss)(self.params), "data")
+        return self.replace(rng=rng, params=self.params - 0.1 * grads)
+
+trainer = Trainer(jax.random.key(0), params)
+trainer = flax.jax_utils.replicate(trainer, devices=jax.local_devices())  #! shared-key
+for images in batches:
+    trainer = trainer.update(images)
+""",
+    "a key in a state that is replicated": """
+from flax import jax_utils
+
+def step(state, x):
+    key = jax.random.fold_in(state.dropout_key, state.step)
+    def loss(p):
+        return (state.apply_fn({"params": p}, x, rngs={"dropout": key}) ** 2).mean()
+    return state.apply_gradients(grads=lax.pmean(jax.grad(loss)(state.params), "i"))
+
+p_step = jax.pmap(step, axis_name="i")
+copies = jax_utils.replicate(state)  #! shared-key
+for x in batches:
+    copies = p_step(copies, x)
+""",
+    "a scale of each replica's own, in a step that another file maps": """
+def step(state, batch):
+    scale = state.dynamic_scale
+    if scale:
+        grad_fn = scale.value_and_grad(lambda p: loss_fn(p, batch))  #! local-scale
+        scale, finite, loss, grads = grad_fn(state.params)
+    else:
+        grads = lax.pmean(jax.grad(loss_fn)(state.params, batch), axis_name="batch")
+    return state.apply_gradients(grads=grads, dynamic_scale=scale)
+""",
+    "Haiku's statistics of each replica's own": """
+import haiku as hk
+
+def network(x, is_training):
+    return hk.BatchNorm(True, True, 0.9)(hk.Linear(10)(x), is_training)  #! local-batch-norm
+
+forward = hk.transform_with_state(network)
+
+@partial(jax.pmap, axis_name="i")
+def train(params, model_state, opt_state, batch):
+    def loss(params):
+        out, new_state = forward.apply(params, model_state, None, batch["x"], True)
+        return jnp.mean((out - batch["y"]) ** 2), new_state
+    grads, model_state = jax.grad(loss, has_aux=True)(params)
+    updates, opt_state = tx.update(lax.pmean(grads, "i"), opt_state)
+    return optax.apply_updates(params, updates), model_state, opt_state
+""",
 }

@@ -397,4 +397,69 @@ def plain(x):
 for offset in (1, 2):
     plain(3)
 """,
+    "a share of the mean, as a checked shard_map wants it": """
+@partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+def step(params, batch):
+    def share(p):
+        rows = (batch["x"] @ p - batch["y"]) ** 2
+        return rows.sum() / (len(rows) * lax.axis_size("data"))
+    grads = jax.grad(share)(params)
+    return params - 0.1 * grads
+
+@partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
+def unchecked(params, batch):
+    rows = lambda p: (batch["x"] @ p - batch["y"]) ** 2
+    share = lambda p: rows(p).sum() / (rows(p).shape[0] * mesh.size)
+    return params - 0.1 * lax.psum(jax.grad(share)(params), "data")
+""",
+    "a ring that passes gradients on": """
+@partial(jax.pmap, axis_name="i")
+def step(state, batch):
+    devices = lax.axis_size("i")
+    turn = [(n, (n + 1) % devices) for n in range(devices)]
+    passing = total = jax.grad(loss_fn)(state.params, batch)
+    for _ in range(devices - 1):
+        passing = lax.ppermute(passing, "i", turn)
+        total = total + passing
+    return state.apply_gradients(grads=total / devices)
+""",
+    "a replicated state whose key is dealt out again": """
+from flax import jax_utils
+from flax.training.common_utils import shard_prng_key
+
+class KeyedState(TrainState):
+    dropout_rng: jax.Array
+
+    def replicate(self):
+        copies = jax_utils.replicate(self)
+        return copies.replace(dropout_rng=shard_prng_key(self.dropout_rng))
+
+def step(state, x):
+    rng, new = jax.random.split(state.dropout_rng)
+    def loss(p):
+        return (state.apply_fn({"params": p}, x, rngs={"dropout": rng}) ** 2).mean()
+    grads = lax.pmean(jax.grad(loss)(state.params), "i")
+    return state.apply_gradients(grads=grads, dropout_rng=new)
+
+p_step = jax.pmap(step, axis_name="i")
+state = state.replicate()
+for x in batches:
+    state = p_step(state, x)
+""",
+    "Haiku's statistics, averaged by the layer or by the step": """
+import haiku as hk
+
+def network(x, is_training):
+    return hk.BatchNorm(True, True, 0.9, cross_replica_axis="i")(hk.Linear(10)(x), is_training)
+
+forward = hk.transform_with_state(network)
+
+@partial(jax.pmap, axis_name="i")
+def train(params, model_state, batch):
+    def loss(params):
+        out, new_state = forward.apply(params, model_state, None, batch["x"], True)
+        return jnp.mean((out - batch["y"]) ** 2), new_state
+    grads, model_state = jax.grad(loss, has_aux=True)(params)
+    return params - 0.1 * lax.pmean(grads, "i"), model_state
+""",
 }

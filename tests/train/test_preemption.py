@@ -37,21 +37,24 @@ JOIN = """
 from functools import partial
 from replicax.cluster.failure import stop_now
 from replicax.cluster.cluster_job import Linked, set_job
+from replicax.cluster.hub import Hub
 from replicax.cluster.link import Link
-from replicax.cluster.rendezvous import meet, open_hub
+from replicax.cluster.rendezvous import meet
 from replicax.cluster.patience import Patience
 from replicax.cluster.place import find_place
 from replicax.cluster.pulse import Pulse
+from replicax.cluster.wire import Hello
 from replicax.core.in_flight import InFlight
 
 def join():
     place = find_place(os.environ)
     if place.process == 0:
-        open_hub(place, Patience(), 30.0, lambda hellos: {})
-    wire, go = meet(place, {"versions": {}}, 30.0, say)
+        Hub(place, Patience(), 30.0, lambda hellos: ())
+    hello = Hello(place.job, place.process, place.processes)
+    wire, go = meet(place.coordinator, hello, 30.0, say)
     pulse = Pulse(InFlight())
     stop = partial(stop_now, place.process, pulse)
-    set_job(Linked(place, Link(wire, place.process, go["names"], Patience(), pulse, stop)))
+    set_job(Linked(place, Link(wire, place.process, go.names, Patience(), pulse, stop)))
 """
 SAID = "SIGTERM before the first step; start it again to go on"
 

@@ -3,8 +3,8 @@
 import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
+from replicax.cluster.differences import processes_text
 from replicax.errors import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -13,19 +13,8 @@ LIST_SECONDS = 30.0
 _LISTED = re.compile(r"^(\s*)(GPU|MIG)\b.*\(UUID:\s*([^)\s]+)\)", re.MULTILINE)
 
 
-@dataclass
-class _Gpu:
-    uuid: str
-    parts: list[str] = field(default_factory=list)
-    """UUIDs of the MIG devices it is divided into."""
-
-
 def list_gpus() -> str:
-    """Return the output of `nvidia-smi -L`; `""` where it is not installed or finds no driver.
-
-    Raises:
-        ConfigError: it does not answer.
-    """
+    """Return the output of `nvidia-smi -L`; `""` where it is not installed or finds no driver."""
     try:
         done = subprocess.run(
             ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=LIST_SECONDS, check=False
@@ -49,31 +38,29 @@ def visible_gpus(
     given twice empties it, and of MIG devices a process sees one. Numbers count as nvidia-smi
     does, which CUDA shares on hosts whose GPUs are all of one model, and everywhere under
     CUDA_DEVICE_ORDER=PCI_BUS_ID.
-
-    Args:
-        env: the environment.
-        list_gpus: gives the output of `nvidia-smi -L`.
-
-    Raises:
-        ConfigError: nvidia-smi does not answer.
     """
     entries = env[VISIBLE].split(",") if VISIBLE in env else None
     if entries is not None and not entries[0].strip():
         return ()
-    gpus = _parse(list_gpus())
-    if entries is None:
-        chosen = [_shown(gpu) for gpu in gpus]
-    else:
-        chosen = []
-        for entry in entries:
-            uuid = _find(entry.strip(), gpus)
-            if uuid is None:
-                break
-            if uuid in chosen:
-                return ()
-            chosen.append(uuid)
+    parts_of: dict[str, list[str]] = {}
+    for indent, kind, uuid in _LISTED.findall(list_gpus()):
+        if kind == "GPU" and not indent:
+            parts_of[uuid] = []
+        elif kind == "MIG" and parts_of:
+            next(reversed(parts_of.values())).append(uuid)
+    # CUDA shows the first MIG device of a GPU that is divided.
+    shown = {uuid: [*parts, uuid][0] for uuid, parts in parts_of.items()}
+    mig_devices = [uuid for parts in parts_of.values() for uuid in parts]
+    chosen = list(shown.values()) if entries is None else []
+    for entry in entries or ():
+        uuid = _find(entry.strip(), shown, mig_devices)
+        if uuid is None:
+            break
+        if uuid in chosen:
+            return ()
+        chosen.append(uuid)
     # CUDA shows one MIG device to a process, and no whole GPU beside it.
-    parts = [uuid for uuid in chosen if any(uuid in gpu.parts for gpu in gpus)]
+    parts = [uuid for uuid in chosen if uuid in mig_devices]
     return tuple(parts[:1] or chosen)
 
 
@@ -81,13 +68,8 @@ def deal(gpus_of: Sequence[tuple[str, Sequence[str]]]) -> list[tuple[int, ...] |
     """Which of its visible GPUs each process takes; `None` for all of them.
 
     Processes of one host that see different GPUs keep what they see. Those that see the same
-    ones share them evenly, in blocks, in the order of the processes.
-
-    Args:
-        gpus_of: for every process in order, its host and the UUIDs it sees, in CUDA's order.
-
-    Raises:
-        ConfigError: the GPUs of a host do not divide, are too few, or overlap in part.
+    ones share them evenly, in blocks, in the order of the processes. `gpus_of` has, for every
+    process in order, its host and the UUIDs it sees, in CUDA's order.
     """
     taken: list[tuple[int, ...] | None] = [None] * len(gpus_of)
     for host in dict.fromkeys(host for host, _ in gpus_of):
@@ -108,18 +90,19 @@ def deal(gpus_of: Sequence[tuple[str, Sequence[str]]]) -> list[tuple[int, ...] |
 
 def _deal_evenly(host: str, processes: list[int], gpus: list[str]) -> dict[int, list[str]]:
     """Process -> its block of `gpus`."""
-    each, left = divmod(len(gpus), len(processes))
-    those = f"processes {_join(processes)} on {host} see the same {_count(gpus)}"
+    count = len(processes)
+    each, left = divmod(len(gpus), count)
+    those = f"{processes_text(processes)} on {host} see the same {_count(gpus)}"
     if not each:
         raise ConfigError(
-            f"{those}, fewer than the {len(processes)} processes; each needs one of its own: "
+            f"{those}, fewer than the {count} processes; each needs one of its own: "
             f"start at most {len(gpus)} there, or correct {VISIBLE}"
         )
     if left:
-        fitting = [n for n in range(1, len(gpus) + 1) if len(gpus) % n == 0]
+        fitting = " or ".join(str(n) for n in range(1, len(gpus) + 1) if len(gpus) % n == 0)
         raise ConfigError(
-            f"{those}, which {len(processes)} processes cannot share evenly; start "
-            f"{_join(fitting, 'or')} there, or give each its own {VISIBLE}"
+            f"{those}, which {count} processes cannot share evenly; start {fitting} there, or "
+            f"give each its own {VISIBLE}"
         )
     return {process: gpus[i * each : (i + 1) * each] for i, process in enumerate(processes)}
 
@@ -145,39 +128,19 @@ def _check_apart(host: str, seen: Mapping[int, Sequence[str]]) -> None:
             owner[gpu] = process
 
 
-def _parse(listing: str) -> list[_Gpu]:
-    gpus: list[_Gpu] = []
-    for indent, kind, uuid in _LISTED.findall(listing):
-        if kind == "GPU" and not indent:
-            gpus.append(_Gpu(uuid))
-        elif kind == "MIG" and gpus:
-            gpus[-1].parts.append(uuid)
-    return gpus
-
-
-def _shown(gpu: _Gpu) -> str:
-    """Return the device that CUDA shows of a GPU: its first MIG device where it is divided."""
-    return gpu.parts[0] if gpu.parts else gpu.uuid
-
-
-def _find(entry: str, gpus: list[_Gpu]) -> str | None:
+def _find(entry: str, shown: Mapping[str, str], mig_devices: Sequence[str]) -> str | None:
     """The UUID that one entry of CUDA_VISIBLE_DEVICES means, or `None` for none."""
     if entry.startswith("MIG-"):
         # Older drivers list and take them as MIG-GPU-<uuid>/<instance>/<compute instance>.
-        found = [uuid for gpu in gpus for uuid in gpu.parts if uuid.startswith(entry)]
+        found = [uuid for uuid in mig_devices if uuid.startswith(entry)]
     elif entry.startswith("GPU-"):
-        found = [_shown(gpu) for gpu in gpus if gpu.uuid.startswith(entry)]
+        found = [device for uuid, device in shown.items() if uuid.startswith(entry)]
     else:
         # CUDA reads the leading digits, as C's strtoul does.
         number = re.match(r"\+?(\d+)", entry, re.ASCII)
-        found = [_shown(gpu) for gpu in gpus[int(number[1]) :][:1]] if number else []
+        found = list(shown.values())[int(number[1]) :][:1] if number else []
     return found[0] if len(found) == 1 else None
 
 
 def _count(gpus: Sequence[str]) -> str:
     return f"{len(gpus)} GPU" + ("" if len(gpus) == 1 else "s")
-
-
-def _join(numbers: Sequence[int], last: str = "and") -> str:
-    texts = [str(number) for number in numbers]
-    return f" {last} ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)

@@ -1,5 +1,7 @@
 """`host:port`, where the host may be a name, IPv4 or IPv6 in brackets."""
 
+import zlib
+
 from replicax.errors import ConfigError
 
 FIRST_DERIVED_PORT = 61440
@@ -9,18 +11,9 @@ DERIVED_PORTS = 4096
 
 
 def split_address(address: str, name: str = "coordinator") -> tuple[str, int]:
-    """Host (IPv6 without its brackets) and port of `host:port`.
-
-    Args:
-        address: `node017:61452`, `10.0.0.7:29400` or `[::1]:29400`.
-        name: what the address is, for the message: `REPLICAX_COORDINATOR`.
-
-    Raises:
-        ConfigError: no host, no port, a port out of 1 to 65535, or IPv6 without brackets.
-    """
+    """Split `node017:61452` or `[::1]:29400` of the variable `name`; the host has no brackets."""
     host, colon, port = address.rpartition(":")
-    bracketed = host.startswith("[") and host.endswith("]")
-    if bracketed:
+    if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     elif ":" in host and "//" not in host:
         raise ConfigError(
@@ -40,20 +33,16 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def whole_port(text: str, name: str, shown: str | None = None) -> int:
-    """The port that `text` holds.
-
-    Args:
-        text: the port's digits.
-        name: the variable or argument it came from, for the message.
-        shown: the whole value of that variable, where the port is a part of it.
-
-    Raises:
-        ConfigError: not a whole number from 1 to 65535.
-    """
+def whole_port(text: str, name: str, shown: str) -> int:
+    """The port in `text`, which is a part of what `name` holds, `shown`."""
     if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= 65535:
         raise ConfigError(
-            f"{name}={text if shown is None else shown} has the port {text!r}; "
+            f"{name}={shown} has the port {text!r}; "
             "a port is a whole number from 1 to 65535: change it"
         )
     return int(text)
+
+
+def derived_port(job: str) -> int:
+    """A port that every process of a job agrees on, and that other jobs rarely share."""
+    return FIRST_DERIVED_PORT + zlib.crc32(job.encode()) % DERIVED_PORTS

@@ -17,17 +17,12 @@ from replicax.errors import AgreementError, ReplicaxError
 
 _SHOWN = 3
 """Differing fields named in the message; the first ones are usually the cause of the rest."""
-
 _SLOW_SECONDS = 3600.0
 """Patience with a process that reads a large checkpoint back, or writes one."""
 
 
 class Lone(Alone):
-    """A job of one process.
-
-    Args:
-        place: of this process, and how it was found.
-    """
+    """A job of one process."""
 
     def __init__(self, place: Place) -> None:
         super().__init__()
@@ -35,12 +30,7 @@ class Lone(Alone):
 
 
 class Linked:
-    """A job of several processes.
-
-    Args:
-        place: of this process, and how it was found.
-        link: to the others.
-    """
+    """A job of several processes."""
 
     def __init__(self, place: Place, link: Link) -> None:
         self.place, self.link = place, link
@@ -78,8 +68,9 @@ class Linked:
         slow: bool = False,
         cancelled: Callable[[], bool] | None = None,
     ) -> list[Any]:
-        patience_seconds = _SLOW_SECONDS if slow else None
-        return self.link.gather(self.unique(topic), value, cancelled, patience_seconds)
+        return self.link.gather(
+            self.unique(topic), value, cancelled, _SLOW_SECONDS if slow else None
+        )
 
     def broadcast(self, topic: str, find: Callable[[], Any]) -> Any:
         found: dict[str, Any] = {}
@@ -124,10 +115,10 @@ def set_job(job: ClusterJob | None) -> None:
 
 
 def _plain(fields: Any) -> Any:
-    """`fields` as JSON has them, so that a tuple here equals the list that comes back."""
-    return json.loads(json.dumps(fields, default=_text))
+    """`fields` as JSON has them, so that a tuple here equals the list that comes back.
 
-
-def _text(value: Any) -> str:
-    """`value` without where it lies in memory, which is another place in each process."""
-    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
+    An object's text is taken without where it lies in memory, another place in each process.
+    """
+    return json.loads(
+        json.dumps(fields, default=lambda value: re.sub(r" at 0x[0-9a-f]+", "", str(value)))
+    )

@@ -17,7 +17,10 @@ def differences(values: Sequence[Mapping[str, Any]]) -> list[str]:
         for process, fields in enumerate(flat):
             groups.setdefault(json.dumps(fields.get(name, "nothing")), []).append(process)
         if len(groups) > 1:
-            phrases.append(f"{name} is {_by_group(groups)}")
+            # The odd ones out first: they are what one looks for.
+            rarest = sorted(groups.items(), key=lambda item: (len(item[1]), -item[1][0]))
+            told = [f"{_short(value)} on {processes_text(who)}" for value, who in rarest]
+            phrases.append(f"{name} is {', '.join(told)}")
     return phrases
 
 
@@ -34,17 +37,6 @@ def processes_text(processes: Sequence[int]) -> str:
     return f"processes {', '.join(shown[:-1])} and {shown[-1]}"
 
 
-def _by_group(groups: dict[str, list[int]]) -> str:
-    """The odd ones out first: they are what one looks for."""
-    rarest = sorted(groups.items(), key=lambda item: (len(item[1]), -item[1][0]))
-    return ", ".join(f"{_short(value)} on {processes_text(who)}" for value, who in rarest)
-
-
-def _short(value: str) -> str:
-    text = value.strip('"')
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
-
-
 def _flat(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in fields.items():
@@ -53,3 +45,8 @@ def _flat(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{name}"] = value
     return flat
+
+
+def _short(value: str) -> str:
+    text = value.strip('"')
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

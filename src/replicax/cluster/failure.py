@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from replicax.cluster import variables
 from replicax.cluster.cluster_job import Linked, current_job
@@ -19,41 +19,40 @@ from replicax.cluster.pulse import Pulse
 from replicax.cluster.verdict import SAVED, Verdict
 from replicax.errors import AgreementError
 
-# What a device says when its peers are gone; the types are jaxlib's and have no public name.
-_COLLATERAL_TYPES = ("JaxRuntimeError", "XlaRuntimeError")
-
 _LONGEST = 500
 """Characters of an error that the others repeat; its own process has printed it whole."""
-
 _SERVING_SECONDS = 0.3
 """How long process 0 outlives its verdict: JAX's own service goes with it, which aborts whoever has
 not yet said why it stops."""
-
 _ENDING_SECONDS = 10.0
 """How long the link's thread may take to end a process."""
 
 _last_words: list[Callable[[Verdict], None]] = []
 
 
-def before_stopping(say: Callable[[Verdict], None]) -> None:
-    """Have `say` called, in another thread, just before the others end this process."""
-    _last_words.append(say)
+def say(line: str) -> None:
+    """Print a line of Replicax's own to stderr, whatever has become of that."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"replicax: {line}", file=sys.stderr, flush=True)
+
+
+def before_stopping(tell: Callable[[Verdict], None]) -> None:
+    """Have `tell` called, in another thread, just before the others end this process."""
+    _last_words.append(tell)
 
 
 def stop_now(process: int, pulse: Pulse, verdict: Verdict) -> None:
     """End this process because of `verdict`, whatever its main thread waits for."""
     if verdict.stacks:
-        _print(f"replicax: process {process} {pulse.stand(Patience())}; its Python stacks:")
+        say(f"process {process} {pulse.stand(Patience())}; its Python stacks:")
         with contextlib.suppress(Exception):  # a stderr without a file, in a notebook
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
-    if process in verdict.blames:
-        _print(f"replicax: process {process} stops, as the others do: {verdict.reason}")
-    else:
-        _print(f"replicax: process {process} stops: {verdict.reason}")
+    others = ", as the others do" if process in verdict.blames else ""
+    say(f"process {process} stops{others}: {verdict.reason}")
     _write_verdict(process, verdict)
-    for say in _last_words:
+    for tell in _last_words:
         with contextlib.suppress(Exception):
-            say(verdict)
+            tell(verdict)
     if process == 0:
         time.sleep(_SERVING_SECONDS)
     leave_at_once(verdict.code)
@@ -62,31 +61,28 @@ def stop_now(process: int, pulse: Pulse, verdict: Verdict) -> None:
 def stop_all_now(reason: str, code: int = SAVED) -> NoReturn:
     """End this process and all others of its job with `code`, whatever their main threads do.
 
-    A process that has not yet joined the others ends alone. One that a failure ends already ends
-    with that.
-
-    Args:
-        reason: one line, which each process says.
-        code: the exit code; `SAVED` where nothing was lost.
+    Each says the line `reason`. A process that has not yet joined the others ends alone. One that a
+    failure ends already ends with that.
     """
     link = _link()
     if link is not None and link.stop_all(reason, code) is not None:
         time.sleep(_ENDING_SECONDS)  # the link's thread ends this process meanwhile
     told = os.environ.get(variables.PROCESS_ID)
     where = "" if link is None and told is None else f"process {_own_process(link)} stops: "
-    _print(f"replicax: {where}{reason}")
+    say(f"{where}{reason}")
     leave_at_once(code)
 
 
 def report(error: BaseException) -> Verdict | None:
     """Tell the other processes, if there are any, that this one fails with `error`.
 
-    Returns:
-        Why it really ends, where that is not a fault of its own.
+    Return why it really ends, where that is not a fault of its own.
     """
     link = _link()
     process = _own_process(link)
-    text = _one_line(f"{type(error).__name__}: {error}")
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    if len(text) > _LONGEST:
+        text = f"{text[:_LONGEST]}..."
     verdict = None
     if link is not None and isinstance(error, AgreementError):  # then the others know
         link.part()
@@ -95,20 +91,15 @@ def report(error: BaseException) -> Verdict | None:
     if verdict is None:
         write_failure(process, text, blames=None)
     else:
-        _print(f"replicax: process {process} stops: {verdict.reason}")
+        say(f"process {process} stops: {verdict.reason}")
         _write_verdict(process, verdict)
     return verdict
 
 
 def fail(error: str, *, collateral: bool) -> Verdict | None:
-    """Tell the other processes, if there are any, that this one fails.
+    """Tell the other processes that this one fails with a line, as a victim of another if so.
 
-    Args:
-        error: one line.
-        collateral: whether it looks like another's fault.
-
-    Returns:
-        Why all stop, if that is another's fault.
+    Return why all stop, if that is another's fault.
     """
     link = _link()
     if link is None:
@@ -119,7 +110,8 @@ def fail(error: str, *, collateral: bool) -> Verdict | None:
 
 def is_collateral(error: BaseException) -> bool:
     """Return whether `error` looks like another process's fault."""
-    return type(error).__name__ in _COLLATERAL_TYPES
+    # What a device says when its peers are gone; the types are jaxlib's and have no public name.
+    return type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError")
 
 
 def has_joined() -> bool:
@@ -150,14 +142,14 @@ def write_failure(process: int, error: str, *, blames: list[int] | None) -> None
 
     The first word stands: what comes later is a consequence.
     """
-    path = os.environ.get(variables.FAILURE_FILE)
+    path, job = os.environ.get(variables.FAILURE_FILE), current_job()
     if not path:
         return
-    word: dict[str, Any] = {
+    word = {
         "process": process,
         "time": time.time(),
         "error": error,
-        "step": _finished_steps(),
+        "step": job.in_flight.finished if job else 0,
         "blames": blames,
     }
     with contextlib.suppress(OSError), open(path, "x") as file:
@@ -166,7 +158,13 @@ def write_failure(process: int, error: str, *, blames: list[int] | None) -> None
 
 def leave_at_once(code: int) -> NoReturn:
     """End the process without its exit handlers, among them JAX's, which wait for the others."""
-    flushing = threading.Thread(target=_flush, daemon=True)
+
+    def flush() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+
+    flushing = threading.Thread(target=flush, daemon=True)
     flushing.start()
     flushing.join(timeout=0.5)  # the main thread may hold the lock of a stream, for good
     os._exit(code)
@@ -177,19 +175,9 @@ def _write_verdict(process: int, verdict: Verdict) -> None:
         write_failure(process, verdict.reason, blames=list(verdict.blames))
 
 
-def _one_line(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}..."
-
-
 def _link() -> Link | None:
     job = current_job()
     return job.link if isinstance(job, Linked) else None
-
-
-def _finished_steps() -> int:
-    job = current_job()
-    return 0 if job is None else job.in_flight.finished
 
 
 def _own_process(link: Link | None) -> int:
@@ -197,14 +185,3 @@ def _own_process(link: Link | None) -> int:
         return link.process
     told = os.environ.get(variables.PROCESS_ID, "0")
     return int(told) if told.isdigit() else 0
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
-
-
-def _print(line: str) -> None:
-    with contextlib.suppress(OSError, ValueError):
-        print(line, file=sys.stderr, flush=True)

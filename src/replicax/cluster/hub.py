@@ -6,17 +6,18 @@ A star over TCP, beside the devices' own network, so that it works when that one
 
 import asyncio
 import contextlib
-import dataclasses
-import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from replicax.cluster import wire
 from replicax.cluster.differences import differences, processes_text
+from replicax.cluster.patience import Patience
+from replicax.cluster.place import Place
 from replicax.cluster.pulse import Standing
+from replicax.cluster.rendezvous import bind
 from replicax.cluster.verdict import Member, Verdict, Waiting, judge
-from replicax.cluster.wire import LONGEST_LINE_BYTES, Message, decode, encode
 
 HELLO_SECONDS = 10.0
 """How long who connects may take to say who it is."""
@@ -26,36 +27,28 @@ _COLLATERAL_SECONDS = 1.0
 """How long a failure that looks like somebody else's waits for that other one to be known."""
 
 
-class Hub:
-    """Serves one job on `listening` from a thread of its own until `close`.
+Prepare = Callable[[list[wire.Hello]], Sequence[Any]]
+"""Called once with the first message of each process, in order, for what `Go` has after the names;
+an error ends all."""
 
-    Args:
-        listening: a bound socket that listens.
-        job: the id that every process must bring.
-        processes: how many are to come.
-        silent_seconds: without a sign of life before a process counts as frozen.
-        timeout_seconds: until all must have come.
-        prepare: called once with what each process told of itself, in order; its result is sent
-            to all with the start.
+
+class Hub:
+    """Serves the job of process 0's `place`, from a thread of its own until `close`.
+
+    All others have until `timeout_seconds` to come.
     """
 
     def __init__(
-        self,
-        listening: socket.socket,
-        job: str,
-        processes: int,
-        *,
-        silent_seconds: float,
-        timeout_seconds: float,
-        prepare: Callable[[list[Message]], Message],
+        self, place: Place, patience: Patience, timeout_seconds: float, prepare: Prepare
     ) -> None:
-        self._listening, self._job, self._processes = listening, job, processes
-        self._silent_seconds, self._timeout_seconds = silent_seconds, timeout_seconds
-        self._prepare = prepare
+        self._listening = bind(place, listens=True)
+        self._job, self._processes = place.job, place.processes
+        self._silent_seconds = patience.silent_seconds
+        self._timeout_seconds, self._prepare = timeout_seconds, prepare
         self._members: dict[int, Member] = {}
-        self._hellos: dict[int, Message] = {}
+        self._hellos: dict[int, wire.Hello] = {}
         self._writers: dict[int, asyncio.StreamWriter] = {}
-        self._gathers: dict[str, _Gather] = {}
+        self._gathers: dict[str, Waiting] = {}
         self._started = False
         self._suspecting = False
         """Whether a process failed that may be a victim: nobody waits for it any more."""
@@ -77,7 +70,7 @@ class Hub:
 
     async def _serve(self) -> None:
         server = await asyncio.start_server(
-            self._meet, sock=self._listening, limit=LONGEST_LINE_BYTES
+            self._meet, sock=self._listening, limit=wire.LONGEST_LINE_BYTES
         )
         watching = asyncio.ensure_future(self._watch())
         await self._closing.wait()
@@ -88,15 +81,17 @@ class Hub:
         """One connection from its first word to its last."""
         process = None
         try:
-            hello = decode(await asyncio.wait_for(reader.readline(), HELLO_SECONDS))
+            hello = wire.decode(await asyncio.wait_for(reader.readline(), HELLO_SECONDS))
+            if not isinstance(hello, wire.Hello):
+                return
             refusal = self._refusal(hello)
             if refusal:
-                writer.write(encode({"refused": refusal}))
+                writer.write(wire.encode(wire.Refused(refusal)))
                 return
             process = self._admit(hello, writer)
             while line := await reader.readline():
-                self._take(process, decode(line))
-        except (TimeoutError, OSError, ValueError, KeyError, TypeError):
+                self._take(self._members[process], wire.decode(line))
+        except (TimeoutError, OSError, ValueError, TypeError):
             pass  # a stranger's noise, or a connection that broke: both end below
         except asyncio.CancelledError:
             pass  # the hub closes, and Python 3.11 would log that as an error
@@ -106,29 +101,26 @@ class Hub:
             with contextlib.suppress(OSError):
                 writer.close()
 
-    def _refusal(self, hello: Message) -> str | None:
-        process, processes, job = hello["process"], hello["processes"], hello["job"]
+    def _refusal(self, hello: wire.Hello) -> str | None:
+        process, job = hello.process, hello.job
         if job != self._job:
             return f"job {self._job!r} has this port, and this process belongs to job {job!r}"
-        if hello.get("asks"):
+        if hello.asks:
             return f"job {self._job!r} of {self._processes} processes has it already"
-        if processes != self._processes:
-            return f"the job has {self._processes} processes, and this one was told {processes}"
+        if hello.processes != self._processes:
+            told = hello.processes
+            return f"the job has {self._processes} processes, and this one was told {told}"
         if type(process) is not int or not 0 <= process < self._processes:
             return f"processes count from 0 to {self._processes - 1}, and this one is {process!r}"
         if process in self._members:
             return f"{self._members[process]} is already in the job"
-        if self._verdict:
-            return self._verdict.reason
-        return None
+        return self._verdict and self._verdict.reason
 
-    def _admit(self, hello: Message, writer: asyncio.StreamWriter) -> int:
-        process: int = hello["process"]
-        self._members[process] = Member(
-            process, str(hello["host"]), int(hello["pid"]), time.monotonic()
-        )
+    def _admit(self, hello: wire.Hello, writer: asyncio.StreamWriter) -> int:
+        process = hello.process
+        self._members[process] = Member(process, str(hello.host), int(hello.pid), time.monotonic())
         self._hellos[process], self._writers[process] = hello, writer
-        self._send(process, {"welcome": self._missing()})
+        self._send(process, wire.Tick(self._missing()))
         if not self._missing():
             self._start()
         return process
@@ -138,12 +130,13 @@ class Hub:
 
     def _start(self) -> None:
         hellos = [self._hellos[process] for process in range(self._processes)]
-        if found := differences([hello["versions"] for hello in hellos]):
+        if found := differences([hello.versions for hello in hellos]):
             text = f"the processes differ: {'; '.join(found)}: start all in the same environment"
             self._stop(Verdict(text, []))
             return
+        names = [str(self._members[process]) for process in range(self._processes)]
         try:
-            prepared = self._prepare(hellos)
+            go = wire.Go(names, *self._prepare(hellos))
         except Exception as error:
             self._stop(Verdict(str(error), []))
             return
@@ -151,53 +144,43 @@ class Hub:
         now = time.monotonic()
         for member in self._members.values():
             member.heard_at = now
-        names = [str(self._members[process]) for process in range(self._processes)]
-        self._send_all({"go": {**prepared, "names": names}})
+        self._send_all(go)
 
-    def _take(self, process: int, message: Message) -> None:
-        member = self._members[process]
+    def _take(self, member: Member, message: wire.Message) -> None:
         member.heard_at = time.monotonic()
-        if "beat" in message:
-            member.standing = Standing(**message["beat"])
-        elif "gather" in message:
-            self._gather(process, message)
-        elif "withdraw" in message:
-            self._withdraw(process, message["withdraw"])
-        elif "accuse" in message:
-            self._stop(Verdict(**message["accuse"]))
-        elif "stop" in message:
-            self._stop(Verdict(str(message["stop"]), [], code=int(message["code"])))
-        elif "failed" in message:
-            member.ended = True
-            self._failed(member, message)
-        elif "bye" in message:
-            member.ended = True
+        match message:
+            case Standing():
+                member.standing = message
+            case wire.Gather():
+                self._gather(member.process, message)
+            case wire.Withdraw(topic) if topic in self._gathers:
+                gather = self._gathers[topic]
+                gather.values.pop(member.process, None)
+                gather.patience_seconds.pop(member.process, None)
+                if not gather.values:
+                    del self._gathers[topic]
+            case Verdict():
+                self._stop(message)
+            case wire.Failed(error, collateral):
+                member.ended = True
+                verdict = Verdict(f"{member} failed: {error}", [member.process])
+                if collateral:
+                    self._suspecting = True
+                    self._loop.call_later(_COLLATERAL_SECONDS, self._stop, verdict)
+                else:
+                    self._stop(verdict)
+            case wire.Bye():
+                member.ended = True
 
-    def _gather(self, process: int, message: Message) -> None:
-        topic = message["gather"]
-        gather = self._gathers.setdefault(topic, _Gather(time.monotonic()))
-        gather.values[process] = message["value"]
-        gather.patience_seconds[process] = float(message.get("patience_seconds") or 0.0)
+    def _gather(self, process: int, message: wire.Gather) -> None:
+        topic = message.topic
+        gather = self._gathers.setdefault(topic, Waiting(time.monotonic()))
+        gather.values[process] = message.value
+        gather.patience_seconds[process] = float(message.patience_seconds or 0.0)
         if len(gather.values) == self._processes:
             del self._gathers[topic]
             values = [gather.values[p] for p in range(self._processes)]
-            self._send_all({"gathered": topic, "values": values})
-
-    def _withdraw(self, process: int, topic: str) -> None:
-        gather = self._gathers.get(topic)
-        if gather is not None:
-            gather.values.pop(process, None)
-            gather.patience_seconds.pop(process, None)
-            if not gather.values:
-                del self._gathers[topic]
-
-    def _failed(self, member: Member, message: Message) -> None:
-        verdict = Verdict(f"{member} failed: {message['failed']}", [member.process])
-        if message.get("collateral"):
-            self._suspecting = True
-            self._loop.call_later(_COLLATERAL_SECONDS, self._stop, verdict)
-        else:
-            self._stop(verdict)
+            self._send_all(wire.Gathered(topic, values))
 
     def _lost(self, process: int) -> None:
         member = self._members[process]
@@ -226,54 +209,34 @@ class Hub:
             if self._verdict or self._suspecting:
                 continue
             if self._started:
-                self._judge(now)
-            elif now > deadline:
-                self._stop(Verdict(self._absent(), self._missing()))
+                verdict = judge(self._members, self._gathers, now, self._silent_seconds)
+            else:
+                verdict = self._absent() if now > deadline else None
+            if verdict:
+                self._stop(verdict)
             if now - told_at > self._silent_seconds / 8:
                 told_at = now
-                self._send_all({"tick": self._missing()})
+                self._send_all(wire.Tick(self._missing()))
 
-    def _judge(self, now: float) -> None:
-        waiting = [
-            Waiting(
-                topic,
-                gather.since,
-                [p for p in self._members if p not in gather.values],
-                max(gather.patience_seconds.values()),
-            )
-            for topic, gather in self._gathers.items()
-        ]
-        verdict = judge(self._members, waiting, now, self._silent_seconds)
-        if verdict:
-            self._stop(verdict)
-
-    def _absent(self) -> str:
+    def _absent(self) -> Verdict:
         missing = self._missing()
-        return (
+        return Verdict(
             f"{processes_text(missing)} of {self._processes} did not come within "
             f"{self._timeout_seconds:.0f} s: see why in {'its' if len(missing) == 1 else 'their'} "
-            "output"
+            "output",
+            missing,
         )
 
     def _stop(self, verdict: Verdict) -> None:
         if self._verdict is None:
             self._verdict = verdict
-            self._send_all({"stop": dataclasses.asdict(verdict)})
+            self._send_all(verdict)
 
-    def _send_all(self, message: Message) -> None:
+    def _send_all(self, message: wire.Message) -> None:
         # This process last: it may be about to exit, and the others are to know why.
         for process in sorted(self._writers, reverse=True):
             self._send(process, message)
 
-    def _send(self, process: int, message: Message) -> None:
+    def _send(self, process: int, message: wire.Message) -> None:
         with contextlib.suppress(OSError):
-            self._writers[process].write(encode(message))
-
-
-@dataclasses.dataclass
-class _Gather:
-    """Values on one topic that have come so far."""
-
-    since: float
-    values: dict[int, Any] = dataclasses.field(default_factory=dict)
-    patience_seconds: dict[int, float] = dataclasses.field(default_factory=dict)
+            self._writers[process].write(wire.encode(message))

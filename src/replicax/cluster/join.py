@@ -1,6 +1,7 @@
 """`initialize`: from a process on its own to one of a job, with JAX's runtime underneath."""
 
 import atexit
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -14,13 +15,14 @@ import jax
 from replicax.cluster.accelerators import deal, visible_gpus
 from replicax.cluster.address import join_address, split_address
 from replicax.cluster.cluster_job import ClusterJob, Linked, Lone, current_job, set_job
-from replicax.cluster.failure import leave_at_once, stop_now, watch_exceptions
+from replicax.cluster.failure import leave_at_once, say, stop_now, watch_exceptions
+from replicax.cluster.hub import Hub
 from replicax.cluster.link import Link
 from replicax.cluster.patience import Patience, find_patience
 from replicax.cluster.place import Place, find_place
 from replicax.cluster.pulse import Pulse
-from replicax.cluster.rendezvous import is_loopback, meet, open_hub
-from replicax.cluster.wire import Message
+from replicax.cluster.rendezvous import is_loopback, meet
+from replicax.cluster.wire import Go, Hello
 from replicax.core.in_flight import InFlight
 from replicax.errors import ClusterError
 
@@ -80,7 +82,7 @@ def initialize(
         local_devices=local_devices,
     )
     if verbose and place.process == 0 and place.engine != "nothing":
-        _say(place.line())
+        say(place.line())
     if place.processes > 1:
         watch_exceptions()
         return _join(place, patience, timeout_seconds)
@@ -95,43 +97,48 @@ def _join(place: Place, patience: Patience, timeout_seconds: float) -> Linked:
             "jax.distributed.initialize() was called before rx.initialize(), which calls it "
             "itself: leave out the former"
         )
-    held: list[socket.socket] = []
-    if place.process == 0:
-        prepare = partial(_prepare, place=place, held=held)
-        open_hub(place, patience, timeout_seconds, prepare)
-    told = {
-        "versions": _versions(),
-        "gpus": visible_gpus(os.environ),
-        "local_devices": place.local_devices,
-    }
-    wire, prepared = meet(place, told, timeout_seconds, _say)
-    pulse = Pulse(InFlight())
-    stop = partial(stop_now, place.process, pulse)
-    job = Linked(place, Link(wire, place.process, prepared["names"], patience, pulse, stop))
-    set_job(job)
-    _start_jax(place, prepared, timeout_seconds)
-    for held_port in held:
-        held_port.close()
+    coordinator = str(place.coordinator)
+    with contextlib.ExitStack() as held:
+        if place.process == 0:
+            port = held.enter_context(_hold_port(split_address(coordinator)[0])).getsockname()[1]
+            Hub(place, patience, timeout_seconds, partial(_prepare, port))
+        gpus = visible_gpus(os.environ)
+        hello = Hello(
+            place.job,
+            place.process,
+            place.processes,
+            socket.gethostname(),
+            os.getpid(),
+            _versions(),
+            gpus,
+            place.local_devices,
+        )
+        wire, go = meet(coordinator, hello, timeout_seconds, say)
+        pulse = Pulse(InFlight())
+        stop = partial(stop_now, place.process, pulse)
+        job = Linked(place, Link(wire, place.process, go.names, patience, pulse, stop))
+        set_job(job)
+        if not gpus:
+            _do_not_preempt()
+        _start_jax(place, go, timeout_seconds)
     atexit.register(_leave, job.link)  # after JAX's, hence before it: that waits for everybody
     return job
 
 
-def _start_jax(place: Place, prepared: Message, timeout_seconds: float) -> None:
-    host, port = split_address(str(place.coordinator))[0], prepared["port"]
-    if not visible_gpus(os.environ):
-        _do_not_preempt()
+def _start_jax(place: Place, go: Go, timeout_seconds: float) -> None:
+    host = split_address(str(place.coordinator))[0]
     # A signal to end is to end the process; JAX's own handler would swallow it.
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
-            join_address(host, port),
+            join_address(host, go.port),
             place.processes,
             place.process,
-            local_device_ids=prepared["local_devices"][place.process],
+            local_device_ids=go.local_devices[place.process],
             cluster_detection_method="deactivate",
             initialization_timeout=int(timeout_seconds),
             shutdown_timeout_seconds=_DAY_SECONDS,  # who is lost or stuck is found out otherwise
-            coordinator_bind_address=join_address(host if is_loopback(host) else "::", port),
+            coordinator_bind_address=join_address(host if is_loopback(host) else "::", go.port),
         )
     except RuntimeError as error:
         raise ClusterError(f"jax.distributed did not start: {error}") from error
@@ -147,14 +154,10 @@ def _do_not_preempt() -> None:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def _prepare(hellos: list[Message], place: Place, held: list[socket.socket]) -> Message:
-    """Return the message to all who came: process 0's port for JAX, and everybody's devices."""
-    local_devices = [hello["local_devices"] for hello in hellos]
-    if not any(local_devices):
-        local_devices = deal([(hello["host"], tuple(hello["gpus"])) for hello in hellos])
-    holder = _hold_port(split_address(str(place.coordinator))[0])
-    held.append(holder)
-    return {"port": holder.getsockname()[1], "local_devices": local_devices}
+def _prepare(port: int, hellos: Sequence[Hello]) -> tuple[int, Sequence[Sequence[int] | None]]:
+    """The answer to all who came: process 0's port for JAX, and everybody's devices."""
+    told = [hello.local_devices for hello in hellos]
+    return port, told if any(told) else deal([(hello.host, hello.gpus) for hello in hellos])
 
 
 def _hold_port(host: str) -> socket.socket:
@@ -166,26 +169,18 @@ def _hold_port(host: str) -> socket.socket:
 
 
 def _versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide on numbers, as they are loaded."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
-        module = sys.modules.get(package)
-        version = getattr(module, "__version__", None)
-        versions[package] = str(version or _installed(package))
+        loaded = getattr(sys.modules.get(package), "__version__", None)
+        try:
+            versions[package] = str(loaded or importlib.metadata.version(package))
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
     return versions
-
-
-def _installed(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _leave(link: Link) -> None:
     if link.verdict is not None:
         leave_at_once(link.verdict.code)
     link.leave()
-
-
-def _say(line: str) -> None:
-    print(f"replicax: {line}", file=sys.stderr, flush=True)

@@ -1,16 +1,15 @@
 """This process's connection to the others of its job, by way of process 0."""
 
 import contextlib
-import dataclasses
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from replicax.cluster import wire
 from replicax.cluster.patience import Patience
 from replicax.cluster.pulse import Pulse
 from replicax.cluster.verdict import Verdict
-from replicax.cluster.wire import Connection, Message
 
 _ACKNOWLEDGE_SECONDS = 3.0
 """How long a process that fails waits to learn that all know of it, or whose fault it is."""
@@ -21,18 +20,13 @@ _PART_SECONDS = 0.5
 class Link:
     """Tells the others where this process stands, and learns when they stop.
 
-    Args:
-        wire: connected, and welcomed.
-        process: this one.
-        names: of all processes, in order, as people would want them named.
-        patience: with the others.
-        pulse: of this process.
-        on_stop: called once, in the link's thread, with why all stop.
+    `names` are those of `Go`, with which all have joined. `on_stop` is called once, in the link's
+    thread, with why all stop.
     """
 
     def __init__(
         self,
-        wire: Connection,
+        connection: wire.Connection,
         process: int,
         names: Sequence[str],
         patience: Patience,
@@ -42,10 +36,10 @@ class Link:
         self.process, self.processes = process, len(names)
         self.pulse = pulse
         self.verdict: Verdict | None = None
-        self._wire, self._patience, self._on_stop = wire, patience, on_stop
+        self._wire, self._patience, self._on_stop = connection, patience, on_stop
         self._hub = names[0]
-        self._awaited: set[str] = set()
-        self._gathered: dict[str, list[Any]] = {}
+        self._gathered: dict[str, list[Any] | None] = {}
+        """By each topic that is waited for, what has come."""
         self._changed = threading.Condition()
         self._leaving = self._failing = False
         self._thread = threading.Thread(target=self._run, name="replicax-link", daemon=True)
@@ -60,53 +54,43 @@ class Link:
     ) -> list[Any]:
         """`value` of every process, in order, once all have given theirs on `topic`.
 
-        Args:
-            topic: used once in a job.
-            value: what JSON can hold.
-            cancelled: asked now and then; when it is true, the result is empty.
-            patience_seconds: how long this process may wait for the others; by default as long as
-                each of them may go without progress, and never less.
+        A topic is used once in a job, and a value is what JSON can hold. `cancelled` is asked now
+        and then; when it is true, the result is empty. By default the others have as long as each
+        of them may go without progress, and never less.
         """
         with self._changed:
-            self._awaited.add(topic)
-        self._wire.send({"gather": topic, "value": value, "patience_seconds": patience_seconds})
+            self._gathered[topic] = None
+        self._wire.send(wire.Gather(topic, value, patience_seconds))
         with self._changed:
-            while topic not in self._gathered and not (cancelled and cancelled()):
+            while self._gathered[topic] is None and not (cancelled and cancelled()):
                 self._changed.wait(timeout=0.1)
-            self._awaited.discard(topic)
-            values = self._gathered.pop(topic, None)
+            values = self._gathered.pop(topic)
         if values is not None:
             return values
         # Else nobody else's silence on it would ever be forgiven.
         with contextlib.suppress(OSError):
-            self._wire.send({"withdraw": topic})
+            self._wire.send(wire.Withdraw(topic))
         return []
 
     def fail(self, error: str, *, collateral: bool) -> Verdict | None:
-        """Tell the others that this process fails with `error`.
+        """Tell the others that this process fails, and whether that looks like another's fault.
 
-        Args:
-            error: one line.
-            collateral: whether it looks like another's fault.
-
-        Returns:
-            Why all stop, where that was known in time.
+        Return why all stop, where that was known in time.
         """
         self._failing = True
-        with contextlib.suppress(OSError):  # process 0 is gone, which the verdict will say
-            self._wire.send({"failed": error, "collateral": collateral})
-        with self._changed:
-            self._changed.wait_for(lambda: self.verdict is not None, _ACKNOWLEDGE_SECONDS)
-        return self.verdict
+        return self._acknowledged(wire.Failed(error, collateral))
 
     def stop_all(self, reason: str, code: int) -> Verdict | None:
         """Have all processes end with exit code `code`, this one among them.
 
-        Returns:
-            Why all stop, this or what came before it; None where process 0 did not answer in time.
+        Return why all stop, this or what came before it; None where process 0 did not answer in
+        time.
         """
-        with contextlib.suppress(OSError):  # process 0 is gone
-            self._wire.send({"stop": reason, "code": code})
+        return self._acknowledged(Verdict(reason, [], code=code))
+
+    def _acknowledged(self, message: wire.Message) -> Verdict | None:
+        with contextlib.suppress(OSError):  # process 0 is gone, which the verdict will say
+            self._wire.send(message)
         with self._changed:
             self._changed.wait_for(lambda: self.verdict is not None, _ACKNOWLEDGE_SECONDS)
         return self.verdict
@@ -122,7 +106,7 @@ class Link:
         """Tell the others that this process is done."""
         self._leaving = True
         with contextlib.suppress(OSError):  # process 0 left before us
-            self._wire.send({"bye": True})
+            self._wire.send(wire.Bye())
 
     def close(self) -> None:
         """Close the connection."""
@@ -137,7 +121,7 @@ class Link:
             try:
                 if looked_at > beat_at:
                     beat_at = looked_at + self._patience.beat_seconds
-                    self._wire.send({"beat": dataclasses.asdict(self.pulse.stand(self._patience))})
+                    self._wire.send(self.pulse.stand(self._patience))
                 for message in self._wire.receive(self._patience.beat_seconds / 4):
                     heard_at = time.monotonic()
                     self._take(message)
@@ -156,17 +140,18 @@ class Link:
                 silent = f"{self._hub} gave no sign of life for {now - heard_at:.0f} s"
                 verdict = Verdict(f"{silent}: frozen, out of memory, or cut off", [0], True)
                 with contextlib.suppress(OSError):  # it reads this if it ever wakes up
-                    self._wire.send({"accuse": dataclasses.asdict(verdict)})
+                    self._wire.send(verdict)
                 self._stop(verdict)
 
-    def _take(self, message: Message) -> None:
-        if "gathered" in message:
-            with self._changed:
-                if message["gathered"] in self._awaited:
-                    self._gathered[message["gathered"]] = message["values"]
-                    self._changed.notify_all()
-        elif "stop" in message:
-            self._stop(Verdict(**message["stop"]))
+    def _take(self, message: wire.Message) -> None:
+        match message:
+            case wire.Gathered(topic, values):
+                with self._changed:
+                    if topic in self._gathered:
+                        self._gathered[topic] = values
+                        self._changed.notify_all()
+            case Verdict():
+                self._stop(message)
 
     def _stop(self, verdict: Verdict) -> None:
         with self._changed:

@@ -1,9 +1,9 @@
 """How long processes wait for each other before they give up."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
-from replicax.cluster import variables
 from replicax.errors import ConfigError
 
 
@@ -35,26 +35,16 @@ class Patience:
 
 
 def find_patience(env: Mapping[str, str]) -> Patience:
-    """The limits in `env`, or the usual ones.
-
-    Raises:
-        ConfigError: a limit that is not a positive number.
-    """
-    named = {
-        "stall_multiple": variables.STALL_MULTIPLE,
-        "stall_seconds": variables.STALL_SECONDS,
-        "start_seconds": variables.START_SECONDS,
-        "silent_seconds": variables.SILENT_SECONDS,
-    }
-    limits = {field: _positive(env, name) for field, name in named.items() if name in env}
+    """The limits in `env`, or the usual ones; `ConfigError` for one that is no positive number."""
+    limits = {}
+    for field in dataclasses.fields(Patience):
+        name = f"REPLICAX_{field.name.upper()}"
+        if name not in env:
+            continue
+        try:
+            limits[field.name] = float(env[name])
+        except ValueError:
+            limits[field.name] = math.nan
+        if not limits[field.name] > 0:
+            raise ConfigError(f"{name}={env[name]}; it is a number above 0: correct or unset it")
     return Patience(**limits)
-
-
-def _positive(env: Mapping[str, str], name: str) -> float:
-    try:
-        value = float(env[name])
-    except ValueError:
-        value = 0.0
-    if not value > 0:
-        raise ConfigError(f"{name}={env[name]}; it is a number above 0: correct or unset it")
-    return value

@@ -2,17 +2,22 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from replicax.cluster.address import split_address
-from replicax.cluster.detected import Detected
 from replicax.cluster.engines import find_innermost
-from replicax.cluster.variables import COORDINATOR, JOB_ID, LOCAL_DEVICES, PROCESS_ID, PROCESSES
+from replicax.cluster.variables import (
+    COORDINATOR,
+    JOB_ID,
+    LOCAL_DEVICES,
+    PROCESS_ID,
+    PROCESSES,
+    Fact,
+    whole_number,
+)
 from replicax.errors import ConfigError
 
 _VARIABLES = {"process": PROCESS_ID, "processes": PROCESSES, "coordinator": COORDINATOR}
-_ARGUMENTS = "arguments"
-_OWN_VARIABLES = "REPLICAX_*"
 
 
 @dataclass(frozen=True)
@@ -22,20 +27,20 @@ class Place:
     process: int
     """This process, from 0."""
     processes: int
-    coordinator: str | None
+    coordinator: str | None = None
     """`host:port` where process 0 listens; `None` for one process alone."""
-    job: str
+    job: str = ""
     """The job's id; `""` where nothing tells."""
-    local_process: int | None
+    local_process: int | None = None
     """This process among those of its host, from 0, where known."""
-    local_processes: int | None
+    local_processes: int | None = None
     """Processes on this host, where known."""
-    local_devices: tuple[int, ...] | None
+    local_devices: tuple[int, ...] | None = None
     """Which of the visible devices this process takes, where told; `None`: not told."""
-    engine: str
+    engine: str = "nothing"
     """The engine that started it: `Slurm`, `Open MPI`, `Kubernetes`, `TPU`, `RANK/WORLD_SIZE`,
     `REPLICAX_*`, `arguments` or `nothing`."""
-    reasons: Mapping[str, str]
+    reasons: Mapping[str, str] = field(default_factory=dict)
     """Field -> what decided it: `{"process": "SLURM_PROCID=3"}`."""
 
     def line(self) -> str:
@@ -61,15 +66,6 @@ class Place:
         return f" ({', '.join(dict.fromkeys(bare))})" if bare else ""
 
 
-@dataclass(frozen=True)
-class _Told:
-    """One field that an argument or a REPLICAX_* variable gives."""
-
-    value: str
-    reason: str
-    by: str
-
-
 def find_place(
     env: Mapping[str, str],
     *,
@@ -79,174 +75,86 @@ def find_place(
     job: str | None = None,
     local_devices: Sequence[int] | None = None,
 ) -> Place:
-    """This process's place in its job.
+    """Find this process's place in its job, or raise `ConfigError`.
 
-    Each field comes from its argument, else from its REPLICAX_* variable, else from the innermost
+    Each part comes from its argument, else from its REPLICAX_* variable, else from the innermost
     engine that started the process: torchrun and the like (RANK, WORLD_SIZE), a TPU pod, Open MPI,
     a Slurm step, an indexed Job of Kubernetes. Where none did, the process is alone. Only a
     TPU VM without TPU variables is asked over the network, through its own metadata server.
-
-    Args:
-        env: the environment, `os.environ`.
-        coordinator: `host:port` where process 0 listens.
-        processes: how many there are.
-        process: this one, from 0.
-        job: the job's id.
-        local_devices: which of the visible devices this process takes, from 0.
-
-    Raises:
-        ConfigError: a value that is missing, malformed, out of range, or contradicts another.
     """
     arguments = {"process": process, "processes": processes, "coordinator": coordinator}
-    told = {
-        field: value
-        for field in _VARIABLES
-        if (value := _told(env, field, arguments[field])) is not None
-    }
-    counted = _number(told["processes"], least=1) if "processes" in told else None
-    if counted == 1 or len(told) == len(_VARIABLES):
-        detected = None
-    else:
+    told = _told(env, {part: value for part, value in arguments.items() if value is not None})
+    engine = "REPLICAX_*" if told else "nothing"
+    if any(value is not None for value in arguments.values()):
+        engine = "arguments"
+    facts, lacks = dict(told), dict[str, str]()
+    if ("processes" not in told or told["processes"].value > 1) and len(told) < len(_VARIABLES):
         detected = find_innermost(env)
-    if detected is not None and detected.processes == 1 and told.keys() - {"coordinator"}:
         # One process that is told it is one of several: the engine did not number it.
-        detected = None
-    reasons = dict(detected.reasons) if detected else {}
-    reasons |= {field: value.reason for field, value in told.items()}
-    if counted is None and detected is not None:
-        counted = detected.processes
-    if counted is None:
-        counted = _count_without_engine(told, detected, reasons)
-    number = _process(told, detected, counted, reasons)
-    address = None if counted == 1 else _coordinator(told, detected)
-    if job is None:
-        job = env.get(JOB_ID, detected.job if detected else "")
-        if JOB_ID in env:
-            reasons["job"] = JOB_ID
-    else:
-        reasons["job"] = "argument job"
-    return Place(
-        process=number,
-        processes=counted,
-        coordinator=address,
-        job=job,
-        local_process=detected.local_process if detected else None,
-        local_processes=detected.local_processes if detected else None,
-        local_devices=_local_devices(env, local_devices, reasons),
-        engine=_engine(told, detected),
-        reasons=_known(reasons, counted, job, detected),
-    )
+        if detected and (detected.numbers[1] != 1 or told.keys() <= {"coordinator"}):
+            engine, facts, lacks = detected.engine, {**detected.facts, **told}, {**detected.lacks}
+    if not facts:
+        alone = "no launcher detected"
+        facts = {"process": Fact(0, alone), "processes": Fact(1, alone)}
 
-
-def _told(env: Mapping[str, str], field: str, argument: object) -> _Told | None:
-    if argument is not None:
-        return _Told(str(argument), f"argument {field}={argument}", _ARGUMENTS)
-    name = _VARIABLES[field]
-    if name not in env:
-        return None
-    return _Told(env[name], f"{name}={env[name]}", _OWN_VARIABLES)
-
-
-def _number(told: _Told, least: int = 0) -> int:
-    text = told.value.strip()
-    if not (text.isascii() and text.isdigit()) or int(text) < least:
-        raise ConfigError(f"{told.reason} is not a whole number from {least}: correct it")
-    return int(text)
-
-
-def _count_without_engine(
-    told: Mapping[str, _Told], detected: Detected | None, reasons: dict[str, str]
-) -> int:
-    """1 where nothing tells of more."""
-    if detected is not None:
-        raise ConfigError(detected.lacks["processes"])
-    if told:
-        raise _incomplete(told, "processes")
-    reasons["process"] = "no launcher detected"
-    return 1
-
-
-def _process(
-    told: Mapping[str, _Told], detected: Detected | None, counted: int, reasons: dict[str, str]
-) -> int:
-    if "process" in told:
-        number = _number(told["process"])
-    elif counted == 1 and (detected is None or detected.process is None):
-        if "processes" in told:
-            reasons["process"] = told["processes"].reason
-        return 0
-    elif detected is None:
-        raise _incomplete(told, "process")
-    elif detected.process is None:
-        raise ConfigError(detected.lacks["process"])
-    else:
-        number = detected.process
-    if number >= counted:
+    def needed(part: str) -> Fact:
+        if part in facts:
+            return facts[part]
+        there, name = ", ".join(fact.reason for fact in told.values()), _VARIABLES[part]
         raise ConfigError(
-            f"{reasons['process']} with {reasons['processes']}; "
-            f"processes count from 0 to {counted - 1}: lower it"
+            lacks.get(part)
+            or f"{there} without {name}; {', '.join(_VARIABLES.values())} go together where no "
+            f"launcher gives them: set {name}, or pass {part}="
         )
-    return number
 
-
-def _coordinator(told: Mapping[str, _Told], detected: Detected | None) -> str:
-    if "coordinator" in told:
-        name = told["coordinator"].reason.partition("=")[0]
-        address = told["coordinator"].value.strip()
-    elif detected is None:
-        raise _incomplete(told, "coordinator")
-    elif detected.coordinator is None:
-        raise ConfigError(detected.lacks["coordinator"])
-    else:
-        name, address = f"coordinator ({detected.reasons['coordinator']})", detected.coordinator
-    split_address(address, name)
-    return address
-
-
-def _incomplete(told: Mapping[str, _Told], missing: str) -> ConfigError:
-    there = ", ".join(value.reason for value in told.values())
-    name = _VARIABLES[missing]
-    return ConfigError(
-        f"{there} without {name}; {', '.join(_VARIABLES.values())} go together where no launcher "
-        f"gives them: set {name}, or pass {missing}="
-    )
-
-
-def _local_devices(
-    env: Mapping[str, str], argument: Sequence[int] | None, reasons: dict[str, str]
-) -> tuple[int, ...] | None:
-    if argument is not None:
-        text, name = ",".join(map(str, argument)), "argument local_devices"
+    count = needed("processes").value
+    if count == 1:
+        facts = {"process": Fact(0, facts["processes"].reason), **facts}
+        facts.pop("coordinator", None)
+    number = needed("process").value
+    if number >= count:
+        raise ConfigError(
+            f"{facts['process'].reason} with {facts['processes'].reason}; "
+            f"processes count from 0 to {count - 1}: lower it"
+        )
+    if count > 1:
+        address, reason = needed("coordinator")
+        named = "coordinator" in told
+        split_address(address, reason.partition("=")[0] if named else f"coordinator ({reason})")
+    if job is not None:
+        facts["job"] = Fact(job, "argument job")
+    elif JOB_ID in env:
+        facts["job"] = Fact(env[JOB_ID], JOB_ID)
+    if local_devices is not None:
+        given = ",".join(map(str, local_devices))
+        facts["local_devices"] = _devices(given, "argument local_devices")
     elif LOCAL_DEVICES in env:
-        text, name = env[LOCAL_DEVICES], LOCAL_DEVICES
-    else:
-        return None
+        facts["local_devices"] = _devices(env[LOCAL_DEVICES], LOCAL_DEVICES)
+    values = {part: fact.value for part, fact in facts.items()}
+    reasons = {part: fact.reason for part, fact in facts.items()}
+    return Place(**values, engine=engine, reasons=reasons)
+
+
+def _told(env: Mapping[str, str], arguments: Mapping[str, object]) -> dict[str, Fact]:
+    """Read what arguments or REPLICAX_* variables say."""
+    told = {}
+    for part, name in _VARIABLES.items():
+        if part not in arguments and name not in env:
+            continue
+        told_by = f"argument {part}" if part in arguments else name
+        text = str(arguments.get(part, env.get(name)))
+        value: int | str = text.strip()
+        if part != "coordinator":
+            value = whole_number(text, told_by, least=1 if part == "processes" else 0)
+        told[part] = Fact(value, f"{told_by}={text}")
+    return told
+
+
+def _devices(text: str, name: str) -> Fact:
     entries = [entry.strip() for entry in text.split(",")]
-    if not all(entry.isascii() and entry.isdigit() for entry in entries) or len(
-        set(map(int, entries))
-    ) < len(entries):
+    numbers = tuple(int(each) for each in entries if each.isascii() and each.isdigit())
+    if len(set(numbers)) < len(entries):
         raise ConfigError(
             f"{name}={text!r} is not a list of different devices from 0, such as 0,1: correct it"
         )
-    reasons["local_devices"] = f"{name}={text}"
-    return tuple(map(int, entries))
-
-
-def _engine(told: Mapping[str, _Told], detected: Detected | None) -> str:
-    if detected is not None:
-        return detected.engine
-    by = {value.by for value in told.values()}
-    return _ARGUMENTS if _ARGUMENTS in by else _OWN_VARIABLES if by else "nothing"
-
-
-def _known(
-    reasons: Mapping[str, str], counted: int, job: str, detected: Detected | None
-) -> dict[str, str]:
-    """The reasons of the fields that have a value."""
-    absent = {
-        "coordinator": counted == 1,
-        "job": not job,
-        "local_process": detected is None or detected.local_process is None,
-        "local_processes": detected is None or detected.local_processes is None,
-    }
-    return {field: reason for field, reason in reasons.items() if not absent.get(field)}
+    return Fact(numbers, f"{name}={text}")

@@ -1,13 +1,13 @@
 """Where this process stands: steps begun and done, what it does, and for how long already."""
 
 import collections
-import dataclasses
 import math
 import statistics
 import sys
 import threading
 import time
-from typing import Any
+import traceback
+from typing import NamedTuple
 
 from replicax.cluster.patience import Patience
 from replicax.core.in_flight import InFlight
@@ -16,8 +16,7 @@ _PACES = 100
 """Step times remembered; their median is the usual one."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Standing:
+class Standing(NamedTuple):
     """State that a process reports to the others."""
 
     begun: int = 0
@@ -37,11 +36,7 @@ class Standing:
 
 
 class Pulse:
-    """The heartbeat of this process: its training loop writes, and its link reads.
-
-    Args:
-        in_flight: the steps that it gives to the devices.
-    """
+    """The heartbeat of this process: its training loop writes, and its link reads."""
 
     def __init__(self, in_flight: InFlight) -> None:
         self.in_flight = in_flight
@@ -100,19 +95,15 @@ class Pulse:
 
 def _inside() -> str | None:
     """Return what this process does by its stacks, where they tell."""
-    stacks = [_files(frame) for frame in sys._current_frames().values()]
+    files = {
+        frame.f_code.co_filename
+        for stack in sys._current_frames().values()
+        for frame, _ in traceback.walk_stack(stack)
+    }
     for place, doing in (
         ("jax/_src/compiler", "compiling"),
         ("jax/_src/callback", "in a callback"),
     ):
-        if any(place in file for files in stacks for file in files):
+        if any(place in file for file in files):
             return doing
     return None
-
-
-def _files(frame: Any) -> list[str]:
-    names = []
-    while frame is not None:
-        names.append(frame.f_code.co_filename)
-        frame = frame.f_back
-    return names

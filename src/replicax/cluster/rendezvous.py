@@ -4,16 +4,13 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable
 
 from replicax.cluster.address import split_address
 from replicax.cluster.differences import processes_text
-from replicax.cluster.hub import Hub
-from replicax.cluster.patience import Patience
 from replicax.cluster.place import Place
 from replicax.cluster.verdict import Verdict
-from replicax.cluster.wire import Connection, Message
+from replicax.cluster.wire import Connection, Go, Hello, Refused, Tick
 from replicax.errors import AgreementError, ClusterError
 
 _CONNECT_SECONDS = 5.0
@@ -28,78 +25,49 @@ def is_loopback(host: str) -> bool:
     return host.startswith(_LOOPBACK)
 
 
-def open_hub(
-    place: Place,
-    patience: Patience,
-    timeout_seconds: float,
-    prepare: Callable[[list[Message]], Message],
-) -> Hub:
-    """Listen where the others will come.
+def bind(place: Place, *, listens: bool = False) -> socket.socket:
+    """A socket of process 0 at the coordinator's port.
 
-    Raises:
-        ClusterError: the port is taken, or the host is not this one.
-    """
-    listening = bind(place)
-    try:
-        listening.listen(1024)
-    except OSError as error:
-        listening.close()
-        raise _cannot_listen(place, error) from None
-    return Hub(
-        listening,
-        place.job,
-        place.processes,
-        silent_seconds=patience.silent_seconds,
-        timeout_seconds=timeout_seconds,
-        prepare=prepare,
-    )
-
-
-def bind(place: Place) -> socket.socket:
-    """A socket of process 0 at the coordinator's port, which does not listen yet.
-
-    Raises:
-        ClusterError: the port is taken, or the host is not this one.
+    `ClusterError` where the port is taken, or the host is not this one.
     """
     host, port = split_address(str(place.coordinator))
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host if is_loopback(host) else "", port))
+        if listens:
+            bound.listen(1024)
     except OSError as error:
         bound.close()
-        raise _cannot_listen(place, error) from None
+        raise ClusterError(
+            f"process 0 cannot listen at {place.coordinator}: {error.strerror}{_whose(place)}; "
+            "one job has one port: stop the other one, or set REPLICAX_COORDINATOR to another port"
+        ) from None
     return bound
 
 
+def _whose(place: Place) -> str:
+    """Which job has the port, where it is one of ours."""
+    try:
+        connection = socket.create_connection(split_address(str(place.coordinator)), timeout=1.0)
+        with contextlib.closing(Connection(connection)) as wire:
+            wire.send(Hello(place.job, process=-1, processes=0, asks=True))
+            said = next(wire.receive(timeout_seconds=1.0), None)
+        return f" ({said.reason})" if isinstance(said, Refused) else ""
+    except (OSError, ValueError):
+        return ""
+
+
 def meet(
-    place: Place, told: Mapping[str, Any], timeout_seconds: float, say: Callable[[str], None]
-) -> tuple[Connection, Message]:
-    """Go to the hub and wait there until all have come.
+    coordinator: str, hello: Hello, timeout_seconds: float, say: Callable[[str], None]
+) -> tuple[Connection, Go]:
+    """Go to the hub and wait there until all have come; `say` for whom, in lines.
 
-    Args:
-        place: of this process.
-        told: of itself, to the hub.
-        timeout_seconds: until it gives up.
-        say: called with a line while others are waited for.
-
-    Returns:
-        The connection, and what the hub has prepared for all.
-
-    Raises:
-        ClusterError: the hub cannot be reached, refuses this process, or somebody never came.
-        AgreementError: the processes have different versions.
+    `ClusterError` where the hub cannot be reached, refuses this process, or somebody never came;
+    `AgreementError` where the processes have different versions.
     """
     deadline = time.monotonic() + timeout_seconds
-    wire = reach(str(place.coordinator), deadline, say)
-    hello = {
-        "job": place.job,
-        "process": place.process,
-        "processes": place.processes,
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        **told,
-    }
+    wire = reach(coordinator, deadline, say)
     try:
         wire.send(hello)
         # The hub's own deadline is the better informed one: wait a little longer than it.
@@ -107,7 +75,7 @@ def meet(
     except (OSError, ValueError) as error:
         wire.close()
         raise ClusterError(
-            f"{place.coordinator} was reached, and what listens there is no process 0 of a "
+            f"{coordinator} was reached, and what listens there is no process 0 of a "
             f"Replicax job, or it just ended ({error}); see its output, or use another port"
         ) from None
     except BaseException:
@@ -118,8 +86,7 @@ def meet(
 def reach(coordinator: str, deadline: float, say: Callable[[str], None]) -> Connection:
     """A connection to process 0, tried again until `deadline` on the monotonic clock.
 
-    Raises:
-        ClusterError: there is none by then, with why; its `__context__` is the system's error.
+    `ClusterError` where there is none by then; its `__context__` is the system's error.
     """
     host, port = split_address(coordinator)
     said_at = started = time.monotonic()
@@ -141,22 +108,21 @@ def reach(coordinator: str, deadline: float, say: Callable[[str], None]) -> Conn
             time.sleep(_AGAIN_SECONDS)
 
 
-def _wait(wire: Connection, deadline: float, say: Callable[[str], None]) -> Message:
+def _wait(wire: Connection, deadline: float, say: Callable[[str], None]) -> Go:
     said_at = started = time.monotonic()
     while time.monotonic() < deadline:
         for message in wire.receive(timeout_seconds=1.0):
-            if "refused" in message:
-                raise ClusterError(f"refused by process 0: {message['refused']}")
-            if "stop" in message:
-                verdict = Verdict(**message["stop"])
-                raise (ClusterError if verdict.blames else AgreementError)(verdict.reason)
-            if "go" in message:
-                prepared: Message = message["go"]
-                return prepared
             now = time.monotonic()
-            if message.get("tick") and now - said_at > _SAY_SECONDS:
-                said_at = now
-                say(f"waiting for {processes_text(message['tick'])} since {now - started:.0f} s")
+            match message:
+                case Refused(reason):
+                    raise ClusterError(f"refused by process 0: {reason}")
+                case Verdict(reason, blames):
+                    raise (ClusterError if blames else AgreementError)(reason)
+                case Go():
+                    return message
+                case Tick(missing) if missing and now - said_at > _SAY_SECONDS:
+                    said_at = now
+                    say(f"waiting for {processes_text(missing)} since {now - started:.0f} s")
     raise ClusterError("process 0 did not start the job in time; see its output")
 
 
@@ -168,22 +134,3 @@ def _why(host: str, error: OSError) -> str:
     proxies = [name for name in os.environ if name.lower() in ("http_proxy", "https_proxy")]
     proxy = f"; {', '.join(proxies)} set, which must not cover it" if proxies else ""
     return f"{error.strerror or error}: a firewall, another network, or a wrong address{proxy}"
-
-
-def _cannot_listen(place: Place, error: OSError) -> ClusterError:
-    return ClusterError(
-        f"process 0 cannot listen at {place.coordinator}: {error.strerror}{_whose(place)}; "
-        "one job has one port: stop the other one, or set REPLICAX_COORDINATOR to another port"
-    )
-
-
-def _whose(place: Place) -> str:
-    """Which job has the port, where it is one of ours."""
-    try:
-        connection = socket.create_connection(split_address(str(place.coordinator)), timeout=1.0)
-        with contextlib.closing(Connection(connection)) as wire:
-            wire.send({"job": place.job, "process": -1, "processes": 0, "asks": True})
-            said: Sequence[Message] = list(wire.receive(timeout_seconds=1.0))
-        return f" ({said[0]['refused']})"
-    except (OSError, ValueError, LookupError):
-        return ""

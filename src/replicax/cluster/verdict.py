@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from replicax.cluster.pulse import Standing
 
@@ -28,19 +29,17 @@ class Member:
         return f"process {self.process} ({self.host}, pid {self.pid})"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Waiting:
-    """Processes that wait for others to say something on a topic."""
+    """Processes that have given their values on a topic, and wait for all others'."""
 
-    topic: str
     since: float
-    missing: Sequence[int]
-    patience_seconds: float = 0.0
-    """How long those that wait have said that it may take, if longer than usual."""
+    values: dict[int, Any] = dataclasses.field(default_factory=dict)
+    patience_seconds: dict[int, float] = dataclasses.field(default_factory=dict)
+    """How long each of them has said that it may take, if longer than usual."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """Why all processes stop."""
 
     reason: str
@@ -52,19 +51,25 @@ class Verdict:
 
 
 def judge(
-    members: Mapping[int, Member], waiting: Sequence[Waiting], now: float, silent_seconds: float
+    members: Mapping[int, Member], waiting: Mapping[str, Waiting], now: float, silent_seconds: float
 ) -> Verdict | None:
-    """Whether somebody is stuck, and who; None where all is well."""
+    """Whether somebody is stuck, and who; None where all is well. `waiting` is by topic."""
     running = [member for member in members.values() if not member.ended]
     silent = [member for member in running if now - member.heard_at > silent_seconds]
     if silent:
-        return _silent(silent, now)
-    for topic in waiting:
-        missing = [members[process] for process in topic.missing]
+        seconds = max(now - member.heard_at for member in silent)
+        return Verdict(
+            f"{', '.join(map(str, silent))} gave no sign of life for {seconds:.0f} s, last at step "
+            f"{silent[0].standing.begun}: frozen, out of memory, or cut off",
+            [member.process for member in silent],
+            stacks=True,
+        )
+    for topic, those in waiting.items():
+        missing = [member for process, member in members.items() if process not in those.values]
         allowed = max(member.standing.allowed_seconds for member in missing)
-        patience = max(allowed, topic.patience_seconds)
-        if all(member.ended for member in missing) or now - topic.since > patience:
-            return _missing(topic, missing, now)
+        patience = max([allowed, *those.patience_seconds.values()])
+        if all(member.ended for member in missing) or now - those.since > patience:
+            return _missing(topic, missing, now - those.since, now)
     busy = [member for member in running if member.standing.doing != "idle"]
     patience = max((member.standing.allowed_seconds for member in busy), default=0.0)
     stuck = [member for member in busy if member.standing.seconds > patience]
@@ -73,21 +78,10 @@ def judge(
     return None
 
 
-def _silent(silent: Sequence[Member], now: float) -> Verdict:
-    seconds = max(now - member.heard_at for member in silent)
-    they = ", ".join(map(str, silent))
-    return Verdict(
-        f"{they} gave no sign of life for {seconds:.0f} s, last at step "
-        f"{silent[0].standing.begun}: frozen, out of memory, or cut off",
-        [member.process for member in silent],
-        stacks=True,
-    )
-
-
-def _missing(topic: Waiting, missing: Sequence[Member], now: float) -> Verdict:
+def _missing(topic: str, missing: Sequence[Member], seconds: float, now: float) -> Verdict:
     they = "; ".join(f"{member}, which {_state(member, now)}" for member in missing)
     return Verdict(
-        f"the others wait since {now - topic.since:.0f} s to hear of {topic.topic} from {they}",
+        f"the others wait since {seconds:.0f} s to hear of {topic} from {they}",
         [member.process for member in missing],
         stacks=True,
     )

@@ -11,7 +11,6 @@
 `# replicax: ignore[RULE]` on the line, or alone above it, silences a rule there.
 """
 
-import ast
 import collections
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,13 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from replicax.errors import ConfigError
-from replicax.lint.batches import check_reshapes
-from replicax.lint.finding import ERROR, NOTE, WARNING, Finding, Report
 from replicax.lint.frozen import check_frozen
 from replicax.lint.lookup import check_names
-from replicax.lint.loops import check_loops
+from replicax.lint.loops import check_loops, check_reshapes
 from replicax.lint.numeric_rules import check_steps
-from replicax.lint.parsed import ParsedFile
+from replicax.lint.parsed import ERROR, NOTE, WARNING, Finding, ParsedFile
 
 _SKIPPED = {"__pycache__", "node_modules", "build", "dist", "site-packages"}
 
@@ -47,17 +44,20 @@ class FileFindings:
 
 
 def python_files(paths: Iterable[Path]) -> list[Path]:
-    """Return the Python files among paths and below folders, each once.
-
-    Raises:
-        ConfigError: a path that is not there, or a folder without any.
-    """
+    """Return the Python files among paths and below folders, each once."""
     found: dict[Path, None] = {}
     for path in paths:
         if not path.is_dir():
             found[path] = None
             continue
-        below = [each for each in sorted(path.rglob("*.py")) if not _is_skipped(each, path)]
+        below = [
+            each
+            for each in sorted(path.rglob("*.py"))
+            if not any(
+                part in _SKIPPED or part.startswith(".")
+                for part in each.relative_to(path).parts[:-1]
+            )
+        ]
         if not below:
             raise ConfigError(f"{path} has no .py file in it; give files, or another folder")
         found.update(dict.fromkeys(below))
@@ -65,29 +65,16 @@ def python_files(paths: Iterable[Path]) -> list[Path]:
 
 
 def examine(path: Path) -> FileFindings:
-    """Read a Python file and run every rule on it; nothing of it is executed or imported.
-
-    Raises:
-        ConfigError: no such file, or one that is not Python.
-    """
+    """Read a Python file and run every rule on it; nothing of it is executed or imported."""
     text = source_text(path)
     try:
-        tree = ast.parse(text, filename=str(path))
-        program = ParsedFile(tree)
-        report = Report(text.splitlines())
-        absent = check_names(program, report)
+        program = ParsedFile(text, path)
+        absent = check_names(program)
         for check in (check_loops, check_reshapes, check_steps, check_frozen):
-            check(program, report)
-    except (SyntaxError, ValueError) as error:
-        line = getattr(error, "lineno", None)
-        where = f"line {line}: " if line else ""
-        said = getattr(error, "msg", None) or str(error)
-        raise ConfigError(
-            f"{path} is not Python: {where}{said}; give a .py file that runs"
-        ) from error
+            check(program)
     except (RecursionError, MemoryError) as error:
         raise ConfigError(f"{path} nests deeper than can be followed: split it") from error
-    return FileFindings(path, report.findings(), absent)
+    return FileFindings(path, program.findings(), absent)
 
 
 def annotations(examination: FileFindings) -> Iterator[str]:
@@ -125,17 +112,8 @@ def to_json(examinations: Sequence[FileFindings]) -> dict[str, Any]:
     }
 
 
-def _is_skipped(path: Path, root: Path) -> bool:
-    parts = path.relative_to(root).parts[:-1]
-    return any(part in _SKIPPED or part.startswith(".") for part in parts)
-
-
 def source_text(path: Path) -> str:
-    """Return what a Python file holds.
-
-    Raises:
-        ConfigError: no such file, or one that is no text of Python.
-    """
+    """Return what a Python file holds."""
     if path.suffix == ".ipynb":
         raise ConfigError(
             f"{path} is a notebook; write its cells to a file: jupyter nbconvert --to script "

@@ -11,15 +11,14 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from replicax.lint.finding import NOTE, Report
-from replicax.lint.parsed import ParsedFile, keywords, names_in
+from replicax.lint.parsed import NOTE, ParsedFile, keywords, line_of, names_in
 
 LIBRARIES = ("jax", "flax", "optax", "numpy", "equinox", "haiku", "chex", "orbax")
 _DISTRIBUTIONS = {"haiku": "dm-haiku", "orbax": "orbax-checkpoint"}
 _GUARDS = {"ImportError", "ModuleNotFoundError", "AttributeError", "Exception"}
 
 
-def check_names(program: ParsedFile, report: Report) -> list[str]:
+def check_names(program: ParsedFile) -> list[str]:
     """Report names and calls that the libraries do not take; return those not installed.
 
     Each name once, where it is first written, with how often.
@@ -34,18 +33,18 @@ def check_names(program: ParsedFile, report: Report) -> list[str]:
             absent[library] = None
             continue
         found = _resolved(name)
-        if found.lost and not report.ignores("removed-api", getattr(node, "lineno", 1)):
+        if found.lost and not program.ignores("removed-api", line_of(node)):
             gone.setdefault(found.lost, []).append(node)
         if found.deprecated:
             fix = " ".join(found.warning.split())
-            report.add("old-api", node, f"{found.deprecated} is deprecated", fix, NOTE)
+            program.report("old-api", node, f"{found.deprecated} is deprecated", fix, NOTE)
     for name, nodes in gone.items():
-        first = min(nodes, key=lambda node: getattr(node, "lineno", 0))
+        first = min(nodes, key=line_of)
         times = f" ({len(nodes)} times in this file)" if len(nodes) > 1 else ""
         reason, fix = _told(name)
-        report.add("removed-api", first, f"{reason}{times}", fix)
-    for call in program.calls(program.tree):
-        _check_call(program, call, report)
+        program.report("removed-api", first, f"{reason}{times}", fix)
+    for call in program.calls():
+        _check_call(program, call)
     return list(absent)
 
 
@@ -113,7 +112,10 @@ def _resolved(name: str) -> _Resolved:
     value: Any = _module(path)
     for part in rest:
         if not isinstance(value, types.ModuleType):
-            value = getattr(value, part, None) if isinstance(value, type) else None
+            try:
+                value = getattr(value, part, None) if isinstance(value, type) else None
+            except Exception:  # whatever its class computes for it
+                value = None
             continue
         longer = f"{path}.{part}"
         with warnings.catch_warnings(record=True) as caught:
@@ -172,7 +174,7 @@ def _instead(name: str) -> str:
     return "see the library's changelog"
 
 
-def _check_call(program: ParsedFile, call: ast.Call, report: Report) -> None:
+def _check_call(program: ParsedFile, call: ast.Call) -> None:
     """Report a call whose arguments its function does not take."""
     name = program.called(call)
     library = name.partition(".")[0]
@@ -180,7 +182,9 @@ def _check_call(program: ParsedFile, call: ast.Call, report: Report) -> None:
         return
     value = _resolved(name).value
     if isinstance(value, types.ModuleType):
-        report.add("bad-call", call, f"{name} is a module: calling it fails", "call what is in it")
+        program.report(
+            "bad-call", call, f"{name} is a module: calling it fails", "call what is in it"
+        )
         return
     starred = any(isinstance(each, ast.Starred) for each in call.args)
     if starred or None in keywords(call):
@@ -195,7 +199,7 @@ def _check_call(program: ParsedFile, call: ast.Call, report: Report) -> None:
         bind(*given, **{each.arg: each.value for each in call.keywords if each.arg})
     except TypeError as error:
         names = ", ".join(signature.parameters)
-        report.add(
+        program.report(
             "bad-call",
             call,
             f"{name} of {_versioned(name)} takes no such arguments: {error}",
@@ -210,11 +214,10 @@ def _signature(function: Any) -> inspect.Signature | None:
         found = inspect.signature(function)
         if isinstance(function, type) and list(found.parameters) == ["args", "kwargs"]:
             # Its metaclass hands all on, as Flax's does.
-            own = inspect.signature(function.__init__)  # type: ignore[misc]
-            found = own.replace(parameters=list(own.parameters.values())[1:])
+            return _without_self(function.__init__)  # type: ignore[misc]
+        return found
     except (ValueError, TypeError):
         return _compiled_signature(function)
-    return found
 
 
 def _compiled_signature(function: Any) -> inspect.Signature | None:
@@ -222,13 +225,11 @@ def _compiled_signature(function: Any) -> inspect.Signature | None:
     text = getattr(getattr(function, "__init__", None), "__doc__", None) or ""
     if not text.startswith("__init__(self, ") or "*" in text or "\n" in text:
         return None
-    arguments = ast.parse(f"def {text}: ...").body[0].args  # type: ignore[attr-defined]
-    names = [each.arg for each in (*arguments.posonlyargs, *arguments.args)][1:]
-    optional = len(names) - len(arguments.defaults)
-    kind, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
-    return inspect.Signature(
-        [
-            inspect.Parameter(name, kind, default=empty if number < optional else None)
-            for number, name in enumerate(names)
-        ]
-    )
+    made: dict[str, Any] = {}
+    exec(f"from __future__ import annotations\ndef {text}: ...", made)
+    return _without_self(made["__init__"])
+
+
+def _without_self(method: Any) -> inspect.Signature:
+    signature = inspect.signature(method)
+    return signature.replace(parameters=list(signature.parameters.values())[1:])

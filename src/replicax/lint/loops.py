@@ -1,16 +1,17 @@
-"""Rules on the training loop: what is fetched, and what is compiled, at every turn."""
+"""Rules on the training loop: what is fetched and compiled at every turn, and how batches split."""
 
 import ast
 import re
 from collections.abc import Iterator
 
-from replicax.lint.finding import WARNING, Report
 from replicax.lint.parsed import (
     BATCH,
     COMPILES,
-    FUNCTIONS,
-    LOOPS,
+    KEY,
     SHARD_MAP,
+    WARNING,
+    Function,
+    Loop,
     ParsedFile,
     given,
     names_in,
@@ -27,40 +28,36 @@ _STEP = re.compile(r"(^|_)step(_fn)?$")
 _EPOCH = re.compile(r"(^|_)(epochs?|seeds?|folds?|trials?|rounds?)($|_)")
 _FEW = 5
 """Turns of a loop, each of which may well be looked at."""
+_COUNTS = {"jax.device_count", "jax.local_device_count"}
+_DEVICES = {"jax.devices", "jax.local_devices"}
+_DIVIDING = {"pad", "pad_shard_unpad", "divmod", "gcd"}
 
 
-def check_loops(program: ParsedFile, report: Report) -> None:
+def check_loops(program: ParsedFile) -> None:
     """Report what the loops of a file fetch and compile at each turn."""
-    steps = _compiled_names(program)
-    for loop in program.nodes:
-        if isinstance(loop, LOOPS) and not _is_traced(program, loop):
-            _check_fetches(program, loop, steps, report)
-            _check_compiled(program, loop, report)
-
-
-def _compiled_names(program: ParsedFile) -> set[str]:
-    """Return the names of functions that a file compiles."""
-    found = set()
+    compiled = {each.function for each in program.mapped}
+    steps = {name for node in program.nodes for name in _compiled_names(program, node)}
     for node in program.nodes:
-        if isinstance(node, ast.FunctionDef):
-            found |= {node.name} if _is_compiled(program, node) else set()
-        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-            found.update(targets(node) if program.called(node.value) in COMPILES else [])
-    return found
+        if isinstance(node, ast.FunctionDef) and _compiled_names(program, node):
+            compiled.add(node)
+    steps |= {getattr(each, "name", "") for each in compiled}
+    for loop in program.nodes:
+        if isinstance(loop, Loop) and compiled.isdisjoint(program.around(loop)):
+            _check_fetches(program, loop, steps)
+            _check_compiled(program, loop)
 
 
-def _is_compiled(program: ParsedFile, node: ast.AST) -> bool:
-    """Return whether it is a function that is compiled."""
-    decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else []
-    mapped = any(each.function is node for each in program.mapped)
-    return mapped or any(program.called(each) in COMPILES for each in decorators)
+def _compiled_names(program: ParsedFile, node: ast.AST) -> list[str]:
+    """Return the names that a statement gives to what it compiles."""
+    if isinstance(node, ast.FunctionDef):
+        made = any(program.called(each) in COMPILES for each in node.decorator_list)
+        return [node.name] if made else []
+    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+        return targets(node) if program.called(node.value) in COMPILES else []
+    return []
 
 
-def _is_traced(program: ParsedFile, node: ast.AST) -> bool:
-    return any(_is_compiled(program, outer) for outer in program.around(node))
-
-
-def _own(loop: ast.For | ast.AsyncFor | ast.While) -> Iterator[tuple[ast.AST, bool]]:
+def _own(loop: Loop) -> Iterator[tuple[ast.AST, bool]]:
     """Yield the nodes of a loop's body, and whether something decides if they are reached.
 
     Not those of loops and functions in it.
@@ -68,7 +65,7 @@ def _own(loop: ast.For | ast.AsyncFor | ast.While) -> Iterator[tuple[ast.AST, bo
 
     def below(node: ast.AST, guarded: bool) -> Iterator[tuple[ast.AST, bool]]:
         yield node, guarded
-        if isinstance(node, (*FUNCTIONS, *LOOPS, ast.ClassDef)):
+        if isinstance(node, Function | Loop | ast.ClassDef):
             return
         inner = guarded or isinstance(node, ast.If | ast.IfExp | ast.Try | ast.ExceptHandler)
         for child in ast.iter_child_nodes(node):
@@ -89,12 +86,7 @@ def _counts(test: ast.expr) -> bool:
     )
 
 
-def _check_fetches(
-    program: ParsedFile,
-    loop: ast.For | ast.AsyncFor | ast.While,
-    steps: set[str],
-    report: Report,
-) -> None:
+def _check_fetches(program: ParsedFile, loop: Loop, steps: set[str]) -> None:
     if _is_quiet(program, loop):
         return
     nodes = list(_own(loop))
@@ -104,24 +96,20 @@ def _check_fetches(
             name = ast.unparse(node.value.func).rpartition(".")[2]
             waiting.update(targets(node) if name in steps or _STEP.search(name) else [])
     for node, guarded in nodes:
-        if guarded or not isinstance(node, ast.Call) or _acts(program.parents[node]):
+        if guarded or not isinstance(node, ast.Call) or not _fetched(program, node) & waiting:
             continue
-        if _fetched(program, node) & waiting:
-            report.add(
-                "fetched-every-step",
-                node,
-                "the host waits here for the devices at every step, and they wait for the host to "
-                "start the next one",
-                "fetch every n steps (if step % n == 0:), or keep the arrays and fetch them after "
-                "the loop",
-                WARNING,
-            )
-
-
-def _acts(node: ast.AST) -> bool:
-    """Whether an environment is given what is fetched: nothing goes on without it."""
-    called = getattr(node.func, "attr", "") if isinstance(node, ast.Call) else ""
-    return called in ("step", "send")
+        outer = program.parents[node]
+        if isinstance(outer, ast.Call) and getattr(outer.func, "attr", "") in ("step", "send"):
+            continue  # an environment is given it: nothing goes on without
+        program.report(
+            "fetched-every-step",
+            node,
+            "the host waits here for the devices at every step, and they wait for the host to "
+            "start the next one",
+            "fetch every n steps (if step % n == 0:), or keep the arrays and fetch them after "
+            "the loop",
+            WARNING,
+        )
 
 
 def _fetched(program: ParsedFile, call: ast.Call) -> set[str]:
@@ -143,12 +131,11 @@ def _arrays(*nodes: ast.AST) -> set[str]:
     return found
 
 
-def _is_quiet(program: ParsedFile, loop: ast.AST) -> bool:
+def _is_quiet(program: ParsedFile, loop: Loop) -> bool:
     """Whether every turn of a loop may well be looked at: a few, or epochs, or configurations."""
-    if not isinstance(loop, ast.For | ast.AsyncFor):
+    if isinstance(loop, ast.While):
         return False
-    over = loop.iter
-    names = targets(loop)
+    over, names = loop.iter, targets(loop)
     if isinstance(over, ast.Call) and program.name(over.func) == "range" and len(over.args) == 1:
         last = ast.unparse(over.args[0])
         if last.isdecimal() and int(last) <= _FEW:
@@ -158,26 +145,23 @@ def _is_quiet(program: ParsedFile, loop: ast.AST) -> bool:
     return listed or any(_EPOCH.search(name) for name in names)
 
 
-def _check_compiled(
-    program: ParsedFile, loop: ast.For | ast.AsyncFor | ast.While, report: Report
-) -> None:
-    turns = set(targets(loop))
-    batches = any(BATCH.match(name) for name in turns) or isinstance(loop, ast.While)
+def _check_compiled(program: ParsedFile, loop: Loop) -> None:
     if isinstance(loop, ast.For) and isinstance(loop.iter, ast.Tuple | ast.List):
         return
-    local = {node.name for node, _ in _own(loop) if isinstance(node, ast.FunctionDef)}
-    for node, _ in _own(loop):
-        if not isinstance(node, ast.Call) or not node.args:
-            continue
-        kind = program.name(node.func)
-        if kind not in COMPILES:
+    turns = set(targets(loop))
+    batches = any(BATCH.match(name) for name in turns) or isinstance(loop, ast.While)
+    nodes = [node for node, _ in _own(loop)]
+    local = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+    for node in nodes:
+        kind = program.name(node.func) if isinstance(node, ast.Call) and node.args else ""
+        if not isinstance(node, ast.Call) or kind not in COMPILES:
             continue
         made = node.args[0]
         anew = isinstance(made, ast.Lambda | ast.Call) or names_in(made) & local
         if not (anew or kind in SHARD_MAP) or (names_in(node) & turns and not batches):
             continue
         what = kind.rpartition(".")[2].removeprefix("filter_")
-        report.add(
+        program.report(
             "compiled-in-loop",
             node,
             f"{what} of a new function at every turn of the loop: it is traced and compiled anew "
@@ -185,3 +169,62 @@ def _check_compiled(
             f"make it once before the loop: step = jax.{what}(...)",
             WARNING,
         )
+
+
+def check_reshapes(program: ParsedFile) -> None:
+    """Report `reshape(devices, -1, ...)` in a file that makes no batch divisible."""
+    if not program.mapped or any(_divides(program, node) for node in program.nodes):
+        return
+    counts = {
+        name
+        for node in program.nodes
+        if isinstance(node, ast.Assign) and _counts_devices(program, node.value, set())
+        for name in targets(node)
+    }
+    for call in program.calls():
+        if not isinstance(call.func, ast.Attribute) or call.func.attr != "reshape":
+            continue
+        shape = list(call.args)
+        if program.name(call.func) in ("jax.numpy.reshape", "numpy.reshape"):
+            shape = shape[1:]
+        if shape and isinstance(shape[0], ast.BinOp) and isinstance(shape[0].op, ast.Add):
+            shape = [shape[0].left]
+        if len(shape) == 1 and isinstance(shape[0], ast.Tuple | ast.List):
+            shape = list(shape[0].elts)
+        if len(shape) < 2 or KEY.search(ast.unparse(call.func.value)):
+            continue
+        rest = ast.unparse(shape[1]) == "-1" or "//" in ast.unparse(call)
+        if rest and _counts_devices(program, shape[0], counts):
+            program.report(
+                "remainder",
+                call,
+                "a batch that the devices do not divide fails here, as the last one of an epoch "
+                "may",
+                "pad it and weight the padding 0, or let the loader drop the remainder "
+                "(drop_remainder)",
+                WARNING,
+            )
+
+
+def _counts_devices(program: ParsedFile, node: ast.AST, names: set[str]) -> bool:
+    """Whether an expression is the number of devices, and nothing else."""
+    if isinstance(node, ast.Name):
+        return node.id in names
+    if not isinstance(node, ast.Call):
+        return False
+    name, listed = program.name(node.func), [program.called(each) for each in node.args]
+    return name in _COUNTS or (name == "len" and not _DEVICES.isdisjoint(listed))
+
+
+def _divides(program: ParsedFile, node: ast.AST) -> bool:
+    """Whether a node makes batches divisible, or checks that they are."""
+    if isinstance(node, ast.Mod):
+        outer = program.parents[node]
+        formats = isinstance(outer, ast.BinOp) and isinstance(outer.left, ast.Constant)
+        return not formats
+    if isinstance(node, ast.keyword) and node.arg in ("drop_remainder", "drop_last"):
+        return not (isinstance(node.value, ast.Constant) and not node.value.value)
+    if isinstance(node, ast.Call):
+        called = ast.unparse(node.func).rpartition(".")[2]
+        return called in _DIVIDING or "even_batches" in names_in(node.func)
+    return False

@@ -5,15 +5,14 @@ silent. `replicax verify --step` runs the step, and proves.
 """
 
 import ast
+import builtins
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from replicax.lint.finding import Report
 from replicax.lint.parsed import (
     GRADS,
     KEY,
     PMAP,
-    Function,
     Mapped,
     ParsedFile,
     given,
@@ -39,67 +38,71 @@ _AXES = {"axis_name", "cross_replica_axis", "cross_replica_axis_index_groups"}
 _STATISTICS = re.compile(r"batch_stats|batch_statistics|model_state|bn_state|net_state")
 
 
-def check_steps(program: ParsedFile, report: Report) -> None:
+class _Step:
+    """A function that runs on each replica, with those of the file that it reaches."""
+
+    def __init__(self, program: ParsedFile, mapped: Mapped) -> None:
+        self.mapped = mapped
+        reached = program.reached(mapped.function)
+        self.nodes = [node for function in reached for node in ast.walk(function)]
+        self.calls = [node for node in self.nodes if isinstance(node, ast.Call)]
+        self.assigns = [node for node in self.nodes if isinstance(node, ast.Assign)]
+        self.arguments = [each.arg for each in mapped.function.args.args]
+        # A step without an axis can reduce nothing.
+        self.is_nameless = mapped.kind in PMAP and "axis_name" not in mapped.options
+        # Calls of a reduction, and those that are handed one, as `tree.map(pmean, ...)` is.
+        self.reductions = [
+            call
+            for call in self.calls
+            if any(REDUCES.match(program.last_called(each)) for each in (call, *call.args))
+        ]
+
+
+def check_steps(program: ParsedFile) -> None:
     """Report the usual errors in functions of a file that run on each replica."""
     for mapped in program.mapped:
-        reached = program.reached(mapped.function)
-        differentiates = any(program.called(call) in GRADS for call in program.calls(*reached))
-        _check_means(program, reached, report)
-        _check_scale(program, reached, report)
-        if not (differentiates or _is_nameless(mapped)):
-            continue
-        if not mapped.sums_by_itself:
-            _check_reduced(program, mapped, reached, report)
-        _check_keys(program, mapped, reached, report)
-        _check_norms(program, reached, report)
+        step = _Step(program, mapped)
+        _check_means(program, step)
+        _check_scale(program, step.calls)
+        if step.is_nameless or any(program.called(call) in GRADS for call in step.calls):
+            if not mapped.sums_by_itself:
+                _check_reduced(program, step)
+            _check_keys(program, step)
+            _check_norms(program, step)
+    for functions in program.functions.values():
+        for function in functions:
+            calls = list(program.calls(function))
+            # A function that averages over an axis is mapped over it, be it in another file.
+            if any(program.called(call) in ("jax.lax.pmean", "jax.lax.psum") for call in calls):
+                _check_scale(program, calls)
 
 
-def _reductions(program: ParsedFile, functions: Sequence[Function]) -> Iterator[ast.Call]:
-    """Yield calls of a reduction, and those that are handed one, as `tree.map(pmean, ...)` is."""
-    for call in program.calls(*functions):
-        if any(REDUCES.match(program.last_called(each)) for each in (call, *call.args)):
-            yield call
-
-
-def _check_reduced(
-    program: ParsedFile, mapped: Mapped, reached: Sequence[Function], report: Report
-) -> None:
+def _check_reduced(program: ParsedFile, step: _Step) -> None:
     """Report a step that updates parameters and reduces nothing but what it shows."""
-    for call in _reductions(program, reached):
-        if not _is_nameless(mapped) and not all(map(_METRIC.search, _leaves(call))):
+    for call in step.reductions:
+        if not step.is_nameless and not all(map(_METRIC.search, _leaves(call))):
             return
-    gradients = _gradient_names(program, reached)
+    gradients = _gradient_names(program, step)
     update, surest = None, -1
-    for call in program.calls(*reached):
+    for call in step.calls:
         last = program.last_called(call)
         handed = bool(names_in(*given(call)) & gradients)
-        if _updates(call, last) and (handed or last == "apply_updates"):
+        subtracts = last != "map" or any(isinstance(each, ast.Sub) for each in ast.walk(call))
+        if last in _UPDATES and subtracts and (handed or last == "apply_updates"):
             if _UPDATES.index(last) > surest:
                 update, surest = call, _UPDATES.index(last)
         elif handed and not _is_known(program, call, last):
             return  # which may reduce them
     if update is None or not gradients:
         return
-    report.add(
+    program.report(
         "no-reduction",
         update,
         "every replica updates its parameters by the gradient of its own rows, and they drift "
         "apart: nothing here reduces the gradient",
         "grads = jax.lax.pmean(grads, axis_name) before the update"
-        + ("" if "axis_name" in mapped.options else ", and an axis_name to reduce over"),
+        + ("" if "axis_name" in step.mapped.options else ", and an axis_name to reduce over"),
     )
-
-
-def _is_nameless(mapped: Mapped) -> bool:
-    """Whether it has no axis, so that nothing in it can be reduced."""
-    return mapped.kind in PMAP and "axis_name" not in mapped.options
-
-
-def _updates(call: ast.Call, last: str) -> bool:
-    """Whether a call may be a step's update; `tree.map` is, if it subtracts."""
-    if last == "map":
-        return any(isinstance(each, ast.Sub) for each in ast.walk(call))
-    return last in _UPDATES
 
 
 def _leaves(call: ast.Call) -> set[str]:
@@ -110,47 +113,39 @@ def _leaves(call: ast.Call) -> set[str]:
     return names_in(first) | {each for each in texts if isinstance(each, str)} or {"?"}
 
 
-def _gradient_names(program: ParsedFile, functions: Sequence[Function]) -> set[str]:
+def _gradient_names(program: ParsedFile, step: _Step) -> set[str]:
     """Return what a file calls gradients: the results of `grad`, and names that say so."""
     makers = {"grad_fn", "value_and_grad_fn", "loss_grad_fn"}
-    found: set[str] = set()
-    assigns = list(_assignments(functions))
-    for node in assigns:
+    for node in step.assigns:
         if program.called(node.value) in GRADS:
             makers.update(targets(node))
-    for node in assigns:
-        found.update(name for name in targets(node) if _GRADIENT.search(name))
-        value = node.value
+    found: set[str] = set()
+    for node in step.assigns:
+        names, value = targets(node), node.value
+        found.update(name for name in names if _GRADIENT.search(name))
         if not isinstance(value, ast.Call):
             continue
         makes = isinstance(value.func, ast.Call) and program.called(value.func) in GRADS
         if makes or program.last_called(value) in makers:
-            names = targets(node)
             pair = "value_and" in ast.unparse(value.func) or len(names) > 1
             found.update(names[-1:] if pair else names)
     return found
 
 
-def _assignments(functions: Sequence[Function]) -> Iterator[ast.Assign]:
-    for function in functions:
-        yield from (node for node in ast.walk(function) if isinstance(node, ast.Assign))
-
-
 def _is_known(program: ParsedFile, call: ast.Call, last: str) -> bool:
     """Whether it can be seen that a call reduces nothing."""
     name = program.called(call)
-    builtin = name in {"len", "print", "zip", "map", "dict", "tuple", "list", "sum", "isinstance"}
-    return bool(_LIBRARY.match(name)) or last in program.functions or builtin
+    return bool(_LIBRARY.match(name)) or last in program.functions or hasattr(builtins, name)
 
 
-def _check_scale(program: ParsedFile, reached: Sequence[Function], report: Report) -> None:
+def _check_scale(program: ParsedFile, calls: Sequence[ast.Call]) -> None:
     """Report loss scaling that decides on each replica by itself whether to skip."""
-    for call in program.calls(*reached):
+    for call in calls:
         if not isinstance(call.func, ast.Attribute) or call.func.attr != "value_and_grad":
             continue
         held = ast.unparse(call.func.value)
         if "scale" in held and "axis_name" not in keywords(call):
-            report.add(
+            program.report(
                 "local-scale",
                 call,
                 "without an axis name each replica reduces nothing, and skips a step and changes "
@@ -159,43 +154,46 @@ def _check_scale(program: ParsedFile, reached: Sequence[Function], report: Repor
             )
 
 
-def _check_means(program: ParsedFile, reached: Sequence[Function], report: Report) -> None:
+def _check_means(program: ParsedFile, step: _Step) -> None:
     """Report masked means that are averaged over replicas, in a step that never adds up counts."""
-    lasts = {
-        program.last_called(each)
-        for call in _reductions(program, reached)
-        for each in (call, *call.args)
-    }
+    lasts = {program.last_called(each) for call in step.reductions for each in (call, *call.args)}
     if "pmean" not in lasts or lasts & {"psum", "all_gather"}:
         return
-    for function in reached:
-        for node in ast.walk(function):
-            if _is_masked_mean(program, node):
-                report.add(
-                    "mean-of-means",
-                    node,
-                    "each device divides by the count of its own rows, and the quotients are "
-                    "averaged over devices: a mean of means, wrong wherever the counts differ",
-                    "differentiate the local sum, then divide once: grads = psum(grads) / "
-                    "psum(count), loss = psum(total) / psum(count)",
-                )
+    totals = {
+        name
+        for node in step.assigns
+        if _sums(program, node.value) and _MASK.search(ast.unparse(node))
+        for name in targets(node)
+    }
+    for node in step.nodes:
+        if _is_masked_mean(program, node, totals):
+            program.report(
+                "mean-of-means",
+                node,
+                "each device divides by the count of its own rows, and the quotients are "
+                "averaged over devices: a mean of means, wrong wherever the counts differ",
+                "differentiate the local sum, then divide once: grads = psum(grads) / "
+                "psum(count), loss = psum(total) / psum(count)",
+            )
 
 
-def _is_masked_mean(program: ParsedFile, node: ast.AST) -> bool:
+def _is_masked_mean(program: ParsedFile, node: ast.AST, totals: set[str]) -> bool:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
-        return _is_total(program, node.right) and _sums(program, node.left)
+        return _is_total(program, node.right, totals) and _sums(program, node.left)
     weights = {"mean": "where", "average": "weights"}.get(program.last_called(node))
     return isinstance(node, ast.Call) and {"axis", weights} & keywords(node) == {weights}
 
 
-def _is_total(program: ParsedFile, node: ast.AST) -> bool:
-    """Whether it is the sum of all of a mask, perhaps guarded against 0."""
+def _is_total(program: ParsedFile, node: ast.AST, totals: set[str]) -> bool:
+    """Whether it is the sum of all of a mask, perhaps by name, and perhaps guarded against 0."""
+    if isinstance(node, ast.Name):
+        return node.id in totals
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return _is_total(program, node.left)
+        return _is_total(program, node.left, totals)
     if not isinstance(node, ast.Call):
         return False
     if program.name(node.func).rpartition(".")[2] in ("maximum", "max", "clip") and node.args:
-        return any(_is_total(program, each) for each in (node.func, *node.args))
+        return any(_is_total(program, each, totals) for each in (node.func, *node.args))
     return _sums(program, node) and bool(_MASK.search(ast.unparse(node)))
 
 
@@ -206,49 +204,35 @@ def _sums(program: ParsedFile, node: ast.AST) -> bool:
     if not isinstance(node, ast.Call) or {"axis", "keepdims"} & keywords(node):
         return False
     library = program.name(node.func) in ("jax.numpy.sum", "numpy.sum")
-    last = getattr(node.func, "attr", "")
-    return last == "sum" and len(node.args) == int(library)
+    return getattr(node.func, "attr", "") == "sum" and len(node.args) == int(library)
 
 
-def _check_keys(
-    program: ParsedFile, mapped: Mapped, reached: Sequence[Function], report: Report
-) -> None:
+def _check_keys(program: ParsedFile, step: _Step) -> None:
     """Report a key that all replicas have alike, in a step that draws for its own rows."""
-    calls = list(program.calls(*reached))
-    if any(program.last_called(call) in ("axis_index", "process_index") for call in calls):
+    own = {"axis_index", "process_index"}
+    drawing = [call for call in step.calls if _draws(program, call)]
+    if not drawing or any(program.last_called(call) in own for call in step.calls):
         return
-    drawing = [call for call in calls if _draws(program, call)]
-    if not drawing:
-        return
-    arguments = mapped.function.args.args
-    keys = [each.arg for each in arguments if KEY.search(each.arg)]
-    shared = _whole(program, mapped, [each.arg for each in arguments])
-    fixed = {
-        name
-        for node in _assignments(reached)
-        if isinstance(node.value, ast.Call)
+    fixed = any(
+        isinstance(node.value, ast.Call)
         and program.name(node.value.func) in ("jax.random.key", "jax.random.PRNGKey")
         and all(isinstance(each, ast.Constant) for each in node.value.args)
-        for name in targets(node)
-    }
-    if set(keys) & shared or fixed:
-        _add_shared(report, drawing[0])
-    elif keys and mapped.kind in PMAP:
-        for call in program.calls(program.tree):
-            of_key = call.args and re.search(r"rng|key|seed", ast.unparse(call.args[0]))
-            if program.called(call) in REPLICATES and of_key:
-                _add_shared(report, call)
-
-
-def _add_shared(report: Report, node: ast.AST) -> None:
-    report.add(
-        "shared-key",
-        node,
-        "every replica has the same key here, so all draw the same mask or noise for their "
-        "different rows",
-        "key = jax.random.fold_in(key, jax.lax.axis_index(axis_name)) in the step, or "
-        "jax.random.split(key, devices) before it",
+        for node in step.assigns
     )
+    keys = {each for each in step.arguments if KEY.search(each)}
+    if fixed or keys & _whole(program, step):
+        wrong = drawing[:1]
+    else:
+        wrong = _replicated(program, step, bool(keys)) if step.mapped.kind in PMAP else []
+    for call in wrong:
+        program.report(
+            "shared-key",
+            call,
+            "every replica has the same key here, so all draw the same mask or noise for their "
+            "different rows",
+            "key = jax.random.fold_in(key, jax.lax.axis_index(axis_name)) in the step, or "
+            "jax.random.split(key, devices) before it",
+        )
 
 
 def _draws(program: ParsedFile, call: ast.Call) -> bool:
@@ -259,9 +243,53 @@ def _draws(program: ParsedFile, call: ast.Call) -> bool:
     return bool(_SAMPLERS.match(name)) and shaped and "param" not in ast.unparse(call)
 
 
-def _whole(program: ParsedFile, mapped: Mapped, arguments: list[str]) -> set[str]:
+def _replicated(program: ParsedFile, step: _Step, by_name: bool) -> list[ast.Call]:
+    """Return where a key is copied to all devices, or what the step reads a key from."""
+    found = []
+    handed = _handed_with_keys(program, step)
+    for call in program.calls():
+        if program.called(call) not in REPLICATES or not call.args:
+            continue
+        of_key = by_name and re.search(r"rng|key|seed", ast.unparse(call.args[0]))
+        copies = names_in(call.args[0]) | set(targets(program.parents[call]))
+        if of_key or copies & handed:
+            found.append(call)
+    return found
+
+
+def _handed_with_keys(program: ParsedFile, step: _Step) -> set[str]:
+    """Return what a file hands to a step as an argument of which it reads a key: `state.rng`.
+
+    Nothing where the file deals keys out: `split(key, devices)`.
+    """
+    holders = {
+        node.value.id
+        for node in step.nodes
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and KEY.search(node.attr)
+    }
+    places = [n for n, argument in enumerate(step.arguments) if argument in holders]
+    names = {getattr(step.mapped.function, "name", "")}
+    names.update(targets(program.parents[step.mapped.call]))
+    handed: set[str] = set()
+    for call in program.calls():
+        last = program.last_called(call)
+        if last == "shard_prng_key" or (
+            last == "split" and not all(isinstance(each, ast.Constant) for each in call.args[1:])
+        ):
+            return set()
+        if last in names and isinstance(call.func, ast.Name | ast.Attribute):
+            method = isinstance(call.func, ast.Attribute) and step.arguments[:1] == ["self"]
+            arguments = [getattr(call.func, "value", call), *call.args] if method else call.args
+            handed |= names_in(*(arguments[n] for n in places if n < len(arguments)))
+    return handed
+
+
+def _whole(program: ParsedFile, step: _Step) -> set[str]:
     """Return the arguments that every replica has alike, by `in_axes=None` or `P()`."""
-    specs: ast.AST | None = mapped.options.get("in_axes", mapped.options.get("in_specs"))
+    options = step.mapped.options
+    specs: ast.AST | None = options.get("in_axes", options.get("in_specs"))
     if isinstance(specs, ast.Name):
         for node in program.nodes:
             if isinstance(node, ast.Assign) and specs.id in targets(node):
@@ -271,19 +299,21 @@ def _whole(program: ParsedFile, mapped: Mapped, arguments: list[str]) -> set[str
         return set()
     return {
         argument
-        for argument, spec in zip(arguments, specs.elts, strict=False)
+        for argument, spec in zip(step.arguments, specs.elts, strict=False)
         if ast.unparse(spec) in ("None", "P()", "PartitionSpec()")
     }
 
 
-def _check_norms(program: ParsedFile, reached: Sequence[Function], report: Report) -> None:
+def _check_norms(program: ParsedFile, step: _Step) -> None:
     """Report BatchNorm whose statistics each replica keeps for itself."""
-    written = [name for call in program.calls(*reached) for name in keywords(call)]
-    if not any(_STATISTICS.search(name or "") for name in written) or _averages_statistics(program):
+    written = {name or "" for call in step.calls for name in keywords(call)}
+    if any(program.last_called(call) == "transform_with_state" for call in program.calls()):
+        written |= names_in(*step.nodes[:1])  # Haiku's state is an argument like others
+    if not any(map(_STATISTICS.search, written)) or _averages_statistics(program):
         return
-    for call in program.calls(program.tree):
+    for call in program.calls():
         if program.called(call) in _NORMS and not keywords(call) & {*_AXES, None}:
-            report.add(
+            program.report(
                 "local-batch-norm",
                 call,
                 "each replica normalizes by its own rows and keeps its own running statistics, "
@@ -295,7 +325,7 @@ def _check_norms(program: ParsedFile, reached: Sequence[Function], report: Repor
 
 def _averages_statistics(program: ParsedFile) -> bool:
     """Whether anything in a file averages something over replicas that may be statistics."""
-    for call in program.calls(program.tree):
+    for call in program.calls():
         text = ast.unparse(call)
         named = _STATISTICS.search(text)
         if named and re.search(r"pmean|cross_replica|sync", text):

@@ -1,10 +1,23 @@
-"""One file as the rules see it: its imports, its functions, and which run on each replica."""
+"""One file as the rules see it: its imports, its functions, which run on each replica; findings."""
 
 import ast
 import builtins
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final, Literal
+
+from replicax.errors import ConfigError
+
+Severity = Literal["error", "warning", "note"]
+ERROR: Final[Literal["error"]] = "error"
+"""Wrong numbers, or a call that fails."""
+WARNING: Final[Literal["warning"]] = "warning"
+"""Slow, wasteful, or wrong for some data."""
+NOTE: Final[Literal["note"]] = "note"
+"""Works today; there is a better way to write it."""
+_IGNORE = re.compile(r"#.*\breplicax:\s*ignore(?:\[([\w\s,-]*)\])?")
 
 BATCH = re.compile(r"^(\w+_)?(batch|images?|labels?|inputs?|targets?|tokens|xs?|ys?|data)$")
 """Usual names of a batch and its parts."""
@@ -12,8 +25,7 @@ KEY = re.compile(r"(^|_)(rngs?|keys?|prng|seed)($|_)")
 """Usual names of a PRNG key."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-LOOPS = (ast.For, ast.AsyncFor, ast.While)
+Loop = ast.For | ast.AsyncFor | ast.While
 
 _CUSTOMARY = {
     "jax": "jax",
@@ -33,6 +45,23 @@ GRADS = {
     *("jax.value_and_grad", "flax.nnx.value_and_grad", "equinox.filter_value_and_grad"),
     "haiku.value_and_grad",
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One error in the code, with its line, reason and fix."""
+
+    line: int
+    """From 1."""
+    column: int
+    """From 1, as editors count."""
+    rule: str
+    """The rule's name; `# replicax: ignore[NAME]` on the line silences it."""
+    severity: Severity
+    reason: str
+    fix: str
+    code: str
+    """The line as it is in the file."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,38 +85,75 @@ class Mapped:
 
 
 class ParsedFile:
-    """A parsed file."""
+    """A parsed file, and what the rules have found in it: one finding of a rule and line."""
 
-    def __init__(self, tree: ast.Module) -> None:
-        self.tree = tree
-        self.nodes = list(ast.walk(tree))
+    def __init__(self, text: str, path: Path) -> None:
+        self.lines = text.splitlines()
+        try:
+            self.tree = ast.parse(text, filename=str(path))
+        except (SyntaxError, ValueError) as error:
+            line = getattr(error, "lineno", None)
+            where = f"line {line}: " if line else ""
+            said = getattr(error, "msg", None) or str(error)
+            raise ConfigError(
+                f"{path} is not Python: {where}{said}; give a .py file that runs"
+            ) from error
+        self.nodes = list(ast.walk(self.tree))
         self.parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
         self.imported = dict(_imported(self.nodes))
         self._bound: dict[Function, set[str]] = {}
+        self._found: dict[tuple[str, int], Finding] = {}
         self.functions: dict[str, list[Function]] = {}
         for node in self.nodes:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 self.functions.setdefault(node.name, []).append(node)
             elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda):
-                for target in node.targets:
-                    if isinstance(target, ast.Name):
-                        self.functions.setdefault(target.id, []).append(node.value)
+                for name in targets(node):
+                    self.functions.setdefault(name, []).append(node.value)
         self.mapped = [each for node in self.nodes for each in self._mapped(node)]
+
+    def report(
+        self, rule: str, node: ast.AST, reason: str, fix: str, severity: Severity = ERROR
+    ) -> None:
+        """Add a finding, unless its line says `# replicax: ignore` or has it already."""
+        line = line_of(node)
+        if not self.ignores(rule, line):
+            code = self._line(line)
+            start = code.encode()[: getattr(node, "col_offset", 0)]  # the tree counts bytes
+            column = len(start.decode(errors="ignore")) + 1
+            finding = Finding(line, column, rule, severity, reason, fix, code)
+            self._found.setdefault((rule, line), finding)
+
+    def findings(self) -> list[Finding]:
+        """Return all of them, from the top of the file down."""
+        return sorted(self._found.values(), key=lambda one: (one.line, one.column, one.rule))
+
+    def ignores(self, rule: str, line: int) -> bool:
+        """Whether a line, or a comment alone above it, silences a rule there."""
+        code, above = self._line(line), self._line(line - 1)
+        for text in (code, above if above.strip().startswith("#") else ""):
+            match = _IGNORE.search(text)
+            if match and (not match[1] or rule in re.split(r"[\s,]+", match[1])):
+                return True
+        return False
+
+    def _line(self, number: int) -> str:
+        return self.lines[number - 1] if 1 <= number <= len(self.lines) else ""
 
     def name(self, node: ast.AST) -> str:
         """Return the full name that `node` writes, `jax.lax.pmean` say; empty if it is none.
 
         What is no import and no builtin begins with `local`.
         """
-        if isinstance(node, ast.Name):
-            if node.id in self.imported and self._is_variable(node):
-                return f"local.{node.id}"
-            own = node.id if hasattr(builtins, node.id) else f"local.{node.id}"
-            return self.imported.get(node.id, _CUSTOMARY.get(node.id, own))
         if isinstance(node, ast.Attribute):
             base = self.name(node.value)
             return f"{base}.{node.attr}" if base else ""
-        return ""
+        if not isinstance(node, ast.Name):
+            return ""
+        if node.id in self.imported and self._is_variable(node):
+            return f"local.{node.id}"
+        own = node.id if hasattr(builtins, node.id) else f"local.{node.id}"
+        return self.imported.get(node.id, _CUSTOMARY.get(node.id, own))
 
     def called(self, node: ast.AST) -> str:
         """Return the full name of what a call calls, of `partial(f, ...)` that of f; or a name."""
@@ -102,11 +168,9 @@ class ParsedFile:
         return self.called(node).rpartition(".")[2]
 
     def calls(self, *functions: ast.AST) -> Iterator[ast.Call]:
-        """Yield all calls in some nodes."""
-        for function in functions:
-            for node in ast.walk(function):
-                if isinstance(node, ast.Call):
-                    yield node
+        """Yield all calls in some functions, by default in the file."""
+        for function in functions or [self.tree]:
+            yield from (node for node in ast.walk(function) if isinstance(node, ast.Call))
 
     def reached(self, function: Function) -> list[Function]:
         """Return a function and those of the file that it names, and that these name."""
@@ -118,8 +182,7 @@ class ParsedFile:
                 continue
             found[here] = None
             for node in ast.walk(here):
-                name = getattr(node, "attr", None) or getattr(node, "id", None)
-                left += self.functions.get(name, []) if name else []
+                left += self._named(node)
         return list(found)
 
     def around(self, node: ast.AST) -> Iterator[ast.AST]:
@@ -128,12 +191,16 @@ class ParsedFile:
             node = self.parents[node]
             yield node
 
+    def _named(self, node: ast.AST) -> list[Function]:
+        """Return the functions of the file that a name may stand for, or a method's."""
+        return self.functions.get(str(getattr(node, "attr", getattr(node, "id", ""))), [])
+
     def _is_variable(self, name: ast.Name) -> bool:
         """Whether a function around it has an argument or a variable of that name."""
         for outer in self.around(name):
-            if isinstance(outer, FUNCTIONS):
+            if isinstance(outer, Function):
                 if outer not in self._bound:
-                    self._bound[outer] = set(_bound(outer))
+                    self._bound[outer] = bound(outer)
                 if name.id in self._bound[outer]:
                     return True
         return False
@@ -144,25 +211,22 @@ class ParsedFile:
                 name = self.called(each)
                 if name in PMAP | SHARD_MAP:
                     yield Mapped(node, each, _options(each), name)
-        name = self.name(node.func) if isinstance(node, ast.Call) and node.args else ""
-        if isinstance(node, ast.Call) and name in PMAP | SHARD_MAP:
-            first = node.args[0]
+        if not (isinstance(node, ast.Call) and node.args):
+            return
+        name, first = self.name(node.func), node.args[0]
+        if name in PMAP | SHARD_MAP:
             while isinstance(first, ast.Call) and first.args:  # partial(f), jax.vmap(f)
                 first = first.args[0]
-            if isinstance(first, ast.Lambda):
-                yield Mapped(first, node, _options(node), name)
-            last = getattr(first, "attr", None) or getattr(first, "id", None)
-            for function in self.functions.get(last, []) if last else []:
-                if not isinstance(function, ast.Lambda):
-                    yield Mapped(function, node, _options(node), name)
+            functions = [each for each in self._named(first) if not isinstance(each, ast.Lambda)]
+            for function in [first] if isinstance(first, ast.Lambda) else functions:
+                yield Mapped(function, node, _options(node), name)
 
 
 def _options(call: ast.AST) -> dict[str, ast.expr]:
-    keywords = call.keywords if isinstance(call, ast.Call) else []
-    found = {each.arg: each.value for each in keywords if each.arg}
-    if isinstance(call, ast.Call) and len(call.args) > 1 and "axis_name" not in found:
-        found["axis_name"] = call.args[1]
-    return found
+    if not isinstance(call, ast.Call):
+        return {}
+    found = {each.arg: each.value for each in call.keywords if each.arg}
+    return {"axis_name": call.args[1], **found} if len(call.args) > 1 else found
 
 
 def _imported(nodes: list[ast.AST]) -> Iterator[tuple[str, str]]:
@@ -177,13 +241,20 @@ def _imported(nodes: list[ast.AST]) -> Iterator[tuple[str, str]]:
                 yield alias.asname or alias.name, f"{node.module}.{alias.name}"
 
 
-def _bound(function: Function) -> Iterator[str]:
-    """Yield the arguments and variables of a function; what it imports is no variable."""
-    for node in ast.walk(function):
-        if isinstance(node, ast.arg):
-            yield node.arg
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
+def bound(function: Function) -> set[str]:
+    """Return the arguments and variables of a function; what it imports is no variable."""
+    nodes = list(ast.walk(function))
+    arguments = {node.arg for node in nodes if isinstance(node, ast.arg)}
+    return arguments | {
+        node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+
+
+def free_names(function: Function) -> set[str]:
+    """Return the names that a function reads and does not assign."""
+    body = [function.body] if isinstance(function, ast.Lambda) else function.body
+    inner = {node.name for node in ast.walk(function) if isinstance(node, ast.FunctionDef)}
+    return names_in(*body) - bound(function) - inner
 
 
 def given(call: ast.Call) -> list[ast.expr]:
@@ -203,9 +274,9 @@ def names_in(*nodes: ast.AST) -> set[str]:
 
 def targets(node: ast.AST) -> list[str]:
     """Return the names that a statement assigns, from left to right."""
-    of: list[ast.AST] = []
+    of: list[ast.expr] = []
     if isinstance(node, ast.Assign):
-        of = list(node.targets)
+        of = node.targets
     elif isinstance(node, ast.AugAssign | ast.AnnAssign | ast.For | ast.NamedExpr):
         of = [node.target]
     return [
@@ -214,3 +285,8 @@ def targets(node: ast.AST) -> list[str]:
         for each in ast.walk(target)
         if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
     ]
+
+
+def line_of(node: ast.AST) -> int:
+    """Return the line at which a node begins."""
+    return int(getattr(node, "lineno", 1))

@@ -11,9 +11,8 @@ import textwrap
 from pathlib import Path
 
 from replicax.errors import ConfigError
-from replicax.lint.frozen import free_names
 from replicax.lint.numeric_rules import REDUCES, REPLICATES
-from replicax.lint.parsed import BATCH, KEY, PMAP, Mapped, ParsedFile, names_in, targets
+from replicax.lint.parsed import BATCH, KEY, PMAP, Mapped, ParsedFile, free_names, names_in, targets
 
 _FILE = '''\
 """The step of {path} on many replicas and on one.
@@ -55,17 +54,8 @@ _WANTED = {
 
 
 def step_file(text: str, path: Path, to: Path) -> str:
-    """Return the source of a file for `replicax verify --step`.
-
-    Args:
-        text: the training script's.
-        path: its name, for what is said of it.
-        to: the name that the file will have.
-
-    Raises:
-        ConfigError: no function that differentiates is mapped over devices, or it has no batch.
-    """
-    program = ParsedFile(ast.parse(text, filename=str(path)))
+    """Return the source of a file `to` for `verify --step`, from the script `text` at `path`."""
+    program = ParsedFile(text, path)
     mapped = _step(program, path)
     function = mapped.function
     name = getattr(function, "name", "train_step")
