@@ -37,7 +37,6 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """Host memory that it takes."""
         return sum(part.nbytes for parts in self._parts for part in parts.values())
 
     def restore(self) -> TrainState:
@@ -173,7 +172,6 @@ class Audit(Hook):
             )
 
     def _describe(self, run: Running, two: bool) -> Iterator[str]:
-        """Yield what is audited, a line each."""
         of = self._fingerprint
         steps = "every step" if self._every == 1 else f"every {self._every:,} steps"
         yield (
@@ -299,7 +297,6 @@ class Audit(Hook):
         return f"{names} hold different bits in {what} {when}; who is right is open"
 
     def _fail(self, run: Running, error: Exception) -> NoReturn:
-        """Raise `error`, as all processes do."""
         run.dp.job.barrier("what an audit has found")
         raise error
 

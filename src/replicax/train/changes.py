@@ -78,11 +78,7 @@ class Change:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The configuration in `path`, the `config.json` of a run's folder.
-
-    Raises:
-        ConfigError: it cannot be read, or is damaged.
-    """
+    """The configuration in `path`, the `config.json` of a run's folder."""
     try:
         value = json.loads(read_bytes(path))
         if not isinstance(value, dict):
@@ -131,11 +127,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
 
 
 def check_changes(old: Mapping[str, Any], new: Mapping[str, Any], *, accept: bool) -> list[str]:
-    """Return what to say about the changes, a line each in 80 columns.
-
-    Raises:
-        ConfigError: something that matters has changed, and is not accepted.
-    """
+    """Return what to say about the changes, a line each in 80 columns."""
     found = _once(changes(old, new))
     matter = [change for change in found if change.matters]
     if matter and not accept:
@@ -179,7 +171,6 @@ def _json(value: Any) -> str | None:
 
 
 def _is_bitwise(mode: Any) -> bool:
-    """Whether `mode` is the name of one that promises bits."""
     return mode in MODES and MODES[mode].bitwise
 
 

@@ -31,11 +31,7 @@ Panels = dict[str, dict[str, list[tuple[int, float]]]]
 
 
 class Curves(Hook):
-    """Draws `curves.png` in the run's folder, in a thread while it trains, and once it is over.
-
-    Args:
-        seconds: at least so many are between two drawings.
-    """
+    """Draws `curves.png` in the run's folder, in a thread while it trains, and once it is over."""
 
     def __init__(self, seconds: float = 60.0) -> None:
         self._seconds = seconds
@@ -74,9 +70,6 @@ def draw_curves(records: Sequence[Record], path: Path) -> None:
     """Draw every metric and figure over the steps, one panel each, and rows per second.
 
     The title is the folder's name. Who looks at `path` meanwhile finds what was there before.
-
-    Raises:
-        MissingDependencyError: matplotlib is not installed.
     """
     figure_module = require("matplotlib.figure", "cli")
     panels = [*panels_of(records).items(), ("rows per second", {"train": rates_of(records)})]
@@ -164,7 +157,6 @@ def _plot(axis: Any, label: str, points: list[tuple[int, float]], colour: str) -
 
 
 def _groups(items: Sequence[Any], most: int) -> list[Sequence[Any]]:
-    """Return `items` in at most so many groups of neighbours."""
     size = max(-(-len(items) // most), 1)
     return [items[at : at + size] for at in range(0, len(items), size)]
 

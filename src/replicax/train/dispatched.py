@@ -54,7 +54,6 @@ class Dispatched:
 
     @property
     def skipped(self) -> bool:
-        """Whether its update was; waits until the step has finished."""
         return bool(self.not_finite) or (self.spike is not None and bool(self.spike))
 
 
@@ -106,7 +105,6 @@ class Meter:
         return records
 
     def add_wait(self, seconds: float) -> None:
-        """Note that the loop waited for a batch."""
         self._wait_seconds += seconds
 
     def flush(self) -> list[Record]:
@@ -174,16 +172,7 @@ def _mean(total: float, rows: float) -> float:
 
 
 class BadSteps:
-    """Follows the steps of a guarded twin; gives a `Record` for each whose update was skipped.
-
-    Args:
-        most_in_a_row: bad steps in a row at which the run ends. `optax.apply_if_finite` would go on
-            then, and apply the update.
-        job: of the processes.
-
-    Raises:
-        ConfigError: fewer than 1.
-    """
+    """Follows the steps of a guarded twin; gives a `Record` for each whose update was skipped."""
 
     def __init__(self, most_in_a_row: int, job: Job) -> None:
         if most_in_a_row < 1:
@@ -209,11 +198,7 @@ class BadSteps:
         return self._skipped[-1:]
 
     def check(self) -> None:
-        """Raise where too many steps in a row were bad; to be called when their records are kept.
-
-        Raises:
-            DivergedError: it names the steps, and the examples of the first.
-        """
+        """Raise `DivergedError` where too many in a row were bad, once their records are kept."""
         if self.in_a_row < self._most or not self._skipped:
             return
         first, last = self._skipped[0], self._skipped[-1]
@@ -236,7 +221,6 @@ class BadSteps:
         self._skipped.clear()
 
     def _what(self) -> str:
-        """Return what was wrong with them."""
         spikes = {SPIKE in record.metrics for record in self._skipped}
         if spikes == {False}:
             return "the loss or its gradient was not finite"
@@ -246,7 +230,6 @@ class BadSteps:
 
 
 def _record(step: Dispatched, spike: bool) -> Record:
-    """Return the record of a step whose update was skipped."""
     real = _whole(step.mask) > 0
     examples = tuple(int(each) for each in _whole(step.index)[real])
     metrics = {LOSS: float(step.metrics[LOSS])} | ({SPIKE: 1.0} if spike else {})

@@ -65,11 +65,7 @@ class Evaluation:
 
 
 class Evaluator:
-    """Evaluates a run's states.
-
-    Raises:
-        ConfigError: a source that cannot be fed, or no average of the parameters.
-    """
+    """Evaluates a run's states."""
 
     def __init__(
         self, plan: Evaluation, dp: DataParallel, state: TrainState, batch_size: int | None

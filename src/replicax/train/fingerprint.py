@@ -47,9 +47,6 @@ class Fingerprint:
     A change within 4 bytes of a leaf, any one bit's say, changes its fingerprint for certain;
     another goes unseen once in 2**64 times, or where it is as regular as the same bit flipped
     twice, once in 2**32.
-
-    Args:
-        state: arrays or shapes, each leaf with a `NamedSharding` on one mesh.
     """
 
     def __init__(self, state: PyTree) -> None:
@@ -132,7 +129,6 @@ def _multipliers(places: jax.Array, spread: np.uint32) -> jax.Array:
 
 
 def _not_finite(array: jax.Array) -> jax.Array:
-    """A uint32: 1 where some element is not finite."""
     if not jnp.issubdtype(array.dtype, jnp.inexact):
         return jnp.zeros((), jnp.uint32)
     found: jax.Array = (~jnp.isfinite(array)).any().astype(jnp.uint32)
@@ -140,7 +136,6 @@ def _not_finite(array: jax.Array) -> jax.Array:
 
 
 def _words(array: jax.Array) -> jax.Array:
-    """The bits of `array` as uint32s."""
     array = numbers(array)
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         array = jnp.stack([array.real, array.imag])

@@ -61,12 +61,10 @@ class Goodput:
 
     @property
     def wall_seconds(self) -> float:
-        """Wall time of all starts: the sum of the buckets."""
         return math.fsum(self.seconds.values())
 
     @property
     def productive_fraction(self) -> float:
-        """Share of the wall time; 0 where there is none."""
         wall = self.wall_seconds
         return self.seconds["productive"] / wall if wall > 0 else 0.0
 
@@ -131,14 +129,12 @@ class Ledger:
         self._write(mark=False)
 
     def enter(self, bucket: str) -> None:
-        """From now on time goes to `bucket`."""
         at = self._clock()
         self._seconds[self._bucket] += at - self._since
         self._bucket, self._since = bucket, at
 
     @contextlib.contextmanager
     def spending(self, bucket: str) -> Iterator[None]:
-        """Time goes to `bucket` inside, and then to the one before again."""
         before = self._bucket
         self.enter(bucket)
         try:
@@ -190,7 +186,6 @@ class Ledger:
         self._lines = None
 
     def summary(self) -> Goodput:
-        """Goodput of all starts up to now."""
         every = [*(start.seconds for start in self._earlier), self._spent()]
         seconds = {bucket: math.fsum(each[bucket] for each in every) for bucket in BUCKETS}
         ends = [start.ended for start in self._earlier]

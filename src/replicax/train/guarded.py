@@ -47,11 +47,6 @@ def guarded(
 
     That also keeps what an audit looks for: a flipped bit in one replica's weights can make
     everybody's next gradient NaN, and all replicas equal again if it were applied.
-
-    Args:
-        dp: anything with a model; it stays as it is, and gives the same one every time.
-        state: of `dp`, or its shapes; the one returned takes states with `losses` if this has them.
-        around: what else wraps the optimizer's part of the step, inside the guard.
     """
     return dp.wrapping(_Around(around) if around else skip_bad_steps, state)
 
@@ -73,9 +68,6 @@ def with_losses(state: TrainState) -> TrainState:
 
     A spike is a loss that is `SPIKE_SIGMAS` standard deviations above the mean of the last
     `SPIKE_WINDOW` that were none, once there are as many.
-
-    Args:
-        state: arrays, or their shapes with shardings; one that has a window stays as it is.
     """
     if jax.tree.leaves(state.losses):
         return state
@@ -123,12 +115,7 @@ def _check_alike(state: TrainState, after: TrainState) -> None:
 
 
 def _judge(losses: Any, total: StepSums) -> tuple[Metrics, Any]:
-    """Return what may make a step bad, and the losses to compare the next one's with.
-
-    Args:
-        losses: those that this one is compared with; empty where none is.
-        total: sums over the global batch.
-    """
+    """Return what may make a step bad, and the losses to compare the next one's with."""
     not_finite = ~_is_finite(total)
     if not jax.tree.leaves(losses):
         return {NOT_FINITE: not_finite}, losses

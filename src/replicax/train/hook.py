@@ -175,11 +175,7 @@ _POINTS = [name for name, each in vars(Hook).items() if inspect.isfunction(each)
 
 
 class Hooks:
-    """The hooks of a run: called in order and timed, left out once they fail.
-
-    Raises:
-        ConfigError: what is no hook, or two of the same name.
-    """
+    """The hooks of a run: called in order and timed, left out once they fail."""
 
     def __init__(self, hooks: Sequence[Hook], say: Callable[[str], None]) -> None:
         self.seconds: dict[str, float] = {}
@@ -201,12 +197,10 @@ class Hooks:
         self._at = {point: self._overriding(point) for point in _POINTS}
 
     def __call__(self, point: str, run: Running, *arguments: Any) -> None:
-        """Call the hooks that have something to do at `point`."""
         for hook in tuple(self._at[point]):
             self._call(hook, point, run.place.step, run, *arguments)
 
     def figures(self, run: Running, record: Record) -> dict[str, float]:
-        """Return those of all hooks."""
         found: dict[str, float] = {}
         for hook in tuple(self._at["figures"]):
             found |= self._call(hook, "figures", record.step, run, record) or {}
@@ -219,12 +213,10 @@ class Hooks:
 
     @property
     def wraps(self) -> tuple[Callable[[Apply], Apply], ...]:
-        """Wrappers of all hooks."""
         return tuple(hook.wrap for hook in self._hooks if hook.wrap is not None)
 
     @property
     def pinned(self) -> set[int]:
-        """Steps whose checkpoints some hook wants to stay."""
         return {step for hook in self._hooks for step in hook.pinned}
 
     def save_state(self, step: int) -> dict[str, Any]:

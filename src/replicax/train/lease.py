@@ -50,12 +50,7 @@ class Lease(contextlib.AbstractContextManager["Lease"]):
         self.release()
 
     def check(self) -> None:
-        """Make sure that this start still holds the run: right before anything is committed to it.
-
-        Raises:
-            RunInUseError: a newer start has taken over, or the run's folder is another one.
-            CheckpointError: the folder cannot be read, so nobody knows.
-        """
+        """Make sure that this start still holds the run, right before anything is committed."""
         try:
             tokens = _tokens(self._file.parent)
         except (FileNotFoundError, NotADirectoryError):
@@ -91,10 +86,6 @@ def take_lease(folder: Path) -> Lease:
     """Hold the run in `folder`, which is made where it is missing.
 
     A start on this host that was killed is followed at once, another's after `EXPIRE_SECONDS`.
-
-    Raises:
-        RunInUseError: another start holds the run.
-        ConfigError: `folder` cannot be written.
     """
     lease = folder / "lease"
     try:

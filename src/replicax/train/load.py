@@ -68,12 +68,7 @@ class Checkpoint:
 
 
 def find_checkpoint(run: Path, step: int | str | None) -> Checkpoint:
-    """The checkpoint of `step` in the folder of a run; see `rx.load`.
-
-    Raises:
-        ConfigError: `run` is no run, or has no such checkpoint.
-        CheckpointError: the checkpoint is harmed.
-    """
+    """The checkpoint of `step` in the folder of a run; see `rx.load`."""
     with _readable(run):
         return _found(run, step)
 
@@ -112,12 +107,7 @@ def _found(run: Path, step: int | str | None) -> Checkpoint:
 def load_checkpoint(
     checkpoint: Checkpoint, dp: DataParallel, state: TrainState, recipe: Any = None
 ) -> Loaded:
-    """Verify a checkpoint to the byte, and read it.
-
-    Raises:
-        ConfigError: the checkpoint is of another model or optimizer.
-        CheckpointError: it is harmed, or was deleted in the meantime.
-    """
+    """Verify a checkpoint to the byte, and read it."""
     require("orbax.checkpoint", "checkpoints")
     if not isinstance(state, TrainState):
         raise ConfigError(

@@ -27,8 +27,6 @@ from replicax.train.storage import Storage, parts_of_processes
 
 @dataclasses.dataclass(frozen=True)
 class _Good:
-    """Where the state was good that a hook keeps."""
-
     place: RunPosition
     position: Position
     extra: dict[str, Any]
@@ -37,8 +35,6 @@ class _Good:
 
 @dataclasses.dataclass(frozen=True)
 class _Back:
-    """Where a hook wants the run to go on from."""
-
     state: TrainState
     place: RunPosition
     why: str
@@ -131,7 +127,6 @@ class Loop(Running):
         self._display.line(line)
 
     def keep(self, record: Record) -> None:
-        """Add a record, and tell the hooks of it."""
         self.records.append(record)
         self.hooks("record", self, record)
 
@@ -179,11 +174,7 @@ class Loop(Running):
         self._ended = True
 
     def _epoch(self) -> Generator[Batch, None, bool]:
-        """The rest of the epoch, or what is left of the steps.
-
-        Returns:
-            Whether the run went back, and is to go on from there.
-        """
+        """The rest of the epoch, or what is left of the steps."""
         self._evaluate_if_due()
         feed = self.dp.feed(self.source, epoch=self.place.epoch, first=self.place.batch)
         waited = 0.0
@@ -356,7 +347,6 @@ class Loop(Running):
         return by_step or self._stopping.save_due
 
     def _save(self) -> None:
-        """Save, as all processes do after this step."""
         assert self._storage is not None
         started = time.perf_counter()
         self.hooks("saving", self)
@@ -392,13 +382,7 @@ class Loop(Running):
     def _stand_at(
         self, position: Position, extra: dict[str, Any], batch: int | None = None
     ) -> None:
-        """Go on from `position`: what came after it has not been.
-
-        Args:
-            position: with `records` of those that there are.
-            extra: of the checkpoint.
-            batch: of the epoch, counted from 0, that is next; as `extra` has it by default.
-        """
+        """Go on from `position`: what came after it has not been."""
         batch = extra["batch"] if batch is None else batch
         self.place = RunPosition(position.step, position.epoch, batch)
         self.rows, self._closed_at = position.rows_trained, position.evaluated_step
@@ -427,7 +411,6 @@ class Loop(Running):
         return self.total is not None and self.place.step >= self.total
 
     def _is_over(self) -> bool:
-        """Whether there is to be no further step."""
         return self._stopping.over or self._all_steps_done()
 
     def _is_last(self) -> bool:

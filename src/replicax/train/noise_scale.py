@@ -270,9 +270,6 @@ def noise_scale(records: Sequence[Record]) -> NoiseScale:
     Numerator and denominator are averaged before the division. The range is Fieller's for the
     ratio of two means (J. R. Statist. Soc. B 16, 1954), which has no upper end where the
     denominator may be 0.
-
-    Args:
-        records: of the whole run; those of kind `noise` are the samples.
     """
     taken = [record for record in records if record.kind == NOISE]
     middle = max((record.step for record in records), default=0) / 2
@@ -297,14 +294,7 @@ def noise_scale(records: Sequence[Record]) -> NoiseScale:
 
 
 def load_noise_scale(path: Path) -> NoiseScale:
-    """Return the noise scale that a run measured.
-
-    Args:
-        path: the run's folder, or its `noise_scale.json`.
-
-    Raises:
-        ConfigError: no such file, or one that is something else.
-    """
+    """Return the noise scale that a run measured."""
     file = path / FILE if path.is_dir() else path
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))

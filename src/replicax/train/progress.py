@@ -54,11 +54,7 @@ def open_progress(shown: bool, total_steps: int | None) -> Progress:
 
 
 class Shown(Hook):
-    """Tells a display how a run goes.
-
-    Args:
-        display: from `open_progress`; who opened it closes it.
-    """
+    """Tells a display how a run goes."""
 
     def __init__(self, display: Progress) -> None:
         self._display = display

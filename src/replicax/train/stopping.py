@@ -164,9 +164,6 @@ class Stopping:
 
     That is a signal, or what a hook asks for. Processes vote at calls agreed on in the vote before,
     about two times a second, so that nobody goes on to a step that another one has left out.
-
-    Args:
-        save_every_seconds: between two saves, by the clock of process 0; None for none.
     """
 
     def __init__(
@@ -204,15 +201,12 @@ class Stopping:
         return self.wanted or self.why is not None
 
     def stop(self, why: str) -> None:
-        """Ask that the run ends as if it were done."""
         self._asked_to_stop = self._asked_to_stop or why
 
     def save(self) -> None:
-        """Ask for a checkpoint."""
         self._asked_to_save = True
 
     def evaluate(self) -> None:
-        """Ask for an evaluation."""
         self._asked_to_evaluate = True
 
     def saved(self) -> None:

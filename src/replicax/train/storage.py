@@ -95,19 +95,6 @@ class Storage:
     """One start's hold on the folder of a run.
 
     All processes make one alike; process 0 alone holds the lease, and writes all but arrays.
-
-    Args:
-        path: its folder; another start may have been there.
-        config: what is run; what JSON does not know is written as text.
-        saving: when, and what is kept.
-        accept_changes: whether to go on where the configuration is another than before.
-        state: of the run, as it would begin.
-        pinned: tells the steps whose checkpoints stay, however many there are.
-
-    Raises:
-        ConfigError: the folder holds another run, or cannot be written.
-        MissingDependencyError: Orbax is not installed.
-        RunInUseError: another start holds it.
     """
 
     def __init__(
@@ -220,11 +207,7 @@ class Storage:
             folder.refuse_another("it has no config.json")
 
     def check_program(self, program: dict[str, str]) -> None:
-        """Compare the program, where only the first batch could tell it; all processes call it.
-
-        Raises:
-            ConfigError: it is another than before, and that is not accepted.
-        """
+        """Compare the program, where only the first batch could tell it; all processes call it."""
         parts = ("versions", "program")
         before = {part: self._before[part] for part in parts if part in self._before}
         now = {**self._config, "program": program}
@@ -240,11 +223,7 @@ class Storage:
         self._write_config()
 
     def check_bits(self, programs: dict[str, str]) -> None:
-        """Say where the run goes on with other bits: its step is compiled to other programs.
-
-        Args:
-            programs: digests of those whose bits are fixed, by name.
-        """
+        """Say where the run goes on with other bits: its step is compiled to other programs."""
         before = self._before.get("bits", programs)
         others = [n for n in {**before, **programs} if before.get(n) != programs.get(n)]
         if others:
@@ -256,11 +235,7 @@ class Storage:
         self._write_config()
 
     def restore(self, like: TrainState) -> TrainState:
-        """The state of what was found, laid out as `like`.
-
-        Raises:
-            CheckpointError: it cannot be read.
-        """
+        """The state of what was found, laid out as `like`."""
         assert self.found is not None
         with self.ledger.spending("restoring"):
             state = read(like, self._store.local(self.found.path) / STATE)
@@ -285,11 +260,7 @@ class Storage:
         self._saved = what
 
     def finish(self, state: TrainState, position: Position, extra: dict[str, Any]) -> None:
-        """Save `state` for sure, before the run ends.
-
-        Raises:
-            CheckpointError: it cannot be saved.
-        """
+        """Save `state` for sure, before the run ends."""
         with self.ledger.spending("saving"):
             self.save(state, position, extra)
             while not self._saver.wait():
@@ -308,7 +279,6 @@ class Storage:
             self._say(f"ALARM  {fault}")
 
     def close(self) -> None:
-        """Let go of the run."""
         with contextlib.suppress(RunInUseError):
             self._sync()
         self.ledger.close()

@@ -58,15 +58,7 @@ def begin_writing(state: TrainState, folder: Path) -> Callable[[], None]:
 
 
 def read(like: TrainState, folder: Path) -> TrainState:
-    """The state in `folder`, laid out as `like`; each process reads its own parts.
-
-    Args:
-        like: `jax.ShapeDtypeStruct`s with shardings; what it lacks is not read.
-        folder: written by `begin_writing`, on any devices.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
+    """The state in `folder`, laid out as `like`; each process reads its own parts."""
     orbax, epath = require("orbax.checkpoint", "checkpoints"), require("etils.epath", "checkpoints")
     leaves = named(like)
     wanted = _with_elements(leaves)

@@ -38,7 +38,6 @@ class ArrayEntry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that its contents take."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
     def __str__(self) -> str:
@@ -97,11 +96,7 @@ class Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write `manifest.json` into `folder`; on disk once this returns.
-
-    Raises:
-        CheckpointError: it cannot be written, or not be read again.
-    """
+    """Write `manifest.json` into `folder`; on disk once this returns."""
     try:
         data = _signed({"format": _FORMAT, **dataclasses.asdict(manifest)})
         _understood(data)
@@ -113,11 +108,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return what the checkpoint in `folder` is said to hold. Its files are not looked at.
-
-    Raises:
-        CheckpointError: the file is not, to the byte, what `write_manifest` writes.
-    """
+    """Return what the checkpoint in `folder` is said to hold. Its files are not looked at."""
     try:
         return _understood((folder / MANIFEST).read_bytes())
     except FileNotFoundError as error:
@@ -168,11 +159,7 @@ class _Piece(NamedTuple):
 
 
 def file_entries(folder: Path) -> dict[str, FileEntry]:
-    """Path relative to `folder` -> size and checksums of each file below, but `manifest.json`.
-
-    Raises:
-        CheckpointError: a file cannot be read, or there is something that is no regular file.
-    """
+    """Path relative to `folder` -> size and checksums of each file below, but `manifest.json`."""
     sizes = _sizes(folder)
     digests: dict[str, list[str]] = {path: [] for path in sizes}
     for piece, digest in _hashed(folder, sizes):

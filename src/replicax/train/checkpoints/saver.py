@@ -93,24 +93,14 @@ class Saver:
         self._thread.start()
 
     def poll(self) -> list[str]:
-        """Return what is to be said of the saves since the last call, a line each; does not wait.
-
-        Raises:
-            CheckpointError: too many in a row have failed.
-            RunInUseError: another start of the run has taken over.
-        """
+        """Return what there is to say of the saves since the last call; does not wait."""
         if self._thread is not None and not self._thread.is_alive():
             self.wait()
         alarms, self._alarms = self._alarms, []
         return alarms
 
     def wait(self) -> bool:
-        """Wait for the save that goes on, if one does; whether the last one succeeded.
-
-        Raises:
-            CheckpointError: as for `poll`.
-            RunInUseError: as for `poll`.
-        """
+        """Wait for the save that goes on, if one does; whether the last one succeeded."""
         if self._thread is not None:
             self._job.rest()  # a slow disk is not a process that stands still
             self._thread.join()

@@ -22,20 +22,7 @@ _MODES = {"min": "lowest", "max": "highest"}
 
 @dataclasses.dataclass(frozen=True)
 class Watched:
-    """A metric, and its best value so far.
-
-    Args:
-        hook: that watches it, for messages.
-        metric: its name in the records of evaluations.
-        mode: whether the best is the `min` or the `max`; by default `min` of a loss, an error, a
-            perplexity and bits per byte, and else `max`.
-        best: so far.
-        step: of the best.
-        since: evaluations after it.
-
-    Raises:
-        ConfigError: another mode.
-    """
+    """A metric, and its best value so far."""
 
     hook: str
     metric: str
@@ -56,11 +43,7 @@ class Watched:
         return f"the {_MODES[str(self.mode)]} {self.metric}"
 
     def after(self, record: Record, least: float = 0.0) -> "Watched":
-        """Return this after the evaluation of `record`; gains below `least` are none.
-
-        Raises:
-            ConfigError: it has no such metric.
-        """
+        """Return this after the evaluation of `record`; gains below `least` are none."""
         choose(f"{self.hook} with metric", self.metric, record.metrics)
         value = record.metrics[self.metric]
         if not self._gains(value, least):
@@ -68,7 +51,6 @@ class Watched:
         return dataclasses.replace(self, best=value, step=record.step, since=0)
 
     def save_state(self) -> dict[str, float | str | None]:
-        """Return what `load_state` takes."""
         fields = dataclasses.asdict(self)
         del fields["hook"]
         return fields

@@ -202,7 +202,6 @@ def injected_rates(state: TrainState) -> list[jax.Array]:
 
 
 def _injected(run: Running) -> jax.Array:
-    """The rate in the optimizer's state."""
     found = injected_rates(run.state)
     if len(found) != 1:
         raise ConfigError(

@@ -227,7 +227,6 @@ class MLflow(_Resuming):
 
 
 def _name(name: str) -> str:
-    """A name as MLflow takes it."""
     return _NOT_IN_NAMES.sub("_", name)
 
 
