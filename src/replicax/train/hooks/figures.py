@@ -1,6 +1,5 @@
 """Hooks that add a figure or a metric to the train records."""
 
-import collections
 import contextlib
 import math
 from collections.abc import Callable, Iterator
@@ -13,7 +12,6 @@ from replicax.analysis.flops import count_flops
 from replicax.analysis.hardware import chip_of_kind
 from replicax.core.accumulate import Apply
 from replicax.core.batch import Batch
-from replicax.core.in_flight import STEPS_IN_FLIGHT
 from replicax.core.models.definition import PyTree
 from replicax.core.objective import StepSums
 from replicax.core.update import Metrics, TrainState
@@ -166,9 +164,8 @@ class LearningRate(Hook):
 
     def __init__(self, schedule: Callable[[int], Any] | float | None = None) -> None:
         self._schedule = schedule
-        self._rates: collections.deque[tuple[int, Any]] = collections.deque(
-            maxlen=STEPS_IN_FLIGHT + 2  # as many as finish at once, at most
-        )
+        self._rate: Any = None
+        """Of the newest step that has finished."""
 
     def start(self, run: Running) -> None:
         if self._schedule is None:
@@ -176,13 +173,15 @@ class LearningRate(Hook):
 
     def dispatched(self, run: Running, step: Dispatched) -> None:
         if self._schedule is None:  # a copy, as the next step may take the state's memory
-            rate = jnp.copy(_injected(run).addressable_data(0))
-            self._rates.append((step.place.step, rate))
+            step.attached[LEARNING_RATE] = jnp.copy(_injected(run).addressable_data(0))
+
+    def step(self, run: Running, step: Dispatched) -> None:
+        self._rate = step.attached.get(LEARNING_RATE)
 
     def figures(self, run: Running, record: Record) -> dict[str, float]:
         rate = self._schedule
         if rate is None:
-            rate = dict(self._rates)[record.step]
+            rate = self._rate
         elif callable(rate):
             # Those that were skipped left the optimizer's count as it was.
             skipped = sum(r.kind == "skip" and r.step < record.step for r in run.records)
