@@ -26,8 +26,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from replicax.errors import CheckpointError, ConfigError, RunInUseError
-from replicax.train.places import make_folder, names, read_touched, remove, touch, write_whole
+from replicax.errors import CheckpointError, RunInUseError
+from replicax.train.places import (
+    make_folder,
+    names,
+    read_touched,
+    remove,
+    touch,
+    write_whole,
+    writing,
+)
 
 RENEW_SECONDS, EXPIRE_SECONDS = 5.0, 30.0
 """Between two heartbeats; and without one, until the start of another host counts as dead."""
@@ -88,7 +96,7 @@ def take_lease(folder: Path) -> Lease:
     A start on this host that was killed is followed at once, another's after `EXPIRE_SECONDS`.
     """
     lease = folder / "lease"
-    try:
+    with writing(folder):
         make_folder(lease)
         while True:
             tokens = _tokens(lease)
@@ -100,8 +108,6 @@ def take_lease(folder: Path) -> Lease:
                     _tidy(lease, newest + 1 - MOST_KEPT)
                     return Lease(file, newest + 1)
                 time.sleep(secrets.randbelow(1000) / 10_000)
-    except OSError as why:
-        raise ConfigError(f"{folder} cannot be written ({why.strerror}); choose another") from why
 
 
 def is_held(folder: Path) -> bool:

@@ -155,6 +155,17 @@ def _os_errors(path: Path) -> Iterator[None]:
         raise OSError(number, f"{kind}: {error}".splitlines()[0], os.fspath(path)) from error
 
 
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise `ConfigError` where `path`, or what is in it, cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written ({error.strerror}); make it writable, or choose another"
+        ) from error
+
+
 class Lines:
     """The lines of the file at `path`; an object has them from the next `sync` on."""
 

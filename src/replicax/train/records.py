@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from replicax.errors import ConfigError
-from replicax.train.places import Lines, exists, make_folder, read_bytes, write_whole
+from replicax.train.places import Lines, exists, make_folder, read_bytes, write_whole, writing
 
 _NO_RECORD = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 """Errors of reading a line that is no record."""
@@ -65,12 +65,8 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lines = Lines(self.records)
-        try:
+        with writing(path):
             make_folder(path)
-        except OSError as error:
-            raise ConfigError(
-                f"{path} cannot be written ({error.strerror}); choose another"
-            ) from error
 
     @property
     def records(self) -> Path:
@@ -86,7 +82,8 @@ class RunFolder:
 
     def write_config(self, config: dict[str, Any]) -> None:
         text = json.dumps(plain_config(config), indent=2)
-        self._replace(self.path / CONFIG, f"{text}\n".encode())
+        with writing(self.path / CONFIG):
+            write_whole(self.path / CONFIG, f"{text}\n".encode())
 
     def append(self, record: Record) -> None:
         """Add a line to `records.jsonl`, at once visible to a reader of a file system."""
@@ -99,16 +96,9 @@ class RunFolder:
             return 0, 0
         found = read_bytes(self.records).splitlines(keepends=True)
         kept, dropped = found[:lines], found[lines:]
-        self._replace(self.records, b"".join(kept))
+        with writing(self.records):
+            write_whole(self.records, b"".join(kept))
         return len(kept), max(map(_step, dropped), default=0)
-
-    def _replace(self, path: Path, content: bytes) -> None:
-        try:
-            write_whole(path, content)
-        except OSError as error:
-            raise ConfigError(
-                f"{path} cannot be written ({error.strerror}); check its folder"
-            ) from error
 
     def sync(self) -> None:
         self._lines.sync()

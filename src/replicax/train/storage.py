@@ -21,7 +21,7 @@ from replicax.train.checkpoints.store import CHECKPOINTS, STATE, Store
 from replicax.train.goodput import FILE, Ledger
 from replicax.train.hook import Hook, Running
 from replicax.train.lease import Lease, take_lease
-from replicax.train.places import exists
+from replicax.train.places import exists, writing
 from replicax.train.records import CONFIG, Record, RunFolder, plain_config, read_records
 from replicax.wording import first_line
 
@@ -92,7 +92,7 @@ class RecordsFile(Hook):
 
 
 class Storage:
-    """One start's hold on the folder of a run.
+    """One start's hold on the folder of a run, where another start may have been.
 
     All processes make one alike; process 0 alone holds the lease, and writes all but arrays.
     """
@@ -124,8 +124,7 @@ class Storage:
             require("orbax.checkpoint", "checkpoints")
         self.found: ResumePoint | None = None
         try:
-            told = job.broadcast("where the run goes on", self._open_or_refuse)
-            self.token: int = told["token"]
+            told = job.broadcast("where the run goes on", writing(path)(self._open))
             if told["checkpoint"] is not None:
                 position = Position(**told["position"])
                 records = read_records(path, position.records)
@@ -136,7 +135,7 @@ class Storage:
             raise
         self._saver = Saver(
             self._store,
-            self.token,
+            told["token"],
             self._check,
             job,
             seed,
@@ -145,15 +144,6 @@ class Storage:
             pinned,
         )
         self._saved: Any = None
-
-    def _open_or_refuse(self) -> dict[str, Any]:
-        try:
-            return self._open()
-        except OSError as error:
-            raise ConfigError(
-                f"{error.filename or self.path} cannot be written ({error.strerror}); make it "
-                "writable, or choose another"
-            ) from error
 
     def _open(self) -> dict[str, Any]:
         """In process 0: take the run, and find where it goes on from."""
@@ -188,38 +178,36 @@ class Storage:
             )
             position = dataclasses.replace(position, records=lines)
         saved = time.strftime("%d %b %H:%M:%S", time.localtime(manifest.saved_at))
-        again = (
-            f"; {reached - position.step:,} more are done again" if reached > position.step else ""
-        )
-        self._say(f"resume {self.path}: step {position.step:,}, saved {saved}{again}")
+        again = reached - position.step
+        more = f"; {again:,} more are done again" if again > 0 else ""
+        self._say(f"resume {self.path}: step {position.step:,}, saved {saved}{more}")
         told |= {"checkpoint": path.name, "position": dataclasses.asdict(position)}
         return {**told, "extra": manifest.extra}
 
     def _check_config(self, folder: RunFolder) -> None:
-        path = self.path / CONFIG
-        if exists(path):
-            self._before = read_config(path)
-            for line in check_changes(self._before, self._config, accept=self._accept):
-                self._say(line)
-            if "program" in self._before:  # until the first batch tells which it is now
-                self._config.setdefault("program", self._before["program"])
-        else:
-            folder.refuse_another("it has no config.json")
+        if not exists(self.path / CONFIG):
+            return folder.refuse_another("it has no config.json")
+        self._before = read_config(self.path / CONFIG)
+        for line in check_changes(self._before, self._config, accept=self._accept):
+            self._say(line)
+        if "program" in self._before:  # until the first batch tells which it is now
+            self._config.setdefault("program", self._before["program"])
 
     def check_program(self, program: dict[str, str]) -> None:
         """Compare the program, where only the first batch could tell it; all processes call it."""
-        parts = ("versions", "program")
-        before = {part: self._before[part] for part in parts if part in self._before}
-        now = {**self._config, "program": program}
-        now = {part: now[part] for part in parts if part in now}
+        self._config["program"], self.knows_program = program, True
+        parts: tuple[str, ...] = ("versions", "program")
 
         def compare() -> None:
+            before, now = (
+                {part: of[part] for part in parts if part in of}
+                for of in (self._before, self._config)
+            )
             for line in check_changes(before, now, accept=self._accept):
                 if line.startswith("change program."):  # versions were told when it was opened
                     self._say(line)
 
         self._job.broadcast("the program", compare)
-        self._config["program"], self.knows_program = program, True
         self._write_config()
 
     def check_bits(self, programs: dict[str, str]) -> None:
@@ -310,7 +298,7 @@ def first_batch(source: Source, position: Position, extra: dict[str, Any]) -> in
 
     Args:
         source: of the run, which may be cut into other batches now.
-        position: in the order of the data, which is the same in any number of processes.
+        position: by rows, whose order is the same in any number of processes.
         extra: of the checkpoint.
 
     Raises:
@@ -319,8 +307,11 @@ def first_batch(source: Source, position: Position, extra: dict[str, Any]) -> in
     told = extra.get("processes")
     now = parts_of_processes(source).get("processes")
     if told != now:
+        fed = [
+            f"rx.PerProcess in {n} processes" if n else "data that all have" for n in (told, now)
+        ]
         raise ConfigError(
-            f"the run was fed by {_fed(told)} and is now fed by {_fed(now)}; rows of rx.PerProcess "
+            f"the run was fed by {fed[0]} and is now fed by {fed[1]}; rows of rx.PerProcess "
             "data are in another order then: start as many processes, or a new run"
         )
     batch, size = extra.get("batch"), source.batch_size
@@ -341,7 +332,3 @@ def parts_of_processes(source: Source) -> dict[str, int]:
     """How many processes have rows of their own, where they do."""
     own = isinstance(source, PerProcessSource)
     return {"processes": jax.process_count()} if own else {}
-
-
-def _fed(processes: Any) -> str:
-    return "data that all have" if processes is None else f"rx.PerProcess in {processes} processes"

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from replicax.core.job import Job
 from replicax.core.update import TrainState
@@ -25,6 +25,8 @@ from replicax.train.checkpoints.manifest import (
 from replicax.train.checkpoints.store import STATE, Store
 from replicax.wording import first_line
 
+_Result = TypeVar("_Result")
+
 MOST_FAILURES = 3
 """Saves in a row that may fail before the run stops: by then too much would be lost."""
 
@@ -34,8 +36,7 @@ class Saver:
 
     Args:
         token: of the run's lease.
-        check: called before a checkpoint is put in its place; raises where the run has been taken
-            over.
+        check: called before a checkpoint is put in its place; raises where the run is taken over.
         not_finite: parameters that were not finite when the run began, and may be so.
         pinned: tells the steps whose checkpoints stay, whatever else the store keeps.
     """
@@ -54,8 +55,7 @@ class Saver:
         self.saved_step: int | None = None
         """Step of the newest checkpoint that is in its place."""
         self._store, self._token, self._check, self._job = store, token, check, job
-        self._seed, self._config, self._not_finite = seed, config, not_finite
-        self._pinned = pinned
+        self._seed, self._config, self._not_finite, self._pinned = seed, config, not_finite, pinned
         self._number = self._failures = 0
         self._arrays: dict[str, ArrayEntry] = {}
         self._thread: threading.Thread | None = None
@@ -82,13 +82,20 @@ class Saver:
             config=self._config,
             extra=extra,
         )
-        try:
+
+        def begun() -> Callable[[], None]:
             if wrong := sorted(params_not_finite(state).difference(self._not_finite)):
                 raise CheckpointError(f"{wrong[0]} is no longer finite")
-            written = begin_writing(state, folder / STATE)
-        except Exception as error:  # of storage, in many forms: reported as the others are
-            written = _raising(error)
-        arguments = (folder, manifest, written, f"save {self._number} of start {self._token}")
+            return begin_writing(state, folder / STATE)
+
+        written, fault = _tried(begun)
+        arguments = (
+            folder,
+            manifest,
+            written,
+            fault,
+            f"save {self._number} of start {self._token}",
+        )
         self._thread = threading.Thread(target=self._finish, args=arguments, daemon=True)
         self._thread.start()
 
@@ -129,15 +136,23 @@ class Saver:
         )
 
     def _finish(
-        self, folder: Path, manifest: Manifest, written: Callable[[], None], topic: str
+        self,
+        folder: Path,
+        manifest: Manifest,
+        written: Callable[[], None] | None,
+        fault: str | None,
+        topic: str,
     ) -> None:
         """In the background: once all have written their parts, process 0 puts all in its place."""
         try:
-            failed, files = self._first(f"{topic}: written", _error_of(written)), None
+            mine = fault if written is None else _tried(written)[1]
+            failed, files = self._first(f"{topic}: written", mine), None
             if failed is None and not self._store.is_shared:
                 failed, files = self._uploaded(folder, f"{topic}: uploaded")
             if failed is None:
-                mine = self._commit(folder, manifest, files) if self._job.process == 0 else None
+                mine = None
+                if self._job.process == 0:
+                    _, mine = _tried(lambda: self._commit(folder, manifest, files))
                 failed = self._first(f"{topic}: in its place", mine)
             if failed is None:
                 self.saved_step = manifest.position.step
@@ -154,8 +169,8 @@ class Saver:
 
     def _uploaded(self, folder: Path, topic: str) -> tuple[str | None, dict[str, FileEntry]]:
         """The fault, or None; and the files of all processes, each of which has its own."""
-        files: dict[str, FileEntry] = {}
-        mine = _error_of(lambda: files.update(self._files(folder)))
+        own, mine = _tried(lambda: self._files(folder))
+        files = own or {}
         entries = {path: [entry.bytes, *entry.sha256] for path, entry in files.items()}
         told = self._job.gather(topic, [mine, entries], slow=True)
         for _, part in told:
@@ -168,47 +183,29 @@ class Saver:
         self._store.upload(folder, files)
         return files
 
-    def _commit(
-        self, folder: Path, manifest: Manifest, files: dict[str, FileEntry] | None
-    ) -> str | None:
-        """Add the manifest, put the checkpoint in its place; what went wrong, or None."""
+    def _commit(self, folder: Path, manifest: Manifest, files: dict[str, FileEntry] | None) -> None:
+        """Add the manifest, and put the checkpoint in its place."""
+        if files is None:
+            files = self._files(folder)
+        write_manifest(folder, dataclasses.replace(manifest, files=files))
         try:
-            if files is None:
-                files = self._files(folder)
-            write_manifest(folder, dataclasses.replace(manifest, files=files))
             self._check()
-            self._store.commit(folder, manifest.position.step)
         except RunInUseError as error:
             self._broken = error
-            return str(error)
-        except Exception as error:
-            return _text(error)
+            raise
+        self._store.commit(folder, manifest.position.step)
         with contextlib.suppress(OSError):  # too many are kept, which harms nobody
             self._store.retire(self._pinned())
-        return None
 
 
-def _error_of(function: Callable[[], None]) -> str | None:
-    """Return the error that `function` raises, in words."""
+def _tried(function: Callable[[], _Result]) -> tuple[_Result | None, str | None]:
+    """What `function` returns, and the error that it raises: the system's words, if it has any."""
     try:
-        function()
+        return function(), None
     except Exception as error:  # of storage, in many forms
-        return _text(error)
-    return None
-
-
-def _raising(error: Exception) -> Callable[[], None]:
-    def fail() -> None:
-        raise error
-
-    return fail
-
-
-def _text(error: Exception) -> str:
-    """The system's own words, where an error has them."""
-    if isinstance(error, CheckpointError):
-        return str(error)
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    number = re.search(r"os_error_code='(\d+)'|\[OS error (\d+):", str(error))
-    return os.strerror(int(number[1] or number[2])) if number else first_line(error)
+        if isinstance(error, CheckpointError | RunInUseError):
+            return None, str(error)
+        if isinstance(error, OSError) and error.strerror:
+            return None, error.strerror
+        number = re.search(r"os_error_code='(\d+)'|\[OS error (\d+):", str(error))
+        return None, os.strerror(int(number[1] or number[2])) if number else first_line(error)
