@@ -1,5 +1,6 @@
 """When and on what a run is evaluated."""
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -112,15 +113,12 @@ class Evaluator:
 
     def _limited(self, feed: Feed) -> Generator[Batch]:
         seen, most = 0, self._plan.rows
-        batches = iter(feed)
-        try:
+        with contextlib.closing(iter(feed)) as batches:
             for batch in batches:
                 yield batch
                 seen += batch.rows or batch.size
                 if most is not None and seen >= most:
                     return
-        finally:
-            batches.close()
 
 
 def losses_of(record: Record) -> Iterator[tuple[str, float]]:

@@ -356,7 +356,6 @@ class Loop(Running):
 
     def _position(self) -> Position:
         """Where the run stands, all records being written that are due."""
-        unrecorded, _ = self._meter.unrecorded
         rows = self.place.batch * self.source.batch_size
         return Position(
             step=self.place.step,
@@ -364,7 +363,7 @@ class Loop(Running):
             rows=rows if self.source.rows is None else min(rows, self.source.rows),
             evaluated_step=max(self._closed_at, 0),
             rows_trained=self.rows,
-            rows_unrecorded=unrecorded,
+            rows_unrecorded=self._meter.rows,
             records=len(self.records),
             bad_steps=self._bad_steps.in_a_row,
         )

@@ -32,7 +32,6 @@ class Interrupt:
     def __init__(
         self, *, terminate: bool = True, at_once: Callable[[int], None] | None = None
     ) -> None:
-        self.wanted = False
         self.signal: int | None = None
         """The first that came."""
         self._numbers = [signal.SIGINT, signal.SIGTERM] if terminate else [signal.SIGINT]
@@ -45,6 +44,10 @@ class Interrupt:
         self._wake: socket.socket | None = None
         self._previous_wake = -1
         self._watching: threading.Thread | None = None
+
+    @property
+    def wanted(self) -> bool:
+        return self.signal is not None
 
     def hold(self) -> None:
         """From now on there is something that a signal must not throw away.
@@ -69,7 +72,15 @@ class Interrupt:
             if before is not signal.SIG_IGN:  # as SIGINT for a job in the background
                 self._previous[number] = before
         if self._previous and self._at_once is not None:
-            self._watch()
+            # Another thread hears of each signal: what the system calls writes to a socket.
+            ear, self._wake = socket.socketpair()
+            self._wake.setblocking(False)
+            wake = self._wake.fileno()
+            self._previous_wake = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+            self._watching = threading.Thread(
+                target=self._hear, args=[ear], name="replicax-signals", daemon=True
+            )
+            self._watching.start()
         for taken in self._previous:
             signal.signal(taken, self._note)
         _open.append(self)
@@ -96,46 +107,28 @@ class Interrupt:
         if self._wake is not None:
             signal.set_wakeup_fd(self._previous_wake, warn_on_full_buffer=False)
 
-    def _watch(self) -> None:
-        """Have another thread hear of each signal: what the system calls writes to a socket."""
-        ear, self._wake = socket.socketpair()
-        self._wake.setblocking(False)
-        self._previous_wake = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
-        self._watching = threading.Thread(
-            target=self._hear, args=[ear], name="replicax-signals", daemon=True
-        )
-        self._watching.start()
-
     def _hear(self, ear: socket.socket) -> None:
         with ear:
             while numbers := ear.recv(4096):
                 for number in numbers:
                     # Else it is no signal of ours, or that of a context within this one.
                     if signal.getsignal(number) == self._note:
-                        self._first(number)
+                        self.signal = self.signal or number
                         with self._answering:
                             self._answer(number)
 
     def _answer(self, number: int) -> None:
-        if self._answered:
-            return
-        self._answered = True
-        if not self._held and self._at_once is not None:
+        answered, self._answered = self._answered, True
+        if not answered and not self._held and self._at_once is not None:
             self._at_once(number)
-
-    def _first(self, number: int) -> None:
-        if self.signal is None:
-            self.signal = number
-        self.wanted = True
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         # Without the lock: this thread may be interrupted while it has it.
         again = number == signal.SIGINT and self._pressed
         self._pressed = self._pressed or number == signal.SIGINT
         for each in _open[: _open.index(self)] if self in _open else []:
-            each._first(number)
-            each._answered = True
-        self._first(number)
+            each.signal, each._answered = each.signal or number, True
+        self.signal = self.signal or number
         if again:
             raise KeyboardInterrupt
 
@@ -175,8 +168,7 @@ class Stopping:
         """Whether all are to evaluate now, as some hook asked for; until they have."""
         self.why: str | None = None
         """Why the run ends here as if it were done, where some hook asked for that."""
-        self._asked_to_stop: str | None = None
-        self._asked_to_save = self._asked_to_evaluate = False
+        self._asked: dict[str, Any] = {"stop": None, "save": False, "evaluate": False}
         self._interrupt, self._job, self._save_every = interrupt, job, save_every_seconds
         self._saved_at = time.monotonic()
         self._decided: int | None = None
@@ -201,13 +193,13 @@ class Stopping:
         return self.wanted or self.why is not None
 
     def stop(self, why: str) -> None:
-        self._asked_to_stop = self._asked_to_stop or why
+        self._asked["stop"] = self._asked["stop"] or why
 
     def save(self) -> None:
-        self._asked_to_save = True
+        self._asked["save"] = True
 
     def evaluate(self) -> None:
-        self._asked_to_evaluate = True
+        self._asked["evaluate"] = True
 
     def saved(self) -> None:
         """All have saved, or begun to: the time to the next save runs from here."""
@@ -237,27 +229,17 @@ class Stopping:
         return self.over
 
     def _mine(self, now: bool) -> dict[str, Any]:
-        mine = {
-            "signal": self._interrupt.signal,
-            "stop": self._asked_to_stop,
-            "save": self._asked_to_save,
-            "evaluate": self._asked_to_evaluate,
-            "clock": not now and self._is_time(),
-        }
-        self._asked_to_save = self._asked_to_evaluate = False
+        every = self._save_every
+        clock = not now and every is not None and time.monotonic() - self._saved_at >= every
+        mine = {"signal": self._interrupt.signal, "clock": clock, **self._asked}
+        self._asked |= {"save": False, "evaluate": False}
         return mine
 
     def _decide(self, votes: list[dict[str, Any]]) -> None:
-        signals = [vote["signal"] for vote in votes if vote["signal"] is not None]
-        reasons = [vote["stop"] for vote in votes if vote["stop"] is not None]
-        self._decided = next(iter(signals), None)
-        self.why = next(iter(reasons), None)
+        self._decided = next((v["signal"] for v in votes if v["signal"] is not None), None)
+        self.why = next((v["stop"] for v in votes if v["stop"] is not None), None)
         self.save_due |= votes[0]["clock"] or any(vote["save"] for vote in votes)
         self.evaluation_due |= any(vote["evaluate"] for vote in votes)
-
-    def _is_time(self) -> bool:
-        every = self._save_every
-        return every is not None and time.monotonic() - self._saved_at >= every
 
     def _next(self) -> int:
         """How many calls from here about `_BETWEEN_VOTES_SECONDS` will have passed.
