@@ -82,7 +82,9 @@ def draw_curves(records: Sequence[Record], path: Path) -> None:
     for axis, (name, series) in zip(axes, panels, strict=False):
         _draw_panel(axis, name, series)
     if panels[0][0] == "loss":
-        _use_log_scale(axes[0], panels[0][1])
+        losses = [y for points in panels[0][1].values() for _, y in points if math.isfinite(y)]
+        if losses and min(losses) > 0 and max(losses) / min(losses) > LOG_SCALE_FROM:
+            axes[0].set_yscale("log")
     axes[count - 1].set_ylim(bottom=0)
     axes[count - 1].yaxis.set_major_formatter(_short())
     for axis in axes[count:]:
@@ -132,28 +134,28 @@ def _draw_panel(axis: Any, name: str, series: dict[str, list[tuple[int, float]]]
     colours = itertools.cycle(EVAL)
     for label, points in series.items():
         colour = TRAIN if label == "train" else next(colours)
-        _plot(axis, label, points, colour)
+        if not points:
+            continue
+        # One point has no line, and many markers hide theirs.
+        few = len(points) == 1 or (label != "train" and len(points) <= MOST_MARKERS)
+        groups = _groups(points, MOST_POINTS)
+        axis.plot(
+            [each[-1][0] for each in groups],
+            [_mean([value for _, value in each]) for each in groups],
+            color=colour,
+            label=label,
+            marker="o" if few else None,
+            linewidth=1.2,
+            markersize=4,
+        )
     axis.set_ylabel(name, parse_math=False)
     if list(series) != ["train"]:
         axis.legend(frameon=False)
-    _dress(axis)
-
-
-def _plot(axis: Any, label: str, points: list[tuple[int, float]], colour: str) -> None:
-    if not points:
-        return
-    # One point has no line, and many markers hide theirs.
-    few = len(points) == 1 or (label != "train" and len(points) <= MOST_MARKERS)
-    groups = _groups(points, MOST_POINTS)
-    axis.plot(
-        [each[-1][0] for each in groups],
-        [_mean([value for _, value in each]) for each in groups],
-        color=colour,
-        label=label,
-        marker="o" if few else None,
-        linewidth=1.2,
-        markersize=4,
-    )
+    axis.set_xlabel("step")
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.xaxis.set_major_formatter(_short())
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(alpha=0.25)
 
 
 def _groups(items: Sequence[Any], most: int) -> list[Sequence[Any]]:
@@ -164,20 +166,6 @@ def _groups(items: Sequence[Any], most: int) -> list[Sequence[Any]]:
 def _mean(values: list[float]) -> float:
     finite = [value for value in values if math.isfinite(value)]
     return math.fsum(finite) / len(finite) if finite else math.nan
-
-
-def _use_log_scale(axis: Any, series: dict[str, list[tuple[int, float]]]) -> None:
-    losses = [loss for points in series.values() for _, loss in points if math.isfinite(loss)]
-    if losses and min(losses) > 0 and max(losses) / min(losses) > LOG_SCALE_FROM:
-        axis.set_yscale("log")
-
-
-def _dress(axis: Any) -> None:
-    axis.set_xlabel("step")
-    axis.xaxis.get_major_locator().set_params(integer=True)
-    axis.xaxis.set_major_formatter(_short())
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.grid(alpha=0.25)
 
 
 def _short() -> Any:

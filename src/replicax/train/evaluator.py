@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -12,7 +12,6 @@ from replicax.core.average import average_of
 from replicax.core.batch import Batch
 from replicax.core.data_parallel import DataParallel
 from replicax.core.feed import Feed
-from replicax.core.loss import LOSS
 from replicax.core.objective import LossFunction
 from replicax.core.update import TrainState
 from replicax.errors import ConfigError
@@ -93,17 +92,12 @@ class Evaluator:
         every = plan.every_epochs
         return epoch_over and every is not None and (place.epoch + 1) % every == 0
 
-    def __call__(
-        self,
-        state: TrainState,
-        place: RunPosition,
-        through: Callable[[Generator[Batch]], Iterator[Batch]],
-    ) -> Record:
-        """Evaluate the `state` at `place`, on what `through` gives of each source's batches."""
+    def __call__(self, state: TrainState, place: RunPosition, stops: Callable[[], bool]) -> Record:
+        """Evaluate the `state` at `place`; after each batch `stops` tells whether to go on."""
         found: dict[str, float] = {}
         started, rows = time.perf_counter(), 0
         for name, feed in self._feeds.items():
-            batches = through(self._limited(feed))
+            batches = self._batches(feed, stops)
             means = self._dp.evaluate(state, batches, loss=self._plan.loss, ema=self._plan.ema)
             rows += int(means.pop("rows"))
             prefix = f"{name}/" if name else ""
@@ -111,18 +105,11 @@ class Evaluator:
         seconds = time.perf_counter() - started
         return Record("eval", place.step, place.epoch, found, rows, seconds)
 
-    def _limited(self, feed: Feed) -> Generator[Batch]:
+    def _batches(self, feed: Feed, stops: Callable[[], bool]) -> Iterator[Batch]:
         seen, most = 0, self._plan.rows
         with contextlib.closing(iter(feed)) as batches:
             for batch in batches:
                 yield batch
                 seen += batch.rows or batch.size
-                if most is not None and seen >= most:
+                if stops() or (most is not None and seen >= most):
                     return
-
-
-def losses_of(record: Record) -> Iterator[tuple[str, float]]:
-    """The losses among the metrics of an evaluation, by name."""
-    for name, value in record.metrics.items():
-        if name == LOSS or name.endswith(f"/{LOSS}"):
-            yield name, value

@@ -224,7 +224,7 @@ class Run(Loop):
             for leaf in jax.tree.leaves(self.state):
                 leaf.delete()
         self.records.extend(found.records)
-        self._stand_at(found.position, found.extra, batch)
+        self._stand_at(found.position, {**found.extra, "batch": batch})
         self.state = self._storage.restore(like)
 
     def _finish(self) -> None:
@@ -263,13 +263,13 @@ class Run(Loop):
             failed_hooks=tuple(self.hooks.failed),
             goodput=self._ledger.summary() if self.folder is not None else None,
         )
-        for line in [*summary(self.result, self.total), *self.hooks.summary(self.place.step)]:
-            self.say(line)
+        lines = [*summary(self.result, self.total), *self.hooks.summary(self.place.step)]
         if self.result.goodput is not None and self.result.saved:
-            for line in self.result.goodput.lines():
-                self.say(line)
+            lines += self.result.goodput.lines()
         if self.dp.mode.bitwise:
-            self.say(f"bits   sha256 of the weights {sha256(self.state.params)[:16]}")
+            lines.append(f"bits   sha256 of the weights {sha256(self.state.params)[:16]}")
+        for line in lines:
+            self.say(line)
 
 
 def _as_evaluation(eval_source: Any, source: Any) -> Evaluation | None:

@@ -11,11 +11,12 @@ from typing import Any
 
 from replicax.core.batch import Batch
 from replicax.core.in_flight import STEPS_IN_FLIGHT
+from replicax.core.loss import LOSS
 from replicax.core.update import Metrics, TrainState
 from replicax.errors import ConfigError, DivergedError, StateError
 from replicax.train.checkpoints.manifest import Position
 from replicax.train.dispatched import BadSteps, Meter, RunPosition, dispatched
-from replicax.train.evaluator import Evaluator, losses_of
+from replicax.train.evaluator import Evaluator
 from replicax.train.goodput import Ledger
 from replicax.train.hook import Hooks, Running
 from replicax.train.program_fingerprint import program_fingerprint
@@ -31,14 +32,6 @@ class _Good:
     position: Position
     extra: dict[str, Any]
     at: float
-
-
-@dataclasses.dataclass(frozen=True)
-class _Back:
-    state: TrainState
-    place: RunPosition
-    why: str
-    metrics: dict[str, float]
 
 
 class Loop(Running):
@@ -64,7 +57,8 @@ class Loop(Running):
         self._evaluated_at = self._closed_at = -1
         self._good: _Good | None = None
         self._good_at: float | None = None
-        self._back: _Back | None = None
+        self._back: tuple[TrainState, str, dict[str, float]] | None = None
+        """Where a hook wants to go back to, why, and metrics of the record of it."""
         self._waits = False
         self._begun = False
         """Whether a step was done in this start."""
@@ -158,7 +152,9 @@ class Loop(Running):
     def go_back(
         self, state: TrainState, place: RunPosition, why: str, metrics: dict[str, float]
     ) -> None:
-        self._back = _Back(state, place, why, metrics)
+        assert self._good is not None
+        assert self._good.place == place
+        self._back = state, why, metrics
 
     def _batches(self) -> Generator[Batch]:
         """All epochs, or as many steps as there are to be, or until it is to stop."""
@@ -181,10 +177,12 @@ class Loop(Running):
         with contextlib.closing(iter(feed)) as items:
             batches = _Ahead(items)
             for batch in batches:
-                waited = self._note_wait(feed.wait_seconds, waited)
-                self._give(batch)
+                before, waited = waited, feed.wait_seconds
+                self._meter.add_wait(waited - before)
+                self._ledger.move("productive", "waiting", waited - before)
+                self._given = batch
                 yield batch
-                if self._given is not None:
+                if self._given is batch:
                     raise StateError(
                         f"no step was done on batch {self.place.batch} of epoch {self.place.epoch};"
                         " a run knows where it stands by one step for each batch: call "
@@ -198,9 +196,6 @@ class Loop(Running):
         due = self._is_last() or self._evaluator is not None
         self._follow(0, closing=closing, due=due)
         return self._went_back()
-
-    def _give(self, batch: Batch) -> None:
-        self._given = batch
 
     def _do_what_is_due(self, batches: "_Ahead") -> bool:
         """Evaluate and save between two steps; whether the run went back by that."""
@@ -251,14 +246,14 @@ class Loop(Running):
         """Evaluate, and keep the record; None where a signal stops it."""
         assert self._evaluator is not None
         started = time.perf_counter()
-        record = self._evaluator(self.state, self.place, self._until_stopped)
+        record = self._evaluator(self.state, self.place, self._stops)
         if self._stopping.wanted:
             return None
         self._stopping.evaluation_due = False
         self._evaluated_at = self.place.step
         self.keep(record)
-        for name, value in losses_of(record):
-            if not math.isfinite(value):
+        for name, value in record.metrics.items():
+            if name.rpartition("/")[2] == LOSS and not math.isfinite(value):
                 raise DivergedError(
                     f"the eval {name} is {value} at step {record.step}; training cannot go on from "
                     "it: lower the learning rate, or clip the gradient"
@@ -267,14 +262,11 @@ class Loop(Running):
         self._meter.leave_out(time.perf_counter() - started)
         return record
 
-    def _until_stopped(self, batches: Generator[Batch]) -> Iterator[Batch]:
-        with contextlib.closing(batches):
-            for batch in batches:
-                yield batch
-                self._ledger.beat()
-                self._stopping.vote(unit="batch")
-                if self._stopping.wanted:
-                    return
+    def _stops(self) -> bool:
+        """Whether an evaluation ends after this batch."""
+        self._ledger.beat()
+        self._stopping.vote(unit="batch")
+        return self._stopping.wanted
 
     def _begin(self, batch: Batch) -> None:
         """Compile: until that is done, a signal may end the run at once, as nothing is lost."""
@@ -323,17 +315,17 @@ class Loop(Running):
         """Go on from where a hook wants to, if one does: what came after it has not been."""
         if self._back is None:
             return False
-        back, good = self._back, self._good
+        (state, why, metrics), self._back = self._back, None
+        good = self._good
         assert good is not None
-        assert good.place == back.place
-        lost = self.place.step - back.place.step
-        self.say(f"restored step {back.place.step:,}, {lost} steps back: {back.why}")
+        lost = self.place.step - good.place.step
+        self.say(f"restored step {good.place.step:,}, {lost} steps back: {why}")
         self._ledger.move("productive", "lost", time.monotonic() - good.at)
         self._stand_at(good.position, good.extra)
-        self.state, self._back = back.state, None
+        self.state = state
         self.hooks("rewound", self)
-        told = {"steps_lost": float(lost), **back.metrics}
-        self.keep(Record("restore", back.place.step, back.place.epoch, told, 0, 0.0))
+        told = {"steps_lost": float(lost), **metrics}
+        self.keep(Record("restore", good.place.step, good.place.epoch, told, 0, 0.0))
         self._good = dataclasses.replace(good, position=self._position())
         return True
 
@@ -378,29 +370,18 @@ class Loop(Running):
             **parts_of_processes(self.source),
         }
 
-    def _stand_at(
-        self, position: Position, extra: dict[str, Any], batch: int | None = None
-    ) -> None:
-        """Go on from `position`: what came after it has not been."""
-        batch = extra["batch"] if batch is None else batch
-        self.place = RunPosition(position.step, position.epoch, batch)
+    def _stand_at(self, position: Position, extra: dict[str, Any]) -> None:
+        """Go on from `position` of a checkpoint with `extra`: what came after it has not been."""
+        self.place = RunPosition(position.step, position.epoch, extra["batch"])
         self.rows, self._closed_at = position.rows_trained, position.evaluated_step
         self._evaluated_at = extra.get("evaluated", position.evaluated_step)
         self.dp.job.in_flight.forget()
         self._bad_steps.rewind(position.bad_steps)
-        older = {
-            "rows": position.rows_unrecorded,
-            "seconds": extra.get("seconds_unrecorded", 0.0),
-        }
-        begun = position.step > 0
+        begun, older = position.step > 0, {"rows": position.rows_unrecorded}
+        older["seconds"] = extra.get("seconds_unrecorded", 0.0)
         self._meter.rewind(extra.get("meter", older), resumed=begun, compiled=self._begun and begun)
         self.hooks.load_state(position.step, extra.get("hooks", {}))
         del self.records[position.records :]
-
-    def _note_wait(self, now: float, before: float) -> float:
-        self._meter.add_wait(now - before)
-        self._ledger.move("productive", "waiting", now - before)
-        return now
 
     @property
     def _resumable(self) -> bool:
@@ -409,23 +390,18 @@ class Loop(Running):
     def _all_steps_done(self) -> bool:
         return self.total is not None and self.place.step >= self.total
 
-    def _is_over(self) -> bool:
-        return self._stopping.over or self._all_steps_done()
-
     def _is_last(self) -> bool:
         """Whether the run is over once this epoch is."""
-        return self._is_over() or self.place.epoch + 1 == self.epochs
+        over = self._stopping.over or self._all_steps_done()
+        return over or self.place.epoch + 1 == self.epochs
 
 
-class _Ahead:
+class _Ahead(Iterator[Batch]):
     """Iterates over batches, and can tell whether there are more."""
 
     def __init__(self, batches: Iterator[Batch]) -> None:
         self._batches = batches
         self._next: list[Batch] = []
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
 
     def __next__(self) -> Batch:
         return self._next.pop() if self._next else next(self._batches)

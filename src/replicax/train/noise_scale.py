@@ -41,18 +41,12 @@ from replicax.wording import first_line
 PARTS = 4
 """Parts of a batch, on any number of devices. Two would do, and give |G|² with twice the variance
 that many parts tend to; four come within a third of that, and each adds a reduction."""
-
-
-NOISE = "noise"
-"""The kind of record that a sample is."""
-
-FILE = "noise_scale.json"
-
 CONFIDENCE = 0.95
 """Confidence of the range."""
-
 LEAST_SAMPLES = 5
 """Fewer say nothing about their own error."""
+
+FILE, NOISE = "noise_scale.json", "noise"  # the latter is the kind of record that a sample is
 
 _NUMBERS = ("squared_gradient_norm", "trace")
 
@@ -91,9 +85,8 @@ def noise_probe(dp: DataParallel, state: TrainState) -> Any:
         mesh=mesh,
         shardings=only_read(program.shardings.params, program.objective.read),
     )
-    return lift(
-        function, MODES["jit"], mesh, program.shardings, batch_shardings(mesh), replicated(mesh)
-    )
+    placed = program.shardings, batch_shardings(mesh), replicated(mesh)
+    return lift(function, MODES["jit"], mesh, *placed)
 
 
 def _sample(
@@ -162,13 +155,11 @@ class NoiseScale:
     rows: float
     """The estimate; infinite where that of |G|² is not above 0."""
     low: float
-    """Where its range of 95 % begins, in rows; 0 where nothing is excluded."""
     high: float
-    """Where it ends; infinite where |G|² is not told from 0."""
+    """Its range of 95 %, in rows: 0 where nothing is excluded, infinite where |G|² may be 0."""
     squared_gradient_norm: float
-    """|G|², G the gradient of the mean loss over all data: the mean of the samples."""
     trace: float
-    """tr Σ, the variance of the gradient of one row summed over the parameters: their mean."""
+    """Means of the samples, see `NoiseSample`."""
     samples: int
     """Batches measured."""
     left_out: int
@@ -178,9 +169,8 @@ class NoiseScale:
     batch_rows: int
     """Rows of the largest batch measured."""
     first_step: int
-    """The first step on whose batch it was measured, counted from 1."""
     last_step: int
-    """The last one."""
+    """Steps on whose batches it was measured, counted from 1."""
 
     @property
     def resolved(self) -> bool:
@@ -196,11 +186,6 @@ class NoiseScale:
             return f"B_simple {rows} · {said}"
         above = f"B_simple above {_rows(self.low)} rows" if self.low else "B_simple not resolved"
         return f"{above}: measure longer · {said}"
-
-    def save(self, folder: Path) -> None:
-        """Write `noise_scale.json`; JSON has no infinity, and null stands for it."""
-        text = json.dumps(plain_config(dataclasses.asdict(self)), indent=2)
-        write_whole(folder / FILE, f"{text}\n".encode())
 
 
 class NoiseMeter(Hook):
@@ -258,7 +243,9 @@ class NoiseMeter(Hook):
     def end(self, run: Running) -> None:
         self.scale = noise_scale(run.records)
         if run.folder is not None and run.error is None:
-            self.scale.save(run.folder)
+            # JSON has no infinity, and null stands for it.
+            text = json.dumps(plain_config(dataclasses.asdict(self.scale)), indent=2)
+            write_whole(run.folder / FILE, f"{text}\n".encode())
 
     def summary(self) -> list[str]:
         return [f"noise  {self.scale}"]
@@ -276,6 +263,7 @@ def noise_scale(records: Sequence[Record]) -> NoiseScale:
     later = [record for record in taken if record.step > middle]
     finite = [r for r in later if all(math.isfinite(r.metrics[name]) for name in _NUMBERS)]
     pairs = np.array([[record.metrics[name] for name in _NUMBERS] for record in finite])
+    steps = [record.step for record in finite] or [0]
     square, trace = pairs.mean(0) if finite else (math.nan, math.nan)
     low, high = _range(pairs) if len(finite) >= LEAST_SAMPLES else (0.0, math.inf)
     return NoiseScale(
@@ -288,8 +276,8 @@ def noise_scale(records: Sequence[Record]) -> NoiseScale:
         left_out=len(later) - len(finite),
         parts=PARTS,
         batch_rows=max((record.rows for record in finite), default=0),
-        first_step=min((record.step for record in finite), default=0),
-        last_step=max((record.step for record in finite), default=0),
+        first_step=min(steps),
+        last_step=max(steps),
     )
 
 

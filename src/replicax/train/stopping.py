@@ -229,8 +229,7 @@ class Stopping:
         return self.over
 
     def _mine(self, now: bool) -> dict[str, Any]:
-        every = self._save_every
-        clock = not now and every is not None and time.monotonic() - self._saved_at >= every
+        clock = not now and self._is_time()
         mine = {"signal": self._interrupt.signal, "clock": clock, **self._asked}
         self._asked |= {"save": False, "evaluate": False}
         return mine
@@ -240,6 +239,10 @@ class Stopping:
         self.why = next((v["stop"] for v in votes if v["stop"] is not None), None)
         self.save_due |= votes[0]["clock"] or any(vote["save"] for vote in votes)
         self.evaluation_due |= any(vote["evaluate"] for vote in votes)
+
+    def _is_time(self) -> bool:
+        every = self._save_every
+        return every is not None and time.monotonic() - self._saved_at >= every
 
     def _next(self) -> int:
         """How many calls from here about `_BETWEEN_VOTES_SECONDS` will have passed.
