@@ -278,7 +278,6 @@ class Audit(Hook):
         at: RunPosition,
         how: str = "",
     ) -> str:
-        """Who differs in what, and since when."""
         what = named(list(dict.fromkeys(each.leaf for each in differences)))
         when = f"after step {at.step}" if at.step else "before the first step"
         if self._good is not None:
@@ -298,7 +297,6 @@ class Audit(Hook):
 
 
 def _outvoted(differences: list[UnequalCopies]) -> list[int]:
-    """Places of the devices that most others contradict."""
     return sorted({place for each in differences for place in each.wrong or ()})
 
 

@@ -132,14 +132,17 @@ def check_changes(old: Mapping[str, Any], new: Mapping[str, Any], *, accept: boo
     matter = [change for change in found if change.matters]
     if matter and not accept:
         more = f", and {len(matter) - _MOST_NAMED} more" if len(matter) > _MOST_NAMED else ""
-        named = ", ".join(
-            f"{_text(change, _LONGEST_VALUE)}{_meaning(change)}" for change in matter[:_MOST_NAMED]
-        )
+        told = []
+        for change in matter[:_MOST_NAMED]:
+            section, _, part = change.field.partition(".")
+            meaning = f" ({PROGRAM[part]})" if section == "program" and part in PROGRAM else ""
+            told.append(f"{_text(change, _LONGEST_VALUE)}{meaning}")
         raise ConfigError(
-            f"this run began with another configuration: {named}{more}; give it a folder of its "
-            "own (--run), or go on with the new one (--accept-changes, or accept_changes=True)"
+            f"this run began with another configuration: {', '.join(told)}{more}; give it a folder "
+            "of its own (--run), or go on with the new one (--accept-changes, or "
+            "accept_changes=True)"
         )
-    ordered = matter + [change for change in found if not change.matters]
+    ordered = sorted(found, key=lambda change: not change.matters)
     lines = [_line(change) for change in ordered[:_MOST_LINES]]
     if len(ordered) > _MOST_LINES:
         lines.append(f"change ... and {len(ordered) - _MOST_LINES:,} more")
@@ -149,15 +152,13 @@ def check_changes(old: Mapping[str, Any], new: Mapping[str, Any], *, accept: boo
 def _as_written(config: Mapping[str, Any]) -> dict[str, Any]:
     """`config` as `config.json` has it, but for the addresses of objects written as text."""
     text = json.dumps(plain_config(dict(config)))
-    plain: dict[str, Any] = json.loads(re.sub(r" at 0x[0-9a-f]+", "", text))
-    return plain
+    return dict(json.loads(re.sub(r" at 0x[0-9a-f]+", "", text)))
 
 
 def _differences(path: _Keys, old: Any, new: Any) -> Iterator[tuple[_Keys, Any, Any]]:
-    """Path, old and new value of each field that differs."""
-    if isinstance(old, dict) and new is ABSENT and old:
+    if isinstance(old, dict) and old and new is ABSENT:
         new = {}
-    if isinstance(new, dict) and old is ABSENT and new:
+    if isinstance(new, dict) and new and old is ABSENT:
         old = {}
     if isinstance(old, dict) and isinstance(new, dict):
         for key in {**old, **new}:
@@ -188,9 +189,8 @@ def _once(found: list[Change]) -> list[Change]:
         said = last, _json(change.old), _json(change.new), change.matters
         if not change.field.startswith(_DERIVED):
             asked.add(said)
-        elif said in asked:
-            continue
-        kept.append(change)
+        if not change.field.startswith(_DERIVED) or said not in asked:
+            kept.append(change)
     return kept
 
 
@@ -201,11 +201,6 @@ def _line(change: Change) -> str:
         end = " (other versions: cannot be told)"
     room = _COLUMNS - len("change   -> ") - min(len(change.field), _LONGEST_FIELD) - len(end)
     return f"change {_text(change, room // 2)}{end}"
-
-
-def _meaning(change: Change) -> str:
-    section, _, part = change.field.partition(".")
-    return f" ({PROGRAM[part]})" if section == "program" and part in PROGRAM else ""
 
 
 def _text(change: Change, width: int) -> str:

@@ -5,7 +5,7 @@ import io
 import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -102,8 +102,14 @@ def panels_of(records: Sequence[Record]) -> Panels:
     found: Panels = {}
     trained = {name for r in records if r.kind == "train" for name in r.metrics}
     for record in records:
-        for panel, series, value in _values(record, trained):
-            found.setdefault(panel, {}).setdefault(series, []).append((record.step, value))
+        figures = record.figures or {} if record.kind == "train" else {}
+        for name, value in {**record.metrics, **figures}.items():
+            panel, series = name, record.kind
+            group, slash, metric = name.rpartition("/")
+            if series == "eval" and slash and name not in trained:
+                panel, series = metric, group
+            if record.kind in ("train", "eval"):
+                found.setdefault(panel, {}).setdefault(series, []).append((record.step, value))
     return {name: found[name] for name in sorted(found, key=lambda name: name != "loss")}
 
 
@@ -114,20 +120,6 @@ def rates_of(records: Sequence[Record]) -> list[tuple[int, float]]:
         (each[-1].step, sum(r.rows for r in each) / math.fsum(r.seconds for r in each))
         for each in _groups(timed, RATES)
     ]
-
-
-def _values(record: Record, trained: set[str]) -> Iterator[tuple[str, str, float]]:
-    """Panel, series and value of each metric and figure of a record."""
-    if record.kind == "train":
-        for name, value in {**record.metrics, **(record.figures or {})}.items():
-            yield name, "train", value
-    if record.kind == "eval":
-        for name, value in record.metrics.items():
-            group, slash, metric = name.rpartition("/")
-            if slash and name not in trained:
-                yield metric, group, value
-            else:
-                yield name, "eval", value
 
 
 def _draw_panel(axis: Any, name: str, series: dict[str, list[tuple[int, float]]]) -> None:

@@ -176,7 +176,6 @@ class BadSteps:
         self._skipped: list[Record] = []  # of those in a row
 
     def finished(self, step: Dispatched) -> list[Record]:
-        """Return a record of a step that has finished, if its update was skipped."""
         if not step.skipped:
             self.rewind(0)
             return []

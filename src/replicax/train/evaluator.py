@@ -83,7 +83,6 @@ class Evaluator:
             self._dp.check(feed)
 
     def is_due(self, place: RunPosition, *, epoch_over: bool) -> bool:
-        """Whether to evaluate at `place`, the run not being at its end."""
         plan = self._plan
         if place.step == 0:
             return plan.at_start

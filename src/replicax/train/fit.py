@@ -6,7 +6,6 @@ import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ParamSpec, Self
 
 import jax
@@ -168,16 +167,11 @@ class Run(Loop):
             self._open = stack.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is not None:  # told to all that is open, which else takes the run for done
+    def __exit__(self, *raised: Any) -> None:
+        if raised[1] is not None:  # told to all that is open, which else takes the run for done
             if self._stream is not None:
                 self._open.callback(self._stream.close)
-            self._open.__exit__(kind, error, traceback)
+            self._open.__exit__(*raised)
             return
         with self._open:
             if self._stream is not None:
@@ -189,7 +183,6 @@ class Run(Loop):
         self.hooks("end", self)
 
     def _take_folder(self, stack: contextlib.ExitStack) -> None:
-        """Hold the run's folder, where there is one, and find where it goes on from."""
         self._storage, self._ledger = None, Ledger(None)
         if self._run_dir is None:
             return

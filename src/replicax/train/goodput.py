@@ -186,7 +186,6 @@ class Ledger:
         return Goodput(seconds, len(every), down, dict(self.hooks))
 
     def _spent(self) -> dict[str, float]:
-        """Since this start began, with the share of the hooks."""
         self.enter(self._bucket)
         seconds = dict(self._seconds)
         taken = min(math.fsum(self.hooks.values()), seconds["productive"])

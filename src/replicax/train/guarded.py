@@ -48,7 +48,7 @@ def guarded(
     That also keeps what an audit looks for: a flipped bit in one replica's weights can make
     everybody's next gradient NaN, and all replicas equal again if it were applied.
     """
-    return dp.wrapping(_Around(around) if around else skip_bad_steps, state)
+    return dp.wrapping(_Around(around), state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,11 +72,9 @@ def with_losses(state: TrainState) -> TrainState:
     if jax.tree.leaves(state.losses):
         return state
     shape, where = (SPIKE_WINDOW,), state.step.sharding
-    if isinstance(state.step, jax.ShapeDtypeStruct):
-        losses: object = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=where)
-    else:
-        nothing = np.full(shape, np.nan, np.float32)
-        losses = jax.make_array_from_callback(shape, where, lambda part: nothing[part])
+    losses: object = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=where)
+    if not isinstance(state.step, jax.ShapeDtypeStruct):
+        losses = jnp.full(shape, jnp.nan, jnp.float32, device=where)
     return dataclasses.replace(state, losses=losses)
 
 

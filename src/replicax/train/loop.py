@@ -243,7 +243,6 @@ class Loop(Running):
         return False
 
     def _evaluate(self) -> Record | None:
-        """Evaluate, and keep the record; None where a signal stops it."""
         assert self._evaluator is not None
         started = time.perf_counter()
         record = self._evaluator(self.state, self.place, self._stops)
@@ -263,7 +262,6 @@ class Loop(Running):
         return record
 
     def _stops(self) -> bool:
-        """Whether an evaluation ends after this batch."""
         self._ledger.beat()
         self._stopping.vote(unit="batch")
         return self._stopping.wanted
@@ -391,14 +389,11 @@ class Loop(Running):
         return self.total is not None and self.place.step >= self.total
 
     def _is_last(self) -> bool:
-        """Whether the run is over once this epoch is."""
         over = self._stopping.over or self._all_steps_done()
         return over or self.place.epoch + 1 == self.epochs
 
 
 class _Ahead(Iterator[Batch]):
-    """Iterates over batches, and can tell whether there are more."""
-
     def __init__(self, batches: Iterator[Batch]) -> None:
         self._batches = batches
         self._next: list[Batch] = []

@@ -140,7 +140,6 @@ def _sample(
 
 
 def _padded(batch: Batch, multiple: int) -> Batch:
-    """The whole batch, padded to a multiple of so many rows."""
     if batch.size % multiple == 0:
         return batch
     index = jnp.arange(-(-batch.size // multiple) * multiple)
@@ -186,6 +185,11 @@ class NoiseScale:
             return f"B_simple {rows} · {said}"
         above = f"B_simple above {_rows(self.low)} rows" if self.low else "B_simple not resolved"
         return f"{above}: measure longer · {said}"
+
+    def save(self, folder: Path) -> None:
+        """Write `noise_scale.json`; JSON has no infinity, and null stands for it."""
+        text = json.dumps(plain_config(dataclasses.asdict(self)), indent=2)
+        write_whole(folder / FILE, f"{text}\n".encode())
 
 
 class NoiseMeter(Hook):
@@ -243,9 +247,7 @@ class NoiseMeter(Hook):
     def end(self, run: Running) -> None:
         self.scale = noise_scale(run.records)
         if run.folder is not None and run.error is None:
-            # JSON has no infinity, and null stands for it.
-            text = json.dumps(plain_config(dataclasses.asdict(self.scale)), indent=2)
-            write_whole(run.folder / FILE, f"{text}\n".encode())
+            self.scale.save(run.folder)
 
     def summary(self) -> list[str]:
         return [f"noise  {self.scale}"]

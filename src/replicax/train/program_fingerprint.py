@@ -79,46 +79,34 @@ def some_rows(source: Source) -> PyTree | None:
 
 
 def _traced(program: Program, state: TrainState, batch: Batch) -> dict[str, str]:
-    if program.configuration.step is None:
-        found = {"loss": _loss(program, state, batch)}
-        try:
-            return found | {"optimizer": _optimizer(program, state)}
-        except NameError:  # it names a mesh axis, which only the compiled step has
-            return found
+    objective, updater = program.objective, program.updater
 
     def step(state: TrainState, batch: Batch) -> Any:
         after, metrics = program.own_step(
-            *(state, batch, None), accumulator=Sequential(), reduce=_as_they_are, apply=keep
+            *(state, batch, None),
+            accumulator=Sequential(),
+            reduce=lambda sums, carried, _: (sums, carried),
+            apply=keep,
         )
         return after.params, metrics
-
-    return {"step": _of_trace(step, state, batch)}
-
-
-def _loss(program: Program, state: TrainState, batch: Batch) -> str:
-    """The digest of the loss's sums and their gradient, of which custom rules are a part."""
-    objective = program.objective
 
     def sums(params: PyTree, extras: PyTree, batch: Batch, seed: Any, step: Any) -> Any:
         return objective.step_sums(params, extras, batch, View(jax.random.key(seed), step=step))
 
-    return _of_trace(sums, state.params, state.extras, batch, state.seed, state.step)
-
-
-def _optimizer(program: Program, state: TrainState) -> str:
-    updater, optimizer = program.updater, program.updater.optimizer
-
     def update(gradient: PyTree, opt_state: PyTree, params: PyTree, loss: Any) -> Any:
         value = {"value": loss} if updater.takes_value else {}
-        return optimizer.update(gradient, opt_state, params, **value)
+        return updater.optimizer.update(gradient, opt_state, params, **value)
 
-    loss = jax.ShapeDtypeStruct((), jnp.float32)
-    begun = _of_trace(optimizer.init, state.params)
-    return _digest([begun, _of_trace(update, state.params, state.opt_state, state.params, loss)])
-
-
-def _as_they_are(sums: Any, carried: PyTree, _axis: str | None) -> tuple[Any, PyTree]:
-    return sums, carried
+    if program.configuration.step is not None:
+        return {"step": _of_trace(step, state, batch)}
+    # Custom rules are a part of the gradient.
+    found = {"loss": _of_trace(sums, state.params, state.extras, batch, state.seed, state.step)}
+    given = (state.params, state.opt_state, state.params, jax.ShapeDtypeStruct((), jnp.float32))
+    try:
+        begun = _of_trace(updater.optimizer.init, state.params)
+        return found | {"optimizer": _digest([begun, _of_trace(update, *given)])}
+    except NameError:  # it names a mesh axis, which only the compiled step has
+        return found
 
 
 def _of_trace(function: Any, *arguments: PyTree) -> str:
@@ -172,7 +160,6 @@ def _kind(atom: Any) -> str:
 
 
 def _value(value: Any) -> str:
-    """The dtype, shape and bits of a constant."""
     array = np.ascontiguousarray(numbers(value))
     return f"{array.dtype}{array.shape}{hashlib.sha256(array.tobytes()).hexdigest()}"
 

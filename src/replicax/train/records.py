@@ -86,7 +86,6 @@ class RunFolder:
             write_whole(self.path / CONFIG, f"{text}\n".encode())
 
     def append(self, record: Record) -> None:
-        """Add a line to `records.jsonl`, at once visible to a reader of a file system."""
         self._lines.append(record.to_json())
 
     def keep(self, lines: int) -> tuple[int, int]:

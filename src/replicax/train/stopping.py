@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from replicax.core.job import Job
@@ -60,7 +60,6 @@ class Interrupt:
             self._held = True
 
     def let_go(self) -> None:
-        """Let go once what was held is saved, or not worth it."""
         with self._answering:
             self._held = False
 
@@ -86,12 +85,7 @@ class Interrupt:
         _open.append(self)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self in _open:
             _open.remove(self)
             self._restore()
@@ -179,7 +173,6 @@ class Stopping:
 
     @property
     def wanted(self) -> bool:
-        """Whether a signal stops the run early, as far as it is decided by all."""
         return self.signal is not None
 
     @property

@@ -223,7 +223,6 @@ class Storage:
         self._write_config()
 
     def restore(self, like: TrainState) -> TrainState:
-        """The state of what was found, laid out as `like`."""
         assert self.found is not None
         with self.ledger.spending("restoring"):
             state = read(like, self._store.local(self.found.path) / STATE)
@@ -248,7 +247,6 @@ class Storage:
         self._saved = what
 
     def finish(self, state: TrainState, position: Position, extra: dict[str, Any]) -> None:
-        """Save `state` for sure, before the run ends."""
         with self.ledger.spending("saving"):
             self.save(state, position, extra)
             while not self._saver.wait():

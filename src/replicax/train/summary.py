@@ -219,7 +219,6 @@ def summary(result: Fit, total: int | None) -> list[str]:
 
 
 def _rows_per_second(records: list[Record]) -> float:
-    """Over the records that were timed; 0 where none was."""
     timed = [record for record in records if record.seconds > 0]
     seconds = sum(record.seconds for record in timed)
     return sum(record.rows for record in timed) / seconds if seconds else 0.0

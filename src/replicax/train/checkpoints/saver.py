@@ -163,7 +163,6 @@ class Saver:
             self._broken = error
 
     def _first(self, topic: str, mine: str | None) -> str | None:
-        """First of what went wrong in any process."""
         errors = self._job.gather(topic, mine, slow=True)
         return next((error for error in errors if error), None)
 
@@ -178,7 +177,6 @@ class Saver:
         return next((error for error, _ in told if error), None), files
 
     def _files(self, folder: Path) -> dict[str, FileEntry]:
-        """The files in `folder`, once they are where all are."""
         files = file_entries(folder)
         self._store.upload(folder, files)
         return files

@@ -197,7 +197,6 @@ class Store:
         sync_folder(self.folder)
 
     def discard(self, leftover: Path) -> None:
-        """Delete what is no checkpoint, as far as that can be done."""
         shutil.rmtree(leftover, ignore_errors=True)
 
     def clean(self) -> None:

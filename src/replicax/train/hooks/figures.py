@@ -1,8 +1,7 @@
 """Hooks that add a figure or a metric to the train records."""
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,9 +20,7 @@ from replicax.train.hook import Hook, Running
 from replicax.train.hooks.best import check_at_least
 from replicax.train.records import Record
 
-GRADIENT_NORM = "gradient_norm"
-
-LEARNING_RATE = "learning_rate"
+GRADIENT_NORM, LEARNING_RATE = "gradient_norm", "learning_rate"
 
 
 class DeviceMemory(Hook):
@@ -132,17 +129,14 @@ def with_gradient_norm(apply: Apply) -> Apply:
                 "leave the hook out, or rename the metric"
             )
         after, told = apply(state, total, *rest)
-        return after, {**told, GRADIENT_NORM: _norm(total)}
+        # 0 where nothing has any weight.
+        divisor = jnp.where(total.weight > 0, total.weight, 1)
+        means = [leaf / divisor for leaf in jax.tree.leaves(total.gradient)]
+        squares = [jnp.sum(jnp.square(jnp.abs(mean))) for mean in means]
+        norm = jnp.sqrt(jnp.sum(jnp.stack([jnp.float32(0), *squares])))
+        return after, {**told, GRADIENT_NORM: norm}
 
     return told_apply
-
-
-def _norm(total: StepSums) -> jax.Array:
-    """Return the norm of the mean gradient; 0 where nothing has any weight."""
-    divisor = jnp.where(total.weight > 0, total.weight, 1)
-    means = [leaf / divisor for leaf in jax.tree.leaves(total.gradient)]
-    squares = [jnp.sum(jnp.square(jnp.abs(mean))) for mean in means]
-    return jnp.sqrt(jnp.sum(jnp.stack([jnp.float32(0), *squares])))
 
 
 class LearningRate(Hook):
@@ -185,7 +179,11 @@ class LearningRate(Hook):
         elif callable(rate):
             # Those that were skipped left the optimizer's count as it was.
             skipped = sum(r.kind == "skip" and r.step < record.step for r in run.records)
-            with _on_the_host():
+            try:  # the host, where it does not wait behind the steps that were dispatched
+                host = jax.local_devices(backend="cpu")[0]
+            except RuntimeError:  # the user's platforms leave it out
+                host = None
+            with jax.default_device(host):
                 rate = rate(record.step - 1 - skipped)
         return {LEARNING_RATE: float(rate)}
 
@@ -209,14 +207,3 @@ def _injected(run: Running) -> jax.Array:
             "optax.inject_hyperparams(optax.adamw)(learning_rate=schedule)"
         )
     return found[0]
-
-
-@contextlib.contextmanager
-def _on_the_host() -> Iterator[None]:
-    """Compute where a schedule does not wait behind the steps that were dispatched."""
-    try:
-        host = jax.local_devices(backend="cpu")[0]
-    except RuntimeError:  # the user's platforms leave it out
-        host = None
-    with jax.default_device(host):
-        yield

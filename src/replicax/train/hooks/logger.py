@@ -89,10 +89,8 @@ class Logger(Hook):
             require(self.package, "loggers")
         self._queue, self._given, self._sent = queue.SimpleQueue(), 0, 0
         self._fault, self._told, self._asked_at = None, False, None
-        name = f"replicax-{self.name}"
-        self._thread = threading.Thread(
-            target=self._work, args=(_start(run),), name=name, daemon=True
-        )
+        given, name = (_start(run),), f"replicax-{self.name}"
+        self._thread = threading.Thread(target=self._work, args=given, name=name, daemon=True)
         self._thread.start()
 
     def record(self, run: Running, record: Record) -> None:
@@ -131,8 +129,7 @@ class Logger(Hook):
         opened = self._try("open", start)
         while (task := self._queue.get()) is not None:
             point, argument = task
-            if point == "go_back":
-                start = argument
+            start = argument if point == "go_back" else start
             opened = opened or (point == "write" and self._try("open", start))
             if opened and self._try(point, argument):
                 self._sent += point == "write"
