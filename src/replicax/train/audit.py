@@ -11,7 +11,7 @@ from replicax.core.batch import Batch
 from replicax.core.leaves import numbers
 from replicax.core.mesh import replica_count
 from replicax.core.update import TrainState
-from replicax.errors import ConfigError, DivergedError, ReplicasDifferError, choose
+from replicax.errors import ConfigError, DivergedError, ReplicasDifferError, check_at_least, choose
 from replicax.train.checkpoints.arrays import abstract, as_key
 from replicax.train.dispatched import Dispatched, RunPosition
 from replicax.train.fingerprint import Fingerprint, UnequalCopies
@@ -90,8 +90,7 @@ class Audit(Hook):
     _never_finite: set[str]
 
     def __init__(self, every: int, on_divergence: str = "stop") -> None:
-        if every < 1:
-            raise ConfigError(f"every={every} of an audit; it is at least 1 step: raise it")
+        check_at_least("an audit with every", every, 1)
         ways = {"stop": False, "restore": True}
         self._restoring = choose("on_divergence", on_divergence, ways)
         self._every = every

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from replicax.errors import MissingDependencyError, require
@@ -48,9 +49,10 @@ class Curves(Hook):
         if self._drawing is not None:
             if not self._drawing.done():
                 return
-            self._drawing.result()  # raises what the thread has raised
+            with contextlib.suppress(MissingDependencyError):  # the end says so
+                self._drawing.result()  # raises what the thread has raised
         self._begun_at = time.monotonic()
-        self._drawing = self._thread.submit(self._draw, list(run.records), run.folder)
+        self._drawing = self._thread.submit(draw_curves, list(run.records), run.folder / FILE)
 
     def end(self, run: Running) -> None:
         self._thread.shutdown()
@@ -60,10 +62,6 @@ class Curves(Hook):
             draw_curves(run.records, run.folder / FILE)
         except MissingDependencyError as error:
             run.say(f"no {FILE}: {error}")
-
-    def _draw(self, records: list[Record], folder: Path) -> None:
-        with contextlib.suppress(MissingDependencyError):  # the end says so
-            draw_curves(records, folder / FILE)
 
 
 def draw_curves(records: Sequence[Record], path: Path) -> None:
@@ -133,7 +131,7 @@ def _draw_panel(axis: Any, name: str, series: dict[str, list[tuple[int, float]]]
         groups = _groups(points, MOST_POINTS)
         axis.plot(
             [each[-1][0] for each in groups],
-            [_mean([value for _, value in each]) for each in groups],
+            [fmean([y for _, y in each if math.isfinite(y)] or [math.nan]) for each in groups],
             color=colour,
             label=label,
             marker="o" if few else None,
@@ -153,11 +151,6 @@ def _draw_panel(axis: Any, name: str, series: dict[str, list[tuple[int, float]]]
 def _groups(items: Sequence[Any], most: int) -> list[Sequence[Any]]:
     size = max(-(-len(items) // most), 1)
     return [items[at : at + size] for at in range(0, len(items), size)]
-
-
-def _mean(values: list[float]) -> float:
-    finite = [value for value in values if math.isfinite(value)]
-    return math.fsum(finite) / len(finite) if finite else math.nan
 
 
 def _short() -> Any:

@@ -13,7 +13,7 @@ from replicax.core.batch import Batch
 from replicax.core.job import Job
 from replicax.core.loss import LOSS
 from replicax.core.update import Metrics
-from replicax.errors import ConfigError, DivergedError
+from replicax.errors import DivergedError, check_at_least
 from replicax.train.guarded import NOT_FINITE, SPIKE
 from replicax.train.records import Record
 
@@ -164,11 +164,7 @@ class BadSteps:
     """
 
     def __init__(self, most_in_a_row: int, job: Job) -> None:
-        if most_in_a_row < 1:
-            raise ConfigError(
-                f"most={most_in_a_row} of a Guard; a run ends at the first bad step or later: "
-                "use at least 1"
-            )
+        check_at_least("a Guard with most", most_in_a_row, 1)
         self.in_a_row = 0
         """Bad steps since the last good one, as far as they are read; set it where a run resumes.
         """
@@ -180,8 +176,13 @@ class BadSteps:
             self.rewind(0)
             return []
         self.in_a_row += 1
-        self._skipped.append(_record(step))
-        return self._skipped[-1:]
+        spike = step.spike is not None and bool(step.spike)
+        examples = tuple(int(each) for each in _whole(step.index)[_whole(step.mask) > 0])
+        metrics = {LOSS: float(step.metrics[LOSS])} | ({SPIKE: 1.0} if spike else {})
+        rows, at = len(examples) if step.rows is None else step.rows, step.place
+        record = Record("skip", at.step, at.epoch, metrics, rows, 0.0, examples=examples)
+        self._skipped.append(record)
+        return [record]
 
     def check(self) -> None:
         """Raise `DivergedError` where too many in a row were bad, once their records are kept."""
@@ -211,15 +212,6 @@ class BadSteps:
         """Forget the steps that are to be done again; `in_a_row` is as it was before them."""
         self.in_a_row = in_a_row
         self._skipped.clear()
-
-
-def _record(step: Dispatched) -> Record:
-    spike = step.spike is not None and bool(step.spike)
-    real = _whole(step.mask) > 0
-    examples = tuple(int(each) for each in _whole(step.index)[real])
-    metrics = {LOSS: float(step.metrics[LOSS])} | ({SPIKE: 1.0} if spike else {})
-    rows, at = len(examples) if step.rows is None else step.rows, step.place
-    return Record("skip", at.step, at.epoch, metrics, rows, 0.0, examples=examples)
 
 
 def _whole(array: jax.Array) -> np.ndarray:

@@ -14,7 +14,7 @@ from replicax.core.data_parallel import DataParallel
 from replicax.core.feed import Feed
 from replicax.core.objective import LossFunction
 from replicax.core.update import TrainState
-from replicax.errors import ConfigError
+from replicax.errors import ConfigError, check_at_least
 from replicax.train.dispatched import RunPosition
 from replicax.train.records import Record
 
@@ -59,9 +59,7 @@ class Evaluation:
                 "an evaluation takes a source, or sets={name: source}: give one of them"
             )
         for name in ("every_epochs", "every_steps", "rows"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}={value} of an evaluation; it is at least 1: raise it")
+            check_at_least(f"an evaluation with {name}", getattr(self, name), 1)
 
 
 class Evaluator:

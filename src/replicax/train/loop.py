@@ -26,14 +26,6 @@ from replicax.train.stopping import Interrupt, Stopping
 from replicax.train.storage import Storage, parts_of_processes
 
 
-@dataclasses.dataclass(frozen=True)
-class _Good:
-    place: RunPosition
-    position: Position
-    extra: dict[str, Any]
-    at: float
-
-
 class Loop(Running):
     """A run on its way, in this start of it: the parts of `rx.Run` that move it on."""
 
@@ -55,7 +47,8 @@ class Loop(Running):
         """Trained on in the whole run."""
         self.error: BaseException | None = None
         self._evaluated_at = self._closed_at = -1
-        self._good: _Good | None = None
+        self._good: tuple[Position, dict[str, Any], float] | None = None
+        """Where the state was good that a hook keeps, and when."""
         self._good_at: float | None = None
         self._back: tuple[TrainState, str, dict[str, float]] | None = None
         """Where a hook wants to go back to, why, and metrics of the record of it."""
@@ -153,7 +146,7 @@ class Loop(Running):
         self, state: TrainState, place: RunPosition, why: str, metrics: dict[str, float]
     ) -> None:
         assert self._good is not None
-        assert self._good.place == place
+        assert self._good[0].step == place.step
         self._back = state, why, metrics
 
     def _batches(self) -> Generator[Batch]:
@@ -194,8 +187,7 @@ class Loop(Running):
                     break
             closing = self._all_steps_done() or not self._resumable or batches.ended
         due = self._is_last() or self._evaluator is not None
-        self._follow(0, closing=closing, due=due)
-        return self._went_back()
+        return self._settle(closing=closing, due=due)
 
     def _do_what_is_due(self, batches: "_Ahead") -> bool:
         """Evaluate and save between two steps; whether the run went back by that."""
@@ -205,8 +197,7 @@ class Loop(Running):
         if not self._stopping.wanted and self._evaluate_if_due():
             return True
         if not self._stopping.wanted and self._save_is_due():
-            self._follow(0, closing=self._all_steps_done() or batches.ended, due=True)
-            if self._went_back():
+            if self._settle(closing=self._all_steps_done() or batches.ended):
                 return True
             self._save()
         return False
@@ -235,8 +226,7 @@ class Loop(Running):
         asked = self._stopping.evaluation_due
         if not asked and not self._evaluator.is_due(self.place, epoch_over=False):
             return False
-        self._follow(0, due=True)
-        if self._went_back():
+        if self._settle():
             return True
         self._evaluate()
         self._stopping.vote(now=True)
@@ -302,7 +292,7 @@ class Loop(Running):
             self.keep(record)
         self._bad_steps.check()
         if self._good_at is not None:
-            self._good = _Good(self.place, self._position(), self._extra(), self._good_at)
+            self._good = self._position(), self._extra(), self._good_at
             self._good_at = None
 
     def _with_figures(self, record: Record) -> Record:
@@ -314,18 +304,23 @@ class Loop(Running):
         if self._back is None:
             return False
         (state, why, metrics), self._back = self._back, None
-        good = self._good
-        assert good is not None
-        lost = self.place.step - good.place.step
-        self.say(f"restored step {good.place.step:,}, {lost} steps back: {why}")
-        self._ledger.move("productive", "lost", time.monotonic() - good.at)
-        self._stand_at(good.position, good.extra)
+        assert self._good is not None
+        position, extra, at = self._good
+        lost = self.place.step - position.step
+        self.say(f"restored step {position.step:,}, {lost} steps back: {why}")
+        self._ledger.move("productive", "lost", time.monotonic() - at)
+        self._stand_at(position, extra)
         self.state = state
         self.hooks("rewound", self)
         told = {"steps_lost": float(lost), **metrics}
-        self.keep(Record("restore", good.place.step, good.place.epoch, told, 0, 0.0))
-        self._good = dataclasses.replace(good, position=self._position())
+        self.keep(Record("restore", position.step, position.epoch, told, 0, 0.0))
+        self._good = self._position(), extra, at
         return True
+
+    def _settle(self, *, closing: bool = False, due: bool = True) -> bool:
+        """Follow all steps to their end; whether the run went back by that."""
+        self._follow(0, closing=closing, due=due)
+        return self._went_back()
 
     def _save_is_due(self, *, asked: bool = False) -> bool:
         """Whether to save now; if `asked`, only where the clock or a hook says so."""

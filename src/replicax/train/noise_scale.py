@@ -31,11 +31,10 @@ from replicax.core.objective import Objective, only_read
 from replicax.core.ready import agree_on_program
 from replicax.core.scaling import unscaled
 from replicax.core.update import TrainState, step_key
-from replicax.errors import ConfigError
+from replicax.errors import ConfigError, check_at_least
 from replicax.train.dispatched import Dispatched
 from replicax.train.hook import Hook, Running
-from replicax.train.places import write_whole
-from replicax.train.records import Record, plain_config
+from replicax.train.records import Record, write_json
 from replicax.wording import first_line
 
 PARTS = 4
@@ -188,8 +187,7 @@ class NoiseScale:
 
     def save(self, folder: Path) -> None:
         """Write `noise_scale.json`; JSON has no infinity, and null stands for it."""
-        text = json.dumps(plain_config(dataclasses.asdict(self)), indent=2)
-        write_whole(folder / FILE, f"{text}\n".encode())
+        write_json(folder / FILE, dataclasses.asdict(self))
 
 
 class NoiseMeter(Hook):
@@ -211,8 +209,7 @@ class NoiseMeter(Hook):
     """
 
     def __init__(self, every: int) -> None:
-        if every < 1:
-            raise ConfigError(f"every={every} of a NoiseMeter; it is at least 1 step: raise it")
+        check_at_least("a NoiseMeter with every", every, 1)
         self.scale: NoiseScale | None = None
         self._every = every
         self._probe: Any = None

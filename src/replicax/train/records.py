@@ -81,9 +81,7 @@ class RunFolder:
             )
 
     def write_config(self, config: dict[str, Any]) -> None:
-        text = json.dumps(plain_config(config), indent=2)
-        with writing(self.path / CONFIG):
-            write_whole(self.path / CONFIG, f"{text}\n".encode())
+        write_json(self.path / CONFIG, config)
 
     def append(self, record: Record) -> None:
         self._lines.append(record.to_json())
@@ -101,6 +99,13 @@ class RunFolder:
 
     def sync(self) -> None:
         self._lines.sync()
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write `value` as `plain_config` has it."""
+    text = json.dumps(plain_config(value), indent=2)
+    with writing(path):
+        write_whole(path, f"{text}\n".encode())
 
 
 def plain_config(config: dict[str, Any]) -> dict[str, Any]:

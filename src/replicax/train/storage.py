@@ -153,20 +153,26 @@ class Storage:
             self.folder.write_config(self._config)
             return {"token": 1, "checkpoint": None}
         self._lease = take_lease(self.path)
-        self._check_config(self.folder)
+        if exists(self.path / CONFIG):
+            self._before = read_config(self.path / CONFIG)
+            for line in check_changes(self._before, self._config, accept=self._accept):
+                self._say(line)
+            if "program" in self._before:  # until the first batch tells which it is now
+                self._config.setdefault("program", self._before["program"])
+        else:
+            self.folder.refuse_another("it has no config.json")
         self._store.clean()
         self.ledger = Ledger(self.path / FILE, self._lease.token)
         there = len(self._store.paths())
         with self.ledger.spending("restoring"):
             found = self._store.newest_good(self._wanted, self._say)
         self.ledger.restored(None if found is None else found[1].position.step)
-        told: dict[str, Any] = {"token": self._lease.token, "checkpoint": None}
         if found is None:
             if there:
                 self._say(f"begin  at step 0: none of {there} checkpoints can be trusted")
             self.folder.keep(0)
             self.folder.write_config(self._config)
-            return told
+            return {"token": self._lease.token, "checkpoint": None}
         path, manifest = found
         position = manifest.position
         read_records(self.path, position.records)  # they are left as they are where this fails
@@ -181,17 +187,12 @@ class Storage:
         again = reached - position.step
         more = f"; {again:,} more are done again" if again > 0 else ""
         self._say(f"resume {self.path}: step {position.step:,}, saved {saved}{more}")
-        told |= {"checkpoint": path.name, "position": dataclasses.asdict(position)}
-        return {**told, "extra": manifest.extra}
-
-    def _check_config(self, folder: RunFolder) -> None:
-        if not exists(self.path / CONFIG):
-            return folder.refuse_another("it has no config.json")
-        self._before = read_config(self.path / CONFIG)
-        for line in check_changes(self._before, self._config, accept=self._accept):
-            self._say(line)
-        if "program" in self._before:  # until the first batch tells which it is now
-            self._config.setdefault("program", self._before["program"])
+        return {
+            "token": self._lease.token,
+            "checkpoint": path.name,
+            "position": dataclasses.asdict(position),
+            "extra": manifest.extra,
+        }
 
     def check_program(self, program: dict[str, str]) -> None:
         """Compare the program, where only the first batch could tell it; all processes call it."""

@@ -9,6 +9,7 @@ import platform
 import socket
 import subprocess
 import sys
+import textwrap
 from typing import Any
 
 import jax
@@ -179,12 +180,9 @@ def eval_line(record: Record) -> str:
 def skip_line(record: Record) -> str:
     """Say that the update of a step was skipped, and on which examples, in 80 columns."""
     what = "a spike of the loss" if "spike" in record.metrics else "loss or gradient not finite"
-    examples = [str(example) for example in record.examples or ()]
     line = f"skip   step {record.step:,}: {what}, examples "
-    while examples and len(line + ", ".join(examples)) > 77:
-        examples.pop()
-    more = ", ..." if len(examples) < len(record.examples or ()) else ""
-    return f"{line}{', '.join(examples)}{more}"
+    examples = ", ".join(map(str, record.examples or ()))
+    return line + textwrap.shorten(examples, 80 - len(line), placeholder=" ...")
 
 
 def summary(result: Fit, total: int | None) -> list[str]:

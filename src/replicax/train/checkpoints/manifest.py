@@ -150,27 +150,25 @@ def file_entries(folder: Path) -> dict[str, FileEntry]:
     return {path: FileEntry(sizes[path], tuple(digests[path])) for path in sizes}
 
 
-def first_difference(folder: Path, files: Mapping[str, FileEntry]) -> str | None:
-    """Return the first deviation from `files`, in one line; None if there is none.
+def check_files(folder: Path, files: Mapping[str, FileEntry]) -> None:
+    """Raise `CheckpointError` at the first deviation from `files`.
 
     Names and sizes are looked at before any file is opened. A path that leaves the folder is none
     that is found there, so it is missing.
     """
-    try:
-        sizes = _sizes(folder)
-        for path in sorted(sizes.keys() | files.keys()):
-            if path not in files:
-                return f"{path} is not in the manifest"
-            if path not in sizes:
-                return f"{path} is missing"
-            if sizes[path] != files[path].bytes:
-                return f"{path} has {sizes[path]} bytes, and {files[path].bytes} are recorded"
-        for (path, start, end), digest in _hashed(folder, sizes):
-            if digest != files[path].sha256[start // PIECE_BYTES]:
-                return f"{path} differs from its checksum in bytes {start} to {end}"
-    except CheckpointError as error:
-        return str(error)
-    return None
+    sizes = _sizes(folder)
+    for path in sorted(sizes.keys() | files.keys()):
+        if path not in files:
+            raise CheckpointError(f"{path} is not in the manifest")
+        if path not in sizes:
+            raise CheckpointError(f"{path} is missing")
+        if sizes[path] != files[path].bytes:
+            recorded = f"and {files[path].bytes} are recorded"
+            raise CheckpointError(f"{path} has {sizes[path]} bytes, {recorded}")
+    for (path, start, end), digest in _hashed(folder, sizes):
+        if digest != files[path].sha256[start // PIECE_BYTES]:
+            where = f"bytes {start} to {end}"
+            raise CheckpointError(f"{path} differs from its checksum in {where}")
 
 
 def _sizes(folder: Path) -> dict[str, int]:

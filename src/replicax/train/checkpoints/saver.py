@@ -31,37 +31,33 @@ MOST_FAILURES = 3
 """Saves in a row that may fail before the run stops: by then too much would be lost."""
 
 
+@dataclasses.dataclass(eq=False)
 class Saver:
-    """Saves states into `store`, while the training goes on.
+    """Saves states into `store`, while the training goes on."""
 
-    Args:
-        token: of the run's lease.
-        check: called before a checkpoint is put in its place; raises where the run is taken over.
-        not_finite: parameters that were not finite when the run began, and may be so.
-        pinned: tells the steps whose checkpoints stay, whatever else the store keeps.
-    """
+    store: Store
+    token: int
+    """Of the run's lease."""
+    check: Callable[[], None]
+    """Raises where the run is taken over; called before a checkpoint is put in its place."""
+    job: Job
+    seed: int
+    config: dict[str, Any]
+    not_finite: Collection[str] = ()
+    """Parameters that were not finite when the run began, and may be so."""
+    pinned: Callable[[], Collection[int]] = tuple
+    """Tells the steps whose checkpoints stay, whatever else the store keeps."""
 
-    def __init__(
-        self,
-        store: Store,
-        token: int,
-        check: Callable[[], None],
-        job: Job,
-        seed: int,
-        config: dict[str, Any],
-        not_finite: Collection[str] = (),
-        pinned: Callable[[], Collection[int]] = tuple,
-    ) -> None:
-        self.saved_step: int | None = None
-        """Step of the newest checkpoint that is in its place."""
-        self._store, self._token, self._check, self._job = store, token, check, job
-        self._seed, self._config, self._not_finite, self._pinned = seed, config, not_finite, pinned
-        self._number = self._failures = 0
-        self._arrays: dict[str, ArrayEntry] = {}
-        self._thread: threading.Thread | None = None
-        self._failed: str | None = None
-        self._broken: BaseException | None = None
-        self._alarms: list[str] = []
+    saved_step: int | None = None
+    """Step of the newest checkpoint that is in its place."""
+    _number: int = 0
+    _failures: int = 0
+    """In a row."""
+    _arrays: dict[str, ArrayEntry] | None = None
+    _thread: threading.Thread | None = None
+    _failed: str | None = None
+    _broken: BaseException | None = None
+    _alarms: list[str] = dataclasses.field(default_factory=list)
 
     def save(self, state: TrainState, position: Position, extra: dict[str, Any]) -> None:
         """Begin to save `state`; returns once it is copied, and may be given to the next step.
@@ -71,20 +67,20 @@ class Saver:
         self.wait()
         self._arrays = self._arrays or array_entries(state)  # the same in every save
         self._number += 1
-        folder = self._store.temporary(position.step, self._token, self._number)
+        folder = self.store.temporary(position.step, self.token, self._number)
         manifest = Manifest(
             position=position,
-            token=self._token,
+            token=self.token,
             saved_at=time.time(),
-            seed=self._seed,
+            seed=self.seed,
             arrays=self._arrays,
             files={},
-            config=self._config,
+            config=self.config,
             extra=extra,
         )
 
         def begun() -> Callable[[], None]:
-            if wrong := sorted(params_not_finite(state).difference(self._not_finite)):
+            if wrong := sorted(params_not_finite(state).difference(self.not_finite)):
                 raise CheckpointError(f"{wrong[0]} is no longer finite")
             return begin_writing(state, folder / STATE)
 
@@ -94,7 +90,7 @@ class Saver:
             manifest,
             written,
             fault,
-            f"save {self._number} of start {self._token}",
+            f"save {self._number} of start {self.token}",
         )
         self._thread = threading.Thread(target=self._finish, args=arguments, daemon=True)
         self._thread.start()
@@ -109,10 +105,10 @@ class Saver:
     def wait(self) -> bool:
         """Wait for the save that goes on, if one does; whether the last one succeeded."""
         if self._thread is not None:
-            self._job.rest()  # a slow disk is not a process that stands still
+            self.job.rest()  # a slow disk is not a process that stands still
             self._thread.join()
             self._thread = None
-            self._job.move()
+            self.job.move()
             self._judge()
         return self._failures == 0
 
@@ -129,7 +125,7 @@ class Saver:
         if self._failures >= MOST_FAILURES:
             raise CheckpointError(
                 f"{self._failures} saves in a row have failed: {self._failed}; {good}: make room "
-                f"or repair {self._store.folder}, and start again"
+                f"or repair {self.store.folder}, and start again"
             )
         self._alarms.append(
             f"ALARM  a save has failed ({self._failures} in a row): {self._failed}; {good}"
@@ -147,23 +143,26 @@ class Saver:
         try:
             mine = fault if written is None else _tried(written)[1]
             failed, files = self._first(f"{topic}: written", mine), None
-            if failed is None and not self._store.is_shared:
+            if failed is None and not self.store.is_shared:
                 failed, files = self._uploaded(folder, f"{topic}: uploaded")
             if failed is None:
                 mine = None
-                if self._job.process == 0:
+                if self.job.process == 0:
                     _, mine = _tried(lambda: self._commit(folder, manifest, files))
+                    if mine is None:
+                        with contextlib.suppress(OSError):  # too many are kept: it harms nobody
+                            self.store.retire(self.pinned())
                 failed = self._first(f"{topic}: in its place", mine)
             if failed is None:
                 self.saved_step = manifest.position.step
-            if not self._store.is_shared or (failed is not None and self._job.process == 0):
-                self._store.discard(folder)
+            if not self.store.is_shared or (failed is not None and self.job.process == 0):
+                self.store.discard(folder)
             self._failed = failed
         except BaseException as error:  # it belongs to the main thread
             self._broken = error
 
     def _first(self, topic: str, mine: str | None) -> str | None:
-        errors = self._job.gather(topic, mine, slow=True)
+        errors = self.job.gather(topic, mine, slow=True)
         return next((error for error in errors if error), None)
 
     def _uploaded(self, folder: Path, topic: str) -> tuple[str | None, dict[str, FileEntry]]:
@@ -171,14 +170,14 @@ class Saver:
         own, mine = _tried(lambda: self._files(folder))
         files = own or {}
         entries = {path: [entry.bytes, *entry.sha256] for path, entry in files.items()}
-        told = self._job.gather(topic, [mine, entries], slow=True)
+        told = self.job.gather(topic, [mine, entries], slow=True)
         for _, part in told:
             files |= {path: FileEntry(size, tuple(sha)) for path, (size, *sha) in part.items()}
         return next((error for error, _ in told if error), None), files
 
     def _files(self, folder: Path) -> dict[str, FileEntry]:
         files = file_entries(folder)
-        self._store.upload(folder, files)
+        self.store.upload(folder, files)
         return files
 
     def _commit(self, folder: Path, manifest: Manifest, files: dict[str, FileEntry] | None) -> None:
@@ -187,13 +186,11 @@ class Saver:
             files = self._files(folder)
         write_manifest(folder, dataclasses.replace(manifest, files=files))
         try:
-            self._check()
+            self.check()
         except RunInUseError as error:
             self._broken = error
             raise
-        self._store.commit(folder, manifest.position.step)
-        with contextlib.suppress(OSError):  # too many are kept, which harms nobody
-            self._store.retire(self._pinned())
+        self.store.commit(folder, manifest.position.step)
 
 
 def _tried(function: Callable[[], _Result]) -> tuple[_Result | None, str | None]:

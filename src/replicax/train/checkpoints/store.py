@@ -22,12 +22,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from replicax.errors import CheckpointError, ConfigError
+from replicax.errors import CheckpointError, ConfigError, check_at_least
 from replicax.train.checkpoints.manifest import (
     MANIFEST,
     ArrayEntry,
     Manifest,
-    first_difference,
+    check_files,
     read_manifest,
 )
 from replicax.train.places import (
@@ -58,8 +58,7 @@ LOSSES = "losses"
 
 def verify(folder: Path, manifest: Manifest) -> None:
     """Check the checkpoint in `folder`: names and sizes first, then every byte."""
-    if reason := first_difference(folder, manifest.files):
-        raise CheckpointError(reason)
+    check_files(folder, manifest.files)
     chunks = dict.fromkeys(manifest.arrays, 0)
     for path, file in manifest.files.items():
         array, _, chunk = path.removeprefix(f"{STATE}/").rpartition("/")
@@ -114,9 +113,8 @@ class Store:
         self.folder = folder
         self._keep, self._keep_every = keep, keep_every
         self._verified: Path | None = None
-        for name, value in (("keep", keep), ("keep_every", keep_every)):
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}={value}; it is at least 1: raise it")
+        check_at_least("keep", keep, 1)
+        check_at_least("keep_every", keep_every, 1)
 
     def paths(self) -> list[tuple[int, Path]]:
         """Steps and folders of all that are in their place, the oldest first."""

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from replicax.errors import ConfigError, choose
+from replicax.errors import ConfigError, check_at_least, choose
 from replicax.train.checkpoints.store import CHECKPOINTS, Store
 from replicax.train.hook import Hook, Running
 from replicax.train.load import BEST
@@ -63,12 +63,6 @@ class _Watching(Hook):
             return False
         self._best, self._step, self._since = value, record.step, 0
         return True
-
-
-def check_at_least(name: str, value: float, least: float) -> None:
-    """Raise `ConfigError` where `value` is below `least`."""
-    if not value >= least:
-        raise ConfigError(f"{name}={value}; it is at least {least:g}: raise it")
 
 
 class EarlyStopping(_Watching):

@@ -14,10 +14,9 @@ from replicax.core.batch import Batch
 from replicax.core.models.definition import PyTree
 from replicax.core.objective import StepSums
 from replicax.core.update import Metrics, TrainState
-from replicax.errors import ConfigError
+from replicax.errors import ConfigError, check_at_least
 from replicax.train.dispatched import Dispatched
 from replicax.train.hook import Hook, Running
-from replicax.train.hooks.best import check_at_least
 from replicax.train.records import Record
 
 GRADIENT_NORM, LEARNING_RATE = "gradient_norm", "learning_rate"
@@ -62,8 +61,8 @@ class Throughput(Hook):
     def __init__(
         self, tokens_per_row: float | None = None, flops_per_row: float | None = None
     ) -> None:
-        check_at_least("Throughput with tokens_per_row", tokens_per_row or 0, 0)
-        check_at_least("Throughput with flops_per_row", flops_per_row or 0, 0)
+        check_at_least("Throughput with tokens_per_row", tokens_per_row, 0)
+        check_at_least("Throughput with flops_per_row", flops_per_row, 0)
         self._tokens, self._given = tokens_per_row, flops_per_row
         self._flops: float | None = None
         """FLOPs of a row, once they are known."""
