@@ -131,7 +131,7 @@ def _draw_panel(axis: Any, name: str, series: dict[str, list[tuple[int, float]]]
         groups = _groups(points, MOST_POINTS)
         axis.plot(
             [each[-1][0] for each in groups],
-            [fmean([y for _, y in each if math.isfinite(y)] or [math.nan]) for each in groups],
+            [_mean([value for _, value in each]) for each in groups],
             color=colour,
             label=label,
             marker="o" if few else None,
@@ -151,6 +151,10 @@ def _draw_panel(axis: Any, name: str, series: dict[str, list[tuple[int, float]]]
 def _groups(items: Sequence[Any], most: int) -> list[Sequence[Any]]:
     size = max(-(-len(items) // most), 1)
     return [items[at : at + size] for at in range(0, len(items), size)]
+
+
+def _mean(values: list[float]) -> float:
+    return fmean([value for value in values if math.isfinite(value)] or [math.nan])
 
 
 def _short() -> Any:
