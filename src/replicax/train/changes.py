@@ -35,7 +35,6 @@ HARMLESS = (
 )
 """Dotted paths of what cannot alter a run's results beyond rounding. What lies below one of them is
 harmless too; all else matters."""
-
 LENGTHS = frozenset((("fields", "epochs"), ("epochs",), ("steps",)))
 """How far a run goes, which is harmless where its program is the same: no schedule follows."""
 
@@ -46,17 +45,13 @@ PROGRAM = {
     "step": "the step's code",
 }
 """The digests of `replicax.train.program_fingerprint`, and what another one means."""
-
 _OF_ONE_START = (("start", "command"), ("start", "host"), ("start", "time"))
 _NO_TRACER = ("python", "numpy")
 """Versions of what has no say in which operations a program is traced to."""
-
 _MOST_NAMED, _MOST_LINES = 6, 20
 _COLUMNS, _LONGEST_FIELD, _LONGEST_VALUE = 80, 36, 40
-
 ABSENT: Final = object()
 """In place of a value where a configuration has no such field; null is a value."""
-
 _Keys = tuple[str, ...]
 _HARMLESS = frozenset(tuple(path.split(".")) for path in HARMLESS)
 _MODES = (("options", "mode"), ("parallel", "mode"))

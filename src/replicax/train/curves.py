@@ -26,7 +26,6 @@ LOG_SCALE_FROM = 30.0
 """Largest loss over smallest from which a linear axis would hide the end of a run."""
 RATES = 50
 """At most so many are drawn: those of single records would make a zigzag."""
-
 Panels = dict[str, dict[str, list[tuple[int, float]]]]
 """Metric -> series (`train`, `eval`, or the name of a set that was evaluated) -> steps, values."""
 

@@ -69,11 +69,9 @@ class Fingerprint:
                 self.alone_bytes += size
 
     def take(self, state: PyTree) -> jax.Array:
-        """Fingerprint `state` on the devices, without waiting for it.
+        """Fingerprint `state` on the devices, without waiting: uint32 `[devices, leaves, 3]`.
 
-        Returns:
-            uint32 `[devices, leaves, 3]`, whole on every device: two sums of the bits, and whether
-            some number is not finite.
+        Two sums of the bits, and whether some number is not finite; whole on every device.
         """
         table: jax.Array = of_each_device(_sums, self.mesh, self._specs)(jax.tree.leaves(state))
         return table

@@ -26,15 +26,12 @@ from replicax.train.places import Lines, read_bytes
 from replicax.wording import duration
 
 FILE = "goodput.jsonl"
-
 BUCKETS = "productive", "compiling", "lost", "saving", "restoring", "waiting", "hooks", "starting"
 """Where time goes: to steps and evaluations that count, to compiling, to what was thrown away, to
 what saving keeps the loop from, to reading and verifying a checkpoint, to waiting for input, to
 hooks, and to all that comes before."""
-
 _STAYS = ("saving", "restoring", "lost")
 """Buckets whose seconds stay where they are when what was done is thrown away."""
-
 _SECONDS_BETWEEN_BEATS = 5.0
 _SHARE_BETWEEN_BEATS = 1e-3
 """Share of a start's time: a month of it leaves some thousand lines, and not half a million."""

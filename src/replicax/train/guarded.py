@@ -20,17 +20,13 @@ from replicax.errors import ConfigError
 
 NOT_FINITE = "not_finite"
 """The metric of a guarded step: whether its loss, or something in its gradient, is not finite."""
-
 SPIKE = "spike"
 """The metric of a guarded step whose state has `losses`: whether its loss is far above them."""
-
 SPIKE_WINDOW = 128
 """Losses that one is compared with. This, and `SPIKE_SIGMAS`, are what MaxText and OLMo-core have
 (`skip_step_interval` and `skip_step_scaling_factor`; `SkipStepOptimizer`)."""
-
 SPIKE_SIGMAS = 6.0
 """Standard deviations above their mean at which a loss is a spike."""
-
 _LARGEST_GRADIENT = float(np.sqrt(np.finfo(np.float32).max))
 """Adam and norms take its square, which of a larger one is not finite in float32: 1.8e19."""
 

@@ -18,10 +18,8 @@ from replicax.train.records import CONFIG, Record, read_records
 from replicax.wording import named
 
 BEST = "best.json"
-
 _OF_THE_RUN_ALONE = (LOSSES, "reduction")
 """Fields of a state that only a run going on needs: a state without them is loaded without them."""
-
 _MOST_NAMED = 6
 
 

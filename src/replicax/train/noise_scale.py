@@ -44,9 +44,7 @@ CONFIDENCE = 0.95
 """Confidence of the range."""
 LEAST_SAMPLES = 5
 """Fewer say nothing about their own error."""
-
 FILE, NOISE = "noise_scale.json", "noise"  # the latter is the kind of record that a sample is
-
 _NUMBERS = ("squared_gradient_norm", "trace")
 
 
@@ -70,11 +68,8 @@ def noise_probe(dp: DataParallel, state: TrainState) -> Any:
     It is one program in all modes: the compiler splits each part's rows over the devices, as in
     mode `jit`. The parts hold the same rows on any number of devices, and are computed one after
     the other, in at least as many micro-batches as the step. It holds two gradients, split as the
-    layout splits the parameters, and moves what `PARTS` steps reduce.
-
-    Returns:
-        A `jax.jit` function of a state, that before a step, and the step's batch; it gives a
-        `NoiseSample`.
+    layout splits the parameters, and moves what `PARTS` steps reduce. It is a `jax.jit` function of
+    the state before a step and the step's batch, and gives a `NoiseSample`.
     """
     program, mesh = dp.program(state), dp.mesh
     function = partial(
@@ -297,13 +292,10 @@ def load_noise_scale(path: Path) -> NoiseScale:
 
 
 def _range(pairs: np.ndarray) -> tuple[float, float]:
-    """The ratios of mean trace to mean |G|² that the samples do not exclude.
+    """The ratios of mean trace to mean |G|² that the samples `[n, 2]` of the two do not exclude.
 
     A ratio r is excluded where the mean of trace - r |G|² is too far from 0. That is a quadratic
     inequality in r: a r² - 2 b r + c <= 0.
-
-    Args:
-        pairs: `[samples, 2]`: |G|² and the trace.
     """
     from scipy.special import stdtrit  # a dependency of JAX
 

@@ -24,12 +24,9 @@ from replicax.core.update import TrainState
 
 ROWS = 64
 """Rows of the traced batch: the same for every batch size, number of devices and padding."""
-
 _DIGITS = 12
-
 _NO_PART = frozenset(("name", "name_and_src_info", "debug_info", "metadata", "ctx_mesh"))
 """Parameters of an operation that say what something is called, or where it was written."""
-
 _LOOKS_ON = frozenset(("debug_print", "debug_callback"))
 
 
@@ -39,21 +36,12 @@ def program_fingerprint(dp: DataParallel, state: TrainState, batch: PyTree) -> d
     They follow from the operations that JAX traces, with the values of all constants, and not from
     names, comments, devices, mode, layout, micro-batches or padding. Code that runs in Python while
     the step runs (a callback) is not seen, nor what nothing is computed from. The loss and the
-    optimizer are traced once, on shapes; nothing is compiled or run.
+    optimizer are traced once, on shapes; nothing is compiled or run. 12 hex digits each:
 
-    Args:
-        dp: anything with a model.
-        state: of `dp`; arrays or their shapes.
-        batch: a `Batch`, or a pytree `[rows, ...]`; arrays or their shapes, any number of rows.
-
-    Returns:
-        12 hex digits each: `model` (paths, shapes and dtypes of its arrays), `loss` (with its
-        gradient and metrics) and `optimizer`; or `model` and `step`, for a step of one's own. An
-        optimizer that asks for a mesh axis by name has none.
-
-    Example:
-        >>> program_fingerprint(dp, state, {"x": x, "y": y})
-        {'model': '1c0fd43a9be2', 'loss': '97a33c5a1d0b', 'optimizer': 'd15e8890c0aa'}
+    - `model`: paths, shapes and dtypes of its arrays;
+    - `loss`: with its gradient and metrics;
+    - `optimizer`: none where it asks for a mesh axis by name;
+    - `step`: a step of one's own, in place of loss and optimizer.
     """
     program = dp.program(state)
     plain = jax.tree.map(

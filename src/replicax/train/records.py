@@ -17,7 +17,6 @@ from replicax.train.places import Lines, exists, make_folder, read_bytes, write_
 
 _NO_RECORD = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 """Errors of reading a line that is no record."""
-
 CONFIG, RECORDS = "config.json", "records.jsonl"
 
 

@@ -295,13 +295,7 @@ def _what_is_saved(position: Position, extra: dict[str, Any]) -> Any:
 def first_batch(source: Source, position: Position, extra: dict[str, Any]) -> int:
     """The next batch of `position.epoch`, counted from 0; by its rows where these can be told.
 
-    Args:
-        source: of the run, which may be cut into other batches now.
-        position: by rows, whose order is the same in any number of processes.
-        extra: of the checkpoint.
-
-    Raises:
-        ConfigError: `source` cannot begin there.
+    Their order is the same in any number of processes; `source` may be cut into other batches now.
     """
     told = extra.get("processes")
     now = parts_of_processes(source).get("processes")

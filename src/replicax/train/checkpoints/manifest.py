@@ -19,7 +19,6 @@ from replicax.train.places import write_whole
 MANIFEST = "manifest.json"
 PIECE_BYTES = 64 * 2**20
 """Bytes that one checksum covers: pieces of a large file are read by several threads."""
-
 _FORMAT, _MOST_THREADS, _BUFFER_BYTES = 1, 8, 2**18
 
 

@@ -26,7 +26,6 @@ from replicax.train.checkpoints.store import STATE, Store
 from replicax.wording import first_line
 
 _Result = TypeVar("_Result")
-
 MOST_FAILURES = 3
 """Saves in a row that may fail before the run stops: by then too much would be lost."""
 

@@ -43,13 +43,11 @@ from replicax.train.places import (
 
 STATE = "state"
 """The folder of the arrays, in a checkpoint's."""
-
 _MOST_NAMED = 3
 _LEFTOVERS = (".saving-", ".retired-")
 _REFUSED = f"refused-{MANIFEST}"
 _ENDED = {MANIFEST, _REFUSED}
 _COMMITTED = re.compile(r"step-(\d{9,18})(?:\.([2-9]|[1-9]\d{1,17}))?")
-
 CHECKPOINTS = "checkpoints"
 """The folder of them, in a run's."""
 LOSSES = "losses"

@@ -15,7 +15,6 @@ from replicax.train.records import Record
 
 _LESS_IS_BETTER = ("loss", "error", "perplexity", "bits_per_byte")
 """Names of metrics end in one of these."""
-
 _MODES = {"min": "lowest", "max": "highest"}
 
 

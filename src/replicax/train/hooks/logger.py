@@ -17,13 +17,10 @@ from replicax.wording import first_line
 
 MOST_WAITING = 1000
 """Records that wait to be sent; more are dropped."""
-
 END_SECONDS = 10.0
 """For what still waits when the run ends."""
-
 SLOW_SECONDS = 30.0
 """Without an answer, after which it is said that there is none."""
-
 FILE = "records.csv"
 _FIRST = ("kind", "step", "epoch", "rows", "seconds")
 

@@ -16,15 +16,11 @@ from replicax.train.places import on_disk
 from replicax.train.records import Record
 
 STEP = "step"
-
 INIT_SECONDS = 20
 """For an answer; after that the next record tries again."""
-
 _NOT_IN_NAMES = re.compile(r"[^\w\-. :/]")
-
 _MOST_PARAMS = 100
 """In one request."""
-
 _LONGEST = 6000
 """Characters of a parameter."""
 
