@@ -20,8 +20,7 @@ from replicax.wording import listed, named, size_text
 
 RESTORES = 3
 """Times in a row that a run goes back to the same step before it gives up."""
-_TABLE = "audit"
-"""The name under which fingerprints are attached to a step."""
+_TABLE = "audit"  # the name under which fingerprints are attached to a step
 
 
 class Snapshot:

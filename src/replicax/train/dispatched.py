@@ -17,8 +17,7 @@ from replicax.errors import DivergedError, check_at_least
 from replicax.train.guarded import NOT_FINITE, SPIKE
 from replicax.train.records import Record
 
-_NAMED = 8
-"""Examples that a message names; the record has them all."""
+_NAMED = 8  # examples that a message names; the record has them all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,10 +74,8 @@ class Meter:
     not finite: where that leaves none, the mean is NaN. Step 1 has a record of its own.
     """
 
-    _last: Dispatched | None
-    """The newest step, if it has no record yet."""
-    _sums: dict[str, list[float]]
-    """Name -> sum over rows, and how many they were."""
+    _last: Dispatched | None  # the newest step, if it has no record yet
+    _sums: dict[str, list[float]]  # name -> sum over rows, and how many they were
     _started: float | None
     _wait_seconds: float
     rows: int

@@ -53,13 +53,10 @@ class Loop(Running):
         self._back: tuple[TrainState, str, dict[str, float]] | None = None
         """Where a hook wants to go back to, why, and metrics of the record of it."""
         self._waits = False
-        self._begun = False
-        """Whether a step was done in this start."""
-        self._given: Batch | None = None
-        """A batch that no step was done on yet."""
+        self._begun = False  # whether a step was done in this start
+        self._given: Batch | None = None  # no step was done on it yet
         self._stream: Generator[Batch] | None = None
-        self._ended = False
-        """Whether all batches were given that there are to be."""
+        self._ended = False  # whether all batches were given that there are to be
 
     @property
     def is_main(self) -> bool:

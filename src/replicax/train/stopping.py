@@ -37,8 +37,7 @@ class Interrupt:
         self._numbers = [signal.SIGINT, signal.SIGTERM] if terminate else [signal.SIGINT]
         self._at_once = at_once
         self._previous: dict[int, object] = {}
-        self._pressed = False
-        """Whether SIGINT came."""
+        self._pressed = False  # whether SIGINT came
         self._held = self._answered = False
         self._answering = threading.Lock()
         self._wake: socket.socket | None = None
@@ -127,8 +126,7 @@ class Interrupt:
             raise KeyboardInterrupt
 
 
-_open: list[Interrupt] = []
-"""From the outermost to the innermost."""
+_open: list[Interrupt] = []  # from the outermost to the innermost
 
 
 def signal_name(number: int) -> str:

@@ -22,8 +22,7 @@ from replicax.core.update import TrainState
 from replicax.errors import CheckpointError, require
 from replicax.train.checkpoints.manifest import ArrayEntry
 
-_LONGEST_NAME = 200
-"""Bytes of a leaf's name, which is that of a folder; most file systems take 255."""
+_LONGEST_NAME = 200  # bytes of a leaf's name, which is that of a folder; most file systems take 255
 
 
 def array_entries(state: TrainState) -> dict[str, ArrayEntry]:

@@ -50,8 +50,7 @@ class Saver:
     saved_step: int | None = None
     """Step of the newest checkpoint that is in its place."""
     _number: int = 0
-    _failures: int = 0
-    """In a row."""
+    _failures: int = 0  # in a row
     _arrays: dict[str, ArrayEntry] | None = None
     _thread: threading.Thread | None = None
     _failed: str | None = None

@@ -22,8 +22,7 @@ class _Watching(Hook):
     """A hook that watches a metric of the evaluations, and knows the best of them so far."""
 
     _best: float | None = None
-    _step = _since = 0
-    """Step of the best, and how many evaluations came after it."""
+    _step = _since = 0  # step of the best, and how many evaluations came after it
 
     def __init__(self, metric: str, mode: str | None) -> None:
         if mode is None:
@@ -136,8 +135,7 @@ class KeepBest(_Watching):
     ) -> None:
         super().__init__(metric, mode)
         self._file = file
-        self._named: dict[str, Any] = {}
-        """The contents of the file, as far as this process knows."""
+        self._named: dict[str, Any] = {}  # the contents of the file, as far as this process knows
 
     @property
     def pinned(self) -> Collection[int]:

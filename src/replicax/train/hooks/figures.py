@@ -64,10 +64,8 @@ class Throughput(Hook):
         check_at_least("Throughput with tokens_per_row", tokens_per_row, 0)
         check_at_least("Throughput with flops_per_row", flops_per_row, 0)
         self._tokens, self._given = tokens_per_row, flops_per_row
-        self._flops: float | None = None
-        """FLOPs of a row, once they are known."""
-        self._peak: float | None = None
-        """FLOP/s of all devices, where they are known."""
+        self._flops: float | None = None  # FLOPs of a row, once they are known
+        self._peak: float | None = None  # FLOP/s of all devices, where they are known
 
     def start(self, run: Running) -> None:
         devices = run.dp.mesh.devices
@@ -157,8 +155,7 @@ class LearningRate(Hook):
 
     def __init__(self, schedule: Callable[[int], Any] | float | None = None) -> None:
         self._schedule = schedule
-        self._rate: Any = None
-        """Of the newest step that has finished."""
+        self._rate: Any = None  # of the newest step that has finished
 
     def start(self, run: Running) -> None:
         if self._schedule is None:

@@ -59,12 +59,9 @@ class Logger(Hook):
 
     _thread: threading.Thread | None = None
     _queue: "queue.SimpleQueue[tuple[str, Any] | None]"
-    _given = _sent = 0
-    """Records."""
-    _asked_at: float | None = None
-    """When the thread began with what it does."""
-    _fault: str | None = None
-    """The first fault."""
+    _given = _sent = 0  # records
+    _asked_at: float | None = None  # when the thread began with what it does
+    _fault: str | None = None  # the first fault
     _told = False
 
     def open(self, start: Start) -> None:
@@ -182,8 +179,7 @@ class CSV(Logger):
         self._wanted = path
         self._path = Path()
         self._rows: list[dict[str, Any]] = []
-        self._columns: list[str] = []
-        """Columns of the file."""
+        self._columns: list[str] = []  # columns of the file
 
     def start(self, run: Running) -> None:
         if run.is_main:

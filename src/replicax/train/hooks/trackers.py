@@ -19,10 +19,8 @@ STEP = "step"
 INIT_SECONDS = 20
 """For an answer; after that the next record tries again."""
 _NOT_IN_NAMES = re.compile(r"[^\w\-. :/]")
-_MOST_PARAMS = 100
-"""In one request."""
-_LONGEST = 6000
-"""Characters of a parameter."""
+_MOST_PARAMS = 100  # in one request
+_LONGEST = 6000  # characters of a parameter
 
 
 class TensorBoard(Logger):
