@@ -60,7 +60,7 @@ class Checkpoint:
     path: Path
     manifest: Manifest
     identity: tuple[int, int] | None
-    """Of its folder; see `_identity`."""
+    """Identity of its folder; see `_identity`."""
     others: tuple[int, ...]
     """Steps of the other checkpoints, the oldest first."""
 

@@ -36,7 +36,7 @@ class Saver:
 
     store: Store
     token: int
-    """Of the run's lease."""
+    """Token of the run's lease."""
     check: Callable[[], None]
     """Raises where the run is taken over; called before a checkpoint is put in its place."""
     job: Job
@@ -192,7 +192,7 @@ class Saver:
 
 
 def _tried(function: Callable[[], _Result]) -> tuple[_Result | None, str | None]:
-    """What `function` returns, and the error that it raises: the system's words, if it has any."""
+    """Return what `function` returns, and the error that it raises: the system's words, if any."""
     try:
         return function(), None
     except Exception as error:  # of storage, in many forms
