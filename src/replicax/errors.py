@@ -129,6 +129,12 @@ def choose(argument: str, name: Any, table: Mapping[str, T], otherwise: str = ""
     raise ConfigError(f"{argument}={name!r}; it is one of {', '.join(table)}{otherwise}{nearest}")
 
 
+def check_at_least(name: str, value: float | None, least: float) -> None:
+    """Raise `ConfigError` where `value` is below `least`; None is none."""
+    if value is not None and not value >= least:
+        raise ConfigError(f"{name}={value}; it is at least {least:g}: raise it")
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The nearest known name as a suggestion to append to a message, or an empty string."""
     nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)

@@ -17,8 +17,8 @@ def listed(words: Sequence[str]) -> str:
 
 def counted(number: int, noun: str) -> str:
     """`1 process`, `2 processes`, `3 nodes`."""
-    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
-    return f"{number} {noun if number == 1 else plural}"
+    plural = f"{noun}es" if noun.endswith(("s", "ch")) else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
 
 
 def size_text(size_bytes: float) -> str:

@@ -264,7 +264,7 @@ def test_a_moment_that_is_nan_on_all_replicas_ends_the_run(eight: rx.DataParalle
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ((0,), "every=0 of an audit; it is at least 1 step"),
+        ((0,), "an audit with every=0; it is at least 1"),
         ((10, "restor"), "did you mean 'restore'"),
     ],
 )

@@ -139,11 +139,11 @@ def test_numbers_that_are_not_finite_are_told(value: float) -> None:
 
 def test_nothing_is_moved_between_devices_but_the_fingerprints() -> None:
     from replicax.analysis.hlo import instructions
-    from replicax.train.fingerprint import _program
+    from replicax.train.fingerprint import _sums, of_each_device
 
     mesh = rx.make_mesh()
     shape = jax.ShapeDtypeStruct((1000, 100), jnp.float32, sharding=replicated(mesh))
-    compiled = _program(mesh, (PartitionSpec(),)).lower([shape]).compile()
+    compiled = of_each_device(_sums, mesh, (PartitionSpec(),)).lower([shape]).compile()
     moved = [each for each in instructions(compiled.as_text()) if each.opcode.startswith("all-")]
     assert len(moved) == 1
     assert "100" not in moved[0].shape

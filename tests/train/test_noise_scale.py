@@ -231,7 +231,7 @@ def test_another_file_is_refused(tmp_path: Path, text: bytes) -> None:
         load_noise_scale(file)
 
 
-@pytest.mark.parametrize(("every", "rows", "why"), [(0, 4, "at least 1 step"), (1, 1, "1 row has")])
+@pytest.mark.parametrize(("every", "rows", "why"), [(0, 4, "at least 1"), (1, 1, "1 row has")])
 def test_what_cannot_be_measured_is_refused(every: int, rows: int, why: str) -> None:
     source = batches(8, 1)[0]
     with pytest.raises(ConfigError, match=why):

@@ -11,7 +11,7 @@ import termios
 import threading
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -22,7 +22,6 @@ from replicax.train.dispatched import Dispatched, RunPosition
 from replicax.train.progress import (
     PlainProgress,
     Progress,
-    Shown,
     figures,
     open_progress,
 )
@@ -49,8 +48,8 @@ def test_without_progress_nothing_is_printed(capfd: pytest.CaptureFixture[str]) 
     assert type(display) is Progress
     display.line("a line")
     display.status("a status")
-    display.step(1)
-    display.record(record())
+    display.count(1)
+    display.show(record())
     display.close()
     assert capfd.readouterr() == ("", "")
 
@@ -61,12 +60,12 @@ def test_without_a_terminal_there_are_plain_lines(
     display = open_progress(True, 10)
     assert isinstance(display, PlainProgress)
     display.line("batch  64 rows")
-    display.step(1)
-    display.record(record())
+    display.count(1)
+    display.show(record())
     assert capsys.readouterr().out == "batch  64 rows\n"  # figures only once in a while
     monkeypatch.setattr(module, "SECONDS_BETWEEN_LINES", 0.0)
-    display.step(6)
-    display.record(record(step=6))
+    display.count(6)
+    display.show(record(step=6))
     out = capsys.readouterr().out
     assert out.startswith("step 6/10 · epoch 1 · loss 0.1235 · 64,000 rows/s · wait 25% · ")
     assert out.endswith(" left\n")
@@ -79,9 +78,9 @@ def test_an_unknown_length_has_no_time_left(
 ) -> None:
     monkeypatch.setattr(module, "SECONDS_BETWEEN_LINES", 0.0)
     display = PlainProgress(None)
-    display.step(1)
-    display.step(2)
-    display.record(record(step=2))
+    display.count(1)
+    display.count(2)
+    display.show(record(step=2))
     assert capsys.readouterr().out == "step 2 · epoch 1 · loss 0.1235 · 64,000 rows/s · wait 25%\n"
 
 
@@ -167,8 +166,8 @@ def test_on_a_terminal_the_live_line_fits_and_goes_away(terminal: Terminal) -> N
         display.line("epoch  60,000 rows in 235 batches, the last with 96 rows and 160 of padding")
         display.status("compiling the step")
         for step in (1, 6_000, total):
-            display.step(step)
-            display.record(record(step))
+            display.count(step)
+            display.show(record(step))
         display.line("epoch 1 " + "with a long line " * 8)
         display.close()
 
@@ -186,8 +185,8 @@ def test_on_a_terminal_the_live_line_fits_and_goes_away(terminal: Terminal) -> N
 def test_an_unknown_total_shows_no_fraction(terminal: Terminal) -> None:
     def show() -> None:
         display = open_progress(True, None)
-        display.step(7)
-        display.record(record(7))
+        display.count(7)
+        display.show(record(7))
         display.close()
 
     _, ever = screen(terminal(show))
@@ -267,8 +266,8 @@ def test_in_a_notebook_one_output_changes_and_lines_are_printed(
     display.line("batch  64 rows")
     display.status("compiling the step")
     for step in range(1, 11):
-        display.step(step)
-        display.record(record(step))
+        display.count(step)
+        display.show(record(step))
         clock.now += 0.1
     display.line("epoch 1/1")
     display.close()
@@ -288,7 +287,7 @@ def test_in_a_notebook_one_output_changes_and_lines_are_printed(
 
 def test_a_run_in_a_notebook_that_shows_nothing_has_no_output(page: Page) -> None:
     open_progress(True, 10).close()
-    open_progress(False, 10).step(1)
+    open_progress(False, 10).count(1)
     assert page.outputs == []
 
 
@@ -298,7 +297,7 @@ def test_ipython_on_a_terminal_is_no_notebook(page: Page) -> None:
     assert type(display) is PlainProgress
 
 
-class Told:
+class Told(Progress):
     """A display that notes what it is told."""
 
     def __init__(self) -> None:
@@ -307,16 +306,16 @@ class Told:
     def line(self, text: str) -> None:
         self.told.append(text)
 
-    def step(self, step: int) -> None:
+    def count(self, step: int) -> None:
         self.told.append(step)
 
-    def record(self, record: Record) -> None:
+    def show(self, record: Record) -> None:
         self.told.append(record)
 
 
 def test_a_run_is_shown_by_a_hook() -> None:
     told, nothing = Told(), jnp.zeros(0)
-    shown: Any = Shown(cast(Any, told))
+    shown: Any = told
     earlier, first, second = record(1), record(2), record(3)
     earlier = dataclasses.replace(earlier, epoch=0, metrics={"loss": 9.0})
     first, second = (dataclasses.replace(each, epoch=1) for each in (first, second))

@@ -56,7 +56,7 @@ def test_alone_there_is_nothing_to_wait_for() -> None:
     interrupt = Interrupt()
     stopping = Stopping(interrupt, Alone())
     assert not stopping.vote()
-    interrupt.wanted, interrupt.signal = True, signal.SIGTERM
+    interrupt.signal = signal.SIGTERM
     assert stopping.wanted
     assert stopping.vote()
     assert stopping.signal == signal.SIGTERM
@@ -186,7 +186,7 @@ def test_anybody_may_ask_to_save_to_evaluate_and_to_stop(clock: Clock, job: Voti
 def test_a_signal_is_a_wish_until_all_know(clock: Clock, job: Voting) -> None:
     interrupt = Interrupt()
     stopping = Stopping(interrupt, job)
-    interrupt.wanted, interrupt.signal = True, signal.SIGINT
+    interrupt.signal = signal.SIGINT
     assert not stopping.wanted
     assert stopping.vote()
 
@@ -204,7 +204,7 @@ def test_processes_stop_and_save_at_the_same_call() -> None:
                 calls += 1
                 time.sleep(0.001 * (number + 1))
                 if number == 1 and calls == 400:
-                    interrupt.wanted, interrupt.signal = True, int(signal.SIGTERM)
+                    interrupt.signal = int(signal.SIGTERM)
                 if stopping.vote(unit="batch" if calls % 100 > 90 else "step"):
                     return calls, saves
                 if stopping.save_due:

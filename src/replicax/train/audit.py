@@ -11,7 +11,7 @@ from replicax.core.batch import Batch
 from replicax.core.leaves import numbers
 from replicax.core.mesh import replica_count
 from replicax.core.update import TrainState
-from replicax.errors import ConfigError, DivergedError, ReplicasDifferError, choose
+from replicax.errors import ConfigError, DivergedError, ReplicasDifferError, check_at_least, choose
 from replicax.train.checkpoints.arrays import abstract, as_key
 from replicax.train.dispatched import Dispatched, RunPosition
 from replicax.train.fingerprint import Fingerprint, UnequalCopies
@@ -20,9 +20,7 @@ from replicax.wording import listed, named, size_text
 
 RESTORES = 3
 """Times in a row that a run goes back to the same step before it gives up."""
-
-_TABLE = "audit"
-"""The name under which fingerprints are attached to a step."""
+_TABLE = "audit"  # the name under which fingerprints are attached to a step
 
 
 class Snapshot:
@@ -37,7 +35,6 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """Host memory that it takes."""
         return sum(part.nbytes for parts in self._parts for part in parts.values())
 
     def restore(self) -> TrainState:
@@ -45,9 +42,16 @@ class Snapshot:
 
         They are copied: a device may take a host array for its own memory, and a step writes there.
         """
+
+        def placed(like: jax.ShapeDtypeStruct, parts: dict[str, np.ndarray]) -> jax.Array:
+            shape = jax.eval_shape(numbers, like).shape
+            data = jax.make_array_from_callback(
+                shape, like.sharding, lambda index: parts[str(index)].copy()
+            )
+            return as_key(data, like)
+
         leaves, tree = jax.tree.flatten(self._like)
-        placed = map(_placed, leaves, self._parts)
-        state: TrainState = jax.tree.unflatten(tree, placed)
+        state: TrainState = jax.tree.unflatten(tree, map(placed, leaves, self._parts))
         return state
 
 
@@ -55,14 +59,6 @@ def _parts(array: jax.Array) -> dict[str, np.ndarray]:
     """Where in `array` -> what is there; the copies are the host's own."""
     once: dict[str, Any] = {str(shard.index): shard.data for shard in array.addressable_shards}
     return {index: np.array(data, copy=True) for index, data in once.items()}
-
-
-def _placed(like: jax.ShapeDtypeStruct, parts: dict[str, np.ndarray]) -> jax.Array:
-    shape = jax.eval_shape(numbers, like).shape
-    data = jax.make_array_from_callback(
-        shape, like.sharding, lambda index: parts[str(index)].copy()
-    )
-    return as_key(data, like)
 
 
 class Audit(Hook):
@@ -92,8 +88,7 @@ class Audit(Hook):
     _never_finite: set[str]
 
     def __init__(self, every: int, on_divergence: str = "stop") -> None:
-        if every < 1:
-            raise ConfigError(f"every={every} of an audit; it is at least 1 step: raise it")
+        check_at_least("an audit with every", every, 1)
         ways = {"stop": False, "restore": True}
         self._restoring = choose("on_divergence", on_divergence, ways)
         self._every = every
@@ -118,8 +113,7 @@ class Audit(Hook):
         self._never_finite = set(self._fingerprint.not_finite(table))
         self._keep_good(run, run.place)
         run.note_good()
-        for line in self._describe(run, two):
-            run.say(line)
+        self._say_what_is_audited(run, two)
 
     def dispatched(self, run: Running, step: Dispatched) -> None:
         """Have the devices compute the fingerprints of the state, where it is to be audited."""
@@ -172,23 +166,22 @@ class Audit(Hook):
                 "an audit compares copies: leave it out, or use layout='replicated' or 'zero1'"
             )
 
-    def _describe(self, run: Running, two: bool) -> Iterator[str]:
-        """Yield what is audited, a line each."""
+    def _say_what_is_audited(self, run: Running, two: bool) -> None:
         of = self._fingerprint
         steps = "every step" if self._every == 1 else f"every {self._every:,} steps"
-        yield (
+        run.say(
             f"audit  {steps}: {len(of.compared)} leaves, {size_text(of.compared_bytes)} on each "
             f"of {run.dp.mesh.devices.size} devices"
         )
         if of.alone_bytes:
             alone = size_text(of.alone_bytes)
-            yield f"       {alone} more are on no other device: nothing to compare with"
+            run.say(f"       {alone} more are on no other device: nothing to compare with")
         if self._snapshot is not None:
             kept = size_text(self._snapshot.nbytes)
-            yield f"       the last good state is kept: {kept} of host memory"
+            run.say(f"       the last good state is kept: {kept} of host memory")
         elif two:
-            yield "       of 2 replicas, which one is wrong cannot be told: the source"
-            yield "       is an iterator, and steps cannot be replayed"
+            run.say("       of 2 replicas, which one is wrong cannot be told: the source")
+            run.say("       is an iterator, and steps cannot be replayed")
 
     def _is_over(
         self, run: Running, table: jax.Array, place: RunPosition, done: Sequence[Dispatched]
@@ -239,8 +232,7 @@ class Audit(Hook):
             again = f"again after {RESTORES} restores of step {good.step}"
             self._fail(run, ReplicasDifferError(f"{text}, {again}: {advice}"))
         self.restores += 1
-        devices = run.dp.mesh.devices.flat
-        metrics = {f"device_{devices[place].id}": 1.0 for place in wrong}
+        metrics = {f"device_{run.dp.mesh.devices.flat[place].id}": 1.0 for place in wrong}
         run.go_back(self._snapshot.restore(), good, text, metrics)
 
     def _replayed(
@@ -283,7 +275,6 @@ class Audit(Hook):
         at: RunPosition,
         how: str = "",
     ) -> str:
-        """Who differs in what, and since when."""
         what = named(list(dict.fromkeys(each.leaf for each in differences)))
         when = f"after step {at.step}" if at.step else "before the first step"
         if self._good is not None:
@@ -293,19 +284,16 @@ class Audit(Hook):
         if wrong:
             verb = "holds" if len(wrong) == 1 else "hold"
             return f"{_names(run, wrong)} {verb} wrong bits in {what} {when}"
-        names = _names(
-            run, sorted({place for each in differences for place in sum(each.groups, ())})
-        )
+        places = {place for each in differences for place in sum(each.groups, ())}
+        names = _names(run, sorted(places))
         return f"{names} hold different bits in {what} {when}; who is right is open"
 
     def _fail(self, run: Running, error: Exception) -> NoReturn:
-        """Raise `error`, as all processes do."""
         run.dp.job.barrier("what an audit has found")
         raise error
 
 
 def _outvoted(differences: list[UnequalCopies]) -> list[int]:
-    """Places of the devices that most others contradict."""
     return sorted({place for each in differences for place in each.wrong or ()})
 
 

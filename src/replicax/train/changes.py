@@ -35,7 +35,6 @@ HARMLESS = (
 )
 """Dotted paths of what cannot alter a run's results beyond rounding. What lies below one of them is
 harmless too; all else matters."""
-
 LENGTHS = frozenset((("fields", "epochs"), ("epochs",), ("steps",)))
 """How far a run goes, which is harmless where its program is the same: no schedule follows."""
 
@@ -46,17 +45,13 @@ PROGRAM = {
     "step": "the step's code",
 }
 """The digests of `replicax.train.program_fingerprint`, and what another one means."""
-
 _OF_ONE_START = (("start", "command"), ("start", "host"), ("start", "time"))
 _NO_TRACER = ("python", "numpy")
 """Versions of what has no say in which operations a program is traced to."""
-
 _MOST_NAMED, _MOST_LINES = 6, 20
 _COLUMNS, _LONGEST_FIELD, _LONGEST_VALUE = 80, 36, 40
-
 ABSENT: Final = object()
 """In place of a value where a configuration has no such field; null is a value."""
-
 _Keys = tuple[str, ...]
 _HARMLESS = frozenset(tuple(path.split(".")) for path in HARMLESS)
 _MODES = (("options", "mode"), ("parallel", "mode"))
@@ -78,11 +73,7 @@ class Change:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The configuration in `path`, the `config.json` of a run's folder.
-
-    Raises:
-        ConfigError: it cannot be read, or is damaged.
-    """
+    """The configuration in `path`, the `config.json` of a run's folder."""
     try:
         value = json.loads(read_bytes(path))
         if not isinstance(value, dict):
@@ -131,23 +122,22 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
 
 
 def check_changes(old: Mapping[str, Any], new: Mapping[str, Any], *, accept: bool) -> list[str]:
-    """Return what to say about the changes, a line each in 80 columns.
-
-    Raises:
-        ConfigError: something that matters has changed, and is not accepted.
-    """
+    """Return what to say about the changes, a line each in 80 columns."""
     found = _once(changes(old, new))
     matter = [change for change in found if change.matters]
     if matter and not accept:
         more = f", and {len(matter) - _MOST_NAMED} more" if len(matter) > _MOST_NAMED else ""
-        named = ", ".join(
-            f"{_text(change, _LONGEST_VALUE)}{_meaning(change)}" for change in matter[:_MOST_NAMED]
-        )
+        told = []
+        for change in matter[:_MOST_NAMED]:
+            section, _, part = change.field.partition(".")
+            meaning = f" ({PROGRAM[part]})" if section == "program" and part in PROGRAM else ""
+            told.append(f"{_text(change, _LONGEST_VALUE)}{meaning}")
         raise ConfigError(
-            f"this run began with another configuration: {named}{more}; give it a folder of its "
-            "own (--run), or go on with the new one (--accept-changes, or accept_changes=True)"
+            f"this run began with another configuration: {', '.join(told)}{more}; give it a folder "
+            "of its own (--run), or go on with the new one (--accept-changes, or "
+            "accept_changes=True)"
         )
-    ordered = matter + [change for change in found if not change.matters]
+    ordered = sorted(found, key=lambda change: not change.matters)
     lines = [_line(change) for change in ordered[:_MOST_LINES]]
     if len(ordered) > _MOST_LINES:
         lines.append(f"change ... and {len(ordered) - _MOST_LINES:,} more")
@@ -157,15 +147,13 @@ def check_changes(old: Mapping[str, Any], new: Mapping[str, Any], *, accept: boo
 def _as_written(config: Mapping[str, Any]) -> dict[str, Any]:
     """`config` as `config.json` has it, but for the addresses of objects written as text."""
     text = json.dumps(plain_config(dict(config)))
-    plain: dict[str, Any] = json.loads(re.sub(r" at 0x[0-9a-f]+", "", text))
-    return plain
+    return dict(json.loads(re.sub(r" at 0x[0-9a-f]+", "", text)))
 
 
 def _differences(path: _Keys, old: Any, new: Any) -> Iterator[tuple[_Keys, Any, Any]]:
-    """Path, old and new value of each field that differs."""
-    if isinstance(old, dict) and new is ABSENT and old:
+    if isinstance(old, dict) and old and new is ABSENT:
         new = {}
-    if isinstance(new, dict) and old is ABSENT and new:
+    if isinstance(new, dict) and new and old is ABSENT:
         old = {}
     if isinstance(old, dict) and isinstance(new, dict):
         for key in {**old, **new}:
@@ -179,7 +167,6 @@ def _json(value: Any) -> str | None:
 
 
 def _is_bitwise(mode: Any) -> bool:
-    """Whether `mode` is the name of one that promises bits."""
     return mode in MODES and MODES[mode].bitwise
 
 
@@ -197,9 +184,8 @@ def _once(found: list[Change]) -> list[Change]:
         said = last, _json(change.old), _json(change.new), change.matters
         if not change.field.startswith(_DERIVED):
             asked.add(said)
-        elif said in asked:
-            continue
-        kept.append(change)
+        if not change.field.startswith(_DERIVED) or said not in asked:
+            kept.append(change)
     return kept
 
 
@@ -210,11 +196,6 @@ def _line(change: Change) -> str:
         end = " (other versions: cannot be told)"
     room = _COLUMNS - len("change   -> ") - min(len(change.field), _LONGEST_FIELD) - len(end)
     return f"change {_text(change, room // 2)}{end}"
-
-
-def _meaning(change: Change) -> str:
-    section, _, part = change.field.partition(".")
-    return f" ({PROGRAM[part]})" if section == "program" and part in PROGRAM else ""
 
 
 def _text(change: Change, width: int) -> str:

@@ -5,9 +5,10 @@ import io
 import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from replicax.errors import MissingDependencyError, require
@@ -25,17 +26,12 @@ LOG_SCALE_FROM = 30.0
 """Largest loss over smallest from which a linear axis would hide the end of a run."""
 RATES = 50
 """At most so many are drawn: those of single records would make a zigzag."""
-
 Panels = dict[str, dict[str, list[tuple[int, float]]]]
 """Metric -> series (`train`, `eval`, or the name of a set that was evaluated) -> steps, values."""
 
 
 class Curves(Hook):
-    """Draws `curves.png` in the run's folder, in a thread while it trains, and once it is over.
-
-    Args:
-        seconds: at least so many are between two drawings.
-    """
+    """Draws `curves.png` in the run's folder, in a thread while it trains, and once it is over."""
 
     def __init__(self, seconds: float = 60.0) -> None:
         self._seconds = seconds
@@ -52,9 +48,10 @@ class Curves(Hook):
         if self._drawing is not None:
             if not self._drawing.done():
                 return
-            self._drawing.result()  # raises what the thread has raised
+            with contextlib.suppress(MissingDependencyError):  # the end says so
+                self._drawing.result()  # raises what the thread has raised
         self._begun_at = time.monotonic()
-        self._drawing = self._thread.submit(self._draw, list(run.records), run.folder)
+        self._drawing = self._thread.submit(draw_curves, list(run.records), run.folder / FILE)
 
     def end(self, run: Running) -> None:
         self._thread.shutdown()
@@ -65,18 +62,11 @@ class Curves(Hook):
         except MissingDependencyError as error:
             run.say(f"no {FILE}: {error}")
 
-    def _draw(self, records: list[Record], folder: Path) -> None:
-        with contextlib.suppress(MissingDependencyError):  # the end says so
-            draw_curves(records, folder / FILE)
-
 
 def draw_curves(records: Sequence[Record], path: Path) -> None:
     """Draw every metric and figure over the steps, one panel each, and rows per second.
 
     The title is the folder's name. Who looks at `path` meanwhile finds what was there before.
-
-    Raises:
-        MissingDependencyError: matplotlib is not installed.
     """
     figure_module = require("matplotlib.figure", "cli")
     panels = [*panels_of(records).items(), ("rows per second", {"train": rates_of(records)})]
@@ -89,7 +79,9 @@ def draw_curves(records: Sequence[Record], path: Path) -> None:
     for axis, (name, series) in zip(axes, panels, strict=False):
         _draw_panel(axis, name, series)
     if panels[0][0] == "loss":
-        _use_log_scale(axes[0], panels[0][1])
+        losses = [y for points in panels[0][1].values() for _, y in points if math.isfinite(y)]
+        if losses and min(losses) > 0 and max(losses) / min(losses) > LOG_SCALE_FROM:
+            axes[0].set_yscale("log")
     axes[count - 1].set_ylim(bottom=0)
     axes[count - 1].yaxis.set_major_formatter(_short())
     for axis in axes[count:]:
@@ -107,8 +99,14 @@ def panels_of(records: Sequence[Record]) -> Panels:
     found: Panels = {}
     trained = {name for r in records if r.kind == "train" for name in r.metrics}
     for record in records:
-        for panel, series, value in _values(record, trained):
-            found.setdefault(panel, {}).setdefault(series, []).append((record.step, value))
+        figures = record.figures or {} if record.kind == "train" else {}
+        for name, value in {**record.metrics, **figures}.items():
+            panel, series = name, record.kind
+            group, slash, metric = name.rpartition("/")
+            if series == "eval" and slash and name not in trained:
+                panel, series = metric, group
+            if record.kind in ("train", "eval"):
+                found.setdefault(panel, {}).setdefault(series, []).append((record.step, value))
     return {name: found[name] for name in sorted(found, key=lambda name: name != "loss")}
 
 
@@ -121,71 +119,41 @@ def rates_of(records: Sequence[Record]) -> list[tuple[int, float]]:
     ]
 
 
-def _values(record: Record, trained: set[str]) -> Iterator[tuple[str, str, float]]:
-    """Panel, series and value of each metric and figure of a record."""
-    if record.kind == "train":
-        for name, value in {**record.metrics, **(record.figures or {})}.items():
-            yield name, "train", value
-    if record.kind == "eval":
-        for name, value in record.metrics.items():
-            group, slash, metric = name.rpartition("/")
-            if slash and name not in trained:
-                yield metric, group, value
-            else:
-                yield name, "eval", value
-
-
 def _draw_panel(axis: Any, name: str, series: dict[str, list[tuple[int, float]]]) -> None:
     colours = itertools.cycle(EVAL)
     for label, points in series.items():
         colour = TRAIN if label == "train" else next(colours)
-        _plot(axis, label, points, colour)
+        if not points:
+            continue
+        # One point has no line, and many markers hide theirs.
+        few = len(points) == 1 or (label != "train" and len(points) <= MOST_MARKERS)
+        groups = _groups(points, MOST_POINTS)
+        axis.plot(
+            [each[-1][0] for each in groups],
+            [_mean([value for _, value in each]) for each in groups],
+            color=colour,
+            label=label,
+            marker="o" if few else None,
+            linewidth=1.2,
+            markersize=4,
+        )
     axis.set_ylabel(name, parse_math=False)
     if list(series) != ["train"]:
         axis.legend(frameon=False)
-    _dress(axis)
-
-
-def _plot(axis: Any, label: str, points: list[tuple[int, float]], colour: str) -> None:
-    if not points:
-        return
-    # One point has no line, and many markers hide theirs.
-    few = len(points) == 1 or (label != "train" and len(points) <= MOST_MARKERS)
-    groups = _groups(points, MOST_POINTS)
-    axis.plot(
-        [each[-1][0] for each in groups],
-        [_mean([value for _, value in each]) for each in groups],
-        color=colour,
-        label=label,
-        marker="o" if few else None,
-        linewidth=1.2,
-        markersize=4,
-    )
-
-
-def _groups(items: Sequence[Any], most: int) -> list[Sequence[Any]]:
-    """Return `items` in at most so many groups of neighbours."""
-    size = max(-(-len(items) // most), 1)
-    return [items[at : at + size] for at in range(0, len(items), size)]
-
-
-def _mean(values: list[float]) -> float:
-    finite = [value for value in values if math.isfinite(value)]
-    return math.fsum(finite) / len(finite) if finite else math.nan
-
-
-def _use_log_scale(axis: Any, series: dict[str, list[tuple[int, float]]]) -> None:
-    losses = [loss for points in series.values() for _, loss in points if math.isfinite(loss)]
-    if losses and min(losses) > 0 and max(losses) / min(losses) > LOG_SCALE_FROM:
-        axis.set_yscale("log")
-
-
-def _dress(axis: Any) -> None:
     axis.set_xlabel("step")
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.xaxis.set_major_formatter(_short())
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(alpha=0.25)
+
+
+def _groups(items: Sequence[Any], most: int) -> list[Sequence[Any]]:
+    size = max(-(-len(items) // most), 1)
+    return [items[at : at + size] for at in range(0, len(items), size)]
+
+
+def _mean(values: list[float]) -> float:
+    return fmean([value for value in values if math.isfinite(value)] or [math.nan])
 
 
 def _short() -> Any:

@@ -13,12 +13,11 @@ from replicax.core.batch import Batch
 from replicax.core.job import Job
 from replicax.core.loss import LOSS
 from replicax.core.update import Metrics
-from replicax.errors import ConfigError, DivergedError
+from replicax.errors import DivergedError, check_at_least
 from replicax.train.guarded import NOT_FINITE, SPIKE
 from replicax.train.records import Record
 
-_NAMED = 8
-"""Examples that a message names; the record has them all."""
+_NAMED = 8  # examples that a message names; the record has them all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +53,6 @@ class Dispatched:
 
     @property
     def skipped(self) -> bool:
-        """Whether its update was; waits until the step has finished."""
         return bool(self.not_finite) or (self.spike is not None and bool(self.spike))
 
 
@@ -76,15 +74,16 @@ class Meter:
     not finite: where that leaves none, the mean is NaN. Step 1 has a record of its own.
     """
 
+    _last: Dispatched | None  # the newest step, if it has no record yet
+    _sums: dict[str, list[float]]  # name -> sum over rows, and how many they were
+    _started: float | None
+    _wait_seconds: float
+    rows: int
+    """Rows of finished steps that no record has yet."""
+
     def __init__(self, log_every: int) -> None:
         self._log_every = log_every
-        self._last: Dispatched | None = None  # which has no record yet
-        self._rows = 0
-        self._sums: dict[str, list[float]] = {}  # name -> sum over rows, and how many they were
-        self._wait_seconds = 0.0
-        self._seconds = 0.0
-        self._resumed = False
-        self._started: float | None = None
+        self.rewind({}, resumed=False, compiled=False)
 
     @property
     def is_timing(self) -> bool:
@@ -97,7 +96,14 @@ class Meter:
         Args:
             step: the next one; the first one with no other behind it, since it starts the clock.
         """
-        self._add(step)
+        rows, skipped = step.rows or 0, step.skipped
+        self.rows += rows
+        for name, metric in step.metrics.items():
+            value = float(metric)  # `jax.device_get` of all of them takes twice as long
+            sums = self._sums.setdefault(name, [0.0, 0])
+            if rows and not skipped and math.isfinite(value):
+                sums[0] += rows * value
+                sums[1] += rows
         self._last = step
         is_first = not (self._resumed or self.is_timing)
         records = self.flush() if is_first or step.place.step % self._log_every == 0 else []
@@ -106,8 +112,12 @@ class Meter:
         return records
 
     def add_wait(self, seconds: float) -> None:
-        """Note that the loop waited for a batch."""
         self._wait_seconds += seconds
+
+    def leave_out(self, seconds: float) -> None:
+        """Take what has just lasted `seconds`, an evaluation say, out of the steps' time."""
+        if self._started is not None:
+            self._started += seconds
 
     def flush(self) -> list[Record]:
         """Return a record up to the last step, if it has none."""
@@ -117,24 +127,18 @@ class Meter:
         now = time.perf_counter()
         seconds = self._seconds if self._started is None else now - self._started
         waited = min(self._wait_seconds / seconds, 1.0) if seconds > 0 else None
-        metrics = {name: _mean(*self._sums[name]) for name in step.metrics}
-        at = step.place
-        record = Record("train", at.step, at.epoch, metrics, self._rows, seconds, waited)
-        self._rows, self._sums, self._wait_seconds, self._started = 0, {}, 0.0, now
+        sums, at = {name: self._sums[name] for name in step.metrics}, step.place
+        metrics = {name: total / rows if rows else math.nan for name, (total, rows) in sums.items()}
+        record = Record("train", at.step, at.epoch, metrics, self.rows, seconds, waited)
+        self.rows, self._sums, self._wait_seconds, self._started = 0, {}, 0.0, now
         return [record]
-
-    @property
-    def unrecorded(self) -> tuple[int, float]:
-        """Rows of finished steps that no record has yet, and their seconds."""
-        if self._started is None:
-            return self._rows, self._seconds
-        return self._rows, time.perf_counter() - self._started
 
     def save_state(self) -> dict[str, Any]:
         """Return what the next record is to have of the steps up to here, as JSON has it."""
-        rows, seconds = self.unrecorded
+        now = time.perf_counter()
+        seconds = self._seconds if self._started is None else now - self._started
         sums = {name: list(each) for name, each in self._sums.items()}
-        return {"rows": rows, "seconds": seconds, "sums": sums}
+        return {"rows": self.rows, "seconds": seconds, "sums": sums}
 
     def rewind(self, state: dict[str, Any], *, resumed: bool, compiled: bool) -> None:
         """Stand where `save_state` returned `state`, and forget what came after it.
@@ -144,53 +148,20 @@ class Meter:
             resumed: whether there were steps before it.
             compiled: whether the next step need not be compiled.
         """
-        self._last = None
-        self._rows, self._seconds = state.get("rows", 0), state.get("seconds", 0.0)
+        self.rows, self._seconds = state.get("rows", 0), state.get("seconds", 0.0)
         self._sums = {name: list(each) for name, each in state.get("sums", {}).items()}
-        self._wait_seconds = 0.0
-        self._resumed = resumed
+        self._last, self._wait_seconds, self._resumed = None, 0.0, resumed
         self._started = time.perf_counter() - self._seconds if compiled else None
-
-    def leave_out(self, seconds: float) -> None:
-        """Take what has just lasted `seconds`, an evaluation say, out of the steps' time."""
-        if self._started is not None:
-            self._started += seconds
-
-    def _add(self, step: Dispatched) -> None:
-        rows = step.rows or 0
-        self._rows += rows
-        skipped = step.skipped
-        for name, metric in step.metrics.items():
-            value = float(metric)  # `jax.device_get` of all of them takes twice as long
-            counted = 0 if skipped or not math.isfinite(value) else rows
-            sums = self._sums.setdefault(name, [0.0, 0])
-            if counted:
-                sums[0] += counted * value
-                sums[1] += counted
-
-
-def _mean(total: float, rows: float) -> float:
-    return total / rows if rows else math.nan
 
 
 class BadSteps:
     """Follows the steps of a guarded twin; gives a `Record` for each whose update was skipped.
 
-    Args:
-        most_in_a_row: bad steps in a row at which the run ends. `optax.apply_if_finite` would go on
-            then, and apply the update.
-        job: of the processes.
-
-    Raises:
-        ConfigError: fewer than 1.
+    At `most_in_a_row` the run ends: `optax.apply_if_finite` would go on, and apply the update.
     """
 
     def __init__(self, most_in_a_row: int, job: Job) -> None:
-        if most_in_a_row < 1:
-            raise ConfigError(
-                f"most={most_in_a_row} of a Guard; a run ends at the first bad step or later: "
-                "use at least 1"
-            )
+        check_at_least("a Guard with most", most_in_a_row, 1)
         self.in_a_row = 0
         """Bad steps since the last good one, as far as they are read; set it where a run resumes.
         """
@@ -198,26 +169,24 @@ class BadSteps:
         self._skipped: list[Record] = []  # of those in a row
 
     def finished(self, step: Dispatched) -> list[Record]:
-        """Return a record of a step that has finished, if its update was skipped."""
-        spike = step.spike is not None and bool(step.spike)
-        if not spike and not bool(step.not_finite):
-            self.in_a_row = 0
-            self._skipped.clear()
+        if not step.skipped:
+            self.rewind(0)
             return []
         self.in_a_row += 1
-        self._skipped.append(_record(step, spike))
-        return self._skipped[-1:]
+        spike = step.spike is not None and bool(step.spike)
+        examples = tuple(int(each) for each in _whole(step.index)[_whole(step.mask) > 0])
+        metrics = {LOSS: float(step.metrics[LOSS])} | ({SPIKE: 1.0} if spike else {})
+        rows, at = len(examples) if step.rows is None else step.rows, step.place
+        record = Record("skip", at.step, at.epoch, metrics, rows, 0.0, examples=examples)
+        self._skipped.append(record)
+        return [record]
 
     def check(self) -> None:
-        """Raise where too many steps in a row were bad; to be called when their records are kept.
-
-        Raises:
-            DivergedError: it names the steps, and the examples of the first.
-        """
+        """Raise `DivergedError` where too many in a row were bad, once their records are kept."""
         if self.in_a_row < self._most or not self._skipped:
             return
-        first, last = self._skipped[0], self._skipped[-1]
-        begin, end = last.step - self.in_a_row + 1, last.step
+        first, end = self._skipped[0], self._skipped[-1].step
+        begin = end - self.in_a_row + 1
         on = "first on" if first.step == begin else f"step {first.step} on"
         when, those = f"in {self.in_a_row} steps in a row, {begin} to {end}", "all were"
         if begin == end:
@@ -225,33 +194,21 @@ class BadSteps:
         # Before anybody ends, which would break what others still read.
         self._job.agree("the bad steps", {"first": begin, "last": end})
         self._job.barrier("too many bad steps")
+        spikes = {SPIKE in record.metrics for record in self._skipped}
+        what = "the loss was far above those before, or it or its gradient was not finite,"
+        if spikes == {False}:
+            what = "the loss or its gradient was not finite"
+        elif spikes == {True}:
+            what = "the loss was far above those before"
         raise DivergedError(
-            f"{self._what()} {when} ({on} {_examples_text(first)}); {those} skipped: lower the "
-            "learning rate, clip the gradient, or look at these examples"
+            f"{what} {when} ({on} {_examples_text(first)}); {those} skipped: lower the learning "
+            "rate, clip the gradient, or look at these examples"
         )
 
     def rewind(self, in_a_row: int) -> None:
         """Forget the steps that are to be done again; `in_a_row` is as it was before them."""
         self.in_a_row = in_a_row
         self._skipped.clear()
-
-    def _what(self) -> str:
-        """Return what was wrong with them."""
-        spikes = {SPIKE in record.metrics for record in self._skipped}
-        if spikes == {False}:
-            return "the loss or its gradient was not finite"
-        if spikes == {True}:
-            return "the loss was far above those before"
-        return "the loss was far above those before, or it or its gradient was not finite,"
-
-
-def _record(step: Dispatched, spike: bool) -> Record:
-    """Return the record of a step whose update was skipped."""
-    real = _whole(step.mask) > 0
-    examples = tuple(int(each) for each in _whole(step.index)[real])
-    metrics = {LOSS: float(step.metrics[LOSS])} | ({SPIKE: 1.0} if spike else {})
-    rows, at = len(examples) if step.rows is None else step.rows, step.place
-    return Record("skip", at.step, at.epoch, metrics, rows, 0.0, examples=examples)
 
 
 def _whole(array: jax.Array) -> np.ndarray:

@@ -1,8 +1,9 @@
 """When and on what a run is evaluated."""
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -10,11 +11,10 @@ import jax
 from replicax.core.batch import Batch
 from replicax.core.data_parallel import DataParallel
 from replicax.core.feed import Feed
-from replicax.core.loss import LOSS
 from replicax.core.objective import LossFunction
 from replicax.core.optimizer import average_of
 from replicax.core.update import TrainState
-from replicax.errors import ConfigError
+from replicax.errors import ConfigError, check_at_least
 from replicax.train.dispatched import RunPosition
 from replicax.train.records import Record
 
@@ -59,17 +59,11 @@ class Evaluation:
                 "an evaluation takes a source, or sets={name: source}: give one of them"
             )
         for name in ("every_epochs", "every_steps", "rows"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}={value} of an evaluation; it is at least 1: raise it")
+            check_at_least(f"an evaluation with {name}", getattr(self, name), 1)
 
 
 class Evaluator:
-    """Evaluates a run's states.
-
-    Raises:
-        ConfigError: a source that cannot be fed, or no average of the parameters.
-    """
+    """Evaluates a run's states."""
 
     def __init__(
         self, plan: Evaluation, dp: DataParallel, state: TrainState, batch_size: int | None
@@ -87,7 +81,6 @@ class Evaluator:
             self._dp.check(feed)
 
     def is_due(self, place: RunPosition, *, epoch_over: bool) -> bool:
-        """Whether to evaluate at `place`, the run not being at its end."""
         plan = self._plan
         if place.step == 0:
             return plan.at_start
@@ -96,17 +89,12 @@ class Evaluator:
         every = plan.every_epochs
         return epoch_over and every is not None and (place.epoch + 1) % every == 0
 
-    def __call__(
-        self,
-        state: TrainState,
-        place: RunPosition,
-        through: Callable[[Generator[Batch]], Iterator[Batch]],
-    ) -> Record:
-        """Evaluate the `state` at `place`, on what `through` gives of each source's batches."""
+    def __call__(self, state: TrainState, place: RunPosition, stops: Callable[[], bool]) -> Record:
+        """Evaluate the `state` at `place`; after each batch `stops` tells whether to go on."""
         found: dict[str, float] = {}
         started, rows = time.perf_counter(), 0
         for name, feed in self._feeds.items():
-            batches = through(self._limited(feed))
+            batches = self._batches(feed, stops)
             means = self._dp.evaluate(state, batches, loss=self._plan.loss, ema=self._plan.ema)
             rows += int(means.pop("rows"))
             prefix = f"{name}/" if name else ""
@@ -114,21 +102,11 @@ class Evaluator:
         seconds = time.perf_counter() - started
         return Record("eval", place.step, place.epoch, found, rows, seconds)
 
-    def _limited(self, feed: Feed) -> Generator[Batch]:
+    def _batches(self, feed: Feed, stops: Callable[[], bool]) -> Iterator[Batch]:
         seen, most = 0, self._plan.rows
-        batches = iter(feed)
-        try:
+        with contextlib.closing(iter(feed)) as batches:
             for batch in batches:
                 yield batch
                 seen += batch.rows or batch.size
-                if most is not None and seen >= most:
+                if stops() or (most is not None and seen >= most):
                     return
-        finally:
-            batches.close()
-
-
-def losses_of(record: Record) -> Iterator[tuple[str, float]]:
-    """The losses among the metrics of an evaluation, by name."""
-    for name, value in record.metrics.items():
-        if name == LOSS or name.endswith(f"/{LOSS}"):
-            yield name, value

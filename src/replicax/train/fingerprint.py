@@ -8,7 +8,8 @@ import collections
 import dataclasses
 import hashlib
 import math
-from functools import lru_cache, partial
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -47,9 +48,6 @@ class Fingerprint:
     A change within 4 bytes of a leaf, any one bit's say, changes its fingerprint for certain;
     another goes unseen once in 2**64 times, or where it is as regular as the same bit flipped
     twice, once in 2**32.
-
-    Args:
-        state: arrays or shapes, each leaf with a `NamedSharding` on one mesh.
     """
 
     def __init__(self, state: PyTree) -> None:
@@ -71,13 +69,11 @@ class Fingerprint:
                 self.alone_bytes += size
 
     def take(self, state: PyTree) -> jax.Array:
-        """Fingerprint `state` on the devices, without waiting for it.
+        """Fingerprint `state` on the devices, without waiting: uint32 `[devices, leaves, 3]`.
 
-        Returns:
-            uint32 `[devices, leaves, 3]`, whole on every device: two sums of the bits, and whether
-            some number is not finite.
+        Two sums of the bits, and whether some number is not finite; whole on every device.
         """
-        table: jax.Array = _program(self.mesh, self._specs)(jax.tree.leaves(state))
+        table: jax.Array = of_each_device(_sums, self.mesh, self._specs)(jax.tree.leaves(state))
         return table
 
     def differences(self, table: jax.Array) -> list[UnequalCopies]:
@@ -106,8 +102,8 @@ class Fingerprint:
 
         It takes that much memory on every device, so it is for the one leaf that is in question.
         """
-        column = self.leaves.index(leaf)
-        copies: jax.Array = _copies(self.mesh, self._specs[column])(jax.tree.leaves(state)[column])
+        one = slice(number := self.leaves.index(leaf), number + 1)
+        copies = of_each_device(_first, self.mesh, self._specs[one])(jax.tree.leaves(state)[one])
         return np.asarray(copies.addressable_data(0))
 
 
@@ -132,7 +128,6 @@ def _multipliers(places: jax.Array, spread: np.uint32) -> jax.Array:
 
 
 def _not_finite(array: jax.Array) -> jax.Array:
-    """A uint32: 1 where some element is not finite."""
     if not jnp.issubdtype(array.dtype, jnp.inexact):
         return jnp.zeros((), jnp.uint32)
     found: jax.Array = (~jnp.isfinite(array)).any().astype(jnp.uint32)
@@ -140,7 +135,6 @@ def _not_finite(array: jax.Array) -> jax.Array:
 
 
 def _words(array: jax.Array) -> jax.Array:
-    """The bits of `array` as uint32s."""
     array = numbers(array)
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         array = jnp.stack([array.real, array.imag])
@@ -154,35 +148,32 @@ def _words(array: jax.Array) -> jax.Array:
     return wide
 
 
-@lru_cache(maxsize=16)
-def _program(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> Any:
-    def table(leaves: list[jax.Array]) -> jax.Array:
-        own = jnp.stack([jnp.append(fingerprint(leaf), _not_finite(leaf)) for leaf in leaves])
-        everybodys: jax.Array = lax.all_gather(own, mesh.axis_names)
+def _sums(leaves: Sequence[jax.Array]) -> jax.Array:
+    return jnp.stack([jnp.append(fingerprint(leaf), _not_finite(leaf)) for leaf in leaves])
+
+
+def _first(leaves: Sequence[jax.Array]) -> Any:
+    return numbers(leaves[0])
+
+
+@lru_cache(maxsize=32)
+def of_each_device(
+    function: Callable[[Sequence[jax.Array]], Any],
+    mesh: Mesh,
+    specs: tuple[PartitionSpec, ...],
+) -> Any:
+    """Return what gathers `function` of each device's own part of the leaves, on all devices."""
+
+    def gathered(leaves: list[jax.Array]) -> jax.Array:
+        everybodys: jax.Array = lax.all_gather(function(leaves), mesh.axis_names)
         return everybodys
 
-    return _on_every_device(table, mesh, list(specs))
-
-
-@lru_cache(maxsize=16)
-def _copies(mesh: Mesh, spec: PartitionSpec) -> Any:
-    def copies(leaf: jax.Array) -> jax.Array:
-        everybodys: jax.Array = lax.all_gather(numbers(leaf), mesh.axis_names)
-        return everybodys
-
-    return _on_every_device(copies, mesh, spec)
-
-
-def _on_every_device(function: Any, mesh: Mesh, specs: Any) -> Any:
-    """`function` of each device's own part, where JAX believes that the copies are equal."""
-    # In shardings that are told, nothing is moved: a device that were sent another's copy would
-    # hide what is wrong with its own.
+    # JAX believes that the copies are equal. In shardings that are told, nothing is moved: a device
+    # that were sent another's copy would hide what is wrong with its own.
     mapped = jax.shard_map(
-        function, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec(), check_vma=False
+        gathered, mesh=mesh, in_specs=(list(specs),), out_specs=PartitionSpec(), check_vma=False
     )
-    place = partial(NamedSharding, mesh)
-    is_spec = {"is_leaf": lambda each: isinstance(each, PartitionSpec)}
-    return jax.jit(mapped, in_shardings=(jax.tree.map(place, specs, **is_spec),))
+    return jax.jit(mapped, in_shardings=([NamedSharding(mesh, spec) for spec in specs],))
 
 
 def _alike(leaf: Any) -> list[list[int]]:

@@ -6,7 +6,6 @@ import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ParamSpec, Self
 
 import jax
@@ -14,7 +13,7 @@ import jax
 from replicax.core.data_parallel import DataParallel
 from replicax.core.sources import as_source, can_shuffle
 from replicax.core.update import TrainState
-from replicax.errors import ConfigError
+from replicax.errors import ConfigError, check_at_least
 from replicax.train.checkpoints.arrays import abstract
 from replicax.train.curves import Curves
 from replicax.train.dispatched import BadSteps, Meter
@@ -26,7 +25,7 @@ from replicax.train.hook import Hook, Hooks
 from replicax.train.loop import Loop
 from replicax.train.places import place
 from replicax.train.program_fingerprint import program_fingerprint, some_rows
-from replicax.train.progress import Shown, open_progress
+from replicax.train.progress import open_progress
 from replicax.train.stopping import Interrupt, Stopping
 from replicax.train.storage import RecordsFile, Saving, Storage, first_batch
 from replicax.train.summary import Fit, derived, describe, summary
@@ -120,7 +119,12 @@ class Run(Loop):
         interrupt: Interrupt | None = None,
     ) -> None:
         super().__init__()
-        _check_length(epochs, steps, log_every)
+        if (epochs is None) == (steps is None):
+            raise ConfigError(
+                f"epochs={epochs} and steps={steps}; a run has one length: give one of them"
+            )
+        for name, value in (("epochs", epochs), ("steps", steps), ("log_every", log_every)):
+            check_at_least(name, value, 1)
         if shuffle is None:
             shuffle = can_shuffle(source)
         self.source = as_source(source, batch_size, dp.job, shuffle=shuffle, seed=seed)
@@ -134,7 +138,7 @@ class Run(Loop):
         if epochs is not None and self._first.padding is not None:
             self.total = epochs * len(self._first)
         self._display = open_progress(progress and dp.job.process == 0, self.total)
-        ours = [Shown(self._display), *([] if run_dir is None else [Curves()])]
+        ours = [self._display, *([] if run_dir is None else [Curves()])]
         self.hooks = Hooks([self._file, *hooks, *ours], self.say)
         self.dp, self.state = guarded(dp, state, self.hooks.wraps), state
         self._evaluator = None if plan is None else Evaluator(plan, self.dp, state, batch_size)
@@ -168,16 +172,11 @@ class Run(Loop):
             self._open = stack.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is not None:  # told to all that is open, which else takes the run for done
+    def __exit__(self, *raised: Any) -> None:
+        if raised[1] is not None:  # told to all that is open, which else takes the run for done
             if self._stream is not None:
                 self._open.callback(self._stream.close)
-            self._open.__exit__(kind, error, traceback)
+            self._open.__exit__(*raised)
             return
         with self._open:
             if self._stream is not None:
@@ -189,7 +188,6 @@ class Run(Loop):
         self.hooks("end", self)
 
     def _take_folder(self, stack: contextlib.ExitStack) -> None:
-        """Hold the run's folder, where there is one, and find where it goes on from."""
         self._storage, self._ledger = None, Ledger(None)
         if self._run_dir is None:
             return
@@ -224,14 +222,13 @@ class Run(Loop):
             for leaf in jax.tree.leaves(self.state):
                 leaf.delete()
         self.records.extend(found.records)
-        self._stand_at(found.position, found.extra, batch)
+        self._stand_at(found.position, {**found.extra, "batch": batch})
         self.state = self._storage.restore(like)
 
     def _finish(self) -> None:
         """Save for sure, whether all steps are done or the loop was left early."""
         if not self._ended:  # left early
-            self._follow(0, closing=not self._resumable, due=True)
-            self._went_back()
+            self._settle(closing=not self._resumable)
         if self._storage is not None and self._resumable:
             self.hooks("saving", self)
             self._storage.finish(self.state, self._position(), self._extra())
@@ -263,13 +260,13 @@ class Run(Loop):
             failed_hooks=tuple(self.hooks.failed),
             goodput=self._ledger.summary() if self.folder is not None else None,
         )
-        for line in [*summary(self.result, self.total), *self.hooks.summary(self.place.step)]:
-            self.say(line)
+        lines = [*summary(self.result, self.total), *self.hooks.summary(self.place.step)]
         if self.result.goodput is not None and self.result.saved:
-            for line in self.result.goodput.lines():
-                self.say(line)
+            lines += self.result.goodput.lines()
         if self.dp.mode.bitwise:
-            self.say(f"bits   sha256 of the weights {sha256(self.state.params)[:16]}")
+            lines.append(f"bits   sha256 of the weights {sha256(self.state.params)[:16]}")
+        for line in lines:
+            self.say(line)
 
 
 def _as_evaluation(eval_source: Any, source: Any) -> Evaluation | None:
@@ -296,16 +293,6 @@ def _fields(**values: Any) -> dict[str, Any]:
             for key, each in fields.items()
         }
     return plain
-
-
-def _check_length(epochs: int | None, steps: int | None, log_every: int) -> None:
-    if (epochs is None) == (steps is None):
-        raise ConfigError(
-            f"epochs={epochs} and steps={steps}; a run has one length: give one of them"
-        )
-    for name, value in (("epochs", epochs), ("steps", steps), ("log_every", log_every)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{name}={value}; it is at least 1: raise it")
 
 
 _Settings = ParamSpec("_Settings")

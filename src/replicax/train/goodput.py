@@ -14,7 +14,6 @@ Time between a start's last line and the next start is no wall time of the run: 
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import math
 import textwrap
@@ -27,20 +26,12 @@ from replicax.train.places import Lines, read_bytes
 from replicax.wording import duration
 
 FILE = "goodput.jsonl"
-
-BUCKETS = (
-    *("productive", "compiling", "lost", "saving", "restoring", "waiting", "hooks", "starting"),
-)
+BUCKETS = "productive", "compiling", "lost", "saving", "restoring", "waiting", "hooks", "starting"
 """Where time goes: to steps and evaluations that count, to compiling, to what was thrown away, to
 what saving keeps the loop from, to reading and verifying a checkpoint, to waiting for input, to
 hooks, and to all that comes before."""
-
-Seconds = dict[str, float]
-"""Bucket -> seconds."""
-
 _STAYS = ("saving", "restoring", "lost")
 """Buckets whose seconds stay where they are when what was done is thrown away."""
-
 _SECONDS_BETWEEN_BEATS = 5.0
 _SHARE_BETWEEN_BEATS = 1e-3
 """Share of a start's time: a month of it leaves some thousand lines, and not half a million."""
@@ -50,7 +41,7 @@ _SHARE_BETWEEN_BEATS = 1e-3
 class Goodput:
     """Where the time went."""
 
-    seconds: Seconds
+    seconds: dict[str, float]
     """By bucket, see `BUCKETS`."""
     starts: int
     """Starts of the run, this one included."""
@@ -61,12 +52,10 @@ class Goodput:
 
     @property
     def wall_seconds(self) -> float:
-        """Wall time of all starts: the sum of the buckets."""
         return math.fsum(self.seconds.values())
 
     @property
     def productive_fraction(self) -> float:
-        """Share of the wall time; 0 where there is none."""
         wall = self.wall_seconds
         return self.seconds["productive"] / wall if wall > 0 else 0.0
 
@@ -93,13 +82,11 @@ class Ledger:
 
     So the buckets add up to the wall time since the ledger was made, whatever happens. It begins in
     `starting`. A file that cannot be written stops nothing: `fault` says why, and the next line is
-    tried again.
+    tried again. Without a file, as in processes other than 0, it counts in memory only.
 
     Args:
-        path: `goodput.jsonl`; None counts in memory only, for processes other than 0 and for runs
-            without a folder.
-        token: of this start, larger than that of any before. Lines of this token or a larger one
-            are not of an earlier start, and are skipped.
+        path: `goodput.jsonl`, or None.
+        token: of this start; lines with this one or a larger one are of no earlier start.
         clock: seconds that pass.
         now: seconds since 1970, to tell how long the run was down.
     """
@@ -131,14 +118,12 @@ class Ledger:
         self._write(mark=False)
 
     def enter(self, bucket: str) -> None:
-        """From now on time goes to `bucket`."""
         at = self._clock()
         self._seconds[self._bucket] += at - self._since
         self._bucket, self._since = bucket, at
 
     @contextlib.contextmanager
     def spending(self, bucket: str) -> Iterator[None]:
-        """Time goes to `bucket` inside, and then to the one before again."""
         before = self._bucket
         self.enter(bucket)
         try:
@@ -190,7 +175,6 @@ class Ledger:
         self._lines = None
 
     def summary(self) -> Goodput:
-        """Goodput of all starts up to now."""
         every = [*(start.seconds for start in self._earlier), self._spent()]
         seconds = {bucket: math.fsum(each[bucket] for each in every) for bucket in BUCKETS}
         ends = [start.ended for start in self._earlier]
@@ -198,8 +182,7 @@ class Ledger:
         down = math.fsum(max(0.0, begin - end) for end, begin in zip(ends, begins, strict=True))
         return Goodput(seconds, len(every), down, dict(self.hooks))
 
-    def _spent(self) -> Seconds:
-        """Since this start began, with the share of the hooks."""
+    def _spent(self) -> dict[str, float]:
         self.enter(self._bucket)
         seconds = dict(self._seconds)
         taken = min(math.fsum(self.hooks.values()), seconds["productive"])
@@ -236,26 +219,22 @@ class _Start:
         while self._marks and (step is None or self._marks[-1]["step"] > step):
             self._marks.pop()
         base = self._marks[-1]["seconds"] if self._marks else dict.fromkeys(BUCKETS, 0.0)
-        goes = [bucket for bucket in BUCKETS if bucket not in _STAYS]
-        lost = math.fsum(self.seconds[bucket] - base[bucket] for bucket in goes)
+        goes = {bucket: base[bucket] for bucket in BUCKETS if bucket not in _STAYS}
+        lost = math.fsum(self.seconds[bucket] - seconds for bucket, seconds in goes.items())
         if lost > 0:  # it can be less, where seconds were moved after the mark
-            self.seconds = self.seconds | {bucket: base[bucket] for bucket in goes}
-            self.seconds["lost"] += lost
+            self.seconds = {**self.seconds, **goes, "lost": self.seconds["lost"] + lost}
 
 
 def _starts(text: bytes, below: int) -> list[_Start]:
     """The starts with a token under `below`, each with what the later ones have left of it."""
-    newest, lines = 0, []
+    of: dict[int, list[dict[str, Any]]] = {}
     for line in map(_line, text.splitlines()):
-        if line is not None and newest <= line["start"] < below:  # else one that had been replaced
-            newest = line["start"]
-            lines.append(line)
-    starts: list[_Start] = []
-    for _, own in itertools.groupby(lines, key=lambda line: line["start"]):
-        starts.append(_Start(list(own)))
-        if "restored" in starts[-1].last:
-            for start in starts[:-1]:
-                start.cut(starts[-1].last["restored"])
+        if line is not None and max(of, default=0) <= line["start"] < below:  # else was replaced
+            of.setdefault(line["start"], []).append(line)
+    starts = [_Start(lines) for lines in of.values()]
+    for number, start in enumerate(starts):
+        for earlier in starts[:number] if "restored" in start.last else ():
+            earlier.cut(start.last["restored"])
     return starts
 
 

@@ -20,17 +20,13 @@ from replicax.errors import ConfigError
 
 NOT_FINITE = "not_finite"
 """The metric of a guarded step: whether its loss, or something in its gradient, is not finite."""
-
 SPIKE = "spike"
 """The metric of a guarded step whose state has `losses`: whether its loss is far above them."""
-
 SPIKE_WINDOW = 128
 """Losses that one is compared with. This, and `SPIKE_SIGMAS`, are what MaxText and OLMo-core have
 (`skip_step_interval` and `skip_step_scaling_factor`; `SkipStepOptimizer`)."""
-
 SPIKE_SIGMAS = 6.0
 """Standard deviations above their mean at which a loss is a spike."""
-
 _LARGEST_GRADIENT = float(np.sqrt(np.finfo(np.float32).max))
 """Adam and norms take its square, which of a larger one is not finite in float32: 1.8e19."""
 
@@ -47,13 +43,8 @@ def guarded(
 
     That also keeps what an audit looks for: a flipped bit in one replica's weights can make
     everybody's next gradient NaN, and all replicas equal again if it were applied.
-
-    Args:
-        dp: anything with a model; it stays as it is, and gives the same one every time.
-        state: of `dp`, or its shapes; the one returned takes states with `losses` if this has them.
-        around: what else wraps the optimizer's part of the step, inside the guard.
     """
-    return dp.wrapping(_Around(around) if around else skip_bad_steps, state)
+    return dp.wrapping(_Around(around), state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,18 +64,13 @@ def with_losses(state: TrainState) -> TrainState:
 
     A spike is a loss that is `SPIKE_SIGMAS` standard deviations above the mean of the last
     `SPIKE_WINDOW` that were none, once there are as many.
-
-    Args:
-        state: arrays, or their shapes with shardings; one that has a window stays as it is.
     """
     if jax.tree.leaves(state.losses):
         return state
     shape, where = (SPIKE_WINDOW,), state.step.sharding
-    if isinstance(state.step, jax.ShapeDtypeStruct):
-        losses: object = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=where)
-    else:
-        nothing = np.full(shape, np.nan, np.float32)
-        losses = jax.make_array_from_callback(shape, where, lambda part: nothing[part])
+    losses: object = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=where)
+    if not isinstance(state.step, jax.ShapeDtypeStruct):
+        losses = jnp.full(shape, jnp.nan, jnp.float32, device=where)
     return dataclasses.replace(state, losses=losses)
 
 
@@ -123,12 +109,7 @@ def _check_alike(state: TrainState, after: TrainState) -> None:
 
 
 def _judge(losses: Any, total: StepSums) -> tuple[Metrics, Any]:
-    """Return what may make a step bad, and the losses to compare the next one's with.
-
-    Args:
-        losses: those that this one is compared with; empty where none is.
-        total: sums over the global batch.
-    """
+    """Return what may make a step bad, and the losses to compare the next one's with."""
     not_finite = ~_is_finite(total)
     if not jax.tree.leaves(losses):
         return {NOT_FINITE: not_finite}, losses

@@ -175,11 +175,7 @@ _POINTS = [name for name, each in vars(Hook).items() if inspect.isfunction(each)
 
 
 class Hooks:
-    """The hooks of a run: called in order and timed, left out once they fail.
-
-    Raises:
-        ConfigError: what is no hook, or two of the same name.
-    """
+    """The hooks of a run: called in order and timed, left out once they fail."""
 
     def __init__(self, hooks: Sequence[Hook], say: Callable[[str], None]) -> None:
         self.seconds: dict[str, float] = {}
@@ -198,41 +194,35 @@ class Hooks:
                 )
             self.seconds[hook.name] = 0.0
         self._hooks, self._say = list(hooks), say
-        self._at = {point: self._overriding(point) for point in _POINTS}
+        self._at = {
+            point: [
+                each for each in hooks if getattr(type(each), point) is not getattr(Hook, point)
+            ]
+            for point in _POINTS
+        }
 
     def __call__(self, point: str, run: Running, *arguments: Any) -> None:
-        """Call the hooks that have something to do at `point`."""
-        for hook in tuple(self._at[point]):
-            self._call(hook, point, run.place.step, run, *arguments)
+        self._all(point, run.place.step, run, *arguments)
 
     def figures(self, run: Running, record: Record) -> dict[str, float]:
-        """Return those of all hooks."""
-        found: dict[str, float] = {}
-        for hook in tuple(self._at["figures"]):
-            found |= self._call(hook, "figures", record.step, run, record) or {}
-        return found
+        found = self._all("figures", record.step, run, record).values()
+        return {name: value for each in found for name, value in (each or {}).items()}
 
     def summary(self, step: int) -> list[str]:
         """Return the lines of all hooks, at the end of a run after `step`."""
-        lines = (self._call(hook, "summary", step) or () for hook in tuple(self._at["summary"]))
-        return [line for each in lines for line in each]
+        return [line for lines in self._all("summary", step).values() for line in lines or ()]
 
     @property
     def wraps(self) -> tuple[Callable[[Apply], Apply], ...]:
-        """Wrappers of all hooks."""
         return tuple(hook.wrap for hook in self._hooks if hook.wrap is not None)
 
     @property
     def pinned(self) -> set[int]:
-        """Steps whose checkpoints some hook wants to stay."""
         return {step for hook in self._hooks for step in hook.pinned}
 
     def save_state(self, step: int) -> dict[str, Any]:
         """Return what a checkpoint of `step` is to hold of all hooks."""
-        states = {
-            hook.name: self._call(hook, "save_state", step)
-            for hook in tuple(self._at["save_state"])
-        }
+        states = self._all("save_state", step)
         return {name: state for name, state in states.items() if state is not None}
 
     def load_state(self, step: int, states: dict[str, Any]) -> None:
@@ -240,6 +230,10 @@ class Hooks:
         for hook in tuple(self._at["load_state"]):
             if hook.name in states:
                 self._call(hook, "load_state", step, states[hook.name])
+
+    def _all(self, point: str, step: int, *arguments: Any) -> dict[str, Any]:
+        """Call the hooks that have something to do at `point`; what they return, by their names."""
+        return {each.name: self._call(each, point, step, *arguments) for each in [*self._at[point]]}
 
     def _call(self, hook: Hook, point: str, step: int, *arguments: Any) -> Any:
         started = time.perf_counter()
@@ -255,10 +249,6 @@ class Hooks:
             return None
         finally:
             self.seconds[hook.name] += time.perf_counter() - started
-
-    def _overriding(self, point: str) -> list[Hook]:
-        none = getattr(Hook, point)
-        return [each for each in self._hooks if getattr(type(each), point) is not none]
 
     def _leave_out(self, hook: Hook, point: str, step: int, error: Exception) -> None:
         self.failed.append(hook.name)

@@ -26,8 +26,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from replicax.errors import CheckpointError, ConfigError, RunInUseError
-from replicax.train.places import make_folder, names, read_touched, remove, touch, write_whole
+from replicax.errors import CheckpointError, RunInUseError
+from replicax.train.places import (
+    make_folder,
+    names,
+    read_touched,
+    remove,
+    touch,
+    write_whole,
+    writing,
+)
 
 RENEW_SECONDS, EXPIRE_SECONDS = 5.0, 30.0
 """Between two heartbeats; and without one, until the start of another host counts as dead."""
@@ -50,12 +58,7 @@ class Lease(contextlib.AbstractContextManager["Lease"]):
         self.release()
 
     def check(self) -> None:
-        """Make sure that this start still holds the run: right before anything is committed to it.
-
-        Raises:
-            RunInUseError: a newer start has taken over, or the run's folder is another one.
-            CheckpointError: the folder cannot be read, so nobody knows.
-        """
+        """Make sure that this start still holds the run, right before anything is committed."""
         try:
             tokens = _tokens(self._file.parent)
         except (FileNotFoundError, NotADirectoryError):
@@ -91,13 +94,9 @@ def take_lease(folder: Path) -> Lease:
     """Hold the run in `folder`, which is made where it is missing.
 
     A start on this host that was killed is followed at once, another's after `EXPIRE_SECONDS`.
-
-    Raises:
-        RunInUseError: another start holds the run.
-        ConfigError: `folder` cannot be written.
     """
     lease = folder / "lease"
-    try:
+    with writing(folder):
         make_folder(lease)
         while True:
             tokens = _tokens(lease)
@@ -109,8 +108,6 @@ def take_lease(folder: Path) -> Lease:
                     _tidy(lease, newest + 1 - MOST_KEPT)
                     return Lease(file, newest + 1)
                 time.sleep(secrets.randbelow(1000) / 10_000)
-    except OSError as why:
-        raise ConfigError(f"{folder} cannot be written ({why.strerror}); choose another") from why
 
 
 def is_held(folder: Path) -> bool:

@@ -18,10 +18,8 @@ from replicax.train.records import CONFIG, Record, read_records
 from replicax.wording import named
 
 BEST = "best.json"
-
 _OF_THE_RUN_ALONE = (LOSSES, "reduction")
 """Fields of a state that only a run going on needs: a state without them is loaded without them."""
-
 _MOST_NAMED = 6
 
 
@@ -62,18 +60,13 @@ class Checkpoint:
     path: Path
     manifest: Manifest
     identity: tuple[int, int] | None
-    """Identity of its folder, on the file system; see `_identity`."""
+    """Identity of its folder; see `_identity`."""
     others: tuple[int, ...]
     """Steps of the other checkpoints, the oldest first."""
 
 
 def find_checkpoint(run: Path, step: int | str | None) -> Checkpoint:
-    """The checkpoint of `step` in the folder of a run; see `rx.load`.
-
-    Raises:
-        ConfigError: `run` is no run, or has no such checkpoint.
-        CheckpointError: the checkpoint is harmed.
-    """
+    """The checkpoint of `step` in the folder of a run; see `rx.load`."""
     with _readable(run):
         return _found(run, step)
 
@@ -102,22 +95,15 @@ def _found(run: Path, step: int | str | None) -> Checkpoint:
         )
     path = there.pop(wanted)
     others, identity = tuple(there), _identity(path)
-    try:
+    with _trusted(path, identity, others):
         manifest = store.read_placed(wanted, path)
-    except CheckpointError as error:
-        raise _refused(path, identity, others, error) from error
     return Checkpoint(run, store, path, manifest, identity, others)
 
 
 def load_checkpoint(
     checkpoint: Checkpoint, dp: DataParallel, state: TrainState, recipe: Any = None
 ) -> Loaded:
-    """Verify a checkpoint to the byte, and read it.
-
-    Raises:
-        ConfigError: the checkpoint is of another model or optimizer.
-        CheckpointError: it is harmed, or was deleted in the meantime.
-    """
+    """Verify a checkpoint to the byte, and read it."""
     require("orbax.checkpoint", "checkpoints")
     if not isinstance(state, TrainState):
         raise ConfigError(
@@ -135,25 +121,13 @@ def load_checkpoint(
         check_arrays(found, wanted)
     except CheckpointError as error:
         raise ConfigError(f"{path} does not fit this state: {error}") from error
-    try:
+    with _trusted(path, checkpoint.identity, checkpoint.others):
         checkpoint.store.verify(path, manifest)
         restored = read(like, checkpoint.store.local(path) / STATE)
-    except CheckpointError as error:
-        raise _refused(path, checkpoint.identity, checkpoint.others, error) from error
-    # Deleted meanwhile, what is missing was read as zeros. A checkpoint loses its name first.
-    if _identity(path) != checkpoint.identity:
-        raise _deleted(path)
     with _readable(checkpoint.run):
         records = read_records(checkpoint.run, manifest.position.records)
-    return Loaded(
-        dp=dp,
-        state=restored,
-        step=manifest.position.step,
-        records=records,
-        config=manifest.config,
-        path=path,
-        recipe=recipe,
-    )
+    config, step = manifest.config, manifest.position.step
+    return Loaded(dp, restored, step, records, config, path, recipe)
 
 
 def _wanted_step(run: Path, step: int | str | None, newest: int) -> int:
@@ -194,20 +168,24 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-def _refused(
-    path: Path, identity: tuple[int, int] | None, others: tuple[int, ...], error: CheckpointError
-) -> CheckpointError:
+@contextlib.contextmanager
+def _trusted(
+    path: Path, identity: tuple[int, int] | None, others: tuple[int, ...]
+) -> Iterator[None]:
+    """Say what to do where the checkpoint at `path` is harmed, or was deleted in the meantime."""
+    try:
+        yield
+    except CheckpointError as error:
+        if _identity(path) == identity:
+            steps = [f"{step:,}" for step in reversed(others)]
+            instead = f"load another step ({named(steps, _MOST_NAMED)}), or " if steps else ""
+            raise CheckpointError(
+                f"{path} is harmed and was not loaded: {error}; {instead}start the run again, "
+                "which sets it aside"
+            ) from error
+    # What is missing then was read as zeros. A checkpoint that is deleted loses its name first.
     if _identity(path) != identity:
-        return _deleted(path)
-    steps = [f"{step:,}" for step in reversed(others)]
-    instead = f"load another step ({named(steps, _MOST_NAMED)}), or " if steps else ""
-    return CheckpointError(
-        f"{path} is harmed and was not loaded: {error}; {instead}start the run again, which sets "
-        "it aside"
-    )
-
-
-def _deleted(path: Path) -> CheckpointError:
-    return CheckpointError(
-        f"{path} was deleted while it was read: the run goes on, and keeps its newest; load again"
-    )
+        raise CheckpointError(
+            f"{path} was deleted while it was read: the run goes on, and keeps its newest; load "
+            "again"
+        )

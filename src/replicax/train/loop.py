@@ -11,11 +11,12 @@ from typing import Any
 
 from replicax.core.batch import Batch
 from replicax.core.in_flight import STEPS_IN_FLIGHT
+from replicax.core.loss import LOSS
 from replicax.core.update import Metrics, TrainState
 from replicax.errors import ConfigError, DivergedError, StateError
 from replicax.train.checkpoints.manifest import Position
 from replicax.train.dispatched import BadSteps, Meter, RunPosition, dispatched
-from replicax.train.evaluator import Evaluator, losses_of
+from replicax.train.evaluator import Evaluator
 from replicax.train.goodput import Ledger
 from replicax.train.hook import Hooks, Running
 from replicax.train.program_fingerprint import program_fingerprint
@@ -23,26 +24,6 @@ from replicax.train.progress import Progress
 from replicax.train.records import Record
 from replicax.train.stopping import Interrupt, Stopping
 from replicax.train.storage import Storage, parts_of_processes
-
-
-@dataclasses.dataclass(frozen=True)
-class _Good:
-    """Where the state was good that a hook keeps."""
-
-    place: RunPosition
-    position: Position
-    extra: dict[str, Any]
-    at: float
-
-
-@dataclasses.dataclass(frozen=True)
-class _Back:
-    """Where a hook wants the run to go on from."""
-
-    state: TrainState
-    place: RunPosition
-    why: str
-    metrics: dict[str, float]
 
 
 class Loop(Running):
@@ -66,17 +47,16 @@ class Loop(Running):
         """Trained on in the whole run."""
         self.error: BaseException | None = None
         self._evaluated_at = self._closed_at = -1
-        self._good: _Good | None = None
+        self._good: tuple[Position, dict[str, Any], float] | None = None
+        """Where the state was good that a hook keeps, and when."""
         self._good_at: float | None = None
-        self._back: _Back | None = None
+        self._back: tuple[TrainState, str, dict[str, float]] | None = None
+        """Where a hook wants to go back to, why, and metrics of the record of it."""
         self._waits = False
-        self._begun = False
-        """Whether a step was done in this start."""
-        self._given: Batch | None = None
-        """A batch that no step was done on yet."""
+        self._begun = False  # whether a step was done in this start
+        self._given: Batch | None = None  # no step was done on it yet
         self._stream: Generator[Batch] | None = None
-        self._ended = False
-        """Whether all batches were given that there are to be."""
+        self._ended = False  # whether all batches were given that there are to be
 
     @property
     def is_main(self) -> bool:
@@ -131,7 +111,6 @@ class Loop(Running):
         self._display.line(line)
 
     def keep(self, record: Record) -> None:
-        """Add a record, and tell the hooks of it."""
         self.records.append(record)
         self.hooks("record", self, record)
 
@@ -163,7 +142,9 @@ class Loop(Running):
     def go_back(
         self, state: TrainState, place: RunPosition, why: str, metrics: dict[str, float]
     ) -> None:
-        self._back = _Back(state, place, why, metrics)
+        assert self._good is not None
+        assert self._good[0].step == place.step
+        self._back = state, why, metrics
 
     def _batches(self) -> Generator[Batch]:
         """All epochs, or as many steps as there are to be, or until it is to stop."""
@@ -179,21 +160,19 @@ class Loop(Running):
         self._ended = True
 
     def _epoch(self) -> Generator[Batch, None, bool]:
-        """The rest of the epoch, or what is left of the steps.
-
-        Returns:
-            Whether the run went back, and is to go on from there.
-        """
+        """The rest of the epoch, or what is left of the steps."""
         self._evaluate_if_due()
         feed = self.dp.feed(self.source, epoch=self.place.epoch, first=self.place.batch)
         waited = 0.0
         with contextlib.closing(iter(feed)) as items:
             batches = _Ahead(items)
             for batch in batches:
-                waited = self._note_wait(feed.wait_seconds, waited)
-                self._give(batch)
+                before, waited = waited, feed.wait_seconds
+                self._meter.add_wait(waited - before)
+                self._ledger.move("productive", "waiting", waited - before)
+                self._given = batch
                 yield batch
-                if self._given is not None:
+                if self._given is batch:
                     raise StateError(
                         f"no step was done on batch {self.place.batch} of epoch {self.place.epoch};"
                         " a run knows where it stands by one step for each batch: call "
@@ -205,11 +184,7 @@ class Loop(Running):
                     break
             closing = self._all_steps_done() or not self._resumable or batches.ended
         due = self._is_last() or self._evaluator is not None
-        self._follow(0, closing=closing, due=due)
-        return self._went_back()
-
-    def _give(self, batch: Batch) -> None:
-        self._given = batch
+        return self._settle(closing=closing, due=due)
 
     def _do_what_is_due(self, batches: "_Ahead") -> bool:
         """Evaluate and save between two steps; whether the run went back by that."""
@@ -219,8 +194,7 @@ class Loop(Running):
         if not self._stopping.wanted and self._evaluate_if_due():
             return True
         if not self._stopping.wanted and self._save_is_due():
-            self._follow(0, closing=self._all_steps_done() or batches.ended, due=True)
-            if self._went_back():
+            if self._settle(closing=self._all_steps_done() or batches.ended):
                 return True
             self._save()
         return False
@@ -249,25 +223,23 @@ class Loop(Running):
         asked = self._stopping.evaluation_due
         if not asked and not self._evaluator.is_due(self.place, epoch_over=False):
             return False
-        self._follow(0, due=True)
-        if self._went_back():
+        if self._settle():
             return True
         self._evaluate()
         self._stopping.vote(now=True)
         return False
 
     def _evaluate(self) -> Record | None:
-        """Evaluate, and keep the record; None where a signal stops it."""
         assert self._evaluator is not None
         started = time.perf_counter()
-        record = self._evaluator(self.state, self.place, self._until_stopped)
+        record = self._evaluator(self.state, self.place, self._stops)
         if self._stopping.wanted:
             return None
         self._stopping.evaluation_due = False
         self._evaluated_at = self.place.step
         self.keep(record)
-        for name, value in losses_of(record):
-            if not math.isfinite(value):
+        for name, value in record.metrics.items():
+            if name.rpartition("/")[2] == LOSS and not math.isfinite(value):
                 raise DivergedError(
                     f"the eval {name} is {value} at step {record.step}; training cannot go on from "
                     "it: lower the learning rate, or clip the gradient"
@@ -276,14 +248,10 @@ class Loop(Running):
         self._meter.leave_out(time.perf_counter() - started)
         return record
 
-    def _until_stopped(self, batches: Generator[Batch]) -> Iterator[Batch]:
-        with contextlib.closing(batches):
-            for batch in batches:
-                yield batch
-                self._ledger.beat()
-                self._stopping.vote(unit="batch")
-                if self._stopping.wanted:
-                    return
+    def _stops(self) -> bool:
+        self._ledger.beat()
+        self._stopping.vote(unit="batch")
+        return self._stopping.wanted
 
     def _begin(self, batch: Batch) -> None:
         """Compile: until that is done, a signal may end the run at once, as nothing is lost."""
@@ -321,7 +289,7 @@ class Loop(Running):
             self.keep(record)
         self._bad_steps.check()
         if self._good_at is not None:
-            self._good = _Good(self.place, self._position(), self._extra(), self._good_at)
+            self._good = self._position(), self._extra(), self._good_at
             self._good_at = None
 
     def _with_figures(self, record: Record) -> Record:
@@ -332,19 +300,24 @@ class Loop(Running):
         """Go on from where a hook wants to, if one does: what came after it has not been."""
         if self._back is None:
             return False
-        back, good = self._back, self._good
-        assert good is not None
-        assert good.place == back.place
-        lost = self.place.step - back.place.step
-        self.say(f"restored step {back.place.step:,}, {lost} steps back: {back.why}")
-        self._ledger.move("productive", "lost", time.monotonic() - good.at)
-        self._stand_at(good.position, good.extra)
-        self.state, self._back = back.state, None
+        (state, why, metrics), self._back = self._back, None
+        assert self._good is not None
+        position, extra, at = self._good
+        lost = self.place.step - position.step
+        self.say(f"restored step {position.step:,}, {lost} steps back: {why}")
+        self._ledger.move("productive", "lost", time.monotonic() - at)
+        self._stand_at(position, extra)
+        self.state = state
         self.hooks("rewound", self)
-        told = {"steps_lost": float(lost), **back.metrics}
-        self.keep(Record("restore", back.place.step, back.place.epoch, told, 0, 0.0))
-        self._good = dataclasses.replace(good, position=self._position())
+        told = {"steps_lost": float(lost), **metrics}
+        self.keep(Record("restore", position.step, position.epoch, told, 0, 0.0))
+        self._good = self._position(), extra, at
         return True
+
+    def _settle(self, *, closing: bool = False, due: bool = True) -> bool:
+        """Follow all steps to their end; whether the run went back by that."""
+        self._follow(0, closing=closing, due=due)
+        return self._went_back()
 
     def _save_is_due(self, *, asked: bool = False) -> bool:
         """Whether to save now; if `asked`, only where the clock or a hook says so."""
@@ -356,7 +329,6 @@ class Loop(Running):
         return by_step or self._stopping.save_due
 
     def _save(self) -> None:
-        """Save, as all processes do after this step."""
         assert self._storage is not None
         started = time.perf_counter()
         self.hooks("saving", self)
@@ -366,7 +338,6 @@ class Loop(Running):
 
     def _position(self) -> Position:
         """Where the run stands, all records being written that are due."""
-        unrecorded, _ = self._meter.unrecorded
         rows = self.place.batch * self.source.batch_size
         return Position(
             step=self.place.step,
@@ -374,7 +345,7 @@ class Loop(Running):
             rows=rows if self.source.rows is None else min(rows, self.source.rows),
             evaluated_step=max(self._closed_at, 0),
             rows_trained=self.rows,
-            rows_unrecorded=unrecorded,
+            rows_unrecorded=self._meter.rows,
             records=len(self.records),
             bad_steps=self._bad_steps.in_a_row,
         )
@@ -389,35 +360,18 @@ class Loop(Running):
             **parts_of_processes(self.source),
         }
 
-    def _stand_at(
-        self, position: Position, extra: dict[str, Any], batch: int | None = None
-    ) -> None:
-        """Go on from `position`: what came after it has not been.
-
-        Args:
-            position: with `records` of those that there are.
-            extra: of the checkpoint.
-            batch: of the epoch, counted from 0, that is next; as `extra` has it by default.
-        """
-        batch = extra["batch"] if batch is None else batch
-        self.place = RunPosition(position.step, position.epoch, batch)
+    def _stand_at(self, position: Position, extra: dict[str, Any]) -> None:
+        """Go on from `position` of a checkpoint with `extra`: what came after it has not been."""
+        self.place = RunPosition(position.step, position.epoch, extra["batch"])
         self.rows, self._closed_at = position.rows_trained, position.evaluated_step
         self._evaluated_at = extra.get("evaluated", position.evaluated_step)
         self.dp.job.in_flight.forget()
         self._bad_steps.rewind(position.bad_steps)
-        older = {
-            "rows": position.rows_unrecorded,
-            "seconds": extra.get("seconds_unrecorded", 0.0),
-        }
-        begun = position.step > 0
+        begun, older = position.step > 0, {"rows": position.rows_unrecorded}
+        older["seconds"] = extra.get("seconds_unrecorded", 0.0)
         self._meter.rewind(extra.get("meter", older), resumed=begun, compiled=self._begun and begun)
         self.hooks.load_state(position.step, extra.get("hooks", {}))
         del self.records[position.records :]
-
-    def _note_wait(self, now: float, before: float) -> float:
-        self._meter.add_wait(now - before)
-        self._ledger.move("productive", "waiting", now - before)
-        return now
 
     @property
     def _resumable(self) -> bool:
@@ -426,24 +380,15 @@ class Loop(Running):
     def _all_steps_done(self) -> bool:
         return self.total is not None and self.place.step >= self.total
 
-    def _is_over(self) -> bool:
-        """Whether there is to be no further step."""
-        return self._stopping.over or self._all_steps_done()
-
     def _is_last(self) -> bool:
-        """Whether the run is over once this epoch is."""
-        return self._is_over() or self.place.epoch + 1 == self.epochs
+        over = self._stopping.over or self._all_steps_done()
+        return over or self.place.epoch + 1 == self.epochs
 
 
-class _Ahead:
-    """Iterates over batches, and can tell whether there are more."""
-
+class _Ahead(Iterator[Batch]):
     def __init__(self, batches: Iterator[Batch]) -> None:
         self._batches = batches
         self._next: list[Batch] = []
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
 
     def __next__(self) -> Batch:
         return self._next.pop() if self._next else next(self._batches)

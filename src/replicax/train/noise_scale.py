@@ -31,29 +31,20 @@ from replicax.core.objective import Objective, only_read
 from replicax.core.ready import agree_on_program
 from replicax.core.scaling import unscaled
 from replicax.core.update import TrainState, step_key
-from replicax.errors import ConfigError
+from replicax.errors import ConfigError, check_at_least
 from replicax.train.dispatched import Dispatched
 from replicax.train.hook import Hook, Running
-from replicax.train.places import write_whole
-from replicax.train.records import Record, plain_config
+from replicax.train.records import Record, write_json
 from replicax.wording import first_line
 
 PARTS = 4
 """Parts of a batch, on any number of devices. Two would do, and give |G|² with twice the variance
 that many parts tend to; four come within a third of that, and each adds a reduction."""
-
-
-NOISE = "noise"
-"""The kind of record that a sample is."""
-
-FILE = "noise_scale.json"
-
 CONFIDENCE = 0.95
 """Confidence of the range."""
-
 LEAST_SAMPLES = 5
 """Fewer say nothing about their own error."""
-
+FILE, NOISE = "noise_scale.json", "noise"  # the latter is the kind of record that a sample is
 _NUMBERS = ("squared_gradient_norm", "trace")
 
 
@@ -77,11 +68,8 @@ def noise_probe(dp: DataParallel, state: TrainState) -> Any:
     It is one program in all modes: the compiler splits each part's rows over the devices, as in
     mode `jit`. The parts hold the same rows on any number of devices, and are computed one after
     the other, in at least as many micro-batches as the step. It holds two gradients, split as the
-    layout splits the parameters, and moves what `PARTS` steps reduce.
-
-    Returns:
-        A `jax.jit` function of a state, that before a step, and the step's batch; it gives a
-        `NoiseSample`.
+    layout splits the parameters, and moves what `PARTS` steps reduce. It is a `jax.jit` function of
+    the state before a step and the step's batch, and gives a `NoiseSample`.
     """
     program, mesh = dp.program(state), dp.mesh
     function = partial(
@@ -91,9 +79,8 @@ def noise_probe(dp: DataParallel, state: TrainState) -> Any:
         mesh=mesh,
         shardings=only_read(program.shardings.params, program.objective.read),
     )
-    return lift(
-        function, MODES["jit"], mesh, program.shardings, batch_shardings(mesh), replicated(mesh)
-    )
+    placed = program.shardings, batch_shardings(mesh), replicated(mesh)
+    return lift(function, MODES["jit"], mesh, *placed)
 
 
 def _sample(
@@ -147,7 +134,6 @@ def _sample(
 
 
 def _padded(batch: Batch, multiple: int) -> Batch:
-    """The whole batch, padded to a multiple of so many rows."""
     if batch.size % multiple == 0:
         return batch
     index = jnp.arange(-(-batch.size // multiple) * multiple)
@@ -162,13 +148,11 @@ class NoiseScale:
     rows: float
     """The estimate; infinite where that of |G|² is not above 0."""
     low: float
-    """Where its range of 95 % begins, in rows; 0 where nothing is excluded."""
     high: float
-    """Where it ends; infinite where |G|² is not told from 0."""
+    """Its range of 95 %, in rows: 0 where nothing is excluded, infinite where |G|² may be 0."""
     squared_gradient_norm: float
-    """|G|², G the gradient of the mean loss over all data: the mean of the samples."""
     trace: float
-    """tr Σ, the variance of the gradient of one row summed over the parameters: their mean."""
+    """Means of the samples, see `NoiseSample`."""
     samples: int
     """Batches measured."""
     left_out: int
@@ -178,9 +162,8 @@ class NoiseScale:
     batch_rows: int
     """Rows of the largest batch measured."""
     first_step: int
-    """The first step on whose batch it was measured, counted from 1."""
     last_step: int
-    """The last one."""
+    """Steps on whose batches it was measured, counted from 1."""
 
     @property
     def resolved(self) -> bool:
@@ -199,8 +182,7 @@ class NoiseScale:
 
     def save(self, folder: Path) -> None:
         """Write `noise_scale.json`; JSON has no infinity, and null stands for it."""
-        text = json.dumps(plain_config(dataclasses.asdict(self)), indent=2)
-        write_whole(folder / FILE, f"{text}\n".encode())
+        write_json(folder / FILE, dataclasses.asdict(self))
 
 
 class NoiseMeter(Hook):
@@ -222,8 +204,7 @@ class NoiseMeter(Hook):
     """
 
     def __init__(self, every: int) -> None:
-        if every < 1:
-            raise ConfigError(f"every={every} of a NoiseMeter; it is at least 1 step: raise it")
+        check_at_least("a NoiseMeter with every", every, 1)
         self.scale: NoiseScale | None = None
         self._every = every
         self._probe: Any = None
@@ -270,15 +251,13 @@ def noise_scale(records: Sequence[Record]) -> NoiseScale:
     Numerator and denominator are averaged before the division. The range is Fieller's for the
     ratio of two means (J. R. Statist. Soc. B 16, 1954), which has no upper end where the
     denominator may be 0.
-
-    Args:
-        records: of the whole run; those of kind `noise` are the samples.
     """
     taken = [record for record in records if record.kind == NOISE]
     middle = max((record.step for record in records), default=0) / 2
     later = [record for record in taken if record.step > middle]
     finite = [r for r in later if all(math.isfinite(r.metrics[name]) for name in _NUMBERS)]
     pairs = np.array([[record.metrics[name] for name in _NUMBERS] for record in finite])
+    steps = [record.step for record in finite] or [0]
     square, trace = pairs.mean(0) if finite else (math.nan, math.nan)
     low, high = _range(pairs) if len(finite) >= LEAST_SAMPLES else (0.0, math.inf)
     return NoiseScale(
@@ -291,20 +270,13 @@ def noise_scale(records: Sequence[Record]) -> NoiseScale:
         left_out=len(later) - len(finite),
         parts=PARTS,
         batch_rows=max((record.rows for record in finite), default=0),
-        first_step=min((record.step for record in finite), default=0),
-        last_step=max((record.step for record in finite), default=0),
+        first_step=min(steps),
+        last_step=max(steps),
     )
 
 
 def load_noise_scale(path: Path) -> NoiseScale:
-    """Return the noise scale that a run measured.
-
-    Args:
-        path: the run's folder, or its `noise_scale.json`.
-
-    Raises:
-        ConfigError: no such file, or one that is something else.
-    """
+    """Return the noise scale that a run measured."""
     file = path / FILE if path.is_dir() else path
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
@@ -320,13 +292,10 @@ def load_noise_scale(path: Path) -> NoiseScale:
 
 
 def _range(pairs: np.ndarray) -> tuple[float, float]:
-    """The ratios of mean trace to mean |G|² that the samples do not exclude.
+    """The ratios of mean trace to mean |G|² that the samples `[n, 2]` of the two do not exclude.
 
     A ratio r is excluded where the mean of trace - r |G|² is too far from 0. That is a quadratic
     inequality in r: a r² - 2 b r + c <= 0.
-
-    Args:
-        pairs: `[samples, 2]`: |G|² and the trace.
     """
     from scipy.special import stdtrit  # a dependency of JAX
 

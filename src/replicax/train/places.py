@@ -22,12 +22,7 @@ _AT_ONCE_BYTES = 2**24
 
 
 def place(run_dir: str | os.PathLike[str]) -> Path:
-    """Return the path of a folder or of a URL: `"runs/first"`, `"gs://bucket/runs/first"`.
-
-    Raises:
-        ConfigError: no object store is known by the URL's scheme.
-        MissingDependencyError: etils is not installed, which Orbax needs too.
-    """
+    """Return the path of a folder or of a URL: `"runs/first"`, `"gs://bucket/runs/first"`."""
     scheme, separator, _ = os.fspath(run_dir).partition("://")
     if not separator:
         return Path(run_dir)
@@ -160,6 +155,17 @@ def _os_errors(path: Path) -> Iterator[None]:
         raise OSError(number, f"{kind}: {error}".splitlines()[0], os.fspath(path)) from error
 
 
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise `ConfigError` where `path`, or what is in it, cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written ({error.strerror}); make it writable, or choose another"
+        ) from error
+
+
 class Lines:
     """The lines of the file at `path`; an object has them from the next `sync` on."""
 
@@ -188,11 +194,7 @@ class Lines:
 
 
 def in_folder(folder: Path | None, name: str, hook: str) -> Path:
-    """Return `name` in the run's folder, where `hook` writes by default, in process 0.
-
-    Raises:
-        ConfigError: the run has none.
-    """
+    """Return `name` in the run's folder, where `hook` writes by default, in process 0."""
     if folder is None:
         raise ConfigError(
             f"{hook} and a run without a folder, where it writes {name}: give the run a run_dir"
@@ -201,11 +203,7 @@ def in_folder(folder: Path | None, name: str, hook: str) -> Path:
 
 
 def on_disk(folder: Path | None, given: str | Path | None, name: str, hook: str) -> Path:
-    """Return `given`, or `name` in the run's folder where that is None, in process 0.
-
-    Raises:
-        ConfigError: that is in an object store; or the run has no folder.
-    """
+    """Return `given`, or `name` in the run's folder where that is None, in process 0."""
     path = in_folder(folder, name, hook) if given is None else place(given)
     if is_remote(path):
         raise ConfigError(

@@ -24,12 +24,9 @@ from replicax.core.update import TrainState
 
 ROWS = 64
 """Rows of the traced batch: the same for every batch size, number of devices and padding."""
-
 _DIGITS = 12
-
 _NO_PART = frozenset(("name", "name_and_src_info", "debug_info", "metadata", "ctx_mesh"))
 """Parameters of an operation that say what something is called, or where it was written."""
-
 _LOOKS_ON = frozenset(("debug_print", "debug_callback"))
 
 
@@ -39,21 +36,12 @@ def program_fingerprint(dp: DataParallel, state: TrainState, batch: PyTree) -> d
     They follow from the operations that JAX traces, with the values of all constants, and not from
     names, comments, devices, mode, layout, micro-batches or padding. Code that runs in Python while
     the step runs (a callback) is not seen, nor what nothing is computed from. The loss and the
-    optimizer are traced once, on shapes; nothing is compiled or run.
+    optimizer are traced once, on shapes; nothing is compiled or run. 12 hex digits each:
 
-    Args:
-        dp: anything with a model.
-        state: of `dp`; arrays or their shapes.
-        batch: a `Batch`, or a pytree `[rows, ...]`; arrays or their shapes, any number of rows.
-
-    Returns:
-        12 hex digits each: `model` (paths, shapes and dtypes of its arrays), `loss` (with its
-        gradient and metrics) and `optimizer`; or `model` and `step`, for a step of one's own. An
-        optimizer that asks for a mesh axis by name has none.
-
-    Example:
-        >>> program_fingerprint(dp, state, {"x": x, "y": y})
-        {'model': '1c0fd43a9be2', 'loss': '97a33c5a1d0b', 'optimizer': 'd15e8890c0aa'}
+    - `model`: paths, shapes and dtypes of its arrays;
+    - `loss`: with its gradient and metrics;
+    - `optimizer`: none where it asks for a mesh axis by name;
+    - `step`: a step of one's own, in place of loss and optimizer.
     """
     program = dp.program(state)
     plain = jax.tree.map(
@@ -79,46 +67,34 @@ def some_rows(source: Source) -> PyTree | None:
 
 
 def _traced(program: Program, state: TrainState, batch: Batch) -> dict[str, str]:
-    if program.configuration.step is None:
-        found = {"loss": _loss(program, state, batch)}
-        try:
-            return found | {"optimizer": _optimizer(program, state)}
-        except NameError:  # it names a mesh axis, which only the compiled step has
-            return found
+    objective, updater = program.objective, program.updater
 
     def step(state: TrainState, batch: Batch) -> Any:
         after, metrics = program.own_step(
-            *(state, batch, None), accumulator=Sequential(), reduce=_as_they_are, apply=keep
+            *(state, batch, None),
+            accumulator=Sequential(),
+            reduce=lambda sums, carried, _: (sums, carried),
+            apply=keep,
         )
         return after.params, metrics
-
-    return {"step": _of_trace(step, state, batch)}
-
-
-def _loss(program: Program, state: TrainState, batch: Batch) -> str:
-    """The digest of the loss's sums and their gradient, of which custom rules are a part."""
-    objective = program.objective
 
     def sums(params: PyTree, extras: PyTree, batch: Batch, seed: Any, step: Any) -> Any:
         return objective.step_sums(params, extras, batch, View(jax.random.key(seed), step=step))
 
-    return _of_trace(sums, state.params, state.extras, batch, state.seed, state.step)
-
-
-def _optimizer(program: Program, state: TrainState) -> str:
-    updater, optimizer = program.updater, program.updater.optimizer
-
     def update(gradient: PyTree, opt_state: PyTree, params: PyTree, loss: Any) -> Any:
         value = {"value": loss} if updater.takes_value else {}
-        return optimizer.update(gradient, opt_state, params, **value)
+        return updater.optimizer.update(gradient, opt_state, params, **value)
 
-    loss = jax.ShapeDtypeStruct((), jnp.float32)
-    begun = _of_trace(optimizer.init, state.params)
-    return _digest([begun, _of_trace(update, state.params, state.opt_state, state.params, loss)])
-
-
-def _as_they_are(sums: Any, carried: PyTree, _axis: str | None) -> tuple[Any, PyTree]:
-    return sums, carried
+    if program.configuration.step is not None:
+        return {"step": _of_trace(step, state, batch)}
+    # Custom rules are a part of the gradient.
+    found = {"loss": _of_trace(sums, state.params, state.extras, batch, state.seed, state.step)}
+    given = (state.params, state.opt_state, state.params, jax.ShapeDtypeStruct((), jnp.float32))
+    try:
+        begun = _of_trace(updater.optimizer.init, state.params)
+        return found | {"optimizer": _digest([begun, _of_trace(update, *given)])}
+    except NameError:  # it names a mesh axis, which only the compiled step has
+        return found
 
 
 def _of_trace(function: Any, *arguments: PyTree) -> str:
@@ -172,7 +148,6 @@ def _kind(atom: Any) -> str:
 
 
 def _value(value: Any) -> str:
-    """The dtype, shape and bits of a constant."""
     array = np.ascontiguousarray(numbers(value))
     return f"{array.dtype}{array.shape}{hashlib.sha256(array.tobytes()).hexdigest()}"
 

@@ -18,23 +18,49 @@ SECONDS_BETWEEN_UPDATES = 0.2
 """In a notebook, whose page is redrawn by a browser."""
 
 
-class Progress:
-    """Where a run reports to; this one shows nothing."""
+class Progress(Hook):
+    """Shows how a run goes: this one nothing. Who opens it closes it."""
+
+    name = "Progress"
+    _evaluation: Record | None = None
+    """One that is not told of yet: the epoch's line does, where that follows at once."""
 
     def line(self, text: str) -> None:
-        """A line that stays."""
+        """Show a line that stays."""
 
     def status(self, text: str) -> None:
         """Show what is going on before there is anything to count."""
 
-    def step(self, step: int) -> None:
-        """A step was dispatched."""
+    def count(self, step: int) -> None:
+        """Show that a step was dispatched."""
 
-    def record(self, record: Record) -> None:
-        """New figures for the live line."""
+    def show(self, record: Record) -> None:
+        """Show new figures in the live line."""
 
     def close(self) -> None:
-        """The end."""
+        """Show no more."""
+
+    def before_step(self, run: Running, batch: Batch) -> None:
+        if self._evaluation is not None:
+            self.line(eval_line(self._evaluation))
+            self._evaluation = None
+
+    def dispatched(self, run: Running, step: Dispatched) -> None:
+        self.count(step.place.step)
+
+    def record(self, run: Running, record: Record) -> None:
+        if record.kind == "train":
+            self.show(record)
+        if record.kind == "skip":
+            self.line(skip_line(record))
+
+    def evaluation(self, run: Running, record: Record) -> None:
+        self._evaluation = record
+
+    def epoch(self, run: Running, record: Record | None) -> None:
+        at, record, self._evaluation = run.place, self._evaluation, None
+        trained = [r for r in run.records if r.kind == "train" and r.epoch == at.epoch]
+        self.line(epoch_line(at.epoch, run.epochs, at.step, trained, record))
 
 
 def open_progress(shown: bool, total_steps: int | None) -> Progress:
@@ -53,42 +79,6 @@ def open_progress(shown: bool, total_steps: int | None) -> Progress:
     return PlainProgress(total_steps)
 
 
-class Shown(Hook):
-    """Tells a display how a run goes.
-
-    Args:
-        display: from `open_progress`; who opened it closes it.
-    """
-
-    def __init__(self, display: Progress) -> None:
-        self._display = display
-        self._evaluation: Record | None = None
-        """One that is not told of yet: the epoch's line does, where that follows at once."""
-
-    def before_step(self, run: Running, batch: Batch) -> None:
-        if self._evaluation is not None:
-            self._display.line(eval_line(self._evaluation))
-            self._evaluation = None
-
-    def dispatched(self, run: Running, step: Dispatched) -> None:
-        self._display.step(step.place.step)
-
-    def record(self, run: Running, record: Record) -> None:
-        """Show the newest figures, or which examples were skipped."""
-        if record.kind == "train":
-            self._display.record(record)
-        if record.kind == "skip":
-            self._display.line(skip_line(record))
-
-    def evaluation(self, run: Running, record: Record) -> None:
-        self._evaluation = record
-
-    def epoch(self, run: Running, record: Record | None) -> None:
-        at, record, self._evaluation = run.place, self._evaluation, None
-        trained = [r for r in run.records if r.kind == "train" and r.epoch == at.epoch]
-        self._display.line(epoch_line(at.epoch, run.epochs, at.step, trained, record))
-
-
 class PlainProgress(Progress):
     """Prints lines, and the newest figures every `SECONDS_BETWEEN_LINES`."""
 
@@ -105,16 +95,16 @@ class PlainProgress(Progress):
     def status(self, text: str) -> None:
         print(text, flush=True)
 
-    def step(self, step: int) -> None:
+    def count(self, step: int) -> None:
         if self._started is None:
             self._started, self._first = time.monotonic(), step
         self._step = step
 
-    def record(self, record: Record) -> None:
+    def show(self, record: Record) -> None:
         if time.monotonic() - self._last >= SECONDS_BETWEEN_LINES:
-            self.line(f"{self._count(record.step)} · {figures(record)}{self._left()}")
+            self.line(f"{self._counted(record.step)} · {figures(record)}{self._left()}")
 
-    def _count(self, step: int) -> str:
+    def _counted(self, step: int) -> str:
         return f"step {step}/{self._total}" if self._total else f"step {step}"
 
     def _left(self) -> str:
@@ -137,12 +127,12 @@ class NotebookProgress(PlainProgress):
         self._figures = text
         self._show()
 
-    def step(self, step: int) -> None:
-        super().step(step)
+    def count(self, step: int) -> None:
+        super().count(step)
         if time.monotonic() - self._shown_at >= SECONDS_BETWEEN_UPDATES:
             self._show(self._left())
 
-    def record(self, record: Record) -> None:
+    def show(self, record: Record) -> None:
         self._figures = figures(record)
 
     def close(self) -> None:
@@ -151,7 +141,7 @@ class NotebookProgress(PlainProgress):
 
     def _show(self, left: str = "") -> None:
         self._shown_at = time.monotonic()
-        counted = [] if self._started is None else [self._count(self._step)]
+        counted = [] if self._started is None else [self._counted(self._step)]
         text = {"text/plain": " · ".join([*counted, self._figures]) + left}
         if self._handle is None:
             display = importlib.import_module("IPython.display").display
@@ -188,10 +178,10 @@ class LiveProgress(Progress):
     def status(self, text: str) -> None:
         self._bar.update(self._task, figures=text)
 
-    def step(self, step: int) -> None:
+    def count(self, step: int) -> None:
         self._bar.update(self._task, completed=step)
 
-    def record(self, record: Record) -> None:
+    def show(self, record: Record) -> None:
         self._bar.update(self._task, figures=figures(record))
 
     def close(self) -> None:

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from replicax.errors import ConfigError
-from replicax.train.places import Lines, exists, make_folder, read_bytes, write_whole
+from replicax.train.places import Lines, exists, make_folder, read_bytes, write_whole, writing
 
 _NO_RECORD = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 """Errors of reading a line that is no record."""
-
 CONFIG, RECORDS = "config.json", "records.jsonl"
 
 
@@ -48,7 +47,6 @@ class Record:
 
     @property
     def rows_per_second(self) -> float:
-        """Real rows over wall time."""
         return self.rows / self.seconds if self.seconds > 0 else math.nan
 
     def to_json(self) -> str:
@@ -61,25 +59,16 @@ class Record:
 
 
 class RunFolder:
-    """A run's files.
-
-    Raises:
-        ConfigError: the folder cannot be made.
-    """
+    """A run's files."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lines = Lines(self.records)
-        try:
+        with writing(path):
             make_folder(path)
-        except OSError as error:
-            raise ConfigError(
-                f"{path} cannot be written ({error.strerror}); choose another"
-            ) from error
 
     @property
     def records(self) -> Path:
-        """Where the records are."""
         return self.path / RECORDS
 
     def refuse_another(self, why: str) -> None:
@@ -91,48 +80,35 @@ class RunFolder:
             )
 
     def write_config(self, config: dict[str, Any]) -> None:
-        """Write `config.json`, as `plain_config` has it."""
-        text = json.dumps(plain_config(config), indent=2)
-        self._replace(self.path / CONFIG, f"{text}\n".encode())
+        write_json(self.path / CONFIG, config)
 
     def append(self, record: Record) -> None:
-        """Add a line to `records.jsonl`, at once visible to a reader of a file system."""
         self._lines.append(record.to_json())
 
     def keep(self, lines: int) -> tuple[int, int]:
-        """Keep the first `lines` of `records.jsonl`: what came after them is to be done again.
-
-        Returns:
-            How many there are now; fewer, where the file has lost some. And the last step in those
-            that are no more, 0 where there is none.
-        """
+        """Keep the first `lines` of `records.jsonl`: what came after them is to be done again."""
         self.sync()
         if not exists(self.records):
             return 0, 0
         found = read_bytes(self.records).splitlines(keepends=True)
         kept, dropped = found[:lines], found[lines:]
-        self._replace(self.records, b"".join(kept))
+        with writing(self.records):
+            write_whole(self.records, b"".join(kept))
         return len(kept), max(map(_step, dropped), default=0)
 
-    def _replace(self, path: Path, content: bytes) -> None:
-        try:
-            write_whole(path, content)
-        except OSError as error:
-            raise ConfigError(
-                f"{path} cannot be written ({error.strerror}); check its folder"
-            ) from error
-
     def sync(self) -> None:
-        """Have all records on the disk, or in the object store."""
         self._lines.sync()
 
 
-def plain_config(config: dict[str, Any]) -> dict[str, Any]:
-    """`config` as JSON has it: what it does not know as text, what is not finite as null.
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write `value` as `plain_config` has it."""
+    text = json.dumps(plain_config(value), indent=2)
+    with writing(path):
+        write_whole(path, f"{text}\n".encode())
 
-    Raises:
-        ConfigError: it cannot be written so.
-    """
+
+def plain_config(config: dict[str, Any]) -> dict[str, Any]:
+    """`config` as JSON has it: what it does not know as text, what is not finite as null."""
     try:
         plain: dict[str, Any] = json.loads(json.dumps(_finite(config), default=str))
     except (TypeError, ValueError, RecursionError) as error:
@@ -144,11 +120,7 @@ def plain_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_records(folder: Path, lines: int) -> list[Record]:
-    """The first `lines` records of the run in `folder`.
-
-    Raises:
-        ConfigError: one of them is no record.
-    """
+    """The first `lines` records of the run in `folder`."""
     path = folder / RECORDS
     if not lines or not exists(path):  # lost: who goes on says so
         return []
@@ -166,11 +138,7 @@ def read_records(folder: Path, lines: int) -> list[Record]:
 
 
 def record_from_json(text: bytes | str) -> Record:
-    """The record that `Record.to_json` wrote as `text`.
-
-    Raises:
-        ValueError: it is none; or a KeyError, a TypeError.
-    """
+    """The record that `Record.to_json` wrote as `text`."""
     fields = json.loads(text)
     waited, examples = fields.get("input_wait_fraction"), fields.get("examples")
     return Record(

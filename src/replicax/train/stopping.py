@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from replicax.core.job import Job
@@ -32,19 +32,21 @@ class Interrupt:
     def __init__(
         self, *, terminate: bool = True, at_once: Callable[[int], None] | None = None
     ) -> None:
-        self.wanted = False
         self.signal: int | None = None
         """The first that came."""
         self._numbers = [signal.SIGINT, signal.SIGTERM] if terminate else [signal.SIGINT]
         self._at_once = at_once
         self._previous: dict[int, object] = {}
-        self._pressed = False
-        """Whether SIGINT came."""
+        self._pressed = False  # whether SIGINT came
         self._held = self._answered = False
         self._answering = threading.Lock()
         self._wake: socket.socket | None = None
         self._previous_wake = -1
         self._watching: threading.Thread | None = None
+
+    @property
+    def wanted(self) -> bool:
+        return self.signal is not None
 
     def hold(self) -> None:
         """From now on there is something that a signal must not throw away.
@@ -57,7 +59,6 @@ class Interrupt:
             self._held = True
 
     def let_go(self) -> None:
-        """Let go once what was held is saved, or not worth it."""
         with self._answering:
             self._held = False
 
@@ -69,18 +70,21 @@ class Interrupt:
             if before is not signal.SIG_IGN:  # as SIGINT for a job in the background
                 self._previous[number] = before
         if self._previous and self._at_once is not None:
-            self._watch()
+            # Another thread hears of each signal: what the system calls writes to a socket.
+            ear, self._wake = socket.socketpair()
+            self._wake.setblocking(False)
+            wake = self._wake.fileno()
+            self._previous_wake = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+            self._watching = threading.Thread(
+                target=self._hear, args=[ear], name="replicax-signals", daemon=True
+            )
+            self._watching.start()
         for taken in self._previous:
             signal.signal(taken, self._note)
         _open.append(self)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self in _open:
             _open.remove(self)
             self._restore()
@@ -96,52 +100,33 @@ class Interrupt:
         if self._wake is not None:
             signal.set_wakeup_fd(self._previous_wake, warn_on_full_buffer=False)
 
-    def _watch(self) -> None:
-        """Have another thread hear of each signal: what the system calls writes to a socket."""
-        ear, self._wake = socket.socketpair()
-        self._wake.setblocking(False)
-        self._previous_wake = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
-        self._watching = threading.Thread(
-            target=self._hear, args=[ear], name="replicax-signals", daemon=True
-        )
-        self._watching.start()
-
     def _hear(self, ear: socket.socket) -> None:
         with ear:
             while numbers := ear.recv(4096):
                 for number in numbers:
                     # Else it is no signal of ours, or that of a context within this one.
                     if signal.getsignal(number) == self._note:
-                        self._first(number)
+                        self.signal = self.signal or number
                         with self._answering:
                             self._answer(number)
 
     def _answer(self, number: int) -> None:
-        if self._answered:
-            return
-        self._answered = True
-        if not self._held and self._at_once is not None:
+        answered, self._answered = self._answered, True
+        if not answered and not self._held and self._at_once is not None:
             self._at_once(number)
-
-    def _first(self, number: int) -> None:
-        if self.signal is None:
-            self.signal = number
-        self.wanted = True
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         # Without the lock: this thread may be interrupted while it has it.
         again = number == signal.SIGINT and self._pressed
         self._pressed = self._pressed or number == signal.SIGINT
         for each in _open[: _open.index(self)] if self in _open else []:
-            each._first(number)
-            each._answered = True
-        self._first(number)
+            each.signal, each._answered = each.signal or number, True
+        self.signal = self.signal or number
         if again:
             raise KeyboardInterrupt
 
 
-_open: list[Interrupt] = []
-"""From the outermost to the innermost."""
+_open: list[Interrupt] = []  # from the outermost to the innermost
 
 
 def signal_name(number: int) -> str:
@@ -164,9 +149,6 @@ class Stopping:
 
     That is a signal, or what a hook asks for. Processes vote at calls agreed on in the vote before,
     about two times a second, so that nobody goes on to a step that another one has left out.
-
-    Args:
-        save_every_seconds: between two saves, by the clock of process 0; None for none.
     """
 
     def __init__(
@@ -178,8 +160,7 @@ class Stopping:
         """Whether all are to evaluate now, as some hook asked for; until they have."""
         self.why: str | None = None
         """Why the run ends here as if it were done, where some hook asked for that."""
-        self._asked_to_stop: str | None = None
-        self._asked_to_save = self._asked_to_evaluate = False
+        self._asked: dict[str, Any] = {"stop": None, "save": False, "evaluate": False}
         self._interrupt, self._job, self._save_every = interrupt, job, save_every_seconds
         self._saved_at = time.monotonic()
         self._decided: int | None = None
@@ -190,7 +171,6 @@ class Stopping:
 
     @property
     def wanted(self) -> bool:
-        """Whether a signal stops the run early, as far as it is decided by all."""
         return self.signal is not None
 
     @property
@@ -204,16 +184,13 @@ class Stopping:
         return self.wanted or self.why is not None
 
     def stop(self, why: str) -> None:
-        """Ask that the run ends as if it were done."""
-        self._asked_to_stop = self._asked_to_stop or why
+        self._asked["stop"] = self._asked["stop"] or why
 
     def save(self) -> None:
-        """Ask for a checkpoint."""
-        self._asked_to_save = True
+        self._asked["save"] = True
 
     def evaluate(self) -> None:
-        """Ask for an evaluation."""
-        self._asked_to_evaluate = True
+        self._asked["evaluate"] = True
 
     def saved(self) -> None:
         """All have saved, or begun to: the time to the next save runs from here."""
@@ -243,21 +220,14 @@ class Stopping:
         return self.over
 
     def _mine(self, now: bool) -> dict[str, Any]:
-        mine = {
-            "signal": self._interrupt.signal,
-            "stop": self._asked_to_stop,
-            "save": self._asked_to_save,
-            "evaluate": self._asked_to_evaluate,
-            "clock": not now and self._is_time(),
-        }
-        self._asked_to_save = self._asked_to_evaluate = False
+        clock = not now and self._is_time()
+        mine = {"signal": self._interrupt.signal, "clock": clock, **self._asked}
+        self._asked |= {"save": False, "evaluate": False}
         return mine
 
     def _decide(self, votes: list[dict[str, Any]]) -> None:
-        signals = [vote["signal"] for vote in votes if vote["signal"] is not None]
-        reasons = [vote["stop"] for vote in votes if vote["stop"] is not None]
-        self._decided = next(iter(signals), None)
-        self.why = next(iter(reasons), None)
+        self._decided = next((v["signal"] for v in votes if v["signal"] is not None), None)
+        self.why = next((v["stop"] for v in votes if v["stop"] is not None), None)
         self.save_due |= votes[0]["clock"] or any(vote["save"] for vote in votes)
         self.evaluation_due |= any(vote["evaluate"] for vote in votes)
 

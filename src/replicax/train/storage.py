@@ -21,7 +21,7 @@ from replicax.train.checkpoints.store import CHECKPOINTS, STATE, Store
 from replicax.train.goodput import FILE, Ledger
 from replicax.train.hook import Hook, Running
 from replicax.train.lease import Lease, take_lease
-from replicax.train.places import exists
+from replicax.train.places import exists, writing
 from replicax.train.records import CONFIG, Record, RunFolder, plain_config, read_records
 from replicax.wording import first_line
 
@@ -92,22 +92,9 @@ class RecordsFile(Hook):
 
 
 class Storage:
-    """One start's hold on the folder of a run.
+    """One start's hold on the folder of a run, where another start may have been.
 
     All processes make one alike; process 0 alone holds the lease, and writes all but arrays.
-
-    Args:
-        path: its folder; another start may have been there.
-        config: what is run; what JSON does not know is written as text.
-        saving: when, and what is kept.
-        accept_changes: whether to go on where the configuration is another than before.
-        state: of the run, as it would begin.
-        pinned: tells the steps whose checkpoints stay, however many there are.
-
-    Raises:
-        ConfigError: the folder holds another run, or cannot be written.
-        MissingDependencyError: Orbax is not installed.
-        RunInUseError: another start holds it.
     """
 
     def __init__(
@@ -137,8 +124,7 @@ class Storage:
             require("orbax.checkpoint", "checkpoints")
         self.found: ResumePoint | None = None
         try:
-            told = job.broadcast("where the run goes on", self._open_or_refuse)
-            self.token: int = told["token"]
+            told = job.broadcast("where the run goes on", writing(path)(self._open))
             if told["checkpoint"] is not None:
                 position = Position(**told["position"])
                 records = read_records(path, position.records)
@@ -149,7 +135,7 @@ class Storage:
             raise
         self._saver = Saver(
             self._store,
-            self.token,
+            told["token"],
             self._check,
             job,
             seed,
@@ -159,15 +145,6 @@ class Storage:
         )
         self._saved: Any = None
 
-    def _open_or_refuse(self) -> dict[str, Any]:
-        try:
-            return self._open()
-        except OSError as error:
-            raise ConfigError(
-                f"{error.filename or self.path} cannot be written ({error.strerror}); make it "
-                "writable, or choose another"
-            ) from error
-
     def _open(self) -> dict[str, Any]:
         """In process 0: take the run, and find where it goes on from."""
         self.folder = RunFolder(self.path)
@@ -176,20 +153,26 @@ class Storage:
             self.folder.write_config(self._config)
             return {"token": 1, "checkpoint": None}
         self._lease = take_lease(self.path)
-        self._check_config(self.folder)
+        if exists(self.path / CONFIG):
+            self._before = read_config(self.path / CONFIG)
+            for line in check_changes(self._before, self._config, accept=self._accept):
+                self._say(line)
+            if "program" in self._before:  # until the first batch tells which it is now
+                self._config.setdefault("program", self._before["program"])
+        else:
+            self.folder.refuse_another("it has no config.json")
         self._store.clean()
         self.ledger = Ledger(self.path / FILE, self._lease.token)
         there = len(self._store.paths())
         with self.ledger.spending("restoring"):
             found = self._store.newest_good(self._wanted, self._say)
         self.ledger.restored(None if found is None else found[1].position.step)
-        told: dict[str, Any] = {"token": self._lease.token, "checkpoint": None}
         if found is None:
             if there:
                 self._say(f"begin  at step 0: none of {there} checkpoints can be trusted")
             self.folder.keep(0)
             self.folder.write_config(self._config)
-            return told
+            return {"token": self._lease.token, "checkpoint": None}
         path, manifest = found
         position = manifest.position
         read_records(self.path, position.records)  # they are left as they are where this fails
@@ -201,50 +184,35 @@ class Storage:
             )
             position = dataclasses.replace(position, records=lines)
         saved = time.strftime("%d %b %H:%M:%S", time.localtime(manifest.saved_at))
-        again = (
-            f"; {reached - position.step:,} more are done again" if reached > position.step else ""
-        )
-        self._say(f"resume {self.path}: step {position.step:,}, saved {saved}{again}")
-        told |= {"checkpoint": path.name, "position": dataclasses.asdict(position)}
-        return {**told, "extra": manifest.extra}
-
-    def _check_config(self, folder: RunFolder) -> None:
-        path = self.path / CONFIG
-        if exists(path):
-            self._before = read_config(path)
-            for line in check_changes(self._before, self._config, accept=self._accept):
-                self._say(line)
-            if "program" in self._before:  # until the first batch tells which it is now
-                self._config.setdefault("program", self._before["program"])
-        else:
-            folder.refuse_another("it has no config.json")
+        again = reached - position.step
+        more = f"; {again:,} more are done again" if again > 0 else ""
+        self._say(f"resume {self.path}: step {position.step:,}, saved {saved}{more}")
+        return {
+            "token": self._lease.token,
+            "checkpoint": path.name,
+            "position": dataclasses.asdict(position),
+            "extra": manifest.extra,
+        }
 
     def check_program(self, program: dict[str, str]) -> None:
-        """Compare the program, where only the first batch could tell it; all processes call it.
-
-        Raises:
-            ConfigError: it is another than before, and that is not accepted.
-        """
-        parts = ("versions", "program")
-        before = {part: self._before[part] for part in parts if part in self._before}
-        now = {**self._config, "program": program}
-        now = {part: now[part] for part in parts if part in now}
+        """Compare the program, where only the first batch could tell it; all processes call it."""
+        self._config["program"], self.knows_program = program, True
+        parts: tuple[str, ...] = ("versions", "program")
 
         def compare() -> None:
+            before, now = (
+                {part: of[part] for part in parts if part in of}
+                for of in (self._before, self._config)
+            )
             for line in check_changes(before, now, accept=self._accept):
                 if line.startswith("change program."):  # versions were told when it was opened
                     self._say(line)
 
         self._job.broadcast("the program", compare)
-        self._config["program"], self.knows_program = program, True
         self._write_config()
 
     def check_bits(self, programs: dict[str, str]) -> None:
-        """Say where the run goes on with other bits: its step is compiled to other programs.
-
-        Args:
-            programs: digests of those whose bits are fixed, by name.
-        """
+        """Say where the run goes on with other bits: its step is compiled to other programs."""
         before = self._before.get("bits", programs)
         others = [n for n in {**before, **programs} if before.get(n) != programs.get(n)]
         if others:
@@ -256,11 +224,6 @@ class Storage:
         self._write_config()
 
     def restore(self, like: TrainState) -> TrainState:
-        """The state of what was found, laid out as `like`.
-
-        Raises:
-            CheckpointError: it cannot be read.
-        """
         assert self.found is not None
         with self.ledger.spending("restoring"):
             state = read(like, self._store.local(self.found.path) / STATE)
@@ -285,11 +248,6 @@ class Storage:
         self._saved = what
 
     def finish(self, state: TrainState, position: Position, extra: dict[str, Any]) -> None:
-        """Save `state` for sure, before the run ends.
-
-        Raises:
-            CheckpointError: it cannot be saved.
-        """
         with self.ledger.spending("saving"):
             self.save(state, position, extra)
             while not self._saver.wait():
@@ -308,7 +266,6 @@ class Storage:
             self._say(f"ALARM  {fault}")
 
     def close(self) -> None:
-        """Let go of the run."""
         with contextlib.suppress(RunInUseError):
             self._sync()
         self.ledger.close()
@@ -338,19 +295,16 @@ def _what_is_saved(position: Position, extra: dict[str, Any]) -> Any:
 def first_batch(source: Source, position: Position, extra: dict[str, Any]) -> int:
     """The next batch of `position.epoch`, counted from 0; by its rows where these can be told.
 
-    Args:
-        source: of the run, which may be cut into other batches now.
-        position: in the order of the data, which is the same in any number of processes.
-        extra: of the checkpoint.
-
-    Raises:
-        ConfigError: `source` cannot begin there.
+    Their order is the same in any number of processes; `source` may be cut into other batches now.
     """
     told = extra.get("processes")
     now = parts_of_processes(source).get("processes")
     if told != now:
+        fed = [
+            f"rx.PerProcess in {n} processes" if n else "data that all have" for n in (told, now)
+        ]
         raise ConfigError(
-            f"the run was fed by {_fed(told)} and is now fed by {_fed(now)}; rows of rx.PerProcess "
+            f"the run was fed by {fed[0]} and is now fed by {fed[1]}; rows of rx.PerProcess "
             "data are in another order then: start as many processes, or a new run"
         )
     batch, size = extra.get("batch"), source.batch_size
@@ -371,7 +325,3 @@ def parts_of_processes(source: Source) -> dict[str, int]:
     """How many processes have rows of their own, where they do."""
     own = isinstance(source, PerProcessSource)
     return {"processes": jax.process_count()} if own else {}
-
-
-def _fed(processes: Any) -> str:
-    return "data that all have" if processes is None else f"rx.PerProcess in {processes} processes"

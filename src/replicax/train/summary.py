@@ -9,7 +9,7 @@ import platform
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import textwrap
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from replicax.core.pipeline import bubble
 from replicax.core.update import TrainState
 from replicax.train.goodput import Goodput
 from replicax.train.records import Record
-from replicax.wording import duration
+from replicax.wording import counted, duration
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,52 +77,46 @@ def describe(dp: DataParallel, state: TrainState, feed: Feed) -> list[str]:
     """The derived figures of a run, a line each."""
     arrays = jax.tree.leaves(state.params)
     parameters = sum(int(np.prod(array.shape)) for array in arrays)
-    devices, reduction = dp.mesh.devices.size, dp.configuration.names()["reduction"]
+    devices, replicas = dp.mesh.devices.size, replica_count(dp.mesh)
+    reduction = dp.configuration.names()["reduction"]
     processes = f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
     micro, word = dp.split.micro_batches, "micro-shard" if dp.mode.bitwise else "micro-batch"
     lines = [
-        f"model  {_count(parameters, 'parameter')} in {_count(len(arrays), 'array')} · "
+        f"model  {counted(parameters, 'parameter')} in {counted(len(arrays), 'array')} · "
         f"{dp.precision.name}",
-        f"mesh   {_count(devices, dp.mesh.devices.flat[0].device_kind + ' device')}"
-        f"{processes} · {_count(replica_count(dp.mesh), 'replica')} · mode {dp.mode} · "
+        f"mesh   {counted(devices, dp.mesh.devices.flat[0].device_kind + ' device')}"
+        f"{processes} · {counted(replicas, 'replica')} · mode {dp.mode} · "
         f"layout {dp.layout}{'' if reduction == 'float32' else f' · {reduction} on the wire'}",
     ]
-    lines += _split(dp)
-    size = feed.source.batch_size
-    if size:
-        padded = dp.split.padded(size)
-        split = f" x {_count(micro, word)}" if micro > 1 else ""
-        padding = "" if size == padded else f"padded to {padded}, "
-        rows = padded // replica_count(dp.mesh) // micro
-        lines.append(
-            f"batch  {size} rows, {padding}{_count(replica_count(dp.mesh), 'replica')}{split} x "
-            f"{rows} rows"
-        )
-    last = feed.source.last_rows
-    if feed.source.rows is not None and last is not None:
-        text = f"epoch  {feed.source.rows:,} rows in {_count(len(feed), 'batch')}"
-        if last != size:
-            text += f", the last with {_count(last, 'row')} and {feed.padding} of padding"
-        lines.append(text)
-    return lines
-
-
-def _split(dp: DataParallel) -> Iterator[str]:
-    """How a replica is split over devices, and which replicas share a copy of the state."""
     sizes = {axis: dp.mesh.shape.get(axis, 1) for axis in (MODEL, FSDP, STAGE)}
     parts = []
     if sizes[MODEL] > 1:
         parts.append(f"each layer over {sizes[MODEL]} devices")
     if sizes[FSDP] > 1:
-        parts.append(f"the state over {sizes[FSDP]} of {replica_count(dp.mesh)} replicas")
+        parts.append(f"the state over {sizes[FSDP]} of {replicas} replicas")
     if parts:
-        yield f"split  {' · '.join(parts)}"
+        lines.append(f"split  {' · '.join(parts)}")
     if (stages := sizes[STAGE]) > 1:
-        micro = dp.split.micro_batches
-        yield (
-            f"stages {stages} x {_count(micro, 'micro-batch')}, {dp.layout.schedule} · bubble "
+        lines.append(
+            f"stages {stages} x {counted(micro, 'micro-batch')}, {dp.layout.schedule} · bubble "
             f"{bubble(stages, micro):.0%}"
         )
+    size = feed.source.batch_size
+    if size:
+        padded = dp.split.padded(size)
+        split = f" x {counted(micro, word)}" if micro > 1 else ""
+        padding = "" if size == padded else f"padded to {padded}, "
+        rows = padded // replicas // micro
+        lines.append(
+            f"batch  {size} rows, {padding}{counted(replicas, 'replica')}{split} x {rows} rows"
+        )
+    last = feed.source.last_rows
+    if feed.source.rows is not None and last is not None:
+        text = f"epoch  {feed.source.rows:,} rows in {counted(len(feed), 'batch')}"
+        if last != size:
+            text += f", the last with {counted(last, 'row')} and {feed.padding} of padding"
+        lines.append(text)
+    return lines
 
 
 def derived(dp: DataParallel, feed: Feed) -> dict[str, Any]:
@@ -186,12 +180,9 @@ def eval_line(record: Record) -> str:
 def skip_line(record: Record) -> str:
     """Say that the update of a step was skipped, and on which examples, in 80 columns."""
     what = "a spike of the loss" if "spike" in record.metrics else "loss or gradient not finite"
-    examples = [str(example) for example in record.examples or ()]
     line = f"skip   step {record.step:,}: {what}, examples "
-    while examples and len(line + ", ".join(examples)) > 77:
-        examples.pop()
-    more = ", ..." if len(examples) < len(record.examples or ()) else ""
-    return f"{line}{', '.join(examples)}{more}"
+    examples = ", ".join(map(str, record.examples or ()))
+    return line + textwrap.shorten(examples, 80 - len(line), placeholder=" ...")
 
 
 def summary(result: Fit, total: int | None) -> list[str]:
@@ -217,7 +208,7 @@ def summary(result: Fit, total: int | None) -> list[str]:
         kind = "eval" if any(r.kind == "eval" for r in result.records) else "train"
         lines.append(f"{kind:<6} {_metrics(result.metrics)}")
     if skipped := sum(record.kind == "skip" for record in result.records):
-        lines.append(f"skip   {_count(skipped, 'step')}; see records.jsonl for their examples")
+        lines.append(f"skip   {counted(skipped, 'step')}; see records.jsonl for their examples")
     if result.stopped is not None:
         lines.append(f"stop   {result.stopped}")
     if result.failed_hooks:
@@ -226,7 +217,6 @@ def summary(result: Fit, total: int | None) -> list[str]:
 
 
 def _rows_per_second(records: list[Record]) -> float:
-    """Over the records that were timed; 0 where none was."""
     timed = [record for record in records if record.seconds > 0]
     seconds = sum(record.seconds for record in timed)
     return sum(record.rows for record in timed) / seconds if seconds else 0.0
@@ -235,8 +225,3 @@ def _rows_per_second(records: list[Record]) -> float:
 def _metrics(metrics: dict[str, float]) -> str:
     names = sorted(metrics, key=lambda name: name != "loss")
     return " ".join(f"{name} {metrics[name]:.4g}" for name in names)
-
-
-def _count(number: int, noun: str) -> str:
-    plural = "es" if noun.endswith("ch") else "s"
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}{plural}"

@@ -13,11 +13,18 @@ from replicax.train.checkpoints import manifest
 from replicax.train.checkpoints.manifest import (
     PIECE_BYTES,
     FileEntry,
+    check_files,
     file_entries,
-    first_difference,
 )
 
 TEXTS = {"a/b/0.0": b"chunk", "a/b/.zarray": b"{}", "empty": b"", "a/c/0": b"x" * 4096}
+
+
+def first_difference(folder: Path, files: dict[str, FileEntry]) -> str | None:
+    try:
+        return check_files(folder, files)
+    except CheckpointError as error:
+        return str(error)
 
 
 @pytest.fixture

@@ -9,24 +9,20 @@ import concurrent.futures
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import quote
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from replicax.core.leaves import is_random_key, numbers
 from replicax.core.update import TrainState
 from replicax.errors import CheckpointError, require
 from replicax.train.checkpoints.manifest import ArrayEntry
 
-_Result = TypeVar("_Result")
-
-_LONGEST_NAME = 200
-"""Bytes of a leaf's name, which is that of a folder; most file systems take 255."""
+_LONGEST_NAME = 200  # bytes of a leaf's name, which is that of a folder; most file systems take 255
 
 
 def array_entries(state: TrainState) -> dict[str, ArrayEntry]:
@@ -38,19 +34,23 @@ def array_entries(state: TrainState) -> dict[str, ArrayEntry]:
 def begin_writing(state: TrainState, folder: Path) -> Callable[[], None]:
     """Copy `state` to the host and begin to write it into `folder`, which need not be there.
 
-    Each process writes its own parts. Returns once the copy is made: the next step may have
-    `state`.
-
-    Returns:
-        What waits until this process has written its parts, and raises what went wrong.
+    Each process writes its own parts. Returns once the copy is made, as the next step may have
+    `state`, what waits until these parts are written, and raises what went wrong.
     """
     epath = require("etils.epath", "checkpoints")
     args = require("orbax.checkpoint", "checkpoints").args.PyTreeSave(_with_elements(named(state)))
     folder.mkdir(parents=True, exist_ok=True)
-    futures: Sequence[Any] = _run(_handler().async_save(epath.Path(folder), args=args)) or ()
+    saving = _handler().async_save(epath.Path(folder), args=args)
+    with concurrent.futures.ThreadPoolExecutor(1) as own:  # in a notebook this one has a loop
+        futures = own.submit(asyncio.run, saving).result() or ()
 
     def wait() -> None:
-        errors = [error for error in map(_error_of, futures) if error]  # of all: nobody writes on
+        errors = []
+        for future in futures:  # all of them, so that nobody writes on
+            try:
+                future.result()
+            except Exception as error:
+                errors.append(error)
         if errors:
             raise errors[0]
 
@@ -58,15 +58,7 @@ def begin_writing(state: TrainState, folder: Path) -> Callable[[], None]:
 
 
 def read(like: TrainState, folder: Path) -> TrainState:
-    """The state in `folder`, laid out as `like`; each process reads its own parts.
-
-    Args:
-        like: `jax.ShapeDtypeStruct`s with shardings; what it lacks is not read.
-        folder: written by `begin_writing`, on any devices.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
+    """The state in `folder`, laid out as `like`; each process reads its own parts."""
     orbax, epath = require("orbax.checkpoint", "checkpoints"), require("etils.epath", "checkpoints")
     leaves = named(like)
     wanted = _with_elements(leaves)
@@ -82,10 +74,16 @@ def read(like: TrainState, folder: Path) -> TrainState:
     except Exception as error:  # tensorstore's own, of many kinds
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise CheckpointError(f"{folder} cannot be read: {lines[0]}") from error
-    found = [arrays[name] if name in wanted else _empty(leaf) for name, leaf in leaves.items()]
-    state: TrainState = jax.tree.unflatten(jax.tree.structure(like), found)
-    restored: TrainState = jax.tree.map(as_key, _owned(state), like)
-    return restored
+    found = [
+        arrays[name] if name in wanted else jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+        for name, leaf in leaves.items()
+    ]
+    if next(iter(found[0].devices())).platform == "cpu":
+        # Several devices may share the host's memory, and a step that is given it writes there.
+        found = jax.block_until_ready(jax.jit(lambda leaves: jax.tree.map(jnp.copy, leaves))(found))
+    keyed = map(as_key, found, leaves.values())
+    state: TrainState = jax.tree.unflatten(jax.tree.structure(like), keyed)
+    return state
 
 
 def abstract(state: TrainState) -> TrainState:
@@ -94,17 +92,6 @@ def abstract(state: TrainState) -> TrainState:
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
     )
     return shapes
-
-
-def _owned(state: TrainState) -> TrainState:
-    """`state` in memory of its own: on CPUs, several devices may share the host's, and a step that
-    is given it writes there.
-    """
-    if next(iter(jax.tree.leaves(state)[0].devices())).platform != "cpu":
-        return state
-    copied: TrainState = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(state)
-    jax.block_until_ready(copied)
-    return copied
 
 
 def as_key(leaf: jax.Array, like: Any) -> jax.Array:
@@ -117,14 +104,6 @@ def as_key(leaf: jax.Array, like: Any) -> jax.Array:
     return keys
 
 
-def _error_of(future: Any) -> Exception | None:
-    try:
-        future.result()
-    except Exception as error:
-        return error
-    return None
-
-
 def _with_elements(leaves: dict[str, Any]) -> dict[str, Any]:
     """Without the arrays that have none, which Orbax does not take; of keys their numbers."""
     found = {}
@@ -133,11 +112,6 @@ def _with_elements(leaves: dict[str, Any]) -> dict[str, Any]:
         if math.prod(leaf.shape):
             found[name] = numbers(data)
     return found
-
-
-def _empty(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    nothing = np.empty(leaf.shape, leaf.dtype)
-    return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda part: nothing[part])
 
 
 def named(tree: Any) -> dict[str, Any]:
@@ -166,12 +140,6 @@ def _handler() -> Any:
         use_compression=False,
         type_handler_registry=orbax.type_handlers.create_type_handler_registry((jax.Array, arrays)),
     )
-
-
-def _run(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
-    """The result of `coroutine`, also where this thread has an event loop, as in a notebook."""
-    with concurrent.futures.ThreadPoolExecutor(1) as executor:
-        return executor.submit(asyncio.run, coroutine).result()
 
 
 def params_not_finite(state: TrainState) -> set[str]:

@@ -6,9 +6,9 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes  # noqa: F401  # NumPy then knows bfloat16 by its name, and the others
 import numpy as np
@@ -19,13 +19,7 @@ from replicax.train.places import write_whole
 MANIFEST = "manifest.json"
 PIECE_BYTES = 64 * 2**20
 """Bytes that one checksum covers: pieces of a large file are read by several threads."""
-
-_FORMAT = 1
-
-
-_MOST_THREADS = 8
-
-_BUFFER_BYTES = 2**18
+_FORMAT, _MOST_THREADS, _BUFFER_BYTES = 1, 8, 2**18
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +32,6 @@ class ArrayEntry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that its contents take."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
     def __str__(self) -> str:
@@ -97,11 +90,7 @@ class Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write `manifest.json` into `folder`; on disk once this returns.
-
-    Raises:
-        CheckpointError: it cannot be written, or not be read again.
-    """
+    """Write `manifest.json` into `folder`; on disk once this returns."""
     try:
         data = _signed({"format": _FORMAT, **dataclasses.asdict(manifest)})
         _understood(data)
@@ -113,11 +102,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return what the checkpoint in `folder` is said to hold. Its files are not looked at.
-
-    Raises:
-        CheckpointError: the file is not, to the byte, what `write_manifest` writes.
-    """
+    """Return what the checkpoint in `folder` is said to hold. Its files are not looked at."""
     try:
         return _understood((folder / MANIFEST).read_bytes())
     except FileNotFoundError as error:
@@ -132,7 +117,6 @@ def _signed(content: dict[str, Any]) -> bytes:
 
 
 def _canonical(value: Any) -> bytes:
-    """The one way in which `value` is written: ASCII, sorted keys, no spaces."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -141,7 +125,13 @@ def _understood(data: bytes) -> Manifest:
         content = json.loads(data)
         found, checksum = content["format"], content.pop("checksum")
         if found == _FORMAT and data == _signed(content):
-            return _manifest(content)
+            del content["format"]
+            content["position"] = Position(**content["position"])
+            for name, entry in content["arrays"].items():
+                content["arrays"][name] = ArrayEntry(entry["dtype"], tuple(entry["shape"]))
+            for path, entry in content["files"].items():
+                content["files"][path] = FileEntry(entry["bytes"], tuple(entry["sha256"]))
+            return Manifest(**content)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{MANIFEST} is damaged, or none") from error
     if found != _FORMAT:
@@ -150,57 +140,34 @@ def _understood(data: bytes) -> Manifest:
     raise CheckpointError(f"{MANIFEST} does not match its own checksum, {checksum!r}")
 
 
-def _manifest(content: dict[str, Any]) -> Manifest:
-    del content["format"]
-    arrays, files = content.pop("arrays"), content.pop("files")
-    return Manifest(
-        position=Position(**content.pop("position")),
-        arrays={name: ArrayEntry(a["dtype"], tuple(a["shape"])) for name, a in arrays.items()},
-        files={path: FileEntry(f["bytes"], tuple(f["sha256"])) for path, f in files.items()},
-        **content,
-    )
-
-
-class _Piece(NamedTuple):
-    path: str
-    start: int
-    end: int
-
-
 def file_entries(folder: Path) -> dict[str, FileEntry]:
-    """Path relative to `folder` -> size and checksums of each file below, but `manifest.json`.
-
-    Raises:
-        CheckpointError: a file cannot be read, or there is something that is no regular file.
-    """
+    """Path relative to `folder` -> size and checksums of each file below, but `manifest.json`."""
     sizes = _sizes(folder)
     digests: dict[str, list[str]] = {path: [] for path in sizes}
-    for piece, digest in _hashed(folder, sizes):
-        digests[piece.path].append(digest)
+    for (path, _, _), digest in _hashed(folder, sizes):
+        digests[path].append(digest)
     return {path: FileEntry(sizes[path], tuple(digests[path])) for path in sizes}
 
 
-def first_difference(folder: Path, files: Mapping[str, FileEntry]) -> str | None:
-    """Return the first deviation from `files`, in one line; None if there is none.
+def check_files(folder: Path, files: Mapping[str, FileEntry]) -> None:
+    """Raise `CheckpointError` at the first deviation from `files`.
 
     Names and sizes are looked at before any file is opened. A path that leaves the folder is none
     that is found there, so it is missing.
     """
-    try:
-        sizes = _sizes(folder)
-        for path in sorted(sizes.keys() | files.keys()):
-            if path not in files:
-                return f"{path} is not in the manifest"
-            if path not in sizes:
-                return f"{path} is missing"
-            if sizes[path] != files[path].bytes:
-                return f"{path} has {sizes[path]} bytes, and {files[path].bytes} are recorded"
-        for (path, start, end), digest in _hashed(folder, sizes):
-            if digest != files[path].sha256[start // PIECE_BYTES]:
-                return f"{path} differs from its checksum in bytes {start} to {end}"
-    except CheckpointError as error:
-        return str(error)
-    return None
+    sizes = _sizes(folder)
+    for path in sorted(sizes.keys() | files.keys()):
+        if path not in files:
+            raise CheckpointError(f"{path} is not in the manifest")
+        if path not in sizes:
+            raise CheckpointError(f"{path} is missing")
+        if sizes[path] != files[path].bytes:
+            recorded = f"and {files[path].bytes} are recorded"
+            raise CheckpointError(f"{path} has {sizes[path]} bytes, {recorded}")
+    for (path, start, end), digest in _hashed(folder, sizes):
+        if digest != files[path].sha256[start // PIECE_BYTES]:
+            where = f"bytes {start} to {end}"
+            raise CheckpointError(f"{path} differs from its checksum in {where}")
 
 
 def _sizes(folder: Path) -> dict[str, int]:
@@ -221,24 +188,22 @@ def _sizes(folder: Path) -> dict[str, int]:
     return dict(sorted(found.items()))
 
 
-def _hashed(folder: Path, sizes: Mapping[str, int]) -> Iterator[tuple[_Piece, str]]:
-    """Each piece and its SHA-256, in order; what nobody waits for any more is not begun."""
-    pieces = list(_pieces(sizes))
+def _hashed(folder: Path, sizes: Mapping[str, int]) -> Iterator[tuple[tuple[str, int, int], str]]:
+    """Path, start and end of each piece, and its SHA-256; without a reader no more are begun."""
+    pieces = [
+        (path, start, min(start + PIECE_BYTES, size))
+        for path, size in sizes.items()
+        for start in range(0, max(1, size), PIECE_BYTES)
+    ]
     pool = concurrent.futures.ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1))
     try:
-        yield from zip(pieces, pool.map(lambda piece: _digest(folder, piece), pieces), strict=True)
+        yield from zip(pieces, pool.map(lambda piece: _digest(folder, *piece), pieces), strict=True)
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _pieces(sizes: Mapping[str, int]) -> Iterable[_Piece]:
-    for path, size in sizes.items():
-        for start in range(0, max(1, size), PIECE_BYTES):
-            yield _Piece(path, start, min(start + PIECE_BYTES, size))
-
-
-def _digest(folder: Path, piece: _Piece) -> str:
-    digest, (path, start, end) = hashlib.sha256(), piece
+def _digest(folder: Path, path: str, start: int, end: int) -> str:
+    digest = hashlib.sha256()
     buffer = memoryview(bytearray(min(_BUFFER_BYTES, end - start)))
     try:
         with (folder / path).open("rb", buffering=0) as file:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from replicax.core.job import Job
 from replicax.core.update import TrainState
@@ -25,43 +25,37 @@ from replicax.train.checkpoints.manifest import (
 from replicax.train.checkpoints.store import STATE, Store
 from replicax.wording import first_line
 
+_Result = TypeVar("_Result")
 MOST_FAILURES = 3
 """Saves in a row that may fail before the run stops: by then too much would be lost."""
 
 
+@dataclasses.dataclass(eq=False)
 class Saver:
-    """Saves states into `store`, while the training goes on.
+    """Saves states into `store`, while the training goes on."""
 
-    Args:
-        token: of the run's lease.
-        check: called before a checkpoint is put in its place; raises where the run has been taken
-            over.
-        not_finite: parameters that were not finite when the run began, and may be so.
-        pinned: tells the steps whose checkpoints stay, whatever else the store keeps.
-    """
+    store: Store
+    token: int
+    """Token of the run's lease."""
+    check: Callable[[], None]
+    """Raises where the run is taken over; called before a checkpoint is put in its place."""
+    job: Job
+    seed: int
+    config: dict[str, Any]
+    not_finite: Collection[str] = ()
+    """Parameters that were not finite when the run began, and may be so."""
+    pinned: Callable[[], Collection[int]] = tuple
+    """Tells the steps whose checkpoints stay, whatever else the store keeps."""
 
-    def __init__(
-        self,
-        store: Store,
-        token: int,
-        check: Callable[[], None],
-        job: Job,
-        seed: int,
-        config: dict[str, Any],
-        not_finite: Collection[str] = (),
-        pinned: Callable[[], Collection[int]] = tuple,
-    ) -> None:
-        self.saved_step: int | None = None
-        """Step of the newest checkpoint that is in its place."""
-        self._store, self._token, self._check, self._job = store, token, check, job
-        self._seed, self._config, self._not_finite = seed, config, not_finite
-        self._pinned = pinned
-        self._number = self._failures = 0
-        self._arrays: dict[str, ArrayEntry] = {}
-        self._thread: threading.Thread | None = None
-        self._failed: str | None = None
-        self._broken: BaseException | None = None
-        self._alarms: list[str] = []
+    saved_step: int | None = None
+    """Step of the newest checkpoint that is in its place."""
+    _number: int = 0
+    _failures: int = 0  # in a row
+    _arrays: dict[str, ArrayEntry] | None = None
+    _thread: threading.Thread | None = None
+    _failed: str | None = None
+    _broken: BaseException | None = None
+    _alarms: list[str] = dataclasses.field(default_factory=list)
 
     def save(self, state: TrainState, position: Position, extra: dict[str, Any]) -> None:
         """Begin to save `state`; returns once it is copied, and may be given to the next step.
@@ -71,51 +65,48 @@ class Saver:
         self.wait()
         self._arrays = self._arrays or array_entries(state)  # the same in every save
         self._number += 1
-        folder = self._store.temporary(position.step, self._token, self._number)
+        folder = self.store.temporary(position.step, self.token, self._number)
         manifest = Manifest(
             position=position,
-            token=self._token,
+            token=self.token,
             saved_at=time.time(),
-            seed=self._seed,
+            seed=self.seed,
             arrays=self._arrays,
             files={},
-            config=self._config,
+            config=self.config,
             extra=extra,
         )
-        try:
-            if wrong := sorted(params_not_finite(state).difference(self._not_finite)):
+
+        def begun() -> Callable[[], None]:
+            if wrong := sorted(params_not_finite(state).difference(self.not_finite)):
                 raise CheckpointError(f"{wrong[0]} is no longer finite")
-            written = begin_writing(state, folder / STATE)
-        except Exception as error:  # of storage, in many forms: reported as the others are
-            written = _raising(error)
-        arguments = (folder, manifest, written, f"save {self._number} of start {self._token}")
+            return begin_writing(state, folder / STATE)
+
+        written, fault = _tried(begun)
+        arguments = (
+            folder,
+            manifest,
+            written,
+            fault,
+            f"save {self._number} of start {self.token}",
+        )
         self._thread = threading.Thread(target=self._finish, args=arguments, daemon=True)
         self._thread.start()
 
     def poll(self) -> list[str]:
-        """Return what is to be said of the saves since the last call, a line each; does not wait.
-
-        Raises:
-            CheckpointError: too many in a row have failed.
-            RunInUseError: another start of the run has taken over.
-        """
+        """Return what there is to say of the saves since the last call; does not wait."""
         if self._thread is not None and not self._thread.is_alive():
             self.wait()
         alarms, self._alarms = self._alarms, []
         return alarms
 
     def wait(self) -> bool:
-        """Wait for the save that goes on, if one does; whether the last one succeeded.
-
-        Raises:
-            CheckpointError: as for `poll`.
-            RunInUseError: as for `poll`.
-        """
+        """Wait for the save that goes on, if one does; whether the last one succeeded."""
         if self._thread is not None:
-            self._job.rest()  # a slow disk is not a process that stands still
+            self.job.rest()  # a slow disk is not a process that stands still
             self._thread.join()
             self._thread = None
-            self._job.move()
+            self.job.move()
             self._judge()
         return self._failures == 0
 
@@ -132,93 +123,82 @@ class Saver:
         if self._failures >= MOST_FAILURES:
             raise CheckpointError(
                 f"{self._failures} saves in a row have failed: {self._failed}; {good}: make room "
-                f"or repair {self._store.folder}, and start again"
+                f"or repair {self.store.folder}, and start again"
             )
         self._alarms.append(
             f"ALARM  a save has failed ({self._failures} in a row): {self._failed}; {good}"
         )
 
     def _finish(
-        self, folder: Path, manifest: Manifest, written: Callable[[], None], topic: str
+        self,
+        folder: Path,
+        manifest: Manifest,
+        written: Callable[[], None] | None,
+        fault: str | None,
+        topic: str,
     ) -> None:
         """In the background: once all have written their parts, process 0 puts all in its place."""
         try:
-            failed, files = self._first(f"{topic}: written", _error_of(written)), None
-            if failed is None and not self._store.is_shared:
+            mine = fault if written is None else _tried(written)[1]
+            failed, files = self._first(f"{topic}: written", mine), None
+            if failed is None and not self.store.is_shared:
                 failed, files = self._uploaded(folder, f"{topic}: uploaded")
             if failed is None:
-                mine = self._commit(folder, manifest, files) if self._job.process == 0 else None
+                mine = None
+                if self.job.process == 0:
+                    _, mine = _tried(lambda: self._commit(folder, manifest, files))
+                    if mine is None:
+                        with contextlib.suppress(OSError):  # too many are kept: it harms nobody
+                            self.store.retire(self.pinned())
                 failed = self._first(f"{topic}: in its place", mine)
             if failed is None:
                 self.saved_step = manifest.position.step
-            if not self._store.is_shared or (failed is not None and self._job.process == 0):
-                self._store.discard(folder)
+            if not self.store.is_shared or (failed is not None and self.job.process == 0):
+                self.store.discard(folder)
             self._failed = failed
         except BaseException as error:  # it belongs to the main thread
             self._broken = error
 
     def _first(self, topic: str, mine: str | None) -> str | None:
-        """First of what went wrong in any process."""
-        errors = self._job.gather(topic, mine, slow=True)
+        errors = self.job.gather(topic, mine, slow=True)
         return next((error for error in errors if error), None)
 
     def _uploaded(self, folder: Path, topic: str) -> tuple[str | None, dict[str, FileEntry]]:
         """The fault, or None; and the files of all processes, each of which has its own."""
-        files: dict[str, FileEntry] = {}
-        mine = _error_of(lambda: files.update(self._files(folder)))
+        own, mine = _tried(lambda: self._files(folder))
+        files = own or {}
         entries = {path: [entry.bytes, *entry.sha256] for path, entry in files.items()}
-        told = self._job.gather(topic, [mine, entries], slow=True)
+        told = self.job.gather(topic, [mine, entries], slow=True)
         for _, part in told:
             files |= {path: FileEntry(size, tuple(sha)) for path, (size, *sha) in part.items()}
         return next((error for error, _ in told if error), None), files
 
     def _files(self, folder: Path) -> dict[str, FileEntry]:
-        """The files in `folder`, once they are where all are."""
         files = file_entries(folder)
-        self._store.upload(folder, files)
+        self.store.upload(folder, files)
         return files
 
-    def _commit(
-        self, folder: Path, manifest: Manifest, files: dict[str, FileEntry] | None
-    ) -> str | None:
-        """Add the manifest, put the checkpoint in its place; what went wrong, or None."""
+    def _commit(self, folder: Path, manifest: Manifest, files: dict[str, FileEntry] | None) -> None:
+        """Add the manifest, and put the checkpoint in its place."""
+        if files is None:
+            files = self._files(folder)
+        write_manifest(folder, dataclasses.replace(manifest, files=files))
         try:
-            if files is None:
-                files = self._files(folder)
-            write_manifest(folder, dataclasses.replace(manifest, files=files))
-            self._check()
-            self._store.commit(folder, manifest.position.step)
+            self.check()
         except RunInUseError as error:
             self._broken = error
-            return str(error)
-        except Exception as error:
-            return _text(error)
-        with contextlib.suppress(OSError):  # too many are kept, which harms nobody
-            self._store.retire(self._pinned())
-        return None
+            raise
+        self.store.commit(folder, manifest.position.step)
 
 
-def _error_of(function: Callable[[], None]) -> str | None:
-    """Return the error that `function` raises, in words."""
+def _tried(function: Callable[[], _Result]) -> tuple[_Result | None, str | None]:
+    """Return what `function` returns, and the error that it raises: the system's words, if any."""
     try:
-        function()
+        return function(), None
     except Exception as error:  # of storage, in many forms
-        return _text(error)
-    return None
-
-
-def _raising(error: Exception) -> Callable[[], None]:
-    def fail() -> None:
-        raise error
-
-    return fail
-
-
-def _text(error: Exception) -> str:
-    """The system's own words, where an error has them."""
-    if isinstance(error, CheckpointError):
-        return str(error)
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    number = re.search(r"os_error_code='(\d+)'|\[OS error (\d+):", str(error))
-    return os.strerror(int(number[1] or number[2])) if number else first_line(error)
+        if isinstance(error, CheckpointError | RunInUseError):
+            return None, str(error)
+        if isinstance(error, OSError) and error.strerror:
+            return None, error.strerror
+        number = re.search(r"os_error_code='(\d+)'|\[OS error (\d+):", str(error))
+        return None, os.strerror(int(number[1] or number[2])) if number else first_line(error)

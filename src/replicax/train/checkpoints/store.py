@@ -22,12 +22,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from replicax.errors import CheckpointError, ConfigError
+from replicax.errors import CheckpointError, ConfigError, check_at_least
 from replicax.train.checkpoints.manifest import (
     MANIFEST,
     ArrayEntry,
     Manifest,
-    first_difference,
+    check_files,
     read_manifest,
 )
 from replicax.train.places import (
@@ -43,13 +43,11 @@ from replicax.train.places import (
 
 STATE = "state"
 """The folder of the arrays, in a checkpoint's."""
-
 _MOST_NAMED = 3
 _LEFTOVERS = (".saving-", ".retired-")
 _REFUSED = f"refused-{MANIFEST}"
 _ENDED = {MANIFEST, _REFUSED}
 _COMMITTED = re.compile(r"step-(\d{9,18})(?:\.([2-9]|[1-9]\d{1,17}))?")
-
 CHECKPOINTS = "checkpoints"
 """The folder of them, in a run's."""
 LOSSES = "losses"
@@ -57,13 +55,8 @@ LOSSES = "losses"
 
 
 def verify(folder: Path, manifest: Manifest) -> None:
-    """Check the checkpoint in `folder`: names and sizes first, then every byte.
-
-    Raises:
-        CheckpointError: it is not as it was written, or was not written whole.
-    """
-    if reason := first_difference(folder, manifest.files):
-        raise CheckpointError(reason)
+    """Check the checkpoint in `folder`: names and sizes first, then every byte."""
+    check_files(folder, manifest.files)
     chunks = dict.fromkeys(manifest.arrays, 0)
     for path, file in manifest.files.items():
         array, _, chunk = path.removeprefix(f"{STATE}/").rpartition("/")
@@ -105,14 +98,6 @@ class Store:
     """The checkpoints in `folder`, on a file system that all processes see, or an object store.
 
     Only process 0 of a run's holder changes anything there, but for arrays being written.
-
-    Args:
-        folder: need not be there.
-        keep: the newest ones that stay.
-        keep_every: those of a multiple of so many steps stay as well; None for none.
-
-    Raises:
-        ConfigError: numbers that would keep nothing.
     """
 
     is_shared = True
@@ -126,9 +111,8 @@ class Store:
         self.folder = folder
         self._keep, self._keep_every = keep, keep_every
         self._verified: Path | None = None
-        for name, value in (("keep", keep), ("keep_every", keep_every)):
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}={value}; it is at least 1: raise it")
+        check_at_least("keep", keep, 1)
+        check_at_least("keep_every", keep_every, 1)
 
     def paths(self) -> list[tuple[int, Path]]:
         """Steps and folders of all that are in their place, the oldest first."""
@@ -142,13 +126,6 @@ class Store:
         """The newest checkpoint that is what its manifest says; None where there is none.
 
         Those that are not are set aside.
-
-        Args:
-            wanted: the arrays of the run.
-            refuse: told of each that is set aside, and why, in one line.
-
-        Raises:
-            ConfigError: it is good, and of another model.
         """
         for step, path in reversed(self.paths()):
             try:
@@ -168,27 +145,18 @@ class Store:
         return None
 
     def read_placed(self, step: int, path: Path) -> Manifest:
-        """The manifest of a checkpoint in the place of `step`; its files are not looked at.
-
-        Raises:
-            CheckpointError: there is none that belongs there.
-        """
+        """The manifest of a checkpoint in the place of `step`; its files are not looked at."""
         manifest = read_manifest(self._copy(path))
         if manifest.position.step != step:
             raise CheckpointError(f"it holds step {manifest.position.step}")
         return manifest
 
     def verify(self, path: Path, manifest: Manifest) -> None:
-        """Hold the checkpoint at `path` against its manifest; see `verify`."""
         verify(self._copy(path), manifest)
         self._verified = path
 
     def local(self, path: Path) -> Path:
-        """Where the checkpoint at `path` is to be read: there, or in a copy that goes with this.
-
-        Raises:
-            CheckpointError: what was copied is not what its manifest says, or cannot be read.
-        """
+        """Where the checkpoint at `path` is to be read: there, or in a copy that goes with this."""
         try:
             local = self._copy(path)
         except OSError as error:
@@ -225,15 +193,10 @@ class Store:
         sync_folder(self.folder)
 
     def discard(self, leftover: Path) -> None:
-        """Delete what is no checkpoint, as far as that can be done."""
         shutil.rmtree(leftover, ignore_errors=True)
 
     def clean(self) -> None:
-        """Delete what starts that were killed have left half done.
-
-        Raises:
-            ConfigError: the folder is none.
-        """
+        """Delete what starts that were killed have left half done."""
         if self.folder.exists() and not self.folder.is_dir():
             raise ConfigError(f"{self.folder} is no folder; the checkpoints go there: remove it")
         for name in self._names():
@@ -241,7 +204,6 @@ class Store:
                 self.discard(self.folder / name)
 
     def _names(self) -> list[str]:
-        """Names of what may be a checkpoint."""
         return names(self.folder) if self.folder.is_dir() else []
 
     def _copy(self, path: Path) -> Path:

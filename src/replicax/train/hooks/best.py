@@ -1,13 +1,12 @@
 """Hooks that watch a metric of the evaluations: `EarlyStopping` and `KeepBest`."""
 
-import dataclasses
 import json
 import math
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from replicax.errors import ConfigError, choose
+from replicax.errors import ConfigError, check_at_least, choose
 from replicax.train.checkpoints.store import CHECKPOINTS, Store
 from replicax.train.hook import Hook, Running
 from replicax.train.load import BEST
@@ -16,85 +15,55 @@ from replicax.train.records import Record
 
 _LESS_IS_BETTER = ("loss", "error", "perplexity", "bits_per_byte")
 """Names of metrics end in one of these."""
-
 _MODES = {"min": "lowest", "max": "highest"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Watched:
-    """A metric, and its best value so far.
+class _Watching(Hook):
+    """A hook that watches a metric of the evaluations, and knows the best of them so far."""
 
-    Args:
-        hook: that watches it, for messages.
-        metric: its name in the records of evaluations.
-        mode: whether the best is the `min` or the `max`; by default `min` of a loss, an error, a
-            perplexity and bits per byte, and else `max`.
-        best: so far.
-        step: of the best.
-        since: evaluations after it.
+    _best: float | None = None
+    _step = _since = 0  # step of the best, and how many evaluations came after it
 
-    Raises:
-        ConfigError: another mode.
-    """
-
-    hook: str
-    metric: str
-    mode: str | None
-    best: float | None = None
-    step: int = 0
-    since: int = 0
-
-    def __post_init__(self) -> None:
-        if self.mode is None:
-            less = self.metric.endswith(_LESS_IS_BETTER)
-            object.__setattr__(self, "mode", "min" if less else "max")
-        choose(f"{self.hook} with mode", self.mode, _MODES)
+    def __init__(self, metric: str, mode: str | None) -> None:
+        if mode is None:
+            mode = "min" if metric.endswith(_LESS_IS_BETTER) else "max"
+        choose(f"{type(self).__name__} with mode", mode, _MODES)
+        self._metric, self._mode = metric, mode
 
     @property
-    def title(self) -> str:
+    def name(self) -> str:
+        return f"{type(self).__name__}({self._metric})"
+
+    def end(self, run: Running) -> None:
+        self._best, self._step, self._since = None, 0, 0  # there may be another run
+
+    def save_state(self) -> Any:
+        told = {"metric": self._metric, "mode": self._mode, "best": self._best}
+        return {**told, "step": self._step, "since": self._since}
+
+    def load_state(self, state: Any) -> None:
+        if (state["metric"], state["mode"]) == (self._metric, self._mode):
+            self._best, self._step, self._since = state["best"], state["step"], state["since"]
+
+    @property
+    def _title(self) -> str:
         """`the lowest loss`."""
-        return f"the {_MODES[str(self.mode)]} {self.metric}"
+        return f"the {_MODES[self._mode]} {self._metric}"
 
-    def after(self, record: Record, least: float = 0.0) -> "Watched":
-        """Return this after the evaluation of `record`; gains below `least` are none.
-
-        Raises:
-            ConfigError: it has no such metric.
-        """
-        choose(f"{self.hook} with metric", self.metric, record.metrics)
-        value = record.metrics[self.metric]
-        if not self._gains(value, least):
-            return dataclasses.replace(self, since=self.since + 1)
-        return dataclasses.replace(self, best=value, step=record.step, since=0)
-
-    def save_state(self) -> dict[str, float | str | None]:
-        """Return what `load_state` takes."""
-        fields = dataclasses.asdict(self)
-        del fields["hook"]
-        return fields
-
-    def load_state(self, state: dict[str, float | str | None]) -> "Watched":
-        """Return this as it was saved; as it is, where another metric was watched then."""
-        loaded = dataclasses.replace(self, **state)  # type: ignore[arg-type]
-        same = (loaded.metric, loaded.mode) == (self.metric, self.mode)
-        return loaded if same else self
-
-    def _gains(self, value: float, least: float) -> bool:
-        if not math.isfinite(value):
+    def _gains(self, record: Record, least: float = 0.0) -> bool:
+        """Whether the evaluation of `record` is the best so far, by `least` or more."""
+        choose(f"{type(self).__name__} with metric", self._metric, record.metrics)
+        value, gain = record.metrics[self._metric], math.inf
+        if self._best is not None:
+            gain = self._best - value if self._mode == "min" else value - self._best
+        if not (math.isfinite(value) and gain > 0 and gain >= least):
+            self._since += 1
             return False
-        if self.best is None:
-            return True
-        gain = self.best - value if self.mode == "min" else value - self.best
-        return gain > 0 and gain >= least
+        self._best, self._step, self._since = value, record.step, 0
+        return True
 
 
-def check_at_least(name: str, value: float, least: float) -> None:
-    """Raise `ConfigError` where `value` is below `least`."""
-    if not value >= least:
-        raise ConfigError(f"{name}={value}; it is at least {least:g}: raise it")
-
-
-class EarlyStopping(Hook):
+class EarlyStopping(_Watching):
     """Ends the run once an evaluated metric has not improved for a while.
 
     What it knows is in the checkpoints. A run that it has stopped and that is started again stops
@@ -125,39 +94,22 @@ class EarlyStopping(Hook):
     ) -> None:
         check_at_least("EarlyStopping with patience", patience, 1)
         check_at_least("EarlyStopping with least", least, 0)
-        self._watched = self._nothing_seen = Watched("EarlyStopping", metric, mode)
+        super().__init__(metric, mode)
         self._patience, self._least = patience, least
 
-    @property
-    def name(self) -> str:
-        return f"EarlyStopping({self._watched.metric})"
-
     def start(self, run: Running) -> None:
-        self._judge(run)
+        if self._since >= self._patience:
+            best = "was never finite"
+            if self._best is not None:
+                best = f"is {self._best:.6g}, of step {self._step:,}"
+            run.stop(f"{self._title} {best}, {self._since} evaluations ago")
 
     def evaluation(self, run: Running, record: Record) -> None:
-        self._watched = self._watched.after(record, self._least)
-        self._judge(run)
-
-    def end(self, run: Running) -> None:
-        self._watched = self._nothing_seen  # of this run; there may be another
-
-    def save_state(self) -> Any:
-        return self._watched.save_state()
-
-    def load_state(self, state: Any) -> None:
-        self._watched = self._watched.load_state(state)
-
-    def _judge(self, run: Running) -> None:
-        watched = self._watched
-        if watched.since >= self._patience:
-            best = "was never finite"
-            if watched.best is not None:
-                best = f"is {watched.best:.6g}, of step {watched.step:,}"
-            run.stop(f"{watched.title} {best}, {watched.since} evaluations ago")
+        self._gains(record, self._least)
+        self.start(run)
 
 
-class KeepBest(Hook):
+class KeepBest(_Watching):
     """Keeps the checkpoint of the best evaluation so far, and names it in `best.json`.
 
     `{"metric": "accuracy", "value": 0.91, "step": 120}` is written once the checkpoint of that step
@@ -181,19 +133,13 @@ class KeepBest(Hook):
     def __init__(
         self, metric: str = "accuracy", *, mode: str | None = None, file: str = BEST
     ) -> None:
-        self._watched = self._nothing_seen = Watched("KeepBest", metric, mode)
+        super().__init__(metric, mode)
         self._file = file
-        self._named: dict[str, Any] = {}
-        """The contents of the file, as far as this process knows."""
-
-    @property
-    def name(self) -> str:
-        return f"KeepBest({self._watched.metric})"
+        self._named: dict[str, Any] = {}  # the contents of the file, as far as this process knows
 
     @property
     def pinned(self) -> Collection[int]:
-        steps = {self._named["step"]} if self._named else set()
-        return steps if self._watched.best is None else {*steps, self._watched.step}
+        return {best["step"] for best in (self._named, self._found) if best}
 
     def start(self, run: Running) -> None:
         if run.is_main:
@@ -201,8 +147,7 @@ class KeepBest(Hook):
             self._name(run)
 
     def evaluation(self, run: Running, record: Record) -> None:
-        self._watched = self._watched.after(record)
-        if self._watched.since == 0 and self._watched.best is not None:
+        if self._gains(record):
             run.save()
 
     def settle(self, run: Running, due: bool) -> None:
@@ -210,35 +155,28 @@ class KeepBest(Hook):
 
     def end(self, run: Running) -> None:
         self._name(run)
-        if run.folder is not None and self._best not in ({}, self._named):
+        if run.folder is not None and self._found not in ({}, self._named):
             run.say(
-                f"ALARM  {self._watched.title} was that of step {self._watched.step:,}, whose "
-                f"checkpoint could not be saved; {self._file} does not name it"
+                f"ALARM  {self._title} was that of step {self._step:,}, whose checkpoint could not "
+                f"be saved; {self._file} does not name it"
             )
-        self._watched = self._nothing_seen  # of this run; there may be another
+        super().end(run)
 
     def summary(self) -> list[str]:
         named = self._named
         if not named:
             return []
-        return [f"best   {self._watched.title} {named['value']:.6g} at step {named['step']:,}"]
-
-    def save_state(self) -> Any:
-        return self._watched.save_state()
-
-    def load_state(self, state: Any) -> None:
-        self._watched = self._watched.load_state(state)
+        return [f"best   {self._title} {named['value']:.6g} at step {named['step']:,}"]
 
     @property
-    def _best(self) -> dict[str, Any]:
-        watched = self._watched
-        if watched.best is None:
+    def _found(self) -> dict[str, Any]:
+        if self._best is None:
             return {}
-        return {"metric": watched.metric, "value": watched.best, "step": watched.step}
+        return {"metric": self._metric, "value": self._best, "step": self._step}
 
     def _name(self, run: Running) -> None:
         """Write the file, where there is a better checkpoint in its place than it names."""
-        best = self._best
+        best = self._found
         if run.folder is None or best in ({}, self._named):
             return
         if best["step"] not in dict(Store(run.folder / CHECKPOINTS, 1, None).paths()):

@@ -1,9 +1,7 @@
 """Hooks that add a figure or a metric to the train records."""
 
-import collections
-import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,19 +11,15 @@ from replicax.analysis.flops import count_flops
 from replicax.analysis.hardware import chip_of_kind
 from replicax.core.accumulate import Apply
 from replicax.core.batch import Batch
-from replicax.core.in_flight import STEPS_IN_FLIGHT
 from replicax.core.models.definition import PyTree
 from replicax.core.objective import StepSums
 from replicax.core.update import Metrics, TrainState
-from replicax.errors import ConfigError
+from replicax.errors import ConfigError, check_at_least
 from replicax.train.dispatched import Dispatched
 from replicax.train.hook import Hook, Running
-from replicax.train.hooks.best import check_at_least
 from replicax.train.records import Record
 
-GRADIENT_NORM = "gradient_norm"
-
-LEARNING_RATE = "learning_rate"
+GRADIENT_NORM, LEARNING_RATE = "gradient_norm", "learning_rate"
 
 
 class DeviceMemory(Hook):
@@ -67,13 +61,11 @@ class Throughput(Hook):
     def __init__(
         self, tokens_per_row: float | None = None, flops_per_row: float | None = None
     ) -> None:
-        check_at_least("Throughput with tokens_per_row", tokens_per_row or 0, 0)
-        check_at_least("Throughput with flops_per_row", flops_per_row or 0, 0)
+        check_at_least("Throughput with tokens_per_row", tokens_per_row, 0)
+        check_at_least("Throughput with flops_per_row", flops_per_row, 0)
         self._tokens, self._given = tokens_per_row, flops_per_row
-        self._flops: float | None = None
-        """FLOPs of a row, once they are known."""
-        self._peak: float | None = None
-        """FLOP/s of all devices, where they are known."""
+        self._flops: float | None = None  # FLOPs of a row, once they are known
+        self._peak: float | None = None  # FLOP/s of all devices, where they are known
 
     def start(self, run: Running) -> None:
         devices = run.dp.mesh.devices
@@ -134,17 +126,14 @@ def with_gradient_norm(apply: Apply) -> Apply:
                 "leave the hook out, or rename the metric"
             )
         after, told = apply(state, total, *rest)
-        return after, {**told, GRADIENT_NORM: _norm(total)}
+        # 0 where nothing has any weight.
+        divisor = jnp.where(total.weight > 0, total.weight, 1)
+        means = [leaf / divisor for leaf in jax.tree.leaves(total.gradient)]
+        squares = [jnp.sum(jnp.square(jnp.abs(mean))) for mean in means]
+        norm = jnp.sqrt(jnp.sum(jnp.stack([jnp.float32(0), *squares])))
+        return after, {**told, GRADIENT_NORM: norm}
 
     return told_apply
-
-
-def _norm(total: StepSums) -> jax.Array:
-    """Return the norm of the mean gradient; 0 where nothing has any weight."""
-    divisor = jnp.where(total.weight > 0, total.weight, 1)
-    means = [leaf / divisor for leaf in jax.tree.leaves(total.gradient)]
-    squares = [jnp.sum(jnp.square(jnp.abs(mean))) for mean in means]
-    return jnp.sqrt(jnp.sum(jnp.stack([jnp.float32(0), *squares])))
 
 
 class LearningRate(Hook):
@@ -166,9 +155,7 @@ class LearningRate(Hook):
 
     def __init__(self, schedule: Callable[[int], Any] | float | None = None) -> None:
         self._schedule = schedule
-        self._rates: collections.deque[tuple[int, Any]] = collections.deque(
-            maxlen=STEPS_IN_FLIGHT + 2  # as many as finish at once, at most
-        )
+        self._rate: Any = None  # of the newest step that has finished
 
     def start(self, run: Running) -> None:
         if self._schedule is None:
@@ -176,17 +163,23 @@ class LearningRate(Hook):
 
     def dispatched(self, run: Running, step: Dispatched) -> None:
         if self._schedule is None:  # a copy, as the next step may take the state's memory
-            rate = jnp.copy(_injected(run).addressable_data(0))
-            self._rates.append((step.place.step, rate))
+            step.attached[LEARNING_RATE] = jnp.copy(_injected(run).addressable_data(0))
+
+    def step(self, run: Running, step: Dispatched) -> None:
+        self._rate = step.attached.get(LEARNING_RATE)
 
     def figures(self, run: Running, record: Record) -> dict[str, float]:
         rate = self._schedule
         if rate is None:
-            rate = dict(self._rates)[record.step]
+            rate = self._rate
         elif callable(rate):
             # Those that were skipped left the optimizer's count as it was.
             skipped = sum(r.kind == "skip" and r.step < record.step for r in run.records)
-            with _on_the_host():
+            try:  # the host, where it does not wait behind the steps that were dispatched
+                host = jax.local_devices(backend="cpu")[0]
+            except RuntimeError:  # the user's platforms leave it out
+                host = None
+            with jax.default_device(host):
                 rate = rate(record.step - 1 - skipped)
         return {LEARNING_RATE: float(rate)}
 
@@ -202,7 +195,6 @@ def injected_rates(state: TrainState) -> list[jax.Array]:
 
 
 def _injected(run: Running) -> jax.Array:
-    """The rate in the optimizer's state."""
     found = injected_rates(run.state)
     if len(found) != 1:
         raise ConfigError(
@@ -211,14 +203,3 @@ def _injected(run: Running) -> jax.Array:
             "optax.inject_hyperparams(optax.adamw)(learning_rate=schedule)"
         )
     return found[0]
-
-
-@contextlib.contextmanager
-def _on_the_host() -> Iterator[None]:
-    """Compute where a schedule does not wait behind the steps that were dispatched."""
-    try:
-        host = jax.local_devices(backend="cpu")[0]
-    except RuntimeError:  # the user's platforms leave it out
-        host = None
-    with jax.default_device(host):
-        yield

@@ -17,13 +17,10 @@ from replicax.wording import first_line
 
 MOST_WAITING = 1000
 """Records that wait to be sent; more are dropped."""
-
 END_SECONDS = 10.0
 """For what still waits when the run ends."""
-
 SLOW_SECONDS = 30.0
 """Without an answer, after which it is said that there is none."""
-
 FILE = "records.csv"
 _FIRST = ("kind", "step", "epoch", "rows", "seconds")
 
@@ -62,12 +59,9 @@ class Logger(Hook):
 
     _thread: threading.Thread | None = None
     _queue: "queue.SimpleQueue[tuple[str, Any] | None]"
-    _given = _sent = 0
-    """Records."""
-    _asked_at: float | None = None
-    """When the thread began with what it does."""
-    _fault: str | None = None
-    """The first fault."""
+    _given = _sent = 0  # records
+    _asked_at: float | None = None  # when the thread began with what it does
+    _fault: str | None = None  # the first fault
     _told = False
 
     def open(self, start: Start) -> None:
@@ -89,10 +83,8 @@ class Logger(Hook):
             require(self.package, "loggers")
         self._queue, self._given, self._sent = queue.SimpleQueue(), 0, 0
         self._fault, self._told, self._asked_at = None, False, None
-        name = f"replicax-{self.name}"
-        self._thread = threading.Thread(
-            target=self._work, args=(_start(run),), name=name, daemon=True
-        )
+        given, name = (_start(run),), f"replicax-{self.name}"
+        self._thread = threading.Thread(target=self._work, args=given, name=name, daemon=True)
         self._thread.start()
 
     def record(self, run: Running, record: Record) -> None:
@@ -131,8 +123,7 @@ class Logger(Hook):
         opened = self._try("open", start)
         while (task := self._queue.get()) is not None:
             point, argument = task
-            if point == "go_back":
-                start = argument
+            start = argument if point == "go_back" else start
             opened = opened or (point == "write" and self._try("open", start))
             if opened and self._try(point, argument):
                 self._sent += point == "write"
@@ -188,8 +179,7 @@ class CSV(Logger):
         self._wanted = path
         self._path = Path()
         self._rows: list[dict[str, Any]] = []
-        self._columns: list[str] = []
-        """Columns of the file."""
+        self._columns: list[str] = []  # columns of the file
 
     def start(self, run: Running) -> None:
         if run.is_main:

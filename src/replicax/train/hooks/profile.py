@@ -43,8 +43,7 @@ class Profile(Hook):
         self._first, self._last = first, last
         self._folder = folder
         self._into: str | None = None
-        self._began: int | None = None
-        """The first step that is being recorded, while it is."""
+        self._began: int | None = None  # the first step that is being recorded, while it is
         self._done = False
 
     @classmethod

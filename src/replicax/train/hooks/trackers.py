@@ -16,17 +16,11 @@ from replicax.train.places import on_disk
 from replicax.train.records import Record
 
 STEP = "step"
-
 INIT_SECONDS = 20
 """For an answer; after that the next record tries again."""
-
 _NOT_IN_NAMES = re.compile(r"[^\w\-. :/]")
-
-_MOST_PARAMS = 100
-"""In one request."""
-
-_LONGEST = 6000
-"""Characters of a parameter."""
+_MOST_PARAMS = 100  # in one request
+_LONGEST = 6000  # characters of a parameter
 
 
 class TensorBoard(Logger):
@@ -227,7 +221,6 @@ class MLflow(_Resuming):
 
 
 def _name(name: str) -> str:
-    """A name as MLflow takes it."""
     return _NOT_IN_NAMES.sub("_", name)
 
 
