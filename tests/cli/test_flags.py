@@ -1,11 +1,17 @@
 """Flags, presets and the fields of a recipe, through the command line."""
 
+import io
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 from support.command_line import RECIPE, Main, one_line
+
+from replicax.cli.flags import parse
+from replicax.cli.launch import LaunchOptions
+from replicax.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -109,3 +115,27 @@ def test_a_preset_of_no_field_is_a_user_error(main: Main, folder: Path) -> None:
     assert code == 2
     for word in ("'odd'", "'offzet'", "mean 'offset'"):
         assert word in one_line(err)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class AsciiTerminal(Terminal):
+    encoding = "ascii"
+
+
+@pytest.mark.parametrize("terminal", [Terminal, AsciiTerminal])
+def test_a_wrong_flag_is_one_plain_line_on_a_terminal(
+    terminal: type[Terminal], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", terminal())
+    for flags, words in (
+        (["--on", "moon"], "invalid choice 'moon' for argument '--on'"),
+        (["--restart", "1"], "Unrecognized options: --restart, 1 (did you mean '--restarts'?)"),
+    ):
+        with pytest.raises(ConfigError) as raised:
+            parse("launch", LaunchOptions, flags)
+        assert str(raised.value).startswith(words)
+        assert not re.search(r"[\x1b\n│─]|---", str(raised.value))

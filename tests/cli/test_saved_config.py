@@ -97,7 +97,7 @@ def test_a_run_goes_on_by_its_own_configuration(main: Main, folder: Path) -> Non
         (["--config", "other.json"], ["other.json", "recipe mlp", "my_recipe.py:Mine"]),
         (["--config", "script.json"], ["script.json", "no recipe"]),
         (["--config", "older.json"], ["older.json", "gone", "Mine"]),
-        (["--config", "text.json"], ["text.json", "'many'", "--points"]),
+        (["--config", "text.json"], ["text.json", "'many'", "points"]),
         (["--config", "good.json", "--preset", "small"], ["--preset", "--config"]),
     ],
 )

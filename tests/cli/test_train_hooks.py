@@ -10,7 +10,7 @@ import pytest
 from support.command_line import RECIPE, Main, one_line
 
 import replicax as rx
-from replicax.cli.train_options import TrainOptions
+from replicax.cli.train_options import EvalOptions, RecordOptions, TrainOptions
 
 LINE = ["train", "linear_regression", "--points", "48", "--batch-size", "16", "--epochs", "3"]
 ALL = [
@@ -83,19 +83,22 @@ def test_what_is_watched_may_change_in_a_run_that_goes_on(main: Main) -> None:
 def test_when_a_run_is_evaluated(
     flags: dict[str, int], steps: int | None, epochs: int | None
 ) -> None:
-    evaluation = TrainOptions(**flags).evaluation({"x": [1.0]})
+    evaluation = EvalOptions(**flags).evaluation({"x": [1.0]})
     assert evaluation is not None
     assert (evaluation.every_steps, evaluation.every_epochs) == (steps, epochs)
 
 
 def test_the_hooks_of_flags_in_their_order() -> None:
     assert TrainOptions().hooks() == []
-    options = TrainOptions(early_stopping="dev/loss:4", keep_best="accuracy", log_to="wandb, csv")
+    options = TrainOptions(
+        eval=EvalOptions(early_stopping="dev/loss:4", keep_best="accuracy"),
+        record=RecordOptions(log_to="wandb, csv"),
+    )
     best, stopping, *loggers = options.hooks()
     assert (best.name, stopping.name) == ("KeepBest(accuracy)", "EarlyStopping(dev/loss)")
     assert [type(each) for each in loggers] == [rx.WandB, rx.CSV]
     assert vars(stopping)["_patience"] == 4
-    (three,) = TrainOptions(early_stopping="loss").hooks()
+    (three,) = TrainOptions(eval=EvalOptions(early_stopping="loss")).hooks()
     assert vars(three)["_patience"] == vars(rx.EarlyStopping())["_patience"]
 
 

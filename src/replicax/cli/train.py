@@ -37,11 +37,11 @@ def train(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
     parsed = parse_with_recipe("train", TrainOptions, arguments)
     options = parsed.options
-    folder, hooks, saving = _folder(parsed.name, options.run), options.hooks(), options.saving()
-    options.fix_threads(options.mode)
+    folder = _folder(parsed.name, options.start.run)
+    hooks, saving = options.hooks(), options.save.saving()
+    options.compute.fix_threads(options.compute.mode)
     with Interrupt(at_once=_end_at_once) as interrupt:
-        job = rx.initialize()
-        result = _run(parsed, hooks, saving, folder, job, interrupt)
+        result = _run(parsed, hooks, run_dir=folder, saving=saving, interrupt=interrupt)
     if not result.interrupted:
         return 0
     said = f"interrupted after {result.steps} steps; what was recorded is kept"
@@ -51,57 +51,52 @@ def train(arguments: list[str]) -> int:
 
 
 def _run(
-    parsed: Arguments[TrainOptions],
-    hooks: list[rx.Hook],
-    saving: rx.Saving,
-    folder: Path,
-    job: Job,
-    interrupt: Interrupt,
+    parsed: Arguments[TrainOptions], hooks: list[rx.Hook], *, run_dir: Path, **settings: Any
 ) -> Fit:
     options, recipe = parsed.options, parsed.recipe
+    start, compute = options.start, options.compute
+    job = rx.initialize()
     speaks = job.process == 0
     if speaks:
         check_installed(hooks)
-    if options.devices is not None:
-        make_host_devices(options.devices, job.processes)
-    mesh = options.mesh(options.devices)
-    dp = options.data_parallel(recipe, options.mode, mesh, job)
+    if compute.devices is not None:
+        make_host_devices(compute.devices, job.processes)
+    mesh = compute.mesh(compute.devices)
+    dp = compute.data_parallel(recipe, compute.mode, mesh, job)
     if dp.mesh.devices.flat[0].platform == "cpu":
         keep_freed_memory()
     if speaks:
         print_data(recipe)
-    source, evaluation = recipe.train_source(), options.evaluation(recipe.eval_source())
-    model = recipe.model(jax.random.key(options.seed))
-    if options.accumulate is None:
+    source, evaluation = recipe.train_source(), options.eval.evaluation(recipe.eval_source())
+    model = recipe.model(jax.random.key(start.seed))
+    if compute.accumulate is None:
         dp = in_micro_batches(dp, model, source, recipe.batch_size, job)
-    state = dp.init(model, seed=options.seed)
-    if options.show_sharding and speaks:
+    state = dp.init(model, seed=start.seed)
+    if start.show_sharding and speaks:
         print_sharding(state, dp.split.padded(recipe.batch_size))
-    told = dataclasses.asdict(options)
-    told = {name: value for name, value in told.items() if name not in OF_THIS_START}
+    told = {name: value for name, value in options.flat().items() if name not in OF_THIS_START}
     told["accumulate"] = dp.accumulate
     result = rx.fit(
         dp,
         state,
         source,
         batch_size=recipe.batch_size,
-        epochs=None if options.steps is not None else recipe.epochs,
-        steps=options.steps,
+        epochs=None if start.steps is not None else recipe.epochs,
+        steps=start.steps,
         eval_source=evaluation,
-        seed=options.seed,
-        log_every=options.log_every,
+        seed=start.seed,
+        log_every=options.record.log_every,
         hooks=[*_figures(recipe, state), *hooks],
-        guard=rx.Guard(options.max_bad_steps, options.skip_spikes),
-        run_dir=folder,
-        saving=saving,
-        accept_changes=options.accept_changes,
+        guard=rx.Guard(options.fault.max_bad_steps, options.fault.skip_spikes),
+        run_dir=run_dir,
+        accept_changes=start.accept_changes,
         config={**parsed.about(), "fields": dataclasses.asdict(recipe), "options": told},
-        interrupt=interrupt,
+        **settings,
     )
     if speaks:
-        also = ", noise_scale.json" if options.measure_noise_scale else ""
-        also += ", checkpoints/" if options.save_minutes or options.save_every else ""
-        print(f"see    {folder}/ (config.json, records.jsonl, curves.png{also})")
+        also = ", noise_scale.json" if options.record.measure_noise_scale else ""
+        also += ", checkpoints/" if options.save.saving().wanted else ""
+        print(f"see    {run_dir}/ (config.json, records.jsonl, curves.png{also})")
     if not result.interrupted and hasattr(recipe, "after_training"):
         model = dp.model(result.state, copy=False)  # on the devices of all processes
         shown = recipe.after_training(model)

@@ -48,7 +48,7 @@ class ComputeOptions(StepOptions, ModeOptions, DeviceOptions):
 
 @dataclasses.dataclass(frozen=True)
 class EvalOptions:
-    """When the run is evaluated, and what follows from that; at its end in any case."""
+    """When the run is evaluated, beside its end, and what follows from that."""
 
     eval_every: Annotated[int | None, shown_as("N", EVERY_EPOCH)] = None
     """Steps between two evaluations, instead of epochs."""
@@ -141,35 +141,41 @@ class FaultOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainOptions(
-    StartOptions, ComputeOptions, EvalOptions, RecordOptions, SaveOptions, FaultOptions
-):
-    """How to run a recipe, whichever it is.
+class TrainOptions:
+    """How to run a recipe, whichever it is: each field is a group in --help."""
 
-    Each class it is made of is a group in --help, in this order.
-    """
+    start: StartOptions = StartOptions()
+    compute: ComputeOptions = ComputeOptions()
+    eval: EvalOptions = EvalOptions()
+    record: RecordOptions = RecordOptions()
+    save: SaveOptions = SaveOptions()
+    fault: FaultOptions = FaultOptions()
+
+    def flat(self) -> dict[str, Any]:
+        """The options by name, as `config.json` has them."""
+        return {name: value for group in vars(self).values() for name, value in vars(group).items()}
 
     def hooks(self) -> list[rx.Hook]:
         """Return what observes the run, as far as flags ask for it."""
-        hooks: list[rx.Hook] = []
-        if self.gradient_norm:
+        record, hooks = self.record, list[rx.Hook]()
+        if record.gradient_norm:
             hooks.append(rx.GradientNorm())
-        if self.profile is not None:
-            hooks.append(rx.Profile.parse(self.profile))
-        if self.audit_every is not None:
-            hooks.append(rx.Audit(self.audit_every, self.on_divergence))
-        if self.measure_noise_scale:
+        if record.profile is not None:
+            hooks.append(rx.Profile.parse(record.profile))
+        if self.fault.audit_every is not None:
+            hooks.append(rx.Audit(self.fault.audit_every, self.fault.on_divergence))
+        if record.measure_noise_scale:
             hooks.append(rx.NoiseMeter(NOISE_EVERY))
-        if self.keep_best is not None:
-            if not self.saving().wanted:
+        if self.eval.keep_best is not None:
+            if not self.save.saving().wanted:
                 raise ConfigError(
-                    f"--keep-best {self.keep_best} and --save-minutes 0, which saves nothing; "
+                    f"--keep-best {self.eval.keep_best} and --save-minutes 0, which saves nothing; "
                     "leave one of them out"
                 )
-            hooks.append(rx.KeepBest(self.keep_best))
-        if self.early_stopping is not None:
-            hooks.append(_early_stopping(self.early_stopping))
-        names = words(self.log_to or "")
+            hooks.append(rx.KeepBest(self.eval.keep_best))
+        if self.eval.early_stopping is not None:
+            hooks.append(_early_stopping(self.eval.early_stopping))
+        names = words(record.log_to or "")
         return [*hooks, *(choose("--log-to", name, LOGGERS)() for name in dict.fromkeys(names))]
 
 

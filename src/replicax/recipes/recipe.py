@@ -222,7 +222,7 @@ def recipe_of(recipe_class: type[Any], fields: Mapping[str, Any]) -> Any:
             "to its code, or give rx.load dp= and state="
         )
     try:
-        return _made(recipe_class, fields)
+        return from_json(recipe_class, fields)
     except (TypeError, ValueError, NameError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -232,7 +232,8 @@ def recipe_of(recipe_class: type[Any], fields: Mapping[str, Any]) -> Any:
         ) from error
 
 
-def _made(dataclass: type[Any], values: Mapping[str, Any]) -> Any:
+def from_json(dataclass: type[Any], values: Mapping[str, Any]) -> Any:
+    """The dataclass with those of its fields that `values` has; raises ValueError."""
     hints = get_type_hints(dataclass)
     given = [field.name for field in dataclasses.fields(dataclass) if field.init]
     return dataclass(
@@ -266,7 +267,7 @@ def _typed(name: str, hint: Any, value: Any) -> Any:
 
 def _plain(name: str, hint: type[Any], value: Any) -> Any:
     if dataclasses.is_dataclass(hint) and isinstance(value, dict):
-        return _made(hint, value)
+        return from_json(hint, value)
     if issubclass(hint, PurePath) and isinstance(value, str):
         return hint(value)
     if issubclass(hint, enum.Enum):
