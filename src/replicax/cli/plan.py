@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import jax
+import numpy as np
 
 import replicax as rx
 from replicax.cli.flags import Arguments, parse_with_recipe
-from replicax.cli.output import JsonOptions, new_folder
+from replicax.cli.output import JsonOptions, run_folder
 from replicax.cli.step_options import (
     ModeOptions,
     StepOptions,
@@ -58,12 +59,12 @@ def plan(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
     parsed = parse_with_recipe("plan", PlanOptions, arguments)
     options = parsed.options
-    folder = new_folder("plan", parsed.name, options.run)
+    folder = run_folder(options.run, f"plan-{parsed.name}", new=True)
     options.fix_threads(options.mode)
     target = _target(options)
     noise_scale = _noise_scale(options.noise_scale)
     if options.tokens is not None:
-        _check_positive("--tokens", options.tokens, options.tokens)
+        _above_0("--tokens", options.tokens)
     with options.working() as show:
         found = _plan(parsed, target, noise_scale, show)
     options.write_json(found.to_json())
@@ -87,12 +88,16 @@ def _plan(
     tokens_per_row = getattr(recipe, "tokens_per_row", None)
     wished = None if options.tokens is None else options.tokens / (tokens_per_row or 1)
     source = recipe.train_source()
+
+    def of_batch(row: np.ndarray) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((recipe.batch_size, *row.shape[1:]), row.dtype)
+
     found = rx.plan(
         options.data_parallel(recipe, options.mode, mesh),
         abstract_model(recipe.model, jax.random.key(0)),
-        _batch(recipe, source),
+        jax.tree.map(of_batch, first_rows(source, 1)),
         target=target,
-        changes=_changes(recipe, options, mesh),
+        changes=_changes(recipe, options, mesh) or None,
         rules=recipe.rules() if hasattr(recipe, "rules") else (),
         tokens_per_row=tokens_per_row,
         data_rows=as_source(source, 1, Alone(), shuffle=False, seed=0).rows,
@@ -102,9 +107,8 @@ def _plan(
         by_formula=options.by_formula,
         show=show,
     )
-    name = " ".join(filter(None, (parsed.name, parsed.preset)))
-    about = {"name": name, **parsed.about(), **found.about}
-    return dataclasses.replace(found, about=about)
+    about = {"name": " ".join(filter(None, (parsed.name, parsed.preset))), **parsed.about()}
+    return dataclasses.replace(found, about={**about, **found.about})
 
 
 def _target(options: PlanOptions) -> Target:
@@ -125,27 +129,17 @@ def _target(options: PlanOptions) -> Target:
     return target
 
 
-def _batch(recipe: Any, source: Any) -> Any:
-    """The shapes of a global batch of the recipe."""
-    row = first_rows(source, 1)
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct((recipe.batch_size, *leaf.shape[1:]), leaf.dtype), row
-    )
-
-
 def _changes(
     recipe: Any, options: PlanOptions, mesh: jax.sharding.Mesh
-) -> dict[str, rx.DataParallel] | None:
+) -> dict[str, rx.DataParallel]:
     """The recipe with other values of its field `remat`, if it has one."""
-    values = get_args(get_type_hints(type(recipe)).get(REMAT))
-    if not values:
-        return None
-    others = [value for value in values if value != getattr(recipe, REMAT)]
+    changed = [
+        dataclasses.replace(recipe, remat=value)
+        for value in get_args(get_type_hints(type(recipe)).get(REMAT))
+        if value != recipe.remat
+    ]
     return {
-        f"{REMAT}={value}": options.data_parallel(
-            dataclasses.replace(recipe, remat=value), options.mode, mesh
-        )
-        for value in others
+        f"{REMAT}={each.remat}": options.data_parallel(each, options.mode, mesh) for each in changed
     }
 
 
@@ -168,10 +162,10 @@ def _noise_scale(text: str | None) -> float | None:
         if not measured.resolved:
             raise ConfigError(f"--noise-scale {text}: {measured}") from None
         return measured.rows
-    _check_positive("--noise-scale", text, rows)
-    return rows
+    return _above_0("--noise-scale", rows)
 
 
-def _check_positive(flag: str, given: object, value: float) -> None:
+def _above_0(flag: str, value: float) -> float:
     if not 0 < value < math.inf:
-        raise ConfigError(f"{flag} {given}; it is a number above 0: give one")
+        raise ConfigError(f"{flag} {value:g}; it is a number above 0: give one")
+    return value

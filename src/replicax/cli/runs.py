@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from replicax.cli.flags import BY_PLACE, parse, shown_as
-from replicax.cli.opened import RUNS, metrics_text
+from replicax.cli.opened import metrics_text
+from replicax.cli.output import RUNS
 from replicax.errors import CheckpointError, ConfigError, require
 from replicax.train.changes import read_config
 from replicax.train.checkpoints.manifest import Manifest

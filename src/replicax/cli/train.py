@@ -1,8 +1,6 @@
 """`replicax train`: a recipe, trained, evaluated and recorded."""
 
 import dataclasses
-import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ import jax
 import replicax as rx
 from replicax.cli import failed
 from replicax.cli.flags import Arguments, parse_with_recipe
+from replicax.cli.output import run_folder
 from replicax.cli.sharding import print_sharding
 from replicax.cli.step_options import first_rows, make_host_devices, print_data
 from replicax.cli.train_options import TrainOptions, check_installed
@@ -18,7 +17,6 @@ from replicax.cluster.failure import stop_all_now
 from replicax.core.job import Job
 from replicax.core.sources import PerProcess, can_shuffle
 from replicax.core.update import TrainState
-from replicax.errors import ConfigError
 from replicax.plan.cells import line
 from replicax.plan.largest import at_once_and_fitting
 from replicax.plan.steps import in_fit
@@ -37,7 +35,7 @@ def train(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
     parsed = parse_with_recipe("train", TrainOptions, arguments)
     options = parsed.options
-    folder = _folder(parsed.name, options.start.run)
+    folder = run_folder(options.start.run, parsed.name)
     hooks, saving = options.hooks(), options.save.saving()
     options.compute.fix_threads(options.compute.mode)
     with Interrupt(at_once=_end_at_once) as interrupt:
@@ -154,18 +152,6 @@ def _has_schedule(recipe: type[Any]) -> bool:
     """Whether the recipe's `schedule` is of its `optimizer`, and not of one that it inherited."""
     owners = (each for each in recipe.__mro__ if "optimizer" in vars(each))
     return "schedule" in vars(next(owners))
-
-
-def _folder(name: str, run: str | None) -> Path:
-    """The run's own, below runs/."""
-    if run is None:
-        run = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,99}", run):
-        raise ConfigError(
-            f"--run {run!r}; it names a folder in runs/, with letters, digits and ._+=@- and at "
-            "most 100 of them: choose another"
-        )
-    return Path("runs") / run
 
 
 def _end_at_once(number: int) -> None:

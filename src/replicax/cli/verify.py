@@ -157,19 +157,11 @@ def _by_hand(options: HandWrittenOptions) -> int:
     from replicax.verify.step_files import verify_files
 
     _make_devices(options.devices)
+    given = dataclasses.asdict(options)
+    del given["json"], given["devices"]
     with options.working() as show:
         show(f"{options.step} against {options.reference}")
-        verification = verify_files(
-            options.step,
-            options.reference,
-            state=options.state,
-            batch=options.batch,
-            replicas=options.replicas,
-            micro_batches=options.micro_batches,
-            weights=options.weights,
-            steps=options.steps,
-            show=show,
-        )
+        verification = verify_files(**given, show=show)
     return _report(verification, options, options.step)
 
 
