@@ -54,6 +54,12 @@ class JsonOptions:
         with standard_error() if self.shows_json else contextlib.nullcontext(), _live() as show:
             yield show
 
+    def say(self, *lines: str) -> None:
+        """Print lines, where standard output is not for JSON alone."""
+        if not self.shows_json:
+            for line in lines:
+                print(line, flush=True)
+
     def write_json(self, content: dict[str, Any]) -> None:
         """Print `content` as JSON, or write it to the file, as far as the flag asks for it."""
         if self.shows_json:

@@ -163,14 +163,18 @@ def check_alone(command: str, why: str) -> None:
         )
 
 
+def data_lines(recipe: Any) -> list[str]:
+    """Which data the recipe has found, where it tells."""
+    text = f"data   {recipe.data_description()}" if hasattr(recipe, "data_description") else ""
+    return textwrap.wrap(
+        text, _WIDTH, subsequent_indent=" " * 7, break_long_words=False, break_on_hyphens=False
+    )
+
+
 def print_data(recipe: Any) -> None:
-    """Print which data the recipe has found, where it tells."""
-    if hasattr(recipe, "data_description"):
-        text = f"data   {recipe.data_description()}"
-        lines = textwrap.wrap(
-            text, _WIDTH, subsequent_indent=" " * 7, break_long_words=False, break_on_hyphens=False
-        )
-        print(*lines, sep="\n", flush=True)
+    """Print them."""
+    for line in data_lines(recipe):
+        print(line, flush=True)
 
 
 def first_rows(source: Any, rows: int) -> Any:

@@ -16,9 +16,9 @@ from replicax.cli.step_options import (
     ModeOptions,
     StepOptions,
     check_alone,
+    data_lines,
     first_rows,
     make_host_devices,
-    print_data,
 )
 from replicax.core.modes import MODES, as_mode
 from replicax.errors import ConfigError
@@ -96,8 +96,7 @@ def verify(arguments: list[str]) -> int:
     options.fix_threads(*MODES)  # all are compared, whichever is trained in
     _make_devices(options.devices)
     with options.working() as show:
-        if not options.shows_json:
-            print_data(parsed.recipe)
+        options.say(*data_lines(parsed.recipe))
         verification = _of_recipe(parsed, show)
     return _report(verification, options, parsed.name)
 

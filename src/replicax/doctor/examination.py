@@ -4,7 +4,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from replicax.checks import FAIL, PASS, SKIP, Check, Verdict, table_text
@@ -24,7 +24,6 @@ PART_SECONDS = 0.5
 """For the others to read why from process 0; once it is gone, JAX's runtime aborts them."""
 _TOGETHER = (DIFFERENCES, CLOCKS, FOLDER, DEVICES, MESH, REDUCTION)
 _ITS_OUTPUT = "see the output of that process"
-_ITS_LAUNCHER = "see what started it"
 
 
 class Examination:
@@ -87,9 +86,8 @@ class Examination:
 
     def terminate(self) -> None:
         """Finish at once, since who started this process ends it, and tell the others."""
-        self._cut_short(
-            "ended by SIGTERM, as launchers do once a process has failed", _ITS_LAUNCHER
-        )
+        why = "ended by SIGTERM, as launchers do once a process has failed"
+        self._cut_short(why, "see what started it")
         self._part(self.rows)
 
     def _cut_short(self, why: str, fix: str) -> None:
@@ -104,14 +102,12 @@ class Examination:
         env = os.environ
         self._check(VERSIONS, check_versions)
         self._check(LIMITS, lambda: check_limits(env))
-        self._check(PLACE, lambda: self._placed(env))
+        self._begin(PLACE)
+        rows, self.place = joined.check_place(env)
+        self.rows += rows
         self._check(
             COORDINATOR, lambda: joined.check_coordinator(self.place, env, self._timeout, self._say)
         )
-
-    def _placed(self, env: Mapping[str, str]) -> list[Check]:
-        rows, self.place = joined.check_place(env)
-        return rows
 
     def _join(self) -> None:
         self._begin(JOINED)
@@ -141,9 +137,10 @@ class Examination:
             self.rows = self._shared(job, self.rows)
             for check, function in checks.items():
                 self._begin(check)
+                devices = [row.verdict for row in self.rows if row.subject == DEVICES]
                 if job.processes > 1:
                     self.rows += function()
-                elif check in (MESH, REDUCTION) and not self._has_devices():
+                elif check in (MESH, REDUCTION) and PASS not in devices:
                     self.rows.append(Check(check, "", SKIP, "not done: there are no devices"))
                 else:
                     self.rows += guarded(check, function)
@@ -190,9 +187,6 @@ class Examination:
             if collateral:
                 self.rows.pop()
             self.rows.append(Check(self.running, "", FAIL, verdict.reason, _ITS_OUTPUT))
-
-    def _has_devices(self) -> bool:
-        return any(row.subject == DEVICES and row.verdict == PASS for row in self.rows)
 
     def _skip_the_rest(self, why: str) -> None:
         done = {row.subject for row in self.rows}
