@@ -14,7 +14,7 @@ from replicax.cli import step_options
 from replicax.cli.bench import BenchOptions
 from replicax.cli.plan import PlanOptions
 from replicax.cli.step_options import DeviceOptions, ModeOptions, StepOptions
-from replicax.cli.train_options import ComputeOptions
+from replicax.cli.train import ComputeOptions
 from replicax.cli.verify import VerifyOptions
 from replicax.core.layout import LAYOUTS
 from replicax.core.modes import MODES

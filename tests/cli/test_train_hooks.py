@@ -10,7 +10,7 @@ import pytest
 from support.command_line import RECIPE, Main, one_line
 
 import replicax as rx
-from replicax.cli.train_options import EvalOptions, RecordOptions, TrainOptions
+from replicax.cli.train import EvalOptions, RecordOptions, TrainOptions
 
 LINE = ["train", "linear_regression", "--points", "48", "--batch-size", "16", "--epochs", "3"]
 ALL = [

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicax.cli.train import OF_THIS_START
-from replicax.cli.train_options import TrainOptions
+from replicax.cli.train import OF_THIS_START, TrainOptions
 from replicax.errors import ConfigError
 from replicax.train.changes import ABSENT, HARMLESS, Change, changes, check_changes, read_config
 from replicax.train.records import RunFolder

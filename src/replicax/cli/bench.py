@@ -242,7 +242,6 @@ def _counts(flag: str, text: str | None) -> list[int]:
 
 
 def _modes(options: BenchOptions) -> list[str]:
-    """The modes that are asked for."""
     if options.modes is not None:
         return words(options.modes)
     if options.processes is not None:

@@ -64,7 +64,6 @@ def evaluate(arguments: list[str]) -> int:
 
 
 def _source(recipe: Any, options: EvaluateOptions) -> Any:
-    """Rows to evaluate on."""
     name = recipe_name(type(recipe))
     if options.data is not None:
         if not hasattr(recipe, "eval_data"):

@@ -15,9 +15,9 @@ from replicax.cli.output import JsonOptions, run_folder
 from replicax.cli.step_options import (
     ModeOptions,
     StepOptions,
+    data_lines,
     first_rows,
     make_host_devices,
-    print_data,
 )
 from replicax.core.job import Alone
 from replicax.core.modes import as_mode
@@ -70,8 +70,7 @@ def plan(arguments: list[str]) -> int:
     options.write_json(found.to_json())
     if options.shows_json:
         return 0
-    print_data(parsed.recipe)
-    print(*table(found), sep="\n", flush=True)
+    options.say(*data_lines(parsed.recipe), *table(found))
     folder.mkdir(parents=True)
     (folder / "plan.json").write_text(json.dumps(found.to_json(), indent=2) + "\n")
     print(*line("see", f"{folder}/ (plan.json)"), sep="\n")

@@ -168,12 +168,11 @@ def _report(verification: Verification, options: JsonOptions, name: str) -> int:
     options.write_json(verification.to_json())
     if not options.shows_json:
         about = verification.about
-        where = f"{about['devices']} devices · {about['mode']}" if "mode" in about else ""
-        print(" · ".join(filter(None, (name, where))))
+        print(f"{name} · {about['devices']} devices · {about['mode']}" if "mode" in about else name)
         verification.print()
         if options.json is not None:
             print(f"see    {options.json}")
-    return 0 if verification.ok else 1
+    return int(not verification.ok)
 
 
 def _make_devices(devices: int | None) -> None:

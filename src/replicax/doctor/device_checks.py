@@ -96,7 +96,7 @@ def judge_devices(found: FoundDevices, env: Mapping[str, str]) -> list[Check]:
         text = f"the processes have {counts} devices; each takes part with as many"
         fix = f"give all the same number ({VISIBLE}, JAX_NUM_CPU_DEVICES)"
         rows.append(Check(DEVICES, "", FAIL, text, fix))
-    return rows + _unused(found, env)
+    return rows + _unused_accelerators(found, env)
 
 
 def check_mesh() -> list[Check]:
@@ -123,8 +123,7 @@ def _devices(env: Mapping[str, str]) -> list[jax.Device]:
         ) from error
 
 
-def _unused(found: FoundDevices, env: Mapping[str, str]) -> list[Check]:
-    """Accelerators of this host that JAX does not use."""
+def _unused_accelerators(found: FoundDevices, env: Mapping[str, str]) -> list[Check]:
     if found.platform != "cpu" or not (found.gpus or found.tpus):
         return []
     kind, count = ("GPU", found.gpus) if found.gpus else ("TPU", found.tpus)

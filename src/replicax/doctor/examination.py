@@ -102,12 +102,14 @@ class Examination:
         env = os.environ
         self._check(VERSIONS, check_versions)
         self._check(LIMITS, lambda: check_limits(env))
-        self._begin(PLACE)
-        rows, self.place = joined.check_place(env)
-        self.rows += rows
+        self._check(PLACE, self._placed)
         self._check(
             COORDINATOR, lambda: joined.check_coordinator(self.place, env, self._timeout, self._say)
         )
+
+    def _placed(self) -> list[Check]:
+        rows, self.place = joined.check_place(os.environ)
+        return rows
 
     def _join(self) -> None:
         self._begin(JOINED)
