@@ -133,7 +133,7 @@ def test_a_wrong_flag_is_one_plain_line_on_a_terminal(
     monkeypatch.setattr(sys, "stdout", terminal())
     for flags, words in (
         (["--on", "moon"], "invalid choice 'moon' for argument '--on'"),
-        (["--restart", "1"], "Unrecognized options: --restart, 1 (did you mean '--restarts'?)"),
+        (["--restart", "1"], "unknown flag '--restart' (did you mean '--restarts'?)"),
     ):
         with pytest.raises(ConfigError) as raised:
             parse("launch", LaunchOptions, flags)

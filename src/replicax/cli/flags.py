@@ -5,7 +5,7 @@ import dataclasses
 import inspect
 import io
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar, get_type_hints
 
@@ -18,7 +18,6 @@ Options = TypeVar("Options")
 tyro = require("tyro", "cli")
 BY_PLACE: Any = tyro.conf.Positional
 """The annotation of what is given by its place, without a flag; `shown_as` names it."""
-_SIMILAR = re.compile(r"(?:Perhaps you meant|similar to \S+):\s+(--[\w-]+)")
 
 
 def one_of(table: Iterable[str]) -> Any:
@@ -92,16 +91,16 @@ def parse_with_recipe(
         raise ConfigError(f"{command} needs a recipe before its flags; replicax recipes lists them")
     spec, *flags = arguments
     recipe_class = find_recipe(spec)
-    presets, names = presets_of(recipe_class), list(_names(options_class))
-    own = [*_names(recipe_class), *(["preset"] if presets else [])]
-    if twice := [name for name in own if (names + own).count(name) > 1]:
+    presets, names = presets_of(recipe_class), _names(options_class)
+    own = [field.name for field in dataclasses.fields(recipe_class)]
+    if twice := [name for name in own if name in [*names, *(["preset"] if presets else [])]]:
         raise ConfigError(
             f"{recipe_class.__name__} has a field {min(twice)!r}, which is a flag of every recipe; "
             "rename the field"
         )
     preset, path = None, None
     recipe = options = tyro.MISSING_NONPROP  # by default
-    if presets:
+    if "preset" not in own:
         preset, flags = taken("--preset", flags)
     if "config" in names:
         path, flags = taken("--config", flags)
@@ -162,28 +161,38 @@ def _parsed(
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            return tyro.cli(
-                kind, args=flags, prog=program, description=description, default=default
+            parsed, unknown = tyro.cli(
+                kind,
+                args=flags,
+                prog=program,
+                description=description,
+                default=default,
+                return_unknown_args=True,
             )
     except SystemExit as stop:
         if not stop.code:
             raise
-    box = re.sub(r"\x1b\[[\d;]*m|[│╭╮╰╯]", "", said.getvalue())
-    _, _, untitled = box.partition("\n")
-    first = next(filter(str.strip, re.split("[─-]{9,}|Got errors:", untitled)))
-    similar = _SIMILAR.search(untitled)
-    meant = f" (did you mean {similar[1]!r}?)" if similar else ""
-    line = " ".join(first.split()).rstrip(".")
-    raise ConfigError(f"{line}{meant}; {program} --help lists the flags")
+        box = re.sub(r"\x1b\[[\d;]*m|[│╭╮╰╯]", "", said.getvalue())
+        _, _, untitled = box.partition("\n")
+        first = next(filter(str.strip, re.split("[─-]{9,}|Got errors:", untitled)))
+        line = " ".join(first.split()).rstrip(".")
+        raise ConfigError(f"{line}; {program} --help lists the flags") from None
+    if unknown:
+        known = [f"--{name.replace('_', '-')}" for name in _names(kind)]
+        raise ConfigError(
+            f"unknown flag {unknown[0]!r}{did_you_mean(unknown[0], known)}; {program} --help lists "
+            "the flags"
+        )
+    return parsed
 
 
-def _names(kind: type[Any]) -> Iterator[str]:
+def _names(kind: type[Any]) -> list[str]:
     """The names of the fields of a dataclass, in place of a group those of its fields."""
+    found, hints = list[str](), get_type_hints(kind)
     for field in dataclasses.fields(kind):
-        if isinstance(field.type, type) and dataclasses.is_dataclass(field.type):
-            yield from _names(field.type)
-        else:
-            yield field.name
+        group = dataclasses.is_dataclass(hints[field.name])
+        found += _names(hints[field.name]) if group else [field.name]
+    return found
 
 
 def _json_alone(flags: Sequence[str], options_class: type[Any]) -> list[str]:
@@ -200,6 +209,8 @@ def _json_alone(flags: Sequence[str], options_class: type[Any]) -> list[str]:
 def _of_preset(preset: str, recipe_class: type[Any]) -> Any:
     """The recipe with the values of a preset, and what a flag has to fill."""
     presets = presets_of(recipe_class)
+    if not presets:
+        raise ConfigError(f"unknown flag '--preset': {recipe_class.__name__} has no presets")
     if preset not in presets:
         said = f"no preset {preset!r}" if preset else "--preset comes without the name of a preset"
         raise ConfigError(
