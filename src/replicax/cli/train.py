@@ -286,46 +286,42 @@ def in_micro_batches(
     do not tell their memory; where looking at a row of the source would use it up. All processes
     take what the first one finds, which prints it.
     """
-    count = job.broadcast("micro-batches", lambda: _count(dp, model, source, rows))
-    return dp.replace(accumulate=count)
 
+    def fewest() -> int:
+        if isinstance(source, PerProcess) or not can_shuffle(source):
+            return 1
+        target = attached_target(list(dp.mesh.devices.flat))
+        try:
+            step = in_fit(dp, model, target)
+            row = first_rows(source, 1)
+            at_once, fitting = at_once_and_fitting(step, model, row, rows, target)
+        except Exception:  # the training to come says it where it belongs
+            return 1
+        if fitting is None:
+            return 1
+        count, room = fitting.accumulate, target.chip.usable_bytes
+        assert room is not None, "or nothing would have been sought"
+        text = (
+            f"{count} micro-batches of {fitting.need.rows // count:,} rows a device: at once they "
+            f"would take {size_text(at_once.bytes)} of {size_text(room)}, by formula (--accumulate)"
+        )
+        print(*line("parts", text), sep="\n", flush=True)
+        return count
 
-def _count(dp: rx.DataParallel, model: Any, source: Any, rows: int) -> int:
-    if isinstance(source, PerProcess) or not can_shuffle(source):
-        return 1
-    target = attached_target(list(dp.mesh.devices.flat))
-    try:
-        step = in_fit(dp, model, target)
-        at_once, fitting = at_once_and_fitting(step, model, first_rows(source, 1), rows, target)
-    except Exception:  # the training to come says it where it belongs
-        return 1
-    if fitting is None:
-        return 1
-    count, room = fitting.accumulate, target.chip.usable_bytes
-    assert room is not None, "or nothing would have been sought"
-    text = (
-        f"{count} micro-batches of {fitting.need.rows // count:,} rows a device: at once they "
-        f"would take {size_text(at_once.bytes)} of {size_text(room)}, by formula (--accumulate)"
-    )
-    print(*line("parts", text), sep="\n", flush=True)
-    return count
+    return dp.replace(accumulate=job.broadcast("micro-batches", fewest))
 
 
 def _figures(recipe: Any, state: TrainState) -> list[rx.Hook]:
     """Hooks of every run: figures beside its metrics."""
-    hooks: list[rx.Hook] = [rx.Throughput(getattr(recipe, "tokens_per_row", None))]
-    hooks.append(rx.DeviceMemory())
-    if _has_schedule(type(recipe)):
+    tokens = getattr(recipe, "tokens_per_row", None)
+    hooks: list[rx.Hook] = [rx.Throughput(tokens), rx.DeviceMemory()]
+    # A schedule is of its class's optimizer, and not of one that inherits it.
+    owner = next(each for each in type(recipe).__mro__ if "optimizer" in vars(each))
+    if "schedule" in vars(owner):
         hooks.append(rx.LearningRate(jax.jit(recipe.schedule())))  # op by op it takes a second
     elif len(injected_rates(state)) == 1:
         hooks.append(rx.LearningRate())
     return hooks
-
-
-def _has_schedule(recipe: type[Any]) -> bool:
-    """Whether the recipe's `schedule` is of its `optimizer`, and not of one that it inherited."""
-    owners = (each for each in recipe.__mro__ if "optimizer" in vars(each))
-    return "schedule" in vars(next(owners))
 
 
 def _end_at_once(number: int) -> None:

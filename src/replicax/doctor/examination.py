@@ -1,6 +1,7 @@
 """All checks, in an order that all processes share."""
 
 import contextlib
+import dataclasses
 import os
 import threading
 import time
@@ -26,44 +27,36 @@ _TOGETHER = (DIFFERENCES, CLOCKS, FOLDER, DEVICES, MESH, REDUCTION)
 _ITS_OUTPUT = "see the output of that process"
 
 
+@dataclasses.dataclass(kw_only=True, eq=False)
 class Examination:
     """Runs the checks of this process; process 0 has the rows of all.
 
     First comes what a process finds out by itself, then what goes over the processes' own link,
     and last the devices: a check that hangs or fails there hides none of the others.
-
-    Args:
-        named_folders: to look at beside the usual ones.
-        largest_bytes: of the all-reduce.
-        timeout_seconds: until all processes must have come.
-        show: called with the name of the check that is next.
-        say: called with a line while something is waited for.
-        finish: called with the rows, once: at the end, or just before the others end this process.
     """
 
-    def __init__(
-        self,
-        *,
-        named_folders: Sequence[str],
-        largest_bytes: int,
-        timeout_seconds: float,
-        show: Callable[[str], None],
-        say: Callable[[str], None],
-        finish: Callable[["Examination"], None],
-    ) -> None:
-        self.rows: list[Check] = []
-        self.place: Place | None = None
-        self.job: Job | None = None
-        self.verdict: Verdict = FAIL
-        """Verdict of the whole job, the same in all processes; a problem until it is known."""
-        self.running = VERSIONS
-        """The check that runs, or the last one that did."""
-        self.parted = False
-        """Whether a check failed that the others wait in: then no exit may wait for them."""
-        self._folders, self._largest = named_folders, largest_bytes
-        self._timeout, self._show, self._say = timeout_seconds, show, say
-        self._finish = finish
-        self._finishing = threading.Lock()
+    named_folders: Sequence[str]
+    """Folders to look at beside the usual ones."""
+    largest_bytes: int
+    """Size of the largest all-reduce."""
+    timeout_seconds: float
+    """Time until all processes must have come."""
+    show: Callable[[str], None]
+    """Called with the name of the check that is next."""
+    say: Callable[[str], None]
+    """Called with a line while something is waited for."""
+    finish: Callable[["Examination"], None]
+    """Called once: at the end, or just before the others end this process."""
+    rows: list[Check] = dataclasses.field(default_factory=list)
+    place: Place | None = None
+    job: Job | None = None
+    verdict: Verdict = FAIL
+    """Verdict of the whole job, the same in all processes; a problem until it is known."""
+    running: str = VERSIONS
+    """The check that runs, or the last one that did."""
+    parted: bool = False
+    """Whether a check failed that the others wait in: then no exit may wait for them."""
+    _finishing: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def __str__(self) -> str:
         return table_text(self.rows, summary(self.rows), style=STYLE)
@@ -77,7 +70,7 @@ class Examination:
         elif not self.parted:
             self._unjoined()
         self._finishing.acquire()  # and keep it: whoever has it finishes
-        self._finish(self)
+        self.finish(self)
 
     @property
     def is_finishing(self) -> bool:
@@ -96,15 +89,16 @@ class Examination:
             return
         self.rows.append(Check(self.running, "", FAIL, why, fix))
         self._skip_the_rest("not done: the processes had stopped")
-        self._finish(self)
+        self.finish(self)
 
     def _by_itself(self) -> None:
-        env = os.environ
+        env, timeout = os.environ, self.timeout_seconds
         self._check(VERSIONS, check_versions)
         self._check(LIMITS, lambda: check_limits(env))
         self._check(PLACE, self._placed)
         self._check(
-            COORDINATOR, lambda: joined.check_coordinator(self.place, env, self._timeout, self._say)
+            COORDINATOR,
+            lambda: joined.check_coordinator(self.place, env, self.timeout_seconds, self.say),
         )
 
     def _placed(self) -> list[Check]:
@@ -116,7 +110,7 @@ class Examination:
         if self.place is not None and self.place.processes > 1:
             before_stopping(self._stopped)
         before = [row for row in self.rows if row.subject == COORDINATOR]
-        rows, self.job = joined.check_joining(self.place, before, self._timeout)
+        rows, self.job = joined.check_joining(self.place, before, self.timeout_seconds)
         self.rows += rows
         if self.job is None:
             self._part(rows)
@@ -129,10 +123,10 @@ class Examination:
         checks: dict[str, Callable[[], Sequence[Check]]] = {
             DIFFERENCES: lambda: check_surroundings(job, env),
             CLOCKS: lambda: check_clocks(job),
-            FOLDER: lambda: check_folders(job, self._folders),
+            FOLDER: lambda: check_folders(job, self.named_folders),
             DEVICES: lambda: self._shared(job, device_checks.check_devices(env)),
             MESH: device_checks.check_mesh,
-            REDUCTION: lambda: device_checks.check_reduction(job, self._largest),
+            REDUCTION: lambda: device_checks.check_reduction(job, self.largest_bytes),
         }
         self._begin(JOINED)
         try:
@@ -156,7 +150,7 @@ class Examination:
         """Run the checks that are left to a process that could not join."""
         why = "not done: the processes have not joined"
         self.rows += [Check(check, "", SKIP, why) for check in (DIFFERENCES, CLOCKS)]
-        self._check(FOLDER, lambda: check_folders(Alone(), self._folders))
+        self._check(FOLDER, lambda: check_folders(Alone(), self.named_folders))
         self._check(DEVICES, lambda: device_checks.check_devices(os.environ))
         self._skip_the_rest(why)
 
@@ -168,7 +162,7 @@ class Examination:
         self.running = check
         if self.job is not None:
             self.job.move()
-        self._show(check)
+        self.show(check)
 
     def _shared(self, job: Job, rows: Sequence[Check]) -> list[Check]:
         """The rows of all processes as one list."""
