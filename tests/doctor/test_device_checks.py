@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import Mesh
 
 from replicax.checks import FAIL, NOTE, PASS, SKIP
+from replicax.core import capacity
 from replicax.core.job import Alone
 from replicax.doctor import device_checks
 from replicax.doctor.device_checks import (
@@ -166,7 +167,7 @@ def test_what_takes_too_long_is_left_out_and_said(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_takes_too_much_memory_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_checks, "_free_bytes", lambda: 8 * MB)
+    monkeypatch.setattr(capacity, "free_host_bytes", lambda: 8 * MB)
     (row,) = check_reduction(Alone(), MB)
     assert [each["size_bytes"] for each in row.figures["sizes"]] == [4 * KB, 64 * KB]
     assert "1.05 MB and above left out: they take 33.6 MB of memory" in row.found

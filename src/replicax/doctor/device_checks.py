@@ -265,13 +265,10 @@ def _reason_to_stop(job: Job, size: int, timings: list[Timing], deadline: float)
         if time.monotonic() + expected > deadline:
             reason = f"{size_text(size)} and above left out: more than {BUDGET_SECONDS:.0f} s"
     # Its own contribution, the sum, and what the backend takes meanwhile.
-    needed, free = 4 * size * jax.local_device_count(), _free_bytes()
+    needed = 4 * size * jax.local_device_count()
+    on_host = jax.devices()[0].platform == "cpu"
+    free = capacity.free_host_bytes() if on_host else None
     if free is not None and needed > free / 2:
         reason = f"{size_text(size)} and above left out: they take {size_text(needed)} of memory"
     said = job.gather("the doctor's size", reason)
     return next((each for each in said if each), None)
-
-
-def _free_bytes() -> int | None:
-    """Memory that the devices' host has left; None where the devices have their own."""
-    return capacity.free_host_bytes() if jax.devices()[0].platform == "cpu" else None

@@ -92,7 +92,7 @@ class Examination:
         self.finish(self)
 
     def _by_itself(self) -> None:
-        env, timeout = os.environ, self.timeout_seconds
+        env = os.environ
         self._check(VERSIONS, check_versions)
         self._check(LIMITS, lambda: check_limits(env))
         self._check(PLACE, self._placed)
