@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 import replicax as rx
-from replicax.cli.flags import Arguments, parse_with_recipe
+from replicax.cli.flags import parse_with_recipe
 from replicax.cli.output import JsonOptions, run_folder
 from replicax.cli.step_options import (
     ModeOptions,
@@ -23,11 +23,8 @@ from replicax.core.job import Alone
 from replicax.core.modes import as_mode
 from replicax.core.sources import as_source
 from replicax.errors import ConfigError
-from replicax.plan.cells import line
 from replicax.plan.memory_formula import Transformer
 from replicax.plan.plan_table import table
-from replicax.plan.planned import Plan
-from replicax.plan.steps import Show
 from replicax.plan.target import ATTACHED, Target, parse_target
 from replicax.recipes.recipe import abstract_model
 from replicax.train.noise_scale import load_noise_scale
@@ -58,56 +55,46 @@ class PlanOptions(JsonOptions, StepOptions, ModeOptions):
 def plan(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
     parsed = parse_with_recipe("plan", PlanOptions, arguments)
-    options = parsed.options
+    options, recipe = parsed.options, parsed.recipe
     folder = run_folder(options.run, f"plan-{parsed.name}", new=True)
     options.fix_threads(options.mode)
-    target = _target(options)
-    noise_scale = _noise_scale(options.noise_scale)
+    target, noise_scale = _target(options), _noise_scale(options.noise_scale)
+    tokens_per_row, wished = getattr(recipe, "tokens_per_row", None), None
     if options.tokens is not None:
-        _above_0("--tokens", options.tokens)
-    with options.working() as show:
-        found = _plan(parsed, target, noise_scale, show)
-    options.write_json(found.to_json())
-    if options.shows_json:
-        return 0
-    options.say(*data_lines(parsed.recipe), *table(found))
-    folder.mkdir(parents=True)
-    (folder / "plan.json").write_text(json.dumps(found.to_json(), indent=2) + "\n")
-    print(*line("see", f"{folder}/ (plan.json)"), sep="\n")
-    return 0
-
-
-def _plan(
-    parsed: Arguments[PlanOptions], target: Target, noise_scale: float | None, show: Show
-) -> Plan:
-    options, recipe = parsed.options, parsed.recipe
-    mesh = options.mesh(options.least_devices)  # nothing is placed on it
-    assert mesh is not None
-    show("reading the data")
-    tokens_per_row = getattr(recipe, "tokens_per_row", None)
-    wished = None if options.tokens is None else options.tokens / (tokens_per_row or 1)
-    source = recipe.train_source()
+        wished = _above_0("--tokens", options.tokens) / (tokens_per_row or 1)
 
     def of_batch(row: np.ndarray) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((recipe.batch_size, *row.shape[1:]), row.dtype)
 
-    found = rx.plan(
-        options.data_parallel(recipe, options.mode, mesh),
-        abstract_model(recipe.model, jax.random.key(0)),
-        jax.tree.map(of_batch, first_rows(source, 1)),
-        target=target,
-        changes=_changes(recipe, options, mesh) or None,
-        rules=recipe.rules() if hasattr(recipe, "rules") else (),
-        tokens_per_row=tokens_per_row,
-        data_rows=as_source(source, 1, Alone(), shuffle=False, seed=0).rows,
-        wished_rows=wished,
-        noise_scale=noise_scale,
-        transformer=_transformer(recipe),
-        by_formula=options.by_formula,
-        show=show,
-    )
+    with options.working() as show:
+        mesh = options.mesh(options.least_devices)  # nothing is placed on it
+        assert mesh is not None
+        show("reading the data")
+        source = recipe.train_source()
+        found = rx.plan(
+            options.data_parallel(recipe, options.mode, mesh),
+            abstract_model(recipe.model, jax.random.key(0)),
+            jax.tree.map(of_batch, first_rows(source, 1)),
+            target=target,
+            changes=_changes(recipe, options, mesh) or None,
+            rules=recipe.rules() if hasattr(recipe, "rules") else (),
+            tokens_per_row=tokens_per_row,
+            data_rows=as_source(source, 1, Alone(), shuffle=False, seed=0).rows,
+            wished_rows=wished,
+            noise_scale=noise_scale,
+            transformer=_transformer(recipe),
+            by_formula=options.by_formula,
+            show=show,
+        )
     about = {"name": " ".join(filter(None, (parsed.name, parsed.preset))), **parsed.about()}
-    return dataclasses.replace(found, about={**about, **found.about})
+    found = dataclasses.replace(found, about={**about, **found.about})
+    options.write_json(found.to_json())
+    if not options.shows_json:
+        options.say(*data_lines(recipe), *table(found))
+        folder.mkdir(parents=True)
+        (folder / "plan.json").write_text(json.dumps(found.to_json(), indent=2) + "\n")
+        options.say(f"see    {folder}/ (plan.json)")
+    return 0
 
 
 def _target(options: PlanOptions) -> Target:
