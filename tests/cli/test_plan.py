@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 import pytest
-from support.command_line import RECIPE, Main, one_line
+from support.command_line import RECIPE, Main, refusal
 from support.tiers import only
 
 from replicax.analysis.hardware import CHIPS, CPU
@@ -29,9 +29,8 @@ def shown(main: Main, *arguments: object) -> str:
 
 
 def refused(main: Main, *arguments: object) -> str:
-    code, out, err = main("plan", *arguments)
-    assert (code, out) == (2, "")
-    return one_line(err)
+    line = refusal(main, "plan", *arguments)
+    return line
 
 
 @pytest.mark.slow
