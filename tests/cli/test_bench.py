@@ -67,6 +67,7 @@ def test_profile_leaves_a_trace_and_says_how_to_open_it(main: Main, folder: Path
     ("flags", "words"),
     [
         (["--devices", "1,two"], ["'1,two'", "1,2,4"]),
+        (["--run", "../out"], ["--run '../out'", "runs/"]),
         (["--devices", ""], ["--devices ''", "1,2,4"]),
         (["--devices", "0"], ["--devices 0", "at least 1"]),
         (["--devices", "1,16"], ["16", "8"]),
