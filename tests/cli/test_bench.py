@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.command_line import Main, one_line
+from support.command_line import Main, refusal
 from support.tiers import EXHAUSTIVE
 
 from replicax.cli.bench import over_heads
@@ -67,6 +67,7 @@ def test_profile_leaves_a_trace_and_says_how_to_open_it(main: Main, folder: Path
     ("flags", "words"),
     [
         (["--devices", "1,two"], ["'1,two'", "1,2,4"]),
+        (["--run", "../out"], ["--run '../out'", "runs/"]),
         (["--devices", ""], ["--devices ''", "1,2,4"]),
         (["--devices", "0"], ["--devices 0", "at least 1"]),
         (["--devices", "1,16"], ["16", "8"]),
@@ -94,19 +95,14 @@ def test_profile_leaves_a_trace_and_says_how_to_open_it(main: Main, folder: Path
 def test_a_user_error_is_one_line_and_leaves_nothing(
     flags: list[str], words: list[str], main: Main, folder: Path
 ) -> None:
-    code, _, err = main(*BENCH, *flags)
-    line = one_line(err)
-    assert code == 2
-    for word in words:
-        assert word in line
+    line = refusal(main, *BENCH, *flags)
+    assert [word for word in words if word not in line] == []
     assert not (folder / "runs").exists()
 
 
 def test_a_folder_that_is_there_is_refused_before_anything_runs(main: Main, folder: Path) -> None:
     (folder / "runs/it").mkdir(parents=True)
-    code, _, err = main(*BENCH, "--run", "it")
-    assert code == 2
-    assert "runs/it exists" in one_line(err)
+    assert "runs/it exists" in refusal(main, *BENCH, "--run", "it")
 
 
 def test_in_a_job_of_several_processes_it_is_refused(
@@ -115,9 +111,7 @@ def test_in_a_job_of_several_processes_it_is_refused(
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_PORT", "29500")
-    code, _, err = main(*BENCH)
-    assert code == 2
-    assert "bench as process 1 of 2" in one_line(err)
+    assert "bench as process 1 of 2" in refusal(main, *BENCH)
 
 
 @EXHAUSTIVE

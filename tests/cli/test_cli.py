@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.command_line import RECIPE, REGRESSION, Main, one_line
+from support.command_line import RECIPE, REGRESSION, Main, one_line, refusal
 from support.waiting import HANG_SECONDS
 
 from replicax import cli
@@ -32,8 +32,8 @@ pytestmark = pytest.mark.usefixtures("folder")
         (["recipes", "extra"], ["'extra'"]),
         ([*REGRESSION, "--epocs", "3"], ["'--epocs'", "mean '--epochs'", "--help"]),
         ([*REGRESSION, "--learning-rte=3"], ["'--learning-rte=3'", "mean '--learning-rate'"]),
-        ([*REGRESSION, "--preset", "seed"], ["'--preset'", "no presets", "--help"]),
-        ([*REGRESSION, "--preset=seed"], ["'--preset'", "no presets", "--help"]),
+        ([*REGRESSION, "--preset", "seed"], ["'--preset'", "no presets"]),
+        ([*REGRESSION, "--preset=seed"], ["'--preset'", "no presets"]),
         (["train", "mlp", "--preset", "sead"], ["'sead'", "MLP are seed", "mean 'seed'"]),
         (["train", "mlp", "--preset=zzz"], ["'zzz'", "MLP are seed"]),
         (["train", "mlp", "--preset"], ["--preset comes without", "seed"]),
@@ -71,11 +71,8 @@ pytestmark = pytest.mark.usefixtures("folder")
 def test_a_user_error_is_one_line_and_exit_code_2(
     arguments: list[str], words: list[str], main: Main, folder: Path
 ) -> None:
-    code, _, err = main(*arguments)
-    line = one_line(err)
-    assert code == 2
-    for word in words:
-        assert word in line
+    line = refusal(main, *arguments)
+    assert [word for word in words if word not in line] == []
     assert not (folder / "runs").exists()
 
 
@@ -102,10 +99,8 @@ def test_a_file_without_the_recipe_is_a_user_error(
     name: str, words: list[str], main: Main, folder: Path
 ) -> None:
     (folder / "my_recipe.py").write_text(RECIPE + HALF)
-    code, _, err = main("train", f"my_recipe.py{name}")
-    assert code == 2
-    for word in words:
-        assert word in one_line(err)
+    line = refusal(main, "train", f"my_recipe.py{name}")
+    assert [word for word in words if word not in line] == []
 
 
 @pytest.mark.parametrize("content", [b"", b"\x00\x00\x08\x03 and no images"])
@@ -122,9 +117,7 @@ def test_a_corrupt_data_file_is_a_user_error(content: bytes, main: Main, folder:
 
 
 def test_a_missing_data_file_is_a_user_error(main: Main, folder: Path) -> None:
-    code, _, err = main("train", "cnn", "--data-dir", folder / "nowhere")
-    assert code == 2
-    assert "missing" in one_line(err)
+    assert "missing" in refusal(main, "train", "cnn", "--data-dir", folder / "nowhere")
 
 
 REFUSED = """
@@ -147,9 +140,7 @@ def test_a_step_that_cannot_fit_is_refused_before_it_runs(
     main: Main, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(capacity, "free_host_bytes", lambda: 400)
-    code, _, err = main(*REGRESSION, "--run", "it")
-    assert code == 2
-    line = one_line(err)
+    line = refusal(main, *REGRESSION, "--run", "it")
     assert "a step of 64 rows needs " in line
     assert "lower the batch size" in line
 
@@ -211,9 +202,7 @@ def test_a_run_that_is_done_stays_as_it_is(main: Main, folder: Path) -> None:
 def test_another_configuration_needs_a_flag(main: Main, folder: Path) -> None:
     assert main(*REGRESSION, "--run", "once")[0] == 0
     before = (folder / "runs/once/config.json").read_bytes()
-    code, _, err = main(*REGRESSION, "--run", "once", "--seed", "3", "--learning-rate", "0.5")
-    assert code == 2
-    line = one_line(err)
+    line = refusal(main, *REGRESSION, "--run", "once", "--seed", "3", "--learning-rate", "0.5")
     assert "options.seed 0 -> 3" in line
     assert "fields.learning_rate 0.1 -> 0.5" in line
     assert "--accept-changes" in line
@@ -226,13 +215,10 @@ def test_another_configuration_needs_a_flag(main: Main, folder: Path) -> None:
 
 def test_a_run_is_a_folder_in_runs(main: Main, folder: Path) -> None:
     for name in ("../out", "/tmp/out", "a/b", "", "..", "-x", "a" * 101, "a b", "a\0b"):
-        code, _, err = main(*REGRESSION, f"--run={name}")
-        assert code == 2
-        assert "it names a folder in runs/" in one_line(err)
+        assert "it names a folder in runs/" in refusal(main, *REGRESSION, f"--run={name}")
     for minutes in ("-1", "nan", "inf"):
-        code, _, err = main(*REGRESSION, f"--save-minutes={minutes}")
-        assert code == 2
-        assert f"--save-minutes {minutes}; " in one_line(err)
+        line = refusal(main, *REGRESSION, f"--save-minutes={minutes}")
+        assert f"--save-minutes {minutes}; " in line
     assert not (folder / "runs").exists()
 
 

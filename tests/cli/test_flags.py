@@ -1,11 +1,17 @@
 """Flags, presets and the fields of a recipe, through the command line."""
 
+import io
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
-from support.command_line import RECIPE, Main, one_line
+from support.command_line import RECIPE, Main, one_line, refusal
+
+from replicax.cli.flags import parse
+from replicax.cli.launch import LaunchOptions
+from replicax.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -13,18 +19,14 @@ pytestmark = pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize("field", ["seed", "steps", "mode"])
 def test_a_field_named_as_an_option_is_refused(field: str, main: Main, folder: Path) -> None:
     (folder / "my_clash.py").write_text(RECIPE + f"    {field}: int = 5\n")
-    code, _, err = main("train", "my_clash.py:Mine", "--steps", "1")
-    assert code == 2
-    assert field in one_line(err)
+    assert field in refusal(main, "train", "my_clash.py:Mine", "--steps", "1")
 
 
 def test_a_field_without_a_default_is_asked_for(main: Main, folder: Path) -> None:
     (folder / "my_need.py").write_text(
         RECIPE.replace("offset: float = 0.0", "offset: float = dataclasses.field(kw_only=True)")
     )
-    code, _, err = main("train", "my_need.py:Mine")
-    assert code == 2
-    assert "--offset" in one_line(err)
+    assert "--offset" in refusal(main, "train", "my_need.py:Mine")
     assert main("train", "my_need.py:Mine", "--offset", "1")[0] == 0
 
 
@@ -97,15 +99,36 @@ def test_a_field_may_be_named_preset_where_there_are_none(main: Main, folder: Pa
     config = json.loads((folder / "runs/run/config.json").read_text())
     assert (config["preset"], config["fields"]["preset"]) == (None, 7)
     (folder / "my_both.py").write_text("from typing import ClassVar\n" + RECIPE + field + PRESETS)
-    code, _, err = main("train", "my_both.py:Mine")
-    assert code == 2
-    assert "'preset'" in one_line(err)
+    assert "'preset'" in refusal(main, "train", "my_both.py:Mine")
 
 
 def test_a_preset_of_no_field_is_a_user_error(main: Main, folder: Path) -> None:
     text = "from typing import ClassVar\n" + RECIPE + PRESETS.replace("offset", "offzet")
     (folder / "my_typo.py").write_text(text)
-    code, _, err = main("train", "my_typo.py:Mine")
-    assert code == 2
+    line = refusal(main, "train", "my_typo.py:Mine")
     for word in ("'odd'", "'offzet'", "mean 'offset'"):
-        assert word in one_line(err)
+        assert word in line
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class AsciiTerminal(Terminal):
+    encoding = "ascii"
+
+
+@pytest.mark.parametrize("terminal", [Terminal, AsciiTerminal])
+def test_a_wrong_flag_is_one_plain_line_on_a_terminal(
+    terminal: type[Terminal], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", terminal())
+    for flags, words in (
+        (["--on", "moon"], "invalid choice 'moon' for argument '--on'"),
+        (["--restart", "1"], "unknown flag '--restart' (did you mean '--restarts'?)"),
+    ):
+        with pytest.raises(ConfigError) as raised:
+            parse("launch", LaunchOptions, flags)
+        assert str(raised.value).startswith(words)
+        assert not re.search(r"[\x1b\n│─]|---", str(raised.value))

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support.command_line import Main, one_line
+from support.command_line import Main, refusal
 
 WRONG = """import jax
 
@@ -53,9 +53,8 @@ def test_json_and_annotations(main: Main) -> None:
 )
 @pytest.mark.usefixtures("folder")
 def test_bad_input_is_one_line(main: Main, arguments: list[str], words: str) -> None:
-    code, _, err = main("lint", *arguments)
-    assert code == 2
-    assert words in one_line(err)
+    line = refusal(main, "lint", *arguments)
+    assert words in line
 
 
 @pytest.mark.usefixtures("wrong")
@@ -64,6 +63,4 @@ def test_the_file_for_verify(main: Main) -> None:
     assert (code, err) == (0, "")
     assert "verify --step wrong_step.py:step --reference wrong_step.py:reference" in out
     compile(Path("wrong_step.py").read_text(), "wrong_step.py", "exec")
-    code, _, err = main("lint", "--step-file", "code/wrong.py")
-    assert code == 2
-    assert "wrong_step.py is there" in one_line(err)
+    assert "wrong_step.py is there" in refusal(main, "lint", "--step-file", "code/wrong.py")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 import pytest
-from support.command_line import RECIPE, Main, one_line
+from support.command_line import RECIPE, Main, refusal
 from support.tiers import only
 
 from replicax.analysis.hardware import CHIPS, CPU
@@ -26,12 +26,6 @@ def shown(main: Main, *arguments: object) -> str:
     assert (code, err) == (0, ""), err
     assert max(map(len, out.splitlines())) <= 80
     return out
-
-
-def refused(main: Main, *arguments: object) -> str:
-    code, out, err = main("plan", *arguments)
-    assert (code, out) == (2, "")
-    return one_line(err)
 
 
 @pytest.mark.slow
@@ -58,7 +52,7 @@ def test_no_batch_is_advised_that_is_larger_than_the_data(main: Main) -> None:
 
 
 def test_a_refused_target_names_those_that_are_known(main: Main) -> None:
-    error = refused(main, *LINE, "--target", "gtx1070:4")
+    error = refusal(main, "plan", *LINE, "--target", "gtx1070:4")
     assert all(name in error for name in (ATTACHED, CPU.name, *CHIPS))
 
 
@@ -164,8 +158,8 @@ def test_a_noise_scale_that_no_run_has_resolved(
             return "measure longer"
 
     monkeypatch.setattr(command, "load_noise_scale", lambda path: Unresolved(resolved=False))
-    assert "--noise-scale runs/a: measure longer" in refused(
-        main, *LINE, *H100, "--noise-scale", "runs/a"
+    assert "--noise-scale runs/a: measure longer" in refusal(
+        main, "plan", *LINE, *H100, "--noise-scale", "runs/a"
     )
 
 
@@ -189,16 +183,17 @@ def test_a_noise_scale_that_no_run_has_resolved(
         ([*LINE, *H100, "--accumulate", "0"], ["accumulate=0"]),
         ([*LINE, *H100, "--tokens", "-5"], ["--tokens -5", "above 0"]),
         ([*LINE, *H100, "--devices", "2"], ["--devices"]),
+        ([*LINE, *H100, "--run", "../out"], ["--run '../out'", "runs/"]),
     ],
 )
 def test_what_is_refused(main: Main, arguments: list[object], words: list[str]) -> None:
-    line = refused(main, *arguments)
+    line = refusal(main, "plan", *arguments)
     assert all(word in line for word in words), line
 
 
 def test_a_folder_that_exists_is_left_alone(main: Main) -> None:
     Path("runs/mine").mkdir(parents=True)
-    line = refused(main, *LINE, *H100, "--run", "mine")
+    line = refusal(main, "plan", *LINE, *H100, "--run", "mine")
     assert "runs/mine exists" in line
     assert not list(Path("runs/mine").iterdir())
 

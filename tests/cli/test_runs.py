@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.command_line import REGRESSION, Main, one_line
+from support.command_line import REGRESSION, Main, refusal
 from support.recipe_runs import Ended, train
 from support.resumable import data_parallel, fit, no_curves
 
@@ -97,14 +97,10 @@ def test_the_table_fits_80_columns(main: Main, there: dict[str, Ended], folder: 
 
 
 def test_where_nothing_is(main: Main, folder: Path) -> None:
-    code, _, err = main("runs")
-    assert code == 2
-    assert "no folder runs" in one_line(err)
+    assert "no folder runs" in refusal(main, "runs")
     code, out, _ = main("runs", folder)
     assert (code, out) == (0, f"0 runs in {folder}, and 0 other folders\n")
-    code, _, err = main("runs", "nowhere")
-    assert code == 2
-    assert "nowhere is no folder" in one_line(err)
+    assert "nowhere is no folder" in refusal(main, "runs", "nowhere")
 
 
 def test_a_run_just_made_is_there(main: Main) -> None:

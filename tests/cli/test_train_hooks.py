@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.command_line import RECIPE, Main, one_line
+from support.command_line import RECIPE, Main, refusal
 
 import replicax as rx
-from replicax.cli.train_options import TrainOptions
+from replicax.cli.train import EvalOptions, RecordOptions, TrainOptions
 
 LINE = ["train", "linear_regression", "--points", "48", "--batch-size", "16", "--epochs", "3"]
 ALL = [
@@ -83,19 +83,22 @@ def test_what_is_watched_may_change_in_a_run_that_goes_on(main: Main) -> None:
 def test_when_a_run_is_evaluated(
     flags: dict[str, int], steps: int | None, epochs: int | None
 ) -> None:
-    evaluation = TrainOptions(**flags).evaluation({"x": [1.0]})
+    evaluation = EvalOptions(**flags).evaluation({"x": [1.0]})
     assert evaluation is not None
     assert (evaluation.every_steps, evaluation.every_epochs) == (steps, epochs)
 
 
 def test_the_hooks_of_flags_in_their_order() -> None:
     assert TrainOptions().hooks() == []
-    options = TrainOptions(early_stopping="dev/loss:4", keep_best="accuracy", log_to="wandb, csv")
+    options = TrainOptions(
+        eval=EvalOptions(early_stopping="dev/loss:4", keep_best="accuracy"),
+        record=RecordOptions(log_to="wandb, csv"),
+    )
     best, stopping, *loggers = options.hooks()
     assert (best.name, stopping.name) == ("KeepBest(accuracy)", "EarlyStopping(dev/loss)")
     assert [type(each) for each in loggers] == [rx.WandB, rx.CSV]
     assert vars(stopping)["_patience"] == 4
-    (three,) = TrainOptions(early_stopping="loss").hooks()
+    (three,) = TrainOptions(eval=EvalOptions(early_stopping="loss")).hooks()
     assert vars(three)["_patience"] == vars(rx.EarlyStopping())["_patience"]
 
 
@@ -129,10 +132,8 @@ def unbegun(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bad_values_are_refused_before_anything_is_compiled(
     flags: list[str], words: list[str], main: Main, folder: Path
 ) -> None:
-    code, _, err = main(*LINE, *flags)
-    assert code == 2
-    for word in words:
-        assert word in one_line(err)
+    line = refusal(main, *LINE, *flags)
+    assert [word for word in words if word not in line] == []
     assert not (folder / "runs").exists()
 
 
@@ -145,10 +146,9 @@ def test_a_logger_whose_library_is_missing_is_refused_before_anything_is_compile
     logger: str, package: str, main: Main, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    code, _, err = main(*LINE, "--log-to", logger)
-    assert code == 2
+    line = refusal(main, *LINE, "--log-to", logger)
     for word in (package, "replicax[loggers]"):
-        assert word in one_line(err)
+        assert word in line
 
 
 def test_a_recipe_without_evaluation_data_has_no_flags_that_need_it(
@@ -157,10 +157,9 @@ def test_a_recipe_without_evaluation_data_has_no_flags_that_need_it(
     (folder / "my_line.py").write_text(RECIPE + "    def eval_source(self):\n        return None\n")
     assert main("train", "my_line.py:Mine", "--epochs", "1")[0] == 0
     for flag in (["--eval-at-start"], ["--keep-best", "loss"], ["--eval-rows", "9"]):
-        code, _, err = main("train", "my_line.py:Mine", *flag)
-        assert code == 2
+        line = refusal(main, "train", "my_line.py:Mine", *flag)
         for word in (flag[0], "eval_source"):
-            assert word in one_line(err)
+            assert word in line
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,7 @@ def test_help(main: Main) -> None:
 def test_the_flags_of_a_step_reach_it(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
 
-    def verify_files(*files: str, **options: Any) -> Verification:
+    def verify_files(**options: Any) -> Verification:
         given.update(options)
         return Verification([])
 
@@ -178,6 +178,8 @@ def test_the_flags_of_a_step_reach_it(main: Main, monkeypatch: pytest.MonkeyPatc
     assert code == 0, err
     assert callable(given.pop("show"))
     assert given == {
+        "step": "a.py:f",
+        "reference": "a.py:g",
         "state": "state",
         "batch": "batch",
         "weights": "scale",

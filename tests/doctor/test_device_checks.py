@@ -10,10 +10,12 @@ import pytest
 from jax.sharding import Mesh
 
 from replicax.checks import FAIL, NOTE, PASS, SKIP
+from replicax.core import capacity
 from replicax.core.job import Alone
 from replicax.doctor import device_checks
 from replicax.doctor.device_checks import (
     FoundDevices,
+    all_reduce,
     check_devices,
     check_mesh,
     check_reduction,
@@ -115,12 +117,13 @@ def test_one_device_has_nothing_to_reduce(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.float32])
-def test_a_wrong_sum_is_counted_on_every_device(dtype: Any) -> None:
-    trial = device_checks._Sum(Mesh(np.asarray(jax.devices()), ("devices",)), 4 * KB, dtype)
-    assert trial.wrong() == 0
-    right = trial._reduce
-    trial._reduce = lambda values: right(values).at[0, 5].add(1)
-    assert trial.wrong() == 8
+def test_a_wrong_sum_is_counted_on_every_device(
+    dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh, right = Mesh(np.asarray(jax.devices()), ("devices",)), jax.lax.psum
+    assert all_reduce(mesh, 4 * KB, dtype)[0] == 0
+    monkeypatch.setattr(jax.lax, "psum", lambda *given: right(*given).at[0, 5].add(1))
+    assert all_reduce(mesh, 4 * KB, dtype)[0] == 8
 
 
 @pytest.mark.parametrize(
@@ -137,8 +140,8 @@ def test_sizes_grow_to_the_largest(largest: int, expected: list[int]) -> None:
 
 def test_bandwidths() -> None:
     found = timing(10**9, 0.5, devices=8)
-    assert found.algorithm_bytes_per_second == pytest.approx(2e9)
-    assert found.bus_bytes_per_second == pytest.approx(3.5e9)
+    assert found["algorithm_bytes_per_second"] == pytest.approx(2e9)
+    assert found["bus_bytes_per_second"] == pytest.approx(3.5e9)
 
 
 def test_wrong_sums_are_a_problem_of_their_process() -> None:
@@ -164,7 +167,7 @@ def test_what_takes_too_long_is_left_out_and_said(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_takes_too_much_memory_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_checks, "_free_bytes", lambda: 8 * MB)
+    monkeypatch.setattr(capacity, "free_host_bytes", lambda: 8 * MB)
     (row,) = check_reduction(Alone(), MB)
     assert [each["size_bytes"] for each in row.figures["sizes"]] == [4 * KB, 64 * KB]
     assert "1.05 MB and above left out: they take 33.6 MB of memory" in row.found

@@ -18,7 +18,7 @@ from support.tiers import EXHAUSTIVE, only
 import replicax as rx
 from replicax.analysis.compiled import Collectives, inspect
 from replicax.cli.flags import parse_with_recipe
-from replicax.cli.train_options import TrainOptions
+from replicax.cli.train import TrainOptions
 from replicax.errors import ConfigError
 from replicax.recipes import transformer
 from replicax.recipes.gpt2 import GPT2

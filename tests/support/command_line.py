@@ -30,6 +30,13 @@ def one_line(err: str) -> str:
     return line
 
 
+def refusal(main: Main, *arguments: object) -> str:
+    """The one line that says what is wrong with a flag or a configuration: exit code 2."""
+    code, _, err = main(*arguments)
+    assert code == 2
+    return one_line(err)
+
+
 RECIPE = """
 import dataclasses
 from replicax.recipes.linear_regression import LinearRegression

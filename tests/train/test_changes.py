@@ -1,7 +1,6 @@
 """A run that is continued with another configuration: what is named, and what is refused."""
 
 import copy
-import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicax.cli.train import OF_THIS_START
-from replicax.cli.train_options import TrainOptions
+from replicax.cli.train import OF_THIS_START, TrainOptions
 from replicax.errors import ConfigError
 from replicax.train.changes import ABSENT, HARMLESS, Change, changes, check_changes, read_config
 from replicax.train.records import RunFolder
@@ -342,6 +340,6 @@ def test_a_file_that_is_not_there_is_no_configuration(tmp_path: Path) -> None:
 
 def test_every_option_of_the_command_is_judged() -> None:
     """An option that is added is either listed as harmless or known here to matter."""
-    names = {field.name for field in dataclasses.fields(TrainOptions)} - set(OF_THIS_START)
+    names = TrainOptions().flat().keys() - OF_THIS_START
     harmless = {path.removeprefix("options.") for path in HARMLESS}
     assert names - harmless <= {"precision", "reduction", "seed", "skip_spikes"}

@@ -24,7 +24,7 @@ from replicax.bench.report import table
 from replicax.bench.runner import check_source
 from replicax.bench.save import read_part, write_bench, write_part
 from replicax.cli.flags import Arguments, parse_with_recipe, several_of, shown_as, words
-from replicax.cli.output import new_folder
+from replicax.cli.output import run_folder
 from replicax.cli.step_options import StepOptions, check_alone, make_host_devices, print_data
 from replicax.core.job import Alone
 from replicax.core.modes import MODES
@@ -68,29 +68,34 @@ class BenchOptions(StepOptions):
 def bench(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
     parsed = parse_with_recipe("bench", BenchOptions, arguments)
-    options = parsed.options
-    if options.least_devices > 1:
+    if parsed.options.least_devices > 1:
         raise ConfigError(
             "bench with --model-parallel, --stages or --fsdp-size; it makes meshes itself: leave "
             "the flag out, or compare by --layouts"
         )
     check_alone("bench", "it starts processes itself: run it once, with --processes")
-    if options.processes is not None:
+    if parsed.options.processes is None:
+        _over_devices(parsed)
+    else:
         _over_processes(parsed, arguments)
-        return 0
+    return 0
+
+
+def _over_devices(parsed: Arguments[BenchOptions]) -> None:
+    options = parsed.options
     if options.layouts is not None and (options.layout != BenchOptions.layout or options.profile):
         other = "--profile" if options.profile else f"--layout {options.layout}"
         raise ConfigError(
             f"--layouts {options.layouts} with {other}, which is of one layout; leave one of the "
             "two out"
         )
-    devices = counts_of("--devices", options.devices)
-    options.fix_threads(*modes_of(options))
+    devices = None if options.devices is None else _counts("--devices", options.devices)
+    options.fix_threads(*_modes(options))
     if devices:
         make_host_devices(max(devices))
     if jax.devices()[0].platform == "cpu":
         keep_freed_memory()
-    folder = new_folder("bench", parsed.name, options.run)
+    folder = run_folder(options.run, f"bench-{parsed.name}", new=True)
     print_data(parsed.recipe)
     result = bench_recipe(
         parsed,
@@ -101,7 +106,7 @@ def bench(arguments: list[str]) -> int:
     )
     print(*table(result), sep="\n", flush=True)
     folder.mkdir(parents=True)
-    pictures = []
+    pictures: list[str] = []
     try:
         if not result.compares_layouts and _draw_memory(parsed, result, folder):
             pictures = [MEMORY]
@@ -110,29 +115,28 @@ def bench(arguments: list[str]) -> int:
     print(f"see    {folder}/ ({', '.join([*names, *pictures])})")
     for trace in (folder / TRACES).glob("plugins/profile/*/perfetto_trace.json.gz"):
         print(f"trace  {trace}\n       open it in https://ui.perfetto.dev")
-    return 0
 
 
 def bench_recipe(parsed: Arguments[BenchOptions], **arguments: Any) -> Bench:
     """Measure the recipe's step as the options say, with further `arguments` of `rx.bench`."""
     options, recipe = parsed.options, parsed.recipe
+    arguments = {**options.settings(recipe), **arguments}
     if options.layouts is not None:
         rules = recipe.rules() if hasattr(recipe, "rules") else ()
         layout = rx.layout(rules=rules, schedule=options.schedule)
         names, heads = words(options.layouts), getattr(recipe, "heads", None)
-        layouts = [
-            (layout, over_heads(heads)) if heads and name == "model" else name for name in names
-        ]
-        arguments |= {"layouts": layouts, "layout": layout}
+        whole_heads = (layout, over_heads(heads)) if heads else "model"
+        arguments["layouts"] = [whole_heads if name == "model" else name for name in names]
+        arguments["layout"] = layout
     return rx.bench(
         recipe.loss,
         recipe.optimizer(),
         recipe.model(jax.random.key(options.seed)),
         recipe.train_source(),
-        modes=modes_of(options),
+        modes=_modes(options),
         seed=options.seed,
         tokens_per_row=getattr(recipe, "tokens_per_row", None),
-        **{**options.settings(recipe), **arguments},
+        **arguments,
     )
 
 
@@ -160,15 +164,13 @@ def _over_processes(parsed: Arguments[BenchOptions], arguments: list[str]) -> No
                 f"--processes {options.processes} with --{name}; each process has one device, and "
                 "the measurement no trace: leave one of the two out"
             )
-    asked = counts_of("--processes", options.processes)
-    assert asked, "the flag is there, or this would not be called"
-    counts = processes.check_counts(asked, modes_of(options))
-    layout = options.layout_of(recipe)
-    modes, notes = possible_modes(modes_of(options), counts, layout, options.reduction)
+    asked, layout = _modes(options), options.layout_of(recipe)
+    counts = processes.check_counts(_counts("--processes", options.processes), asked)
+    modes, notes = possible_modes(asked, counts, layout, options.reduction)
     rows = weak_rows(recipe.batch_size, counts)
     cases = all_cases(rows * max(counts), counts, modes, weak=True)
     notes += notes_on_cases(recipe.batch_size, cases, options.settings(recipe)["accumulate"])
-    folder = new_folder("bench", parsed.name, options.run)
+    folder = run_folder(options.run, f"bench-{parsed.name}", new=True)
     print_data(recipe)
     if not check_source(recipe.train_source(), recipe.batch_size, Alone()):
         raise ConfigError(
@@ -183,11 +185,9 @@ def _over_processes(parsed: Arguments[BenchOptions], arguments: list[str]) -> No
 
 
 def job_measure(command: Sequence[str], folder: Path) -> processes.Measure:
-    """A `Measure` that launches `command`, with the path of a file for `write_part` added to it.
+    """A `Measure` that launches `command`, which writes its part to a path that is added to it.
 
-    Args:
-        command: a program that calls `replicax.initialize` and `bench`, and writes its result.
-        folder: for that file, and what the processes write.
+    `folder` is for these parts, and what the processes print.
     """
 
     def measure(count: int, number: int) -> Bench:
@@ -234,23 +234,19 @@ def _draw_memory(parsed: Arguments[BenchOptions], result: Bench, folder: Path) -
     return True
 
 
-def counts_of(flag: str, text: str | None) -> list[int] | None:
-    """The counts that `flag` gives."""
-    if text is None:
-        return None
-    counts = words(text)
+def _counts(flag: str, text: str | None) -> list[int]:
+    counts = words(text or "")
     if not counts or not all(count.isdecimal() for count in counts):
         raise ConfigError(f"{flag} {text!r}; it is a list of counts: write 1,2,4")
     return [int(count) for count in counts]
 
 
-def modes_of(options: BenchOptions) -> list[str]:
-    """The modes that are asked for."""
-    if options.modes is None and options.layouts is not None:
-        return list(MODES_BY_DEFAULT)
-    if options.modes is None:
-        return list(usual_modes() if options.processes is None else processes.modes_of_processes())
-    return words(options.modes)
+def _modes(options: BenchOptions) -> list[str]:
+    if options.modes is not None:
+        return words(options.modes)
+    if options.processes is not None:
+        return processes.modes_of_processes()
+    return list(usual_modes() if options.layouts is None else MODES_BY_DEFAULT)
 
 
 def _one_process(arguments: list[str]) -> None:
@@ -260,8 +256,7 @@ def _one_process(arguments: list[str]) -> None:
     """
     *own, path = arguments
     parsed = parse_with_recipe("bench", BenchOptions, own)
-    counts = counts_of("--processes", parsed.options.processes)
-    assert counts
+    counts = _counts("--processes", parsed.options.processes)
     job = rx.initialize(verbose=False)
     keep_freed_memory()
     result = bench_recipe(

@@ -47,8 +47,14 @@ class _Terminated(BaseException):
 
 def doctor(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
-    options = parse("doctor", DoctorOptions, arguments)  # exits where help is asked for
-    _check(options)
+    options = parse("doctor", DoctorOptions, arguments)
+    if not options.largest_mb * 2**20 >= 4:
+        raise ConfigError(
+            f"--largest-mb {options.largest_mb:g}; a device contributes at least one number of "
+            "4 bytes: raise it"
+        )
+    if not options.timeout > 0:
+        raise ConfigError(f"--timeout {options.timeout:g}; it is in seconds, above 0: raise it")
     require("rich", "cli")
     with contextlib.ExitStack() as terminal:
         show = terminal.enter_context(options.working())
@@ -71,7 +77,7 @@ def doctor(arguments: list[str]) -> int:
                 examination.run()
         except _Terminated:
             examination.terminate()
-    code = 1 if examination.verdict == FAIL else 0
+    code = int(examination.verdict == FAIL)
     if code:
         _leave_word(examination)
     if examination.parted:
@@ -79,16 +85,6 @@ def doctor(arguments: list[str]) -> int:
             time.sleep(PART_SECONDS)
         leave_at_once(code)  # an exit would wait for processes that have given up
     return code
-
-
-def _check(options: DoctorOptions) -> None:
-    if not options.largest_mb * 2**20 >= 4:
-        raise ConfigError(
-            f"--largest-mb {options.largest_mb:g}; a device contributes at least one number of "
-            "4 bytes: raise it"
-        )
-    if not options.timeout > 0:
-        raise ConfigError(f"--timeout {options.timeout:g}; it is in seconds, above 0: raise it")
 
 
 def _report(done: Examination, options: DoctorOptions) -> None:
@@ -109,30 +105,23 @@ def _report(done: Examination, options: DoctorOptions) -> None:
         "processes": place and place.processes,
     }
     options.write_json(to_json(done.rows, done.verdict, about))
-    if options.shows_json:
-        return
-    # Under `replicax launch` each line has the number of its process in front.
-    width = WIDTH - (LAUNCHERS_PREFIX if os.environ.get(FAILURE_FILE) else 0)
-    print_table(done.rows, summary(done.rows), style=dataclasses.replace(STYLE, width=width))
+    if not options.shows_json:
+        # Under `replicax launch` each line has the number of its process in front.
+        width = WIDTH - (LAUNCHERS_PREFIX if os.environ.get(FAILURE_FILE) else 0)
+        print_table(done.rows, summary(done.rows), style=dataclasses.replace(STYLE, width=width))
 
 
 def _leave_word(done: Examination) -> None:
     """For the launcher, which names the first failure, and lets process 0 speak."""
-    number = done.place.process if done.place else _own_number()
-    if number == 0:
-        write_failure(0, f"the doctor found {summary(done.rows)}", blames=None)
-    elif done.job is not None and not done.parted:
-        write_failure(number, "process 0 reports for all", blames=[0])
-    else:
-        if not done.parted:
-            time.sleep(SPEAK_SECONDS)
-        write_failure(number, f"the doctor found {summary(done.rows)}", blames=None)
-
-
-def _own_number() -> int:
-    """This process, as far as that can be told where its place is not known."""
-    told = os.environ.get(PROCESS_ID, "0").strip()
-    return int(told) if told.isdecimal() else 0
+    told = os.environ.get(PROCESS_ID, "0").strip()  # all there is where the place is not known
+    own = int(told) if told.isdecimal() else 0
+    number = done.place.process if done.place else own
+    if number > 0 and not done.parted:
+        if done.job is not None:
+            write_failure(number, "process 0 reports for all", blames=[0])
+            return
+        time.sleep(SPEAK_SECONDS)
+    write_failure(number, f"the doctor found {summary(done.rows)}", blames=None)
 
 
 @contextlib.contextmanager

@@ -2,17 +2,15 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 from replicax.cli.flags import parse, shown_as
 from replicax.cli.opened import RunOptions, about_line, metrics_text
 from replicax.cli.output import JsonOptions
-from replicax.cli.step_options import print_data
+from replicax.cli.step_options import data_lines
 from replicax.errors import ConfigError
 from replicax.recipes.recipe import recipe_name
-from replicax.train.load import Loaded
 
 ANOTHER_ROUNDING = 1e-2
 """Relative difference of a metric that other devices may make, in bfloat16 at most."""
@@ -36,13 +34,14 @@ def evaluate(arguments: list[str]) -> int:
     options = parse("evaluate", EvaluateOptions, arguments)
     with options.working():
         loaded = options.open("evaluate")
-        if not options.shows_json:
-            print(about_line(loaded), flush=True)
+        options.say(about_line(loaded))
         source = _source(loaded.recipe, options)
-        dp, rows_of_batch = loaded.dp, loaded.recipe.batch_size
-        metrics = dp.evaluate(loaded.state, dp.feed(source, rows_of_batch))
+        metrics = loaded.dp.evaluate(loaded.state, loaded.dp.feed(source, loaded.recipe.batch_size))
     rows = int(metrics.pop("rows"))
-    recorded = None if options.data is not None else _recorded(loaded)
+    own = (each for each in reversed(loaded.records) if each.kind == "eval")
+    recorded = next((each.metrics for each in own if each.step == loaded.step), None)
+    if options.data is not None:
+        recorded = None
     content = {
         "run": str(loaded.path.parent.parent),
         "recipe": recipe_name(type(loaded.recipe)),
@@ -53,15 +52,18 @@ def evaluate(arguments: list[str]) -> int:
         "recorded": recorded,
     }
     options.write_json(content)
-    if not options.shows_json:
-        print(f"eval   {metrics_text(metrics)} · {rows:,} rows")
-        if recorded is not None:
-            print(f"record {metrics_text(recorded)}{_verdict(metrics, recorded)}")
+    options.say(f"eval   {metrics_text(metrics)} · {rows:,} rows")
+    if recorded is not None:
+        same = metrics.keys() == recorded.keys() and all(
+            math.isclose(value, recorded[name], rel_tol=ANOTHER_ROUNDING, abs_tol=1e-6)
+            for name, value in metrics.items()
+        )
+        differs = " · differs: the data, or the recipe's code, is not that of the run"
+        options.say(f"record {metrics_text(recorded)}{'' if same else differs}")
     return 0
 
 
 def _source(recipe: Any, options: EvaluateOptions) -> Any:
-    """Rows to evaluate on."""
     name = recipe_name(type(recipe))
     if options.data is not None:
         if not hasattr(recipe, "eval_data"):
@@ -69,26 +71,10 @@ def _source(recipe: Any, options: EvaluateOptions) -> Any:
                 f"--data with recipe {name}, which reads no data from a path; leave --data out, or "
                 "give the recipe a method eval_data(path)"
             )
-        if not options.shows_json:
-            print(f"data   {options.data}", flush=True)
+        options.say(f"data   {options.data}")
         return recipe.eval_data(options.data)
     source = recipe.eval_source()
     if source is None:
         raise ConfigError(f"recipe {name} has no evaluation data; give some by --data")
-    if not options.shows_json:
-        print_data(recipe)
+    options.say(*data_lines(recipe))
     return source
-
-
-def _recorded(loaded: Loaded) -> dict[str, float] | None:
-    """The metrics of the run's own evaluation at this step, if there was one."""
-    records = (each for each in reversed(loaded.records) if each.kind == "eval")
-    return next((each.metrics for each in records if each.step == loaded.step), None)
-
-
-def _verdict(metrics: Mapping[str, float], recorded: Mapping[str, float]) -> str:
-    same = metrics.keys() == recorded.keys() and all(
-        math.isclose(value, recorded[name], rel_tol=ANOTHER_ROUNDING, abs_tol=1e-6)
-        for name, value in metrics.items()
-    )
-    return "" if same else " · differs: the data, or the recipe's code, is not that of the run"

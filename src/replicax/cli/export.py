@@ -35,26 +35,31 @@ class ExportOptions(RunOptions):
 def export(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
     options = parse("export", ExportOptions, arguments)
-    _check_file(options.file, options.force)
+    file = options.file
+    if file.is_dir():
+        raise ConfigError(f"{file} is a folder; name a file, as in {file / 'model.safetensors'}")
+    if not file.parent.is_dir():
+        raise ConfigError(f"{file}: there is no folder {file.parent}; make it first")
+    if os.path.lexists(file) and not options.force:
+        raise ConfigError(f"{file} exists; choose another name, or overwrite it with --force")
     numpy_format = require("safetensors.numpy", "text")
     loaded = options.open("export")
     tensors = _tensors(loaded)
-    beside = options.file.with_name(f".{options.file.name}.new")  # all of it, or nothing
+    beside = file.with_name(f".{file.name}.new")  # all of it, or nothing
     try:
         numpy_format.save_file(tensors, beside, metadata={"format": "pt"})
-        beside.replace(options.file)
+        beside.replace(file)
     except (OSError, KeyError, require("safetensors", "text").SafetensorError) as error:
         beside.unlink(missing_ok=True)
-        raise ConfigError(f"{options.file} cannot be written ({error}); choose another") from error
-    size = size_text(os.path.getsize(options.file))
+        raise ConfigError(f"{file} cannot be written ({error}); choose another") from error
+    size = size_text(os.path.getsize(file))
     parameters = sum(array.size for array in tensors.values())
     print(about_line(loaded))
-    print(f"wrote  {options.file}: {parameters:,} numbers in {len(tensors):,} tensors, {size}")
+    print(f"wrote  {file}: {parameters:,} numbers in {len(tensors):,} tensors, {size}")
     return 0
 
 
 def _tensors(loaded: Loaded) -> dict[str, np.ndarray]:
-    """The model's arrays by name."""
     recipe: Any = loaded.recipe
     if hasattr(recipe, "published_weights"):
         published: dict[str, np.ndarray] = recipe.published_weights(
@@ -82,13 +87,3 @@ def _named(tree: PyTree) -> dict[str, jax.Array]:
         jax.tree_util.keystr(path, simple=True, separator="."): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
-
-
-def _check_file(file: Path, force: bool) -> None:
-    """Raise `ConfigError` where it cannot be written, before anything is loaded."""
-    if file.is_dir():
-        raise ConfigError(f"{file} is a folder; name a file, as in {file / 'model.safetensors'}")
-    if not file.parent.is_dir():
-        raise ConfigError(f"{file}: there is no folder {file.parent}; make it first")
-    if os.path.lexists(file) and not force:
-        raise ConfigError(f"{file} exists; choose another name, or overwrite it with --force")

@@ -5,23 +5,12 @@ import dataclasses
 import inspect
 import io
 import re
-import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import (
-    Annotated,
-    Any,
-    Generic,
-    Literal,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, Generic, TypeVar, get_type_hints
 
 from replicax.errors import ConfigError, did_you_mean, require
-from replicax.recipes.recipe import BUILT_IN, find_recipe, presets_of, recipe_name
+from replicax.recipes.recipe import BUILT_IN, find_recipe, from_json, presets_of, recipe_name
 from replicax.train.changes import read_config
 
 Options = TypeVar("Options")
@@ -29,7 +18,6 @@ Options = TypeVar("Options")
 tyro = require("tyro", "cli")
 BY_PLACE: Any = tyro.conf.Positional
 """The annotation of what is given by its place, without a flag; `shown_as` names it."""
-_UNPREFIXED = tyro.conf.arg(name="")
 
 
 def one_of(table: Iterable[str]) -> Any:
@@ -82,8 +70,8 @@ class Arguments(Generic[Options]):
 
 def parse(command: str, options_class: type[Options], arguments: Sequence[str]) -> Options:
     """The options of a command that takes no recipe; the docstring of their class is the help."""
-    description, names = inspect.getdoc(options_class), _names(options_class)
-    parsed: Options = _parsed(options_class, arguments, f"replicax {command}", description, names)
+    flags, about = _json_alone(arguments, options_class), inspect.getdoc(options_class)
+    parsed: Options = _parsed(options_class, flags, f"replicax {command}", about)
     return parsed
 
 
@@ -92,7 +80,8 @@ def parse_with_recipe(
 ) -> Arguments[Options]:
     """The recipe that comes first, whose fields are flags too, and the options.
 
-    Where the options have a field `config`, other flags go on top of what that file says.
+    Options that are dataclasses themselves are groups, with a box each in help. Where one has a
+    field `config`, other flags go on top of what that file says.
     """
     if arguments and arguments[0] in ("-h", "--help"):
         print(f"usage: replicax {command} RECIPE [FLAGS]\n")
@@ -101,153 +90,44 @@ def parse_with_recipe(
     if not arguments or arguments[0].startswith("-"):
         raise ConfigError(f"{command} needs a recipe before its flags; replicax recipes lists them")
     spec, *flags = arguments
-    program, recipe_class = f"replicax {command} {spec}", find_recipe(spec)
-    presets, names = presets_of(recipe_class), [*_names(options_class), *_names(recipe_class)]
-    names += ["preset"] if presets else []
-    if twice := [name for name in names if names.count(name) > 1]:
+    recipe_class = find_recipe(spec)
+    presets, names = presets_of(recipe_class), _names(options_class)
+    own = [field.name for field in dataclasses.fields(recipe_class)]
+    if twice := [name for name in own if name in [*names, *(["preset"] if presets else [])]]:
         raise ConfigError(
             f"{recipe_class.__name__} has a field {min(twice)!r}, which is a flag of every recipe; "
             "rename the field"
         )
-    begun, flags = _beginning(spec, recipe_class, options_class, flags, program)
-    parsed = _parsed(
-        _flags_class(recipe_class, options_class, begun),
-        flags,
-        program,
-        recipe_class.__doc__,
-        names,
-    )
-    given = {
-        name: value
-        for title in _groups(options_class)
-        for name, value in vars(getattr(parsed, title)).items()
-    }
-    return dataclasses.replace(begun, recipe=parsed.recipe, options=options_class(**given))
-
-
-def _flags_class(
-    recipe_class: type[Any], options_class: type[Any], begun: Arguments[Any]
-) -> type[Any]:
-    """A dataclass of the fields of a recipe and of options, with what is `begun` for defaults."""
-    fields: list[Any] = []
-    if presets := presets_of(recipe_class):
-        about = "Values to start from; the other flags go on top."
-        choice = tyro.conf.arg(metavar=f"{{{','.join(presets)}}}", help=about)
-        fields.append(("preset", Annotated[str | None, choice], begun.preset))
-    fields.append(("recipe", Annotated[recipe_class, _UNPREFIXED], _default(begun.recipe)))
-    for title, group in _groups(options_class).items():
-        unprefixed = _UNPREFIXED if group is options_class else tyro.conf.OmitArgPrefixes
-        options = begun.options and {name: vars(begun.options)[name] for name in _names(group)}
-        as_group: Any = Annotated[group, unprefixed, tyro.conf.arg(help="")]
-        fields.append((title, as_group, _default(options and group(**options))))
-    return dataclasses.make_dataclass("Flags", fields, kw_only=True)
-
-
-def _groups(options_class: type[Any]) -> dict[str, type[Any]]:
-    """Title -> the classes that `options_class` is made of, where it has no fields of its own.
-
-    Help has a box for each.
-    """
-    if inspect.get_annotations(options_class):
-        return {"options": options_class}
-    return {each.__name__.removesuffix("Options").lower(): each for each in options_class.__bases__}
-
-
-def _names(each: type[Any]) -> list[str]:
-    return [field.name for field in dataclasses.fields(each)]
-
-
-def _default(value: Any) -> Any:
-    """The field of a dataclass that has `value` as its default, or none where it is None."""
-    if value is None:
-        return dataclasses.field()
-    return dataclasses.field(default_factory=lambda: value)
-
-
-def _parsed(
-    fields_class: type[Any],
-    flags: Sequence[str],
-    program: str,
-    description: str | None,
-    names: Sequence[str],
-) -> Any:
-    """An instance of `fields_class`; `names` are the fields that a wrong flag may have meant."""
-    if "json" in names:
-        flags = _json_alone(flags)
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            parsed, unknown = tyro.cli(
-                fields_class,
-                args=flags,
-                prog=program,
-                description=description,
-                return_unknown_args=True,
-            )
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-        box = "\n".join(said.getvalue().splitlines()[1:])  # of which its first part is the error
-        text = re.sub("[│─╭╮╰╯]", " ", re.split(r"─{20,} *│|Got errors:", box)[0])
-        line = " ".join(text.split()).rstrip(".")
-        raise ConfigError(f"{line}; {program} --help lists the flags") from None
-    if unknown:
-        known = [f"--{name.replace('_', '-')}" for name in names]
-        raise ConfigError(
-            f"unknown flag {unknown[0]!r}{did_you_mean(unknown[0], known)}; {program} --help lists "
-            "the flags"
-        )
-    return parsed
-
-
-def _json_alone(flags: Sequence[str]) -> list[str]:
-    """The same where `--json` has a value: without one it prints."""
-    following = [*flags[1:], "--"]
-    return [
-        "--json=-" if flag == "--json" and after.startswith("--") else flag
-        for flag, after in zip(flags, following, strict=False)
-    ]
-
-
-def _beginning(
-    spec: str, recipe_class: type[Any], options_class: type[Any], flags: list[str], program: str
-) -> tuple[Arguments[Any], list[str]]:
-    """Return what --preset or --config set in place of the defaults, and the other flags.
-
-    The recipe and the options are None where they say nothing.
-    """
-    presets, path, preset = presets_of(recipe_class), None, None
-    if presets or "preset" not in _names(recipe_class):
+    preset, path = None, None
+    recipe = options = tyro.MISSING_NONPROP  # by default
+    if "preset" not in own:
         preset, flags = taken("--preset", flags)
-    if "config" in _names(options_class):
+    if "config" in names:
         path, flags = taken("--config", flags)
-    if path is not None:
-        if preset is not None:
+    if preset is not None:
+        if path is not None:
             raise ConfigError(
                 "--preset and --config both say what fields to start from; leave one of them out"
             )
-        return _of_config(Path(path), spec, recipe_class, options_class), flags
-    if preset is None:
-        return Arguments(spec, None, None, None), flags
-    if not presets:
-        raise ConfigError(
-            f"unknown flag '--preset': {recipe_class.__name__} has no presets; {program} --help "
-            "lists the flags"
-        )
-    if preset not in presets:
-        said = f"no preset {preset!r}" if preset else "--preset comes without the name of a preset"
-        raise ConfigError(
-            f"{said}; those of {recipe_class.__name__} are {', '.join(presets)}"
-            f"{did_you_mean(preset, presets)}"
-        )
-    unset = {
-        field.name: tyro.MISSING  # for a flag to fill
-        for field in dataclasses.fields(recipe_class)
-        if field.init
-        and field.default is dataclasses.MISSING
-        and field.default_factory is dataclasses.MISSING
-    }
-    return Arguments(spec, preset, recipe_class(**{**unset, **presets[preset]}), None), flags
+        recipe = _of_preset(preset, recipe_class)
+    elif path is not None:
+        preset, recipe, options = _of_config(Path(path), spec, recipe_class, options_class)
+    fields: list[Any] = [
+        ("recipe", Annotated[recipe_class, tyro.conf.arg(name="")]),
+        (
+            "options",
+            Annotated[options_class, tyro.conf.arg(name="", help=""), tyro.conf.OmitArgPrefixes],
+        ),
+    ]
+    begun = {"recipe": recipe, "options": options}
+    if presets:
+        about = "Values to start from; the other flags go on top."
+        choice = tyro.conf.arg(metavar=f"{{{','.join(presets)}}}", help=about)
+        fields, begun["preset"] = [("preset", Annotated[str | None, choice]), *fields], preset
+    both = dataclasses.make_dataclass("Flags", fields)
+    flags, program = _json_alone(flags, options_class), f"replicax {command} {spec}"
+    parsed = _parsed(both, flags, program, recipe_class.__doc__, both(**begun))
+    return Arguments(spec, preset, parsed.recipe, parsed.options)
 
 
 def taken(flag: str, flags: list[str]) -> tuple[str | None, list[str]]:
@@ -270,10 +150,85 @@ def taken(flag: str, flags: list[str]) -> tuple[str | None, list[str]]:
     return value, rest
 
 
+def _parsed(
+    kind: type[Any],
+    flags: Sequence[str],
+    program: str,
+    description: str | None,
+    default: Any = tyro.MISSING_NONPROP,
+) -> Any:
+    """An instance of the dataclass `kind`; what tyro says of a wrong flag becomes one line."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            parsed, unknown = tyro.cli(
+                kind,
+                args=flags,
+                prog=program,
+                description=description,
+                default=default,
+                return_unknown_args=True,
+            )
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        box = re.sub(r"\x1b\[[\d;]*m|[│╭╮╰╯]", "", said.getvalue())
+        _, _, untitled = box.partition("\n")
+        first = next(filter(str.strip, re.split("[─-]{9,}|Got errors:", untitled)))
+        line = " ".join(first.split()).rstrip(".")
+        raise ConfigError(f"{line}; {program} --help lists the flags") from None
+    if unknown:
+        known = [f"--{name.replace('_', '-')}" for name in _names(kind)]
+        raise ConfigError(
+            f"unknown flag {unknown[0]!r}{did_you_mean(unknown[0], known)}; {program} --help lists "
+            "the flags"
+        )
+    return parsed
+
+
+def _names(kind: type[Any]) -> list[str]:
+    """The names of the fields of a dataclass, in place of a group those of its fields."""
+    found, hints = list[str](), get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        group = dataclasses.is_dataclass(hints[field.name])
+        found += _names(hints[field.name]) if group else [field.name]
+    return found
+
+
+def _json_alone(flags: Sequence[str], options_class: type[Any]) -> list[str]:
+    """The same where `--json` has a value: without one it prints."""
+    if "json" not in _names(options_class):
+        return list(flags)
+    following = [*flags[1:], "--"]
+    return [
+        "--json=-" if flag == "--json" and after.startswith("--") else flag
+        for flag, after in zip(flags, following, strict=False)
+    ]
+
+
+def _of_preset(preset: str, recipe_class: type[Any]) -> Any:
+    """The recipe with the values of a preset, and what a flag has to fill."""
+    presets = presets_of(recipe_class)
+    if not presets:
+        raise ConfigError(f"unknown flag '--preset': {recipe_class.__name__} has no presets")
+    if preset not in presets:
+        said = f"no preset {preset!r}" if preset else "--preset comes without the name of a preset"
+        raise ConfigError(
+            f"{said}; those of {recipe_class.__name__} are {', '.join(presets)}"
+            f"{did_you_mean(preset, presets)}"
+        )
+    unset = {
+        field.name: tyro.MISSING
+        for field in dataclasses.fields(recipe_class)
+        if field.init and field.default is field.default_factory is dataclasses.MISSING
+    }
+    return recipe_class(**{**unset, **presets[preset]})
+
+
 def _of_config(
     path: Path, spec: str, recipe_class: type[Any], options_class: type[Options]
-) -> Arguments[Options]:
-    """The recipe, its preset and the options in the `config.json` at `path`."""
+) -> tuple[str | None, Any, Options]:
+    """The preset, the recipe and the options in the `config.json` at `path`."""
     config = read_config(path)
     of = config.get("recipe")
     if of is None or BUILT_IN.get(of, of) != BUILT_IN.get(spec, spec):
@@ -282,40 +237,20 @@ def _of_config(
             "fields of one are not those of another: name the file of a run of this recipe"
         )
     options = {name: value for name, value in config["options"].items() if name != "run"}
-    made = _made(recipe_class, config["fields"], path), _made(options_class, options, path)
-    return Arguments(spec, config.get("preset"), *made)
-
-
-def _made(kind: type[Any], values: Mapping[str, Any], path: Path) -> Any:
-    """The dataclass `kind` with `values`, as JSON has them."""
-    fields, hints = (
-        {each.name: each.init for each in dataclasses.fields(kind)},
-        get_type_hints(kind),
-    )
-    if unknown := [name for name in values if name not in fields]:
-        raise ConfigError(
-            f"{path} has {unknown[0]}, which {kind.__name__} has not: take it out of a copy"
+    for kind, values in ((recipe_class, config["fields"]), (options_class, options)):
+        if unknown := [name for name in values if name not in _names(kind)]:
+            raise ConfigError(
+                f"{path} has {unknown[0]}, which {kind.__name__} has not: take it out of a copy"
+            )
+    try:
+        groups = {
+            title: from_json(group, options)
+            for title, group in get_type_hints(options_class).items()
+        }
+        return (
+            config.get("preset"),
+            from_json(recipe_class, config["fields"]),
+            options_class(**groups),
         )
-    given = {name: value for name, value in values.items() if fields[name]}
-    return kind(**{name: _typed(given[name], hints[name], path, name) for name in given})
-
-
-def _typed(value: Any, hint: Any, path: Path, name: str) -> Any:
-    """A JSON `value` as what `hint` says: paths and tuples are strings and lists there."""
-    union = get_origin(hint) in (Union, types.UnionType)
-    kinds = get_args(hint) if union else (hint,)
-    if isinstance(value, dict):
-        inner = [kind for kind in kinds if dataclasses.is_dataclass(kind)]
-        return _made(inner[0], value, path) if inner else value  # type: ignore[arg-type]
-    if isinstance(value, list):
-        several = next((kind for kind in kinds if get_origin(kind) in (tuple, list)), list[Any])
-        items = [_typed(each, get_args(several)[0], path, name) for each in value]
-        return tuple(items) if get_origin(several) is tuple else items
-    if not isinstance(value, str) or str in kinds or Any in kinds:
-        return value
-    if any(get_origin(kind) is Literal for kind in kinds):
-        return value
-    if Path not in kinds:
-        flag = f"--{name.replace('_', '-')}"
-        raise ConfigError(f"{path} has {name} as the text {value!r}: take it out, and give {flag}")
-    return Path(value)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}; take it out of a copy, and give its flag") from error

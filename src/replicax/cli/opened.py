@@ -7,13 +7,12 @@ from typing import Annotated
 
 import replicax as rx
 from replicax.cli.flags import BY_PLACE, shown_as
+from replicax.cli.output import RUNS
 from replicax.cli.step_options import check_alone
 from replicax.errors import ConfigError, did_you_mean
 from replicax.recipes.recipe import recipe_name
 from replicax.train.load import Loaded
 from replicax.train.places import place
-
-RUNS = Path("runs")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,15 +14,21 @@ from typing import Annotated, Any
 from replicax.cli.flags import shown_as
 from replicax.errors import ConfigError
 
+RUNS = Path("runs")
 
-def new_folder(command: str, recipe: str, run: str | None) -> Path:
-    """Return the folder in runs/ that `--run` names, or a name with the time."""
-    folder = Path("runs") / (run or f"{command}-{recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
-    if folder.exists():
+
+def run_folder(run: str | None, default: str, *, new: bool = False) -> Path:
+    """Return the folder in runs/ that `--run` names, or `default` and the time."""
+    if run is None:
+        run = f"{default}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,99}", run):
         raise ConfigError(
-            f"{folder} exists; a {command} has a folder of its own: choose another name"
+            f"--run {run!r}; it names a folder in runs/, with letters, digits and ._+=@- and at "
+            "most 100 of them: choose another"
         )
-    return folder
+    if new and (RUNS / run).exists():
+        raise ConfigError(f"{RUNS / run} exists; this makes a folder of its own: name another")
+    return RUNS / run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +53,12 @@ class JsonOptions:
             raise ConfigError(f"--json {self.json}: there is no folder {folder}; make it first")
         with standard_error() if self.shows_json else contextlib.nullcontext(), _live() as show:
             yield show
+
+    def say(self, *lines: str) -> None:
+        """Print lines, where standard output is not for JSON alone."""
+        if not self.shows_json:
+            for line in lines:
+                print(line, flush=True)
 
     def write_json(self, content: dict[str, Any]) -> None:
         """Print `content` as JSON, or write it to the file, as far as the flag asks for it."""

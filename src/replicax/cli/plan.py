@@ -7,26 +7,24 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import jax
+import numpy as np
 
 import replicax as rx
-from replicax.cli.flags import Arguments, parse_with_recipe
-from replicax.cli.output import JsonOptions, new_folder
+from replicax.cli.flags import parse_with_recipe
+from replicax.cli.output import JsonOptions, run_folder
 from replicax.cli.step_options import (
     ModeOptions,
     StepOptions,
+    data_lines,
     first_rows,
     make_host_devices,
-    print_data,
 )
 from replicax.core.job import Alone
 from replicax.core.modes import as_mode
 from replicax.core.sources import as_source
 from replicax.errors import ConfigError
-from replicax.plan.cells import line
 from replicax.plan.memory_formula import Transformer
 from replicax.plan.plan_table import table
-from replicax.plan.planned import Plan
-from replicax.plan.steps import Show
 from replicax.plan.target import ATTACHED, Target, parse_target
 from replicax.recipes.recipe import abstract_model
 from replicax.train.noise_scale import load_noise_scale
@@ -57,54 +55,46 @@ class PlanOptions(JsonOptions, StepOptions, ModeOptions):
 def plan(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
     parsed = parse_with_recipe("plan", PlanOptions, arguments)
-    options = parsed.options
-    folder = new_folder("plan", parsed.name, options.run)
-    options.fix_threads(options.mode)
-    target = _target(options)
-    noise_scale = _noise_scale(options.noise_scale)
-    if options.tokens is not None:
-        _check_positive("--tokens", options.tokens, options.tokens)
-    with options.working() as show:
-        found = _plan(parsed, target, noise_scale, show)
-    options.write_json(found.to_json())
-    if options.shows_json:
-        return 0
-    print_data(parsed.recipe)
-    print(*table(found), sep="\n", flush=True)
-    folder.mkdir(parents=True)
-    (folder / "plan.json").write_text(json.dumps(found.to_json(), indent=2) + "\n")
-    print(*line("see", f"{folder}/ (plan.json)"), sep="\n")
-    return 0
-
-
-def _plan(
-    parsed: Arguments[PlanOptions], target: Target, noise_scale: float | None, show: Show
-) -> Plan:
     options, recipe = parsed.options, parsed.recipe
-    mesh = options.mesh(options.least_devices)  # nothing is placed on it
-    assert mesh is not None
-    show("reading the data")
-    tokens_per_row = getattr(recipe, "tokens_per_row", None)
-    wished = None if options.tokens is None else options.tokens / (tokens_per_row or 1)
-    source = recipe.train_source()
-    found = rx.plan(
-        options.data_parallel(recipe, options.mode, mesh),
-        abstract_model(recipe.model, jax.random.key(0)),
-        _batch(recipe, source),
-        target=target,
-        changes=_changes(recipe, options, mesh),
-        rules=recipe.rules() if hasattr(recipe, "rules") else (),
-        tokens_per_row=tokens_per_row,
-        data_rows=as_source(source, 1, Alone(), shuffle=False, seed=0).rows,
-        wished_rows=wished,
-        noise_scale=noise_scale,
-        transformer=_transformer(recipe),
-        by_formula=options.by_formula,
-        show=show,
-    )
-    name = " ".join(filter(None, (parsed.name, parsed.preset)))
-    about = {"name": name, **parsed.about(), **found.about}
-    return dataclasses.replace(found, about=about)
+    folder = run_folder(options.run, f"plan-{parsed.name}", new=True)
+    options.fix_threads(options.mode)
+    target, noise_scale = _target(options), _noise_scale(options.noise_scale)
+    tokens_per_row, wished = getattr(recipe, "tokens_per_row", None), None
+    if options.tokens is not None:
+        wished = _above_0("--tokens", options.tokens) / (tokens_per_row or 1)
+
+    def of_batch(row: np.ndarray) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((recipe.batch_size, *row.shape[1:]), row.dtype)
+
+    with options.working() as show:
+        mesh = options.mesh(options.least_devices)  # nothing is placed on it
+        assert mesh is not None
+        show("reading the data")
+        source = recipe.train_source()
+        found = rx.plan(
+            options.data_parallel(recipe, options.mode, mesh),
+            abstract_model(recipe.model, jax.random.key(0)),
+            jax.tree.map(of_batch, first_rows(source, 1)),
+            target=target,
+            changes=_changes(recipe, options, mesh) or None,
+            rules=recipe.rules() if hasattr(recipe, "rules") else (),
+            tokens_per_row=tokens_per_row,
+            data_rows=as_source(source, 1, Alone(), shuffle=False, seed=0).rows,
+            wished_rows=wished,
+            noise_scale=noise_scale,
+            transformer=_transformer(recipe),
+            by_formula=options.by_formula,
+            show=show,
+        )
+    about = {"name": " ".join(filter(None, (parsed.name, parsed.preset))), **parsed.about()}
+    found = dataclasses.replace(found, about={**about, **found.about})
+    options.write_json(found.to_json())
+    if not options.shows_json:
+        options.say(*data_lines(recipe), *table(found))
+        folder.mkdir(parents=True)
+        (folder / "plan.json").write_text(json.dumps(found.to_json(), indent=2) + "\n")
+        options.say(f"see    {folder}/ (plan.json)")
+    return 0
 
 
 def _target(options: PlanOptions) -> Target:
@@ -125,27 +115,17 @@ def _target(options: PlanOptions) -> Target:
     return target
 
 
-def _batch(recipe: Any, source: Any) -> Any:
-    """The shapes of a global batch of the recipe."""
-    row = first_rows(source, 1)
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct((recipe.batch_size, *leaf.shape[1:]), leaf.dtype), row
-    )
-
-
 def _changes(
     recipe: Any, options: PlanOptions, mesh: jax.sharding.Mesh
-) -> dict[str, rx.DataParallel] | None:
+) -> dict[str, rx.DataParallel]:
     """The recipe with other values of its field `remat`, if it has one."""
-    values = get_args(get_type_hints(type(recipe)).get(REMAT))
-    if not values:
-        return None
-    others = [value for value in values if value != getattr(recipe, REMAT)]
+    changed = [
+        dataclasses.replace(recipe, remat=value)
+        for value in get_args(get_type_hints(type(recipe)).get(REMAT))
+        if value != recipe.remat
+    ]
     return {
-        f"{REMAT}={value}": options.data_parallel(
-            dataclasses.replace(recipe, remat=value), options.mode, mesh
-        )
-        for value in others
+        f"{REMAT}={each.remat}": options.data_parallel(each, options.mode, mesh) for each in changed
     }
 
 
@@ -168,10 +148,10 @@ def _noise_scale(text: str | None) -> float | None:
         if not measured.resolved:
             raise ConfigError(f"--noise-scale {text}: {measured}") from None
         return measured.rows
-    _check_positive("--noise-scale", text, rows)
-    return rows
+    return _above_0("--noise-scale", rows)
 
 
-def _check_positive(flag: str, given: object, value: float) -> None:
+def _above_0(flag: str, value: float) -> float:
     if not 0 < value < math.inf:
-        raise ConfigError(f"{flag} {given}; it is a number above 0: give one")
+        raise ConfigError(f"{flag} {value:g}; it is a number above 0: give one")
+    return value

@@ -1,5 +1,6 @@
 """`replicax runs`: what is in runs/, and how far each run has come."""
 
+import contextlib
 import dataclasses
 import io
 import os
@@ -9,10 +10,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from replicax.cli.flags import BY_PLACE, parse, shown_as
-from replicax.cli.opened import RUNS, metrics_text
+from replicax.cli.opened import metrics_text
+from replicax.cli.output import RUNS
 from replicax.errors import CheckpointError, ConfigError, require
 from replicax.train.changes import read_config
-from replicax.train.checkpoints.manifest import Manifest
 from replicax.train.checkpoints.store import CHECKPOINTS, Store
 from replicax.train.lease import is_held
 from replicax.train.records import CONFIG, RECORDS, Record, record_from_json
@@ -54,11 +55,11 @@ def runs(arguments: list[str]) -> int:
         except ConfigError:
             faults.append(f"{path.name}  its {CONFIG} cannot be read")
         except CheckpointError as error:
-            faults.append(
-                shortened(f"{path.name}  its newest checkpoint is harmed: {error}", WIDTH)
-            )
-    _print_table([cells for _, cells in sorted(rows, key=lambda row: row[0])])
-    print(*faults, sep="\n", end="\n" if faults else "")
+            text = f"{path.name}  its newest checkpoint is harmed: {error}"
+            faults.append(shortened(text, WIDTH))
+    table = _table([cells for _, cells in sorted(rows, key=lambda row: row[0])]) if rows else []
+    for line in (*table, *faults):
+        print(line)
     others = len(inside) - len(found)
     if others or not found:
         runs_there = f"{len(found)} run{'s' * (len(found) != 1)} in {folder}"
@@ -66,10 +67,8 @@ def runs(arguments: list[str]) -> int:
     return 0
 
 
-def _print_table(rows: Sequence[Sequence[str]]) -> None:
-    """In 80 columns; long names and many metrics go on below."""
-    if not rows:
-        return
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of 80 columns; long names and many metrics go on below."""
     require("rich", "cli")
     from rich.console import Console
     from rich.table import Table
@@ -82,7 +81,7 @@ def _print_table(rows: Sequence[Sequence[str]]) -> None:
     console = Console(width=WIDTH, file=io.StringIO(), markup=False, emoji=False, highlight=False)
     with console.capture() as text:
         console.print(table)
-    print(*(line.rstrip() for line in text.get().splitlines()), sep="\n")
+    return [line.rstrip() for line in text.get().splitlines()]
 
 
 def _row(path: Path) -> tuple[float, tuple[str, ...]]:
@@ -92,11 +91,20 @@ def _row(path: Path) -> tuple[float, tuple[str, ...]]:
     step, epoch, saved_at = 0, 0, 0.0
     if records:
         step, epoch = records[-1].step, records[-1].epoch
-    store = _store(path)
-    if places := store.paths():
-        manifest = store.read_placed(*places[-1])
+    if places := _store(path).paths():
+        manifest = _store(path).read_placed(*places[-1])
         step, epoch, saved_at = manifest.position.step, manifest.position.epoch, manifest.saved_at
-    steps, epochs = _length(config)
+    steps = epochs = rows = None
+    if config.get("recipe"):  # else nothing is known of what else is there
+        steps, rows = _number(config, "options", "steps"), _number(config, "data", "rows")
+        epochs = _number(config, "fields", "epochs") if steps is None else None
+    state = "?"
+    if is_held(path):
+        state = "running"
+    elif manifest and (steps is not None or None not in (epochs, rows)):
+        at = manifest.position
+        done = at.step >= steps if steps is not None else (at.epoch + 1, at.rows) >= (epochs, rows)
+        state = "done" if done else "stopped"
     return saved_at, (
         path.name,
         str(config.get("recipe") or "-"),
@@ -105,66 +113,39 @@ def _row(path: Path) -> tuple[float, tuple[str, ...]]:
         (metrics_text(evaluated[-1]) if evaluated else "") or "-",
         _age(time.time() - saved_at) if saved_at else "-",
         size_text(_bytes(path)),
-        "running" if is_held(path) else _state(config, manifest),
+        state,
     )
 
 
 def _store(path: Path) -> Store:
-    """Its checkpoints."""
     return Store(path / CHECKPOINTS, keep=1, keep_every=None)
 
 
 def _records(path: Path) -> list[Record]:
-    """The last records, without what is none."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, os.path.getsize(path) - _MOST_RECORD_BYTES))
-            lines = file.read(_MOST_RECORD_BYTES).splitlines()
-    except OSError:
-        return []
-    found = []
-    for line in lines:
-        try:
-            found.append(record_from_json(line))
-        except _NO_RECORD:  # cut off by a kill
-            continue
+    """The last records, without what is none: a kill cuts one off."""
+    found: list[Record] = []
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, os.path.getsize(path) - _MOST_RECORD_BYTES))
+        for line in file:
+            with contextlib.suppress(*_NO_RECORD):
+                found.append(record_from_json(line))
     return found
 
 
-def _length(config: dict[str, Any]) -> tuple[int | None, int | None]:
-    """Steps, or epochs, that the run was to have; neither where it was no recipe's."""
-    options, fields = config.get("options"), config.get("fields")
-    if not isinstance(options, dict) or not isinstance(fields, dict):
-        return None, None
-    steps, epochs = options.get("steps"), fields.get("epochs")
-    if type(steps) is int:
-        return steps, None
-    return None, epochs if type(epochs) is int else None
-
-
-def _state(config: dict[str, Any], manifest: Manifest | None) -> str:
-    (steps, epochs), data = _length(config), config.get("data")
-    rows = data.get("rows") if isinstance(data, dict) else None
-    if manifest is None or (steps is None and (epochs is None or type(rows) is not int)):
-        return "?"
-    at = manifest.position
-    done = at.step >= steps if steps is not None else (at.epoch + 1, at.rows) >= (epochs, rows)
-    return "done" if done else "stopped"
+def _number(config: dict[str, Any], section: str, name: str) -> int | None:
+    values = config.get(section)
+    value = values.get(name) if isinstance(values, dict) else None
+    return value if type(value) is int else None
 
 
 def _bytes(path: Path) -> int:
     total = 0
     for folder, _, names in os.walk(path):
         for name in names:
-            try:
+            with contextlib.suppress(OSError):  # deleted meanwhile
                 total += os.lstat(os.path.join(folder, name)).st_size
-            except OSError:  # deleted meanwhile
-                continue
     return total
 
 
 def _age(seconds: float) -> str:
-    for unit, size in _AGES:
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit}"
-    return "now"
+    return next((f"{seconds / size:.0f} {unit}" for unit, size in _AGES if seconds >= size), "now")

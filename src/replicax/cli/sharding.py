@@ -42,10 +42,10 @@ def print_sharding(state: TrainState, rows: int) -> None:
     for placement, arrays in shown.items():
         for path, leaf in arrays[:MOST_NAMED]:
             text = f"{leaf.dtype}{list(leaf.shape)}  {_spec(leaf.sharding)}"
-            text += f"  {size_text(_bytes([leaf]))}/device"
+            text += f"  {size_text(_bytes_per_device([leaf]))}/device"
             print(path, text, sep="  " if len(path) + 2 + len(text) <= COLUMNS else f"\n{' ' * 7}")
         if rest := arrays[MOST_NAMED:]:
-            size = size_text(_bytes(leaf for _, leaf in rest))
+            size = size_text(_bytes_per_device(leaf for _, leaf in rest))
             print(f"and {len(rest)} more that lie alike, {size}/device")
         if placement == _placement(of_batch, (rows,)):
             print(f"batch  {rows} rows  {_spec(of_batch)}")
@@ -68,8 +68,7 @@ def _by_path(tree: PyTree) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def _bytes(leaves: Iterable[Any]) -> int:
-    """Return the bytes of leaves on one device."""
+def _bytes_per_device(leaves: Iterable[Any]) -> int:
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
@@ -80,7 +79,6 @@ def _placement(sharding: NamedSharding, shape: tuple[int, ...]) -> Placement:
 
 
 def _spec(sharding: NamedSharding) -> str:
-    """`P('data', None)`."""
     return f"P({', '.join(map(repr, sharding.spec))})"
 
 

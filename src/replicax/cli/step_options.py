@@ -50,22 +50,16 @@ class StepOptions:
     """Dtype gradients are rounded to on the wire; bfloat16 in per-replica modes only."""
 
     @property
-    def _sizes(self) -> dict[str, int]:
-        """The flags that make axes of the mesh, with the devices along each."""
-        return {
-            "--model-parallel": self.model_parallel,
-            "--stages": self.stages,
-            "--fsdp-size": self.fsdp_size or 1,
-        }
-
     def _axes(self) -> str:
-        """The flags that make axes, as they were given."""
-        return " ".join(f"{flag} {size}" for flag, size in self._sizes.items() if size > 1)
+        """The flags that make axes of the mesh, as they were given."""
+        sizes = (self.model_parallel, self.stages, self.fsdp_size or 1)
+        flags = zip(("--model-parallel", "--stages", "--fsdp-size"), sizes, strict=True)
+        return " ".join(f"{flag} {size}" for flag, size in flags if size > 1)
 
     @property
     def least_devices(self) -> int:
         """Devices that the smallest mesh has: one copy of the state."""
-        for flag, size in list(self._sizes.items())[:2]:
+        for flag, size in (("--model-parallel", self.model_parallel), ("--stages", self.stages)):
             if size < 1:
                 raise ConfigError(f"{flag} {size}; it is at least 1: raise it")
         copy = self.fsdp_size
@@ -84,7 +78,7 @@ class StepOptions:
         count = jax.device_count() if devices is None else devices
         if count % least:
             raise ConfigError(
-                f"{count} devices with {self._axes()}; their product {least} must divide the "
+                f"{count} devices with {self._axes}; their product {least} must divide the "
                 "devices: change --devices or the others"
             )
         return rx.make_mesh(
@@ -97,7 +91,7 @@ class StepOptions:
             return rx.layout(self.layout, schedule=self.schedule)
         if not hasattr(recipe, "rules"):
             raise ConfigError(
-                f"{self._axes()} with recipe {recipe_name(type(recipe))}, which has no rules for "
+                f"{self._axes} with recipe {recipe_name(type(recipe))}, which has no rules for "
                 "it: give it a method rules(), or leave the flag out"
             )
         heads = getattr(recipe, "heads", None)
@@ -169,28 +163,30 @@ def check_alone(command: str, why: str) -> None:
         )
 
 
-def print_data(recipe: Any) -> None:
-    """Print which data the recipe has found, where it tells."""
-    if not hasattr(recipe, "data_description"):
-        return
-    text = f"data   {recipe.data_description()}"
-    lines = textwrap.wrap(
+def data_lines(recipe: Any) -> list[str]:
+    """Which data the recipe has found, where it tells."""
+    text = f"data   {recipe.data_description()}" if hasattr(recipe, "data_description") else ""
+    return textwrap.wrap(
         text, _WIDTH, subsequent_indent=" " * 7, break_long_words=False, break_on_hyphens=False
     )
-    print(*lines, sep="\n", flush=True)
+
+
+def print_data(recipe: Any) -> None:
+    """Print them."""
+    for line in data_lines(recipe):
+        print(line, flush=True)
 
 
 def first_rows(source: Any, rows: int) -> Any:
     """The first rows of a source, as host arrays; the first batches where it has whole ones."""
     opened = as_source(source, rows, Alone(), shuffle=False, seed=0)
-    parts: list[Any] = []
-    count = 0
+    parts, count = list[Any](), 0
     for data, index in opened.epoch(0):
         parts.append(data)
         count += len(index)
         if count >= rows:
             break
-    if count < rows:
+    else:
         raise ConfigError(
             f"the source has {count} rows and {rows} are needed: give it more, or use fewer "
             "--devices"

@@ -1,24 +1,30 @@
 """`replicax train`: a recipe, trained, evaluated and recorded."""
 
 import dataclasses
-import re
-import time
+import math
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jax
 
 import replicax as rx
 from replicax.cli import failed
-from replicax.cli.flags import Arguments, parse_with_recipe
+from replicax.cli.flags import Arguments, parse_with_recipe, several_of, shown_as, words
+from replicax.cli.output import run_folder
 from replicax.cli.sharding import print_sharding
-from replicax.cli.step_options import first_rows, make_host_devices, print_data
-from replicax.cli.train_options import TrainOptions, check_installed
+from replicax.cli.step_options import (
+    DeviceOptions,
+    ModeOptions,
+    StepOptions,
+    first_rows,
+    make_host_devices,
+    print_data,
+)
 from replicax.cluster.failure import stop_all_now
 from replicax.core.job import Job
 from replicax.core.sources import PerProcess, can_shuffle
 from replicax.core.update import TrainState
-from replicax.errors import ConfigError
+from replicax.errors import ConfigError, choose, require
 from replicax.plan.cells import line
 from replicax.plan.largest import at_once_and_fitting
 from replicax.plan.steps import in_fit
@@ -31,17 +37,182 @@ from replicax.wording import size_text
 
 OF_THIS_START = ("accept_changes", "config")
 """Options that are none of the run's."""
+NOISE_EVERY = 10
+"""Steps between two samples of the gradient noise. It takes hundreds where batches are small."""
+
+LOGGERS = {"csv": rx.CSV, "mlflow": rx.MLflow, "tensorboard": rx.TensorBoard, "wandb": rx.WandB}
+"""The loggers that `--log-to` can name."""
+
+# Docstrings of one line where a line is enough: tyro keeps line breaks in --help.
+
+
+@dataclasses.dataclass(frozen=True)
+class StartOptions:
+    """How far the run goes, and what it begins with."""
+
+    steps: Annotated[int | None, shown_as("N", "the epochs")] = None
+    """Updates, instead of epochs."""
+    seed: int = 0
+    """Seed of the initial model, the order of the data, and all else that is random."""
+    run: Annotated[str | None, shown_as("NAME", "recipe and time")] = None
+    """Name of the run, and of its folder in runs/; one that is there already goes on where it was
+    saved."""
+    config: Annotated[Path | None, shown_as("FILE", "none")] = None
+    """The config.json of a run: its options and the recipe's fields, for the other flags to go on
+    top. The run's name is not taken from it."""
+    accept_changes: bool = False
+    """Continue a run although its configuration has changed; each change is printed."""
+    show_sharding: bool = False
+    """Draw where the parameters and the batch live, before training."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ComputeOptions(StepOptions, ModeOptions, DeviceOptions):
+    """How a step is computed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalOptions:
+    """When the run is evaluated, beside its end, and what follows from that."""
+
+    eval_every: Annotated[int | None, shown_as("N", "every epoch")] = None
+    """Steps between two evaluations, instead of epochs."""
+    eval_every_epochs: Annotated[int | None, shown_as("N", "1, or none with --eval-every")] = None
+    """Epochs between two evaluations."""
+    eval_rows: Annotated[int | None, shown_as("N", "all")] = None
+    """Rows of an evaluation at most, rounded up to whole batches."""
+    eval_at_start: bool = False
+    """Evaluate also before the first step."""
+    keep_best: Annotated[str | None, shown_as("METRIC", "none")] = None
+    """Keep the checkpoint of the best evaluation; best.json names it."""
+    early_stopping: Annotated[str | None, shown_as("METRIC[:N]", "none")] = None
+    """End the run once N evaluations in a row (3 by default) did not improve the metric."""
+
+    def evaluation(self, source: Any) -> rx.Evaluation | None:
+        """Return when the run is evaluated on `source`, which is None where there is nothing."""
+        if source is None:
+            fields = dataclasses.fields(EvalOptions)
+            given = [each.name for each in fields if getattr(self, each.name) != each.default]
+            if given:
+                raise ConfigError(
+                    f"--{given[0].replace('_', '-')} and a recipe without evaluation data; leave "
+                    "the flag out, or give the recipe an eval_source"
+                )
+            return None
+        epochs = self.eval_every_epochs
+        return rx.Evaluation(
+            source,
+            every_epochs=1 if epochs is None and self.eval_every is None else epochs,
+            every_steps=self.eval_every,
+            at_start=self.eval_at_start,
+            rows=self.eval_rows,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordOptions:
+    """Measurements, and where they are written beside the run's folder."""
+
+    log_every: int = 50
+    """Steps between two records."""
+    log_to: Annotated[str | None, several_of(LOGGERS, "none")] = None
+    """Send records there too, by a thread: a run waits for none of them."""
+    gradient_norm: bool = False
+    """Record the norm of the gradient, before it is clipped."""
+    measure_noise_scale: bool = False
+    """Measure the gradient noise scale every 10 steps, each time at the cost of about a gradient:
+    up to which batch size larger batches pay. It is kept in noise_scale.json."""
+    profile: Annotated[str | None, shown_as("FIRST:LAST", "none")] = None
+    """Record these steps with JAX's profiler, in profile/ of the run's folder."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SaveOptions:
+    """When the run is saved."""
+
+    save_every: Annotated[int | None, shown_as("N", "none")] = None
+    """Steps between two checkpoints, instead of minutes."""
+    save_minutes: float = 10.0
+    """Minutes between two checkpoints; 0 saves nothing, and such a run cannot be continued."""
+    keep: int = 3
+    """How many of the newest checkpoints stay."""
+    keep_every: Annotated[int | None, shown_as("N", "none")] = None
+    """Checkpoints at a multiple of so many steps stay as well."""
+
+    def saving(self) -> rx.Saving:
+        """Return when a checkpoint is taken, and which are kept."""
+        if not 0 <= self.save_minutes < math.inf:
+            raise ConfigError(f"--save-minutes {self.save_minutes:g}; it is at least 0: change it")
+        minutes = self.save_minutes or None
+        return rx.Saving(
+            every=self.save_every, minutes=minutes, keep=self.keep, keep_every=self.keep_every
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class FaultOptions:
+    """Faults to watch for, and when the run gives up."""
+
+    audit_every: Annotated[int | None, shown_as("N", "none")] = None
+    """Steps between two audits, which compare the bits of all replicas."""
+    on_divergence: Literal["stop", "restore"] = "stop"
+    """Action when an audit finds a device with other bits: stop, or go back to the state of the
+    last clean audit and on from there."""
+    max_bad_steps: int = 5
+    """A step whose loss or gradient is not finite is skipped; after so many in a row the run
+    stops."""
+    skip_spikes: bool = False
+    """Skip also a step whose loss is far above those before."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainOptions:
+    """How to run a recipe, whichever it is: each field is a group in --help."""
+
+    start: StartOptions = StartOptions()
+    compute: ComputeOptions = ComputeOptions()
+    eval: EvalOptions = EvalOptions()
+    record: RecordOptions = RecordOptions()
+    save: SaveOptions = SaveOptions()
+    fault: FaultOptions = FaultOptions()
+
+    def flat(self) -> dict[str, Any]:
+        """The options by name, as `config.json` has them."""
+        return {name: value for group in vars(self).values() for name, value in vars(group).items()}
+
+    def hooks(self) -> list[rx.Hook]:
+        """Return what observes the run, as far as flags ask for it."""
+        record, hooks = self.record, list[rx.Hook]()
+        if record.gradient_norm:
+            hooks.append(rx.GradientNorm())
+        if record.profile is not None:
+            hooks.append(rx.Profile.parse(record.profile))
+        if self.fault.audit_every is not None:
+            hooks.append(rx.Audit(self.fault.audit_every, self.fault.on_divergence))
+        if record.measure_noise_scale:
+            hooks.append(rx.NoiseMeter(NOISE_EVERY))
+        if self.eval.keep_best is not None:
+            if not self.save.saving().wanted:
+                raise ConfigError(
+                    f"--keep-best {self.eval.keep_best} and --save-minutes 0, which saves nothing; "
+                    "leave one of them out"
+                )
+            hooks.append(rx.KeepBest(self.eval.keep_best))
+        if self.eval.early_stopping is not None:
+            hooks.append(_early_stopping(self.eval.early_stopping))
+        names = words(record.log_to or "")
+        return [*hooks, *(choose("--log-to", name, LOGGERS)() for name in dict.fromkeys(names))]
 
 
 def train(arguments: list[str]) -> int:
     """Run the command; return its exit code."""
     parsed = parse_with_recipe("train", TrainOptions, arguments)
     options = parsed.options
-    folder, hooks, saving = _folder(parsed.name, options.run), options.hooks(), options.saving()
-    options.fix_threads(options.mode)
+    folder = run_folder(options.start.run, parsed.name)
+    hooks, saving = options.hooks(), options.save.saving()
+    options.compute.fix_threads(options.compute.mode)
     with Interrupt(at_once=_end_at_once) as interrupt:
-        job = rx.initialize()
-        result = _run(parsed, hooks, saving, folder, job, interrupt)
+        result = _run(parsed, hooks, run_dir=folder, saving=saving, interrupt=interrupt)
     if not result.interrupted:
         return 0
     said = f"interrupted after {result.steps} steps; what was recorded is kept"
@@ -51,57 +222,53 @@ def train(arguments: list[str]) -> int:
 
 
 def _run(
-    parsed: Arguments[TrainOptions],
-    hooks: list[rx.Hook],
-    saving: rx.Saving,
-    folder: Path,
-    job: Job,
-    interrupt: Interrupt,
+    parsed: Arguments[TrainOptions], hooks: list[rx.Hook], *, run_dir: Path, **settings: Any
 ) -> Fit:
     options, recipe = parsed.options, parsed.recipe
+    start, compute = options.start, options.compute
+    job = rx.initialize()
     speaks = job.process == 0
-    if speaks:
-        check_installed(hooks)
-    if options.devices is not None:
-        make_host_devices(options.devices, job.processes)
-    mesh = options.mesh(options.devices)
-    dp = options.data_parallel(recipe, options.mode, mesh, job)
+    for hook in hooks if speaks else ():
+        if isinstance(hook, rx.Logger) and hook.package:
+            require(hook.package, "loggers")
+    if compute.devices is not None:
+        make_host_devices(compute.devices, job.processes)
+    mesh = compute.mesh(compute.devices)
+    dp = compute.data_parallel(recipe, compute.mode, mesh, job)
     if dp.mesh.devices.flat[0].platform == "cpu":
         keep_freed_memory()
     if speaks:
         print_data(recipe)
-    source, evaluation = recipe.train_source(), options.evaluation(recipe.eval_source())
-    model = recipe.model(jax.random.key(options.seed))
-    if options.accumulate is None:
+    source, evaluation = recipe.train_source(), options.eval.evaluation(recipe.eval_source())
+    model = recipe.model(jax.random.key(start.seed))
+    if compute.accumulate is None:
         dp = in_micro_batches(dp, model, source, recipe.batch_size, job)
-    state = dp.init(model, seed=options.seed)
-    if options.show_sharding and speaks:
+    state = dp.init(model, seed=start.seed)
+    if start.show_sharding and speaks:
         print_sharding(state, dp.split.padded(recipe.batch_size))
-    told = dataclasses.asdict(options)
-    told = {name: value for name, value in told.items() if name not in OF_THIS_START}
+    told = {name: value for name, value in options.flat().items() if name not in OF_THIS_START}
     told["accumulate"] = dp.accumulate
     result = rx.fit(
         dp,
         state,
         source,
         batch_size=recipe.batch_size,
-        epochs=None if options.steps is not None else recipe.epochs,
-        steps=options.steps,
+        epochs=None if start.steps is not None else recipe.epochs,
+        steps=start.steps,
         eval_source=evaluation,
-        seed=options.seed,
-        log_every=options.log_every,
+        seed=start.seed,
+        log_every=options.record.log_every,
         hooks=[*_figures(recipe, state), *hooks],
-        guard=rx.Guard(options.max_bad_steps, options.skip_spikes),
-        run_dir=folder,
-        saving=saving,
-        accept_changes=options.accept_changes,
+        guard=rx.Guard(options.fault.max_bad_steps, options.fault.skip_spikes),
+        run_dir=run_dir,
+        accept_changes=start.accept_changes,
         config={**parsed.about(), "fields": dataclasses.asdict(recipe), "options": told},
-        interrupt=interrupt,
+        **settings,
     )
     if speaks:
-        also = ", noise_scale.json" if options.measure_noise_scale else ""
-        also += ", checkpoints/" if options.save_minutes or options.save_every else ""
-        print(f"see    {folder}/ (config.json, records.jsonl, curves.png{also})")
+        also = ", noise_scale.json" if options.record.measure_noise_scale else ""
+        also += ", checkpoints/" if options.save.saving().wanted else ""
+        print(f"see    {run_dir}/ (config.json, records.jsonl, curves.png{also})")
     if not result.interrupted and hasattr(recipe, "after_training"):
         model = dp.model(result.state, copy=False)  # on the devices of all processes
         shown = recipe.after_training(model)
@@ -119,60 +286,54 @@ def in_micro_batches(
     do not tell their memory; where looking at a row of the source would use it up. All processes
     take what the first one finds, which prints it.
     """
-    count = job.broadcast("micro-batches", lambda: _count(dp, model, source, rows))
-    return dp.replace(accumulate=count)
 
+    def fewest() -> int:
+        if isinstance(source, PerProcess) or not can_shuffle(source):
+            return 1
+        target = attached_target(list(dp.mesh.devices.flat))
+        try:
+            step = in_fit(dp, model, target)
+            row = first_rows(source, 1)
+            at_once, fitting = at_once_and_fitting(step, model, row, rows, target)
+        except Exception:  # the training to come says it where it belongs
+            return 1
+        if fitting is None:
+            return 1
+        count, room = fitting.accumulate, target.chip.usable_bytes
+        assert room is not None, "or nothing would have been sought"
+        text = (
+            f"{count} micro-batches of {fitting.need.rows // count:,} rows a device: at once they "
+            f"would take {size_text(at_once.bytes)} of {size_text(room)}, by formula (--accumulate)"
+        )
+        print(*line("parts", text), sep="\n", flush=True)
+        return count
 
-def _count(dp: rx.DataParallel, model: Any, source: Any, rows: int) -> int:
-    if isinstance(source, PerProcess) or not can_shuffle(source):
-        return 1
-    target = attached_target(list(dp.mesh.devices.flat))
-    try:
-        step = in_fit(dp, model, target)
-        at_once, fitting = at_once_and_fitting(step, model, first_rows(source, 1), rows, target)
-    except Exception:  # the training to come says it where it belongs
-        return 1
-    if fitting is None:
-        return 1
-    count, room = fitting.accumulate, target.chip.usable_bytes
-    assert room is not None, "or nothing would have been sought"
-    text = (
-        f"{count} micro-batches of {fitting.need.rows // count:,} rows a device: at once they "
-        f"would take {size_text(at_once.bytes)} of {size_text(room)}, by formula (--accumulate)"
-    )
-    print(*line("parts", text), sep="\n", flush=True)
-    return count
+    return dp.replace(accumulate=job.broadcast("micro-batches", fewest))
 
 
 def _figures(recipe: Any, state: TrainState) -> list[rx.Hook]:
     """Hooks of every run: figures beside its metrics."""
-    hooks: list[rx.Hook] = [rx.Throughput(getattr(recipe, "tokens_per_row", None))]
-    hooks.append(rx.DeviceMemory())
-    if _has_schedule(type(recipe)):
+    tokens = getattr(recipe, "tokens_per_row", None)
+    hooks: list[rx.Hook] = [rx.Throughput(tokens), rx.DeviceMemory()]
+    # A schedule is of its class's optimizer, and not of one that inherits it.
+    owner = next(each for each in type(recipe).__mro__ if "optimizer" in vars(each))
+    if "schedule" in vars(owner):
         hooks.append(rx.LearningRate(jax.jit(recipe.schedule())))  # op by op it takes a second
     elif len(injected_rates(state)) == 1:
         hooks.append(rx.LearningRate())
     return hooks
 
 
-def _has_schedule(recipe: type[Any]) -> bool:
-    """Whether the recipe's `schedule` is of its `optimizer`, and not of one that it inherited."""
-    owners = (each for each in recipe.__mro__ if "optimizer" in vars(each))
-    return "schedule" in vars(next(owners))
-
-
-def _folder(name: str, run: str | None) -> Path:
-    """The run's own, below runs/."""
-    if run is None:
-        run = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,99}", run):
-        raise ConfigError(
-            f"--run {run!r}; it names a folder in runs/, with letters, digits and ._+=@- and at "
-            "most 100 of them: choose another"
-        )
-    return Path("runs") / run
-
-
 def _end_at_once(number: int) -> None:
     """End the process, and with it the others, while nothing is lost by it."""
     stop_all_now(f"{signal_name(number)} before the first step; start it again to go on")
+
+
+def _early_stopping(text: str) -> rx.EarlyStopping:
+    """The hook of `accuracy`, or of `accuracy:5`."""
+    metric, colon, patience = text.partition(":")
+    if not metric or (colon and not (patience.isascii() and patience.isdecimal())):
+        raise ConfigError(
+            f"--early-stopping {text}; it is a metric, and evaluations to wait: accuracy:5, say"
+        )
+    return rx.EarlyStopping(metric, *([int(patience)] if colon else []))

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Annotated, Any
 
 import jax
@@ -16,9 +17,9 @@ from replicax.cli.step_options import (
     ModeOptions,
     StepOptions,
     check_alone,
+    data_lines,
     first_rows,
     make_host_devices,
-    print_data,
 )
 from replicax.core.modes import MODES, as_mode
 from replicax.errors import ConfigError
@@ -41,6 +42,14 @@ The exit code is 1 where anything fails.
 replicax recipes lists the recipes; replicax verify RECIPE --help the flags, and
 replicax verify --step --help those of the other.
 """
+FROM_KEY = (
+    "weights that do not follow from the recipe's key: every run begins with others, and so does "
+    "every process of a job; draw them from the key that model(key) is given (nnx.Rngs(params=key))"
+)
+NOT_EVALUATED = (
+    "the recipe has an eval_source, and its loss cannot be computed in evaluation, where key is "
+    "None: draw random numbers in training only: if key is not None"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,23 +96,46 @@ def verify(arguments: list[str]) -> int:
         return 0
     if arguments and arguments[0].startswith("--source"):
         raise ConfigError("--source has moved: replicax lint FILES... reads files and folders")
+    options: VerifyOptions | HandWrittenOptions
     if arguments and arguments[0].startswith("--"):
         if {"-h", "--help"} & set(arguments):  # after --step, it would be the step's name
             arguments = ["--help"]
-        return _by_hand(parse("verify --step", HandWrittenOptions, arguments))
-    parsed = parse_with_recipe("verify", VerifyOptions, arguments)
-    options = parsed.options
-    options.fix_threads(*MODES)  # all are compared, whichever is trained in
-    _make_devices(options.devices)
+        options = parse("verify --step", HandWrittenOptions, arguments)
+        name, check = options.step, partial(_by_hand, options)
+    else:
+        parsed = parse_with_recipe("verify", VerifyOptions, arguments)
+        options, name, check = parsed.options, parsed.name, partial(_of_recipe, parsed)
+        options.fix_threads(*MODES)  # all are compared, whichever is trained in
+    check_alone(
+        "verify",
+        "it reads every device's copies, so it runs in one process: run it alone, with --devices",
+    )
+    if options.devices is not None or "JAX_NUM_CPU_DEVICES" not in os.environ:
+        make_host_devices(HOST_DEVICES if options.devices is None else options.devices)
     with options.working() as show:
-        if not options.shows_json:
-            print_data(parsed.recipe)
-        verification = _of_recipe(parsed, show)
-    return _report(verification, options, parsed.name)
+        verification = check(show)
+    options.write_json(verification.to_json())
+    if not options.shows_json:
+        about = verification.about
+        print(f"{name} · {about['devices']} devices · {about['mode']}" if "mode" in about else name)
+        verification.print()
+        if options.json is not None:
+            print(f"see    {options.json}")
+    return int(not verification.ok)
+
+
+def _by_hand(options: HandWrittenOptions, show: Callable[[str], None]) -> Verification:
+    from replicax.verify.step_files import verify_files
+
+    show(f"{options.step} against {options.reference}")
+    given = dataclasses.asdict(options)
+    del given["json"], given["devices"]
+    return verify_files(**given, show=show)
 
 
 def _of_recipe(parsed: Arguments[VerifyOptions], show: Callable[[str], None]) -> Verification:
     options, recipe = parsed.options, parsed.recipe
+    options.say(*data_lines(recipe))
     mesh = options.mesh(as_mode(options.mode).most_devices or options.devices)
     dp = options.data_parallel(recipe, options.mode, mesh)
     show("reading the data")
@@ -141,54 +173,3 @@ def _of_recipe_alone(
             yield Check("parity", "evaluation", SKIP, f"refused: {error}")
         except Exception as error:  # the user's loss
             yield Check("parity", "evaluation", FAIL, first_line(error), NOT_EVALUATED)
-
-
-FROM_KEY = (
-    "weights that do not follow from the recipe's key: every run begins with others, and so does "
-    "every process of a job; draw them from the key that model(key) is given (nnx.Rngs(params=key))"
-)
-NOT_EVALUATED = (
-    "the recipe has an eval_source, and its loss cannot be computed in evaluation, where key is "
-    "None: draw random numbers in training only: if key is not None"
-)
-
-
-def _by_hand(options: HandWrittenOptions) -> int:
-    from replicax.verify.step_files import verify_files
-
-    _make_devices(options.devices)
-    with options.working() as show:
-        show(f"{options.step} against {options.reference}")
-        verification = verify_files(
-            options.step,
-            options.reference,
-            state=options.state,
-            batch=options.batch,
-            replicas=options.replicas,
-            micro_batches=options.micro_batches,
-            weights=options.weights,
-            steps=options.steps,
-            show=show,
-        )
-    return _report(verification, options, options.step)
-
-
-def _report(verification: Verification, options: JsonOptions, name: str) -> int:
-    options.write_json(verification.to_json())
-    if not options.shows_json:
-        about = verification.about
-        where = f"{about['devices']} devices · {about['mode']}" if "mode" in about else ""
-        print(" · ".join(filter(None, (name, where))))
-        verification.print()
-        if options.json is not None:
-            print(f"see    {options.json}")
-    return 0 if verification.ok else 1
-
-
-def _make_devices(devices: int | None) -> None:
-    check_alone(
-        "verify",
-        "it reads every device's copies, so it runs in one process: run it alone, with --devices",
-    )
-    if devices is not None or "JAX_NUM_CPU_DEVICES" not in os.environ:
-        make_host_devices(HOST_DEVICES if devices is None else devices)

@@ -7,7 +7,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +96,7 @@ def judge_devices(found: FoundDevices, env: Mapping[str, str]) -> list[Check]:
         text = f"the processes have {counts} devices; each takes part with as many"
         fix = f"give all the same number ({VISIBLE}, JAX_NUM_CPU_DEVICES)"
         rows.append(Check(DEVICES, "", FAIL, text, fix))
-    return rows + _unused(found, env)
+    return rows + _unused_accelerators(found, env)
 
 
 def check_mesh() -> list[Check]:
@@ -123,12 +123,10 @@ def _devices(env: Mapping[str, str]) -> list[jax.Device]:
         ) from error
 
 
-def _unused(found: FoundDevices, env: Mapping[str, str]) -> list[Check]:
-    """Accelerators of this host that JAX does not use."""
+def _unused_accelerators(found: FoundDevices, env: Mapping[str, str]) -> list[Check]:
     if found.platform != "cpu" or not (found.gpus or found.tpus):
         return []
-    kind = "GPU" if found.gpus else "TPU"
-    count = found.gpus or found.tpus
+    kind, count = ("GPU", found.gpus) if found.gpus else ("TPU", found.tpus)
     there = f"{counted(count, kind)} of this host {'are' if count > 1 else 'is'}"
     hides_gpus = env.get(VISIBLE, "0").strip() in ("", "-1", "NoDevFiles")
     hidden_by = _PLATFORMS if env.get(_PLATFORMS) else VISIBLE if found.gpus and hides_gpus else ""
@@ -141,9 +139,8 @@ def _unused(found: FoundDevices, env: Mapping[str, str]) -> list[Check]:
     return [Check(DEVICES, "", FAIL, text, fix)]
 
 
-@dataclasses.dataclass(frozen=True)
-class Timing:
-    """The all-reduce of one size."""
+class Timing(TypedDict):
+    """The all-reduce of one size, as the figures have it."""
 
     size_bytes: int
     """Bytes that each device contributes."""
@@ -152,8 +149,7 @@ class Timing:
     algorithm_bytes_per_second: float
     """Size over time."""
     bus_bytes_per_second: float
-    """Rate at which each device sends and receives at that speed: 2 (N - 1) / N times the
-    former."""
+    """Rate at which each device sends and receives then: 2 (N - 1) / N times the former."""
 
 
 def check_reduction(job: Job, largest_bytes: int) -> list[Check]:
@@ -163,7 +159,7 @@ def check_reduction(job: Job, largest_bytes: int) -> list[Check]:
         return [Check(REDUCTION, "", SKIP, "one device: nothing to reduce")]
     mesh = Mesh(np.asarray(devices), ("devices",))
     deadline = time.monotonic() + BUDGET_SECONDS
-    wrong = _Sum(mesh, _FIRST_BYTES, jnp.int32).wrong()
+    wrong, _ = all_reduce(mesh, _FIRST_BYTES, jnp.int32)
     timings: list[Timing] = []
     left_out = None
     for size in sizes(largest_bytes):
@@ -171,9 +167,9 @@ def check_reduction(job: Job, largest_bytes: int) -> list[Check]:
         left_out = _reason_to_stop(job, size, timings, deadline)
         if left_out:
             break
-        trial = _Sum(mesh, size, jnp.float32)
-        wrong += trial.wrong()
-        timings.append(timing(size, trial.seconds(), len(devices)))
+        more, seconds = all_reduce(mesh, size, jnp.float32)
+        wrong += more
+        timings.append(timing(size, seconds, len(devices)))
     wrong_of = job.gather("the doctor's sums", wrong)
     return judge_reduction(timings, wrong_of, len(devices), devices[0].platform, left_out)
 
@@ -190,7 +186,12 @@ def sizes(largest_bytes: int) -> list[int]:
 def timing(size_bytes: int, seconds: float, devices: int) -> Timing:
     """The bandwidths of one all-reduce."""
     algorithm = size_bytes / seconds
-    return Timing(size_bytes, seconds, algorithm, algorithm * 2 * (devices - 1) / devices)
+    return {
+        "size_bytes": size_bytes,
+        "seconds": seconds,
+        "algorithm_bytes_per_second": algorithm,
+        "bus_bytes_per_second": algorithm * 2 * (devices - 1) / devices,
+    }
 
 
 def judge_reduction(
@@ -201,11 +202,11 @@ def judge_reduction(
     `wrong_of` tells for each process how many sums are not what they must be; `left_out`, why the
     sizes that are missing in `timings` were not measured.
     """
-    figures = {"devices": devices, "sizes": [dataclasses.asdict(each) for each in timings]}
+    figures = {"devices": devices, "sizes": timings}
     text = f"sums over {devices} devices are {'wrong' if any(wrong_of) else 'exact'}"
-    fastest = max(timings, key=lambda each: each.bus_bytes_per_second, default=None)
+    fastest = max(timings, key=lambda each: each["bus_bytes_per_second"], default=None)
     if fastest is not None:
-        text += f", up to {fastest.bus_bytes_per_second / 1e9:.3g} GB/s on the bus"
+        text += f", up to {fastest['bus_bytes_per_second'] / 1e9:.3g} GB/s on the bus"
     if left_out:
         text += f"; {left_out}"
     if any(wrong_of):
@@ -214,52 +215,45 @@ def judge_reduction(
         return [Check(REDUCTION, "", FAIL, f"{text}: {where}", fix, figures)]
     rows = [Check(REDUCTION, "", PASS, text, figures=figures)]
     if platform == "gpu" and fastest is not None:
-        rate = fastest.bus_bytes_per_second
-        if fastest.size_bytes >= 2**20 and rate < _SLOW_GPU_BYTES_PER_SECOND:
+        rate = fastest["bus_bytes_per_second"]
+        if fastest["size_bytes"] >= 2**20 and rate < _SLOW_GPU_BYTES_PER_SECOND:
             slow = f"{rate / 1e9:.2g} GB/s is less than any network between GPUs gives"
             fix = "NCCL_DEBUG=INFO shows the one it took; NCCL_SOCKET_IFNAME, NCCL_IB_HCA choose"
             rows.append(Check(REDUCTION, "", NOTE, slow, fix))
     return rows
 
 
-class _Sum:
-    """An all-reduce of `size_bytes` from each device of `mesh`, compiled."""
+def all_reduce(mesh: Mesh, size_bytes: int, dtype: Any) -> tuple[int, float]:
+    """Sum `size_bytes` of each device over all: sums of this process that are wrong, and seconds.
 
-    def __init__(self, mesh: Mesh, size_bytes: int, dtype: Any) -> None:
-        count, elements = mesh.devices.size, max(size_bytes // 4, 1)
-        split, whole = PartitionSpec("devices"), PartitionSpec()
+    The copies are compared where they are: each device has its own.
+    """
+    count, elements = mesh.devices.size, max(size_bytes // 4, 1)
+    split, whole = PartitionSpec("devices"), PartitionSpec()
 
-        def lift(function: Callable[..., Any], takes: Any, gives: PartitionSpec) -> Any:
-            return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=takes, out_specs=gives))
+    def lift(function: Callable[..., Any], takes: Any, gives: PartitionSpec) -> Any:
+        return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=takes, out_specs=gives))
 
-        def pattern() -> jax.Array:
-            return jax.lax.iota(jnp.int32, elements) % _PERIOD
+    def pattern() -> jax.Array:
+        return jax.lax.iota(jnp.int32, elements) % _PERIOD
 
-        def contribution() -> jax.Array:
-            return (pattern() + jax.lax.axis_index("devices")).astype(dtype)[None]
+    def contribution() -> jax.Array:
+        return (pattern() + jax.lax.axis_index("devices")).astype(dtype)[None]
 
-        def count_wrong(total: jax.Array) -> jax.Array:
-            expected = count * pattern() + count * (count - 1) // 2
-            return jnp.sum(total != expected.astype(dtype)[None])[None]
+    def count_wrong(total: jax.Array) -> jax.Array:
+        expected = count * pattern() + count * (count - 1) // 2
+        return jnp.sum(total != expected.astype(dtype)[None])[None]
 
-        self._values = lift(contribution, (), split)()
-        self._reduce = lift(lambda values: jax.lax.psum(values, "devices"), split, whole)
-        # The copies are compared where they are: each device has its own.
-        self._count_wrong = lift(count_wrong, whole, split)
-
-    def wrong(self) -> int:
-        """Sums on this process's devices that are not what they must be; compiles, and warms up."""
-        counts = self._count_wrong(self._reduce(self._values))
-        return sum(int(np.asarray(shard.data).sum()) for shard in counts.addressable_shards)
-
-    def seconds(self) -> float:
-        """Duration of one all-reduce."""
-        times = []
-        for _ in range(_REPEATS):
-            started = time.perf_counter()
-            jax.block_until_ready(self._reduce(self._values))
-            times.append(time.perf_counter() - started)
-        return statistics.median(times)
+    reduce = lift(lambda values: jax.lax.psum(values, "devices"), split, whole)
+    values = lift(contribution, (), split)()
+    wrong = lift(count_wrong, whole, split)(reduce(values))  # compiled, and warm
+    times = []
+    for _ in range(_REPEATS):
+        started = time.perf_counter()
+        jax.block_until_ready(reduce(values))
+        times.append(time.perf_counter() - started)
+    counts = (int(np.asarray(shard.data).sum()) for shard in wrong.addressable_shards)
+    return sum(counts), statistics.median(times)
 
 
 def _reason_to_stop(job: Job, size: int, timings: list[Timing], deadline: float) -> str | None:
@@ -267,17 +261,14 @@ def _reason_to_stop(job: Job, size: int, timings: list[Timing], deadline: float)
     reason = None
     if timings:
         last = timings[-1]
-        expected = last.seconds * size / last.size_bytes * (_REPEATS + 2)
+        expected = last["seconds"] * size / last["size_bytes"] * (_REPEATS + 2)
         if time.monotonic() + expected > deadline:
             reason = f"{size_text(size)} and above left out: more than {BUDGET_SECONDS:.0f} s"
     # Its own contribution, the sum, and what the backend takes meanwhile.
-    needed, free = 4 * size * jax.local_device_count(), _free_bytes()
+    needed = 4 * size * jax.local_device_count()
+    on_host = jax.devices()[0].platform == "cpu"
+    free = capacity.free_host_bytes() if on_host else None
     if free is not None and needed > free / 2:
         reason = f"{size_text(size)} and above left out: they take {size_text(needed)} of memory"
     said = job.gather("the doctor's size", reason)
     return next((each for each in said if each), None)
-
-
-def _free_bytes() -> int | None:
-    """Memory that the devices' host has left; None where the devices have their own."""
-    return capacity.free_host_bytes() if jax.devices()[0].platform == "cpu" else None

@@ -1,10 +1,11 @@
 """All checks, in an order that all processes share."""
 
 import contextlib
+import dataclasses
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from replicax.checks import FAIL, PASS, SKIP, Check, Verdict, table_text
@@ -24,47 +25,38 @@ PART_SECONDS = 0.5
 """For the others to read why from process 0; once it is gone, JAX's runtime aborts them."""
 _TOGETHER = (DIFFERENCES, CLOCKS, FOLDER, DEVICES, MESH, REDUCTION)
 _ITS_OUTPUT = "see the output of that process"
-_ITS_LAUNCHER = "see what started it"
 
 
+@dataclasses.dataclass(kw_only=True, eq=False)
 class Examination:
     """Runs the checks of this process; process 0 has the rows of all.
 
     First comes what a process finds out by itself, then what goes over the processes' own link,
     and last the devices: a check that hangs or fails there hides none of the others.
-
-    Args:
-        named_folders: to look at beside the usual ones.
-        largest_bytes: of the all-reduce.
-        timeout_seconds: until all processes must have come.
-        show: called with the name of the check that is next.
-        say: called with a line while something is waited for.
-        finish: called with the rows, once: at the end, or just before the others end this process.
     """
 
-    def __init__(
-        self,
-        *,
-        named_folders: Sequence[str],
-        largest_bytes: int,
-        timeout_seconds: float,
-        show: Callable[[str], None],
-        say: Callable[[str], None],
-        finish: Callable[["Examination"], None],
-    ) -> None:
-        self.rows: list[Check] = []
-        self.place: Place | None = None
-        self.job: Job | None = None
-        self.verdict: Verdict = FAIL
-        """Verdict of the whole job, the same in all processes; a problem until it is known."""
-        self.running = VERSIONS
-        """The check that runs, or the last one that did."""
-        self.parted = False
-        """Whether a check failed that the others wait in: then no exit may wait for them."""
-        self._folders, self._largest = named_folders, largest_bytes
-        self._timeout, self._show, self._say = timeout_seconds, show, say
-        self._finish = finish
-        self._finishing = threading.Lock()
+    named_folders: Sequence[str]
+    """Folders to look at beside the usual ones."""
+    largest_bytes: int
+    """Size of the largest all-reduce."""
+    timeout_seconds: float
+    """Time until all processes must have come."""
+    show: Callable[[str], None]
+    """Called with the name of the check that is next."""
+    say: Callable[[str], None]
+    """Called with a line while something is waited for."""
+    finish: Callable[["Examination"], None]
+    """Called once: at the end, or just before the others end this process."""
+    rows: list[Check] = dataclasses.field(default_factory=list)
+    place: Place | None = None
+    job: Job | None = None
+    verdict: Verdict = FAIL
+    """Verdict of the whole job, the same in all processes; a problem until it is known."""
+    running: str = VERSIONS
+    """The check that runs, or the last one that did."""
+    parted: bool = False
+    """Whether a check failed that the others wait in: then no exit may wait for them."""
+    _finishing: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def __str__(self) -> str:
         return table_text(self.rows, summary(self.rows), style=STYLE)
@@ -78,7 +70,7 @@ class Examination:
         elif not self.parted:
             self._unjoined()
         self._finishing.acquire()  # and keep it: whoever has it finishes
-        self._finish(self)
+        self.finish(self)
 
     @property
     def is_finishing(self) -> bool:
@@ -87,9 +79,8 @@ class Examination:
 
     def terminate(self) -> None:
         """Finish at once, since who started this process ends it, and tell the others."""
-        self._cut_short(
-            "ended by SIGTERM, as launchers do once a process has failed", _ITS_LAUNCHER
-        )
+        why = "ended by SIGTERM, as launchers do once a process has failed"
+        self._cut_short(why, "see what started it")
         self._part(self.rows)
 
     def _cut_short(self, why: str, fix: str) -> None:
@@ -98,19 +89,20 @@ class Examination:
             return
         self.rows.append(Check(self.running, "", FAIL, why, fix))
         self._skip_the_rest("not done: the processes had stopped")
-        self._finish(self)
+        self.finish(self)
 
     def _by_itself(self) -> None:
         env = os.environ
         self._check(VERSIONS, check_versions)
         self._check(LIMITS, lambda: check_limits(env))
-        self._check(PLACE, lambda: self._placed(env))
+        self._check(PLACE, self._placed)
         self._check(
-            COORDINATOR, lambda: joined.check_coordinator(self.place, env, self._timeout, self._say)
+            COORDINATOR,
+            lambda: joined.check_coordinator(self.place, env, self.timeout_seconds, self.say),
         )
 
-    def _placed(self, env: Mapping[str, str]) -> list[Check]:
-        rows, self.place = joined.check_place(env)
+    def _placed(self) -> list[Check]:
+        rows, self.place = joined.check_place(os.environ)
         return rows
 
     def _join(self) -> None:
@@ -118,7 +110,7 @@ class Examination:
         if self.place is not None and self.place.processes > 1:
             before_stopping(self._stopped)
         before = [row for row in self.rows if row.subject == COORDINATOR]
-        rows, self.job = joined.check_joining(self.place, before, self._timeout)
+        rows, self.job = joined.check_joining(self.place, before, self.timeout_seconds)
         self.rows += rows
         if self.job is None:
             self._part(rows)
@@ -131,19 +123,20 @@ class Examination:
         checks: dict[str, Callable[[], Sequence[Check]]] = {
             DIFFERENCES: lambda: check_surroundings(job, env),
             CLOCKS: lambda: check_clocks(job),
-            FOLDER: lambda: check_folders(job, self._folders),
+            FOLDER: lambda: check_folders(job, self.named_folders),
             DEVICES: lambda: self._shared(job, device_checks.check_devices(env)),
             MESH: device_checks.check_mesh,
-            REDUCTION: lambda: device_checks.check_reduction(job, self._largest),
+            REDUCTION: lambda: device_checks.check_reduction(job, self.largest_bytes),
         }
         self._begin(JOINED)
         try:
             self.rows = self._shared(job, self.rows)
             for check, function in checks.items():
                 self._begin(check)
+                devices = [row.verdict for row in self.rows if row.subject == DEVICES]
                 if job.processes > 1:
                     self.rows += function()
-                elif check in (MESH, REDUCTION) and not self._has_devices():
+                elif check in (MESH, REDUCTION) and PASS not in devices:
                     self.rows.append(Check(check, "", SKIP, "not done: there are no devices"))
                 else:
                     self.rows += guarded(check, function)
@@ -157,7 +150,7 @@ class Examination:
         """Run the checks that are left to a process that could not join."""
         why = "not done: the processes have not joined"
         self.rows += [Check(check, "", SKIP, why) for check in (DIFFERENCES, CLOCKS)]
-        self._check(FOLDER, lambda: check_folders(Alone(), self._folders))
+        self._check(FOLDER, lambda: check_folders(Alone(), self.named_folders))
         self._check(DEVICES, lambda: device_checks.check_devices(os.environ))
         self._skip_the_rest(why)
 
@@ -169,7 +162,7 @@ class Examination:
         self.running = check
         if self.job is not None:
             self.job.move()
-        self._show(check)
+        self.show(check)
 
     def _shared(self, job: Job, rows: Sequence[Check]) -> list[Check]:
         """The rows of all processes as one list."""
@@ -190,9 +183,6 @@ class Examination:
             if collateral:
                 self.rows.pop()
             self.rows.append(Check(self.running, "", FAIL, verdict.reason, _ITS_OUTPUT))
-
-    def _has_devices(self) -> bool:
-        return any(row.subject == DEVICES and row.verdict == PASS for row in self.rows)
 
     def _skip_the_rest(self, why: str) -> None:
         done = {row.subject for row in self.rows}

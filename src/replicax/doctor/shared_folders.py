@@ -93,7 +93,6 @@ def _sharing(seen: Sequence[_Seen], severe: Verdict) -> tuple[str, Verdict, str]
 
 
 def _look_at(job: Job, folder: Path) -> list[_Seen]:
-    """Return what all processes see of `folder`."""
     token, contents = None, ""
     try:
         seen = _own_view(folder)
@@ -128,7 +127,6 @@ def _own_view(folder: Path) -> _Seen:
 
 
 def _write_token(folder: Path) -> tuple[Path, str]:
-    """A new file in `folder`, and what is in it."""
     token, contents = folder / f".replicax-doctor-{secrets.token_hex(8)}", secrets.token_hex(16)
     try:
         token.write_text(contents)

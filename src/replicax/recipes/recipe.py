@@ -203,7 +203,7 @@ def recipe_of(recipe_class: type[Any], fields: Mapping[str, Any]) -> Any:
             "to its code, or give rx.load dp= and state="
         )
     try:
-        return _made(recipe_class, fields)
+        return from_json(recipe_class, fields)
     except ConfigError:
         raise
     except (TypeError, ValueError, NameError) as error:
@@ -213,7 +213,8 @@ def recipe_of(recipe_class: type[Any], fields: Mapping[str, Any]) -> Any:
         ) from error
 
 
-def _made(dataclass: type[Any], values: Mapping[str, Any]) -> Any:
+def from_json(dataclass: type[Any], values: Mapping[str, Any]) -> Any:
+    """The dataclass with those of its fields that `values` has; raises ValueError."""
     hints = get_type_hints(dataclass)
     given = [field.name for field in dataclasses.fields(dataclass) if field.init]
     return dataclass(
@@ -238,7 +239,7 @@ def _typed(name: str, hint: Any, value: Any) -> Any:
     elif kind is dict and isinstance(value, dict) and inner[0] is str:
         return {key: _typed(name, inner[1], each) for key, each in value.items()}
     elif dataclasses.is_dataclass(hint) and isinstance(value, dict):
-        return _made(hint, value)  # type: ignore[arg-type]
+        return from_json(hint, value)  # type: ignore[arg-type]
     elif isinstance(hint, type):
         if issubclass(hint, PurePath) and isinstance(value, str):
             return hint(value)
