@@ -14,7 +14,7 @@ from replicax.bench import processes
 from replicax.bench.bench_result import Bench
 from replicax.bench.processes import bench_processes, check_counts
 from replicax.bench.report import table
-from replicax.bench.save import read_part, write_bench, write_part
+from replicax.bench.save import write_bench
 from replicax.cli.bench import job_measure
 from replicax.errors import ClusterError, ConfigError
 
@@ -83,12 +83,6 @@ def test_text_and_pictures_speak_of_processes(tmp_path: Path) -> None:
     paths = write_bench(result, tmp_path)
     assert [path.name for path in paths] == ["bench.json", "bench.md", "scaling.png"]
     assert '"scaled_over": "processes"' in paths[0].read_text()
-
-
-def test_what_a_job_has_measured_comes_back_as_it_was(tmp_path: Path) -> None:
-    result, _ = measured()
-    write_part(result, tmp_path / "part.json")
-    assert read_part(tmp_path / "part.json") == result
 
 
 def test_progress_says_what_is_left(capsys: pytest.CaptureFixture[str]) -> None:

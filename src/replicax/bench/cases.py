@@ -16,6 +16,7 @@ from replicax.core.modes import MODES, Mode, as_mode
 from replicax.core.partition import Rules
 from replicax.core.reduction import Reduction, as_reduction
 from replicax.errors import ConfigError
+from replicax.wording import counted
 
 STRONG, WEAK = "strong", "weak"
 
@@ -48,17 +49,18 @@ class BenchCase:
     """The layout, where several are compared."""
 
     def __str__(self) -> str:
-        return f"{self.name} on {self.devices} device{'s' if self.devices > 1 else ''}"
-
-    @property
-    def name(self) -> str:
-        """The mode, and the layout where several are compared."""
-        return self.mode if self.placed is None else f"{self.mode} {self.placed}"
+        name = self.mode if self.placed is None else f"{self.mode} {self.placed}"
+        return f"{name} on {counted(self.devices, 'device')}"
 
     @property
     def replicas(self) -> int:
         """Replicas that share the rows."""
         return self.devices if self.placed is None else replica_count(self.placed.mesh)
+
+    @property
+    def place(self) -> int | Placed:
+        """The key of the train state that it runs on."""
+        return self.placed or self.devices
 
 
 def default_devices(attached: int) -> tuple[int, ...]:
@@ -68,11 +70,7 @@ def default_devices(attached: int) -> tuple[int, ...]:
 
 
 def check_devices(devices: Sequence[int], attached: int, platform: str) -> tuple[int, ...]:
-    """`devices` in ascending order, each once.
-
-    Raises:
-        ConfigError: no count, one below 1, or one above what is attached.
-    """
+    """`devices` in ascending order, each once; raises where they cannot be."""
     counts = tuple(sorted(set(devices)))
     if not counts:
         raise ConfigError("devices=() has no count; bench measures at least 1: name some")
@@ -87,12 +85,12 @@ def check_devices(devices: Sequence[int], attached: int, platform: str) -> tuple
     return counts
 
 
-def usual_modes() -> tuple[str, ...]:
+def usual_modes() -> list[str]:
     """Return the modes that are measured by default.
 
     Fixed bits want a number of threads on a CPU that would change the others' times.
     """
-    return tuple(name for name, mode in MODES.items() if not mode.bitwise)
+    return [name for name, mode in MODES.items() if not mode.bitwise]
 
 
 def possible_modes(
@@ -125,16 +123,14 @@ def possible_modes(
 def _why_not(
     mode: Mode, devices: Sequence[int], layout: Layout, reduction: Reduction
 ) -> str | None:
-    """Return why `mode` cannot be measured, or None."""
     if not mode.holds(layout):
         return (
             f"mode={mode.name!r} with layout={layout.name!r}; there each device holds the whole "
             "state"
         )
     if not _counts(mode.name, devices):
-        counts = ", ".join(map(str, devices))
-        plural = "s" if mode.most_devices != 1 else ""
-        return f"it runs on at most {mode.most_devices} device{plural}, and devices are {counts}"
+        most, counts = mode.most_devices or 0, ", ".join(map(str, devices))
+        return f"it runs on at most {counted(most, 'device')}, and devices are {counts}"
     try:
         mode.reduce(reduction, None)
     except ConfigError as error:
@@ -166,33 +162,25 @@ def all_cases(
             counts = _counts(mode, devices)
             if count not in counts:
                 continue
-            is_weak = weak and len(counts) > 1
-            if is_weak and rows * count == batch_size:
-                cases.append(BenchCase(mode, count, batch_size, (STRONG, WEAK)))
-                continue
-            cases.append(BenchCase(mode, count, batch_size, (STRONG,)))
-            if is_weak:
-                cases.append(BenchCase(mode, count, rows * count, (WEAK,)))
+            sizes = {batch_size: (STRONG,)}
+            if weak and len(counts) > 1:
+                sizes[rows * count] = (*sizes.get(rows * count, ()), WEAK)
+            cases += [BenchCase(mode, count, size, scalings) for size, scalings in sizes.items()]
     return cases
 
 
 def _counts(mode: str, devices: Sequence[int]) -> list[int]:
-    """Return the device counts that `mode` can run on."""
     most = as_mode(mode).most_devices
     return [count for count in devices if most is None or count <= most]
 
 
 def notes_on_cases(batch_size: int, cases: Sequence[BenchCase], accumulate: int) -> list[str]:
-    """On rows that do not divide.
-
-    Raises:
-        ConfigError: a batch with fewer rows than there are micro-batches over its devices.
-    """
+    """On rows that do not divide; raises where they are fewer than all micro-batches."""
     notes = []
     most = max(case.replicas for case in cases)
     Split(most, accumulate).padded(batch_size)  # the smallest parts; what it refuses, it explains
     rows = weak_rows(batch_size, [most])
-    if rows * most != batch_size and any("weak" in case.scalings for case in cases):
+    if rows * most != batch_size and any(WEAK in case.scalings for case in cases):
         notes.append(
             f"{batch_size} rows do not divide over {most} devices: the weak scaling has {rows} "
             f"rows on each, {rows * most} on {most}"
@@ -204,10 +192,3 @@ def notes_on_cases(batch_size: int, cases: Sequence[BenchCase], accumulate: int)
             micro = f" x {accumulate} micro-batches" if accumulate > 1 else ""
             notes.append(f"{size} rows are padded to {padded} on {where}{micro}")
     return list(dict.fromkeys(notes))
-
-
-def notes_on_source(can_be_cut: bool, counts: Sequence[int]) -> list[str]:
-    """On a source that decides the batch size itself."""
-    if can_be_cut or len(counts) == 1:
-        return []
-    return ["no weak scaling: the source gives whole batches, which cannot be cut to other sizes"]

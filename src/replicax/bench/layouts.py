@@ -10,6 +10,7 @@ from replicax.core.layout import LAYOUTS, Layout, as_layout
 from replicax.core.mesh import DATA, MODEL, STAGE, make_mesh
 from replicax.core.partition import Rules
 from replicax.errors import ConfigError, choose
+from replicax.wording import counted
 
 ONE = "replicated"
 """The layout on one device, where all are the same: what the others are compared with."""
@@ -68,7 +69,7 @@ def cases_of_layouts(
                     cases += [case] if case not in cases else []
                 except ConfigError as error:
                     name = layout if isinstance(layout, str) else as_layout(layout[0])
-                    where = f"{count} device{'s' if count > 1 else ''}"
+                    where = counted(count, "device")
                     notes.append(f"{mode} {name} on {where} is left out: {error}")
     return cases, notes
 

@@ -90,17 +90,13 @@ class Neighbours:
 
 def _clocks() -> tuple[float, float | None, float]:
     """Seconds: of the wall, of all processes on all cores, of this one and those it has started."""
-    return time.monotonic(), _busy_seconds(), sum(os.times()[:4])
-
-
-def _busy_seconds() -> float | None:
-    try:
+    busy = None
+    with contextlib.suppress(OSError):  # no Linux
         line = STATISTICS.read_text(encoding="ascii").splitlines()[0]
-    except OSError:  # no Linux
-        return None
-    # user nice system idle iowait irq softirq steal, in ticks; what a guest has is in user.
-    ticks = [int(field) for field in line.split()[1:9]]
-    return (sum(ticks) - sum(ticks[3:5])) / os.sysconf("SC_CLK_TCK")
+        # user nice system idle iowait irq softirq steal, in ticks; what a guest has is in user.
+        ticks = [int(field) for field in line.split()[1:9]]
+        busy = (sum(ticks) - sum(ticks[3:5])) / os.sysconf("SC_CLK_TCK")
+    return time.monotonic(), busy, sum(os.times()[:4])
 
 
 def _threads() -> list[int]:
