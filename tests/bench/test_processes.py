@@ -10,7 +10,7 @@ import pytest
 from bench.results import CASE, make_bench
 
 from replicax.analysis.compiled import Collectives
-from replicax.bench import processes
+from replicax.bench import machine
 from replicax.bench.bench_result import Bench
 from replicax.bench.processes import bench_processes, check_counts
 from replicax.bench.report import table
@@ -93,7 +93,7 @@ def test_progress_says_what_is_left(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_counts_are_put_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "own_cores", lambda: [0, 1])
+    monkeypatch.setattr(machine, "own_cores", lambda: [0, 1])
     monkeypatch.setattr(sys, "platform", "linux")
     assert check_counts([2, 1, 2], ["jit"]) == (1, 2)
 
@@ -105,7 +105,7 @@ def test_counts_are_put_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
         ([0], ["jit"], "linux", "--processes 0"),
         ([1], ["jit", "single"], "linux", "mode 'single' with --processes"),
         ([1], ["jti"], "linux", "did you mean 'jit'"),
-        ([1], ["jit"], "darwin", "--processes on darwin"),
+        ([1], ["jit"], "darwin", "--processes 1 on darwin"),
     ],
 )
 def test_what_this_host_cannot_run_is_refused(
@@ -115,7 +115,7 @@ def test_what_this_host_cannot_run_is_refused(
     says: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(processes, "own_cores", lambda: [0, 1])
+    monkeypatch.setattr(machine, "own_cores", lambda: [0, 1])
     monkeypatch.setattr(sys, "platform", platform)
     with pytest.raises(ConfigError) as caught:
         check_counts(counts, modes)

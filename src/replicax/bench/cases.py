@@ -11,8 +11,8 @@ from jax.sharding import Mesh
 
 from replicax.core.feed import Split
 from replicax.core.layout import Layout, as_layout
-from replicax.core.mesh import DATA, STAGE, replica_count
-from replicax.core.modes import MODES, Mode, as_mode
+from replicax.core.mesh import DATA, STAGE, abstract_mesh, replica_count
+from replicax.core.modes import MODES, as_mode
 from replicax.core.partition import Rules
 from replicax.core.reduction import Reduction, as_reduction
 from replicax.errors import ConfigError
@@ -107,35 +107,19 @@ def possible_modes(
     layout, reduction = as_layout(layout), as_reduction(reduction)
     kept, notes = [], []
     for name in dict.fromkeys(modes):
-        why_not = _why_not(as_mode(name), devices, layout, reduction)
-        if why_not is None:
+        mode = as_mode(name)
+        try:
+            mode.check(abstract_mesh(min(devices)), layout)
+            mode.reduce(reduction, None)
             kept.append(name)
-        else:
-            notes.append(f"{name} is left out: {why_not}")
+        except ConfigError as error:
+            notes.append(f"{name} is left out: {error}")
     if not kept:
         raise ConfigError(
             f"modes={','.join(modes) or '()'} leaves nothing to measure"
             f"{''.join(f' ({note})' for note in notes)}; add a mode that can be"
         )
     return kept, notes
-
-
-def _why_not(
-    mode: Mode, devices: Sequence[int], layout: Layout, reduction: Reduction
-) -> str | None:
-    if not mode.holds(layout):
-        return (
-            f"mode={mode.name!r} with layout={layout.name!r}; there each device holds the whole "
-            "state"
-        )
-    if not _counts(mode.name, devices):
-        most, counts = mode.most_devices or 0, ", ".join(map(str, devices))
-        return f"it runs on at most {counted(most, 'device')}, and devices are {counts}"
-    try:
-        mode.reduce(reduction, None)
-    except ConfigError as error:
-        return str(error)
-    return None
 
 
 def weak_rows(batch_size: int, devices: Sequence[int]) -> int:
@@ -148,18 +132,15 @@ def all_cases(
 ) -> list[BenchCase]:
     """Every case once, those on the same devices beside each other.
 
-    Args:
-        batch_size: rows of the strong scaling's global batch.
-        devices: counts, in ascending order.
-        modes: from `possible_modes`.
-        weak: whether the rows can be cut for a weak scaling. It has no mode that runs on one of the
-            counts alone.
+    `weak` tells whether the rows can be cut for a weak scaling; a mode that runs on one of the
+    counts alone has none.
     """
     rows = weak_rows(batch_size, devices)
     cases = []
     for count in devices:
         for mode in modes:
-            counts = _counts(mode, devices)
+            most = as_mode(mode).most_devices or max(devices)
+            counts = [each for each in devices if each <= most]
             if count not in counts:
                 continue
             sizes = {batch_size: (STRONG,)}
@@ -167,11 +148,6 @@ def all_cases(
                 sizes[rows * count] = (*sizes.get(rows * count, ()), WEAK)
             cases += [BenchCase(mode, count, size, scalings) for size, scalings in sizes.items()]
     return cases
-
-
-def _counts(mode: str, devices: Sequence[int]) -> list[int]:
-    most = as_mode(mode).most_devices
-    return [count for count in devices if most is None or count <= most]
 
 
 def notes_on_cases(batch_size: int, cases: Sequence[BenchCase], accumulate: int) -> list[str]:

@@ -46,14 +46,8 @@ def cases_of_layouts(
 ) -> tuple[list[BenchCase], list[str]]:
     """Return what can be measured of every layout in every mode, and a note on what cannot.
 
-    Args:
-        layouts: that `check_layouts` lets pass.
-        modes: names.
-        devices: counts; on 1 there is one case a mode.
-        batch_size: rows of a global batch, the same in all.
-        rules: the layout that `model` and `stages` take.
-        check: raises `ConfigError` where a case cannot be run. `model` and `stages` take the most
-            devices along their axis that can, and have replicas on the rest.
+    `model` and `stages`, with the layout `rules`, take the most devices along their axis that
+    `check` lets pass, and have replicas on the rest. On 1 device there is one case a mode.
     """
     cases: list[BenchCase] = []
     notes: list[str] = []

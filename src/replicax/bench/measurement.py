@@ -65,14 +65,7 @@ class Measurement:
     """The runners of all cases, and one train state for each device count, or layout on it.
 
     Every mode has the same form of state, so that the modes on some devices hand one state on.
-
-    Args:
-        data_parallel: returns the step of a case.
-        model: for its state.
-        source: of batches.
-        seed: of the state, the order of the rows and that of the cases.
-        cores: to give out, one a device; none where devices share them all.
-        display: of progress.
+    With `cores`, each device has one of them; without, devices share them all.
     """
 
     def __init__(
@@ -138,20 +131,12 @@ class Measurement:
     def results(
         self, rates: dict[int, float], tokens_per_row: int | None
     ) -> tuple[CaseResult, ...]:
-        """The figures of every case.
-
-        Args:
-            rates: from `product_rates`.
-            tokens_per_row: for the throughput.
-        """
-        return with_efficiency(
-            [
-                each.result(
-                    self.states[each.case.place], rates.get(each.case.devices), tokens_per_row
-                )
-                for each in self.runners
-            ]
-        )
+        """The figures of every case, with `product_rates`."""
+        found = []
+        for runner in self.runners:
+            state, rate = self.states[runner.case.place], rates.get(runner.case.devices)
+            found.append(runner.result(state, rate, tokens_per_row))
+        return with_efficiency(found)
 
     def product_rates(self) -> dict[int, float]:
         """FLOP/s of a plain matrix product, by device count, on the cores its cases run on."""

@@ -113,18 +113,10 @@ def memory_timeline(
     *,
     steps: int = 1,
 ) -> Timeline:
-    """The memory of one device through a compiled step.
+    """The memory of one device through one or more executions of a compiled step.
 
-    Args:
-        compiled: from `compile_with_memory`.
-        use: from the same.
-        events: of one or more executions, as `traced_events` finds them. Where they leave out too
-            many instructions (see `LEAST_SEEN`), the timeline follows the schedule, and
-            `Timeline.measured` is False.
-        steps: executions to show where the timeline follows the schedule.
-
-    Raises:
-        ConfigError: no step of Replicax was compiled.
+    Where `events` leave out too many instructions (see `LEAST_SEEN`), the timeline follows the
+    schedule of `steps` executions instead, and `Timeline.measured` is False.
     """
     measured = _seen(use, events) >= LEAST_SEEN
     if not measured:
@@ -204,14 +196,9 @@ def _bytes_by_name(use: MemoryUse, seen: Collection[str]) -> dict[str, int]:
 
 
 def traced_events(folder: Path, module: str) -> list[Event]:
-    """Return the events of `module` that the profiler saw on the first device, by instruction.
+    """Return what the profiler saw of `module` (`jit_step`, say) on the first device, in no order.
 
-    Args:
-        folder: that was given to `jax.profiler.trace`; of several traces, the newest counts.
-        module: `jit_step`, say.
-
-    Returns:
-        Events in seconds since some time, in no order; none where the backend reports none.
+    Of several traces in `folder` the newest counts. There are none where the backend reports none.
     """
     found: dict[tuple[bool, str, int], list[Event]] = defaultdict(list)
     for path in sorted(folder.glob("plugins/profile/*/*.xplane.pb"))[-1:]:

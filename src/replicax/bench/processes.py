@@ -7,13 +7,12 @@ disturbs a round disturbs all of them. In a job `bench` measures as it does anyw
 import contextlib
 import dataclasses
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 from replicax.bench.bench_result import Bench, CaseResult, by_mode, with_efficiency
 from replicax.bench.cases import STRONG, WEAK, usual_modes
-from replicax.bench.machine import Neighbours, environment, notes_on_neighbours, own_cores
+from replicax.bench.machine import Neighbours, check_cores, environment, notes_on_neighbours
 from replicax.bench.measurement import Display
 from replicax.core.modes import MODES
 from replicax.errors import ConfigError, did_you_mean
@@ -35,12 +34,7 @@ def modes_of_processes() -> list[str]:
 
 
 def check_counts(counts: Sequence[int], modes: Sequence[str]) -> tuple[int, ...]:
-    """`counts` in ascending order, each once.
-
-    Raises:
-        ConfigError: a count that this host cannot give a core each, or a mode that several
-            processes cannot run.
-    """
+    """`counts` in ascending order, each once; raises where they, or `modes`, cannot be run."""
     possible = modes_of_processes()
     for mode in modes:
         if mode not in possible:
@@ -48,20 +42,10 @@ def check_counts(counts: Sequence[int], modes: Sequence[str]) -> tuple[int, ...]
                 f"mode {mode!r} with --processes; several processes run {' or '.join(possible)}"
                 f"{did_you_mean(mode, possible)}: leave it out"
             )
-    if not sys.platform.startswith("linux"):
-        raise ConfigError(
-            f"--processes on {sys.platform}; each has a core, and cores are given out on Linux: "
-            "use --devices"
-        )
     ordered = tuple(sorted(set(counts)))
     if ordered[0] < 1:
         raise ConfigError(f"--processes {ordered[0]}; a job has at least 1: raise it")
-    cores = len(own_cores())
-    if ordered[-1] > cores:
-        raise ConfigError(
-            f"--processes {ordered[-1]} on {cores} cores; each process has a core of its own: use "
-            f"at most {cores}"
-        )
+    check_cores(f"--processes {ordered[-1]}", ordered[-1])
     return ordered
 
 
@@ -73,18 +57,7 @@ def bench_processes(
     notes: Sequence[str] = (),
     progress: bool = True,
 ) -> Bench:
-    """Measure jobs of `counts` processes in turn, `rounds` times, and put them side by side.
-
-    Args:
-        measure: measures one of them, `job_measure` say.
-        counts: from `check_counts`.
-        rounds: at least 1.
-        notes: on what is measured, for the result.
-        progress: whether to print what is going on.
-
-    Raises:
-        ConfigError: no round.
-    """
+    """Measure jobs of `counts` processes in turn, `rounds` times, and put them side by side."""
     if rounds < 1:
         raise ConfigError(f"rounds={rounds}; it is at least 1: raise it")
     started = time.perf_counter()

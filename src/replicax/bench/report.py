@@ -33,12 +33,7 @@ def table(bench: Bench) -> list[str]:
 
 
 def to_markdown(bench: Bench, pictures: Sequence[str] = ()) -> str:
-    """The same as GitHub's Markdown.
-
-    Args:
-        bench: what was measured.
-        pictures: file names of plots to show, beside the text.
-    """
+    """The same as GitHub's Markdown, with pictures that lie beside it."""
     parts = ["# Bench", "\n".join(f"- {text}" for text in header(bench))]
     parts += [f"![{name}]({name})" for name in pictures]
     for title, (heads, *rows) in sections(bench):

@@ -27,7 +27,7 @@ from replicax.bench.layouts import (
 )
 from replicax.bench.machine import (
     Neighbours,
-    check_pinning,
+    check_cores,
     environment,
     notes_on_machine,
     notes_on_neighbours,
@@ -38,7 +38,7 @@ from replicax.bench.runner import check_source
 from replicax.core.data_parallel import DataParallel
 from replicax.core.exact import MICRO_SHARDS
 from replicax.core.job import Alone, Job
-from replicax.core.layout import Layout, as_layout
+from replicax.core.layout import Layout
 from replicax.core.mesh import make_mesh
 from replicax.core.modes import as_mode
 from replicax.core.objective import LossFunction
@@ -121,7 +121,7 @@ def bench(
         if value is not None and value < 1:
             raise ConfigError(f"{name}={value}; it is at least 1: raise it")
     for mode in modes:
-        as_mode(mode).check(make_mesh(devices=attached[:1]), as_layout("replicated"))
+        as_mode(mode)
     lone = jax.process_count() == 1
     if devices is None:
         every = lone and layouts is None
@@ -132,8 +132,12 @@ def bench(
     if layouts is not None:
         check_layouts(layouts, counts)
         counts = tuple(sorted({1, *counts})) if lone else counts
+    if pin and platform != "cpu":
+        raise ConfigError(
+            f"pin with {platform} devices; only host devices share cores: leave pin out"
+        )
     if pin:
-        check_pinning(max(counts), platform)
+        check_cores(f"pin with {max(counts)} devices", max(counts))
 
     def data_parallel(case: BenchCase) -> DataParallel:
         placed = case.placed

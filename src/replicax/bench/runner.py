@@ -32,11 +32,7 @@ FEWEST_STEPS, MOST_STEPS = 2, 50
 
 
 def check_source(source: Any, batch_size: int, job: Job) -> bool:
-    """Whether `source` can be cut into batches of any size.
-
-    Raises:
-        ConfigError: it can be read once only, or gives batches of another size.
-    """
+    """Whether `source` can be cut into batches of any size; raises where it serves no bench."""
     if isinstance(source, Iterator):
         raise ConfigError(
             f"the source is a {type(source).__name__}, which can be read once, and every case "
@@ -126,13 +122,7 @@ class Runner:
     def result(
         self, state: TrainState, product_rate: float | None, tokens_per_row: int | None
     ) -> CaseResult:
-        """The figures of all rounds, without efficiency.
-
-        Args:
-            state: of this case, after its rounds.
-            product_rate: FLOP/s of a plain matrix product on the same cores.
-            tokens_per_row: for the throughput.
-        """
+        """The figures of all rounds, without efficiency."""
         case, dp, compiled = self.case, self.dp, self._compiled
         padded = dp.split.padded(case.global_batch)
         reduction, least = dp.configuration.reduction, None
@@ -200,15 +190,10 @@ def steps_in_a_run(seconds_per_step: float) -> int:
 def own_peak(
     before: Mapping[str, Any] | None, after: Mapping[str, Any] | None, arguments: int
 ) -> int | None:
-    """Bytes that some steps needed on a device at most, without what else lay there before them.
+    """Bytes that some steps needed on a device at most, by its `memory_stats` before and after.
 
-    Args:
-        before: the device's `memory_stats()` before the steps.
-        after: the same afterwards. Its peak is that of the process.
-        arguments: bytes of the steps' own arguments, which lay there before, too.
-
-    Returns:
-        None where the device keeps no such figures, or an earlier peak was as high.
+    Without what lay there before them, but with their own `arguments`. None where the device keeps
+    no such figures, or an earlier peak of the process was as high.
     """
     if not before or not after or "peak_bytes_in_use" not in after:
         return None

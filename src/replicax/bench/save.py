@@ -17,12 +17,7 @@ from replicax.errors import MissingDependencyError
 def write_bench(bench: Bench, folder: str | Path, *, pictures: Sequence[str] = ()) -> list[Path]:
     """Write `bench.json`, `bench.md` and `scaling.png` or `layouts.png`; returns their paths.
 
-    Without matplotlib there is no picture, and `bench.md` says so.
-
-    Args:
-        bench: what was measured.
-        folder: made where it is not there yet.
-        pictures: file names of others in the folder, for `bench.md` to show.
+    `bench.md` shows `pictures` in the folder too. Without matplotlib it says that it has none.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
