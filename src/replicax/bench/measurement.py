@@ -25,13 +25,19 @@ class Display:
     """One line at a time, with an estimate of what is left."""
 
     def __init__(self, shown: bool) -> None:
-        self._shown, self._live = shown, None
-        self._started = time.monotonic()
+        self._shown, self._started = shown, time.monotonic()
+        self._live: Any = None
         if shown and sys.stdout.isatty():
-            self._live = _live()
+            with contextlib.suppress(ImportError):
+                from rich.console import Console
+
+                # Each refresh takes a little of the processor that is being measured.
+                status = Console(highlight=False).status("", refresh_per_second=2)
+                status.start()
+                self._live = status
 
     def show(self, text: str, left: float | None = None) -> None:
-        """What is next, and how many seconds may be left."""
+        """Show what is next, and how many seconds may be left."""
         line = text if left is None else f"{text} · about {duration(left)} left"
         if self._live is not None:
             self._live.update(line)
@@ -47,18 +53,6 @@ class Display:
         """The end; the live line goes."""
         if self._live is not None:
             self._live.stop()
-
-
-def _live() -> Any:
-    """A started rich line; None where rich is not installed."""
-    try:
-        from rich.console import Console
-    except ImportError:
-        return None
-    # Each refresh takes a little of the processor that is being measured.
-    status = Console(highlight=False).status("", spinner="dots", refresh_per_second=2)
-    status.start()
-    return status
 
 
 class Measurement:

@@ -1,7 +1,6 @@
 """A bench as a picture: throughput and efficiency by device count, or bars."""
 
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,19 +30,14 @@ BESIDE = 0.02
 Values = Callable[[CaseResult], Iterable[float]]
 
 
-def draw_bench(bench: Bench, path: Path) -> None:
-    """Draw throughput and efficiency by device count, or time and memory of each case.
+def figure_of(bench: Bench) -> Any:
+    """Return throughput and efficiency by device count, or time and memory of each case.
 
     The second where layouts are compared, or all cases run on as many devices.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
     """
-    figure_of(bench).savefig(path, dpi=150)
-
-
-def figure_of(bench: Bench) -> Any:
-    """Return the figure that `draw_bench` writes."""
     figure_class = require("matplotlib.figure", "cli").Figure
     is_bars = bench.compares_layouts or len(_counts(bench.cases)) == 1
     size = (10.0, 1.9 + 0.42 * len(bench.cases)) if is_bars else (9.0, 4.4)
