@@ -61,7 +61,7 @@ def figure_of(bench: Bench) -> Any:
 
 
 def _title(bench: Bench) -> str:
-    """What was measured, and on which devices."""
+    """Subject and devices of the measurement."""
     shared = ""
     if bench.platform == "cpu":
         cores = f" that share {bench.environment['cores']} cores"
