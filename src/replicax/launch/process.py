@@ -14,6 +14,8 @@ from pathlib import Path
 
 from replicax.cluster import variables
 from replicax.errors import ConfigError
+from replicax.launch.cause import Ended, read_report
+from replicax.launch.echo import Echo, Log, Output
 
 GUARD = Path(__file__).with_name("guard.py")
 TOPOLOGY = Path("/sys/devices/system/cpu")
@@ -39,20 +41,21 @@ class ProcessStart:
 class Process:
     """A command that runs beside a guard; `guard.py` says what that does.
 
-    Its `status` is its exit code once it has ended, negative for a signal; `ended_at` is in seconds
-    since the epoch; `forced` tells whether the launcher had told it to end before it did.
+    Its `status` is its exit code once it has ended, negative for a signal; `forced` tells whether
+    the launcher had told it to end before it did.
     """
 
-    def __init__(self, start: ProcessStart) -> None:
+    def __init__(self, start: ProcessStart, echo: Echo) -> None:
         self.start = start
         self.status: int | None = None
-        self.ended_at = 0.0
         self.forced = False
+        self._ended_at = 0.0
         self._pid: int | None = None
         self._told = b""
+        self._log = Log(start.log, echo)
         self._channel, theirs = socket.socketpair()
-        with theirs:
-            arguments = [str(theirs.fileno()), ",".join(map(str, start.cores)), *start.command]
+        arguments = [str(theirs.fileno()), ",".join(map(str, start.cores)), *start.command]
+        try:
             self._guard = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(GUARD), *arguments],
                 stdin=subprocess.DEVNULL,
@@ -63,10 +66,19 @@ class Process:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # a terminal's Ctrl-C comes through the launcher alone
             )
+        except OSError:
+            self._log.close()
+            raise
+        finally:
+            theirs.close()
         assert self._guard.stdout
         assert self._guard.stderr
-        self.stdout: int = self._guard.stdout.fileno()
-        self.stderr: int = self._guard.stderr.fileno()
+        self._errors = Output(start.number, echo, self._log, error=True)
+        self.streams = {
+            self._guard.stdout.fileno(): Output(start.number, echo, self._log, error=False),
+            self._guard.stderr.fileno(): self._errors,
+        }
+        """What it writes, by the descriptor that it comes from."""
         self.channel: int = self._channel.fileno()
         """The descriptor on which the guard tells of the process."""
 
@@ -83,14 +95,14 @@ class Process:
                 self._pid = int(number)
             else:
                 self.status = int(number) if kind == "exit" else -int(number)
-                self.ended_at = float(at[0])
+                self._ended_at = float(at[0])
         if told:
             return True
         if self.status is None:  # the guard was killed; the command dies of it, and its group here
             if self._pid is not None:
                 with contextlib.suppress(OSError):
                     os.killpg(self._pid, signal.SIGKILL)
-            self.status, self.ended_at = -signal.SIGKILL, time.time()
+            self.status, self._ended_at = -signal.SIGKILL, time.time()
         self._guard.wait()
         return False
 
@@ -108,9 +120,21 @@ class Process:
         """Let go of what is open; the guard, if it still runs, kills all that is left."""
         self._channel.close()
         self._guard.wait()
-        for stream in (self._guard.stdout, self._guard.stderr):
+        for stream in (self._guard.stdout, self._guard.stderr, self._log):
             if stream:
                 stream.close()
+
+    def ended(self) -> Ended:
+        """How it ended, once it has."""
+        assert self.status is not None
+        return Ended(
+            status=self.status,
+            time=self._ended_at,
+            forced=self.forced,
+            report=read_report(self.start.report),
+            errors=tuple(self._errors.tail),
+            log=self.start.log,
+        )
 
 
 def place_variables(
