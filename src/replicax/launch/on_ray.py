@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,7 +21,7 @@ from replicax.launch.attempt import Attempt, collected_signals
 from replicax.launch.cause import Ended, first_failure
 from replicax.launch.echo import Echo
 from replicax.launch.job_spec import JobSpec
-from replicax.launch.process import ProcessStart, free_port, place_variables
+from replicax.launch.process import ProcessStart, free_port
 from replicax.launch.supervisor import GRACE_SECONDS, STOPPED_EARLY, check_numbers
 from replicax.wording import counted
 
@@ -52,12 +53,7 @@ class RayOptions:
 
 
 class ProcessError(RuntimeError):
-    """A process of the job that failed; Ray's failure policy acts on it.
-
-    Args:
-        message: which process, and how it ended.
-        ended: what is known of that.
-    """
+    """A process of the job that failed; Ray's failure policy acts on it."""
 
     def __init__(self, message: str, ended: Ended) -> None:
         super().__init__(message, ended)  # both, so that it survives the way to the launcher
@@ -91,9 +87,10 @@ def launch_on_ray(job: JobSpec, options: RayOptions) -> tuple[int, str | None]:
     address = _connect(ray, options)
     try:
         gpus = f" and {options.gpus_per_process} GPU" if options.gpus_per_process else ""
-        takes = f"{options.cpus_per_process} CPU{gpus}"
-        processes = counted(job.processes, "process")
-        print(f"launch {processes} of {takes} · Ray at {address}", flush=True)
+        each = f"{options.cpus_per_process} CPU{gpus}"
+        print(
+            f"launch {counted(job.processes, 'process')} of {each} · Ray at {address}", flush=True
+        )
         _say_if_short(ray, job, options)
         with tempfile.TemporaryDirectory(prefix="replicax-ray-") as storage:
             return _fit(require("ray.train", "ray"), job, options, storage)
@@ -175,7 +172,7 @@ def _fit(
     resources = {"CPU": options.cpus_per_process}
     if options.gpus_per_process:
         resources["GPU"] = options.gpus_per_process
-    env = _forwarded(job, os.environ)
+    env = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
     trainer = trainer_module.DataParallelTrainer(
         run_process,
         train_loop_config={"job": job, "env": env, "folder": os.getcwd()},
@@ -207,30 +204,23 @@ def _fit(
     return 0, None
 
 
-def _forwarded(job: JobSpec, env: Mapping[str, str]) -> dict[str, str]:
-    added = {name: value for name, value in env.items() if name.startswith(FORWARDED)}
-    if job.devices_per_process is not None:
-        added["JAX_NUM_CPU_DEVICES"] = str(job.devices_per_process)
-    return added
-
-
 def _failed(job: JobSpec, failures: Mapping[int, BaseException]) -> tuple[int, str]:
     """The exit code, and which process failed first."""
     # Ray keeps a process's error inside one of its own.
     own = {rank: getattr(error, "_base_exc", error) for rank, error in failures.items()}
-    if not any(isinstance(error, ProcessError) for error in own.values()):
+    told = {rank: each.ended for rank, each in own.items() if isinstance(each, ProcessError)}
+    if not told:
         lost = [f"process {rank}: {_one_line(error)}" for rank, error in sorted(own.items())]
         return 1, lost[0] if lost else "Ray lost the processes; `ray status` says more"
-    failure = first_failure([_ended(own.get(rank)) for rank in range(job.processes)])
+    # The others were lost with their worker, or stopped by Ray.
+    silent = partial(Ended, -signal.SIGKILL, time.time(), report=None, errors=(), log=Path())
+    ended = [
+        told[rank] if rank in told else silent(forced=rank not in own)
+        for rank in range(job.processes)
+    ]
+    failure = first_failure(ended)
     assert failure is not None
     return failure.exit_code, f"process {failure.process} failed first: {failure.cause}"
-
-
-def _ended(error: BaseException | None) -> Ended:
-    """How a process ended: as it told, or lost with its worker, or stopped by Ray."""
-    if isinstance(error, ProcessError):
-        return error.ended
-    return Ended(-signal.SIGKILL, time.time(), error is None, None, (), Path())
 
 
 def _one_line(error: BaseException) -> str:
@@ -240,8 +230,7 @@ def _one_line(error: BaseException) -> str:
 def run_process(config: dict[str, Any]) -> int:
     """Inside a worker of Ray Train: run the command as its process; return the exit code.
 
-    Args:
-        config: `job`, the `env` to add to the node's, and the `folder` to run it in.
+    `config` has the `job`, the `env` to add to the node's, and the `folder` to run it in.
 
     Raises:
         ProcessError: the process failed.
@@ -254,24 +243,19 @@ def run_process(config: dict[str, Any]) -> int:
         meeting = (join_address(host, free_port()), secrets.token_hex(8))
     collective = require("ray.train.collective", "ray")
     coordinator, job_id = collective.broadcast_from_rank_zero(meeting)
+    echo = Echo(job.processes, quiet=False)
+    try:
+        os.chdir(config["folder"])
+    except OSError as error:
+        where = f"{config['folder']}: {error.strerror} on this node; running in {os.getcwd()}"
+        echo.lines(number, [f"replicax: {where}".encode()], error=False)
+    # The programs beside the Python that runs Ray come first: `python`, `replicax`.
+    path = [os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)]
+    env = {**os.environ, **config["env"], "PATH": os.pathsep.join(path)}
     with tempfile.TemporaryDirectory(prefix="replicax-") as temporary:
         report = Path(temporary) / "failure.json"
-        # The programs beside the Python that runs Ray come first: `python`, `replicax`.
-        path = [os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)]
-        env = {
-            **os.environ,
-            **config["env"],
-            **place_variables(number, job.processes, coordinator, job_id, report),
-            "PATH": os.pathsep.join(path),
-        }
-        echo = Echo(job.processes, quiet=False)
-        try:
-            os.chdir(config["folder"])
-        except OSError as error:
-            where = f"{config['folder']}: {error.strerror} on this node; running in {os.getcwd()}"
-            echo.lines(number, [f"replicax: {where}".encode()], error=False)
         # Ray keeps the output in files of its own.
-        start = ProcessStart(number, job.command, env, Path(os.devnull), report)
+        start = ProcessStart(job, number, coordinator, job_id, env, Path(os.devnull), report)
         with collected_signals() as signals:
             try:
                 (ended,) = Attempt([start], echo, signals, GRACE_SECONDS).run()

@@ -16,6 +16,7 @@ from replicax.cluster import variables
 from replicax.errors import ConfigError
 from replicax.launch.cause import Ended, read_report
 from replicax.launch.echo import Echo, Log, Output
+from replicax.launch.job_spec import JobSpec
 
 GUARD = Path(__file__).with_name("guard.py")
 TOPOLOGY = Path("/sys/devices/system/cpu")
@@ -25,17 +26,36 @@ LOWEST_PORT, PORT_TRIES = 20000, 50
 
 @dataclasses.dataclass(frozen=True)
 class ProcessStart:
-    """One process to be started."""
+    """One process of a job, to be started."""
 
+    job: JobSpec
     number: int
-    command: Sequence[str]
+    coordinator: str
+    """Address at which process 0 listens."""
+    job_id: str
     env: Mapping[str, str]
+    """The environment of the job."""
     log: Path
     """The file for both of its streams."""
     report: Path
     """The file where it says why it failed."""
     cores: Sequence[int] = ()
     """Cores that it may use; none means all."""
+
+    @property
+    def own_env(self) -> dict[str, str]:
+        """The environment of the process, with its place in the job."""
+        devices = self.job.devices_per_process
+        return {
+            **self.env,
+            **({} if devices is None else {"JAX_NUM_CPU_DEVICES": str(devices)}),
+            variables.PROCESS_ID: str(self.number),
+            variables.PROCESSES: str(self.job.processes),
+            variables.COORDINATOR: self.coordinator,
+            variables.JOB_ID: self.job_id,
+            variables.FAILURE_FILE: str(self.report),
+            "PYTHONUNBUFFERED": "1",
+        }
 
 
 class Process:
@@ -54,7 +74,7 @@ class Process:
         self._told = b""
         self._log = Log(start.log, echo)
         self._channel, theirs = socket.socketpair()
-        arguments = [str(theirs.fileno()), ",".join(map(str, start.cores)), *start.command]
+        arguments = [str(theirs.fileno()), ",".join(map(str, start.cores)), *start.job.command]
         try:
             self._guard = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(GUARD), *arguments],
@@ -62,7 +82,7 @@ class Process:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
-                env=start.env,
+                env=start.own_env,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # a terminal's Ctrl-C comes through the launcher alone
             )
@@ -137,26 +157,8 @@ class Process:
         )
 
 
-def place_variables(
-    number: int, processes: int, coordinator: str, job_id: str, report: Path
-) -> dict[str, str]:
-    """The variables that tell a process its place in the job, and where to say why it fails."""
-    return {
-        variables.PROCESS_ID: str(number),
-        variables.PROCESSES: str(processes),
-        variables.COORDINATOR: coordinator,
-        variables.JOB_ID: job_id,
-        variables.FAILURE_FILE: str(report),
-        "PYTHONUNBUFFERED": "1",
-    }
-
-
 def core_blocks(processes: int) -> list[tuple[int, ...]]:
-    """Equally many cores for each process; neighbours, so that threads of one core stay together.
-
-    Raises:
-        ConfigError: more processes than cores, or a system that binds nothing to cores.
-    """
+    """Equally many cores a process; neighbours, so that threads of one core stay together."""
     if not hasattr(os, "sched_getaffinity"):
         raise ConfigError("--pin on a system that binds no process to cores: leave it out")
     cores = sorted(os.sched_getaffinity(0), key=lambda core: (_physical(core), core))
@@ -184,15 +186,13 @@ def free_port() -> int:
     Below the range that outgoing connections take theirs from, where that is known: from there, one
     could take the port before process 0 listens on it, or even come to meet itself.
     """
-    for _ in range(PORT_TRIES):
-        with contextlib.suppress(OSError, ValueError):
-            start = int(EPHEMERAL.read_text(encoding="ascii").split()[0])
-            return _bound(random.randrange(LOWEST_PORT, start))
-    return _bound(0)
-
-
-def _bound(port: int) -> int:
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", port))
-        bound: int = listener.getsockname()[1]
-        return bound
+        for _ in range(PORT_TRIES):
+            with contextlib.suppress(OSError, ValueError):
+                start = int(EPHEMERAL.read_text(encoding="ascii").split()[0])
+                listener.bind(("127.0.0.1", random.randrange(LOWEST_PORT, start)))
+                break
+        else:
+            listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
