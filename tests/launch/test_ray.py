@@ -117,7 +117,7 @@ def test_a_worker_runs_the_command_as_its_process(
         WorkerGroupError=ZeroDivisionError,
         TrainingFailedError=ZeroDivisionError,
     )
-    assert on_ray._fit(train, job, RayOptions(), str(tmp_path)) == (0, None)
+    assert on_ray._fit(train, job, {"CPU": 1}, str(tmp_path)) == (0, None)
     assert (tmp_path / "told").read_text().split() == ["0", "1", "3", "INFO"]
     assert forwarded[0]["NCCL_DEBUG"] == "INFO"
     assert "HOME" not in forwarded[0]

@@ -64,51 +64,53 @@ class ProcessError(RuntimeError):
 
 
 def launch_on_ray(job: JobSpec, options: RayOptions) -> tuple[int, str | None]:
-    """Run `job` on a Ray cluster that is up, and return once it has ended.
+    """Run `job` on a Ray cluster that is up; return the exit code, and a line on the end or None.
 
     Ray places the processes, and after a failure starts all of them again, `job.restarts` times.
     What they write is shown here, each line under Ray's name for the process and its number. The
     command runs in this process's working directory where the node has it, with the node's
     environment; of this process's, variables that begin with one of `FORWARDED` are added.
 
-    Returns:
-        The exit code: 0 where all processes are done, 75 where they stopped early with everything
-        saved, else the first failure's. And what there is to say of the end in one line, or None.
-
     Raises:
         ConfigError: a number that cannot be meant, or an option that Ray has no counterpart of.
         ClusterError: no cluster can be reached.
         MissingDependencyError: Ray is not installed.
     """
-    _check(job, options)
-    for name, value in _SETTINGS.items():
-        os.environ.setdefault(name, value)
-    ray = require("ray", "ray")
-    address = _connect(ray, options)
-    try:
-        gpus = f" and {options.gpus_per_process} GPU" if options.gpus_per_process else ""
-        each = f"{options.cpus_per_process} CPU{gpus}"
-        print(
-            f"launch {counted(job.processes, 'process')} of {each} · Ray at {address}", flush=True
-        )
-        _say_if_short(ray, job, options)
-        with tempfile.TemporaryDirectory(prefix="replicax-ray-") as storage:
-            return _fit(require("ray.train", "ray"), job, options, storage)
-    finally:
-        ray.shutdown()
-
-
-def _check(job: JobSpec, options: RayOptions) -> None:
     check_numbers(job)
     if job.pin:
         raise ConfigError(
             "--pin with --on ray; Ray places the processes: leave out --pin, and say with "
             "--cpus-per-process how many cores each takes"
         )
-    for name, lowest in (("gpus_per_process", 0), ("cpus_per_process", 1)):
-        if (value := getattr(options, name)) < lowest:
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{flag} {value}; it is at least {lowest}: raise it")
+    takes = {}
+    for kind, count, least in (
+        ("CPU", options.cpus_per_process, 1),
+        ("GPU", options.gpus_per_process, 0),
+    ):
+        if count < least:
+            flag = f"--{kind.lower()}s-per-process"
+            raise ConfigError(f"{flag} {count}; it is at least {least}: raise it")
+        takes |= {kind: count} if count else {}
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
+    ray = require("ray", "ray")
+    address = _connect(ray, options)
+    try:
+        each = " and ".join(f"{count} {kind}" for kind, count in takes.items())
+        processes = counted(job.processes, "process")
+        print(f"launch {processes} of {each} · Ray at {address}", flush=True)
+        have = ray.cluster_resources()
+        for kind, count in takes.items():
+            if job.processes * count > (there := int(have.get(kind, 0))):
+                print(
+                    f"waits  {job.processes} × {count} {kind} needed and the cluster has {there}: "
+                    "waiting for it to grow",
+                    flush=True,
+                )
+        with tempfile.TemporaryDirectory(prefix="replicax-ray-") as storage:
+            return _fit(require("ray.train", "ray"), job, takes, storage)
+    finally:
+        ray.shutdown()
 
 
 def _connect(ray: ModuleType, options: RayOptions) -> str:
@@ -151,35 +153,17 @@ def _reach(address: str, named: str) -> None:
         ) from error
 
 
-def _say_if_short(ray: ModuleType, job: JobSpec, options: RayOptions) -> None:
-    """A cluster that is too small may grow; until then the job waits, and says so."""
-    have = ray.cluster_resources()
-    for kind, each in (("CPU", options.cpus_per_process), ("GPU", options.gpus_per_process)):
-        needed, there = job.processes * each, int(have.get(kind, 0))
-        if needed > there:
-            print(
-                f"waits  {job.processes} × {each} {kind} needed and the cluster has {there}: "
-                "waiting for it to grow",
-                flush=True,
-            )
-
-
 def _fit(
-    train: ModuleType, job: JobSpec, options: RayOptions, storage: str
+    train: ModuleType, job: JobSpec, takes: Mapping[str, int], storage: str
 ) -> tuple[int, str | None]:
     """Hand the job to Ray Train, and judge what came of it."""
     trainer_module = require("ray.train.v2.api.data_parallel_trainer", "ray")
-    resources = {"CPU": options.cpus_per_process}
-    if options.gpus_per_process:
-        resources["GPU"] = options.gpus_per_process
     env = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
     trainer = trainer_module.DataParallelTrainer(
         run_process,
         train_loop_config={"job": job, "env": env, "folder": os.getcwd()},
         scaling_config=train.ScalingConfig(
-            num_workers=job.processes,
-            use_gpu=options.gpus_per_process > 0,
-            resources_per_worker=resources,
+            num_workers=job.processes, use_gpu="GPU" in takes, resources_per_worker=dict(takes)
         ),
         run_config=train.RunConfig(
             name=job.name,
