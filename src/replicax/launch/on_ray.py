@@ -82,7 +82,7 @@ def launch_on_ray(job: JobSpec, options: RayOptions) -> tuple[int, str | None]:
             "--pin with --on ray; Ray places the processes: leave out --pin, and say with "
             "--cpus-per-process how many cores each takes"
         )
-    takes = {}
+    takes: dict[str, int] = {}
     for kind, count, least in (
         ("CPU", options.cpus_per_process, 1),
         ("GPU", options.gpus_per_process, 0),

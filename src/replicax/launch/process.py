@@ -73,24 +73,23 @@ class Process:
         self._pid: int | None = None
         self._told = b""
         self._log = Log(start.log, echo)
-        self._channel, theirs = socket.socketpair()
-        arguments = [str(theirs.fileno()), ",".join(map(str, start.cores)), *start.job.command]
         try:
-            self._guard = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(GUARD), *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                bufsize=0,
-                env=start.own_env,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # a terminal's Ctrl-C comes through the launcher alone
-            )
+            self._channel, theirs = socket.socketpair()
+            with theirs:
+                arguments = [str(theirs.fileno()), ",".join(map(str, start.cores))]
+                self._guard = subprocess.Popen(
+                    [sys.executable, "-I", "-S", str(GUARD), *arguments, *start.job.command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    bufsize=0,
+                    env=start.own_env,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # a terminal's Ctrl-C comes through the launcher alone
+                )
         except OSError:
             self._log.close()
             raise
-        finally:
-            theirs.close()
         assert self._guard.stdout
         assert self._guard.stderr
         self._errors = Output(start.number, echo, self._log, error=True)
