@@ -83,15 +83,9 @@ def measure_timeline(
 ) -> tuple[TrainState, Timeline]:
     """Run a step to warm up and two under the profiler, and say what memory these two took when.
 
-    Args:
-        dp: whose step it is.
-        state: consumed as by `DataParallel.step`.
-        batch: from `DataParallel.feed`; every step gets the same.
-        folder: where the profiler writes; TensorBoard and xprof can show it too.
-        perfetto: whether it writes a `perfetto_trace.json.gz` there as well.
-
-    Returns:
-        The state after three steps, and the timeline.
+    Every step gets the same `batch`, from `DataParallel.feed`, and consumes the `state`. The
+    profiler writes to `folder`, which TensorBoard and xprof can show too, with `perfetto` also a
+    `perfetto_trace.json.gz`. Returns the state after three steps, and the timeline.
 
     Raises:
         ConfigError: the backend does not tell its buffers.
@@ -218,12 +212,9 @@ def traced_events(folder: Path, module: str) -> list[Event]:
 
 
 def phase_of(instruction: Instruction, *, fills: bool = False) -> str | None:
-    """The phase that an instruction belongs to; None where its neighbours decide.
+    """The phase that an instruction belongs to, by its scope; None where its neighbours decide.
 
-    Args:
-        instruction: traced under the scopes `gradient`, `reduction` and `update`.
-        fills: whether all it does is to fill or copy an array. XLA moves that far ahead of what it
-            is for.
+    They do for what `fills` or copies an array alone: XLA moves that far ahead of what it is for.
     """
     scope = _SCOPE.search(instruction.op_name)
     if fills or scope is None:

@@ -28,11 +28,6 @@ line."""
 def draw_memory(timeline: Timeline, path: Path, title: str) -> None:
     """Draw memory over time, coloured by phase, over what the train state takes.
 
-    Args:
-        timeline: as `replicax.bench.memory_curve.measure_timeline` gives it.
-        path: of a picture, in the format of its suffix.
-        title: above it.
-
     Raises:
         MissingDependencyError: matplotlib is not installed.
     """

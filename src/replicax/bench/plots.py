@@ -42,7 +42,7 @@ def figure_of(bench: Bench) -> Any:
     is_bars = bench.compares_layouts or len(_counts(bench.cases)) == 1
     size = (10.0, 1.9 + 0.42 * len(bench.cases)) if is_bars else (9.0, 4.4)
     figure = figure_class(figsize=size, layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=is_bars)
+    left, right = axes = figure.subplots(1, 2, sharey=is_bars)
     title = _title(bench)
     if is_bars:
         title += f" · {bench.batch_size:,} rows a batch"
@@ -53,10 +53,18 @@ def figure_of(bench: Bench) -> Any:
         _draw_throughput(left, bench)
         _draw_efficiency(right, bench)
     figure.suptitle(title, fontsize=11)
-    for axis in (left, right):
+    for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.25, axis="x" if is_bars else "y")
         axis.set_axisbelow(True)
+        if not is_bars:
+            counts = _counts(bench.cases)
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(counts, map(str, counts), minor=False)
+            axis.set_xticks([], minor=True)
+            axis.set_xlim(counts[0] / 1.2, counts[-1] * 1.2)
+            axis.set_xlabel(bench.scaled_over)
+            axis.legend(frameon=False)
     return figure
 
 
@@ -86,11 +94,15 @@ def _draw_throughput(axis: Any, bench: Bench) -> None:
     _draw_modes(axis, cases, _rate, linestyle="-")
     unit = "tokens" if all(case.tokens_per_second for case in bench.cases) else "rows"
     axis.set_ylabel(f"{unit} per second")
-    _use_log_scale(axis)  # on which what is ideal is a straight line
     weak = f"weak: {cases[0].rows_per_device:,} rows a {bench.replica}"
     axis.set_title(f"strong: {bench.batch_size:,} rows a batch" if strong else weak, fontsize=10)
-    _dress_counts(axis, counts, bench.scaled_over)
-    axis.legend(frameon=False, loc="upper left")
+    ticker = require("matplotlib.ticker", "cli")
+    axis.set_yscale("log")  # on which what is ideal is a straight line
+    low, high = axis.get_ylim()
+    subs = (1, 2, 5) if high / low > 12 else (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)
+    axis.yaxis.set_major_locator(ticker.LogLocator(10, subs=subs))
+    axis.yaxis.set_major_formatter("{x:,.0f}" if high >= 10 else "{x:.2g}")
+    axis.yaxis.set_minor_locator(ticker.NullLocator())
 
 
 def _draw_efficiency(axis: Any, bench: Bench) -> None:
@@ -111,8 +123,6 @@ def _draw_efficiency(axis: Any, bench: Bench) -> None:
     rows = f"; weak: {weak[0].rows_per_device:,} rows a {bench.replica}" if weak else ""
     fewest = f"{counts[0]} {bench.scaled_over if counts[0] > 1 else bench.replica}"
     axis.set_title(f"relative to {fewest}{rows}", fontsize=10)
-    _dress_counts(axis, counts, bench.scaled_over)
-    axis.legend(frameon=False, loc="lower left")
 
 
 def _draw_modes(
@@ -139,25 +149,6 @@ def _draw_modes(
             capsize=3,
             label=mode if labelled else None,
         )
-
-
-def _dress_counts(axis: Any, counts: Sequence[int], label: str) -> None:
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(counts, [str(count) for count in counts], minor=False)
-    axis.set_xticks([], minor=True)
-    axis.set_xlim(counts[0] / 1.2, counts[-1] * 1.2)
-    axis.set_xlabel(label)
-
-
-def _use_log_scale(axis: Any) -> None:
-    """A logarithmic y axis with plain numbers, as many as there is room for."""
-    ticker = require("matplotlib.ticker", "cli")
-    axis.set_yscale("log")
-    low, high = axis.get_ylim()
-    subs = (1, 2, 5) if high / low > 12 else (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)
-    axis.yaxis.set_major_locator(ticker.LogLocator(10, subs=subs))
-    axis.yaxis.set_major_formatter("{x:,.0f}" if high >= 10 else "{x:.2g}")
-    axis.yaxis.set_minor_locator(ticker.NullLocator())
 
 
 def _draw_time(axis: Any, cases: Sequence[CaseResult], bench: Bench) -> None:
