@@ -37,9 +37,7 @@ def test_resources_have_memory_compilation_reductions_and_flops() -> None:
 
 
 def test_what_is_not_known_is_no_number() -> None:
-    case = dataclasses.replace(
-        CASE, flops_per_step=0, product_flops_per_second=None, peak_bytes_per_device=None
-    )
+    case = dataclasses.replace(CASE, flops_per_step=0, peak_bytes_per_device=None)
     text = "\n".join(table(make_bench(case)))
     assert "GFLOP" not in text
     assert "product" not in text

@@ -154,8 +154,8 @@ def _resource_columns(bench: Bench) -> list[Column]:
         ("reduc-\ntions", lambda case: digits(case.collective_count)),
         ("\nsent", lambda case: size_text(case.sent_bytes)),
         ("\nGFLOP/s", gigaflops),
-        ("of\npeak", lambda case: percent(case.share_of_peak)),
-        ("of a\nproduct", lambda case: percent(case.share_of_product)),
+        ("of\npeak", lambda case: percent(case.share_of_peak or None)),
+        ("of a\nproduct", lambda case: percent(case.share_of_product or None)),
     ]
 
 

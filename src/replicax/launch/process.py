@@ -97,7 +97,7 @@ class Process:
             self._guard.stdout.fileno(): Output(start.number, echo, self._log, error=False),
             self._guard.stderr.fileno(): self._errors,
         }
-        """What it writes, by the descriptor that it comes from."""
+        """Its outputs, by the descriptor that they come from."""
         self.channel: int = self._channel.fileno()
         """The descriptor on which the guard tells of the process."""
 
