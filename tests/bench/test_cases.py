@@ -119,7 +119,7 @@ def test_a_mode_that_is_added_is_measured(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_no_mode_left_is_refused() -> None:
-    with pytest.raises(ConfigError, match="leaves nothing to measure"):
+    with pytest.raises(ConfigError, match=r"0 cases are left to measure \(pmap is left out"):
         possible_modes(["pmap"], (1, 2), "zero1")
 
 

@@ -114,12 +114,17 @@ def possible_modes(
             kept.append(name)
         except ConfigError as error:
             notes.append(f"{name} is left out: {error}")
-    if not kept:
-        raise ConfigError(
-            f"modes={','.join(modes) or '()'} leaves nothing to measure"
-            f"{''.join(f' ({note})' for note in notes)}; add a mode that can be"
-        )
+    check_left(kept, notes)
     return kept, notes
+
+
+def check_left(found: Sequence[object], notes: Sequence[str]) -> None:
+    """Raise `ConfigError` where no mode or layout is left to measure."""
+    if not found:
+        raise ConfigError(
+            f"0 cases are left to measure ({'; '.join(notes) or 'none was given'}); add a mode or "
+            "a layout that can be"
+        )
 
 
 def weak_rows(batch_size: int, devices: Sequence[int]) -> int:

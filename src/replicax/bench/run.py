@@ -13,18 +13,13 @@ from replicax.bench.cases import (
     BenchCase,
     all_cases,
     check_devices,
+    check_left,
     default_devices,
     notes_on_cases,
     possible_modes,
     usual_modes,
 )
-from replicax.bench.layouts import (
-    MODES_BY_DEFAULT,
-    Arrangement,
-    cases_of_layouts,
-    check_layouts,
-    check_left,
-)
+from replicax.bench.layouts import MODES_BY_DEFAULT, Arrangement, cases_of_layouts
 from replicax.bench.machine import (
     Neighbours,
     check_cores,
@@ -129,9 +124,8 @@ def bench(
     counts = check_devices(devices, len(attached), platform)
     if not lone:
         _check_job(counts, pin)
-    if layouts is not None:
-        check_layouts(layouts, counts)
-        counts = tuple(sorted({1, *counts})) if lone else counts
+    if layouts is not None and lone:
+        counts = tuple(sorted({1, *counts}))
     if pin and platform != "cpu":
         raise ConfigError(
             f"pin with {platform} devices; only host devices share cores: leave pin out"
@@ -164,7 +158,6 @@ def bench(
     can_be_cut = check_source(source, batch_size, job)
     if layouts is not None:
         cases, notes = cases_of_layouts(layouts, modes, counts, batch_size, layout, check)
-        check_left(cases, notes)
     else:
         kept, notes = possible_modes(modes, counts, layout, reduction)
         cases = all_cases(batch_size, counts, kept, weak=can_be_cut)
