@@ -23,7 +23,7 @@ from timing import environment, interleaved, ratios, save, spread
 from torch_peer import Peer, torch_version
 
 import replicax as rx
-from replicax.bench.bench_result import peak_flops_per_second
+from replicax.analysis.hardware import chip_of_kind
 from replicax.recipes import transformer
 from replicax.recipes.gpt2_weights import published
 from replicax.recipes.transformer import cudnn_takes
@@ -77,7 +77,8 @@ def main() -> None:
         for name, values in interleaved(runs, args.rounds, warmups=1).items()
     }
     flops = flops_per_token(shape)
-    peak = peak_flops_per_second(where["device"], args.precision)
+    chip = chip_of_kind(where["device"])
+    peak = chip.flops_per_second.get(args.precision) if chip else None
     table = summary(contenders, seconds, args.batch * args.context, flops, peak)
     show(table, flops, args.batch * args.context)
     settings = {**vars(args), "devices": devices, "flops_per_token": flops}

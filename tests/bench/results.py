@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from replicax.analysis.compiled import Collectives
-from replicax.bench.bench_result import Bench, CaseResult, LayoutFigures, efficiencies
+from replicax.bench.bench_result import Bench, CaseResult, LayoutFigures, with_efficiency
 from replicax.bench.cases import STRONG, WEAK
 
 CASE = CaseResult(
@@ -68,25 +68,21 @@ def scaled(*devices: int, modes: tuple[str, ...] = ("jit", "shard_map", "pmap"))
     """Every mode on `devices`, the time of a step falling as devices are added."""
     cases = []
     for mode in modes:
-        times = [tuple(each / count**0.9 for each in CASE.seconds_per_step) for count in devices]
-        both = (STRONG, WEAK) if len(devices) > 1 else (STRONG,)
-        found = {name: efficiencies(name, list(zip(devices, times, strict=True))) for name in both}
-        for place, (count, seconds) in enumerate(zip(devices, times, strict=True)):
-            cases.append(
-                dataclasses.replace(
-                    CASE,
-                    mode=mode,
-                    devices=count,
-                    rows_per_device=256 // count,
-                    scalings=both,
-                    seconds_per_step=seconds,
-                    rows_per_second=tuple(256 / each for each in seconds),
-                    collectives=(Collectives("all-reduce", 1, 4008),) if count > 1 else (),
-                    least_sent_bytes=4000 if count > 1 else 0,
-                    efficiency={name: tuple(found[name][place]) for name in both},
-                )
+        for count in devices:
+            seconds = tuple(each / count**0.9 for each in CASE.seconds_per_step)
+            case = dataclasses.replace(
+                CASE,
+                mode=mode,
+                devices=count,
+                rows_per_device=256 // count,
+                scalings=(STRONG, WEAK) if len(devices) > 1 else (STRONG,),
+                seconds_per_step=seconds,
+                rows_per_second=tuple(256 / each for each in seconds),
+                collectives=(Collectives("all-reduce", 1, 4008),) if count > 1 else (),
+                least_sent_bytes=4000 if count > 1 else 0,
             )
-    return make_bench(*cases)
+            cases.append(case)
+    return make_bench(*with_efficiency(cases))
 
 
 def layouts(mode: str = "jit", size: float = 1.0) -> Bench:
@@ -131,6 +127,7 @@ def extreme() -> Bench:
         measured_peak_bytes_per_device=987_654_321_000,
         flops_per_step=10**24,
         peak_flops_per_second=1e18,
+        product_flops_per_second=None,
         collectives=(Collectives("all-reduce", 123_456, 999_900_000_000),),
         least_sent_bytes=999_900_000_000,
         efficiency={STRONG: (0.001, 1.2, 12.3), WEAK: (0.5, 1.2, 12.3)},

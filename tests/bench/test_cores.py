@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from replicax.bench import machine
-from replicax.bench.machine import Neighbours, check_pinning, only_cores, own_cores
+from replicax.bench.machine import Neighbours, check_cores, only_cores, own_cores
 from replicax.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="cores are given out on Linux")
@@ -81,27 +81,23 @@ def test_a_physical_core_is_named_once_before_its_second_thread(
 
 
 @pytest.mark.parametrize(
-    ("devices", "platform", "system", "says"),
-    [
-        (3, "cpu", "linux", "3 devices on 2 cores"),
-        (1, "gpu", "linux", "gpu devices"),
-        (1, "cpu", "darwin", "pin on darwin"),
-    ],
+    ("devices", "system", "says"),
+    [(3, "linux", "pin on 2 cores"), (1, "darwin", "pin on darwin")],
 )
 def test_what_cannot_be_pinned_is_refused(
-    devices: int, platform: str, system: str, says: str, monkeypatch: pytest.MonkeyPatch
+    devices: int, system: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "own_cores", lambda: [0, 1])
     monkeypatch.setattr(sys, "platform", system)
     with pytest.raises(ConfigError) as caught:
-        check_pinning(devices, platform)
+        check_cores("pin", devices)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_as_many_devices_as_cores_can_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "own_cores", lambda: [0, 1])
-    check_pinning(2, "cpu")
+    check_cores("pin", 2)
 
 
 def test_neighbours_are_all_that_is_busy_but_this_process_and_its_children(

@@ -10,11 +10,11 @@ import pytest
 from bench.results import CASE, make_bench
 
 from replicax.analysis.compiled import Collectives
-from replicax.bench import processes
+from replicax.bench import machine
 from replicax.bench.bench_result import Bench
 from replicax.bench.processes import bench_processes, check_counts
 from replicax.bench.report import table
-from replicax.bench.save import read_part, write_bench, write_part
+from replicax.bench.save import write_bench
 from replicax.cli.bench import job_measure
 from replicax.errors import ClusterError, ConfigError
 
@@ -85,12 +85,6 @@ def test_text_and_pictures_speak_of_processes(tmp_path: Path) -> None:
     assert '"scaled_over": "processes"' in paths[0].read_text()
 
 
-def test_what_a_job_has_measured_comes_back_as_it_was(tmp_path: Path) -> None:
-    result, _ = measured()
-    write_part(result, tmp_path / "part.json")
-    assert read_part(tmp_path / "part.json") == result
-
-
 def test_progress_says_what_is_left(capsys: pytest.CaptureFixture[str]) -> None:
     bench_processes(lambda count, _: part(count, 0.1), (1, 2), rounds=1)
     first, second = capsys.readouterr().out.splitlines()
@@ -99,7 +93,7 @@ def test_progress_says_what_is_left(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_counts_are_put_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "own_cores", lambda: [0, 1])
+    monkeypatch.setattr(machine, "own_cores", lambda: [0, 1])
     monkeypatch.setattr(sys, "platform", "linux")
     assert check_counts([2, 1, 2], ["jit"]) == (1, 2)
 
@@ -111,7 +105,7 @@ def test_counts_are_put_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
         ([0], ["jit"], "linux", "--processes 0"),
         ([1], ["jit", "single"], "linux", "mode 'single' with --processes"),
         ([1], ["jti"], "linux", "did you mean 'jit'"),
-        ([1], ["jit"], "darwin", "--processes on darwin"),
+        ([1], ["jit"], "darwin", "--processes 1 on darwin"),
     ],
 )
 def test_what_this_host_cannot_run_is_refused(
@@ -121,7 +115,7 @@ def test_what_this_host_cannot_run_is_refused(
     says: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(processes, "own_cores", lambda: [0, 1])
+    monkeypatch.setattr(machine, "own_cores", lambda: [0, 1])
     monkeypatch.setattr(sys, "platform", platform)
     with pytest.raises(ConfigError) as caught:
         check_counts(counts, modes)

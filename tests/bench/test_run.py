@@ -3,6 +3,7 @@
 import itertools
 import os
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -117,10 +118,10 @@ def test_a_batch_that_does_not_divide_is_padded_and_noted() -> None:
 
 
 def test_a_layout_leaves_modes_out_with_a_note() -> None:
-    result = run(layout="zero1", devices=(2,), modes=["single", "jit"])
+    result = run(layout="zero1", devices=(2,), modes=["pmap", "jit"])
     assert [case.mode for case in result.cases] == ["jit"]
     assert result.cases[0].least_sent_bytes is None
-    assert result.notes[0].startswith("single is left out: mode='single' with layout='zero1'")
+    assert result.notes[0].startswith("pmap is left out: mode='pmap' with layout='zero1'")
 
 
 def test_batches_that_cannot_be_cut_have_no_weak_scaling() -> None:
@@ -174,6 +175,12 @@ def test_several_processes_measure_all_devices_and_nothing_else(
     with pytest.raises(ConfigError) as caught:
         run(**{"modes": ["jit"], **options})
     assert says in str(caught.value)
+
+
+def test_only_host_devices_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(platform="gpu")])
+    with pytest.raises(ConfigError, match="pin with gpu devices"):
+        run(devices=(1,), modes=["jit"], pin=True)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="cores are given out on Linux")

@@ -1,10 +1,13 @@
 """Medians, quartiles and ratios."""
 
-import pytest
+import dataclasses
 
-from replicax.bench.bench_result import efficiencies
+import pytest
+from bench.results import CASE
+
+from replicax.bench.bench_result import with_efficiency
 from replicax.bench.machine import environment
-from replicax.bench.numbers import ratios, spread
+from replicax.bench.numbers import spread
 
 
 @pytest.mark.parametrize(
@@ -21,22 +24,23 @@ def test_quartiles_stay_within_what_was_measured(
     assert spread(values) == expected
 
 
-def test_ratios_are_of_the_same_round() -> None:
-    assert ratios([2.0, 9.0], [1.0, 3.0]) == [2.0, 3.0]
-
-
-def test_strong_efficiency_is_speedup_over_devices() -> None:
-    runs = [(4, [2.0, 1.0]), (1, [6.0, 8.0])]
-    assert efficiencies("strong", runs) == [[0.75, 2.0], [1.0, 1.0]]
-
-
-def test_weak_efficiency_is_the_time_kept() -> None:
-    assert efficiencies("weak", [(1, [6.0]), (4, [8.0])]) == [[1.0], [0.75]]
-
-
-def test_without_one_device_the_fewest_are_the_base() -> None:
-    assert efficiencies("strong", [(2, [6.0]), (8, [2.0])]) == [[1.0], [0.75]]
-    assert efficiencies("strong", []) == []
+@pytest.mark.parametrize(
+    ("scaling", "runs", "expected"),
+    [
+        ("strong", [(4, (2.0, 1.0)), (1, (6.0, 8.0))], [(0.75, 2.0), (1.0, 1.0)]),
+        ("weak", [(1, (6.0,)), (4, (8.0,))], [(1.0,), (0.75,)]),
+        ("strong", [(2, (6.0,)), (8, (2.0,))], [(1.0,), (0.75,)]),
+    ],
+)
+def test_efficiency_is_relative_to_the_fewest_devices(
+    scaling: str, runs: list[tuple[int, tuple[float, ...]]], expected: list[tuple[float, ...]]
+) -> None:
+    cases = [
+        dataclasses.replace(CASE, devices=count, scalings=(scaling,), seconds_per_step=seconds)
+        for count, seconds in runs
+    ]
+    found = [case.efficiency for case in with_efficiency(cases)]
+    assert found == [{scaling: each} for each in expected]
 
 
 def test_the_environment_names_hardware_and_versions() -> None:

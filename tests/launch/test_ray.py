@@ -1,7 +1,10 @@
 """What is decided about a job on Ray without a cluster; tests/engines runs one."""
 
 import pickle
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -69,14 +72,57 @@ def test_workers_that_are_all_lost_say_what_ray_said() -> None:
     )
 
 
-def test_variables_of_jax_go_along_and_others_stay() -> None:
-    env = {"JAX_PLATFORMS": "cpu", "NCCL_DEBUG": "INFO", "HOME": "/root"}
-    job = JobSpec(("true",), 2, devices_per_process=3)
-    assert on_ray._forwarded(job, env) == {
-        "JAX_PLATFORMS": "cpu",
-        "NCCL_DEBUG": "INFO",
-        "JAX_NUM_CPU_DEVICES": "3",
-    }
+class FakeRay(SimpleNamespace):
+    """What `on_ray` asks of Ray, in this process: a worker is a call."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **named: named
+
+    def DataParallelTrainer(self, run: Any, *, train_loop_config: Any, **_: Any) -> Any:  # noqa: N802
+        def fit() -> Any:
+            return SimpleNamespace(return_value=run(train_loop_config))
+
+        return SimpleNamespace(fit=fit)
+
+    def get_context(self) -> Any:
+        return SimpleNamespace(get_world_rank=lambda: 0)
+
+    def get_node_ip_address(self) -> str:
+        return "127.0.0.1"
+
+    def broadcast_from_rank_zero(self, value: Any) -> Any:
+        return value
+
+
+def test_a_worker_runs_the_command_as_its_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the launcher's folder, with its variables of JAX and its place in the job."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setattr(on_ray, "require", lambda *_: FakeRay())
+    forwarded = []
+    run = on_ray.run_process
+
+    def watched(config: Any) -> int:
+        forwarded.append(config["env"])
+        return run(config)
+
+    monkeypatch.setattr(on_ray, "run_process", watched)
+    names = "REPLICAX_PROCESS_ID", "REPLICAX_PROCESSES", "JAX_NUM_CPU_DEVICES", "NCCL_DEBUG"
+    script = f"import os; open('told', 'w').write(' '.join(map(os.environ.get, {names})))"
+    job = JobSpec((sys.executable, "-S", "-c", script), 1, devices_per_process=3)
+    train: Any = SimpleNamespace(
+        **dict.fromkeys(("ScalingConfig", "RunConfig", "FailureConfig", "LoggingConfig"), dict),
+        WorkerGroupError=ZeroDivisionError,
+        TrainingFailedError=ZeroDivisionError,
+    )
+    assert on_ray._fit(train, job, {"CPU": 1}, str(tmp_path)) == (0, None)
+    assert (tmp_path / "told").read_text().split() == ["0", "1", "3", "INFO"]
+    assert forwarded[0]["NCCL_DEBUG"] == "INFO"
+    assert "HOME" not in forwarded[0]
+    with pytest.raises(ProcessError, match="process 0 ended with 7"):
+        run({"job": JobSpec(("sh", "-c", "exit 7"), 1), "env": {}, "folder": str(tmp_path)})
 
 
 def test_an_error_keeps_what_it_knows_on_its_way_to_the_launcher() -> None:

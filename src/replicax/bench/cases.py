@@ -11,11 +11,12 @@ from jax.sharding import Mesh
 
 from replicax.core.feed import Split
 from replicax.core.layout import Layout, as_layout
-from replicax.core.mesh import DATA, STAGE, replica_count
-from replicax.core.modes import MODES, Mode, as_mode
+from replicax.core.mesh import DATA, STAGE, abstract_mesh, replica_count
+from replicax.core.modes import MODES, as_mode
 from replicax.core.partition import Rules
 from replicax.core.reduction import Reduction, as_reduction
 from replicax.errors import ConfigError
+from replicax.wording import counted
 
 STRONG, WEAK = "strong", "weak"
 
@@ -48,17 +49,18 @@ class BenchCase:
     """The layout, where several are compared."""
 
     def __str__(self) -> str:
-        return f"{self.name} on {self.devices} device{'s' if self.devices > 1 else ''}"
-
-    @property
-    def name(self) -> str:
-        """The mode, and the layout where several are compared."""
-        return self.mode if self.placed is None else f"{self.mode} {self.placed}"
+        name = self.mode if self.placed is None else f"{self.mode} {self.placed}"
+        return f"{name} on {counted(self.devices, 'device')}"
 
     @property
     def replicas(self) -> int:
         """Replicas that share the rows."""
         return self.devices if self.placed is None else replica_count(self.placed.mesh)
+
+    @property
+    def place(self) -> int | Placed:
+        """The key of the train state that it runs on."""
+        return self.placed or self.devices
 
 
 def default_devices(attached: int) -> tuple[int, ...]:
@@ -68,11 +70,7 @@ def default_devices(attached: int) -> tuple[int, ...]:
 
 
 def check_devices(devices: Sequence[int], attached: int, platform: str) -> tuple[int, ...]:
-    """`devices` in ascending order, each once.
-
-    Raises:
-        ConfigError: no count, one below 1, or one above what is attached.
-    """
+    """`devices` in ascending order, each once; raises where they cannot be."""
     counts = tuple(sorted(set(devices)))
     if not counts:
         raise ConfigError("devices=() has no count; bench measures at least 1: name some")
@@ -87,12 +85,12 @@ def check_devices(devices: Sequence[int], attached: int, platform: str) -> tuple
     return counts
 
 
-def usual_modes() -> tuple[str, ...]:
+def usual_modes() -> list[str]:
     """Return the modes that are measured by default.
 
     Fixed bits want a number of threads on a CPU that would change the others' times.
     """
-    return tuple(name for name, mode in MODES.items() if not mode.bitwise)
+    return [name for name, mode in MODES.items() if not mode.bitwise]
 
 
 def possible_modes(
@@ -109,37 +107,24 @@ def possible_modes(
     layout, reduction = as_layout(layout), as_reduction(reduction)
     kept, notes = [], []
     for name in dict.fromkeys(modes):
-        why_not = _why_not(as_mode(name), devices, layout, reduction)
-        if why_not is None:
+        mode = as_mode(name)
+        try:
+            mode.check(abstract_mesh(min(devices)), layout)
+            mode.reduce(reduction, None)
             kept.append(name)
-        else:
-            notes.append(f"{name} is left out: {why_not}")
-    if not kept:
-        raise ConfigError(
-            f"modes={','.join(modes) or '()'} leaves nothing to measure"
-            f"{''.join(f' ({note})' for note in notes)}; add a mode that can be"
-        )
+        except ConfigError as error:
+            notes.append(f"{name} is left out: {error}")
+    check_left(kept, notes)
     return kept, notes
 
 
-def _why_not(
-    mode: Mode, devices: Sequence[int], layout: Layout, reduction: Reduction
-) -> str | None:
-    """Return why `mode` cannot be measured, or None."""
-    if not mode.holds(layout):
-        return (
-            f"mode={mode.name!r} with layout={layout.name!r}; there each device holds the whole "
-            "state"
+def check_left(found: Sequence[object], notes: Sequence[str]) -> None:
+    """Raise `ConfigError` where no mode or layout is left to measure."""
+    if not found:
+        raise ConfigError(
+            f"0 cases are left to measure ({'; '.join(notes) or 'none was given'}); add a mode or "
+            "a layout that can be"
         )
-    if not _counts(mode.name, devices):
-        counts = ", ".join(map(str, devices))
-        plural = "s" if mode.most_devices != 1 else ""
-        return f"it runs on at most {mode.most_devices} device{plural}, and devices are {counts}"
-    try:
-        mode.reduce(reduction, None)
-    except ConfigError as error:
-        return str(error)
-    return None
 
 
 def weak_rows(batch_size: int, devices: Sequence[int]) -> int:
@@ -152,47 +137,31 @@ def all_cases(
 ) -> list[BenchCase]:
     """Every case once, those on the same devices beside each other.
 
-    Args:
-        batch_size: rows of the strong scaling's global batch.
-        devices: counts, in ascending order.
-        modes: from `possible_modes`.
-        weak: whether the rows can be cut for a weak scaling. It has no mode that runs on one of the
-            counts alone.
+    `weak` tells whether the rows can be cut for a weak scaling; a mode that runs on one of the
+    counts alone has none.
     """
     rows = weak_rows(batch_size, devices)
     cases = []
     for count in devices:
         for mode in modes:
-            counts = _counts(mode, devices)
+            most = as_mode(mode).most_devices or max(devices)
+            counts = [each for each in devices if each <= most]
             if count not in counts:
                 continue
-            is_weak = weak and len(counts) > 1
-            if is_weak and rows * count == batch_size:
-                cases.append(BenchCase(mode, count, batch_size, (STRONG, WEAK)))
-                continue
-            cases.append(BenchCase(mode, count, batch_size, (STRONG,)))
-            if is_weak:
-                cases.append(BenchCase(mode, count, rows * count, (WEAK,)))
+            sizes = {batch_size: (STRONG,)}
+            if weak and len(counts) > 1:
+                sizes[rows * count] = (*sizes.get(rows * count, ()), WEAK)
+            cases += [BenchCase(mode, count, size, scalings) for size, scalings in sizes.items()]
     return cases
 
 
-def _counts(mode: str, devices: Sequence[int]) -> list[int]:
-    """Return the device counts that `mode` can run on."""
-    most = as_mode(mode).most_devices
-    return [count for count in devices if most is None or count <= most]
-
-
 def notes_on_cases(batch_size: int, cases: Sequence[BenchCase], accumulate: int) -> list[str]:
-    """On rows that do not divide.
-
-    Raises:
-        ConfigError: a batch with fewer rows than there are micro-batches over its devices.
-    """
+    """On rows that do not divide; raises where they are fewer than all micro-batches."""
     notes = []
     most = max(case.replicas for case in cases)
     Split(most, accumulate).padded(batch_size)  # the smallest parts; what it refuses, it explains
     rows = weak_rows(batch_size, [most])
-    if rows * most != batch_size and any("weak" in case.scalings for case in cases):
+    if rows * most != batch_size and any(WEAK in case.scalings for case in cases):
         notes.append(
             f"{batch_size} rows do not divide over {most} devices: the weak scaling has {rows} "
             f"rows on each, {rows * most} on {most}"
@@ -204,10 +173,3 @@ def notes_on_cases(batch_size: int, cases: Sequence[BenchCase], accumulate: int)
             micro = f" x {accumulate} micro-batches" if accumulate > 1 else ""
             notes.append(f"{size} rows are padded to {padded} on {where}{micro}")
     return list(dict.fromkeys(notes))
-
-
-def notes_on_source(can_be_cut: bool, counts: Sequence[int]) -> list[str]:
-    """On a source that decides the batch size itself."""
-    if can_be_cut or len(counts) == 1:
-        return []
-    return ["no weak scaling: the source gives whole batches, which cannot be cut to other sizes"]

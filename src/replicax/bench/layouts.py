@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 from jax.sharding import Mesh
 
-from replicax.bench.cases import STRONG, BenchCase, Placed
+from replicax.bench.cases import STRONG, BenchCase, Placed, check_left
 from replicax.core.layout import LAYOUTS, Layout, as_layout
 from replicax.core.mesh import DATA, MODEL, STAGE, make_mesh
 from replicax.core.partition import Rules
 from replicax.errors import ConfigError, choose
+from replicax.wording import counted
 
 ONE = "replicated"
 """The layout on one device, where all are the same: what the others are compared with."""
@@ -24,17 +25,6 @@ Arrangement = str | tuple[str | Rules | Layout, Callable[[int], Mesh]]
 """A name of `AXES`, or a layout and `mesh(devices)`."""
 
 
-def check_layouts(layouts: Sequence[Arrangement], devices: Sequence[int]) -> None:
-    """Raise `ConfigError` where one has no such name, or there is nothing to compare."""
-    for layout in layouts:
-        if isinstance(layout, str):
-            choose("layouts", layout, AXES, ", or a pair of a layout and mesh(devices)")
-    if not layouts:
-        raise ConfigError("layouts=() has no layout; bench compares at least 1: name some")
-    if max(devices) == 1:
-        raise ConfigError("layouts on 1 device are all the same: raise devices to at least 2")
-
-
 def cases_of_layouts(
     layouts: Sequence[Arrangement],
     modes: Sequence[str],
@@ -45,15 +35,19 @@ def cases_of_layouts(
 ) -> tuple[list[BenchCase], list[str]]:
     """Return what can be measured of every layout in every mode, and a note on what cannot.
 
-    Args:
-        layouts: that `check_layouts` lets pass.
-        modes: names.
-        devices: counts; on 1 there is one case a mode.
-        batch_size: rows of a global batch, the same in all.
-        rules: the layout that `model` and `stages` take.
-        check: raises `ConfigError` where a case cannot be run. `model` and `stages` take the most
-            devices along their axis that can, and have replicas on the rest.
+    `model` and `stages`, with the layout `rules`, take the most devices along their axis that
+    `check` lets pass, and have replicas on the rest. On 1 device there is one case a mode.
+
+    Raises:
+        ConfigError: a layout of no such name, nothing to compare, or nothing that can be measured.
     """
+    for layout in layouts:
+        if isinstance(layout, str):
+            choose("layouts", layout, AXES, ", or a pair of a layout and mesh(devices)")
+    if max(devices) == 1:
+        raise ConfigError("layouts on 1 device are all the same: raise devices to at least 2")
+    if not layouts:
+        raise ConfigError("layouts=() has no layout; bench compares at least 1: name some")
     cases: list[BenchCase] = []
     notes: list[str] = []
     for count in devices:
@@ -68,15 +62,10 @@ def cases_of_layouts(
                     cases += [case] if case not in cases else []
                 except ConfigError as error:
                     name = layout if isinstance(layout, str) else as_layout(layout[0])
-                    where = f"{count} device{'s' if count > 1 else ''}"
+                    where = counted(count, "device")
                     notes.append(f"{mode} {name} on {where} is left out: {error}")
+    check_left(cases, notes)
     return cases, notes
-
-
-def check_left(cases: Sequence[object], notes: Sequence[str]) -> None:
-    """Raise `ConfigError` where no case is left to measure."""
-    if not cases:
-        raise ConfigError(f"layouts leave nothing to measure ({'; '.join(notes)}); add another")
 
 
 def _placed(layout: Arrangement, devices: int, rules: Layout) -> Iterator[Placed]:

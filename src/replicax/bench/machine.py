@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +20,15 @@ TOPOLOGY = Path("/sys/devices/system/cpu")
 STATISTICS = Path("/proc/stat")
 
 
-def check_pinning(devices: int, platform: str) -> None:
-    """Raise `ConfigError` where each of `devices` devices cannot have a core of its own."""
-    if platform != "cpu":
-        raise ConfigError(
-            f"pin with {platform} devices; only host devices share cores: leave pin out"
-        )
+def check_cores(what: str, count: int) -> None:
+    """Raise `ConfigError` where each of `count` devices or processes cannot have its own core."""
     if not sys.platform.startswith("linux"):
-        raise ConfigError(f"pin on {sys.platform}; cores are given out on Linux: leave pin out")
+        raise ConfigError(f"{what} on {sys.platform}; cores are given out on Linux: leave it out")
     cores = len(own_cores())
-    if devices > cores:
+    if count > cores:
         raise ConfigError(
-            f"pin with {devices} devices on {cores} cores; each device needs a core: use at most "
-            f"{cores} devices, or leave pin out"
+            f"{what} on {cores} cores; each needs a core of its own: use at most {cores}, or leave "
+            "it out"
         )
 
 
@@ -56,19 +52,21 @@ def own_cores() -> list[int]:
 
 @contextlib.contextmanager
 def only_cores(cores: Sequence[int]) -> Generator[None]:
-    """Every thread of this process runs on `cores` alone, until the block is left.
-
-    A process for each device would enter it once, with one core: `own_cores()[device:][:1]`.
-    """
+    """Every thread of this process runs on `cores` alone, until the block is left."""
     before = {thread: os.sched_getaffinity(thread) for thread in _threads()}
     everywhere = os.sched_getaffinity(0)
+
+    def move(thread: int, cores: Iterable[int]) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(thread, cores)
+
     try:
         for thread in before:
-            _move(thread, set(cores))
+            move(thread, cores)
         yield
     finally:
         for thread in _threads():  # with those that were born in here, on `cores` alone
-            _move(thread, before.get(thread, everywhere))
+            move(thread, before.get(thread, everywhere))
 
 
 class Neighbours:
@@ -90,26 +88,17 @@ class Neighbours:
 
 def _clocks() -> tuple[float, float | None, float]:
     """Seconds: of the wall, of all processes on all cores, of this one and those it has started."""
-    return time.monotonic(), _busy_seconds(), sum(os.times()[:4])
-
-
-def _busy_seconds() -> float | None:
-    try:
+    busy = None
+    with contextlib.suppress(OSError):  # no Linux
         line = STATISTICS.read_text(encoding="ascii").splitlines()[0]
-    except OSError:  # no Linux
-        return None
-    # user nice system idle iowait irq softirq steal, in ticks; what a guest has is in user.
-    ticks = [int(field) for field in line.split()[1:9]]
-    return (sum(ticks) - sum(ticks[3:5])) / os.sysconf("SC_CLK_TCK")
+        # user nice system idle iowait irq softirq steal, in ticks; what a guest has is in user.
+        ticks = [int(field) for field in line.split()[1:9]]
+        busy = (sum(ticks) - sum(ticks[3:5])) / os.sysconf("SC_CLK_TCK")
+    return time.monotonic(), busy, sum(os.times()[:4])
 
 
 def _threads() -> list[int]:
     return [int(path.name) for path in THREADS.iterdir()]
-
-
-def _move(thread: int, cores: set[int]) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has ended
-        os.sched_setaffinity(thread, cores)
 
 
 def _physical(core: int) -> str:
@@ -159,13 +148,7 @@ def notes_on_neighbours(cores: float | None) -> list[str]:
 
 
 def notes_on_machine(most: int, platform: str, pinned: bool) -> list[str]:
-    """On the devices of this machine, and on what is not measured with them.
-
-    Args:
-        most: the highest device count.
-        platform: `cpu`, `gpu` or `tpu`.
-        pinned: whether each host device has a core of its own.
-    """
+    """On at most `most` devices of this machine, and on what is not measured with them."""
     notes = []
     if platform == "cpu" and most > 1 and not pinned:
         cores = core_count()

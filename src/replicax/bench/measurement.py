@@ -1,150 +1,89 @@
 """All cases on their way: compiled one after the other, then run in rounds."""
 
 import contextlib
-import dataclasses
 import random
 import sys
 import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
-import optax
 
 from replicax.analysis.host import product_flops_per_second
+from replicax.bench.bench_result import CaseResult, with_efficiency
 from replicax.bench.cases import BenchCase, Placed
 from replicax.bench.machine import only_cores
-from replicax.bench.runner import Epochs, Runner
+from replicax.bench.runner import Runner
 from replicax.core.data_parallel import DataParallel
-from replicax.core.job import Job
-from replicax.core.layout import Layout
-from replicax.core.mesh import make_mesh
-from replicax.core.objective import LossFunction
-from replicax.core.own import StepFunction
-from replicax.core.partition import Rules
-from replicax.core.reduction import Reduction
 from replicax.core.update import TrainState
 from replicax.errors import ConfigError, LossError
 from replicax.wording import duration
 
 
-@dataclasses.dataclass(frozen=True)
-class BenchSubject:
-    """The step and the data of a measurement, whatever the case."""
-
-    loss: LossFunction | None
-    optimizer: optax.GradientTransformation | None
-    step: StepFunction | None
-    model: Any
-    source: Any
-    layout: str | Rules | Layout
-    accumulate: int
-    micro_shards: int
-    precision: str
-    reduction: str | Reduction
-    seed: int
-    job: Job
-
-    def data_parallel(self, case: BenchCase) -> DataParallel:
-        """The step of `case`, on the first of the attached devices."""
-        placed = case.placed
-        return DataParallel(
-            self.loss,
-            self.optimizer,
-            step=self.step,
-            mesh=placed.mesh if placed else make_mesh(case.devices, devices=jax.devices()),
-            mode=case.mode,
-            layout=placed.layout if placed else self.layout,
-            accumulate=self.accumulate,
-            micro_shards=self.micro_shards,
-            precision=self.precision,
-            reduction=self.reduction,
-            job=self.job,
-        )
-
-    def check(self, case: BenchCase) -> None:
-        """Raise `ConfigError` where the step of `case` cannot be, without compiling it."""
-        dp = self.data_parallel(case)
-        dp.abstract_state(self.model)
-        dp.split.padded(case.global_batch)
-
-
-def state_of(case: BenchCase) -> int | Placed:
-    """Return the key of the state that a case runs on."""
-    return case.placed or case.devices
-
-
 class Display:
     """One line at a time, with an estimate of what is left."""
 
-    def __init__(self, shown: bool, cases: int, rounds: int) -> None:
-        self._shown, self._cases, self._rounds = shown, cases, rounds
-        self._started = time.monotonic()
-        self._live: Any = _live() if shown and sys.stdout.isatty() else None
+    def __init__(self, shown: bool) -> None:
+        self._shown, self._started = shown, time.monotonic()
+        self._live: Any = None
+        if shown and sys.stdout.isatty():
+            with contextlib.suppress(ImportError):
+                from rich.console import Console
 
-    def compiling(self, number: int, case: object, run_seconds: float) -> None:
-        """Case `number`, counted from 0, is next; a run of those before takes `run_seconds`."""
-        left = ""
-        if number:
-            each = (time.monotonic() - self._started) / number
-            rounds = run_seconds / number * self._cases * self._rounds
-            left = f" · about {duration(each * (self._cases - number) + rounds)} left"
-        self._show(f"compiling {number + 1}/{self._cases}: {case}{left}")
+                # Each refresh takes a little of the processor that is being measured.
+                status = Console(highlight=False).status("", refresh_per_second=2)
+                status.start()
+                self._live = status
 
-    def round(self, number: int, run_seconds: float) -> None:
-        """Round `number`, counted from 0, is next; a run of all cases takes `run_seconds`."""
-        seconds = run_seconds * (self._rounds - number)
-        self._show(f"round {number + 1}/{self._rounds} · about {duration(seconds)} left")
+    def show(self, text: str, left: float | None = None) -> None:
+        """Show what is next, and how many seconds may be left."""
+        line = text if left is None else f"{text} · about {duration(left)} left"
+        if self._live is not None:
+            self._live.update(line)
+        elif self._shown:
+            print(line, flush=True)
 
-    def part(self, number: int, parts: int, text: str) -> None:
-        """Part `number` of `parts` that take as long as each other, counted from 0, is next."""
-        left = ""
-        if number:
-            each = (time.monotonic() - self._started) / number
-            left = f" · about {duration(each * (parts - number))} left"
-        self._show(f"{text}{left}")
+    def left(self, number: int, parts: int) -> float | None:
+        """Seconds that are left before part `number` of equal ones, counted from 0."""
+        done = time.monotonic() - self._started
+        return done / number * (parts - number) if number else None
 
     def close(self) -> None:
         """The end; the live line goes."""
         if self._live is not None:
             self._live.stop()
 
-    def _show(self, text: str) -> None:
-        if self._live is not None:
-            self._live.update(text)
-        elif self._shown:
-            print(text, flush=True)
-
-
-def _live() -> Any:
-    """A started rich line; None where rich is not installed."""
-    try:
-        from rich.console import Console
-    except ImportError:
-        return None
-    # Each refresh takes a little of the processor that is being measured.
-    status = Console(highlight=False).status("", spinner="dots", refresh_per_second=2)
-    status.start()
-    return status
-
 
 class Measurement:
     """The runners of all cases, and one train state for each device count, or layout on it.
 
     Every mode has the same form of state, so that the modes on some devices hand one state on.
+    With `cores`, each device has one of them; without, devices share them all.
     """
 
-    def __init__(self, subject: BenchSubject, cores: list[int], display: Display) -> None:
-        self.subject = subject
+    def __init__(
+        self,
+        data_parallel: Callable[[BenchCase], DataParallel],
+        model: Any,
+        source: Any,
+        seed: int,
+        cores: Sequence[int],
+        display: Display,
+    ) -> None:
         self.runners: list[Runner] = []
         self.states: dict[int | Placed, TrainState] = {}
-        self._cores, self._display = cores, display
+        self._data_parallel, self._model, self._source = data_parallel, model, source
+        self._seed, self._cores, self._display = seed, cores, display
 
-    def prepare(self, cases: list[BenchCase]) -> list[str]:
+    def prepare(self, cases: Sequence[BenchCase], rounds: int) -> list[str]:
         """Compile every case and take its first steps; return a note on layouts that cannot be."""
         notes = []
         for number, case in enumerate(cases):
-            self._display.compiling(number, case, self._run_seconds())
+            left = self._display.left(number, len(cases))
+            if left is not None:
+                left += self._run_seconds() / number * len(cases) * rounds
+            self._display.show(f"compiling {number + 1}/{len(cases)}: {case}", left)
             try:
                 self._prepare(case)
             except (ConfigError, LossError) as error:
@@ -155,33 +94,43 @@ class Measurement:
         return notes
 
     def _prepare(self, case: BenchCase) -> None:
-        subject, where = self.subject, state_of(case)
-        dp = subject.data_parallel(case)
-        if where in self.states:
-            dp.abstract_state(subject.model)
+        dp = self._data_parallel(case)
+        if case.place in self.states:
+            dp.abstract_state(self._model)
         else:
-            self.states[where] = dp.init(subject.model, seed=subject.seed)
-        runner = Runner(case, dp, Epochs(dp, subject.source, case.global_batch, subject.seed))
+            self.states[case.place] = dp.init(self._model, seed=self._seed)
+        runner = Runner(case, dp, self._source, self._seed)
         self.runners.append(runner)
-        self.states[where] = runner.prepare(self.states[where])
+        self.states[case.place] = runner.prepare(self.states[case.place])
 
     def _drop(self, case: BenchCase) -> None:
         """Forget what a case that failed has left, its state lest it take memory."""
         for runner in [runner for runner in self.runners if runner.case == case]:
             runner.batches.close()
             self.runners.remove(runner)
-        if state_of(case) not in map(state_of, (runner.case for runner in self.runners)):
-            self.states.pop(state_of(case), None)
+        if case.place not in (runner.case.place for runner in self.runners):
+            self.states.pop(case.place, None)
 
     def measure(self, rounds: int) -> None:
         """Run every case once a round, in an order drawn anew."""
-        order = random.Random(self.subject.seed)
+        order = random.Random(self._seed)
         for number in range(rounds):
-            self._display.round(number, self._run_seconds())
+            left = self._run_seconds() * (rounds - number)
+            self._display.show(f"round {number + 1}/{rounds}", left)
             for runner in order.sample(self.runners, len(self.runners)):
-                where = state_of(runner.case)
+                place = runner.case.place
                 with self._on_cores_of(runner.case.devices):
-                    self.states[where] = runner.run(self.states[where])
+                    self.states[place] = runner.run(self.states[place])
+
+    def results(
+        self, rates: dict[int, float], tokens_per_row: int | None
+    ) -> tuple[CaseResult, ...]:
+        """The figures of every case, with `product_rates`."""
+        found = []
+        for runner in self.runners:
+            state, rate = self.states[runner.case.place], rates.get(runner.case.devices)
+            found.append(runner.result(state, rate, tokens_per_row))
+        return with_efficiency(found)
 
     def product_rates(self) -> dict[int, float]:
         """FLOP/s of a plain matrix product, by device count, on the cores its cases run on."""
@@ -191,9 +140,8 @@ class Measurement:
                 rates[devices] = next(iter(rates.values()))
                 continue
             with self._on_cores_of(devices):
-                rates[devices] = product_flops_per_second(
-                    jax.local_devices()[0], self.subject.precision
-                )
+                precision = self.runners[0].dp.precision.name
+                rates[devices] = product_flops_per_second(jax.local_devices()[0], precision)
         return rates
 
     def close(self) -> None:

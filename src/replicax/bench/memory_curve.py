@@ -5,12 +5,12 @@ profiler saw on the first device; without it, time is the place in the schedule.
 """
 
 import dataclasses
-import itertools
 import math
 import re
+import statistics
 import warnings
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,15 +83,9 @@ def measure_timeline(
 ) -> tuple[TrainState, Timeline]:
     """Run a step to warm up and two under the profiler, and say what memory these two took when.
 
-    Args:
-        dp: whose step it is.
-        state: consumed as by `DataParallel.step`.
-        batch: from `DataParallel.feed`; every step gets the same.
-        folder: where the profiler writes; TensorBoard and xprof can show it too.
-        perfetto: whether it writes a `perfetto_trace.json.gz` there as well.
-
-    Returns:
-        The state after three steps, and the timeline.
+    Every step gets the same `batch`, from `DataParallel.feed`, and consumes the `state`. The
+    profiler writes to `folder`, which TensorBoard and xprof can show too, with `perfetto` also a
+    `perfetto_trace.json.gz`. Returns the state after three steps, and the timeline.
 
     Raises:
         ConfigError: the backend does not tell its buffers.
@@ -113,18 +107,10 @@ def memory_timeline(
     *,
     steps: int = 1,
 ) -> Timeline:
-    """The memory of one device through a compiled step.
+    """The memory of one device through one or more executions of a compiled step.
 
-    Args:
-        compiled: from `compile_with_memory`.
-        use: from the same.
-        events: of one or more executions, as `traced_events` finds them. Where they leave out too
-            many instructions (see `LEAST_SEEN`), the timeline follows the schedule, and
-            `Timeline.measured` is False.
-        steps: executions to show where the timeline follows the schedule.
-
-    Raises:
-        ConfigError: no step of Replicax was compiled.
+    Where `events` leave out too many instructions (see `LEAST_SEEN`), the timeline follows the
+    schedule of `steps` executions instead, and `Timeline.measured` is False.
     """
     measured = _seen(use, events) >= LEAST_SEEN
     if not measured:
@@ -136,25 +122,27 @@ def memory_timeline(
     phases, used = _phase_by_name(use), _bytes_by_name(use, {each.name for each in runs})
     entry = {each.name for each in use.timed[use.module.entry]}
     first = next((each.name for each in runs if each.name in entry), runs[0].name)
-    starts = [runs[0].start, *[each.start for each in runs if each.name == first][1:]]
-    edges, size, phase = [0.0], list[int](), list[str]()
-    for start, after in itertools.pairwise([*starts, math.inf]):
-        own = [each for each in runs if start <= each.start < after]
-        end, now = min(max(each.end for each in own), after), FORWARD
-        for each, left in zip(own, [*(e.start for e in own[1:]), end], strict=True):
-            now = phases[each.name] or now
-            edges.append(left - starts[0])
-            size.append(used[each.name])
-            phase.append(now)
-        if after != math.inf:
-            edges.append(after - starts[0])
-            size.append(use.argument_bytes)
-            phase.append(IDLE)
+    later = [each for each in runs if each.name == first][1:]
+    """With which the steps after the first begin."""
+    segments: list[tuple[float, int, str]] = []
+    end, now = 0.0, FORWARD
+    for each in runs:
+        if each in later:
+            segments.append((min(end, each.start), use.argument_bytes, IDLE))
+            end, now = 0.0, FORWARD
+        now = phases[each.name] or now
+        segments.append((each.start, used[each.name], now))
+        end = max(end, each.end)
+    starts, size, phase = map(np.asarray, zip(*segments, strict=True))
+    edges = np.append(starts, end) - starts[0]
+    takes_time = np.diff(edges) > 0  # two events may start at the same moment
     memory = read_memory(compiled)
     assert memory is not None, "XLA has told its buffers"
     return Timeline(
-        *_without_moments(np.asarray(edges), np.asarray(size, np.int64), phase),
-        tuple(start - starts[0] for start in starts),
+        np.append(edges[:-1][takes_time], edges[-1]),
+        size[takes_time],
+        tuple(phase[takes_time].tolist()),
+        (0.0, *(each.start - runs[0].start for each in later)),
         _state_bytes(compiled),
         memory.peak,
         measured,
@@ -176,7 +164,7 @@ def _in_schedule_order(use: MemoryUse, events: Sequence[Event]) -> list[Event]:
         names = [each.name for each in instructions if each.name in executions]
         if not names:
             continue
-        turns, _ = Counter(len(executions[name]) for name in names).most_common(1)[0]
+        turns = statistics.mode(len(executions[name]) for name in names)
         names = [name for name in names if len(executions[name]) % turns == 0]
         for turn in range(turns):
             times = []
@@ -184,8 +172,7 @@ def _in_schedule_order(use: MemoryUse, events: Sequence[Event]) -> list[Event]:
                 kernels = len(executions[name]) // turns
                 own = executions[name][turn * kernels : (turn + 1) * kernels]
                 times.append((own[0].start, own[-1].end))
-            pairs = zip(names, sorted(times), strict=True)
-            found += [Event(name, start, end) for name, (start, end) in pairs]
+            found += [Event(name, *each) for name, each in zip(names, sorted(times), strict=True)]
     return sorted(found, key=lambda event: event.start)
 
 
@@ -193,71 +180,41 @@ def _bytes_by_name(use: MemoryUse, seen: Collection[str]) -> dict[str, int]:
     """Most bytes in use from each seen instruction to the next one of its computation."""
     found: dict[str, int] = {}
     for instructions in use.timed.values():
-        last, before = "", 0
-        for each in instructions:
-            now = int(use.bytes[use.place[each.name]])
-            if each.name in seen:
-                last, found[each.name], before = each.name, max(now, before), 0
-            elif last:
-                found[last] = max(found[last], now)
-            else:
-                before = max(before, now)
+        names = [each.name for each in instructions]
+        places = [place for place, name in enumerate(names) if name in seen]
+        if places:
+            used = use.bytes[[use.place[name] for name in names]]
+            most = np.maximum.reduceat(used, [0, *places[1:]])  # the first with what is before it
+            found |= zip((names[place] for place in places), most.tolist(), strict=True)
     return found
 
 
-def _without_moments(
-    edges: np.ndarray, size: np.ndarray, phase: Sequence[str]
-) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
-    """Segments that take time; two events may start at the same one."""
-    long = np.diff(edges) > 0
-    kept = tuple(name for name, takes_time in zip(phase, long, strict=True) if takes_time)
-    return np.concatenate([edges[:1], edges[1:][long]]), size[long], kept
-
-
 def traced_events(folder: Path, module: str) -> list[Event]:
-    """Return the events of `module` that the profiler saw on the first device, by instruction.
+    """Return what the profiler saw of `module` (`jit_step`, say) on the first device, in no order.
 
-    Args:
-        folder: that was given to `jax.profiler.trace`; of several traces, the newest counts.
-        module: `jit_step`, say.
-
-    Returns:
-        Events in seconds since some time, in no order; none where the backend reports none.
+    Of several traces in `folder` the newest counts. There are none where the backend reports none.
     """
-    traces = sorted(folder.glob("plugins/profile/*/*.xplane.pb"))
-    if not traces:
-        return []
-    newest = [path for path in traces if path.parent == traces[-1].parent]
     found: dict[tuple[bool, str, int], list[Event]] = defaultdict(list)
-    with warnings.catch_warnings():
-        # jaxlib 0.11 makes a type that Python warns of, and aborts where warnings are errors.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        for plane, event in (pair for path in newest for pair in _trace(path)):
-            # The host's plane may also show how a GPU's kernels were launched.
-            on_host = not plane.startswith("/device:")
-            stats: dict[str | None, Any] = dict(event.stats)
-            if stats.get("hlo_module") == module and stats.get("hlo_op"):
-                device = (on_host, plane, int(stats.get("device_ordinal", 0)))
-                start, end = event.start_ns, event.start_ns + event.duration_ns
-                found[device].append(Event(str(stats["hlo_op"]), start / 1e9, end / 1e9))
+    for path in sorted(folder.glob("plugins/profile/*/*.xplane.pb"))[-1:]:
+        with warnings.catch_warnings():
+            # jaxlib 0.11 makes a type that Python warns of, and aborts where warnings are errors.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+                # The host's plane may also show how a GPU's kernels were launched.
+                on_host = not plane.name.startswith("/device:")
+                for event in (event for line in plane.lines for event in line.events):
+                    stats: dict[str | None, Any] = dict(event.stats)
+                    if stats.get("hlo_module") == module and stats.get("hlo_op"):
+                        device = on_host, plane.name, int(stats.get("device_ordinal", 0))
+                        start, end = event.start_ns, event.start_ns + event.duration_ns
+                        found[device].append(Event(str(stats["hlo_op"]), start / 1e9, end / 1e9))
     return found[min(found)] if found else []
 
 
-def _trace(path: Path) -> Iterator[tuple[str, Any]]:
-    """The events in a file of the profiler, each with the name of its plane."""
-    data = jax.profiler.ProfileData.from_file(str(path))
-    for plane in data.planes:
-        for line in plane.lines:
-            yield from ((plane.name, event) for event in line.events)
-
-
 def phase_of(instruction: Instruction, *, fills: bool = False) -> str | None:
-    """The phase that an instruction belongs to; None where its neighbours decide.
+    """The phase that an instruction belongs to, by its scope; None where its neighbours decide.
 
-    Args:
-        instruction: traced under the scopes `gradient`, `reduction` and `update`.
-        fills: whether all it does is to fill or copy an array. XLA moves that far ahead of what it
-            is for.
+    They do for what `fills` or copies an array alone: XLA moves that far ahead of what it is for.
     """
     scope = _SCOPE.search(instruction.op_name)
     if fills or scope is None:
@@ -298,7 +255,7 @@ def _phase_by_name(use: MemoryUse) -> dict[str, str | None]:
     """Phases of all that an instruction of the entry depends on."""
     for instruction in use.computations[use.module.entry]:
         name = instruction.name
-        before[name] = {each for operand in instruction.inputs for each in before[operand]}
+        before[name] = set().union(*(before[operand] for operand in instruction.inputs))
         if (phase[name] == BACKWARD and FORWARD not in before[name]) or (
             phase[name] == UPDATE and not before[name] & {BACKWARD, REDUCTION}
         ):
@@ -320,12 +277,6 @@ def _seen(use: MemoryUse, events: Sequence[Event]) -> float:
 
 def _state_bytes(compiled: jax.stages.Compiled) -> int:
     """Bytes of the first argument, on one device."""
-    leaves = zip(
-        jax.tree.leaves(compiled.args_info[0][0]),
-        jax.tree.leaves(compiled.input_shardings[0][0]),
-        strict=True,
-    )
-    return sum(
-        math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf, sharding in leaves
-    )
+    shapes, shardings = compiled.args_info[0][0], compiled.input_shardings[0][0]
+    leaves = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
+    return sum(math.prod(s.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf, s in leaves)

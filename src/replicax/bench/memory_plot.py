@@ -1,11 +1,11 @@
 """A timeline of memory -> a picture of it."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from replicax.bench.memory_curve import BACKWARD, FORWARD, IDLE, PHASES, REDUCTION, UPDATE, Timeline
+from replicax.bench.numbers import digits
 from replicax.errors import require
 
 # Okabe and Ito's colours, told apart with any kind of colour vision.
@@ -28,17 +28,13 @@ line."""
 def draw_memory(timeline: Timeline, path: Path, title: str) -> None:
     """Draw memory over time, coloured by phase, over what the train state takes.
 
-    Args:
-        timeline: as `replicax.bench.memory_curve.measure_timeline` gives it.
-        path: of a picture, in the format of its suffix.
-        title: above it.
-
     Raises:
         MissingDependencyError: matplotlib is not installed.
     """
     figure = require("matplotlib.figure", "cli").Figure(figsize=(8, 4.6), layout="constrained")
     axis = figure.subplots()
-    unit, divisor = _unit(timeline.peak)
+    power = min(int(np.log2(max(timeline.peak, 1))) // 10, 3)
+    unit, divisor = ("B", "KiB", "MiB", "GiB")[power], 1 << 10 * power
     scale = 1e3 if timeline.measured else 1.0
     time, most, phase = _columns(timeline)
     time, used, state = time * scale, most / divisor, timeline.state_bytes / divisor
@@ -52,15 +48,24 @@ def draw_memory(timeline: Timeline, path: Path, title: str) -> None:
     axis.fill_between(sides, 0, state, color=STATE_COLOUR, linewidth=0)
     axis.stairs(used, time, baseline=None, color="#333333", linewidth=0.8)
     peak = timeline.peak / divisor
-    for height in (state, peak):
-        axis.axhline(height, color="black", linestyle="--", linewidth=1)
     axis.set_xlim(time[0], time[-1])
     axis.set_ylim(0, peak * 1.12)
-    low = state < LOW_STATE * peak
-    _write(axis, time[-1], state, f"train state {_figure(state)} {unit}", above=low)
-    reserved = _figure(timeline.reserved_bytes / divisor)
-    gaps = f", {reserved} {unit} reserved" if reserved != _figure(peak) else ""
-    _write(axis, time[-1], peak, f"peak {_figure(peak)} {unit}{gaps}", above=True)
+    reserved = digits(timeline.reserved_bytes / divisor)
+    gaps = f", {reserved} {unit} reserved" if reserved != digits(peak) else ""
+    for height, text, above in (
+        (state, f"train state {digits(state)} {unit}", state < LOW_STATE * peak),
+        (peak, f"peak {digits(peak)} {unit}{gaps}", True),
+    ):
+        axis.axhline(height, color="black", linestyle="--", linewidth=1)
+        axis.annotate(
+            text,
+            (time[-1], height),
+            xytext=(-4, 3 if above else -4),
+            textcoords="offset points",
+            ha="right",
+            va="bottom" if above else "top",
+            bbox={"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 1} if above else None,
+        )
     axis.set_ylabel(f"memory of one device [{unit}]")
     axis.set_xlabel(
         "time [ms], as profiled" if timeline.measured else "instructions run (not to scale of time)"
@@ -75,43 +80,11 @@ def draw_memory(timeline: Timeline, path: Path, title: str) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _unit(size: int) -> tuple[str, int]:
-    """The unit that leaves one to four digits before the point, and its bytes."""
-    for name, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if size >= 1 << power:
-            return name, 1 << power
-    return "B", 1
-
-
-def _figure(value: float) -> str:
-    """Three significant digits, or all before the point."""
-    return f"{value:.{max(0, 2 - int(np.log10(max(value, 1))))}f}"
-
-
 def _columns(timeline: Timeline) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Edges, most bytes and longest phase of equal parts of the time."""
+    """Edges, most bytes, and the phase in the middle, of equal parts of the time."""
     edges = np.linspace(timeline.edges[0], timeline.edges[-1], COLUMNS + 1)
     first = np.searchsorted(timeline.edges, edges[:-1], "right") - 1
     after = np.maximum(np.searchsorted(timeline.edges, edges[1:], "left"), first + 1)
-    spans = list(zip(first, after, strict=True))
-    most = np.asarray([timeline.bytes[a:b].max() for a, b in spans], np.int64)
-    names = np.asarray(timeline.phase)
-    longest = []
-    for (a, b), low, high in zip(spans, edges[:-1], edges[1:], strict=True):
-        seconds = np.diff(np.clip(timeline.edges[a : b + 1], low, high))
-        share = {name: seconds[names[a:b] == name].sum() for name in (*PHASES, IDLE)}
-        longest.append(max(share, key=share.__getitem__))
-    return edges, most, np.asarray(longest)
-
-
-def _write(axis: Any, right: float, height: float, text: str, *, above: bool) -> None:
-    axis.annotate(
-        text,
-        (right, height),
-        xytext=(-4, 3 if above else -4),
-        textcoords="offset points",
-        ha="right",
-        va="bottom" if above else "top",
-        fontsize=10,
-        bbox={"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 1} if above else None,
-    )
+    most = [timeline.bytes[a:b].max() for a, b in zip(first, after, strict=True)]
+    middle = np.searchsorted(timeline.edges, (edges[:-1] + edges[1:]) / 2, "right") - 1
+    return edges, np.asarray(most, np.int64), np.asarray(timeline.phase)[middle]

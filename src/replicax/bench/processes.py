@@ -4,23 +4,19 @@ Counts cannot be measured in one program, so each round starts a job of every co
 disturbs a round disturbs all of them. In a job `bench` measures as it does anywhere.
 """
 
+import contextlib
 import dataclasses
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from replicax.bench.bench_result import Bench, CaseResult, efficiencies
+from replicax.bench.bench_result import Bench, CaseResult, by_mode, with_efficiency
 from replicax.bench.cases import STRONG, WEAK, usual_modes
-from replicax.bench.machine import (
-    Neighbours,
-    environment,
-    notes_on_neighbours,
-    own_cores,
-)
+from replicax.bench.machine import Neighbours, check_cores, environment, notes_on_neighbours
 from replicax.bench.measurement import Display
 from replicax.core.modes import MODES
 from replicax.errors import ConfigError, did_you_mean
+from replicax.wording import counted
 
 RUNS = 4
 """Runs of every step in one job; their median is what the round has measured."""
@@ -38,12 +34,7 @@ def modes_of_processes() -> list[str]:
 
 
 def check_counts(counts: Sequence[int], modes: Sequence[str]) -> tuple[int, ...]:
-    """`counts` in ascending order, each once.
-
-    Raises:
-        ConfigError: a count that this host cannot give a core each, or a mode that several
-            processes cannot run.
-    """
+    """`counts` in ascending order, each once; raises where they, or `modes`, cannot be run."""
     possible = modes_of_processes()
     for mode in modes:
         if mode not in possible:
@@ -51,20 +42,10 @@ def check_counts(counts: Sequence[int], modes: Sequence[str]) -> tuple[int, ...]
                 f"mode {mode!r} with --processes; several processes run {' or '.join(possible)}"
                 f"{did_you_mean(mode, possible)}: leave it out"
             )
-    if not sys.platform.startswith("linux"):
-        raise ConfigError(
-            f"--processes on {sys.platform}; each has a core, and cores are given out on Linux: "
-            "use --devices"
-        )
     ordered = tuple(sorted(set(counts)))
     if ordered[0] < 1:
         raise ConfigError(f"--processes {ordered[0]}; a job has at least 1: raise it")
-    cores = len(own_cores())
-    if ordered[-1] > cores:
-        raise ConfigError(
-            f"--processes {ordered[-1]} on {cores} cores; each process has a core of its own: use "
-            f"at most {cores}"
-        )
+    check_cores(f"--processes {ordered[-1]}", ordered[-1])
     return ordered
 
 
@@ -76,32 +57,18 @@ def bench_processes(
     notes: Sequence[str] = (),
     progress: bool = True,
 ) -> Bench:
-    """Measure jobs of `counts` processes in turn, `rounds` times, and put them side by side.
-
-    Args:
-        measure: measures one of them, `job_measure` say.
-        counts: from `check_counts`.
-        rounds: at least 1.
-        notes: on what is measured, for the result.
-        progress: whether to print what is going on.
-
-    Raises:
-        ConfigError: no round.
-    """
+    """Measure jobs of `counts` processes in turn, `rounds` times, and put them side by side."""
     if rounds < 1:
         raise ConfigError(f"rounds={rounds}; it is at least 1: raise it")
     started = time.perf_counter()
     measured: dict[int, list[Bench]] = {count: [] for count in counts}
-    display = Display(progress, len(counts), rounds)
-    neighbours = Neighbours()
-    try:
-        for number in range(rounds):
-            for place, count in enumerate(counts):
-                text = f"round {number + 1}/{rounds}: {count} process{'es' if count > 1 else ''}"
-                display.part(number * len(counts) + place, rounds * len(counts), text)
-                measured[count].append(measure(count, number))
-    finally:
-        display.close()
+    display, neighbours = Display(progress), Neighbours()
+    turns = [(number, count) for number in range(rounds) for count in counts]
+    with contextlib.closing(display):
+        for place, (number, count) in enumerate(turns):
+            text = f"round {number + 1}/{rounds}: {counted(count, 'process')}"
+            display.show(text, display.left(place, len(turns)))
+            measured[count].append(measure(count, number))
     most = measured[counts[-1]][0]
     return dataclasses.replace(
         most,
@@ -118,30 +85,21 @@ def bench_processes(
 def _merged(measured: Mapping[int, Sequence[Bench]]) -> tuple[CaseResult, ...]:
     """Every mode on every count, with a value a round."""
     scaling = WEAK if len(measured) > 1 else STRONG
-    merged: list[CaseResult] = []
-    for mode in [case.mode for case in next(iter(measured.values()))[0].cases]:
-        cases = [_over_rounds([_of_mode(part, mode) for part in p]) for p in measured.values()]
-        found = efficiencies(scaling, [(case.devices, case.seconds_per_step) for case in cases])
-        merged += [
-            dataclasses.replace(case, scalings=(scaling,), efficiency={scaling: tuple(values)})
-            for case, values in zip(cases, found, strict=True)
-        ]
-    return tuple(merged)
-
-
-def _of_mode(part: Bench, mode: str) -> CaseResult:
-    (case,) = [case for case in part.cases if case.mode == mode]
-    return case
+    merged = [
+        dataclasses.replace(_over_rounds(rounds), scalings=(scaling,))
+        for parts in measured.values()
+        for rounds in zip(*(part.cases for part in parts), strict=True)
+    ]
+    return with_efficiency(by_mode(merged))
 
 
 def _over_rounds(cases: Sequence[CaseResult]) -> CaseResult:
     """The same case in every round as one: of each round, the median of its runs."""
     rates = [case.product_flops_per_second for case in cases]
-    known = [rate for rate in rates if rate is not None]
     return dataclasses.replace(
         cases[0],
         seconds_per_step=tuple(statistics.median(case.seconds_per_step) for case in cases),
         rows_per_second=tuple(statistics.median(case.rows_per_second) for case in cases),
         input_wait_fraction=tuple(statistics.median(case.input_wait_fraction) for case in cases),
-        product_flops_per_second=max(known) if known else None,
+        product_flops_per_second=max(filter(None, rates), default=None),
     )

@@ -1,4 +1,4 @@
-"""A bench as text: two tables that fit a terminal, and Markdown."""
+"""A bench as text: tables that fit a terminal, and the same as Markdown."""
 
 import textwrap
 from collections.abc import Callable, Sequence
@@ -9,29 +9,40 @@ from replicax.bench.numbers import (
     UNKNOWN,
     around,
     digits,
-    hundredths,
     mebibytes,
     percent,
     percent_around,
-    short,
     spread,
-    traffic,
 )
-from replicax.wording import duration
+from replicax.wording import duration, size_text
 
 WIDTH = 80
 
 Column = tuple[str, Callable[[CaseResult], str]]
 """A heading, whose lines are parted by a line break, and the text of a case below it."""
+Section = tuple[str, list[list[str]]]
+"""A title, and the rows of a table, headings first."""
 
 
 def table(bench: Bench) -> list[str]:
     """The whole bench in lines of at most 80 columns: what it is of, speed, resources, notes."""
     lines = [line for text in header(bench) for line in _wrapped(text)]
-    for heading, columns, cases in tables(bench):
-        lines += ["", *_wrapped(heading), *_aligned(columns, cases)]
-    lines += [line for text in footnotes(bench) for line in _wrapped(text)]
-    return lines
+    for title, rows in sections(bench):
+        lines += ["", *_wrapped(title), *_aligned(rows)]
+    return lines + [line for text in footnotes(bench) for line in _wrapped(text)]
+
+
+def to_markdown(bench: Bench, pictures: Sequence[str] = ()) -> str:
+    """The same as GitHub's Markdown, with pictures that lie beside it."""
+    parts = ["# Bench", "\n".join(f"- {text}" for text in header(bench))]
+    parts += [f"![{name}]({name})" for name in pictures]
+    for title, (heads, *rows) in sections(bench):
+        name, _, explanation = title.partition(": ")
+        parts += [f"## {name.capitalize()}", *filter(None, [explanation])]
+        heads = [" ".join(head.replace("-\n", "").split()) for head in heads]
+        lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
+        parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
+    return "\n\n".join([*parts, "\n".join(f"- {text}" for text in footnotes(bench))]) + "\n"
 
 
 def header(bench: Bench) -> list[str]:
@@ -44,34 +55,33 @@ def header(bench: Bench) -> list[str]:
         f"{where['date']} · {bench.device_kind} devices · {where['processor']}, "
         f"{where['cores']} cores{f', one a {bench.replica}' if bench.pinned else ''}",
         " · ".join(packages),
-        f"{bench.parameters:,} parameters, {traffic(bench.parameter_bytes)} · {bench.precision}"
+        f"{bench.parameters:,} parameters, {size_text(bench.parameter_bytes)} · {bench.precision}"
         f"{'' if bench.compares_layouts else f' · layout {bench.layout}'}{reduction}",
         f"batch {bench.batch_size:,}{micro} · {bench.rounds} round{plural} in "
         f"{duration(bench.seconds)}, median ± half of what the quartiles are apart",
     ]
 
 
-def scalings(bench: Bench) -> list[str]:
-    """Return the scalings that were measured."""
-    return [name for name in (STRONG, WEAK) if bench.scaling(name)]
-
-
-def tables(bench: Bench) -> list[tuple[str, list[Column], Sequence[CaseResult]]]:
-    """The headings, columns and cases of the tables."""
+def sections(bench: Bench) -> list[Section]:
+    """The titles and rows of the tables, without the columns in which nothing is known."""
+    all_cases = by_mode(bench.cases)
     if bench.compares_layouts:
-        heading = f"layouts: {bench.batch_size:,} rows a batch"
-        return [(heading, layout_columns(bench), by_mode(bench.cases))]
-    return [
-        *(
-            (title(bench, scaling), speed_columns(bench, scaling), bench.scaling(scaling))
-            for scaling in scalings(bench)
-        ),
-        ("each step", resource_columns(bench), by_mode(bench.cases)),
+        title = f"layouts: {bench.batch_size:,} rows a batch"
+        return [(title, _rows(_layout_columns(bench), all_cases))]
+    speeds = [
+        (_title(bench, scaling), _rows(_speed_columns(bench, scaling), cases))
+        for scaling in (STRONG, WEAK)
+        if (cases := bench.scaling(scaling))
     ]
+    return [*speeds, ("each step", _rows(_resource_columns(bench), all_cases))]
 
 
-def title(bench: Bench, scaling: str) -> str:
-    """Return the title of a table of speeds."""
+def _rows(columns: Sequence[Column], cases: Sequence[CaseResult]) -> list[list[str]]:
+    found = [[head, *map(text, cases)] for head, text in columns]
+    return list(map(list, zip(*(each for each in found if {*each[1:]} != {UNKNOWN}), strict=True)))
+
+
+def _title(bench: Bench, scaling: str) -> str:
     if len({case.devices for case in bench.cases}) == 1:
         return f"speed: {bench.batch_size:,} rows a batch"
     if scaling == STRONG:
@@ -80,12 +90,11 @@ def title(bench: Bench, scaling: str) -> str:
     return f"weak scaling: {bench.scaling(WEAK)[0].rows_per_device:,} rows a {bench.replica}"
 
 
-def speed_columns(bench: Bench, scaling: str) -> list[Column]:
-    """How fast the cases of one scaling are."""
+def _speed_columns(bench: Bench, scaling: str) -> list[Column]:
     return [
         ("mode", lambda case: case.mode),
         (bench.scaled_over, lambda case: f"{case.devices}"),
-        ("batch", lambda case: short(case.global_batch)),
+        ("batch", lambda case: digits(case.global_batch)),
         *_rate_columns(bench),
         ("efficiency", lambda case: percent_around(case.efficiency[scaling])),
         ("wait", lambda case: percent(spread(case.input_wait_fraction)[0])),
@@ -96,7 +105,7 @@ def _rate_columns(bench: Bench) -> list[Column]:
     unit = "rows" if any(case.tokens_per_second is None for case in bench.cases) else "tokens"
 
     def rate(case: CaseResult) -> str:
-        return short(spread(case.tokens_per_second or case.rows_per_second)[0])
+        return digits(spread(case.tokens_per_second or case.rows_per_second)[0])
 
     return [
         (f"{unit}/s", rate),
@@ -104,24 +113,24 @@ def _rate_columns(bench: Bench) -> list[Column]:
     ]
 
 
-def layout_columns(bench: Bench) -> list[Column]:
-    """Columns of a table of layouts."""
-    columns: list[Column] = [
+def _layout_columns(bench: Bench) -> list[Column]:
+    alone = {case.mode for case in bench.cases if case.devices == 1}
+
+    def speedup(case: CaseResult) -> str:
+        if case.mode not in alone:
+            return UNKNOWN
+        return digits(case.devices * spread(case.efficiency[STRONG])[0])
+
+    return [
         ("layout", lambda case: case.name),
         ("de-\nvices", lambda case: f"{case.devices}"),
         *_rate_columns(bench),
+        ("speed-\nup", speedup),
         ("state\nMiB", lambda case: mebibytes(_figures(case).state_bytes_per_device)),
         ("peak\nMiB", lambda case: mebibytes(case.peak_bytes_per_device)),
-        ("\nsent", lambda case: traffic(round(case.sent_bytes))),
+        ("\nsent", lambda case: size_text(case.sent_bytes)),
+        ("bub-\nble", lambda case: percent(_figures(case).bubble)),
     ]
-    alone = {case.mode for case in bench.cases if case.devices == 1}
-    if alone:
-        columns.insert(
-            4, ("speed-\nup", lambda case: _speedup(case) if case.mode in alone else UNKNOWN)
-        )
-    if _has_stages(bench):
-        columns.append(("bub-\nble", lambda case: percent(_figures(case).bubble)))
-    return columns
 
 
 def _figures(case: CaseResult) -> LayoutFigures:
@@ -129,62 +138,53 @@ def _figures(case: CaseResult) -> LayoutFigures:
     return case.layout
 
 
-def _has_stages(bench: Bench) -> bool:
-    return any(_figures(case).bubble is not None for case in bench.cases)
+def _resource_columns(bench: Bench) -> list[Column]:
+    """Columns of what steps take, whatever their speed."""
 
+    def gigaflops(case: CaseResult) -> str:
+        return digits(case.flops_per_second / 1e9) if case.flops_per_step else UNKNOWN
 
-def _speedup(case: CaseResult) -> str:
-    """Over one device, in the median round."""
-    return digits(case.devices * spread(case.efficiency[STRONG])[0])
-
-
-def resource_columns(bench: Bench) -> list[Column]:
-    """Return the columns of what steps take, whatever their speed."""
-    columns: list[Column] = [
+    return [
         ("mode", lambda case: case.mode),
         (bench.scaled_over, lambda case: f"{case.devices}"),
-        ("batch", lambda case: short(case.global_batch)),
+        ("batch", lambda case: digits(case.global_batch)),
         ("peak\nMiB", lambda case: mebibytes(case.peak_bytes_per_device)),
-        ("compile\ns", lambda case: hundredths(case.trace_seconds + case.compile_seconds)),
-        ("reduc-\ntions", lambda case: short(case.collective_count)),
-        ("\nsent", lambda case: traffic(round(case.sent_bytes))),
+        ("seen\nMiB", lambda case: mebibytes(case.measured_peak_bytes_per_device)),
+        ("compile\ns", lambda case: digits(case.trace_seconds + case.compile_seconds)),
+        ("reduc-\ntions", lambda case: digits(case.collective_count)),
+        ("\nsent", lambda case: size_text(case.sent_bytes)),
+        ("\nGFLOP/s", gigaflops),
+        ("of\npeak", lambda case: percent(case.share_of_peak or None)),
+        ("of a\nproduct", lambda case: percent(case.share_of_product or None)),
     ]
-    if any(case.measured_peak_bytes_per_device is not None for case in bench.cases):
-        measured = ("seen\nMiB", lambda case: mebibytes(case.measured_peak_bytes_per_device))
-        columns.insert(4, measured)
-    if any(case.flops_per_step for case in bench.cases):
-        columns.append(("\nGFLOP/s", lambda case: short(case.flops_per_second / 1e9)))
-    if any(case.share_of_peak is not None for case in bench.cases):
-        columns.append(("of\npeak", lambda case: percent(case.share_of_peak)))
-    elif any(case.share_of_product for case in bench.cases):
-        columns.append(("of a\nproduct", lambda case: percent(case.share_of_product)))
-    return columns
 
 
 def footnotes(bench: Bench) -> list[str]:
     """Return what columns mean where it is not plain, and the notes of the bench."""
-    if bench.compares_layouts:
-        return [*_layout_footnotes(bench), *(f"note: {note}" for note in bench.notes)]
+    lines = _layout_footnotes(bench) if bench.compares_layouts else _mode_footnotes(bench)
+    return [*lines, *(f"note: {note}" for note in bench.notes)]
+
+
+def _mode_footnotes(bench: Bench) -> list[str]:
     lines = ["wait: share of the time spent waiting for a batch; peak: memory of a device"]
     most = max(bench.cases, key=lambda case: case.least_sent_bytes or 0)
     if most.least_sent_bytes:
         lines.append(
             f"sent: bytes of a {bench.replica} in a step; to reduce one gradient on {most.devices} "
-            f"{bench.scaled_over}, {traffic(round(most.least_sent_bytes))} at least"
+            f"{bench.scaled_over}, {size_text(most.least_sent_bytes)} at least"
         )
-    rates = {case.devices: case.product_flops_per_second for case in bench.cases}
     if any(case.share_of_product for case in bench.cases):
+        rates = {case.devices: case.product_flops_per_second for case in bench.cases}
         known = {count: rate for count, rate in rates.items() if rate is not None}
         same = len(set(known.values())) == 1
         each = (
-            f"{short(rate / 1e9)}{'' if same else f' on {count}'}" for count, rate in known.items()
+            f"{digits(rate / 1e9)}{'' if same else f' on {count}'}" for count, rate in known.items()
         )
-        listed = ", ".join(dict.fromkeys(each))
         lines.append(
             "product: the rate of a 1024 x 1024 matrix product on the same cores, "
-            f"{listed} GFLOP/s: not the hardware's peak"
+            f"{', '.join(dict.fromkeys(each))} GFLOP/s: not the hardware's peak"
         )
-    return [*lines, *(f"note: {note}" for note in bench.notes)]
+    return lines
 
 
 def _layout_footnotes(bench: Bench) -> list[str]:
@@ -192,7 +192,7 @@ def _layout_footnotes(bench: Bench) -> list[str]:
         "speed-up: over one device in the same mode; state, peak: memory of a device; sent: bytes "
         "of a device in a step"
     ]
-    if _has_stages(bench):
+    if any(_figures(case).bubble is not None for case in bench.cases):
         lines.append(
             "bubble: share of a step that a stage is idle, (S - 1) / (M + S - 1) of S stages and "
             f"M = {bench.accumulate} micro-batches, from accumulate"
@@ -204,23 +204,18 @@ def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, subsequent_indent="  ")
 
 
-def cells(columns: Sequence[Column], cases: Sequence[CaseResult]) -> list[list[str]]:
-    """The text of a table's cells, case by case."""
-    return [[text(case) for _, text in columns] for case in cases]
-
-
-def _aligned(columns: Sequence[Column], cases: Sequence[CaseResult]) -> list[str]:
-    """Lines: the first column to the left, the others to the right."""
-    heads = [head.split("\n") for head, _ in columns]
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines: the first column to the left, the others to the right, headings at the bottom."""
+    heads = [head.split("\n") for head in rows[0]]
     depth = max(map(len, heads))
     heads = [[""] * (depth - len(head)) + head for head in heads]
-    rows = [*map(list, zip(*heads, strict=True)), *cells(columns, cases)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [*zip(*heads, strict=True), *rows[1:]]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     gap = "  " if sum(widths) + 2 * (len(widths) - 1) <= WIDTH else " "
     return [
         gap.join(
             cell.rjust(width) if place else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
-        for row in rows
+        for line in lines
     ]

@@ -8,37 +8,32 @@ from typing import Any
 import jax
 import optax
 
-from replicax.bench.bench_result import Bench, case_results
+from replicax.bench.bench_result import Bench
 from replicax.bench.cases import (
     BenchCase,
     all_cases,
     check_devices,
+    check_left,
     default_devices,
     notes_on_cases,
-    notes_on_source,
     possible_modes,
     usual_modes,
 )
-from replicax.bench.layouts import (
-    MODES_BY_DEFAULT,
-    Arrangement,
-    cases_of_layouts,
-    check_layouts,
-    check_left,
-)
+from replicax.bench.layouts import MODES_BY_DEFAULT, Arrangement, cases_of_layouts
 from replicax.bench.machine import (
     Neighbours,
-    check_pinning,
+    check_cores,
     environment,
     notes_on_machine,
     notes_on_neighbours,
     own_cores,
 )
-from replicax.bench.measurement import BenchSubject, Display, Measurement
+from replicax.bench.measurement import Display, Measurement
 from replicax.bench.runner import check_source
+from replicax.core.data_parallel import DataParallel
 from replicax.core.exact import MICRO_SHARDS
 from replicax.core.job import Alone, Job
-from replicax.core.layout import Layout, as_layout
+from replicax.core.layout import Layout
 from replicax.core.mesh import make_mesh
 from replicax.core.modes import as_mode
 from replicax.core.objective import LossFunction
@@ -117,7 +112,11 @@ def bench(
     platform = attached[0].platform
     if modes is None:
         modes = usual_modes() if layouts is None else MODES_BY_DEFAULT
-    _check(modes, rounds, tokens_per_row)
+    for name, value in (("rounds", rounds), ("tokens_per_row", tokens_per_row)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name}={value}; it is at least 1: raise it")
+    for mode in modes:
+        as_mode(mode)
     lone = jax.process_count() == 1
     if devices is None:
         every = lone and layouts is None
@@ -125,34 +124,56 @@ def bench(
     counts = check_devices(devices, len(attached), platform)
     if not lone:
         _check_job(counts, pin)
-    if layouts is not None:
-        check_layouts(layouts, counts)
-        counts = tuple(sorted({1, *counts})) if lone else counts
+    if layouts is not None and lone:
+        counts = tuple(sorted({1, *counts}))
+    if pin and platform != "cpu":
+        raise ConfigError(
+            f"pin with {platform} devices; only host devices share cores: leave pin out"
+        )
     if pin:
-        check_pinning(max(counts), platform)
-    subject = BenchSubject(
-        loss=loss,
-        optimizer=optimizer,
-        step=step,
-        model=model,
-        source=source,
-        layout=layout,
-        accumulate=accumulate,
-        micro_shards=micro_shards,
-        precision=precision,
-        reduction=reduction,
-        seed=seed,
-        job=job,
-    )
-    cases, notes = _planned(subject, layouts, modes, counts, batch_size)
+        check_cores(f"pin with {max(counts)} devices", max(counts))
+
+    def data_parallel(case: BenchCase) -> DataParallel:
+        placed = case.placed
+        return DataParallel(
+            loss,
+            optimizer,
+            step=step,
+            mesh=placed.mesh if placed else make_mesh(case.devices, devices=attached),
+            mode=case.mode,
+            layout=placed.layout if placed else layout,
+            accumulate=accumulate,
+            micro_shards=micro_shards,
+            precision=precision,
+            reduction=reduction,
+            job=job,
+        )
+
+    def check(case: BenchCase) -> None:
+        """Raise `ConfigError` where the step of `case` cannot be, without compiling it."""
+        dp = data_parallel(case)
+        dp.abstract_state(model)
+        dp.split.padded(case.global_batch)
+
+    can_be_cut = check_source(source, batch_size, job)
+    if layouts is not None:
+        cases, notes = cases_of_layouts(layouts, modes, counts, batch_size, layout, check)
+    else:
+        kept, notes = possible_modes(modes, counts, layout, reduction)
+        cases = all_cases(batch_size, counts, kept, weak=can_be_cut)
+    notes += notes_on_cases(batch_size, cases, accumulate)
+    if layouts is None and not can_be_cut and len(counts) > 1:
+        notes.append(
+            "no weak scaling: the source gives whole batches, which cannot be cut to other sizes"
+        )
     if lone:
         notes += notes_on_machine(max(counts), platform, pin)
 
     started = time.perf_counter()
-    display = Display(progress, len(cases), rounds)
-    measurement = Measurement(subject, own_cores() if pin else [], display)
+    cores = own_cores() if pin else []
+    measurement = Measurement(data_parallel, model, source, seed, cores, Display(progress))
     with contextlib.closing(measurement):
-        notes += measurement.prepare(cases)
+        notes += measurement.prepare(cases, rounds)
         check_left(measurement.runners, notes)
         rates = measurement.product_rates() if platform == "cpu" else {}
         neighbours = Neighbours()
@@ -161,16 +182,16 @@ def bench(
             notes += notes_on_neighbours(neighbours.cores())
     names = measurement.runners[0].dp.configuration.names()
     params = jax.tree.leaves(next(iter(measurement.states.values())).params)
-    placed = [runner.case.placed for runner in measurement.runners]
+    placed = dict.fromkeys(str(runner.case.placed) for runner in measurement.runners)
     return Bench(
-        cases=case_results(measurement, rates, tokens_per_row),
+        cases=measurement.results(rates, tokens_per_row),
         environment=environment(),
         platform=platform,
         device_kind=attached[0].device_kind,
         parameters=sum(leaf.size for leaf in params),
         parameter_bytes=sum(leaf.nbytes for leaf in params),
         batch_size=batch_size,
-        layout=", ".join(dict.fromkeys(map(str, placed))) if layouts else names["layout"],
+        layout=", ".join(placed) if layouts else names["layout"],
         accumulate=accumulate,
         precision=precision,
         rounds=rounds,
@@ -180,37 +201,6 @@ def bench(
         notes=tuple(notes),
         reduction=names["reduction"],
     )
-
-
-def _planned(
-    subject: BenchSubject,
-    layouts: Sequence[Arrangement] | None,
-    modes: Sequence[str],
-    counts: Sequence[int],
-    batch_size: int,
-) -> tuple[list[BenchCase], list[str]]:
-    """Cases to measure, and notes on what is not as asked."""
-    if layouts is not None:
-        check_source(subject.source, batch_size, subject.job)
-        cases, notes = cases_of_layouts(
-            layouts, modes, counts, batch_size, subject.layout, subject.check
-        )
-        check_left(cases, notes)
-        return cases, notes + notes_on_cases(batch_size, cases, subject.accumulate)
-    kept, notes = possible_modes(modes, counts, subject.layout, subject.reduction)
-    can_be_cut = check_source(subject.source, batch_size, subject.job)
-    cases = all_cases(batch_size, counts, kept, weak=can_be_cut)
-    notes += notes_on_cases(batch_size, cases, subject.accumulate)
-    return cases, notes + notes_on_source(can_be_cut, counts)
-
-
-def _check(modes: Sequence[str], rounds: int, tokens_per_row: int | None) -> None:
-    """Raise `ConfigError` for what is wrong whatever the devices."""
-    for name, value in (("rounds", rounds), ("tokens_per_row", tokens_per_row)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{name}={value}; it is at least 1: raise it")
-    for mode in modes:
-        as_mode(mode).check(make_mesh(devices=jax.devices()[:1]), as_layout("replicated"))
 
 
 def _check_job(counts: Sequence[int], pin: bool) -> None:

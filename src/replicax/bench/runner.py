@@ -1,20 +1,27 @@
 """One case, compiled once, and run a little in every round."""
 
-import dataclasses
+import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from itertools import count
 from typing import Any
 
 import jax
 
-from replicax.analysis.compiled import CompiledStep, inspect
+from replicax.analysis.collectives import sums_bytes, wire_bytes_of_all_reduce
+from replicax.analysis.compiled import inspect
 from replicax.analysis.flops import count_flops
+from replicax.analysis.hardware import chip_of_kind
+from replicax.bench.bench_result import CaseResult, LayoutFigures
 from replicax.bench.cases import BenchCase
 from replicax.core.batch import Batch
 from replicax.core.data_parallel import DataParallel
 from replicax.core.job import Job
+from replicax.core.mesh import STAGE
+from replicax.core.pipeline import bubble
+from replicax.core.reduction import Wire
 from replicax.core.scaling import settled
-from replicax.core.sources import Source, as_source, can_shuffle
+from replicax.core.sources import as_source, can_shuffle
 from replicax.core.update import TrainState
 from replicax.errors import ConfigError
 
@@ -24,58 +31,8 @@ RUN_SECONDS = 0.25
 FEWEST_STEPS, MOST_STEPS = 2, 50
 
 
-@dataclasses.dataclass(frozen=True)
-class Compiled:
-    """The compiled step, and how long compiling it took."""
-
-    trace_seconds: float
-    compile_seconds: float
-    step: CompiledStep
-    flops: int
-    """FLOPs of the products on all devices: what a CPU runs, and elsewhere what the step asks
-    for."""
-
-
-class Epochs:
-    """The batches of `source` without an end, each epoch shuffled anew where the source can."""
-
-    def __init__(self, dp: DataParallel, source: Any, batch_size: int, seed: int) -> None:
-        shuffle = can_shuffle(source)
-        self._dp = dp
-        self._source: Source = as_source(source, batch_size, dp.job, shuffle=shuffle, seed=seed)
-        self._epoch = 0
-        self._batches: Iterator[Batch] | None = None
-        self.wait_seconds = 0.0
-        """Time that `next` has taken, the change of epochs included."""
-
-    def __iter__(self) -> "Epochs":
-        return self
-
-    def __next__(self) -> Batch:
-        started = time.perf_counter()
-        if self._batches is None:
-            self._batches = iter(self._dp.feed(self._source, epoch=self._epoch))
-        batch = next(self._batches, None)
-        if batch is None:
-            self._epoch += 1
-            self._batches = iter(self._dp.feed(self._source, epoch=self._epoch))
-            batch = next(self._batches)  # no epoch is empty
-        self.wait_seconds += time.perf_counter() - started
-        return batch
-
-    def close(self) -> None:
-        """End the thread that makes batches ahead."""
-        close = getattr(self._batches, "close", None)
-        if close is not None:
-            close()
-
-
 def check_source(source: Any, batch_size: int, job: Job) -> bool:
-    """Whether `source` can be cut into batches of any size.
-
-    Raises:
-        ConfigError: it can be read once only, or gives batches of another size.
-    """
+    """Whether `source` can be cut into batches of any size; raises where it serves no bench."""
     if isinstance(source, Iterator):
         raise ConfigError(
             f"the source is a {type(source).__name__}, which can be read once, and every case "
@@ -93,22 +50,22 @@ def check_source(source: Any, batch_size: int, job: Job) -> bool:
 class Runner:
     """A case and what it needs to run: its own `DataParallel`, and its own place in the data."""
 
-    def __init__(self, case: BenchCase, dp: DataParallel, batches: Epochs) -> None:
-        self.case, self.dp, self.batches = case, dp, batches
-        self.compiled: Compiled | None = None
-        self.measured_peak_bytes: int | None = None
+    def __init__(self, case: BenchCase, dp: DataParallel, source: Any, seed: int) -> None:
+        self.case, self.dp = case, dp
+        self.batches = _epochs(dp, source, case.global_batch, seed)
         self.steps = FEWEST_STEPS
         """Measured in each run."""
         self.run_seconds = 0.0
         """Time of one run: an estimate, then the newest."""
-        self.seconds_per_step: list[float] = []
-        self.rows_per_second: list[float] = []
-        self.input_wait_fraction: list[float] = []
+        self._measured_peak_bytes: int | None = None
+        self._seconds_per_step: list[float] = []
+        self._rows_per_second: list[float] = []
+        self._input_wait_fraction: list[float] = []
 
     def prepare(self, state: TrainState) -> TrainState:
         """Compile the step, take `UNMEASURED_STEPS`, and see how many a run has."""
         batch = next(self.batches)
-        self.compiled = _compile(self.dp, state, batch)
+        self._compile(state, batch)
         device = self.dp.mesh.local_devices[0]
         before = device.memory_stats()
         state, _ = jax.block_until_ready(self.dp.step(state, batch))
@@ -121,10 +78,24 @@ class Runner:
         # Process 0's, in all processes of a job: their steps wait for each other.
         self.steps = self.dp.job.broadcast("steps in a run", lambda: steps_in_a_run(seconds))
         self.run_seconds = (UNMEASURED_STEPS + self.steps) * seconds
-        memory = self.compiled.step.memory
-        if memory is not None:
-            self.measured_peak_bytes = own_peak(before, device.memory_stats(), memory.arguments)
+        if memory := self._compiled.memory:
+            self._measured_peak_bytes = own_peak(before, device.memory_stats(), memory.arguments)
         return state
+
+    def _compile(self, state: TrainState, batch: Batch) -> None:
+        """Lower and compile what `dp.step` then runs."""
+        started = time.perf_counter()
+        traced = self.dp.trace(state, batch)
+        lowered = traced.lower()
+        self._trace_seconds = time.perf_counter() - started
+        started = time.perf_counter()
+        compiled = lowered.compile()
+        self._compile_seconds = time.perf_counter() - started
+        self._compiled, devices = inspect(compiled), self.dp.mesh.devices
+        if devices.flat[0].platform == "cpu":
+            self._flops = self._compiled.flops * devices.size
+        else:  # accelerators hide products in libraries' custom calls
+            self._flops = count_flops(traced.jaxpr.jaxpr, devices.flat[0].platform)
 
     def run(self, state: TrainState) -> TrainState:
         """The steps of one round; keeps their figures."""
@@ -132,19 +103,83 @@ class Runner:
         for _ in range(UNMEASURED_STEPS):
             state, _ = self.dp.step(state, next(self.batches))
         jax.block_until_ready(state)
-        rows, waited = 0, self.batches.wait_seconds
+        rows, waited = 0, 0.0
         started = time.perf_counter()
         for _ in range(self.steps):
+            asked = time.perf_counter()
             batch = next(self.batches)
+            waited += time.perf_counter() - asked
             rows += batch.rows or 0
             state, _ = self.dp.step(state, batch)
         jax.block_until_ready(state)
         ended = time.perf_counter()
         seconds, self.run_seconds = ended - started, ended - entered
-        self.seconds_per_step.append(seconds / self.steps)
-        self.rows_per_second.append(rows / seconds)
-        self.input_wait_fraction.append((self.batches.wait_seconds - waited) / seconds)
+        self._seconds_per_step.append(seconds / self.steps)
+        self._rows_per_second.append(rows / seconds)
+        self._input_wait_fraction.append(waited / seconds)
         return state
+
+    def result(
+        self, state: TrainState, product_rate: float | None, tokens_per_row: int | None
+    ) -> CaseResult:
+        """The figures of all rounds, without efficiency."""
+        case, dp, compiled = self.case, self.dp, self._compiled
+        padded = dp.split.padded(case.global_batch)
+        reduction, least = dp.configuration.reduction, None
+        if isinstance(reduction, Wire) and dp.layout.is_whole:
+            gradient = sums_bytes(jax.tree.leaves(state.params), 0, reduction.dtype)
+            least = wire_bytes_of_all_reduce(gradient, case.devices)
+        chip = chip_of_kind(dp.mesh.devices.flat[0].device_kind)
+        peak = chip.flops_per_second.get(dp.precision.name) if chip else None
+        return CaseResult(
+            mode=case.mode,
+            devices=case.devices,
+            global_batch=case.global_batch,
+            rows_per_device=padded // case.replicas,
+            padded_rows=padded - case.global_batch,
+            scalings=case.scalings,
+            steps_per_round=self.steps,
+            seconds_per_step=tuple(self._seconds_per_step),
+            rows_per_second=tuple(self._rows_per_second),
+            tokens_per_row=tokens_per_row,
+            input_wait_fraction=tuple(self._input_wait_fraction),
+            trace_seconds=self._trace_seconds,
+            compile_seconds=self._compile_seconds,
+            peak_bytes_per_device=compiled.memory.peak if compiled.memory else None,
+            measured_peak_bytes_per_device=self._measured_peak_bytes,
+            flops_per_step=self._flops,
+            peak_flops_per_second=peak and peak * case.devices,
+            product_flops_per_second=product_rate,
+            collectives=compiled.collectives,
+            least_sent_bytes=least,
+            efficiency={},
+            layout=self._layout_figures(state),
+        )
+
+    def _layout_figures(self, state: TrainState) -> LayoutFigures | None:
+        placed = self.case.placed
+        if placed is None:
+            return None
+        stages = placed.mesh.shape.get(STAGE, 1)
+        return LayoutFigures(
+            name=str(placed),
+            state_bytes_per_device=sum(
+                math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+                for leaf in jax.tree.leaves(state)
+            ),
+            sent_bytes=self._compiled.sent_bytes,
+            bubble=bubble(stages, self.dp.accumulate) if stages > 1 else None,
+        )
+
+
+def _epochs(
+    dp: DataParallel, source: Any, batch_size: int, seed: int
+) -> Generator[Batch, None, None]:
+    """The batches of `source` without an end, each epoch shuffled anew where the source can."""
+    shuffle = can_shuffle(source)
+    opened = as_source(source, batch_size, dp.job, shuffle=shuffle, seed=seed)
+    for epoch in count():
+        yield from dp.feed(opened, epoch=epoch)
 
 
 def steps_in_a_run(seconds_per_step: float) -> int:
@@ -155,15 +190,10 @@ def steps_in_a_run(seconds_per_step: float) -> int:
 def own_peak(
     before: Mapping[str, Any] | None, after: Mapping[str, Any] | None, arguments: int
 ) -> int | None:
-    """Bytes that some steps needed on a device at most, without what else lay there before them.
+    """Bytes that some steps needed on a device at most, by its `memory_stats` before and after.
 
-    Args:
-        before: the device's `memory_stats()` before the steps.
-        after: the same afterwards. Its peak is that of the process.
-        arguments: bytes of the steps' own arguments, which lay there before, too.
-
-    Returns:
-        None where the device keeps no such figures, or an earlier peak was as high.
+    Without what lay there before them, but with their own `arguments`. None where the device keeps
+    no such figures, or an earlier peak of the process was as high.
     """
     if not before or not after or "peak_bytes_in_use" not in after:
         return None
@@ -171,19 +201,3 @@ def own_peak(
         return None
     others = before["bytes_in_use"] - arguments
     return int(after["peak_bytes_in_use"] - others)
-
-
-def _compile(dp: DataParallel, state: TrainState, batch: Any) -> Compiled:
-    """Lower and compile what `dp.step` then runs."""
-    started = time.perf_counter()
-    traced = dp.trace(state, batch)
-    lowered = traced.lower()
-    lowered_at = time.perf_counter()
-    compiled = lowered.compile()
-    seconds = time.perf_counter() - lowered_at
-    step, devices = inspect(compiled), dp.mesh.devices
-    if devices.flat[0].platform == "cpu":
-        flops = step.flops * devices.size
-    else:  # accelerators hide products in libraries' custom calls
-        flops = count_flops(traced.jaxpr.jaxpr, devices.flat[0].platform)
-    return Compiled(lowered_at - started, seconds, step, flops)

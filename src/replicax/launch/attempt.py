@@ -13,8 +13,8 @@ from functools import partial
 from replicax.cluster.differences import processes_text
 from replicax.cluster.verdict import SAVED
 from replicax.errors import ClusterError
-from replicax.launch.cause import Ended, read_report, signal_name
-from replicax.launch.echo import Echo, Log, Output
+from replicax.launch.cause import Ended, signal_name
+from replicax.launch.echo import Echo, Output
 from replicax.launch.guard import PASSED
 from replicax.launch.process import Process, ProcessStart
 
@@ -34,24 +34,19 @@ def collected_signals() -> Iterator[int]:
     Nothing else comes of them. What is ignored stays so, as SIGHUP under `nohup`. Outside the main
     thread, where Python hands out no signals, none are collected.
     """
-    collected, collects = os.pipe()
-    os.set_blocking(collected, False)
-    os.set_blocking(collects, False)
-    previous = {}
-    if threading.current_thread() is threading.main_thread():
-        woken = signal.set_wakeup_fd(collects, warn_on_full_buffer=False)
-        for number in PASSED:
-            if signal.getsignal(number) not in (signal.SIG_IGN, None):
-                previous[number] = signal.signal(number, lambda *_: None)
-    try:
-        yield collected
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    with contextlib.ExitStack() as undone:
+        collected, collects = os.pipe()
+        for end in (collected, collects):
+            os.set_blocking(end, False)
+            undone.callback(os.close, end)
         if threading.current_thread() is threading.main_thread():
-            signal.set_wakeup_fd(woken)
-        os.close(collected)
-        os.close(collects)
+            woken = signal.set_wakeup_fd(collects, warn_on_full_buffer=False)
+            undone.callback(signal.set_wakeup_fd, woken)
+            for number in PASSED:
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                    before = signal.signal(number, lambda *_: None)
+                    undone.callback(signal.signal, number, before)
+        yield collected
 
 
 def taken(signals: int) -> list[int]:
@@ -78,8 +73,6 @@ class Attempt:
         self._due: dict[Callable[[], None], float] = {}
         """Actions that are due, and when, in the time of `time.monotonic`."""
         self._processes: list[Process] = []
-        self._errors: list[Output] = []
-        self._logs: list[Log] = []
         self._listening: set[Process] = set()
         self._reading: dict[int, Output] = {}
 
@@ -91,16 +84,23 @@ class Attempt:
         """
         try:
             for start in self._starts:
-                self._start(start)
+                try:
+                    process = Process(start, self._echo)
+                except OSError as error:
+                    raise ClusterError(
+                        f"process {start.number} of {len(self._starts)} cannot be started: "
+                        f"{error.strerror}; start fewer, or raise the limit (ulimit -n, ulimit -u)"
+                    ) from error
+                self._processes.append(process)
+                self._listening.add(process)
+                self._reading |= process.streams
             while self._listening or self._reading:
                 self._turn()
         finally:  # after an error too, nothing is left running
             for process in self._processes:
                 process.stop(signal.SIGKILL)
                 process.close()
-            for log in self._logs:
-                log.close()
-        return [self._ended(*pair) for pair in zip(self._processes, self._errors, strict=True)]
+        return [process.ended() for process in self._processes]
 
     @property
     def told(self) -> bool:
@@ -111,23 +111,6 @@ class Attempt:
         """Whether a process ended as it was told to: by a signal passed on, or by force."""
         told = {-number for number in self._passed} | {128 + number for number in self._passed}
         return end.well or end.forced or end.status in told
-
-    def _start(self, start: ProcessStart) -> None:
-        try:
-            log = Log(start.log, self._echo)
-            self._logs.append(log)
-            process = Process(start)
-        except OSError as error:
-            raise ClusterError(
-                f"process {start.number} of {len(self._starts)} cannot be started: "
-                f"{error.strerror}; start fewer, or raise the limit (ulimit -n, ulimit -u)"
-            ) from error
-        self._processes.append(process)
-        self._listening.add(process)
-        errors = Output(start.number, self._echo, log, error=True)
-        self._errors.append(errors)
-        self._reading[process.stdout] = Output(start.number, self._echo, log, error=False)
-        self._reading[process.stderr] = errors
 
     def _turn(self) -> None:
         """Wait for something to happen, and deal with it."""
@@ -230,14 +213,3 @@ class Attempt:
             return
         while self._reading:
             self._reading.popitem()[1].end()
-
-    def _ended(self, process: Process, errors: Output) -> Ended:
-        assert process.status is not None
-        return Ended(
-            status=process.status,
-            time=process.ended_at,
-            forced=process.forced,
-            report=read_report(process.start.report),
-            errors=tuple(errors.tail),
-            log=process.start.log,
-        )

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from replicax.cluster.verdict import SAVED
+from replicax.wording import shortened
 
 MOST_CHARACTERS = 600
 SAME_IN_A_ROW = 3
@@ -56,6 +57,23 @@ class Ended:
         """Whether it did what it should: it is done, or stopped with everything saved."""
         return self.status in (0, SAVED)
 
+    @property
+    def fell_silently(self) -> bool:
+        """Whether it ended badly, of itself and without a report."""
+        return not (self.report or self.well or self.forced)
+
+    @property
+    def how(self) -> str:
+        """How it ended: its own words, or what the system says."""
+        said = _said_of_failure(self.errors)
+        if said and (self.status >= 0 or self.status == -signal.SIGABRT):
+            return said
+        if self.status < 0:
+            hint = " (out of memory?)" if self.status == -signal.SIGKILL else ""
+            return f"killed by {signal_name(-self.status)}{hint}"
+        last = next((line for line in reversed(self.errors) if line.strip()), "")
+        return f"exit code {self.status}" + (f" ({last.strip()})" if last else "")
+
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
@@ -98,8 +116,10 @@ class Restarts:
             return ""
         if failure and failure.exit_code == USAGE:
             return "exit code 2 is a wrong flag or configuration: a restart will not help"
-        if self._in_a_loop():
-            return f"the same failure {SAME_IN_A_ROW} times in a row: a restart will not help"
+        if len(self._last) == SAME_IN_A_ROW and len({each[:2] for each in self._last}) == 1:
+            steps = {step for _, _, step, _ in self._last}
+            if (len(steps) == 1 and None not in steps) or all(each[3] for each in self._last):
+                return f"the same failure {SAME_IN_A_ROW} times in a row: a restart will not help"
         if self._left == 0:
             return f"all {self._total} restarts are used up"
         self._left -= 1
@@ -109,13 +129,6 @@ class Restarts:
     def progress(self) -> str:
         """`restart 1 of 3`, of the start that comes now."""
         return f"restart {self._total - self._left} of {self._total}"
-
-    def _in_a_loop(self) -> bool:
-        if len(self._last) < SAME_IN_A_ROW or len({each[:2] for each in self._last}) > 1:
-            return False
-        steps = {step for _, _, step, _ in self._last}
-        same_step = len(steps) == 1 and None not in steps
-        return same_step or all(at_once for *_, at_once in self._last)
 
 
 def read_report(path: Path) -> FailureReport | None:
@@ -147,16 +160,11 @@ def first_failure(processes: Sequence[Ended]) -> Failure | None:
         return _failure(processes, own, reports[own].error, reports[own].step)
     if own is None and reports:
         return _blamed(processes, reports)
-    return None if silent is None else _failure(processes, silent, _how_it_ended(processes[silent]))
+    return None if silent is None else _failure(processes, silent, processes[silent].how)
 
 
 def _first_silent(processes: Sequence[Ended], among: Iterable[int]) -> int | None:
-    """The process that ended badly before all others, of itself and without a report."""
-    silent = [
-        number
-        for number in among
-        if not (processes[number].report or processes[number].well or processes[number].forced)
-    ]
+    silent = [number for number in among if processes[number].fell_silently]
     return min(silent, key=lambda number: processes[number].time, default=None)
 
 
@@ -166,7 +174,7 @@ def _blamed(processes: Sequence[Ended], reports: dict[int, FailureReport]) -> Fa
     order = [n for each in reports.values() for n in each.blames if 0 <= n < len(processes)]
     silent = _first_silent(processes, order)
     if silent is not None:
-        return _failure(processes, silent, _how_it_ended(processes[silent]), step)
+        return _failure(processes, silent, processes[silent].how, step)
     number = next((number for number in order if processes[number].report is None), None)
     if number is None:  # such as one that stood still and was told so
         first, report = next(iter(reports.items()))
@@ -185,18 +193,7 @@ def _failure(
     return Failure(number, _one_line(cause), exit_code, step, end.log)
 
 
-def _how_it_ended(end: Ended) -> str:
-    said = said_of_failure(end.errors)
-    if said and (end.status >= 0 or end.status == -signal.SIGABRT):
-        return said
-    if end.status < 0:
-        hint = " (out of memory?)" if end.status == -signal.SIGKILL else ""
-        return f"killed by {signal_name(-end.status)}{hint}"
-    last = next((line for line in reversed(end.errors) if line.strip()), "")
-    return f"exit code {end.status}" + (f" ({last.strip()})" if last else "")
-
-
-def said_of_failure(errors: Sequence[str]) -> str | None:
+def _said_of_failure(errors: Sequence[str]) -> str | None:
     """Return a failed program's own words: its `replicax:` line, or the end of a traceback."""
     for line in reversed(errors):
         if line.startswith(_OWN):
@@ -220,5 +217,4 @@ def signal_name(number: int) -> str:
 
 
 def _one_line(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= MOST_CHARACTERS else f"{line[:MOST_CHARACTERS]}…"
+    return shortened(" ".join(text.split()), MOST_CHARACTERS)

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import select
 import sys
 import time
@@ -17,7 +16,6 @@ PROGRESS_SECONDS = 1.0
 HURRY_SECONDS = 0.5
 TAIL_LINES = 200
 _COLORS = (36, 33, 35, 32, 34, 31)
-_THROUGH_LAST_BREAK = re.compile(rb".*[\r\n]", re.DOTALL)
 
 
 class Echo:
@@ -173,8 +171,7 @@ class Output:
     def _write_log(self, data: bytes) -> None:
         """Up to the last break: the other stream's lines do not come amid one of this."""
         self._unlogged += data
-        through = _THROUGH_LAST_BREAK.match(self._unlogged)
-        size = through.end() if through else 0
+        size = max(self._unlogged.rfind(b"\n"), self._unlogged.rfind(b"\r")) + 1
         if len(self._unlogged) - size > MOST_LINE_BYTES:
             size = len(self._unlogged)
         if size:

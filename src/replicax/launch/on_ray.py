@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,7 +21,7 @@ from replicax.launch.attempt import Attempt, collected_signals
 from replicax.launch.cause import Ended, first_failure
 from replicax.launch.echo import Echo
 from replicax.launch.job_spec import JobSpec
-from replicax.launch.process import ProcessStart, free_port, place_variables
+from replicax.launch.process import ProcessStart, free_port
 from replicax.launch.supervisor import GRACE_SECONDS, STOPPED_EARLY, check_numbers
 from replicax.wording import counted
 
@@ -52,12 +53,7 @@ class RayOptions:
 
 
 class ProcessError(RuntimeError):
-    """A process of the job that failed; Ray's failure policy acts on it.
-
-    Args:
-        message: which process, and how it ended.
-        ended: what is known of that.
-    """
+    """A process of the job that failed; Ray's failure policy acts on it."""
 
     def __init__(self, message: str, ended: Ended) -> None:
         super().__init__(message, ended)  # both, so that it survives the way to the launcher
@@ -68,50 +64,53 @@ class ProcessError(RuntimeError):
 
 
 def launch_on_ray(job: JobSpec, options: RayOptions) -> tuple[int, str | None]:
-    """Run `job` on a Ray cluster that is up, and return once it has ended.
+    """Run `job` on a Ray cluster that is up; return the exit code, and a line on the end or None.
 
     Ray places the processes, and after a failure starts all of them again, `job.restarts` times.
     What they write is shown here, each line under Ray's name for the process and its number. The
     command runs in this process's working directory where the node has it, with the node's
     environment; of this process's, variables that begin with one of `FORWARDED` are added.
 
-    Returns:
-        The exit code: 0 where all processes are done, 75 where they stopped early with everything
-        saved, else the first failure's. And what there is to say of the end in one line, or None.
-
     Raises:
         ConfigError: a number that cannot be meant, or an option that Ray has no counterpart of.
         ClusterError: no cluster can be reached.
         MissingDependencyError: Ray is not installed.
     """
-    _check(job, options)
-    for name, value in _SETTINGS.items():
-        os.environ.setdefault(name, value)
-    ray = require("ray", "ray")
-    address = _connect(ray, options)
-    try:
-        gpus = f" and {options.gpus_per_process} GPU" if options.gpus_per_process else ""
-        takes = f"{options.cpus_per_process} CPU{gpus}"
-        processes = counted(job.processes, "process")
-        print(f"launch {processes} of {takes} · Ray at {address}", flush=True)
-        _say_if_short(ray, job, options)
-        with tempfile.TemporaryDirectory(prefix="replicax-ray-") as storage:
-            return _fit(require("ray.train", "ray"), job, options, storage)
-    finally:
-        ray.shutdown()
-
-
-def _check(job: JobSpec, options: RayOptions) -> None:
     check_numbers(job)
     if job.pin:
         raise ConfigError(
             "--pin with --on ray; Ray places the processes: leave out --pin, and say with "
             "--cpus-per-process how many cores each takes"
         )
-    for name, lowest in (("gpus_per_process", 0), ("cpus_per_process", 1)):
-        if (value := getattr(options, name)) < lowest:
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{flag} {value}; it is at least {lowest}: raise it")
+    takes: dict[str, int] = {}
+    for kind, count, least in (
+        ("CPU", options.cpus_per_process, 1),
+        ("GPU", options.gpus_per_process, 0),
+    ):
+        if count < least:
+            flag = f"--{kind.lower()}s-per-process"
+            raise ConfigError(f"{flag} {count}; it is at least {least}: raise it")
+        takes |= {kind: count} if count else {}
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
+    ray = require("ray", "ray")
+    address = _connect(ray, options)
+    try:
+        each = " and ".join(f"{count} {kind}" for kind, count in takes.items())
+        processes = counted(job.processes, "process")
+        print(f"launch {processes} of {each} · Ray at {address}", flush=True)
+        have = ray.cluster_resources()
+        for kind, count in takes.items():
+            if job.processes * count > (there := int(have.get(kind, 0))):
+                print(
+                    f"waits  {job.processes} × {count} {kind} needed and the cluster has {there}: "
+                    "waiting for it to grow",
+                    flush=True,
+                )
+        with tempfile.TemporaryDirectory(prefix="replicax-ray-") as storage:
+            return _fit(require("ray.train", "ray"), job, takes, storage)
+    finally:
+        ray.shutdown()
 
 
 def _connect(ray: ModuleType, options: RayOptions) -> str:
@@ -154,35 +153,17 @@ def _reach(address: str, named: str) -> None:
         ) from error
 
 
-def _say_if_short(ray: ModuleType, job: JobSpec, options: RayOptions) -> None:
-    """A cluster that is too small may grow; until then the job waits, and says so."""
-    have = ray.cluster_resources()
-    for kind, each in (("CPU", options.cpus_per_process), ("GPU", options.gpus_per_process)):
-        needed, there = job.processes * each, int(have.get(kind, 0))
-        if needed > there:
-            print(
-                f"waits  {job.processes} × {each} {kind} needed and the cluster has {there}: "
-                "waiting for it to grow",
-                flush=True,
-            )
-
-
 def _fit(
-    train: ModuleType, job: JobSpec, options: RayOptions, storage: str
+    train: ModuleType, job: JobSpec, takes: Mapping[str, int], storage: str
 ) -> tuple[int, str | None]:
     """Hand the job to Ray Train, and judge what came of it."""
     trainer_module = require("ray.train.v2.api.data_parallel_trainer", "ray")
-    resources = {"CPU": options.cpus_per_process}
-    if options.gpus_per_process:
-        resources["GPU"] = options.gpus_per_process
-    env = _forwarded(job, os.environ)
+    env = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
     trainer = trainer_module.DataParallelTrainer(
         run_process,
         train_loop_config={"job": job, "env": env, "folder": os.getcwd()},
         scaling_config=train.ScalingConfig(
-            num_workers=job.processes,
-            use_gpu=options.gpus_per_process > 0,
-            resources_per_worker=resources,
+            num_workers=job.processes, use_gpu="GPU" in takes, resources_per_worker=dict(takes)
         ),
         run_config=train.RunConfig(
             name=job.name,
@@ -207,30 +188,23 @@ def _fit(
     return 0, None
 
 
-def _forwarded(job: JobSpec, env: Mapping[str, str]) -> dict[str, str]:
-    added = {name: value for name, value in env.items() if name.startswith(FORWARDED)}
-    if job.devices_per_process is not None:
-        added["JAX_NUM_CPU_DEVICES"] = str(job.devices_per_process)
-    return added
-
-
 def _failed(job: JobSpec, failures: Mapping[int, BaseException]) -> tuple[int, str]:
     """The exit code, and which process failed first."""
     # Ray keeps a process's error inside one of its own.
     own = {rank: getattr(error, "_base_exc", error) for rank, error in failures.items()}
-    if not any(isinstance(error, ProcessError) for error in own.values()):
+    told = {rank: each.ended for rank, each in own.items() if isinstance(each, ProcessError)}
+    if not told:
         lost = [f"process {rank}: {_one_line(error)}" for rank, error in sorted(own.items())]
         return 1, lost[0] if lost else "Ray lost the processes; `ray status` says more"
-    failure = first_failure([_ended(own.get(rank)) for rank in range(job.processes)])
+    # The others were lost with their worker, or stopped by Ray.
+    silent = partial(Ended, -signal.SIGKILL, time.time(), report=None, errors=(), log=Path())
+    ended = [
+        told[rank] if rank in told else silent(forced=rank not in own)
+        for rank in range(job.processes)
+    ]
+    failure = first_failure(ended)
     assert failure is not None
     return failure.exit_code, f"process {failure.process} failed first: {failure.cause}"
-
-
-def _ended(error: BaseException | None) -> Ended:
-    """How a process ended: as it told, or lost with its worker, or stopped by Ray."""
-    if isinstance(error, ProcessError):
-        return error.ended
-    return Ended(-signal.SIGKILL, time.time(), error is None, None, (), Path())
 
 
 def _one_line(error: BaseException) -> str:
@@ -240,8 +214,7 @@ def _one_line(error: BaseException) -> str:
 def run_process(config: dict[str, Any]) -> int:
     """Inside a worker of Ray Train: run the command as its process; return the exit code.
 
-    Args:
-        config: `job`, the `env` to add to the node's, and the `folder` to run it in.
+    `config` has the `job`, the `env` to add to the node's, and the `folder` to run it in.
 
     Raises:
         ProcessError: the process failed.
@@ -254,24 +227,19 @@ def run_process(config: dict[str, Any]) -> int:
         meeting = (join_address(host, free_port()), secrets.token_hex(8))
     collective = require("ray.train.collective", "ray")
     coordinator, job_id = collective.broadcast_from_rank_zero(meeting)
+    echo = Echo(job.processes, quiet=False)
+    try:
+        os.chdir(config["folder"])
+    except OSError as error:
+        where = f"{config['folder']}: {error.strerror} on this node; running in {os.getcwd()}"
+        echo.lines(number, [f"replicax: {where}".encode()], error=False)
+    # The programs beside the Python that runs Ray come first: `python`, `replicax`.
+    path = [os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)]
+    env = {**os.environ, **config["env"], "PATH": os.pathsep.join(path)}
     with tempfile.TemporaryDirectory(prefix="replicax-") as temporary:
         report = Path(temporary) / "failure.json"
-        # The programs beside the Python that runs Ray come first: `python`, `replicax`.
-        path = [os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)]
-        env = {
-            **os.environ,
-            **config["env"],
-            **place_variables(number, job.processes, coordinator, job_id, report),
-            "PATH": os.pathsep.join(path),
-        }
-        echo = Echo(job.processes, quiet=False)
-        try:
-            os.chdir(config["folder"])
-        except OSError as error:
-            where = f"{config['folder']}: {error.strerror} on this node; running in {os.getcwd()}"
-            echo.lines(number, [f"replicax: {where}".encode()], error=False)
         # Ray keeps the output in files of its own.
-        start = ProcessStart(number, job.command, env, Path(os.devnull), report)
+        start = ProcessStart(job, number, coordinator, job_id, env, Path(os.devnull), report)
         with collected_signals() as signals:
             try:
                 (ended,) = Attempt([start], echo, signals, GRACE_SECONDS).run()

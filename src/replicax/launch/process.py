@@ -14,6 +14,9 @@ from pathlib import Path
 
 from replicax.cluster import variables
 from replicax.errors import ConfigError
+from replicax.launch.cause import Ended, read_report
+from replicax.launch.echo import Echo, Log, Output
+from replicax.launch.job_spec import JobSpec
 
 GUARD = Path(__file__).with_name("guard.py")
 TOPOLOGY = Path("/sys/devices/system/cpu")
@@ -23,11 +26,15 @@ LOWEST_PORT, PORT_TRIES = 20000, 50
 
 @dataclasses.dataclass(frozen=True)
 class ProcessStart:
-    """One process to be started."""
+    """One process of a job, to be started."""
 
+    job: JobSpec
     number: int
-    command: Sequence[str]
+    coordinator: str
+    """Address at which process 0 listens."""
+    job_id: str
     env: Mapping[str, str]
+    """The environment of the job."""
     log: Path
     """The file for both of its streams."""
     report: Path
@@ -35,38 +42,62 @@ class ProcessStart:
     cores: Sequence[int] = ()
     """Cores that it may use; none means all."""
 
+    @property
+    def own_env(self) -> dict[str, str]:
+        """The environment of the process, with its place in the job."""
+        devices = self.job.devices_per_process
+        return {
+            **self.env,
+            **({} if devices is None else {"JAX_NUM_CPU_DEVICES": str(devices)}),
+            variables.PROCESS_ID: str(self.number),
+            variables.PROCESSES: str(self.job.processes),
+            variables.COORDINATOR: self.coordinator,
+            variables.JOB_ID: self.job_id,
+            variables.FAILURE_FILE: str(self.report),
+            "PYTHONUNBUFFERED": "1",
+        }
+
 
 class Process:
     """A command that runs beside a guard; `guard.py` says what that does.
 
-    Its `status` is its exit code once it has ended, negative for a signal; `ended_at` is in seconds
-    since the epoch; `forced` tells whether the launcher had told it to end before it did.
+    Its `status` is its exit code once it has ended, negative for a signal; `forced` tells whether
+    the launcher had told it to end before it did.
     """
 
-    def __init__(self, start: ProcessStart) -> None:
+    def __init__(self, start: ProcessStart, echo: Echo) -> None:
         self.start = start
         self.status: int | None = None
-        self.ended_at = 0.0
         self.forced = False
+        self._ended_at = 0.0
         self._pid: int | None = None
         self._told = b""
-        self._channel, theirs = socket.socketpair()
-        with theirs:
-            arguments = [str(theirs.fileno()), ",".join(map(str, start.cores)), *start.command]
-            self._guard = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(GUARD), *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                bufsize=0,
-                env=start.env,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # a terminal's Ctrl-C comes through the launcher alone
-            )
+        self._log = Log(start.log, echo)
+        try:
+            self._channel, theirs = socket.socketpair()
+            with theirs:
+                arguments = [str(theirs.fileno()), ",".join(map(str, start.cores))]
+                self._guard = subprocess.Popen(
+                    [sys.executable, "-I", "-S", str(GUARD), *arguments, *start.job.command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    bufsize=0,
+                    env=start.own_env,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # a terminal's Ctrl-C comes through the launcher alone
+                )
+        except OSError:
+            self._log.close()
+            raise
         assert self._guard.stdout
         assert self._guard.stderr
-        self.stdout: int = self._guard.stdout.fileno()
-        self.stderr: int = self._guard.stderr.fileno()
+        self._errors = Output(start.number, echo, self._log, error=True)
+        self.streams = {
+            self._guard.stdout.fileno(): Output(start.number, echo, self._log, error=False),
+            self._guard.stderr.fileno(): self._errors,
+        }
+        """Its outputs, by the descriptor that they come from."""
         self.channel: int = self._channel.fileno()
         """The descriptor on which the guard tells of the process."""
 
@@ -83,14 +114,14 @@ class Process:
                 self._pid = int(number)
             else:
                 self.status = int(number) if kind == "exit" else -int(number)
-                self.ended_at = float(at[0])
+                self._ended_at = float(at[0])
         if told:
             return True
         if self.status is None:  # the guard was killed; the command dies of it, and its group here
             if self._pid is not None:
                 with contextlib.suppress(OSError):
                     os.killpg(self._pid, signal.SIGKILL)
-            self.status, self.ended_at = -signal.SIGKILL, time.time()
+            self.status, self._ended_at = -signal.SIGKILL, time.time()
         self._guard.wait()
         return False
 
@@ -108,31 +139,25 @@ class Process:
         """Let go of what is open; the guard, if it still runs, kills all that is left."""
         self._channel.close()
         self._guard.wait()
-        for stream in (self._guard.stdout, self._guard.stderr):
+        for stream in (self._guard.stdout, self._guard.stderr, self._log):
             if stream:
                 stream.close()
 
-
-def place_variables(
-    number: int, processes: int, coordinator: str, job_id: str, report: Path
-) -> dict[str, str]:
-    """The variables that tell a process its place in the job, and where to say why it fails."""
-    return {
-        variables.PROCESS_ID: str(number),
-        variables.PROCESSES: str(processes),
-        variables.COORDINATOR: coordinator,
-        variables.JOB_ID: job_id,
-        variables.FAILURE_FILE: str(report),
-        "PYTHONUNBUFFERED": "1",
-    }
+    def ended(self) -> Ended:
+        """How it ended, once it has."""
+        assert self.status is not None
+        return Ended(
+            status=self.status,
+            time=self._ended_at,
+            forced=self.forced,
+            report=read_report(self.start.report),
+            errors=tuple(self._errors.tail),
+            log=self.start.log,
+        )
 
 
 def core_blocks(processes: int) -> list[tuple[int, ...]]:
-    """Equally many cores for each process; neighbours, so that threads of one core stay together.
-
-    Raises:
-        ConfigError: more processes than cores, or a system that binds nothing to cores.
-    """
+    """Equally many cores a process; neighbours, so that threads of one core stay together."""
     if not hasattr(os, "sched_getaffinity"):
         raise ConfigError("--pin on a system that binds no process to cores: leave it out")
     cores = sorted(os.sched_getaffinity(0), key=lambda core: (_physical(core), core))
@@ -160,15 +185,13 @@ def free_port() -> int:
     Below the range that outgoing connections take theirs from, where that is known: from there, one
     could take the port before process 0 listens on it, or even come to meet itself.
     """
-    for _ in range(PORT_TRIES):
-        with contextlib.suppress(OSError, ValueError):
-            start = int(EPHEMERAL.read_text(encoding="ascii").split()[0])
-            return _bound(random.randrange(LOWEST_PORT, start))
-    return _bound(0)
-
-
-def _bound(port: int) -> int:
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", port))
-        bound: int = listener.getsockname()[1]
-        return bound
+        for _ in range(PORT_TRIES):
+            with contextlib.suppress(OSError, ValueError):
+                start = int(EPHEMERAL.read_text(encoding="ascii").split()[0])
+                listener.bind(("127.0.0.1", random.randrange(LOWEST_PORT, start)))
+                break
+        else:
+            listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port

@@ -109,7 +109,17 @@ def jobset_manifest(job: JobSpec, options: KubernetesOptions) -> str:
             Kubernetes does not read.
     """
     _check_name(job.name, job.processes)
-    _check_options(options)
+    if not options.image.strip():
+        raise ConfigError("image=''; the pods need a container image: name one")
+    _at_least("gpus_per_process", options.gpus_per_process, 0)
+    if options.namespace is not None and not _LABEL.fullmatch(options.namespace):
+        raise ConfigError(f"namespace={options.namespace!r} is no DNS label: change it")
+    for name in ("cpu", "memory", "shared_memory"):
+        value = getattr(options, name)
+        if value is not None and not _QUANTITY.fullmatch(value):
+            raise ConfigError(
+                f"{name}={value!r} is no quantity of Kubernetes, such as 8, 500m or 64Gi: change it"
+            )
     gpus = str(options.gpus_per_process) if options.gpus_per_process else None
     limits = {"cpu": options.cpu, "memory": options.memory, "nvidia.com/gpu": gpus}
     asked = [f"{name}: {_quoted(value)}" for name, value in limits.items() if value is not None]
@@ -146,10 +156,8 @@ def _spread(processes: int, options: SlurmOptions) -> tuple[int, int]:
     for name, given in (("nodes", nodes), ("processes_per_node", per_node)):
         if given is not None:
             _at_least(name, given, 1)
-    if nodes is None:
-        nodes = 1 if per_node is None else max(1, processes // per_node)
-    if per_node is None:
-        per_node = max(1, processes // nodes)
+    nodes = nodes or max(1, processes // (per_node or processes))
+    per_node = per_node or max(1, processes // nodes)
     if nodes * per_node != processes:
         raise ConfigError(
             f"{counted(processes, 'process')} on {counted(nodes, 'node')} with {per_node} on each; "
@@ -188,20 +196,6 @@ def _check_name(name: str, processes: int) -> None:
             f"name={name!r} has {len(name)} characters; its pods' names have {added} more, "
             f"{_LONGEST_LABEL} at most: shorten it to {_LONGEST_LABEL - added}"
         )
-
-
-def _check_options(options: KubernetesOptions) -> None:
-    if not options.image.strip():
-        raise ConfigError("image=''; the pods need a container image: name one")
-    _at_least("gpus_per_process", options.gpus_per_process, 0)
-    if options.namespace is not None and not _LABEL.fullmatch(options.namespace):
-        raise ConfigError(f"namespace={options.namespace!r} is no DNS label: change it")
-    for name in ("cpu", "memory", "shared_memory"):
-        value = getattr(options, name)
-        if value is not None and not _QUANTITY.fullmatch(value):
-            raise ConfigError(
-                f"{name}={value!r} is no quantity of Kubernetes, such as 8, 500m or 64Gi: change it"
-            )
 
 
 def _quoted(text: str) -> str:

@@ -15,7 +15,7 @@ from replicax.launch.attempt import Attempt, collected_signals, taken
 from replicax.launch.cause import Ended, Failure, Restarts, first_failure, signal_name
 from replicax.launch.echo import Echo
 from replicax.launch.job_spec import JobSpec
-from replicax.launch.process import ProcessStart, core_blocks, free_port, place_variables
+from replicax.launch.process import ProcessStart, core_blocks, free_port
 from replicax.wording import counted
 
 GRACE_SECONDS = 30.0
@@ -24,26 +24,22 @@ STOPPED_EARLY = "stopped early with everything saved"
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Outcome of a job.
-
-    Args:
-        exit_code: 0 where all processes are done; 75 where they stopped early with everything
-            saved; else the first failure's, 128 and the number for a signal.
-        failure: the first failure of the last start, if it failed.
-        stopped_by: the signal that ended it, if one did.
-        message: what there is to say of its end, in one line, or None.
-        seconds: from the start to the end.
-        logs: the folder with what the processes wrote.
-        attempts: how often all were started.
-    """
+    """Outcome of a job."""
 
     exit_code: int
+    """0 where all processes are done; 75 where they stopped early with everything saved; else the
+    first failure's, 128 and the number for a signal."""
     failure: Failure | None
+    """The first failure of the last start, if it failed."""
     stopped_by: str | None
+    """The signal that ended it, if one did."""
     message: str | None
+    """One line on its end, if there is something to say."""
     seconds: float
     logs: Path
+    """The folder with what the processes wrote."""
     attempts: int
+    """Number of starts."""
 
 
 def launch(
@@ -56,15 +52,9 @@ def launch(
 ) -> Outcome:
     """Start the processes of `job` on this host and return once all of them are gone.
 
-    Signals to this process are passed on to them meanwhile.
-
-    Args:
-        job: what to start.
-        env: the environment that the processes get, with their place in the job added; this
-            process's by default.
-        logs: a folder for what they write; by default a new one in `runs/`.
-        quiet: show nothing of it.
-        grace_seconds: that they have to end after a SIGINT or SIGTERM.
+    Signals to this process are passed on to them meanwhile; after a SIGINT or SIGTERM they have
+    `grace_seconds` to end. They get `env`, or this process's environment, and what they write goes
+    to the folder `logs`, or a new one in `runs/`.
 
     Raises:
         ConfigError: a job that cannot be started as it is described.
@@ -80,11 +70,22 @@ def launch(
     attempts = 0
     echo = Echo(job.processes, quiet)
     with collected_signals() as signals:
-        echo.say(_started(job, job_id, folder))
+        parts = [counted(job.processes, "process")]
+        if job.devices_per_process is not None:
+            parts.append(f"{counted(job.devices_per_process, 'device')} each")
+        parts += ["pinned"] if job.pin else []
+        echo.say(f"launch {' · '.join([*parts, f'job {job_id}'])}\nlogs   {folder}/")
         try:
             while True:
                 attempts += 1
-                starts = _starts(job, base, cores, job_id, folder, attempts)
+                again = "" if attempts == 1 else f"-attempt-{attempts}"
+                coordinator = f"127.0.0.1:{free_port()}"
+                starts = []
+                for number in range(job.processes):
+                    log = folder / f"process-{number}{again}.log"
+                    report = log.with_suffix(".failure.json").absolute()
+                    place = number, coordinator, job_id
+                    starts.append(ProcessStart(job, *place, base, log, report, cores[number]))
                 attempt = Attempt(starts, echo, signals, grace_seconds)
                 start = time.monotonic()
                 exit_code, failure, message = _judge(attempt, attempt.run())
@@ -137,28 +138,6 @@ def check_numbers(job: JobSpec) -> None:
         raise ConfigError(f"--restarts {job.restarts}; it counts from 0: raise it")
 
 
-def _starts(
-    job: JobSpec,
-    base: Mapping[str, str],
-    cores: Sequence[Sequence[int]],
-    job_id: str,
-    folder: Path,
-    attempt: int,
-) -> list[ProcessStart]:
-    """Return how each process is started, its place in the job included."""
-    coordinator = f"127.0.0.1:{free_port()}"
-    devices = job.devices_per_process
-    common = {**base} if devices is None else {**base, "JAX_NUM_CPU_DEVICES": str(devices)}
-    again = "" if attempt == 1 else f"-attempt-{attempt}"
-    starts = []
-    for number in range(job.processes):
-        log = folder / f"process-{number}{again}.log"
-        report = log.with_suffix(".failure.json")
-        place = place_variables(number, job.processes, coordinator, job_id, report.absolute())
-        starts.append(ProcessStart(number, job.command, common | place, log, report, cores[number]))
-    return starts
-
-
 def _judge(attempt: Attempt, ended: Sequence[Ended]) -> tuple[int, Failure | None, str | None]:
     """The exit code, the first failure if one is to blame, and what to say."""
     if all(each.status == 0 for each in ended):
@@ -192,15 +171,6 @@ def _stopped_early(attempt: Attempt, ended: Sequence[Ended]) -> bool:
         return attempt.natural(each) and not each.forced  # too young to know what to do
 
     return bool(saved) and all(map(in_order, ended))
-
-
-def _started(job: JobSpec, job_id: str, folder: Path) -> str:
-    parts = [counted(job.processes, "process")]
-    if job.devices_per_process is not None:
-        parts.append(f"{counted(job.devices_per_process, 'device')} each")
-    if job.pin:
-        parts.append("pinned")
-    return f"launch {' · '.join([*parts, f'job {job_id}'])}\nlogs   {folder}/"
 
 
 def _folder(logs: str | Path | None, job_id: str) -> Path:
