@@ -24,6 +24,7 @@ Leaves = dict[str, np.ndarray]
 UNITS = 4
 """How far inputs are moved: relative, in units of the dtype's eps."""
 SEEDS = 4
+"""Perturbed runs."""
 SAFETY = 8
 """Rounding may do this many times what the perturbed runs show: they are few."""
 _BULK = 0.9
@@ -142,8 +143,7 @@ def rounding_noise(
     batch: PyTree,
     *,
     eps: float,
-    seeds: int = SEEDS,
-    expected: Mapping[str, np.ndarray] | None = None,
+    expected: Mapping[str, np.ndarray],
 ) -> Leaves:
     """How far rounding can move each element of a result.
 
@@ -152,16 +152,14 @@ def rounding_noise(
         state: its parameters and all else that it starts from.
         batch: its rows.
         eps: unit of the coarsest dtype that it computes in; see `coarsest_eps`.
-        seeds: perturbed runs.
-        expected: `run(state, batch)`, where it is known.
+        expected: `run(state, batch)`.
 
     Returns:
         by path, the largest change over the runs, element by element, in absolute value.
     """
     size = min(UNITS * eps, max(eps, _COARSE))
-    expected = run(state, batch) if expected is None else expected
     noise = {path: np.zeros(value.shape) for path, value in expected.items() if is_float(value)}
-    for seed in range(seeds):
+    for seed in range(SEEDS):
         other = run(
             perturbed(state, 2 * seed, size), perturbed(batch, 2 * seed + 1, size, whole=False)
         )

@@ -3,7 +3,7 @@
 import dataclasses
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -48,6 +48,8 @@ class Trial:
     """The reference."""
     draws: bool = False
     """Whether it is known to draw random numbers: it then is not run on fewer rows."""
+    known: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    """What the reference gave so far, by its batches."""
 
     @property
     def replicas(self) -> int:
@@ -56,19 +58,33 @@ class Trial:
 
     def expected(self, batches: Sequence[PyTree], *, state: PyTree = None) -> Leaves:
         """Return what the reference adds to each leaf over all batches, and the last metrics."""
-        before = self.state if state is None else state
+        if state is None:
+            return self.once("expected", batches, lambda: self._expected(batches, self.state))
+        return self._expected(batches, state)
+
+    def _expected(self, batches: Sequence[PyTree], before: PyTree) -> Leaves:
         after, results = before, {}
         for batch in batches:
             results = run_reference(self.reference, after, batch, self.key)
             after = results["state"]
-        return renamed(changes({"state": before}, results))
+        return self.named(changes({"state": before}, results))
+
+    def once(self, what: str, batches: Sequence[PyTree], make: Callable[[], Leaves]) -> Leaves:
+        """Return what `make` does, which is called once for the same batches."""
+        key = (what, self.reference, *map(id, batches))
+        if key not in self.known:
+            self.known[key] = (batches, make())  # kept, and so no other has its id
+        result: Leaves = self.known[key][1]
+        return result
 
     def reseeded(self) -> "Trial | None":
         """The same with other random keys, wherever they are; None where there is none."""
         key = None if self.key is None else jax.random.fold_in(self.key, 1)
         state = jax.tree_util.tree_map_with_path(_with_other_key, self.state)
         same = all(map(operator.is_, *map(jax.tree.leaves, (state, self.state))))
-        return None if same and key is None else dataclasses.replace(self, key=key, state=state)
+        if same and key is None:
+            return None
+        return dataclasses.replace(self, key=key, state=state, known={})
 
     def given(self, found: Leaves, expected: Leaves) -> Leaves:
         """Return what is expected of a step that gave `found`."""
@@ -77,14 +93,19 @@ class Trial:
 
     def bounds(self, expected: Leaves, batches: Sequence[PyTree], rows: int) -> Leaves:
         """How much rounding explains of each element of `expected`."""
-        noise = rounding_noise(
+        values = self.named(leaves({"state": self.state}))
+        noise = self.noise(expected, batches)
+        return bounds(expected, noise, terms=rows, eps=self.eps, values=values)
+
+    def noise(self, expected: Leaves, batches: Sequence[PyTree]) -> Leaves:
+        """How far rounding moves each element of `expected`."""
+        return rounding_noise(
             lambda state, moved: self.expected(moved, state=state),
             self.state,
             list(batches),
             eps=self.eps,
+            expected=expected,
         )
-        values = renamed(leaves({"state": self.state}))
-        return bounds(expected, noise, terms=rows, eps=self.eps, values=values)
 
     def run(self, batches: Sequence[PyTree]) -> Copies:
         """Return what every replica holds after all batches, and the last metrics."""
@@ -114,8 +135,8 @@ class Trial:
         copies = read_copies(dict(results), shapes, stacked_over=stacked)
         return dataclasses.replace(
             copies,
-            held=renamed(copies.held),
-            stacked=frozenset(renamed(dict.fromkeys(copies.stacked))),
+            held=self.named(copies.held),
+            stacked=frozenset(self.named(dict.fromkeys(copies.stacked))),
         )
 
     def named(self, by_path: Mapping[str, Any]) -> dict[str, Any]:
