@@ -36,6 +36,12 @@ def take(batch: PyTree, indices: np.ndarray) -> PyTree:
     return jax.tree.map(lambda leaf: leaf[indices] if _has_rows(leaf) else leaf, batch)
 
 
+def shuffled(batch: PyTree, count: int) -> list[PyTree]:
+    """The batch a few times, its rows in another order each time."""
+    order = np.random.default_rng(0)
+    return [take(batch, order.permutation(row_count(batch))) for _ in range(count)]
+
+
 def find_weights(batch: PyTree, name: str | None) -> str | None:
     """The path of the leaf that holds the rows' weights, or None where there is none.
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from replicax.checks import FAIL, NOTE, PASS, SKIP, Check
 from replicax.errors import ReplicaxError
+from replicax.verify.batch_rows import shuffled
 from replicax.verify.difference import Difference
 from replicax.verify.facts import Facts
 from replicax.verify.independence import DEPENDENT, SUMMED, WEIGHTED_SCALAR
@@ -20,7 +21,6 @@ from replicax.verify.step_checks import (
     parameters,
     recompilation,
     same_on_all_replicas,
-    shuffled,
 )
 from replicax.verify.step_parity import parity
 from replicax.verify.subject import Case, SkippedStepError, Subject
@@ -70,7 +70,6 @@ class ProgramCases:
                 name,
                 [self._batches[kind]],
                 weights=None if kind == FULL else ".mask",
-                micro_batches=case.micro_batches,
                 known=self._known_cause,
             )
         except SkippedStepError as skipped:

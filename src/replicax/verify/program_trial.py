@@ -141,6 +141,7 @@ def trial_of(subject: Subject, facts: Facts, case: Case, known: dict[Any, Any]) 
         {},
         against=against,
         draws=facts.random,
+        micro_batches=case.micro_batches,
         known=known,
         subject=subject,
         facts=facts,

@@ -1,7 +1,6 @@
 """Checks of a hand-written step beside its numbers: copies, bits, compilations."""
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,11 +9,10 @@ import numpy as np
 from jax.extend.core import Jaxpr, jaxprs_in_params
 
 from replicax.checks import FAIL, NOTE, PASS, Check
-from replicax.verify.batch_rows import row_count, take
+from replicax.verify.batch_rows import row_count
 from replicax.verify.causes import likely_cause
 from replicax.verify.copies import Copies
 from replicax.verify.difference import Leaves, first_difference, is_float
-from replicax.verify.evidence import Evidence
 from replicax.verify.form import parted
 from replicax.verify.trial import Trial
 from replicax.wording import named
@@ -44,7 +42,6 @@ def same_on_all_replicas(
     trial: Trial, batches: Sequence[PyTree], copies: Copies, case: str
 ) -> Check:
     """Every device's own copy of what all of them are said to hold, after all batches."""
-    batch = batches[0]
     unequal = copies.unequal
     figures: dict[str, Any] = {"leaves": len(copies.held), "unequal": unequal}
     if not unequal:
@@ -52,19 +49,15 @@ def same_on_all_replicas(
         return Check("replicas", case, PASS, found, "", figures)
     expected = trial.expected(batches)
     held = [trial.changes(copies.of(replica)) for replica in range(trial.replicas)]
-    bounds = trial.bounds(expected, batches, row_count(batch))
+    bounds = trial.bounds(expected, batches, row_count(batches[0]))
     if note := _averaged_on_the_host(unequal, copies, held, expected, bounds):
         return note
     cause = likely_cause(
-        Evidence(
+        trial.evidence(
             {path: held[0][path] for path in unequal},
             {path: expected[path] for path in unequal if path in expected},
             bounds,
-            rows=row_count(batch),
-            replicas=trial.replicas,
-            on_rows=None
-            if trial.draws
-            else lambda indices: trial.expected([take(batch, indices) for batch in batches]),
+            batches,
             of_replica=lambda replica: {path: held[replica][path] for path in unequal},
         )
     )
@@ -174,12 +167,6 @@ def _callbacks(jaxpr: Jaxpr) -> set[str]:
     return found
 
 
-def shuffled(batch: PyTree, count: int) -> list[PyTree]:
-    """The batch a few times, its rows in another order each time."""
-    order = np.random.default_rng(0)
-    return [take(batch, order.permutation(row_count(batch))) for _ in range(count)]
-
-
 def recompilation(trial: Trial, batches: Sequence[PyTree], case: str = "same shapes") -> Check:
     """Three steps on batches of one shape, each on the state that the one before returned."""
     fed: Any = None
@@ -193,7 +180,7 @@ def recompilation(trial: Trial, batches: Sequence[PyTree], case: str = "same sha
         with counted_compilations() as compilations:
             results = parted(trial.form.step(fed, *rest), fed)
             jax.block_until_ready(results)
-        compiled.append(compilations.count)
+        compiled.append(len(compilations))
     figures = {"compiled": compiled}
     if any(compiled[2:]):
         return Check(
@@ -236,27 +223,15 @@ def _aval_of(tree: PyTree) -> dict[str, str]:
     return found
 
 
-@dataclasses.dataclass
-class Compilations:
-    """Names of the functions compiled so far, each as often as it was."""
-
-    names: list[str] = dataclasses.field(default_factory=list)
-
-    @property
-    def count(self) -> int:
-        """Programs compiled."""
-        return len(self.names)
-
-
 @contextlib.contextmanager
-def counted_compilations() -> Iterator[Compilations]:
-    """Count what is compiled in this process while the context is open."""
-    seen = Compilations()
+def counted_compilations() -> Iterator[list[str]]:
+    """Note the name of each function that this process compiles while the context is open."""
+    seen: list[str] = []
 
     def listen(event: str, duration_secs: float, **facts: str | int) -> None:
         del duration_secs
         if event == _LOWERED:
-            seen.names.append(str(facts.get("fun_name", "?")))
+            seen.append(str(facts.get("fun_name", "?")))
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
