@@ -111,14 +111,8 @@ def is_float(values: np.ndarray) -> bool:
 def perturbed(tree: PyTree, seed: int, size: float, *, whole: bool = True) -> PyTree:
     """The tree with each float moved by `size` of itself, up or down at random.
 
-    A 0 stays 0, so that what is exact (a padded pixel, a fresh bias) stays it.
-
-    Args:
-        tree: any; what holds no floats comes back as it is.
-        seed: of the directions.
-        size: relative.
-        whole: also move leaves that hold whole numbers only. Not so for a batch, where they are
-            labels, masks or indices that happen to be floats.
+    A 0 stays 0, so that what is exact (a padded pixel, a fresh bias) stays it. Leaves of `whole`
+    numbers only are not moved in a batch, where they are labels, masks or indices.
     """
     generator = np.random.default_rng(seed)
 
@@ -145,17 +139,10 @@ def rounding_noise(
     eps: float,
     expected: Mapping[str, np.ndarray],
 ) -> Leaves:
-    """How far rounding can move each element of a result.
+    """How far rounding can move each element of `expected`, which is `run(state, batch)`.
 
-    Args:
-        run: `run(state, batch)`, the reference: its results by path (see `leaves`, `changes`).
-        state: its parameters and all else that it starts from.
-        batch: its rows.
-        eps: unit of the coarsest dtype that it computes in; see `coarsest_eps`.
-        expected: `run(state, batch)`.
-
-    Returns:
-        by path, the largest change over the runs, element by element, in absolute value.
+    It is the largest change over some runs, in absolute value. `eps` is the unit of the coarsest
+    dtype that `run` computes in; see `coarsest_eps`.
     """
     size = min(UNITS * eps, max(eps, _COARSE))
     noise = {path: np.zeros(value.shape) for path, value in expected.items() if is_float(value)}
@@ -181,14 +168,7 @@ def bounds(
 
     The sum of what the perturbed runs show, with room; of eps · sqrt(terms) of the leaf's scale,
     the expected error of a sum in another order; and, for changes, of two units of the values that
-    they were taken from.
-
-    Args:
-        expected: the reference's results.
-        noise: as `rounding_noise` gives it.
-        terms: summands of the longest sum: rows.
-        eps: unit of the coarsest dtype.
-        values: by path, what the changes in `expected` were made to.
+    they were taken from. `terms` are the summands of the longest sum: rows.
     """
     result: Leaves = {}
     for path, value in expected.items():
@@ -285,18 +265,18 @@ def _of_another_kind(path: str, expected: np.ndarray, what: str) -> Difference:
 
 
 def constant_ratio(
-    found: np.ndarray, expected: np.ndarray, bound: np.ndarray | float = 0.0
+    found: np.ndarray, expected: np.ndarray, bound: np.ndarray | float = 0.0, near: float = 1e-3
 ) -> float | None:
-    """Found over expected where it is one number for all elements, within bounds or 0.1 %."""
+    """Found over expected where it is one number for all elements, within bounds or `near`."""
     square = float(np.sum(expected * expected))
     if not (np.isfinite(found).all() and np.isfinite(square) and square > 0):
         return None
     ratio = float(np.sum(found * expected)) / square
     rest = np.abs(found - ratio * expected)
     # Norms for the second: single elements that cancel carry few digits.
-    near = np.linalg.norm(rest) <= 1e-3 * abs(ratio) * math.sqrt(square)
+    is_near = np.linalg.norm(rest) <= near * abs(ratio) * math.sqrt(square)
     within = bool(np.all(rest <= max(1.0, abs(ratio)) * bound)) and abs(ratio) > 1e-6
-    return ratio if near or within else None
+    return ratio if is_near or within else None
 
 
 def coarsest_eps(function: Callable[..., Any], *arguments: Any) -> float:

@@ -35,13 +35,7 @@ _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
 class ProgramCases:
-    """A program in its cases, each against one device.
-
-    Args:
-        subject: what is verified.
-        facts: about its loss and model.
-        show: told what is next.
-    """
+    """A program in its cases, each against one device."""
 
     def __init__(self, subject: Subject, facts: Facts, show: Callable[[str], None]) -> None:
         self._subject, self._facts, self._show = subject, facts, show

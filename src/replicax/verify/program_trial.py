@@ -11,7 +11,7 @@ from replicax.core.batch import Batch
 from replicax.core.update import Metrics, TrainState
 from replicax.verify.difference import Leaves, bounds, leaves, rounding_noise
 from replicax.verify.facts import Facts
-from replicax.verify.form import Form
+from replicax.verify.form import Form, host
 from replicax.verify.subject import Case, Subject, named_results
 from replicax.verify.trial import Trial
 
@@ -135,7 +135,7 @@ def trial_of(subject: Subject, facts: Facts, case: Case, known: dict[Any, Any]) 
             replicas=subject.replicas if case.devices > 1 else 1,
         ),
         OneDevice(subject, single, not (facts.random or facts.writes)),
-        subject.begun(case),
+        host(subject.placed(case, subject.state)),
         None,
         subject.eps,
         {},

@@ -99,14 +99,9 @@ def parameters(
     of: str = "state",
     without: Sequence[str] = (),
 ) -> Check:
-    """Leaves that some steps do not move.
+    """Leaves, with paths that begin with `of`, that some steps do not move.
 
-    Args:
-        trial: the step.
-        batch: its rows.
-        case: what the row is called.
-        of: how the paths of the leaves begin.
-        without: paths of those that are known to have no gradient.
+    Those `without` a gradient are left out.
     """
     expected = trial.expected([batch] * _STEPS)
     floats = {

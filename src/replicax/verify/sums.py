@@ -55,14 +55,8 @@ def check_sums(
 ) -> Iterator[Check]:
     """Yield a row for each kind of sum in 16 bits, or one that there is none.
 
-    Of attached accelerators it is their compiled program, and of described ones theirs. A CPU's
+    Of attached accelerators it is their compiled program, and of `elsewhere` theirs. A CPU's
     compiler widens some of these sums, and so its program is read as it is traced.
-
-    Args:
-        dp: the step.
-        model: as for `dp.init`.
-        batch: a batch to train on, or its shapes.
-        elsewhere: devices to look at in place of those of `dp`.
     """
     where = elsewhere or Elsewhere("", _here)
     case = ", ".join(filter(None, (str(dp.mode), where.name)))
