@@ -11,16 +11,21 @@ import pytest
 from support.tiers import only
 
 from replicax.verify.difference import (
+    Difference,
     bounds,
     changes,
     coarsest_eps,
     constant_ratio,
     differences,
-    first_difference,
     leaves,
     perturbed,
     rounding_noise,
 )
+
+
+def first_difference(*compared: Any) -> Difference | None:
+    return next(iter(differences(*compared)), None)
+
 
 EPS = float(np.finfo(np.float32).eps)
 VALUES = {"a": np.array([1.0, -2.0, 4.0]), "b": np.array(3.0)}

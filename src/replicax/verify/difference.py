@@ -10,12 +10,13 @@ choose between candidates a rounding apart, everything where a gradient is 0 in 
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 PyTree = Any
 Leaves = dict[str, np.ndarray]
@@ -184,37 +185,26 @@ def bounds(
     return result
 
 
-def first_difference(
-    found: Mapping[str, np.ndarray],
-    expected: Mapping[str, np.ndarray],
-    bounds: Mapping[str, np.ndarray],
-) -> Difference | None:
-    """The first leaf, in the order of the tree, that differs by more than its bound."""
-    return next(iter(differences(found, expected, bounds)), None)
-
-
 def differences(
     found: Mapping[str, np.ndarray],
     expected: Mapping[str, np.ndarray],
     bounds: Mapping[str, np.ndarray],
 ) -> list[Difference]:
-    """All leaves that differ by more than their bounds.
+    """All leaves, in the order of the tree, that differ by more than their bounds.
 
     A leaf without a bound has to be equal. One that is missing, or has another shape, differs by
     infinity, and so does a NaN where a number was expected.
     """
-    all_of = (difference_of(path, found, expected, bounds) for path in expected)
+    all_of = (
+        _difference(path, found.get(path), there, bounds.get(path, 0.0))
+        for path, there in expected.items()
+    )
     return [each for each in all_of if each is not None]
 
 
-def difference_of(
-    path: str,
-    found: Mapping[str, np.ndarray],
-    expected: Mapping[str, np.ndarray],
-    bounds: Mapping[str, np.ndarray],
+def _difference(
+    path: str, here: np.ndarray | None, there: np.ndarray, bound: np.ndarray | float
 ) -> Difference | None:
-    """How one leaf differs, or None where it does not."""
-    there, here = expected[path], found.get(path)
     if here is None:
         return _of_another_kind(path, there, "is missing")
     if here.shape != there.shape:
@@ -228,8 +218,9 @@ def difference_of(
         return None
     if not np.isfinite(here).all() and np.isfinite(there).all():
         return _of_another_kind(path, there, "holds NaN or infinity")
-    limit = np.broadcast_to(np.asarray(bounds.get(path, 0.0)), there.shape)
-    gap = np.where(_same(here, there), 0.0, np.abs(here - there))
+    limit = np.broadcast_to(np.asarray(bound), there.shape)
+    same = (here == there) | (np.isnan(here) & np.isnan(there))
+    gap = np.where(same, 0.0, np.abs(here - there))
     gap = np.where(np.isnan(gap), np.inf, gap)
     beyond = gap > limit
     if not beyond.any() or _only_missed(gap, limit, beyond):
@@ -284,37 +275,25 @@ def coarsest_eps(function: Callable[..., Any], *arguments: Any) -> float:
 
     Float32's where it cannot be traced and its arguments tell nothing.
     """
-    dtypes = {
-        leaf.dtype
-        for leaf in jax.tree.leaves(arguments)
-        if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
-    }
+    arrays = jax.tree.leaves(arguments)
     with contextlib.suppress(Exception):  # not traceable as a whole: it may still run
-        dtypes |= _computed_dtypes(jax.make_jaxpr(function)(*arguments).jaxpr)
-    return max((_eps(dtype) for dtype in dtypes), default=2.0**-23)
+        traced = equations(jax.make_jaxpr(function)(*arguments).jaxpr)
+        arrays += [variable.aval for equation in traced for variable in equation.outvars]
+    dtypes = {each.dtype for each in arrays if hasattr(each, "dtype")}
+    floats = (dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating))
+    return max(map(_eps, floats), default=2.0**-23)
 
 
-def _computed_dtypes(jaxpr: Any) -> set[Any]:
-    from jax.extend.core import jaxprs_in_params
-
-    found: set[Any] = set()
+def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """Yield the equations of a jaxpr, and of those in it."""
     for equation in jaxpr.eqns:
-        for variable in equation.outvars:
-            dtype = getattr(variable.aval, "dtype", None)
-            if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
-                found.add(dtype)
+        yield equation
         for inner in jaxprs_in_params(equation.params):
-            found |= _computed_dtypes(inner)
-    return found
+            yield from equations(inner)
 
 
 def _eps(dtype: Any) -> float:
     return float(jnp.finfo(dtype).eps)  # type: ignore[no-untyped-call]
-
-
-def _same(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    same: np.ndarray = (left == right) | (np.isnan(left) & np.isnan(right))
-    return same
 
 
 def _values(leaf: Any) -> np.ndarray | None:

@@ -39,8 +39,6 @@ class Independence:
     kind: str
     found: str
     cause: str = ""
-    scalar: bool = False
-    """Whether the loss is one number for all rows."""
     gathers: bool = False
     """Whether rows that depend on one another are gathered."""
     placed: bool = False
@@ -115,7 +113,7 @@ class _Probe:
             return None
         share = float(np.max(np.abs(first - back)) / scale)
         text = f"the loss changes by {share:.1%} of the largest when rows change places"
-        return Independence(DEPENDENT, text, PLACED, not first.ndim, placed=True)
+        return Independence(DEPENDENT, text, PLACED, placed=True)
 
     def _of(self, *parts: int, key: jax.Array | None = None) -> np.ndarray:
         """The loss of some quarters of the rows."""
@@ -137,24 +135,24 @@ class _Probe:
                 text = f"the value of a row is {times} as large with half of the rows"
                 words = ("divides", "large") if factor > 1 else ("multiplies", "small")
                 return Independence(SUMMED, text, BY_ROWS.format(*words))
-        return _dependent(np.max(np.abs(alone - both)) / scale, scalar=False)
+        return _dependent(np.max(np.abs(alone - both)) / scale)
 
     def _of_scalar(self) -> Independence:
         a, b, both = (float(self._of(*parts)) for parts in ((0,), (1,), (0, 1)))
         scale = max(abs(a), abs(b), abs(both)) or 1.0
         if self._near(both, (a + b) / 2, scale):
             text = "the loss is one number, the mean over rows that count alike"
-            return Independence(INDEPENDENT, text, "", True)
+            return Independence(INDEPENDENT, text)
         if self._near(both, a + b, scale):
             text = "the loss of some rows and as many others is the sum of both losses"
-            return Independence(SUMMED, text, SUM_FOR_MEAN, True)
+            return Independence(SUMMED, text, SUM_FOR_MEAN)
         if self._is_weighted_mean(a, b, both, scale):
             text = (
                 f"the loss of some rows is {a:.4g}, of as many others {b:.4g}, of both "
                 f"{both:.4g} and not {(a + b) / 2:.4g}"
             )
-            return Independence(WEIGHTED_SCALAR, text, MEAN_OF_MEANS, True)
-        return _dependent(abs(both - (a + b) / 2) / scale, scalar=True)
+            return Independence(WEIGHTED_SCALAR, text, MEAN_OF_MEANS)
+        return _dependent(abs(both - (a + b) / 2) / scale)
 
     def _is_weighted_mean(self, a: float, b: float, both: float, scale: float) -> bool:
         """Whether some weights of the parts explain all: two fit, and a third is foretold."""
@@ -170,9 +168,9 @@ class _Probe:
         return self._near(foretold, all_three, scale * max(1.0, 4 * scale / spread))
 
 
-def _dependent(share: float, *, scalar: bool) -> Independence:
+def _dependent(share: float) -> Independence:
     text = f"the value of a row changes by {share:.1%} of the largest when other rows are left out"
-    return Independence(DEPENDENT, text, DEPENDS, scalar)
+    return Independence(DEPENDENT, text, DEPENDS)
 
 
 MEAN_OF_MEANS = (

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from replicax.checks import FAIL, NOTE, PASS, SKIP, Check
+from replicax.core.loss import LOSS
 from replicax.errors import ReplicaxError
 from replicax.verify.batch_rows import shuffled
 from replicax.verify.difference import Difference
@@ -42,7 +43,7 @@ class ProgramCases:
         self._known: dict[Any, Any] = {}
         batches = {FULL: subject.full, PADDED: subject.padded}
         # One number a batch has no weights.
-        self._batches = batches if facts.rows.scalar else batches | {WEIGHTED: subject.weighted}
+        self._batches = batches if LOSS in facts.scalars else batches | {WEIGHTED: subject.weighted}
 
     def trial(self, case: Case) -> ProgramTrial:
         """Return a case with what it is compared with."""

@@ -75,7 +75,7 @@ class ProgramTrial(Trial):
 
     def given(self, found: Leaves, expected: Leaves) -> Leaves:
         """Return `expected` with what the optimizer makes of the gradient that was found."""
-        return {**expected, **self.subject.updated(found)}
+        return {**expected, **self.subject.updated(found, self.state)}
 
     def bounds(self, expected: Leaves, batches: Sequence[Any], rows: int) -> Leaves:
         """Return what rounding explains, in the reduction too."""
@@ -98,7 +98,7 @@ class ProgramTrial(Trial):
         subject, expected = self.subject, self.expected(batches)
         gradient = {path: each for path, each in expected.items() if path.startswith("gradient")}
         found = {"loss": expected["loss"], **gradient}
-        changed = subject.updated(found)
+        changed = subject.updated(found, self.state)
         of_update = rounding_noise(
             lambda state, gradient: subject.updated({**found, **gradient}, state),
             self.state,

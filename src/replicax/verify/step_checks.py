@@ -6,13 +6,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Jaxpr, jaxprs_in_params
 
 from replicax.checks import FAIL, NOTE, PASS, Check
 from replicax.verify.batch_rows import row_count
 from replicax.verify.causes import likely_cause
 from replicax.verify.copies import Copies
-from replicax.verify.difference import Leaves, first_difference, is_float
+from replicax.verify.difference import Leaves, differences, equations, is_float
 from replicax.verify.form import parted
 from replicax.verify.trial import Trial
 from replicax.wording import named
@@ -79,7 +78,7 @@ def _averaged_on_the_host(
         return None
     means = {path: np.mean([each[path] for each in held], axis=0) for path in unequal}
     wanted = {path: expected[path] for path in unequal if path in expected}
-    if first_difference(means, wanted, bounds) is not None:
+    if differences(means, wanted, bounds):
         return None
     return Check(
         "replicas",
@@ -135,10 +134,11 @@ def determinism(trial: Trial, batch: PyTree, copies: Copies) -> Check:
         found = f"{len(once)} leaves have the same bits"
         return Check("determinism", "two runs", PASS, found, "", figures)
     found = f"{other[0]} has other bits on the same inputs ({len(other)} of {len(once)} leaves)"
-    callbacks: set[str] = set()
+    called: list[str] = []
     with contextlib.suppress(Exception):  # the step may not be traceable as a whole
-        callbacks = _callbacks(trial.trace(batch).jaxpr)
-    cause = FROM_HOST.format(", ".join(sorted(callbacks))) if callbacks else FROM_OUTSIDE
+        called = [each.primitive.name for each in equations(trial.trace(batch).jaxpr)]
+    callbacks = sorted({name for name in called if "callback" in name})
+    cause = FROM_HOST.format(", ".join(callbacks)) if callbacks else FROM_OUTSIDE
     return Check("determinism", "two runs", FAIL, found, cause, figures)
 
 
@@ -150,16 +150,6 @@ FROM_OUTSIDE = (
     "something outside the arguments enters: a key made from the time, numpy's global generator, "
     "or atomic additions on a GPU (XLA_FLAGS=--xla_gpu_deterministic_ops=true)"
 )
-
-
-def _callbacks(jaxpr: Jaxpr) -> set[str]:
-    found: set[str] = set()
-    for equation in jaxpr.eqns:
-        if "callback" in equation.primitive.name:
-            found.add(equation.primitive.name)
-        for inner in jaxprs_in_params(equation.params):
-            found |= _callbacks(inner)
-    return found
 
 
 def recompilation(trial: Trial, batches: Sequence[PyTree], case: str = "same shapes") -> Check:

@@ -16,7 +16,6 @@ from replicax.verify.difference import (
     Difference,
     Leaves,
     differences,
-    first_difference,
     is_float,
     leaves,
 )
@@ -161,7 +160,7 @@ def _random(
         return None
     one, other = (each.expected(batches) for each in (trial, reseeded))
     floats = {path: value for path, value in one.items() if is_float(value)}  # keys are others
-    if first_difference(other, floats, bounds) is None:
+    if not differences(other, floats, bounds):
         return None
     N = trial.replicas
     if N > 1 and rows % N == 0:
@@ -169,7 +168,7 @@ def _random(
         tiled = [take(batch, np.tile(np.arange(rows // N), N)) for batch in batches]
         alone = trial.expected(block)
         alone, together = _common(alone, _found(trial, trial.run(tiled)), trial)
-        if first_difference(together, alone, trial.bounds(alone, block, rows)) is None:
+        if not differences(together, alone, trial.bounds(alone, block, rows)):
             found = "differs, and each replica's random numbers are those of every other"
             return Check("parity", case, FAIL, found, _SHARED_DRAWS, {"rows": rows})
     return Check(

@@ -241,9 +241,8 @@ class Subject:
             state.params,
         )
 
-    def updated(self, results: Leaves, state: TrainState | None = None) -> Leaves:
+    def updated(self, results: Leaves, state: TrainState) -> Leaves:
         """Return what one device's optimizer adds to the parameters for the gradient in results."""
-        state = self.state if state is None else state
         gradient = jax.tree_util.tree_map_with_path(
             lambda path, leaf: results[f"gradient{keystr(path)}"].astype(leaf.dtype), state.params
         )
@@ -279,7 +278,7 @@ class Subject:
             value = jnp.maximum(state.scale.value / _SCALE_MARGIN, SMALLEST)
             state = dataclasses.replace(state, scale=dataclasses.replace(state.scale, value=value))
         # What is recorded of the last step is none of this one's results.
-        nothing = jax.tree.map(jnp.zeros_like, state.params)
+        nothing = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), state.params)
         return dataclasses.replace(state, opt_state=(nothing, state.opt_state[1]))
 
 
