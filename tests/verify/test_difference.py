@@ -11,16 +11,21 @@ import pytest
 from support.tiers import only
 
 from replicax.verify.difference import (
+    Difference,
     bounds,
     changes,
     coarsest_eps,
     constant_ratio,
     differences,
-    first_difference,
     leaves,
     perturbed,
     rounding_noise,
 )
+
+
+def first_difference(*compared: Any) -> Difference | None:
+    return next(iter(differences(*compared)), None)
+
 
 EPS = float(np.finfo(np.float32).eps)
 VALUES = {"a": np.array([1.0, -2.0, 4.0]), "b": np.array(3.0)}
@@ -182,7 +187,7 @@ def test_rounding_is_no_difference_and_a_thousandth_is(
     expected = reference(params, rows)
     limits = bounds(
         expected,
-        rounding_noise(reference, params, rows, eps=EPS),
+        rounding_noise(reference, params, rows, eps=EPS, expected=expected),
         terms=64,
         eps=EPS,
         values=leaves((params, params)),
@@ -210,7 +215,8 @@ def test_a_gradient_that_is_0_in_exact_arithmetic_bounds_itself() -> None:
     """Adam makes whole steps of it: its bound is the step."""
     loss, params = MODELS["attention"]
     reference = step(loss, optax.adam(1e-3), 1)
-    noise = rounding_noise(reference, params, ROWS, eps=EPS)
+    expected = reference(params, ROWS)
+    noise = rounding_noise(reference, params, ROWS, eps=EPS, expected=expected)
     assert noise["[0]['key_bias']"].max() > 1e-4
     assert noise["[0]['key']"].max() < 1e-5
 
@@ -218,6 +224,8 @@ def test_a_gradient_that_is_0_in_exact_arithmetic_bounds_itself() -> None:
 def test_noise_without_a_bound_on_size_is_none() -> None:
     """In bfloat16 a few units would be another model: they stop at one."""
     params = {"w": normal(9, 8)}
-    noise = rounding_noise(lambda state, _: leaves({"w": state["w"]}), params, {}, eps=2.0**-7)
+    noise = rounding_noise(
+        lambda state, _: leaves({"w": state["w"]}), params, {}, eps=2.0**-7, expected=leaves(params)
+    )
     assert float(noise["['w']"].max()) <= 1.1 * 2.0**-7 * float(np.abs(params["w"]).max())
     assert math.isfinite(float(noise["['w']"].max()))

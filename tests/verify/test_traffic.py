@@ -15,9 +15,15 @@ import replicax as rx
 from replicax.analysis.compiled import Collectives, CompiledStep
 from replicax.core.modes import MODES
 from replicax.verify.facts import examine
-from replicax.verify.sent import SentOverAxes, bytes_needed
 from replicax.verify.subject import Case, Subject
-from replicax.verify.traffic import CompiledCase, check_traffic, check_work, read_programs
+from replicax.verify.traffic import (
+    CompiledCase,
+    SentOverAxes,
+    bytes_needed,
+    check_traffic,
+    check_work,
+    read_programs,
+)
 
 
 def with_offset(model: Any, batch: Any, key: Any) -> Any:

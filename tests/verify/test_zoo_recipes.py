@@ -5,10 +5,11 @@ from support.tiers import EXHAUSTIVE, only
 from verify import zoo_unusual_recipes as unusual
 from verify.zoo_recipes import BROKEN as USUAL_BROKEN
 from verify.zoo_recipes import CORRECT as USUAL_CORRECT
-from verify.zoo_recipes import NOTED
+from verify.zoo_recipes import NOTED as USUAL_NOTED
 
 BROKEN = USUAL_BROKEN | unusual.BROKEN
 CORRECT = USUAL_CORRECT | unusual.CORRECT
+NOTED = USUAL_NOTED | unusual.NOTED
 
 USUAL = ("mean of means, shard_map", "reduced by hand", "device count", "fixed seed")
 

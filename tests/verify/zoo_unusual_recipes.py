@@ -124,3 +124,5 @@ CORRECT = {
     "rare head": Entry(rare_head, rare_head_model),
     "contrastive, padded": Entry(contrastive),
 }
+NOTED = {"contrastive, padded": "padding"}
+"""What correct ones are told all the same."""

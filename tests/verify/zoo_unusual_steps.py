@@ -81,6 +81,29 @@ def counted_inside(reduce: Any) -> Any:
 warm_up = optax.adam(optax.linear_schedule(0.0, 1e-2, 4))
 
 
+# What shows only later, or only where a norm is below its limit.
+
+
+def doubled_later(update: Any, since: int) -> Any:
+    """From a step on, twice what `update` does."""
+
+    def step(state: Any, rows: Any) -> Any:
+        before = state["params"]
+        after, metrics = update({"params": before}, rows)
+        times = jnp.where(state["steps"] < since, 1.0, 2.0)
+        params = jax.tree.map(lambda old, new: old + times * (new - old), before, after["params"])
+        return {"params": params, "steps": state["steps"] + 1}, metrics
+
+    return step
+
+
+def counted_state() -> Any:
+    return {**only_params(), "steps": np.int32(0)}
+
+
+loosely_clipped = optax.chain(optax.clip_by_global_norm(1e3), optax.sgd(0.1))
+
+
 # Python around the step.
 
 
@@ -156,6 +179,22 @@ BROKEN = {
     ),
     "remainder_of_sixteen": _entry(
         Broken, lambda: jax.jit(cut_to_sixteen), words=("were dropped",), case="indivisible batch"
+    ),
+    "wrong_later": _entry(
+        Broken,
+        sharded(doubled_later(reduced_by(pmean), 2)),
+        reference=doubled_later(reference, 9),
+        state=counted_state,
+        words=(),
+        case="4 steps",
+        options={"steps": 4},
+    ),
+    "sum_clipped_loosely": _entry(
+        Broken,
+        sharded(with_optax(loosely_clipped, psum, same, pmean)),
+        reference=with_optax(loosely_clipped),
+        state=optax_state(loosely_clipped),
+        words=("exactly 8 times",),
     ),
     "warm_up_psum": _entry(
         Broken,

@@ -141,9 +141,10 @@ def _of_recipe(parsed: Arguments[VerifyOptions], show: Callable[[str], None]) ->
     show("reading the data")
     batch = first_rows(recipe.train_source(), rows_needed(dp))
     key = jax.random.key(options.seed)
+    model = recipe.model(key)
     verification = rx.verify(
         dp,
-        recipe.model(key),
+        model,
         batch,
         modes=None if options.modes is None else words(options.modes),
         batch_size=recipe.batch_size,
@@ -152,16 +153,18 @@ def _of_recipe(parsed: Arguments[VerifyOptions], show: Callable[[str], None]) ->
         show=show,
     )
     evaluated = any((c.case, c.verdict) == (CASE, PASS) for c in verification.checks)
-    checks = [*verification.checks, *_of_recipe_alone(dp, recipe, key, batch, evaluated)]
+    again = recipe.model(key)
+    alone = _of_recipe_alone(dp, recipe, (model, again), batch, evaluated)
+    checks = [*verification.checks, *alone]
     about = {**parsed.about(), **verification.about}
     return dataclasses.replace(verification, checks=checks, about=about)
 
 
 def _of_recipe_alone(
-    dp: rx.DataParallel, recipe: Any, key: jax.Array, batch: Any, evaluated: bool
+    dp: rx.DataParallel, recipe: Any, models: tuple[Any, Any], batch: Any, evaluated: bool
 ) -> Iterator[Check]:
-    """Rows on what only a recipe tells: how its model is made, and whether it is evaluated."""
-    first, second = (dp.init(recipe.model(key)) for _ in range(2))
+    """Rows on what only a recipe tells: whether it makes one model twice, and is evaluated."""
+    first, second = map(dp.init, models)
     if sha256((first.params, first.extras)) != sha256((second.params, second.extras)):
         text = "the recipe's model has other weights when it is made again with the same key"
         yield Check("determinism", "two models", FAIL, text, FROM_KEY)

@@ -36,16 +36,20 @@ def take(batch: PyTree, indices: np.ndarray) -> PyTree:
     return jax.tree.map(lambda leaf: leaf[indices] if _has_rows(leaf) else leaf, batch)
 
 
+def shuffled(batch: PyTree, count: int) -> list[PyTree]:
+    """The batch a few times, its rows in another order each time."""
+    order = np.random.default_rng(0)
+    return [take(batch, order.permutation(row_count(batch))) for _ in range(count)]
+
+
 def find_weights(batch: PyTree, name: str | None) -> str | None:
     """The path of the leaf that holds the rows' weights, or None where there is none.
 
-    Args:
-        batch: the global batch.
-        name: the last name of its path (a dict's key, a field), or its number in a tuple; None
-            finds one that is called mask, weights or the like.
+    `name` is the last one of its path, or its number in a tuple; None finds one that is called
+    mask, weights or the like.
 
     Raises:
-        ConfigError: `name` is given, and no leaf has it.
+        ConfigError: no leaf has the name.
     """
     paths = jax.tree_util.tree_leaves_with_path(batch)
     ends = {jax.tree_util.keystr(path): last_name(path) for path, _ in paths}
@@ -83,11 +87,7 @@ def weights_of(batch: PyTree, path: str) -> np.ndarray:
 
 def last_name(path: Any) -> str:
     """The last name of a leaf's path: a dict's key, a field, or a number; empty where alone."""
-    return (
-        str(getattr(path[-1], "key", getattr(path[-1], "name", getattr(path[-1], "idx", ""))))
-        if path
-        else ""
-    )
+    return jax.tree_util.keystr(path[-1:], simple=True)
 
 
 def _has_rows(leaf: Any) -> bool:

@@ -5,25 +5,27 @@ reference gives on the rows of each, and so on. The one that reproduces what was
 cause. Where none does, the text says so.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from replicax.verify.difference import Difference, Leaves, differences, is_float
-from replicax.verify.evidence import Evidence
+from replicax.verify.difference import (
+    Difference,
+    Leaves,
+    constant_ratio,
+    differences,
+    is_float,
+)
+from replicax.verify.evidence import EXPLAINED, MOST_REPLICAS, Evidence
 from replicax.verify.factors import factor_cause
 from replicax.wording import named
 
 NO_CAUSE = "no known cause fits"
 """How the text begins where no hypothesis reproduces what was found."""
-EXPLAINED = 0.1
-"""A hypothesis explains a leaf where at most this share of the difference is left."""
 _APART = 0.05
 """Scales of replicas are told from one another where they differ by this share."""
 _OTHER_DIVISORS = (16, 32, 64, 128, 256, 512, 10, 100, *range(2, 33))
 """Divisors of batches that are cut to a multiple of something, the usual ones first."""
-_MOST_REPLICAS = 16
-"""Runs of the reference on one replica's rows; with more replicas, these are not tried."""
 
 
 def likely_cause(evidence: Evidence) -> str:
@@ -67,9 +69,9 @@ def _of_odd_leaves(evidence: Evidence, differing: Sequence[Difference]) -> str:
     if not broken:
         return ""
     text = f"{named(broken)} holds NaN or infinity where one device gives numbers"
-    shares = _shares(evidence)
-    if evidence.weights is not None and (shares == 0).any():
-        empty = ", ".join(str(replica) for replica in np.flatnonzero(shares == 0))
+    without = np.flatnonzero(evidence.shares == 0)
+    if evidence.weights is not None and without.size:
+        empty = ", ".join(map(str, without))
         return (
             f"{text}: the rows of replica {empty} have no weight at all, and a mean by replica "
             "divides 0 by 0 there; sum loss and weights over all replicas first, then divide once"
@@ -85,7 +87,13 @@ def _of_replicas(evidence: Evidence) -> tuple[str, list[str]]:
     if evidence.of_replica is None:
         return "", []
     held = [evidence.of_replica(replica) for replica in range(evidence.replicas)]
-    paths = [path for path in held[0] if any(_unequal(held[0], other, path) for other in held[1:])]
+    paths = [
+        path
+        for path, first in held[0].items()
+        if not all(
+            np.array_equal(first, other[path], equal_nan=is_float(first)) for other in held[1:]
+        )
+    ]
     if not paths:
         return "", []
     text = (
@@ -120,16 +128,13 @@ def _on_few(evidence: Evidence, held: Sequence[Leaves], paths: Sequence[str]) ->
 
 def _on_own_rows(evidence: Evidence, held: Sequence[Leaves], paths: Sequence[str]) -> str:
     """Replicas that hold what the rows of each give."""
-    if not _divide(evidence):
+    if not evidence.divides:
         return ""
+    pairs = list(zip(held, evidence.own, strict=True))
     matched = [
         path
         for path in paths
-        if path in evidence.expected
-        and all(
-            _explains(evidence, path, results, own)
-            for results, own in zip(held, evidence.own, strict=True)
-        )
+        if path in evidence.expected and all(evidence.explained(path, *pair) for pair in pairs)
     ]
     if not matched or 4 * len(matched) < len(paths):
         return ""
@@ -145,7 +150,8 @@ def _scales(evidence: Evidence, held: Sequence[Leaves], paths: Sequence[str]) ->
         expected = evidence.expected.get(path)
         if expected is None or not is_float(expected) or not np.any(expected):
             continue
-        ratios = [ratio for each in held if (ratio := _ratio(each[path], expected)) is not None]
+        scales = (constant_ratio(each[path], expected, near=1e-2) for each in held)
+        ratios = [ratio for ratio in scales if ratio is not None]
         if len(ratios) == len(held) and max(ratios) - min(ratios) > _APART * max(map(abs, ratios)):
             listed = ", ".join(f"{ratio:.3g}" for ratio in ratios)
             return (
@@ -163,7 +169,7 @@ def _best(evidence: Evidence, paths: Sequence[str]) -> str:
     """The hypothesis that explains the most leaves; a second one for what it leaves over."""
     tried: list[tuple[str, list[str], int]] = []
     for order, (text, results) in enumerate(_hypotheses(evidence)):
-        matched = [path for path in paths if _explains(evidence, path, evidence.found, results)]
+        matched = [path for path in paths if evidence.explained(path, evidence.found, results)]
         if matched:
             tried.append((text, matched, order))
         if len(matched) == len(paths):
@@ -185,7 +191,7 @@ def _hypotheses(evidence: Evidence) -> Iterator[tuple[str, Leaves]]:
     still = {
         path: np.zeros_like(value)
         for path, value in evidence.expected.items()
-        if is_float(value) and "loss" not in path.lower()
+        if is_float(value) and path not in evidence.losses
     }
     yield (
         "it does not change at all: its gradient does not reach the optimizer, or the step returns "
@@ -198,12 +204,11 @@ def _hypotheses(evidence: Evidence) -> Iterator[tuple[str, Leaves]]:
         return
     N, K = evidence.replicas, evidence.micro_batches
     yield from _of_dropped_rows(evidence, (N, K, N * K))
-    if _divide(evidence):
+    if evidence.divides:
         yield from _of_own_rows(evidence)
-    parts = evidence.replicas * evidence.micro_batches
-    if evidence.micro_batches > 1 and evidence.rows % parts == 0:
+    if K > 1 and evidence.rows % (N * K) == 0:
         yield from _of_micro_batches(evidence)
-    if not _divide(evidence):
+    if not evidence.divides:
         yield from _of_dropped_rows(evidence, _OTHER_DIVISORS)
 
 
@@ -227,7 +232,7 @@ def _of_dropped_rows(evidence: Evidence, divisors: Sequence[int]) -> Iterator[tu
 def _of_own_rows(evidence: Evidence) -> Iterator[tuple[str, Leaves]]:
     N = evidence.replicas
     mean = _mean(evidence.own)
-    shares = _shares(evidence)
+    shares = evidence.shares
     uneven, among = np.ptp(shares) > 1e-6 * shares.max(), ""
     if not uneven and (inside := _shares_inside(evidence)) is not None:
         shares, uneven, among = inside, True, " times replica 0's, made inside the step"
@@ -240,7 +245,7 @@ def _of_own_rows(evidence: Evidence) -> Iterator[tuple[str, Leaves]]:
             "sum numerator and weights over all replicas (psum), then divide once"
         )
     else:
-        text = _nonlinear(evidence, mean)
+        text = _nonlinear(evidence)
     yield text, mean
     total = {path: N * value if is_float(value) else value for path, value in mean.items()}
     yield f"{text}. It was also summed over {N} replicas and not divided: use pmean", total
@@ -259,12 +264,12 @@ def _shares_inside(evidence: Evidence) -> np.ndarray | None:
     that explain what it gives on all rows too. None where there are no such weights.
     """
     assert evidence.on_rows is not None
-    paths = [path for path in evidence.expected if "loss" in path.lower()]
-    if not paths:
+    if not evidence.losses:
         return None
 
     def losses(results: Leaves) -> np.ndarray:
-        return np.concatenate([np.ravel(results[path]).astype(np.float64) for path in paths])
+        values = [np.ravel(results[path]).astype(np.float64) for path in evidence.losses]
+        return np.concatenate(values)
 
     blocks = np.arange(evidence.rows).reshape(evidence.replicas, -1)
     own = np.stack([losses(each) for each in evidence.own])
@@ -282,20 +287,11 @@ def _shares_inside(evidence: Evidence) -> np.ndarray | None:
     return np.array(shares) if rest <= EXPLAINED * gap else None
 
 
-def _nonlinear(evidence: Evidence, mean: Leaves) -> str:
+def _nonlinear(evidence: Evidence) -> str:
     """Rows weigh the same, and still their replicas' mean is not the mean of all."""
-    losses = [path for path in evidence.expected if "loss" in path.lower()]
     whole = "it is the mean of what the reference gives on each replica's rows by themselves"
-    forward = [
-        path
-        for path in losses
-        if differences(
-            {path: evidence.found.get(path, evidence.expected[path])},
-            {path: evidence.expected[path]},
-            evidence.bounds,
-        )
-    ]
-    if losses and not forward:
+    losses = {path: evidence.expected[path] for path in evidence.losses}
+    if losses and not differences({**losses, **evidence.found}, losses, evidence.bounds):
         return (
             f"{whole}, while the loss agrees: something not linear in the gradient (clipping, "
             "normalising, an optimizer's update) came before the reduction; reduce the gradient "
@@ -325,7 +321,7 @@ def _of_micro_batches(evidence: Evidence) -> Iterator[tuple[str, Leaves]]:
                 f"overwritten; add them all and divide by {K}",
                 evidence.on_rows(np.sort(part.ravel())),
             )
-    if N > _MOST_REPLICAS:
+    if N > MOST_REPLICAS:
         return
     for cut in cuts:
         parts = [evidence.on_rows(cut[k, n]) for k in range(K) for n in range(N)]
@@ -340,53 +336,11 @@ def _of_micro_batches(evidence: Evidence) -> Iterator[tuple[str, Leaves]]:
 # What all of them use.
 
 
-def _divide(evidence: Evidence) -> bool:
-    """Whether the reference can be run on each replica's rows."""
-    return (
-        evidence.on_rows is not None
-        and 1 < evidence.replicas <= _MOST_REPLICAS
-        and evidence.rows % evidence.replicas == 0
-    )
-
-
-def _shares(evidence: Evidence) -> np.ndarray:
-    """The weight of each replica's rows."""
-    weights = np.ones(evidence.rows) if evidence.weights is None else evidence.weights
-    parts = np.array_split(np.asarray(weights, np.float64), evidence.replicas)
-    return np.array([part.sum() for part in parts])
-
-
 def _mean(parts: Sequence[Leaves]) -> Leaves:
     return {
         path: np.mean([part[path] for part in parts], axis=0) if is_float(value) else value
         for path, value in parts[0].items()
     }
-
-
-def _explains(
-    evidence: Evidence, path: str, found: Mapping[str, np.ndarray], results: Leaves
-) -> bool:
-    """Whether `results` leave little of the difference in one leaf."""
-    if path not in results or path not in found or results[path].shape != found[path].shape:
-        return False
-    here, there, guess = found[path], evidence.expected[path], results[path]
-    if not is_float(there):
-        return bool(np.array_equal(here, guess))
-    if not np.isfinite(guess).all():
-        return False
-    rest, gap = np.linalg.norm(here - guess), np.linalg.norm(here - there)
-    return bool(rest <= EXPLAINED * gap)
-
-
-def _unequal(left: Leaves, right: Leaves, path: str) -> bool:
-    return not np.array_equal(left[path], right[path], equal_nan=is_float(left[path]))
-
-
-def _ratio(found: np.ndarray, expected: np.ndarray) -> float | None:
-    square = float(np.sum(expected * expected))
-    ratio = float(np.sum(found * expected)) / square
-    rest = float(np.linalg.norm(found - ratio * expected))
-    return ratio if rest <= 1e-2 * max(abs(ratio), 1e-2) * square**0.5 else None
 
 
 def _unexplained(evidence: Evidence, differing: Sequence[Difference]) -> str:

@@ -44,10 +44,7 @@ def read_copies(
 ) -> Copies:
     """Copy a tree of results to the host, from every device that claims to hold all of it.
 
-    Args:
-        tree: results, as the step returned them.
-        shapes: by path, the shape without a replica dim.
-        stacked_over: the replicas of a step that stacks its results, [replicas, ...].
+    `shapes` are those without the replica dim of a step whose results are `stacked_over` replicas.
     """
     held: dict[str, list[np.ndarray]] = {}
     stacked: set[str] = set()
@@ -76,14 +73,10 @@ def _parts(leaf: Any) -> list[Any]:
     if not leaf.is_fully_replicated:
         return [leaf] if is_random_key(leaf) else _copies_of_parts(leaf)
     by_device = {shard.device: shard.data for shard in leaf.addressable_shards}
-    sharding = leaf.sharding
-    if isinstance(sharding, jax.sharding.NamedSharding) and isinstance(
-        sharding.mesh, jax.sharding.Mesh
-    ):
-        order = [device for device in sharding.mesh.devices.flat if device in by_device]
-    else:
-        order = sorted(by_device, key=lambda device: device.id)
-    return [by_device[device] for device in order]
+    mesh = getattr(leaf.sharding, "mesh", None)
+    if not isinstance(mesh, jax.sharding.Mesh):
+        return [by_device[device] for device in sorted(by_device, key=lambda each: each.id)]
+    return [by_device[device] for device in mesh.devices.flat if device in by_device]
 
 
 def _copies_of_parts(leaf: jax.Array) -> list[Any]:

@@ -10,12 +10,13 @@ choose between candidates a rounding apart, everything where a gradient is 0 in 
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 PyTree = Any
 Leaves = dict[str, np.ndarray]
@@ -24,6 +25,7 @@ Leaves = dict[str, np.ndarray]
 UNITS = 4
 """How far inputs are moved: relative, in units of the dtype's eps."""
 SEEDS = 4
+"""Perturbed runs."""
 SAFETY = 8
 """Rounding may do this many times what the perturbed runs show: they are few."""
 _BULK = 0.9
@@ -110,14 +112,8 @@ def is_float(values: np.ndarray) -> bool:
 def perturbed(tree: PyTree, seed: int, size: float, *, whole: bool = True) -> PyTree:
     """The tree with each float moved by `size` of itself, up or down at random.
 
-    A 0 stays 0, so that what is exact (a padded pixel, a fresh bias) stays it.
-
-    Args:
-        tree: any; what holds no floats comes back as it is.
-        seed: of the directions.
-        size: relative.
-        whole: also move leaves that hold whole numbers only. Not so for a batch, where they are
-            labels, masks or indices that happen to be floats.
+    A 0 stays 0, so that what is exact (a padded pixel, a fresh bias) stays it. Leaves of `whole`
+    numbers only are not moved in a batch, where they are labels, masks or indices.
     """
     generator = np.random.default_rng(seed)
 
@@ -142,26 +138,16 @@ def rounding_noise(
     batch: PyTree,
     *,
     eps: float,
-    seeds: int = SEEDS,
-    expected: Mapping[str, np.ndarray] | None = None,
+    expected: Mapping[str, np.ndarray],
 ) -> Leaves:
-    """How far rounding can move each element of a result.
+    """How far rounding can move each element of `expected`, which is `run(state, batch)`.
 
-    Args:
-        run: `run(state, batch)`, the reference: its results by path (see `leaves`, `changes`).
-        state: its parameters and all else that it starts from.
-        batch: its rows.
-        eps: unit of the coarsest dtype that it computes in; see `coarsest_eps`.
-        seeds: perturbed runs.
-        expected: `run(state, batch)`, where it is known.
-
-    Returns:
-        by path, the largest change over the runs, element by element, in absolute value.
+    It is the largest change over some runs, in absolute value. `eps` is the unit of the coarsest
+    dtype that `run` computes in; see `coarsest_eps`.
     """
     size = min(UNITS * eps, max(eps, _COARSE))
-    expected = run(state, batch) if expected is None else expected
     noise = {path: np.zeros(value.shape) for path, value in expected.items() if is_float(value)}
-    for seed in range(seeds):
+    for seed in range(SEEDS):
         other = run(
             perturbed(state, 2 * seed, size), perturbed(batch, 2 * seed + 1, size, whole=False)
         )
@@ -183,14 +169,7 @@ def bounds(
 
     The sum of what the perturbed runs show, with room; of eps · sqrt(terms) of the leaf's scale,
     the expected error of a sum in another order; and, for changes, of two units of the values that
-    they were taken from.
-
-    Args:
-        expected: the reference's results.
-        noise: as `rounding_noise` gives it.
-        terms: summands of the longest sum: rows.
-        eps: unit of the coarsest dtype.
-        values: by path, what the changes in `expected` were made to.
+    they were taken from. `terms` are the summands of the longest sum: rows.
     """
     result: Leaves = {}
     for path, value in expected.items():
@@ -206,37 +185,26 @@ def bounds(
     return result
 
 
-def first_difference(
-    found: Mapping[str, np.ndarray],
-    expected: Mapping[str, np.ndarray],
-    bounds: Mapping[str, np.ndarray],
-) -> Difference | None:
-    """The first leaf, in the order of the tree, that differs by more than its bound."""
-    return next(iter(differences(found, expected, bounds)), None)
-
-
 def differences(
     found: Mapping[str, np.ndarray],
     expected: Mapping[str, np.ndarray],
     bounds: Mapping[str, np.ndarray],
 ) -> list[Difference]:
-    """All leaves that differ by more than their bounds.
+    """All leaves, in the order of the tree, that differ by more than their bounds.
 
     A leaf without a bound has to be equal. One that is missing, or has another shape, differs by
     infinity, and so does a NaN where a number was expected.
     """
-    all_of = (difference_of(path, found, expected, bounds) for path in expected)
+    all_of = (
+        _difference(path, found.get(path), there, bounds.get(path, 0.0))
+        for path, there in expected.items()
+    )
     return [each for each in all_of if each is not None]
 
 
-def difference_of(
-    path: str,
-    found: Mapping[str, np.ndarray],
-    expected: Mapping[str, np.ndarray],
-    bounds: Mapping[str, np.ndarray],
+def _difference(
+    path: str, here: np.ndarray | None, there: np.ndarray, bound: np.ndarray | float
 ) -> Difference | None:
-    """How one leaf differs, or None where it does not."""
-    there, here = expected[path], found.get(path)
     if here is None:
         return _of_another_kind(path, there, "is missing")
     if here.shape != there.shape:
@@ -250,8 +218,9 @@ def difference_of(
         return None
     if not np.isfinite(here).all() and np.isfinite(there).all():
         return _of_another_kind(path, there, "holds NaN or infinity")
-    limit = np.broadcast_to(np.asarray(bounds.get(path, 0.0)), there.shape)
-    gap = np.where(_same(here, there), 0.0, np.abs(here - there))
+    limit = np.broadcast_to(np.asarray(bound), there.shape)
+    same = (here == there) | (np.isnan(here) & np.isnan(there))
+    gap = np.where(same, 0.0, np.abs(here - there))
     gap = np.where(np.isnan(gap), np.inf, gap)
     beyond = gap > limit
     if not beyond.any() or _only_missed(gap, limit, beyond):
@@ -287,18 +256,18 @@ def _of_another_kind(path: str, expected: np.ndarray, what: str) -> Difference:
 
 
 def constant_ratio(
-    found: np.ndarray, expected: np.ndarray, bound: np.ndarray | float = 0.0
+    found: np.ndarray, expected: np.ndarray, bound: np.ndarray | float = 0.0, near: float = 1e-3
 ) -> float | None:
-    """Found over expected where it is one number for all elements, within bounds or 0.1 %."""
+    """Found over expected where it is one number for all elements, within bounds or `near`."""
     square = float(np.sum(expected * expected))
     if not (np.isfinite(found).all() and np.isfinite(square) and square > 0):
         return None
     ratio = float(np.sum(found * expected)) / square
     rest = np.abs(found - ratio * expected)
     # Norms for the second: single elements that cancel carry few digits.
-    near = np.linalg.norm(rest) <= 1e-3 * abs(ratio) * math.sqrt(square)
+    is_near = np.linalg.norm(rest) <= near * abs(ratio) * math.sqrt(square)
     within = bool(np.all(rest <= max(1.0, abs(ratio)) * bound)) and abs(ratio) > 1e-6
-    return ratio if near or within else None
+    return ratio if is_near or within else None
 
 
 def coarsest_eps(function: Callable[..., Any], *arguments: Any) -> float:
@@ -306,37 +275,25 @@ def coarsest_eps(function: Callable[..., Any], *arguments: Any) -> float:
 
     Float32's where it cannot be traced and its arguments tell nothing.
     """
-    dtypes = {
-        leaf.dtype
-        for leaf in jax.tree.leaves(arguments)
-        if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
-    }
+    arrays = jax.tree.leaves(arguments)
     with contextlib.suppress(Exception):  # not traceable as a whole: it may still run
-        dtypes |= _computed_dtypes(jax.make_jaxpr(function)(*arguments).jaxpr)
-    return max((_eps(dtype) for dtype in dtypes), default=2.0**-23)
+        traced = equations(jax.make_jaxpr(function)(*arguments).jaxpr)
+        arrays += [variable.aval for equation in traced for variable in equation.outvars]
+    dtypes = {each.dtype for each in arrays if hasattr(each, "dtype")}
+    floats = (dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating))
+    return max(map(_eps, floats), default=2.0**-23)
 
 
-def _computed_dtypes(jaxpr: Any) -> set[Any]:
-    from jax.extend.core import jaxprs_in_params
-
-    found: set[Any] = set()
+def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """Yield the equations of a jaxpr, and of those in it."""
     for equation in jaxpr.eqns:
-        for variable in equation.outvars:
-            dtype = getattr(variable.aval, "dtype", None)
-            if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
-                found.add(dtype)
+        yield equation
         for inner in jaxprs_in_params(equation.params):
-            found |= _computed_dtypes(inner)
-    return found
+            yield from equations(inner)
 
 
 def _eps(dtype: Any) -> float:
     return float(jnp.finfo(dtype).eps)  # type: ignore[no-untyped-call]
-
-
-def _same(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    same: np.ndarray = (left == right) | (np.isnan(left) & np.isnan(right))
-    return same
 
 
 def _values(leaf: Any) -> np.ndarray | None:

@@ -6,7 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from replicax.verify.difference import Leaves
+from replicax.verify.difference import Leaves, is_float
+
+EXPLAINED = 0.1
+"""A hypothesis explains a leaf where at most this share of the difference is left."""
+MOST_REPLICAS = 16
+"""Runs of the reference on one replica's rows; with more replicas, these are not tried."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +51,37 @@ class Evidence:
     others: Sequence[Hypothesis] = ()
     """More hypotheses, of the caller's own; tried first."""
 
+    @property
+    def divides(self) -> bool:
+        """Whether the reference can be run on the rows of each replica."""
+        few = 1 < self.replicas <= MOST_REPLICAS
+        return self.on_rows is not None and few and self.rows % self.replicas == 0
+
     @functools.cached_property
     def own(self) -> list[Leaves]:
         """The reference's results on the rows of each replica."""
         assert self.on_rows is not None
-        blocks = np.arange(self.rows).reshape(self.replicas, -1)
-        return [self.on_rows(block) for block in blocks]
+        return [self.on_rows(block) for block in np.split(np.arange(self.rows), self.replicas)]
+
+    @property
+    def losses(self) -> list[str]:
+        """Paths of losses."""
+        return [path for path in self.expected if "loss" in path.lower()]
+
+    @property
+    def shares(self) -> np.ndarray:
+        """The weight of each replica's rows."""
+        weights = np.ones(self.rows) if self.weights is None else self.weights
+        parts = np.array_split(np.asarray(weights, np.float64), self.replicas)
+        return np.array([part.sum() for part in parts])
+
+    def explained(self, path: str, found: Mapping[str, np.ndarray], results: Leaves) -> bool:
+        """Whether `results` leave little of the difference in one leaf of what was found."""
+        if path not in results or path not in found or results[path].shape != found[path].shape:
+            return False
+        here, there, guess = found[path], self.expected[path], results[path]
+        if not is_float(there):
+            return bool(np.array_equal(here, guess))
+        if not np.isfinite(guess).all():
+            return False
+        return bool(np.linalg.norm(here - guess) <= EXPLAINED * np.linalg.norm(here - there))

@@ -76,14 +76,9 @@ def check_exactness(
     is_own: bool,
     show: Callable[[str], None],
 ) -> Check:
-    """Return the row on a mode whose bits are fixed: those of two steps on 1, 2, 4, ... devices.
+    """Return the row on a mode whose bits are fixed: those of two steps on `counts` of devices.
 
-    Args:
-        mode: the mode.
-        counts: of devices, from `replica_counts`.
-        bits: those on as many.
-        is_own: whether the step is configured with it, and must keep its promise.
-        show: told what is next.
+    Where it is the step's own, it must keep its promise.
     """
     name = f"{mode}, {on_devices(counts)}"
     found: dict[int, Bits] = {}

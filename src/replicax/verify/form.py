@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from replicax.core.leaves import is_random_key
 from replicax.errors import ConfigError
 from replicax.wording import shortened
 
@@ -37,21 +38,20 @@ class Form:
         Raises:
             ConfigError: the rows do not divide over the replicas, and the step takes them stacked.
         """
-        return (self.place_state(state), *self.place_batch(batch), *self._place_key(key))
-
-    def place_state(self, state: PyTree) -> PyTree:
-        """The state of the host as the step takes it."""
         if self.state_stacked:
-            return jax.tree.map(self._spread, state)
-        return jax.tree.map(_placed, state, self.state_like)
-
-    def place_batch(self, batch: PyTree) -> tuple[Any, ...]:
-        """The batch of the host as the arguments that follow the state."""
-        if self.stacked:
-            placed = jax.tree.map(self._cut, batch)
+            state = jax.tree.map(self._spread, state)
         else:
-            placed = jax.tree.map(_placed, batch, self.batch_like)
-        return placed if isinstance(placed, tuple) else (placed,)
+            state = jax.tree.map(_placed, state, self.state_like)
+        if self.stacked:
+            batch = jax.tree.map(self._cut, batch)
+        else:
+            batch = jax.tree.map(_placed, batch, self.batch_like)
+        rows = batch if isinstance(batch, tuple) else (batch,)
+        if key is None:
+            return (state, *rows)
+        # A loop that hands out keys by replica splits them.
+        keys = jax.random.split(key, self.replicas) if self.key_stacked else _copied(key)
+        return (state, *rows, keys)
 
     def again(self, returned: PyTree) -> PyTree:
         """A state that the step returned, as it takes it."""
@@ -65,18 +65,10 @@ class Form:
 
         return jax.tree.map(fed, self.state_like, returned)
 
-    def _place_key(self, key: Any) -> tuple[Any, ...]:
-        if key is None:
-            return ()
-        # A loop that hands out keys by replica splits them.
-        return (jax.random.split(key, self.replicas) if self.key_stacked else _copied(key),)
-
     def _spread(self, leaf: Any) -> Any:
         """[...] -> [replicas, ...]."""
-        if _is_key(leaf):
-            data = jax.random.key_data(leaf)
-            data = jax.numpy.broadcast_to(data, (self.replicas, *data.shape))
-            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+        if is_random_key(leaf):
+            return jax.numpy.broadcast_to(leaf, (self.replicas, *leaf.shape))
         values = np.asarray(leaf)
         return np.broadcast_to(values, (self.replicas, *values.shape)).copy()
 
@@ -173,13 +165,8 @@ def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
 
 
-def _is_key(leaf: Any) -> bool:
-    dtype = getattr(leaf, "dtype", None)
-    return dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
-
-
 def _copied(leaf: Any) -> Any:
-    if _is_key(leaf):
+    if is_random_key(leaf):
         data = jax.numpy.array(jax.random.key_data(leaf))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     return np.array(leaf)

@@ -39,8 +39,6 @@ class Independence:
     kind: str
     found: str
     cause: str = ""
-    scalar: bool = False
-    """Whether the loss is one number for all rows."""
     gathers: bool = False
     """Whether rows that depend on one another are gathered."""
     placed: bool = False
@@ -48,13 +46,12 @@ class Independence:
 
     def check(self, fails: bool) -> Check:
         """The row for it. Rows that depend on one another are wrong only where they are split."""
-        if self.placed:
-            return Check("parity", CASE, FAIL, self.found, self.cause)
-        if self.kind == DEPENDENT and self.gathers:
+        if self.kind == DEPENDENT and self.gathers and not self.placed:
             text = "the rows depend on one another, and the loss gathers them from all replicas"
             return Check("parity", CASE, PASS, text)
-        verdict = {INDEPENDENT: PASS, DEPENDENT: FAIL if fails else NOTE, UNKNOWN: NOTE}
-        return Check("parity", CASE, verdict.get(self.kind, FAIL), self.found, self.cause)
+        fails |= self.placed or self.kind in (SUMMED, WEIGHTED_SCALAR)
+        verdict = PASS if self.kind == INDEPENDENT else FAIL if fails else NOTE
+        return Check("parity", CASE, verdict, self.found, self.cause)
 
 
 def examine_rows(subject: Subject, gathers: bool = False, random: bool = True) -> Independence:
@@ -86,7 +83,6 @@ class _Probe:
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
         self._part = max(1, subject.rows // 4)
-        self._eps = subject.eps
         objective = subject.objective
 
         def values(params: Any, extras: Any, data: Any, key: Any) -> Any:
@@ -115,7 +111,9 @@ class _Probe:
         scale = float(np.max(np.abs([first, back]))) or 1.0
         if self._near(first, back, scale):
             return None
-        return _placed(float(np.max(np.abs(first - back)) / scale), scalar=not first.ndim)
+        share = float(np.max(np.abs(first - back)) / scale)
+        text = f"the loss changes by {share:.1%} of the largest when rows change places"
+        return Independence(DEPENDENT, text, PLACED, placed=True)
 
     def _of(self, *parts: int, key: jax.Array | None = None) -> np.ndarray:
         """The loss of some quarters of the rows."""
@@ -124,7 +122,7 @@ class _Probe:
         return np.asarray(self._compiled(state.params, state.extras, data, key), np.float64)
 
     def _near(self, left: Any, right: Any, scale: float) -> bool:
-        bound = min(_UNITS * self._eps, _COARSEST) * scale
+        bound = min(_UNITS * self._subject.eps, _COARSEST) * scale
         return bool(np.max(np.abs(np.asarray(left) - np.asarray(right))) <= bound)
 
     def _of_rows(self) -> Independence:
@@ -132,34 +130,29 @@ class _Probe:
         scale = float(np.max(np.abs(both))) or 1.0
         if self._near(alone, both, max(scale, float(np.max(np.abs(alone))))):
             return Independence(INDEPENDENT, "the values of rows stay when other rows are left out")
-        for factor in (2.0, 0.5):
+        for times, factor in (("twice", 2.0), ("half", 0.5)):
             if self._near(alone, factor * both, scale):
-                return _of_factor(factor)
+                text = f"the value of a row is {times} as large with half of the rows"
+                words = ("divides", "large") if factor > 1 else ("multiplies", "small")
+                return Independence(SUMMED, text, BY_ROWS.format(*words))
         return _dependent(np.max(np.abs(alone - both)) / scale)
 
     def _of_scalar(self) -> Independence:
         a, b, both = (float(self._of(*parts)) for parts in ((0,), (1,), (0, 1)))
         scale = max(abs(a), abs(b), abs(both)) or 1.0
         if self._near(both, (a + b) / 2, scale):
-            return Independence(
-                INDEPENDENT, "the loss is one number, the mean over rows that count alike", "", True
-            )
+            text = "the loss is one number, the mean over rows that count alike"
+            return Independence(INDEPENDENT, text)
         if self._near(both, a + b, scale):
-            return Independence(
-                SUMMED,
-                "the loss of some rows and as many others is the sum of both losses",
-                SUM_FOR_MEAN,
-                True,
-            )
+            text = "the loss of some rows and as many others is the sum of both losses"
+            return Independence(SUMMED, text, SUM_FOR_MEAN)
         if self._is_weighted_mean(a, b, both, scale):
-            return Independence(
-                WEIGHTED_SCALAR,
+            text = (
                 f"the loss of some rows is {a:.4g}, of as many others {b:.4g}, of both "
-                f"{both:.4g} and not {(a + b) / 2:.4g}",
-                MEAN_OF_MEANS,
-                True,
+                f"{both:.4g} and not {(a + b) / 2:.4g}"
             )
-        return dataclasses.replace(_dependent(abs(both - (a + b) / 2) / scale), scalar=True)
+            return Independence(WEIGHTED_SCALAR, text, MEAN_OF_MEANS)
+        return _dependent(abs(both - (a + b) / 2) / scale)
 
     def _is_weighted_mean(self, a: float, b: float, both: float, scale: float) -> bool:
         """Whether some weights of the parts explain all: two fit, and a third is foretold."""
@@ -175,58 +168,31 @@ class _Probe:
         return self._near(foretold, all_three, scale * max(1.0, 4 * scale / spread))
 
 
+def _dependent(share: float) -> Independence:
+    text = f"the value of a row changes by {share:.1%} of the largest when other rows are left out"
+    return Independence(DEPENDENT, text, DEPENDS)
+
+
 MEAN_OF_MEANS = (
     "mean of means: a loss of one number is the mean over rows that do not count alike, and such "
     "means of replicas or micro-batches cannot be averaged; return rx.Weighted(values, weights), "
     "of which numerator and weights are summed first"
 )
-
-
 SUM_FOR_MEAN = (
     "the loss is a sum over the rows it sees, and one number is taken as a mean: it comes out N "
     "times too small on N replicas, and K times with K micro-batches; return one value a row, or "
     "the mean"
 )
-
-
-def _of_factor(factor: float) -> Independence:
-    """Independence of rows whose values are `factor` times as large with half of them."""
-    divided = factor > 1
-    text = "divides by" if divided else "multiplies by"
-    return Independence(
-        SUMMED,
-        f"the value of a row is {'twice' if divided else 'half'} as large with half of the rows",
-        f"the loss {text} the rows it sees, which are 1/N of the batch on N replicas and 1/K with "
-        f"K micro-batches: gradients come out N or K times too {'large' if divided else 'small'}; "
-        "return each row's value as it is, the mean over all rows is taken afterwards",
-    )
-
-
-def _placed(share: float, *, scalar: bool) -> Independence:
-    return Independence(
-        DEPENDENT,
-        f"the loss changes by {share:.1%} of the largest when rows change places",
-        PLACED,
-        scalar,
-        placed=True,
-    )
-
-
+BY_ROWS = (
+    "the loss {} by the rows it sees, which are 1/N of the batch on N replicas and 1/K with K "
+    "micro-batches: gradients come out N or K times too {}; return each row's value as it is, the "
+    "mean over all rows is taken afterwards"
+)
 PLACED = (
     "the value of a row depends on its place: random numbers that do not follow from the loss's "
     "key (a constant key, or a mask from a fixed seed), or a number for each place; in replicas, "
     "micro-batches and other epochs it has another: draw from the key, or give it in the batch"
 )
-
-
-def _dependent(share: float) -> Independence:
-    return Independence(
-        DEPENDENT,
-        f"the value of a row changes by {share:.1%} of the largest when other rows are left out",
-        DEPENDS,
-    )
-
-
 DEPENDS = (
     "the rows of a batch depend on one another (a contrastive loss, or statistics over the batch): "
     "replicas and micro-batches that see a part of them compute another loss; gather those of all "

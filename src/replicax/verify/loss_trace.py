@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import Jaxpr, Literal, jaxprs_in_params
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from replicax.core.batch import Batch
 from replicax.core.loss import LOSS
@@ -12,8 +13,6 @@ from replicax.core.models.definition import View
 from replicax.core.objective import Objective
 from replicax.core.update import TrainState
 
-_CALLS = frozenset({"jit", "pjit", "closed_call", "remat2", "checkpoint", "custom_jvp_call"})
-NOTHING: frozenset[int] = frozenset()
 _DRAWS = frozenset({"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"})
 
 
@@ -75,40 +74,18 @@ def dead_and_stopped(
     The program is asked and not the rows: a parameter that these rows do not use is neither.
     """
 
-    def total(params: Any, extras: Any, rows: Batch) -> Any:
-        sums = objective.loss_sums(params, extras, rows, View(jax.random.key(0)))[0]
-        return sums[LOSS].total, sums
+    def moved(params: Any, tangents: Any, extras: Any, rows: Batch) -> Any:
+        def sums(params: Any) -> Any:
+            return objective.loss_sums(params, extras, rows, View(jax.random.key(0)))[0]
 
-    gradient = jax.value_and_grad(total, has_aux=True)
-    traced = jax.make_jaxpr(gradient)(state.params, state.extras, batch)
-    inputs, count = len(traced.jaxpr.invars), len(jax.tree.leaves(state.params))
-    own = [frozenset([each]) if each < count else NOTHING for each in range(inputs)]
-    follows = _sources(traced.jaxpr, own)
-    reaching = NOTHING.union(*follows[:-count])
-    # A gradient that is 0 whatever the parameters and rows are is a constant of the program.
-    varying = _sources(traced.jaxpr, [frozenset([0])] * inputs, of_constants=frozenset([0]))
+        found, moves = jax.jvp(sums, (params,), (tangents,))
+        return found, moves[LOSS].total
+
+    jaxpr = jax.make_jaxpr(moved)(state.params, state.params, state.extras, batch).jaxpr
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state.params)]
-    dead = [path for each, path in enumerate(paths) if each not in reaching]
-    without = [path for path, each in zip(paths, varying[-count:], strict=True) if not each]
+    count, results = len(paths), len(jaxpr.outvars)
+    _, reaching = dce_jaxpr(jaxpr, [True] * (results - 1) + [False])
+    _, moving = dce_jaxpr(jaxpr, [False] * (results - 1) + [True])
+    dead = [path for path, used in zip(paths, reaching[:count], strict=True) if not used]
+    without = [path for path, used in zip(paths, moving[count:][:count], strict=True) if not used]
     return dead, [path for path in without if path not in dead]
-
-
-def _sources(
-    jaxpr: Jaxpr, inputs: Sequence[frozenset[int]], of_constants: frozenset[int] = NOTHING
-) -> list[frozenset[int]]:
-    """For each result the inputs that it follows from; loops and branches are taken as a whole."""
-    known: dict[Any, frozenset[int]] = dict(zip(jaxpr.invars, inputs, strict=True))
-    known |= dict.fromkeys(jaxpr.constvars, of_constants)
-
-    def of(variable: Any) -> frozenset[int]:
-        return NOTHING if isinstance(variable, Literal) else known.get(variable, NOTHING)
-
-    for equation in jaxpr.eqns:
-        entered = [of(variable) for variable in equation.invars]
-        outputs = [NOTHING.union(*entered)] * len(equation.outvars)
-        inner = list(jaxprs_in_params(equation.params))
-        called = equation.primitive.name in _CALLS and len(inner) == 1
-        if called and len(inner[0].invars) == len(entered):
-            outputs = _sources(inner[0], entered)
-        known.update(zip(equation.outvars, outputs, strict=True))
-    return [of(variable) for variable in jaxpr.outvars]

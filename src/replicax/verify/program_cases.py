@@ -9,7 +9,9 @@ import jax
 import numpy as np
 
 from replicax.checks import FAIL, NOTE, PASS, SKIP, Check
+from replicax.core.loss import LOSS
 from replicax.errors import ReplicaxError
+from replicax.verify.batch_rows import shuffled
 from replicax.verify.difference import Difference
 from replicax.verify.facts import Facts
 from replicax.verify.independence import DEPENDENT, SUMMED, WEIGHTED_SCALAR
@@ -20,7 +22,6 @@ from replicax.verify.step_checks import (
     parameters,
     recompilation,
     same_on_all_replicas,
-    shuffled,
 )
 from replicax.verify.step_parity import parity
 from replicax.verify.subject import Case, SkippedStepError, Subject
@@ -35,20 +36,14 @@ _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
 class ProgramCases:
-    """A program in its cases, each against one device.
-
-    Args:
-        subject: what is verified.
-        facts: about its loss and model.
-        show: told what is next.
-    """
+    """A program in its cases, each against one device."""
 
     def __init__(self, subject: Subject, facts: Facts, show: Callable[[str], None]) -> None:
         self._subject, self._facts, self._show = subject, facts, show
         self._known: dict[Any, Any] = {}
         batches = {FULL: subject.full, PADDED: subject.padded}
         # One number a batch has no weights.
-        self._batches = batches if facts.rows.scalar else batches | {WEIGHTED: subject.weighted}
+        self._batches = batches if LOSS in facts.scalars else batches | {WEIGHTED: subject.weighted}
 
     def trial(self, case: Case) -> ProgramTrial:
         """Return a case with what it is compared with."""
@@ -70,7 +65,6 @@ class ProgramCases:
                 name,
                 [self._batches[kind]],
                 weights=None if kind == FULL else ".mask",
-                micro_batches=case.micro_batches,
                 known=self._known_cause,
             )
         except SkippedStepError as skipped:

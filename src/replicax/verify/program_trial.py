@@ -8,22 +8,47 @@ import jax
 import numpy as np
 
 from replicax.core.batch import Batch
-from replicax.core.update import TrainState
-from replicax.verify.copies import Copies, read_copies
-from replicax.verify.difference import (
-    SEEDS,
-    Leaves,
-    bounds,
-    changes,
-    leaves,
-    rounding_noise,
-)
+from replicax.core.update import Metrics, TrainState
+from replicax.verify.difference import Leaves, bounds, leaves, rounding_noise
 from replicax.verify.facts import Facts
-from replicax.verify.form import Form
-from replicax.verify.subject import Case, Subject, judged, named_results
+from replicax.verify.form import Form, host
+from replicax.verify.subject import Case, Subject, named_results
 from replicax.verify.trial import Trial
 
 _OF_FLOAT32 = 2.0**-23
+
+
+class AsGiven(Form):
+    """The form of a step that places what it is given."""
+
+    def arguments(self, state: Any, batch: Any, key: Any) -> tuple[Any, ...]:
+        """Return them: a batch knows on the host which of its rows are padding."""
+        return state, batch
+
+    def again(self, returned: Any) -> Any:
+        """Return the state as the step returned it."""
+        return returned
+
+
+@dataclasses.dataclass(frozen=True)
+class OneDevice:
+    """A step on one device, with what `facts` tell of how that must see the rows."""
+
+    subject: Subject
+    case: Case
+    real_rows: bool
+    """Whether it is given the real rows only."""
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """Return state and metrics after one step; the state's reduction stays as it was."""
+        real = np.flatnonzero(np.asarray(batch.mask))
+        if self.real_rows and len(real) not in (0, batch.size):
+            batch = dataclasses.replace(
+                jax.tree.map(lambda leaf: leaf[real], batch), rows=len(real)
+            )
+        alone = dataclasses.replace(state, reduction=())
+        after, metrics = self.subject.run(self.case, batch, alone)
+        return dataclasses.replace(after, reduction=state.reduction), metrics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,39 +60,26 @@ class ProgramTrial(Trial):
     """
 
     subject: Subject
+    facts: Facts
     case: Case
-    single: Case
-    """Case of one device."""
-    real_rows: bool
-    """Whether one device is given the real rows only."""
-    scalars: frozenset[str]
-    """Names of what does not follow from the rows' weights."""
-    known: dict[Any, Any]
-    """Results of one device, for all trials of a program."""
 
     def expected(self, batches: Sequence[Any], *, state: Any = None) -> Leaves:
-        """Return what one device gives over all batches."""
-        if state is not None:
-            return self._on_one(batches, state)
-        return self._once("expected", batches, lambda: self._on_one(batches, self.state))
-
-    def _on_one(self, batches: Sequence[Batch], before: TrainState) -> Leaves:
-        before = state = dataclasses.replace(before, reduction=())
-        metrics: Mapping[str, Any] = {}
-        for batch in batches:
-            state, metrics = self.subject.run(self.single, self._seen(batch), state)
-        found = judged(changes({"state": before}, {"state": state, "metrics": metrics}))
-        if all(np.isin(batch.mask, (0, 1)).all() for batch in batches):
-            return found
-        return {path: value for path, value in found.items() if path not in self.scalars}
+        """Return what one device gives over all batches; not what an optimizer keeps for itself."""
+        weigh = not all(np.isin(batch.mask, (0, 1)).all() for batch in batches)
+        left_out = self.facts.scalars if weigh else ()
+        return {
+            path: value
+            for path, value in super().expected(batches, state=state).items()
+            if not path.startswith("state") and path not in left_out
+        }
 
     def given(self, found: Leaves, expected: Leaves) -> Leaves:
         """Return `expected` with what the optimizer makes of the gradient that was found."""
-        return {**expected, **self.subject.updated(found)}
+        return {**expected, **self.subject.updated(found, self.state)}
 
     def bounds(self, expected: Leaves, batches: Sequence[Any], rows: int) -> Leaves:
         """Return what rounding explains, in the reduction too."""
-        plain = self._once("bounds", batches, lambda: self._bounds(batches, rows))
+        plain = self.once("bounds", batches, lambda: self._bounds(batches, rows))
         dp = self.subject.parallel(self.case)
         error = getattr(dp.reduction, "error", None)
         roundings = dp.micro_shards.bit_length() if self.case.mode.bitwise else 2
@@ -83,102 +95,55 @@ class ProgramTrial(Trial):
 
     def _bounds(self, batches: Sequence[Batch], rows: int) -> Leaves:
         """Bounds on one device's results, those of the optimizer's for the very gradient."""
-        subject, state, expected = self.subject, self.state, self.expected(batches)
-        noise = rounding_noise(
-            lambda state, moved: self.expected(moved, state=state),
-            state,
-            list(batches),
-            eps=self.eps,
-            seeds=SEEDS,
-            expected=expected,
-        )
+        subject, expected = self.subject, self.expected(batches)
         gradient = {path: each for path, each in expected.items() if path.startswith("gradient")}
         found = {"loss": expected["loss"], **gradient}
-        changed = subject.updated(found)
+        changed = subject.updated(found, self.state)
         of_update = rounding_noise(
             lambda state, gradient: subject.updated({**found, **gradient}, state),
-            state,
+            self.state,
             gradient,
             eps=_OF_FLOAT32,
             expected=changed,
         )
-        values = named_results(leaves({"state": state}))
+        values = named_results(leaves({"state": self.state}))
         return {
-            **bounds(expected, noise, terms=rows, eps=self.eps),
+            **bounds(expected, self.noise(expected, batches), terms=rows, eps=self.eps),
             **bounds(changed, of_update, terms=rows, eps=_OF_FLOAT32, values=values),
         }
-
-    def run(self, batches: Sequence[Any]) -> Copies:
-        """Return what every replica holds after all batches, and the last metrics."""
-        state = self.state
-        metrics: Mapping[str, Any] = {}
-        for batch in batches:
-            state, metrics = self.subject.run(self.case, batch, state)
-        return self.read({"state": state, "metrics": metrics})
-
-    def read(self, results: Mapping[str, Any]) -> Copies:
-        """Return the results of the step, copied to the host from every device."""
-        copies = read_copies(results, {})
-        return dataclasses.replace(copies, held=self.named(copies.held))
-
-    def named(self, by_path: Mapping[str, Any]) -> dict[str, Any]:
-        """Return results by the names that they have in the table."""
-        return named_results(by_path)
 
     def trace(self, batch: Batch) -> Any:
         """Return the step's jaxpr, traced afresh."""
         return self.subject.trace(self.case, batch).jaxpr
 
-    def _seen(self, batch: Batch) -> Batch:
-        """The rows that one device is given."""
-        real = np.flatnonzero(np.asarray(batch.mask))
-        if not self.real_rows or len(real) in (0, batch.size):
-            return batch
-        cut: Batch = jax.tree.map(lambda leaf: leaf[real], batch)
-        return dataclasses.replace(cut, rows=len(real))
-
-    def _once(self, what: str, batches: Sequence[Batch], make: Any) -> Leaves:
-        key = (what, self.single, self.real_rows, *map(id, batches))
-        if key not in self.known:
-            self.known[key] = (batches, make())  # kept, and so no other has its id
-        result: Leaves = self.known[key][1]
-        return result
+    def named(self, by_path: Mapping[str, Any]) -> dict[str, Any]:
+        """Return results by the names that they have in the table."""
+        return named_results(by_path)
 
 
 def trial_of(subject: Subject, facts: Facts, case: Case, known: dict[Any, Any]) -> ProgramTrial:
-    """Return a case with what it is compared with.
-
-    Args:
-        subject: what is verified.
-        facts: about its loss and model.
-        case: one of its cases.
-        known: what one device gave so far.
-    """
+    """Return a case with what it is compared with; `known` is what one device gave so far."""
     single, against = subject.single, "one device"
     if facts.random and case.draws_apart and subject.replicas > 1:
         single = Case(subject.emulated, case.micro_batches)
         against = f"{subject.replicas} replicas on one device"
     elif facts.random or facts.writes:
         single = dataclasses.replace(single, micro_batches=case.micro_batches)
-    replicas = subject.replicas if case.devices > 1 else 1
     return ProgramTrial(
-        Form(
+        AsGiven(
             lambda state, batch: subject.run(case, batch, state),
-            replicas=replicas,
-            state_like=subject.state,
-            batch_like=subject.full,
+            replicas=subject.replicas if case.devices > 1 else 1,
         ),
-        lambda state, batch: subject.run(single, batch, state),
-        subject.begun(case),
+        OneDevice(subject, single, not (facts.random or facts.writes)),
+        host(subject.placed(case, subject.state)),
         None,
         subject.eps,
         {},
         against=against,
         draws=facts.random,
-        subject=subject,
-        case=case,
-        single=single,
-        real_rows=not (facts.random or facts.writes),
-        scalars=facts.scalars,
+        micro_batches=case.micro_batches,
         known=known,
+        subject=subject,
+        facts=facts,
+        case=case,
     )

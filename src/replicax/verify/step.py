@@ -1,8 +1,9 @@
 """A step that somebody wrote by hand, held against its single-device form."""
 
+import dataclasses
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -11,21 +12,21 @@ import numpy as np
 
 from replicax.checks import FAIL, PASS, SKIP, Check
 from replicax.errors import ConfigError
-from replicax.verify.batch_rows import find_weights, row_count, with_weights
+from replicax.verify.batch_rows import find_weights, row_count, shuffled, with_weights
 from replicax.verify.difference import changes, coarsest_eps, is_float
-from replicax.verify.form import Step, host
+from replicax.verify.form import Form, Step, candidates, host
 from replicax.verify.step_checks import (
     determinism,
     one_device,
     parameters,
     recompilation,
     same_on_all_replicas,
-    shuffled,
 )
-from replicax.verify.step_parity import consecutive, indivisible, parity, weighted
+from replicax.verify.step_parity import indivisible, parity, weighted
 from replicax.verify.step_program import gradient_bytes, program_checks
 from replicax.verify.trial import (
     Trial,
+    arguments_of,
     compiled_reference,
     find_form,
     run_reference,
@@ -34,6 +35,7 @@ from replicax.verify.verification import Verification
 from replicax.wording import first_line
 
 PyTree = Any
+Show = Callable[[str], None]
 MOST_WARM_STEPS = 2
 """Steps of the reference at most before anything is compared; see `_moving`."""
 
@@ -50,7 +52,7 @@ def verify_step(
     micro_batches: int = 1,
     weights: str | None = None,
     steps: int = 2,
-    show: Callable[[str], None] | None = None,
+    show: Show | None = None,
 ) -> Verification:
     """Hold a `pmap`, `jit` or `shard_map` step against the step of one device.
 
@@ -95,20 +97,15 @@ def verify_step(
         batch = (batch,)  # one argument
     begun = time.monotonic()
     show = show or (lambda _text: None)
+    rows, path = row_count(batch), find_weights(batch, weights)
+    forms = candidates(step, state, batch, replicas or jax.device_count(), stacked)
+    ones = host(batch) if path is None else with_weights(host(batch), path, np.ones(rows))
     # TF32 or bfloat16 products would differ by more than a mistake of some percent.
     with jax.default_matmul_precision("highest"):
         show("the step on the full batch")
-        trial, ones, path = _trial(
-            step,
-            reference,
-            state,
-            batch,
-            key=key,
-            replicas=replicas,
-            stacked=stacked,
-            weights=weights,
-        )
-        checks = _checks(trial, ones, path, micro_batches=micro_batches, steps=steps, show=show)
+        trial = _trial(forms, reference, host(state), ones, key, replicas)
+        trial = dataclasses.replace(trial, micro_batches=micro_batches)
+        checks = list(_checks(trial, ones, path, steps, show))
     about = {
         "step": _name(step),
         "reference": _name(reference),
@@ -152,34 +149,20 @@ def _check_counts(**given: int | None) -> None:
 
 
 def _trial(
-    step: Step,
+    forms: Iterable[Form],
     reference: Step,
     state: PyTree,
     batch: PyTree,
-    *,
     key: Any,
     replicas: int | None,
-    stacked: bool | None,
-    weights: str | None,
-) -> tuple[Trial, PyTree, str | None]:
-    """Return what is compared, the full batch with all weights 1, and where its weights are."""
-    rows, path = row_count(batch), find_weights(batch, weights)
-    on_host, ones = host(state), host(batch)
-    if path is not None:
-        ones = with_weights(ones, path, np.ones(rows))
-    compiled = compiled_reference(reference, on_host, ones, key)
-    on_host = _moving(compiled, on_host, ones, key)
-    results = run_reference(compiled, on_host, ones, key)
-    form = find_form(
-        step,
-        on_host,
-        ones,
-        key,
-        given=(state, batch),
-        replicas=replicas,
-        stacked=stacked,
-        expected=results["state"],
-    )
+) -> Trial:
+    """Return what is compared, from state and batch on the host."""
+    compiled = compiled_reference(reference, state, batch, key)
+    state = _moving(compiled, state, batch, key)
+    results = run_reference(compiled, state, batch, key)
+    form = find_form(forms, state, batch, key, results["state"])
+    form = dataclasses.replace(form, replicas=replicas or form.replicas)
+    rows = row_count(batch)
     if rows % form.replicas:
         raise ConfigError(
             f"{rows} rows do not divide over {form.replicas} replicas; the checks start from a "
@@ -188,12 +171,9 @@ def _trial(
     shapes = {
         jax.tree_util.keystr(where): np.shape(leaf)
         for where, leaf in jax.tree_util.tree_leaves_with_path(results)
-        if not jax.tree_util.keystr(where).startswith("['state']")
     }
-    arguments = ones if isinstance(ones, tuple) else (ones,)
-    keys = () if key is None else (key,)
-    eps = coarsest_eps(compiled, on_host, *arguments, *keys)
-    return Trial(form, compiled, on_host, key, eps, shapes), ones, path
+    eps = coarsest_eps(compiled, *arguments_of(state, batch, key))
+    return Trial(form, compiled, state, key, eps, shapes)
 
 
 def _moving(reference: Step, state: PyTree, batch: PyTree, key: Any) -> PyTree:
@@ -211,35 +191,47 @@ def _moving(reference: Step, state: PyTree, batch: PyTree, key: Any) -> PyTree:
 
 
 def _checks(
-    trial: Trial,
-    batch: PyTree,
-    path: str | None,
-    *,
-    micro_batches: int,
-    steps: int,
-    show: Callable[[str], None],
-) -> list[Check]:
+    trial: Trial, batch: PyTree, path: str | None, steps: int, show: Show
+) -> Iterator[Check]:
     if trial.replicas == 1:
-        return [one_device()]
-    full, copies = parity(trial, "full batch", [batch], micro_batches=micro_batches)
-    checks = [full]
+        yield one_device()
+        return
+    full, copies = parity(trial, "full batch", [batch])
+    yield full
     if full.verdict == PASS:
-        checks += _further(trial, batch, path, micro_batches=micro_batches, steps=steps, show=show)
+        yield from _further(trial, batch, path, steps, show)
     else:
-        checks.append(Check("parity", "other cases", SKIP, "the full batch comes first"))
+        yield Check("parity", "other cases", SKIP, "the full batch comes first")
     assert copies is not None
     show("what every device holds")
-    case = f"{trial.replicas} replicas"
-    checks.append(same_on_all_replicas(trial, [batch], copies, case))
+    yield same_on_all_replicas(trial, [batch], copies, f"{trial.replicas} replicas")
     show("reductions and work")
-    checks += program_checks(trial, batch, gradient_bytes(trial.state))
-    checks.append(parameters(trial, batch))
+    yield from program_checks(trial, batch, gradient_bytes(trial.state))
+    yield parameters(trial, batch)
     show("two runs, and compilations")
     again = partial(determinism, trial, batch, copies)
-    checks.append(_unless_raised("determinism", "two runs", again))
+    yield _unless_raised("determinism", "two runs", again)
     later = partial(recompilation, trial, shuffled(batch, 3))
-    checks.append(_unless_raised("recompilation", "same shapes", later))
-    return checks
+    yield _unless_raised("recompilation", "same shapes", later)
+
+
+def _further(
+    trial: Trial, batch: PyTree, path: str | None, steps: int, show: Show
+) -> Iterator[Check]:
+    """Yield parity beyond one step on a full batch."""
+    if steps > 1:
+        show(f"{steps} steps")
+        case = f"{steps} steps"
+        feeding = partial(parity, trial, case, shuffled(batch, steps))
+        yield _unless_raised("parity", case, lambda: feeding()[0])
+    if path is not None:
+        show("unequal weights")
+        yield from weighted(trial, batch, path)
+    else:
+        text = "no array of the batch is known to hold weights; name it: weights=, or --weights"
+        yield Check("parity", "unequal weights", SKIP, text)
+    show("a batch that does not divide")
+    yield indivisible(trial, batch)
 
 
 def _unless_raised(subject: str, case: str, check: Callable[[], Check]) -> Check:
@@ -257,38 +249,6 @@ RAISES = (
     "array that it donated (donate_argnums), or returns another structure, shape or sharding than "
     "it takes"
 )
-
-
-def _further(
-    trial: Trial,
-    batch: PyTree,
-    path: str | None,
-    *,
-    micro_batches: int,
-    steps: int,
-    show: Callable[[str], None],
-) -> list[Check]:
-    """Parity beyond one step on a full batch."""
-    checks = []
-    if steps > 1:
-        show(f"{steps} steps")
-        feeding = partial(consecutive, trial, batch, steps, micro_batches)
-        checks.append(_unless_raised("parity", f"{steps} steps", feeding))
-    if path is not None:
-        show("unequal weights")
-        checks += weighted(trial, batch, path, micro_batches)
-    else:
-        checks.append(
-            Check(
-                "parity",
-                "unequal weights",
-                SKIP,
-                "no array of the batch is known to hold weights; name it: weights=, or --weights",
-            )
-        )
-    show("a batch that does not divide")
-    checks.append(indivisible(trial, batch, micro_batches))
-    return checks
 
 
 def _name(step: Any) -> str:

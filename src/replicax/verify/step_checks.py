@@ -1,20 +1,17 @@
 """Checks of a hand-written step beside its numbers: copies, bits, compilations."""
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Jaxpr, jaxprs_in_params
 
 from replicax.checks import FAIL, NOTE, PASS, Check
-from replicax.verify.batch_rows import row_count, take
+from replicax.verify.batch_rows import row_count
 from replicax.verify.causes import likely_cause
 from replicax.verify.copies import Copies
-from replicax.verify.difference import Leaves, first_difference, is_float
-from replicax.verify.evidence import Evidence
+from replicax.verify.difference import Leaves, differences, equations, is_float
 from replicax.verify.form import parted
 from replicax.verify.trial import Trial
 from replicax.wording import named
@@ -44,7 +41,6 @@ def same_on_all_replicas(
     trial: Trial, batches: Sequence[PyTree], copies: Copies, case: str
 ) -> Check:
     """Every device's own copy of what all of them are said to hold, after all batches."""
-    batch = batches[0]
     unequal = copies.unequal
     figures: dict[str, Any] = {"leaves": len(copies.held), "unequal": unequal}
     if not unequal:
@@ -52,19 +48,15 @@ def same_on_all_replicas(
         return Check("replicas", case, PASS, found, "", figures)
     expected = trial.expected(batches)
     held = [trial.changes(copies.of(replica)) for replica in range(trial.replicas)]
-    bounds = trial.bounds(expected, batches, row_count(batch))
+    bounds = trial.bounds(expected, batches, row_count(batches[0]))
     if note := _averaged_on_the_host(unequal, copies, held, expected, bounds):
         return note
     cause = likely_cause(
-        Evidence(
+        trial.evidence(
             {path: held[0][path] for path in unequal},
             {path: expected[path] for path in unequal if path in expected},
             bounds,
-            rows=row_count(batch),
-            replicas=trial.replicas,
-            on_rows=None
-            if trial.draws
-            else lambda indices: trial.expected([take(batch, indices) for batch in batches]),
+            batches,
             of_replica=lambda replica: {path: held[replica][path] for path in unequal},
         )
     )
@@ -86,7 +78,7 @@ def _averaged_on_the_host(
         return None
     means = {path: np.mean([each[path] for each in held], axis=0) for path in unequal}
     wanted = {path: expected[path] for path in unequal if path in expected}
-    if first_difference(means, wanted, bounds) is not None:
+    if differences(means, wanted, bounds):
         return None
     return Check(
         "replicas",
@@ -106,14 +98,9 @@ def parameters(
     of: str = "state",
     without: Sequence[str] = (),
 ) -> Check:
-    """Leaves that some steps do not move.
+    """Leaves, with paths that begin with `of`, that some steps do not move.
 
-    Args:
-        trial: the step.
-        batch: its rows.
-        case: what the row is called.
-        of: how the paths of the leaves begin.
-        without: paths of those that are known to have no gradient.
+    Those `without` a gradient are left out.
     """
     expected = trial.expected([batch] * _STEPS)
     floats = {
@@ -147,10 +134,11 @@ def determinism(trial: Trial, batch: PyTree, copies: Copies) -> Check:
         found = f"{len(once)} leaves have the same bits"
         return Check("determinism", "two runs", PASS, found, "", figures)
     found = f"{other[0]} has other bits on the same inputs ({len(other)} of {len(once)} leaves)"
-    callbacks: set[str] = set()
+    called: list[str] = []
     with contextlib.suppress(Exception):  # the step may not be traceable as a whole
-        callbacks = _callbacks(trial.trace(batch).jaxpr)
-    cause = FROM_HOST.format(", ".join(sorted(callbacks))) if callbacks else FROM_OUTSIDE
+        called = [each.primitive.name for each in equations(trial.trace(batch).jaxpr)]
+    callbacks = sorted({name for name in called if "callback" in name})
+    cause = FROM_HOST.format(", ".join(callbacks)) if callbacks else FROM_OUTSIDE
     return Check("determinism", "two runs", FAIL, found, cause, figures)
 
 
@@ -162,22 +150,6 @@ FROM_OUTSIDE = (
     "something outside the arguments enters: a key made from the time, numpy's global generator, "
     "or atomic additions on a GPU (XLA_FLAGS=--xla_gpu_deterministic_ops=true)"
 )
-
-
-def _callbacks(jaxpr: Jaxpr) -> set[str]:
-    found: set[str] = set()
-    for equation in jaxpr.eqns:
-        if "callback" in equation.primitive.name:
-            found.add(equation.primitive.name)
-        for inner in jaxprs_in_params(equation.params):
-            found |= _callbacks(inner)
-    return found
-
-
-def shuffled(batch: PyTree, count: int) -> list[PyTree]:
-    """The batch a few times, its rows in another order each time."""
-    order = np.random.default_rng(0)
-    return [take(batch, order.permutation(row_count(batch))) for _ in range(count)]
 
 
 def recompilation(trial: Trial, batches: Sequence[PyTree], case: str = "same shapes") -> Check:
@@ -193,7 +165,7 @@ def recompilation(trial: Trial, batches: Sequence[PyTree], case: str = "same sha
         with counted_compilations() as compilations:
             results = parted(trial.form.step(fed, *rest), fed)
             jax.block_until_ready(results)
-        compiled.append(compilations.count)
+        compiled.append(len(compilations))
     figures = {"compiled": compiled}
     if any(compiled[2:]):
         return Check(
@@ -236,27 +208,15 @@ def _aval_of(tree: PyTree) -> dict[str, str]:
     return found
 
 
-@dataclasses.dataclass
-class Compilations:
-    """Names of the functions compiled so far, each as often as it was."""
-
-    names: list[str] = dataclasses.field(default_factory=list)
-
-    @property
-    def count(self) -> int:
-        """Programs compiled."""
-        return len(self.names)
-
-
 @contextlib.contextmanager
-def counted_compilations() -> Iterator[Compilations]:
-    """Count what is compiled in this process while the context is open."""
-    seen = Compilations()
+def counted_compilations() -> Iterator[list[str]]:
+    """Note the name of each function that this process compiles while the context is open."""
+    seen: list[str] = []
 
     def listen(event: str, duration_secs: float, **facts: str | int) -> None:
         del duration_secs
         if event == _LOWERED:
-            seen.names.append(str(facts.get("fun_name", "?")))
+            seen.append(str(facts.get("fun_name", "?")))
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:

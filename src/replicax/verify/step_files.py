@@ -23,12 +23,7 @@ def verify_files(
     Beside the step and its reference they define a state and a global batch: values, or functions
     without arguments that make them. A `key` is taken where there is one.
 
-    Args:
-        step: `FILE.py:name`, the step as the training loop calls it.
-        reference: `FILE.py:name`, the same for one device.
-        state: the name of the state, looked up in the step's file and then in the reference's.
-        batch: the name of the batch, looked up likewise.
-        options: as `verify_step` takes them.
+    `state` and `batch` are their names, looked up in the step's file and then in the reference's.
 
     Raises:
         ConfigError: a file or a name that is not there, or what `verify_step` raises.
@@ -36,14 +31,9 @@ def verify_files(
     modules: dict[Path, ModuleType] = {}
     stepper, single = (_function(spec, modules) for spec in (step, reference))
     key = _made("key", modules, optional=True)
-    return verify_step(
-        stepper,
-        single,
-        _made(state, modules),
-        _made(batch, modules),
-        **({"key": key} if _is_key(key) else {}),
-        **options,
-    )
+    if isinstance(key, (jax.Array, np.ndarray)):
+        options["key"] = key
+    return verify_step(stepper, single, _made(state, modules), _made(batch, modules), **options)
 
 
 def _function(spec: str, modules: dict[Path, ModuleType]) -> Step:
@@ -84,7 +74,3 @@ def _made(name: str, modules: Mapping[Path, ModuleType], *, optional: bool = Fal
         f"{files} define no {name!r}; a step is run on it: define a value or a function without "
         "arguments, or say what it is called"
     )
-
-
-def _is_key(value: Any) -> bool:
-    return isinstance(value, (jax.Array, np.ndarray))

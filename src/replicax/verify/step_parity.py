@@ -1,5 +1,6 @@
 """Cases in which a hand-written step must give what its single-device form gives."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,12 +16,11 @@ from replicax.verify.difference import (
     Difference,
     Leaves,
     differences,
-    first_difference,
     is_float,
     leaves,
 )
-from replicax.verify.evidence import Evidence, Hypothesis
-from replicax.verify.trial import Trial, renamed
+from replicax.verify.evidence import Hypothesis
+from replicax.verify.trial import Trial
 from replicax.wording import first_line, named
 
 PyTree = Any
@@ -39,7 +39,6 @@ def parity(
     batches: Sequence[PyTree],
     *,
     weights: str | None = None,
-    micro_batches: int = 1,
     others: Sequence[Hypothesis] = (),
     known: Callable[[Sequence[Difference]], str] | None = None,
 ) -> tuple[Check, Copies | None]:
@@ -50,7 +49,6 @@ def parity(
         case: its name in the table.
         batches: one for each consecutive step.
         weights: the path of the leaf of the batch that holds the rows' weights.
-        micro_batches: parts that each replica's rows are computed in.
         others: more hypotheses on a difference, tried before the known ones.
         known: a cause that is known beforehand, tried first.
     """
@@ -69,17 +67,12 @@ def parity(
     if random := _random(trial, case, batches, rows, bounds):
         return random, copies
     cause = (known(apart) if known else "") or likely_cause(
-        Evidence(
+        trial.evidence(
             found,
             expected,
             bounds,
-            rows=rows,
-            replicas=trial.replicas,
-            micro_batches=micro_batches,
+            batches,
             weights=weights_of(batches[0], weights) if weights else None,
-            on_rows=None
-            if trial.draws
-            else lambda indices: trial.expected([take(batch, indices) for batch in batches]),
             of_replica=lambda replica: _only(expected, trial.changes(copies.of(replica))),
             values=trial.named(leaves({"state": trial.state})),
             others=others,
@@ -91,14 +84,7 @@ def parity(
     return Check("parity", case, FAIL, f"{first}{more}", cause, figures), copies
 
 
-def consecutive(trial: Trial, batch: PyTree, steps: int, micro_batches: int) -> Check:
-    """The state after some steps, each on the same rows in another order."""
-    order = np.random.default_rng(0)
-    batches = [take(batch, order.permutation(row_count(batch))) for _ in range(steps)]
-    return parity(trial, f"{steps} steps", batches, micro_batches=micro_batches)[0]
-
-
-def weighted(trial: Trial, batch: PyTree, path: str, micro_batches: int) -> list[Check]:
+def weighted(trial: Trial, batch: PyTree, path: str) -> list[Check]:
     """Rows of unequal weight, and padding at the end: rows without any."""
     rows = row_count(batch)
     checks = []
@@ -118,14 +104,11 @@ def weighted(trial: Trial, batch: PyTree, path: str, micro_batches: int) -> list
             "loss by its weight and divide by the sum of the weights",
             lambda ones=ones: trial.expected([ones]),  # type: ignore[misc]
         )
-        check, _ = parity(
-            trial, case, [given], weights=path, micro_batches=micro_batches, others=[ignored]
-        )
-        checks.append(check)
+        checks.append(parity(trial, case, [given], weights=path, others=[ignored])[0])
     return checks
 
 
-def indivisible(trial: Trial, batch: PyTree, micro_batches: int) -> Check:
+def indivisible(trial: Trial, batch: PyTree) -> Check:
     """A batch whose rows do not divide over the replicas: refused, or right; not cut."""
     case = INDIVISIBLE
     rows = row_count(batch)
@@ -147,7 +130,7 @@ def indivisible(trial: Trial, batch: PyTree, micro_batches: int) -> Check:
         )
         for whole, what, padding in _paddings(part, fewer, trial.replicas)
     ]
-    return parity(trial, case, [part], micro_batches=micro_batches, others=others)[0]
+    return parity(trial, case, [part], others=others)[0]
 
 
 def _paddings(part: PyTree, rows: int, replicas: int) -> list[tuple[int, str, PyTree]]:
@@ -177,7 +160,7 @@ def _random(
         return None
     one, other = (each.expected(batches) for each in (trial, reseeded))
     floats = {path: value for path, value in one.items() if is_float(value)}  # keys are others
-    if first_difference(other, floats, bounds) is None:
+    if not differences(other, floats, bounds):
         return None
     N = trial.replicas
     if N > 1 and rows % N == 0:
@@ -185,7 +168,7 @@ def _random(
         tiled = [take(batch, np.tile(np.arange(rows // N), N)) for batch in batches]
         alone = trial.expected(block)
         alone, together = _common(alone, _found(trial, trial.run(tiled)), trial)
-        if first_difference(together, alone, trial.bounds(alone, block, rows)) is None:
+        if not differences(together, alone, trial.bounds(alone, block, rows)):
             found = "differs, and each replica's random numbers are those of every other"
             return Check("parity", case, FAIL, found, _SHARED_DRAWS, {"rows": rows})
     return Check(
@@ -211,14 +194,14 @@ def _found(trial: Trial, copies: Copies) -> Leaves:
 def _common(expected: Leaves, found: Leaves, trial: Trial) -> tuple[Leaves, Leaves]:
     """Both without the metrics that only one of them returns; the state has to be whole."""
     paths = [path for path in expected if path in found or path.startswith("state")]
-    metrics = renamed(trial.metric_shapes)
-    held = {
-        path: value.reshape(metrics[path])
-        if path in metrics and value.size == np.prod(metrics[path], dtype=int)
-        else value
-        for path, value in found.items()
+    shapes = {path: shape for path, shape in trial.named(trial.shapes).items() if path in found}
+    metrics = {path: shape for path, shape in shapes.items() if not path.startswith("state")}
+    shaped = {
+        path: found[path].reshape(shape)
+        for path, shape in metrics.items()
+        if found[path].size == math.prod(shape)
     }
-    return {path: expected[path] for path in paths}, held
+    return {path: expected[path] for path in paths}, {**found, **shaped}
 
 
 def _only(wanted: Leaves, found: Leaves) -> Leaves:

@@ -8,13 +8,13 @@ import numpy as np
 from replicax.analysis.compiled import CompiledStep, inspect
 from replicax.checks import FAIL, NOTE, PASS, SKIP, Check
 from replicax.verify.batch_rows import row_count, take
-from replicax.verify.trial import Trial
+from replicax.verify.trial import Trial, arguments_of
 from replicax.wording import first_line
 
 PyTree = Any
-_REDUNDANT = 1.5
+REDUNDANT = 1.1
 """A device that computes more than this many times its share does what others do too."""
-_ALL = 0.9
+ALL = 0.9
 """And at this share of all the work, everything."""
 _SLACK_BYTES = 4096
 """Metrics, weights and counts, which are reduced beside the gradient."""
@@ -76,10 +76,15 @@ def _work(trial: Trial, batch: PyTree, step: CompiledStep) -> Check:
     matrices, as every replica does).
     """
     case, N, rows = "full batch", trial.replicas, row_count(batch)
+
+    def of_one(batch: PyTree) -> int:
+        return _compiled(trial.reference, arguments_of(trial.state, batch, trial.key)).flops
+
     try:
-        whole = _compiled(trial.reference, _of_one_device(trial, batch)).flops
-        part = take(batch, np.arange(rows // N))
-        share = max(whole / N, _compiled(trial.reference, _of_one_device(trial, part)).flops)
+        whole = of_one(batch)
+        share = whole / N
+        if step.flops > REDUNDANT * share:
+            share = max(share, of_one(take(batch, np.arange(rows // N))))
     except Exception as error:
         reason = f"the reference cannot be compiled as a whole: {first_line(error)}"
         return Check("redundant work", case, SKIP, reason)
@@ -88,21 +93,35 @@ def _work(trial: Trial, batch: PyTree, step: CompiledStep) -> Check:
     times = step.flops / share
     figures = {"flops_per_device": step.flops, "flops_single": whole, "replicas": N}
     found = f"{step.flops:,} FLOPs on each of {N} devices: {times:.2f} times its share"
-    if times <= _REDUNDANT:
+    return redundant_work(case, found, times, N, EVERYTHING.format(N), figures)
+
+
+def redundant_work(
+    case: str,
+    found: str,
+    times: float,
+    split: int,
+    cause: str,
+    figures: dict[str, Any],
+    *,
+    most: float = REDUNDANT,
+) -> Check:
+    """Return the row on FLOPs that are `times` a device's share, where `split` devices share them.
+
+    `cause` is that of each of these devices computing everything.
+    """
+    if times <= most:
         return Check("redundant work", case, PASS, found, "", figures)
-    if times < _ALL * N:
-        cause = "some of the work is done on several devices: look for an array that is not split"
-        return Check("redundant work", case, NOTE, found, cause, figures)
-    cause = (
-        f"every device computes the whole batch: it is replicated, not split over {N} devices; "
-        'give the batch the sharding P("data") (in_shardings, or jax.device_put)'
-    )
-    return Check("redundant work", case, FAIL, found, cause, figures)
+    if split > 1 and times >= ALL * split:
+        return Check("redundant work", case, FAIL, found, cause, figures)
+    found += ": some products do not depend on the rows, or are not split; each device has them"
+    return Check("redundant work", case, NOTE, found, "", figures)
 
 
-def _of_one_device(trial: Trial, batch: PyTree) -> tuple[Any, ...]:
-    arguments = batch if isinstance(batch, tuple) else (batch,)
-    return (trial.state, *arguments, *(() if trial.key is None else (trial.key,)))
+EVERYTHING = (
+    "every device computes the whole batch: it is replicated, not split over {} devices; give the "
+    'batch the sharding P("data") (in_shardings, or jax.device_put)'
+)
 
 
 def gradient_bytes(state: PyTree) -> int:

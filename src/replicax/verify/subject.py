@@ -24,7 +24,6 @@ from replicax.errors import LossError
 from replicax.train.guarded import NOT_FINITE, guarded
 from replicax.verify.difference import Leaves, changes, coarsest_eps
 from replicax.verify.emulation import MAGNITUDES, emulated
-from replicax.verify.form import host
 
 WARM_STEPS = 2
 """Steps before anything is compared: a warm-up's first learning rate is 0, and Adam's first update
@@ -64,12 +63,7 @@ class SkippedStepError(Exception):
 class Subject:
     """A step as `rx.fit` runs it, with its model and rows, and the means to run it in other cases.
 
-    Args:
-        dp: the step; its mode, mesh, layout and micro-batches are those that matter most.
-        model: as for `dp.init`.
-        batch: a pytree of arrays `[rows, ...]`.
-        micro_batches: what `dp.accumulate` is compared with.
-        seed: of the run.
+    `micro_batches` is what `dp.accumulate` is compared with.
     """
 
     def __init__(
@@ -113,10 +107,10 @@ class Subject:
             if case.devices != base.mesh.devices.size:
                 devices = list(base.mesh.devices.flat)[: case.devices]
                 changes["mesh"] = make_mesh(devices=devices)
-            if not case.mode.per_replica:
-                changes["reduction"] = "float32"
             if case.magnitudes:
                 changes["reduction"] = MAGNITUDES
+            elif not case.mode.per_replica:
+                changes["reduction"] = "float32"
             if not case.mode.bitwise and self.quick:
                 changes["compiler_options"] = self.quick
             recorded = optax.chain(record_gradient(self.trained), self._optimizer)
@@ -144,7 +138,8 @@ class Subject:
         """Return by path what one step gave: loss, metrics, gradient, and what it changed."""
         before = self.state if state is None else state
         after, metrics = self.run(case, batch, before)
-        return judged(changes({"state": before}, {"state": after, "metrics": metrics}))
+        found = named_results(changes({"state": before}, {"state": after, "metrics": metrics}))
+        return {path: value for path, value in found.items() if not path.startswith("state")}
 
     def trace(self, case: Case, batch: Batch) -> jax.stages.Traced:
         """The step of a case, traced afresh."""
@@ -160,11 +155,6 @@ class Subject:
         # What of a mode of fixed bits is compiled as one program is read and never run.
         options = self.quick if case.mode.bitwise else None
         return self.parallel(case).lower(*placed).compile(options)
-
-    def begun(self, case: Case) -> TrainState:
-        """Return the warm state, on the host, with what the reduction of `case` begins with."""
-        begun: TrainState = host(self.placed(case, self.state))
-        return begun
 
     def placed(self, case: Case, state: TrainState) -> TrainState:
         """`state` where the step of `case` has it, its reduction before the first step."""
@@ -251,9 +241,8 @@ class Subject:
             state.params,
         )
 
-    def updated(self, results: Leaves, state: TrainState | None = None) -> Leaves:
+    def updated(self, results: Leaves, state: TrainState) -> Leaves:
         """Return what one device's optimizer adds to the parameters for the gradient in results."""
-        state = self.state if state is None else state
         gradient = jax.tree_util.tree_map_with_path(
             lambda path, leaf: results[f"gradient{keystr(path)}"].astype(leaf.dtype), state.params
         )
@@ -266,13 +255,11 @@ class Subject:
     @cached_property
     def _apply(self) -> Any:
         def apply(params: PyTree, opt_state: Any, gradient: PyTree, loss: Any) -> PyTree:
-            return optax.apply_updates(params, self._update(gradient, params, opt_state, loss)[0])
+            value = {"value": loss} if self._updater.takes_value else {}
+            updates, _ = self._optimizer.update(gradient, opt_state, params, **value)
+            return optax.apply_updates(params, updates)
 
         return jax.jit(apply, compiler_options=self.quick)
-
-    def _update(self, gradient: PyTree, params: PyTree, opt_state: Any, loss: Any) -> Any:
-        value = {"value": loss} if self._updater.takes_value else {}
-        return self._optimizer.update(gradient, opt_state, params, **value)
 
     def _warm_state(self) -> TrainState:
         dp = self.parallel(self.single)
@@ -291,7 +278,7 @@ class Subject:
             value = jnp.maximum(state.scale.value / _SCALE_MARGIN, SMALLEST)
             state = dataclasses.replace(state, scale=dataclasses.replace(state.scale, value=value))
         # What is recorded of the last step is none of this one's results.
-        nothing = jax.tree.map(jnp.zeros_like, state.params)
+        nothing = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), state.params)
         return dataclasses.replace(state, opt_state=(nothing, state.opt_state[1]))
 
 
@@ -315,20 +302,10 @@ def named_results(by_path: Mapping[str, Any]) -> dict[str, Any]:
     return {name(path): value for path, value in by_path.items()}
 
 
-def judged(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is compared of a step's results: not what an optimizer keeps for itself."""
-    return {
-        path: value
-        for path, value in named_results(results).items()
-        if not path.startswith("state") and path != NOT_FINITE
-    }
-
-
 def record_gradient(trained: PyTree) -> optax.GradientTransformation:
     """Keeps the newest gradient in its state, in front of an optimizer.
 
-    Args:
-        trained: for each parameter, whether its gradient is kept: what is recorded is computed.
+    Of what is not `trained` it keeps none: what is recorded is computed.
     """
 
     def kept(gradient: PyTree, _state: PyTree, _params: PyTree = None) -> tuple[PyTree, PyTree]:

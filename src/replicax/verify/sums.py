@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Any
 
 from replicax.analysis.collectives import axes_of_group
 from replicax.analysis.low_precision_sums import (
@@ -24,7 +24,7 @@ from replicax.train.guarded import guarded
 from replicax.verify.causes import NO_CAUSE
 from replicax.wording import first_line
 
-_TOPIC: Final[Literal["sums"]] = "sums"
+_BETWEEN = BETWEEN_DEVICES[0]
 _SHOWN = 3
 """Sums of one kind that are named; of the others there is the number."""
 
@@ -55,14 +55,8 @@ def check_sums(
 ) -> Iterator[Check]:
     """Yield a row for each kind of sum in 16 bits, or one that there is none.
 
-    Of attached accelerators it is their compiled program, and of described ones theirs. A CPU's
+    Of attached accelerators it is their compiled program, and of `elsewhere` theirs. A CPU's
     compiler widens some of these sums, and so its program is read as it is traced.
-
-    Args:
-        dp: the step.
-        model: as for `dp.init`.
-        batch: a batch to train on, or its shapes.
-        elsewhere: devices to look at in place of those of `dp`.
     """
     where = elsewhere or Elsewhere("", _here)
     case = ", ".join(filter(None, (str(dp.mode), where.name)))
@@ -71,7 +65,7 @@ def check_sums(
     except Exception as error:  # the user's loss may raise anything
         if elsewhere is not None:  # what fails on the devices at hand, other checks have said
             refused = isinstance(error, ReplicaxError)
-            yield Check(_TOPIC, case, SKIP, str(error) if refused else first_line(error))
+            yield Check("sums", case, SKIP, str(error) if refused else first_line(error))
         return
     if elsewhere is not None or has_16_bits(read.text):
         yield from judged(case, read, dp)
@@ -83,12 +77,14 @@ def judged(case: str, read: Text, dp: DataParallel) -> Iterator[Check]:
     notes = "".join(f"; {note}" for note in read.notes)
     if not found:
         text = f"none in 16 bits, of {MANY} or more terms or between devices{notes}"
-        yield Check(_TOPIC, case, PASS, text)
-    for kind, several in _by_kind(found).items():
-        what = _WHAT[kind].format(several[0].dtype)
-        text = f"{what}: {_listed(several)}; {_fix(kind, dp)}{notes}"
-        figures = {"sums": [dataclasses.asdict(each) for each in several]}
-        yield Check(_TOPIC, case, NOTE, text, "", figures)
+        yield Check("sums", case, PASS, text)
+    for kind in (SCATTER, REDUCE, _BETWEEN):
+        several = [each for each in found if _kind(each) == kind]
+        if several:
+            what = _WHAT[kind].format(several[0].dtype)
+            text = f"{what}: {_listed(several)}; {_fix(kind, dp)}{notes}"
+            figures = {"sums": [dataclasses.asdict(each) for each in several]}
+            yield Check("sums", case, NOTE, text, "", figures)
 
 
 def with_sums_as_cause(checks: Sequence[Check], sums: Sequence[Check]) -> list[Check]:
@@ -117,39 +113,35 @@ def _between_replicas(added: Sum, sizes: Mapping[str, int]) -> bool:
     return axes is None or not axes or bool({DATA, FSDP} & set(axes))
 
 
-def _by_kind(found: Sequence[Sum]) -> dict[str, list[Sum]]:
-    def of(added: Sum) -> str:
-        return BETWEEN_DEVICES[0] if added.kind in BETWEEN_DEVICES else added.kind
-
-    kinds = (SCATTER, REDUCE, BETWEEN_DEVICES[0])
-    several = {kind: [each for each in found if of(each) == kind] for kind in kinds}
-    return {kind: each for kind, each in several.items() if each}
+def _kind(added: Sum) -> str:
+    return _BETWEEN if added.kind in BETWEEN_DEVICES else added.kind
 
 
 def _listed(several: Sequence[Sum]) -> str:
-    """`bf16[50257,768] of up to 8,192 terms (model.py:12)`, the first few."""
-    by_line = itertools.groupby(several, key=lambda each: (each.shape, each.terms, _place(each)))
-    lines = [(key, sum(each.count for each in group)) for key, group in by_line]
-    named = [_named(several[0].kind, *key, count) for key, count in lines[:_SHOWN]]
-    rest = sum(count for _, count in lines[_SHOWN:])
-    return ", ".join([*named, *([f"and {rest:,} more"] if rest else [])])
-
-
-def _named(kind: str, shape: str, terms: int, place: str, count: int) -> str:
-    times = f"{count:,} of " if count > 1 else ""
-    of = "devices" if kind in BETWEEN_DEVICES else "terms"
+    """`bf16[50257,768], up to 8,192 terms (model.py:12)`, the first few."""
+    named = []
+    kind = _kind(several[0])
     most = "up to " if kind == SCATTER else ""
-    return f"{times}{shape}, {most}{terms:,} {of}{f' ({place})' if place else ''}"
+    of = "devices" if kind == _BETWEEN else "terms"
+    for (shape, terms, place), group in itertools.groupby(several, key=_line):
+        count = sum(each.count for each in group)
+        times = f"{count:,} of " if count > 1 else ""
+        named.append((count, f"{times}{shape}, {most}{terms:,} {of}{place}"))
+    rest = sum(count for count, _ in named[_SHOWN:])
+    shown = [text for _, text in named[:_SHOWN]]
+    return ", ".join([*shown, *([f"and {rest:,} more"] if rest else [])])
 
 
-def _place(added: Sum) -> str:
-    return added.source or added.op_name.rpartition("jit(update)/")[2]
+def _line(added: Sum) -> tuple[str, int, str]:
+    """Shape, terms and place of what is named together."""
+    place = added.source or added.op_name.rpartition("jit(update)/")[2]
+    return added.shape, added.terms, f" ({place})" if place else ""
 
 
 _WHAT = {
     SCATTER: "gradients of a lookup added up in {}",
     REDUCE: "sums in {}",
-    BETWEEN_DEVICES[0]: "reductions between devices in {}",
+    _BETWEEN: "reductions between devices in {}",
 }
 
 

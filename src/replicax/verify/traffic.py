@@ -1,20 +1,42 @@
 """Bytes that a compiled step sends between devices, and work that it does twice."""
 
 import dataclasses
+import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
-from replicax.analysis.collectives import SLIGHTLY
-from replicax.analysis.compiled import CompiledStep, inspect
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from replicax.analysis import hlo
+from replicax.analysis.collectives import (
+    SLIGHTLY,
+    axes_of_group,
+    first_group,
+    sums_bytes,
+    wire_bytes,
+    wire_bytes_of_all_reduce,
+)
+from replicax.analysis.compiled import (
+    Collectives,
+    CompiledStep,
+    collective_kind,
+    inspect,
+    result_bytes,
+)
 from replicax.checks import FAIL, NOTE, PASS, SKIP, Check, Verdict
 from replicax.core.data_parallel import DataParallel
-from replicax.core.mesh import STAGE, replica_count
+from replicax.core.mesh import DATA, FSDP, STAGE, replica_count, shard_axis
+from replicax.core.models.definition import View
 from replicax.core.modes import MODES
+from replicax.core.partition import axes_of
 from replicax.core.pipeline import SCHEDULES
 from replicax.errors import ReplicaxError
 from replicax.verify.facts import Facts
 from replicax.verify.independence import DEPENDENT
-from replicax.verify.sent import SentOverAxes, bytes_of_layout, read_sent
+from replicax.verify.step_program import ALL, REDUNDANT, redundant_work
 from replicax.verify.subject import Case, Subject
 from replicax.wording import size_text
 
@@ -22,10 +44,48 @@ _FAR = 2.0
 """Times what a layout takes: what is above it is wrong."""
 _SMALL_BYTES = 4096
 """Where there is next to nothing to send, what fills it up to whole parts is most of it."""
-_REDUNDANT = 1.1
 _RECOMPUTED = 4 / 3
 """Times the work of a stage that computes its forward pass once more for the backward one."""
-_ALL_OF_IT = 0.9
+
+
+@dataclasses.dataclass(frozen=True)
+class SentOverAxes:
+    """All collectives of one kind over the same axes in one step, loops multiplied out."""
+
+    kind: str
+    axes: tuple[str, ...]
+    """Mesh axes, those of one device left out."""
+    count: int
+    bytes: int
+    """Result bytes on one device, summed over the count."""
+    between: float
+    """Bytes that a device sends, in a ring, for what the replicas have of it."""
+    inside: float
+    """Bytes that it sends for what the devices of a replica have of it."""
+
+
+def read_sent(text: str, mesh: Mesh) -> tuple[SentOverAxes, ...]:
+    """Return what a step sends that was compiled to `text` for `mesh`."""
+    counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    sizes: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    for instruction in hlo.instructions(text):
+        kind = collective_kind(instruction)
+        if kind and not instruction.continues:
+            group = first_group(instruction.attributes)
+            over = axes_of_group(group, mesh.shape) or tuple(mesh.axis_names)
+            axes = tuple(axis for axis in over if mesh.shape[axis] > 1)
+            counts[kind, axes] += instruction.runs
+            sizes[kind, axes] += instruction.runs * result_bytes(instruction)
+    return tuple(_sent(mesh, *each, counts[each], sizes[each]) for each in sorted(counts))
+
+
+def _sent(mesh: Mesh, kind: str, axes: tuple[str, ...], count: int, size: int) -> SentOverAxes:
+    devices = math.prod(mesh.shape[axis] for axis in axes)
+    replicas = math.prod(mesh.shape[axis] for axis in axes if axis in (DATA, FSDP))
+    sent = wire_bytes(Collectives(kind, count, size), devices)
+    # A ring sends 1 - 1 / N of it: that of the replicas alone, and what the rest adds to it.
+    share = (1 - 1 / replicas) / (1 - 1 / devices) if devices > 1 else 0.0
+    return SentOverAxes(kind, axes, count, size, sent * share, sent - sent * share)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,87 +127,109 @@ def check_traffic(
 ) -> Iterator[Check]:
     """A row for each program: its reductions and bytes against what is needed."""
     for case, program in programs.items():
-        yield _Traffic(subject, facts, program, programs).check(case)
-
-
-class _Traffic:
-    def __init__(
-        self,
-        subject: Subject,
-        facts: Facts,
-        program: CompiledCase,
-        programs: dict[Case, CompiledCase],
-    ) -> None:
-        self._subject, self._facts, self._program = subject, facts, program
-        self._layout = subject.parallel(program.case).layout
-        self._between = [each for each in program.sent if each.between]
-        self._inside = [each for each in program.sent if each.inside]
-        self._first = programs.get(dataclasses.replace(program.case, micro_batches=1), program)
-        self._reduces_once = MODES["shard_map"].holds(self._layout)
-
-    def check(self, case: Case) -> Check:
-        most, least = bytes_of_layout(self._subject, case)
-        reductions, sent = self._program.between
+        most, least = bytes_of_layout(subject, case)
+        reductions, sent = program.between
+        inside = [each for each in program.sent if each.inside]
+        inside_bytes = sum(each.inside for each in inside)
         figures = {
             "reductions": reductions,
             "bytes": sent,
-            "bytes_inside": sum(each.inside for each in self._inside),
+            "bytes_inside": inside_bytes,
             "least_bytes": least,
             "most_bytes": most,
-            "collectives": [dataclasses.asdict(each) for each in self._program.sent],
+            "collectives": [dataclasses.asdict(each) for each in program.sent],
         }
+        within = (
+            f"; inside a replica {_listed(inside)}, {size_text(inside_bytes)}" if inside else ""
+        )
+        verdict: Verdict = PASS
+        cause = ""
         if case.devices == 1:
-            return Check("traffic", str(case), PASS, "one device sends nothing", "", figures)
-        if not least:
-            text = f"nothing, as there is one replica{self._named_inside()}"
-            return Check("traffic", str(case), PASS, text, "", figures)
-        verdict, text, cause = self._judged(case, sent, least, most)
-        return Check("traffic", str(case), verdict, text, cause, figures)
+            text = "one device sends nothing"
+        elif not least:
+            text = f"nothing, as there is one replica{within}"
+        else:
+            text = f"{_listed(each for each in program.sent if each.between) or 'nothing'}; "
+            text += f"{size_text(sent)} a device, {sent / least:.2f} of the least"
+            if most > least:
+                text += f", {sent / most:.2f} where each layer is gathered as it is used"
+            first = programs.get(dataclasses.replace(case, micro_batches=1), program)
+            verdict, more, cause = _judged(subject, facts, program, first, most)
+            text += within + more
+        yield Check("traffic", str(case), verdict, text, cause, figures)
 
-    def _judged(
-        self, case: Case, sent: float, least: float, most: float
-    ) -> tuple[Verdict, str, str]:
-        facts, share = self._facts, sent / most
-        text = f"{_listed(self._between) or 'nothing'}; {size_text(sent)} a device, "
-        text += f"{sent / least:.2f} of the least"
-        if most > least:
-            text += f", {most / least:.2f} where each layer is gathered as it is used"
-        text += self._named_inside()
-        if not sent:
-            return FAIL, f"{text}: the replicas are not reduced", ""
-        statistics = facts.writes or facts.rows.kind == DEPENDENT
-        if self._grows():
-            more = f"{self._first.between[0]} with 1 micro-batch"
-            if statistics and share <= _FAR:
-                return NOTE, f"{text}; {more}: statistics of every micro-batch", ""
-            cause = f"{GROWS}{ONCE if self._reduces_once else ''}"
-            if case == self._subject.own and self._reduces_once:
-                return FAIL, f"{text}; {more}", cause
-            return NOTE, f"{text}; {more}: {cause}", ""
-        if share > SLIGHTLY and statistics:
-            return NOTE, f"{text}; statistics or rows of the whole batch are among it", ""
-        if share > _FAR and sent - most > _SMALL_BYTES:
-            return FAIL, text, f"{TWICE}{ONCE if self._reduces_once else ''}"
-        if share > SLIGHTLY:
-            return NOTE, f"{text}; {self._why_more(case)}", ""
-        return PASS, text, ""
 
-    def _grows(self) -> bool:
-        """Whether micro-batches take more reductions, where their layout needs no more."""
-        (once, least), (count, sent) = self._first.between, self._program.between
-        return not self._layout.splits_params and (count > once or sent > SLIGHTLY * least)
+def _judged(
+    subject: Subject, facts: Facts, program: CompiledCase, first: CompiledCase, most: float
+) -> tuple[Verdict, str, str]:
+    """Return the verdict on a program, what to add to the text, and the cause.
 
-    def _why_more(self, case: Case) -> str:
-        if case.mode.per_replica:
-            return FILLED_UP
-        why = WHOLE_FIRST if self._layout.splits_optimizer else TWO_SUMS
-        return f"{why}{ONCE if self._reduces_once else ''}"
+    `first` is the same with one micro-batch; `most` are bytes that its layout explains.
+    """
+    case, layout = program.case, subject.parallel(program.case).layout
+    count, sent = program.between
+    share = sent / most
+    once = ONCE if MODES["shard_map"].holds(layout) else ""
+    if not sent:
+        return FAIL, ": the replicas are not reduced", ""
+    statistics = facts.writes or facts.rows.kind == DEPENDENT
+    grows = count > first.between[0] or sent > SLIGHTLY * first.between[1]
+    if grows and not layout.splits_params:  # one that does gathers them for each micro-batch
+        more = f"; {first.between[0]} with 1 micro-batch"
+        if statistics and share <= _FAR:
+            return NOTE, f"{more}: statistics of every micro-batch", ""
+        if case == subject.own and once:
+            return FAIL, more, f"{GROWS}{once}"
+        return NOTE, f"{more}: {GROWS}{once}", ""
+    if share > SLIGHTLY and statistics:
+        return NOTE, "; statistics or rows of the whole batch are among it", ""
+    if share > _FAR and sent - most > _SMALL_BYTES:
+        return FAIL, "", f"{TWICE}{once}"
+    if share <= SLIGHTLY:
+        return PASS, "", ""
+    if case.mode.per_replica:
+        return NOTE, f"; {FILLED_UP}", ""
+    return NOTE, f"; {WHOLE_FIRST if layout.splits_optimizer else TWO_SUMS}{once}", ""
 
-    def _named_inside(self) -> str:
-        if not self._inside:
-            return ""
-        size = size_text(sum(each.inside for each in self._inside))
-        return f"; inside a replica {_listed(self._inside)}, {size}"
+
+def bytes_of_layout(subject: Subject, case: Case) -> tuple[float, float]:
+    """Return the most bytes that a device sends to other replicas under its layout, and the least.
+
+    The least is what reduces the sums once, or scatters them and gathers what follows. A layout
+    that splits the parameters gathers them twice for every micro-batch, and scatters then.
+    """
+    mesh, layout = subject.parallel(case).mesh, subject.parallel(case).layout
+    least = wire_bytes_of_all_reduce(bytes_needed(subject, case), replica_count(mesh))
+    if not layout.splits_params:
+        return least, least
+    parts = mesh.shape[shard_axis(mesh)]
+    gathered = wire_bytes_of_all_reduce(sums_bytes(_of_replica(subject, case), 0), parts) / 2
+    return least + (3 * case.micro_batches - 2) * gathered, least
+
+
+def bytes_needed(subject: Subject, case: Case) -> int:
+    """Bytes of the sums of loss, metrics and the gradient that the optimizer reads, as sent."""
+    state, batch = subject.state, subject.full
+    metrics: Any = jax.eval_shape(
+        lambda params, extras, batch: subject.objective.loss_sums(
+            params, extras, batch, View(jax.random.key(0))
+        )[0],
+        *(state.params, state.extras, batch),
+    )
+    sent = getattr(subject.parallel(case).reduction, "dtype", None)
+    trained = itertools.compress(_of_replica(subject, case), jax.tree.leaves(subject.trained))
+    return sums_bytes(trained, len(metrics), sent)
+
+
+def _of_replica(subject: Subject, case: Case) -> list[jax.ShapeDtypeStruct]:
+    """The parameters as one device of a replica has them, once they are gathered."""
+    found = []
+    for leaf in jax.tree.leaves(subject.abstract(case).params):
+        entries = [axes_of(PartitionSpec(entry)) for entry in leaf.sharding.spec]
+        kept = [tuple(axis for axis in axes if axis not in (DATA, FSDP)) for axes in entries]
+        own = NamedSharding(leaf.sharding.mesh, PartitionSpec(*kept))
+        found.append(jax.ShapeDtypeStruct(own.shard_shape(leaf.shape), leaf.dtype))
+    return found
 
 
 def _listed(sent: Iterable[SentOverAxes]) -> str:
@@ -182,21 +264,14 @@ def check_work(
         times = flops * case.devices / single.flops * case.micro_batches / ticks
         text = f"{times:.2f} times the FLOPs of one device, over {case.devices}"
         figures = {"flops_per_device": flops, "flops_of_one": single.flops, "ticks": ticks}
-        replicas, most = replica_count(dp.mesh), _REDUNDANT
+        most, of_each = REDUNDANT, case.devices // replica_count(dp.mesh)
         if dp.mesh.shape.get(STAGE, 1) > 1:
             text += f"; {ticks} ticks of a pipeline, each as if no stage waited in it"
             most *= _RECOMPUTED
-        of_each = case.devices // replicas
-        if times <= most:
-            yield Check("redundant work", name, PASS, text, "", figures)
-        elif replicas > 1 and times >= _ALL_OF_IT * case.devices:
-            yield Check("redundant work", name, FAIL, text, EVERYTHING, figures)
-        elif of_each > 1 and times >= _ALL_OF_IT * of_each:
-            cause = NOT_SPLIT.format(of_each)
-            yield Check("redundant work", name, FAIL, text, cause, figures)
-        else:
-            text += ": some products do not depend on the rows, and each device computes them"
-            yield Check("redundant work", name, NOTE, text, "", figures)
+        everything = of_each < case.devices and times >= ALL * case.devices
+        cause = EVERYTHING if everything else NOT_SPLIT.format(of_each)
+        split = of_each if of_each > 1 else case.devices
+        yield redundant_work(name, text, times, split, cause, figures, most=most)
 
 
 def ticks_of(dp: DataParallel) -> int:

@@ -3,7 +3,7 @@
 import dataclasses
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ import numpy as np
 
 from replicax.core.leaves import is_random_key
 from replicax.errors import ConfigError
-from replicax.verify.batch_rows import last_name
+from replicax.verify.batch_rows import last_name, row_count, take
 from replicax.verify.copies import Copies, read_copies
 from replicax.verify.difference import (
     Leaves,
@@ -21,7 +21,8 @@ from replicax.verify.difference import (
     leaves,
     rounding_noise,
 )
-from replicax.verify.form import Form, Step, candidates, host, is_pmap, parted
+from replicax.verify.evidence import Evidence
+from replicax.verify.form import Form, Step, host, is_pmap, parted
 from replicax.wording import first_line
 
 PyTree = Any
@@ -41,13 +42,17 @@ class Trial:
     key: Any
     eps: float
     """Unit of the coarsest dtype that the reference computes in."""
-    metric_shapes: Mapping[str, tuple[int, ...]]
-    """By path, the shapes of what the reference returns beside its state."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """By path, those of what the reference returns."""
     _: dataclasses.KW_ONLY
     against: str = "one device"
     """The reference."""
     draws: bool = False
     """Whether it is known to draw random numbers: it then is not run on fewer rows."""
+    micro_batches: int = 1
+    """Parts that each replica's rows are computed in."""
+    known: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    """What the reference gave so far, by its batches."""
 
     @property
     def replicas(self) -> int:
@@ -56,19 +61,33 @@ class Trial:
 
     def expected(self, batches: Sequence[PyTree], *, state: PyTree = None) -> Leaves:
         """Return what the reference adds to each leaf over all batches, and the last metrics."""
-        before = self.state if state is None else state
+        if state is None:
+            return self.once("expected", batches, lambda: self._expected(batches, self.state))
+        return self._expected(batches, state)
+
+    def _expected(self, batches: Sequence[PyTree], before: PyTree) -> Leaves:
         after, results = before, {}
         for batch in batches:
             results = run_reference(self.reference, after, batch, self.key)
             after = results["state"]
-        return renamed(changes({"state": before}, results))
+        return self.named(changes({"state": before}, results))
+
+    def once(self, what: str, batches: Sequence[PyTree], make: Callable[[], Leaves]) -> Leaves:
+        """Return what `make` does, which is called once for the same batches."""
+        key = (what, self.reference, *map(id, batches))
+        if key not in self.known:
+            self.known[key] = (batches, make())  # kept, and so no other has its id
+        result: Leaves = self.known[key][1]
+        return result
 
     def reseeded(self) -> "Trial | None":
         """The same with other random keys, wherever they are; None where there is none."""
         key = None if self.key is None else jax.random.fold_in(self.key, 1)
         state = jax.tree_util.tree_map_with_path(_with_other_key, self.state)
         same = all(map(operator.is_, *map(jax.tree.leaves, (state, self.state))))
-        return None if same and key is None else dataclasses.replace(self, key=key, state=state)
+        if same and key is None:
+            return None
+        return dataclasses.replace(self, key=key, state=state, known={})
 
     def given(self, found: Leaves, expected: Leaves) -> Leaves:
         """Return what is expected of a step that gave `found`."""
@@ -77,14 +96,19 @@ class Trial:
 
     def bounds(self, expected: Leaves, batches: Sequence[PyTree], rows: int) -> Leaves:
         """How much rounding explains of each element of `expected`."""
-        noise = rounding_noise(
+        values = self.named(leaves({"state": self.state}))
+        noise = self.noise(expected, batches)
+        return bounds(expected, noise, terms=rows, eps=self.eps, values=values)
+
+    def noise(self, expected: Leaves, batches: Sequence[PyTree]) -> Leaves:
+        """How far rounding moves each element of `expected`."""
+        return rounding_noise(
             lambda state, moved: self.expected(moved, state=state),
             self.state,
             list(batches),
             eps=self.eps,
+            expected=expected,
         )
-        values = renamed(leaves({"state": self.state}))
-        return bounds(expected, noise, terms=rows, eps=self.eps, values=values)
 
     def run(self, batches: Sequence[PyTree]) -> Copies:
         """Return what every replica holds after all batches, and the last metrics."""
@@ -104,18 +128,34 @@ class Trial:
 
     def read(self, results: Mapping[str, PyTree]) -> Copies:
         """The results of the step, copied to the host from every device."""
-        shapes = {
-            jax.tree_util.keystr(path): np.shape(leaf)
-            for path, leaf in jax.tree_util.tree_leaves_with_path({"state": self.state})
-            if not isinstance(leaf, (str, bytes))
-        }
-        shapes |= self.metric_shapes
         stacked = self.replicas if self.form.stacked else None
-        copies = read_copies(dict(results), shapes, stacked_over=stacked)
+        copies = read_copies(dict(results), self.shapes, stacked_over=stacked)
         return dataclasses.replace(
             copies,
-            held=renamed(copies.held),
-            stacked=frozenset(renamed(dict.fromkeys(copies.stacked))),
+            held=self.named(copies.held),
+            stacked=frozenset(self.named(dict.fromkeys(copies.stacked))),
+        )
+
+    def evidence(
+        self,
+        found: Leaves,
+        expected: Leaves,
+        limits: Leaves,
+        batches: Sequence[PyTree],
+        **more: Any,
+    ) -> Evidence:
+        """Return what there is to find the cause of a difference by."""
+        return Evidence(
+            found,
+            expected,
+            limits,
+            rows=row_count(batches[0]),
+            replicas=self.replicas,
+            micro_batches=self.micro_batches,
+            on_rows=None
+            if self.draws
+            else lambda indices: self.expected([take(batch, indices) for batch in batches]),
+            **more,
         )
 
     def named(self, by_path: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,10 +188,13 @@ def _with_other_key(path: Any, leaf: Any) -> Any:
 
 def run_reference(reference: Step, state: PyTree, batch: PyTree, key: Any) -> dict[str, PyTree]:
     """One step on one device, from fresh arrays: the reference too may donate its state."""
+    return parted(reference(*arguments_of(host(state), batch, key)), state)
+
+
+def arguments_of(state: PyTree, batch: PyTree, key: Any) -> tuple[Any, ...]:
+    """Return the arguments of a reference."""
     arguments = batch if isinstance(batch, tuple) else (batch,)
-    if key is not None:
-        arguments = (*arguments, key)
-    return parted(reference(host(state), *arguments), state)
+    return (state, *arguments, *(() if key is None else (key,)))
 
 
 def compiled_reference(reference: Step, state: PyTree, batch: PyTree, key: Any) -> Step:
@@ -176,40 +219,24 @@ def compiled_reference(reference: Step, state: PyTree, batch: PyTree, key: Any) 
 
 
 def find_form(
-    step: Step,
-    state: PyTree,
-    batch: PyTree,
-    key: Any,
-    *,
-    given: tuple[PyTree, PyTree],
-    replicas: int | None,
-    stacked: bool | None,
-    expected: PyTree,
+    forms: Iterable[Form], state: PyTree, batch: PyTree, key: Any, expected: PyTree
 ) -> Form:
-    """How the step is called, found by calling it.
+    """Return how the step is called: the first of its forms that works, on state and batch.
 
-    Args:
-        step: the step.
-        state: on the host.
-        batch: on the host.
-        key: a random key, or None.
-        given: state and batch as the user gave them, with the placement of their arrays.
-        replicas: as the user gave it.
-        stacked: as the user gave it.
-        expected: the reference's new state. Of two forms that work (a `pmap` that takes its state
-            whole may also swallow a stacked one) the nearer is meant.
+    Of two that take a batch stacked (a `pmap` that takes its state whole may also swallow a stacked
+    one) the one is meant that comes nearer to `expected`, the reference's new state.
 
     Raises:
-        ConfigError: no way of calling it works.
+        ConfigError: none works.
     """
     errors: list[tuple[Form, Exception]] = []
     working: list[tuple[float, Form]] = []
-    for form in candidates(step, *given, replicas or jax.device_count(), stacked):
+    for form in forms:
         if working and not form.stacked:
             break
         try:
             fed, *rest = form.arguments(state, batch, key)
-            results = parted(step(fed, *rest), fed)
+            results = parted(form.step(fed, *rest), fed)
             jax.block_until_ready(results)
         except Exception as error:
             errors.append((form, error))
@@ -220,12 +247,12 @@ def find_form(
                 for leaf in jax.tree.leaves(results)
                 if isinstance(leaf, jax.Array)
             ]
-            return dataclasses.replace(form, replicas=replicas or max(devices, default=1))
+            return dataclasses.replace(form, replicas=max(devices, default=1))
         if _fits(form, state, results["state"]):
             working.append((_distance(results["state"], expected), form))
     if working:
         return min(working, key=lambda each: each[0])[1]
-    first = next((error for form, error in errors if form.stacked == is_pmap(step)), None)
+    first = next((error for form, error in errors if form.stacked == is_pmap(form.step)), None)
     message = first_line(first or errors[0][1]) if errors else "its new state has other shapes"
     raise ConfigError(
         f"the step fails on the batch ({message}); it is called with the state, the batch and, "

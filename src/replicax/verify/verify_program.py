@@ -45,22 +45,7 @@ def verify(
     seed: int = 0,
     show: Show | None = None,
 ) -> Verification:
-    """See `replicax.verified.verify`, which knows what compiles for a target.
-
-    Args:
-        dp: as there.
-        model: as there.
-        batch: as there.
-        modes: as there.
-        micro_batches: as there.
-        batch_size: as there.
-        elsewhere: the devices whose sums are looked at, in place of those of `dp`.
-        seed: as there.
-        show: as there.
-
-    Raises:
-        ConfigError: as there.
-    """
+    """See `replicax.verified.verify`; `elsewhere` is the target's compiler."""
     if jax.process_count() > 1:
         raise ConfigError(
             f"verify on {jax.process_count()} processes; it reads the copies of every device, so "
@@ -85,7 +70,13 @@ def verify(
         look = partial(_checks, chosen=modes is not None)
     checks = list(look(dp, model, batch, chosen, micro_batches, seed, show))
     show("sums")
-    sums = list(check_sums(dp, model, _shapes(batch, batch_size or rows), elsewhere))
+    shapes = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            (batch_size or rows, *leaf.shape[1:]), jax.dtypes.canonicalize_dtype(leaf.dtype)
+        ),
+        batch,
+    )
+    sums = list(check_sums(dp, model, shapes, elsewhere))
     checks = with_sums_as_cause(checks, sums)
     return Verification(checks, {**about, "seconds": round(time.monotonic() - started, 1)})
 
@@ -94,16 +85,6 @@ def rows_needed(dp: DataParallel, micro_batches: int = MICRO_BATCHES) -> int:
     """Rows of a batch that is small and shows everything."""
     shards = max(replica_count(dp.mesh) * max(micro_batches, dp.accumulate), dp.micro_shards)
     return shards * ROWS_OF_ONE
-
-
-def _shapes(batch: Any, rows: int) -> Any:
-    """Return the shapes of a batch of any number of rows."""
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(
-            (rows, *leaf.shape[1:]), jax.dtypes.canonicalize_dtype(leaf.dtype)
-        ),
-        batch,
-    )
 
 
 def _checks(
