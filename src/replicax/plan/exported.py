@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun, jaxprs_in_params
 
 from replicax.analysis.flops import count_flops
 from replicax.core.data_parallel import DataParallel
@@ -16,6 +16,7 @@ from replicax.core.objective import LossFunction
 from replicax.core.scaling import LOSS_SCALE, OVERFLOWS
 from replicax.core.traced_for import traced_for
 from replicax.errors import ConfigError, require
+from replicax.plan.operations import with_equations
 from replicax.train.guarded import NOT_FINITE
 
 CUDNN_CALLS = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
@@ -179,12 +180,19 @@ def _flat(exported: jax.export.Exported, arguments: int) -> jax.export.Exported:
 def keeping_everything(loss: LossFunction) -> LossFunction:
     """Return `loss`, but each `jax.checkpoint` in it keeps all that its backward pass needs."""
 
+    def keeping(equation: JaxprEqn) -> JaxprEqn:
+        if not _is_checkpoint(equation):
+            return equation
+        policy = jax.checkpoint_policies.everything_saveable
+        replaced: JaxprEqn = equation.replace(params={**equation.params, "policy": policy})
+        return replaced
+
     def kept(model: Any, batch: Any, key: jax.Array | None) -> Any:
         def of_batch(batch: Any, key: jax.Array | None) -> Any:
             return loss(model, batch, key)
 
         traced, shapes = jax.make_jaxpr(of_batch, return_shape=True)(batch, key)
-        found = jaxpr_as_fun(_keeping(traced))(*jax.tree.leaves((batch, key)))
+        found = jaxpr_as_fun(with_equations(traced, keeping))(*jax.tree.leaves((batch, key)))
         return jax.tree.unflatten(jax.tree.structure(shapes), found)
 
     return kept
@@ -196,25 +204,6 @@ def computes_again(jaxpr: Jaxpr) -> bool:
         _is_checkpoint(eqn) or any(map(computes_again, jaxprs_in_params(eqn.params)))
         for eqn in jaxpr.eqns
     )
-
-
-def _keeping(value: Any) -> Any:
-    """A parameter of an equation, with the policy replaced in all jaxprs that it holds."""
-    if isinstance(value, ClosedJaxpr):
-        return value.replace(jaxpr=_keeping(value.jaxpr))
-    if isinstance(value, Jaxpr):
-        return value.replace(eqns=[_of_equation(eqn) for eqn in value.eqns])
-    if isinstance(value, tuple | list):
-        return type(value)(map(_keeping, value)) if type(value) in (tuple, list) else value
-    return value
-
-
-def _of_equation(eqn: JaxprEqn) -> JaxprEqn:
-    params = {name: _keeping(value) for name, value in eqn.params.items()}
-    if _is_checkpoint(eqn):
-        params["policy"] = jax.checkpoint_policies.everything_saveable
-    replaced: JaxprEqn = eqn.replace(params=params)
-    return replaced
 
 
 def _is_checkpoint(eqn: JaxprEqn) -> bool:

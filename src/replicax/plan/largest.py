@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 from replicax.core.data_parallel import DataParallel
-from replicax.core.mesh import replica_count
 from replicax.plan.planned import MicroBatches, Need
 from replicax.plan.steps import Steps, rows_of_a_replica
 from replicax.plan.target import Target
@@ -35,7 +34,8 @@ def largest_rows(
     """The most rows of one device that fit, and the fewest seen that do not.
 
     Memory grows by about the same for each row, so the next question is where a straight line
-    meets the capacity; between what fits and what does not, once both are known.
+    meets the capacity; between what fits and what does not, once both are known. The first is None
+    where not even `unit` rows fit.
 
     Args:
         ask: the memory of a step with as many rows.
@@ -44,9 +44,6 @@ def largest_rows(
         bytes_per_row: a guess at the slope, until two answers give it.
         unit: rows are multiples of it.
         most: rows to ask for.
-
-    Returns:
-        None for the first where not even `unit` rows fit.
     """
     search = _Search(capacity_bytes, bytes_per_row, unit, most)
     rows: int | None = max(unit, start // unit * unit)
@@ -96,7 +93,7 @@ class _Search:
             if self._refused > 1:  # what is refused may need more than it says
                 guess = min(guess, self.too_large.rows / SHRINKAGE)
             return self._between(0, self.too_large.rows, guess)
-        step = self._resolution(self.fits.rows)
+        step = resolution(self.fits.rows, self._unit)
         if self.too_large is None:
             if self.fits.rows + self._unit > self._most:
                 return None
@@ -114,18 +111,15 @@ class _Search:
     def _between(self, low: int, high: int, guess: float) -> int:
         """The guess where it is strictly between; where it is above, the middle or less."""
         inside = guess if guess < high else self._middle(low, high)
-        return max(self._rounded(inside), low + self._resolution(max(low, self._unit)))
+        return max(self._rounded(inside), low + resolution(max(low, self._unit), self._unit))
 
     def _middle(self, low: int, high: int) -> float:
         return min((low + high) / 2, MOST_GROWTH * max(low, self._unit))
 
-    def _resolution(self, rows: int) -> int:
-        return resolution(rows, self._unit)
-
     def _rounded(self, rows: float) -> int:
         if rows >= self._most:
             return self._most
-        step = self._resolution(int(max(self._unit, rows)))
+        step = resolution(int(max(self._unit, rows)), self._unit)
         return int(max(step, rows // step * step))
 
 
@@ -160,18 +154,12 @@ def at_once_and_fitting(
 ) -> tuple[Need, MicroBatches | None]:
     """Memory that `rows` of a global batch need at once on a target, and micro-batches that fit.
 
-    By formula, in a second: nothing is compiled. None where it fits at once, or in no number.
-
-    Args:
-        dp: the step, on a mesh of as many devices.
-        model: as for `dp.init`; arrays or their shapes.
-        batch: a pytree of arrays `[rows, ...]` or of their shapes, of any number of rows.
-        rows: of the global batch.
-        target: whose memory is told.
+    By formula, in a second: nothing is compiled. None where it fits at once, or in no number. `dp`
+    is on a mesh of as many devices as the target; `batch` may have any number of rows.
     """
     steps = Steps(model, batch, target, None, lambda text: None)
-    at_once = steps.step(dp, rows_of_a_replica(rows, replica_count(dp.mesh), steps.unit(dp))).need
-    room = steps.capacity_bytes
+    at_once = steps.step(dp, rows_of_a_replica(rows, dp)).need
+    room = target.chip.usable_bytes
     if at_once.fits or room is None:
         return at_once, None
     fewest = math.ceil(at_once.bytes / room)  # the state and the sums do not become smaller

@@ -139,17 +139,6 @@ def memory_formula(
     )
 
 
-def rows_that_fit(capacity_bytes: int, fixed_bytes: float, bytes_per_row: float) -> int:
-    """Rows of one device for which there is memory; 0 where there is not enough for one.
-
-    Args:
-        capacity_bytes: of the device.
-        fixed_bytes: what is there whatever the rows.
-        bytes_per_row: of each row.
-    """
-    return max(0, int((capacity_bytes - fixed_bytes) // bytes_per_row))
-
-
 def tree_bytes(tree: PyTree) -> int:
     """Bytes of all arrays of `tree`, which may be shapes."""
     return sum(array_bytes(leaf) for leaf in jax.tree.leaves(tree))
@@ -321,39 +310,38 @@ def on_one_device(leaf: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeS
     return jax.ShapeDtypeStruct(sharding.shard_shape(leaf.shape), leaf.dtype)
 
 
-def transformer_activation_bytes(
-    parameter_bytes: float, rows: float, tokens: int, heads: int, head_dim: int, matrices: int = 4
-) -> float:
-    """M ≈ M_model · B T² / (4 N D²): the attention's scores, in proportion to its weights.
+@dataclasses.dataclass(frozen=True)
+class OnPaper:
+    """Figures of the formula for transformers; see `Transformer.on_paper`."""
 
-    The attention of a layer has four matrices (of queries, keys, values and the output) of
-    (N D)² weights, and its N heads make N T² scores a row: N T² / (4 N² D²) of them for each
-    weight. The formula takes that quotient for the whole model.
-
-    It assumes T >> D, so that scores outweigh all else that is stored for the backward pass, that
-    they are stored once (softmax and mask may store them more often, and FlashAttention,
-    arXiv:2205.14135, never), and that a model is attention alone, without MLP and embedding. It
-    leaves out the parameters, their gradient and the optimizer's state. `memory_formula` counts.
-
-    Args:
-        parameter_bytes: M_model, of all parameters.
-        rows: B.
-        tokens: T, of a row.
-        heads: N, of each attention.
-        head_dim: D, the dims of a head.
-        matrices: the 4. A worked example with T = 1024, N = 8, D = 128 that goes round has 8 for
-            the quotient, which is that without the 4 (`matrices=1`): 9.6 GB a row for parameters of
-            1.2 GB. The formula gives 2, and 2.4 GB.
-    """
-    return parameter_bytes * rows * tokens**2 / (matrices * heads * head_dim**2)
+    bytes_per_row: float
+    """Bytes of activations."""
+    rows: int
+    """Rows of a device that fit beside its parameters."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Transformer:
-    """The sizes that the formula goes by."""
+    """The sizes that a formula often used on paper goes by."""
 
     tokens: int
     """Tokens of a row."""
     heads: int
     """Heads of each attention."""
     head_dim: int
+
+    def on_paper(self, parameter_bytes: int, capacity_bytes: int) -> OnPaper:
+        """M ≈ M_model · B T² / (4 N D²): the attention's scores, in proportion to its weights.
+
+        The attention of a layer has four matrices (of queries, keys, values and the output) of
+        (N D)² weights, and its N heads make N T² scores a row: N T² / (4 N² D²) of them for each
+        weight. The formula takes that quotient for the whole model.
+
+        It assumes T >> D, so that scores outweigh all else that is stored for the backward pass,
+        that they are stored once (softmax and mask may store them more often, and FlashAttention,
+        arXiv:2205.14135, never), and that a model is attention alone, without MLP and embedding. It
+        leaves out the gradient of the parameters and the optimizer's state. `memory_formula`
+        counts.
+        """
+        each = parameter_bytes * self.tokens**2 / (4 * self.heads * self.head_dim**2)
+        return OnPaper(each, max(0, int((capacity_bytes - parameter_bytes) // each)))
