@@ -1,14 +1,12 @@
 """A step as a program that another process can compile, without the code it was made of."""
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun, jaxprs_in_params
 
-from replicax.analysis.flops import count_flops
 from replicax.core.data_parallel import DataParallel
 from replicax.core.mesh import AnyMesh, mesh_of
 from replicax.core.modes import MODES
@@ -48,10 +46,6 @@ class ExportedStep:
     """How many of the arguments, from the first on, give their memory to the results."""
     sizes: Mapping[str, int]
     """Devices by mesh axis."""
-    rows: int
-    """Rows of the global batch, with its padding."""
-    flops: int
-    """FLOPs of matrix products and convolutions, on all devices; see `analysis.flops`."""
     metrics: int
     """Means that the step reduces, the loss among them."""
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -59,27 +53,18 @@ class ExportedStep:
     notes: tuple[str, ...] = ()
     """Where it is not the very step that was asked for."""
 
-    @property
-    def devices(self) -> int:
-        """How many it is for."""
-        return math.prod(self.sizes.values())
-
 
 def export_step(
     dp: DataParallel, model: Any, batch: Any, platform: str, capability: float | None
 ) -> ExportedStep:
-    """Return the step of `dp` on devices of a platform.
+    """Return the step of `dp` on devices of a platform: `cpu`, `cuda` or `tpu`.
+
+    `capability` is CUDA's compute capability of the devices, which need not exist; `model` and
+    `batch` are arrays or their shapes.
 
     Kernels of cuDNN are exported from per-replica modes alone: others have their compiler call back
     for how to split them. There the same step is exported as `PER_REPLICA`; a layout that this
     cannot hold is exported without these kernels. `ExportedStep.notes` says so.
-
-    Args:
-        dp: whose step it is; the devices of its mesh need not exist.
-        model: as for `dp.lower`; arrays or their shapes.
-        batch: as for `dp.lower`; arrays or their shapes.
-        platform: `cpu`, `cuda` or `tpu`.
-        capability: CUDA's compute capability of the devices, or None.
 
     Raises:
         ConfigError: a step that calls back to the host.
@@ -137,20 +122,17 @@ def _export(
 ) -> ExportedStep:
     with traced_for(capability):
         made = dp.program(model, mesh=_mesh(dp.mesh))
-        arguments = state, rows = made.shapes, made.described(batch)
+        arguments = state, _ = made.shapes, made.described(batch)
         allowed = [jax.export.DisabledSafetyCheck.custom_call(name) for name in CUDNN_CALLS]
         exported = jax.export.export(made.step, platforms=[platform], disabled_checks=allowed)(
             *arguments
         )
-        jaxpr = made.step.trace(*arguments).jaxpr.jaxpr
         options = dp.configuration.options(dp.mesh)
     _, metrics = jax.tree.unflatten(exported.out_tree, exported.out_avals)
     return ExportedStep(
         module=bytes(_flat(exported, len(jax.tree.leaves(arguments))).serialize()),
         donated=len(jax.tree.leaves(state)) if dp.donate else 0,
         sizes=dict(dp.mesh.shape),
-        rows=rows.size,
-        flops=count_flops(jaxpr, platform),
         metrics=len(metrics.keys() - {NOT_FINITE, LOSS_SCALE, OVERFLOWS}),
         options=options,
         notes=notes,

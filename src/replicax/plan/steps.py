@@ -28,7 +28,7 @@ from replicax.core.reduction import Wire
 from replicax.core.traced_for import cuda_capability, traced_for
 from replicax.errors import CompilerError
 from replicax.plan.compilation import Compilation, TooLarge
-from replicax.plan.compiler import Compiler, compiler_for
+from replicax.plan.compiler import DESCRIBED, Compiler, compiler_for
 from replicax.plan.exported import (
     BEFORE_CUDNN,
     ExportedStep,
@@ -37,7 +37,6 @@ from replicax.plan.exported import (
     keeping_everything,
     step_jaxpr,
 )
-from replicax.plan.gpu_description import DESCRIBED
 from replicax.plan.memory_formula import MemoryFormula, memory_formula, on_one_device
 from replicax.plan.planned import Need
 from replicax.plan.target import ATTACHED, Target
