@@ -6,7 +6,7 @@ rest, the gradient of one micro-batch is traced, and its operations are followed
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from replicax.core.partition import axes_of
 from replicax.core.pipeline import SCHEDULES
 from replicax.core.precision import to_sum
 from replicax.core.update import TrainState
-from replicax.plan.liveness import Liveness, peak
+from replicax.plan.liveness import Liveness
 from replicax.plan.operations import TracedOperations, array_bytes, for_platform
 
 
@@ -83,7 +83,7 @@ def memory_formula(
     *,
     platform: str = "cpu",
 ) -> MemoryFormula:
-    """The memory of `dp.step` on each device, without compiling it.
+    """The memory of `dp.step` on each device of its mesh, or of another one, not compiled.
 
     What it leaves out: copies that a compiler makes to change a layout or a dtype for a library,
     the scratch memory of libraries, and buffers of the network. A `lax.platform_dependent` counts
@@ -91,11 +91,10 @@ def memory_formula(
     attached (cuDNN's attention, say) counts as what stands in for it elsewhere.
 
     Args:
-        dp: the step; its mesh is used where `mesh` is None.
+        dp: the step.
         model: as for `dp.init`; arrays or their shapes.
         batch: the global one, a pytree `[rows, ...]`; arrays or their shapes.
-        mesh: attached devices, described ones, or how many replicas. The rows are split along its
-            axis `data`; along others only what the layout's rules split is.
+        mesh: attached devices, described ones, or how many replicas.
         platform: `cpu`, `cuda` or `tpu`.
 
     Raises:
@@ -114,15 +113,18 @@ def memory_formula(
     part = described(data, rows // split.micro_batches)
     added_up = split.micro_batches > 1
     chosen = dp.configuration
-    if dp.configuration.step is None:
+    if chosen.step is None:
         used = jax.tree.map(_on_replica_device, state.params, program.shardings.params)
-        parts = (share.params, used)
         objective = Objective(
             program.definition, chosen.loss, chosen.precision, program.objective.read
         )
-        memory = _of_gradient(objective, state, parts, part, platform, added_up)
+        held = (share.params, used)
+        memory = _of_gradient(objective, state, held, part, platform, added_up)
     else:
         memory = _of_own_step(program.own_step, state, part, platform)
+    stages, parts, at_once = program.mesh.shape.get(STAGE, 1), dp.accumulate, 1
+    if stages > 1:  # a pipeline keeps the activations of several micro-batches
+        at_once = min(SCHEDULES[dp.layout.schedule](stages, parts) + stages, parts)
     return MemoryFormula(
         rows=rows,
         parameters=parameters,
@@ -132,7 +134,7 @@ def memory_formula(
         batch=own_rows,
         compute_copy=memory.compute_copy,
         gradient=memory.gradient,
-        activations=memory.activations * _kept(dp, program.mesh) // _stages(program.mesh),
+        activations=memory.activations * at_once // stages,
         # The rows of each micro-batch are put side by side first.
         workspace=memory.workspace + (own_rows if added_up else 0),
         never_together=memory.never_together,
@@ -165,7 +167,7 @@ def _of_own_step(
     plain = partial(step, accumulator=Sequential(), reduce=lambda sums, carried, _: (sums, carried))
     closed = jax.make_jaxpr(lambda state, part: plain(state, part, None))(state, part)
     traced = TracedOperations(for_platform(closed.jaxpr, platform), platform)
-    return _Gradient(0, 0, 0, workspace=peak(Liveness(traced, {}, set())).bytes, never_together=0)
+    return _Gradient(0, 0, 0, workspace=Liveness(traced).peak().bytes, never_together=0)
 
 
 def _of_gradient(
@@ -176,23 +178,23 @@ def _of_gradient(
     platform: str,
     added_up: bool,
 ) -> _Gradient:
-    """The memory of the sums over one micro-batch.
+    """The memory of the sums over one micro-batch, by shapes.
 
-    Args:
-        objective: the loss on the model.
-        state: shapes.
-        parts: shapes of what one device holds of the parameters, and of what it computes with,
-            which rules for layers and stages may split.
-        part: shapes of one device's micro-batch.
-        platform: see `memory_formula`.
-        added_up: whether each gradient is added to a running total as soon as it is there.
+    `parts` are what one device holds of the parameters, and what it computes with, which rules for
+    layers and stages may split. Where gradients are `added_up`, each is added to a running total as
+    soon as it is there.
     """
     jaxpr, count = _traced(objective, state, part, platform)
     program = TracedOperations(jaxpr, platform)
     params = program.inputs[:count]
     gradient, saved = program.outputs[:count], program.outputs[count:]
     program.outputs = list(gradient)
-    copies = _copies(program, params)
+    # Values that are a parameter in another dtype: that parameter by value.
+    copies = {
+        each.outputs[0]: each.inputs[0]
+        for each in program.operations
+        if each.name == "convert_element_type" and each.inputs and each.inputs[0] in params
+    }
     held, used = (
         {
             value: array_bytes(own) / max(1, program.sizes[value])
@@ -201,41 +203,27 @@ def _of_gradient(
         for tree in parts
     )
     split = {value for value in params if held[value] < used[value]}
+    split |= {copy for copy, own in copies.items() if own in split}
     kept = {
         value: int(program.sizes[value] * held[param])
-        for pairs in (copies.items(), zip(gradient, params, strict=True))
-        for value, param in pairs
+        for value, param in (*copies.items(), *zip(gradient, params, strict=True))
     }
-    split |= {copy for copy, own in copies.items() if own in split}
-    if not added_up:
-        return _divided(Liveness(program, kept, split), gradient, copies, saved, kept)
-    program.read_at_once(gradient)
-    found = _divided(Liveness(program, kept, split), [], copies, saved, kept)
-    return dataclasses.replace(found, gradient=sum(kept[value] for value in gradient))
-
-
-def _divided(
-    liveness: Liveness,
-    gradient: list[int],
-    copies: Collection[int],
-    saved: list[int],
-    kept: Mapping[int, int],
-) -> _Gradient:
-    """Return the bytes stored at the peak, by purpose."""
-    after_forward = liveness.alive_after(saved)
-    copied = {value: size for value, size in after_forward.items() if value in copies}
-    owed = {value: kept[value] for value in gradient}
-    activations = {
-        value: size
-        for value, size in after_forward.items()
-        if value not in copied and value not in owed
-    }
-    most = peak(liveness)
+    sums = {value: kept[value] for value in gradient}
+    if added_up:
+        program.read_at_once(gradient)
+    liveness = Liveness(program, kept, split)
+    copied, owed, activations = {}, {} if added_up else sums, {}
+    for value, size in liveness.alive_after(saved).items():
+        if value in copies:
+            copied[value] = size
+        elif value not in owed:
+            activations[value] = size
+    most = liveness.peak()
     named = {**copied, **owed, **activations}
     missing = sum(size for value, size in named.items() if value not in most.alive)
     return _Gradient(
         compute_copy=sum(copied.values()),
-        gradient=sum(owed.values()),
+        gradient=sum(kept[value] for value in (gradient if added_up else owed)),
         activations=sum(activations.values()),
         workspace=most.bytes - (sum(named.values()) - missing),
         never_together=missing,
@@ -272,28 +260,6 @@ def _traced(
         return summed, loss, jax.tree.leaves(backward)
 
     return jax.make_jaxpr(gradient)(leaves, rest).jaxpr, len(leaves)
-
-
-def _copies(program: TracedOperations, params: list[int]) -> dict[int, int]:
-    """Values that are a parameter in another dtype: that parameter by value."""
-    own = set(params)
-    return {
-        each.outputs[0]: each.inputs[0]
-        for each in program.operations
-        if each.name == "convert_element_type" and each.inputs and each.inputs[0] in own
-    }
-
-
-def _stages(mesh: AnyMesh) -> int:
-    return int(mesh.shape.get(STAGE, 1))
-
-
-def _kept(dp: DataParallel, mesh: AnyMesh) -> int:
-    """Micro-batches whose activations are kept at once: more than one only in a pipeline."""
-    stages, parts = _stages(mesh), dp.accumulate
-    if stages == 1:
-        return 1
-    return min(SCHEDULES[dp.layout.schedule](stages, parts) + stages, parts)
 
 
 def _on_replica_device(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
