@@ -3,8 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,8 +29,6 @@ from replicax.plan.steps import Step, Steps, rows_of_a_replica
 from replicax.plan.target import Target
 from replicax.wording import first_line, size_text
 
-Change = Callable[[], DataParallel]
-"""Makes the changed one, or raises."""
 REMAT = "remat (jax.checkpoint, products kept)"
 SIZES = {MODEL: (2, 4, 8), STAGE: (2, 4)}
 """Devices of a host that a replica is tried on, by the axis that its rules split it over."""
@@ -54,7 +51,8 @@ def alternatives(
     found, notes = [], []
     for change, other in _changes(dp, steps, asked.rows, given, rules):
         try:
-            found.append(_compared(steps, dp, other(), asked, change))
+            other = other if isinstance(other, DataParallel) else _held(dp, **other)
+            found.append(_compared(steps, dp, other, asked, change))
         except ReplicaxError as error:
             notes.append(f"{change}: {error}")
         except Exception as error:
@@ -111,13 +109,9 @@ def _together(
     if given:
         name, other = list(given.items())[-1]
         names.append(name)
-    if other.precision.name == "float32":
-        half = half_precision(dp, target.chip)
-        names.append(f"precision={half}")
-        other = other.replace(precision=half)
-    for name, split in list(_layouts(other))[-1:]:
+    for name, changes in (*_half(other, target.chip), *[*_layouts(other)][-1:]):
         names.append(name)
-        other = split()
+        other = _held(other, **changes)
     return ", ".join(names), other
 
 
@@ -127,50 +121,42 @@ def _changes(
     rows: int,
     given: Mapping[str, DataParallel] | None,
     rules: Rules,
-) -> Iterator[tuple[str, Change]]:
+) -> Iterator[tuple[str, DataParallel | dict[str, Any]]]:
+    """Yield what to try by name: another step, or what to replace in this one."""
     target = steps.target
-    if dp.precision.name == "float32":
-        half = half_precision(dp, target.chip)
-        yield f"precision={half}", partial(dp.replace, precision=half)
+    yield from _half(dp, target.chip)
     if given is None and dp.configuration.step is None:
-        yield REMAT, partial(dp.replace, loss=_checkpointed(dp.loss))
-    for name, other in (given or {}).items():
-        yield name, partial(_given, other)
+        yield REMAT, {"loss": _checkpointed(dp.loss)}
+    yield from (given or {}).items()
     yield from _layouts(dp)
-    yield from _in_hosts(dp, target)
+    each = target.devices_per_host * replica_count(dp.mesh) // dp.mesh.size
+    if target.topology is None and target.hosts > 1 and each > 1 and FSDP not in dp.mesh.shape:
+        # The state split among the devices of a host, and a copy of it in each.
+        split = _over_replicas(dp, list(LAYOUTS.values())[-1])
+        mesh = abstract_like(dp.mesh, dp.mesh.size, fsdp=each)
+        yield f"layout={split}, fsdp={each}", {"layout": split, "mesh": mesh}
     # What a device keeps of activations whose layers are shared, a compiler alone can tell.
     axes = (STAGE,) if steps.compiler is None else (MODEL, STAGE)
     yield from _shared(dp, target, rows, rules, axes)
 
 
-def _given(dp: DataParallel) -> DataParallel:
-    return dp
-
-
-def half_precision(dp: DataParallel, chip: Chip) -> str:
+def _half(dp: DataParallel, chip: Chip) -> Iterator[tuple[str, dict[str, Any]]]:
     """bfloat16, or float16 where the chip has units for that alone and the step can be scaled."""
-    rates = chip.flops_per_second
-    alone = "float16" in rates and "bfloat16" not in rates
-    return "float16" if alone and dp.configuration.step is None else "bfloat16"
+    if dp.precision.name == "float32":
+        rates = chip.flops_per_second
+        alone = "float16" in rates and "bfloat16" not in rates
+        half = "float16" if alone and dp.configuration.step is None else "bfloat16"
+        yield f"precision={half}", {"precision": half}
 
 
-def _layouts(dp: DataParallel) -> Iterator[tuple[str, Change]]:
+def _layouts(dp: DataParallel) -> Iterator[tuple[str, dict[str, Any]]]:
     """With more of the state split over the replicas, the most last."""
     now = (dp.layout.splits_optimizer, dp.layout.splits_params)
     for base in LAYOUTS.values() if replica_count(dp.mesh) > 1 else ():
         own = dp.configuration.step is not None and not base.splits_params
         if (base.splits_optimizer, base.splits_params) > now and not own:
             split = _over_replicas(dp, base)
-            yield f"layout={split}", partial(_held, dp, layout=split)
-
-
-def _in_hosts(dp: DataParallel, target: Target) -> Iterator[tuple[str, Change]]:
-    """With the state split among the devices of a host, and a copy of it in each."""
-    together = target.devices_per_host * replica_count(dp.mesh) // dp.mesh.size
-    if target.topology is None and target.hosts > 1 and together > 1 and FSDP not in dp.mesh.shape:
-        split = _over_replicas(dp, list(LAYOUTS.values())[-1])
-        mesh = abstract_like(dp.mesh, dp.mesh.size, fsdp=together)
-        yield f"layout={split}, fsdp={together}", partial(_held, dp, layout=split, mesh=mesh)
+            yield f"layout={split}", {"layout": split}
 
 
 def _over_replicas(dp: DataParallel, base: Layout) -> Layout:
@@ -179,7 +165,7 @@ def _over_replicas(dp: DataParallel, base: Layout) -> Layout:
 
 def _shared(
     dp: DataParallel, target: Target, rows: int, rules: Rules, axes: Iterable[str]
-) -> Iterator[tuple[str, Change]]:
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """With several devices for each replica, near one another, as the rules allow."""
     own = dataclasses.replace(dp.layout, rules=tuple(dp.layout.rules or rules))
     near = target.devices_per_host if target.topology is None else target.devices
@@ -189,12 +175,12 @@ def _shared(
         if dp.mesh.shape.get(axis, 1) > 1 or now * size > near or dp.mesh.size % (now * size):
             continue
         mesh = abstract_like(dp.mesh, dp.mesh.size, **{axis: size})
-        changes, name = {}, f"{axis}={size}"
+        changes, name = {"layout": own, "mesh": mesh}, f"{axis}={size}"
         if axis == STAGE:
             each = max(1, rows * replica_count(dp.mesh) // replica_count(mesh))
-            micro_batches = max(dp.accumulate, min(MICRO_BATCHES * size, each))
-            changes, name = {"accumulate": micro_batches}, f"{name}, accumulate={micro_batches}"
-        yield name, partial(_held, dp, layout=own, mesh=mesh, **changes)
+            parts = max(dp.accumulate, min(MICRO_BATCHES * size, each))
+            changes, name = {**changes, "accumulate": parts}, f"{name}, accumulate={parts}"
+        yield name, changes
 
 
 def _held(dp: DataParallel, **changes: Any) -> DataParallel:
