@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import replicax as rx
+from replicax.core.mesh import abstract_mesh
 from replicax.plan.memory_formula import Transformer, memory_formula
 from replicax.recipes import transformer
 from replicax.recipes.gpt2 import GPT2
@@ -43,12 +44,13 @@ def test_counted_the_state_is_in_the_way_and_scores_are_stored_more_than_once() 
     model = jax.eval_shape(lambda: transformer.init(shape, jax.random.key(0)))
     loss = GPT2(heads=shape.heads, context=shape.context, remat="none").loss
     dp = rx.DataParallel(loss, optax.adamw(1e-3), mesh=rx.make_mesh(1))
+    dp = dp.replace(mesh=abstract_mesh(DEVICES))
 
     def counted(rows: int) -> Any:
         a_row = jax.ShapeDtypeStruct((rows * DEVICES,), jnp.int32)
         tokens = jax.ShapeDtypeStruct((rows * DEVICES, shape.context + 1), jnp.uint16)
         batch = {"tokens": tokens, "length": a_row, "bytes": a_row}
-        return memory_formula(dp, model, batch, DEVICES, platform="cuda")
+        return memory_formula(dp, model, batch, platform="cuda")
 
     one, two = counted(1), counted(2)
     assert one.parameters == pytest.approx(PARAMETER_BYTES, rel=0.02)

@@ -19,7 +19,7 @@ from replicax.core.accumulate import Sequential
 from replicax.core.batch import Batch, described, row_count
 from replicax.core.data_parallel import DataParallel
 from replicax.core.loss import LOSS
-from replicax.core.mesh import STAGE, AnyMesh, abstract_mesh, by_rows
+from replicax.core.mesh import STAGE, by_rows
 from replicax.core.models.definition import PyTree, View
 from replicax.core.objective import Objective
 from replicax.core.partition import axes_of
@@ -34,27 +34,27 @@ from replicax.plan.operations import TracedOperations, array_bytes, for_platform
 class MemoryFormula:
     """Bytes on one device."""
 
-    rows: int
+    rows: int = 0
     """Rows of the batch on this device, padding included."""
-    parameters: int
-    optimizer: int
-    extras: int
+    parameters: int = 0
+    optimizer: int = 0
+    extras: int = 0
     """The model's other arrays, the step, the seed and the reduction's state."""
-    new_state: int
+    new_state: int = 0
     """The state after the step, where that before it stays: `donate=False`."""
-    batch: int
+    batch: int = 0
     """The rows, their mask and their index."""
-    compute_copy: int
+    compute_copy: int = 0
     """The parameters in bfloat16, where the model computes in it and the backward pass reads them
     again."""
-    gradient: int
+    gradient: int = 0
     """Sums over rows; over all micro-batches, where there are several."""
-    activations: int
+    activations: int = 0
     """Bytes that the forward pass of one micro-batch stores for the backward pass."""
-    workspace: int
+    workspace: int = 0
     """All else that is stored when most is: logits and their gradient, say, or what is computed
     again for one layer."""
-    never_together: int
+    never_together: int = 0
     """Part of the above that is not stored at that time: activations that are gone, and gradients
     that are not there yet."""
 
@@ -76,14 +76,9 @@ class MemoryFormula:
 
 
 def memory_formula(
-    dp: DataParallel,
-    model: Any,
-    batch: Any,
-    mesh: AnyMesh | int | None = None,
-    *,
-    platform: str = "cpu",
+    dp: DataParallel, model: Any, batch: Any, *, platform: str = "cpu"
 ) -> MemoryFormula:
-    """The memory of `dp.step` on each device of its mesh, or of another one, not compiled.
+    """The memory of `dp.step` on each device of its mesh, without compiling it.
 
     What it leaves out: copies that a compiler makes to change a layout or a dtype for a library,
     the scratch memory of libraries, and buffers of the network. A `lax.platform_dependent` counts
@@ -94,15 +89,13 @@ def memory_formula(
         dp: the step.
         model: as for `dp.init`; arrays or their shapes.
         batch: the global one, a pytree `[rows, ...]`; arrays or their shapes.
-        mesh: attached devices, described ones, or how many replicas.
         platform: `cpu`, `cuda` or `tpu`.
 
     Raises:
         ConfigError: a layout that the mesh cannot hold.
         LossError: the loss does not keep its contract.
     """
-    where = abstract_mesh(mesh) if isinstance(mesh, int) else mesh
-    program = dp.program(model, mesh=where)
+    program = dp.program(model)
     state, split = program.shapes, program.split
     data = batch.data if isinstance(batch, Batch) else batch
     rows = split.padded(row_count(data)) // split.replicas
@@ -125,19 +118,17 @@ def memory_formula(
     stages, parts, at_once = program.mesh.shape.get(STAGE, 1), dp.accumulate, 1
     if stages > 1:  # a pipeline keeps the activations of several micro-batches
         at_once = min(SCHEDULES[dp.layout.schedule](stages, parts) + stages, parts)
-    return MemoryFormula(
+    return dataclasses.replace(
+        memory,
         rows=rows,
         parameters=parameters,
         optimizer=optimizer,
         extras=extras,
         new_state=0 if dp.donate else parameters + optimizer + extras,
         batch=own_rows,
-        compute_copy=memory.compute_copy,
-        gradient=memory.gradient,
         activations=memory.activations * at_once // stages,
         # The rows of each micro-batch are put side by side first.
         workspace=memory.workspace + (own_rows if added_up else 0),
-        never_together=memory.never_together,
     )
 
 
@@ -146,20 +137,9 @@ def tree_bytes(tree: PyTree) -> int:
     return sum(array_bytes(leaf) for leaf in jax.tree.leaves(tree))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Gradient:
-    """Gradient of one micro-batch; fields as in `MemoryFormula`."""
-
-    compute_copy: int
-    gradient: int
-    activations: int
-    workspace: int
-    never_together: int
-
-
 def _of_own_step(
     step: Callable[..., Any], state: TrainState, part: Batch, platform: str
-) -> _Gradient:
+) -> MemoryFormula:
     """The memory of a step of one's own on a micro-batch: the most that is stored at once.
 
     The next state is among it, as if it took no memory of the one before.
@@ -167,7 +147,7 @@ def _of_own_step(
     plain = partial(step, accumulator=Sequential(), reduce=lambda sums, carried, _: (sums, carried))
     closed = jax.make_jaxpr(lambda state, part: plain(state, part, None))(state, part)
     traced = TracedOperations(for_platform(closed.jaxpr, platform), platform)
-    return _Gradient(0, 0, 0, workspace=Liveness(traced).peak().bytes, never_together=0)
+    return MemoryFormula(workspace=Liveness(traced).peak().bytes)
 
 
 def _of_gradient(
@@ -177,7 +157,7 @@ def _of_gradient(
     part: Batch,
     platform: str,
     added_up: bool,
-) -> _Gradient:
+) -> MemoryFormula:
     """The memory of the sums over one micro-batch, by shapes.
 
     `parts` are what one device holds of the parameters, and what it computes with, which rules for
@@ -221,7 +201,7 @@ def _of_gradient(
     most = liveness.peak()
     named = {**copied, **owed, **activations}
     missing = sum(size for value, size in named.items() if value not in most.alive)
-    return _Gradient(
+    return MemoryFormula(
         compute_copy=sum(copied.values()),
         gradient=sum(kept[value] for value in (gradient if added_up else owed)),
         activations=sum(activations.values()),

@@ -280,14 +280,14 @@ def _scaling(plan: Plan) -> list[str]:
     most = (WIDTH - MARGIN - max(len("efficiency"), *map(len, names)) - len("  devices")) // _COLUMN
     counts = shown_counts(found, plan.target.devices, most)
     lines: list[Line] = [("efficiency", *map(short, counts), "devices")]
-    curves = (found.weak, found.strong)
-    for name, points in zip(names, curves, strict=True):
+    pays = []
+    curves = ((found.weak, found.weak_pays), (found.strong, found.strong_pays))
+    for name, (points, paid) in zip(names, curves, strict=True):
         efficiencies = {point.devices: percent(point.efficiency) for point in points}
         lines.append((name, *(efficiencies.get(count, UNKNOWN) for count in counts), ""))
-    pays = []
-    for name, points, paid in zip(names, curves, (found.weak_pays, found.strong_pays), strict=True):
         last = points and paid == points[-1].devices
-        pays.append(f"to {'the last, ' * bool(last)}{short(paid)}{',' * bool(last)} with {name}")
+        told = f"to the last, {short(paid)}," if last else f"to {short(paid)}"
+        pays.append(f"{told} with {name}")
     reached = "for one loss, " if plan.about.get("noise_scale") else ""
     return [*columns("scales", lines), *line("pays", f"{reached}{'; '.join(pays)}")]
 

@@ -47,7 +47,7 @@ def work(steps: Steps, step: Step) -> Work:
     if step.schedule is not None:
         return work_of_schedule(step.schedule, target, rows, dtype)
     flops, sums = steps.flops(dp, rows), steps.sums_bytes(dp, 1)
-    return work_by_formula(flops, step.formula, sums, target, dp.mesh, dtype, dp.accumulate)
+    return work_by_formula(flops, step.formula, sums, target, dp)
 
 
 def work_of_schedule(schedule: Schedule, target: Target, rows: int, dtype: str) -> Work:
@@ -69,22 +69,16 @@ def work_of_schedule(schedule: Schedule, target: Target, rows: int, dtype: str) 
 
 
 def work_by_formula(
-    flops: float,
-    formula: MemoryFormula,
-    gradient_bytes: int,
-    target: Target,
-    mesh: AnyMesh,
-    dtype: str,
-    micro_batches: int = 1,
+    flops: float, formula: MemoryFormula, gradient_bytes: int, target: Target, dp: DataParallel
 ) -> Work:
     """By a device's FLOPs in a step, and a reduction of its gradient that nothing hides.
 
     Raises:
         ConfigError: the chip's speed is not known.
     """
-    touched = _UPDATE_PASSES * formula.state
-    seconds = roofline_seconds(flops, touched, target.chip, dtype)
-    seconds /= 1 - bubble(mesh.shape.get(STAGE, 1), micro_batches)
+    mesh, touched = dp.mesh, _UPDATE_PASSES * formula.state
+    seconds = roofline_seconds(flops, touched, target.chip, known_dtype(dp, target.chip))
+    seconds /= 1 - bubble(mesh.shape.get(STAGE, 1), dp.accumulate)
     axes = None if is_data_only(mesh) else tuple(axes_of(by_rows(mesh).spec))
     reduction = Transfer(ALL_REDUCE, gradient_bytes, seconds, seconds, axes=axes)
     transfers = (reduction,) if replica_count(mesh) > 1 else ()
