@@ -22,13 +22,12 @@ CUDNN_CALLS = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
 programs of later versions; ours is compiled at once, by the same version."""
 
 
-# What jax.export says of a step whose kernels need Python or devices to be lowered.
-CALLS_BACK = "host_callbacks"
-CALLS_BACK_ELSEWHERE = "is different from the lowering platform"
-NEEDS_DEVICES = "require devices to be present"
-REASONS = (CALLS_BACK, CALLS_BACK_ELSEWHERE, NEEDS_DEVICES)
-
-
+_REASONS = (
+    "host_callbacks",
+    "is different from the lowering platform",
+    "require devices to be present",
+)
+"""Parts of what jax.export says of a step whose kernels need Python or devices to be lowered."""
 PER_REPLICA = next(mode for mode in MODES.values() if mode.per_replica)
 """Mode that a step of the whole batch is exported in where its own cannot be."""
 BEFORE_CUDNN = 7.5
@@ -75,7 +74,7 @@ def export_step(
         try:
             return _export(form, model, batch, platform, described, notes)
         except (NotImplementedError, ValueError) as error:
-            if not any(reason in str(error) for reason in REASONS):
+            if not any(reason in str(error) for reason in _REASONS):
                 raise
     raise ConfigError(
         "the step calls back to the host (jax.debug.print, say), which a program for other "
