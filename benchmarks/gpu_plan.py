@@ -10,8 +10,8 @@ from gpu_plans import planned
 
 from replicax.analysis.hardware import chip_of_kind
 from replicax.errors import ConfigError, MissingDependencyError
-from replicax.plan.compile_process import check_installed
-from replicax.plan.gpu_description import DESCRIBED
+from replicax.plan.compilation import check_installed
+from replicax.plan.compiler import DESCRIBED
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 import pytest
-from plan.plans import GB, SPEED, TRAFFIC, need
+from plan.plans import GB, SPEED, TRAFFIC, make_plan, need
 
 import replicax as rx
 from replicax.core.mesh import abstract_mesh
@@ -29,16 +29,16 @@ def step(**settings: Any) -> rx.DataParallel:
 
 
 def first(asked: Need, **changes: Any) -> str:
-    arguments: dict[str, Any] = {
+    fields: dict[str, Any] = {
+        "asked": asked,
         "largest": need(8, 11.0),
-        "micro_batches": None,
         "alternatives": (),
         "traffic": None,
         "speeds": (speed(8, 100.0),),
         **changes,
     }
-    dp = arguments.pop("dp", step())
-    return first_change(dp.replace(mesh=abstract_mesh(DEVICES)), asked, **arguments)
+    dp = fields.pop("dp", step())
+    return first_change(dp.replace(mesh=abstract_mesh(DEVICES)), make_plan("v5e:16x16", **fields))
 
 
 FITS, TOO_LARGE = need(8, 11.0), need(64, 81.0)
@@ -156,3 +156,5 @@ def test_the_noise_scale_tells_what_a_batch_costs() -> None:
     # McCandlish et al. 2018: steps as 1 + B_crit/B, rows as 1 + B/B_crit.
     assert found.steps == 1 + 1024 / 256
     assert found.examples == 1 + 256 / 1024
+    (critical,) = batch_advice(64, [1024], 1024.0)
+    assert (critical.steps, critical.examples) == (2, 2)

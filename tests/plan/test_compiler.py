@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def program(step: SmallStep, devices: int = DEVICES) -> ExportedStep:
 
 @pytest.fixture(scope="module")
 def compiler() -> Iterator[CompilerProcess]:
-    with CompilerProcess(HOST) as started:
+    with closing(CompilerProcess(HOST)) as started:
         yield started
 
 
@@ -83,11 +84,8 @@ def test_without_a_compiler_its_extra_is_named(
         pytest.skip(f"{PACKAGES[platform]} is installed beside jax")
     monkeypatch.delenv("PYTHONPATH", raising=False)
     extra = {"tpu": "plan-tpu", "cuda": "plan-gpu"}[platform]
-    with (
-        pytest.raises(MissingDependencyError, match=rf"not installed; .*\[{extra}\]'$"),
-        CompilerProcess(Description(platform, 1, {})),
-    ):
-        pass
+    with pytest.raises(MissingDependencyError, match=rf"not installed; .*\[{extra}\]'$"):
+        CompilerProcess(Description(platform, 1, {}))
 
 
 @pytest.mark.parametrize(
@@ -98,15 +96,12 @@ def test_a_compiler_of_another_version_is_refused_before_it_is_loaded(
     platform: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(folder_with(tmp_path, package, "0.0.1")))
-    with (
-        pytest.raises(ConfigError, match=f"^{package} 0.0.1 is installed, and jax"),
-        CompilerProcess(Description(platform, 1, {})),
-    ):
-        pass
+    with pytest.raises(ConfigError, match=f"^{package} 0.0.1 is installed, and jax"):
+        CompilerProcess(Description(platform, 1, {}))
 
 
 def test_a_compiler_that_is_killed_at_work() -> None:
-    with CompilerProcess(HOST) as compiler:
+    with closing(CompilerProcess(HOST)) as compiler:
         pid = compiler._process.pid
         os.kill(pid, signal.SIGSTOP)  # or it might be done before
         threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
@@ -123,12 +118,12 @@ def test_a_compiler_that_ends_at_once_has_its_last_line_shown(
         "import os\nprint('no good', flush=True)\nos._exit(3)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(CompilerError, match=r"exit code 3 .*: no good$"), CompilerProcess(HOST):
-        pass
+    with pytest.raises(CompilerError, match=r"exit code 3 .*: no good$"):
+        CompilerProcess(HOST)
 
 
 def test_a_compiler_that_does_not_answer() -> None:
-    with CompilerProcess(HOST) as compiler:
+    with closing(CompilerProcess(HOST)) as compiler:
         compiler._timeout_seconds = 0.2
         os.kill(compiler._process.pid, signal.SIGSTOP)
         with pytest.raises(CompilerError, match="not answered for"):
@@ -138,7 +133,7 @@ def test_a_compiler_that_does_not_answer() -> None:
 
 def test_an_answer_that_comes_too_late_is_not_taken_for_another() -> None:
     large, small = program(gpt2(ROWS)), program(mlp(ROWS))
-    with CompilerProcess(HOST) as compiler:
+    with closing(CompilerProcess(HOST)) as compiler:
         compiler._timeout_seconds = 0.01
         with pytest.raises(CompilerError, match="not answered for"):
             compiler.compile(large)
@@ -150,13 +145,13 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_another() -> None:
 def test_what_is_no_program_fails_alone(compiler: CompilerProcess) -> None:
     good = program(mlp(ROWS))
     with pytest.raises(CompilerError, match="the compiler fails on this step: "):
-        compiler.compile(ExportedStep(b"no module" * 100, 0, {"data": DEVICES}, ROWS, 0, 1))
+        compiler.compile(ExportedStep(b"no module" * 100, 0, {"data": DEVICES}, 1))
     assert isinstance(compiler.compile(good), Compilation)
 
 
 def test_who_plans_is_not_disturbed() -> None:
     before = jax.devices(), dict(os.environ), os.listdir("/proc/self/fd")
-    with CompilerProcess(HOST) as compiler:
+    with closing(CompilerProcess(HOST)) as compiler:
         compiler.compile(program(mlp(ROWS)))
         assert compiler._process.poll() is None
     assert compiler._process.poll() is not None
@@ -175,7 +170,7 @@ def test_settings_of_who_plans_do_not_reach_the_compiler(
         "REPLICAX_PROCESSES": "4",
     }.items():
         monkeypatch.setenv(name, value)
-    with CompilerProcess(HOST) as other:
+    with closing(CompilerProcess(HOST)) as other:
         answered = other.compile(asked)
     assert isinstance(usual, Compilation)
     assert isinstance(answered, Compilation)
@@ -189,7 +184,7 @@ def test_files_of_who_plans_do_not_reach_the_compiler(
         (tmp_path / f"{name}.py").write_text("raise SystemExit(7)\n")
     monkeypatch.chdir(tmp_path)
     asked = program(mlp(ROWS))
-    with CompilerProcess(HOST) as compiler:
+    with closing(CompilerProcess(HOST)) as compiler:
         assert isinstance(compiler.compile(asked), Compilation)
 
 
@@ -211,15 +206,12 @@ def test_files_of_who_plans_do_not_reach_the_compiler(
     ],
 )
 def test_what_too_large_a_step_needs_is_read(message: str, needed: float, available: float) -> None:
-    read = too_large(message, 1.5)
+    read = too_large(message)
     assert read is not None
     assert read.needed_bytes == pytest.approx(needed * 2**30, abs=1)
     assert read.available_bytes == pytest.approx(available * 2**30, abs=1)
-    assert (read.seconds, "\n" in read.message) == (1.5, False)
 
 
 def test_too_large_without_sizes_and_other_messages() -> None:
-    assert too_large("RESOURCE_EXHAUSTED: no more", 1) == TooLarge(
-        None, None, "RESOURCE_EXHAUSTED: no more", 1
-    )
-    assert too_large("INVALID_ARGUMENT: used 3G of 2G", 1) is None
+    assert too_large("RESOURCE_EXHAUSTED: no more") == TooLarge(None, None)
+    assert too_large("INVALID_ARGUMENT: used 3G of 2G") is None

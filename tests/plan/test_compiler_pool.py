@@ -3,6 +3,7 @@
 import signal
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ def asked(pool: CompilerPool, threads: ThreadPoolExecutor) -> Future[Any]:
 
 
 def test_two_threads_have_a_process_each_and_a_third_waits() -> None:
-    with ThreadPoolExecutor(3) as threads, CompilerPool(CPU) as pool:
+    with ThreadPoolExecutor(3) as threads, closing(CompilerPool(CPU)) as pool:
         found = [asked(pool, threads) for _ in range(3)]
         answers = [each.result() for each in found]
         assert all(isinstance(each, Compilation) for each in answers)
@@ -35,7 +36,7 @@ def test_two_threads_have_a_process_each_and_a_third_waits() -> None:
 
 
 def test_who_waits_for_a_compiler_that_is_ended_gets_an_error() -> None:
-    with ThreadPoolExecutor(1) as threads, CompilerPool(CPU) as pool:
+    with ThreadPoolExecutor(1) as threads, closing(CompilerPool(CPU)) as pool:
         pool._started[0]._process.send_signal(signal.SIGSTOP)  # it never answers
         waiting = asked(pool, threads)
         time.sleep(0.5)

@@ -15,9 +15,8 @@ from support.tiers import EXHAUSTIVE
 
 from replicax.errors import MissingDependencyError
 from replicax.plan.compilation import Compilation, Description, TooLarge
-from replicax.plan.compiler import CompilerProcess, compiler_for
+from replicax.plan.compiler import CompilerProcess, compiler_for, gpu_description
 from replicax.plan.exported import ExportedStep, export_step
-from replicax.plan.gpu_description import gpu_description
 from replicax.plan.target import Target, parse_target
 
 HERE = Path(__file__).resolve().parent
@@ -142,8 +141,5 @@ def test_without_cudnn_no_gpu_is_planned_for(
     arguments = dict(parse_target("h100:1").topology_arguments)
     arguments["target_config"] = gpu_description("h100", 84942979072)
     description = Description(arguments.pop("platform"), 1, arguments)
-    with (
-        pytest.raises(MissingDependencyError, match=r"finds no cuDNN; .*\[plan-gpu\]'$"),
-        CompilerProcess(description),
-    ):
-        pass
+    with pytest.raises(MissingDependencyError, match=r"finds no cuDNN; .*\[plan-gpu\]'$"):
+        CompilerProcess(description)

@@ -13,7 +13,6 @@ from replicax.plan.forecast import (
     ScalingPoint,
     StepTime,
     Transfer,
-    device_hours,
     devices_that_pay,
     scaling_curve,
 )
@@ -33,12 +32,12 @@ def test_without_communication_every_device_counts() -> None:
 
 
 def test_the_devices_of_the_target_are_on_the_curve() -> None:
-    points = scaling_curve(parse_target("h100:24"), 1.0, [], 4, most=64)
-    assert [point.devices for point in points] == [1, 2, 4, 8, 16, 24, 32, 64]
+    points = scaling_curve(parse_target("h100:24"), 1.0, [], 4)
+    assert [point.devices for point in points[:8]] == [1, 2, 4, 8, 16, 24, 32, 64]
 
 
 def test_weak_scaling_exposes_the_network_of_each_count() -> None:
-    points = {point.devices: point for point in scaling_curve(H100, 1.0, [AT_THE_END], 4, most=64)}
+    points = {point.devices: point for point in scaling_curve(H100, 1.0, [AT_THE_END], 4)}
     for devices in (1, 2, 8, 64):
         reduced = network(H100.with_devices(devices)).time("all-reduce", 1e9)
         assert points[devices].step.exposed_seconds == pytest.approx(reduced)
@@ -48,7 +47,7 @@ def test_weak_scaling_exposes_the_network_of_each_count() -> None:
 
 def test_a_scattered_result_is_a_device_s_part() -> None:
     scattered = Transfer("reduce-scatter", 1e8, 1.0, 1.0)
-    points = {point.devices: point for point in scaling_curve(H100, 1.0, [scattered], 4, most=16)}
+    points = {point.devices: point for point in scaling_curve(H100, 1.0, [scattered], 4)}
     of_16 = network(H100.with_devices(16)).time("reduce-scatter", 0.5e8)
     assert points[16].step.communication_seconds == pytest.approx(of_16)
 
@@ -101,7 +100,7 @@ def test_a_fixed_batch_makes_the_noise_scale_irrelevant() -> None:
 @given(exposed=st.floats(1e-6, 1.0))
 def test_slower_links_never_pay_longer(exposed: float) -> None:
     def paying(times: float) -> int:
-        moved = Transfer("all-reduce", 1e9, 1.0, 1.0, 1)
+        moved = Transfer("all-reduce", 1e9, 1.0, 1.0)
         curve = scaling_curve(H100, times, [moved], 64, fixed_batch=True)
         return devices_that_pay(curve)
 
@@ -121,18 +120,13 @@ def test_counts_that_are_no_doublings_pay_by_the_same_measure() -> None:
     assert devices_that_pay(curve(1.20)) == 1
 
 
-def test_device_hours() -> None:
-    # 8 devices with 4 rows each in 2 s: 16 rows a second, so an hour for 57,600 rows.
-    assert device_hours(57_600, rows_per_second=16, devices=8) == pytest.approx(8)
-
-
 def test_more_devices_are_more_replicas() -> None:
     target, mesh = parse_target("h100:16"), abstract_mesh(4, model=4)
     inside = Transfer("all-reduce", 1e8, 1.0, 1.0, axes=("model",))
     between = Transfer("all-reduce", 1e9, 1.0, 1.0, axes=("data",))
-    found = scaling_curve(target, 1.0, [inside, between], 2, mesh=mesh, most=64)
+    found = scaling_curve(target, 1.0, [inside, between], 2, mesh=mesh)
     points = {point.devices: point for point in found}
-    assert sorted(points) == [4, 8, 16, 32, 64]  # a replica has four
+    assert sorted(points)[:5] == [4, 8, 16, 32, 64]  # a replica has four
     near = network(parse_target("h100:4")).time("all-reduce", 1e8)
     assert points[4].step.communication_seconds == pytest.approx(near)
     far = networks(parse_target("h100:64"), abstract_mesh(16, model=4))(("data",))

@@ -11,6 +11,7 @@ from support.tiers import EXHAUSTIVE, only
 
 import replicax as rx
 from replicax.analysis.compiled import Memory, inspect
+from replicax.core.mesh import abstract_mesh
 from replicax.plan.memory_formula import MemoryFormula, memory_formula
 from replicax.recipes import transformer
 from replicax.recipes.gpt2 import GPT2
@@ -38,7 +39,8 @@ def formula(
 ) -> MemoryFormula:
     optimizer = settings.pop("optimizer", optax.sgd(0.1))
     dp = rx.DataParallel(loss, optimizer, mesh=rx.make_mesh(1), **settings)
-    return memory_formula(dp, MODEL, Array((rows, WIDTH), jnp.float32), devices, platform=platform)
+    dp = dp.replace(mesh=abstract_mesh(devices))
+    return memory_formula(dp, MODEL, Array((rows, WIDTH), jnp.float32), platform=platform)
 
 
 def test_state_and_batch_are_counted_array_by_array() -> None:

@@ -24,8 +24,8 @@ def test_gpus_in_a_host_need_no_network_card() -> None:
 
 
 def test_gpus_in_hosts() -> None:
-    joined = network(parse_target("h100:64"), ("ring",))
-    assert joined == HostNetwork(CHIPS["h100"].inside, CHIPS["h100"].between, 8, 8, ("ring",))
+    joined = network(parse_target("h100:64"))
+    assert joined == HostNetwork(CHIPS["h100"].inside, CHIPS["h100"].between, 8, 8)
 
 
 def test_one_gpu_in_each_host() -> None:

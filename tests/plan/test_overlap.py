@@ -2,13 +2,10 @@
 
 from dataclasses import dataclass
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicax.analysis.hardware import Interconnect
 from replicax.plan.forecast import StepTime, Transfer, step_time
-from replicax.plan.network import HostNetwork
 
 
 @dataclass(frozen=True)
@@ -64,20 +61,6 @@ def test_a_short_wait_within_a_longer_one_costs_nothing_more() -> None:
 
 def test_the_order_in_which_they_are_given_does_not_matter() -> None:
     assert step(10, (5, 3, 10), (4, 2, 4)) == step(10, (4, 2, 4), (5, 3, 10))
-
-
-def test_several_equal_collectives_have_several_latencies() -> None:
-    slow = HostNetwork(Interconnect(100.0, 1.0, "made up"), None, 2, 1, ("ring",))
-    moved = Transfer("all-reduce", 1000, 0, 0, count=5)
-    # 1,000 bytes at 100 a second whatever their number; two steps of a second for each.
-    assert moved.seconds(lambda _: slow) == pytest.approx(10 + 5 * 2)
-
-
-def test_refusals() -> None:
-    with pytest.raises(ValueError, match="before it is ready"):
-        Transfer("all-reduce", 1, 3, 2)
-    with pytest.raises(ValueError, match="the step's end"):
-        step(10, (1, 11, 12))
 
 
 SPANS = st.tuples(st.integers(0, 6), st.integers(0, 12), st.integers(0, 12))

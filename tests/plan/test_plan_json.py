@@ -64,7 +64,7 @@ def test_what_json_does_not_have_is_turned_into_what_it_has() -> None:
         "learning_rate": float("nan"),
         "count": np.int64(3),
         "scores": np.asarray([1.5, np.inf]),
-        ("a", 1): {1: (2, 3)},
+        "a": {1: (2, 3)},
         "folder": Path("runs"),
     }
     rates = dataclasses.replace(SPEED, rows_per_second=float("inf"))
@@ -75,6 +75,6 @@ def test_what_json_does_not_have_is_turned_into_what_it_has() -> None:
     assert found["learning_rate"] is None
     assert found["count"] == 3
     assert found["scores"] == [1.5, None]
-    assert found["a,1"] == {"1": [2, 3]}
+    assert found["a"] == {"1": [2, 3]}
     assert found["folder"] == "runs"
     assert plain["speeds"][0]["rows_per_second"] is None

@@ -53,7 +53,8 @@ def step(precision: str = "bfloat16", **settings: Any) -> rx.DataParallel:
 
 
 def by_formula(flops: float, target: Target, dtype: str = "bfloat16") -> Work:
-    return work_by_formula(flops, STATE, GRADIENT, target, abstract_mesh(target.devices), dtype)
+    dp = step(dtype, mesh=abstract_mesh(target.devices))
+    return work_by_formula(flops, STATE, GRADIENT, target, dp)
 
 
 @pytest.mark.parametrize(("dtype", "seconds"), [("bfloat16", 0.05), ("float32", 0.1)])
@@ -109,7 +110,7 @@ def test_by_schedule_each_kernel_takes_the_longer_of_its_two_times() -> None:
 
 def test_a_chip_whose_speed_is_not_known_is_said_to_be() -> None:
     unknown = dataclasses.replace(CHIP, flops_per_second={})
-    with pytest.raises(ConfigError, match="made-up chip: its peak in bfloat16 is not known"):
+    with pytest.raises(ConfigError, match="made-up chip: its peak in float32 is not known"):
         by_formula(1.0, dataclasses.replace(ONE, chip=unknown))
     joined = dataclasses.replace(FOUR, chip=dataclasses.replace(CHIP, inside=None))
     with pytest.raises(ConfigError, match="made-up:4: how fast made-up chips are joined"):

@@ -21,8 +21,9 @@ from plan.plans import (
 )
 
 from replicax.plan.forecast import StepTime
+from replicax.plan.memory_formula import OnPaper
 from replicax.plan.plan_table import shown_counts, table
-from replicax.plan.planned import Alternative, BatchAdvice, KernelShare, OnPaper, Plan, Scaling
+from replicax.plan.planned import Alternative, BatchAdvice, KernelShare, Plan, Scaling
 from replicax.plan.step_traffic import Movement, Traffic
 from replicax.plan.target import parse_target
 

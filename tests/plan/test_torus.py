@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from replicax.analysis.compiled import COLLECTIVES
 from replicax.analysis.hardware import Interconnect
-from replicax.plan.network import KINDS, LINE_RATE_SHARE, HostNetwork, SliceNetwork, TorusNetwork
+from replicax.plan.network import LINE_RATE_SHARE, HostNetwork, SliceNetwork, TorusNetwork
 
 RING = TorusNetwork((4,), (True,), 10.0, 0.5)
 SQUARE = TorusNetwork((4, 4), (False, False), 10.0, 0.5)
@@ -40,7 +41,7 @@ def test_a_dimension_of_one_has_no_links() -> None:
     assert flat.time("all-gather", 80) == RING.time("all-gather", 80)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", COLLECTIVES)
 def test_one_device_sends_nothing(kind: str) -> None:
     assert TorusNetwork((1, 1), (False, False), 10.0, 0.5).time(kind, 80) == 0
 
@@ -114,7 +115,7 @@ def test_slices_gather_between_then_inside() -> None:
 
 
 @given(
-    kind=st.sampled_from(KINDS),
+    kind=st.sampled_from(COLLECTIVES),
     size=st.floats(1, 1e12),
     more=st.floats(1, 1e12),
     slices=st.integers(1, 64),
@@ -123,8 +124,3 @@ def test_more_bytes_take_longer(kind: str, size: float, more: float, slices: int
     link = Interconnect(4.0, 3.0, "made up")
     joined = SliceNetwork(SQUARE, HostNetwork(None, link, 1, slices))
     assert joined.time(kind, size) <= joined.time(kind, size + more)
-
-
-def test_a_shape_without_devices() -> None:
-    with pytest.raises(ValueError, match="shape"):
-        TorusNetwork((4, 0), (True, True), 1.0, 0)

@@ -9,41 +9,34 @@ import optax
 import pytest
 
 import replicax as rx
-from replicax.plan.memory_formula import memory_formula, rows_that_fit, transformer_activation_bytes
+from replicax.core.mesh import abstract_mesh
+from replicax.plan.memory_formula import Transformer, memory_formula
 from replicax.recipes import transformer
 from replicax.recipes.gpt2 import GPT2
 
 DEVICES = 8
 V100_BYTES = 32 * 10**9
 PARAMETER_BYTES = 4 * 300 * 10**6
-SIZES = {"tokens": 1024, "heads": 8, "head_dim": 128}
+EXAMPLE = Transformer(tokens=1024, heads=8, head_dim=128)
 
 
-@pytest.mark.parametrize("fixed_bytes", [0, PARAMETER_BYTES])
-def test_without_the_four_the_example_has_3_rows_a_device_and_24_in_all(fixed_bytes: int) -> None:
-    per_row = transformer_activation_bytes(PARAMETER_BYTES, 1, **SIZES, matrices=1)
-    assert per_row == pytest.approx(9.6e9)
-    rows = rows_that_fit(V100_BYTES, fixed_bytes, per_row)
-    assert (rows, DEVICES * rows) == (3, 24)
-
-
-def test_the_formula_itself_gives_a_quarter_of_that_a_row() -> None:
-    assert transformer_activation_bytes(PARAMETER_BYTES, 1, **SIZES) == pytest.approx(2.4e9)
-    assert transformer_activation_bytes(PARAMETER_BYTES, 3, **SIZES) == pytest.approx(7.2e9)
+def test_the_example_takes_four_times_what_the_formula_gives() -> None:
+    found = EXAMPLE.on_paper(PARAMETER_BYTES, V100_BYTES)
+    assert found.bytes_per_row == pytest.approx(2.4e9)
+    assert found.rows == (V100_BYTES - PARAMETER_BYTES) // 2_400_000_000
+    assert (V100_BYTES - PARAMETER_BYTES) // int(4 * found.bytes_per_row) == 3  # and 24 in all
 
 
 def test_the_formula_is_scores_over_the_weights_of_the_attention() -> None:
     layers, tokens, heads, head_dim = 20, 1024, 8, 128
     weights = layers * 4 * (heads * head_dim) ** 2
-    scores = layers * heads * tokens**2
-    found = transformer_activation_bytes(4 * weights, 1, tokens, heads, head_dim)
-    assert found == 4 * scores
+    found = Transformer(tokens, heads, head_dim).on_paper(4 * weights, V100_BYTES)
+    assert found.bytes_per_row == 4 * layers * heads * tokens**2
 
 
 def test_what_does_not_fit_at_all_gives_no_row() -> None:
-    assert rows_that_fit(10, 9, 2) == 0
-    assert rows_that_fit(10, 11, 2) == 0
-    assert rows_that_fit(10, 4, 2) == 3
+    assert EXAMPLE.on_paper(PARAMETER_BYTES, PARAMETER_BYTES - 1).rows == 0
+    assert EXAMPLE.on_paper(PARAMETER_BYTES, PARAMETER_BYTES + 1).rows == 0
 
 
 def test_counted_the_state_is_in_the_way_and_scores_are_stored_more_than_once() -> None:
@@ -51,12 +44,13 @@ def test_counted_the_state_is_in_the_way_and_scores_are_stored_more_than_once() 
     model = jax.eval_shape(lambda: transformer.init(shape, jax.random.key(0)))
     loss = GPT2(heads=shape.heads, context=shape.context, remat="none").loss
     dp = rx.DataParallel(loss, optax.adamw(1e-3), mesh=rx.make_mesh(1))
+    dp = dp.replace(mesh=abstract_mesh(DEVICES))
 
     def counted(rows: int) -> Any:
         a_row = jax.ShapeDtypeStruct((rows * DEVICES,), jnp.int32)
         tokens = jax.ShapeDtypeStruct((rows * DEVICES, shape.context + 1), jnp.uint16)
         batch = {"tokens": tokens, "length": a_row, "bytes": a_row}
-        return memory_formula(dp, model, batch, DEVICES, platform="cuda")
+        return memory_formula(dp, model, batch, platform="cuda")
 
     one, two = counted(1), counted(2)
     assert one.parameters == pytest.approx(PARAMETER_BYTES, rel=0.02)
@@ -69,4 +63,4 @@ def test_counted_the_state_is_in_the_way_and_scores_are_stored_more_than_once() 
     rows = next(rows for rows in count(1) if counted(rows + 1).total > V100_BYTES)
     assert counted(rows).total <= V100_BYTES < counted(rows + 1).total
     # Between the example's 3, and the 13 that its formula has room for.
-    assert 3 < rows < rows_that_fit(V100_BYTES, 0, 2.4e9)
+    assert 3 < rows < V100_BYTES // 2_400_000_000

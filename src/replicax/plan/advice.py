@@ -2,8 +2,8 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from replicax.analysis.collectives import SLIGHTLY
 from replicax.analysis.hardware import Chip
 from replicax.core.data_parallel import DataParallel
 from replicax.core.layout import LAYOUTS, Layout, layout
-from replicax.core.mesh import FSDP, MODEL, STAGE, AnyMesh, abstract_like, replica_count
+from replicax.core.mesh import FSDP, MODEL, STAGE, abstract_like, replica_count
 from replicax.core.modes import MODES
 from replicax.core.objective import LossFunction
 from replicax.core.partition import Rules
@@ -20,17 +20,15 @@ from replicax.core.reduction import REDUCTIONS
 from replicax.errors import ConfigError, ReplicaxError
 from replicax.plan.cells import time_text
 from replicax.plan.exported import WITHOUT_CUDNN
-from replicax.plan.forecast import batch_cost, learning_rates
+from replicax.plan.forecast import steps_to_a_loss
 from replicax.plan.largest import MOST_ROWS
-from replicax.plan.planned import Alternative, BatchAdvice, MicroBatches, Need, Speed, holder
+from replicax.plan.planned import Alternative, BatchAdvice, Need, Plan
 from replicax.plan.speed import speed, work
-from replicax.plan.step_traffic import Traffic, read_traffic
+from replicax.plan.step_traffic import read_traffic
 from replicax.plan.steps import Step, Steps, rows_of_a_replica
 from replicax.plan.target import Target
 from replicax.wording import first_line, size_text
 
-Change = Callable[[], DataParallel]
-"""Makes the changed one, or raises."""
 REMAT = "remat (jax.checkpoint, products kept)"
 SIZES = {MODEL: (2, 4, 8), STAGE: (2, 4)}
 """Devices of a host that a replica is tried on, by the axis that its rules split it over."""
@@ -45,20 +43,16 @@ def alternatives(
     given: Mapping[str, DataParallel] | None,
     rules: Rules = (),
 ) -> tuple[tuple[Alternative, ...], tuple[str, ...]]:
-    """Return what each change frees, and why some could not be looked at.
+    """Return what each change of a step frees, and why some could not be looked at.
 
-    Args:
-        steps: for the target.
-        dp: the step as it is.
-        asked: what it needs.
-        given: further changes, by name; none of them means that the loss as a whole is tried with
-            `jax.checkpoint`.
-        rules: for layers and stages, where `dp` has none.
+    `given` are further changes, by name; where it is None the loss as a whole is tried with
+    `jax.checkpoint`. `rules` are for layers and stages, where `dp` has none.
     """
     found, notes = [], []
     for change, other in _changes(dp, steps, asked.rows, given, rules):
         try:
-            found.append(_compared(steps, dp, other(), asked, change))
+            other = other if isinstance(other, DataParallel) else _held(dp, **other)
+            found.append(_compared(steps, dp, other, asked, change))
         except ReplicaxError as error:
             notes.append(f"{change}: {error}")
         except Exception as error:
@@ -76,8 +70,7 @@ def _compared(
     steps: Steps, dp: DataParallel, other: DataParallel, asked: Need, change: str
 ) -> Alternative:
     """`other` with the same rows in all."""
-    in_all, replicas = asked.rows * replica_count(dp.mesh), replica_count(other.mesh)
-    rows = rows_of_a_replica(in_all, replicas, steps.unit(other))
+    rows = rows_of_a_replica(asked.rows * replica_count(dp.mesh), other)
     step, as_is = steps.step(other, rows, change), steps.step(dp, asked.rows)
     note = ""
     if _lacks_cudnn(step) and not _lacks_cudnn(as_is):
@@ -116,13 +109,9 @@ def _together(
     if given:
         name, other = list(given.items())[-1]
         names.append(name)
-    if other.precision.name == "float32":
-        half = half_precision(dp, target.chip)
-        names.append(f"precision={half}")
-        other = other.replace(precision=half)
-    for name, split in list(_layouts(other))[-1:]:
+    for name, changes in (*_half(other, target.chip), *[*_layouts(other)][-1:]):
         names.append(name)
-        other = split()
+        other = _held(other, **changes)
     return ", ".join(names), other
 
 
@@ -132,50 +121,42 @@ def _changes(
     rows: int,
     given: Mapping[str, DataParallel] | None,
     rules: Rules,
-) -> Iterator[tuple[str, Change]]:
+) -> Iterator[tuple[str, DataParallel | dict[str, Any]]]:
+    """Yield what to try by name: another step, or what to replace in this one."""
     target = steps.target
-    if dp.precision.name == "float32":
-        half = half_precision(dp, target.chip)
-        yield f"precision={half}", partial(dp.replace, precision=half)
+    yield from _half(dp, target.chip)
     if given is None and dp.configuration.step is None:
-        yield REMAT, partial(dp.replace, loss=_checkpointed(dp.loss))
-    for name, other in (given or {}).items():
-        yield name, partial(_same, other)
+        yield REMAT, {"loss": _checkpointed(dp.loss)}
+    yield from (given or {}).items()
     yield from _layouts(dp)
-    yield from _in_hosts(dp, target)
+    each = target.devices_per_host * replica_count(dp.mesh) // dp.mesh.size
+    if target.topology is None and target.hosts > 1 and each > 1 and FSDP not in dp.mesh.shape:
+        # The state split among the devices of a host, and a copy of it in each.
+        split = _over_replicas(dp, list(LAYOUTS.values())[-1])
+        mesh = abstract_like(dp.mesh, dp.mesh.size, fsdp=each)
+        yield f"layout={split}, fsdp={each}", {"layout": split, "mesh": mesh}
     # What a device keeps of activations whose layers are shared, a compiler alone can tell.
     axes = (STAGE,) if steps.compiler is None else (MODEL, STAGE)
     yield from _shared(dp, target, rows, rules, axes)
 
 
-def _same(dp: DataParallel) -> DataParallel:
-    return dp
-
-
-def half_precision(dp: DataParallel, chip: Chip) -> str:
+def _half(dp: DataParallel, chip: Chip) -> Iterator[tuple[str, dict[str, Any]]]:
     """bfloat16, or float16 where the chip has units for that alone and the step can be scaled."""
-    rates = chip.flops_per_second
-    alone = "float16" in rates and "bfloat16" not in rates
-    return "float16" if alone and dp.configuration.step is None else "bfloat16"
+    if dp.precision.name == "float32":
+        rates = chip.flops_per_second
+        alone = "float16" in rates and "bfloat16" not in rates
+        half = "float16" if alone and dp.configuration.step is None else "bfloat16"
+        yield f"precision={half}", {"precision": half}
 
 
-def _layouts(dp: DataParallel) -> Iterator[tuple[str, Change]]:
+def _layouts(dp: DataParallel) -> Iterator[tuple[str, dict[str, Any]]]:
     """With more of the state split over the replicas, the most last."""
     now = (dp.layout.splits_optimizer, dp.layout.splits_params)
     for base in LAYOUTS.values() if replica_count(dp.mesh) > 1 else ():
         own = dp.configuration.step is not None and not base.splits_params
         if (base.splits_optimizer, base.splits_params) > now and not own:
             split = _over_replicas(dp, base)
-            yield f"layout={split}", partial(_held, dp, layout=split)
-
-
-def _in_hosts(dp: DataParallel, target: Target) -> Iterator[tuple[str, Change]]:
-    """With the state split among the devices of a host, and a copy of it in each."""
-    together = target.devices_per_host * replica_count(dp.mesh) // dp.mesh.size
-    if target.topology is None and target.hosts > 1 and together > 1 and FSDP not in dp.mesh.shape:
-        split = _over_replicas(dp, list(LAYOUTS.values())[-1])
-        mesh = abstract_like(dp.mesh, dp.mesh.size, fsdp=together)
-        yield f"layout={split}, fsdp={together}", partial(_held, dp, layout=split, mesh=mesh)
+            yield f"layout={split}", {"layout": split}
 
 
 def _over_replicas(dp: DataParallel, base: Layout) -> Layout:
@@ -184,7 +165,7 @@ def _over_replicas(dp: DataParallel, base: Layout) -> Layout:
 
 def _shared(
     dp: DataParallel, target: Target, rows: int, rules: Rules, axes: Iterable[str]
-) -> Iterator[tuple[str, Change]]:
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """With several devices for each replica, near one another, as the rules allow."""
     own = dataclasses.replace(dp.layout, rules=tuple(dp.layout.rules or rules))
     near = target.devices_per_host if target.topology is None else target.devices
@@ -194,12 +175,12 @@ def _shared(
         if dp.mesh.shape.get(axis, 1) > 1 or now * size > near or dp.mesh.size % (now * size):
             continue
         mesh = abstract_like(dp.mesh, dp.mesh.size, **{axis: size})
-        changes, name = {}, f"{axis}={size}"
+        changes, name = {"layout": own, "mesh": mesh}, f"{axis}={size}"
         if axis == STAGE:
             each = max(1, rows * replica_count(dp.mesh) // replica_count(mesh))
-            micro_batches = max(dp.accumulate, min(MICRO_BATCHES * size, each))
-            changes, name = {"accumulate": micro_batches}, f"{name}, accumulate={micro_batches}"
-        yield name, partial(_held, dp, layout=own, mesh=mesh, **changes)
+            parts = max(dp.accumulate, min(MICRO_BATCHES * size, each))
+            changes, name = {**changes, "accumulate": parts}, f"{name}, accumulate={parts}"
+        yield name, changes
 
 
 def _held(dp: DataParallel, **changes: Any) -> DataParallel:
@@ -227,25 +208,17 @@ _WAITING = 0.1
 """Share of a step that the devices wait for the network."""
 
 
-def first_change(
-    dp: DataParallel,
-    asked: Need,
-    largest: Need | None,
-    micro_batches: MicroBatches | None,
-    alternatives: Sequence[Alternative],
-    traffic: Traffic | None,
-    speeds: Sequence[Speed],
-) -> str:
+def first_change(dp: DataParallel, plan: Plan) -> str:
     """The one change that does most for a step, in a sentence."""
-    if not asked.fits:
-        return _to_fit(dp.mesh, asked, largest, micro_batches, alternatives)
-    if not speeds:
+    if not plan.asked.fits:
+        return _to_fit(plan)
+    if not plan.speeds:
         return "nothing that can be told: it fits, and the target's speed is not known"
-    times, said = max(_faster(dp, speeds, alternatives), default=(0.0, ""))
+    times, said = max(_faster(plan), default=(0.0, ""))
     if times > _WORTH:
         return said
-    now = speeds[0]
-    waiting = now.step.exposed_seconds / now.step.seconds
+    now, traffic = plan.speeds[0].step, plan.traffic
+    waiting = now.exposed_seconds / now.seconds
     other = not dp.mode.per_replica and dp.layout.is_whole  # which shard_map can hold
     if other and traffic is not None and traffic.share > SLIGHTLY and waiting > _WAITING:
         return (
@@ -257,68 +230,51 @@ def first_change(
     return "nothing: the step is as large and as fast as this target allows"
 
 
-def _faster(
-    dp: DataParallel, speeds: Sequence[Speed], alternatives: Sequence[Alternative]
-) -> Iterator[tuple[float, str]]:
+def _faster(plan: Plan) -> Iterator[tuple[float, str]]:
     """Changes that may be faster: by how many times the rows a second, and the sentence."""
-    now, most = speeds[0], speeds[-1]
+    now, most = plan.speeds[0], plan.speeds[-1]
     if now.rows < most.rows < MOST_ROWS // 2:  # beyond, nobody trains
         times = most.rows_per_second / now.rows_per_second
         yield (
             times,
-            f"a batch of {most.rows * replica_count(dp.mesh):,} rows, {most.rows:,} a "
-            f"{holder(dp.mesh)}: up to {times:.1f} times the rows a second",
+            f"a batch of {most.rows * plan.replicas:,} rows, {most.rows:,} a "
+            f"{plan.holder}: up to {times:.1f} times the rows a second",
         )
-    for each in alternatives:
+    for each in plan.alternatives:
         if each.need.fits and each.step_seconds is not None:
             times = now.step.seconds / each.step_seconds
             frees = f", and {size_text(each.freed_bytes)} less a device" * (each.freed_bytes > 0)
             yield times, f"{each.change}: up to {times:.1f} times as fast{frees}"
 
 
-def _to_fit(
-    mesh: AnyMesh,
-    asked: Need,
-    largest: Need | None,
-    micro_batches: MicroBatches | None,
-    alternatives: Sequence[Alternative],
-) -> str:
-    each = holder(mesh)
-    if micro_batches is not None:
+def _to_fit(plan: Plan) -> str:
+    each, parts = plan.holder, plan.micro_batches
+    if parts is not None:
         return (
-            f"accumulate={micro_batches.accumulate}: the same batch in micro-batches of "
-            f"{micro_batches.need.rows // micro_batches.accumulate:,} rows a {each} fits"
+            f"accumulate={parts.accumulate}: the same batch in micro-batches of "
+            f"{parts.need.rows // parts.accumulate:,} rows a {each} fits"
         )
-    fitting = [other for other in alternatives if other.need.fits]
+    fitting = [other for other in plan.alternatives if other.need.fits]
     if fitting:
         least = min(fitting, key=lambda other: other.need.bytes)
         return f"{least.change}: it then fits with {size_text(least.need.bytes)} a device"
-    if largest is not None:
-        rows = largest.rows * replica_count(mesh)
-        return f"a batch of {rows:,} rows, {largest.rows:,} a {each}, fits"
+    if plan.largest is not None:
+        rows = plan.largest.rows
+        return f"a batch of {rows * plan.replicas:,} rows, {rows:,} a {each}, fits"
     return "more memory a device, or a smaller model: none of the changes below makes it fit"
 
 
 def batch_advice(
     asked_rows: int, planned: Sequence[int], noise_scale: float | None
 ) -> tuple[BatchAdvice, ...]:
-    """For each planned batch, against the one that was asked for.
-
-    Args:
-        asked_rows: of the global batch.
-        planned: rows of other global batches.
-        noise_scale: in rows, where a run measured it.
-    """
-    return tuple(_advice(asked_rows, rows, noise_scale) for rows in dict.fromkeys(planned))
-
-
-def _advice(asked_rows: int, rows: int, noise_scale: float | None) -> BatchAdvice:
-    rates = learning_rates(1.0, asked_rows, rows)
-    cost = batch_cost(rows, noise_scale) if noise_scale else None
-    return BatchAdvice(
-        rows,
-        rates.linear,
-        rates.square_root,
-        cost.steps if cost else None,
-        cost.rows if cost else None,
+    """For each planned batch, against the one that was asked for; rows of global batches."""
+    return tuple(
+        BatchAdvice(
+            rows,
+            linear=rows / asked_rows,
+            square_root=math.sqrt(rows / asked_rows),
+            steps=steps_to_a_loss(rows, noise_scale) if noise_scale else None,
+            examples=1 + rows / noise_scale if noise_scale else None,
+        )
+        for rows in dict.fromkeys(planned)
     )

@@ -10,25 +10,15 @@ from collections.abc import Iterator, Sequence
 from multiprocessing import Pipe
 from queue import SimpleQueue
 from threading import Lock
-from types import TracebackType
 from typing import Any, Protocol
 
 import jax
 
+from replicax.analysis.hardware import FACTS
 from replicax.errors import CompilerError, MissingDependencyError, ReplicaxError
-from replicax.plan.compilation import (
-    Compilation,
-    Description,
-    TooLarge,
-    answer,
-)
-from replicax.plan.compile_process import compiler_name
+from replicax.plan.compilation import Compilation, Description, TooLarge, answer, compiler_name
 from replicax.plan.exported import ExportedStep
-from replicax.plan.gpu_description import DESCRIBED, gpu_description
 from replicax.plan.target import ATTACHED, Target
-
-TIMEOUT_SECONDS = 900.0
-"""Longer than any step has taken; who takes longer is stuck."""
 
 
 class Compiler(Protocol):
@@ -46,11 +36,7 @@ class Compiler(Protocol):
 
 
 class AttachedCompiler:
-    """The one of devices that are attached to this process, and in it.
-
-    Args:
-        devices: to compile for.
-    """
+    """The one of devices that are attached to this process, and in it."""
 
     def __init__(self, devices: Sequence[jax.Device]) -> None:
         self._devices = devices
@@ -62,61 +48,39 @@ class AttachedCompiler:
 
 
 class CompilerProcess:
-    """A compiler that is started once and asked as often as one likes.
-
-    Example:
-        >>> with CompilerProcess(description) as compiler:
-        ...     compiled = compiler.compile(program)
-
-    Args:
-        description: the devices to compile for.
-        timeout_seconds: for one answer.
+    """A compiler that is started once, asked as often as one likes, and closed.
 
     Raises:
-        MissingDependencyError: on entering, where it is not installed.
-        ConfigError: on entering, where jax wants another version of it.
-        CompilerError: on entering, where it cannot compile for them.
+        MissingDependencyError: it is not installed.
+        ConfigError: jax wants another version of it.
+        CompilerError: it cannot compile for these devices.
     """
 
-    def __init__(
-        self, description: Description, *, timeout_seconds: float = TIMEOUT_SECONDS
-    ) -> None:
-        self._description = description
-        self._timeout_seconds = timeout_seconds
-        self.name = ""
+    _timeout_seconds = 900.0
+    """Longer than any step has taken; who takes longer is stuck."""
 
-    def __enter__(self) -> "CompilerProcess":
+    def __init__(self, description: Description) -> None:
         self._connection, theirs = Pipe()
         self._asking = Lock()
-        self._said = tempfile.TemporaryFile()
-        command = [sys.executable, "-P", "-m", "replicax.plan.compile_process"]
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 (`close` does)
+        serve = "from replicax.plan.compilation import serve; import sys; serve(int(sys.argv[1]))"
         self._process = subprocess.Popen(
-            [*command, str(theirs.fileno())],
+            [sys.executable, "-P", "-c", serve, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=self._said,
             stderr=self._said,
-            env=_environment(self._description),
+            env=_environment(description),
         )
         theirs.close()
         try:
-            answered: str | ReplicaxError = self._ask(self._description)
+            answered: str | ReplicaxError = self._ask(description)
+            if isinstance(answered, ReplicaxError):
+                raise answered
         except BaseException:
             self.close()
             raise
-        if isinstance(answered, ReplicaxError):
-            self.close()
-            raise answered
         self.name = answered
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def compile(self, program: ExportedStep) -> Compilation | TooLarge:
         """See `Compiler`; the process may also end, or not answer in time."""
@@ -132,20 +96,17 @@ class CompilerProcess:
 
     def _ask(self, question: Description | ExportedStep) -> Any:
         with self._asking:
-            return self._answer_to(question)
-
-    def _answer_to(self, question: Description | ExportedStep) -> Any:
-        try:
-            self._connection.send(question)
-            if not self._connection.poll(self._timeout_seconds):
-                self._process.kill()  # or its answer would be taken for that to the next question
-                raise CompilerError(
-                    f"the compiler has not answered for {self._timeout_seconds:.0f} s; a step "
-                    "seldom takes a minute: try a smaller model or fewer devices"
-                )
-            return self._connection.recv()
-        except (EOFError, OSError) as ended:
-            raise CompilerError(self._last_words()) from ended
+            try:
+                self._connection.send(question)
+                if not self._connection.poll(self._timeout_seconds):
+                    self._process.kill()  # or its answer would be taken for that to the next one
+                    raise CompilerError(
+                        f"the compiler has not answered for {self._timeout_seconds:.0f} s; a step "
+                        "seldom takes a minute: try a smaller model or fewer devices"
+                    )
+                return self._connection.recv()
+            except (EOFError, OSError) as ended:
+                raise CompilerError(self._last_words()) from ended
 
     def _last_words(self) -> str:
         code = self._process.wait()
@@ -184,34 +145,16 @@ MOST_PROCESSES = 2
 class CompilerPool:
     """A `Compiler` that several threads may ask; it starts processes as they are needed.
 
-    Args:
-        description: the devices to compile for.
-
     Raises:
-        ReplicaxError: on entering; see `CompilerProcess`.
+        ReplicaxError: see `CompilerProcess`.
     """
 
     def __init__(self, description: Description) -> None:
-        self._description = description
-        self._lock, self._free = Lock(), SimpleQueue[CompilerProcess]()
-        self._started: list[CompilerProcess] = []
-        self._most = min(MOST_PROCESSES, os.cpu_count() or 1)
-        self._closed = False
-        self.name = ""
-
-    def __enter__(self) -> "CompilerPool":
-        first = self._start()
-        self.name = first.name
-        self._free.put(first)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+        self._description, self._lock, self._closed = description, Lock(), False
+        self._free = SimpleQueue[CompilerProcess]()
+        self._started = [CompilerProcess(description)]
+        self._free.put(self._started[0])
+        self.name = self._started[0].name
 
     def close(self) -> None:
         """End all processes. Whoever waits for one of them gets an error, and so does who asks."""
@@ -232,14 +175,11 @@ class CompilerPool:
         with self._lock:
             if self._closed:
                 raise CompilerError("the compilers were ended before they were asked")
-            if self._free.empty() and len(self._started) < self._most:
-                return self._start()
+            most = min(MOST_PROCESSES, os.cpu_count() or 1)
+            if self._free.empty() and len(self._started) < most:
+                self._started.append(CompilerProcess(self._description))
+                return self._started[-1]
         return self._free.get()
-
-    def _start(self) -> CompilerProcess:
-        process = CompilerProcess(self._description).__enter__()
-        self._started.append(process)
-        return process
 
 
 @contextlib.contextmanager
@@ -266,7 +206,7 @@ def compiler_for(
         compiler: Compiler | None = None
         notes: tuple[str, ...] = ()
         try:
-            compiler = stack.enter_context(CompilerPool(described))
+            compiler = stack.enter_context(contextlib.closing(CompilerPool(described)))
         except MissingDependencyError as missing:
             notes = (f"by formula: {missing}",)
         yield compiler, notes
@@ -285,3 +225,55 @@ def _description(target: Target) -> Description | None:
         assert chip.memory_bytes is not None  # it is in the table of those that are described
         arguments["target_config"] = gpu_description(chip.name, chip.memory_bytes)
     return Description(platform, target.devices, arguments)
+
+
+DESCRIBED = {name: facts["xla"] for name, facts in FACTS.items() if "xla" in facts}
+"""The figures of `hardware.toml`, by chip. Older ones (V100) no CUDA 13 compiles for."""
+CUDNN = (9, 10, 0)
+"""The version that XLA's own descriptions name."""
+CUDA = "12.8.0"
+
+
+def gpu_description(name: str, memory_bytes: int) -> str:
+    """Return a chip of `DESCRIBED` as XLA wants it described: a `GpuTargetConfigProto` in text."""
+    facts = DESCRIBED[name]
+    kind, (major, minor) = facts["device_kind"], facts["capability"]
+    fields = {
+        "threads_per_block_limit": 1024,
+        "threads_per_warp": 32,
+        "threads_per_core_limit": 2048,
+        "block_dim_limit_x": 2**31 - 1,
+        "block_dim_limit_y": 2**16 - 1,
+        "block_dim_limit_z": 2**16 - 1,
+        "thread_dim_limit_x": 1024,
+        "thread_dim_limit_y": 1024,
+        "thread_dim_limit_z": 64,
+        "registers_per_core_limit": 2**16,
+        "registers_per_block_limit": 2**16,
+        "shared_memory_per_block": 48 * 2**10,
+        "shared_memory_per_core": facts["shared_memory"],
+        "shared_memory_per_block_optin": facts["shared_memory_of_block"],
+        "core_count": facts["multiprocessors"],
+        "fpus_per_core": facts["lanes"],
+        "memory_bandwidth": facts["memory_bytes_per_second"],
+        "l2_cache_size": facts["l2_cache"],
+        "clock_rate_ghz": facts["clock_ghz"],
+        "device_memory_size": memory_bytes,
+    }
+    info = " ".join(f"{field}: {value}" for field, value in fields.items())
+    features = "ACCELERATED_FEATURES" if facts["accelerated_features"] else "NONE"
+    return f"""\
+gpu_device_info {{
+  {info}
+  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {features} }}
+  device_interconnect_info {{ active_links: {facts["nvlinks"]} }}
+  driver_version: "13.0.0"
+  runtime_version: "{CUDA}"
+  compile_time_toolkit_version: "{CUDA}"
+  dnn_version: "{".".join(map(str, CUDNN))}"
+  name: "{kind}"
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: {CUDNN[0]} minor: {CUDNN[1]} patch: {CUDNN[2]} }}
+device_description_str: "{kind}"
+"""

@@ -1,14 +1,12 @@
 """A step as a program that another process can compile, without the code it was made of."""
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun, jaxprs_in_params
 
-from replicax.analysis.flops import count_flops
 from replicax.core.data_parallel import DataParallel
 from replicax.core.mesh import AnyMesh, mesh_of
 from replicax.core.modes import MODES
@@ -16,6 +14,7 @@ from replicax.core.objective import LossFunction
 from replicax.core.scaling import LOSS_SCALE, OVERFLOWS
 from replicax.core.traced_for import traced_for
 from replicax.errors import ConfigError, require
+from replicax.plan.operations import with_equations
 from replicax.train.guarded import NOT_FINITE
 
 CUDNN_CALLS = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
@@ -23,13 +22,12 @@ CUDNN_CALLS = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
 programs of later versions; ours is compiled at once, by the same version."""
 
 
-# What jax.export says of a step whose kernels need Python or devices to be lowered.
-CALLS_BACK = "host_callbacks"
-CALLS_BACK_ELSEWHERE = "is different from the lowering platform"
-NEEDS_DEVICES = "require devices to be present"
-REASONS = (CALLS_BACK, CALLS_BACK_ELSEWHERE, NEEDS_DEVICES)
-
-
+_REASONS = (
+    "host_callbacks",
+    "is different from the lowering platform",
+    "require devices to be present",
+)
+"""Parts of what jax.export says of a step whose kernels need Python or devices to be lowered."""
 PER_REPLICA = next(mode for mode in MODES.values() if mode.per_replica)
 """Mode that a step of the whole batch is exported in where its own cannot be."""
 BEFORE_CUDNN = 7.5
@@ -47,10 +45,6 @@ class ExportedStep:
     """How many of the arguments, from the first on, give their memory to the results."""
     sizes: Mapping[str, int]
     """Devices by mesh axis."""
-    rows: int
-    """Rows of the global batch, with its padding."""
-    flops: int
-    """FLOPs of matrix products and convolutions, on all devices; see `analysis.flops`."""
     metrics: int
     """Means that the step reduces, the loss among them."""
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -58,27 +52,18 @@ class ExportedStep:
     notes: tuple[str, ...] = ()
     """Where it is not the very step that was asked for."""
 
-    @property
-    def devices(self) -> int:
-        """How many it is for."""
-        return math.prod(self.sizes.values())
-
 
 def export_step(
     dp: DataParallel, model: Any, batch: Any, platform: str, capability: float | None
 ) -> ExportedStep:
-    """Return the step of `dp` on devices of a platform.
+    """Return the step of `dp` on devices of a platform: `cpu`, `cuda` or `tpu`.
+
+    `capability` is CUDA's compute capability of the devices, which need not exist; `model` and
+    `batch` are arrays or their shapes.
 
     Kernels of cuDNN are exported from per-replica modes alone: others have their compiler call back
     for how to split them. There the same step is exported as `PER_REPLICA`; a layout that this
     cannot hold is exported without these kernels. `ExportedStep.notes` says so.
-
-    Args:
-        dp: whose step it is; the devices of its mesh need not exist.
-        model: as for `dp.lower`; arrays or their shapes.
-        batch: as for `dp.lower`; arrays or their shapes.
-        platform: `cpu`, `cuda` or `tpu`.
-        capability: CUDA's compute capability of the devices, or None.
 
     Raises:
         ConfigError: a step that calls back to the host.
@@ -89,7 +74,7 @@ def export_step(
         try:
             return _export(form, model, batch, platform, described, notes)
         except (NotImplementedError, ValueError) as error:
-            if not any(reason in str(error) for reason in REASONS):
+            if not any(reason in str(error) for reason in _REASONS):
                 raise
     raise ConfigError(
         "the step calls back to the host (jax.debug.print, say), which a program for other "
@@ -136,20 +121,17 @@ def _export(
 ) -> ExportedStep:
     with traced_for(capability):
         made = dp.program(model, mesh=_mesh(dp.mesh))
-        arguments = state, rows = made.shapes, made.described(batch)
+        arguments = state, _ = made.shapes, made.described(batch)
         allowed = [jax.export.DisabledSafetyCheck.custom_call(name) for name in CUDNN_CALLS]
         exported = jax.export.export(made.step, platforms=[platform], disabled_checks=allowed)(
             *arguments
         )
-        jaxpr = made.step.trace(*arguments).jaxpr.jaxpr
         options = dp.configuration.options(dp.mesh)
     _, metrics = jax.tree.unflatten(exported.out_tree, exported.out_avals)
     return ExportedStep(
         module=bytes(_flat(exported, len(jax.tree.leaves(arguments))).serialize()),
         donated=len(jax.tree.leaves(state)) if dp.donate else 0,
         sizes=dict(dp.mesh.shape),
-        rows=rows.size,
-        flops=count_flops(jaxpr, platform),
         metrics=len(metrics.keys() - {NOT_FINITE, LOSS_SCALE, OVERFLOWS}),
         options=options,
         notes=notes,
@@ -179,12 +161,19 @@ def _flat(exported: jax.export.Exported, arguments: int) -> jax.export.Exported:
 def keeping_everything(loss: LossFunction) -> LossFunction:
     """Return `loss`, but each `jax.checkpoint` in it keeps all that its backward pass needs."""
 
+    def keeping(equation: JaxprEqn) -> JaxprEqn:
+        if not _is_checkpoint(equation):
+            return equation
+        policy = jax.checkpoint_policies.everything_saveable
+        replaced: JaxprEqn = equation.replace(params={**equation.params, "policy": policy})
+        return replaced
+
     def kept(model: Any, batch: Any, key: jax.Array | None) -> Any:
         def of_batch(batch: Any, key: jax.Array | None) -> Any:
             return loss(model, batch, key)
 
         traced, shapes = jax.make_jaxpr(of_batch, return_shape=True)(batch, key)
-        found = jaxpr_as_fun(_keeping(traced))(*jax.tree.leaves((batch, key)))
+        found = jaxpr_as_fun(with_equations(traced, keeping))(*jax.tree.leaves((batch, key)))
         return jax.tree.unflatten(jax.tree.structure(shapes), found)
 
     return kept
@@ -196,25 +185,6 @@ def computes_again(jaxpr: Jaxpr) -> bool:
         _is_checkpoint(eqn) or any(map(computes_again, jaxprs_in_params(eqn.params)))
         for eqn in jaxpr.eqns
     )
-
-
-def _keeping(value: Any) -> Any:
-    """A parameter of an equation, with the policy replaced in all jaxprs that it holds."""
-    if isinstance(value, ClosedJaxpr):
-        return value.replace(jaxpr=_keeping(value.jaxpr))
-    if isinstance(value, Jaxpr):
-        return value.replace(eqns=[_of_equation(eqn) for eqn in value.eqns])
-    if isinstance(value, tuple | list):
-        return type(value)(map(_keeping, value)) if type(value) in (tuple, list) else value
-    return value
-
-
-def _of_equation(eqn: JaxprEqn) -> JaxprEqn:
-    params = {name: _keeping(value) for name, value in eqn.params.items()}
-    if _is_checkpoint(eqn):
-        params["policy"] = jax.checkpoint_policies.everything_saveable
-    replaced: JaxprEqn = eqn.replace(params=params)
-    return replaced
 
 
 def _is_checkpoint(eqn: JaxprEqn) -> bool:

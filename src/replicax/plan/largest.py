@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 from replicax.core.data_parallel import DataParallel
-from replicax.core.mesh import replica_count
 from replicax.plan.planned import MicroBatches, Need
 from replicax.plan.steps import Steps, rows_of_a_replica
 from replicax.plan.target import Target
@@ -35,7 +34,8 @@ def largest_rows(
     """The most rows of one device that fit, and the fewest seen that do not.
 
     Memory grows by about the same for each row, so the next question is where a straight line
-    meets the capacity; between what fits and what does not, once both are known.
+    meets the capacity; between what fits and what does not, once both are known. The first is None
+    where not even `unit` rows fit.
 
     Args:
         ask: the memory of a step with as many rows.
@@ -44,93 +44,53 @@ def largest_rows(
         bytes_per_row: a guess at the slope, until two answers give it.
         unit: rows are multiples of it.
         most: rows to ask for.
-
-    Returns:
-        None for the first where not even `unit` rows fit.
     """
-    search = _Search(capacity_bytes, bytes_per_row, unit, most)
-    rows: int | None = max(unit, start // unit * unit)
+    most = max(unit, most // unit * unit)
+    slope, refused = max(1.0, bytes_per_row), 0
+    fits: Need | None = None
+    too_large: Need | None = None
+
+    def rounded(rows: float) -> int:
+        if rows >= most:
+            return most
+        step = resolution(int(max(unit, rows)), unit)
+        return int(max(step, rows // step * step))
+
+    rows = max(unit, start // unit * unit)
     for _ in range(MOST_QUESTIONS):
-        if rows is None:
+        need = ask(rows)
+        above = fits is not None and need.rows > fits.rows
+        grown = (need.bytes - fits.bytes) / (need.rows - fits.rows) if fits and above else None
+        if need.fits:
+            if grown is not None:
+                # Near the capacity a compiler may compute again, and more rows take no more memory.
+                slope = max(grown if grown > 0 else slope / MOST_GROWTH, 1.0)
+            fits, refused = need, 0
+        else:
+            if grown is not None:  # it may need more than is told
+                slope = max(slope, grown)
+            too_large, refused = need, refused + 1
+        low = fits.rows if fits else 0
+        known, step = fits or need, resolution(max(low, unit), unit)
+        guess = known.rows + (capacity_bytes - known.bytes) / slope
+        if too_large is None:
+            if low + unit > most:
+                break
+            rows = rounded(max(guess, low + step))
+            continue
+        high = too_large.rows
+        if high - low <= step:
             break
-        search.add(ask(rows))
-        rows = search.next()
-    return search.fits, search.too_large
+        middle = min((low + high) / 2, MOST_GROWTH * max(low, unit))
+        if refused > 1:  # what is refused may need more than it says
+            guess = min(guess, middle if fits else high / SHRINKAGE)
+        rows = max(rounded(guess if guess < high else middle), low + step)
+    return fits, too_large
 
 
 def resolution(rows: int, unit: int) -> int:
     """How far apart the rows that are asked for are, at least, near `rows`."""
     return unit << max(0, (max(1, rows // unit) // RESOLUTION).bit_length() - 1)
-
-
-class _Search:
-    def __init__(self, capacity_bytes: int, bytes_per_row: float, unit: int, most: int) -> None:
-        self._capacity, self._slope, self._unit = capacity_bytes, max(1.0, bytes_per_row), unit
-        self._most = max(unit, most // unit * unit)
-        self.fits: Need | None = None
-        self.too_large: Need | None = None
-        self._refused = 0  # in a row
-
-    def add(self, need: Need) -> None:
-        before = self.fits
-        if not need.fits:
-            self.too_large = need
-            self._refused += 1
-            if before is not None:  # it may need more than is told
-                self._slope = max(self._slope, _slope(before, need))
-        else:
-            self.fits = need
-            self._refused = 0
-            if before is not None and need.rows > before.rows:
-                # Near the capacity a compiler may compute again, and more rows take no more memory.
-                grown = _slope(before, need)
-                self._slope = max(grown if grown > 0 else self._slope / MOST_GROWTH, 1.0)
-
-    def next(self) -> int | None:
-        """Rows to ask for, or None where it is found."""
-        if self.fits is None:
-            assert self.too_large is not None
-            if self.too_large.rows <= self._unit:
-                return None
-            guess = self._guess(self.too_large)
-            if self._refused > 1:  # what is refused may need more than it says
-                guess = min(guess, self.too_large.rows / SHRINKAGE)
-            return self._between(0, self.too_large.rows, guess)
-        step = self._resolution(self.fits.rows)
-        if self.too_large is None:
-            if self.fits.rows + self._unit > self._most:
-                return None
-            return self._rounded(max(self._guess(self.fits), self.fits.rows + step))
-        if self.too_large.rows - self.fits.rows <= step:
-            return None
-        guess = self._guess(self.fits)
-        if self._refused > 1:
-            guess = min(guess, self._middle(self.fits.rows, self.too_large.rows))
-        return self._between(self.fits.rows, self.too_large.rows, guess)
-
-    def _guess(self, known: Need) -> float:
-        return known.rows + (self._capacity - known.bytes) / self._slope
-
-    def _between(self, low: int, high: int, guess: float) -> int:
-        """The guess where it is strictly between; where it is above, the middle or less."""
-        inside = guess if guess < high else self._middle(low, high)
-        return max(self._rounded(inside), low + self._resolution(max(low, self._unit)))
-
-    def _middle(self, low: int, high: int) -> float:
-        return min((low + high) / 2, MOST_GROWTH * max(low, self._unit))
-
-    def _resolution(self, rows: int) -> int:
-        return resolution(rows, self._unit)
-
-    def _rounded(self, rows: float) -> int:
-        if rows >= self._most:
-            return self._most
-        step = self._resolution(int(max(self._unit, rows)))
-        return int(max(step, rows // step * step))
-
-
-def _slope(fewer: Need, more: Need) -> float:
-    return (more.bytes - fewer.bytes) / (more.rows - fewer.rows)
 
 
 _TRIES = 8
@@ -160,18 +120,12 @@ def at_once_and_fitting(
 ) -> tuple[Need, MicroBatches | None]:
     """Memory that `rows` of a global batch need at once on a target, and micro-batches that fit.
 
-    By formula, in a second: nothing is compiled. None where it fits at once, or in no number.
-
-    Args:
-        dp: the step, on a mesh of as many devices.
-        model: as for `dp.init`; arrays or their shapes.
-        batch: a pytree of arrays `[rows, ...]` or of their shapes, of any number of rows.
-        rows: of the global batch.
-        target: whose memory is told.
+    By formula, in a second: nothing is compiled. None where it fits at once, or in no number. `dp`
+    is on a mesh of as many devices as the target; `batch` may have any number of rows.
     """
     steps = Steps(model, batch, target, None, lambda text: None)
-    at_once = steps.step(dp, rows_of_a_replica(rows, replica_count(dp.mesh), steps.unit(dp))).need
-    room = steps.capacity_bytes
+    at_once = steps.step(dp, rows_of_a_replica(rows, dp)).need
+    room = target.chip.usable_bytes
     if at_once.fits or room is None:
         return at_once, None
     fewest = math.ceil(at_once.bytes / room)  # the state and the sums do not become smaller

@@ -8,7 +8,7 @@ is then kept for the readers instead. All else is stored from its operation to i
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from replicax.core.equations import scan_counts
 from replicax.plan.operations import IN_PLACE, Operation, TracedOperations
@@ -51,26 +51,27 @@ class Liveness:
         gathered: Collection[int] = (),
         carried: Mapping[int, int] | None = None,
     ) -> None:
-        self._program = program
-        self._kept = dict(kept or {})
-        self._carried = dict(carried or {})
-        self._gathered = set(gathered)
+        self._program, self._kept = program, kept or {}
+        self._gathered, self._carried = gathered, carried or {}
         self._operations = _needed(program.operations, program.outputs)
         self._producer = {v: each for each in self._operations for v in each.outputs}
+        self._at = {v: number for number, each in enumerate(self._operations) for v in each.outputs}
         self._readers: dict[int, list[Operation]] = defaultdict(list)
         for each in self._operations:
             for value in set(each.inputs):
                 self._readers[value].append(each)
-        self._outputs = set(program.outputs)
-        self._stored = {v: self._is_stored(v) for v in self._producer}
+        self._stored = {value for value in self._producer if self._is_stored(value)}
         self._roots: dict[int, frozenset[int]] = {}
-        self._at = {id(each): number for number, each in enumerate(self._operations)}
         self._last = self._last_uses()
 
-    def moments(self) -> list[Moment]:
-        """One for each operation that stores something."""
+    def peak(self) -> Moment:
+        """Return the moment when most is stored."""
+        return max(self._moments(), key=lambda moment: moment.bytes)
+
+    def _moments(self) -> Iterator[Moment]:
+        """Yield one for each operation that stores something."""
         alive: dict[int, int] = {}
-        found = [Moment({})]
+        yield Moment({})
         dying: dict[int, list[int]] = defaultdict(list)
         for value, last in self._last.items():
             dying[last].append(value)
@@ -82,36 +83,31 @@ class Liveness:
                     alive[value] = self._program.sizes[value]
             ends = [value for value in dying[number] if value in alive]
             self._start(number, each, alive, ends)
-            found.append(Moment(dict(alive), self._inside(each)))
+            yield Moment(dict(alive), self._inside(each))
             for value in ends:
                 alive.pop(value, None)
             for value in each.outputs:
                 if value in alive and value in self._kept:
                     alive[value] = self._kept[value]
-        return found
 
     def alive_after(self, values: Collection[int]) -> dict[int, int]:
         """Bytes by value of what is stored once all of `values` are computed, for later."""
-        made = [self._at[id(self._producer[v])] for v in values if v in self._producer]
-        end = max(made, default=-1)
+        end = max((self._at[value] for value in values if value in self._at), default=-1)
         return {
             value: self._kept.get(value, self._program.sizes[value])
-            for value, stored in self._stored.items()
-            if stored
-            and self._at[id(self._producer[value])] <= end
-            and self._last.get(value, -1) > end
+            for value in self._stored
+            if self._at[value] <= end < self._last.get(value, -1)
         }
 
     def _start(self, number: int, each: Operation, alive: dict[int, int], ends: list[int]) -> None:
         """Store what `each` computes, in the place of what it reads last, if it may."""
         sizes = self._program.sizes
         for place, value in enumerate(each.outputs):
-            if not self._stored.get(value):
+            own = self._carried.get(value)
+            if value not in self._stored or (own is not None and self._last.get(own, -1) <= number):
                 continue
             loop = each.kind == "loop"
             size = self._kept.get(value, sizes[value]) if loop else sizes[value]
-            if value in self._carried and self._last.get(self._carried[value], -1) <= number:
-                continue
             reusable: Collection[int] = ()
             if each.kind in ELEMENTWISE:
                 reusable = ends
@@ -132,27 +128,26 @@ class Liveness:
         params, platform = each.equation.params, self._program.platform
         if each.kind == "branches":
             bodies = [TracedOperations(branch.jaxpr, platform) for branch in params["branches"]]
-            return max(peak(Liveness(body)).bytes for body in bodies)
+            return max(Liveness(body).peak().bytes for body in bodies)
         body = params["jaxpr"] if each.name == "scan" else params["body_jaxpr"]
-        used = [self._stored.get(value, False) for value in each.outputs]
+        used = [value in self._stored for value in each.outputs]
         program = TracedOperations(body.jaxpr, platform)
         constants = params.get("body_nconsts", 0)
         if each.name == "scan":
             constants, carries = scan_counts(params)
             _write_parts(program, constants, carries, used)
         carried = dict(zip(program.outputs, program.inputs[constants:], strict=False))
-        return peak(Liveness(program, carried=carried)).bytes
+        return Liveness(program, carried=carried).peak().bytes
 
     def _runs(self, each: Operation) -> bool:
-        return each.kind == "store" or any(self._stored.get(value) for value in each.outputs)
+        return each.kind == "store" or not self._stored.isdisjoint(each.outputs)
 
     def _is_stored(self, value: int) -> bool:
-        producer = self._producer[value]
-        if producer.kind not in ELEMENTWISE:
-            return bool(self._readers[value]) or value in self._outputs
-        if value in self._outputs:
+        producer, readers = self._producer[value], self._readers[value]
+        if value in self._program.outputs:
             return True
-        readers = self._readers[value]
+        if producer.kind not in ELEMENTWISE:
+            return bool(readers)
         if any(each.kind not in FUSING for each in readers):
             return True
         return len(readers) > 1 and not self._is_cheap_again(producer, value)
@@ -174,7 +169,7 @@ class Liveness:
         """The stored values that reading `value` reads."""
         if value not in self._roots:
             producer = self._producer.get(value)
-            if producer is None or self._stored[value]:
+            if producer is None or value in self._stored:
                 self._roots[value] = frozenset({value})
             else:
                 made = (self._made_of(each) for each in producer.inputs)
@@ -188,15 +183,11 @@ class Liveness:
                 for value in each.inputs:
                     last.update(dict.fromkeys(self._made_of(value), number))
                 # What nobody reads is stored for a moment.
-                last.update({value: number for value in each.outputs if self._stored.get(value)})
+                last.update({value: number for value in each.outputs if value in self._stored})
         end = len(self._operations)
-        last.update({root: end for value in self._outputs for root in self._made_of(value)})
+        outputs = self._program.outputs
+        last.update({root: end for value in outputs for root in self._made_of(value)})
         return last
-
-
-def peak(liveness: Liveness) -> Moment:
-    """The moment when most is stored."""
-    return max(liveness.moments(), key=lambda moment: moment.bytes)
 
 
 def _needed(operations: list[Operation], outputs: list[int]) -> list[Operation]:

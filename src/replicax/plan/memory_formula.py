@@ -6,7 +6,7 @@ rest, the gradient of one micro-batch is traced, and its operations are followed
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,14 +19,14 @@ from replicax.core.accumulate import Sequential
 from replicax.core.batch import Batch, described, row_count
 from replicax.core.data_parallel import DataParallel
 from replicax.core.loss import LOSS
-from replicax.core.mesh import STAGE, AnyMesh, abstract_mesh, by_rows
+from replicax.core.mesh import STAGE, by_rows
 from replicax.core.models.definition import PyTree, View
 from replicax.core.objective import Objective
 from replicax.core.partition import axes_of
 from replicax.core.pipeline import SCHEDULES
 from replicax.core.precision import to_sum
 from replicax.core.update import TrainState
-from replicax.plan.liveness import Liveness, peak
+from replicax.plan.liveness import Liveness
 from replicax.plan.operations import TracedOperations, array_bytes, for_platform
 
 
@@ -34,27 +34,27 @@ from replicax.plan.operations import TracedOperations, array_bytes, for_platform
 class MemoryFormula:
     """Bytes on one device."""
 
-    rows: int
+    rows: int = 0
     """Rows of the batch on this device, padding included."""
-    parameters: int
-    optimizer: int
-    extras: int
+    parameters: int = 0
+    optimizer: int = 0
+    extras: int = 0
     """The model's other arrays, the step, the seed and the reduction's state."""
-    new_state: int
+    new_state: int = 0
     """The state after the step, where that before it stays: `donate=False`."""
-    batch: int
+    batch: int = 0
     """The rows, their mask and their index."""
-    compute_copy: int
+    compute_copy: int = 0
     """The parameters in bfloat16, where the model computes in it and the backward pass reads them
     again."""
-    gradient: int
+    gradient: int = 0
     """Sums over rows; over all micro-batches, where there are several."""
-    activations: int
+    activations: int = 0
     """Bytes that the forward pass of one micro-batch stores for the backward pass."""
-    workspace: int
+    workspace: int = 0
     """All else that is stored when most is: logits and their gradient, say, or what is computed
     again for one layer."""
-    never_together: int
+    never_together: int = 0
     """Part of the above that is not stored at that time: activations that are gone, and gradients
     that are not there yet."""
 
@@ -76,14 +76,9 @@ class MemoryFormula:
 
 
 def memory_formula(
-    dp: DataParallel,
-    model: Any,
-    batch: Any,
-    mesh: AnyMesh | int | None = None,
-    *,
-    platform: str = "cpu",
+    dp: DataParallel, model: Any, batch: Any, *, platform: str = "cpu"
 ) -> MemoryFormula:
-    """The memory of `dp.step` on each device, without compiling it.
+    """The memory of `dp.step` on each device of its mesh, without compiling it.
 
     What it leaves out: copies that a compiler makes to change a layout or a dtype for a library,
     the scratch memory of libraries, and buffers of the network. A `lax.platform_dependent` counts
@@ -91,19 +86,16 @@ def memory_formula(
     attached (cuDNN's attention, say) counts as what stands in for it elsewhere.
 
     Args:
-        dp: the step; its mesh is used where `mesh` is None.
+        dp: the step.
         model: as for `dp.init`; arrays or their shapes.
         batch: the global one, a pytree `[rows, ...]`; arrays or their shapes.
-        mesh: attached devices, described ones, or how many replicas. The rows are split along its
-            axis `data`; along others only what the layout's rules split is.
         platform: `cpu`, `cuda` or `tpu`.
 
     Raises:
         ConfigError: a layout that the mesh cannot hold.
         LossError: the loss does not keep its contract.
     """
-    where = abstract_mesh(mesh) if isinstance(mesh, int) else mesh
-    program = dp.program(model, mesh=where)
+    program = dp.program(model)
     state, split = program.shapes, program.split
     data = batch.data if isinstance(batch, Batch) else batch
     rows = split.padded(row_count(data)) // split.replicas
@@ -114,40 +106,30 @@ def memory_formula(
     part = described(data, rows // split.micro_batches)
     added_up = split.micro_batches > 1
     chosen = dp.configuration
-    if dp.configuration.step is None:
+    if chosen.step is None:
         used = jax.tree.map(_on_replica_device, state.params, program.shardings.params)
-        parts = (share.params, used)
         objective = Objective(
             program.definition, chosen.loss, chosen.precision, program.objective.read
         )
-        memory = _of_gradient(objective, state, parts, part, platform, added_up)
+        held = (share.params, used)
+        memory = _of_gradient(objective, state, held, part, platform, added_up)
     else:
         memory = _of_own_step(program.own_step, state, part, platform)
-    return MemoryFormula(
+    stages, parts, at_once = program.mesh.shape.get(STAGE, 1), dp.accumulate, 1
+    if stages > 1:  # a pipeline keeps the activations of several micro-batches
+        at_once = min(SCHEDULES[dp.layout.schedule](stages, parts) + stages, parts)
+    return dataclasses.replace(
+        memory,
         rows=rows,
         parameters=parameters,
         optimizer=optimizer,
         extras=extras,
         new_state=0 if dp.donate else parameters + optimizer + extras,
         batch=own_rows,
-        compute_copy=memory.compute_copy,
-        gradient=memory.gradient,
-        activations=memory.activations * _kept(dp, program.mesh) // _stages(program.mesh),
+        activations=memory.activations * at_once // stages,
         # The rows of each micro-batch are put side by side first.
         workspace=memory.workspace + (own_rows if added_up else 0),
-        never_together=memory.never_together,
     )
-
-
-def rows_that_fit(capacity_bytes: int, fixed_bytes: float, bytes_per_row: float) -> int:
-    """Rows of one device for which there is memory; 0 where there is not enough for one.
-
-    Args:
-        capacity_bytes: of the device.
-        fixed_bytes: what is there whatever the rows.
-        bytes_per_row: of each row.
-    """
-    return max(0, int((capacity_bytes - fixed_bytes) // bytes_per_row))
 
 
 def tree_bytes(tree: PyTree) -> int:
@@ -155,20 +137,9 @@ def tree_bytes(tree: PyTree) -> int:
     return sum(array_bytes(leaf) for leaf in jax.tree.leaves(tree))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Gradient:
-    """Gradient of one micro-batch; fields as in `MemoryFormula`."""
-
-    compute_copy: int
-    gradient: int
-    activations: int
-    workspace: int
-    never_together: int
-
-
 def _of_own_step(
     step: Callable[..., Any], state: TrainState, part: Batch, platform: str
-) -> _Gradient:
+) -> MemoryFormula:
     """The memory of a step of one's own on a micro-batch: the most that is stored at once.
 
     The next state is among it, as if it took no memory of the one before.
@@ -176,7 +147,7 @@ def _of_own_step(
     plain = partial(step, accumulator=Sequential(), reduce=lambda sums, carried, _: (sums, carried))
     closed = jax.make_jaxpr(lambda state, part: plain(state, part, None))(state, part)
     traced = TracedOperations(for_platform(closed.jaxpr, platform), platform)
-    return _Gradient(0, 0, 0, workspace=peak(Liveness(traced, {}, set())).bytes, never_together=0)
+    return MemoryFormula(workspace=Liveness(traced).peak().bytes)
 
 
 def _of_gradient(
@@ -186,24 +157,24 @@ def _of_gradient(
     part: Batch,
     platform: str,
     added_up: bool,
-) -> _Gradient:
-    """The memory of the sums over one micro-batch.
+) -> MemoryFormula:
+    """The memory of the sums over one micro-batch, by shapes.
 
-    Args:
-        objective: the loss on the model.
-        state: shapes.
-        parts: shapes of what one device holds of the parameters, and of what it computes with,
-            which rules for layers and stages may split.
-        part: shapes of one device's micro-batch.
-        platform: see `memory_formula`.
-        added_up: whether each gradient is added to a running total as soon as it is there.
+    `parts` are what one device holds of the parameters, and what it computes with, which rules for
+    layers and stages may split. Where gradients are `added_up`, each is added to a running total as
+    soon as it is there.
     """
     jaxpr, count = _traced(objective, state, part, platform)
     program = TracedOperations(jaxpr, platform)
     params = program.inputs[:count]
     gradient, saved = program.outputs[:count], program.outputs[count:]
     program.outputs = list(gradient)
-    copies = _copies(program, params)
+    # Values that are a parameter in another dtype: that parameter by value.
+    copies = {
+        each.outputs[0]: each.inputs[0]
+        for each in program.operations
+        if each.name == "convert_element_type" and each.inputs and each.inputs[0] in params
+    }
     held, used = (
         {
             value: array_bytes(own) / max(1, program.sizes[value])
@@ -212,41 +183,27 @@ def _of_gradient(
         for tree in parts
     )
     split = {value for value in params if held[value] < used[value]}
+    split |= {copy for copy, own in copies.items() if own in split}
     kept = {
         value: int(program.sizes[value] * held[param])
-        for pairs in (copies.items(), zip(gradient, params, strict=True))
-        for value, param in pairs
+        for value, param in (*copies.items(), *zip(gradient, params, strict=True))
     }
-    split |= {copy for copy, own in copies.items() if own in split}
-    if not added_up:
-        return _divided(Liveness(program, kept, split), gradient, copies, saved, kept)
-    program.read_at_once(gradient)
-    found = _divided(Liveness(program, kept, split), [], copies, saved, kept)
-    return dataclasses.replace(found, gradient=sum(kept[value] for value in gradient))
-
-
-def _divided(
-    liveness: Liveness,
-    gradient: list[int],
-    copies: Collection[int],
-    saved: list[int],
-    kept: Mapping[int, int],
-) -> _Gradient:
-    """Return the bytes stored at the peak, by purpose."""
-    after_forward = liveness.alive_after(saved)
-    copied = {value: size for value, size in after_forward.items() if value in copies}
-    owed = {value: kept[value] for value in gradient}
-    activations = {
-        value: size
-        for value, size in after_forward.items()
-        if value not in copied and value not in owed
-    }
-    most = peak(liveness)
+    sums = {value: kept[value] for value in gradient}
+    if added_up:
+        program.read_at_once(gradient)
+    liveness = Liveness(program, kept, split)
+    copied, owed, activations = {}, {} if added_up else sums, {}
+    for value, size in liveness.alive_after(saved).items():
+        if value in copies:
+            copied[value] = size
+        elif value not in owed:
+            activations[value] = size
+    most = liveness.peak()
     named = {**copied, **owed, **activations}
     missing = sum(size for value, size in named.items() if value not in most.alive)
-    return _Gradient(
+    return MemoryFormula(
         compute_copy=sum(copied.values()),
-        gradient=sum(owed.values()),
+        gradient=sum(kept[value] for value in (gradient if added_up else owed)),
         activations=sum(activations.values()),
         workspace=most.bytes - (sum(named.values()) - missing),
         never_together=missing,
@@ -285,28 +242,6 @@ def _traced(
     return jax.make_jaxpr(gradient)(leaves, rest).jaxpr, len(leaves)
 
 
-def _copies(program: TracedOperations, params: list[int]) -> dict[int, int]:
-    """Values that are a parameter in another dtype: that parameter by value."""
-    own = set(params)
-    return {
-        each.outputs[0]: each.inputs[0]
-        for each in program.operations
-        if each.name == "convert_element_type" and each.inputs and each.inputs[0] in own
-    }
-
-
-def _stages(mesh: AnyMesh) -> int:
-    return int(mesh.shape.get(STAGE, 1))
-
-
-def _kept(dp: DataParallel, mesh: AnyMesh) -> int:
-    """Micro-batches whose activations are kept at once: more than one only in a pipeline."""
-    stages, parts = _stages(mesh), dp.accumulate
-    if stages == 1:
-        return 1
-    return min(SCHEDULES[dp.layout.schedule](stages, parts) + stages, parts)
-
-
 def _on_replica_device(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     """Shape of a device's part of `leaf`, gathered over the axes that rows are split over."""
     mesh = sharding.mesh
@@ -321,39 +256,38 @@ def on_one_device(leaf: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeS
     return jax.ShapeDtypeStruct(sharding.shard_shape(leaf.shape), leaf.dtype)
 
 
-def transformer_activation_bytes(
-    parameter_bytes: float, rows: float, tokens: int, heads: int, head_dim: int, matrices: int = 4
-) -> float:
-    """M ≈ M_model · B T² / (4 N D²): the attention's scores, in proportion to its weights.
+@dataclasses.dataclass(frozen=True)
+class OnPaper:
+    """Figures of the formula for transformers; see `Transformer.on_paper`."""
 
-    The attention of a layer has four matrices (of queries, keys, values and the output) of
-    (N D)² weights, and its N heads make N T² scores a row: N T² / (4 N² D²) of them for each
-    weight. The formula takes that quotient for the whole model.
-
-    It assumes T >> D, so that scores outweigh all else that is stored for the backward pass, that
-    they are stored once (softmax and mask may store them more often, and FlashAttention,
-    arXiv:2205.14135, never), and that a model is attention alone, without MLP and embedding. It
-    leaves out the parameters, their gradient and the optimizer's state. `memory_formula` counts.
-
-    Args:
-        parameter_bytes: M_model, of all parameters.
-        rows: B.
-        tokens: T, of a row.
-        heads: N, of each attention.
-        head_dim: D, the dims of a head.
-        matrices: the 4. A worked example with T = 1024, N = 8, D = 128 that goes round has 8 for
-            the quotient, which is that without the 4 (`matrices=1`): 9.6 GB a row for parameters of
-            1.2 GB. The formula gives 2, and 2.4 GB.
-    """
-    return parameter_bytes * rows * tokens**2 / (matrices * heads * head_dim**2)
+    bytes_per_row: float
+    """Bytes of activations."""
+    rows: int
+    """Rows of a device that fit beside its parameters."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Transformer:
-    """The sizes that the formula goes by."""
+    """The sizes that a formula often used on paper goes by."""
 
     tokens: int
     """Tokens of a row."""
     heads: int
     """Heads of each attention."""
     head_dim: int
+
+    def on_paper(self, parameter_bytes: int, capacity_bytes: int) -> OnPaper:
+        """M ≈ M_model · B T² / (4 N D²): the attention's scores, in proportion to its weights.
+
+        The attention of a layer has four matrices (of queries, keys, values and the output) of
+        (N D)² weights, and its N heads make N T² scores a row: N T² / (4 N² D²) of them for each
+        weight. The formula takes that quotient for the whole model.
+
+        It assumes T >> D, so that scores outweigh all else that is stored for the backward pass,
+        that they are stored once (softmax and mask may store them more often, and FlashAttention,
+        arXiv:2205.14135, never), and that a model is attention alone, without MLP and embedding. It
+        leaves out the gradient of the parameters and the optimizer's state. `memory_formula`
+        counts.
+        """
+        each = parameter_bytes * self.tokens**2 / (4 * self.heads * self.head_dim**2)
+        return OnPaper(each, max(0, int((capacity_bytes - parameter_bytes) // each)))

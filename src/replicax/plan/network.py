@@ -19,8 +19,6 @@ REDUCE_SCATTER = "reduce-scatter"
 ALL_TO_ALL = "all-to-all"
 PERMUTE = "collective-permute"
 BROADCAST = "collective-broadcast"
-KINDS = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, PERMUTE, BROADCAST)
-"""Kinds as HLO and `replicax.analysis.compiled` spell them."""
 
 
 class DeviceNetwork(Protocol):
@@ -32,243 +30,12 @@ class DeviceNetwork(Protocol):
         ...
 
     def time(self, kind: str, size: float) -> float:
-        """Return the seconds of one collective on an idle network.
+        """Return the seconds of one of `analysis.compiled.COLLECTIVES` on an idle network.
 
-        Args:
-            kind: one of `KINDS`.
-            size: bytes of the result on one device, as `compiled.Collectives` counts them: the
-                gathered array of an all-gather, the small one of a reduce-scatter.
-
-        Raises:
-            ValueError: for another kind, or fewer than 0 bytes.
+        `size` is that of the result on one device, in bytes: of the gathered array of an
+        all-gather, of the small one of a reduce-scatter.
         """
         ...
-
-
-def check(kind: str, size: float) -> None:
-    """Refuse what is no collective."""
-    if kind not in KINDS:
-        raise ValueError(f"{kind!r} is not a collective that is known: {', '.join(KINDS)}")
-    if not (size >= 0 and math.isfinite(size)):
-        raise ValueError(f"a collective of {size} bytes")
-
-
-RING, TREE = "ring", "tree"
-LINE_RATE_SHARE = 0.96
-"""Share of a network card's line rate that a collective gets: NCCL plans with 12.0 GB/s for 100
-Gbit/s (`NET_BW` in NVIDIA/nccl src/graph/topo.h). The rest is headers."""
-
-
-@dataclass(frozen=True)
-class HostNetwork:
-    """`hosts` hosts with `devices_per_host` devices each that take part, as NCCL joins them.
-
-    One ring goes through all devices and leaves each host once, on as many channels as it takes to
-    use every card of the host, so a collective is as fast as the slower of the link inside and the
-    cards of one host together. The tree of an all-reduce is a chain inside a host and a double
-    binary tree between hosts, of which each device sends and receives every byte twice (once up and
-    once down). The faster of the two is taken.
-
-    Times are those of the α-β model (Hockney 1994): ring and pairwise exchange by Thakur,
-    Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH" (2005);
-    double binary trees by Sanders, Speck and Träff (2009); latency by steps inside and between
-    hosts as in NVIDIA/nccl src/graph/tuning.cc.
-
-    Args:
-        inside: of one device in its host; None where a host has only one that takes part.
-        between: one device's share of its host's network cards; None where there is one host.
-        devices_per_host: that take part.
-        hosts: that take part.
-        algorithms: that may be chosen for an all-reduce: `ring`, `tree`.
-    """
-
-    inside: Interconnect | None
-    between: Interconnect | None
-    devices_per_host: int
-    hosts: int = 1
-    algorithms: tuple[str, ...] = (RING, TREE)
-
-    def __post_init__(self) -> None:
-        if self.devices_per_host < 1 or self.hosts < 1:
-            raise ValueError(f"{self.hosts} hosts of {self.devices_per_host} devices")
-        if (self.devices_per_host > 1 and not self.inside) or (self.hosts > 1 and not self.between):
-            raise ValueError("no link joins the devices")
-
-    @property
-    def devices(self) -> int:
-        """How many take part."""
-        return self.hosts * self.devices_per_host
-
-    @property
-    def bytes_per_second(self) -> float:
-        """At which every device of a ring can send and receive at once."""
-        rates = []
-        if self.inside and self.devices_per_host > 1:
-            rates.append(self.inside.bytes_per_second)
-        if self.hosts > 1:
-            rates.append(self._card_rate * self.devices_per_host)
-        return min(rates, default=math.inf)
-
-    def time(self, kind: str, size: float) -> float:
-        """Return the seconds of one collective; see `DeviceNetwork`."""
-        check(kind, size)
-        if self.devices == 1 or size == 0:
-            return 0.0
-        if kind == ALL_TO_ALL:
-            return self._pairwise(size)
-        if kind == PERMUTE:
-            return self._direct(size)
-        rate = self.bytes_per_second
-        ring = _along_links(kind, size, self.devices, rate, self._ring_latency)
-        if kind != ALL_REDUCE:
-            return ring
-        times = {RING: ring, TREE: 2 * size / rate + self._tree_latency}
-        return min(times[each] for each in self.algorithms)
-
-    @property
-    def _card_rate(self) -> float:
-        """Bytes a second of one device's share of the network cards."""
-        return LINE_RATE_SHARE * self.between.bytes_per_second if self.between else math.inf
-
-    @property
-    def _latencies(self) -> tuple[float, float]:
-        """Seconds of a step inside and between hosts."""
-        inside, between = self.inside, self.between
-        return (
-            inside.latency_seconds if inside else 0.0,
-            between.latency_seconds if between else 0.0,
-        )
-
-    @property
-    def _ring_latency(self) -> float:
-        """Latency of the n - 1 steps of a ring, hosts - 1 of which cross to another host."""
-        inside, between = self._latencies
-        return (self.devices - self.hosts) * inside + (self.hosts - 1) * between
-
-    @property
-    def _tree_latency(self) -> float:
-        """Up and down: along the chain of a host, and the tree of hosts."""
-        inside, between = self._latencies
-        depth = math.ceil(math.log2(self.hosts))
-        return 2 * ((self.devices_per_host - 1) * inside + depth * between)
-
-    def _pairwise(self, size: float) -> float:
-        """Each device sends an n-th to every other one; both kinds of link work at once."""
-        inside, between = self._latencies
-        part = size / self.devices
-        near, far = self.devices_per_host - 1, self.devices - self.devices_per_host
-        times = [near * inside, far * between]
-        if self.inside and near:
-            times[0] += near * part / self.inside.bytes_per_second
-        if far:
-            times[1] += far * part / self._card_rate
-        return max(times)
-
-    def _direct(self, size: float) -> float:
-        """One message from each device; between hosts each has its own share of the cards."""
-        inside, between = self._latencies
-        if self.hosts > 1:
-            return size / self._card_rate + between
-        assert self.inside is not None
-        return size / self.inside.bytes_per_second + inside
-
-
-@dataclass(frozen=True)
-class TorusNetwork:
-    """Devices on a grid, each linked to its neighbours along every dimension.
-
-    Data goes both ways along all dimensions at once (the multi-dimensional rings of Jain and
-    Sabharwal 2010), so that a gather is as fast as the links through which one device receives it:
-    two for each dimension that closes into a ring, one at the end of a line. An all-to-all is bound
-    by the middle of the longest dimension. The jax-ml/scaling-book (sharding.md) gives the same
-    times for rings.
-
-    Args:
-        shape: devices along each dimension.
-        rings: of each dimension, whether it closes.
-        link_bytes_per_second: of one link, in one direction.
-        latency_seconds: of one hop.
-    """
-
-    shape: tuple[int, ...]
-    rings: tuple[bool, ...]
-    link_bytes_per_second: float
-    latency_seconds: float
-
-    def __post_init__(self) -> None:
-        if len(self.shape) != len(self.rings) or min(self.shape, default=0) < 1:
-            raise ValueError(f"a torus of shape {self.shape} with rings {self.rings}")
-
-    @property
-    def devices(self) -> int:
-        """How many take part."""
-        return math.prod(self.shape)
-
-    @property
-    def bytes_per_second(self) -> float:
-        """At which every device receives a gathered array."""
-        links = sum(
-            2 if ring else 1 for size, ring in zip(self.shape, self.rings, strict=True) if size > 1
-        )
-        return links * self.link_bytes_per_second
-
-    def time(self, kind: str, size: float) -> float:
-        """Return the seconds of one collective; see `DeviceNetwork`."""
-        check(kind, size)
-        if self.devices == 1 or size == 0:
-            return 0.0
-        if kind == PERMUTE:
-            return size / self.link_bytes_per_second + self.latency_seconds
-        latency = self.latency_seconds * sum(each - 1 for each in self.shape)
-        if kind == ALL_TO_ALL:
-            return self._all_to_all(size) + latency
-        return _along_links(kind, size, self.devices, self.bytes_per_second, latency)
-
-    def _all_to_all(self, size: float) -> float:
-        """Seconds at the busiest links.
-
-        Along a ring of k, data travels k/4 hops on average, over two links of each device; of what
-        starts on one side of a line, half crosses its middle.
-        """
-        return max(
-            size * length / (8 if ring else 4) / self.link_bytes_per_second
-            for length, ring in zip(self.shape, self.rings, strict=True)
-            if length > 1
-        )
-
-
-@dataclass(frozen=True)
-class SliceNetwork:
-    """Several equal slices: collectives go inside a slice first, then between slices with what is
-    left on each device, each device by its own share of the data-centre network.
-
-    Args:
-        inside: of one slice.
-        between: one device of each slice, as hosts of one device.
-    """
-
-    inside: DeviceNetwork
-    between: HostNetwork
-
-    @property
-    def devices(self) -> int:
-        """How many take part."""
-        return self.inside.devices * self.between.devices
-
-    def time(self, kind: str, size: float) -> float:
-        """Return the seconds of one collective; see `DeviceNetwork`."""
-        check(kind, size)
-        share, slices = size / self.inside.devices, self.between.devices
-        if kind == ALL_REDUCE:
-            near = self.inside.time(REDUCE_SCATTER, share) + self.inside.time(ALL_GATHER, size)
-        elif kind == REDUCE_SCATTER:
-            near = self.inside.time(kind, size * slices)
-        elif kind == PERMUTE and slices > 1:
-            near = 0.0
-        else:
-            near = self.inside.time(kind, size)
-        gathers = kind in (ALL_REDUCE, ALL_GATHER, BROADCAST)
-        return near + self.between.time(kind, share if gathers else size)
 
 
 def _along_links(kind: str, size: float, devices: int, rate: float, latency: float) -> float:
@@ -282,17 +49,149 @@ def _along_links(kind: str, size: float, devices: int, rate: float, latency: flo
     return passed[kind] / rate + (2 if kind == ALL_REDUCE else 1) * latency
 
 
+RING, TREE = "ring", "tree"
+LINE_RATE_SHARE = 0.96
+"""Share of a network card's line rate that a collective gets: NCCL plans with 12.0 GB/s for 100
+Gbit/s (`NET_BW` in NVIDIA/nccl src/graph/topo.h). The rest is headers."""
+_FREE = Interconnect(math.inf, 0.0, "nothing goes over it")
+
+
+@dataclass(frozen=True)
+class HostNetwork:
+    """Hosts with as many devices each that take part, as NCCL joins them.
+
+    One ring goes through all devices and leaves each host once, on as many channels as it takes to
+    use every card of the host, so a collective is as fast as the slower of the link inside and the
+    cards of one host together. The tree of an all-reduce is a chain inside a host and a double
+    binary tree between hosts, of which each device sends and receives every byte twice (once up and
+    once down). The faster of the two is taken.
+
+    Times are those of the α-β model (Hockney 1994): ring and pairwise exchange by Thakur,
+    Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH" (2005);
+    double binary trees by Sanders, Speck and Träff (2009); latency by steps inside and between
+    hosts as in NVIDIA/nccl src/graph/tuning.cc.
+    """
+
+    inside: Interconnect | None
+    """Link of one device in its host; None where a host has only one that takes part."""
+    between: Interconnect | None
+    """One device's share of its host's network cards; None where there is one host."""
+    devices_per_host: int
+    hosts: int = 1
+    algorithms: tuple[str, ...] = (RING, TREE)
+    """Algorithms that may be chosen for an all-reduce."""
+
+    @property
+    def devices(self) -> int:
+        """How many take part."""
+        return self.hosts * self.devices_per_host
+
+    def time(self, kind: str, size: float) -> float:
+        """Return the seconds of one collective; see `DeviceNetwork`."""
+        devices, hosts, each = self.devices, self.hosts, self.devices_per_host
+        if devices == 1 or size == 0:
+            return 0.0
+        inside = self.inside if self.inside and each > 1 else _FREE
+        between = self.between if self.between and hosts > 1 else _FREE
+        card = LINE_RATE_SHARE * between.bytes_per_second
+        near, far = inside.latency_seconds, between.latency_seconds
+        if kind == PERMUTE:  # one message from each device
+            link, latency = (card, far) if hosts > 1 else (inside.bytes_per_second, near)
+            return size / link + latency
+        if kind == ALL_TO_ALL:  # an n-th to every other one; both kinds of link work at once
+            part = size / devices
+            return max(
+                (each - 1) * (near + part / inside.bytes_per_second),
+                (devices - each) * (far + part / card),
+            )
+        rate = min(inside.bytes_per_second, card * each)
+        # Of the n - 1 steps of a ring, hosts - 1 cross to another host.
+        latency = (devices - hosts) * near + (hosts - 1) * far
+        times = {RING: _along_links(kind, size, devices, rate, latency)}
+        if kind == ALL_REDUCE:  # up and down: along the chain of a host, and the tree of hosts
+            latency = (each - 1) * near + math.ceil(math.log2(hosts)) * far
+            times = {**times, TREE: 2 * size / rate + 2 * latency}
+            return min(times[algorithm] for algorithm in self.algorithms)
+        return times[RING]
+
+
+@dataclass(frozen=True)
+class TorusNetwork:
+    """Devices on a grid, each linked to its neighbours along every dimension.
+
+    Data goes both ways along all dimensions at once (the multi-dimensional rings of Jain and
+    Sabharwal 2010), so that a gather is as fast as the links through which one device receives it:
+    two for each dimension that closes into a ring, one at the end of a line. An all-to-all is bound
+    by the middle of the longest dimension. The jax-ml/scaling-book (sharding.md) gives the same
+    times for rings.
+    """
+
+    shape: tuple[int, ...]
+    rings: tuple[bool, ...]
+    """For each dimension, whether it closes."""
+    link_bytes_per_second: float
+    """Rate of one link, in one direction."""
+    latency_seconds: float
+    """Latency of one hop."""
+
+    @property
+    def devices(self) -> int:
+        """How many take part."""
+        return math.prod(self.shape)
+
+    def time(self, kind: str, size: float) -> float:
+        """Return the seconds of one collective; see `DeviceNetwork`."""
+        if self.devices == 1 or size == 0:
+            return 0.0
+        link = self.link_bytes_per_second
+        if kind == PERMUTE:
+            return size / link + self.latency_seconds
+        latency = self.latency_seconds * sum(length - 1 for length in self.shape)
+        dims = [each for each in zip(self.shape, self.rings, strict=True) if each[0] > 1]
+        if kind == ALL_TO_ALL:
+            # Along a ring of k, data travels k/4 hops on average, over two links of each device; of
+            # what starts on one side of a line, half crosses its middle.
+            return max(size * k / (8 if ring else 4) / link for k, ring in dims) + latency
+        rate = link * sum(2 if ring else 1 for _, ring in dims)
+        return _along_links(kind, size, self.devices, rate, latency)
+
+
+@dataclass(frozen=True)
+class SliceNetwork:
+    """Several equal slices: collectives go inside a slice first, then between slices with what is
+    left on each device, each device by its own share of the data-centre network.
+    """
+
+    inside: DeviceNetwork
+    between: HostNetwork
+    """One device of each slice, as hosts of one device."""
+
+    @property
+    def devices(self) -> int:
+        """How many take part."""
+        return self.inside.devices * self.between.devices
+
+    def time(self, kind: str, size: float) -> float:
+        """Return the seconds of one collective; see `DeviceNetwork`."""
+        share, slices = size / self.inside.devices, self.between.devices
+        if kind == ALL_REDUCE:
+            near = self.inside.time(REDUCE_SCATTER, share) + self.inside.time(ALL_GATHER, size)
+        elif kind == REDUCE_SCATTER:
+            near = self.inside.time(kind, size * slices)
+        elif kind == PERMUTE and slices > 1:
+            near = 0.0
+        else:
+            near = self.inside.time(kind, size)
+        gathers = kind in (ALL_REDUCE, ALL_GATHER, BROADCAST)
+        return near + self.between.time(kind, share if gathers else size)
+
+
 Networks = Callable[[tuple[str, ...] | None], DeviceNetwork]
 """From the mesh axes that a collective runs over, None for all of them, to what joins a group."""
 
 
 def networks(target: Target, mesh: AnyMesh) -> Networks:
-    """Return the networks of a target by mesh axes; see `network`.
-
-    Args:
-        target: the hardware.
-        mesh: of its devices.
-    """
+    """Return the networks of a target by the axes of a mesh of its devices; see `network`."""
     devices = in_order(range(target.devices), mesh.shape)
 
     @cache
@@ -305,21 +204,12 @@ def networks(target: Target, mesh: AnyMesh) -> Networks:
     return over
 
 
-def network(
-    target: Target,
-    algorithms: tuple[str, ...] = (RING, TREE),
-    members: Sequence[int] | None = None,
-) -> DeviceNetwork:
+def network(target: Target, members: Sequence[int] | None = None) -> DeviceNetwork:
     """Return what joins all devices of a target, or a group of them while all others do the same.
 
     GPUs are joined inside a host and by the hosts' network cards (`HostNetwork`), TPUs by the torus
     of their slice (`TorusNetwork`) and, between slices, the network of the data centre
-    (`SliceNetwork`).
-
-    Args:
-        target: the hardware.
-        algorithms: that may be chosen for an all-reduce between GPUs.
-        members: numbers of the group's devices, in the order of the hosts; all by default.
+    (`SliceNetwork`). `members` are numbers of the group's devices, in the order of the hosts.
 
     Raises:
         ConfigError: the links of this hardware are not known.
@@ -336,7 +226,6 @@ def network(
             _known(between, target) if hosts > 1 else None,
             each,
             hosts,
-            algorithms,
         )
     slices = len({device * target.slices // target.devices for device in group})
     torus = _torus(target, group[: len(group) // slices])

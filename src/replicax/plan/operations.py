@@ -1,110 +1,86 @@
-"""A traced function in which `lax.platform_dependent` has been decided for one platform."""
+"""A traced function as operations in order, its choices by platform decided for one platform."""
 
 import dataclasses
 import math
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.extend.core import Literal as Constant
+from jax.extend.core.primitives import closed_call_p
 
 
-def for_platform(jaxpr: Jaxpr, platform: str) -> Jaxpr:
-    """`jaxpr` with the branches of `platform` in place of every choice by platform.
-
-    Done before differentiation: the derivative of a choice keeps what any of its branches wants.
-
-    Args:
-        jaxpr: of a function that is not yet differentiated.
-        platform: `cpu`, `cuda`, `tpu`, ...
-    """
-    equations: list[JaxprEqn] = []
-    same: dict[Any, Any] = {}
-
-    def known(variable: Any) -> Any:
-        while not isinstance(variable, Constant) and variable in same:
-            variable = same[variable]
-        return variable
-
-    for equation in jaxpr.eqns:
-        branch = branch_for(equation, platform)
-        if branch is None:
-            params = {name: _inside(value, platform) for name, value in equation.params.items()}
-            invars = [known(variable) for variable in equation.invars]
-            equations.append(equation.replace(invars=invars, params=params))
-            continue
-        body = for_platform(branch.jaxpr, platform)
-        same.update(zip(body.invars, map(known, equation.invars[1:]), strict=True))
-        for inner in body.eqns:
-            equations.append(inner.replace(invars=[known(each) for each in inner.invars]))
-        same.update(zip(equation.outvars, map(known, body.outvars), strict=True))
-    outvars = [known(each) for each in jaxpr.outvars]
-    decided: Jaxpr = jaxpr.replace(eqns=equations, outvars=outvars)
-    return decided
-
-
-def branch_for(equation: JaxprEqn, platform: str) -> ClosedJaxpr | None:
-    """The branch that `platform` takes; None where `equation` is no choice by platform."""
-    platforms = equation.params.get("branches_platforms")
-    if equation.primitive.name != "cond" or platforms is None:
-        return None
-    branches: tuple[ClosedJaxpr, ...] = equation.params["branches"]
-    taken = (
-        branch
-        for branch, names in zip(branches, platforms, strict=True)
-        if names is None or platform in names
-    )
-    return next(taken, branches[-1])
-
-
-def _inside(value: Any, platform: str) -> Any:
+def with_equations(value: Any, change: Callable[[JaxprEqn], JaxprEqn]) -> Any:
+    """Return a jaxpr, or what holds some, with each equation changed, those inside it first."""
     if isinstance(value, ClosedJaxpr):
-        return value.replace(jaxpr=for_platform(value.jaxpr, platform))
+        return value.replace(jaxpr=with_equations(value.jaxpr, change))
     if isinstance(value, Jaxpr):
-        return for_platform(value, platform)
+        return value.replace(eqns=[_changed(equation, change) for equation in value.eqns])
     if type(value) in (tuple, list):
-        return type(value)(_inside(each, platform) for each in value)
+        return type(value)(with_equations(each, change) for each in value)
     return value
 
 
-Kind = Literal["cheap", "expensive", "fill", "reduction", "store", "loop", "branches", "other"]
+def _changed(equation: JaxprEqn, change: Callable[[JaxprEqn], JaxprEqn]) -> JaxprEqn:
+    params = {name: with_equations(each, change) for name, each in equation.params.items()}
+    return change(equation.replace(params=params))
 
 
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
+def for_platform(jaxpr: Jaxpr, platform: str) -> Jaxpr:
+    """Return `jaxpr` with the branch of `platform` in place of every `lax.platform_dependent`.
+
+    Done before differentiation: the derivative of a choice keeps what any of its branches wants.
+    """
+
+    def decided(equation: JaxprEqn) -> JaxprEqn:
+        platforms = equation.params.get("branches_platforms")
+        if equation.primitive.name != "cond" or platforms is None:
+            return equation
+        branches: tuple[ClosedJaxpr, ...] = equation.params["branches"]
+        pairs = zip(branches, platforms, strict=True)
+        taken = (each for each, names in pairs if names is None or platform in names)
+        called = {"call_jaxpr": next(taken, branches[-1])}
+        call: JaxprEqn = equation.replace(
+            primitive=closed_call_p, invars=equation.invars[1:], params=called
+        )
+        return call
+
+    found: Jaxpr = with_equations(jaxpr, decided)
+    return found
 
 
-VIEWS = _names(
-    "reshape squeeze expand_dims transpose name copy copy_p stop_gradient optimization_barrier"
-    " sharding_constraint mesh_cast pvary pcast random_wrap random_unwrap"
-)
-FILLS = _names("broadcast_in_dim iota")
-CHEAP = _names(
-    "add sub mul neg max min abs sign and or not xor eq ne lt le gt ge select_n clamp square"
-    " one_minus_square convert_element_type integer_pow is_finite floor ceil round slice"
+_PRIMITIVES = {
+    # Results that are the operand, as far as memory goes.
+    "view": "reshape squeeze expand_dims transpose name copy copy_p stop_gradient"
+    " optimization_barrier sharding_constraint mesh_cast pvary pcast random_wrap random_unwrap",
+    "fill": "broadcast_in_dim iota",
+    # So cheap that XLA computes them again in every kernel that reads them
+    # (`InstructionFusion::IsExpensive` in xla/service/instruction_fusion.cc of openxla/xla).
+    "cheap": "add sub mul neg max min abs sign and or not xor eq ne lt le gt ge select_n clamp"
+    " square one_minus_square convert_element_type integer_pow is_finite floor ceil round slice"
     " dynamic_slice rev pad concatenate split add_any real imag complex conj population_count"
-    " reduce_precision bitcast_convert_type shift_left shift_right_logical shift_right_arithmetic"
-    " sin cos"
-)
-"""Cheap enough that XLA computes them again in every kernel that reads them
-(`InstructionFusion::IsExpensive` in xla/service/instruction_fusion.cc of openxla/xla)."""
-EXPENSIVE = _names(
-    "exp exp2 expm1 log log1p logistic tanh tan asin acos atan atan2 sinh cosh asinh acosh atanh"
-    " div rem pow sqrt rsqrt cbrt erf erfc erf_inv lgamma digamma nextafter"
-)
-"""Computed inside the kernel that reads them, once: with several readers they are kept."""
-REDUCTIONS = _names(
-    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin"
-)
-IN_PLACE = _names("dynamic_update_slice scatter scatter-add scatter_add scatter_mul")
+    " reduce_precision bitcast_convert_type shift_left shift_right_logical"
+    " shift_right_arithmetic sin cos",
+    # Computed inside the kernel that reads them, once: with several readers they are kept.
+    "expensive": "exp exp2 expm1 log log1p logistic tanh tan asin acos atan atan2 sinh cosh asinh"
+    " acosh atanh div rem pow sqrt rsqrt cbrt erf erfc erf_inv lgamma digamma nextafter",
+    "reduction": "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor"
+    " argmax argmin",
+    "loop": "scan while",
+    "branches": "cond",
+}
+_KINDS = {name: kind for kind, names in _PRIMITIVES.items() for name in names.split()}
+IN_PLACE = ("dynamic_update_slice", "scatter", "scatter-add", "scatter_add", "scatter_mul")
 
 
 @dataclasses.dataclass
 class Operation:
     """One of a program."""
 
-    kind: Kind
+    kind: str
+    """Kind as in `_PRIMITIVES`; `store` of a value that leaves the program, or `other`."""
     name: str
     inputs: list[int]
     outputs: list[int]
@@ -113,12 +89,7 @@ class Operation:
 
 
 class TracedOperations:
-    """The operations of a traced function.
-
-    Args:
-        jaxpr: what was traced.
-        platform: whose branch a choice by platform takes.
-    """
+    """The operations of a traced function for a platform."""
 
     def __init__(self, jaxpr: Jaxpr, platform: str) -> None:
         self.platform = platform
@@ -141,19 +112,15 @@ class TracedOperations:
         self.operations = ordered
 
     def _value(self, aval: Any) -> int:
-        self.sizes.append(self._bytes(aval))
+        wide = self.platform == "cpu" and _is_half(aval)
+        self.sizes.append(array_bytes(aval) * (2 if wide else 1))
         self.elements.append(math.prod(getattr(aval, "shape", ())))
         return len(self.sizes) - 1
-
-    def _bytes(self, aval: Any) -> int:
-        size = array_bytes(aval)
-        wide = self.platform == "cpu" and _is_half(aval)
-        return 2 * size if wide else size
 
     def _renames(self, equation: JaxprEqn) -> bool:
         """Whether the result is the operand, as far as memory goes."""
         if equation.primitive.name != "convert_element_type":
-            return equation.primitive.name in VIEWS
+            return _KINDS.get(equation.primitive.name) == "view"
         operand: Any = equation.invars[0].aval
         result: Any = equation.outvars[0].aval
         if self.platform != "cpu":
@@ -169,67 +136,48 @@ class TracedOperations:
             return self._value(variable.aval) if isinstance(variable, Constant) else known[variable]
 
         for equation in jaxpr.eqns:
+            name = equation.primitive.name
+            kind = _KINDS.get(name, "other")
             inputs = [read(each) for each in equation.invars if not isinstance(each, Constant)]
             called = _called(equation)
+            outputs: list[int] = []
             if called is not None:
-                outputs = self._call(called, [read(each) for each in equation.invars])
+                constants = [self._value(each.aval) for each in called.constvars]
+                every = [read(each) for each in equation.invars]
+                outputs = self._inline(called, [*constants, *every])
             elif self._renames(equation):
                 outputs = inputs[: len(equation.outvars)]
-            else:
-                outputs = []
             if len(outputs) != len(equation.outvars):
                 outputs = [self._value(each.aval) for each in equation.outvars]
-                kind = _kind(equation)
-                keeps = kind in ("loop", "branches")
-                every = [read(each) for each in equation.invars] if keeps else inputs
-                body = equation if keeps else None
-                name = equation.primitive.name
-                self.operations.append(Operation(kind, name, every, outputs, body))
+                body = None
+                if kind in ("loop", "branches"):
+                    body, inputs = equation, [read(each) for each in equation.invars]
+                self.operations.append(Operation(kind, name, inputs, outputs, body))
             known.update(zip(equation.outvars, outputs, strict=True))
         return [read(each) for each in jaxpr.outvars]
-
-    def _call(self, called: ClosedJaxpr | Jaxpr, arguments: list[int]) -> list[int]:
-        if isinstance(called, Jaxpr):
-            return self._inline(called, arguments)
-        constants = [self._value(each.aval) for each in called.jaxpr.constvars]
-        return self._inline(called.jaxpr, [*constants, *arguments])
 
 
 def array_bytes(aval: Any) -> int:
     """Bytes of an array of this shape and dtype; 0 of what is none."""
-    if not hasattr(aval, "shape") or not hasattr(aval, "dtype"):
+    if not hasattr(aval, "shape") or getattr(aval, "dtype", jax.dtypes.float0) == jax.dtypes.float0:
         return 0
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
-        key = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
-        return int(math.prod(key.shape)) * int(key.dtype.itemsize)
-    if aval.dtype == jax.dtypes.float0:
-        return 0
+        aval = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
     count: int = math.prod(aval.shape)
     return count * int(aval.dtype.itemsize)
-
-
-def _kind(equation: JaxprEqn) -> Kind:
-    name = equation.primitive.name
-    for kind, names in (("fill", FILLS), ("cheap", CHEAP), ("expensive", EXPENSIVE)):
-        if name in names:
-            return kind  # type: ignore[return-value]
-    if name in REDUCTIONS:
-        return "reduction"
-    return {"scan": "loop", "while": "loop", "cond": "branches"}.get(name, "other")  # type: ignore[return-value]
 
 
 def _is_half(aval: Any) -> bool:
     return getattr(aval, "dtype", None) in (jnp.bfloat16, jnp.float16)
 
 
-def _called(equation: JaxprEqn) -> ClosedJaxpr | Jaxpr | None:
+def _called(equation: JaxprEqn) -> Jaxpr | None:
     """Return the jaxpr that a call calls; None if `equation` is no call."""
     if equation.primitive.name in ("scan", "while", "cond", "shard_map", "pallas_call"):
         return None
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         called = equation.params.get(name)
-        if isinstance(called, (ClosedJaxpr, Jaxpr)):
-            inner = called.jaxpr if isinstance(called, ClosedJaxpr) else called
-            if len(inner.invars) == len(equation.invars):
-                return called
+        inner = called.jaxpr if isinstance(called, ClosedJaxpr) else called
+        if isinstance(inner, Jaxpr) and len(inner.invars) == len(equation.invars):
+            return inner
     return None

@@ -3,7 +3,7 @@
 The answers come first; what they rest on is below them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from replicax.plan.cells import (
     MARGIN,
@@ -18,8 +18,7 @@ from replicax.plan.cells import (
     short,
     time_text,
 )
-from replicax.plan.forecast import ScalingPoint
-from replicax.plan.planned import BatchAdvice, Need, Plan, Scaling, Speed
+from replicax.plan.planned import Need, Plan, Scaling, Speed
 from replicax.wording import size_text
 
 UNKNOWN = "-"
@@ -37,7 +36,7 @@ def table(plan: Plan) -> list[str]:
     parts = (
         [*_header(plan)],
         [*_fits(plan), *_batch(plan), *_speed(plan), *_limit(plan), *line("first", plan.first)],
-        [*_memory(plan), *_on_paper(plan), *_changes(plan)],
+        [*_memory(plan), *_changes(plan)],
         _traffic(plan),
         [*_scaling(plan), *_cost(plan), *_learning_rates(plan)],
         [text for note in plan.notes for text in line("note", note)],
@@ -118,27 +117,22 @@ def _speed(plan: Plan) -> Iterator[str]:
             why = "none: no batch fits"
         yield from line("speed", why)
         return
-    how = "by formula" if plan.speeds[0].compute_share is None else "at best"
-    lines: list[Line] = [(how, "a step", "rows/s", "tokens/s", "MFU", "HFU", "")]
-    for each in plan.speeds:
-        tokens = each.tokens_per_second
-        figures = (
-            time_text(each.step.seconds),
-            short(each.rows_per_second),
-            "" if tokens is None else short(tokens),
-            "" if each.model_share is None else percent(each.model_share),
-            percent(each.peak_share),
-        )
-        lines.append((_rows(plan, each.rows), *figures, ""))
-    tokens, shares = 3, {"MFU": 4, "HFU": 5}
-    told = [cells[shares["MFU"]] for cells in lines[1:]]
-    left_out = [tokens] if plan.speeds[0].tokens_per_second is None else []
-    if not any(told):
-        left_out.append(shares["MFU"])
-    elif told == [cells[shares["HFU"]] for cells in lines[1:]]:  # nothing is computed again
-        left_out.append(shares["HFU"])
-    kept = [place for place in range(len(lines[0])) if place not in left_out]
-    yield from columns("speed", [[cells[place] for place in kept] for cells in lines])
+    speeds = plan.speeds
+    shown: dict[str, list[str]] = {
+        "by formula" if speeds[0].compute_share is None else "at best": [
+            _rows(plan, each.rows) for each in speeds
+        ],
+        "a step": [time_text(each.step.seconds) for each in speeds],
+        "rows/s": [short(each.rows_per_second) for each in speeds],
+        "tokens/s": [_known(each.tokens_per_second, short) for each in speeds],
+        "MFU": [_known(each.model_share, percent) for each in speeds],
+        "HFU": [percent(each.peak_share) for each in speeds],
+    }
+    if shown["MFU"] == shown["HFU"]:  # nothing is computed again
+        del shown["HFU"]
+    told = {name: texts for name, texts in shown.items() if any(texts)}
+    beside = [""] * len(speeds)
+    yield from columns("speed", [(*told, ""), *zip(*told.values(), beside, strict=True)])
 
 
 def _limit(plan: Plan) -> Iterator[str]:
@@ -187,20 +181,16 @@ def _longest(speed: Speed) -> list[str]:
     """Kernels of one name and bound count as one."""
     shares: dict[tuple[str, str], float] = {}
     for each in speed.kernels:
-        key = _kernel_name(each.name), each.bound
-        shares[key] = shares.get(key, 0.0) + each.share
+        name = "/".join(each.name.split("/")[-2:])  # the operation, and what it is part of
+        if len(name) > _LONGEST_NAME:
+            name = f"...{name[3 - _LONGEST_NAME :]}"
+        shares[name, each.bound] = shares.get((name, each.bound), 0.0) + each.share
     most = sorted(shares.items(), key=lambda each: -each[1])[:_KERNELS]
     return [f"{name} {percent(share)} ({bound})" for (name, bound), share in most]
 
 
-def _kernel_name(name: str) -> str:
-    """The end of where a kernel was traced: the operation, and what it is part of."""
-    found = "/".join(name.split("/")[-2:])
-    return found if len(found) <= _LONGEST_NAME else f"...{found[3 - _LONGEST_NAME :]}"
-
-
-def _memory(plan: Plan) -> list[str]:
-    """The parts by formula, and what the compiler says of the whole."""
+def _memory(plan: Plan) -> Iterator[str]:
+    """The parts by formula, what the compiler says of the whole, and the formula on paper."""
     found = plan.formula
     parts = {
         "parameters": found.parameters,
@@ -222,16 +212,11 @@ def _memory(plan: Plan) -> list[str]:
     text = f"{', '.join(told)}{apart}: {size_text(found.total)} by formula"
     if plan.asked.compiled and plan.asked.fits:
         text += f", {size_text(plan.asked.bytes)} compiled"
-    return line("memory", f"{_rows(plan, found.rows)}: {text}")
-
-
-def _on_paper(plan: Plan) -> list[str]:
-    found = plan.on_paper
-    if found is None:
-        return []
-    size = size_text(found.bytes_per_row)
-    each = counted(found.rows, "row")
-    return line("paper", f"M B T²/(4 N D²): activations of {size} a row, {each} a device")
+    yield from line("memory", f"{_rows(plan, found.rows)}: {text}")
+    if plan.on_paper is not None:
+        size, rows = size_text(plan.on_paper.bytes_per_row), counted(plan.on_paper.rows, "row")
+        text = f"M B T²/(4 N D²): activations of {size} a row, {rows} a device"
+        yield from line("paper", text)
 
 
 def _changes(plan: Plan) -> list[str]:
@@ -242,26 +227,28 @@ def _changes(plan: Plan) -> list[str]:
     rows = f"with {_rows(plan, of.rows)}{'' if compiled else ', by formula'}"
     lines: list[Line] = [(rows, "takes", "frees", "a step", "sends", "")]
     if plan.fits and plan.speed is not None:
-        sent = _sent(plan.traffic.wire_bytes if plan.traffic else None)
-        now = (size_text(plan.asked.bytes), "", time_text(plan.speed.step.seconds), sent)
-        lines.append(("as it is", *now, ""))
+        sent = size_text(plan.traffic.wire_bytes) if plan.traffic else ""
+        took = time_text(plan.speed.step.seconds)
+        lines.append(("as it is", size_text(plan.asked.bytes), "", took, sent, ""))
     for each in plan.alternatives:
         texts = [
             "" if each.need.fits else "does not fit",
             "by formula" if compiled and not each.need.compiled else "",
             each.note,
         ]
-        beside = "; ".join(filter(None, texts))
-        size = size_text(each.need.bytes)
         little = abs(each.freed_bytes) < _SMALL * plan.asked.bytes
-        freed = "nothing" if little else freed_text(each.freed_bytes)
-        took = "" if each.step_seconds is None else time_text(each.step_seconds)
-        lines.append((each.change, size, freed, took, _sent(each.wire_bytes), beside))
+        figures = (
+            size_text(each.need.bytes),
+            "nothing" if little else freed_text(each.freed_bytes),
+            _known(each.step_seconds, time_text),
+            _known(each.wire_bytes, size_text),
+        )
+        lines.append((each.change, *figures, "; ".join(filter(None, texts))))
     return columns("change", lines)
 
 
-def _sent(size: float | None) -> str:
-    return "" if size is None else size_text(size)
+def _known(value: float | None, text: Callable[[float], str]) -> str:
+    return "" if value is None else text(value)
 
 
 def _traffic(plan: Plan) -> list[str]:
@@ -293,25 +280,20 @@ def _scaling(plan: Plan) -> list[str]:
     most = (WIDTH - MARGIN - max(len("efficiency"), *map(len, names)) - len("  devices")) // _COLUMN
     counts = shown_counts(found, plan.target.devices, most)
     lines: list[Line] = [("efficiency", *map(short, counts), "devices")]
-    for name, points in zip(names, (found.weak, found.strong), strict=True):
+    pays = []
+    curves = ((found.weak, found.weak_pays), (found.strong, found.strong_pays))
+    for name, (points, paid) in zip(names, curves, strict=True):
         efficiencies = {point.devices: percent(point.efficiency) for point in points}
         lines.append((name, *(efficiencies.get(count, UNKNOWN) for count in counts), ""))
+        last = points and paid == points[-1].devices
+        told = f"to the last, {short(paid)}," if last else f"to {short(paid)}"
+        pays.append(f"{told} with {name}")
     reached = "for one loss, " if plan.about.get("noise_scale") else ""
-    pays = (
-        f"{reached}{_pays(found.weak_pays, found.weak)} with {names[0]}; "
-        f"{_pays(found.strong_pays, found.strong)} with {names[1]}"
-    )
-    return [*columns("scales", lines), *line("pays", pays)]
+    return [*columns("scales", lines), *line("pays", f"{reached}{'; '.join(pays)}")]
 
 
 def shown_counts(scaling: Scaling, devices: int, most: int) -> list[int]:
-    """The device counts of a curve that a few columns show: the ends, the target and between.
-
-    Args:
-        scaling: of the plan.
-        devices: of the target.
-        most: columns there are.
-    """
+    """Return at most so many counts of the curves: the ends, the target's, and between."""
     known = sorted({point.devices for point in (*scaling.weak, *scaling.strong)})
     wanted = [known[0], known[-1], devices, scaling.strong_pays, scaling.weak_pays]
     chosen = sorted([count for count in dict.fromkeys(wanted) if count in known][:most])
@@ -326,49 +308,32 @@ def _ratio(one: int, other: int) -> float:
     return max(one, other) / min(one, other)
 
 
-def _pays(devices: int, points: Sequence[ScalingPoint]) -> str:
-    if points and devices == points[-1].devices:
-        return f"to the last, {short(devices)},"
-    return f"to {short(devices)}"
-
-
 def _cost(plan: Plan) -> list[str]:
-    hours = plan.device_hours
-    if hours is None:
+    hours, rows = plan.device_hours, plan.about.get("wished_rows")
+    if hours is None or rows is None:
         return []
-    wished = plan.about.get("wished_rows")
     tokens = plan.about.get("tokens_per_row")
-    of = "what was wished"
-    if wished:
-        of = counted(wished * tokens, "token") if tokens else counted(wished, "row")
+    of = counted(rows * tokens, "token") if tokens else counted(rows, "row")
     return line("cost", f"{counted(hours, 'device-hour')} at least for {of}, on this target")
 
 
-def _learning_rates(plan: Plan) -> list[str]:
-    noise = plan.about.get("noise_scale")
-    told = [text for each in plan.batches if (text := _advice(each))]
-    if not told:
-        return []
-    lines = line("rate", told[0])
-    for text in told[1:]:
-        lines += line("", text)
-    measured = f"critical batch {short(noise)} rows, by the noise scale" if noise else ""
-    missing = "critical batch not known: measure it with train --measure-noise-scale"
-    known = measured or ("" if any(each.steps for each in plan.batches) else missing)
-    return [*lines, *(line("", known) if known else [])]
-
-
-def _advice(batch: BatchAdvice) -> str:
-    """Nothing where the batch is the one asked for, and no noise scale is known."""
-    parts = []
-    if batch.linear != 1:
-        linear, root = _times(batch.linear), _times(batch.square_root)
-        parts.append(f"{linear} the learning rate for SGD, {root} for Adam")
-    if batch.steps is not None and batch.examples is not None:
-        parts.append(
-            f"{_times(batch.steps)} the fewest steps, {_times(batch.examples)} the fewest rows"
-        )
-    return f"a batch of {short(batch.batch_size)}: {'; '.join(parts)}" if parts else ""
+def _learning_rates(plan: Plan) -> Iterator[str]:
+    noise, word = plan.about.get("noise_scale"), "rate"
+    for each in plan.batches:
+        parts = []
+        if each.linear != 1:
+            linear, root = _times(each.linear), _times(each.square_root)
+            parts.append(f"{linear} the learning rate for SGD, {root} for Adam")
+        if each.steps is not None and each.examples is not None:
+            steps, rows = _times(each.steps), _times(each.examples)
+            parts.append(f"{steps} the fewest steps, {rows} the fewest rows")
+        if parts:
+            yield from line(word, f"a batch of {short(each.batch_size)}: {'; '.join(parts)}")
+            word = ""
+    if noise and not word:
+        yield from line("", f"critical batch {short(noise)} rows, by the noise scale")
+    elif not word:
+        yield from line("", "critical batch not known: measure it with train --measure-noise-scale")
 
 
 def _times(factor: float) -> str:

@@ -1,4 +1,4 @@
-"""The memory that a step needs on each device of a target."""
+"""A plan, and the records that it is made of."""
 
 import dataclasses
 import math
@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from replicax.core.mesh import DATA, FSDP, AnyMesh, is_data_only
+from replicax.core.mesh import DATA, FSDP
 from replicax.plan.forecast import ScalingPoint, StepTime
-from replicax.plan.memory_formula import MemoryFormula
+from replicax.plan.memory_formula import MemoryFormula, OnPaper
 from replicax.plan.step_traffic import Traffic
 from replicax.plan.target import Target
 
@@ -33,33 +33,6 @@ class Need:
     def is_least(self) -> bool:
         """Whether it may be more: the compiler has refused the step, and no more is known."""
         return self.compiled and self.temporaries is None
-
-
-def holder(mesh: AnyMesh) -> str:
-    """Return what rows are counted of: a `device`, or a `replica` where several devices are one."""
-    return "device" if is_data_only(mesh) else "replica"
-
-
-def plain(value: Any) -> Any:
-    """`value` as `json.dumps(..., allow_nan=False)` takes it; dataclasses become objects.
-
-    Keys of several parts are joined by commas; what JSON does not have is told in words.
-    """
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {_key(key): plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [plain(each) for each in value]
-    if isinstance(value, np.ndarray | np.generic):
-        return plain(value.tolist())
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, bool | int | str) else str(value)
-
-
-def _key(key: Any) -> str:
-    return ",".join(map(str, key)) if isinstance(key, tuple) else str(key)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,22 +115,16 @@ class BatchAdvice:
 
     batch_size: int
     linear: float
-    """Times the learning rate of the batch that was asked for."""
+    """Times the learning rate of the batch that was asked for, in proportion to the batch, for SGD
+    with warm-up (Goyal et al. 2017, arXiv:1706.02677). Both rules hold for batches well below the
+    critical one; beyond it neither does."""
     square_root: float
+    """Times it in proportion to the root: for Adam (Malladi et al. 2022, arXiv:2205.10287), and
+    what keeps the variance of SGD's steps (Krizhevsky 2014, arXiv:1404.5997)."""
     steps: float | None
     """Times the fewest steps to the same loss, where the noise scale is known."""
     examples: float | None
     """Times the fewest rows to it."""
-
-
-@dataclasses.dataclass(frozen=True)
-class OnPaper:
-    """Figures of the formula for transformers; see `transformer_activation_bytes`."""
-
-    bytes_per_row: float
-    """Bytes of activations."""
-    rows: int
-    """Rows of a device that fit beside its parameters."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,25 +193,29 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """The plan and what follows from it, as `json.dumps(..., allow_nan=False)` takes it."""
-        found: dict[str, Any] = {**plain(self), "fits": self.fits}
-        formula, traffic = self.formula, self.traffic
-        found["formula"] |= {
-            "state": formula.state,
-            "temporaries": formula.temporaries,
-            "total": formula.total,
-        }
-        if traffic is not None:
-            found["traffic"] |= plain({"wire_bytes": traffic.wire_bytes, "share": traffic.share})
-        if self.scaling is not None:
-            for name, points in (("weak", self.scaling.weak), ("strong", self.scaling.strong)):
-                found["scaling"][name] = [_point(each) for each in points]
-        return found
+        return {**_plain(self), "fits": self.fits}
 
 
-def _point(point: ScalingPoint) -> Any:
-    follows = {
-        "batch_size": point.batch_size,
-        "efficiency": point.efficiency,
-        "rows_per_second": point.rows_per_second,
-    }
-    return plain(point) | plain(follows)
+_FOLLOWS: Mapping[type, tuple[str, ...]] = {
+    MemoryFormula: ("state", "temporaries", "total"),
+    Traffic: ("wire_bytes", "share"),
+    ScalingPoint: ("batch_size", "efficiency", "rows_per_second"),
+}
+"""Properties that stand beside the fields."""
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON: dataclasses are objects, and what JSON does not have is told in words."""
+    if dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]
+        names += _FOLLOWS.get(type(value), ())
+        return {name: _plain(getattr(value, name)) for name in names}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, np.ndarray | np.generic):
+        return _plain(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, bool | int | str) else str(value)

@@ -18,151 +18,58 @@ from replicax.core.partition import Rules
 from replicax.errors import ConfigError
 from replicax.plan.advice import alternatives, batch_advice, first_change
 from replicax.plan.compiler import compiler_for
-from replicax.plan.forecast import device_hours
 from replicax.plan.largest import MOST_ROWS, largest_rows, micro_batches, resolution
-from replicax.plan.memory_formula import (
-    Transformer,
-    rows_that_fit,
-    transformer_activation_bytes,
-    tree_bytes,
-)
-from replicax.plan.planned import (
-    Alternative,
-    MicroBatches,
-    Need,
-    OnPaper,
-    Plan,
-    Scaling,
-    Speed,
-    holder,
-)
+from replicax.plan.memory_formula import Transformer, tree_bytes
+from replicax.plan.planned import MicroBatches, Need, Plan, Scaling, Speed
 from replicax.plan.speed import known_dtype, scaling, speed, work
 from replicax.plan.step_traffic import Traffic, least_wire_bytes, read_traffic
-from replicax.plan.steps import Show, Step, Steps, in_fit, rows_of_a_replica
+from replicax.plan.steps import Show, Step, Steps, holder, in_fit, rows_of_a_replica
 from replicax.plan.target import Target, parse_target
 
 
-class Planner:
-    """Puts a plan together, question by question.
+@dataclasses.dataclass
+class _Planner:
+    """Answers one question after the other, and notes what is not as it was asked for."""
 
-    Args:
-        dp: the step.
-        model: as for `plan`.
-        batch: as for `plan`.
-        target: the devices.
-        steps: of any size, for them.
-        changes: as for `plan`.
-        rules: as for `plan`.
-        tokens_per_row: as for `plan`.
-        data_rows: as for `plan`.
-    """
+    dp: DataParallel
+    steps: Steps
+    params: list[Any]
+    notes: list[str]
 
-    def __init__(
-        self,
-        dp: DataParallel,
-        model: Any,
-        batch: Any,
-        target: Target,
-        steps: Steps,
-        changes: Mapping[str, DataParallel] | None,
-        rules: Rules,
-        tokens_per_row: int | None,
-        data_rows: int | None,
-    ) -> None:
-        self._dp, self._target, self._steps = dp, target, steps
-        self._changes, self._rules = changes, rules
-        self._rows, self._tokens_per_row = row_count(batch), tokens_per_row
-        self._data_rows = data_rows
-        state = dp.abstract_state(model)
-        self._params = jax.tree.leaves(state.params)
-        self._notes: list[str] = []
-
-    def plan(
-        self, wished_rows: float | None, noise_scale: float | None, notes: tuple[str, ...]
-    ) -> Plan:
-        """The whole of it.
-
-        Args:
-            wished_rows: as for `replicax.plan.planner.plan`.
-            noise_scale: as for `replicax.plan.planner.plan`.
-            notes: that it begins with.
-        """
-        dp, steps, devices = self._dp, self._steps, self._target.devices
-        self._notes += notes
-        asked = self._asked()
-        beside = ThreadPoolExecutor(1)  # compilers take long and a core each
-        try:
-            changed = beside.submit(self._alternatives, asked.need)
-            largest, too_large = self._largest(asked.need)
-            micro_batches = self._micro_batches(asked.need, largest)
-            others, refused = changed.result()
-        finally:  # an interrupt ends the compilers first, and then what waits for them
-            beside.shutdown(wait=False)
-        if largest is None and too_large is not None and too_large.rows < asked.need.rows:
-            # Nothing fits as it is: what would make the least of it fit?
-            others, refused = self._alternatives(too_large)
-        self._notes += refused
-        shown = self._shown(asked.need, largest)
-        speeds, grown = self._speeds(shown, noise_scale)
-        traffic = self._traffic(shown[0]) if shown else None
-        replicas = replica_count(dp.mesh)
-        batches = [replicas * need.rows for need in (asked.need, largest) if need is not None]
-        return Plan(
-            about={**self._about(), "noise_scale": noise_scale, "wished_rows": wished_rows},
-            target=self._target,
-            mesh=dict(dp.mesh.shape),
-            asked=asked.need,
-            formula=asked.formula,
-            largest=largest,
-            too_large=too_large,
-            sizes=steps.needs(dp),
-            micro_batches=micro_batches,
-            alternatives=others,
-            traffic=traffic,
-            speeds=speeds,
-            scaling=grown,
-            device_hours=(
-                device_hours(wished_rows, speeds[0].rows_per_second, devices)
-                if wished_rows and speeds
-                else None
-            ),
-            batches=batch_advice(self._rows, batches, noise_scale),
-            first=first_change(dp, asked.need, largest, micro_batches, others, traffic, speeds),
-            notes=tuple(dict.fromkeys(self._notes)),
-        )
-
-    def _asked(self) -> Step:
-        replicas, unit = replica_count(self._dp.mesh), self._steps.unit(self._dp)
-        rows = rows_of_a_replica(self._rows, replicas, unit)
-        if rows * replicas != self._rows:
-            self._notes.append(
-                f"a batch of {self._rows:,} rows is planned as {rows * replicas:,}: {replicas:,} "
-                f"{holder(self._dp.mesh)}s with {rows:,} each"
+    def asked(self, batch_size: int) -> Step:
+        replicas, rows = replica_count(self.dp.mesh), rows_of_a_replica(batch_size, self.dp)
+        if rows * replicas != batch_size:
+            self.notes.append(
+                f"a batch of {batch_size:,} rows is planned as {rows * replicas:,}: {replicas:,} "
+                f"{holder(self.dp.mesh)}s with {rows:,} each"
             )
-        step = self._steps.step(self._dp, rows)
+        step = self.steps.step(self.dp, rows)
         if step.program is not None:
-            self._notes += step.program.notes
+            self.notes += step.program.notes
             for name, value in step.program.options.items():
-                self._notes.append(f"compiled with {name}={value}, as the step is on such devices")
+                self.notes.append(f"compiled with {name}={value}, as the step is on such devices")
         return step
 
-    def _largest(self, asked: Need) -> tuple[Need | None, Need | None]:
-        capacity, unit = self._steps.capacity_bytes, self._steps.unit(self._dp)
+    def largest(self, asked: Need, data_rows: int | None) -> tuple[Need | None, Need | None]:
+        dp, capacity = self.dp, self.steps.target.chip.usable_bytes
+        unit = dp.split.micro_batches
         if capacity is None:
-            self._notes.append("how much memory this target has is not known: nor what fits")
+            self.notes.append("how much memory this target has is not known: nor what fits")
             return None, None
-        slope = self._bytes_per_row(asked.rows, capacity, unit)
-
-        def ask(rows: int) -> Need:
-            return self._steps.step(self._dp, rows, "largest batch").need
-
         most = MOST_ROWS
-        if self._data_rows is not None:
-            most = max(asked.rows, min(most, self._data_rows // replica_count(self._dp.mesh)))
-        fits, too_large = largest_rows(ask, capacity, asked.rows, slope, unit, most)
+        if data_rows is not None:
+            most = max(asked.rows, min(most, data_rows // replica_count(dp.mesh)))
+        fits, too_large = largest_rows(
+            lambda rows: self.steps.step(dp, rows, "largest batch").need,
+            capacity,
+            asked.rows,
+            self._bytes_per_row(asked.rows, capacity, unit),
+            unit,
+            most,
+        )
         if fits and too_large and too_large.rows - fits.rows > resolution(fits.rows, unit):
-            self._notes.append(
-                f"more than {fits.rows:,} rows a {holder(self._dp.mesh)} may fit: memory does not "
+            self.notes.append(
+                f"more than {fits.rows:,} rows a {holder(dp.mesh)} may fit: memory does not "
                 "grow by a straight line, and the search ends after as many compilations as it may "
                 "take"
             )
@@ -170,107 +77,78 @@ class Planner:
 
     def _bytes_per_row(self, rows: int, capacity: int, unit: int) -> float:
         """By formula, between `rows` and those that fill the memory: small batches tell little."""
-
-        def total(rows: int) -> int:
-            return self._steps.formula(self._dp, rows).total
-
+        least = self.steps.formula(self.dp, rows).total
         most = 2 * rows
         for _ in range(2):
-            slope = max(1.0, (total(most) - total(rows)) / (most - rows))
-            full = min(int(rows + max(0, capacity - total(rows)) / slope), MOST_ROWS)
+            grown = self.steps.formula(self.dp, most).total - least
+            slope = max(1.0, grown / (most - rows))
+            full = min(int(rows + max(0, capacity - least) / slope), MOST_ROWS)
             most = max(full // unit * unit, 2 * rows)
         return slope
 
-    def _alternatives(self, asked: Need) -> tuple[tuple[Alternative, ...], tuple[str, ...]]:
-        return alternatives(self._steps, self._dp, asked, self._changes, self._rules)
-
-    def _micro_batches(self, asked: Need, largest: Need | None) -> MicroBatches | None:
+    def micro_batches(self, asked: Need, largest: Need | None) -> MicroBatches | None:
         if asked.fits or largest is None:
             return None
-        fewest = math.ceil(asked.rows / largest.rows) * self._dp.accumulate
-        return micro_batches(self._steps, self._dp, asked.rows, fewest)
+        fewest = math.ceil(asked.rows / largest.rows) * self.dp.accumulate
+        return micro_batches(self.steps, self.dp, asked.rows, fewest)
 
-    def _shown(self, asked: Need, largest: Need | None) -> list[Need]:
-        """Whose speed is told: the batch that was asked for, and the largest."""
-        found = [asked] if asked.fits else []
-        if largest is not None and largest.rows != asked.rows:
-            found.append(largest)
-        return found
-
-    def _speeds(
-        self, shown: list[Need], noise_scale: float | None
+    def speeds(
+        self, shown: list[Need], tokens_per_row: int | None, noise_scale: float | None
     ) -> tuple[tuple[Speed, ...], Scaling | None]:
-        try:
-            steps, dp, tokens = self._steps, self._dp, self._tokens_per_row
-            works = [work(steps, steps.step(dp, each.rows)) for each in shown]
-            again = steps.recomputed_share(dp, shown[0].rows) if shown else None
-            speeds = [speed(each, self._target, dp, tokens, again) for each in works]
-        except ConfigError as error:
-            self._notes.append(f"no speed: {error}")
+        steps, dp, target = self.steps, self.dp, self.steps.target
+        if not shown:
             return (), None
-        if not works:
-            return (), None
-        self._note_what_is_not_counted(shown)
-        dtype = known_dtype(self._dp, self._target.chip)
-        if dtype != self._dp.precision.name:
-            asked, chip = self._dp.precision.name, self._target.chip
-            self._notes.append(f"{chip.title} has no units for {asked}: at best as fast as {dtype}")
-        if self._target.devices == 1 or self._target.chip.platform == "cpu":
-            return tuple(speeds), None  # one device sends nothing, and one host has no more
+        made = [steps.step(dp, each.rows) for each in shown]
         try:
-            return tuple(speeds), scaling(works[0], self._target, self._dp.mesh, noise_scale)
+            works = [work(steps, each) for each in made]
+            again = steps.recomputed_share(dp, shown[0].rows)
+            speeds = tuple(speed(each, target, dp, tokens_per_row, again) for each in works)
         except ConfigError as error:
-            self._notes.append(f"no scaling: {error}")
-            return tuple(speeds), None
-
-    def _note_what_is_not_counted(self, shown: list[Need]) -> None:
-        found = [self._steps.step(self._dp, each.rows).schedule for each in shown]
-        unknown = {name for each in found if each is not None for name in each.unknown_calls}
+            self.notes.append(f"no speed: {error}")
+            return (), None
+        schedules = [each.schedule for each in made]
+        unknown = {name for each in schedules if each is not None for name in each.unknown_calls}
         if unknown:
-            self._notes.append(f"the FLOPs of {', '.join(sorted(unknown))} are not counted")
-        if None in found and not is_data_only(self._dp.mesh):
-            self._notes.append("what the devices of a replica send each other is not counted")
+            self.notes.append(f"the FLOPs of {', '.join(sorted(unknown))} are not counted")
+        if None in schedules and not is_data_only(dp.mesh):
+            self.notes.append("what the devices of a replica send each other is not counted")
+        dtype, wanted = known_dtype(dp, target.chip), dp.precision.name
+        if dtype != wanted:
+            self.notes.append(
+                f"{target.chip.title} has no units for {wanted}: at best as fast as {dtype}"
+            )
+        if target.devices == 1 or target.chip.platform == "cpu":
+            return speeds, None  # one device sends nothing, and one host has no more
+        try:
+            return speeds, scaling(works[0], target, dp.mesh, noise_scale)
+        except ConfigError as error:
+            self.notes.append(f"no scaling: {error}")
+            return speeds, None
 
-    def _traffic(self, shown: Need) -> Traffic | None:
-        dp, devices = self._dp, self._target.devices
-        step = self._steps.step(dp, shown.rows)
-        schedule = step.schedule
-        if schedule is None or step.program is None or devices == 1:
+    def traffic(self, shown: Need) -> Traffic | None:
+        dp, chip, devices = self.dp, self.steps.target.chip, self.steps.target.devices
+        step = self.steps.step(dp, shown.rows)
+        if step.schedule is None or step.program is None or devices == 1:
             return None
-        least = 0.0
+        least, dtype = 0.0, known_dtype(dp, chip)
         if is_data_only(dp.mesh):
             gathered = dp.precision.to_compute if dp.layout.splits_params else lambda tree: tree
-            held = tree_bytes(jax.eval_shape(gathered, self._params))
-            sums = self._steps.sums_bytes(dp, step.program.metrics)
+            held = tree_bytes(jax.eval_shape(gathered, self.params))
+            sums = self.steps.sums_bytes(dp, step.program.metrics)
             copies = dp.mesh.shape[DATA] if shard_axis(dp.mesh) != DATA else 1
             least = least_wire_bytes(dp.layout, devices, sums, held, copies)
-        chip = self._target.chip
-        dtype = known_dtype(dp, chip)
         known = chip.flops_per_second and chip.memory_bytes_per_second
         return read_traffic(
-            schedule,
+            step.schedule,
             devices,
             least,
-            self._params,
+            self.params,
             mode=dp.mode,
             layout=dp.layout,
             seconds=(lambda kernel: kernel_roofline(kernel, chip, dtype).seconds)
             if known
             else None,
         )
-
-    def _about(self) -> dict[str, Any]:
-        return {
-            "target": self._target.text,
-            **self._dp.configuration.names(),
-            "parameters": sum(leaf.size for leaf in self._params),
-            "batch_size": self._rows,
-            "tokens_per_row": self._tokens_per_row,
-            "data_rows": self._data_rows,
-            "compiler": self._steps.compiler,
-            "jax": jax.__version__,
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        }
 
 
 def plan(
@@ -334,19 +212,65 @@ def plan(
         changes = {name: in_fit(other, model, aim) for name, other in changes.items()}
     if aim.chip.platform == "cpu":
         aim = dataclasses.replace(aim, chip=measured(aim.chip, aim.devices))
+    params, batch_size = jax.tree.leaves(dp.abstract_state(model).params), row_count(batch)
     with compiler_for(aim, by_formula) as (compiler, notes):
         steps = Steps(model, batch, aim, compiler, show)
-        planner = Planner(dp, model, batch, aim, steps, changes, rules, tokens_per_row, data_rows)
-        found = planner.plan(wished_rows, noise_scale, notes)
-    held = tree_bytes(dp.abstract_state(model).params)
-    return dataclasses.replace(found, on_paper=_on_paper(aim, held, transformer))
-
-
-def _on_paper(
-    target: Target, parameter_bytes: int, transformer: Transformer | None
-) -> OnPaper | None:
-    capacity = target.chip.usable_bytes
-    if transformer is None or capacity is None:
-        return None
-    each = transformer_activation_bytes(parameter_bytes, 1, **dataclasses.asdict(transformer))
-    return OnPaper(each, rows_that_fit(capacity, parameter_bytes, each))
+        planner = _Planner(dp, steps, params, list(notes))
+        step = planner.asked(batch_size)
+        asked = step.need
+        beside = ThreadPoolExecutor(1)  # compilers take long and a core each
+        try:
+            changed = beside.submit(alternatives, steps, dp, asked, changes, rules)
+            largest, too_large = planner.largest(asked, data_rows)
+            in_parts = planner.micro_batches(asked, largest)
+            others, refused = changed.result()
+        finally:  # an interrupt ends the compilers first, and then what waits for them
+            beside.shutdown(wait=False)
+        if largest is None and too_large is not None and too_large.rows < asked.rows:
+            # Nothing fits as it is: what would make the least of it fit?
+            others, refused = alternatives(steps, dp, too_large, changes, rules)
+        planner.notes += refused
+        # The speed is told of the batch that was asked for, and of the largest.
+        shown = [asked] if asked.fits else []
+        if largest is not None and largest.rows != asked.rows:
+            shown.append(largest)
+        speeds, grown = planner.speeds(shown, tokens_per_row, noise_scale)
+        traffic = planner.traffic(shown[0]) if shown else None
+    replicas, room = replica_count(dp.mesh), aim.chip.usable_bytes
+    batches = [replicas * need.rows for need in (asked, largest) if need is not None]
+    device_seconds = None
+    if wished_rows and speeds:
+        device_seconds = wished_rows / speeds[0].rows_per_second * aim.devices
+    found = Plan(
+        about={
+            "target": aim.text,
+            **dp.configuration.names(),
+            "parameters": sum(leaf.size for leaf in params),
+            "batch_size": batch_size,
+            "tokens_per_row": tokens_per_row,
+            "data_rows": data_rows,
+            "compiler": None if compiler is None else compiler.name,
+            "jax": jax.__version__,
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "noise_scale": noise_scale,
+            "wished_rows": wished_rows,
+        },
+        target=aim,
+        mesh=dict(dp.mesh.shape),
+        asked=asked,
+        formula=step.formula,
+        largest=largest,
+        too_large=too_large,
+        sizes=steps.needs(dp),
+        micro_batches=in_parts,
+        alternatives=others,
+        traffic=traffic,
+        speeds=speeds,
+        scaling=grown,
+        device_hours=None if device_seconds is None else device_seconds / 3600,
+        batches=batch_advice(batch_size, batches, noise_scale),
+        first="",
+        notes=tuple(dict.fromkeys(planner.notes)),
+        on_paper=transformer.on_paper(tree_bytes(params), room) if transformer and room else None,
+    )
+    return dataclasses.replace(found, first=first_change(dp, found))

@@ -1,23 +1,17 @@
 """How fast a step can be on a target: its schedule, or its FLOPs alone, at the chip's peaks."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from replicax.analysis.hardware import Chip
 from replicax.analysis.roofline import kernel_roofline, limits, roofline_seconds
-from replicax.analysis.schedule import Collective, Kernel, Schedule, Wait, WhileLoop
+from replicax.analysis.schedule import Collective, Kernel, Schedule, Wait
 from replicax.analysis.schedule import Step as ScheduleStep
 from replicax.core.data_parallel import DataParallel
 from replicax.core.mesh import STAGE, AnyMesh, by_rows, is_data_only, replica_count
 from replicax.core.partition import axes_of
 from replicax.core.pipeline import bubble
-from replicax.plan.forecast import (
-    ScalingPoint,
-    Transfer,
-    devices_that_pay,
-    scaling_curve,
-    step_time,
-)
+from replicax.plan.forecast import Transfer, devices_that_pay, scaling_curve, step_time
 from replicax.plan.memory_formula import MemoryFormula
 from replicax.plan.network import ALL_REDUCE, networks
 from replicax.plan.planned import KernelShare, Scaling, Speed
@@ -53,17 +47,13 @@ def work(steps: Steps, step: Step) -> Work:
     if step.schedule is not None:
         return work_of_schedule(step.schedule, target, rows, dtype)
     flops, sums = steps.flops(dp, rows), steps.sums_bytes(dp, 1)
-    return work_by_formula(flops, step.formula, sums, target, dp.mesh, dtype, dp.accumulate)
+    return work_by_formula(flops, step.formula, sums, target, dp)
 
 
 def work_of_schedule(schedule: Schedule, target: Target, rows: int, dtype: str) -> Work:
-    """By the kernels of a compiled step, each at the chip's peaks.
+    """By the kernels of a compiled step of `rows` a replica, each at the chip's peaks.
 
-    Args:
-        schedule: of the step.
-        target: that it was compiled for.
-        rows: of a replica.
-        dtype: of products that do not tell theirs; see `known_dtype`.
+    `dtype` is that of products that do not tell theirs; see `known_dtype`.
 
     Raises:
         ConfigError: the chip's speed is not known.
@@ -79,31 +69,16 @@ def work_of_schedule(schedule: Schedule, target: Target, rows: int, dtype: str) 
 
 
 def work_by_formula(
-    flops: float,
-    formula: MemoryFormula,
-    gradient_bytes: int,
-    target: Target,
-    mesh: AnyMesh,
-    dtype: str,
-    micro_batches: int = 1,
+    flops: float, formula: MemoryFormula, gradient_bytes: int, target: Target, dp: DataParallel
 ) -> Work:
-    """By the FLOPs of a step, and a reduction of its gradient that nothing hides.
-
-    Args:
-        flops: of one device.
-        formula: of the step's memory.
-        gradient_bytes: that are reduced.
-        target: the devices.
-        mesh: of them.
-        dtype: of the products.
-        micro_batches: for which the stages of a pipeline wait.
+    """By a device's FLOPs in a step, and a reduction of its gradient that nothing hides.
 
     Raises:
         ConfigError: the chip's speed is not known.
     """
-    touched = _UPDATE_PASSES * formula.state
-    seconds = roofline_seconds(flops, touched, target.chip, dtype)
-    seconds /= 1 - bubble(mesh.shape.get(STAGE, 1), micro_batches)
+    mesh, touched = dp.mesh, _UPDATE_PASSES * formula.state
+    seconds = roofline_seconds(flops, touched, target.chip, known_dtype(dp, target.chip))
+    seconds /= 1 - bubble(mesh.shape.get(STAGE, 1), dp.accumulate)
     axes = None if is_data_only(mesh) else tuple(axes_of(by_rows(mesh).spec))
     reduction = Transfer(ALL_REDUCE, gradient_bytes, seconds, seconds, axes=axes)
     transfers = (reduction,) if replica_count(mesh) > 1 else ()
@@ -118,13 +93,6 @@ def speed(
     recomputed_share: float | None = None,
 ) -> Speed:
     """The least time of a step, and what follows from it.
-
-    Args:
-        work: of one device.
-        target: the devices.
-        dp: the step.
-        tokens_per_row: where tokens are counted.
-        recomputed_share: of its FLOPs, where that is known.
 
     Raises:
         ConfigError: the speed of the chip or of its links is not known.
@@ -148,35 +116,15 @@ def speed(
 
 
 def scaling(work: Work, target: Target, mesh: AnyMesh, noise_scale: float | None) -> Scaling:
-    """The step on other numbers of the target's devices.
-
-    Args:
-        work: of one device.
-        target: the devices that `work` was compiled for.
-        mesh: of them.
-        noise_scale: in rows, where a run measured it.
+    """The step on other numbers of the target's devices, which `mesh` and `work` are of.
 
     Raises:
         ConfigError: the links between hosts are not known.
     """
-
-    def curve(fixed_batch: bool) -> tuple[ScalingPoint, ...]:
-        return scaling_curve(
-            target,
-            work.compute_seconds,
-            work.transfers,
-            work.rows * replica_count(mesh) / target.devices,
-            mesh=mesh,
-            fixed_batch=fixed_batch,
-        )
-
-    weak, strong = curve(False), curve(True)
-    return Scaling(
-        weak=weak,
-        strong=strong,
-        weak_pays=devices_that_pay(weak, noise_scale),
-        strong_pays=devices_that_pay(strong),
-    )
+    rows = work.rows * replica_count(mesh) / target.devices
+    step = target, work.compute_seconds, work.transfers, rows
+    weak, strong = (scaling_curve(*step, mesh=mesh, fixed_batch=each) for each in (False, True))
+    return Scaling(weak, strong, devices_that_pay(weak, noise_scale), devices_that_pay(strong))
 
 
 def known_dtype(dp: DataParallel, chip: Chip) -> str:
@@ -193,46 +141,31 @@ def timeline(
     whichever is longer. A TPU's copies onto its chip, which run beside the computation, count as
     kernels, because they take of the same memory bandwidth.
 
-    Args:
-        schedule: of `read_schedule`.
-        chip: the device.
-        dtype: see `kernel_roofline`.
-
     Returns:
         The seconds of computation in a step, and the collectives in the order in which they are
         needed, those of a loop once for each run.
     """
-    clock = _Clock(lambda kernel: kernel_roofline(kernel, chip, dtype).seconds)
-    clock.run(schedule.steps)
-    return clock.now, tuple(clock.transfers)
+    now, transfers = 0.0, []
+    started: dict[str, tuple[Collective, float]] = {}
 
-
-@dataclasses.dataclass
-class _Clock:
-    seconds: Callable[[Kernel], float]
-    now: float = 0.0
-    transfers: list[Transfer] = dataclasses.field(default_factory=list)
-    started: dict[str, tuple[Collective, float]] = dataclasses.field(default_factory=dict)
-
-    def run(self, steps: Iterable[ScheduleStep]) -> None:
+    def run(steps: Iterable[ScheduleStep]) -> None:
+        nonlocal now
         for step in steps:
             if isinstance(step, Kernel):
-                self.now += step.share * self.seconds(step)
+                now += step.share * kernel_roofline(step, chip, dtype).seconds
             elif isinstance(step, Collective):
-                self.started[step.name] = step, self.now
+                started[step.name] = step, now
             elif isinstance(step, Wait):
-                collective, ready = self.started.pop(step.collective)
-                size = collective.share * collective.bytes
-                sent = Transfer(collective.kind, size, ready, self.now, axes=collective.axes)
-                self.transfers.append(sent)
+                sent, ready = started.pop(step.collective)
+                size = sent.share * sent.bytes
+                transfers.append(Transfer(sent.kind, size, ready, now, axes=sent.axes))
+            elif Schedule(step.steps).collectives:
+                for _ in range(step.trips):
+                    run(step.steps)
             else:
-                self._repeat(step)
+                before = now
+                run(step.steps)
+                now = before + step.trips * (now - before)
 
-    def _repeat(self, loop: WhileLoop) -> None:
-        if Schedule(loop.steps).collectives:
-            for _ in range(loop.trips):
-                self.run(loop.steps)
-            return
-        started = self.now
-        self.run(loop.steps)
-        self.now = started + loop.trips * (self.now - started)
+    run(schedule.steps)
+    return now, tuple(transfers)

@@ -68,7 +68,7 @@ def read_traffic(
     layout: Layout = LAYOUTS["replicated"],
     seconds: Callable[[Kernel], float] | None = None,
 ) -> Traffic:
-    """Return what a step sends, against what it has to.
+    """Return what a step that was compiled for some devices sends, against what it has to.
 
     Args:
         schedule: of the compiled step.
@@ -83,41 +83,33 @@ def read_traffic(
     for each in schedule.collectives:
         if each.devices != 1:
             groups.setdefault((each.kind, each.asynchronous, each.axes), []).append(each)
-    movements = [_movement(members, devices, seconds) for members in groups.values()]
+    movements = [
+        Movement(
+            kind,
+            sum(each.runs for each in members),
+            sum(each.runs * each.bytes for each in members),
+            sum(each.runs * wire_bytes(each, each.devices or devices) for each in members),
+            asynchronous,
+            sum(kernel.runs * seconds(kernel) for each in members for kernel in each.between)
+            if seconds
+            else None,
+            axes,
+        )
+        for (kind, asynchronous, axes), members in groups.items()
+    ]
     movements.sort(key=lambda each: -each.wire_bytes)
     traffic = Traffic(tuple(movements), least_bytes)
-    again = _reduced_again(schedule.collectives, params)
-    if not least_bytes or (traffic.share <= SLIGHTLY and not again):
+    if not least_bytes:
         return traffic
-    return replace(traffic, warning=_warning(traffic, again, advice(mode, layout)))
-
-
-def _movement(
-    members: list[Collective], devices: int, seconds: Callable[[Kernel], float] | None
-) -> Movement:
-    between = None
-    if seconds:
-        kernels = (kernel for each in members for kernel in each.between)
-        between = sum(kernel.runs * seconds(kernel) for kernel in kernels)
-    return Movement(
-        members[0].kind,
-        sum(each.runs for each in members),
-        sum(each.runs * each.bytes for each in members),
-        sum(each.runs * wire_bytes(each, each.devices or devices) for each in members),
-        members[0].asynchronous,
-        between,
-        members[0].axes,
-    )
-
-
-def _warning(traffic: Traffic, again: str, advised: str) -> str:
-    text = ""
+    found = [_reduced_again(schedule.collectives, params)]
     if traffic.share > SLIGHTLY:
-        text = (
+        found.insert(
+            0,
             f"each device sends {size_text(traffic.wire_bytes)}, {traffic.share:.2f} times the "
-            f"{size_text(traffic.least_bytes)} it has to"
+            f"{size_text(least_bytes)} it has to",
         )
-    return "; ".join(filter(None, (text, again, advised)))
+    told = [each for each in found if each]
+    return replace(traffic, warning="; ".join([*told, advice(mode, layout)])) if told else traffic
 
 
 def _reduced_again(collectives: Iterable[Collective], params: Iterable[Any]) -> str:
@@ -128,15 +120,13 @@ def _reduced_again(collectives: Iterable[Collective], params: Iterable[Any]) -> 
         if each.kind in ("all-reduce", "reduce-scatter") and each.devices != 1:
             for shape in each.shapes:
                 times[shape] += each.runs
-    again = {
-        shape: count
+    again = [
+        shape
         for shape, count in times.items()
         if count > leaves[hlo.arrays(shape)[0][1]] > 0 and hlo.shape_bytes(shape) > _SMALL_BYTES
-    }
-    if not again:
-        return ""
-    shape = max(again, key=hlo.shape_bytes)
-    return f"{shape} is reduced {again[shape]} times"
+    ]
+    shape = max(again, key=hlo.shape_bytes, default="")
+    return f"{shape} is reduced {times[shape]} times" if shape else ""
 
 
 def advice(mode: Mode, layout: Layout = LAYOUTS["replicated"]) -> str:
@@ -163,15 +153,9 @@ def least_wire_bytes(
     "Bandwidth optimal all-reduce algorithms for clusters of workstations"). Where each device
     updates its part (`zero1`, `fsdp`), it takes half of that, and the parameters are gathered:
     once, or where they are split too (`fsdp`) layer by layer in the forward pass and again in the
-    backward pass, as in arXiv:1910.02054.
-
-    Args:
-        layout: of the `DataParallel`.
-        devices: replicas.
-        sums_bytes: see `sums_bytes`.
-        parameter_bytes: of the parameters as they are gathered.
-        copies: of a split state, as hybrid sharding has several: a part's gradient is reduced over
-            them.
+    backward pass, as in arXiv:1910.02054. Hybrid sharding has several `copies` of a split state,
+    over which a part's gradient is reduced. See `sums_bytes` for those; `parameter_bytes` are of
+    the parameters as they are gathered.
     """
     if not layout.splits_optimizer:
         return wire_bytes_of_all_reduce(sums_bytes, devices)

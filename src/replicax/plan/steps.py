@@ -14,14 +14,21 @@ from replicax.analysis.flops import count_flops
 from replicax.analysis.schedule import Schedule, read_schedule
 from replicax.core.batch import row_count
 from replicax.core.data_parallel import DataParallel
-from replicax.core.mesh import STAGE, abstract_like, abstract_mesh, is_data_only, replica_count
+from replicax.core.mesh import (
+    STAGE,
+    AnyMesh,
+    abstract_like,
+    abstract_mesh,
+    is_data_only,
+    replica_count,
+)
 from replicax.core.objective import only_read
 from replicax.core.pipeline import SCHEDULES
 from replicax.core.reduction import Wire
 from replicax.core.traced_for import cuda_capability, traced_for
 from replicax.errors import CompilerError
 from replicax.plan.compilation import Compilation, TooLarge
-from replicax.plan.compiler import Compiler, compiler_for
+from replicax.plan.compiler import DESCRIBED, Compiler, compiler_for
 from replicax.plan.exported import (
     BEFORE_CUDNN,
     ExportedStep,
@@ -30,9 +37,8 @@ from replicax.plan.exported import (
     keeping_everything,
     step_jaxpr,
 )
-from replicax.plan.gpu_description import DESCRIBED
 from replicax.plan.memory_formula import MemoryFormula, memory_formula, on_one_device
-from replicax.plan.planned import Need, holder
+from replicax.plan.planned import Need
 from replicax.plan.target import ATTACHED, Target
 from replicax.train.guarded import guarded
 
@@ -78,82 +84,63 @@ class Steps:
     def __init__(
         self, model: Any, batch: Any, target: Target, compiler: Compiler | None, show: Show
     ) -> None:
-        self.target = target
-        self._model, self._batch = model, batch
-        self._compiler, self._show = compiler, show
-        self._made: dict[tuple[int, int, bool], tuple[DataParallel, Step]] = {}
-        self._formulas: dict[tuple[int, int], tuple[DataParallel, MemoryFormula]] = {}
-
-    @property
-    def capacity_bytes(self) -> int | None:
-        """Bytes that a step may take of one device; None where nobody tells."""
-        return self.target.chip.usable_bytes
-
-    @property
-    def compiler(self) -> str | None:
-        """The compiler's name and version; None by formula."""
-        return None if self._compiler is None else self._compiler.name
-
-    def unit(self, dp: DataParallel) -> int:
-        """Rows of a replica are a multiple of it: its micro-batches."""
-        return dp.split.micro_batches
+        self.target, self.compiler = target, compiler
+        self._model, self._batch, self._show = model, batch, show
+        self._made: dict[tuple[DataParallel, int, bool], Step] = {}
+        self._formulas: dict[tuple[DataParallel, int], MemoryFormula] = {}
 
     def formula(self, dp: DataParallel, rows: int) -> MemoryFormula:
         """By formula, for as many rows of a replica."""
-        key = (id(dp), rows)
-        if key not in self._formulas:
+        if (dp, rows) not in self._formulas:
             batch, platform = self._rows(dp, rows), self.target.chip.platform
             # Without its compiler, a kernel that only a described GPU has cannot be traced either.
-            with traced_for(self._capability if self._compiler else None):
+            with traced_for(self._capability if self.compiler else None):
                 found = memory_formula(dp, self._model, batch, platform=platform)
-            self._formulas[key] = dp, found
-        return self._formulas[key][1]
+            self._formulas[dp, rows] = found
+        return self._formulas[dp, rows]
 
     def step(
         self, dp: DataParallel, rows: int, what: str = "", *, without_cudnn: bool = False
     ) -> Step:
-        """A step of as many rows a replica.
+        """A step of as many rows a replica, with cuDNN's kernels or without.
 
-        Args:
-            dp: whose step it is.
-            rows: of a replica.
-            what: it is looked at for, as `show` is told.
-            without_cudnn: leave its kernels out.
+        `show` is told `what` it is looked at for.
 
         Raises:
             CompilerError: see `Compiler.compile`.
             ConfigError: see `export_step`.
         """
-        key = (id(dp), rows, without_cudnn)
+        key = dp, rows, without_cudnn
         if key not in self._made:
             self._show(f"{what}{', ' if what else ''}{rows:,} rows a {holder(dp.mesh)}")
             capability = self._capability
             if capability is not None and without_cudnn:
                 capability = min(capability, BEFORE_CUDNN)
-            self._made[key] = dp, self._make(dp, rows, capability)
-        return self._made[key][1]
+            self._made[key] = self._make(dp, rows, capability)
+        return self._made[key]
 
     def _make(self, dp: DataParallel, rows: int, capability: float | None) -> Step:
-        formula = self.formula(dp, rows)
-        if self._compiler is None:
-            needed = formula.total
-            return Step(dp, Need(rows, needed, self._holds(needed), False), formula)
+        formula, room = self.formula(dp, rows), self.target.chip.usable_bytes
+        if self.compiler is None:
+            fits = room is None or formula.total <= room
+            return Step(dp, Need(rows, formula.total, fits, False), formula)
         batch, platform = self._rows(dp, rows), self.target.chip.platform
         program = export_step(dp, self._model, batch, platform, capability)
-        answer = self._compiler.compile(program)
+        answer = self.compiler.compile(program)
         if isinstance(answer, TooLarge):
             # A compiler may stop at the first sum that is too much.
             least = max(answer.needed_bytes or 0, answer.available_bytes or 0, formula.total)
             return Step(dp, Need(rows, least, False, True), formula, program)
-        peak, memory = answer.memory.peak, answer.memory
-        need = Need(rows, peak, self._holds(peak), True, max(0, peak - memory.arguments))
+        peak = answer.memory.peak
+        temporaries = max(0, peak - answer.memory.arguments)
+        need = Need(rows, peak, room is None or peak <= room, True, temporaries)
         return Step(dp, need, formula, program, answer)
 
     def needs(self, dp: DataParallel) -> tuple[Need, ...]:
         """Needs of all steps of `dp` that were made, by rows."""
         made = [
             step.need
-            for (_, _, without), (owner, step) in self._made.items()
+            for (owner, _, without), step in self._made.items()
             if owner is dp and not without
         ]
         return tuple(sorted(made, key=lambda need: need.rows))
@@ -161,12 +148,6 @@ class Steps:
     def flops(self, dp: DataParallel, rows: int) -> float:
         """FLOPs of matrix products and convolutions on one device, with `rows` a replica."""
         return count_flops(self._jaxpr(dp, rows), self.target.chip.platform) / dp.mesh.size
-
-    def _jaxpr(self, dp: DataParallel, rows: int) -> Jaxpr:
-        batch = self._rows(dp, rows)
-        if not is_data_only(dp.mesh):  # who share a replica compute what one device would
-            dp = dp.replace(mesh=abstract_mesh(replica_count(dp.mesh)))
-        return step_jaxpr(dp, self._model, batch)
 
     def recomputed_share(self, dp: DataParallel, rows: int) -> float | None:
         """Share of `flops` that computes something again; None where that cannot be told."""
@@ -180,6 +161,12 @@ class Steps:
             return None
         return 1 - least / self.flops(dp, rows)
 
+    def _jaxpr(self, dp: DataParallel, rows: int) -> Jaxpr:
+        batch = self._rows(dp, rows)
+        if not is_data_only(dp.mesh):  # who share a replica compute what one device would
+            dp = dp.replace(mesh=abstract_mesh(replica_count(dp.mesh)))
+        return step_jaxpr(dp, self._model, batch)
+
     def sums_bytes(self, dp: DataParallel, metrics: int) -> int:
         """Bytes of the sums that a replica's device adds to those of others; see `sums_bytes`."""
         program = dp.program(self._model)
@@ -189,9 +176,6 @@ class Steps:
         trained = jax.tree.leaves(only_read(own, program.objective.read))
         sent = dp.reduction.dtype if isinstance(dp.reduction, Wire) else None
         return sums_bytes(trained, metrics, sent)
-
-    def _holds(self, size: int) -> bool:
-        return self.capacity_bytes is None or size <= self.capacity_bytes
 
     @property
     def _capability(self) -> float | None:
@@ -212,26 +196,22 @@ class Steps:
         return jax.tree.map(shaped, self._batch)
 
 
-def rows_of_a_replica(rows: int, replicas: int, unit: int) -> int:
-    """Rows of each replica for a global batch, filled up to a multiple of `unit`.
+def holder(mesh: AnyMesh) -> str:
+    """Return what rows are counted of: a `device`, or a `replica` where several devices are one."""
+    return "device" if is_data_only(mesh) else "replica"
 
-    Args:
-        rows: of the global batch.
-        replicas: that share it.
-        unit: micro-batches of a replica.
-    """
-    return math.ceil(rows / (replicas * unit)) * unit
+
+def rows_of_a_replica(rows: int, dp: DataParallel) -> int:
+    """Rows of each replica for a global batch, filled up to a multiple of its micro-batches."""
+    parts = dp.split.micro_batches
+    return math.ceil(rows / (replica_count(dp.mesh) * parts)) * parts
 
 
 def compiled_for(dp: DataParallel, model: Any, batch: Any, target: Target, show: Show) -> Step:
     """Return the step of `rx.fit` with its `program` and `compilation` for a target.
 
-    Args:
-        dp: the step; its own mesh may be of any devices.
-        model: as for `dp.init`; arrays or their shapes.
-        batch: the global batch, or its shapes; filled up to what the replicas divide.
-        target: the devices; none need be there.
-        show: told what is next.
+    The mesh of `dp` may be of any devices, and none of the target's need be there. The batch is
+    filled up to what the replicas divide.
 
     Raises:
         CompilerError: there is no compiler for it here, or it fails, or the step needs more memory
@@ -242,9 +222,8 @@ def compiled_for(dp: DataParallel, model: Any, batch: Any, target: Target, show:
     with compiler_for(target) as (compiler, notes):
         if compiler is None:
             raise CompilerError("; ".join(notes).removeprefix("by formula: "))
-        steps = Steps(model, batch, target, compiler, show)
-        rows = rows_of_a_replica(row_count(batch), replica_count(dp.mesh), steps.unit(dp))
-        step = steps.step(dp, rows, target.text)
+        rows = rows_of_a_replica(row_count(batch), dp)
+        step = Steps(model, batch, target, compiler, show).step(dp, rows, target.text)
     if step.compilation is None:
         raise CompilerError(
             f"{rows:,} rows a {holder(dp.mesh)} need more memory than {target.text} has: give fewer"

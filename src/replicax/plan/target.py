@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations_with_replacement
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -15,36 +15,27 @@ from replicax.errors import ConfigError, did_you_mean
 
 ATTACHED = "attached"
 _OTHER_NAMES = {"h100-80": "h100", "v100-32": "v100", "h200-141": "h200", "b200-180": "b200"}
-# Of chips whose torus has two dimensions: all that are sold.
-_FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
-# Of those with three: less than a cube of 4x4x4. From there on, each dimension is a multiple of 4.
-_BELOW_A_CUBE = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
-
 Topology = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Target:
-    """Hardware to plan for.
-
-    Args:
-        text: what the user wrote, as in `h100:64`.
-        chip: what each device is.
-        devices: how many there are.
-        hosts: how many processes they belong to.
-        topology: of a TPU slice, chips in each dimension of its torus; None for all others.
-        slices: how many such slices, joined by the network of the data centre; 1 for all others.
-    """
+    """Hardware to plan for."""
 
     text: str
+    """It as the user wrote it, `h100:64`."""
     chip: Chip
     devices: int
     hosts: int
+    """Processes that the devices belong to."""
     topology: Topology | None = None
+    """Chips in each dimension of a TPU slice's torus; None for all others."""
     slices: int = 1
+    """How many such slices, joined by the network of the data centre."""
 
     @property
     def devices_per_host(self) -> int:
+        """Equally many for all hosts."""
         return self.devices // self.hosts
 
     @property
@@ -93,9 +84,6 @@ class Target:
         GPUs fill one host as this target fills its, then further ones. TPUs take the most cubic
         slice of that many chips; beyond the largest, several equal slices, as few as can be.
 
-        Args:
-            devices: at least 1.
-
         Raises:
             ConfigError: the hardware does not come in this number.
         """
@@ -118,28 +106,21 @@ class Target:
         return replace(self, text=f"{self.chip.name}:{size}", devices=devices, hosts=hosts)
 
     def _with_chips(self, devices: int) -> "Target":
-        largest = self.chip.largest_slice
-        for slices in range(-(-devices // largest), devices + 1):
-            shapes = [] if devices % slices else _shapes_of(self.chip, devices // slices)
-            if shapes:
-                shape = min(shapes, key=max)
+        sold, largest = _sold(self.chip), self.chip.largest_slice
+        most = devices if devices > largest else 1
+        for slices in range(-(-devices // largest), most + 1):
+            if devices % slices == 0 and devices // slices in sold:
+                shape = min(sold[devices // slices], key=max)
                 times = f"{slices} x " if slices > 1 else ""
                 text = f"{times}{self.chip.name}:{_written(shape)}"
-                hosts = slices * _hosts(shape)
-                return Target(text, self.chip, devices, hosts, shape, slices)
-            if devices <= largest:
-                break
+                return Target(text, self.chip, devices, slices * _hosts(shape), shape, slices)
         raise ConfigError(
             f"{self.chip.title} with {devices} chips; no slices add up to that: use "
-            f"{_joined([str(count) for count in _nearest_counts(self.chip, devices)])}"
+            f"{' or '.join(map(str, _nearest_counts(self.chip, devices)))}"
         )
 
     def device_counts(self, most: int) -> Iterator[int]:
-        """Numbers of devices, doubling from 1, in which this hardware comes; v4 starts at 4.
-
-        Args:
-            most: the last is not above this.
-        """
+        """Numbers of devices, doubling from 1 to `most`, in which this hardware comes."""
         count = 1
         while count <= most:
             try:
@@ -184,22 +165,28 @@ def parse_target(text: str) -> Target:
 def attached_target(devices: Sequence[jax.Device] | None = None) -> Target:
     """The devices of this job, with what is known of their kind and what they tell of their memory.
 
-    Args:
-        devices: default: `jax.devices()`.
+    All of `jax.devices()` by default.
     """
     devices = jax.devices() if devices is None else devices
-    kind = devices[0].device_kind
+    kind, platform = devices[0].device_kind, devices[0].platform
     hosts = len({device.process_index for device in devices})
-    if devices[0].platform == "cpu":
-        chip = _host_shared_by(len(devices) // hosts)
-    else:
-        platform = "tpu" if devices[0].platform == "tpu" else "cuda"
-        chip = chip_of_kind(kind) or _unknown(kind, platform, len(devices) // hosts)
-        own = [device for device in devices if device.process_index == jax.process_index()]
-        stats = (own[0].memory_stats() if own else None) or {}
-        if "bytes_limit" in stats:
-            told = {**chip.sources, "usable_bytes": "memory_stats of the attached device"}
-            chip = replace(chip, usable_bytes=stats["bytes_limit"], sources=told)
+    each = len(devices) // hosts
+    if platform == "cpu":
+        return Target(ATTACHED, _host_shared_by(each), len(devices), hosts)
+    unknown = replace(
+        CPU,
+        name=kind,
+        title=kind,
+        platform="tpu" if platform == "tpu" else "cuda",
+        kinds=re.escape(kind),
+        devices_per_host=each,
+    )
+    chip = chip_of_kind(kind) or unknown
+    own = [device for device in devices if device.process_index == jax.process_index()]
+    stats = (own[0].memory_stats() if own else None) or {}
+    if "bytes_limit" in stats:
+        told = {**chip.sources, "usable_bytes": "memory_stats of the attached device"}
+        chip = replace(chip, usable_bytes=stats["bytes_limit"], sources=told)
     return Target(ATTACHED, chip, len(devices), hosts, _attached_topology(chip, devices))
 
 
@@ -215,22 +202,6 @@ def _attached_topology(chip: Chip, devices: Sequence[jax.Device]) -> Topology | 
     return sizes if prod(sizes) == len(devices) else None
 
 
-def _unknown(kind: str, platform: str, devices_per_host: int) -> Chip:
-    return Chip(
-        name=kind,
-        title=kind,
-        platform=platform,
-        kinds=re.escape(kind),
-        memory_bytes=None,
-        usable_bytes=None,
-        flops_per_second={},
-        memory_bytes_per_second=None,
-        inside=None,
-        between=None,
-        devices_per_host=devices_per_host,
-    )
-
-
 def _chip_called(name: str, text: str) -> Chip:
     if name == CPU.name:
         return CPU
@@ -238,7 +209,7 @@ def _chip_called(name: str, text: str) -> Chip:
         return CHIPS[name]
     longer = [known for known in CHIPS if known.startswith(f"{name}-")]
     if longer:
-        raise ConfigError(f"{text!r}: which {name}? Write {_joined(longer)}")
+        raise ConfigError(f"{text!r}: which {name}? Write {' or '.join(longer)}")
     known = (ATTACHED, CPU.name, *CHIPS)
     raise ConfigError(
         f"{text!r}: no hardware is called {name!r}{did_you_mean(name, known)}; known are "
@@ -250,8 +221,8 @@ def _example(chip: Chip) -> str:
     if chip is CPU:
         return "cpu:8 for 8 devices of this host"
     if chip.torus_dims:
-        shapes = [shape for count in (4, 16) for shape in _shapes_of(chip, count)]
-        return f"its topology, as in {_joined([f'{chip.name}:{_written(s)}' for s in shapes])}"
+        shapes = [shape for count in (4, 16) for shape in _sold(chip)[count]]
+        return f"its topology, as in {' or '.join(f'{chip.name}:{_written(s)}' for s in shapes)}"
     name, each = chip.name, chip.devices_per_host
     return f"{name}:{each} for one host, {name}:{8 * each} for 8, or {name}:4x2 for 4 of 2 each"
 
@@ -304,47 +275,51 @@ def _host_shared_by(devices: int) -> Chip:
 
 
 def _slice(text: str, chip: Chip, shape: Topology) -> Target:
-    if len(shape) == chip.torus_dims and shape in _shapes_of(chip, prod(shape)):
-        return Target(text, chip, prod(shape), _hosts(shape), shape)
-    names = _joined([f"{chip.name}:{_written(each)}" for each in _nearest(chip, shape)])
+    sold, chips = _sold(chip), prod(shape)
+    if shape in sold.get(chips, ()):
+        return Target(text, chip, chips, _hosts(shape), shape)
+    nearest = [min(sold[count], key=max) for count in _nearest_counts(chip, chips)]
+    if tuple(sorted(shape)) in sold.get(chips, ()):
+        nearest = [tuple(sorted(shape))]
+    names = " or ".join(f"{chip.name}:{_written(each)}" for each in nearest)
     if len(shape) == 1:
         raise ConfigError(f"{text!r} has no topology; {chip.title} is a torus: write {names}")
     if len(shape) != chip.torus_dims:
         raise ConfigError(
             f"{text!r} has {len(shape)} dimensions; {chip.title} has {chip.torus_dims}: use {names}"
         )
-    most = f", at most {chip.largest_slice} chips" if prod(shape) > chip.largest_slice else ""
+    most = f", at most {chip.largest_slice} chips" if chips > chip.largest_slice else ""
     raise ConfigError(f"{text!r}: {chip.title} has no such slice{most}: use {names}")
 
 
-def _shapes_of(chip: Chip, devices: int) -> list[Topology]:
-    """The topologies with this many chips; in three dimensions the shortest comes first."""
-    if chip.torus_dims == 2:
-        return [shape for shape in _FLAT if prod(shape) == devices]
-    if devices > chip.largest_slice:
-        return []
-    small: list[Topology] = [shape for shape in _BELOW_A_CUBE if prod(shape) == devices]
-    sizes = [size for size in range(4, devices // 16 + 1, 4) if devices % size == 0]
-    cubes = combinations_with_replacement(sizes, 3)
-    return small + [shape for shape in cubes if prod(shape) == devices]
+# Of chips whose torus has two dimensions: all that are sold.
+_FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
+# Of those with three: less than a cube of 4x4x4. From there on, each dimension is a multiple of 4.
+_BELOW_A_CUBE = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 
 
-def _nearest(chip: Chip, shape: Topology) -> list[Topology]:
-    """The most cubic topologies with this many chips, else with the next numbers of chips."""
-    ascending = tuple(sorted(shape))
-    if ascending in _shapes_of(chip, prod(shape)):
-        return [ascending]
-    counts = _nearest_counts(chip, prod(shape))
-    return [min(_shapes_of(chip, count), key=max) for count in counts]
+def _sold(chip: Chip) -> Mapping[int, Sequence[Topology]]:
+    """The topologies that a TPU comes in, by its number of chips."""
+    return _topologies(chip.torus_dims, chip.largest_slice)
+
+
+@cache
+def _topologies(dims: int, most: int) -> Mapping[int, Sequence[Topology]]:
+    cubes = (
+        (a, b, c)
+        for a in range(4, most + 1, 4)
+        for b in range(a, most // a + 1, 4)
+        for c in range(b, most // (a * b) + 1, 4)
+    )
+    found: dict[int, list[Topology]] = {}
+    for shape in _FLAT if dims == 2 else (*_BELOW_A_CUBE, *cubes):
+        found.setdefault(prod(shape), []).append(shape)
+    return found
 
 
 def _nearest_counts(chip: Chip, devices: int) -> list[int]:
     """Numbers of chips of one slice: this one, else the next below and above."""
-    if chip.torus_dims == 2:
-        counts = sorted({prod(shape) for shape in _FLAT})
-    else:
-        cubes = range(64, chip.largest_slice + 1, 64)
-        counts = sorted({prod(shape) for shape in _BELOW_A_CUBE} | set(cubes))
+    counts = sorted(_sold(chip))
     if devices in counts:
         return [devices]
     below = [count for count in counts if count < devices][-1:]
@@ -364,7 +339,3 @@ def host_bounds(shape: Topology) -> tuple[int, int, int]:
 
 def _written(shape: Topology) -> str:
     return "x".join(str(size) for size in shape)
-
-
-def _joined(names: Sequence[str]) -> str:
-    return " or ".join(names)
