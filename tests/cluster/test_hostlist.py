@@ -32,6 +32,7 @@ def test_hosts(text: str, hosts: list[str]) -> None:
         "n[]",
         "n[a-b]",
         "n[3-1]",
+        "n[3-1,5]",
         "n[1-999999999]",
         "n[[1]]",
         "n[0-999]m[0-999]",

@@ -80,6 +80,22 @@ def test_an_attribute_that_cannot_be_had_is_no_finding(path: Path, chex: types.M
     assert examine(path).findings == []
 
 
+@pytest.mark.parametrize(
+    ("doc", "names"),
+    [
+        ("__init__(self, mesh: Mesh, spec: object = None) -> None", ["mesh", "spec"]),
+        ("__init__(self, mesh: Mesh, spec: object = <object at 0x7f>) -> None", None),
+        ("Make one.", None),
+    ],
+)
+def test_a_compiled_class_tells_its_arguments_by_its_docstring(
+    doc: str, names: list[str] | None
+) -> None:
+    made = types.SimpleNamespace(__init__=types.SimpleNamespace(__doc__=doc))
+    found = lookup._compiled_signature(made)
+    assert (found and list(found.parameters)) == names
+
+
 def test_notes_do_not_fail(path: Path, chex: types.ModuleType) -> None:
     chex.__getattr__ = deprecated  # type: ignore[method-assign]
     path.write_text("import chex\nchex.old_one\n")

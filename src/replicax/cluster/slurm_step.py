@@ -3,7 +3,7 @@
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from replicax.cluster.address import DERIVED_PORTS, FIRST_DERIVED_PORT, join_address
 from replicax.cluster.variables import COORDINATOR, Detected, Fact, numbers, whole_number
@@ -85,10 +85,7 @@ def expand_hosts(text: str, name: str) -> list[str]:
     for part in map(str.strip, re.split(r",(?![^\[]*\])", text)):
         pieces = re.split(r"[][]", part) if _HOST.fullmatch(part) else []
         # Every other piece is what stands in brackets.
-        choices = [
-            list(itertools.islice(_expand_ranges(piece), _MOST_HOSTS + 1)) if i % 2 else [piece]
-            for i, piece in enumerate(pieces)
-        ]
+        choices = [_expand_ranges(p) if i % 2 else [p] for i, p in enumerate(pieces)]
         if not pieces or not 0 < math.prod(map(len, choices)) <= _MOST_HOSTS - len(hosts):
             raise ConfigError(
                 f"{name}={text!r} is not a list of hosts such as node[001-003,7]; "
@@ -98,11 +95,16 @@ def expand_hosts(text: str, name: str) -> list[str]:
     return hosts
 
 
-def _expand_ranges(inside: str) -> Iterator[str]:
+def _expand_ranges(inside: str) -> list[str]:
+    """The numbers in brackets; none where a range runs backwards, or is too long."""
+    numbers: list[str] = []
     for part in inside.split(","):
         first, _, last = part.partition("-")
+        if not 0 <= int(last or first) - int(first) < _MOST_HOSTS:
+            return []
         # The width of the first number holds for all: 001-003, 9-11.
-        yield from (f"{n:0{len(first)}d}" for n in range(int(first), int(last or first) + 1))
+        numbers += [f"{n:0{len(first)}d}" for n in range(int(first), int(last or first) + 1)]
+    return numbers
 
 
 def expand_counts(text: str, name: str) -> list[int]:

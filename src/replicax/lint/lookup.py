@@ -226,7 +226,10 @@ def _compiled_signature(function: Any) -> inspect.Signature | None:
     if not text.startswith("__init__(self, ") or "*" in text or "\n" in text:
         return None
     made: dict[str, Any] = {}
-    exec(f"from __future__ import annotations\ndef {text}: ...", made)
+    try:
+        exec(f"from __future__ import annotations\ndef {text}: ...", made)
+    except Exception:  # a default that is no expression: <object at 0x7f...>
+        return None
     return _without_self(made["__init__"])
 
 
