@@ -52,7 +52,7 @@ class Trial:
     micro_batches: int = 1
     """Parts that each replica's rows are computed in."""
     known: dict[Any, Any] = dataclasses.field(default_factory=dict)
-    """What the reference gave so far, by its batches."""
+    """Results of the reference so far, by its batches."""
 
     @property
     def replicas(self) -> int:
