@@ -164,14 +164,14 @@ def _of_recipe_alone(
     dp: rx.DataParallel, recipe: Any, models: tuple[Any, Any], batch: Any, evaluated: bool
 ) -> Iterator[Check]:
     """Rows on what only a recipe tells: whether it makes one model twice, and is evaluated."""
-    first, second = map(dp.init, models)
-    if sha256((first.params, first.extras)) != sha256((second.params, second.extras)):
+    first, second = (sha256(dp.configuration.split_model(model)[1:]) for model in models)
+    if first != second:
         text = "the recipe's model has other weights when it is made again with the same key"
         yield Check("determinism", "two models", FAIL, text, FROM_KEY)
     source = None if evaluated else recipe.eval_source()
     if source is not None:
         try:
-            dp.evaluate(first, [batch], loss=getattr(source, "loss", None))
+            dp.evaluate(dp.init(models[0]), [batch], loss=getattr(source, "loss", None))
         except ConfigError as error:
             yield Check("parity", "evaluation", SKIP, f"refused: {error}")
         except Exception as error:  # the user's loss

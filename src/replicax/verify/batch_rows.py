@@ -78,11 +78,13 @@ def with_weights(batch: PyTree, path: str, weights: np.ndarray) -> PyTree:
 
 def weights_of(batch: PyTree, path: str) -> np.ndarray:
     """[rows], each row's weight: where a row has several, their sum."""
-    for where, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        if jax.tree_util.keystr(where) == path:
-            by_row = np.asarray(leaf, np.float64).reshape(leaf.shape[0], -1)
-            return np.asarray(by_row.sum(axis=1))
-    raise KeyError(path)
+    by_path = {
+        jax.tree_util.keystr(where): leaf
+        for where, leaf in jax.tree_util.tree_leaves_with_path(batch)
+    }
+    weights = np.asarray(by_path[path], np.float64)
+    total: np.ndarray = weights.reshape(weights.shape[0], -1).sum(axis=1)
+    return total
 
 
 def last_name(path: Any) -> str:

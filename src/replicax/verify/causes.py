@@ -10,6 +10,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from replicax.verify.difference import (
+    MISSING,
+    NOT_NUMBERS,
+    SHAPE,
     Difference,
     Leaves,
     constant_ratio,
@@ -51,24 +54,12 @@ def likely_cause(evidence: Evidence) -> str:
 def _of_odd_leaves(evidence: Evidence, differing: Sequence[Difference]) -> str:
     """Leaves that cannot be compared as numbers."""
     for each in differing:
-        found, expected = evidence.found.get(each.path), evidence.expected[each.path]
-        if found is None:
-            return f"{each.path} is missing from what the step returns: return it"
-        if found.shape != expected.shape:
-            return (
-                f"{each.path} has shape {list(found.shape)} where one device gives "
-                f"{list(expected.shape)}: return it as the reference does"
-            )
-    broken = [
-        each.path
-        for each in differing
-        if is_float(evidence.found[each.path])
-        and not np.isfinite(evidence.found[each.path]).all()
-        and np.isfinite(evidence.expected[each.path]).all()
-    ]
+        if each.what.startswith((MISSING, SHAPE)):
+            return f"{each}: return it as the reference does"
+    broken = [each.path for each in differing if each.what == NOT_NUMBERS]
     if not broken:
         return ""
-    text = f"{named(broken)} holds NaN or infinity where one device gives numbers"
+    text = f"{named(broken)} {NOT_NUMBERS} where one device gives numbers"
     without = np.flatnonzero(evidence.shares == 0)
     if evidence.weights is not None and without.size:
         empty = ", ".join(map(str, without))

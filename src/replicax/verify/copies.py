@@ -18,8 +18,6 @@ class Copies:
     """Results by path, each once where all replicas hold the same bits, else once per replica."""
 
     held: Mapping[str, list[np.ndarray]]
-    replicas: int
-    """The most devices that any of the results lives on."""
     stacked: frozenset[str] = frozenset()
     """Paths that were stacked, [replicas, ...]."""
 
@@ -48,11 +46,8 @@ def read_copies(
     """
     held: dict[str, list[np.ndarray]] = {}
     stacked: set[str] = set()
-    devices = 1
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = jax.tree_util.keystr(path)
-        if isinstance(leaf, jax.Array):
-            devices = max(devices, len(leaf.sharding.device_set))
         if stacked_over and getattr(leaf, "shape", ()) == (stacked_over, *shapes.get(name, ())):
             stacked.add(name)
             whole = leaves(leaf)[""]
@@ -63,7 +58,7 @@ def read_copies(
             bits = copies[0].tobytes()
             same = all(copy.tobytes() == bits for copy in copies[1:])
             held[name] = [copies[0].copy()] if same else [copy.copy() for copy in copies]
-    return Copies(held, devices, frozenset(stacked))
+    return Copies(held, frozenset(stacked))
 
 
 def _parts(leaf: Any) -> list[Any]:

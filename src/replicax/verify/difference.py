@@ -35,6 +35,8 @@ _MISSED = 1e-4
 _COARSE = 2.0**-9
 """Perturbations stop at this size: more would be another model, not rounding."""
 
+MISSING, SHAPE, NOT_NUMBERS = "is missing", "has shape", "holds NaN or infinity"
+
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
@@ -206,9 +208,9 @@ def _difference(
     path: str, here: np.ndarray | None, there: np.ndarray, bound: np.ndarray | float
 ) -> Difference | None:
     if here is None:
-        return _of_another_kind(path, there, "is missing")
+        return _of_another_kind(path, there, MISSING)
     if here.shape != there.shape:
-        shapes = f"has shape {list(here.shape)} where {list(there.shape)} was expected"
+        shapes = f"{SHAPE} {list(here.shape)} where {list(there.shape)} was expected"
         return _of_another_kind(path, there, shapes)
     if not is_float(there):
         unequal = int(np.sum(here != there))
@@ -217,7 +219,7 @@ def _difference(
     if not there.size:
         return None
     if not np.isfinite(here).all() and np.isfinite(there).all():
-        return _of_another_kind(path, there, "holds NaN or infinity")
+        return _of_another_kind(path, there, NOT_NUMBERS)
     limit = np.broadcast_to(np.asarray(bound), there.shape)
     same = (here == there) | (np.isnan(here) & np.isnan(there))
     gap = np.where(same, 0.0, np.abs(here - there))

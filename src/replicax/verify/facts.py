@@ -1,17 +1,27 @@
 """Facts about a loss and its model that decide what can be compared with what."""
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Jaxpr, Literal, jaxprs_in_params
+from jax.interpreters.partial_eval import dce_jaxpr
 
+from replicax.core.batch import Batch
 from replicax.core.look import Look
+from replicax.core.loss import LOSS
+from replicax.core.models.definition import View
+from replicax.core.objective import Objective
+from replicax.core.update import TrainState
 from replicax.verify.devices_asked import devices_asked
 from replicax.verify.difference import Leaves, is_float
 from replicax.verify.independence import Independence, examine_rows
-from replicax.verify.loss_trace import loss_draws_from_a_constant
 from replicax.verify.subject import Subject
+
+_DRAWS = frozenset({"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,3 +75,78 @@ def examine(subject: Subject) -> Facts:
 def same_bits(left: Leaves, right: Leaves) -> bool:
     """Whether two results are the same to the last bit."""
     return all(value.tobytes() == right[path].tobytes() for path, value in left.items())
+
+
+def draws_from_a_constant(jaxpr: Jaxpr, keyed: Sequence[bool]) -> bool:
+    """Whether a traced function draws random numbers that depend on none of some arguments.
+
+    Args:
+        jaxpr: of the function.
+        keyed: for each of its arguments, whether draws may depend on it.
+    """
+    return _follow(jaxpr, keyed)[1]
+
+
+def _follow(jaxpr: Jaxpr, keyed: Sequence[bool]) -> tuple[list[bool], bool]:
+    """Which results depend on the arguments that are `keyed`, and whether a draw does not."""
+    known: dict[Any, bool] = dict(zip(jaxpr.invars, keyed, strict=True))
+
+    def depends(variable: Any) -> bool:
+        return not isinstance(variable, Literal) and known.get(variable, False)
+
+    drawn = False
+    for equation in jaxpr.eqns:
+        inputs = [depends(variable) for variable in equation.invars]
+        outputs = [any(inputs)] * len(equation.outvars)
+        for inner in jaxprs_in_params(equation.params):
+            # Loops and branches have more inputs than their bodies, or others: as a whole then.
+            alike = len(inner.invars) == len(inputs)
+            entered = inputs if alike else [any(inputs)] * len(inner.invars)
+            results, inside = _follow(inner, entered)
+            drawn |= inside
+            if alike and len(results) == len(outputs):
+                outputs = results
+        if equation.primitive.name in _DRAWS and not any(inputs):
+            drawn = True
+        known.update(zip(equation.outvars, outputs, strict=True))
+    return [depends(variable) for variable in jaxpr.outvars], drawn
+
+
+def loss_draws_from_a_constant(objective: Objective, state: TrainState, batch: Batch) -> bool:
+    """Whether a loss in training draws random numbers that do not depend on its key."""
+
+    def traced(key_data: jax.Array, rest: Any) -> Any:
+        params, extras, rows = rest
+        key = jax.random.wrap_key_data(key_data)
+        return objective.loss_sums(params, extras, rows, View(key))[0]
+
+    rest = (state.params, state.extras, batch)
+    key_data = jax.random.key_data(jax.random.key(0))
+    jaxpr = jax.make_jaxpr(traced)(key_data, rest).jaxpr
+    keyed = [True] + [False] * (len(jaxpr.invars) - 1)
+    return draws_from_a_constant(jaxpr, keyed)
+
+
+def dead_and_stopped(
+    objective: Objective, state: TrainState, batch: Batch
+) -> tuple[list[str], list[str]]:
+    """Return the parameters that nothing of the loss follows from, and those without gradient.
+
+    The program is asked and not the rows: a parameter that these rows do not use is neither.
+    """
+
+    def moved(params: Any, tangents: Any, extras: Any, rows: Batch) -> Any:
+        def sums(params: Any) -> Any:
+            return objective.loss_sums(params, extras, rows, View(jax.random.key(0)))[0]
+
+        found, moves = jax.jvp(sums, (params,), (tangents,))
+        return found, moves[LOSS].total
+
+    jaxpr = jax.make_jaxpr(moved)(state.params, state.params, state.extras, batch).jaxpr
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state.params)]
+    count, results = len(paths), len(jaxpr.outvars)
+    _, reaching = dce_jaxpr(jaxpr, [True] * (results - 1) + [False])
+    _, moving = dce_jaxpr(jaxpr, [False] * (results - 1) + [True])
+    dead = [path for path, used in zip(paths, reaching[:count], strict=True) if not used]
+    without = [path for path, used in zip(paths, moving[count:][:count], strict=True) if not used]
+    return dead, [path for path in without if path not in dead]

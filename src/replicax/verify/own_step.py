@@ -20,7 +20,7 @@ from replicax.verify.exactness import Bits, bits_of, check_exactness, replica_co
 from replicax.verify.form import Step
 from replicax.verify.step import verify_step
 from replicax.verify.step_parity import INDIVISIBLE, UNEQUAL
-from replicax.wording import first_line
+from replicax.verify.verification import failed_on_one_device
 
 
 def check_own_step(
@@ -47,11 +47,8 @@ def check_own_step(
         state = alone.init(model, seed=seed)
         with devices_asked() as asked:
             alone.prepare(state, alone.program(state).placed(data))
-    except ReplicaxError as error:
-        yield Check("parity", "one device", FAIL, f"refused: {error}")
-        return
     except Exception as error:  # the user's step
-        yield Check("parity", "one device", FAIL, first_line(error))
+        yield failed_on_one_device(error)
         return
     yield from check_devices_asked(asked)
     full_only = _without_padding(alone, data)

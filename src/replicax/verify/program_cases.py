@@ -13,10 +13,10 @@ from replicax.core.loss import LOSS
 from replicax.errors import ReplicaxError
 from replicax.verify.batch_rows import shuffled
 from replicax.verify.difference import Difference
-from replicax.verify.facts import Facts
+from replicax.verify.facts import Facts, dead_and_stopped
+from replicax.verify.form import host
 from replicax.verify.independence import DEPENDENT, SUMMED, WEIGHTED_SCALAR
-from replicax.verify.loss_trace import dead_and_stopped
-from replicax.verify.program_trial import ProgramTrial, trial_of
+from replicax.verify.program_trial import AsGiven, OneDevice, ProgramTrial
 from replicax.verify.step_checks import (
     determinism,
     parameters,
@@ -47,7 +47,33 @@ class ProgramCases:
 
     def trial(self, case: Case) -> ProgramTrial:
         """Return a case with what it is compared with."""
-        return trial_of(self._subject, self._facts, case, self._known)
+        subject, facts = self._subject, self._facts
+        by_batch = facts.random or facts.writes  # what a part of the rows gives follows from it
+        draws_apart = case.mode.per_replica and not case.mode.bitwise
+        single, against = subject.single, "one device"
+        if facts.random and draws_apart and subject.replicas > 1:
+            single = Case(subject.emulated, case.micro_batches)
+            against = f"{subject.replicas} replicas on one device"
+        elif by_batch:
+            single = dataclasses.replace(single, micro_batches=case.micro_batches)
+        return ProgramTrial(
+            AsGiven(
+                lambda state, batch: subject.run(case, batch, state),
+                replicas=subject.replicas if case.devices > 1 else 1,
+            ),
+            OneDevice(subject, single, real_rows=not by_batch),
+            host(subject.placed(case, subject.state)),
+            None,
+            subject.eps,
+            {},
+            against=against,
+            draws=facts.random,
+            micro_batches=case.micro_batches,
+            known=self._known,
+            subject=subject,
+            facts=facts,
+            case=case,
+        )
 
     def parity(self, case: Case) -> Iterator[Check]:
         """A row for each batch."""
@@ -68,7 +94,7 @@ class ProgramCases:
                 known=self._known_cause,
             )
         except SkippedStepError as skipped:
-            return Check("parity", name, FAIL, f"{skipped}: the step is skipped", NOT_FINITE)
+            return Check("parity", name, FAIL, f"{skipped}: the step is skipped", SKIPPED)
         except ReplicaxError as error:
             fails = own and (kind != PADDED or self._facts.takes_padding)
             return Check("parity", name, FAIL if fails else SKIP, f"refused: {error}")
@@ -159,7 +185,7 @@ def _text(traced: Any) -> tuple[str, list[bytes]]:
     return _ADDRESS.sub("", str(traced.jaxpr)), constants
 
 
-NOT_FINITE = (
+SKIPPED = (
     "the loss or its gradient is not finite there, and a run skips such a step: look at what "
     "becomes NaN or infinite, in rows of weight 0 too (jax_debug_nans finds the operation)"
 )

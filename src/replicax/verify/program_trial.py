@@ -11,7 +11,7 @@ from replicax.core.batch import Batch
 from replicax.core.update import Metrics, TrainState
 from replicax.verify.difference import Leaves, bounds, leaves, rounding_noise
 from replicax.verify.facts import Facts
-from replicax.verify.form import Form, host
+from replicax.verify.form import Form
 from replicax.verify.subject import Case, Subject, named_results
 from replicax.verify.trial import Trial
 
@@ -119,31 +119,3 @@ class ProgramTrial(Trial):
     def named(self, by_path: Mapping[str, Any]) -> dict[str, Any]:
         """Return results by the names that they have in the table."""
         return named_results(by_path)
-
-
-def trial_of(subject: Subject, facts: Facts, case: Case, known: dict[Any, Any]) -> ProgramTrial:
-    """Return a case with what it is compared with; `known` is what one device gave so far."""
-    single, against = subject.single, "one device"
-    if facts.random and case.draws_apart and subject.replicas > 1:
-        single = Case(subject.emulated, case.micro_batches)
-        against = f"{subject.replicas} replicas on one device"
-    elif facts.random or facts.writes:
-        single = dataclasses.replace(single, micro_batches=case.micro_batches)
-    return ProgramTrial(
-        AsGiven(
-            lambda state, batch: subject.run(case, batch, state),
-            replicas=subject.replicas if case.devices > 1 else 1,
-        ),
-        OneDevice(subject, single, not (facts.random or facts.writes)),
-        host(subject.placed(case, subject.state)),
-        None,
-        subject.eps,
-        {},
-        against=against,
-        draws=facts.random,
-        micro_batches=case.micro_batches,
-        known=known,
-        subject=subject,
-        facts=facts,
-        case=case,
-    )

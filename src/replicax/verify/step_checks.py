@@ -80,14 +80,10 @@ def _averaged_on_the_host(
     wanted = {path: expected[path] for path in unequal if path in expected}
     if differences(means, wanted, bounds):
         return None
-    return Check(
-        "replicas",
-        f"{len(held)} replicas",
-        NOTE,
-        f"{unequal[0]} is each replica's own; the mean of the {len(held)} is right",
-        f"{unequal[0]}[0] is of the rows of replica 0 only: log the mean, or apply lax.pmean to it",
-        {"unequal": list(unequal)},
-    )
+    case, path = f"{len(held)} replicas", unequal[0]
+    found = f"{path} is each replica's own; the mean of the {len(held)} is right"
+    cause = f"{path}[0] is of the rows of replica 0 only: log the mean, or apply lax.pmean to it"
+    return Check("replicas", case, NOTE, found, cause, {"unequal": list(unequal)})
 
 
 def parameters(
@@ -113,15 +109,14 @@ def parameters(
     if not still:
         found = f"all {len(floats)} leaves of floats change"
         return Check("parameters", case, PASS, found, "", figures)
-    return Check(
-        "parameters",
-        case,
-        NOTE,
-        f"{named(still)} of {len(floats)} leaves do not change, on one device neither",
-        "frozen on purpose, by the optimizer or a learning rate of 0; or never reached by a "
-        "gradient: stop_gradient, an unused layer, a gradient of exactly 0",
-        figures,
-    )
+    found = f"{named(still)} of {len(floats)} leaves do not change, on one device neither"
+    return Check("parameters", case, NOTE, found, STILL, figures)
+
+
+STILL = (
+    "frozen on purpose, by the optimizer or a learning rate of 0; or never reached by a gradient: "
+    "stop_gradient, an unused layer, a gradient of exactly 0"
+)
 
 
 def determinism(trial: Trial, batch: PyTree, copies: Copies) -> Check:
@@ -168,34 +163,22 @@ def recompilation(trial: Trial, batches: Sequence[PyTree], case: str = "same sha
         compiled.append(len(compilations))
     figures = {"compiled": compiled}
     if any(compiled[2:]):
-        return Check(
-            "recompilation",
-            case,
-            FAIL,
-            f"the third step on the same shapes compiles {sum(compiled[2:])} programs again",
-            "jit or pmap is applied anew in each call, or an argument hashed by identity (a "
-            "lambda, a new mesh) changes: make the compiled function once, outside the loop",
-            figures,
-        )
+        found = f"the third step on the same shapes compiles {sum(compiled[2:])} programs again"
+        return Check("recompilation", case, FAIL, found, ANEW, figures)
     changed = [path for path, form in forms[1].items() if forms[0].get(path, form) != form]
     if compiled[1] and changed:
-        was, now = forms[0][changed[0]], forms[1][changed[0]]
-        return Check(
-            "recompilation",
-            case,
-            NOTE,
-            "the second step compiles again, the third does not",
-            f"{changed[0]} goes in as {was} and comes back as {now}: start with what comes back",
-            figures,
-        )
-    return Check(
-        "recompilation",
-        case,
-        PASS,
-        "another batch of the same shape compiles nothing",
-        "",
-        figures,
-    )
+        path, found = changed[0], "the second step compiles again, the third does not"
+        was, now = forms[0][path], forms[1][path]
+        cause = f"{path} goes in as {was} and comes back as {now}: start with what comes back"
+        return Check("recompilation", case, NOTE, found, cause, figures)
+    found = "another batch of the same shape compiles nothing"
+    return Check("recompilation", case, PASS, found, "", figures)
+
+
+ANEW = (
+    "jit or pmap is applied anew in each call, or an argument hashed by identity (a lambda, a new "
+    "mesh) changes: make the compiled function once, outside the loop"
+)
 
 
 def _aval_of(tree: PyTree) -> dict[str, str]:

@@ -194,12 +194,10 @@ def _found(trial: Trial, copies: Copies) -> Leaves:
 def _common(expected: Leaves, found: Leaves, trial: Trial) -> tuple[Leaves, Leaves]:
     """Both without the metrics that only one of them returns; the state has to be whole."""
     paths = [path for path in expected if path in found or path.startswith("state")]
-    shapes = {path: shape for path, shape in trial.named(trial.shapes).items() if path in found}
-    metrics = {path: shape for path, shape in shapes.items() if not path.startswith("state")}
     shaped = {
         path: found[path].reshape(shape)
-        for path, shape in metrics.items()
-        if found[path].size == math.prod(shape)
+        for path, shape in trial.named(trial.shapes).items()
+        if not path.startswith("state") and path in found and found[path].size == math.prod(shape)
     }
     return {path: expected[path] for path in paths}, {**found, **shaped}
 

@@ -1,8 +1,8 @@
 """The subject of a verification: a `DataParallel`, its model and rows, in every mode."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax.tree_util import keystr
 
-from replicax.core.batch import Batch, Share, host_rows, row_count
+from replicax.core.batch import Batch, Share, host_rows, pad, row_count
 from replicax.core.data_parallel import DataParallel
 from replicax.core.loss import LOSS
 from replicax.core.mesh import by_rows, make_mesh, replica_count
@@ -50,11 +50,6 @@ class Case:
             return self.mode.name
         return f"{self.mode}, {self.micro_batches} micro-batches"
 
-    @property
-    def draws_apart(self) -> bool:
-        """Whether each replica draws random numbers of its own."""
-        return self.mode.per_replica and not self.mode.bitwise
-
 
 class SkippedStepError(Exception):
     """A step's loss or gradient was not finite, or overflowed, and nothing was changed."""
@@ -85,9 +80,9 @@ class Subject:
         read = self._updater.read or (True,) * len(leaves)
         self.trained = jax.tree.unflatten(structure, read)
         self.own = self.case(dp.mode, dp.accumulate)
-        self._made: dict[Case, DataParallel] = {}
-        self._reductions: dict[Case, PyTree] = {}
-        self._abstract: dict[Case, TrainState] = {}
+        self.parallel = functools.cache(self._parallel)
+        self.abstract = functools.cache(self._abstract)
+        self._reduction = functools.cache(self._first_reduction)
         self.state = self._warm_state()
 
     # How it is run.
@@ -97,26 +92,24 @@ class Subject:
         devices = self._base.mesh.devices.size if mode.partitions else self.replicas
         return Case(mode, micro_batches, min(devices, mode.most_devices or devices))
 
-    def parallel(self, case: Case) -> DataParallel:
+    def _parallel(self, case: Case) -> DataParallel:
         """Return the step in one case, which records the gradient that its optimizer reads."""
-        if case not in self._made:
-            base = self._base
-            changes: dict[str, Any] = {"mode": case.mode, "accumulate": case.micro_batches}
-            if case.magnitudes or not case.mode.holds(base.layout):
-                changes["layout"] = "replicated"
-            if case.devices != base.mesh.devices.size:
-                devices = list(base.mesh.devices.flat)[: case.devices]
-                changes["mesh"] = make_mesh(devices=devices)
-            if case.magnitudes:
-                changes["reduction"] = MAGNITUDES
-            elif not case.mode.per_replica:
-                changes["reduction"] = "float32"
-            if not case.mode.bitwise and self.quick:
-                changes["compiler_options"] = self.quick
-            recorded = optax.chain(record_gradient(self.trained), self._optimizer)
-            made = base.replace(optimizer=recorded, **changes)
-            self._made[case] = guarded(made, made.abstract_state(self._model))
-        return self._made[case]
+        base = self._base
+        changes: dict[str, Any] = {"mode": case.mode, "accumulate": case.micro_batches}
+        if case.magnitudes or not case.mode.holds(base.layout):
+            changes["layout"] = "replicated"
+        if case.devices != base.mesh.devices.size:
+            devices = list(base.mesh.devices.flat)[: case.devices]
+            changes["mesh"] = make_mesh(devices=devices)
+        if case.magnitudes:
+            changes["reduction"] = MAGNITUDES
+        elif not case.mode.per_replica:
+            changes["reduction"] = "float32"
+        if not case.mode.bitwise and self.quick:
+            changes["compiler_options"] = self.quick
+        recorded = optax.chain(record_gradient(self.trained), self._optimizer)
+        made = base.replace(optimizer=recorded, **changes)
+        return guarded(made, made.abstract_state(self._model))
 
     def run(
         self, case: Case, batch: Batch, state: TrainState | None = None
@@ -161,20 +154,18 @@ class Subject:
         abstract = self.abstract(case)
         trees: list[Any] = [jax.tree.structure(each.reduction) for each in (state, abstract)]
         if trees[0] != trees[1]:
-            if case not in self._reductions:
-                made = self.parallel(case).init(self._model, seed=self._seed)
-                self._reductions[case] = made.reduction
-            state = dataclasses.replace(state, reduction=self._reductions[case])
+            state = dataclasses.replace(state, reduction=self._reduction(case))
         placed: TrainState = jax.device_put(
             state, jax.tree.map(lambda leaf: leaf.sharding, abstract)
         )
         return placed
 
-    def abstract(self, case: Case) -> TrainState:
+    def _abstract(self, case: Case) -> TrainState:
         """The shapes of a state with the shardings of the step of `case`."""
-        if case not in self._abstract:
-            self._abstract[case] = self.parallel(case).abstract_state(self._model)
-        return self._abstract[case]
+        return self.parallel(case).abstract_state(self._model)
+
+    def _first_reduction(self, case: Case) -> PyTree:
+        return self.parallel(case).init(self._model, seed=self._seed).reduction
 
     def batch_on(self, case: Case, batch: Batch) -> Batch:
         """`batch` where the step of `case` has it."""
@@ -182,20 +173,18 @@ class Subject:
 
     # What it is run on.
 
-    @cached_property
+    @functools.cached_property
     def full(self) -> Batch:
         """All rows."""
         return self.some(np.arange(self.rows))
 
-    @cached_property
+    @functools.cached_property
     def padded(self) -> Batch:
         """A batch whose real rows do not divide: the rest repeats them, with mask 0."""
-        real = self.real_rows
-        repeated = self.some(np.arange(self.rows) % real)
-        mask = (np.arange(self.rows) < real).astype(np.float32)
-        return dataclasses.replace(repeated, mask=mask, rows=real)
+        real = np.arange(self.real_rows)
+        return pad(self.some(real).data, self.rows, real)
 
-    @cached_property
+    @functools.cached_property
     def weighted(self) -> Batch:
         """All rows, with weights from 0.1 to 10, so that no two replicas have the same sum."""
         low, high = np.log(_LEAST_WEIGHT), np.log(_MOST_WEIGHT)
@@ -211,8 +200,7 @@ class Subject:
     def some(self, indices: np.ndarray) -> Batch:
         """A batch of the rows of these indices."""
         data = jax.tree.map(lambda leaf: leaf[indices], self.data)
-        count = len(indices)
-        return Batch(data, np.ones(count, np.float32), indices.astype(np.int32), count)
+        return pad(data, len(indices), indices)
 
     # What it is.
 
@@ -221,17 +209,17 @@ class Subject:
         """The reference."""
         return Case(MODES["single"])
 
-    @cached_property
+    @functools.cached_property
     def emulated(self) -> Mode:
         """All replicas of a per-replica mode, on one device."""
         return emulated(self.replicas, self.objective)
 
-    @cached_property
+    @functools.cached_property
     def objective(self) -> Objective:
         """The loss on the model."""
         return self.parallel(self.single).program(self._model).objective
 
-    @cached_property
+    @functools.cached_property
     def eps(self) -> float:
         """Unit of the coarsest dtype that the loss computes in."""
         state, batch = self.state, self.some(np.arange(min(self.rows, 2)))
@@ -252,7 +240,7 @@ class Subject:
 
     # What these are made of.
 
-    @cached_property
+    @functools.cached_property
     def _apply(self) -> Any:
         def apply(params: PyTree, opt_state: Any, gradient: PyTree, loss: Any) -> PyTree:
             value = {"value": loss} if self._updater.takes_value else {}

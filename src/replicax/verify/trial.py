@@ -52,7 +52,7 @@ class Trial:
     micro_batches: int = 1
     """Parts that each replica's rows are computed in."""
     known: dict[Any, Any] = dataclasses.field(default_factory=dict)
-    """What the reference gave so far, by its batches."""
+    """Results of the reference so far, by its batches."""
 
     @property
     def replicas(self) -> int:
@@ -248,8 +248,9 @@ def find_form(
                 if isinstance(leaf, jax.Array)
             ]
             return dataclasses.replace(form, replicas=max(devices, default=1))
-        if _fits(form, state, results["state"]):
-            working.append((_distance(results["state"], expected), form))
+        distance = _distance(form, state, results["state"], expected)
+        if distance is not None:
+            working.append((distance, form))
     if working:
         return min(working, key=lambda each: each[0])[1]
     first = next((error for form, error in errors if form.stacked == is_pmap(form.step)), None)
@@ -261,21 +262,18 @@ def find_form(
     )
 
 
-def _fits(form: Form, state: PyTree, returned: PyTree) -> bool:
-    """Whether a state has the shapes of the one given, or those with a replica dim in front."""
-    pairs = zip(jax.tree.leaves(state), jax.tree.leaves(returned), strict=True)
-    return all(
-        np.shape(after) in (np.shape(before), (form.replicas, *np.shape(before)))
-        for before, after in pairs
-    )
+def _distance(form: Form, state: PyTree, returned: PyTree, expected: PyTree) -> float | None:
+    """How far a new state is from the reference's, leaf by leaf; replicas are broadcast over.
 
-
-def _distance(returned: PyTree, expected: PyTree) -> float:
-    """How far a new state is from the reference's, leaf by leaf; replicas are broadcast over."""
-    ours, theirs = leaves(returned), leaves(expected)
+    None where it has neither the shapes of the state given nor those with a replica dim in front.
+    """
+    for before, after in zip(jax.tree.leaves(state), jax.tree.leaves(returned), strict=True):
+        if np.shape(after) not in (np.shape(before), (form.replicas, *np.shape(before))):
+            return None
+    ours = leaves(returned)
     gaps = [
         float(np.linalg.norm(ours[path] - value) / (1 + np.linalg.norm(value)))
-        for path, value in theirs.items()
+        for path, value in leaves(expected).items()
         if is_float(value)
     ]
     return sum(gap if np.isfinite(gap) else 1e9 for gap in gaps)

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from replicax.checks import FAIL, NOTE, SKIP, Check, print_table, summary, table_text
+from replicax.errors import ReplicaxError
+from replicax.wording import first_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +45,13 @@ class Verification:
             "about": dict(self.about),
             "checks": [dataclasses.asdict(check) for check in self.checks],
         }
+
+
+def failed_on_one_device(error: Exception) -> Check:
+    """The row where there is nothing to compare with."""
+    refused = isinstance(error, ReplicaxError)
+    found = f"refused: {error}" if refused else first_line(error)
+    return Check("parity", "one device", FAIL, found)
 
 
 def merged(checks: Sequence[Check]) -> list[Check]:

@@ -9,12 +9,12 @@ from typing import Any
 import jax
 
 from replicax.analysis.compiled import inspect
-from replicax.checks import FAIL, NOTE, SKIP, Check
+from replicax.checks import NOTE, SKIP, Check
 from replicax.core.batch import row_count
 from replicax.core.data_parallel import DataParallel
 from replicax.core.mesh import replica_count
 from replicax.core.modes import MODES, Mode, as_mode
-from replicax.errors import ConfigError, ReplicaxError
+from replicax.errors import ConfigError
 from replicax.verify.devices_asked import check_devices_asked
 from replicax.verify.exactness import bits_on, check_exactness, replica_counts
 from replicax.verify.facts import examine
@@ -24,8 +24,7 @@ from replicax.verify.program_cases import NOT_REPEATABLE, ProgramCases
 from replicax.verify.subject import Case, Subject
 from replicax.verify.sums import Elsewhere, check_sums, with_sums_as_cause
 from replicax.verify.traffic import check_traffic, check_work, read_programs
-from replicax.verify.verification import Verification
-from replicax.wording import first_line
+from replicax.verify.verification import Verification, failed_on_one_device
 
 MICRO_BATCHES = 4
 ROWS_OF_ONE = 2
@@ -102,11 +101,8 @@ def _checks(
     try:
         subject = Subject(dp, model, batch, micro_batches, seed)
         facts = examine(subject)
-    except ReplicaxError as error:
-        yield Check("parity", "one device", FAIL, f"refused: {error}")
-        return
-    except Exception as error:
-        yield Check("parity", "one device", FAIL, first_line(error))
+    except Exception as error:  # the user's loss
+        yield failed_on_one_device(error)
         return
     own = subject.own
     depends = facts.rows.kind == DEPENDENT

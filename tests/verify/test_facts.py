@@ -8,7 +8,7 @@ import pytest
 from verify import zoo_recipes as zoo
 
 import replicax as rx
-from replicax.verify.loss_trace import draws_from_a_constant, loss_draws_from_a_constant
+from replicax.verify.facts import draws_from_a_constant, loss_draws_from_a_constant
 from replicax.verify.subject import Subject
 
 
