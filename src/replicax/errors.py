@@ -27,31 +27,74 @@ T = TypeVar("T")
 
 
 class ReplicaxError(Exception):
-    """Base of every error that Replicax raises on purpose. `exit_code` is the CLI's."""
+    """Base of every error that Replicax raises on purpose. `exit_code` is the CLI's.
+
+    Example:
+        >>> try:
+        ...     rx.DataParallel(loss, optimizer, mode="fast")
+        ... except rx.ReplicaxError as error:
+        ...     print(type(error).__name__, error.exit_code)
+        ConfigError 2
+    """
 
     exit_code = 2
 
 
 class ConfigError(ReplicaxError, ValueError):
-    """A flag or argument that cannot work, alone or beside another."""
+    """A flag or argument that cannot work, alone or beside another.
+
+    Example:
+        >>> rx.DataParallel(loss, optimizer, accumulate=0)
+        Traceback (most recent call last):
+        replicax.errors.ConfigError: ...
+    """
 
 
 class DataError(ReplicaxError, ValueError):
-    """A data file or a batch that is not what it should be."""
+    """A data file or a batch that is not what it should be.
+
+    Example:
+        >>> dp.feed({"x": np.zeros((3, 2)), "y": np.zeros(4)}, batch_size=2)
+        Traceback (most recent call last):
+        replicax.errors.DataError: ...
+    """
 
 
 class LossError(ReplicaxError, ValueError):
-    """A loss function that returned something the loss contract does not allow."""
+    """A loss function that returned something the loss contract does not allow.
+
+    Example:
+        >>> scalar = rx.DataParallel(lambda model, batch, key: "high", optimizer)
+        >>> scalar.step(scalar.init(model), batch)
+        Traceback (most recent call last):
+        replicax.errors.LossError: ...
+    """
 
 
 class DivergedError(ReplicaxError, ArithmeticError):
-    """A run whose loss stopped being finite."""
+    """A run whose loss stopped being finite.
+
+    Example:
+        >>> endless = {**source, "y": np.full_like(source["y"], np.inf)}
+        >>> rx.fit(dp, state, endless, batch_size=32, epochs=3, guard=rx.Guard(most=2))
+        Traceback (most recent call last):
+        replicax.errors.DivergedError: ...
+    """
 
     exit_code = 1
 
 
 class StateError(ReplicaxError, RuntimeError):
-    """A train state that was already consumed, or belongs to another model."""
+    """A train state that was already consumed, or belongs to another model.
+
+    Example:
+        >>> dp = rx.DataParallel(loss, optimizer)
+        >>> state = dp.init(model)
+        >>> after, _ = dp.step(state, batch)
+        >>> dp.step(state, batch)  # its arrays were given to the step before
+        Traceback (most recent call last):
+        replicax.errors.StateError: ...
+    """
 
     exit_code = 1
 
@@ -73,13 +116,29 @@ class ReplicasDifferError(AgreementError):
 
 
 class CheckpointError(ReplicaxError, RuntimeError):
-    """A checkpoint that cannot be written, or cannot be trusted."""
+    """A checkpoint that cannot be written, or cannot be trusted.
+
+    Example:
+        >>> result = rx.fit(dp, state, source, batch_size=32, epochs=1, run_dir="runs/x")
+        >>> for manifest in pathlib.Path("runs/x/checkpoints").rglob("*.json"):
+        ...     written = manifest.write_text("{}")
+        >>> rx.load("runs/x", dp=dp, state=dp.abstract_state(model))
+        Traceback (most recent call last):
+        replicax.errors.CheckpointError: ...
+    """
 
     exit_code = 1
 
 
 class RunInUseError(ReplicaxError, RuntimeError):
-    """A run that another start of it holds."""
+    """A run that another start of it holds.
+
+    Example:
+        >>> with rx.Run(dp, state, source, batch_size=32, epochs=1, run_dir="runs/x"):
+        ...     rx.fit(dp, state, source, batch_size=32, epochs=1, run_dir="runs/x")
+        Traceback (most recent call last):
+        replicax.errors.RunInUseError: ...
+    """
 
     exit_code = 1
 

@@ -26,10 +26,9 @@ def load(
     processes, mode and layout may be others than the run's.
 
     Example:
-        >>> run = rx.load("runs/first")              # made by `replicax train`
-        >>> run.model, run.step, run.records[-1].metrics
-        >>> dp = rx.DataParallel(loss, optimizer)    # made by a program of one's own
+        >>> _ = rx.fit(dp, state, source, batch_size=32, epochs=1, run_dir="runs/mine")
         >>> run = rx.load("runs/mine", dp=dp, state=dp.abstract_state(model))
+        >>> weights, value = run.model, run.records[-1].metrics["loss"]
 
     Args:
         run_dir: the run's folder, or its URL in an object store.

@@ -34,6 +34,10 @@ def verify(
 
     It compiles the step about a dozen times and runs it about a hundred: give it few rows.
 
+    Example:
+        >>> result = rx.verify(dp, model, batch.data, modes=["jit", "shard_map"])
+        >>> assert result.ok, str(result)  # the table
+
     Args:
         dp: the step. It is not run itself, but others made as it is.
         model: as for `dp.init`.

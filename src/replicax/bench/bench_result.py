@@ -112,7 +112,14 @@ class CaseResult:
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """Every mode on every device count, side by side."""
+    """Every mode on every device count, side by side.
+
+    Example:
+        >>> result = rx.bench(loss, optimizer, model, source, batch_size=32, devices=[1],
+        ...                   modes=["single"], rounds=1, progress=False)
+        >>> print(result.cases[0].mode)
+        single
+    """
 
     cases: tuple[CaseResult, ...]
     environment: dict[str, Any]

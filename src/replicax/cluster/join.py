@@ -49,6 +49,10 @@ def initialize(
     Afterwards `jax.devices()` are those of all processes. From then on a process that is lost,
     stuck, or different from the others ends all of them, each with the cause on stderr.
 
+    Example:
+        >>> job = rx.initialize()  # alone, or one of many
+        >>> dp = rx.DataParallel(loss, optimizer, job=job)
+
     Args:
         coordinator: `host:port` where process 0 listens and the others find it.
         processes: how many there are.

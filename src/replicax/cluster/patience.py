@@ -9,7 +9,11 @@ from replicax.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Patience:
-    """When a process counts as stuck. Each limit can be set by the variable in brackets."""
+    """When a process counts as stuck. Each limit can be set by the variable in brackets.
+
+    Example:
+        >>> job = rx.initialize(patience=rx.Patience(stall_seconds=300))
+    """
 
     stall_multiple: float = 10.0
     """A process whose step takes this many times the usual is stuck [REPLICAX_STALL_MULTIPLE]."""

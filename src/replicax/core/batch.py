@@ -24,7 +24,11 @@ class Shared:
     several processes all give the same.
 
     Example:
-        >>> batch = {"x": x, "clip": rx.Shared(0.2)}
+        >>> def loss(model, batch, key):
+        ...     errors = batch["x"] @ model["w"] - batch["y"]
+        ...     return jnp.clip(errors, -batch["clip"], batch["clip"]) ** 2
+        >>> dp = rx.DataParallel(loss, optimizer)
+        >>> state, metrics = dp.step(dp.init(model), {**source, "clip": rx.Shared(0.2)})
 
     Args:
         value: a number, an array of any shape, or a pytree of these.
@@ -61,6 +65,11 @@ class Batch:
 
     Padding repeats real rows, so that a model sees nothing unusual, and has mask 0, so that it
     counts for nothing in the loss, the gradient, and the metrics.
+
+    Example:
+        >>> batch = next(iter(dp.feed(source, batch_size=32)))
+        >>> batch.data["x"].shape, float(batch.mask.sum())
+        ((32, 3), 32.0)
     """
 
     data: PyTree

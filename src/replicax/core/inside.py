@@ -108,6 +108,10 @@ def gather(rows: PyTree) -> PyTree:
 def row_weights(rows: PyTree) -> jax.Array:
     """Return which of the rows that a loss sees count: 1, and 0 for padding.
 
+    Example:
+        >>> print(rx.row_weights(jnp.zeros((3, 2))))
+        [1. 1. 1.]
+
     Args:
         rows: a pytree of arrays `[rows, ...]`, of the rows that the loss sees.
 
@@ -126,6 +130,13 @@ def step_number() -> jax.Array:
     """Return how many steps were done before this one, int32; 0 outside of a step.
 
     In evaluation it is the number of steps that the state has seen.
+
+    Example:
+        >>> def loss(model, batch, key):
+        ...     warm_up = jnp.minimum(1.0, rx.step_number() / 1000)
+        ...     return warm_up * (batch["x"] @ model["w"] - batch["y"]) ** 2
+        >>> dp = rx.DataParallel(loss, optimizer)
+        >>> state, metrics = dp.step(dp.init(model), batch)
     """
     here = _current.get()
     if here is None or here.view.step is None:

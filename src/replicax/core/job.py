@@ -10,6 +10,12 @@ class Job(Protocol):
     """The processes that compute together. All call its methods alike, in the same order.
 
     A `topic` says in words what a call is about. Values are what JSON can hold.
+
+    Example:
+        >>> job = rx.initialize()
+        >>> if job.process == 0:
+        ...     print(job.processes)
+        1
     """
 
     process: int

@@ -23,6 +23,13 @@ class Weighted:
     """Values that do not count alike: their mean is sum(values * weights) / sum(weights).
 
     Weights are constants: no gradient flows through them.
+
+    Example:
+        >>> def loss(model, batch, key):
+        ...     losses = (batch["x"] @ model["w"] - batch["y"]) ** 2
+        ...     return rx.Weighted(losses, batch["y"] > 0)  # the mean over rows with y > 0
+        >>> dp = rx.DataParallel(loss, optimizer)
+        >>> state, metrics = dp.step(dp.init(model), batch)
     """
 
     values: Any

@@ -39,6 +39,11 @@ def make_mesh(
     Devices along `model`, which talk most, are neighbours, then those along `stage`, then `fsdp`;
     `data` goes between hosts.
 
+    Example:
+        >>> mesh = rx.make_mesh(model=2, devices=jax.devices()[:8])
+        >>> mesh.shape["data"], mesh.shape["model"]
+        (4, 2)
+
     Args:
         data: replicas. -1 takes all devices that the other axes leave.
         model: devices that share each layer of one replica.

@@ -165,7 +165,13 @@ def in_order(reduction: Reduction, parts: Parts | None = None) -> Reduce:
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """How a step is mapped onto the mesh, and how its sums are added. `str(mode)` is its name."""
+    """How a step is mapped onto the mesh, and how its sums are added. `str(mode)` is its name.
+
+    Example:
+        >>> dp = rx.DataParallel(loss, optimizer, mode="shard_map")
+        >>> print(dp.mode, dp.mode.per_replica)
+        shard_map True
+    """
 
     name: str
     wrap: Wrap

@@ -108,6 +108,12 @@ def mean(values: Any) -> jax.Array:
     For a step of one's own: equal on all replicas. Outside of a step, the plain mean. It is one
     number; `jax.vmap(rx.mean, in_axes=-1)` has one for each entry of the last dim.
 
+    Example:
+        >>> def step(state, batch, key):
+        ...     return state, {"loss": rx.mean(batch["x"][:, 0] ** 2)}
+        >>> dp = rx.DataParallel(step=step)
+        >>> state, metrics = dp.step(dp.init(model), batch)
+
     Args:
         values: floats `[rows, ...]`, or an `rx.Weighted` of such.
 

@@ -81,6 +81,11 @@ class Reduction(Protocol):
     One of your own may compress what it sends. What it must remember from step to step (the
     residual of error feedback, say) is its state: each replica has its own, part of `TrainState`.
     Where it has `error(roundings)` as `Wire` has, `replicax verify` allows as much.
+
+    Example:
+        >>> dp = rx.DataParallel(loss, optimizer, mode="shard_map", reduction="bfloat16")
+        >>> print(dp.reduction.name)
+        bfloat16
     """
 
     def init(self, params: PyTree) -> PyTree:

@@ -26,6 +26,11 @@ class PerProcess:
     process takes its part of every batch. Processes may have different numbers of batches; those
     that run out feed batches without any weight until the last one is done, so that all results
     stay exact.
+
+    Example:
+        >>> mine = {"x": source["x"][:100], "y": source["y"][:100]}
+        >>> for batch in dp.feed(rx.PerProcess(mine), batch_size=32):
+        ...     state, metrics = dp.step(state, batch)
     """
 
     data: Any

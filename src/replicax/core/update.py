@@ -32,6 +32,11 @@ class TrainState:
     """All that a step changes, and the seed that it draws from: a plain pytree.
 
     The same tree with shapes or shardings for leaves describes a state.
+
+    Example:
+        >>> state, metrics = dp.step(state, batch)
+        >>> int(state.step), state.params["w"].shape
+        (1, (3,))
     """
 
     step: Any

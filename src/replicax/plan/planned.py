@@ -129,7 +129,13 @@ class BatchAdvice:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Memory and time of a step on hardware that need not be there."""
+    """Memory and time of a step on hardware that need not be there.
+
+    Example:
+        >>> found = rx.plan(dp, model, source, target="h100:8", by_formula=True)
+        >>> print(found.fits, found.largest.rows > 256)
+        True True
+    """
 
     about: Mapping[str, Any]
     """Subject of the plan, as JSON values."""

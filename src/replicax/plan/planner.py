@@ -174,6 +174,11 @@ def plan(
     there. Where its compiler is not installed, or there is none, the plan is by formula, and
     `Plan.notes` says what to install.
 
+    Example:
+        >>> found = rx.plan(dp, model, source, target="h100:8", by_formula=True)
+        >>> print(found.fits, found.largest.rows > 256)
+        True True
+
     Args:
         dp: the step; its own mesh may be of any devices. On those of the target the other axes keep
             their sizes, and `data` has what they leave.

@@ -24,8 +24,10 @@ class Evaluation:
     """When and on what a run is evaluated; at its end in any case.
 
     Example:
-        >>> rx.fit(dp, state, source, batch_size=32, steps=1000,
-        ...        eval_source=rx.Evaluation(sets={"dev": dev, "test": test}, every_steps=100))
+        >>> sets = {"dev": held_out, "test": held_out}
+        >>> result = rx.fit(dp, state, source, batch_size=32, steps=20,
+        ...                 eval_source=rx.Evaluation(sets=sets, every_steps=10))
+        >>> value = result.metrics["dev/loss"]
 
     Args:
         source: as for `dp.feed`.

@@ -25,7 +25,14 @@ _MOST_NAMED = 6
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """A checkpoint of a run, on the devices of `dp`; from `rx.load`."""
+    """A checkpoint of a run, on the devices of `dp`; from `rx.load`.
+
+    Example:
+        >>> _ = rx.fit(dp, state, source, batch_size=32, epochs=1, run_dir="runs/x")
+        >>> run = rx.load("runs/x", dp=dp, state=dp.abstract_state(model))
+        >>> run.step, run.model["w"].shape
+        (8, (3,))
+    """
 
     dp: DataParallel
     """Steps and evaluates `state`."""

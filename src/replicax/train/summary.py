@@ -28,7 +28,14 @@ from replicax.wording import counted, duration
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """How a run ended."""
+    """How a run ended.
+
+    Example:
+        >>> result = rx.fit(dp, state, source, batch_size=32, epochs=2, progress=False)
+        >>> print(result.steps, result.rows)
+        16 512
+        >>> trained = dp.model(result.state)
+    """
 
     state: TrainState
     records: list[Record]

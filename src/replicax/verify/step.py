@@ -61,6 +61,18 @@ def verify_step(
     state or `(state, metrics)`. A step of another form fits with a lambda. Each gets fresh arrays,
     so that it may donate them, and matrix products are computed in their dtype's full precision.
 
+    Example:
+        >>> @partial(jax.pmap, axis_name="i", in_axes=(None, 0), out_axes=None)
+        ... def step(w, batch):
+        ...     return w - 0.1 * jax.lax.pmean(gradient(w, batch), "i")
+        >>> def reference(w, batch):
+        ...     return w - 0.1 * gradient(w, batch)
+        >>> def gradient(w, batch):
+        ...     return jax.grad(lambda w: jnp.mean((batch["x"] @ w - batch["y"]) ** 2))(w)
+        >>> result = rx.verify_step(step, reference, jnp.zeros(3), source)
+        >>> print(result.ok)
+        True
+
     Args:
         step: the step as the training loop calls it.
         reference: the same step for one device: the whole batch, and no collective.

@@ -12,7 +12,13 @@ from replicax.wording import first_line
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """All checks of one step."""
+    """All checks of one step.
+
+    Example:
+        >>> result = rx.verify(dp, model, batch.data, modes=["jit"])
+        >>> print(result.ok, len(result.failed))
+        True 0
+    """
 
     checks: Sequence[Check]
     about: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -17,10 +17,14 @@ class Stateful:
     """A model beside what it writes: nothing in `state` trains, and a loss returns what follows it.
 
     Example:
-        >>> def loss(model, batch, key):
-        ...     out, state = network.apply(model.model, model.state, key, batch["x"])
-        ...     return rx.Written((out - batch["y"]) ** 2, state)
-        >>> state = dp.init(rx.Stateful(*network.init(key, x)))
+        >>> def loss(model, batch, key):  # the mean of all that it has seen
+        ...     seen = 0.9 * model.state["mean"] + 0.1 * batch["x"].mean()
+        ...     losses = (batch["x"] @ model.model["w"] - seen) ** 2
+        ...     return rx.Written(losses, {"mean": seen})
+        >>> dp = rx.DataParallel(loss, optimizer)
+        >>> state = dp.init(rx.Stateful(model, {"mean": jnp.zeros(())}))
+        >>> state, metrics = dp.step(state, batch)
+        >>> trained = dp.model(state)  # an rx.Stateful again
     """
 
     model: Any
@@ -35,6 +39,15 @@ class Written:
     """The result of a loss on a `Stateful` model: its values, and the state that follows.
 
     In evaluation the state stays as it is.
+
+    Example:
+        >>> def loss(model, batch, key):  # counts the rows that it has seen
+        ...     losses = (batch["x"] @ model.model["w"] - batch["y"]) ** 2
+        ...     rows = model.state["rows"] + rx.row_weights(batch).sum()
+        ...     return rx.Written(losses, {"rows": rows})
+        >>> dp = rx.DataParallel(loss, optimizer)
+        >>> state = dp.init(rx.Stateful(model, {"rows": jnp.zeros(())}))
+        >>> state, metrics = dp.step(state, batch)
     """
 
     values: Any

@@ -140,10 +140,10 @@ class LearningRate(Hook):
     """Adds the figure `learning_rate` to each train record: that of the update of its step.
 
     Example:
-        >>> schedule = optax.cosine_decay_schedule(3e-4, 10_000)
+        >>> schedule = optax.cosine_decay_schedule(3e-4, 20)
         >>> dp = rx.DataParallel(loss, optax.adamw(schedule))
-        >>> rx.fit(dp, state, source, batch_size=32, steps=10_000,
-        ...        hooks=[rx.LearningRate(schedule)])
+        >>> result = rx.fit(dp, dp.init(model), source, batch_size=32, steps=20,
+        ...                 hooks=[rx.LearningRate(schedule)])
 
     Args:
         schedule: the optimizer's own, called with the number of updates before, as optax does; or a
