@@ -53,3 +53,5 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     pages = {path.stem for path in (ROOT / "docs").rglob("*.md")}
     assert pages <= {path.stem for path in tmp_path.rglob("*.html")}
     assert (tmp_path / "search/search_index.json").exists()
+    sources = re.findall(r'<script[^>]* src="([^"]+)"', (tmp_path / "index.html").read_text())
+    assert all((tmp_path / source).exists() for source in sources)  # nothing is fetched

@@ -76,6 +76,7 @@ def test_the_example_of_a_public_name_runs(
     monkeypatch.chdir(tmp_path)
     examples = doctest.DocTestParser().get_examples(getattr(rx, name).__doc__)
     assert examples
+    assert "Examples:\n" in getattr(rx, name).__doc__  # the site shows another word as prose
     names = known()
     for example in examples:
         code, printed = compile(example.source, name, "single"), io.StringIO()

@@ -29,7 +29,7 @@ T = TypeVar("T")
 class ReplicaxError(Exception):
     """Base of every error that Replicax raises on purpose. `exit_code` is the CLI's.
 
-    Example:
+    Examples:
         >>> try:
         ...     rx.DataParallel(loss, optimizer, mode="fast")
         ... except rx.ReplicaxError as error:
@@ -43,7 +43,7 @@ class ReplicaxError(Exception):
 class ConfigError(ReplicaxError, ValueError):
     """A flag or argument that cannot work, alone or beside another.
 
-    Example:
+    Examples:
         >>> rx.DataParallel(loss, optimizer, accumulate=0)
         Traceback (most recent call last):
         replicax.errors.ConfigError: ...
@@ -53,7 +53,7 @@ class ConfigError(ReplicaxError, ValueError):
 class DataError(ReplicaxError, ValueError):
     """A data file or a batch that is not what it should be.
 
-    Example:
+    Examples:
         >>> dp.feed({"x": np.zeros((3, 2)), "y": np.zeros(4)}, batch_size=2)
         Traceback (most recent call last):
         replicax.errors.DataError: ...
@@ -63,7 +63,7 @@ class DataError(ReplicaxError, ValueError):
 class LossError(ReplicaxError, ValueError):
     """A loss function that returned something the loss contract does not allow.
 
-    Example:
+    Examples:
         >>> scalar = rx.DataParallel(lambda model, batch, key: "high", optimizer)
         >>> scalar.step(scalar.init(model), batch)
         Traceback (most recent call last):
@@ -74,7 +74,7 @@ class LossError(ReplicaxError, ValueError):
 class DivergedError(ReplicaxError, ArithmeticError):
     """A run whose loss stopped being finite.
 
-    Example:
+    Examples:
         >>> endless = {**source, "y": np.full_like(source["y"], np.inf)}
         >>> rx.fit(dp, state, endless, batch_size=32, epochs=3, guard=rx.Guard(most=2))
         Traceback (most recent call last):
@@ -87,7 +87,7 @@ class DivergedError(ReplicaxError, ArithmeticError):
 class StateError(ReplicaxError, RuntimeError):
     """A train state that was already consumed, or belongs to another model.
 
-    Example:
+    Examples:
         >>> dp = rx.DataParallel(loss, optimizer)
         >>> state = dp.init(model)
         >>> after, _ = dp.step(state, batch)
@@ -118,7 +118,7 @@ class ReplicasDifferError(AgreementError):
 class CheckpointError(ReplicaxError, RuntimeError):
     """A checkpoint that cannot be written, or cannot be trusted.
 
-    Example:
+    Examples:
         >>> result = rx.fit(dp, state, source, batch_size=32, epochs=1, run_dir="runs/x")
         >>> for manifest in pathlib.Path("runs/x/checkpoints").rglob("*.json"):
         ...     written = manifest.write_text("{}")
@@ -133,7 +133,7 @@ class CheckpointError(ReplicaxError, RuntimeError):
 class RunInUseError(ReplicaxError, RuntimeError):
     """A run that another start of it holds.
 
-    Example:
+    Examples:
         >>> with rx.Run(dp, state, source, batch_size=32, epochs=1, run_dir="runs/x"):
         ...     rx.fit(dp, state, source, batch_size=32, epochs=1, run_dir="runs/x")
         Traceback (most recent call last):

@@ -25,7 +25,7 @@ def load(
     It takes no lease and changes nothing, so the run may go on at the same time. The devices,
     processes, mode and layout may be others than the run's.
 
-    Example:
+    Examples:
         >>> _ = rx.fit(dp, state, source, batch_size=32, epochs=1, run_dir="runs/mine")
         >>> run = rx.load("runs/mine", dp=dp, state=dp.abstract_state(model))
         >>> weights, value = run.model, run.records[-1].metrics["loss"]

@@ -33,7 +33,7 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
         `[...]` in float32, or wider where the logits are. It can be differentiated once or more
         in reverse, and not forward (`jax.jvp`).
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> nats = cross_entropy(jnp.zeros((2, 4), jnp.bfloat16), jnp.array([0, 3]))
         >>> print(nats.dtype, nats)

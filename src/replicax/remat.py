@@ -23,7 +23,7 @@ def products_and_attention(primitive: Any, *arguments: Any, **params: Any) -> An
     `jax.checkpoint_policies.dots_with_no_batch_dims_saveable` alone has cuDNN's attention computed
     twice, which no policy of JAX's sees.
 
-    Example:
+    Examples:
         >>> import jax
         >>> layer = jax.checkpoint(lambda x, w: jax.nn.gelu(x @ w), policy=products_and_attention)
     """
@@ -40,7 +40,7 @@ def in_turn(x: Any, params: Any) -> tuple[Any, Any]:
     may run beside computation, XLA computes the gradients of all layers' parameters last, and keeps
     for them what `jax.checkpoint` was to free.
 
-    Example:
+    Examples:
         >>> layer = lambda x, w: x @ w
         >>> loss = lambda x, weights: layer(*in_turn(layer(*in_turn(x, weights[0])), weights[1]))
     """

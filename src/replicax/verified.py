@@ -34,7 +34,7 @@ def verify(
 
     It compiles the step about a dozen times and runs it about a hundred: give it few rows.
 
-    Example:
+    Examples:
         >>> result = rx.verify(dp, model, batch.data, modes=["jit", "shard_map"])
         >>> assert result.ok, str(result)  # the table
 

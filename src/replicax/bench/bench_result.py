@@ -114,7 +114,7 @@ class CaseResult:
 class Bench:
     """Every mode on every device count, side by side.
 
-    Example:
+    Examples:
         >>> result = rx.bench(loss, optimizer, model, source, batch_size=32, devices=[1],
         ...                   modes=["single"], rounds=1, progress=False)
         >>> print(result.cases[0].mode)

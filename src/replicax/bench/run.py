@@ -76,7 +76,7 @@ def bench(
     On host devices call `replicax.train.host_memory.keep_freed_memory()` before, as
     `replicax train` does, or the allocator is a part of what is measured.
 
-    Example:
+    Examples:
         >>> result = rx.bench(loss, optimizer, model, source, batch_size=32, devices=[1, 2],
         ...                   modes=["jit"], rounds=1)
         >>> table = str(result)

@@ -49,7 +49,7 @@ def initialize(
     Afterwards `jax.devices()` are those of all processes. From then on a process that is lost,
     stuck, or different from the others ends all of them, each with the cause on stderr.
 
-    Example:
+    Examples:
         >>> job = rx.initialize()  # alone, or one of many
         >>> dp = rx.DataParallel(loss, optimizer, job=job)
 

@@ -11,7 +11,7 @@ from replicax.errors import ConfigError
 class Patience:
     """When a process counts as stuck. Each limit can be set by the variable in brackets.
 
-    Example:
+    Examples:
         >>> job = rx.initialize(patience=rx.Patience(stall_seconds=300))
     """
 

@@ -23,7 +23,7 @@ class Shared:
     given the value itself; a step of one's own finds it as `batch["clip"].value`. In a job of
     several processes all give the same.
 
-    Example:
+    Examples:
         >>> def loss(model, batch, key):
         ...     errors = batch["x"] @ model["w"] - batch["y"]
         ...     return jnp.clip(errors, -batch["clip"], batch["clip"]) ** 2
@@ -66,7 +66,7 @@ class Batch:
     Padding repeats real rows, so that a model sees nothing unusual, and has mask 0, so that it
     counts for nothing in the loss, the gradient, and the metrics.
 
-    Example:
+    Examples:
         >>> batch = next(iter(dp.feed(source, batch_size=32)))
         >>> batch.data["x"].shape, float(batch.mask.sum())
         ((32, 3), 32.0)

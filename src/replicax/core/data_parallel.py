@@ -35,7 +35,7 @@ from replicax.errors import ConfigError
 class DataParallel(Configured):
     """A training step on every device of a mesh.
 
-    Example:
+    Examples:
         >>> dp = DataParallel(loss, optax.adamw(3e-4))
         >>> state = dp.init(model)
         >>> for batch in dp.feed(source, batch_size=256):

@@ -45,7 +45,7 @@ class Feed:
     gives the same epoch again, from batch `first` on. In a job of several processes all must
     iterate alike; each reads the rows that lie on its devices.
 
-    Example:
+    Examples:
         >>> feed = dp.feed(source, batch_size=100, shuffle=True, epoch=3)
         >>> len(feed), sum(int(batch.mask.sum()) for batch in feed)
         (3, 256)

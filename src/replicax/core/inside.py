@@ -70,7 +70,7 @@ def gather(rows: PyTree) -> PyTree:
     sees the whole batch already (one device, mode `jit`, a loss outside of a step) gets back what
     it gave. Padding is among the rows: gather `row_weights` too, to leave it out.
 
-    Example:
+    Examples:
         >>> def contrastive(model, batch, key):
         ...     image, text = model(batch["image"]), model(batch["text"])
         ...     texts, weights = rx.gather((text, rx.row_weights(text)))
@@ -108,7 +108,7 @@ def gather(rows: PyTree) -> PyTree:
 def row_weights(rows: PyTree) -> jax.Array:
     """Return which of the rows that a loss sees count: 1, and 0 for padding.
 
-    Example:
+    Examples:
         >>> print(rx.row_weights(jnp.zeros((3, 2))))
         [1. 1. 1.]
 
@@ -131,7 +131,7 @@ def step_number() -> jax.Array:
 
     In evaluation it is the number of steps that the state has seen.
 
-    Example:
+    Examples:
         >>> def loss(model, batch, key):
         ...     warm_up = jnp.minimum(1.0, rx.step_number() / 1000)
         ...     return warm_up * (batch["x"] @ model["w"] - batch["y"]) ** 2

@@ -11,7 +11,7 @@ class Job(Protocol):
 
     A `topic` says in words what a call is about. Values are what JSON can hold.
 
-    Example:
+    Examples:
         >>> job = rx.initialize()
         >>> if job.process == 0:
         ...     print(job.processes)

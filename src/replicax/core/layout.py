@@ -95,7 +95,7 @@ LAYOUTS = {
 def layout(name: str = "replicated", *, rules: Rules = (), schedule: str = "1f1b") -> Layout:
     """Return a layout over replicas with rules for the mesh's other axes.
 
-    Example:
+    Examples:
         >>> rules = [("w1", P(None, "model")), ("w2", P("model")), ("", P())]
         >>> dp = DataParallel(
         ...     loss, optimizer, mesh=make_mesh(model=2), layout=layout("fsdp", rules=rules)

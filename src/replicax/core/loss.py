@@ -24,7 +24,7 @@ class Weighted:
 
     Weights are constants: no gradient flows through them.
 
-    Example:
+    Examples:
         >>> def loss(model, batch, key):
         ...     losses = (batch["x"] @ model["w"] - batch["y"]) ** 2
         ...     return rx.Weighted(losses, batch["y"] > 0)  # the mean over rows with y > 0

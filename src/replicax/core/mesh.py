@@ -39,7 +39,7 @@ def make_mesh(
     Devices along `model`, which talk most, are neighbours, then those along `stage`, then `fsdp`;
     `data` goes between hosts.
 
-    Example:
+    Examples:
         >>> mesh = rx.make_mesh(model=2, devices=jax.devices()[:8])
         >>> mesh.shape["data"], mesh.shape["model"]
         (4, 2)

@@ -167,7 +167,7 @@ def in_order(reduction: Reduction, parts: Parts | None = None) -> Reduce:
 class Mode:
     """How a step is mapped onto the mesh, and how its sums are added. `str(mode)` is its name.
 
-    Example:
+    Examples:
         >>> dp = rx.DataParallel(loss, optimizer, mode="shard_map")
         >>> print(dp.mode, dp.mode.per_replica)
         shard_map True

@@ -55,7 +55,7 @@ def value_and_grad(loss: LossFunction) -> Callable[..., tuple[Metrics, PyTree]]:
     micro-batches, reduced once, and divided once, as in the step that Replicax writes. Outside of
     a step the batch is the global one.
 
-    Example:
+    Examples:
         >>> def step(state, batch, key):
         ...     means, gradient = rx.value_and_grad(loss)(state["model"], batch, key)
         ...     updates, moments = optimizer.update(gradient, state["moments"], state["model"])
@@ -108,7 +108,7 @@ def mean(values: Any) -> jax.Array:
     For a step of one's own: equal on all replicas. Outside of a step, the plain mean. It is one
     number; `jax.vmap(rx.mean, in_axes=-1)` has one for each entry of the last dim.
 
-    Example:
+    Examples:
         >>> def step(state, batch, key):
         ...     return state, {"loss": rx.mean(batch["x"][:, 0] ** 2)}
         >>> dp = rx.DataParallel(step=step)

@@ -82,7 +82,7 @@ class Reduction(Protocol):
     residual of error feedback, say) is its state: each replica has its own, part of `TrainState`.
     Where it has `error(roundings)` as `Wire` has, `replicax verify` allows as much.
 
-    Example:
+    Examples:
         >>> dp = rx.DataParallel(loss, optimizer, mode="shard_map", reduction="bfloat16")
         >>> print(dp.reduction.name)
         bfloat16

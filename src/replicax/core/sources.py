@@ -27,7 +27,7 @@ class PerProcess:
     that run out feed batches without any weight until the last one is done, so that all results
     stay exact.
 
-    Example:
+    Examples:
         >>> mine = {"x": source["x"][:100], "y": source["y"][:100]}
         >>> for batch in dp.feed(rx.PerProcess(mine), batch_size=32):
         ...     state, metrics = dp.step(state, batch)

@@ -33,7 +33,7 @@ class TrainState:
 
     The same tree with shapes or shardings for leaves describes a state.
 
-    Example:
+    Examples:
         >>> state, metrics = dp.step(state, batch)
         >>> int(state.step), state.params["w"].shape
         (1, (3,))

@@ -131,7 +131,7 @@ class BatchAdvice:
 class Plan:
     """Memory and time of a step on hardware that need not be there.
 
-    Example:
+    Examples:
         >>> found = rx.plan(dp, model, source, target="h100:8", by_formula=True)
         >>> print(found.fits, found.largest.rows > 256)
         True True

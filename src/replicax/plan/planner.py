@@ -174,7 +174,7 @@ def plan(
     there. Where its compiler is not installed, or there is none, the plan is by formula, and
     `Plan.notes` says what to install.
 
-    Example:
+    Examples:
         >>> found = rx.plan(dp, model, source, target="h100:8", by_formula=True)
         >>> print(found.fits, found.largest.rows > 256)
         True True

@@ -67,7 +67,7 @@ class Audit(Hook):
     Where it may have to go back it keeps the state of the last clean audit in host memory, and then
     the devices are waited for at each audit. See docs/audit.md.
 
-    Example:
+    Examples:
         >>> rx.fit(dp, state, source, batch_size=32, epochs=9, hooks=[rx.Audit(every=100)])
 
     Args:

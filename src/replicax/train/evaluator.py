@@ -23,7 +23,7 @@ from replicax.train.records import Record
 class Evaluation:
     """When and on what a run is evaluated; at its end in any case.
 
-    Example:
+    Examples:
         >>> sets = {"dev": held_out, "test": held_out}
         >>> result = rx.fit(dp, state, source, batch_size=32, steps=20,
         ...                 eval_source=rx.Evaluation(sets=sets, every_steps=10))

@@ -35,7 +35,7 @@ from replicax.train.summary import Fit, derived, describe, summary
 class Guard:
     """When a step is skipped, its examples recorded, and when a run with such steps stops.
 
-    Example:
+    Examples:
         >>> rx.fit(dp, state, source, batch_size=32, epochs=9, guard=rx.Guard(most=10, spikes=True))
 
     Args:
@@ -58,7 +58,7 @@ class Run(Loop):
     last good checkpoint is, with the same results; `state` then gives its place to what was saved.
     In a job of several processes all call it alike, and process 0 prints and records.
 
-    Example:
+    Examples:
         >>> with rx.Run(dp, state, source, batch_size=256, epochs=10, run_dir="runs/x") as run:
         ...     for batch in run:
         ...         metrics = run.step(batch)
@@ -314,7 +314,7 @@ def _to_its_end(run: Callable[_Settings, Run]) -> Callable[_Settings, Fit]:
 
     It takes the arguments of `rx.Run`, and raises what that raises.
 
-    Example:
+    Examples:
         >>> result = rx.fit(dp, state, source, batch_size=256, epochs=10, eval_source=held_out)
         >>> result.metrics["loss"], dp.model(result.state)
     """

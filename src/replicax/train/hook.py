@@ -91,7 +91,7 @@ class Hook:
     A hook that raises a `ReplicaxError` ends the run with it. One that raises anything else is
     named, and left out from there on: the run goes on.
 
-    Example:
+    Examples:
         >>> class Print(rx.Hook):
         ...     def record(self, run, record):
         ...         print(record.kind, record.step, record.metrics)

@@ -27,7 +27,7 @@ _MOST_NAMED = 6
 class Loaded:
     """A checkpoint of a run, on the devices of `dp`; from `rx.load`.
 
-    Example:
+    Examples:
         >>> _ = rx.fit(dp, state, source, batch_size=32, epochs=1, run_dir="runs/x")
         >>> run = rx.load("runs/x", dp=dp, state=dp.abstract_state(model))
         >>> run.step, run.model["w"].shape

@@ -191,7 +191,7 @@ class NoiseMeter(Hook):
     The estimate is `scale` once the run has ended, and `noise_scale.json` in its folder. See
     docs/noise-scale.md.
 
-    Example:
+    Examples:
         >>> noise = rx.NoiseMeter(every=10)
         >>> rx.fit(dp, state, source, batch_size=32, epochs=9, hooks=[noise])
         >>> print(noise.scale)

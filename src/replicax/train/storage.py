@@ -30,7 +30,7 @@ from replicax.wording import first_line
 class Saving:
     """When a run is saved, and what is kept.
 
-    Example:
+    Examples:
         >>> rx.fit(dp, state, source, batch_size=32, epochs=9, run_dir="runs/x",
         ...        saving=rx.Saving(every=1000, keep=2))
 

@@ -30,7 +30,7 @@ from replicax.wording import counted, duration
 class Fit:
     """How a run ended.
 
-    Example:
+    Examples:
         >>> result = rx.fit(dp, state, source, batch_size=32, epochs=2, progress=False)
         >>> print(result.steps, result.rows)
         16 512

@@ -61,7 +61,7 @@ def verify_step(
     state or `(state, metrics)`. A step of another form fits with a lambda. Each gets fresh arrays,
     so that it may donate them, and matrix products are computed in their dtype's full precision.
 
-    Example:
+    Examples:
         >>> @partial(jax.pmap, axis_name="i", in_axes=(None, 0), out_axes=None)
         ... def step(w, batch):
         ...     return w - 0.1 * jax.lax.pmean(gradient(w, batch), "i")

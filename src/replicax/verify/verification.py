@@ -14,7 +14,7 @@ from replicax.wording import first_line
 class Verification:
     """All checks of one step.
 
-    Example:
+    Examples:
         >>> result = rx.verify(dp, model, batch.data, modes=["jit"])
         >>> print(result.ok, len(result.failed))
         True 0

@@ -16,7 +16,7 @@ from replicax.errors import LossError
 class Stateful:
     """A model beside what it writes: nothing in `state` trains, and a loss returns what follows it.
 
-    Example:
+    Examples:
         >>> def loss(model, batch, key):  # the mean of all that it has seen
         ...     seen = 0.9 * model.state["mean"] + 0.1 * batch["x"].mean()
         ...     losses = (batch["x"] @ model.model["w"] - seen) ** 2
@@ -40,7 +40,7 @@ class Written:
 
     In evaluation the state stays as it is.
 
-    Example:
+    Examples:
         >>> def loss(model, batch, key):  # counts the rows that it has seen
         ...     losses = (batch["x"] @ model.model["w"] - batch["y"]) ** 2
         ...     rows = model.state["rows"] + rx.row_weights(batch).sum()

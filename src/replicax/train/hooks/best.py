@@ -69,7 +69,7 @@ class EarlyStopping(_Watching):
     What it knows is in the checkpoints. A run that it has stopped and that is started again stops
     at once; with more patience it goes on.
 
-    Example:
+    Examples:
         >>> rx.fit(dp, state, source, batch_size=32, epochs=100, eval_source=held_out,
         ...        hooks=[rx.EarlyStopping("accuracy", patience=5)])
 
@@ -116,7 +116,7 @@ class KeepBest(_Watching):
     is in its place; until then the file names the best one before, which stays as long. So what it
     names is there, whenever the run is killed. `rx.load(run_dir, step="best")` reads it.
 
-    Example:
+    Examples:
         >>> rx.fit(dp, state, source, batch_size=32, epochs=100, eval_source=held_out,
         ...        run_dir="runs/x", hooks=[rx.KeepBest("accuracy")])
 

@@ -28,7 +28,7 @@ class DeviceMemory(Hook):
     It is what the allocator of GPUs and TPUs reports since the process began. CPU devices report
     none, and their records have no such figure.
 
-    Example:
+    Examples:
         >>> rx.fit(dp, state, source, batch_size=32, epochs=10, hooks=[rx.DeviceMemory()])
     """
 
@@ -45,7 +45,7 @@ class Throughput(Hook):
     could do in that time by their data sheet, in the step's precision. Both follow from the
     record's `rows_per_second`, of which evaluations and checkpoints are no part.
 
-    Example:
+    Examples:
         >>> rx.fit(dp, state, source, batch_size=32, epochs=10,
         ...        hooks=[rx.Throughput(tokens_per_row=1024)])
 
@@ -97,7 +97,7 @@ class GradientNorm(Hook):
     It is that of the gradient the optimizer is given, of all parameters that train, before it is
     clipped. It is computed in the step, which is then another program than one without.
 
-    Example:
+    Examples:
         >>> rx.fit(dp, state, source, batch_size=32, epochs=10, hooks=[rx.GradientNorm()])
 
     Raises:
@@ -139,7 +139,7 @@ def with_gradient_norm(apply: Apply) -> Apply:
 class LearningRate(Hook):
     """Adds the figure `learning_rate` to each train record: that of the update of its step.
 
-    Example:
+    Examples:
         >>> schedule = optax.cosine_decay_schedule(3e-4, 20)
         >>> dp = rx.DataParallel(loss, optax.adamw(schedule))
         >>> result = rx.fit(dp, dp.init(model), source, batch_size=32, steps=20,

@@ -47,7 +47,7 @@ class Logger(Hook):
     tried. Where more than 1,000 wait, the next are dropped too. At the end what still waits is
     sent, for 10 seconds at most.
 
-    Example:
+    Examples:
         >>> class Post(rx.Logger):
         ...     def write(self, record):
         ...         requests.post("http://host:8000", data=record.to_json(), timeout=5)
@@ -165,7 +165,7 @@ class CSV(Logger):
     The file is always that of the whole run: it is written anew where the run goes on from a
     checkpoint or goes back, and where a record brings a new column.
 
-    Example:
+    Examples:
         >>> rx.fit(dp, state, source, batch_size=32, epochs=1, run_dir="runs/x", hooks=[rx.CSV()])
 
     Args:

@@ -21,7 +21,7 @@ class Profile(Hook):
     TensorBoard with the plugin `tensorboard-plugin-profile`, and XProf, open what it writes. Where
     a start of the run begins between the two, it records the rest of them.
 
-    Example:
+    Examples:
         >>> rx.fit(dp, state, source, batch_size=32, steps=1000, run_dir="runs/x",
         ...        hooks=[rx.Profile(100, 110)])
 

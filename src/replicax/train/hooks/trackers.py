@@ -29,7 +29,7 @@ class TensorBoard(Logger):
     What a killed start did after its last checkpoint is left out by TensorBoard once the run goes
     on from there.
 
-    Example:
+    Examples:
         >>> rx.fit(dp, state, source, batch_size=32, epochs=1, run_dir="runs/x",
         ...        hooks=[rx.TensorBoard()])  # then: tensorboard --logdir runs
 
@@ -115,7 +115,7 @@ class WandB(_Resuming):
     A run that is started again goes on as the same run there, whose id is in the checkpoints. What
     a killed start did after its last checkpoint is then there twice, with the same numbers.
 
-    Example:
+    Examples:
         >>> rx.fit(dp, state, source, batch_size=32, epochs=1, run_dir="runs/x",
         ...        hooks=[rx.WandB("digits", tags=["first"])])
 
@@ -163,7 +163,7 @@ class MLflow(_Resuming):
     A run that is started again goes on as the same run there, whose id is in the checkpoints. What
     a killed start did after its last checkpoint is then there twice, with the same numbers.
 
-    Example:
+    Examples:
         >>> rx.fit(dp, state, source, batch_size=32, epochs=1, run_dir="runs/x",
         ...        hooks=[rx.MLflow("http://host:5000", experiment="digits")])
 
