@@ -1,5 +1,7 @@
 """Random numbers that do not follow from the key are found in the program."""
 
+import cProfile
+import sys
 from typing import Any
 
 import jax
@@ -8,6 +10,7 @@ import pytest
 from verify import zoo_recipes as zoo
 
 import replicax as rx
+from replicax.verify.devices_asked import devices_asked
 from replicax.verify.facts import draws_from_a_constant, loss_draws_from_a_constant
 from replicax.verify.subject import Subject
 
@@ -61,3 +64,12 @@ def test_losses(loss: Any, model: Any, found: bool) -> None:
     subject = Subject(dp, model(), zoo.data(), 1, 0)
     batch = jax.tree.map(jnp.asarray, subject.full)
     assert loss_draws_from_a_constant(subject.objective, subject.state, batch) == found
+
+
+def test_a_profiler_goes_on_once_devices_were_watched() -> None:
+    profiler = cProfile.Profile()
+    profiler.enable()
+    with devices_asked():
+        pass
+    assert sys.getprofile() is profiler
+    profiler.disable()

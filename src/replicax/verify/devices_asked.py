@@ -36,11 +36,13 @@ def devices_asked() -> Iterator[list[str]]:
     for each in (*_COUNTS, *_OTHERS):  # an answer that is kept would not be seen
         getattr(each, "cache_clear", lambda: None)()
     before = sys.getprofile()
+    # A profiler of C, such as cProfile's, is no function that could be set again.
+    resume = getattr(before, "enable", lambda: sys.setprofile(before))
     sys.setprofile(watch)
     try:
         yield found
     finally:
-        sys.setprofile(before)
+        resume()
 
 
 def _is_users(frame: FrameType | None) -> bool:

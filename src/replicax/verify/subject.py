@@ -1,8 +1,11 @@
 """The subject of a verification: a `DataParallel`, its model and rows, in every mode."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -148,6 +151,21 @@ class Subject:
         # What of a mode of fixed bits is compiled as one program is read and never run.
         options = self.quick if case.mode.bitwise else None
         return self.parallel(case).lower(*placed).compile(options)
+
+    def compile_ahead(self, cases: Iterable[Case]) -> None:
+        """Compile the steps of `cases` on all cores, traced one by one; `run` finds them made.
+
+        What fails here fails again in `run`.
+        """
+        lowered = []
+        for case in cases:
+            if not case.mode.bitwise:  # those are compiled in parts
+                with contextlib.suppress(Exception):
+                    placed = self.placed(case, self.state), self.batch_on(case, self.full)
+                    lowered.append(self.parallel(case).lower(*placed))
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for compiling in [pool.submit(each.compile) for each in lowered]:
+                compiling.exception()
 
     def placed(self, case: Case, state: TrainState) -> TrainState:
         """`state` where the step of `case` has it, its reduction before the first step."""

@@ -113,6 +113,8 @@ def _checks(
     yield from check_devices_asked(facts.asked)
     cases = _cases(subject, modes)
     cases_of = ProgramCases(subject, facts, show)
+    show("compilation")
+    subject.compile_ahead(cases)
     for case in cases:
         yield from cases_of.parity(case)
     for mode in modes:
