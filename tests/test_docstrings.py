@@ -26,8 +26,10 @@ NO_EXAMPLE = {
     "ReplicasDifferError",
 }
 """Errors that take several processes, another machine or a missing package."""
+SLOW = {"Bench", "Verification", "bench", "verify"}
+"""Seconds each; what they do has tests of its own in `make test`."""
 EXAMPLES = [
-    pytest.param(name, marks=pytest.mark.exhaustive if name in ELSEWHERE else ())
+    pytest.param(name, marks=pytest.mark.exhaustive if name in {*ELSEWHERE, *SLOW} else ())
     for name in rx.__all__
     if name not in NO_EXAMPLE and not name.startswith("_")
 ]
