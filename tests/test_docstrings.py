@@ -76,6 +76,8 @@ def test_the_example_of_a_public_name_runs(
     if name in ELSEWHERE:
         pytest.importorskip(ELSEWHERE[name])
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")  # wandb keeps what it finds first, for all tests
+    monkeypatch.setenv("WANDB_SILENT", "true")
     examples = doctest.DocTestParser().get_examples(getattr(rx, name).__doc__)
     assert examples
     assert "Examples:\n" in getattr(rx, name).__doc__  # the site shows another word as prose
