@@ -15,6 +15,7 @@ from replicax.core import loss as loss_module
 from replicax.core.modes import MODES
 from replicax.verify.facts import Facts, examine
 from replicax.verify.program_cases import ProgramCases
+from replicax.verify.step_checks import counted_compilations
 from replicax.verify.subject import Case, Subject
 
 __all__ = ["quick_programs"]
@@ -119,3 +120,14 @@ def test_refusals_of_the_own_mode_fail() -> None:
     found: dict[str, Any] = verdicts(of, of.own, of.case(MODES["pmap"]))
     assert found["shard_map, full"] == "fail"
     assert found["pmap, full"] == "skip"
+
+
+@pytest.mark.slow
+def test_steps_that_were_compiled_ahead_are_not_compiled_again() -> None:
+    of = subject(zoo.Entry())
+    cases = [of.own, of.case(MODES["jit"], 4)]
+    of.compile_ahead(cases)
+    for case in cases:
+        with counted_compilations() as compiled:
+            of.run(case, of.full)
+        assert compiled == []
