@@ -36,9 +36,9 @@ class Display:
                 status.start()
                 self._live = status
 
-    def show(self, text: str, left: float | None = None) -> None:
+    def show(self, text: str, left_seconds: float | None = None) -> None:
         """Show what is next, and how many seconds may be left."""
-        line = text if left is None else f"{text} · about {duration(left)} left"
+        line = text if left_seconds is None else f"{text} · about {duration(left_seconds)} left"
         if self._live is not None:
             self._live.update(line)
         elif self._shown:
