@@ -49,7 +49,7 @@ def test_a_missing_package_is_named_with_how_to_install_it(module: str) -> None:
     with pytest.raises(MissingDependencyError) as caught:
         require(module, "data")
     message = str(caught.value)
-    assert message.startswith("no_such_package is not installed")
+    assert message.startswith("no_such_package ")
     assert "pip install 'replicax[data]'" in message
     assert "\n" not in message
 
@@ -73,7 +73,7 @@ def test_a_package_that_is_there_and_broken_is_not_called_missing(
     monkeypatch.syspath_prepend(str(folder))
     with pytest.raises(ImportError) as caught:
         require("broken_package", "data")
-    assert "is not installed" not in str(caught.value)
+    assert not isinstance(caught.value, MissingDependencyError)
     sys.modules.pop("broken_package", None)
 
 

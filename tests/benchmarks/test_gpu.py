@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from support.figures import assert_mentions, figures
 from support.tiers import EXHAUSTIVE
 from support.waiting import until
 
@@ -47,7 +48,7 @@ def test_a_part_that_hangs_is_ended_with_all_that_it_started(
     started = tmp_path / "pid"
     child = f"echo $$ >{started}; sleep 600"
     program = f"import subprocess; subprocess.run(['sh', '-c', {child!r}])"
-    assert answer(gpu, program, limit=2)["error"] == "no answer in 2 s"
+    assert figures(answer(gpu, program, limit=2)["error"]) == ["2"]
     if started.exists():  # or even that took longer
         until(lambda: not is_running(int(started.read_text())))
 
@@ -64,7 +65,7 @@ def is_running(process: int) -> bool:
 def test_nothing_is_begun_without_time(gpu: ModuleType) -> None:
     part = gpu.Part("hangs", 60, ("no_such_script.py",))
     row = gpu.run(part, [], {}, time.monotonic() + gpu.LEAST_SECONDS - 1)
-    assert row == {"left_out": "no time left", "seconds": 0.0}
+    assert (set(row), row["seconds"]) == ({"left_out", "seconds"}, 0.0)
 
 
 def test_other_losses_are_told(gpu: ModuleType) -> None:
@@ -81,7 +82,7 @@ def test_other_losses_are_told(gpu: ModuleType) -> None:
 def test_without_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
     done = run_gpu("--out", tmp_path)
     assert done.returncode == 1
-    assert "JAX finds no GPU here but cpu; --tiny tries" in done.stderr
+    assert_mentions(done.stderr, "GPU", "cpu", "--tiny")
     assert not (tmp_path / "gpu.json").exists()
 
 
@@ -92,7 +93,8 @@ def test_every_part_gives_figures(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
     for name, row in result["parts"].items():
         assert sum(isinstance(value, float) for value in row.values()) > 1 or lacks(row), name
-    assert result["parts"]["same bits in mode exact"]["different digests"] == 1
+    (exact,) = (row for name, row in result["parts"].items() if name.endswith("mode exact"))
+    assert exact["different digests"] == 1
     assert result["parts"]["gpt2, single"]["kernels"]
     table = done.stdout[done.stdout.index("\n\n") :].splitlines()
     assert "gpt2, single" not in table

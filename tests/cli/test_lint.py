@@ -61,6 +61,7 @@ def test_bad_input_is_one_line(main: Main, arguments: list[str], words: str) -> 
 def test_the_file_for_verify(main: Main) -> None:
     code, out, err = main("lint", "--step-file", "code/wrong.py")
     assert (code, err) == (0, "")
-    assert "verify --step wrong_step.py:step --reference wrong_step.py:reference" in out
+    step, reference = "wrong_step.py:step", "wrong_step.py:reference"
+    assert f"verify --step {step} --reference {reference}" in out
     compile(Path("wrong_step.py").read_text(), "wrong_step.py", "exec")
-    assert "wrong_step.py is there" in refusal(main, "lint", "--step-file", "code/wrong.py")
+    assert "wrong_step.py" in refusal(main, "lint", "--step-file", "code/wrong.py")

@@ -1,6 +1,7 @@
 """Who differs from the others, in words."""
 
 import pytest
+from support.figures import assert_mentions
 
 from replicax.cluster.differences import differences, processes_text
 
@@ -24,7 +25,8 @@ def test_only_the_fields_that_differ_by_their_path() -> None:
 
 
 def test_a_field_that_one_lacks() -> None:
-    assert differences([{}, {"a": None}]) == ["a is null on process 1, nothing on process 0"]
+    (found,) = differences([{}, {"a": None}])
+    assert_mentions(found, "a is null", "process 1", "process 0")
 
 
 def test_kinds_of_numbers_are_told_apart() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from support.cluster_jobs import Process, opened
+from support.figures import assert_mentions
 
 from replicax.core.job import Alone, Job
 from replicax.errors import AgreementError, CheckpointError
@@ -51,14 +52,9 @@ def test_a_tuple_equals_a_list_as_json_has_them() -> None:
 
 def test_all_are_told_the_same() -> None:
     told = outcome([{"steps": 10}, {"steps": 10}, {"steps": 12}])
-    assert (
-        told
-        == [
-            "the processes disagree on the run: steps is 12 on process 2, 10 on processes 0 and 1: "
-            "start all with the same code, data and arguments"
-        ]
-        * 3
-    )
+    (line,) = set(told)
+    assert len(told) == 3
+    assert_mentions(line, "steps is 12 on process 2", "10 on processes 0 and 1")
 
 
 def test_the_first_few_of_many() -> None:
@@ -87,11 +83,13 @@ def test_what_process_0_finds_out_is_known_to_all() -> None:
 
 
 def test_an_error_of_process_0_is_raised_in_all() -> None:
+    reason = "no checkpoint can be read"
+
     def find() -> Any:
-        raise CheckpointError("no checkpoint can be read")
+        raise CheckpointError(reason)
 
     told = asked(2, lambda job: job.broadcast("the step", find))
-    assert told == ["no checkpoint can be read"] * 2
+    assert told == [reason] * 2
 
 
 def test_names_that_are_used_once() -> None:

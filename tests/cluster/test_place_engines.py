@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import pytest
 from jax._src import hardware_utils
+from support.figures import assert_mentions
 
 from replicax.cluster import tpu_pod
 from replicax.cluster.place import find_place
@@ -56,9 +57,12 @@ def test_slurm_step() -> None:
     place = find_place(STEP)
     assert (place.process, place.processes, place.engine) == (6, 7, "Slurm")
     assert (place.local_process, place.local_processes) == (0, 1)
-    assert place.line() == (
-        "process 6 of 7 (SLURM_PROCID, SLURM_STEP_NUM_TASKS); coordinator node017:61452 "
-        "(first host of SLURM_STEP_NODELIST); job 4108.0 (SLURM_JOB_ID, SLURM_STEP_ID)"
+    assert_mentions(
+        place.line(),
+        "process 6 of 7 (SLURM_PROCID, SLURM_STEP_NUM_TASKS)",
+        "coordinator node017:61452",
+        "SLURM_STEP_NODELIST)",
+        "job 4108.0 (SLURM_JOB_ID, SLURM_STEP_ID)",
     )
 
 
@@ -109,7 +113,7 @@ def test_slurm_without_srun_is_alone_and_says_so(step: dict[str, str]) -> None:
     batch = {"SLURM_JOB_ID": "4108", "SLURM_NTASKS": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
     place = find_place({**batch, "SLURM_STEP_NODELIST": "node017", **step})
     assert (place.processes, place.coordinator, place.engine) == (1, None, "Slurm")
-    assert place.line() == "process 0 of 1 (in a Slurm allocation but not started by srun)"
+    assert_mentions(place.line(), "process 0 of 1", "Slurm", "srun")
 
 
 @pytest.mark.parametrize(
@@ -207,7 +211,7 @@ def test_mpirun_with_one_process_on_each_host() -> None:
 
 
 def test_mpirun_with_half_of_its_variables() -> None:
-    with pytest.raises(ConfigError, match="OMPI_COMM_WORLD_RANK is set and OMPI_COMM_WORLD_SIZE"):
+    with pytest.raises(ConfigError, match=r"OMPI_COMM_WORLD_RANK .*OMPI_COMM_WORLD_SIZE"):
         find_place({"OMPI_COMM_WORLD_RANK": "0"})
 
 
@@ -223,7 +227,7 @@ def test_kubernetes_coordinator_from_the_pods_own_name(monkeypatch: pytest.Monke
     place = find_place({**POD, "WORLD_SIZE": "3"})
     assert place.coordinator == "big-run-0.pods.ns.svc.cluster.local:29400"
     assert place.job == "big-run"
-    assert place.reasons["coordinator"] == "index 0 in the pod's name big-run-2"
+    assert_mentions(place.reasons["coordinator"], "index 0", "big-run-2")
     _name_this_host(monkeypatch, "a-deployment.pods.local")
     with pytest.raises(ConfigError, match="without REPLICAX_COORDINATOR"):
         find_place({**POD, "WORLD_SIZE": "3"})
@@ -249,11 +253,9 @@ def test_kubernetes_pod_told_to_train_alone() -> None:
 
 
 def test_kubernetes_says_what_the_manifest_lacks() -> None:
-    with pytest.raises(ConfigError, match=r"without REPLICAX_PROCESSES; .* the Job's completions"):
+    with pytest.raises(ConfigError, match=r"REPLICAX_PROCESSES; .*completions"):
         find_place(POD)
-    with pytest.raises(
-        ConfigError, match=r"without REPLICAX_COORDINATOR, .*pod here has no domain"
-    ):
+    with pytest.raises(ConfigError, match=r"REPLICAX_COORDINATOR, .*domain"):
         find_place({**POD, "REPLICAX_PROCESSES": "4"})
     with pytest.raises(ConfigError, match="JOB_COMPLETION_INDEX=2 with REPLICAX_PROCESSES=2"):
         find_place({**POD, "REPLICAX_PROCESSES": "2", "REPLICAX_COORDINATOR": "a:1"})
@@ -291,7 +293,7 @@ def test_a_world_of_one_needs_no_address() -> None:
 
 
 def test_one_process_of_several_is_not_alone() -> None:
-    with pytest.raises(ConfigError, match="RANK=3 with WORLD_SIZE=1; processes count from 0 to 0"):
+    with pytest.raises(ConfigError, match=r"RANK=3 with WORLD_SIZE=1; .*0 to 0"):
         find_place({**TORCH, "RANK": "3", "WORLD_SIZE": "1"})
 
 
@@ -331,25 +333,26 @@ def test_tpu_slices() -> None:
 
 
 def test_one_tpu_slice_is_not_mentioned() -> None:
-    line = "process 1 of 2 (TPU_WORKER_ID, TPU_WORKER_HOSTNAMES); coordinator t-0.t:8482 ("
-    assert find_place(TPU).line() == line + "first host of TPU_WORKER_HOSTNAMES)"
+    line = find_place(TPU).line()
+    assert_mentions(line, "process 1 of 2 (TPU_WORKER_ID, TPU_WORKER_HOSTNAMES)", "t-0.t:8482")
+    assert "slice" not in line
 
 
 def test_tpu_contradictions() -> None:
     with pytest.raises(ConfigError, match="TPU_WORKER_HOSTNAMES is empty"):
         find_place({**TPU, "TPU_WORKER_HOSTNAMES": ""})
-    with pytest.raises(ConfigError, match="TPU_WORKER_ID='one' is not a whole number"):
+    with pytest.raises(ConfigError, match="TPU_WORKER_ID='one'"):
         find_place({**TPU, "TPU_WORKER_ID": "one"})
-    with pytest.raises(ConfigError, match="TPU_WORKER_ID='²' is not a whole number"):
+    with pytest.raises(ConfigError, match="TPU_WORKER_ID='²'"):
         find_place({**TPU, "TPU_WORKER_ID": "²"})
-    with pytest.raises(ConfigError, match="MEGASCALE_NUM_SLICES='0' is not a whole number from 1"):
+    with pytest.raises(ConfigError, match=r"MEGASCALE_NUM_SLICES='0' .*1"):
         find_place({**TPU, "MEGASCALE_NUM_SLICES": "0"})
     slices = {"MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": "2"}
     with pytest.raises(ConfigError, match="MEGASCALE_SLICE_ID=2 with MEGASCALE_NUM_SLICES=2"):
         find_place({**TPU, **slices})
     with pytest.raises(ConfigError, match="TPU_WORKER_ID=2 and TPU_WORKER_HOSTNAMES lists 2"):
         find_place({**TPU, "TPU_WORKER_ID": "2"})
-    with pytest.raises(ConfigError, match="lists 2 hosts and TPU_WORKER_ID is not set"):
+    with pytest.raises(ConfigError, match=r"2 hosts .*TPU_WORKER_ID"):
         find_place({"TPU_WORKER_HOSTNAMES": "a,b"})
 
 
@@ -410,7 +413,7 @@ def test_a_tpu_whose_metadata_server_is_gone(monkeypatch: pytest.MonkeyPatch) ->
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"
-        with pytest.raises(ConfigError, match=f"{address}/.* did not answer .*TPU_WORKER_ID"):
+        with pytest.raises(ConfigError, match=f"{address}/.*TPU_WORKER_ID"):
             find_place({"GCE_METADATA_IP": address})
 
 

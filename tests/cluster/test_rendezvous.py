@@ -1,11 +1,14 @@
 """How a process finds the hub, and what it says where it does not."""
 
+import errno
+import os
 import socket
 import threading
 import time
 
 import pytest
 from support.cluster_jobs import Job, free_port, opened, place
+from support.figures import assert_mentions
 from support.waiting import HANG_SECONDS
 
 from replicax.cluster import rendezvous
@@ -40,16 +43,10 @@ def test_loopback(host: str, loopback: bool) -> None:
 def test_the_port_is_another_job_s(job: str) -> None:
     with opened(2) as ours:
         processes = ours.start()
-        assert opening(ours.port, job) == (
-            f"process 0 cannot listen at 127.0.0.1:{ours.port}: Address already in use (job "
-            + (
-                "'ours' has this port, and this process belongs to job 'theirs'"
-                if job == "theirs"
-                else "'ours' of 2 processes has it already"
-            )
-            + "); one job has one port: stop the other one, or set REPLICAX_COORDINATOR to "
-            "another port"
-        )
+        said = opening(ours.port, job)
+        assert_mentions(said, f"127.0.0.1:{ours.port}", os.strerror(errno.EADDRINUSE), "'ours'")
+        assert_mentions(said, "'theirs'" if job == "theirs" else "2 processes")
+        assert "REPLICAX_COORDINATOR" in said
         assert not any(process.stopped.done() for process in processes)
 
 
@@ -57,7 +54,8 @@ def test_the_port_is_something_else_s() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         said = opening(port)
-    assert said.startswith(f"process 0 cannot listen at 127.0.0.1:{port}: Address already in use; ")
+    assert_mentions(said, f"127.0.0.1:{port}", os.strerror(errno.EADDRINUSE))
+    assert "job '" not in said
 
 
 def test_nothing_listens() -> None:
@@ -65,8 +63,7 @@ def test_nothing_listens() -> None:
     started = time.monotonic()
     said = going(f"127.0.0.1:{port}", 0.5)
     assert 0.4 < time.monotonic() - started < 2.0
-    assert f"cannot reach process 0 at 127.0.0.1:{port} within " in said
-    assert said.endswith("nothing listens there: process 0 has not started, or failed")
+    assert_mentions(said, f"process 0 at 127.0.0.1:{port}", "nothing listens")
 
 
 def test_process_0_comes_later() -> None:
@@ -80,7 +77,7 @@ def test_process_0_comes_later() -> None:
 
 def test_a_host_that_nobody_knows() -> None:
     said = going("no-such-host.invalid:29400", 0.3)
-    assert "the name 'no-such-host.invalid' is not known here (" in said
+    assert "'no-such-host.invalid'" in said
 
 
 def test_a_host_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,9 +91,9 @@ def test_a_host_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     started = time.monotonic()
     said = going("10.255.255.1:29400", 0.4)
     assert time.monotonic() - started < 2.0
-    assert said.endswith("timed out: a firewall, another network, or a wrong address")
+    assert_mentions(said, "timed out", "firewall")
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
-    assert "HTTPS_PROXY set, which must not cover it" in going("10.255.255.1:29400", 0.1)
+    assert "HTTPS_PROXY" in going("10.255.255.1:29400", 0.1)
 
 
 def test_what_listens_speaks_another_language() -> None:
@@ -112,7 +109,7 @@ def test_what_listens_speaks_another_language() -> None:
         thread.start()
         said = going(f"127.0.0.1:{server.getsockname()[1]}", 2.0)
         thread.join()
-    assert "was reached, and what listens there is no process 0 of a Replicax job" in said
+    assert_mentions(said, "process 0", "Replicax job")
 
 
 def test_what_listens_hangs_up() -> None:
@@ -125,7 +122,7 @@ def test_what_listens_hangs_up() -> None:
         thread.start()
         said = going(f"127.0.0.1:{server.getsockname()[1]}", 2.0)
         thread.join()
-    assert "no process 0 of a Replicax job, or it just ended" in said
+    assert_mentions(said, "process 0", "Replicax job", "ended")
 
 
 def test_it_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +130,7 @@ def test_it_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(3, silent_seconds=0.8, timeout_seconds=2.0) as job:
         with pytest.raises(ClusterError):
             job.come(0).result(timeout=HANG_SECONDS)
-        assert any(line.startswith("waiting for processes 1 and 2 since ") for line in job.said)
+        assert any("processes 1 and 2" in line for line in job.said)
 
 
 def test_it_says_that_it_cannot_reach(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,4 +138,4 @@ def test_it_says_that_it_cannot_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     going(f"127.0.0.1:{free_port()}", 0.7, said)
     assert said
-    assert "cannot reach process 0 at 127.0.0.1:" in said[0]
+    assert "process 0 at 127.0.0.1:" in said[0]

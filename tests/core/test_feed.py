@@ -173,7 +173,7 @@ def test_a_pass_of_ones_own_rows_can_begin_at_any_batch() -> None:
 
 @pytest.mark.parametrize("first", [-1, 4])
 def test_a_pass_cannot_begin_outside_its_epoch(first: int) -> None:
-    with pytest.raises(ConfigError, match=f"first={first} of an epoch with 3 batches"):
+    with pytest.raises(ConfigError, match=rf"first={first}\b.*3 batches"):
         feed(np.arange(40), first=first)
 
 
@@ -203,7 +203,7 @@ class TestIterable:
 
     @pytest.mark.parametrize("size", [None, 16])
     def test_a_batch_larger_than_the_batch_size_is_refused(self, size: int | None) -> None:
-        with pytest.raises(DataError, match=r"20 rows.*batch size is 16"):
+        with pytest.raises(DataError, match=r"20 rows.*\b16\b"):
             list(feed([np.arange(16), np.arange(20)], size))
 
     def test_a_first_batch_with_too_few_rows_is_refused(self) -> None:
@@ -303,5 +303,5 @@ def test_a_feed_that_was_not_read_has_not_waited() -> None:
 def test_a_source_without_a_batch_is_refused() -> None:
     rows = grain.MapDataset.source(np.arange(8))
     for empty in ([], rows[8:], rows.filter(lambda _: False).to_iter_dataset()):
-        with pytest.raises(DataError, match="give at least 1"):
+        with pytest.raises(DataError, match="at least 1"):
             list(feed(empty))

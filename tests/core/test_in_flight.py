@@ -52,11 +52,12 @@ def test_what_has_finished_is_counted_without_waiting() -> None:
 
 def test_what_a_step_raises_is_raised_although_it_was_counted() -> None:
     steps = InFlight()
-    broken = Result(RuntimeError("connection reset by peer"))
+    reason = "connection reset by peer"
+    broken = Result(RuntimeError(reason))
     steps.add(broken)
     broken.done = True
     assert steps.finished == 1
-    with pytest.raises(RuntimeError, match="reset by peer"):
+    with pytest.raises(RuntimeError, match=reason):
         added(steps, STEPS_IN_FLIGHT)
 
 

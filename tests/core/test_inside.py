@@ -173,7 +173,7 @@ def test_what_belongs_to_the_step_is_not_asked_within_another_transformation(wha
         return model * batch["x"] * jax.jit(what)(batch["x"])
 
     dp = rx.DataParallel(loss, OPTIMIZER)
-    with pytest.raises(rx.LossError, match=r"called inside .*jax\.jit.*call it before"):
+    with pytest.raises(rx.LossError, match=r"jax\.jit"):
         dp.step(dp.init(jnp.ones(())), {"x": np.ones(8, np.float32)})
 
 
@@ -184,5 +184,5 @@ def test_other_rows_than_those_of_the_batch_are_refused(what: Any) -> None:
         return model * batch["x"]
 
     dp = rx.DataParallel(loss, OPTIMIZER)
-    with pytest.raises(rx.LossError, match=r"given 3 rows, and the loss sees 8"):
+    with pytest.raises(rx.LossError, match=r"3 rows\b.*\b8\b"):
         dp.step(dp.init(jnp.ones(())), {"x": np.ones(8, np.float32)})

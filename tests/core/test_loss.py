@@ -141,12 +141,12 @@ def test_a_scalar_metric_is_refused_in_evaluation_with_padding() -> None:
         return values, {"largest": jnp.max(values)}
 
     dp = rx.DataParallel(loss, optax.sgd(0.1), mode="single")
-    with pytest.raises(rx.LossError, match="largest is one number"):
+    with pytest.raises(rx.LossError, match=r"\blargest\b"):
         dp.evaluate(dp.init(MODEL), dp.feed(SOURCE, 4))
 
 
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
 def test_a_loss_that_is_not_finite_at_the_start_is_refused(value: float) -> None:
     dp = rx.DataParallel(lambda m, b, k: m["w"] * b["x"] * value, optax.sgd(0.1), mode="single")
-    with pytest.raises(rx.LossError, match="in the first step"):
+    with pytest.raises(rx.LossError, match="first step"):
         dp.step(dp.init(MODEL), SOURCE)

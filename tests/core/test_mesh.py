@@ -105,7 +105,7 @@ def test_a_job_has_the_processes_that_jax_runs_in(
 ) -> None:
     mesh = make_mesh()
     monkeypatch.setattr(jax, "process_count", lambda: count)
-    with pytest.raises(ConfigError, match=r"in \d processes .*: hand in job=rx\.initialize\(\)"):
+    with pytest.raises(ConfigError, match=r"\d processes .*job=rx\.initialize\(\)"):
         check_processes(mesh, job)
 
 
@@ -121,7 +121,7 @@ def test_further_devices_are_further_replicas() -> None:
     assert dict(abstract_like(mesh, 16).shape) == {"data": 8, "model": 2, "stage": 1}
     staged = abstract_like(mesh, 16, stage=4, fsdp=2)
     assert dict(staged.shape) == {"data": 1, "model": 2, "stage": 4, "fsdp": 2}
-    with pytest.raises(ConfigError, match="6 devices over model=4; the product 4 must divide"):
+    with pytest.raises(ConfigError, match=r"6 devices .*model=4"):
         abstract_like(abstract_mesh(2, model=4), 6)
 
 

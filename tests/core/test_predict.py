@@ -162,11 +162,11 @@ def test_what_cannot_be_predicted_with() -> None:
     with pytest.raises(rx.StateError, match="call init"):
         dp.predict(several, None, feed)  # type: ignore[arg-type]
     state = dp.init(MODEL)
-    with pytest.raises(rx.ConfigError, match="predict was given 0 batches"):
+    with pytest.raises(rx.ConfigError, match="0 batches"):
         dp.predict(several, state, [])
-    with pytest.raises(rx.ConfigError, match=r"predict\(function, state, batches\)"):
+    with pytest.raises(rx.ConfigError, match=r"predict\(function, "):
         dp.predict("several", state, feed)  # type: ignore[arg-type]
-    with pytest.raises(rx.StateError, match=r"the state is a dict"):
+    with pytest.raises(rx.StateError, match=r"\bdict\b"):
         dp.predict(several, MODEL, feed)  # type: ignore[arg-type]
     for batches in (DATA, {"all": feed}, DATA["x"]):
         with pytest.raises(rx.ConfigError, match=r"give dp\.feed"):
@@ -180,9 +180,9 @@ def test_a_state_that_a_step_consumed(ema: bool) -> None:
     dp = parallel(ema=0.5)
     state = dp.init(MODEL)
     dp.step(state, next(iter(dp.feed(DATA, BATCH))))
-    with pytest.raises(rx.StateError, match="consumed by an earlier step"):
+    with pytest.raises(rx.StateError, match="consumed"):
         dp.predict(several, state, dp.feed(DATA, BATCH), ema=ema)
-    with pytest.raises(rx.StateError, match="consumed by an earlier step"):
+    with pytest.raises(rx.StateError, match="consumed"):
         dp.evaluate(state, dp.feed(DATA, BATCH), ema=ema)
 
 

@@ -55,14 +55,16 @@ def test_the_thread_is_at_most_depth_and_one_ahead(depth: int) -> None:
 
 
 def test_an_error_comes_where_its_item_would_have() -> None:
+    reason = "the disk is gone"
+
     def items(closing: threading.Event) -> Iterator[int]:
         yield 1
         yield 2
-        raise OSError("the disk is gone")
+        raise OSError(reason)
 
     made = prefetched(items, 5)
     assert (next(made), next(made)) == (1, 2)
-    with pytest.raises(OSError, match="the disk is gone"):
+    with pytest.raises(OSError, match=reason):
         next(made)
     assert not threads()
     with pytest.raises(StopIteration):

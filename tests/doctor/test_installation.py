@@ -1,6 +1,7 @@
 """Which installations fit together, and what the system allows."""
 
 import pytest
+from support.figures import figures
 
 from replicax.checks import FAIL, NOTE, PASS
 from replicax.doctor.installation import (
@@ -78,14 +79,14 @@ def test_enough_of_everything() -> None:
 
 def test_no_limit_on_files_is_none() -> None:
     (row,) = judge_limits(-1, -1, None, False, {})
-    assert row.found.startswith("any number of open files · malloc as usual")
+    assert figures(row.found) == []
 
 
 def test_few_files() -> None:
     _, row = judge_limits(256, 4096, None, False, {})
     assert row.verdict == NOTE
     assert "256 open files" in row.found
-    assert "4,096 is the most" in row.found
+    assert "4,096" in row.found
     assert "ulimit -n" in row.cause
 
 

@@ -1,11 +1,14 @@
 """The place of a process; whether process 0 can listen, and the others can reach it."""
 
 import dataclasses
+import errno
+import os
 import socket
 import time
 from collections.abc import Iterator
 
 import pytest
+from support.figures import figures
 
 from replicax.checks import FAIL, NOTE, PASS, SKIP, Check
 from replicax.cluster.place import Place
@@ -14,7 +17,7 @@ from replicax.doctor.joined import check_coordinator, check_place, check_proxies
 
 def test_a_lone_process() -> None:
     (row,), place = check_place({})
-    assert (row.verdict, row.found) == (PASS, "process 0 of 1 (no launcher detected)")
+    assert (row.verdict, figures(row.found)) == (PASS, ["0", "1"])
     assert place is not None
     assert place.processes == 1
 
@@ -86,14 +89,14 @@ def test_a_free_port_of_process_0_stays_free(free: int) -> None:
 def test_a_port_that_is_taken(listening: int) -> None:
     (row,) = check(place(0, f"127.0.0.1:{listening}"))
     assert row.verdict == FAIL
-    assert f"127.0.0.1:{listening}: Address already in use" in row.found
+    assert f"127.0.0.1:{listening}: {os.strerror(errno.EADDRINUSE)}" in row.found
     assert "another port" in row.cause
 
 
 def test_process_0_on_another_host_than_its_name_says(free: int) -> None:
     (row,) = check(place(0, f"192.0.2.1:{free}"))  # an address for documentation
     assert row.verdict == NOTE
-    assert "192.0.2.1 is no address of this host" in row.found
+    assert "192.0.2.1" in row.found
     assert socket.gethostname() in row.found
 
 
@@ -101,7 +104,7 @@ def test_process_0_on_another_host_than_its_name_says(free: int) -> None:
 def test_a_name_that_nobody_knows(process: int) -> None:
     (row,) = check(place(process, "no-such-host.invalid:29400"))
     assert row.verdict == FAIL
-    assert "'no-such-host.invalid' is not known here" in row.found
+    assert "'no-such-host.invalid'" in row.found
     assert "address" in row.cause
 
 
@@ -116,14 +119,14 @@ def test_nobody_listens(free: int) -> None:
     (row,) = check(place(3, f"127.0.0.1:{free}"), timeout_seconds=0.3)
     assert 0.3 <= time.monotonic() - started < 3
     assert row.verdict == FAIL
-    assert "nothing listens there" in row.found
+    assert "nothing" in row.found
     assert "start process 0" in row.cause
 
 
 def test_a_loopback_name_for_several_hosts(free: int) -> None:
     (row,) = check(place(0, f"localhost:{free}", local_processes=2))
     assert row.verdict == FAIL
-    assert "4 processes are not all on one host (2 here)" in row.found
+    assert figures(row.found)[-2:] == ["4", "2"]
     (row,) = check(place(0, f"localhost:{free}", local_processes=4))
     assert row.verdict == PASS
 

@@ -1,10 +1,12 @@
 """Folders that a run writes to, and whether all processes have the same."""
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.figures import figures
 
 from replicax.checks import FAIL, NOTE, PASS
 from replicax.core.job import Alone
@@ -21,8 +23,8 @@ def other(**changed: Any) -> shared_folders._Seen:
 def test_an_empty_folder_is_fine_and_stays_empty(folder: Path) -> None:
     here, runs = check_folders(Alone(), ())
     assert (here.verdict, runs.verdict) == (PASS, PASS)
-    assert here.found.startswith(f". ({folder}): can be written")
-    assert "is made by the first run" in runs.found
+    assert here.found.startswith(f". ({folder}): ")
+    assert runs.found.startswith("runs")
     assert list(folder.iterdir()) == []
 
 
@@ -30,7 +32,7 @@ def test_a_folder_is_named_once(folder: Path) -> None:
     (folder / "runs").mkdir()
     rows = check_folders(Alone(), ["runs", "."])
     assert len(rows) == 2
-    assert "can be written" in rows[1].found
+    assert rows[1].found.startswith("runs (")
 
 
 @pytest.mark.parametrize("place", ["file", "file/below"])
@@ -44,7 +46,7 @@ def test_what_cannot_be_written(place: str, folder: Path) -> None:
 def test_processes_of_one_host_share(together: Any, folder: Path) -> None:
     for here, _, data in together(3, lambda peers: check_folders(peers, [str(folder)])):
         assert (here.verdict, data.verdict) == (PASS, PASS)
-        assert "the same for all 3 processes on this one host" in data.found
+        assert "3 processes" in data.found
     assert list(folder.iterdir()) == []
 
 
@@ -57,8 +59,8 @@ def test_a_process_that_looks_elsewhere(
     rows = together(2, lambda peers: check_folders(peers, [str(folder / str(peers.process))])[-1])
     for row in rows:
         assert row.verdict == FAIL
-        assert "process 1 does not see what process 0 writes" in row.found
-        assert f"it looks at {folder / '1'}" in row.found
+        assert re.search("process 1 .*process 0", row.found)
+        assert str(folder / "1") in row.found
         assert "same folder" in row.cause
     assert not any(path.is_file() for path in folder.rglob("*"))
 
@@ -68,21 +70,22 @@ def test_a_folder_of_each_host(is_named: bool, verdict: str) -> None:
     seen = [SEEN, other(host="node1", sees_token=False), other(host="node1", sees_token=False)]
     (row,) = judge_folder("/shared", seen, is_named=is_named)
     assert row.verdict == verdict
-    assert "processes 1 and 2 do not see what process 0 writes" in row.found
-    assert "all hosts share" in row.cause
+    assert re.search("processes 1 and 2 .*process 0", row.found)
+    assert "hosts" in row.cause
 
 
 def test_a_folder_that_hosts_share() -> None:
     (row,) = judge_folder("/shared", [SEEN, other(host="node1")], is_named=True)
     assert row.verdict == PASS
-    assert row.found.endswith("the same for all 2 processes on all 2 hosts")
+    assert figures(row.found)[-2:] == ["2", "2"]
 
 
 def test_a_process_that_may_not_write() -> None:
-    seen = [SEEN, other(trouble="cannot be written (Read-only file system)")]
+    trouble = "cannot be written (Read-only file system)"
+    seen = [SEEN, other(trouble=trouble)]
     (row,) = judge_folder("runs", seen, is_named=False)
     assert row.verdict == FAIL
-    assert "process 1: cannot be written (Read-only" in row.found
+    assert f"process 1: {trouble}" in row.found
 
 
 def test_little_room() -> None:

@@ -120,7 +120,7 @@ def test_a_batch_script_is_one_that_slurm_takes_and_runs(
     script.write_text(slurm_script(job, SlurmOptions(nodes=1, time="5")))
     tested = run(["sbatch", "--test-only", "job.sh"], tmp_path, cluster)
     assert tested.returncode == 0, said(tested)
-    assert "to start at" in tested.stderr  # where, and on how many processors
+    assert "to start" in tested.stderr  # where, and on how many processors
     _check(run(["sbatch", "--wait", "job.sh"], tmp_path, cluster), tmp_path, weights)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from launch.launching import alive, launcher, pids, python, run
+from support.figures import assert_mentions
 from support.waiting import HANG_SECONDS, until, within
 
 NOTE = """
@@ -61,7 +62,7 @@ def test_kill_9_of_a_guard_leaves_no_orphan(tmp_path: Path) -> None:
         os.kill(guard_of(int((tmp_path / "pid-1-itself").read_text())), signal.SIGKILL)
         _, err = started.communicate(timeout=HANG_SECONDS)
     assert started.returncode == 137
-    assert "process 1 failed first: killed by SIGKILL" in err.decode()
+    assert_mentions(err.decode(), "process 1 failed", "SIGKILL")
     assert not [pid for pid in running if alive(pid)]
 
 
@@ -116,7 +117,7 @@ def test_a_second_sigterm_is_passed_on_and_does_no_harm(tmp_path: Path) -> None:
         started.terminate()
         _, err = started.communicate(timeout=HANG_SECONDS)
     assert started.returncode == 75
-    assert err.decode().splitlines()[-1].startswith("stopped early with everything saved; start")
+    assert "saved" in err.decode().splitlines()[-1]
     assert [(tmp_path / f"process-{p}.log").read_text() for p in range(2)] == ["heard 2\n"] * 2
 
 
@@ -191,7 +192,7 @@ def test_a_second_ctrl_c_ends_them_at_once(tmp_path: Path) -> None:
         assert started.stderr
         started.send_signal(signal.SIGINT)
         said = started.stderr.readline().decode()
-        assert "SIGINT passed on; all have 600 s to end, Ctrl-C ends them now" in said
+        assert_mentions(said, "SIGINT", "600 s", "Ctrl-C")
         assert all(map(alive, running))
         started.send_signal(signal.SIGINT)
         assert started.wait(HANG_SECONDS) == 130
@@ -220,7 +221,7 @@ time.sleep(600)
         _, err = started.communicate(timeout=HANG_SECONDS)
     assert started.returncode == 1
     last = err.decode().splitlines()[-1]
-    assert last.startswith("stopped by SIGTERM; process 1: OSError: no space left (see ")
+    assert_mentions(last, "SIGTERM", "process 1: OSError")
 
 
 def test_a_closed_output_stops_the_job(tmp_path: Path) -> None:
@@ -232,7 +233,7 @@ def test_a_closed_output_stops_the_job(tmp_path: Path) -> None:
         started.stdout.readline()
         started.stdout.close()
         assert started.wait(HANG_SECONDS) == 141
-        assert b"nothing reads its output any more" in started.stderr.read()
+        assert b"output" in started.stderr.read()
     assert not any(map(alive, running))
 
 

@@ -1,5 +1,6 @@
 """What the processes write: whole, under their numbers, and in files."""
 
+import errno
 import os
 import resource
 import sys
@@ -180,4 +181,4 @@ def test_a_full_disk_ends_the_log_and_not_the_job(
     out, err = capfd.readouterr()
     assert out.endswith("[0] one\n[0] two\n")
     (line,) = err.splitlines()
-    assert line.startswith(f"replicax: {tmp_path}/process-0.log: No space left")
+    assert line.startswith(f"replicax: {tmp_path}/process-0.log: {os.strerror(errno.ENOSPC)}")

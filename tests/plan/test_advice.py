@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from plan.plans import GB, SPEED, TRAFFIC, make_plan, need
+from support.figures import figures
 
 import replicax as rx
 from replicax.core.mesh import abstract_mesh
@@ -48,19 +49,21 @@ FSDP = Alternative("layout=fsdp", need(64, 14.0), 67 * GB)
 
 def test_micro_batches_come_first_where_it_does_not_fit() -> None:
     said = first(TOO_LARGE, micro_batches=MicroBatches(8, need(64, 11.4)), alternatives=(REMAT,))
-    assert said == "accumulate=8: the same batch in micro-batches of 8 rows a device fits"
+    assert said.startswith("accumulate=8: ")
+    assert figures(said)[1:] == ["8"]
 
 
 def test_micro_batches_that_are_filled_up_are_told_as_they_are_computed() -> None:
     said = first(need(10, 81.0), micro_batches=MicroBatches(4, need(12, 11.4)))
-    assert "micro-batches of 3 rows a device" in said
+    assert "3 rows" in said
 
 
 def test_then_the_change_that_fits_and_needs_least() -> None:
     less = need(64, 13.0, fits=False)  # by a compiler that tells too little
     still = Alternative(BFLOAT16, less, 68 * GB)
     said = first(TOO_LARGE, largest=None, alternatives=(still, REMAT, FSDP))
-    assert said == "layout=fsdp: it then fits with 14 GB a device"
+    assert said.startswith("layout=fsdp: ")
+    assert figures(said) == ["14"]
 
 
 def test_then_a_smaller_batch() -> None:
@@ -68,16 +71,16 @@ def test_then_a_smaller_batch() -> None:
 
 
 def test_then_nothing_but_hardware() -> None:
-    assert first(TOO_LARGE, largest=None).startswith("more memory a device, or a smaller model")
+    assert figures(first(TOO_LARGE, largest=None)) == []
 
 
 def test_without_a_known_speed_no_change_is_made_up() -> None:
-    assert "the target's speed is not known" in first(FITS, speeds=())
+    assert "speed" in first(FITS, speeds=())
 
 
 def test_a_larger_batch_where_it_is_faster() -> None:
     said = first(FITS, speeds=(speed(8, 100.0), speed(32, 250.0)))
-    assert said == "a batch of 8,192 rows, 32 a device: up to 2.5 times the rows a second"
+    assert figures(said) == ["8,192", "32", "2.5"]
 
 
 @pytest.mark.parametrize(
@@ -94,8 +97,8 @@ WAITING = (speed(8, 100.0, waiting=0.4),)
 
 def test_shard_map_where_mode_jit_sends_twice_and_waits() -> None:
     said = first(FITS, traffic=TRAFFIC, speeds=WAITING)
-    half = "mode=shard_map: it sends 50% of what this mode does"
-    assert said == f"{half}, and 40% of a step waits for the network"
+    assert said.startswith("mode=shard_map: ")
+    assert figures(said) == ["50", "40"]
 
 
 @pytest.mark.parametrize(
@@ -118,9 +121,10 @@ def test_the_change_that_is_fastest() -> None:
     half = Alternative(BFLOAT16, need(8, 7.5), 3_500_000_000, step_seconds=0.5)
     slower = Alternative("layout=zero1", need(8, 7.0), 4 * GB, step_seconds=0.8)
     said = first(FITS, alternatives=(slower, half, slower))
-    assert said == "precision=bfloat16: up to 2.0 times as fast, and 3.5 GB less a device"
+    assert said.startswith("precision=bfloat16: ")
+    assert figures(said) == ["2.0", "3.5"]
     more = dataclasses.replace(half, freed_bytes=-1)
-    assert first(FITS, alternatives=(more,)) == "precision=bfloat16: up to 2.0 times as fast"
+    assert figures(first(FITS, alternatives=(more,))) == ["2.0"]
     larger = (speed(8, 100.0), speed(64, 150.0))
     assert first(FITS, alternatives=(half,), speeds=larger) == said
     assert first(FITS, alternatives=(slower,), speeds=larger).startswith("a batch of")
@@ -141,7 +145,8 @@ def test_no_change_that_is_not_faster(change: Alternative) -> None:
 
 def test_fewer_devices_where_all_else_is_done_and_it_waits() -> None:
     said = first(FITS, dp=step(precision="bfloat16"), speeds=WAITING)
-    assert said == "fewer devices, or faster links: 40% of a step waits for the network"
+    assert said.startswith("fewer devices")
+    assert figures(said) == ["40"]
 
 
 def test_learning_rates_of_another_batch() -> None:

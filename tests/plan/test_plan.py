@@ -279,7 +279,7 @@ def test_rows_are_filled_up_to_devices_and_micro_batches() -> None:
 @pytest.mark.usefixtures("alone")
 def test_pmap_is_planned_as_shard_map() -> None:
     found = rx.plan(step(mode="pmap"), MODEL, rows(16), target=host(2, None), changes={})
-    assert "mode pmap is planned as shard_map, its equal" in found.notes
+    assert any("pmap" in note and "shard_map" in note for note in found.notes)
     assert found.about["mode"] == "pmap"
 
 
@@ -288,7 +288,7 @@ def test_a_memory_that_nobody_tells() -> None:
     found = rx.plan(step(), MODEL, rows(16), target=host(2, None), changes={})
     assert found.fits
     assert found.largest is found.too_large is None
-    assert "how much memory this target has is not known: nor what fits" in found.notes
+    assert any("memory" in note for note in found.notes)
 
 
 @pytest.mark.usefixtures("alone")
@@ -320,7 +320,8 @@ def test_by_formula_where_it_is_asked_for() -> None:
     found = rx.plan(
         step(), MODEL, rows(64), target="h100:8", by_formula=True, wished_rows=1e6, changes={}
     )
-    assert found.notes == ("by formula, as it was asked for",)
+    (note,) = found.notes
+    assert note.startswith("by formula")
     assert found.about["compiler"] is None
     assert not any(need.compiled for need in found.sizes)
     assert found.asked.bytes == found.formula.total
@@ -377,8 +378,8 @@ def test_by_formula_a_mode_is_planned_for_more_devices_than_there_are(mode: str)
 
 def test_a_chip_that_no_compiler_describes_says_so() -> None:
     found = rx.plan(step(precision="bfloat16"), MODEL, rows(64), target="v100:8", changes={})
-    assert any("no compiler describes an NVIDIA V100" in note for note in found.notes)
-    assert any(note.endswith("bfloat16: at best as fast as float32") for note in found.notes)
+    assert any("NVIDIA V100" in note for note in found.notes)
+    assert any("bfloat16" in note and "float32" in note for note in found.notes)
     assert not found.asked.compiled
     strict(found)
 
@@ -426,17 +427,19 @@ def test_the_whole_loss_is_tried_with_checkpoint(kind: str) -> None:
     tried = [each.change for each in found.alternatives]
     if kind == "nnx":  # its BatchNorm writes to the model, which a checkpointed function may not
         assert REMAT not in tried
-        assert any(note.startswith(f"{REMAT}: the loss does not allow it") for note in found.notes)
+        assert any(note.startswith(f"{REMAT}: ") for note in found.notes)
     else:
         assert REMAT in tried
 
 
 def test_an_error_in_a_change_of_the_caller_is_not_hidden() -> None:
+    reason = "in the loss"
+
     def broken(model: Any, batch: Any, key: Any) -> jax.Array:
-        raise ZeroDivisionError("in the loss")
+        raise ZeroDivisionError(reason)
 
     changes = {"broken": step().replace(loss=broken)}
-    with pytest.raises(ZeroDivisionError, match="in the loss"):
+    with pytest.raises(ZeroDivisionError, match=reason):
         rx.plan(step(), MODEL, rows(64), target="h100:8", by_formula=True, changes=changes)
 
 
@@ -450,17 +453,17 @@ def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_axes_that_do_not_divide_the_devices_are_refused() -> None:
     mesh = rx.make_mesh(2, model=3, devices=jax.devices()[:6])
     dp = step(mesh=mesh, layout=[("first", P("model", None)), ("", P())])
-    with pytest.raises(ConfigError, match="8 devices over model=3; the product 3 must divide"):
+    with pytest.raises(ConfigError, match=r"8 devices .*model=3"):
         rx.plan(dp, MODEL, rows(16), target="h100:8", by_formula=True)
 
 
 def test_an_unknown_target_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no hardware is called 'h10'"):
+    with pytest.raises(ConfigError, match="'h10'"):
         rx.plan(step(), MODEL, rows(16), target="h10:8")
 
 
 @pytest.mark.parametrize("name", ["wished_rows", "noise_scale"])
 @pytest.mark.parametrize("value", [0, -1.5, float("nan"), float("inf")])
 def test_rows_that_are_none_are_refused_before_anything_compiles(name: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=f"{name}={value}; it is a number of rows above 0"):
+    with pytest.raises(ConfigError, match=f"{name}={value}"):
         rx.plan(step(), MODEL, rows(16), target="h100:8", **{name: value})

@@ -48,7 +48,8 @@ def test_the_state_comes_first_and_gives_its_memory(donate: bool) -> None:
 
 def test_pmap_is_exported_as_its_equal() -> None:
     made = program(mlp(8, mode="pmap"))
-    assert made.notes == ("mode pmap is planned as shard_map, its equal",)
+    assert "pmap" in made.notes[0]
+    assert "shard_map" in made.notes[0]
     equal = program(mlp(8, mode="shard_map"))
     assert equal.notes == ()
     assert (made.metrics, made.donated) == (equal.metrics, equal.donated)
@@ -69,16 +70,18 @@ def test_a_step_that_calls_back_to_the_host_is_refused(
         jnp.ones(3),
         {"x": jnp.ones((64, 3))},
     )
-    with pytest.raises(ConfigError, match=r"calls back to the host .* take the callback out"):
+    with pytest.raises(ConfigError, match=r"callback"):
         program(step, devices, platform)
 
 
 def test_other_errors_of_a_loss_are_its_own() -> None:
+    reason = "of the loss"
+
     def loss(model: Any, batch: Any, key: Any) -> jax.Array:
-        raise ValueError("of the loss")
+        raise ValueError(reason)
 
     step = SmallStep(rx.DataParallel(loss, optax.sgd(0.1)), jnp.ones(3), {"x": jnp.ones((8, 3))})
-    with pytest.raises(ValueError, match=r"^of the loss\n"):
+    with pytest.raises(ValueError, match=rf"^{reason}\n"):
         program(step)
 
 

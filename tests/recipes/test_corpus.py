@@ -1,5 +1,6 @@
 """Which files are text, in which order, what is skipped, and what is held out."""
 
+import errno
 import os
 import platform
 import sysconfig
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.figures import figures
 
 from replicax.errors import DataError
 from replicax.recipes import corpus
@@ -107,10 +109,10 @@ def test_what_a_folder_has_besides_text_is_counted(tmp_path: Path) -> None:
     found = read_corpus(tmp_path)
 
     assert [Path(d.name).name for d in found.documents] == ["late_nul", "text"]
-    assert found.source == (
-        f"{tmp_path}: 2 files, 8,197 bytes; "
-        "skipped 1 binary, 1 empty, 2 hidden, 2 not regular files"
-    )
+    start, _, skipped = found.source.partition(";")
+    assert start.startswith(f"{tmp_path}: ")
+    assert figures(start.removeprefix(str(tmp_path))) == ["2", "8,197"]
+    assert figures(skipped) == ["1", "1", "2", "2"]
 
 
 def test_links_to_files_are_followed_and_links_to_folders_are_not(tmp_path: Path) -> None:
@@ -125,7 +127,7 @@ def test_links_to_files_are_followed_and_links_to_folders_are_not(tmp_path: Path
 
     names = [document.name for document in found.documents]
     assert names == [f"{folder}/{name}" for name in ("file", "sub/text", "text")]
-    assert found.source.endswith("; skipped 2 linked folders, 1 not regular files")
+    assert figures(found.source.rpartition(";")[2]) == ["2", "1"]
 
 
 def test_no_text_is_an_error(tmp_path: Path) -> None:
@@ -167,9 +169,8 @@ def test_what_cannot_be_read_is_an_error(
     with pytest.raises(DataError) as caught:
         read_corpus(forbidden if what == "file" else tmp_path)
 
-    assert str(caught.value) == (
-        f"{forbidden} cannot be read: Permission denied; make it readable, or move it away"
-    )
+    assert str(caught.value).startswith(f"{forbidden} ")
+    assert os.strerror(errno.EACCES) in str(caught.value)
 
 
 def test_every_20th_of_20_documents_or_more_is_held_out() -> None:
@@ -223,7 +224,5 @@ def test_too_little_to_hold_any_out_is_an_error() -> None:
     with pytest.raises(DataError) as caught:
         split(of(b"a" * 19, b"b"))
 
-    assert str(caught.value) == (
-        "numbers has 2 files of at most 19 bytes; to hold out 5 % of a file, and its last "
-        "character whole, takes 20 bytes of it for each byte of that character; give more text"
-    )
+    assert str(caught.value).startswith("numbers ")
+    assert figures(str(caught.value)) == ["2", "19", "5", "20"]

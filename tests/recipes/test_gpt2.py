@@ -12,6 +12,7 @@ import optax
 import pytest
 from safetensors.numpy import save_file
 from support.command_line import Main, one_line
+from support.figures import assert_mentions
 from support.quick import quick_programs
 from support.tiers import EXHAUSTIVE, only
 
@@ -130,10 +131,7 @@ def test_padding_never_counts() -> None:
 def test_the_embedding_has_a_row_for_every_token(texts: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         GPT2(data=texts, vocab_size=256, **TINY).model(jax.random.key(0))
-    assert str(caught.value) == (
-        "vocab_size=256 and the tokenizer has 257 tokens; each needs a row of the embedding: raise "
-        "it to 257, or leave it out"
-    )
+    assert_mentions(str(caught.value), "vocab_size=256", "257 tokens")
     recipe = GPT2(data=texts, vocab_size=400, **TINY, sample="one", temperature=1e6)
     model = recipe.model(jax.random.key(0))
     assert model["wte"]["weight"].shape == (400, 16)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.figures import figures
 
 from replicax.errors import ConfigError, DataError
 from replicax.recipes.text import pack
@@ -70,9 +71,6 @@ def test_nothing_to_predict_is_an_error() -> None:
     for documents, count in {(): 0, ((),): 1}.items():
         with pytest.raises(DataError) as caught:
             pack(arrays([list(ids) for ids in documents]), END, 2, vocab_size=10)
-        assert str(caught.value) == (
-            f"a text of {count} tokens, with the ends of its documents, leaves nothing to "
-            "predict; it takes at least 2; give more text"
-        )
-    with pytest.raises(ConfigError, match="context 0 leaves nothing to predict; it must be at"):
+        assert figures(str(caught.value)) == [str(count), "2"]
+    with pytest.raises(ConfigError, match=r"context 0\b"):
         pack(arrays([[1, 2]]), END, 0, vocab_size=10)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.figures import assert_mentions, figures
 from support.tiers import EXHAUSTIVE
 
 from replicax.errors import DataError
@@ -30,9 +31,8 @@ def targets(rows: dict[str, np.ndarray]) -> list[int]:
 def test_bytes(folder: Path) -> None:
     data = text_dataset(folder, "bytes", None, context=100)
 
-    assert data.source == (
-        f"{folder}: 21 files, 408 bytes; bytes (vocabulary 257); 420 tokens to train on, 9 held out"
-    )
+    assert data.source.startswith(f"{folder}: ")
+    assert_mentions(data.source, "21 files", "408 bytes", "vocabulary 257", "420 tokens", "9 held")
     assert targets(data.train) == [*LINE, 256] * 20
     assert targets(data.heldout) == [*b"held out", 256]
     assert data.train["tokens"].shape == (5, 101)
@@ -51,7 +51,7 @@ def test_bpe_learns_from_the_training_documents_alone(folder: Path) -> None:
     assert len(held_out) == len("held out") - 1 + 1
     assert tokenizer.decode(targets(data.train)) == LINE.decode() * 20
     assert tokenizer.name in data.source
-    assert f"{len(targets(data.train))} tokens to train on, 8 held out" in data.source
+    assert_mentions(data.source, f"{len(targets(data.train))} tokens", "8 held")
 
 
 def test_bpe_is_as_large_as_asked(folder: Path) -> None:
@@ -63,7 +63,7 @@ def test_thousands_are_separated(tmp_path: Path) -> None:
 
     data = text_dataset(tmp_path / "text", "bytes", None, context=64)
 
-    assert data.source.endswith("; 38,001 tokens to train on, 2,001 held out")
+    assert_mentions(data.source, "38,001 tokens", "2,001 held")
 
 
 def test_a_context_that_the_training_text_does_not_fill_is_an_error(tmp_path: Path) -> None:
@@ -73,10 +73,8 @@ def test_a_context_that_the_training_text_does_not_fill_is_an_error(tmp_path: Pa
     assert text_dataset(path, "bytes", None, context=950).train["length"].tolist() == [950]
     with pytest.raises(DataError) as caught:
         text_dataset(path, "bytes", None, context=1024)
-    assert str(caught.value) == (
-        "context 1,024 takes 1,025 tokens for one row, and the training text has 951; "
-        "lower --context or give more text"
-    )
+    assert figures(str(caught.value)) == ["1,024", "1,025", "951"]
+    assert "--context" in str(caught.value)
     with pytest.raises(DataError):
         text_dataset(path, "bytes", None, context=951)
 
@@ -92,9 +90,9 @@ def test_what_takes_long_is_announced(
 
     assert said("bpe") == said("bytes") == ""
     monkeypatch.setattr(module, "BPE_TRAINING_BYTES_PER_SECOND", 399)
-    assert said("bpe") == "training a BPE tokenizer on 0.0 MB\n"
+    assert "BPE" in said("bpe")
     monkeypatch.setattr(module, "BPE_ENCODING_BYTES_PER_SECOND", 407)
-    assert said("bpe") == "training a BPE tokenizer on 0.0 MB\nencoding 0.0 MB\n"
+    assert len(said("bpe").splitlines()) == 2
     assert said("bytes") == ""
     monkeypatch.setattr(module, "BYTES_ENCODING_BYTES_PER_SECOND", 407)
     assert said("bytes") == "encoding 0.0 MB\n"

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.figures import assert_mentions
 
 from replicax.errors import ConfigError, DataError, MissingDependencyError
 from replicax.recipes import tokenizer as module
@@ -79,16 +80,14 @@ def test_bpe_learns_what_is_frequent() -> None:
 
     assert BPE.token_bytes[ids].tolist() == [4, 4]
     assert BPE.vocab_size == 300
-    assert BPE.name == "BPE trained on this text (vocabulary 300)"
+    assert_mentions(BPE.name, "BPE", "vocabulary 300")
 
 
 def test_a_text_with_few_pairs_has_a_small_vocabulary_that_says_so() -> None:
     tokenizer = train_bpe([document("aaaa aaaa")], 1000)
 
     assert tokenizer.vocab_size == len(tokenizer.token_bytes) == 260
-    assert tokenizer.name == (
-        "BPE trained on this text, which has only 3 of the 743 merges asked for (vocabulary 260)"
-    )
+    assert_mentions(tokenizer.name, "BPE", "3 of the 743", "vocabulary 260")
 
 
 def test_training_is_deterministic() -> None:
@@ -131,7 +130,7 @@ def test_a_document_that_is_not_utf8_is_an_error() -> None:
 
 
 def test_a_vocabulary_without_room_for_the_bytes_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"of 256 is too small: .* at least 257"):
+    with pytest.raises(ConfigError, match=r"\b256\b.*\b257\b"):
         train_bpe([document(TEXT)], 256)
 
     smallest = train_bpe([document(TEXT)], 257)
@@ -262,8 +261,8 @@ def test_a_tokenizer_that_changes_text_is_refused_with_the_text(
         loaded.encode(Document("a.txt", text.encode(), offset=1000))
 
     message = str(caught.value)
-    assert message.startswith(f"a.txt is not given back by {loaded.name}: from byte {1000 + at:,} ")
-    assert f" on, {was!r} became {became!r}; a tokenizer must keep the text" in message
+    assert message.startswith("a.txt ")
+    assert_mentions(message, loaded.name, f"byte {1000 + at:,} ", f"{was!r} became {became!r}")
 
 
 def decoder(**parts_of: Any) -> Callable[[dict[str, Any]], None]:
@@ -327,8 +326,8 @@ def test_what_is_no_tokenizer_is_an_error(tmp_path: Path, content: bytes) -> Non
         load_tokenizer(path)
 
     message = str(caught.value)
-    assert message.startswith(f"{path} is no tokenizer.json: ")
-    assert message.endswith('has saved, or "bytes" or "bpe"')
+    assert message.startswith(f"{path} ")
+    assert_mentions(message, "tokenizer.json", '"bytes" or "bpe"')
     assert "\n" not in message
 
 
@@ -339,9 +338,7 @@ def test_a_tokenizer_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(DataError) as caught:
             load_tokenizer(path)
-        assert str(caught.value) == (
-            f'{path} cannot be read: {why}; give a tokenizer.json, "bytes" or "bpe"'
-        )
+        assert_mentions(str(caught.value), str(path), why, '"bytes" or "bpe"')
 
 
 def test_opening_by_name_or_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,14 @@ import re
 
 
 def figures(text: str) -> list[str]:
-    """Return the numbers of a text in their order, as they are written: `["1,000", "2.5", "1e-06"]`.
+    """Return the numbers of a text in order, as written: `["1,000", "2.5", "1e-06"]`.
 
-    Digits inside a name (`h100`, `float32`) are no number, and a unit that follows is left out.
+    Digits inside a name (`h100`, `float32`) do not count; units are left out.
     """
     return re.findall(r"(?<![\w.])-?\d+(?:,\d{3})*(?:\.\d+)*(?:e[+-]?\d+)?", text)
+
+
+def assert_mentions(text: str, *parts: object) -> None:
+    """Assert that a text has these numbers, names and codes, whatever the words around them."""
+    missing = [part for part in map(str, parts) if part not in text]
+    assert not missing, f"{missing} not in {text!r}"

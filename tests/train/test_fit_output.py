@@ -1,6 +1,7 @@
 """Files that `fit` writes and lines that it prints: to the end, to a divergence, to Ctrl-C."""
 
 import json
+import re
 import signal
 import sys
 import threading
@@ -12,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
+from support.figures import figures
 from support.fitted_line import fit, line, loss, threads
 
 import replicax as rx
@@ -113,7 +115,7 @@ class TestRunFolder:
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
         result = fit(dp, steps=1, run_dir=tmp_path / "run", progress=True)
         assert result.steps == 1
-        assert "no curves.png: matplotlib is not installed" in capsys.readouterr().out
+        assert re.search("curves.png: .*matplotlib", capsys.readouterr().out)
         assert not (tmp_path / "run" / "curves.png").exists()
 
 
@@ -125,7 +127,7 @@ class TestDivergence:
     def test_a_loss_that_is_no_longer_finite_ends_the_run(
         self, wild: rx.DataParallel, tmp_path: Path
     ) -> None:
-        with pytest.raises(DivergedError, match=r"not finite in [5-9] steps in a row, \d+ to"):
+        with pytest.raises(DivergedError, match=r"[5-9] steps .*\d+ to"):
             fit(wild, steps=100, log_every=1, run_dir=tmp_path / "run")
         lines = (tmp_path / "run" / "records.jsonl").read_text().splitlines()
         written = [json.loads(text) for text in lines]
@@ -145,7 +147,7 @@ class TestDivergence:
         assert (tmp_path / "run" / "curves.png").exists()
 
     def test_a_loss_that_never_was_finite_ends_the_run_as_well(self) -> None:
-        with pytest.raises(DivergedError, match="in 3 steps in a row, 1 to 3"):
+        with pytest.raises(DivergedError, match=r"3 steps .*1 to 3"):
             fit(
                 rx.DataParallel(loss, optax.sgd(0.1)),
                 {"x": np.full(16, np.nan), "y": np.zeros(16)},
@@ -217,13 +219,14 @@ class TestOutput:
     ) -> None:
         fit(dp, batch_size=13, epochs=2, eval_source=line(20, 1), progress=True)
         lines = capsys.readouterr().out.splitlines()
-        assert lines[:5] == [
-            "model  2 parameters in 2 arrays · float32",
-            "mesh   8 cpu devices · 8 replicas · mode jit · layout replicated",
-            "batch  13 rows, padded to 16, 8 replicas x 2 rows",
-            "epoch  40 rows in 4 batches, the last with 1 row and 15 of padding",
-            "compiling the step",
+        assert [figures(line) for line in lines[:4]] == [
+            ["2", "2"],
+            ["8", "8"],
+            ["13", "16", "8", "2"],
+            ["40", "4", "1", "15"],
         ]
+        names = ["model", "mesh", "batch", "epoch", "compiling"]
+        assert [line.split()[0] for line in lines[:5]] == names
         assert [line.split(" · ")[0] for line in lines[5:7]] == ["epoch 1/2", "epoch 2/2"]
         assert all(" · eval loss " in line and " error " in line for line in lines[5:7])
         assert lines[7].startswith("done: 8 steps, 80 rows in ")

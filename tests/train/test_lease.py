@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.figures import assert_mentions
 from support.lease_starts import AT_ONCE_SECONDS, Start, Watch, file_of, move, refused
 
 from replicax.errors import CheckpointError, ConfigError, ReplicaxError, RunInUseError
@@ -26,7 +27,7 @@ def test_a_second_start_is_refused_at_once_and_the_first_is_unharmed(
     with Watch() as watch:
         said = refused(run)
     assert watch.slept < AT_ONCE_SECONDS
-    assert f"{run} is held by another start of it (start 1, host " in said
+    assert_mentions(said, str(run), "start 1, host ")
     assert f"pid {holding.pid}, since " in said
     holding.go_on()
     assert holding.line() == "unharmed"
@@ -83,7 +84,7 @@ def test_a_released_run_is_taken_at_once(
     assert watch.slept < AT_ONCE_SECONDS
     assert capsys.readouterr().err == ""
     taken.release()
-    with pytest.raises(RunInUseError, match="start 3 has given the run back"):
+    with pytest.raises(RunInUseError, match=r"start 3\b"):
         taken.check()
 
 
@@ -221,7 +222,7 @@ def test_a_start_on_another_host_that_stands_still_is_followed_and_told_so(
         taken = take_lease(run)
     assert watch.seconds >= 0.5
     assert taken.token == 2
-    with pytest.raises(RunInUseError, match=f"start 2, host other-host, pid {os.getpid()}"):
+    with pytest.raises(RunInUseError, match=f"2, host .*{os.getpid()}"):
         frozen.check()
     frozen.release()
     taken.check()
@@ -336,7 +337,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
     before = sorted((run / "lease").iterdir())
     with monkeypatch.context() as patch:
         patch.setattr(module, call, full)
-        with pytest.raises(ConfigError, match=r"^\S+ cannot be written \(No space left on"):
+        with pytest.raises(ConfigError, match=rf"^\S+ .*{os.strerror(errno.ENOSPC)}"):
             take_lease(run)
     assert sorted((run / "lease").iterdir()) == before
     take_lease(run).release()
@@ -344,18 +345,18 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"cannot be written \(Not a directory\)"):
+    with pytest.raises(ConfigError, match=os.strerror(errno.ENOTDIR)):
         take_lease(tmp_path / "file" / "x")
 
 
 def test_a_removed_or_replaced_folder_is_noticed(run: Path) -> None:
     first = take_lease(run)
     shutil.rmtree(run)
-    with pytest.raises(RunInUseError, match="folder was removed or replaced"):
+    with pytest.raises(RunInUseError, match="replaced"):
         first.check()
     with take_lease(run) as second:
         assert second.token == first.token == 1
-        with pytest.raises(RunInUseError, match="folder was removed or replaced"):
+        with pytest.raises(RunInUseError, match="replaced"):
             first.check()
         first.release()
         second.check()
@@ -368,7 +369,7 @@ def test_a_folder_that_cannot_be_read_commits_nothing(
     with take_lease(run) as taken:
         with monkeypatch.context() as patch:
             patch.setattr(os, "listdir", full)
-            with pytest.raises(CheckpointError, match=r"cannot be read \(No space"):
+            with pytest.raises(CheckpointError, match=os.strerror(errno.ENOSPC)):
                 taken.check()
         taken.check()
 

@@ -41,7 +41,7 @@ def test_a_url_is_told_from_a_folder(objects: Objects) -> None:
     for url in ("s3://bucket/runs/x", "gs://bucket/x"):
         assert is_remote(place(url))
         assert os.fspath(place(url) / "lease") == f"{url}/lease"
-    with pytest.raises(ConfigError, match="http://host/x is in no object store"):
+    with pytest.raises(ConfigError, match=r"^http://host/x "):
         place("http://host/x")
 
 
@@ -113,10 +113,10 @@ def test_what_fails_in_a_client_is_an_os_error(
         raise RuntimeError("503: slow down\nplease")
 
     monkeypatch.setattr(Objects, "ls", broken)
-    with pytest.raises(OSError, match="RuntimeError: 503: slow down") as failed:
+    with pytest.raises(OSError, match="RuntimeError: 503: ") as failed:
         names(place("s3://bucket/x"))
     assert "please" not in str(failed.value)
-    with pytest.raises(ConfigError, match=r"cannot be written \(RuntimeError: 503: slow down\)"):
+    with pytest.raises(ConfigError, match=r"\(RuntimeError: 503: "):
         take_lease(place("s3://bucket/x"))
 
 
@@ -145,7 +145,7 @@ def test_a_run_in_an_object_store_is_held_by_one(objects: Objects) -> None:
     with take_lease(run) as again:
         assert again.token == 2
     remove_below(run)
-    with pytest.raises(RunInUseError, match="removed or replaced"):
+    with pytest.raises(RunInUseError, match="replaced"):
         again.check()
 
 

@@ -1,13 +1,15 @@
 """Each mistake, made on numbers, is named; what no mistake explains is said to be unexplained."""
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from support.figures import assert_mentions
 
-from replicax.verify.causes import likely_cause
+from replicax.verify.causes import NO_CAUSE, likely_cause
 from replicax.verify.difference import Leaves
 from replicax.verify.evidence import Evidence, Hypothesis
 
@@ -91,7 +93,7 @@ def test_factors(factor: float, words: list[str]) -> None:
 def test_a_factor_of_as_many_replicas_as_micro_batches_may_be_either() -> None:
     cause = likely_cause(evidence(times(N), micro_batches=N))
     assert "summed over 4 replicas" in cause
-    assert "4 micro-batches were added" in cause
+    assert "4 micro-batches" in cause
 
 
 def test_a_factor_that_a_second_moment_squares() -> None:
@@ -104,7 +106,7 @@ def test_a_factor_that_a_second_moment_squares() -> None:
         return {"mu": results["mu"] * N, "nu": results["nu"] * N * N}
 
     cause = likely_cause(evidence(found, of=moments))
-    assert "mu: exactly 4 times the expected (nu: its square)" in cause
+    assert re.search(r"^mu: exactly 4 times .*\bnu\b", cause)
 
 
 def test_a_factor_beside_weight_decay() -> None:
@@ -116,7 +118,7 @@ def test_a_factor_beside_weight_decay() -> None:
         return {"w": -0.1 * slope - 0.05 * values}
 
     given = evidence(lambda _: {"w": -0.1 * N * slope - 0.05 * values}, of=decayed)
-    assert "no known cause" in likely_cause(given)
+    assert likely_cause(given).startswith(NO_CAUSE)
     given = dataclasses.replace(given, values={"w": values})
     assert "exactly 4 times" in likely_cause(given)
 
@@ -124,19 +126,19 @@ def test_a_factor_beside_weight_decay() -> None:
 def test_a_sum_that_is_divided_by_padding_too() -> None:
     weight = UNEQUAL.sum()
     cause = likely_cause(evidence(times(weight / ROWS), weights=UNEQUAL))
-    assert "without weight included" in cause
+    assert "without weight" in cause
 
 
 def test_no_factor_is_named_that_nobody_makes() -> None:
     cause = likely_cause(evidence(times(1.7)))
-    assert "no known cause fits" in cause
+    assert cause.startswith(NO_CAUSE)
     assert "70.0%" in cause
 
 
 def test_a_mean_of_means() -> None:
     found = lambda on_rows: mean([on_rows(block(replica)) for replica in range(N)])  # noqa: E731
     cause = likely_cause(evidence(found, weights=UNEQUAL))
-    assert "mean of means" in cause
+    assert "of means" in cause
     assert "from 2 to 8" in cause
 
 
@@ -146,7 +148,7 @@ def test_rows_that_depend_on_one_another() -> None:
         return {"loss": (rows**2).mean(), "gradient": rows.std(0)}
 
     found = lambda on_rows: mean([on_rows(block(replica)) for replica in range(N)])  # noqa: E731
-    assert "depend on one another" in likely_cause(evidence(found, of=normed))
+    assert "BatchNorm" in likely_cause(evidence(found, of=normed))
 
 
 def test_what_comes_before_the_reduction_and_is_not_linear() -> None:
@@ -157,14 +159,13 @@ def test_what_comes_before_the_reduction_and_is_not_linear() -> None:
 
     found = lambda on_rows: mean([on_rows(block(replica)) for replica in range(N)])  # noqa: E731
     cause = likely_cause(evidence(found, of=clipped))
-    assert "before the reduction" in cause
     assert "clip" in cause
 
 
 def test_replicas_that_hold_their_own_rows() -> None:
     given = evidence(lambda on_rows: on_rows(block(0)))
     given = dataclasses.replace(given, of_replica=lambda replica: given.on_rows(block(replica)))
-    assert "each replica holds what its own rows give" in likely_cause(given)
+    assert_mentions(likely_cause(given), "its own rows", "lax.pmean")
 
 
 def test_one_replica_that_strays() -> None:
@@ -175,7 +176,7 @@ def test_one_replica_that_strays() -> None:
         return {path: value + off for path, value in given.expected.items()}
 
     cause = likely_cause(dataclasses.replace(given, of_replica=held))
-    assert "differs on replica 2 only" in cause
+    assert re.search(r": .*replica 2\b", cause)
 
 
 def test_replicas_at_scales_of_their_own() -> None:
@@ -196,25 +197,25 @@ def test_replicas_that_differ_for_no_known_reason() -> None:
     given = dataclasses.replace(
         given, of_replica=lambda replica: {**given.expected, "gradient": noise[replica]}
     )
-    assert "not the same on all replicas" in likely_cause(given)
+    assert "axis_index" in likely_cause(given)
 
 
 def test_rows_of_one_replica_everywhere() -> None:
     cause = likely_cause(evidence(lambda on_rows: on_rows(block(1))))
-    assert "the rows of replica 1 alone" in cause
+    assert_mentions(cause, "replica 1", "alone")
 
 
 def test_a_metric_of_one_replica() -> None:
     found = lambda on_rows: {**everything(on_rows), "loss": on_rows(block(0))["loss"]}  # noqa: E731
     cause = likely_cause(evidence(found))
-    assert cause.startswith("loss: it is what the rows of replica 0 alone give")
+    assert re.match("loss: .*replica 0 alone", cause)
 
 
 @pytest.mark.parametrize(("side", "part"), [("last", slice(0, 30)), ("first", slice(2, 32))])
 def test_rows_that_were_dropped(side: str, part: slice) -> None:
     """32 rows over 6 replicas."""
     cause = likely_cause(evidence(lambda on_rows: on_rows(np.arange(ROWS)[part]), replicas=6))
-    assert f"the {side} 2 of 32 rows were dropped" in cause
+    assert f"{side} 2 of 32" in cause
 
 
 @pytest.mark.parametrize("layout", ["runs of a replica", "every other row", "runs of the batch"])
@@ -244,20 +245,21 @@ def test_what_does_not_change() -> None:
         results = everything(on_rows)
         return {**results, "gradient": np.zeros_like(results["gradient"])}
 
-    assert "does not change at all" in likely_cause(evidence(found))
+    assert "at all" in likely_cause(evidence(found))
 
 
 def test_nan_of_a_replica_without_weight() -> None:
     weights = np.where(np.arange(ROWS) < 24, 1.0, 0.0)
     found = lambda on_rows: {path: value * np.nan for path, value in everything(on_rows).items()}  # noqa: E731
     cause = likely_cause(evidence(found, weights=weights))
-    assert "replica 3 have no weight at all" in cause
+    assert_mentions(cause, "replica 3", "weight")
 
 
 def test_hypotheses_of_the_caller_come_first() -> None:
-    odd = Hypothesis("the moon is full", lambda: {"loss": np.array(0.0), "gradient": X[0]})
+    text = "the moon is full"
+    odd = Hypothesis(text, lambda: {"loss": np.array(0.0), "gradient": X[0]})
     found = lambda on_rows: {"loss": np.array(0.0), "gradient": X[0]}  # noqa: E731
-    assert likely_cause(evidence(found, others=[odd])) == "the moon is full"
+    assert likely_cause(evidence(found, others=[odd])) == text
 
 
 def test_two_causes_are_both_named() -> None:
@@ -268,5 +270,5 @@ def test_two_causes_are_both_named() -> None:
         }
 
     cause = likely_cause(evidence(found, weights=UNEQUAL))
-    assert "gradient: it is a mean of means" in cause
-    assert "loss: it is what the rows of replica 0 alone give" in cause
+    assert re.search("gradient: .*of means", cause)
+    assert re.search("loss: .*replica 0 alone", cause)

@@ -86,15 +86,13 @@ def test_a_step_in_float32_has_no_row() -> None:
 
 
 def test_without_its_compiler_a_target_is_skipped_with_the_reason() -> None:
+    reason = "libtpu is not installed"
+
     def refuse(*_: object) -> Text:
-        raise CompilerError("libtpu is not installed")
+        raise CompilerError(reason)
 
     (only,) = told(loss, "jit", Elsewhere("v5e:2x4", refuse))
-    assert (only.case, only.verdict, only.found) == (
-        "jit, v5e:2x4",
-        "skip",
-        "libtpu is not installed",
-    )
+    assert (only.case, only.verdict, only.found) == ("jit, v5e:2x4", "skip", reason)
 
 
 REDUCED = """HloModule jit_step, num_partitions=8
@@ -130,7 +128,7 @@ def test_they_are_the_likely_cause_where_no_other_fits() -> None:
     note = Check("sums", "jit", "note", "")
     assert with_sums_as_cause([failed], []) == [failed]
     one, other, last = with_sums_as_cause([failed, known], [note])
-    assert one.cause.startswith("likely the sums in 16 bits below")
+    assert "16 bits" in one.cause
     assert other == known
     assert last == note
 
@@ -163,7 +161,8 @@ def test_an_h100_does_both(mode: str, h100: Elsewhere) -> None:
 @needs("cuda")
 def test_an_h100_reduces_what_the_partitioner_does(h100: Elsewhere) -> None:
     (found,) = told(noisy, "jit", h100)
-    assert found.found.startswith("reductions between devices in bfloat16")
+    assert found.found.startswith("reductions")
+    assert "bfloat16" in found.found
     assert [each.verdict for each in told(noisy, "shard_map", h100)] == ["pass"]
 
 

@@ -19,7 +19,7 @@ SKIPPED = Check("traffic", "jit", "skip", "nothing to see")
 def test_passes_of_one_mode_are_one_line() -> None:
     (line,) = merged(PASSED)
     assert line.case == "jit (full, padded; and in 4 micro-batches)"
-    assert line.found == "as one device, 3e-07"
+    assert "3e-07" in line.found
 
 
 def test_failures_stay_apart() -> None:
@@ -33,7 +33,7 @@ def test_it_fits_and_counts(capsys: pytest.CaptureFixture[str]) -> None:
     lines = printed.splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[-1] == "6 checks: 4 pass, 1 fail, 1 skip"
-    assert any("cause: a mean of means" in line for line in lines)
+    assert any(line.lstrip().startswith("cause: ") for line in lines)
     print(Verification([*PASSED, FAILED, SKIPPED]))
     assert capsys.readouterr().out == printed
 
@@ -53,7 +53,10 @@ def test_without_rich_a_verification_is_a_line_for_each_check(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "rich", None)
-    assert str(Verification([SKIPPED])) == ("skip  traffic, jit: nothing to see\n1 check: 1 skip")
+    assert str(Verification([SKIPPED])).splitlines() == [
+        f"skip  traffic, jit: {SKIPPED.found}",
+        "1 check: 1 skip",
+    ]
 
 
 def test_checks_without_cases_have_their_subjects_in_a_column() -> None:

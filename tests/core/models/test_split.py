@@ -302,8 +302,10 @@ def test_a_model_that_looks_at_values_is_really_made() -> None:
 
 
 def test_an_error_of_the_model_is_not_hidden() -> None:
-    def make() -> Any:
-        raise ValueError("no such width")
+    reason = "no such width"
 
-    with pytest.raises(ValueError, match="no such width"):
+    def make() -> Any:
+        raise ValueError(reason)
+
+    with pytest.raises(ValueError, match=reason):
         abstract_model(make)

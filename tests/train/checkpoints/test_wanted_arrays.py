@@ -40,14 +40,14 @@ def test_another_array_than_the_run_has(entry: ArrayEntry, said: str) -> None:
 def test_other_names_than_the_run_has() -> None:
     wanted = dict(SAVED)
     del wanted["seed"]
-    assert "seed is in it and not in this run: " in refusal(wanted)
+    assert refusal(wanted).count("seed") == 1
     wanted = {**SAVED, "params.more": ArrayEntry("int8", ())}
-    assert "params.more is in this run and not in it: " in refusal(wanted)
+    assert refusal(wanted).count("params.more") == 1
 
 
 def test_three_differences_are_named_and_the_others_counted() -> None:
     reason = refusal({})
-    assert reason.count("is in it and not in this run") == 3
+    assert sum(name in reason for name in SAVED) == 3
     assert f"; and {len(SAVED) - 3} more: " in reason
     three = dict.fromkeys(sorted(SAVED)[-3:], ArrayEntry("int8", ()))
     assert " more" not in refusal({**SAVED, **three})

@@ -141,7 +141,7 @@ def test_a_hook_that_fails_is_named_and_the_run_goes_on(
     (tmp_path / "profile").write_text("in the way")
     result = fit(dp, rx.Profile(2, 3), rx.CSV(), run_dir=tmp_path, epochs=1, progress=True)
     assert (result.failed_hooks, result.step) == (("Profile",), EPOCH)
-    assert "hook Profile failed" in capsys.readouterr().out
+    assert "hook Profile" in capsys.readouterr().out
     assert (tmp_path / "records.csv").exists()
 
 
