@@ -28,17 +28,17 @@ SPEAK_SECONDS = 2.0
 class DoctorOptions(JsonOptions):
     """Checks the installation, the devices, and the processes of a job and what connects them.
 
-    Run it alone, or as the job that has trouble would be run: under replicax launch, srun, mpirun,
-    or in the pods. Process 0 then shows what all have found. The exit code is 1 where there is a
+    Run it alone, or started like the job that has trouble: under replicax launch, srun, mpirun, or
+    in the pods. Process 0 then shows the results of all processes. The exit code is 1 if there is a
     problem.
     """
 
     largest_mb: float = 64.0
-    """The largest all-reduce to measure, in MB (of 2^20 bytes) a device."""
+    """The largest all-reduce to measure, in MB (of 2^20 bytes) per device."""
     folders: tuple[str, ...] = ()
-    """Folders that all processes are to share, such as those of checkpoints and data."""
+    """Folders that all processes must share, such as those of checkpoints and data."""
     timeout: float = 60.0
-    """Seconds until all processes must have come."""
+    """Seconds to wait for all processes to join."""
 
 
 class _Terminated(BaseException):

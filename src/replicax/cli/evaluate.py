@@ -20,8 +20,8 @@ ANOTHER_ROUNDING = 1e-2
 class EvaluateOptions(JsonOptions, RunOptions):
     """Evaluates the model of a run that replicax train made.
 
-    On the recipe's evaluation data, or on yours. Beside the figures stand those that the run itself
-    recorded at this step, where it did. Nothing in the run's folder is changed.
+    On the recipe's evaluation data, or on yours. The figures that the run itself recorded at this
+    step, if any, are shown next to them. Nothing in the run's folder is changed.
     """
 
     data: Annotated[Path | None, shown_as("PATH", "the recipe's")] = None

@@ -27,7 +27,7 @@ class ExportOptions(RunOptions):
     """
 
     file: Annotated[Path, BY_PLACE, shown_as("FILE")]
-    """The file to write, model.safetensors say."""
+    """The file to write, such as model.safetensors."""
     force: bool = False
     """Overwrite the file."""
 

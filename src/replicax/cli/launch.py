@@ -17,7 +17,7 @@ HELP = """replicax launch --processes N [OPTIONS] -- COMMAND ...
 
 Starts COMMAND N times, as processes that train together and end together.
 
-Each finds its place in REPLICAX_* variables; rx.initialize() reads them.
+REPLICAX_* variables tell each its rank; rx.initialize() reads them.
 
 --on slurm, kubernetes or ray has options of its own: add --help to it."""
 

@@ -28,7 +28,7 @@ STYLE = Style(remedy="fix", below=lambda check: [check.figures["code"]])
 class LintOptions(JsonOptions):
     """Reads files for the classic errors of data-parallel JAX; runs and imports nothing of them.
 
-    The exit code is 1 where an error or a warning is found.
+    The exit code is 1 if an error or a warning is found.
     """
 
     paths: Annotated[tuple[Path, ...], BY_PLACE, shown_as("FILES")] = ()

@@ -30,9 +30,9 @@ _NO_RECORD = (ValueError, TypeError, KeyError, AttributeError, OverflowError, Re
 class RunsOptions:
     """Lists the runs in a folder, the one saved last at the end.
 
-    Step and epoch are those of the newest checkpoint. done: it has come as far as it was to go;
-    stopped: it has not; running: a start holds it; ?: how far it was to go is not known, as it was
-    made by a program of your own. Checkpoints are not verified: loading one does that.
+    Step and epoch are those of the newest checkpoint. done: the run reached its end; stopped: it
+    did not; running: a process is writing to it; ?: its length is not known, because it was made by
+    your own program. Checkpoints are not verified here; loading one verifies it.
     """
 
     folder: Annotated[Path, BY_PLACE, shown_as("FOLDER", "runs")] = RUNS

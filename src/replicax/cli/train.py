@@ -48,18 +48,18 @@ LOGGERS = {"csv": rx.CSV, "mlflow": rx.MLflow, "tensorboard": rx.TensorBoard, "w
 
 @dataclasses.dataclass(frozen=True)
 class StartOptions:
-    """How far the run goes, and what it begins with."""
+    """Length and starting point of the run."""
 
     steps: Annotated[int | None, shown_as("N", "the epochs")] = None
     """Updates, instead of epochs."""
     seed: int = 0
     """Seed of the initial model, the order of the data, and all else that is random."""
     run: Annotated[str | None, shown_as("NAME", "recipe and time")] = None
-    """Name of the run, and of its folder in runs/; one that is there already goes on where it was
-    saved."""
+    """Name of the run and of its folder in runs/; an existing run continues from its last
+    checkpoint."""
     config: Annotated[Path | None, shown_as("FILE", "none")] = None
-    """The config.json of a run: its options and the recipe's fields, for the other flags to go on
-    top. The run's name is not taken from it."""
+    """The config.json of a run: start from its options and fields; other flags override
+    them. The run's name is not taken from it."""
     accept_changes: bool = False
     """Continue a run although its configuration has changed; each change is printed."""
     show_sharding: bool = False
@@ -73,7 +73,7 @@ class ComputeOptions(StepOptions, ModeOptions, DeviceOptions):
 
 @dataclasses.dataclass(frozen=True)
 class EvalOptions:
-    """When the run is evaluated, beside its end, and what follows from that."""
+    """When to evaluate the run, besides at its end, and how to act on the result."""
 
     eval_every: Annotated[int | None, shown_as("N", "every epoch")] = None
     """Steps between two evaluations, instead of epochs."""
@@ -82,7 +82,7 @@ class EvalOptions:
     eval_rows: Annotated[int | None, shown_as("N", "all")] = None
     """Rows of an evaluation at most, rounded up to whole batches."""
     eval_at_start: bool = False
-    """Evaluate also before the first step."""
+    """Also evaluate before the first step."""
     keep_best: Annotated[str | None, shown_as("METRIC", "none")] = None
     """Keep the checkpoint of the best evaluation; best.json names it."""
     early_stopping: Annotated[str | None, shown_as("METRIC[:N]", "none")] = None
@@ -111,17 +111,17 @@ class EvalOptions:
 
 @dataclasses.dataclass(frozen=True)
 class RecordOptions:
-    """Measurements, and where they are written beside the run's folder."""
+    """Measurements, and where to write them besides the run's folder."""
 
     log_every: int = 50
     """Steps between two records."""
     log_to: Annotated[str | None, several_of(LOGGERS, "none")] = None
-    """Send records there too, by a thread: a run waits for none of them."""
+    """Also send records to these loggers, from a thread, so that training never waits."""
     gradient_norm: bool = False
     """Record the norm of the gradient, before it is clipped."""
     measure_noise_scale: bool = False
-    """Measure the gradient noise scale every 10 steps, each time at the cost of about a gradient:
-    up to which batch size larger batches pay. It is kept in noise_scale.json."""
+    """Measure the gradient noise scale every 10 steps, each time at about the cost of one gradient:
+    the batch size up to which larger batches pay off. It is written to noise_scale.json."""
     profile: Annotated[str | None, shown_as("FIRST:LAST", "none")] = None
     """Record these steps with JAX's profiler, in profile/ of the run's folder."""
 
@@ -135,9 +135,9 @@ class SaveOptions:
     save_minutes: float = 10.0
     """Minutes between two checkpoints; 0 saves nothing, and such a run cannot be continued."""
     keep: int = 3
-    """How many of the newest checkpoints stay."""
+    """Number of newest checkpoints to keep."""
     keep_every: Annotated[int | None, shown_as("N", "none")] = None
-    """Checkpoints at a multiple of so many steps stay as well."""
+    """Also keep the checkpoints at multiples of N steps."""
 
     def saving(self) -> rx.Saving:
         """Return when a checkpoint is taken, and which are kept."""
@@ -156,13 +156,13 @@ class FaultOptions:
     audit_every: Annotated[int | None, shown_as("N", "none")] = None
     """Steps between two audits, which compare the bits of all replicas."""
     on_divergence: Literal["stop", "restore"] = "stop"
-    """Action when an audit finds a device with other bits: stop, or go back to the state of the
-    last clean audit and on from there."""
+    """Action when an audit finds a device whose bits differ: stop, or return to the state of the
+    last clean audit and continue."""
     max_bad_steps: int = 5
-    """A step whose loss or gradient is not finite is skipped; after so many in a row the run
-    stops."""
+    """Number of skipped steps in a row after which the run stops; a step is skipped if its loss or
+    gradient is not finite."""
     skip_spikes: bool = False
-    """Skip also a step whose loss is far above those before."""
+    """Also skip a step whose loss is far above earlier ones."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,11 +34,11 @@ USAGE = """\
 usage: replicax verify RECIPE [FLAGS]
        replicax verify --step FILE.py:name --reference FILE.py:name [FLAGS]
 
-Checks that a step on many devices computes what it computes on one: a recipe's,
-in every mode; or one that you wrote by hand, against its single-device form.
+Checks that a step on many devices computes what it computes on one: that of a
+recipe, in every mode; or a hand-written one, against its single-device form.
 replicax lint reads source code for the classic errors, without running it.
 
-The exit code is 1 where anything fails.
+The exit code is 1 if anything fails.
 replicax recipes lists the recipes; replicax verify RECIPE --help the flags, and
 replicax verify --step --help those of the other.
 """
@@ -60,8 +60,8 @@ class VerifyOptions(JsonOptions, StepOptions, ModeOptions, DeviceOptions):
     """Modes to compare with one device, as jit,shard_map. What --mode cannot do fails; what another
     one cannot is skipped."""
     target: str | None = None
-    """Hardware to compile for and look for sums in 16 bits in, as h100:8; by default the devices at
-    hand."""
+    """Hardware to compile for, to look for sums in 16 bits, such as h100:8; by default the attached
+    devices."""
     seed: int = 0
     """Seed of the initial model, and of all else that is random."""
 
