@@ -42,6 +42,25 @@ def test_the_reference_has_every_public_name() -> None:
     assert {name for name in shown if "." not in name} == public
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as Markdown makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", each).strip().lower()) for each in headings}
+
+
+def test_no_link_is_dead() -> None:
+    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")):
+        text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+        for link in re.findall(r"\]\(([^)\s]+)\)", text):
+            path, _, anchor = link.partition("#")
+            if ":" in path:
+                continue
+            target = page.parent / path if path else page
+            assert target.exists(), (page, link)
+            assert not anchor or anchor in anchors(target), (page, link)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="mkdocs is not installed")
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
