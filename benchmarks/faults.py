@@ -34,10 +34,10 @@ exit with a non-zero code. No process waits forever. This page is written by
 python benchmarks/faults.py --trials {trials}
 ```
 
-which starts real jobs of 2 or 3 processes with one CPU device each, injects a fault into one of them
-at a random step, and checks by fixed rules how the others end: the exit codes, the last line on each
-survivor's stderr, the time it took, and that no process is left. `--faults kill,freeze` selects
-faults; `tests/support/cluster_faults.py` contains the rules."""
+which starts real jobs of 2 or 3 processes with one CPU device each, injects a fault into one of
+them at a random step, and checks by fixed rules how the others end: the exit codes, the last line
+on each survivor's stderr, the time it took, and that no process is left. `--faults kill,freeze`
+selects faults; `tests/support/cluster_faults.py` contains the rules."""
 
 SECONDS = """\
 Seconds run from the fault until all others are gone. For a process that never comes, and for those
