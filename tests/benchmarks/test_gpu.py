@@ -66,6 +66,7 @@ def test_nothing_is_begun_without_time(gpu: ModuleType) -> None:
     part = gpu.Part("hangs", 60, ("no_such_script.py",))
     row = gpu.run(part, [], {}, time.monotonic() + gpu.LEAST_SECONDS - 1)
     assert (set(row), row["seconds"]) == ({"left_out", "seconds"}, 0.0)
+    assert "no time" in row["left_out"]
 
 
 def test_other_losses_are_told(gpu: ModuleType) -> None:

@@ -45,6 +45,7 @@ def test_alone(main: Main, folder: Path) -> None:
     assert max(map(len, out.splitlines())) <= 80
     assert [line.split()[0] for line in out.splitlines() if line[:1].isalpha()][:-1] == CHECKS
     assert "problem" in out.splitlines()[-1]
+    assert figures(out.splitlines()[-1]) == []
     assert "8 cpu devices" in out
     assert list(folder.iterdir()) == []
 
@@ -92,7 +93,7 @@ def test_a_check_that_breaks_hides_no_other(main: Main, monkeypatch: pytest.Monk
         "versions",
         "folder",
     ]
-    assert rows["folder"]["found"].startswith("ZeroDivisionError")
+    assert_mentions(rows["folder"]["found"], "ZeroDivisionError: division by")
     assert rows["all-reduce"]["verdict"] == "ok"
 
 
@@ -228,7 +229,7 @@ def test_a_process_with_the_wrong_coordinator(tmp_path: Path) -> None:
     assert not_well(rows) == ["joined"]
     assert figures(rows["joined"]["found"])[:3] == ["1", "2", "4"]
     assert "process 1, coordinator:" in doctors.err(1)
-    assert re.search(r"127\.0\.0\.1:\d+", doctors.err(1))
+    assert re.search(r"127\.0\.0\.1:\d+.*nothing listens", doctors.err(1))
 
 
 @pytest.mark.slow
@@ -244,7 +245,7 @@ def test_a_process_that_is_killed(tmp_path: Path) -> None:
     (check,) = not_well(rows)
     assert check in ("devices", "mesh", "all-reduce")
     assert "process 1" in rows[check]["found"]
-    assert "pid" in rows[check]["found"]
+    assert_mentions(rows[check]["found"], "pid", "killed")
 
 
 def catches_sigterm(process: subprocess.Popen[str]) -> bool:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import pytest
+from support.figures import figures
 
 from replicax.checks import FAIL, NOTE, PASS, SKIP, Check, Verdict, print_table
 from replicax.doctor.combined import (
@@ -28,8 +29,10 @@ def test_the_fix_is_what_follows_the_last_colon() -> None:
 
 
 def test_a_check_that_fails_is_a_problem_with_its_reason() -> None:
+    text = "the disk\nis gone"
+
     def fails() -> list[Check]:
-        raise OSError("the disk\nis gone")
+        raise OSError(text)
 
     found, fix = "A=1 is odd", "make it even"
 
@@ -38,7 +41,7 @@ def test_a_check_that_fails_is_a_problem_with_its_reason() -> None:
 
     (row,) = guarded("folder", fails)
     assert (row.subject, row.verdict) == ("folder", FAIL)
-    assert row.found.startswith("OSError: ")
+    assert row.found == f"OSError: {' '.join(text.split())}"
     assert row.cause
     assert guarded("place", refuses) == [Check("place", "", FAIL, found, fix)]
     assert guarded("limits", lambda: [FINE]) == [FINE]
@@ -150,6 +153,7 @@ def test_verdicts_fixes_and_speeds(
 
 def test_the_summary() -> None:
     assert "problem" in summary(ROWS[:1])
+    assert figures(summary(ROWS[:1])) == []
     assert (
         summary([ROWS[2], ROWS[2], Check("mesh", "", FAIL, "none")]) == "3 problems (folder, mesh)"
     )

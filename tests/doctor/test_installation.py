@@ -80,6 +80,7 @@ def test_enough_of_everything() -> None:
 def test_no_limit_on_files_is_none() -> None:
     (row,) = judge_limits(-1, -1, None, False, {})
     assert figures(row.found) == []
+    assert "malloc" in row.found
 
 
 def test_few_files() -> None:

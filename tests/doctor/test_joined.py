@@ -119,7 +119,7 @@ def test_nobody_listens(free: int) -> None:
     (row,) = check(place(3, f"127.0.0.1:{free}"), timeout_seconds=0.3)
     assert 0.3 <= time.monotonic() - started < 3
     assert row.verdict == FAIL
-    assert "nothing" in row.found
+    assert "nothing listens" in row.found
     assert "start process 0" in row.cause
 
 
