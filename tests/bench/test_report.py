@@ -34,7 +34,7 @@ def test_resources_have_memory_compilation_reductions_and_flops() -> None:
     assert each[2].split()[:4] == ["mode", "devices", "batch", "MiB"]
     assert each[3].split() == ["jit", "1", "256", "3.00", "1.25", "0", "0", "B", "100", "25%"]
     assert each[4].split()[:8] == ["jit", "2", "256", "3.00", "1.25", "1", "4.01", "kB"]
-    assert re.search("2 devices, 4 kB", " ".join(map(str.strip, lines)))
+    assert re.search("one gradient .*2 devices, 4 kB at", " ".join(map(str.strip, lines)))
 
 
 def test_what_is_not_known_is_no_number() -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,6 @@ import optax
 import pytest
 from bench import small
 from bench.small import MODEL, MODEL_BYTES, ROWS, SOURCE, loss, short
-from support.figures import assert_mentions, figures
 
 import replicax as rx
 from replicax.bench import machine, runner
@@ -65,7 +65,7 @@ def test_a_rounded_gradient_is_half_the_bytes() -> None:
     result = run(devices=(2,), modes=["jit", "shard_map"], reduction="bfloat16")
     (case,) = result.cases
     assert (case.sent_bytes, case.least_sent_bytes) == (MODEL_BYTES / 2 + 8, MODEL_BYTES / 2)
-    assert_mentions(result.notes[0], "jit", "reduction='bfloat16'")
+    assert re.match(r"jit .*left out: reduction='bfloat16'", result.notes[0])
 
 
 def test_a_step_of_ones_own_is_measured_as_the_written_one_is() -> None:
@@ -115,20 +115,20 @@ def test_only_real_rows_are_counted() -> None:
 def test_a_batch_that_does_not_divide_is_padded_and_noted() -> None:
     result = run(batch_size=7, devices=(2,), modes=["jit", "shard_map"])
     assert [(case.rows_per_device, case.padded_rows) for case in result.cases] == [(4, 1)] * 2
-    assert ["7", "8", "2"] in list(map(figures, result.notes))
+    assert any(re.fullmatch("7 rows .*padded to 8 on 2 devices", note) for note in result.notes)
 
 
 def test_a_layout_leaves_modes_out_with_a_note() -> None:
     result = run(layout="zero1", devices=(2,), modes=["pmap", "jit"])
     assert [case.mode for case in result.cases] == ["jit"]
     assert result.cases[0].least_sent_bytes is None
-    assert_mentions(result.notes[0], "mode='pmap'", "layout='zero1'")
+    assert re.match(r"pmap .*left out: mode='pmap' with layout='zero1'", result.notes[0])
 
 
 def test_batches_that_cannot_be_cut_have_no_weak_scaling() -> None:
     result = run(source=[SOURCE, SOURCE], batch_size=ROWS, modes=["jit"])
     assert result.scaling("weak") == []
-    assert any("weak scaling" in note for note in result.notes)
+    assert any(note.startswith("no weak") for note in result.notes)
 
 
 def test_progress_is_plain_lines_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,7 +180,7 @@ def test_several_processes_measure_all_devices_and_nothing_else(
 
 def test_only_host_devices_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(platform="gpu")])
-    with pytest.raises(ConfigError, match=r"pin .*gpu"):
+    with pytest.raises(ConfigError, match=r"pin with\b.*gpu devices"):
         run(devices=(1,), modes=["jit"], pin=True)
 
 
@@ -210,7 +210,7 @@ def test_an_error_ends_threads_and_frees_cores(monkeypatch: pytest.MonkeyPatch) 
         return loss(model, batch, key) * jnp.nan
 
     before = set(threading.enumerate())
-    with pytest.raises(LossError, match="nan"):
+    with pytest.raises(LossError, match=r"loss is\b.* nan"):
         bench(broken, optax.sgd(0.1), MODEL, SOURCE, batch_size=4, devices=(1,), progress=False)
     assert {thread for thread in threading.enumerate() if thread.is_alive()} <= before
 

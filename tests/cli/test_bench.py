@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from support.command_line import Main, refusal
-from support.figures import figures
 from support.tiers import EXHAUSTIVE
 
 from replicax.cli.bench import over_heads
@@ -43,14 +42,14 @@ def test_layouts_are_compared_by_the_rules_of_a_recipe(main: Main, folder: Path)
     assert rows == [["jit", "data", "1"], ["jit", "data", "4"], ["jit", "model=4", "4"]]
     assert lines[-1] == "see    runs/it/ (bench.json, bench.md, layouts.png)"
     notes = " ".join(map(str.strip, lines))
-    assert re.search("note: jit stages .*4 devices", notes)
+    assert re.search(r"note: jit stages .* 4 devices .*left out", notes)
 
 
 def test_heads_stay_whole(folder: Path) -> None:
     mesh = over_heads(6)
     assert dict(mesh(4).shape) == {"data": 2, "model": 2, "stage": 1}
     assert dict(mesh(6).shape) == {"data": 1, "model": 6, "stage": 1}
-    with pytest.raises(ConfigError, match=r"5 .*heads=6"):
+    with pytest.raises(ConfigError, match=r"5 devices with .*=6"):
         mesh(5)
 
 
@@ -113,7 +112,7 @@ def test_in_a_job_of_several_processes_it_is_refused(
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_PORT", "29500")
-    assert figures(refusal(main, *BENCH))[:2] == ["1", "2"]
+    assert "process 1 of 2" in refusal(main, *BENCH)
 
 
 @EXHAUSTIVE
@@ -124,7 +123,7 @@ def test_processes_are_measured_with_a_core_each(main: Main, folder: Path) -> No
     code, out, err = main(*BENCH, "--processes", "1,2", "--modes", "shard_map", "--run", "it")
     assert (code, err) == (0, "")
     lines = out.splitlines()
-    assert any(line.startswith("weak scaling: 8 rows") for line in lines)
+    assert any(re.fullmatch(r"weak scaling: 8 rows .*process", line) for line in lines)
     assert max(len(line) for line in lines) <= 80
     assert lines[-1] == "see    runs/it/ (bench.json, bench.md, scaling.png, jobs/)"
     result = json.loads((folder / "runs/it/bench.json").read_text())

@@ -142,7 +142,7 @@ def test_a_step_that_cannot_fit_is_refused_before_it_runs(
 ) -> None:
     monkeypatch.setattr(capacity, "free_host_bytes", lambda: 400)
     line = refusal(main, *REGRESSION, "--run", "it")
-    assert_mentions(line, "64 rows", "8 host devices", "batch size")
+    assert_mentions(line, "step of 64 rows", "8 host devices", "lower the", "batch size")
 
 
 def test_a_recipe_of_ones_own_trains(main: Main, folder: Path) -> None:
@@ -194,7 +194,7 @@ def test_a_run_that_is_done_stays_as_it_is(main: Main, folder: Path) -> None:
     before = (folder / "runs/once/records.jsonl").read_bytes()
     code, out, err = main(*REGRESSION, "--run", "once")
     assert (code, err) == (0, "")
-    assert_mentions(out, "resume runs/once: step 1", "complete at step 1")
+    assert_mentions(out, "resume runs/once: step 1, saved ", "complete at step 1: nothing")
     assert (folder / "runs/once/records.jsonl").read_bytes() == before
 
 
@@ -214,7 +214,7 @@ def test_another_configuration_needs_a_flag(main: Main, folder: Path) -> None:
 
 def test_a_run_is_a_folder_in_runs(main: Main, folder: Path) -> None:
     for name in ("../out", "/tmp/out", "a/b", "", "..", "-x", "a" * 101, "a b", "a\0b"):
-        assert "runs/" in refusal(main, *REGRESSION, f"--run={name}")
+        assert_mentions(refusal(main, *REGRESSION, f"--run={name}"), "--run ", "folder in runs/")
     for minutes in ("-1", "nan", "inf"):
         line = refusal(main, *REGRESSION, f"--save-minutes={minutes}")
         assert f"--save-minutes {minutes}; " in line
@@ -246,9 +246,9 @@ def test_a_crash_in_a_recipe_shows_where_and_ends_with_the_cause(main: Main, fol
     (folder / "my_crash.py").write_text(CRASH)
     code, _, err = main("train", "my_crash.py:Mine")
     assert code == 1
-    assert err.startswith("Traceback ")
+    assert err.startswith("Traceback (most")
     assert "my_crash.py" in err
-    assert err.splitlines()[-1].startswith("replicax: KeyError: ")
+    assert re.fullmatch(r"replicax: KeyError: 'no such\b.*'", err.splitlines()[-1])
 
 
 def test_a_syntax_error_in_a_recipe_shows_where(main: Main, folder: Path) -> None:
@@ -296,7 +296,7 @@ def test_recipes_lists_each_with_what_it_is(main: Main) -> None:
     assert (code, err) == (0, "")
     lines = {line.split()[0]: line for line in out.splitlines()}
     assert set(lines) == {*("cnn", "gpt2", "lenet", "linear_regression", "mlp", "file.py:Name")}
-    assert lines["linear_regression"].split()[1:]
+    assert "fitted to" in lines["linear_regression"]
     assert "not available" not in out
     assert all(len(line) <= 100 for line in out.splitlines())
 
@@ -367,7 +367,7 @@ class TestProcess:
         )
         assert (done.returncode, done.stderr) == (0, "")
         assert "mesh   6 cpu devices · 6 replicas" in done.stdout
-        assert_mentions(done.stdout, "batch  16 rows", "18", "6 replicas x 3 rows")
+        assert re.search(r"^batch  16 rows, .* 18, 6 replicas x 3 rows$", done.stdout, re.M)
         assert "\x1b" not in done.stdout
         assert "\r" not in done.stdout
 

@@ -44,7 +44,7 @@ def test_alone(main: Main, folder: Path) -> None:
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
     assert [line.split()[0] for line in out.splitlines() if line[:1].isalpha()][:-1] == CHECKS
-    assert "problem" in out.splitlines()[-1]
+    assert re.fullmatch(r"no problem\b.*", out.splitlines()[-1])
     assert figures(out.splitlines()[-1]) == []
     assert "8 cpu devices" in out
     assert list(folder.iterdir()) == []
@@ -179,9 +179,9 @@ def test_two_processes_that_are_well(tmp_path: Path) -> None:
     rows, codes = Doctors(tmp_path, {}, {}).end()
     assert (codes, not_well(rows)) == ([0, 0], [])
     assert all(row["verdict"] == "ok" for row in rows.values())
-    assert figures(rows["devices"]["found"])[:2] == ["4", "2"]
-    assert figures(rows["all-reduce"]["found"])[0] == "4"
-    assert "2 processes" in rows["folder"]["found"]
+    assert re.match(r"4 cpu devices\b.*\b2 processes", rows["devices"]["found"])
+    assert re.match(r"sums over 4 devices are .*", rows["all-reduce"]["found"])
+    assert re.search(r"the same\b.*2 processes .*one host", rows["folder"]["found"])
     pids = [process["pid"] for process in rows["joined"]["figures"]["processes"]]
     assert len(set(pids)) == 2
 
@@ -191,7 +191,7 @@ def test_two_processes_that_differ(tmp_path: Path) -> None:
     rows, codes = Doctors(tmp_path, {}, {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}).end()
     assert (codes, not_well(rows)) == ([0, 0], ["differences"])
     found = rows["differences"]["found"]
-    assert_mentions(found, "JAX_DEFAULT_MATMUL_PRECISION", "highest", "process 1")
+    assert re.search(r"JAX_DEFAULT_MATMUL_PRECISION .*highest .*process 1", found)
 
 
 @pytest.mark.slow
@@ -227,7 +227,7 @@ def test_a_process_with_the_wrong_coordinator(tmp_path: Path) -> None:
     rows, codes = doctors.end()
     assert codes == [1, 1]
     assert not_well(rows) == ["joined"]
-    assert figures(rows["joined"]["found"])[:3] == ["1", "2", "4"]
+    assert re.search(r"process 1 of 2 .*not come .*4 s", rows["joined"]["found"])
     assert "process 1, coordinator:" in doctors.err(1)
     assert re.search(r"127\.0\.0\.1:\d+.*nothing listens", doctors.err(1))
 
@@ -245,7 +245,7 @@ def test_a_process_that_is_killed(tmp_path: Path) -> None:
     (check,) = not_well(rows)
     assert check in ("devices", "mesh", "all-reduce")
     assert "process 1" in rows[check]["found"]
-    assert_mentions(rows[check]["found"], "pid", "killed")
+    assert_mentions(rows[check]["found"], "is gone", "killed")
 
 
 def catches_sigterm(process: subprocess.Popen[str]) -> bool:

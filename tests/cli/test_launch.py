@@ -72,7 +72,8 @@ def test_the_first_failure_is_the_last_line(main: Main) -> None:
     code, _, err = main("launch", "--processes", 2, "--logs", "mine", "--", *PYTHON, script)
     assert code == 1
     last = err.splitlines()[-1]
-    assert_mentions(last, "process 0", "ZeroDivisionError", "mine/process-0.log")
+    assert_mentions(last, "replicax: process 0 failed", "ZeroDivisionError: division by")
+    assert last.endswith(" mine/process-0.log)")
 
 
 def test_a_restart_is_told_in_one_line(main: Main) -> None:
@@ -80,8 +81,12 @@ def test_a_restart_is_told_in_one_line(main: Main) -> None:
     code, _, err = main("launch", *arguments, "--", *PYTHON, "import sys; sys.exit(3)")
     assert code == 3
     first, second = err.splitlines()
-    assert_mentions(first, "process 0", "exit code 3", "mine/process-0.log", "1 of 1")
-    assert_mentions(second, "process 0", "exit code 3", "mine/process-0-attempt-2.log")
+    assert_mentions(first, "replicax: process 0 failed", "exit code 3 (see mine/process-0.log)")
+    assert first.endswith("; restart 1 of 1")
+    assert_mentions(
+        second, "replicax: process 0 failed", "code 3 (see mine/process-0-attempt-2.log)"
+    )
+    assert_mentions(second, "all 1 restarts", "used up")
 
 
 def test_an_engine_has_flags_of_its_own(main: Main) -> None:

@@ -61,7 +61,7 @@ def test_a_correct_recipe(main: Main) -> None:
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
     assert "linear_regression · 2 devices · jit" in out
-    assert re.search(r"jit \(.*4 micro-batches\)", out)
+    assert re.search(r"jit \(full, .*padded, .*unequal weights; .* in 4 micro-batches\)", out)
     written = json.loads(Path("v.json").read_text())
     assert written["ok"]
     assert written["about"]["recipe"] == "linear_regression"
@@ -121,7 +121,7 @@ def test_a_broken_recipe_ends_with_1_and_json_alone(main: Main) -> None:
     assert code == 1
     found: dict[str, Any] = json.loads(out)
     assert not found["ok"]
-    assert any("sum" in check["cause"] for check in found["checks"])
+    assert any("a sum" in check["cause"] for check in found["checks"])
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ def test_hosts(text: str, hosts: list[str]) -> None:
     ],
 )
 def test_not_hosts(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"LIST=.*hosts"):
+    with pytest.raises(ConfigError, match=r"LIST=.*not a\b.*list of\b.*hosts"):
         expand_hosts(text, "LIST")
 
 
@@ -49,5 +49,5 @@ def test_counts() -> None:
     assert expand_counts("4", "COUNTS") == [4]
     assert expand_counts("1,3", "COUNTS") == [1, 3]
     for text in ("", "x", "2(3)", "2(x)", "-1", "2(x99999999999)"):
-        with pytest.raises(ConfigError, match=r"COUNTS=.*counts"):
+        with pytest.raises(ConfigError, match=r"COUNTS=.*not a\b.*list of\b.*counts"):
             expand_counts(text, "COUNTS")

@@ -54,7 +54,7 @@ def test_all_are_told_the_same() -> None:
     told = outcome([{"steps": 10}, {"steps": 10}, {"steps": 12}])
     (line,) = set(told)
     assert len(told) == 3
-    assert_mentions(line, "steps is 12 on process 2", "10 on processes 0 and 1")
+    assert_mentions(line, "the run: steps is 12 on process 2, 10 on processes 0 and 1: start all")
 
 
 def test_the_first_few_of_many() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from support.cluster_jobs import Job, Process, opened
-from support.figures import figures
 from support.waiting import HANG_SECONDS, until
 
 from replicax.cluster import hub as hub_module
@@ -104,7 +103,7 @@ def test_one_that_is_waited_for_has_ended() -> None:
         for process in processes[:2]:
             verdict = process.stopped.result(timeout=HANG_SECONDS)
             assert list(verdict.blames) == [2]
-            assert re.search(r" t\b.*process 2 \(.*step 0", verdict.reason)
+            assert re.search(r"hear of\b.*\bt from .* 2 \(.*ended after\b.*step 0", verdict.reason)
 
 
 def allow(processes: list[Process], seconds: float) -> None:
@@ -218,7 +217,7 @@ def test_what_looks_like_a_victim_may_be_the_cause(monkeypatch: pytest.MonkeyPat
         verdict = fail_as_victim(second)
         assert time.monotonic() - started > 0.9
         assert verdict is not None
-        assert "JaxRuntimeError" in verdict.reason
+        assert "failed: JaxRuntimeError: reset by" in verdict.reason
         assert first.reason() == verdict.reason
 
 
@@ -230,7 +229,8 @@ def test_process_0_vanishes() -> None:
         for process in processes[1:]:
             verdict = process.stopped.result(timeout=HANG_SECONDS)
             assert list(verdict.blames) == [0]
-            assert verdict.reason.startswith(processes[0].go.names[0])
+            assert verdict.reason.startswith(f"{processes[0].go.names[0]} is gone")
+            assert "killed or" in verdict.reason
         assert processes[1].link.fail("late", collateral=True) is not None
 
 
@@ -252,7 +252,7 @@ def test_a_process_falls_silent() -> None:
         for process in processes[:2]:
             verdict = process.stopped.result(timeout=HANG_SECONDS)
             assert list(verdict.blames) == [2]
-            assert figures(verdict.reason)[-2:] == ["2", "0"]
+            assert re.search(r"no sign\b.*for 2 s, last at\b.*step 0: frozen", verdict.reason)
         awake.set()
 
 
@@ -275,7 +275,7 @@ def test_process_0_falls_silent() -> None:
             verdict = second.stopped.result(timeout=HANG_SECONDS)
         assert list(verdict.blames) == [0]
         assert "process 0" in verdict.reason
-        assert "2 s" in verdict.reason
+        assert re.search(r"no sign\b.*for 2 s: frozen, .*cut off", verdict.reason)
         assert verdict.stacks
 
 
@@ -319,4 +319,4 @@ def test_who_is_stuck_is_found_out() -> None:
         for each in processes:
             verdict = each.stopped.result(timeout=HANG_SECONDS)
             assert list(verdict.blames) == [1]
-            assert re.search(r"step 12\b.*process 1 \(", verdict.reason)
+            assert re.search(r"the others, .* step 12, wait for .* 1 \(", verdict.reason)

@@ -1,6 +1,7 @@
 """Each engine's variables, as it really sets them, and its traps."""
 
 import http.server
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -60,9 +61,9 @@ def test_slurm_step() -> None:
     assert_mentions(
         place.line(),
         "process 6 of 7 (SLURM_PROCID, SLURM_STEP_NUM_TASKS)",
-        "coordinator node017:61452",
-        "SLURM_STEP_NODELIST)",
-        "job 4108.0 (SLURM_JOB_ID, SLURM_STEP_ID)",
+        "; coordinator node017:61452 (first host",
+        "of SLURM_STEP_NODELIST)",
+        "; job 4108.0 (SLURM_JOB_ID, SLURM_STEP_ID)",
     )
 
 
@@ -113,7 +114,9 @@ def test_slurm_without_srun_is_alone_and_says_so(step: dict[str, str]) -> None:
     batch = {"SLURM_JOB_ID": "4108", "SLURM_NTASKS": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
     place = find_place({**batch, "SLURM_STEP_NODELIST": "node017", **step})
     assert (place.processes, place.coordinator, place.engine) == (1, None, "Slurm")
-    assert_mentions(place.line(), "process 0 of 1", "Slurm", "srun")
+    assert re.fullmatch(
+        r"process 0 of 1 \(.*Slurm allocation .*not started\b.*srun\)", place.line()
+    )
 
 
 @pytest.mark.parametrize(
@@ -211,7 +214,9 @@ def test_mpirun_with_one_process_on_each_host() -> None:
 
 
 def test_mpirun_with_half_of_its_variables() -> None:
-    with pytest.raises(ConfigError, match=r"OMPI_COMM_WORLD_RANK .*OMPI_COMM_WORLD_SIZE"):
+    with pytest.raises(
+        ConfigError, match=r"OMPI_COMM_WORLD_RANK is set\b.*OMPI_COMM_WORLD_SIZE is not"
+    ):
         find_place({"OMPI_COMM_WORLD_RANK": "0"})
 
 
@@ -227,7 +232,7 @@ def test_kubernetes_coordinator_from_the_pods_own_name(monkeypatch: pytest.Monke
     place = find_place({**POD, "WORLD_SIZE": "3"})
     assert place.coordinator == "big-run-0.pods.ns.svc.cluster.local:29400"
     assert place.job == "big-run"
-    assert_mentions(place.reasons["coordinator"], "index 0", "big-run-2")
+    assert re.fullmatch(r"index 0 .*pod's name big-run-2", place.reasons["coordinator"])
     _name_this_host(monkeypatch, "a-deployment.pods.local")
     with pytest.raises(ConfigError, match="without REPLICAX_COORDINATOR"):
         find_place({**POD, "WORLD_SIZE": "3"})
@@ -253,9 +258,9 @@ def test_kubernetes_pod_told_to_train_alone() -> None:
 
 
 def test_kubernetes_says_what_the_manifest_lacks() -> None:
-    with pytest.raises(ConfigError, match=r"REPLICAX_PROCESSES; .*completions"):
+    with pytest.raises(ConfigError, match=r"without REPLICAX_PROCESSES; .*Job's completions"):
         find_place(POD)
-    with pytest.raises(ConfigError, match=r"REPLICAX_COORDINATOR, .*domain"):
+    with pytest.raises(ConfigError, match=r"without REPLICAX_COORDINATOR, .*pod here\b.*no domain"):
         find_place({**POD, "REPLICAX_PROCESSES": "4"})
     with pytest.raises(ConfigError, match="JOB_COMPLETION_INDEX=2 with REPLICAX_PROCESSES=2"):
         find_place({**POD, "REPLICAX_PROCESSES": "2", "REPLICAX_COORDINATOR": "a:1"})
@@ -293,7 +298,7 @@ def test_a_world_of_one_needs_no_address() -> None:
 
 
 def test_one_process_of_several_is_not_alone() -> None:
-    with pytest.raises(ConfigError, match=r"RANK=3 with WORLD_SIZE=1; .*0 to 0"):
+    with pytest.raises(ConfigError, match=r"RANK=3 with WORLD_SIZE=1; .*count from 0 to 0"):
         find_place({**TORCH, "RANK": "3", "WORLD_SIZE": "1"})
 
 
@@ -334,25 +339,28 @@ def test_tpu_slices() -> None:
 
 def test_one_tpu_slice_is_not_mentioned() -> None:
     line = find_place(TPU).line()
-    assert_mentions(line, "process 1 of 2 (TPU_WORKER_ID, TPU_WORKER_HOSTNAMES)", "t-0.t:8482")
+    assert line.startswith(
+        "process 1 of 2 (TPU_WORKER_ID, TPU_WORKER_HOSTNAMES); coordinator t-0.t:8482 ("
+    )
+    assert line.endswith("of TPU_WORKER_HOSTNAMES)")
     assert "slice" not in line
 
 
 def test_tpu_contradictions() -> None:
     with pytest.raises(ConfigError, match="TPU_WORKER_HOSTNAMES is empty"):
         find_place({**TPU, "TPU_WORKER_HOSTNAMES": ""})
-    with pytest.raises(ConfigError, match="TPU_WORKER_ID='one'"):
+    with pytest.raises(ConfigError, match=r"TPU_WORKER_ID='one' .*whole number"):
         find_place({**TPU, "TPU_WORKER_ID": "one"})
-    with pytest.raises(ConfigError, match="TPU_WORKER_ID='²'"):
+    with pytest.raises(ConfigError, match=r"TPU_WORKER_ID='²' .*whole number"):
         find_place({**TPU, "TPU_WORKER_ID": "²"})
-    with pytest.raises(ConfigError, match=r"MEGASCALE_NUM_SLICES='0' .*1"):
+    with pytest.raises(ConfigError, match=r"MEGASCALE_NUM_SLICES='0' .*whole number .* 1"):
         find_place({**TPU, "MEGASCALE_NUM_SLICES": "0"})
     slices = {"MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": "2"}
     with pytest.raises(ConfigError, match="MEGASCALE_SLICE_ID=2 with MEGASCALE_NUM_SLICES=2"):
         find_place({**TPU, **slices})
     with pytest.raises(ConfigError, match="TPU_WORKER_ID=2 and TPU_WORKER_HOSTNAMES lists 2"):
         find_place({**TPU, "TPU_WORKER_ID": "2"})
-    with pytest.raises(ConfigError, match=r"2 hosts .*TPU_WORKER_ID"):
+    with pytest.raises(ConfigError, match=r"lists 2 hosts and .*_WORKER_ID is not\b"):
         find_place({"TPU_WORKER_HOSTNAMES": "a,b"})
 
 
@@ -413,7 +421,7 @@ def test_a_tpu_whose_metadata_server_is_gone(monkeypatch: pytest.MonkeyPatch) ->
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"
-        with pytest.raises(ConfigError, match=f"{address}/.*TPU_WORKER_ID"):
+        with pytest.raises(ConfigError, match=f"{address}/.* did not .*TPU_WORKER_ID"):
             find_place({"GCE_METADATA_IP": address})
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import socket
 import threading
 import time
@@ -45,8 +46,10 @@ def test_the_port_is_another_job_s(job: str) -> None:
         processes = ours.start()
         said = opening(ours.port, job)
         assert_mentions(said, f"127.0.0.1:{ours.port}", os.strerror(errno.EADDRINUSE), "'ours'")
-        assert_mentions(said, "'theirs'" if job == "theirs" else "2 processes")
-        assert "REPLICAX_COORDINATOR" in said
+        assert_mentions(
+            said, "job 'theirs'); one job" if job == "theirs" else "'ours' of 2 processes"
+        )
+        assert_mentions(said, "process 0 cannot", "stop the", "set REPLICAX_COORDINATOR")
         assert not any(process.stopped.done() for process in processes)
 
 
@@ -54,7 +57,8 @@ def test_the_port_is_something_else_s() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         said = opening(port)
-    assert_mentions(said, f"127.0.0.1:{port}", os.strerror(errno.EADDRINUSE))
+    assert said.startswith("process 0 cannot listen")
+    assert f"127.0.0.1:{port}: {os.strerror(errno.EADDRINUSE)}; " in said
     assert "job '" not in said
 
 
@@ -63,7 +67,8 @@ def test_nothing_listens() -> None:
     started = time.monotonic()
     said = going(f"127.0.0.1:{port}", 0.5)
     assert 0.4 < time.monotonic() - started < 2.0
-    assert_mentions(said, f"process 0 at 127.0.0.1:{port}", "nothing listens")
+    assert_mentions(said, f"cannot reach process 0 at 127.0.0.1:{port} within ", "nothing listens")
+    assert said.endswith("or failed")
 
 
 def test_process_0_comes_later() -> None:
@@ -77,7 +82,7 @@ def test_process_0_comes_later() -> None:
 
 def test_a_host_that_nobody_knows() -> None:
     said = going("no-such-host.invalid:29400", 0.3)
-    assert "'no-such-host.invalid'" in said
+    assert re.search(r"'no-such-host\.invalid' is not\b.*known", said)
 
 
 def test_a_host_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,9 +96,9 @@ def test_a_host_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     started = time.monotonic()
     said = going("10.255.255.1:29400", 0.4)
     assert time.monotonic() - started < 2.0
-    assert_mentions(said, "timed out", "firewall")
+    assert re.search(r"timed out: .*firewall, .*wrong address$", said)
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
-    assert "HTTPS_PROXY" in going("10.255.255.1:29400", 0.1)
+    assert "HTTPS_PROXY set" in going("10.255.255.1:29400", 0.1)
 
 
 def test_what_listens_speaks_another_language() -> None:
@@ -109,7 +114,7 @@ def test_what_listens_speaks_another_language() -> None:
         thread.start()
         said = going(f"127.0.0.1:{server.getsockname()[1]}", 2.0)
         thread.join()
-    assert_mentions(said, "process 0", "Replicax job")
+    assert re.search(r"was reached\b.*no process 0 of\b.*Replicax job", said)
 
 
 def test_what_listens_hangs_up() -> None:
@@ -122,7 +127,7 @@ def test_what_listens_hangs_up() -> None:
         thread.start()
         said = going(f"127.0.0.1:{server.getsockname()[1]}", 2.0)
         thread.join()
-    assert_mentions(said, "process 0", "Replicax job", "ended")
+    assert re.search(r"no process 0 of\b.*Replicax job, .*just ended", said)
 
 
 def test_it_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +135,7 @@ def test_it_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(3, silent_seconds=0.8, timeout_seconds=2.0) as job:
         with pytest.raises(ClusterError):
             job.come(0).result(timeout=HANG_SECONDS)
-        assert any("processes 1 and 2" in line for line in job.said)
+        assert any(re.match("waiting .* processes 1 and 2 since ", line) for line in job.said)
 
 
 def test_it_says_that_it_cannot_reach(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,4 +143,4 @@ def test_it_says_that_it_cannot_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     going(f"127.0.0.1:{free_port()}", 0.7, said)
     assert said
-    assert "process 0 at 127.0.0.1:" in said[0]
+    assert re.search(r"cannot reach .* 0 at 127\.0\.0\.1:", said[0])

@@ -3,12 +3,12 @@
 import dataclasses
 import errno
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator
 
 import pytest
-from support.figures import figures
 
 from replicax.checks import FAIL, NOTE, PASS, SKIP, Check
 from replicax.cluster.place import Place
@@ -17,7 +17,8 @@ from replicax.doctor.joined import check_coordinator, check_place, check_proxies
 
 def test_a_lone_process() -> None:
     (row,), place = check_place({})
-    assert (row.verdict, figures(row.found)) == (PASS, ["0", "1"])
+    assert row.verdict == PASS
+    assert re.fullmatch(r"process 0 of 1 \(no launcher\b.*\)", row.found)
     assert place is not None
     assert place.processes == 1
 
@@ -96,7 +97,7 @@ def test_a_port_that_is_taken(listening: int) -> None:
 def test_process_0_on_another_host_than_its_name_says(free: int) -> None:
     (row,) = check(place(0, f"192.0.2.1:{free}"))  # an address for documentation
     assert row.verdict == NOTE
-    assert "192.0.2.1" in row.found
+    assert re.search(r"192\.0\.2\.1 is no\b.*of this\b.*host", row.found)
     assert socket.gethostname() in row.found
 
 
@@ -104,7 +105,7 @@ def test_process_0_on_another_host_than_its_name_says(free: int) -> None:
 def test_a_name_that_nobody_knows(process: int) -> None:
     (row,) = check(place(process, "no-such-host.invalid:29400"))
     assert row.verdict == FAIL
-    assert "'no-such-host.invalid'" in row.found
+    assert re.search(r"'no-such-host\.invalid' is not\b.*known", row.found)
     assert "address" in row.cause
 
 
@@ -126,7 +127,7 @@ def test_nobody_listens(free: int) -> None:
 def test_a_loopback_name_for_several_hosts(free: int) -> None:
     (row,) = check(place(0, f"localhost:{free}", local_processes=2))
     assert row.verdict == FAIL
-    assert figures(row.found)[-2:] == ["4", "2"]
+    assert re.search(r"4 processes are .*one host \(2 here\)", row.found)
     (row,) = check(place(0, f"localhost:{free}", local_processes=4))
     assert row.verdict == PASS
 

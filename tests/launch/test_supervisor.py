@@ -1,6 +1,7 @@
 """A job on this host: what its processes get, how it ends, and when it is started again."""
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -95,7 +96,7 @@ def test_a_signal_that_ends_a_process_is_in_the_exit_code(tmp_path: Path) -> Non
     script = "os.kill(os.getpid(), signal.SIGSEGV) if me == 1 else time.sleep(0.3)"
     outcome = run(python(script), 2, tmp_path)
     assert outcome.exit_code == 128 + 11
-    assert_mentions(str(outcome.message), "process 1 failed", "SIGSEGV")
+    assert re.match(r"process 1 failed first: killed\b.*SIGSEGV", str(outcome.message))
 
 
 def again_and_again(tmp_path: Path, script: str, restarts: int, processes: int = 2) -> Outcome:
@@ -135,20 +136,20 @@ def test_restarts_are_used_up(tmp_path: Path) -> None:
     assert (outcome.exit_code, outcome.attempts) == (4, 3)
     assert "ValueError: c" in str(outcome.message)
     assert "process-0-attempt-3.log" in str(outcome.message)
-    assert "2 restarts" in str(outcome.message)
+    assert_mentions(str(outcome.message), "all 2 restarts", "used up")
 
 
 def test_a_crash_loop_ends(tmp_path: Path) -> None:
     script = "fail(f'ValueError: bad value at {hex(os.getpid())}', step=12); sys.exit(4)"
     outcome = again_and_again(tmp_path, script, restarts=9, processes=1)
     assert (outcome.exit_code, outcome.attempts) == (4, 3)
-    assert "3 times" in str(outcome.message)
+    assert_mentions(str(outcome.message), "same failure 3 times", "not help")
 
 
 def test_what_a_restart_cannot_help_is_not_started_again(tmp_path: Path) -> None:
     outcome = again_and_again(tmp_path, "sys.exit(2)", restarts=3, processes=1)
     assert (outcome.exit_code, outcome.attempts) == (2, 1)
-    assert_mentions(str(outcome.message), "flag", "configuration")
+    assert_mentions(str(outcome.message), "wrong flag", "or configuration")
 
 
 def test_processes_that_were_preempted_are_started_again(
@@ -165,7 +166,9 @@ def test_processes_that_were_preempted_are_started_again(
 def test_who_is_preempted_again_and_again_uses_up_the_restarts(tmp_path: Path) -> None:
     outcome = again_and_again(tmp_path, "sys.exit(75)", restarts=4)
     assert (outcome.exit_code, outcome.attempts, outcome.failure) == (75, 5, None)
-    assert_mentions(str(outcome.message), "saved", "4 restarts")
+    assert re.match(
+        r"stopped early\b.*saved; start it\b.*; all 4 restarts\b.*used up$", outcome.message or ""
+    )
 
 
 LEFT = "if me == 0:\n    sys.exit(75)\n"
@@ -233,8 +236,8 @@ def test_what_cannot_be_started_is_refused_before_anything_is(tmp_path: Path) ->
     text.write_text("")
     logs = tmp_path / "logs"
     assert "no command" in refusal(logs, ())
-    assert_mentions(refusal(logs, ("no-such-program",)), "'no-such-program'", "PATH")
-    assert "./no/such" in refusal(logs, ("./no/such",))
+    assert re.search(r"'no-such-program' is not\b.*the PATH", refusal(logs, ("no-such-program",)))
+    assert re.search(r"\./no/such\b.*is no\b.*file", refusal(logs, ("./no/such",)))
     assert f"python {script}" in refusal(logs, (str(script),))
     assert "chmod +x" in refusal(logs, (str(text),))
     assert "--processes 0" in refusal(logs, processes=0)
@@ -249,5 +252,5 @@ def test_logs_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert "--logs" in refusal(tmp_path / "file" / "logs")
     (tmp_path / "process-0.log").write_text("kept")
-    assert_mentions(refusal(tmp_path), str(tmp_path), "(process-0.log)")
+    assert_mentions(refusal(tmp_path), str(tmp_path), "another job (process-0.log)")
     assert (tmp_path / "process-0.log").read_text() == "kept"

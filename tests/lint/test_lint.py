@@ -2,6 +2,7 @@
 
 import importlib.machinery
 import json
+import re
 import sys
 import types
 import warnings
@@ -9,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.figures import figures
 
 from replicax.errors import ConfigError
 from replicax.lint import lookup
@@ -114,7 +114,7 @@ def deprecated(name: str) -> Any:
 
 def test_a_file_without_error(path: Path) -> None:
     path.write_text(FORGOTTEN.replace("grads=grads", 'grads=jax.lax.pmean(grads, "i")') + LOSS)
-    assert figures(summary([examine(path)])) == ["1"]
+    assert re.fullmatch(r"nothing found\b.* 1 file", summary([examine(path)]))
 
 
 def test_a_library_that_is_not_there_is_not_looked_up(
@@ -123,7 +123,7 @@ def test_a_library_that_is_not_there_is_not_looked_up(
     monkeypatch.setattr(lookup, "_installed", lambda library: library != "haiku")
     path.write_text("import haiku\nhaiku.no_such_thing\n")
     assert examine(path).findings == []
-    assert summary([examine(path)]).endswith(": haiku")
+    assert re.search(r"not installed, .*not looked\b.*: haiku$", summary([examine(path)]))
 
 
 @pytest.mark.parametrize(

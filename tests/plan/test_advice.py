@@ -1,13 +1,13 @@
 """What is said first, and what another batch costs: every branch, from needs that are made up."""
 
 import dataclasses
+import re
 from typing import Any
 
 import jax.numpy as jnp
 import optax
 import pytest
 from plan.plans import GB, SPEED, TRAFFIC, make_plan, need
-from support.figures import figures
 
 import replicax as rx
 from replicax.core.mesh import abstract_mesh
@@ -50,12 +50,12 @@ FSDP = Alternative("layout=fsdp", need(64, 14.0), 67 * GB)
 def test_micro_batches_come_first_where_it_does_not_fit() -> None:
     said = first(TOO_LARGE, micro_batches=MicroBatches(8, need(64, 11.4)), alternatives=(REMAT,))
     assert said.startswith("accumulate=8: ")
-    assert figures(said)[1:] == ["8"]
+    assert re.search(r"micro-batches of 8 rows .*fits$", said)
 
 
 def test_micro_batches_that_are_filled_up_are_told_as_they_are_computed() -> None:
     said = first(need(10, 81.0), micro_batches=MicroBatches(4, need(12, 11.4)))
-    assert "3 rows" in said
+    assert re.search(r"micro-batches of 3 rows", said)
 
 
 def test_then_the_change_that_fits_and_needs_least() -> None:
@@ -63,7 +63,7 @@ def test_then_the_change_that_fits_and_needs_least() -> None:
     still = Alternative(BFLOAT16, less, 68 * GB)
     said = first(TOO_LARGE, largest=None, alternatives=(still, REMAT, FSDP))
     assert said.startswith("layout=fsdp: ")
-    assert figures(said) == ["14"]
+    assert re.search(r"fits with 14 GB", said)
 
 
 def test_then_a_smaller_batch() -> None:
@@ -71,16 +71,16 @@ def test_then_a_smaller_batch() -> None:
 
 
 def test_then_nothing_but_hardware() -> None:
-    assert figures(first(TOO_LARGE, largest=None)) == []
+    assert re.match(r"more memory\b.*, or a\b.*smaller model", first(TOO_LARGE, largest=None))
 
 
 def test_without_a_known_speed_no_change_is_made_up() -> None:
-    assert "speed" in first(FITS, speeds=())
+    assert re.search(r"speed is .*known", first(FITS, speeds=()))
 
 
 def test_a_larger_batch_where_it_is_faster() -> None:
     said = first(FITS, speeds=(speed(8, 100.0), speed(32, 250.0)))
-    assert figures(said) == ["8,192", "32", "2.5"]
+    assert re.match(r"a batch\b.* 8,192 rows, 32 .*: up to 2\.5 times\b.*rows", said)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ WAITING = (speed(8, 100.0, waiting=0.4),)
 def test_shard_map_where_mode_jit_sends_twice_and_waits() -> None:
     said = first(FITS, traffic=TRAFFIC, speeds=WAITING)
     assert said.startswith("mode=shard_map: ")
-    assert figures(said) == ["50", "40"]
+    assert re.search(r"sends 50% of .*40% of a\b.*waits for\b.*network$", said)
 
 
 @pytest.mark.parametrize(
@@ -122,9 +122,11 @@ def test_the_change_that_is_fastest() -> None:
     slower = Alternative("layout=zero1", need(8, 7.0), 4 * GB, step_seconds=0.8)
     said = first(FITS, alternatives=(slower, half, slower))
     assert said.startswith("precision=bfloat16: ")
-    assert figures(said) == ["2.0", "3.5"]
+    assert re.search(r"up to 2\.0 times as\b.*fast, and 3\.5 GB less", said)
     more = dataclasses.replace(half, freed_bytes=-1)
-    assert figures(first(FITS, alternatives=(more,))) == ["2.0"]
+    assert re.fullmatch(
+        r"precision=bfloat16: up to 2\.0 times as\b.*fast", first(FITS, alternatives=(more,))
+    )
     larger = (speed(8, 100.0), speed(64, 150.0))
     assert first(FITS, alternatives=(half,), speeds=larger) == said
     assert first(FITS, alternatives=(slower,), speeds=larger).startswith("a batch of")
@@ -146,7 +148,7 @@ def test_no_change_that_is_not_faster(change: Alternative) -> None:
 def test_fewer_devices_where_all_else_is_done_and_it_waits() -> None:
     said = first(FITS, dp=step(precision="bfloat16"), speeds=WAITING)
     assert said.startswith("fewer devices")
-    assert figures(said) == ["40"]
+    assert re.search(r", or faster\b.*links: 40% of a\b.*waits for\b.*network$", said)
 
 
 def test_learning_rates_of_another_batch() -> None:

@@ -96,7 +96,7 @@ def test_a_compiler_of_another_version_is_refused_before_it_is_loaded(
     platform: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(folder_with(tmp_path, package, "0.0.1")))
-    with pytest.raises(ConfigError, match=rf"^{package} 0\.0\.1\b.*jax"):
+    with pytest.raises(ConfigError, match=rf"^{package} 0\.0\.1 is installed, .* jax"):
         CompilerProcess(Description(platform, 1, {}))
 
 
@@ -105,7 +105,7 @@ def test_a_compiler_that_is_killed_at_work() -> None:
         pid = compiler._process.pid
         os.kill(pid, signal.SIGSTOP)  # or it might be done before
         threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
-        with pytest.raises(CompilerError, match="SIGKILL"):
+        with pytest.raises(CompilerError, match=r"signal SIGKILL .*without an\b.*answer"):
             compiler.compile(program(mlp(ROWS)))
         with pytest.raises(CompilerError, match="signal SIGKILL"):  # and from then on
             compiler.compile(program(mlp(ROWS)))
@@ -126,7 +126,7 @@ def test_a_compiler_that_does_not_answer() -> None:
     with closing(CompilerProcess(HOST)) as compiler:
         compiler._timeout_seconds = 0.2
         os.kill(compiler._process.pid, signal.SIGSTOP)
-        with pytest.raises(CompilerError, match="answer"):
+        with pytest.raises(CompilerError, match="not answered"):
             compiler.compile(program(mlp(ROWS)))
     assert compiler._process.poll() == -signal.SIGKILL
 
@@ -135,7 +135,7 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_another() -> None:
     large, small = program(gpt2(ROWS)), program(mlp(ROWS))
     with closing(CompilerProcess(HOST)) as compiler:
         compiler._timeout_seconds = 0.01
-        with pytest.raises(CompilerError, match="answer"):
+        with pytest.raises(CompilerError, match="not answered"):
             compiler.compile(large)
         compiler._timeout_seconds = 60
         with pytest.raises(CompilerError):
@@ -144,7 +144,7 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_another() -> None:
 
 def test_what_is_no_program_fails_alone(compiler: CompilerProcess) -> None:
     good = program(mlp(ROWS))
-    with pytest.raises(CompilerError, match="compiler fails"):
+    with pytest.raises(CompilerError, match=r"compiler fails\b.*this step: "):
         compiler.compile(ExportedStep(b"no module" * 100, 0, {"data": DEVICES}, 1))
     assert isinstance(compiler.compile(good), Compilation)
 

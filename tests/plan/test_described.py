@@ -141,5 +141,5 @@ def test_without_cudnn_no_gpu_is_planned_for(
     arguments = dict(parse_target("h100:1").topology_arguments)
     arguments["target_config"] = gpu_description("h100", 84942979072)
     description = Description(arguments.pop("platform"), 1, arguments)
-    with pytest.raises(MissingDependencyError, match=r"cuDNN; .*\[plan-gpu\]'$"):
+    with pytest.raises(MissingDependencyError, match=r"no cuDNN; .*\[plan-gpu\]'$"):
         CompilerProcess(description)

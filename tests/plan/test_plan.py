@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import importlib
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -279,7 +280,7 @@ def test_rows_are_filled_up_to_devices_and_micro_batches() -> None:
 @pytest.mark.usefixtures("alone")
 def test_pmap_is_planned_as_shard_map() -> None:
     found = rx.plan(step(mode="pmap"), MODEL, rows(16), target=host(2, None), changes={})
-    assert any("pmap" in note and "shard_map" in note for note in found.notes)
+    assert any(re.match("mode pmap .*planned as .*shard_map, ", note) for note in found.notes)
     assert found.about["mode"] == "pmap"
 
 
@@ -288,7 +289,7 @@ def test_a_memory_that_nobody_tells() -> None:
     found = rx.plan(step(), MODEL, rows(16), target=host(2, None), changes={})
     assert found.fits
     assert found.largest is found.too_large is None
-    assert any("memory" in note for note in found.notes)
+    assert any(re.search(r"memory\b.*not known\b.*what fits", note) for note in found.notes)
 
 
 @pytest.mark.usefixtures("alone")
@@ -321,7 +322,7 @@ def test_by_formula_where_it_is_asked_for() -> None:
         step(), MODEL, rows(64), target="h100:8", by_formula=True, wished_rows=1e6, changes={}
     )
     (note,) = found.notes
-    assert note.startswith("by formula")
+    assert note.startswith("by formula, ")
     assert found.about["compiler"] is None
     assert not any(need.compiled for need in found.sizes)
     assert found.asked.bytes == found.formula.total
@@ -453,17 +454,17 @@ def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_axes_that_do_not_divide_the_devices_are_refused() -> None:
     mesh = rx.make_mesh(2, model=3, devices=jax.devices()[:6])
     dp = step(mesh=mesh, layout=[("first", P("model", None)), ("", P())])
-    with pytest.raises(ConfigError, match=r"8 devices .*model=3"):
+    with pytest.raises(ConfigError, match=r"8 devices over .*=3; .*\b3\b.*divide"):
         rx.plan(dp, MODEL, rows(16), target="h100:8", by_formula=True)
 
 
 def test_an_unknown_target_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'h10'"):
+    with pytest.raises(ConfigError, match=r"no hardware\b.*'h10'"):
         rx.plan(step(), MODEL, rows(16), target="h10:8")
 
 
 @pytest.mark.parametrize("name", ["wished_rows", "noise_scale"])
 @pytest.mark.parametrize("value", [0, -1.5, float("nan"), float("inf")])
 def test_rows_that_are_none_are_refused_before_anything_compiles(name: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=f"{name}={value}"):
+    with pytest.raises(ConfigError, match=f"{name}={value}; .*above 0"):
         rx.plan(step(), MODEL, rows(16), target="h100:8", **{name: value})

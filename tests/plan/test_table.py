@@ -80,7 +80,7 @@ def test_what_was_planned_and_for_what() -> None:
     )
     target = under(make_plan(), "target")
     assert target.startswith("v5e:16x16 · 256 x TPU v5e · 64 hosts · ")
-    assert target.endswith("libtpu 0.0.42")
+    assert target.endswith("by libtpu 0.0.42")
     split = make_plan(about={**ABOUT, "accumulate": 4})
     assert under(split, "plan").endswith("4 micro-batches")
 
@@ -92,32 +92,35 @@ def test_a_batch_that_fits() -> None:
     assert figures(says(plan, "batch", "up to ")) == ["12", "3,072", "16", "13"]
     endless = make_plan(too_large=None)
     assert figures(under(endless, "batch")) == ["12", "3,072", "16"]
+    assert "more may" in under(endless, "batch")
 
 
 def test_a_batch_that_does_not_fit() -> None:
     plan = too_large()
     assert figures(says(plan, "fits", "no: ")) == ["64", "16,384", "81", "16.9"]
+    assert "at least 81 GB" in under(plan, "fits")
     assert_mentions(under(plan, "batch"), "accumulate=8: 64 rows", "16,384", "11.4 GB")
     limit = under(plan, "limit")
-    assert figures(limit.removeprefix("memory"))[:3] == ["1.5", "16.9", "12"]
+    assert re.match(r"memory: the state\b.* 1\.5 of 16\.9 GB, .* 12 rows", limit)
     assert "with 12 rows: arithmetic 60%" in limit
 
 
 def test_not_even_a_row_fits() -> None:
     plan = not_even_one()
-    assert figures(says(plan, "batch", "none: ")) == ["1"]
-    assert figures(says(plan, "speed", "none: ")) == []
+    assert says(plan, "batch", "none: not even 1 row")
+    assert re.fullmatch(r"none: no batch\b.*", under(plan, "speed"))
     # 200 GB of optimizer, 0.5 GB of parameters and a few bytes.
-    assert figures(says(plan, "limit", "memory: ")) == ["201", "16.9"]
-    assert "layout=fsdp 90 GB 210 GB" in under(plan, "change")
+    assert figures(says(plan, "limit", "memory: the state")) == ["201", "16.9"]
+    assert re.search(r"layout=fsdp 90 GB 210 GB .*not fit", under(plan, "change"))
     several = dataclasses.replace(plan, too_large=need(4, 250.0))
-    assert figures(under(several, "batch")) == ["4"]
+    assert says(several, "batch", "none: not even 4 rows")
 
 
 def test_a_gpu_says_what_jax_leaves_of_its_memory() -> None:
     fits = under(one_device(), "fits")
     # 84942979072 bytes, of which JAX takes three quarters.
     assert figures(fits) == ["8", "11", "63.7", "84.9"]
+    assert re.match("yes: .*JAX takes", fits)
 
 
 def test_how_fast() -> None:
@@ -126,11 +129,11 @@ def test_how_fast() -> None:
     assert re.search("12 rows .*50 ms", speed)
     plain = dataclasses.replace(SPEED, tokens_per_second=None)
     speed = under(make_plan(speeds=(plain,)), "speed")
-    assert re.search(r"step rows/s MFU HFU 8 rows .*50 ms 40,960 45% 51%$", speed)
+    assert re.fullmatch(r"at best\b.* step rows/s MFU HFU 8 rows .*50 ms 40,960 45% 51%", speed)
     for model_share, name in ((plain.peak_share, "MFU"), (None, "HFU")):
         share = dataclasses.replace(plain, model_share=model_share)
         speed = under(make_plan(speeds=(share,)), "speed")
-        assert re.search(rf"step rows/s {name} 8 rows .*50 ms 40,960 51%$", speed)
+        assert re.fullmatch(rf"at best\b.* step rows/s {name} 8 rows .*50 ms 40,960 51%", speed)
 
 
 def test_what_limits_it_is_the_largest_share_first() -> None:
@@ -160,7 +163,7 @@ def test_by_formula_says_so_at_each_heading() -> None:
     plan = by_formula()
     for word in ("target", "fits", "batch", "speed", "change", "memory"):
         assert "by formula" in under(plan, word)
-    assert figures(under(plan, "limit")) == ["80", "20", "10"]
+    assert re.match(r"computation 80%, .*network 20% \(10 ms\)", under(plan, "limit"))
     assert under(plan, "note").endswith("pip install 'replicax[plan-tpu]'")
     assert "sends" not in [text[:5] for text in table(plan)]
 
@@ -171,24 +174,24 @@ def test_a_change_by_formula_among_compiled_ones_says_so() -> None:
         Alternative("remat", need(8, 8.0, compiled=False), 3 * GB),
     )
     change = under(make_plan(alternatives=mixed), "change")
-    assert "layout=zero1 9 GB 2 GB remat 8 GB 3 GB" in change
+    assert re.search(r"layout=zero1 9 GB 2 GB remat 8 GB 3 GB by\b", change)
     assert change.count("by formula") == 1
 
 
 def test_memory_adds_up() -> None:
     memory = under(make_plan(), "memory")
-    assert figures(memory)[-2:] == ["10.6", "11"]
+    assert re.search(r"10\.6 GB by .*, 11 GB compiled$", memory)
     # 0.5 + 1 + 0.5 + 6 + 3 - 0.4, and a batch too small to be named.
     assert FORMULA.total == pytest.approx(10.6 * GB, rel=1e-3)
     assert "optimizer 1 GB" in memory
-    assert "400 MB" in memory
+    assert re.search(r"less 400 MB not\b", memory)
     assert "batch" not in memory
 
 
 def test_what_a_change_frees_or_takes() -> None:
     change = under(make_plan(), "change")
     assert "precision=bfloat16 7.5 GB 3.5 GB" in change
-    assert "layout=fsdp 11.2 GB -200 MB" in change
+    assert re.search(r"layout=fsdp 11\.2 GB -200 MB moves\b.*more", change)
     vain = (Alternative("remat", need(8, 11.0), -560),)
     assert under(make_plan(alternatives=vain), "change").endswith("remat 11 GB nothing")
 
@@ -196,9 +199,9 @@ def test_what_a_change_frees_or_takes() -> None:
 def test_what_a_step_sends() -> None:
     sends = under(make_plan(), "sends")
     assert "all-reduce 12 500 MB 996 MB for 12.3 ms" in sends
-    assert "all-gather 150 2 kB 1.9 kB no" in sends
+    assert re.search(r"all-gather 150 2 kB 1\.9 kB no, .*waits", sends)
     assert "the least 498 MB 2.00 times it" in sends
-    assert figures(under(make_plan(), "note"))[:2] == ["996", "2.00"]
+    assert re.match(r"each device\b.*sends 996 MB, 2\.00 times", under(make_plan(), "note"))
     unknown = Traffic((Movement("all-reduce", 1, 10, 20.0, True, None),), 20.0)
     assert "all-reduce 1 10 B 20 B yes" in under(make_plan(traffic=unknown), "sends")
 
@@ -214,6 +217,7 @@ def test_efficiency_by_device_count() -> None:
     # 128 rows are not enough for 131,072 devices.
     assert re.search(r"128 rows [a-z ]+ [\d% ]+( -)+$", scales)
     assert figures(under(plan, "pays")) == ["131,072", "8", "64", "128"]
+    assert re.match(r"to the\b.*last, 131,072, .*; to 64 ", under(plan, "pays"))
 
 
 def test_one_device_does_not_tell_how_others_would_do() -> None:
@@ -223,7 +227,7 @@ def test_one_device_does_not_tell_how_others_would_do() -> None:
 def test_the_formula_on_paper_stands_beside_the_rest() -> None:
     assert "paper" not in [text[:5] for text in table(make_plan())]
     plan = make_plan(on_paper=OnPaper(9.6e9, 3))
-    assert figures(under(plan, "paper"))[-2:] == ["9.6", "3"]
+    assert re.search(r"activations of 9\.6 GB .*, 3 rows", under(plan, "paper"))
 
 
 @pytest.mark.parametrize("most", [2, 3, 5, 7, 30])
@@ -240,27 +244,27 @@ def test_the_cost_of_what_was_wished() -> None:
     assert "cost" not in [text[:4] for text in table(make_plan())]
     wished = make_plan(about={**ABOUT, "wished_rows": 1e9}, device_hours=1234.6)
     # 10⁹ rows of 1,024 tokens.
-    assert figures(under(wished, "cost")) == ["1,235", "1.02"]
+    assert re.match(r"1,235 device-hours .* 1\.02T tokens", under(wished, "cost"))
 
 
 def test_the_learning_rate_of_another_batch() -> None:
     rate = under(make_plan(), "rate")
-    assert figures(rate)[:3] == ["3,072", "1.5", "1.22"]
+    assert re.match(r"a batch of 3,072: 1\.5 x .*SGD, 1\.22 x .*Adam", rate)
     assert "train --measure-noise-scale" in rate
     assert "2,048" not in rate
     known = make_plan(
         about={**ABOUT, "noise_scale": 512.0}, batches=(BatchAdvice(2048, 1.0, 1.0, 1.25, 5.0),)
     )
     rate = under(known, "rate")
-    assert figures(rate)[:3] == ["2,048", "1.25", "5"]
-    assert figures(rate)[-1] == "512"
-    assert under(known, "pays") != under(make_plan(), "pays")
+    assert re.match(r"a batch of 2,048: 1\.25 x .*steps, 5 x .*rows", rate)
+    assert re.search(r"critical batch 512 rows, .*noise scale$", rate)
+    assert under(known, "pays").startswith("for one")
 
 
 def test_what_is_not_known_is_said_in_words() -> None:
     plan = unknown_chip()
-    assert figures(says(plan, "fits", "not known")) == ["8", "64", "11"]
-    assert says(plan, "speed", "not known")
+    assert figures(says(plan, "fits", "not known: 8 rows")) == ["64", "11"]
+    assert says(plan, "speed", "not known; ")
     assert under(plan, "batch") == ""
 
 
@@ -289,6 +293,6 @@ def test_what_a_replica_of_several_devices_is_told_by() -> None:
     assert figures(says(plan, "fits", "yes: 8 rows")) == ["256", "11", "16.9"]
     # Of 40 ms that compute, in steps of 50.
     assert "the bubble 20%" in under(plan, "limit")
-    assert "96 1 GB 1.5 GB" in under(plan, "sends")
+    assert re.search(r"all-reduce over .* 96 1 GB 1\.5 GB", under(plan, "sends"))
     assert "the least" not in under(plan, "sends")
-    assert "11 GB 50 ms 1.6 GB model=8 7 GB 4 GB 71.2 ms 3 GB" in under(plan, "change")
+    assert "it is 11 GB 50 ms 1.6 GB model=8 7 GB 4 GB 71.2 ms 3 GB" in under(plan, "change")

@@ -187,7 +187,8 @@ def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     for path in (tmp_path / "nowhere", tmp_path):
         with pytest.raises(ConfigError) as caught:
             load_weights(path, SHAPE)
-        assert str(caught.value).startswith(f"{path} ")
+        assert str(caught.value).startswith(f"{path} is no")
+        assert " file;" in str(caught.value)
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 of torch", b"\xff" * 100, None])
@@ -196,8 +197,8 @@ def test_a_file_of_another_kind_is_an_error(content: bytes | None, path: Path) -
     with pytest.raises(DataError) as caught:
         load_weights(path, SHAPE)
     message = str(caught.value)
-    assert message.startswith(f"{path} ")
-    assert ".safetensors" in message
+    assert message.startswith(f"{path} is no .safetensors file (")
+    assert "); convert" in message
     assert "\n" not in message
 
 

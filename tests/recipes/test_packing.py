@@ -1,12 +1,12 @@
 """Every token but the first is a target, once, and padding never is."""
 
 import itertools
+import re
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.figures import figures
 
 from replicax.errors import ConfigError, DataError
 from replicax.recipes.text import pack
@@ -71,6 +71,8 @@ def test_nothing_to_predict_is_an_error() -> None:
     for documents, count in {(): 0, ((),): 1}.items():
         with pytest.raises(DataError) as caught:
             pack(arrays([list(ids) for ids in documents]), END, 2, vocab_size=10)
-        assert figures(str(caught.value)) == [str(count), "2"]
-    with pytest.raises(ConfigError, match=r"context 0\b"):
+        assert re.match(
+            rf"a text\b.* {count} tokens, .*nothing\b.* at least 2; ", str(caught.value)
+        )
+    with pytest.raises(ConfigError, match=r"context 0 leaves nothing\b.*"):
         pack(arrays([[1, 2]]), END, 0, vocab_size=10)

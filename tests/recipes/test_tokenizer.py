@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -80,14 +81,16 @@ def test_bpe_learns_what_is_frequent() -> None:
 
     assert BPE.token_bytes[ids].tolist() == [4, 4]
     assert BPE.vocab_size == 300
-    assert_mentions(BPE.name, "BPE", "vocabulary 300")
+    assert re.fullmatch(r"BPE trained\b.*this text \(vocabulary 300\)", BPE.name)
 
 
 def test_a_text_with_few_pairs_has_a_small_vocabulary_that_says_so() -> None:
     tokenizer = train_bpe([document("aaaa aaaa")], 1000)
 
     assert tokenizer.vocab_size == len(tokenizer.token_bytes) == 260
-    assert_mentions(tokenizer.name, "BPE", "3 of the 743", "vocabulary 260")
+    assert re.fullmatch(
+        r"BPE trained\b.*, .* only 3 of the 743 .*\(vocabulary 260\)", tokenizer.name
+    )
 
 
 def test_training_is_deterministic() -> None:
@@ -130,7 +133,7 @@ def test_a_document_that_is_not_utf8_is_an_error() -> None:
 
 
 def test_a_vocabulary_without_room_for_the_bytes_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"\b256\b.*\b257\b"):
+    with pytest.raises(ConfigError, match=r"of 256 is too\b.*small: .* at least 257"):
         train_bpe([document(TEXT)], 256)
 
     smallest = train_bpe([document(TEXT)], 257)
@@ -261,8 +264,10 @@ def test_a_tokenizer_that_changes_text_is_refused_with_the_text(
         loaded.encode(Document("a.txt", text.encode(), offset=1000))
 
     message = str(caught.value)
-    assert message.startswith("a.txt ")
-    assert_mentions(message, loaded.name, f"byte {1000 + at:,} ", f"{was!r} became {became!r}")
+    assert re.match(rf"a\.txt is .*by {re.escape(loaded.name)}: from byte", message)
+    assert_mentions(
+        message, f"from byte {1000 + at:,} on, {was!r} became {became!r}; ", "must keep"
+    )
 
 
 def decoder(**parts_of: Any) -> Callable[[dict[str, Any]], None]:
@@ -326,8 +331,8 @@ def test_what_is_no_tokenizer_is_an_error(tmp_path: Path, content: bytes) -> Non
         load_tokenizer(path)
 
     message = str(caught.value)
-    assert message.startswith(f"{path} ")
-    assert_mentions(message, "tokenizer.json", '"bytes" or "bpe"')
+    assert message.startswith(f"{path} is no")
+    assert message.endswith('saved, or "bytes" or "bpe"')
     assert "\n" not in message
 
 
@@ -338,7 +343,10 @@ def test_a_tokenizer_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(DataError) as caught:
             load_tokenizer(path)
-        assert_mentions(str(caught.value), str(path), why, '"bytes" or "bpe"')
+        assert re.match(
+            rf"{re.escape(str(path))} .*read: {re.escape(why)}; give", str(caught.value)
+        )
+        assert str(caught.value).endswith('tokenizer.json, "bytes" or "bpe"')
 
 
 def test_opening_by_name_or_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Bad steps: read late, recorded with their examples, and too many in a row end the run."""
 
+import re
 from typing import Any
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support.figures import figures
+from support.figures import assert_mentions, figures
 from support.processes import SUPPORT, run_job
 
 import replicax as rx
@@ -79,6 +80,8 @@ def test_too_many_in_a_row_end_the_run(most: int) -> None:
     said = str(ended.value)
     shown = [str(most), "320", str(319 + most)] if most > 1 else ["320"]
     assert figures(said)[: len(shown)] == shown
+    assert re.match(r"the loss\b.*\bgradient\b.*not finite\b", said)
+    assert_mentions(said, "learning rate", "clip", "these examples")
     assert "examples 3202, 3201, 3200 of epoch 3" in said
     assert "\n" not in said
 
@@ -94,11 +97,11 @@ def test_a_good_step_ends_the_row() -> None:
 def test_spikes_count_too_and_are_named() -> None:
     bad = BadSteps(2, Alone())
     follow(bad, {1: "spike", 2: "spike"}, spikes=True)
-    with pytest.raises(DivergedError, match=r"^the loss\b.*\b2 steps"):
+    with pytest.raises(DivergedError, match=r"^the loss\b.*\babove\b.*\bin 2 steps"):
         bad.check()
     bad = BadSteps(2, Alone())
     follow(bad, {1: "spike", 2: "nan"}, spikes=True)
-    with pytest.raises(DivergedError, match="gradient"):
+    with pytest.raises(DivergedError, match=r"\babove\b.*\bor\b.*\bgradient\b.*\bnot"):
         bad.check()
 
 
@@ -107,7 +110,7 @@ def test_a_resumed_row_goes_on() -> None:
     bad.in_a_row = 2
     bad.check()
     follow(bad, run_of("nan", 7, 2))
-    with pytest.raises(DivergedError, match=r"4 steps .*5 to 8 \(step 7 .*examples 72, "):
+    with pytest.raises(DivergedError, match=r"4 steps in\b.*5 to 8 \(step 7 on examples 72, "):
         bad.check()
 
 

@@ -4,6 +4,7 @@ import copy
 import errno
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +163,7 @@ def test_another_program_is_refused_with_what_it_means() -> None:
     old, new = with_program(CONFIG), with_program(CONFIG, loss="c3")
     assert refused(old, old) == set()
     assert refused(old, new) == {"program.loss"}
-    with pytest.raises(ConfigError, match=r"program\.loss a1 -> c3 \(.*\);"):
+    with pytest.raises(ConfigError, match=r"program\.loss a1 -> c3 \(the loss\b.*code\);"):
         check_changes(old, new, accept=False)
     assert check_changes(old, new, accept=True) == ["change program.loss a1 -> c3 (accepted)"]
 
@@ -172,7 +173,7 @@ def test_a_program_of_other_versions_cannot_be_told(library: str) -> None:
     old = with_program(edited(versions={"jax": "1", "python": "3.11", "flax": "2"}))
     new = with_program(edited(versions={**old["versions"], library: "9"}), loss="c3")
     lines = check_changes(old, new, accept=False)
-    assert any(line.startswith("change program.loss a1 -> c3 (") for line in lines)
+    assert any(line.startswith("change program.loss a1 -> c3 (other versions") for line in lines)
     other_python = with_program(edited(versions={**old["versions"], "python": "4"}), loss="c3")
     assert refused(old, other_python) == {"program.loss"}
 
@@ -307,7 +308,7 @@ def test_a_configuration_that_is_no_json_is_refused() -> None:
     endless: list[Any] = []
     endless.append(endless)
     for value in (endless, {(1, 2): 3}):
-        with pytest.raises(ConfigError, match="JSON"):
+        with pytest.raises(ConfigError, match=r"written\b.*JSON"):
             changes(CONFIG, {"value": value})
 
 
@@ -327,14 +328,15 @@ def test_a_damaged_file_is_no_configuration(tmp_path: Path, text: bytes, why: st
     path.write_bytes(text)
     with pytest.raises(ConfigError) as caught:
         read_config(path)
-    assert str(caught.value).startswith(f"{path} ")
+    assert str(caught.value).startswith(f"{path} is no")
+    assert "configuration (" in str(caught.value)
     assert why in str(caught.value)
     assert "choose another" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_a_file_that_is_not_there_is_no_configuration(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"config\.json .*{os.strerror(errno.ENOENT)}"):
+    with pytest.raises(ConfigError, match=rf"json is .*\({re.escape(os.strerror(errno.ENOENT))}"):
         read_config(tmp_path / "config.json")
 
 

@@ -111,7 +111,7 @@ def test_an_earlier_step_and_the_best(zero1: Ended, tmp_path: Path) -> None:
     assert found.step == int(found.state.step) == 6
     assert max(record.step for record in found.records) <= 6
     best = zero1.folder / "best.json"
-    with pytest.raises(ConfigError, match=r"best\.json"):
+    with pytest.raises(ConfigError, match=r"has no .*\.json"):
         rx.load(zero1.folder, step="best")
     try:
         best.write_text('{"metric": "loss", "value": 0.5, "step": 6}')
@@ -159,7 +159,7 @@ def test_what_a_run_of_ones_own_needs_is_said(mine: tuple[Path, rx.Fit]) -> None
         assert "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match="without dp="):
         rx.load(folder, state=result.state)
-    with pytest.raises(ConfigError, match=r"\bdict\b"):
+    with pytest.raises(ConfigError, match=r"\bstate is\b.*\bdict\b"):
         rx.load(folder, dp=dp, state=model())  # type: ignore[arg-type]
 
 
@@ -233,7 +233,7 @@ def test_what_is_no_run_is_one_line(tmp_path: Path) -> None:
             rx.load(folder)
         assert "\n" not in str(caught.value)
     fit(data_parallel(1), tmp_path, save_every=None, save_seconds=None)
-    with pytest.raises(ConfigError, match="no checkpoint"):
+    with pytest.raises(ConfigError, match=r"\bno checkpoint: none"):
         rx.load(tmp_path)
 
 
@@ -292,7 +292,7 @@ def test_a_recipe_that_has_changed_is_refused_by_its_field(odd: Path, folder: Pa
     with pytest.raises(ConfigError, match="'sizes'"):
         rx.load(odd)
     (folder / "my_recipe.py").write_text(ODD.replace("tuple[int, ...] = (1, 2)", "int = 3"))
-    with pytest.raises(ConfigError, match=r"sizes=\[4, 5, 6\] .*int"):
+    with pytest.raises(ConfigError, match=r"sizes=\[4, 5, 6\] .*no int\b"):
         rx.load(odd)
 
 

@@ -227,7 +227,9 @@ def test_without_the_option_nothing_is_measured(tmp_path: Path) -> None:
 def test_another_file_is_refused(tmp_path: Path, text: bytes) -> None:
     file = tmp_path / "config.json"
     file.write_bytes(text)
-    with pytest.raises(ConfigError, match=r"config\.json .*--measure-noise-scale"):
+    with pytest.raises(
+        ConfigError, match=r"config\.json\b.*\bnoise scale\b.*--measure-noise-scale"
+    ):
         load_noise_scale(file)
 
 

@@ -26,7 +26,7 @@ def test_processes_end_alike_and_process_0_speaks_for_all(folder: Path) -> None:
     first, second = fit(folder, "40,40")
     assert said(first) == said(second)
     assert said(first)["steps"] == 40
-    assert re.search("2 cpu devices.* 2 processes", first.out)
+    assert re.search(r"2 cpu devices.*\b2 processes", first.out)
     own = [line for line in second.out.splitlines() if "Gloo" not in line]
     assert len(own) == 1
     config = json.loads((folder / "run" / "config.json").read_text())

@@ -176,6 +176,7 @@ def test_on_a_terminal_the_live_line_fits_and_goes_away(terminal: Terminal) -> N
     end, ever = screen(terminal(show))
     kept = [line for line in end if line]
     assert kept[0].startswith("epoch  60,000 rows")
+    assert len(kept[1]) > 40
     assert kept[1] == long[: len(kept[1])].rstrip()
     assert not [line for line in kept if "━" in line or "/12345" in line]
     live = [line for line in ever if "12345" in line]
@@ -336,4 +337,6 @@ def test_a_run_is_shown_by_a_hook() -> None:
     assert evaluated == "eval   step 2: loss 0.25 accuracy 0.5"
     assert drawn == [3, earlier, first, second]
     assert numbers(skipped) == ["3", "7", "8"]
+    assert skipped.startswith("skip   step 3: ")
+    assert skipped.endswith("finite, examples 7, 8")
     assert epoch == "epoch 2/4 · loss 0.1235 · eval loss 0.25 accuracy 0.5 · 64,000 rows/s"

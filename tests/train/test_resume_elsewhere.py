@@ -9,7 +9,6 @@ import jax
 import numpy as np
 import optax
 import pytest
-from support.figures import figures
 from support.resumable import (
     BATCH,
     BATCHES,
@@ -144,7 +143,7 @@ def test_a_batch_size_that_divides_goes_on_at_the_same_row(
 def test_a_batch_size_that_does_not_divide_is_refused(dp: rx.DataParallel, tmp_path: Path) -> None:
     with crashing(4):
         fit(dp, tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"48 rows .*epoch 0 .*batch_size=10"):
+    with pytest.raises(ConfigError, match=r"^the run\b.*\b48 rows into .* 0 .* batch_size=10"):
         fit(dp, tmp_path / "run", batch_size=10, accept_changes=True)
     found = fit(dp, tmp_path / "run")
     check_same(found, run(dp), tmp_path / "run")
@@ -167,10 +166,12 @@ def test_rows_of_processes_are_those_of_as_many(
         fit(dp, tmp_path / "run", source=rx.PerProcess(rows()))
     with monkeypatch.context() as patch:
         patch.setattr("replicax.train.storage.parts_of_processes", lambda source: {"processes": 2})
-        with pytest.raises(ConfigError, match=r"rx\.PerProcess .*\b1 process"):
+        with pytest.raises(
+            ConfigError, match=r"fed by .*\.PerProcess in 1 process\w* and\b.*\bnow"
+        ):
             fit(dp, tmp_path / "run", source=rx.PerProcess(rows()))
     accepted = {"accept_changes": True, "source": rows()}
-    with pytest.raises(ConfigError, match=r"rx\.PerProcess"):
+    with pytest.raises(ConfigError, match=r"rx\.PerProcess\b.*\bnow fed\b.*\ball have"):
         fit(dp, tmp_path / "run", **accepted)
 
 
@@ -183,9 +184,9 @@ def test_another_model_is_refused(dp: rx.DataParallel, tmp_path: Path) -> None:
         fit(dp, folder)
     saved = steps_saved(folder)
     other = rx.DataParallel(loss, optax.sgd(0.01))
-    with pytest.raises(ConfigError, match=r"program\.optimizer \w+ -> \w+ \("):
+    with pytest.raises(ConfigError, match=r"configuration: program\.optimizer \w+ -> \w+ \("):
         fit(other, folder)
-    with pytest.raises(ConfigError, match=r"opt_state\.0\.count"):
+    with pytest.raises(ConfigError, match=r"opt_state\.0\.count is .*\bnot in\b.*\brun"):
         fit(other, folder, accept_changes=True)
     assert steps_saved(folder) == saved
     check_same(fit(dp, folder), run(dp), folder)
@@ -224,9 +225,10 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     assert found.steps == STEPS - 3
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("re")]
     assert said[0].startswith("refused step 6: state/params.out/0.0")
+    assert "(set aside" in said[0]
     assert said[0].endswith(" refused-step-000000006-1)")
     assert said[1].startswith(f"resume {folder}: step 3, saved ")
-    assert figures(said[1])[-1] == "3"
+    assert re.search(r"; 3 more\b.*\bagain$", said[1])
     check_same(found, run(dp, log_every=2), folder)
     assert (folder / "checkpoints/refused-step-000000006-1").is_dir()
 
@@ -245,7 +247,7 @@ def test_where_all_are_damaged_it_begins_anew(
     assert "refused step 6: " in out
     assert "refused step 3: " in out
     assert "resume" not in out
-    assert re.search("begin .*step 0: .*2 checkpoints", out)
+    assert re.search(r"begin  at step 0: none of 2 checkpoints\b.*\btrusted", out)
     check_same(found, run(dp, log_every=2), folder)
 
 
@@ -279,13 +281,13 @@ def test_a_checkpoint_that_cannot_be_read_after_all_is_told_in_one_line(
             raise ValueError("NOT_FOUND: a chunk\nat another line")
 
     monkeypatch.setattr("replicax.train.checkpoints.arrays._handler", Broken)
-    with pytest.raises(CheckpointError, match=r"NOT_FOUND: a chunk$"):
+    with pytest.raises(CheckpointError, match=r"state .*read: NOT_FOUND: a chunk$"):
         fit(dp, tmp_path / "run")
 
 
 def test_what_is_not_a_run_is_refused(dp: rx.DataParallel, tmp_path: Path) -> None:
     (tmp_path / "records.jsonl").write_text("{}\n")
-    with pytest.raises(ConfigError, match="another run"):
+    with pytest.raises(ConfigError, match=r"the records\b.*another run"):
         fit(dp, tmp_path)
     assert (tmp_path / "records.jsonl").read_text() == "{}\n"
 
@@ -294,5 +296,5 @@ def test_without_saves_the_folder_of_a_run_stays_its_own(
     dp: rx.DataParallel, tmp_path: Path
 ) -> None:
     fit(dp, tmp_path / "run", save_every=None, save_seconds=None, model=model)
-    with pytest.raises(ConfigError, match="another run"):
+    with pytest.raises(ConfigError, match=r"the records\b.*another run"):
         fit(dp, tmp_path / "run", save_every=None, save_seconds=None)

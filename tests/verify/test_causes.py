@@ -93,7 +93,7 @@ def test_factors(factor: float, words: list[str]) -> None:
 def test_a_factor_of_as_many_replicas_as_micro_batches_may_be_either() -> None:
     cause = likely_cause(evidence(times(N), micro_batches=N))
     assert "summed over 4 replicas" in cause
-    assert "4 micro-batches" in cause
+    assert_mentions(cause, "4 micro-batches were", "added")
 
 
 def test_a_factor_that_a_second_moment_squares() -> None:
@@ -106,7 +106,7 @@ def test_a_factor_that_a_second_moment_squares() -> None:
         return {"mu": results["mu"] * N, "nu": results["nu"] * N * N}
 
     cause = likely_cause(evidence(found, of=moments))
-    assert re.search(r"^mu: exactly 4 times .*\bnu\b", cause)
+    assert re.search(r"^mu: exactly 4 times .*\(nu: .*square\)", cause)
 
 
 def test_a_factor_beside_weight_decay() -> None:
@@ -126,7 +126,7 @@ def test_a_factor_beside_weight_decay() -> None:
 def test_a_sum_that_is_divided_by_padding_too() -> None:
     weight = UNEQUAL.sum()
     cause = likely_cause(evidence(times(weight / ROWS), weights=UNEQUAL))
-    assert "without weight" in cause
+    assert_mentions(cause, f"all {ROWS} rows", "without weight")
 
 
 def test_no_factor_is_named_that_nobody_makes() -> None:
@@ -138,7 +138,7 @@ def test_no_factor_is_named_that_nobody_makes() -> None:
 def test_a_mean_of_means() -> None:
     found = lambda on_rows: mean([on_rows(block(replica)) for replica in range(N)])  # noqa: E731
     cause = likely_cause(evidence(found, weights=UNEQUAL))
-    assert "of means" in cause
+    assert_mentions(cause, "a mean", "of means")
     assert "from 2 to 8" in cause
 
 
@@ -148,7 +148,7 @@ def test_rows_that_depend_on_one_another() -> None:
         return {"loss": (rows**2).mean(), "gradient": rows.std(0)}
 
     found = lambda on_rows: mean([on_rows(block(replica)) for replica in range(N)])  # noqa: E731
-    assert "BatchNorm" in likely_cause(evidence(found, of=normed))
+    assert_mentions(likely_cause(evidence(found, of=normed)), "depend on", "BatchNorm")
 
 
 def test_what_comes_before_the_reduction_and_is_not_linear() -> None:
@@ -159,13 +159,13 @@ def test_what_comes_before_the_reduction_and_is_not_linear() -> None:
 
     found = lambda on_rows: mean([on_rows(block(replica)) for replica in range(N)])  # noqa: E731
     cause = likely_cause(evidence(found, of=clipped))
-    assert "clip" in cause
+    assert_mentions(cause, "loss agrees", "the reduction", "clip")
 
 
 def test_replicas_that_hold_their_own_rows() -> None:
     given = evidence(lambda on_rows: on_rows(block(0)))
     given = dataclasses.replace(given, of_replica=lambda replica: given.on_rows(block(replica)))
-    assert_mentions(likely_cause(given), "its own rows", "lax.pmean")
+    assert_mentions(likely_cause(given), "each replica", "own rows", "never reduced", "lax.pmean")
 
 
 def test_one_replica_that_strays() -> None:
@@ -176,7 +176,7 @@ def test_one_replica_that_strays() -> None:
         return {path: value + off for path, value in given.expected.items()}
 
     cause = likely_cause(dataclasses.replace(given, of_replica=held))
-    assert re.search(r": .*replica 2\b", cause)
+    assert_mentions(cause, "differs on", "replica 2 only")
 
 
 def test_replicas_at_scales_of_their_own() -> None:
@@ -197,25 +197,25 @@ def test_replicas_that_differ_for_no_known_reason() -> None:
     given = dataclasses.replace(
         given, of_replica=lambda replica: {**given.expected, "gradient": noise[replica]}
     )
-    assert "axis_index" in likely_cause(given)
+    assert_mentions(likely_cause(given), "not the", "all replicas", "axis_index")
 
 
 def test_rows_of_one_replica_everywhere() -> None:
     cause = likely_cause(evidence(lambda on_rows: on_rows(block(1))))
-    assert_mentions(cause, "replica 1", "alone")
+    assert "of replica 1 alone" in cause
 
 
 def test_a_metric_of_one_replica() -> None:
     found = lambda on_rows: {**everything(on_rows), "loss": on_rows(block(0))["loss"]}  # noqa: E731
     cause = likely_cause(evidence(found))
-    assert re.match("loss: .*replica 0 alone", cause)
+    assert re.match("loss: .*rows of .* 0 alone", cause)
 
 
 @pytest.mark.parametrize(("side", "part"), [("last", slice(0, 30)), ("first", slice(2, 32))])
 def test_rows_that_were_dropped(side: str, part: slice) -> None:
     """32 rows over 6 replicas."""
     cause = likely_cause(evidence(lambda on_rows: on_rows(np.arange(ROWS)[part]), replicas=6))
-    assert f"{side} 2 of 32" in cause
+    assert_mentions(cause, f"the {side} 2 of 32 rows", "were dropped")
 
 
 @pytest.mark.parametrize("layout", ["runs of a replica", "every other row", "runs of the batch"])
@@ -245,14 +245,14 @@ def test_what_does_not_change() -> None:
         results = everything(on_rows)
         return {**results, "gradient": np.zeros_like(results["gradient"])}
 
-    assert "at all" in likely_cause(evidence(found))
+    assert_mentions(likely_cause(evidence(found)), "not change", "at all")
 
 
 def test_nan_of_a_replica_without_weight() -> None:
     weights = np.where(np.arange(ROWS) < 24, 1.0, 0.0)
     found = lambda on_rows: {path: value * np.nan for path, value in everything(on_rows).items()}  # noqa: E731
     cause = likely_cause(evidence(found, weights=weights))
-    assert_mentions(cause, "replica 3", "weight")
+    assert_mentions(cause, "replica 3 have no", "no weight")
 
 
 def test_hypotheses_of_the_caller_come_first() -> None:
@@ -270,5 +270,5 @@ def test_two_causes_are_both_named() -> None:
         }
 
     cause = likely_cause(evidence(found, weights=UNEQUAL))
-    assert re.search("gradient: .*of means", cause)
-    assert re.search("loss: .*replica 0 alone", cause)
+    assert re.search(r"gradient: .*a mean\b.*of means", cause)
+    assert re.search("loss: .*rows of .* 0 alone", cause)

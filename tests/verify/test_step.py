@@ -1,6 +1,7 @@
 """`verify_step`: what it takes, what it refuses, and what it says."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from support.figures import assert_mentions
 from support.tiers import EXHAUSTIVE
 from verify import step_parts as zoo
 
@@ -138,7 +138,7 @@ def test_fewer_replicas_than_devices() -> None:
 def test_says_what_it_does() -> None:
     told: list[str] = []
     verified(zoo.sharded(zoo.good)(), show=told.append)
-    assert any("device" in text for text in told)
+    assert any(text.endswith("device holds") for text in told)
 
 
 def test_a_frozen_leaf_is_noted() -> None:
@@ -167,7 +167,7 @@ def test_a_state_that_comes_back_in_another_dtype_is_noted() -> None:
     state = {**zoo.only_params(), "steps": np.int32(0)}
     note = of(verify_step(step, counted, state, zoo.batch(), steps=1), "recompilation")
     assert note.verdict == "note"
-    assert_mentions(note.cause, "state['steps']", "int32[]", "float32[]")
+    assert re.search(r"state\['steps'\] .*in as .*32\[\] .*back as .*32\[\]", note.cause)
 
 
 @EXHAUSTIVE
@@ -231,7 +231,7 @@ def test_what_cannot_be_compared_is_refused(change: dict[str, Any], words: str) 
 def test_rows_that_do_not_divide_are_refused() -> None:
     rows = {key: value[:60] for key, value in zoo.batch().items()}
     step = jax.jit(zoo.filled_to_fit)
-    with pytest.raises(ConfigError, match=r"60 rows .*8 replicas"):
+    with pytest.raises(ConfigError, match=r"60 rows\b.*\bdivide over 8 replicas"):
         verify_step(step, zoo.reference, zoo.only_params(), rows)
 
 
@@ -295,5 +295,5 @@ def test_a_file_without_a_batch(folder: Path) -> None:
 
 def test_what_is_no_function_is_no_step(folder: Path) -> None:
     (folder / "my_value.py").write_text(FILE.replace("REDUCE", "pmean"))
-    with pytest.raises(ConfigError, match="ndarray"):
+    with pytest.raises(ConfigError, match=r"ndarray; .*\ba function"):
         verify_files("my_value.py:state", "my_value.py:single")

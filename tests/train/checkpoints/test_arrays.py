@@ -253,5 +253,5 @@ def test_what_cannot_be_read_is_told_in_one_line(
         raise ValueError("NOT_FOUND: a chunk\nat another line")
 
     monkeypatch.setattr(PyTreeCheckpointHandler, "restore", broken)
-    with pytest.raises(CheckpointError, match=r"NOT_FOUND: a chunk$"):
+    with pytest.raises(CheckpointError, match=r"state .*read: NOT_FOUND: a chunk$"):
         read(like, tmp_path / "state")

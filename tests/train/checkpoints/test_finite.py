@@ -47,7 +47,7 @@ def test_what_was_never_finite_may_stay_so_and_the_rest_may_not(tmp_path: Path) 
     saver.save(later, dataclasses.replace(AT, step=2), {})
     assert not saver.wait()
     (alarm,) = saver.poll()
-    assert_mentions(alarm, "params.a", "step 1")
+    assert_mentions(alarm, "params.a", "longer finite", "step 1", "last good")
     assert [step for step, _ in Store(tmp_path, 3, None).paths()] == [1]
 
 
