@@ -14,6 +14,8 @@ def pinned(tree: ast.AST) -> Iterator[ast.Constant]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Assert):
             held: ast.expr = node.test
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "assert_mentions":
+            held = node
         elif isinstance(node, ast.keyword) and node.arg == "match":
             held = node.value
         else:

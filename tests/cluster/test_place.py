@@ -61,7 +61,7 @@ def test_own_variables() -> None:
         place.line(),
         "process 1 of 4 (REPLICAX_PROCESS_ID, REPLICAX_PROCESSES)",
         "coordinator node017:29400 (REPLICAX_COORDINATOR)",
-        "job a b=c, d (REPLICAX_JOB_ID)",
+        "b=c, d (REPLICAX_JOB_ID)",
         "local devices 2,3 (REPLICAX_LOCAL_DEVICES)",
     )
 

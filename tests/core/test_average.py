@@ -163,6 +163,6 @@ def test_without_one_the_state_has_none() -> None:
             progress=False,
         ),
     ):
-        with pytest.raises(rx.ConfigError, match=r"ema=0\.999\)"):
+        with pytest.raises(rx.ConfigError, match=r"no average\b.*ema=0\.999\)"):
             ask()
     assert int(state.step) == 0

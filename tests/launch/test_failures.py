@@ -123,7 +123,7 @@ def test_one_that_left_early_is_named(tmp_path: Path) -> None:
         sys.exit(1)
     """
     text = message(script, tmp_path)
-    assert_mentions(text, "process 1 failed", "ended early, exit code 0 (process 1 left)")
+    assert_mentions(text, "process 1 failed", "ended early", "exit code 0 (process 1 left)")
 
 
 @pytest.mark.usefixtures("patient")

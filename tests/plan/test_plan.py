@@ -379,8 +379,8 @@ def test_by_formula_a_mode_is_planned_for_more_devices_than_there_are(mode: str)
 
 def test_a_chip_that_no_compiler_describes_says_so() -> None:
     found = rx.plan(step(precision="bfloat16"), MODEL, rows(64), target="v100:8", changes={})
-    assert any("NVIDIA V100" in note for note in found.notes)
-    assert any("bfloat16" in note and "float32" in note for note in found.notes)
+    assert any(re.search(r"no compiler\b.*NVIDIA V100", note) for note in found.notes)
+    assert any(re.search(r"bfloat16: at best\b.*as float32$", note) for note in found.notes)
     assert not found.asked.compiled
     strict(found)
 
@@ -428,7 +428,7 @@ def test_the_whole_loss_is_tried_with_checkpoint(kind: str) -> None:
     tried = [each.change for each in found.alternatives]
     if kind == "nnx":  # its BatchNorm writes to the model, which a checkpointed function may not
         assert REMAT not in tried
-        assert any(note.startswith(f"{REMAT}: ") for note in found.notes)
+        assert any(re.match(rf"{re.escape(REMAT)}: .*not allow", note) for note in found.notes)
     else:
         assert REMAT in tried
 

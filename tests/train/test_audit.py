@@ -102,10 +102,8 @@ def test_a_flipped_bit_stops_the_run_and_names_the_device(
     said = message(eight, 13, flipping(device, 22, leaf))
     first = "params" if leaf == "opt_state" else leaf  # a wrong moment has moved its parameter
     assert said.startswith(f"device {device} of process 0 ")
-    assert_mentions(
-        said, f"wrong bits in {first}", "after step 20; all", "equal after step 10: start"
-    )
-    assert_mentions(said, "again without", "without device", "back to step 10")
+    assert_mentions(said, "wrong bits", f"in {first}", "after step 20; all", "after step 10: start")
+    assert_mentions(said, "again without", "without device", "to step 10")
     assert "\n" not in said
 
 
@@ -134,7 +132,7 @@ def test_a_bit_that_makes_everything_nan_is_found_at_once(optimizer: Any) -> Non
 
 def test_the_last_state_is_audited_too(eight: rx.DataParallel) -> None:
     said = message(eight, 25, flipping(3), steps=25)
-    assert_mentions(said, "after step 25; all", "equal after step 20")
+    assert_mentions(said, "after step 25; all", "after step 20")
 
 
 def test_a_state_that_differs_before_the_first_step_is_refused(eight: rx.DataParallel) -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -123,7 +124,7 @@ def test_a_save_that_fails_is_told_once_and_the_next_is_tried(
     alarms = saver.poll()
     (alarm,) = alarms
     assert_mentions(
-        alarm, "ALARM", f"failed (1 in a row): {os.strerror(number)}; step 1 ", "last good"
+        alarm, "ALARM", "failed (1 in", f"row): {os.strerror(number)}; step 1 ", "last good"
     )
     assert saver.poll() == []
     assert not saver.wait()
@@ -178,7 +179,8 @@ def test_the_third_in_a_row_ends_the_run(
     for failure in range(1, MOST_FAILURES):
         save(saver, 5 + failure)
         finished(saver)
-        assert [f"({failure} in" in line for line in saver.poll()] == [True]
+        (alarm,) = saver.poll()
+        assert re.search(rf"failed \({failure} .*row\): ", alarm)
     save(saver, 9)
     finished(saver)
     with pytest.raises(CheckpointError) as ended:
@@ -198,7 +200,7 @@ def test_a_success_in_between_begins_the_count_anew(
             save(saver, step + failed)
             finished(saver)
             (alarm,) = saver.poll()
-            assert f"({failed} in" in alarm
+            assert re.search(rf"failed \({failed} .*row\): ", alarm)
         save(saver, step + 3)
         assert saver.wait()
 
