@@ -94,7 +94,7 @@ def test_on_one_device_all_layouts_are_one_case_and_none_is_there_twice() -> Non
 
 
 def test_what_cannot_be_is_left_out_with_the_reason_of_the_widest() -> None:
-    with pytest.raises(ConfigError, match=r"jit model .* 8 devices .*left out: model=8"):
+    with pytest.raises(ConfigError, match=r"jit model .* 8 devices .*skipped: model=8"):
         cases_of_layouts(["model"], ["jit"], [8], 8, RULES, at_most(1, "model"))
 
 
@@ -128,7 +128,7 @@ def test_every_layout_is_measured_beside_one_device(result: Bench) -> None:
     ]
     assert result.compares_layouts
     assert result.layout == "data, zero1, fsdp, model=2"
-    assert re.match(r"jit stages .* 2 devices .*left out: ", result.notes[0])
+    assert re.match(r"jit stages .* 2 devices .*skipped: ", result.notes[0])
     assert all(case.scalings == ("strong",) for case in result.cases)
 
 
@@ -220,7 +220,7 @@ def test_what_fails_once_compiled_is_left_out_and_forgotten(
     monkeypatch.setattr(run_module.Measurement, "measure", watched)
     result = run("replicated", "fsdp", rounds=1)
     assert [case.name for case in result.cases] == ["jit data", "jit data"]
-    left_out = r"jit fsdp on 2 devices .*left out: too large"
+    left_out = r"jit fsdp on 2 devices .*skipped: too large"
     assert any(re.fullmatch(left_out, note) for note in result.notes)
     assert measured == [{"data"}]
 

@@ -42,7 +42,7 @@ def test_layouts_are_compared_by_the_rules_of_a_recipe(main: Main, folder: Path)
     assert rows == [["jit", "data", "1"], ["jit", "data", "4"], ["jit", "model=4", "4"]]
     assert lines[-1] == "see    runs/it/ (bench.json, bench.md, layouts.png)"
     notes = " ".join(map(str.strip, lines))
-    assert re.search(r"note: jit stages .* 4 devices .*left out", notes)
+    assert re.search(r"note: jit stages .* 4 devices .*skipped", notes)
 
 
 def test_heads_stay_whole(folder: Path) -> None:

@@ -1,1 +1,1 @@
-"""The same step in every mode: time, scaling, memory; tables and plots."""
+"""Benchmark a training step in every mode: time, scaling and memory, as tables and plots."""

@@ -1,4 +1,4 @@
-"""The measured figures, case by case, and those that follow from them."""
+"""The measurements of each case, and the figures derived from them."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,99 +12,99 @@ from replicax.bench.numbers import ratios, spread
 
 @dataclasses.dataclass(frozen=True)
 class LayoutFigures:
-    """Figures that layouts on the same devices differ in."""
+    """Figures in which layouts on the same devices differ."""
 
     name: str
     """The layout and the axes of its mesh: `zero1`, `data=2 model=2`."""
     state_bytes_per_device: int
-    """Parameters, optimizer state and what the model writes."""
+    """Parameters, optimizer state and model state."""
     sent_bytes: float
-    """Sent by each device in a step, in rings of those that each collective is between."""
+    """Bytes that each device sends in a step, with a ring among the devices of each collective."""
     bubble: float | None
-    """Share of a step in which a pipeline stage is idle, computed; None without stages."""
+    """Computed share of a step in which a pipeline stage is idle; None without stages."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CaseResult:
-    """One step: a mode on some devices with a global batch. Sequences have a value a round."""
+    """A measured step: mode, device count and global batch. Sequences have one value per round."""
 
     mode: str
     devices: int
     global_batch: int
     """Rows of a batch, before padding."""
     rows_per_device: int
-    """With the padding."""
+    """Including padding."""
     padded_rows: int
-    """Padding of a full batch, on all devices together."""
+    """Padding rows of a full batch, over all devices."""
     scalings: tuple[str, ...]
     """`strong`, `weak`, or both."""
     steps_per_round: int
     seconds_per_step: tuple[float, ...]
     rows_per_second: tuple[float, ...]
-    """Real rows, on all devices together."""
+    """Real rows, over all devices."""
     tokens_per_row: int | None
     input_wait_fraction: tuple[float, ...]
-    """Share of the measured time that the loop waited for a batch."""
+    """Share of the measured time spent waiting for a batch."""
     trace_seconds: float
     """Time to trace and lower the step."""
     compile_seconds: float
     peak_bytes_per_device: int | None
-    """Bytes that the compiler says it needs, arguments included; None where it does not say."""
+    """Peak memory reported by the compiler, arguments included; None if it reports none."""
     measured_peak_bytes_per_device: int | None
-    """Peak of the first device in the first steps; None where the device does not count, or an
-    earlier case needed more."""
+    """Measured peak of the first device in the first steps; None if the device keeps no statistics
+    or an earlier case needed more."""
     flops_per_step: int
-    """FLOPs of matrix products and convolutions, on all devices, recomputation included: what a CPU
-    runs, and elsewhere what the step asks for."""
+    """FLOPs of matrix products and convolutions, over all devices, recomputation included: counted
+    in the compiled program on a CPU, and in the traced step elsewhere."""
     peak_flops_per_second: float | None
-    """Peak of all devices by the data sheet; None if unknown."""
+    """Data-sheet peak of all devices together; None if unknown."""
     product_flops_per_second: float | None
     """Rate of a plain matrix product on the same cores; None unless the device is a CPU."""
     collectives: tuple[Collectives, ...]
     least_sent_bytes: float | None
-    """Bytes that each device has to send to reduce one gradient; None where the layout or the
+    """Minimum number of bytes each device sends to reduce one gradient; None if the layout or the
     reduction does not reduce it as a whole."""
     efficiency: dict[str, tuple[float, ...]]
-    """By scaling, each round's; relative to the fewest devices of the same mode."""
+    """By scaling, one value per round; relative to the fewest devices of the same mode."""
     layout: LayoutFigures | None = None
-    """Where several layouts are compared."""
+    """Set if several layouts are compared."""
 
     @property
     def name(self) -> str:
-        """The mode, and the layout where several are compared."""
+        """The mode, followed by the layout if several are compared."""
         return self.mode if self.layout is None else f"{self.mode} {self.layout.name}"
 
     @property
     def tokens_per_second(self) -> tuple[float, ...] | None:
-        """Tokens of real rows; None if a row has no known number of tokens."""
+        """Tokens of real rows per second; None if the tokens per row are unknown."""
         tokens = self.tokens_per_row
         return None if tokens is None else tuple(tokens * rate for rate in self.rows_per_second)
 
     @property
     def flops_per_second(self) -> float:
-        """On all devices, in the median round."""
+        """FLOP/s over all devices in the median round."""
         return self.flops_per_step / spread(self.seconds_per_step)[0]
 
     @property
     def share_of_peak(self) -> float | None:
-        """Share of the data sheet's peak."""
+        """Share of the data-sheet peak."""
         peak = self.peak_flops_per_second
         return None if peak is None else self.flops_per_second / peak
 
     @property
     def share_of_product(self) -> float | None:
-        """Share of a plain matrix product's rate on the same cores."""
+        """Share of the rate of a plain matrix product on the same cores."""
         rate = self.product_flops_per_second
         return None if rate is None else self.flops_per_second / rate
 
     @property
     def collective_count(self) -> int:
-        """Collectives of every kind in a step."""
+        """Number of collectives of all kinds in a step."""
         return sum(each.count for each in self.collectives)
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that each device sends in a step, in rings."""
+        """Bytes that each device sends in a step, assuming ring algorithms."""
         if self.layout is not None:
             return self.layout.sent_bytes
         return sum(wire_bytes(each, self.devices) for each in self.collectives)
@@ -112,7 +112,7 @@ class CaseResult:
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """Every mode on every device count, side by side.
+    """The results of a benchmark: every mode on every device count.
 
     Examples:
         >>> result = rx.bench(loss, optimizer, model, source, batch_size=32, devices=[1],
@@ -135,41 +135,41 @@ class Bench:
     precision: str
     rounds: int
     pinned: bool
-    """Whether each host device had a core of its own."""
+    """Whether each CPU device had its own core."""
     seed: int
     seconds: float
     """Duration of the whole measurement."""
     notes: tuple[str, ...]
-    """Remarks on what is not as asked, or must be known to read the figures."""
+    """Deviations from the request, and caveats needed to interpret the figures."""
     reduction: str = "float32"
     scaled_over: Literal["devices", "processes"] = "devices"
-    """The unit that cases have more and more of; each process has one device."""
+    """The unit of scaling; with processes, each has one device."""
 
     @property
     def replica(self) -> str:
-        """The unit that holds one replica: a device, or a process with its only one."""
+        """The unit that holds one replica: a device, or a process with a single device."""
         return "device" if self.scaled_over == "devices" else "process"
 
     @property
     def compares_layouts(self) -> bool:
-        """Whether there are several layouts, in place of one in every mode."""
+        """Whether several layouts are compared, instead of one layout in every mode."""
         return any(case.layout is not None for case in self.cases)
 
     def scaling(self, name: str) -> list[CaseResult]:
-        """The cases of `strong` or `weak`, by mode and then by devices."""
+        """The cases of `strong` or `weak` scaling, ordered by mode and then by devices."""
         return by_mode([case for case in self.cases if name in case.scalings])
 
 
 def by_mode(cases: Sequence[CaseResult]) -> list[CaseResult]:
-    """Mode by mode in the order they came in, each by devices and batch."""
+    """Group cases by mode in order of appearance, each sorted by devices and batch."""
     modes = list(dict.fromkeys(case.mode for case in cases))
     return sorted(cases, key=lambda case: (modes.index(case.mode), case.devices, case.global_batch))
 
 
 def with_efficiency(cases: Sequence[CaseResult]) -> tuple[CaseResult, ...]:
-    """Compare each case, round by round, with the fewest devices of its mode, in its scalings.
+    """Add the efficiency of each case, per round, relative to the fewest devices of its mode.
 
-    Strong is `(n0 t(n0)) / (n t(n))`, weak `t(n0) / t(n)`.
+    Strong scaling: `(n0 t(n0)) / (n t(n))`; weak scaling: `t(n0) / t(n)`.
     """
 
     def efficiency(case: CaseResult, scaling: str) -> tuple[float, ...]:

@@ -1,7 +1,7 @@
-"""Which steps are measured: every mode on every device count, scaled two ways.
+"""The steps to measure: every mode on every device count, in two kinds of scaling.
 
 - strong  the same global batch on every device count
-- weak    the same rows on every device, so that the global batch grows with them
+- weak    the same rows per device, so that the global batch grows with the device count
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ STRONG, WEAK = "strong", "weak"
 
 @dataclasses.dataclass(frozen=True)
 class Placed:
-    """A layout on a mesh, where several are compared; `str` is its name in a table."""
+    """A layout on a mesh, if several are compared; `str` gives its name in tables."""
 
     layout: Layout
     mesh: Mesh
@@ -44,9 +44,9 @@ class BenchCase:
     global_batch: int
     """Rows of a batch, before padding."""
     scalings: tuple[str, ...]
-    """The scalings it is part of: `strong`, `weak`, or both."""
+    """The scalings it belongs to: `strong`, `weak`, or both."""
     placed: Placed | None = None
-    """The layout, where several are compared."""
+    """The layout, if several are compared."""
 
     def __str__(self) -> str:
         name = self.mode if self.placed is None else f"{self.mode} {self.placed}"
@@ -54,28 +54,28 @@ class BenchCase:
 
     @property
     def replicas(self) -> int:
-        """Replicas that share the rows."""
+        """Number of replicas that the rows are split over."""
         return self.devices if self.placed is None else replica_count(self.placed.mesh)
 
     @property
     def place(self) -> int | Placed:
-        """The key of the train state that it runs on."""
+        """The key of the train state that the case runs on."""
         return self.placed or self.devices
 
 
 def default_devices(attached: int) -> tuple[int, ...]:
-    """The powers of two up to all attached devices, and these."""
+    """Powers of two up to the number of attached devices, and that number."""
     powers = {2**power for power in range(attached.bit_length())}
     return tuple(sorted(powers | {attached}))
 
 
 def check_devices(devices: Sequence[int], attached: int, platform: str) -> tuple[int, ...]:
-    """`devices` in ascending order, each once; raises where they cannot be."""
+    """Return `devices` sorted and without duplicates; raise if there are not that many."""
     counts = tuple(sorted(set(devices)))
     if not counts:
-        raise ConfigError("devices=() has no count; bench measures at least 1: name some")
+        raise ConfigError("devices=() is empty; bench measures at least 1 device count: add one")
     if counts[0] < 1:
-        raise ConfigError(f"devices={counts[0]}; a step needs at least 1: raise it")
+        raise ConfigError(f"devices={counts[0]}; a step needs at least 1: increase it")
     if counts[-1] > attached:
         more = f", or start with JAX_NUM_CPU_DEVICES={counts[-1]}" if platform == "cpu" else ""
         raise ConfigError(
@@ -88,7 +88,7 @@ def check_devices(devices: Sequence[int], attached: int, platform: str) -> tuple
 def usual_modes() -> list[str]:
     """Return the modes that are measured by default.
 
-    Fixed bits want a number of threads on a CPU that would change the others' times.
+    Bitwise modes are left out: on a CPU they need a thread count that affects other modes' times.
     """
     return [name for name, mode in MODES.items() if not mode.bitwise]
 
@@ -99,10 +99,10 @@ def possible_modes(
     layout: str | Rules | Layout = "replicated",
     reduction: str | Reduction = "float32",
 ) -> tuple[list[str], list[str]]:
-    """Return the modes that can be measured, and a note on each that cannot.
+    """Return the modes that can be measured, and a note for each that cannot.
 
     Raises:
-        ConfigError: no mode can, or no such mode, layout or reduction.
+        ConfigError: no mode can be measured, or an unknown mode, layout or reduction.
     """
     layout, reduction = as_layout(layout), as_reduction(reduction)
     kept, notes = [], []
@@ -113,32 +113,32 @@ def possible_modes(
             mode.reduce(reduction, None)
             kept.append(name)
         except ConfigError as error:
-            notes.append(f"{name} is left out: {error}")
+            notes.append(f"{name} skipped: {error}")
     check_left(kept, notes)
     return kept, notes
 
 
 def check_left(found: Sequence[object], notes: Sequence[str]) -> None:
-    """Raise `ConfigError` where no mode or layout is left to measure."""
+    """Raise `ConfigError` if no mode or layout can be measured."""
     if not found:
         raise ConfigError(
-            f"0 cases are left to measure ({'; '.join(notes) or 'none was given'}); add a mode or "
-            "a layout that can be"
+            f"0 cases can be measured ({'; '.join(notes) or 'none given'}); add a supported mode "
+            "or layout"
         )
 
 
 def weak_rows(batch_size: int, devices: Sequence[int]) -> int:
-    """Rows of a device in the weak scaling: `batch_size` over the most devices, rounded up."""
+    """Rows per device in weak scaling: `batch_size` over the largest count, rounded up."""
     return -(-batch_size // max(devices))
 
 
 def all_cases(
     batch_size: int, devices: Sequence[int], modes: Sequence[str], *, weak: bool
 ) -> list[BenchCase]:
-    """Every case once, those on the same devices beside each other.
+    """List every case once, grouped by device count.
 
-    `weak` tells whether the rows can be cut for a weak scaling; a mode that runs on one of the
-    counts alone has none.
+    `weak` says whether batches can be resized for weak scaling; a mode that supports only one of
+    the counts has no weak scaling.
     """
     rows = weak_rows(batch_size, devices)
     cases = []
@@ -156,15 +156,15 @@ def all_cases(
 
 
 def notes_on_cases(batch_size: int, cases: Sequence[BenchCase], accumulate: int) -> list[str]:
-    """On rows that do not divide; raises where they are fewer than all micro-batches."""
+    """Return notes on uneven batches; raise if there are fewer rows than micro-batches."""
     notes = []
     most = max(case.replicas for case in cases)
-    Split(most, accumulate).padded(batch_size)  # the smallest parts; what it refuses, it explains
+    Split(most, accumulate).padded(batch_size)  # raises if there are too few rows
     rows = weak_rows(batch_size, [most])
     if rows * most != batch_size and any(WEAK in case.scalings for case in cases):
         notes.append(
-            f"{batch_size} rows do not divide over {most} devices: the weak scaling has {rows} "
-            f"rows on each, {rows * most} on {most}"
+            f"{batch_size} rows do not divide evenly over {most} devices: weak scaling uses "
+            f"{rows} rows per device, {rows * most} on {most}"
         )
     for case in cases:
         size, padded = case.global_batch, Split(case.replicas, accumulate).padded(case.global_batch)

@@ -1,4 +1,4 @@
-"""Layouts side by side: each with the mesh it wants of some devices, or why it cannot be run."""
+"""Comparison of layouts: the mesh that each uses, or the reason it cannot be run."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -13,13 +13,13 @@ from replicax.errors import ConfigError, choose
 from replicax.wording import counted
 
 ONE = "replicated"
-"""The layout on one device, where all are the same: what the others are compared with."""
+"""The baseline layout on one device, where all layouts are the same."""
 
 AXES = {**dict.fromkeys(LAYOUTS, DATA), "model": MODEL, "stages": STAGE}
-"""Layouts by name, each with the axis that it puts the devices along."""
+"""The mesh axis along which each layout places the devices."""
 
 MODES_BY_DEFAULT = ("jit",)
-"""The mode that holds every layout."""
+"""The mode that supports every layout."""
 
 Arrangement = str | tuple[str | Rules | Layout, Callable[[int], Mesh]]
 """A name of `AXES`, or a layout and `mesh(devices)`."""
@@ -33,21 +33,21 @@ def cases_of_layouts(
     rules: str | Rules | Layout,
     check: Callable[[BenchCase], None],
 ) -> tuple[list[BenchCase], list[str]]:
-    """Return what can be measured of every layout in every mode, and a note on what cannot.
+    """Return the cases of every layout in every mode, and a note for each that cannot be run.
 
-    `model` and `stages`, with the layout `rules`, take the most devices along their axis that
-    `check` lets pass, and have replicas on the rest. On 1 device there is one case a mode.
+    `model` and `stages`, with the layout `rules`, use the most devices along their axis that
+    `check` accepts, and replicas for the rest. On 1 device there is one case per mode.
 
     Raises:
-        ConfigError: a layout of no such name, nothing to compare, or nothing that can be measured.
+        ConfigError: an unknown layout, nothing to compare, or no case that can be measured.
     """
     for layout in layouts:
         if isinstance(layout, str):
             choose("layouts", layout, AXES, ", or a pair of a layout and mesh(devices)")
     if max(devices) == 1:
-        raise ConfigError("layouts on 1 device are all the same: raise devices to at least 2")
+        raise ConfigError("all layouts are the same on 1 device: increase devices to at least 2")
     if not layouts:
-        raise ConfigError("layouts=() has no layout; bench compares at least 1: name some")
+        raise ConfigError("layouts=() is empty; bench compares at least 1 layout: add one")
     cases: list[BenchCase] = []
     notes: list[str] = []
     for count in devices:
@@ -63,13 +63,13 @@ def cases_of_layouts(
                 except ConfigError as error:
                     name = layout if isinstance(layout, str) else as_layout(layout[0])
                     where = counted(count, "device")
-                    notes.append(f"{mode} {name} on {where} is left out: {error}")
+                    notes.append(f"{mode} {name} on {where} skipped: {error}")
     check_left(cases, notes)
     return cases, notes
 
 
 def _placed(layout: Arrangement, devices: int, rules: Layout) -> Iterator[Placed]:
-    """The layout on its meshes of some devices, the one to prefer first."""
+    """Yield the layout on each possible mesh, most preferred first."""
     attached = jax.devices()
     if not isinstance(layout, str):
         yield Placed(as_layout(layout[0]), layout[1](devices))
@@ -83,7 +83,7 @@ def _placed(layout: Arrangement, devices: int, rules: Layout) -> Iterator[Placed
 
 
 def _first(cases: Iterator[BenchCase], check: Callable[[BenchCase], None]) -> BenchCase:
-    """The first case that can be run; raises why the first cannot where none can."""
+    """Return the first case that can be run; if none can, raise the error of the first."""
     errors = []
     for case in cases:
         try:

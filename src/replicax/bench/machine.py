@@ -1,4 +1,4 @@
-"""The machine that measures: its cores, which of them this process has, and who else has them."""
+"""The measuring machine: its cores, those this process may use, and load from other processes."""
 
 import contextlib
 import datetime
@@ -21,26 +21,26 @@ STATISTICS = Path("/proc/stat")
 
 
 def check_cores(what: str, count: int) -> None:
-    """Raise `ConfigError` where each of `count` devices or processes cannot have its own core."""
+    """Raise `ConfigError` if `count` devices or processes cannot each have their own core."""
     if not sys.platform.startswith("linux"):
-        raise ConfigError(f"{what} on {sys.platform}; cores are given out on Linux: leave it out")
+        raise ConfigError(f"{what} on {sys.platform}; pinning to cores needs Linux: leave it out")
     cores = len(own_cores())
     if count > cores:
         raise ConfigError(
-            f"{what} on {cores} cores; each needs a core of its own: use at most {cores}, or leave "
-            "it out"
+            f"{what} on {cores} cores; each needs its own core: use at most {cores}, or leave it "
+            "out"
         )
 
 
 def core_count() -> int:
-    """How many cores this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def own_cores() -> list[int]:
-    """The cores this thread may use, one of each physical core before their second threads."""
+    """List the cores this thread may use, one per physical core before their second threads."""
     cores = sorted(os.sched_getaffinity(0))
     siblings: dict[str, int] = {}
     turn = {}
@@ -52,7 +52,7 @@ def own_cores() -> list[int]:
 
 @contextlib.contextmanager
 def only_cores(cores: Sequence[int]) -> Generator[None]:
-    """Every thread of this process runs on `cores` alone, until the block is left."""
+    """Restrict every thread of this process to `cores` inside the block."""
     before = {thread: os.sched_getaffinity(thread) for thread in _threads()}
     everywhere = os.sched_getaffinity(0)
 
@@ -65,21 +65,21 @@ def only_cores(cores: Sequence[int]) -> Generator[None]:
             move(thread, cores)
         yield
     finally:
-        for thread in _threads():  # with those that were born in here, on `cores` alone
+        for thread in _threads():  # including threads started in the block
             move(thread, before.get(thread, everywhere))
 
 
 class Neighbours:
-    """How much of the machine's cores other processes have had since this was made.
+    """CPU use by other processes since this object was created.
 
-    Children count as this process, once they have ended.
+    Children count as part of this process once they have ended.
     """
 
     def __init__(self) -> None:
         self._started, self._busy, self._own = _clocks()
 
     def cores(self) -> float | None:
-        """On average, in cores; None where the system does not tell."""
+        """Return the average number of cores used; None if the system does not report it."""
         now, busy, own = _clocks()
         if busy is None or self._busy is None or now == self._started:
             return None
@@ -87,11 +87,11 @@ class Neighbours:
 
 
 def _clocks() -> tuple[float, float | None, float]:
-    """Seconds: of the wall, of all processes on all cores, of this one and those it has started."""
+    """Wall-clock time, CPU time of all processes, and of this one and its children, in seconds."""
     busy = None
     with contextlib.suppress(OSError):  # no Linux
         line = STATISTICS.read_text(encoding="ascii").splitlines()[0]
-        # user nice system idle iowait irq softirq steal, in ticks; what a guest has is in user.
+        # user nice system idle iowait irq softirq steal, in ticks; guest time is part of user.
         ticks = [int(field) for field in line.split()[1:9]]
         busy = (sum(ticks) - sum(ticks[3:5])) / os.sysconf("SC_CLK_TCK")
     return time.monotonic(), busy, sum(os.times()[:4])
@@ -102,7 +102,7 @@ def _threads() -> list[int]:
 
 
 def _physical(core: int) -> str:
-    """A name of the physical core; the core's own where the system does not tell."""
+    """Name the physical core; fall back to the core's number if the system does not report it."""
     path = TOPOLOGY / f"cpu{core}" / "topology" / "thread_siblings_list"
     try:
         return path.read_text(encoding="ascii").strip()
@@ -134,21 +134,21 @@ def _processor() -> str:
 
 
 NEIGHBOURS_TO_NOTE = 0.05
-"""Share of the machine's cores from which other processes are worth a note."""
+"""Share of the machine's cores above which use by other processes is noted."""
 
 
 def notes_on_neighbours(cores: float | None) -> list[str]:
-    """On other processes that had `cores` cores on average while this measured."""
+    """Return a note if other processes used many `cores` on average during the measurement."""
     if cores is None or cores < NEIGHBOURS_TO_NOTE * (os.cpu_count() or 1):
         return []
     return [
-        f"other processes used {cores:.1f} of the machine's {os.cpu_count()} cores meanwhile: "
-        "times are too long and efficiency is off; measure again on an idle machine"
+        f"other processes used {cores:.1f} of the machine's {os.cpu_count()} cores: times are too "
+        "long and efficiency is unreliable; measure again on an idle machine"
     ]
 
 
 def notes_on_machine(most: int, platform: str, pinned: bool) -> list[str]:
-    """On at most `most` devices of this machine, and on what is not measured with them."""
+    """Return notes on what measurements with up to `most` devices of this machine leave out."""
     notes = []
     if platform == "cpu" and most > 1 and not pinned:
         cores = core_count()
@@ -158,13 +158,13 @@ def notes_on_machine(most: int, platform: str, pinned: bool) -> list[str]:
             else f"--pin, which gives each device a core, needs {most}"
         )
         notes.append(
-            f"{most} devices share {cores} cores: efficiency is not that of {most} machines; {pin}"
+            f"{most} devices share {cores} cores: efficiency differs from {most} machines; {pin}"
         )
     if platform != "cpu":
         notes.append(
-            f"FLOP/s are of the work that the step asks for: a {platform.upper()}'s compiler hides "
-            "what it makes of it"
+            f"FLOP/s are counted in the traced step: a {platform.upper()}'s compiled program does "
+            "not show them"
         )
     if getattr(jax.config, "jax_compilation_cache_dir", None):
-        notes.append("JAX's compilation cache is on: a compile time may be that of reading it")
+        notes.append("JAX's compilation cache is enabled: compile times may be cache reads")
     return notes

@@ -1,4 +1,4 @@
-"""All cases on their way: compiled one after the other, then run in rounds."""
+"""Measure all cases: compile them one after the other, then run them in rounds."""
 
 import contextlib
 import random
@@ -22,7 +22,7 @@ from replicax.wording import duration
 
 
 class Display:
-    """One line at a time, with an estimate of what is left."""
+    """A progress line with an estimate of the remaining time."""
 
     def __init__(self, shown: bool) -> None:
         self._shown, self._started = shown, time.monotonic()
@@ -31,13 +31,13 @@ class Display:
             with contextlib.suppress(ImportError):
                 from rich.console import Console
 
-                # Each refresh takes a little of the processor that is being measured.
+                # Each refresh uses some of the processor being measured.
                 status = Console(highlight=False).status("", refresh_per_second=2)
                 status.start()
                 self._live = status
 
     def show(self, text: str, left_seconds: float | None = None) -> None:
-        """Show what is next, and how many seconds may be left."""
+        """Show the next task and the estimated remaining time."""
         line = text if left_seconds is None else f"{text} · about {duration(left_seconds)} left"
         if self._live is not None:
             self._live.update(line)
@@ -45,21 +45,21 @@ class Display:
             print(line, flush=True)
 
     def left(self, number: int, parts: int) -> float | None:
-        """Seconds that are left before part `number` of equal ones, counted from 0."""
+        """Estimate the remaining seconds before part `number`, counted from 0, of equal parts."""
         done = time.monotonic() - self._started
         return done / number * (parts - number) if number else None
 
     def close(self) -> None:
-        """The end; the live line goes."""
+        """Remove the live line."""
         if self._live is not None:
             self._live.stop()
 
 
 class Measurement:
-    """The runners of all cases, and one train state for each device count, or layout on it.
+    """The runners of all cases, and one train state per device count or layout.
 
-    Every mode has the same form of state, so that the modes on some devices hand one state on.
-    With `cores`, each device has one of them; without, devices share them all.
+    All modes use the same state structure, so modes on the same devices share one state.
+    With `cores`, each device is pinned to one of them; otherwise devices share all cores.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Measurement:
         self._seed, self._cores, self._display = seed, cores, display
 
     def prepare(self, cases: Sequence[BenchCase], rounds: int) -> list[str]:
-        """Compile every case and take its first steps; return a note on layouts that cannot be."""
+        """Compile every case and run its first steps; return a note for each layout that fails."""
         notes = []
         for number, case in enumerate(cases):
             left = self._display.left(number, len(cases))
@@ -87,9 +87,9 @@ class Measurement:
             try:
                 self._prepare(case)
             except (ConfigError, LossError) as error:
-                if case.placed is None or case.devices == 1:  # there no layout is at fault
+                if case.placed is None or case.devices == 1:  # not the fault of a layout
                     raise
-                notes.append(f"{case} is left out: {error}")
+                notes.append(f"{case} skipped: {error}")
                 self._drop(case)
         return notes
 
@@ -104,7 +104,7 @@ class Measurement:
         self.states[case.place] = runner.prepare(self.states[case.place])
 
     def _drop(self, case: BenchCase) -> None:
-        """Forget what a case that failed has left, its state lest it take memory."""
+        """Remove a failed case's runner, and free its state if no other case uses it."""
         for runner in [runner for runner in self.runners if runner.case == case]:
             runner.batches.close()
             self.runners.remove(runner)
@@ -112,7 +112,7 @@ class Measurement:
             self.states.pop(case.place, None)
 
     def measure(self, rounds: int) -> None:
-        """Run every case once a round, in an order drawn anew."""
+        """Run every case once per round, in a new random order each time."""
         order = random.Random(self._seed)
         for number in range(rounds):
             left = self._run_seconds() * (rounds - number)
@@ -125,7 +125,7 @@ class Measurement:
     def results(
         self, rates: dict[int, float], tokens_per_row: int | None
     ) -> tuple[CaseResult, ...]:
-        """The figures of every case, with `product_rates`."""
+        """Return the results of every case, given `product_rates`."""
         found = []
         for runner in self.runners:
             state, rate = self.states[runner.case.place], rates.get(runner.case.devices)
@@ -133,10 +133,10 @@ class Measurement:
         return with_efficiency(found)
 
     def product_rates(self) -> dict[int, float]:
-        """FLOP/s of a plain matrix product, by device count, on the cores its cases run on."""
+        """Measure the FLOP/s of a plain matrix product, by device count, on the same cores."""
         rates: dict[int, float] = {}
         for devices in dict.fromkeys(runner.case.devices for runner in self.runners):
-            if rates and not self._cores:  # all counts have the same cores
+            if rates and not self._cores:  # all counts use the same cores
                 rates[devices] = next(iter(rates.values()))
                 continue
             with self._on_cores_of(devices):
@@ -145,15 +145,15 @@ class Measurement:
         return rates
 
     def close(self) -> None:
-        """End the prefetching threads, and give the terminal back."""
+        """Stop the prefetching threads and release the terminal."""
         for runner in self.runners:
             runner.batches.close()
         self._display.close()
 
     def _run_seconds(self) -> float:
-        """Time of one run of every case so far."""
+        """Total time of one run of every case prepared so far."""
         return sum(runner.run_seconds for runner in self.runners)
 
     def _on_cores_of(self, devices: int) -> AbstractContextManager[None]:
-        """As many cores as devices where cores are given out, else all of them."""
+        """Use one core per device if pinned, otherwise all cores."""
         return only_cores(self._cores[:devices]) if self._cores else contextlib.nullcontext()

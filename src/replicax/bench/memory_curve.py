@@ -1,7 +1,7 @@
-"""A step -> the memory of a device over time, by phase.
+"""Memory of a device over the course of a step, by phase.
 
-What is in use while an instruction runs is what XLA assigned. When instructions ran is what the
-profiler saw on the first device; without it, time is the place in the schedule.
+Memory in use comes from XLA's buffer assignment. Instruction times come from the profiler on the
+first device; without it, time is the position in the schedule.
 """
 
 import dataclasses
@@ -29,15 +29,15 @@ FORWARD, BACKWARD, REDUCTION, UPDATE = PHASES = ("forward", "backward", "reducti
 IDLE = "idle"
 """The phase of the time between two steps."""
 STEPS = 2
-"""How many `measure_timeline` looks at: one could be an exception."""
+"""Number of steps that `measure_timeline` profiles; a single one could be an outlier."""
 LEAST_SEEN = 0.9
-"""Share of the bytes of all results of which the profiler must have seen the instruction, for its
-times to be used."""
+"""Share of all result bytes whose instructions the profiler must have recorded for its times to be
+used."""
 
 _FILLING = {"bitcast", "broadcast", "constant", "copy", "iota", "parameter", "tuple"}
 
 _SCOPE = re.compile(r"/(gradient|reduction|update)/")
-# XLA joins the names of reductions that it combines with colons and parentheses.
+# XLA joins the names of the reductions it combines with colons and parentheses.
 _TRANSPOSED = re.compile(r"[/:(]transpose\(")
 _DIFFERENTIATED = re.compile(r"[/:(]jvp\(")
 
@@ -48,7 +48,7 @@ class Event:
 
     name: str
     start: float
-    """Seconds, or places in the schedule."""
+    """Seconds, or positions in the schedule."""
     end: float
 
 
@@ -57,43 +57,43 @@ class Timeline:
     """Memory of one device, constant between neighbouring edges."""
 
     edges: np.ndarray
-    """float64 `[segments + 1]`, ascending from 0: seconds, or places in the schedule."""
+    """float64 `[segments + 1]`, ascending from 0: seconds, or positions in the schedule."""
     bytes: np.ndarray
-    """int64 `[segments]`: the step's arguments (the train state and the batch), and all buffers
-    that are alive."""
+    """int64 `[segments]`: the step's arguments (the train state and the batch), and all live
+    buffers."""
     phase: tuple[str, ...]
     """`[segments]`: one of `PHASES`, or `IDLE`."""
     steps: tuple[float, ...]
-    """Where each step starts, on the scale of the edges."""
+    """Start of each step, in the units of `edges`."""
     state_bytes: int
-    """Bytes of the train state: parameters, optimizer, and the rest."""
+    """Bytes of the train state: parameters, optimizer state, and the rest."""
     reserved_bytes: int
-    """Bytes that the step asks for, its arguments included: the peak, and gaps between buffers."""
+    """Bytes that the step reserves, arguments included: the peak plus gaps between buffers."""
     measured: bool
-    """Whether the edges are seconds that were measured; else they are places in the schedule."""
+    """Whether `edges` are measured seconds rather than positions in the schedule."""
 
     @property
     def peak(self) -> int:
-        """Most bytes that are in use at any time."""
+        """Maximum number of bytes in use at any time."""
         return int(self.bytes.max())
 
 
 def measure_timeline(
     dp: DataParallel, state: TrainState, batch: Batch, folder: Path, *, perfetto: bool = False
 ) -> tuple[TrainState, Timeline]:
-    """Run a step to warm up and two under the profiler, and say what memory these two took when.
+    """Run one warm-up step and two profiled steps, and return their memory over time.
 
-    Every step gets the same `batch`, from `DataParallel.feed`, and consumes the `state`. The
-    profiler writes to `folder`, which TensorBoard and xprof can show too, with `perfetto` also a
+    Every step gets the same `batch`, from `DataParallel.feed`, and consumes `state`. The profiler
+    writes to `folder`, which TensorBoard and xprof can display; with `perfetto` it also writes
     `perfetto_trace.json.gz`. Returns the state after three steps, and the timeline.
 
     Raises:
-        ConfigError: the backend does not tell its buffers.
+        ConfigError: the backend does not report its buffers.
     """
     compiled, use = compile_with_memory(dp.lower(state, batch))
     state, _ = jax.block_until_ready(compiled(state, batch))
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # it would slow down what is measured
+    options.python_tracer_level = 0  # it would slow down the measured steps
     with jax.profiler.trace(folder, create_perfetto_trace=perfetto, profiler_options=options):
         for _ in range(STEPS):
             state, _ = jax.block_until_ready(compiled(state, batch))
@@ -107,10 +107,10 @@ def memory_timeline(
     *,
     steps: int = 1,
 ) -> Timeline:
-    """The memory of one device through one or more executions of a compiled step.
+    """Return the memory of one device during one or more executions of a compiled step.
 
-    Where `events` leave out too many instructions (see `LEAST_SEEN`), the timeline follows the
-    schedule of `steps` executions instead, and `Timeline.measured` is False.
+    If `events` lack too many instructions (see `LEAST_SEEN`), the timeline follows the schedule
+    of `steps` executions instead, and `Timeline.measured` is False.
     """
     measured = _seen(use, events) >= LEAST_SEEN
     if not measured:
@@ -123,7 +123,7 @@ def memory_timeline(
     entry = {each.name for each in use.timed[use.module.entry]}
     first = next((each.name for each in runs if each.name in entry), runs[0].name)
     later = [each for each in runs if each.name == first][1:]
-    """With which the steps after the first begin."""
+    """The events with which the steps after the first begin."""
     segments: list[tuple[float, int, str]] = []
     end, now = 0.0, FORWARD
     for each in runs:
@@ -137,7 +137,7 @@ def memory_timeline(
     edges = np.append(starts, end) - starts[0]
     takes_time = np.diff(edges) > 0  # two events may start at the same moment
     memory = read_memory(compiled)
-    assert memory is not None, "XLA has told its buffers"
+    assert memory is not None, "XLA has reported its buffers"
     return Timeline(
         np.append(edges[:-1][takes_time], edges[-1]),
         size[takes_time],
@@ -150,11 +150,11 @@ def memory_timeline(
 
 
 def _in_schedule_order(use: MemoryUse, events: Sequence[Event]) -> list[Event]:
-    """One event for each execution of an instruction, in the order of the schedule, by start.
+    """Return one event per execution of an instruction, in schedule order, sorted by start.
 
-    An instruction may be several kernels; most are one. And a CPU runs side by side what does not
-    depend on each other: at the n-th time of those that a computation took in a step, or in a turn
-    of a loop, stands the n-th of its instructions.
+    An instruction may consist of several kernels; most have one. A CPU runs independent
+    instructions concurrently, so within a step, or an iteration of a loop, the n-th time of a
+    computation is assigned to its n-th instruction.
     """
     executions: dict[str, list[Event]] = defaultdict(list)
     for event in sorted(events, key=lambda event: event.start):
@@ -177,30 +177,30 @@ def _in_schedule_order(use: MemoryUse, events: Sequence[Event]) -> list[Event]:
 
 
 def _bytes_by_name(use: MemoryUse, seen: Collection[str]) -> dict[str, int]:
-    """Most bytes in use from each seen instruction to the next one of its computation."""
+    """Return the most bytes in use from each seen instruction to the next in its computation."""
     found: dict[str, int] = {}
     for instructions in use.timed.values():
         names = [each.name for each in instructions]
         places = [place for place, name in enumerate(names) if name in seen]
         if places:
             used = use.bytes[[use.place[name] for name in names]]
-            most = np.maximum.reduceat(used, [0, *places[1:]])  # the first with what is before it
+            most = np.maximum.reduceat(used, [0, *places[1:]])  # the first includes those before it
             found |= zip((names[place] for place in places), most.tolist(), strict=True)
     return found
 
 
 def traced_events(folder: Path, module: str) -> list[Event]:
-    """Return what the profiler saw of `module` (`jit_step`, say) on the first device, in no order.
+    """Return the profiler's events of `module`, such as `jit_step`, on the first device, unordered.
 
-    Of several traces in `folder` the newest counts. There are none where the backend reports none.
+    The newest trace in `folder` is used. The list is empty if the backend reports no events.
     """
     found: dict[tuple[bool, str, int], list[Event]] = defaultdict(list)
     for path in sorted(folder.glob("plugins/profile/*/*.xplane.pb"))[-1:]:
         with warnings.catch_warnings():
-            # jaxlib 0.11 makes a type that Python warns of, and aborts where warnings are errors.
+            # jaxlib 0.11 creates a type that Python warns about, and aborts if warnings are errors.
             warnings.simplefilter("ignore", DeprecationWarning)
             for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-                # The host's plane may also show how a GPU's kernels were launched.
+                # The host's plane may also contain the launches of GPU kernels.
                 on_host = not plane.name.startswith("/device:")
                 for event in (event for line in plane.lines for event in line.events):
                     stats: dict[str | None, Any] = dict(event.stats)
@@ -212,9 +212,9 @@ def traced_events(folder: Path, module: str) -> list[Event]:
 
 
 def phase_of(instruction: Instruction, *, fills: bool = False) -> str | None:
-    """The phase that an instruction belongs to, by its scope; None where its neighbours decide.
+    """Return the phase of an instruction from its scope; None if its neighbours decide.
 
-    They do for what `fills` or copies an array alone: XLA moves that far ahead of what it is for.
+    XLA may schedule instructions that only fill (`fills`) or copy an array long before their use.
     """
     scope = _SCOPE.search(instruction.op_name)
     if fills or scope is None:
@@ -235,11 +235,11 @@ def _fills(use: MemoryUse, instruction: Instruction) -> bool:
 
 
 def _phase_by_name(use: MemoryUse) -> dict[str, str | None]:
-    """The phase of each instruction.
+    """Return the phase of each instruction.
 
-    Where the forward and the backward pass compute the same, XLA does it once and keeps one of the
-    two names. What a forward instruction reads belongs to the forward pass, whatever its name. And
-    XLA runs ahead what needs no activation, or no gradient (Adam's powers, say): that has no phase.
+    If the forward and the backward pass share a computation, XLA runs it once under one of the two
+    names; anything a forward instruction reads therefore belongs to the forward pass. Instructions
+    that need no activation or no gradient (such as Adam's powers) may run early and have no phase.
     """
     phase: dict[str, str | None] = {}
     for instructions in use.computations.values():
@@ -252,7 +252,7 @@ def _phase_by_name(use: MemoryUse) -> dict[str, str | None]:
             if own == FORWARD:
                 read_forward.update(instruction.inputs)
     before: dict[str, set[str | None]] = {}
-    """Phases of all that an instruction of the entry depends on."""
+    """Phases of all dependencies of an entry instruction."""
     for instruction in use.computations[use.module.entry]:
         name = instruction.name
         before[name] = set().union(*(before[operand] for operand in instruction.inputs))
@@ -268,7 +268,7 @@ def _phase_by_name(use: MemoryUse) -> dict[str, str | None]:
 
 
 def _seen(use: MemoryUse, events: Sequence[Event]) -> float:
-    """Share of the bytes of all results of which the instruction is among the events."""
+    """Return the share of all result bytes whose instruction is among the events."""
     names = {event.name for event in events}
     every = [each for some in use.timed.values() for each in some]
     seen = sum(each.bytes for each in every if each.name in names)
@@ -276,7 +276,7 @@ def _seen(use: MemoryUse, events: Sequence[Event]) -> float:
 
 
 def _state_bytes(compiled: jax.stages.Compiled) -> int:
-    """Bytes of the first argument, on one device."""
+    """Return the bytes of the first argument on one device."""
     shapes, shardings = compiled.args_info[0][0], compiled.input_shardings[0][0]
     leaves = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
     return sum(math.prod(s.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf, s in leaves)

@@ -1,4 +1,4 @@
-"""A timeline of memory -> a picture of it."""
+"""Plot of memory over time."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from replicax.bench.memory_curve import BACKWARD, FORWARD, IDLE, PHASES, REDUCTI
 from replicax.bench.numbers import digits
 from replicax.errors import require
 
-# Okabe and Ito's colours, told apart with any kind of colour vision.
+# The Okabe-Ito palette, which is safe for colour-blind readers.
 COLOURS = {
     FORWARD: "#56B4E9",
     BACKWARD: "#E69F00",
@@ -18,15 +18,15 @@ COLOURS = {
 }
 STATE_COLOUR = "#B8B8B8"
 COLUMNS = 1000
-"""Parts that the width has. Of what changes within one, the most is drawn: a peak is seen and a gap
-of microseconds between two instructions is not."""
+"""Number of columns of the plot. Each shows its maximum, so peaks stay visible and gaps of
+microseconds between two instructions do not."""
 LOW_STATE = 0.1
-"""Share of the height: a train state that takes less leaves no room for its label below the
+"""Share of the plot's height below which the train state's label no longer fits under its
 line."""
 
 
 def draw_memory(timeline: Timeline, path: Path, title: str) -> None:
-    """Draw memory over time, coloured by phase, over what the train state takes.
+    """Draw memory over time, coloured by phase, stacked on the train state.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
@@ -68,7 +68,7 @@ def draw_memory(timeline: Timeline, path: Path, title: str) -> None:
         )
     axis.set_ylabel(f"memory of one device [{unit}]")
     axis.set_xlabel(
-        "time [ms], as profiled" if timeline.measured else "instructions run (not to scale of time)"
+        "time [ms], as profiled" if timeline.measured else "instructions run (not to scale)"
     )
     axis.spines[["top", "right"]].set_visible(False)
     axis.set_title(title, pad=24)
@@ -81,7 +81,7 @@ def draw_memory(timeline: Timeline, path: Path, title: str) -> None:
 
 
 def _columns(timeline: Timeline) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Edges, most bytes, and the phase in the middle, of equal parts of the time."""
+    """Divide the time into equal parts; return their edges, maximum bytes and middle phase."""
     edges = np.linspace(timeline.edges[0], timeline.edges[-1], COLUMNS + 1)
     first = np.searchsorted(timeline.edges, edges[:-1], "right") - 1
     after = np.maximum(np.searchsorted(timeline.edges, edges[1:], "left"), first + 1)

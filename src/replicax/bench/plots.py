@@ -1,4 +1,4 @@
-"""A bench as a picture: throughput and efficiency by device count, or bars."""
+"""Plots of a benchmark: throughput and efficiency by device count, or bars."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from replicax.bench.numbers import spread
 from replicax.core.modes import MODES, as_mode
 from replicax.errors import require
 
-# Okabe and Ito's colours, told apart with any kind of colour vision, and markers without one.
+# The colour-blind-safe Okabe-Ito palette, with markers for black-and-white prints.
 STYLES = (
     ("#000000", "X"),
     ("#0072B2", "o"),
@@ -25,15 +25,15 @@ STYLES = (
 IDEAL = "#7F7F7F"
 TIME, STATE, REST = "#0072B2", "#009E73", "#E69F00"
 BESIDE = 0.02
-"""Share of the width between neighbouring modes on the same devices, lest they hide each other."""
+"""Horizontal offset between modes on the same devices, as a share of the width."""
 
 Values = Callable[[CaseResult], Iterable[float]]
 
 
 def figure_of(bench: Bench) -> Any:
-    """Return throughput and efficiency by device count, or time and memory of each case.
+    """Plot throughput and efficiency by device count, or the time and memory of each case.
 
-    The second where layouts are compared, or all cases run on as many devices.
+    The latter if layouts are compared, or all cases run on the same number of devices.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
@@ -45,7 +45,7 @@ def figure_of(bench: Bench) -> Any:
     left, right = axes = figure.subplots(1, 2, sharey=is_bars)
     title = _title(bench)
     if is_bars:
-        title += f" · {bench.batch_size:,} rows a batch"
+        title += f" · {bench.batch_size:,} rows per batch"
         _draw_time(left, by_mode(bench.cases), bench)
         _draw_memory(right, by_mode(bench.cases))
         figure.legend(loc="outside lower right", ncols=2, frameon=False)
@@ -69,11 +69,11 @@ def figure_of(bench: Bench) -> Any:
 
 
 def _title(bench: Bench) -> str:
-    """Subject and devices of the measurement."""
+    """Title the figure with the model and the devices."""
     shared = ""
     if bench.platform == "cpu":
-        cores = f" that share {bench.environment['cores']} cores"
-        shared = f", one core a {bench.replica}" if bench.pinned else cores
+        cores = f" sharing {bench.environment['cores']} cores"
+        shared = f", one core per {bench.replica}" if bench.pinned else cores
     return (
         f"{bench.parameters:,} parameters · {bench.device_kind} devices{shared} · {bench.precision}"
         f"{'' if bench.compares_layouts else f' · layout {bench.layout}'}"
@@ -81,9 +81,9 @@ def _title(bench: Bench) -> str:
 
 
 def _draw_throughput(axis: Any, bench: Bench) -> None:
-    """Draw the strong scaling, with the line that the fastest on the fewest devices would follow.
+    """Draw strong scaling, with the ideal line of the fastest case on the fewest devices.
 
-    Of the weak one where there is no other.
+    Without strong scaling, draw weak scaling.
     """
     strong = bench.scaling(STRONG)
     cases = strong or bench.scaling(WEAK)
@@ -94,10 +94,10 @@ def _draw_throughput(axis: Any, bench: Bench) -> None:
     _draw_modes(axis, cases, _rate, linestyle="-")
     unit = "tokens" if all(case.tokens_per_second for case in bench.cases) else "rows"
     axis.set_ylabel(f"{unit} per second")
-    weak = f"weak: {cases[0].rows_per_device:,} rows a {bench.replica}"
-    axis.set_title(f"strong: {bench.batch_size:,} rows a batch" if strong else weak, fontsize=10)
+    weak = f"weak: {cases[0].rows_per_device:,} rows per {bench.replica}"
+    axis.set_title(f"strong: {bench.batch_size:,} rows per batch" if strong else weak, fontsize=10)
     ticker = require("matplotlib.ticker", "cli")
-    axis.set_yscale("log")  # on which what is ideal is a straight line
+    axis.set_yscale("log")  # ideal scaling is a straight line
     low, high = axis.get_ylim()
     subs = (1, 2, 5) if high / low > 12 else (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)
     axis.yaxis.set_major_locator(ticker.LogLocator(10, subs=subs))
@@ -106,7 +106,7 @@ def _draw_throughput(axis: Any, bench: Bench) -> None:
 
 
 def _draw_efficiency(axis: Any, bench: Bench) -> None:
-    """Draw both scalings: strong in solid lines, weak in dashed ones."""
+    """Draw strong scaling as solid lines and weak scaling as dashed lines."""
     axis.axhline(100, color=IDEAL, linestyle=":", linewidth=1.2)
     for scaling, linestyle in ((STRONG, "-"), (WEAK, "--")):
         cases = [case for case in bench.scaling(scaling) if as_mode(case.mode).most_devices != 1]
@@ -120,7 +120,7 @@ def _draw_efficiency(axis: Any, bench: Bench) -> None:
     axis.set_ylabel("efficiency in %")
     axis.set_ylim(0, max(110, axis.get_ylim()[1]))
     weak, counts = bench.scaling(WEAK), _counts(bench.cases)
-    rows = f"; weak: {weak[0].rows_per_device:,} rows a {bench.replica}" if weak else ""
+    rows = f"; weak: {weak[0].rows_per_device:,} rows per {bench.replica}" if weak else ""
     fewest = f"{counts[0]} {bench.scaled_over if counts[0] > 1 else bench.replica}"
     axis.set_title(f"relative to {fewest}{rows}", fontsize=10)
 
@@ -128,7 +128,7 @@ def _draw_efficiency(axis: Any, bench: Bench) -> None:
 def _draw_modes(
     axis: Any, cases: Sequence[CaseResult], values: Values, *, linestyle: str, labelled: bool = True
 ) -> None:
-    """A line for each mode: medians, with bars from quartile to quartile."""
+    """Draw a line per mode through the medians, with error bars between the quartiles."""
     modes = list(dict.fromkeys(case.mode for case in cases))
     span = max(2.0, *(case.devices / cases[0].devices for case in cases)) if cases else 1.0
     for place, mode in enumerate(modes):
@@ -164,7 +164,7 @@ def _draw_time(axis: Any, cases: Sequence[CaseResult], bench: Bench) -> None:
 
 
 def _draw_memory(axis: Any, cases: Sequence[CaseResult]) -> None:
-    """Peak memory, with the train state's part where it is known."""
+    """Draw peak memory, with the train state's share if known."""
     state = np.asarray([each.layout.state_bytes_per_device if each.layout else 0 for each in cases])
     peak = np.asarray([case.peak_bytes_per_device or 0 for case in cases])
     state, ends = state / 2**20, np.maximum(peak, state) / 2**20
@@ -176,14 +176,14 @@ def _draw_memory(axis: Any, cases: Sequence[CaseResult]) -> None:
         left=state,
         color=REST,
         height=0.6,
-        label="the step, at its peak",
+        label="step at its peak",
     )
     _write(axis, ends, ends)
-    axis.set_xlabel("memory of a device in MiB")
+    axis.set_xlabel("memory per device in MiB")
 
 
 def _write(axis: Any, ends: np.ndarray, values: np.ndarray) -> None:
-    """The figure of each bar beside its end, and room for it."""
+    """Write each bar's value next to its end, and make room for it."""
     for place, (end, value) in enumerate(zip(ends, values, strict=True)):
         text = f"{value:,.3g}" if value < 1e3 else f"{value:,.0f}"
         axis.annotate(
@@ -195,7 +195,7 @@ def _write(axis: Any, ends: np.ndarray, values: np.ndarray) -> None:
 
 
 def _medians(samples: Iterable[Iterable[float]]) -> tuple[np.ndarray, np.ndarray]:
-    """Medians, and how far the quartiles are from them, below and above."""
+    """Return the medians, and the distances of the quartiles below and above them."""
     middles, lows, highs = np.asarray([spread(list(values)) for values in samples]).T
     return middles, np.stack([middles - lows, highs - middles])
 

@@ -1,7 +1,7 @@
-"""Weak scaling over processes with a processor core each: jobs on this host, one after the other.
+"""Weak scaling over processes with one core each, as consecutive jobs on this host.
 
-Counts cannot be measured in one program, so each round starts a job of every count in turn: what
-disturbs a round disturbs all of them. In a job `bench` measures as it does anywhere.
+Process counts cannot be measured in one program, so each round launches a job of every count in
+turn; a disturbance of a round then affects all of them. Each job runs `bench` as usual.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ from replicax.errors import ConfigError, did_you_mean
 from replicax.wording import counted
 
 RUNS = 4
-"""Runs of every step in one job; their median is what the round has measured."""
+"""Runs of every step in one job; their median is the result of the round."""
 Measure = Callable[[int, int], Bench]
-"""`measure(processes, round)`: what a job of so many processes has measured."""
+"""`measure(processes, round)`: the measurements of a job of that many processes."""
 
 
 def modes_of_processes() -> list[str]:
-    """Return the usual modes that run in several processes."""
+    """Return the default modes that run in several processes."""
     return [
         name
         for name in usual_modes()
@@ -34,17 +34,17 @@ def modes_of_processes() -> list[str]:
 
 
 def check_counts(counts: Sequence[int], modes: Sequence[str]) -> tuple[int, ...]:
-    """`counts` in ascending order, each once; raises where they, or `modes`, cannot be run."""
+    """Return `counts` sorted and without duplicates; raise if they or `modes` cannot be run."""
     possible = modes_of_processes()
     for mode in modes:
         if mode not in possible:
             raise ConfigError(
-                f"mode {mode!r} with --processes; several processes run {' or '.join(possible)}"
+                f"mode {mode!r} with --processes; several processes support {' or '.join(possible)}"
                 f"{did_you_mean(mode, possible)}: leave it out"
             )
     ordered = tuple(sorted(set(counts)))
     if ordered[0] < 1:
-        raise ConfigError(f"--processes {ordered[0]}; a job has at least 1: raise it")
+        raise ConfigError(f"--processes {ordered[0]}; a job has at least 1 process: increase it")
     check_cores(f"--processes {ordered[-1]}", ordered[-1])
     return ordered
 
@@ -57,9 +57,9 @@ def bench_processes(
     notes: Sequence[str] = (),
     progress: bool = True,
 ) -> Bench:
-    """Measure jobs of `counts` processes in turn, `rounds` times, and put them side by side."""
+    """Measure jobs of `counts` processes in turn, `rounds` times, and compare them."""
     if rounds < 1:
-        raise ConfigError(f"rounds={rounds}; it is at least 1: raise it")
+        raise ConfigError(f"rounds={rounds}; it must be at least 1: increase it")
     started = time.perf_counter()
     measured: dict[int, list[Bench]] = {count: [] for count in counts}
     display, neighbours = Display(progress), Neighbours()
@@ -83,7 +83,7 @@ def bench_processes(
 
 
 def _merged(measured: Mapping[int, Sequence[Bench]]) -> tuple[CaseResult, ...]:
-    """Every mode on every count, with a value a round."""
+    """Merge the jobs into one case per mode and count, with one value per round."""
     scaling = WEAK if len(measured) > 1 else STRONG
     merged = [
         dataclasses.replace(_over_rounds(rounds), scalings=(scaling,))
@@ -94,7 +94,7 @@ def _merged(measured: Mapping[int, Sequence[Bench]]) -> tuple[CaseResult, ...]:
 
 
 def _over_rounds(cases: Sequence[CaseResult]) -> CaseResult:
-    """The same case in every round as one: of each round, the median of its runs."""
+    """Merge one case over all rounds, taking the median of the runs in each round."""
     rates = [case.product_flops_per_second for case in cases]
     return dataclasses.replace(
         cases[0],

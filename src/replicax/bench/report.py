@@ -1,4 +1,4 @@
-"""A bench as text: tables that fit a terminal, and the same as Markdown."""
+"""Reports of a benchmark: text tables for a terminal, and Markdown."""
 
 import textwrap
 from collections.abc import Callable, Sequence
@@ -19,13 +19,13 @@ from replicax.wording import duration, size_text
 WIDTH = 80
 
 Column = tuple[str, Callable[[CaseResult], str]]
-"""A heading, whose lines are parted by a line break, and the text of a case below it."""
+"""A heading, possibly of several lines, and a function that formats a case."""
 Section = tuple[str, list[list[str]]]
 """A title, and the rows of a table, headings first."""
 
 
 def table(bench: Bench) -> list[str]:
-    """The whole bench in lines of at most 80 columns: what it is of, speed, resources, notes."""
+    """Format the benchmark in lines of at most 80 columns: header, speed, resources, notes."""
     lines = [line for text in header(bench) for line in _wrapped(text)]
     for title, rows in sections(bench):
         lines += ["", *_wrapped(title), *_aligned(rows)]
@@ -33,7 +33,7 @@ def table(bench: Bench) -> list[str]:
 
 
 def to_markdown(bench: Bench, pictures: Sequence[str] = ()) -> str:
-    """The same as GitHub's Markdown, with pictures that lie beside it."""
+    """Format the benchmark as GitHub Markdown, with pictures in the same folder."""
     parts = ["# Bench", "\n".join(f"- {text}" for text in header(bench))]
     parts += [f"![{name}]({name})" for name in pictures]
     for title, (heads, *rows) in sections(bench):
@@ -46,27 +46,27 @@ def to_markdown(bench: Bench, pictures: Sequence[str] = ()) -> str:
 
 
 def header(bench: Bench) -> list[str]:
-    """Where and of what this was measured, a line each."""
+    """Describe the environment, the model and the measurement, one line each."""
     where, plural = bench.environment, "s" if bench.rounds > 1 else ""
     packages = (f"{name} {where[name]}" for name in ("replicax", "jax", "jaxlib", "python"))
     micro = f" · {bench.accumulate} micro-batches" if bench.accumulate > 1 else ""
     reduction = "" if bench.reduction == "float32" else f" · reduction {bench.reduction}"
     return [
         f"{where['date']} · {bench.device_kind} devices · {where['processor']}, "
-        f"{where['cores']} cores{f', one a {bench.replica}' if bench.pinned else ''}",
+        f"{where['cores']} cores{f', one per {bench.replica}' if bench.pinned else ''}",
         " · ".join(packages),
         f"{bench.parameters:,} parameters, {size_text(bench.parameter_bytes)} · {bench.precision}"
         f"{'' if bench.compares_layouts else f' · layout {bench.layout}'}{reduction}",
         f"batch {bench.batch_size:,}{micro} · {bench.rounds} round{plural} in "
-        f"{duration(bench.seconds)}, median ± half of what the quartiles are apart",
+        f"{duration(bench.seconds)}, median ± half the interquartile range",
     ]
 
 
 def sections(bench: Bench) -> list[Section]:
-    """The titles and rows of the tables, without the columns in which nothing is known."""
+    """Return the titles and rows of the tables, without columns that have no known value."""
     all_cases = by_mode(bench.cases)
     if bench.compares_layouts:
-        title = f"layouts: {bench.batch_size:,} rows a batch"
+        title = f"layouts: {bench.batch_size:,} rows per batch"
         return [(title, _rows(_layout_columns(bench), all_cases))]
     speeds = [
         (_title(bench, scaling), _rows(_speed_columns(bench, scaling), cases))
@@ -83,11 +83,11 @@ def _rows(columns: Sequence[Column], cases: Sequence[CaseResult]) -> list[list[s
 
 def _title(bench: Bench, scaling: str) -> str:
     if len({case.devices for case in bench.cases}) == 1:
-        return f"speed: {bench.batch_size:,} rows a batch"
+        return f"speed: {bench.batch_size:,} rows per batch"
     if scaling == STRONG:
-        rows = f"{bench.batch_size:,} rows a batch"
+        rows = f"{bench.batch_size:,} rows per batch"
         return f"strong scaling: {rows} on any number of {bench.scaled_over}"
-    return f"weak scaling: {bench.scaling(WEAK)[0].rows_per_device:,} rows a {bench.replica}"
+    return f"weak scaling: {bench.scaling(WEAK)[0].rows_per_device:,} rows per {bench.replica}"
 
 
 def _speed_columns(bench: Bench, scaling: str) -> list[Column]:
@@ -134,12 +134,12 @@ def _layout_columns(bench: Bench) -> list[Column]:
 
 
 def _figures(case: CaseResult) -> LayoutFigures:
-    assert case.layout is not None, "layouts are compared"
+    assert case.layout is not None, "no layouts are compared"
     return case.layout
 
 
 def _resource_columns(bench: Bench) -> list[Column]:
-    """Columns of what steps take, whatever their speed."""
+    """Return the columns for the resources that a step uses."""
 
     def gigaflops(case: CaseResult) -> str:
         return digits(case.flops_per_second / 1e9) if case.flops_per_step else UNKNOWN
@@ -160,18 +160,18 @@ def _resource_columns(bench: Bench) -> list[Column]:
 
 
 def footnotes(bench: Bench) -> list[str]:
-    """Return what columns mean where it is not plain, and the notes of the bench."""
+    """Return explanations of the columns, and the notes of the benchmark."""
     lines = _layout_footnotes(bench) if bench.compares_layouts else _mode_footnotes(bench)
     return [*lines, *(f"note: {note}" for note in bench.notes)]
 
 
 def _mode_footnotes(bench: Bench) -> list[str]:
-    lines = ["wait: share of the time spent waiting for a batch; peak: memory of a device"]
+    lines = ["wait: share of the time spent waiting for a batch; peak: memory per device"]
     most = max(bench.cases, key=lambda case: case.least_sent_bytes or 0)
     if most.least_sent_bytes:
         lines.append(
-            f"sent: bytes of a {bench.replica} in a step; to reduce one gradient on {most.devices} "
-            f"{bench.scaled_over}, {size_text(most.least_sent_bytes)} at least"
+            f"sent: bytes per {bench.replica} and step; reducing one gradient on {most.devices} "
+            f"{bench.scaled_over} needs at least {size_text(most.least_sent_bytes)}"
         )
     if any(case.share_of_product for case in bench.cases):
         rates = {case.devices: case.product_flops_per_second for case in bench.cases}
@@ -181,21 +181,21 @@ def _mode_footnotes(bench: Bench) -> list[str]:
             f"{digits(rate / 1e9)}{'' if same else f' on {count}'}" for count, rate in known.items()
         )
         lines.append(
-            "product: the rate of a 1024 x 1024 matrix product on the same cores, "
-            f"{', '.join(dict.fromkeys(each))} GFLOP/s: not the hardware's peak"
+            "product: rate of a 1024 x 1024 matrix product on the same cores, "
+            f"{', '.join(dict.fromkeys(each))} GFLOP/s, which is below the hardware peak"
         )
     return lines
 
 
 def _layout_footnotes(bench: Bench) -> list[str]:
     lines = [
-        "speed-up: over one device in the same mode; state, peak: memory of a device; sent: bytes "
-        "of a device in a step"
+        "speed-up: over one device in the same mode; state, peak: memory per device; sent: bytes "
+        "per device and step"
     ]
     if any(_figures(case).bubble is not None for case in bench.cases):
         lines.append(
-            "bubble: share of a step that a stage is idle, (S - 1) / (M + S - 1) of S stages and "
-            f"M = {bench.accumulate} micro-batches, from accumulate"
+            "bubble: share of a step in which a stage is idle, (S - 1) / (M + S - 1) for S stages "
+            f"and M = {bench.accumulate} micro-batches, from accumulate"
         )
     return lines
 
@@ -205,7 +205,7 @@ def _wrapped(text: str) -> list[str]:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines: the first column to the left, the others to the right, headings at the bottom."""
+    """Align the first column left and the others right, with headings at the bottom."""
     heads = [head.split("\n") for head in rows[0]]
     depth = max(map(len, heads))
     heads = [[""] * (depth - len(head)) + head for head in heads]

@@ -1,4 +1,4 @@
-"""`bench`: one training step in every mode on every device count, side by side."""
+"""`bench`: compare a training step in every mode on every device count."""
 
 import contextlib
 import time
@@ -66,15 +66,15 @@ def bench(
     tokens_per_row: int | None = None,
     progress: bool = True,
 ) -> Bench:
-    """Measure one training step in every mode on every device count, side by side.
+    """Benchmark a training step in every mode on every device count.
 
-    Two scalings: strong has `batch_size` rows on every count; weak has the same rows on every
-    device, `batch_size` in all on the most of them. Each round runs every step for about a quarter
-    of a second, in an order of its own; input is part of it. In a job of several processes all call
-    this, and all of their devices are measured.
+    Strong scaling has `batch_size` rows on every device count; weak scaling has the same rows per
+    device, with `batch_size` in total on the largest count. Each round runs every step for about a
+    quarter of a second, input included, in random order. In a job of several processes, all
+    processes must call this, and all their devices are measured.
 
-    On host devices call `replicax.train.host_memory.keep_freed_memory()` before, as
-    `replicax train` does, or the allocator is a part of what is measured.
+    On CPU devices, call `replicax.train.host_memory.keep_freed_memory()` first, as
+    `replicax train` does; otherwise the allocator affects the measurement.
 
     Examples:
         >>> result = rx.bench(loss, optimizer, model, source, batch_size=32, devices=[1, 2],
@@ -85,31 +85,31 @@ def bench(
         loss: as for `DataParallel`.
         optimizer: as for `DataParallel`.
         model: as for `DataParallel.init`.
-        source: as for `DataParallel.feed`, but it must be readable again and again.
+        source: as for `DataParallel.feed`, but it must be iterable repeatedly.
         batch_size: rows of a global batch.
         step: as for `DataParallel`, with None for `loss` and `optimizer`.
-        devices: counts; by default the powers of two up to all attached devices, and these. In a
-            job of several processes only all of them.
-        modes: names of `replicax.core.modes.MODES`; by default all whose bits are not fixed.
-        layout: as for `DataParallel`. A mode that cannot hold it is left out, with a note.
-        layouts: several to compare, by default in mode `jit` on all devices and on one:
-            `replicated`, `zero1`, `fsdp`, and with the rules of `layout` `model` and `stages`,
-            which take the most devices along that axis that divide its dims; or pairs of a layout
-            and `mesh(devices)`. What cannot be run is left out, with a note.
+        devices: device counts; by default powers of two up to the number of attached devices, and
+            that number. A job of several processes always uses all devices.
+        modes: names of `replicax.core.modes.MODES`; by default all modes that are not bitwise.
+        layout: as for `DataParallel`. Modes that do not support it are skipped, with a note.
+        layouts: layouts to compare, by default in mode `jit` on all devices and on one:
+            `replicated`, `zero1`, `fsdp`; with the rules of `layout` also `model` and `stages`,
+            which use the most devices along that axis that divide its dims; or pairs of a layout
+            and `mesh(devices)`. Layouts that cannot be run are skipped, with a note.
         accumulate: as for `DataParallel`.
         micro_shards: as for `DataParallel`.
         precision: as for `DataParallel`.
-        reduction: as for `DataParallel`. A mode that cannot take it is left out, with a note.
+        reduction: as for `DataParallel`. Modes that do not support it are skipped, with a note.
         rounds: at least 1.
-        pin: whether a host device has one processor core to itself; without it one device uses all
-            of them, and a second one adds nothing.
-        seed: of the initial state, the order of the rows, and that of the cases in a round.
+        pin: whether to give each CPU device its own core; otherwise one device uses all cores, and
+            a second one adds nothing.
+        seed: for the initial state, the order of the rows, and the order of cases in a round.
         job: as for `DataParallel`.
-        tokens_per_row: where throughput is wanted in tokens, too.
-        progress: whether to print what is going on.
+        tokens_per_row: if given, throughput is also reported in tokens.
+        progress: whether to print progress.
 
     Raises:
-        ConfigError: arguments that cannot work, a batch too small for the devices among them.
+        ConfigError: invalid arguments, such as a batch too small for the devices.
         LossError: see `DataParallel.step`.
     """
     job = Alone() if job is None else job
@@ -119,7 +119,7 @@ def bench(
         modes = usual_modes() if layouts is None else MODES_BY_DEFAULT
     for name, value in (("rounds", rounds), ("tokens_per_row", tokens_per_row)):
         if value is not None and value < 1:
-            raise ConfigError(f"{name}={value}; it is at least 1: raise it")
+            raise ConfigError(f"{name}={value}; it must be at least 1: increase it")
     for mode in modes:
         as_mode(mode)
     lone = jax.process_count() == 1
@@ -133,7 +133,7 @@ def bench(
         counts = tuple(sorted({1, *counts}))
     if pin and platform != "cpu":
         raise ConfigError(
-            f"pin with {platform} devices; only host devices share cores: leave pin out"
+            f"pin with {platform} devices; only CPU devices share cores: leave pin out"
         )
     if pin:
         check_cores(f"pin with {max(counts)} devices", max(counts))
@@ -155,7 +155,7 @@ def bench(
         )
 
     def check(case: BenchCase) -> None:
-        """Raise `ConfigError` where the step of `case` cannot be, without compiling it."""
+        """Raise `ConfigError` if the step of `case` is invalid, without compiling it."""
         dp = data_parallel(case)
         dp.abstract_state(model)
         dp.split.padded(case.global_batch)
@@ -168,9 +168,7 @@ def bench(
         cases = all_cases(batch_size, counts, kept, weak=can_be_cut)
     notes += notes_on_cases(batch_size, cases, accumulate)
     if layouts is None and not can_be_cut and len(counts) > 1:
-        notes.append(
-            "no weak scaling: the source gives whole batches, which cannot be cut to other sizes"
-        )
+        notes.append("no weak scaling: the source yields whole batches, which cannot be resized")
     if lone:
         notes += notes_on_machine(max(counts), platform, pin)
 
@@ -209,15 +207,14 @@ def bench(
 
 
 def _check_job(counts: Sequence[int], pin: bool) -> None:
-    """Raise `ConfigError` for what several processes cannot do."""
+    """Raise `ConfigError` for options that several processes do not support."""
     processes, attached = jax.process_count(), jax.device_count()
     if counts != (attached,):
         raise ConfigError(
             f"devices={','.join(map(str, counts))} in {processes} processes with {attached} "
-            "devices; all processes take part in every step: leave devices out"
+            "devices; every step runs on all processes: leave devices out"
         )
     if pin:
         raise ConfigError(
-            f"pin in {processes} processes; what starts them gives them cores: use replicax "
-            "launch --pin"
+            f"pin in {processes} processes; their launcher assigns cores: use replicax launch --pin"
         )

@@ -1,4 +1,4 @@
-"""One case, compiled once, and run a little in every round."""
+"""Runner of one case, which is compiled once and runs briefly in every round."""
 
 import math
 import time
@@ -26,56 +26,56 @@ from replicax.core.update import TrainState
 from replicax.errors import ConfigError
 
 UNMEASURED_STEPS = 2
-"""At the start of a run, until the prefetcher and the caches are as they are in training."""
+"""Warm-up steps of each run, until prefetcher and caches reach a steady state."""
 RUN_SECONDS = 0.25
 FEWEST_STEPS, MOST_STEPS = 2, 50
 
 
 def check_source(source: Any, batch_size: int, job: Job) -> bool:
-    """Whether `source` can be cut into batches of any size; raises where it serves no bench."""
+    """Return whether `source` supports any batch size; raise if it cannot be benchmarked."""
     if isinstance(source, Iterator):
         raise ConfigError(
-            f"the source is a {type(source).__name__}, which can be read once, and every case "
-            "reads it; give arrays, a Grain dataset, or a loader that can be iterated again"
+            f"the source is a {type(source).__name__}, which can be read only once, but every case "
+            "reads it; pass arrays, a Grain dataset, or a loader that can be iterated repeatedly"
         )
     opened = as_source(source, batch_size, job, shuffle=False, seed=0)
     if opened is source and opened.batch_size != batch_size:
         raise ConfigError(
-            f"the source has batches of {opened.batch_size} rows and batch_size={batch_size}; they "
-            "are the same: change one"
+            f"the source has batches of {opened.batch_size} rows but batch_size={batch_size}; they "
+            "must be equal: change one"
         )
     return opened is not source and opened.any_size
 
 
 class Runner:
-    """A case and what it needs to run: its own `DataParallel`, and its own place in the data."""
+    """A case with its own `DataParallel` and its own position in the data."""
 
     def __init__(self, case: BenchCase, dp: DataParallel, source: Any, seed: int) -> None:
         self.case, self.dp = case, dp
         self.batches = _epochs(dp, source, case.global_batch, seed)
         self.steps = FEWEST_STEPS
-        """Measured in each run."""
+        """Measured steps in each run."""
         self.run_seconds = 0.0
-        """Time of one run: an estimate, then the newest."""
+        """Time of one run: first an estimate, then the latest measurement."""
         self._measured_peak_bytes: int | None = None
         self._seconds_per_step: list[float] = []
         self._rows_per_second: list[float] = []
         self._input_wait_fraction: list[float] = []
 
     def prepare(self, state: TrainState) -> TrainState:
-        """Compile the step, take `UNMEASURED_STEPS`, and see how many a run has."""
+        """Compile the step, run `UNMEASURED_STEPS`, and choose the number of steps in a run."""
         batch = next(self.batches)
         self._compile(state, batch)
         device = self.dp.mesh.local_devices[0]
         before = device.memory_stats()
         state, _ = jax.block_until_ready(self.dp.step(state, batch))
-        # A step that is skipped takes less time.
+        # A skipped step takes less time.
         state = settled(lambda state: self.dp.step(state, batch), state)
         for _ in range(UNMEASURED_STEPS - 1):
             started = time.perf_counter()
             state, _ = jax.block_until_ready(self.dp.step(state, next(self.batches)))
         seconds = time.perf_counter() - started
-        # Process 0's, in all processes of a job: their steps wait for each other.
+        # All processes use process 0's count, because their steps wait for each other.
         self.steps = self.dp.job.broadcast("steps in a run", lambda: steps_in_a_run(seconds))
         self.run_seconds = (UNMEASURED_STEPS + self.steps) * seconds
         if memory := self._compiled.memory:
@@ -83,7 +83,7 @@ class Runner:
         return state
 
     def _compile(self, state: TrainState, batch: Batch) -> None:
-        """Lower and compile what `dp.step` then runs."""
+        """Lower and compile the step that `dp.step` runs."""
         started = time.perf_counter()
         traced = self.dp.trace(state, batch)
         lowered = traced.lower()
@@ -98,7 +98,7 @@ class Runner:
             self._flops = count_flops(traced.jaxpr.jaxpr, devices.flat[0].platform)
 
     def run(self, state: TrainState) -> TrainState:
-        """The steps of one round; keeps their figures."""
+        """Run the steps of one round and record their times."""
         entered = time.perf_counter()
         for _ in range(UNMEASURED_STEPS):
             state, _ = self.dp.step(state, next(self.batches))
@@ -122,7 +122,7 @@ class Runner:
     def result(
         self, state: TrainState, product_rate: float | None, tokens_per_row: int | None
     ) -> CaseResult:
-        """The figures of all rounds, without efficiency."""
+        """Return the results of all rounds, without efficiency."""
         case, dp, compiled = self.case, self.dp, self._compiled
         padded = dp.split.padded(case.global_batch)
         reduction, least = dp.configuration.reduction, None
@@ -175,7 +175,7 @@ class Runner:
 def _epochs(
     dp: DataParallel, source: Any, batch_size: int, seed: int
 ) -> Generator[Batch, None, None]:
-    """The batches of `source` without an end, each epoch shuffled anew where the source can."""
+    """Yield batches of `source` forever, reshuffled every epoch if the source supports it."""
     shuffle = can_shuffle(source)
     opened = as_source(source, batch_size, dp.job, shuffle=shuffle, seed=seed)
     for epoch in count():
@@ -183,17 +183,17 @@ def _epochs(
 
 
 def steps_in_a_run(seconds_per_step: float) -> int:
-    """Steps that take about `RUN_SECONDS`."""
+    """Return the number of steps that take about `RUN_SECONDS`."""
     return min(max(round(RUN_SECONDS / seconds_per_step), FEWEST_STEPS), MOST_STEPS)
 
 
 def own_peak(
     before: Mapping[str, Any] | None, after: Mapping[str, Any] | None, arguments: int
 ) -> int | None:
-    """Bytes that some steps needed on a device at most, by its `memory_stats` before and after.
+    """Return the peak bytes that steps used on a device, from `memory_stats` before and after.
 
-    Without what lay there before them, but with their own `arguments`. None where the device keeps
-    no such figures, or an earlier peak of the process was as high.
+    Excludes memory in use before the steps, except their own `arguments`. None if the device keeps
+    no such statistics, or an earlier peak of the process was at least as high.
     """
     if not before or not after or "peak_bytes_in_use" not in after:
         return None

@@ -1,4 +1,4 @@
-"""A bench as files."""
+"""Write a benchmark to files."""
 
 import dataclasses
 import json
@@ -15,9 +15,9 @@ from replicax.errors import MissingDependencyError
 
 
 def write_bench(bench: Bench, folder: str | Path, *, pictures: Sequence[str] = ()) -> list[Path]:
-    """Write `bench.json`, `bench.md` and `scaling.png` or `layouts.png`; returns their paths.
+    """Write `bench.json`, `bench.md` and `scaling.png` or `layouts.png`; return their paths.
 
-    `bench.md` shows `pictures` in the folder too. Without matplotlib it says that it has none.
+    `bench.md` also shows `pictures` from the folder. Without matplotlib, it notes a missing plot.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -35,7 +35,7 @@ def write_bench(bench: Bench, folder: str | Path, *, pictures: Sequence[str] = (
 
 
 def to_json(bench: Bench) -> dict[str, Any]:
-    """Everything that was measured, all rounds of it, and the medians with their quartiles."""
+    """Return all measurements of all rounds, and the medians with their quartiles."""
     return {**dataclasses.asdict(bench), "cases": [_case_to_json(case) for case in bench.cases]}
 
 
@@ -62,7 +62,7 @@ def _case_to_json(case: CaseResult) -> dict[str, Any]:
 
 
 def write_part(bench: Bench, path: Path) -> None:
-    """Write what one job has measured, for the process that launched it."""
+    """Write the measurements of one job, for the process that launched it."""
     path.write_text(json.dumps(dataclasses.asdict(bench)), encoding="utf-8")
 
 
