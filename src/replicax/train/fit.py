@@ -1,4 +1,4 @@
-"""`Run`, training as an object, and `fit`, a whole run in one call."""
+"""`Run`, a training run as an object, and `fit`, a whole run in one call."""
 
 import contextlib
 import dataclasses
@@ -33,14 +33,14 @@ from replicax.train.summary import Fit, derived, describe, summary
 
 @dataclasses.dataclass(frozen=True)
 class Guard:
-    """When a step is skipped, its examples recorded, and when a run with such steps stops.
+    """When to skip a step and record its examples, and when to stop a run that skips steps.
 
     Examples:
         >>> rx.fit(dp, state, source, batch_size=32, epochs=9, guard=rx.Guard(most=10, spikes=True))
 
     Args:
-        most: steps in a row whose loss or gradient is not finite before the run stops.
-        spikes: whether a loss far above those before is skipped too; see
+        most: consecutive steps with a non-finite loss or gradient before the run stops.
+        spikes: whether to skip steps whose loss is far above the recent losses too; see
             `replicax.train.guarded.with_losses`.
     """
 
@@ -52,11 +52,11 @@ _EVERY_TEN_MINUTES = Saving()
 
 
 class Run(Loop):
-    """A run of training: gives batches from the exact one that is next, and steps on them.
+    """A training run: yields batches, starting at exactly the next one, and steps on them.
 
-    With a `run_dir` it is saved on the way, and the same program after any stop goes on where the
-    last good checkpoint is, with the same results; `state` then gives its place to what was saved.
-    In a job of several processes all call it alike, and process 0 prints and records.
+    With a `run_dir` it saves checkpoints, and the same program, run again after any stop, resumes
+    from the last good checkpoint with the same results; the saved state then replaces `state`.
+    In a multi-process job all processes make the same calls; process 0 prints and records.
 
     Examples:
         >>> with rx.Run(dp, state, source, batch_size=256, epochs=10, run_dir="runs/x") as run:
@@ -65,35 +65,35 @@ class Run(Loop):
         >>> model = dp.model(run.state)
 
     Args:
-        dp: what to step with.
-        state: from `dp.init`; consumed where `dp` donates.
+        dp: the `DataParallel` to step with.
+        state: from `dp.init`; consumed if `dp` donates.
         source: as for `dp.feed`.
         batch_size: rows of a global batch.
         epochs: passes over the source. Give this or `steps`.
-        steps: updates.
-        eval_source: evaluated whole after every epoch and the last step: a source, or an
+        steps: number of updates.
+        eval_source: evaluated in full after every epoch and after the last step: a source, or an
             `rx.Evaluation`.
-        shuffle: whether each epoch has an order of its own; by default wherever the source can.
-        seed: of that order.
+        shuffle: whether to reshuffle every epoch; by default if the source supports it.
+        seed: seed of the shuffle.
         log_every: steps between two train records.
-        hooks: what observes the run beside `records.jsonl`, `curves.png` and the progress; see
-            `replicax.train.hook`.
-        guard: when a step is skipped, and when there are too many of them.
+        hooks: observers of the run, in addition to `records.jsonl`, `curves.png` and the progress
+            display; see `replicax.train.hook`.
+        guard: when to skip a step, and how many skipped steps stop the run.
         run_dir: a folder for `config.json`, `records.jsonl`, `curves.png`, and the checkpoints, or
-            its URL in an object store, as in `gs://bucket/runs/x`; None for none of these.
-        saving: when a checkpoint is taken, and which are kept.
-        accept_changes: whether to go on in a `run_dir` whose configuration was another.
-        config: what `config.json` is to hold beside what is derived here.
-        progress: whether to print what is derived, a live line, and a closing summary.
-        interrupt: that is told of SIGINT and SIGTERM; one of its own by default.
+            its URL in an object store, as in `gs://bucket/runs/x`; None to write none of these.
+        saving: when to save a checkpoint, and which ones to keep.
+        accept_changes: whether to resume in a `run_dir` that has a different configuration.
+        config: additional entries of `config.json`, next to the derived ones.
+        progress: whether to print the derived values, a live line, and a closing summary.
+        interrupt: handles SIGINT and SIGTERM; a new one by default.
 
     Raises:
-        ConfigError: arguments that cannot work.
-        AgreementError: processes that were given different ones.
+        ConfigError: invalid arguments.
+        AgreementError: the arguments differ between processes.
         LossError: see `DataParallel.step`.
         DivergedError: the loss is no longer finite.
-        CheckpointError: the state cannot be saved, or what was saved cannot be read.
-        RunInUseError: another start holds the run.
+        CheckpointError: the state cannot be saved, or a checkpoint cannot be read.
+        RunInUseError: another process is already writing to this run.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Run(Loop):
         super().__init__()
         if (epochs is None) == (steps is None):
             raise ConfigError(
-                f"epochs={epochs} and steps={steps}; a run has one length: give one of them"
+                f"epochs={epochs} and steps={steps}; a run has exactly one length: give one of them"
             )
         for name, value in (("epochs", epochs), ("steps", steps), ("log_every", log_every)):
             check_at_least(name, value, 1)
@@ -173,7 +173,7 @@ class Run(Loop):
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        if raised[1] is not None:  # told to all that is open, which else takes the run for done
+        if raised[1] is not None:  # passed to every open context: the run did not complete
             if self._stream is not None:
                 self._open.callback(self._stream.close)
             self._open.__exit__(*raised)
@@ -191,7 +191,7 @@ class Run(Loop):
         self._storage, self._ledger = None, Ledger(None)
         if self._run_dir is None:
             return
-        if (rows := some_rows(self.source)) is not None:  # else the first batch tells
+        if (rows := some_rows(self.source)) is not None:  # else taken from the first batch
             self.config["program"] = program_fingerprint(self.dp, self.state, rows)
         self._storage = Storage(
             self._run_dir,
@@ -209,12 +209,12 @@ class Run(Loop):
         self._ledger.hooks = self.hooks.seconds
 
     def _resume(self) -> None:
-        """Stand where the run was saved; the state gives its place to that one."""
+        """Move to the saved position, and replace the state with the saved one."""
         found = None if self._storage is None else self._storage.found
         if self._storage is None or found is None:
             return
         batch = first_batch(self.source, found.position, found.extra)
-        if self.epochs is not None and self.source.batches is not None:  # as they are cut now
+        if self.epochs is not None and self.source.batches is not None:  # in the current batches
             remaining = (self.epochs - found.position.epoch) * self.source.batches - batch
             self.total = found.position.step + max(remaining, 0)
         like = abstract(self.state)
@@ -226,7 +226,7 @@ class Run(Loop):
         self.state = self._storage.restore(like)
 
     def _finish(self) -> None:
-        """Save for sure, whether all steps are done or the loop was left early."""
+        """Save the final state, whether all steps are done or the loop was left early."""
         if not self._ended:  # left early
             self._settle(closing=not self._resumable)
         if self._storage is not None and self._resumable:
@@ -236,13 +236,13 @@ class Run(Loop):
         if storage is not None and not storage.knows_program and not self._begun:
             repeats = job.gather("whether a source can be read again", self.source.can_repeat)
             rows = next(self.source.epoch(0))[0] if all(repeats) else None
-            if rows is not None:  # no batch has told, as there was nothing left to train
+            if rows is not None:  # not known from a batch, as no steps were left to train
                 storage.check_program(program_fingerprint(self.dp, self.state, rows))
         self._interrupt.let_go()
         self.dp.job.rest()
 
     def _conclude(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
-        """Say how the run ended, and keep that in `result`; nothing where it failed."""
+        """Print how the run ended, and store that in `result`; do nothing if it failed."""
         if error is not None:
             return
         started, step, rows = self._since
@@ -277,14 +277,14 @@ def _as_evaluation(eval_source: Any, source: Any) -> Evaluation | None:
         named = [name for name, each in eval_source.items() if rows == jax.tree.structure(each)]
         if named:
             raise ConfigError(
-                f"eval_source has {len(named)} sources ({', '.join(map(str, named))}); a dict is "
-                "the arrays of one: give rx.Evaluation(sets=...)"
+                f"eval_source has {len(named)} sources ({', '.join(map(str, named))}); a dict "
+                "holds the arrays of one source: give rx.Evaluation(sets=...)"
             )
     return Evaluation(eval_source)
 
 
 def _fields(**values: Any) -> dict[str, Any]:
-    """Plain numbers and names of `values`, for processes to compare."""
+    """The fields of `values` as plain numbers and names, for comparison between processes."""
     plain: dict[str, Any] = {}
     for name, value in values.items():
         fields = {} if value is None else vars(value)
@@ -299,7 +299,7 @@ _Settings = ParamSpec("_Settings")
 
 
 def _to_its_end(run: Callable[_Settings, Run]) -> Callable[_Settings, Fit]:
-    """Return what takes the arguments of `run`, steps on all its batches, and gives its result."""
+    """Return a function with the arguments of `run` that steps on all batches of the run."""
 
     def fit(*arguments: _Settings.args, **settings: _Settings.kwargs) -> Fit:
         with run(*arguments, **settings) as running:
@@ -310,9 +310,9 @@ def _to_its_end(run: Callable[_Settings, Run]) -> Callable[_Settings, Fit]:
     signature = inspect.signature(run).replace(return_annotation=Fit)
     fit.__signature__ = signature  # type: ignore[attr-defined]
     fit.__qualname__ = "fit"
-    fit.__doc__ = """Train for some epochs or steps: an `rx.Run` from its beginning to its end.
+    fit.__doc__ = """Train for a number of epochs or steps: an `rx.Run` from start to end.
 
-    It takes the arguments of `rx.Run`, and raises what that raises.
+    Takes the arguments of `rx.Run`, and raises the same errors.
 
     Examples:
         >>> result = rx.fit(dp, state, source, batch_size=256, epochs=10, eval_source=held_out)

@@ -1,15 +1,15 @@
-"""Where a run's wall time went, over all its starts.
+"""How the wall time of a run was spent, over all its starts.
 
     goodput.jsonl   {"start": 2, "restored": 120, "step": 140, "mark": true, "at": 1795338000.5,
                      "seconds": {"productive": 61.5, "saving": 0.4, ...}}
 
-A line says how far a start has come: the seconds of each bucket since it began, and the step of its
-last mark. A start's last line counts. What it did is lost where a later start goes on from before:
-a start that restores the checkpoint of step S throws away all that was done after the last mark of
-S, be it in one earlier start or in several, but for the seconds of `saving` and `restoring`. A
-start that restores nothing throws away all. Lines that are broken are skipped.
+A start is the first launch of the run or a restart. Each line is a snapshot of one: the seconds in
+each bucket since it began, and the step of its last mark. The last line of a start counts. Work is
+lost if a later start resumes from before it: a start that restores the checkpoint of step S
+discards everything after the last mark of S, in one earlier start or several, except the seconds of
+`saving` and `restoring`. A start that restores nothing discards all. Broken lines are skipped.
 
-Time between a start's last line and the next start is no wall time of the run: it is `down`.
+The time from the last line of a start to the next start is `down` time, not wall time of the run.
 """
 
 import contextlib
@@ -27,26 +27,26 @@ from replicax.wording import duration
 
 FILE = "goodput.jsonl"
 BUCKETS = "productive", "compiling", "lost", "saving", "restoring", "waiting", "hooks", "starting"
-"""Where time goes: to steps and evaluations that count, to compiling, to what was thrown away, to
-what saving keeps the loop from, to reading and verifying a checkpoint, to waiting for input, to
-hooks, and to all that comes before."""
+"""Categories of time: steps and evaluations that count, compilation, discarded work, saving that
+blocks the loop, reading and verifying a checkpoint, waiting for input, hooks, and everything before
+the first of these."""
 _STAYS = ("saving", "restoring", "lost")
-"""Buckets whose seconds stay where they are when what was done is thrown away."""
+"""Buckets that keep their seconds when work is discarded."""
 _SECONDS_BETWEEN_BEATS = 5.0
 _SHARE_BETWEEN_BEATS = 1e-3
-"""Share of a start's time: a month of it leaves some thousand lines, and not half a million."""
+"""Fraction of a start's time: one month gives some thousand lines instead of half a million."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Goodput:
-    """Where the time went."""
+    """How the time was spent."""
 
     seconds: dict[str, float]
-    """By bucket, see `BUCKETS`."""
+    """Seconds by bucket; see `BUCKETS`."""
     starts: int
-    """Starts of the run, this one included."""
+    """Number of starts of the run, including this one."""
     down_seconds: float
-    """Between its starts, as far as is known; no wall time of the run."""
+    """Time between starts, as far as known; not part of the wall time."""
     hooks: dict[str, float] = dataclasses.field(default_factory=dict)
     """Name -> seconds of each hook, in this start."""
 
@@ -60,7 +60,7 @@ class Goodput:
         return self.seconds["productive"] / wall if wall > 0 else 0.0
 
     def lines(self) -> list[str]:
-        """For the closing summary, in 80 columns; buckets under 0.05% are left out."""
+        """Lines for the closing summary, in 80 columns; buckets under 0.05% are omitted."""
         wall, blank = self.wall_seconds, "\N{NO-BREAK SPACE}"
         most = f" (most {max(self.hooks, key=self.hooks.__getitem__)})" if self.hooks else ""
         parts = [
@@ -78,17 +78,17 @@ class Goodput:
 
 
 class Ledger:
-    """Counts the time of one start: there is always one bucket that it goes to.
+    """Tracks the time of one start, assigning it to one bucket at a time.
 
-    So the buckets add up to the wall time since the ledger was made, whatever happens. It begins in
-    `starting`. A file that cannot be written stops nothing: `fault` says why, and the next line is
-    tried again. Without a file, as in processes other than 0, it counts in memory only.
+    The buckets therefore always add up to the wall time since the ledger was made. The first bucket
+    is `starting`. A write error does not stop the run: `fault` holds the reason, and the next write
+    tries again. Without a file, as in processes other than 0, it counts in memory only.
 
     Args:
         path: `goodput.jsonl`, or None.
-        token: of this start; lines with this one or a larger one are of no earlier start.
-        clock: seconds that pass.
-        now: seconds since 1970, to tell how long the run was down.
+        token: number of this start; lines with this token or a larger one are ignored.
+        clock: a monotonic clock, in seconds.
+        now: seconds since 1970, to measure how long the run was down.
     """
 
     def __init__(
@@ -109,9 +109,9 @@ class Ledger:
         self._before_line = ""
         self.fault: str | None = None
         self.hooks: Mapping[str, float] = {}
-        """Name -> seconds that the loop has spent in each hook, kept by who calls them."""
+        """Hook name -> seconds that the loop has spent in it, updated by the caller of hooks."""
         if path is not None:
-            with contextlib.suppress(OSError):  # writing tells
+            with contextlib.suppress(OSError):  # writing reports the error
                 text = read_bytes(path)
                 self._earlier = _starts(text, token)
                 self._before_line = "\n" if text and not text.endswith(b"\n") else ""
@@ -132,16 +132,16 @@ class Ledger:
             self.enter(before)
 
     def move(self, source: str, target: str, seconds: float) -> None:
-        """Count `seconds` for `target` that went to `source`, as far as it has as many."""
-        self.enter(self._bucket)  # what has passed up to here
+        """Move `seconds` from bucket `source` to `target`, at most as many as `source` has."""
+        self.enter(self._bucket)  # the time up to now
         moved = max(0.0, min(seconds, self._seconds[source]))
         self._seconds[source] -= moved
         self._seconds[target] += moved
 
     def restored(self, step: int | None) -> None:
-        """This start goes on from the checkpoint of `step`; None: it begins anew, from nothing.
+        """Note that this start resumes from the checkpoint of `step`, or from scratch if None.
 
-        What earlier starts did after it is lost. Until this is called nothing is.
+        The work of earlier starts after it is lost; until this is called, none is.
         """
         self._told |= {"restored": step, "step": step}
         for start in self._earlier:
@@ -149,14 +149,14 @@ class Ledger:
         self._write(mark=False)
 
     def mark(self, step: int) -> None:
-        """A checkpoint of `step` is being taken: who restores it loses nothing up to here."""
+        """Note that a checkpoint of `step` is being saved: restoring it loses nothing before."""
         self._told["step"] = step
         self._write(mark=True)
 
     def beat(self) -> None:
-        """Write a line where the last is older than 5 s, or than a thousandth of this start's time.
+        """Write a line if the last is older than 5 s and 0.1% of the time since this start.
 
-        A killed start's time is known to within that.
+        The time of a killed start is known to that precision.
         """
         at = self._clock()
         longest = max(_SECONDS_BETWEEN_BEATS, (at - self._made) * _SHARE_BETWEEN_BEATS)
@@ -164,12 +164,12 @@ class Ledger:
             self._write(mark=False)
 
     def close(self, *, kept: bool = False) -> None:
-        """Write a last line; a second time, nothing.
+        """Write a last line; a second call writes nothing.
 
         Args:
-            kept: whether what was done since the last mark, or since the restore, lasts although
-                no checkpoint has it: true of what follows a last checkpoint (drawing, say), false
-                of a start that failed, which is done again from there.
+            kept: whether the time since the last mark, or since the restore, counts although no
+                checkpoint has it: true after the final checkpoint (for example while drawing),
+                false for a start that failed, as its work is repeated.
         """
         self._write(mark=kept and self._told["step"] is not None, last=True)
         self._lines = None
@@ -201,12 +201,12 @@ class Ledger:
                 self._lines.sync()
             self._before_line, self.fault = "", None
         except OSError as error:
-            self._before_line = "\n"  # after what a full disk has left of it
+            self._before_line = "\n"  # after a partial line, for example on a full disk
             self.fault = f"{self._lines.path}: {error.strerror}"
 
 
 class _Start:
-    """An earlier start, and what later ones have left of its time."""
+    """An earlier start, and the part of its time that later starts kept."""
 
     def __init__(self, lines: list[dict[str, Any]]) -> None:
         first, self.last = lines[0], lines[-1]
@@ -215,21 +215,21 @@ class _Start:
         self._marks = [line for line in lines if line["mark"]]
 
     def cut(self, step: int | None) -> None:
-        """Throw away what was done after the last mark up to `step`, or all where there is none."""
+        """Discard the work after the last mark at or before `step`; all of it without a mark."""
         while self._marks and (step is None or self._marks[-1]["step"] > step):
             self._marks.pop()
         base = self._marks[-1]["seconds"] if self._marks else dict.fromkeys(BUCKETS, 0.0)
         goes = {bucket: base[bucket] for bucket in BUCKETS if bucket not in _STAYS}
         lost = math.fsum(self.seconds[bucket] - seconds for bucket, seconds in goes.items())
-        if lost > 0:  # it can be less, where seconds were moved after the mark
+        if lost > 0:  # it can be negative if seconds were moved after the mark
             self.seconds = {**self.seconds, **goes, "lost": self.seconds["lost"] + lost}
 
 
 def _starts(text: bytes, below: int) -> list[_Start]:
-    """The starts with a token under `below`, each with what the later ones have left of it."""
+    """The starts with a token below `below`, each without the time that later ones discarded."""
     of: dict[int, list[dict[str, Any]]] = {}
     for line in map(_line, text.splitlines()):
-        if line is not None and max(of, default=0) <= line["start"] < below:  # else was replaced
+        if line is not None and max(of, default=0) <= line["start"] < below:  # else superseded
             of.setdefault(line["start"], []).append(line)
     starts = [_Start(lines) for lines in of.values()]
     for number, start in enumerate(starts):
@@ -239,7 +239,7 @@ def _starts(text: bytes, below: int) -> list[_Start]:
 
 
 def _line(text: bytes) -> dict[str, Any] | None:
-    """The line that `text` is; None where a kill, or a full disk, has left a part of one."""
+    """Parse a line; None for a partial line, left by a kill or a full disk."""
     try:
         line: dict[str, Any] = json.loads(text)
         return {**line, "seconds": dict.fromkeys(BUCKETS, 0.0) | line["seconds"]}

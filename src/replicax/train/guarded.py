@@ -1,4 +1,4 @@
-"""A training step that skips its update where that would do harm."""
+"""A training step that skips harmful updates."""
 
 import dataclasses
 from collections.abc import Callable
@@ -19,30 +19,30 @@ from replicax.core.update import Metrics, TrainState
 from replicax.errors import ConfigError
 
 NOT_FINITE = "not_finite"
-"""The metric of a guarded step: whether its loss, or something in its gradient, is not finite."""
+"""Metric of a guarded step: whether its loss or any element of its gradient is not finite."""
 SPIKE = "spike"
-"""The metric of a guarded step whose state has `losses`: whether its loss is far above them."""
+"""Metric of a guarded step whose state has `losses`: whether its loss is far above them."""
 SPIKE_WINDOW = 128
-"""Losses that one is compared with. This, and `SPIKE_SIGMAS`, are what MaxText and OLMo-core have
+"""Number of losses to compare with. It and `SPIKE_SIGMAS` are the values of MaxText and OLMo-core
 (`skip_step_interval` and `skip_step_scaling_factor`; `SkipStepOptimizer`)."""
 SPIKE_SIGMAS = 6.0
-"""Standard deviations above their mean at which a loss is a spike."""
+"""Standard deviations above the mean from which a loss counts as a spike."""
 _LARGEST_GRADIENT = float(np.sqrt(np.finfo(np.float32).max))
-"""Adam and norms take its square, which of a larger one is not finite in float32: 1.8e19."""
+"""1.8e19: squares of larger values, as in Adam and in norms, are not finite in float32."""
 
 
 def guarded(
     dp: DataParallel, state: TrainState, around: tuple[Callable[[Apply], Apply], ...] = ()
 ) -> DataParallel:
-    """Return `dp`, but a bad step leaves all of the state as it was, except that `step` counts on.
+    """Return a `dp` whose bad steps leave the state unchanged, except for the `step` counter.
 
-    A step is bad where its loss or something in the gradient that the optimizer reads is not finite
-    (or so large that its square is not), and, with a state of `with_losses`, where its loss is a
-    spike. `step` then gives the metrics `NOT_FINITE` and `SPIKE`, and does not raise for a first
-    loss that is not finite: who reads them decides. See `replicax.train.dispatched`.
+    A step is bad if its loss or any gradient element that the optimizer reads is not finite (or has
+    a non-finite square), or, with a state from `with_losses`, if its loss is a spike. `step` then
+    returns the metrics `NOT_FINITE` and `SPIKE`, and does not raise if the first loss is not
+    finite: the caller reads the metrics and decides. See `replicax.train.dispatched`.
 
-    That also keeps what an audit looks for: a flipped bit in one replica's weights can make
-    everybody's next gradient NaN, and all replicas equal again if it were applied.
+    This also preserves evidence for an audit: a flipped bit in one replica's weights can make the
+    next gradient NaN on all replicas, and applying it would make them equal again.
     """
     return dp.wrapping(_Around(around), state)
 
@@ -60,10 +60,10 @@ class _Around:
 
 
 def with_losses(state: TrainState) -> TrainState:
-    """Return `state` with a window of losses, still empty: a guarded step then skips spikes too.
+    """Return `state` with an empty window of losses, so that a guarded step skips spikes too.
 
-    A spike is a loss that is `SPIKE_SIGMAS` standard deviations above the mean of the last
-    `SPIKE_WINDOW` that were none, once there are as many.
+    A spike is a loss more than `SPIKE_SIGMAS` standard deviations above the mean of the last
+    `SPIKE_WINDOW` losses that were not spikes, once the window is full.
     """
     if jax.tree.leaves(state.losses):
         return state
@@ -75,9 +75,9 @@ def with_losses(state: TrainState) -> TrainState:
 
 
 def skip_bad_steps(apply: Apply) -> Apply:
-    """Return `apply`, but a bad step keeps all of the state, bit for bit, and `step` counts on.
+    """Return an `apply` whose bad steps keep the state, bit for bit, and only advance `step`.
 
-    All replicas decide alike, for they look at the sums that all were given.
+    All replicas make the same decision, as they see the same all-reduced sums.
     """
 
     def guarded_apply(
@@ -97,24 +97,24 @@ def skip_bad_steps(apply: Apply) -> Apply:
 
 
 def _check_alike(state: TrainState, after: TrainState) -> None:
-    """Raise `ConfigError` where the state after a step cannot be chosen in place of that before."""
+    """Raise `ConfigError` if shapes or dtypes of the state differ before and after a step."""
     before, now = shapes_by_path(state), shapes_by_path(after)
     for path in {**before, **now}:
         found, wanted = now.get(path, "not there"), before.get(path, "not there")
         if found != wanted:
             raise ConfigError(
-                f"state{path} is {wanted} before a step and {found} after it; a bad step keeps the "
-                "state as it was, so both must be alike: cast it in the optimizer's update"
+                f"state{path} is {wanted} before a step and {found} after it; both must be the "
+                "same, as a bad step keeps the old state: cast it in the optimizer's update"
             )
 
 
 def _judge(losses: Any, total: StepSums) -> tuple[Metrics, Any]:
-    """Return what may make a step bad, and the losses to compare the next one's with."""
+    """Return the verdicts on a step, and the window of losses for the next one."""
     not_finite = ~_is_finite(total)
     if not jax.tree.leaves(losses):
         return {NOT_FINITE: not_finite}, losses
     loss = total.weighted[LOSS].mean().astype(jnp.float32)
-    # Of a window that is not full, mean and deviation are NaN, and nothing is above that.
+    # If the window is not full, mean and deviation are NaN and the comparison is false.
     spike = loss > jnp.mean(losses) + SPIKE_SIGMAS * jnp.std(losses, ddof=1)
     enters = jnp.isfinite(loss) & ~spike & ~not_finite
     pushed = jnp.where(enters, jnp.append(losses[1:], loss), losses)
@@ -122,10 +122,10 @@ def _judge(losses: Any, total: StepSums) -> tuple[Metrics, Any]:
 
 
 def _is_finite(total: StepSums) -> jax.Array:
-    """Whether the loss is, and each element of the gradient with its square.
+    """Whether the loss, the gradient elements and their squares are all finite.
 
-    Those that are not are counted, as a float: unlike that of a norm this sum is 0 or not in any
-    order, and unlike a logical one it is taken of a split gradient where its parts are.
+    Non-finite elements are counted in float32: unlike a norm, the sum is zero or nonzero in any
+    order of summation, and unlike a logical reduction it runs on the shards of a split gradient.
     """
     wrong = [
         jnp.sum(jnp.where(jnp.abs(leaf) < _LARGEST_GRADIENT, jnp.float32(0), jnp.float32(1)))

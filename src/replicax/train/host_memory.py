@@ -1,4 +1,4 @@
-"""Host memory that steps on CPU devices reuse."""
+"""Reuse of host memory between steps on CPU devices."""
 
 import ctypes
 import sys
@@ -8,11 +8,11 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc to keep what is freed; returns whether it does.
+    """Make glibc keep freed memory; return whether this succeeded.
 
-    XLA's CPU backend allocates a step's temporary memory anew each time. Above 32 MiB glibc gets it
-    from the system, page by page, and gives it back after the step: LeNet at batch 256 on one
-    device then takes 32 ms a step instead of 17. The price is that the process keeps its peak.
+    XLA's CPU backend allocates temporary memory anew in every step. Above 32 MiB glibc gets it
+    from the system, page by page, and returns it after the step: LeNet at batch size 256 on one
+    device then takes 32 ms per step instead of 17. The cost: the process stays at its peak memory.
     """
     if not sys.platform.startswith("linux"):
         return False
