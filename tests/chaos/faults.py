@@ -212,7 +212,7 @@ def _wake_later(trial: Trial, start: Start, victim: Child) -> None:
         trial.measure(again)
         return
     # On the same host a frozen holder still lives, and holds its run.
-    refused = "is held by another start" in trial.said(again)
+    refused = "is already writing to it" in trial.said(again)
     trial.check(
         refused and victim is start.children[0], f"the start after it was harmed: {again.codes}"
     )

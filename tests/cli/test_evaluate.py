@@ -88,7 +88,7 @@ def test_an_earlier_step_has_no_record(main: Main, there: dict[str, Ended]) -> N
     ("arguments", "words"),
     [
         (["mlq"], ["'mlq'", "runs/mlq", "mean 'mlp'", "replicax runs"]),
-        (["texts"], ["texts is no run"]),
+        (["texts"], ["texts is not"]),
         (["mlp", "--step", "some"], ["--step some", "best"]),
         (["mlp", "--step", "7"], ["step 7", "8, 6, 3"]),
         (["mlp", "--step", "best"], ["best.json"]),

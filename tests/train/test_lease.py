@@ -26,7 +26,7 @@ def test_a_second_start_is_refused_at_once_and_the_first_is_unharmed(
     with Watch() as watch:
         said = refused(run)
     assert watch.slept < AT_ONCE_SECONDS
-    assert said.startswith(f"{run} is held")
+    assert said.startswith(f"{run} is in")
     assert "(start 1, host " in said
     assert f"pid {holding.pid}, since " in said
     holding.go_on()
@@ -84,7 +84,7 @@ def test_a_released_run_is_taken_at_once(
     assert watch.slept < AT_ONCE_SECONDS
     assert capsys.readouterr().err == ""
     taken.release()
-    with pytest.raises(RunInUseError, match=r"start 3 has given\b"):
+    with pytest.raises(RunInUseError, match=r"start 3 has released\b"):
         taken.check()
 
 
@@ -207,7 +207,7 @@ def test_a_start_on_another_host_that_lives_holds_its_run(
         taken.check()
     said = capsys.readouterr().err
     assert said.startswith("replicax: start 1, host ")
-    assert said.endswith(f" may hold {run}; waiting 20 s\n")
+    assert said.endswith(f" may use {run}; waiting 20 s\n")
     assert said.count("\n") == 1
 
 

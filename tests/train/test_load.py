@@ -198,7 +198,7 @@ def test_a_harmed_manifest_is_refused(mine: tuple[Path, rx.Fit]) -> None:
     folder, _ = mine
     _, newest = Store(folder / "checkpoints", 1, None).paths()[-1]
     (newest / "manifest.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="harmed"):
+    with pytest.raises(CheckpointError, match="damaged"):
         rx.load(folder)
 
 
@@ -228,7 +228,7 @@ def test_a_run_that_is_held_can_be_loaded(mine: tuple[Path, rx.Fit]) -> None:
 
 
 def test_what_is_no_run_is_one_line(tmp_path: Path) -> None:
-    for folder, words in ((tmp_path / "nowhere", "is no folder"), (tmp_path, "is no run")):
+    for folder, words in ((tmp_path / "nowhere", "not a folder"), (tmp_path, "not a run")):
         with pytest.raises(ConfigError, match=words) as caught:
             rx.load(folder)
         assert "\n" not in str(caught.value)

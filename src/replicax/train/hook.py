@@ -1,4 +1,4 @@
-"""Hooks: what observes a run on its way, and may ask something of it."""
+"""Hooks: observers of a run that may request actions from it."""
 
 import inspect
 import json
@@ -23,73 +23,73 @@ class Running(Protocol):
     """A run as its hooks see it; an `rx.Run` is one."""
 
     dp: DataParallel
-    """Does the steps; bad ones are skipped in it."""
+    """Runs the steps, and skips bad ones."""
     source: Source
     state: TrainState
-    """After the newest step; the next one may donate it. A hook may put another in its place."""
+    """The state after the newest step; the next may donate it. A hook may replace it."""
     place: RunPosition
-    """Where the run stands: steps, epoch, batches of it."""
+    """The current position: step, epoch, and batch within the epoch."""
     records: list[Record]
-    """Records of the whole run."""
+    """All records of the run."""
     config: dict[str, Any]
     """The contents of `config.json`."""
     epochs: int | None
-    """Passes over the source; None where the run is so many steps."""
+    """Passes over the source; None if the length of the run is given in steps."""
     total: int | None
-    """Steps that the run is to have, where that is known."""
+    """Total steps of the run, if known."""
     error: BaseException | None
     """The exception that ended the run, in `Hook.end`."""
 
     @property
     def folder(self) -> Path | None:
-        """The run's folder; None where it has none, and in processes other than 0.
+        """The run's folder; None if it has none, and in processes other than 0.
 
-        Of a run in an object store it is an `etils.epath.Path`, which reads and writes alike.
+        For a run in an object store it is an `etils.epath.Path`, with the same interface.
         """
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes and prints for all."""
+        """Whether this is the process that writes and prints."""
 
     def say(self, line: str) -> None:
-        """Print a line that stays; in process 0 alone, and not where `progress` is off."""
+        """Print a permanent line; in process 0 only, and only if `progress` is on."""
 
     def keep(self, record: Record) -> None:
-        """Add a record of the hook's own kind."""
+        """Add a record of a kind defined by the hook."""
 
     def stop(self, why: str) -> None:
-        """Ask that the run ends here, as if it were done."""
+        """Request the end of the run after this step, as if it were done."""
 
     def save(self) -> None:
-        """Ask for a checkpoint."""
+        """Request a checkpoint."""
 
     def evaluate(self) -> None:
-        """Ask for an evaluation."""
+        """Request an evaluation."""
 
     def wait(self) -> None:
-        """Ask, in `dispatched`, that this step is waited for before the next one is given."""
+        """Request, in `dispatched`, to wait for this step before dispatching the next one."""
 
     def go_back(
         self, state: TrainState, place: RunPosition, why: str, metrics: dict[str, float]
     ) -> None:
-        """Ask, in `settle`, that the run goes on from an earlier `state` at `place`.
+        """Request, in `settle`, to continue from an earlier `state` at `place`.
 
-        It must be the last one that `note_good` was called at.
+        It must be the position of the last call of `note_good`.
         """
 
     def note_good(self) -> None:
-        """Note, in `start` or `settle`, that this is a place to come back to."""
+        """Mark, in `start` or `settle`, the current position as one to go back to."""
 
 
 class Hook:
-    """Something that a run calls on its way: override what you need, the rest costs nothing.
+    """Base class of hooks: override the methods you need; the others cost nothing.
 
-    In a job of several processes each has the hook and calls it alike; who writes or prints asks
-    `run.is_main` first. What is asked of a run (`stop`, `save`, `evaluate`) is done after the step
-    that is under way.
+    In a multi-process job every process has the hook and makes the same calls; check `run.is_main`
+    before writing or printing. Requests to the run (`stop`, `save`, `evaluate`) are carried out
+    after the current step.
 
-    A hook that raises a `ReplicaxError` ends the run with it. One that raises anything else is
-    named, and left out from there on: the run goes on.
+    A hook that raises a `ReplicaxError` ends the run with it. A hook that raises any other error is
+    reported and disabled, and the run continues.
 
     Examples:
         >>> class Print(rx.Hook):
@@ -100,36 +100,36 @@ class Hook:
 
     @property
     def name(self) -> str:
-        """The hook in messages, in the time that it took, and in checkpoints; no two are alike."""
+        """A unique name, used in messages, timings, and checkpoints."""
         return type(self).__name__
 
     @property
     def pinned(self) -> Collection[int]:
-        """Steps whose checkpoints stay, however many there are."""
+        """Steps whose checkpoints are never deleted."""
         return ()
 
     @property
     def wrap(self) -> Callable[[Apply], Apply] | None:
-        """A function that wraps the optimizer's part of the step, to add metrics; None for none."""
+        """A function that wraps the optimizer's part of the step, to add metrics; or None."""
         return None
 
     def start(self, run: Running) -> None:
-        """The run is about to begin, or to go on from where it was saved."""
+        """Called before the first step of a new or resumed run."""
 
     def before_step(self, run: Running, batch: Batch) -> None:
-        """`run.state` is about to be given to the step on `batch`, which may donate it."""
+        """Called before the step on `batch`, which may donate `run.state`."""
 
     def dispatched(self, run: Running, step: Dispatched) -> None:
-        """A step was given to the devices, and `run.state` is what comes of it."""
+        """Called after a step was dispatched to the devices; `run.state` is its result."""
 
     def step(self, run: Running, step: Dispatched) -> None:
-        """The next step has finished, some steps after it was dispatched.
+        """Called when the next step has finished, some steps after it was dispatched.
 
-        Reading its `metrics` waits for nothing.
+        Reading its `metrics` does not block.
         """
 
     def settle(self, run: Running, due: bool) -> None:
-        """All hooks have seen the steps that have finished.
+        """Called after all hooks have seen the finished steps.
 
         Args:
             run: the run.
@@ -137,60 +137,60 @@ class Hook:
         """
 
     def figures(self, run: Running, record: Record) -> dict[str, float]:
-        """Return what `record`, of kind `train`, is to have among its `figures`."""
+        """Return additional `figures` for `record`, which is of kind `train`."""
         return {}
 
     def record(self, run: Running, record: Record) -> None:
-        """A record was added: of kind `train`, `eval`, `skip`, `noise`, or a hook's own."""
+        """Called for every new record: `train`, `eval`, `skip`, `noise`, or a hook's kind."""
 
     def evaluation(self, run: Running, record: Record) -> None:
-        """The run was evaluated; the record of it was added."""
+        """Called after an evaluation, once its record was added."""
 
     def epoch(self, run: Running, record: Record | None) -> None:
-        """An epoch is over, or the run; `record` is that of the evaluation, where there is one."""
+        """Called at the end of an epoch or of the run, with the evaluation's record, if any."""
 
     def saving(self, run: Running) -> None:
-        """A checkpoint is about to be taken."""
+        """Called before a checkpoint is saved."""
 
     def rewound(self, run: Running) -> None:
-        """The run went back to an earlier step, where it stands now; what came after is no more."""
+        """Called after the run went back to an earlier step; the steps after it are discarded."""
 
     def save_state(self) -> Any:
-        """Return what a checkpoint is to hold for this hook, as JSON has it; None for nothing."""
+        """Return the hook's state for checkpoints, JSON-serializable; None for no state."""
         return None
 
     def load_state(self, state: Any) -> None:
-        """Go on from what `save_state` returned, before `start`."""
+        """Restore a state that `save_state` returned; called before `start`."""
 
     def summary(self) -> list[str]:
-        """Return lines for the end of the run."""
+        """Return lines to print at the end of the run."""
         return []
 
     def end(self, run: Running) -> None:
-        """The run is over: done, stopped, or failed with `run.error`. A file is closed here."""
+        """Called when the run is done, stopped, or failed with `run.error`; close files here."""
 
 
 _POINTS = [name for name, each in vars(Hook).items() if inspect.isfunction(each)]
-"""Methods that a hook may override."""
+"""The methods that a hook may override."""
 
 
 class Hooks:
-    """The hooks of a run: called in order and timed, left out once they fail."""
+    """The hooks of a run, called in order and timed; a hook that fails is disabled."""
 
     def __init__(self, hooks: Sequence[Hook], say: Callable[[str], None]) -> None:
         self.seconds: dict[str, float] = {}
-        """Name -> time that the loop spent in that hook."""
+        """Hook name -> seconds that the loop spent in it."""
         self.failed: list[str] = []
         for hook in hooks:
             if not isinstance(hook, Hook):
                 raise ConfigError(
-                    f"a hook of type {type(hook).__name__}; a hook is an instance of a subclass of "
-                    "rx.Hook: derive from it"
+                    f"a hook has type {type(hook).__name__}; a hook must be an instance of a "
+                    "subclass of rx.Hook: derive its class from rx.Hook"
                 )
             if hook.name in self.seconds:
                 raise ConfigError(
-                    f"two hooks are named {hook.name}; checkpoints tell them apart by it: give one "
-                    "of them another `name`"
+                    f"two hooks are named {hook.name}; checkpoints identify hooks by name: give "
+                    "one of them another `name`"
                 )
             self.seconds[hook.name] = 0.0
         self._hooks, self._say = list(hooks), say
@@ -209,7 +209,7 @@ class Hooks:
         return {name: value for each in found for name, value in (each or {}).items()}
 
     def summary(self, step: int) -> list[str]:
-        """Return the lines of all hooks, at the end of a run after `step`."""
+        """Return the closing lines of all hooks; the run ended after `step`."""
         return [line for lines in self._all("summary", step).values() for line in lines or ()]
 
     @property
@@ -221,18 +221,18 @@ class Hooks:
         return {step for hook in self._hooks for step in hook.pinned}
 
     def save_state(self, step: int) -> dict[str, Any]:
-        """Return what a checkpoint of `step` is to hold of all hooks."""
+        """Return the states of all hooks for a checkpoint of `step`."""
         states = self._all("save_state", step)
         return {name: state for name, state in states.items() if state is not None}
 
     def load_state(self, step: int, states: dict[str, Any]) -> None:
-        """Go on from what `save_state` returned at `step`; a hook that is new begins anew."""
+        """Restore the states that `save_state` returned at `step`; new hooks start fresh."""
         for hook in tuple(self._at["load_state"]):
             if hook.name in states:
                 self._call(hook, "load_state", step, states[hook.name])
 
     def _all(self, point: str, step: int, *arguments: Any) -> dict[str, Any]:
-        """Call the hooks that have something to do at `point`; what they return, by their names."""
+        """Call the hooks that override `point`; return their results by name."""
         return {each.name: self._call(each, point, step, *arguments) for each in [*self._at[point]]}
 
     def _call(self, hook: Hook, point: str, step: int, *arguments: Any) -> Any:
@@ -240,11 +240,11 @@ class Hooks:
         try:
             found = getattr(hook, point)(*arguments)
             if point == "save_state":
-                json.dumps(found, allow_nan=False)  # or the checkpoint could not hold it
+                json.dumps(found, allow_nan=False)  # checkpoints store it as JSON
             return found
         except ReplicaxError:
             raise
-        except Exception as error:  # a hook's mistake is not the run's
+        except Exception as error:  # a broken hook must not end the run
             self._leave_out(hook, point, step, error)
             return None
         finally:
@@ -258,6 +258,6 @@ class Hooks:
         where = traceback.extract_tb(error.__traceback__)[-1]
         self._say(
             f"ALARM  hook {hook.name} failed in {point} at step {step:,} "
-            f"({Path(where.filename).name}:{where.lineno}, {first_line(error)}); the run goes on "
+            f"({Path(where.filename).name}:{where.lineno}, {first_line(error)}); the run continues "
             "without it"
         )

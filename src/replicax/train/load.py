@@ -1,4 +1,4 @@
-"""A checkpoint of a run, opened to be used: the run's folder stays as it is, whoever holds it."""
+"""Load a checkpoint of a run for use, without changing the run's folder, even while it trains."""
 
 import contextlib
 import dataclasses
@@ -19,7 +19,7 @@ from replicax.wording import named
 
 BEST = "best.json"
 _OF_THE_RUN_ALONE = (LOSSES, "reduction")
-"""Fields of a state that only a run going on needs: a state without them is loaded without them."""
+"""State fields that only a resumed run needs: a state without them is loaded without them."""
 _MOST_NAMED = 6
 
 
@@ -35,69 +35,69 @@ class Loaded:
     """
 
     dp: DataParallel
-    """Steps and evaluates `state`."""
+    """The `DataParallel` to step and evaluate `state` with."""
     state: TrainState
-    """All that was saved, placed as `dp` places it."""
+    """The whole saved state, placed as `dp` places it."""
     step: int
-    """Updates done."""
+    """Number of updates done."""
     records: list[Record]
-    """The run's, up to this checkpoint."""
+    """Records of the run up to this checkpoint."""
     config: dict[str, Any]
-    """The configuration that the checkpoint was saved under, as JSON has it."""
+    """The configuration at the time of saving, as JSON values."""
     path: Path
-    """The checkpoint's folder."""
+    """Folder of the checkpoint."""
     recipe: Any = None
-    """The recipe, where the run was made by `replicax train`."""
+    """The recipe, if the run was made by `replicax train`."""
 
     def __repr__(self) -> str:
         return f"Loaded({self.path}, step={self.step}, {self.dp}, {self.state})"
 
     @property
     def model(self) -> Any:
-        """The user's model, with arrays of its own; before a step consumes `state`."""
+        """A copy of the user's model; only available before a step consumes `state`."""
         return self.dp.model(self.state)
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint in its place, whose arrays have not been looked at."""
+    """A checkpoint on disk whose arrays have not been read."""
 
     run: Path
     store: Store
     path: Path
     manifest: Manifest
     identity: tuple[int, int] | None
-    """Identity of its folder; see `_identity`."""
+    """Identity of the folder; see `_identity`."""
     others: tuple[int, ...]
-    """Steps of the other checkpoints, the oldest first."""
+    """Steps of the other checkpoints, oldest first."""
 
 
 def find_checkpoint(run: Path, step: int | str | None) -> Checkpoint:
-    """The checkpoint of `step` in the folder of a run; see `rx.load`."""
+    """Find the checkpoint of `step` in a run's folder; see `rx.load`."""
     with _readable(run):
         return _found(run, step)
 
 
 def _found(run: Path, step: int | str | None) -> Checkpoint:
     if not is_remote(run) and not run.is_dir():
-        raise ConfigError(f"{run} is no folder; give that of a run, as in runs/NAME")
+        raise ConfigError(f"{run} is not a folder; pass the folder of a run, as in runs/NAME")
     store = Store(run / CHECKPOINTS, keep=1, keep_every=None)
-    there = dict(store.paths())  # of each step the last
+    there = dict(store.paths())  # the last of each step
     if not there and not exists(run / CONFIG):
         raise ConfigError(
-            f"{run} is no run: it has no {CONFIG}; give the folder that rx.fit(run_dir=...) or "
-            "replicax train has made"
+            f"{run} is not a run: it has no {CONFIG}; pass a folder that rx.fit(run_dir=...) or "
+            "replicax train created"
         )
     if not there:
         raise ConfigError(
-            f"{run} has no checkpoint: none was saved yet, or none was to be "
-            "(Saving(minutes=None), --save-minutes 0); go on with the run, or train one that saves"
+            f"{run} has no checkpoint: none was saved yet, or saving is off (Saving(minutes=None), "
+            "--save-minutes 0); continue the run, or train one that saves checkpoints"
         )
     wanted = _wanted_step(run, step, max(there))
     if wanted not in there:
         steps = [f"{each:,}" for each in sorted(there, reverse=True)]
         raise ConfigError(
-            f"{run} has no checkpoint of step {wanted:,}; there is {named(steps, _MOST_NAMED)}: "
+            f"{run} has no checkpoint of step {wanted:,}; available: {named(steps, _MOST_NAMED)}; "
             "choose one of these"
         )
     path = there.pop(wanted)
@@ -110,12 +110,12 @@ def _found(run: Path, step: int | str | None) -> Checkpoint:
 def load_checkpoint(
     checkpoint: Checkpoint, dp: DataParallel, state: TrainState, recipe: Any = None
 ) -> Loaded:
-    """Verify a checkpoint to the byte, and read it."""
+    """Verify every byte of a checkpoint, and read it."""
     require("orbax.checkpoint", "checkpoints")
     if not isinstance(state, TrainState):
         raise ConfigError(
-            f"state is a {type(state).__name__}; it is the rx.TrainState of dp.init(model), or its "
-            "shapes: give state=dp.abstract_state(model)"
+            f"state is a {type(state).__name__}; it must be an rx.TrainState from dp.init(model), "
+            "or its shapes: pass state=dp.abstract_state(model)"
         )
     like, manifest, path = dp.program(state).abstract_state(), checkpoint.manifest, checkpoint.path
     wanted = array_entries(like)
@@ -144,20 +144,20 @@ def _wanted_step(run: Path, step: int | str | None, newest: int) -> int:
         return step
     if step != "best":
         raise ConfigError(
-            f'step={step!r}; it is a number of steps, "best", or None for the newest: give one'
+            f'step={step!r}; it must be a number of steps, "best", or None (the newest): pass one'
         )
     path = run / BEST
     if not exists(path):
-        raise ConfigError(f"{run} has no {BEST}: it did not keep its best; leave the step out")
+        raise ConfigError(f"{run} has no {BEST}: the run did not record its best; omit the step")
     best = read_config(path).get("step")
     if type(best) is not int:
-        raise ConfigError(f"{path} names no step; give the number of one")
+        raise ConfigError(f"{path} does not contain a step; pass a step number instead")
     return best
 
 
 @contextlib.contextmanager
 def _readable(run: Path) -> Iterator[None]:
-    """Raise `CheckpointError` where the system, or an object store, gives nothing of `run`."""
+    """Raise `CheckpointError` if the file system or object store fails to read `run`."""
     try:
         yield
     except OSError as error:
@@ -165,8 +165,8 @@ def _readable(run: Path) -> Iterator[None]:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Numbers that another checkpoint in its place has not; None where there is none."""
-    if is_remote(path):  # no two have one name
+    """Numbers that differ for any other checkpoint at this path; None if there is none."""
+    if is_remote(path):  # names are unique there
         return (0, 0) if exists(path / MANIFEST) else None
     try:
         found = path.stat(follow_symlinks=False)
@@ -179,7 +179,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 def _trusted(
     path: Path, identity: tuple[int, int] | None, others: tuple[int, ...]
 ) -> Iterator[None]:
-    """Say what to do where the checkpoint at `path` is harmed, or was deleted in the meantime."""
+    """Raise with advice if the checkpoint at `path` is damaged, or was deleted meanwhile."""
     try:
         yield
     except CheckpointError as error:
@@ -187,12 +187,12 @@ def _trusted(
             steps = [f"{step:,}" for step in reversed(others)]
             instead = f"load another step ({named(steps, _MOST_NAMED)}), or " if steps else ""
             raise CheckpointError(
-                f"{path} is harmed and was not loaded: {error}; {instead}start the run again, "
+                f"{path} is damaged and was not loaded: {error}; {instead}restart the run, "
                 "which sets it aside"
             ) from error
-    # What is missing then was read as zeros. A checkpoint that is deleted loses its name first.
+    # Missing files were read as zeros. Deletion removes the name of a checkpoint first.
     if _identity(path) != identity:
         raise CheckpointError(
-            f"{path} was deleted while it was read: the run goes on, and keeps its newest; load "
-            "again"
+            f"{path} was deleted while it was being read, as the run continues and keeps only its "
+            "newest checkpoints; load again"
         )
