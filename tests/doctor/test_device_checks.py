@@ -47,9 +47,9 @@ def test_the_devices_of_the_tests() -> None:
 
 def test_one_host_device_could_be_more() -> None:
     (row,) = judge_devices(CPU, {})
-    assert "JAX_NUM_CPU_DEVICES=4 makes more" in row.found
+    assert "JAX_NUM_CPU_DEVICES=4 creates more" in row.found
     (row,) = judge_devices(changed(CPU, of_process=[4]), {})
-    assert "makes more" not in row.found
+    assert "creates more" not in row.found
 
 
 def test_gpus_of_two_processes() -> None:
@@ -164,11 +164,11 @@ def test_what_takes_too_long_is_left_out_and_said(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(device_checks, "BUDGET_SECONDS", 0.0)
     (row,) = check_reduction(Alone(), MB)
     assert [each["size_bytes"] for each in row.figures["sizes"]] == [4 * KB]
-    assert re.search(r"65\.5 kB and .*left out", row.found)
+    assert re.search(r"65\.5 kB and .*skipped", row.found)
 
 
 def test_what_takes_too_much_memory_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capacity, "free_host_bytes", lambda: 8 * MB)
     (row,) = check_reduction(Alone(), MB)
     assert [each["size_bytes"] for each in row.figures["sizes"]] == [4 * KB, 64 * KB]
-    assert re.search(r"1\.05 MB and .*left out: .* 33\.6 MB of .*", row.found)
+    assert re.search(r"1\.05 MB and .*skipped: .* 33\.6 MB of .*", row.found)

@@ -82,7 +82,7 @@ def test_enough_of_everything() -> None:
 def test_no_limit_on_files_is_none() -> None:
     (row,) = judge_limits(-1, -1, None, False, {})
     assert figures(row.found) == []
-    assert re.match(r"any number\b.*open files · malloc as", row.found)
+    assert re.match(r"unlimited\b.*open files · malloc def", row.found)
 
 
 def test_few_files() -> None:

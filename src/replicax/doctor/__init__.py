@@ -1,1 +1,1 @@
-"""Checks of a machine, an installation and a job: what was found, a verdict, and the fix."""
+"""Checks of a machine, an installation and a job: findings, verdicts and fixes."""

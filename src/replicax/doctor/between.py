@@ -1,4 +1,4 @@
-"""Surroundings that all processes should share: packages, variables, the code, and the clocks."""
+"""Checks that processes share the same packages, environment variables, code and clocks."""
 
 import hashlib
 import os
@@ -22,33 +22,33 @@ MOST_SECONDS = 1.0
 _GIT_SECONDS = 5.0
 _ROUNDS = 8
 _MATTERS = re.compile(r"(JAX|NCCL|XLA|LIBTPU|TF_XLA|MALLOC)_\w+|LD_LIBRARY_PATH|MALLOC_\w+_")
-# Launchers give each process its own.
+# Launchers set these per process.
 _OF_ONE_PROCESS = re.compile(r"JAX_(PROCESS_ID|LOCAL_DEVICE_IDS|PROCESS_INDEX|VISIBLE_DEVICES)")
 _KINDS: tuple[tuple[str, Verdict, str], ...] = (
-    ("versions", FAIL, "install the same in every process's environment"),
-    ("variables", NOTE, "set it alike for all processes, or unset it"),
-    ("code", FAIL, "give all processes the same code"),
+    ("versions", FAIL, "install the same versions in every process's environment"),
+    ("variables", NOTE, "set it to the same value in all processes, or unset it"),
+    ("code", FAIL, "run the same code in all processes"),
 )
 
 Reading = tuple[float, float]
-"""The clock just after the others were heard, and how long that took before; in seconds."""
+"""The clock just after a gather, and the duration of that gather; in seconds."""
 
 
 def check_surroundings(job: Job, env: Mapping[str, str]) -> list[Check]:
-    """Check the surroundings that processes should share. All processes call it."""
+    """Check that processes share their environment. All processes must call it."""
     if job.processes == 1:
         return [Check(DIFFERENCES, "", SKIP, "one process: nothing to compare")]
     return judge_surroundings(job.gather("the doctor's surroundings", surroundings(env)))
 
 
 def surroundings(env: Mapping[str, str]) -> dict[str, Any]:
-    """Versions, variables and code of this process."""
+    """Return the versions, variables and code of this process."""
     variables = {
         name: value
         for name, value in sorted(env.items())
         if _MATTERS.fullmatch(name) and not _OF_ONE_PROCESS.fullmatch(name)
     }
-    # Of the working directory, where that belongs to a git repository.
+    # Describes the working directory, if it is in a git repository.
     commit = _git("rev-parse", "HEAD").decode().strip() or None
     changes = _git("diff", "HEAD", "--no-ext-diff")
     digest = hashlib.sha256(changes).hexdigest()[:10] if changes else None
@@ -60,7 +60,7 @@ def surroundings(env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _git(*arguments: str) -> bytes:
-    """Return git's output; nothing where it is missing or takes long."""
+    """Return git's output; empty if git is missing or too slow."""
     env = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     try:
         done = subprocess.run(
@@ -72,7 +72,7 @@ def _git(*arguments: str) -> bytes:
 
 
 def judge_surroundings(of_processes: Sequence[Mapping[str, Any]]) -> list[Check]:
-    """A row for each difference, or one that there is none."""
+    """Return a row per difference, or a single passing row."""
     rows = [
         Check(DIFFERENCES, "", verdict, difference, fix)
         for kind, verdict, fix in _KINDS
@@ -92,7 +92,7 @@ def judge_surroundings(of_processes: Sequence[Mapping[str, Any]]) -> list[Check]
 
 
 def check_clocks(job: Job) -> list[Check]:
-    """The clocks of all processes against process 0's. All processes call it."""
+    """Compare the clocks of all processes with process 0's. All processes must call it."""
     if job.processes == 1:
         return [Check(CLOCKS, "", SKIP, "one process: one clock")]
     reading: Reading = (time.time(), 0.0)
@@ -101,13 +101,13 @@ def check_clocks(job: Job) -> list[Check]:
         started = time.monotonic()
         rounds.append([tuple(each) for each in job.gather("the doctor's clocks", reading)])
         reading = (time.time(), time.monotonic() - started)
-    return judge_clocks(rounds[1:])  # before the first, they had heard of nothing together
+    return judge_clocks(rounds[1:])  # the first only synchronizes the processes
 
 
 def judge_clocks(rounds: Sequence[Sequence[Reading]]) -> list[Check]:
-    """Each process's clock minus process 0's, known to within the shortest round trip.
+    """Estimate each process's clock minus process 0's, to within the shortest round trip.
 
-    In each round all have read theirs as they heard that all had come.
+    In each round, every process read its clock as soon as the previous gather completed.
     """
     ahead, bounds = [0.0], [0.0]
     for process in range(1, len(rounds[0])):
@@ -120,7 +120,7 @@ def judge_clocks(rounds: Sequence[Sequence[Reading]]) -> list[Check]:
         return [Check(CLOCKS, "", PASS, found, figures=figures)]
     middle = statistics.median(ahead)
     off = [n for n, seconds in enumerate(ahead) if abs(seconds - middle) > MOST_SECONDS / 2]
-    found += f", {processes_text(off)} farthest off: times in logs and checkpoints mislead"
+    found += f", {processes_text(off)} farthest off: times in logs and checkpoints are misleading"
     fix = "synchronise the hosts' clocks (chrony, systemd-timesyncd)"
     return [Check(CLOCKS, "", NOTE, found, fix, figures)]
 

@@ -1,4 +1,4 @@
-"""Checks of several processes as one table, and as JSON."""
+"""Merge the checks of several processes into one table, and convert them to JSON."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,13 +11,13 @@ from replicax.wording import counted, size_text
 
 NOT_WELL = (NOTE, FAIL)
 WORDS: Mapping[Verdict, str] = {PASS: "ok", NOTE: "warning", FAIL: "problem", SKIP: "skipped"}
-_UNFORESEEN = "what failed is in this message; report it where that makes no sense"
+_UNFORESEEN = "unexpected error; report it if the message does not explain it"
 _MOST_OF_OTHERS = 4
-"""Rows of one check that come from other processes; with many, they repeat each other."""
+"""Maximum rows of one check from other processes; many would be repetitive."""
 
 
 def guarded(subject: str, function: Callable[[], Sequence[Check]]) -> list[Check]:
-    """The rows of `function`; where it fails, a row that says how."""
+    """Return the rows of `function`; if it raises, a row with the error."""
     try:
         return list(function())
     except Exception as error:
@@ -25,7 +25,7 @@ def guarded(subject: str, function: Callable[[], Sequence[Check]]) -> list[Check
 
 
 def failed(subject: str, error: BaseException) -> Check:
-    """The row of a check that ended with `error`."""
+    """Return the row of a check that raised `error`."""
     if isinstance(error, ReplicaxError):
         return Check(subject, "", FAIL, *parted(str(error)))
     text = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
@@ -33,15 +33,15 @@ def failed(subject: str, error: BaseException) -> Check:
 
 
 def parted(message: str) -> tuple[str, str]:
-    """The facts and the fix of an error's message, which parts them with its last colon."""
+    """Split an error message at its last colon into the finding and the fix."""
     found, colon, fix = message.rpartition(": ")
     return (found, fix) if colon else (message, "")
 
 
 def combined(rows_of: Sequence[Sequence[Check]]) -> list[Check]:
-    """One list of what every process found by itself.
+    """Merge the rows of all processes into one list.
 
-    All rows of process 0, and of the others those that are not well, with who they are.
+    Includes all rows of process 0, and warnings and problems of others with their process numbers.
     """
     subjects = dict.fromkeys(row.subject for rows in rows_of for row in rows)
     return [row for subject in subjects for row in _of_subject(subject, rows_of)]
@@ -65,19 +65,19 @@ def _of_subject(subject: str, rows_of: Sequence[Sequence[Check]]) -> list[Check]
         else:
             result.append(row)
     if left_out:
-        more = f"and {left_out} more like these, of other processes"
+        more = f"and {left_out} more like these from other processes"
         result.append(Check(subject, "", worst(result), more, "see above"))
     return result
 
 
 def worst(rows: Iterable[Check]) -> Verdict:
-    """Whether any row is a problem, or else a warning."""
+    """Return the worst verdict of the rows: a problem, a warning, or else a pass."""
     verdicts = {row.verdict for row in rows}
     return next((each for each in (FAIL, NOTE) if each in verdicts), PASS)
 
 
 def summary(rows: Sequence[Check]) -> str:
-    """How many problems and warnings there are, and in which checks."""
+    """Count the problems and warnings, and name their checks."""
     parts = []
     for verdict in (FAIL, NOTE):
         subjects = [row.subject for row in rows if row.verdict == verdict]
@@ -88,7 +88,7 @@ def summary(rows: Sequence[Check]) -> str:
 
 
 def to_json(rows: Sequence[Check], verdict: Verdict, about: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for programs: `about` the job, `verdict` of the whole, and `rows`."""
+    """Return a JSON object: `about` the job, the overall `verdict`, and `rows`."""
     listed = [
         {
             "check": row.subject,
@@ -103,7 +103,7 @@ def to_json(rows: Sequence[Check], verdict: Verdict, about: Mapping[str, Any]) -
 
 
 def _speeds(row: Check) -> list[str]:
-    """The all-reduce's speed by size, where the row is about that."""
+    """Tabulate the all-reduce's speed by size, if the row has one."""
     sizes = row.figures.get("sizes", [])
     if not sizes:
         return []

@@ -1,4 +1,4 @@
-"""The devices that JAX computes on: those it leaves alone, their mesh, and their all-reduce."""
+"""Checks of the devices that JAX uses: unused accelerators, the mesh, and the all-reduce."""
 
 import collections
 import dataclasses
@@ -28,7 +28,7 @@ REDUCTION = "all-reduce"
 BUDGET_SECONDS = 8.0
 _PLATFORMS = "JAX_PLATFORMS"
 _INSTALL = {
-    "gpu": "pip install -U 'jax[cuda13]' (driver 580 and newer; 'jax[cuda12]' from 525)",
+    "gpu": "pip install -U 'jax[cuda13]' (driver 580 or newer; 'jax[cuda12]' from 525)",
     "tpu": "pip install -U 'jax[tpu]'",
 }
 
@@ -36,21 +36,21 @@ _FIRST_BYTES = 4096
 _STEP = 16
 _REPEATS = 5
 _SLOW_GPU_BYTES_PER_SECOND = 1e9
-"""Below this NCCL does not use the network that comes with GPUs."""
+"""Below this rate, NCCL is not using the GPU interconnect."""
 _PERIOD = 1009
-"""Prime, so that a part that lands in the wrong place shows."""
+"""Prime, so that a misplaced part of the array is detected."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FoundDevices:
-    """The devices of all processes, as JAX tells, and the host around this process."""
+    """The devices of all processes, as reported by JAX, and this process's host."""
 
     platform: str
     kinds: Sequence[str]
     of_process: Sequence[int]
-    """How many each process has."""
+    """Number of devices of each process."""
     memory_bytes: int | None
-    """Memory of one device, where known."""
+    """Memory of one device, if known."""
     cores: int
     gpus: int
     """GPUs that nvidia-smi lists on this host."""
@@ -59,7 +59,7 @@ class FoundDevices:
 
 
 def check_devices(env: Mapping[str, str]) -> list[Check]:
-    """Check the devices that JAX found. It touches them first, hence after joining."""
+    """Check the devices that JAX found. Call it after joining, because it initializes them."""
     devices = _devices(env)
     pinned = hasattr(os, "sched_getaffinity")
     owned = collections.Counter(device.process_index for device in devices)
@@ -76,7 +76,7 @@ def check_devices(env: Mapping[str, str]) -> list[Check]:
 
 
 def judge_devices(found: FoundDevices, env: Mapping[str, str]) -> list[Check]:
-    """One row with the devices, and one for each thing that is wrong with them."""
+    """Return one row with the devices, and one per problem with them."""
     count = sum(found.of_process)
     text = counted(count, f"{' and '.join(found.kinds)} device")
     if len(found.of_process) > 1:
@@ -87,20 +87,20 @@ def judge_devices(found: FoundDevices, env: Mapping[str, str]) -> list[Check]:
         own, cores = found.of_process[0], found.cores
         text += f" · {counted(cores, 'core')}"
         if own == 1 and cores > 1:
-            text += f"; JAX_NUM_CPU_DEVICES={cores} makes more"
+            text += f"; JAX_NUM_CPU_DEVICES={cores} creates more"
     if env.get(_PLATFORMS):
         text += f" · {_PLATFORMS}={env[_PLATFORMS]}"
     rows = [Check(DEVICES, "", PASS, text, figures=dataclasses.asdict(found))]
     if len(set(found.of_process)) > 1:
         counts = ", ".join(map(str, found.of_process))
-        text = f"the processes have {counts} devices; each takes part with as many"
-        fix = f"give all the same number ({VISIBLE}, JAX_NUM_CPU_DEVICES)"
+        text = f"the processes have {counts} devices; all must have the same number"
+        fix = f"give each process the same number ({VISIBLE}, JAX_NUM_CPU_DEVICES)"
         rows.append(Check(DEVICES, "", FAIL, text, fix))
     return rows + _unused_accelerators(found, env)
 
 
 def check_mesh() -> list[Check]:
-    """The mesh that Replicax makes where nothing else is asked for."""
+    """Report the default mesh."""
     mesh = make_mesh()
     shape = {name: int(size) for name, size in mesh.shape.items()}
     split = " x ".join(f"{name} {size}" for name, size in shape.items())
@@ -111,14 +111,14 @@ def check_mesh() -> list[Check]:
 def _devices(env: Mapping[str, str]) -> list[jax.Device]:
     try:
         return jax.devices()
-    except Exception as error:  # JAX has no type of its own for it, and plugins have theirs
+    except Exception as error:  # JAX has no specific type, and plugins raise their own
         text = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
         wanted = env.get(_PLATFORMS)
         if not wanted:
             raise ConfigError(f"JAX finds no devices ({text}): {_INSTALL['gpu']}") from error
         kind = "tpu" if "tpu" in wanted else "gpu"
         raise ConfigError(
-            f"JAX finds no devices of {_PLATFORMS}={wanted} ({text}): "
+            f"JAX finds no devices for {_PLATFORMS}={wanted} ({text}): "
             f"{_INSTALL[kind]}; or unset {_PLATFORMS}"
         ) from error
 
@@ -127,33 +127,33 @@ def _unused_accelerators(found: FoundDevices, env: Mapping[str, str]) -> list[Ch
     if found.platform != "cpu" or not (found.gpus or found.tpus):
         return []
     kind, count = ("GPU", found.gpus) if found.gpus else ("TPU", found.tpus)
-    there = f"{counted(count, kind)} of this host {'are' if count > 1 else 'is'}"
+    there = f"{counted(count, kind)} on this host {'are' if count > 1 else 'is'}"
     hides_gpus = env.get(VISIBLE, "0").strip() in ("", "-1", "NoDevFiles")
     hidden_by = _PLATFORMS if env.get(_PLATFORMS) else VISIBLE if found.gpus and hides_gpus else ""
     if hidden_by:
         text = f"{there} not used because of {hidden_by}={env[hidden_by]}"
         return [Check(DEVICES, "", NOTE, text, f"unset {hidden_by}")]
-    text = f"{there} not used by JAX, for which no plugin works"
+    text = f"{there} not used by JAX, because no plugin works"
     platform = "cuda" if found.gpus else "tpu"
-    fix = f"{_INSTALL[kind.lower()]}; {_PLATFORMS}={platform} then shows what is still wrong"
+    fix = f"{_INSTALL[kind.lower()]}; {_PLATFORMS}={platform} then shows the remaining error"
     return [Check(DEVICES, "", FAIL, text, fix)]
 
 
 class Timing(TypedDict):
-    """The all-reduce of one size, as the figures have it."""
+    """Timing of the all-reduce for one size."""
 
     size_bytes: int
     """Bytes that each device contributes."""
     seconds: float
-    """Median."""
+    """Median time."""
     algorithm_bytes_per_second: float
-    """Size over time."""
+    """Size divided by time."""
     bus_bytes_per_second: float
-    """Rate at which each device sends and receives then: 2 (N - 1) / N times the former."""
+    """Rate at which each device sends and receives: 2 (N - 1) / N times the algorithm rate."""
 
 
 def check_reduction(job: Job, largest_bytes: int) -> list[Check]:
-    """Sum known numbers over all devices, in growing sizes. All processes call it."""
+    """Sum known numbers over all devices, in growing sizes. All processes must call it."""
     devices = jax.devices()
     if len(devices) == 1:
         return [Check(REDUCTION, "", SKIP, "one device: nothing to reduce")]
@@ -175,7 +175,7 @@ def check_reduction(job: Job, largest_bytes: int) -> list[Check]:
 
 
 def sizes(largest_bytes: int) -> list[int]:
-    """4 KiB, and 16 times as much each time, up to `largest_bytes`, which is the last."""
+    """List sizes from 4 KiB in factors of 16, up to and including `largest_bytes`."""
     found, size = [], _FIRST_BYTES
     while size < largest_bytes:
         found.append(size)
@@ -184,7 +184,7 @@ def sizes(largest_bytes: int) -> list[int]:
 
 
 def timing(size_bytes: int, seconds: float, devices: int) -> Timing:
-    """The bandwidths of one all-reduce."""
+    """Compute the bandwidths of one all-reduce."""
     algorithm = size_bytes / seconds
     return {
         "size_bytes": size_bytes,
@@ -197,10 +197,10 @@ def timing(size_bytes: int, seconds: float, devices: int) -> Timing:
 def judge_reduction(
     timings: list[Timing], wrong_of: list[int], devices: int, platform: str, left_out: str | None
 ) -> list[Check]:
-    """One row with the speed, and one for each thing that is wrong.
+    """Return one row with the speed, and one per problem.
 
-    `wrong_of` tells for each process how many sums are not what they must be; `left_out`, why the
-    sizes that are missing in `timings` were not measured.
+    `wrong_of` is the number of wrong sums on each process; `left_out` is the reason why sizes are
+    missing from `timings`.
     """
     figures = {"devices": devices, "sizes": timings}
     text = f"sums over {devices} devices are {'wrong' if any(wrong_of) else 'exact'}"
@@ -211,22 +211,22 @@ def judge_reduction(
         text += f"; {left_out}"
     if any(wrong_of):
         where = ", ".join(f"{count:,} on process {n}" for n, count in enumerate(wrong_of) if count)
-        fix = "train nothing on these devices; test them, their driver and NCCL one by one"
+        fix = "do not train on these devices; test them, their driver and NCCL one by one"
         return [Check(REDUCTION, "", FAIL, f"{text}: {where}", fix, figures)]
     rows = [Check(REDUCTION, "", PASS, text, figures=figures)]
     if platform == "gpu" and fastest is not None:
         rate = fastest["bus_bytes_per_second"]
         if fastest["size_bytes"] >= 2**20 and rate < _SLOW_GPU_BYTES_PER_SECOND:
-            slow = f"{rate / 1e9:.2g} GB/s is less than any network between GPUs gives"
-            fix = "NCCL_DEBUG=INFO shows the one it took; NCCL_SOCKET_IFNAME, NCCL_IB_HCA choose"
+            slow = f"{rate / 1e9:.2g} GB/s is slower than any interconnect between GPUs"
+            fix = "NCCL_DEBUG=INFO shows the one in use; NCCL_SOCKET_IFNAME, NCCL_IB_HCA set it"
             rows.append(Check(REDUCTION, "", NOTE, slow, fix))
     return rows
 
 
 def all_reduce(mesh: Mesh, size_bytes: int, dtype: Any) -> tuple[int, float]:
-    """Sum `size_bytes` of each device over all: sums of this process that are wrong, and seconds.
+    """All-reduce `size_bytes` per device; return this process's number of wrong sums and seconds.
 
-    The copies are compared where they are: each device has its own.
+    Each device checks its own copy of the result.
     """
     count, elements = mesh.devices.size, max(size_bytes // 4, 1)
     split, whole = PartitionSpec("devices"), PartitionSpec()
@@ -246,7 +246,7 @@ def all_reduce(mesh: Mesh, size_bytes: int, dtype: Any) -> tuple[int, float]:
 
     reduce = lift(lambda values: jax.lax.psum(values, "devices"), split, whole)
     values = lift(contribution, (), split)()
-    wrong = lift(count_wrong, whole, split)(reduce(values))  # compiled, and warm
+    wrong = lift(count_wrong, whole, split)(reduce(values))  # compiles and warms up
     times = []
     for _ in range(_REPEATS):
         started = time.perf_counter()
@@ -257,18 +257,18 @@ def all_reduce(mesh: Mesh, size_bytes: int, dtype: Any) -> tuple[int, float]:
 
 
 def _reason_to_stop(job: Job, size: int, timings: list[Timing], deadline: float) -> str | None:
-    """Why `size` is too much, the same in all processes: what process 0 says."""
+    """Return why `size` is too large, or None; the same in all processes."""
     reason = None
     if timings:
         last = timings[-1]
         expected = last["seconds"] * size / last["size_bytes"] * (_REPEATS + 2)
         if time.monotonic() + expected > deadline:
-            reason = f"{size_text(size)} and above left out: more than {BUDGET_SECONDS:.0f} s"
-    # Its own contribution, the sum, and what the backend takes meanwhile.
+            reason = f"{size_text(size)} and above skipped: more than {BUDGET_SECONDS:.0f} s"
+    # The contribution, the sum, and the backend's temporary buffers.
     needed = 4 * size * jax.local_device_count()
     on_host = jax.devices()[0].platform == "cpu"
     free = capacity.free_host_bytes() if on_host else None
     if free is not None and needed > free / 2:
-        reason = f"{size_text(size)} and above left out: they take {size_text(needed)} of memory"
+        reason = f"{size_text(size)} and above skipped: they need {size_text(needed)} of memory"
     said = job.gather("the doctor's size", reason)
     return next((each for each in said if each), None)

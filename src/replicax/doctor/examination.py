@@ -1,4 +1,4 @@
-"""All checks, in an order that all processes share."""
+"""Run all checks, in the same order in all processes."""
 
 import contextlib
 import dataclasses
@@ -22,73 +22,73 @@ from replicax.doctor.joined import COORDINATOR, JOINED, PLACE
 from replicax.doctor.shared_folders import FOLDER, check_folders
 
 PART_SECONDS = 0.5
-"""For the others to read why from process 0; once it is gone, JAX's runtime aborts them."""
+"""Time for the others to read the reason from process 0, before JAX's runtime aborts them."""
 _TOGETHER = (DIFFERENCES, CLOCKS, FOLDER, DEVICES, MESH, REDUCTION)
 _ITS_OUTPUT = "see the output of that process"
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Examination:
-    """Runs the checks of this process; process 0 has the rows of all.
+    """Runs the checks of this process; process 0 collects the rows of all.
 
-    First comes what a process finds out by itself, then what goes over the processes' own link,
-    and last the devices: a check that hangs or fails there hides none of the others.
+    Checks of the process itself come first, then those over the processes' connection, and devices
+    last, so that a check that hangs or fails there hides no others.
     """
 
     named_folders: Sequence[str]
-    """Folders to look at beside the usual ones."""
+    """Folders to check in addition to the default ones."""
     largest_bytes: int
     """Size of the largest all-reduce."""
     timeout_seconds: float
-    """Time until all processes must have come."""
+    """Timeout for all processes to join."""
     show: Callable[[str], None]
-    """Called with the name of the check that is next."""
+    """Called with the name of each check before it runs."""
     say: Callable[[str], None]
-    """Called with a line while something is waited for."""
+    """Called with a line of text while waiting."""
     finish: Callable[["Examination"], None]
-    """Called once: at the end, or just before the others end this process."""
+    """Called once: at the end, or just before another process's failure ends this one."""
     rows: list[Check] = dataclasses.field(default_factory=list)
     place: Place | None = None
     job: Job | None = None
     verdict: Verdict = FAIL
-    """Verdict of the whole job, the same in all processes; a problem until it is known."""
+    """Verdict of the whole job, the same in all processes; `FAIL` until it is known."""
     running: str = VERSIONS
-    """The check that runs, or the last one that did."""
+    """The current check, or the last one that ran."""
     parted: bool = False
-    """Whether a check failed that the others wait in: then no exit may wait for them."""
+    """Whether a check failed in which the others wait; the exit must then not wait for them."""
     _finishing: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def __str__(self) -> str:
         return table_text(self.rows, summary(self.rows), style=STYLE)
 
     def run(self) -> None:
-        """Fill `rows`, and finish."""
+        """Run the checks, fill `rows`, and finish."""
         self._by_itself()
         self._join()
         if self.job is not None:
             self._in_company(self.job)
         elif not self.parted:
             self._unjoined()
-        self._finishing.acquire()  # and keep it: whoever has it finishes
+        self._finishing.acquire()  # never released: its holder finishes
         self.finish(self)
 
     @property
     def is_finishing(self) -> bool:
-        """Whether all there is to find has been found."""
+        """Whether all checks have ended."""
         return self._finishing.locked()
 
     def terminate(self) -> None:
-        """Finish at once, since who started this process ends it, and tell the others."""
-        why = "ended by SIGTERM, as launchers do once a process has failed"
-        self._cut_short(why, "see what started it")
+        """Finish at once because the launcher stops this process, and inform the others."""
+        why = "stopped by SIGTERM, which launchers send after a process has failed"
+        self._cut_short(why, "see the launcher's output")
         self._part(self.rows)
 
     def _cut_short(self, why: str, fix: str) -> None:
-        """Finish with `why` as what the running check has found."""
+        """Finish with `why` as the finding of the current check."""
         if not self._finishing.acquire(blocking=False):
             return
         self.rows.append(Check(self.running, "", FAIL, why, fix))
-        self._skip_the_rest("not done: the processes had stopped")
+        self._skip_the_rest("not run: the processes had stopped")
         self.finish(self)
 
     def _by_itself(self) -> None:
@@ -115,10 +115,10 @@ class Examination:
         if self.job is None:
             self._part(rows)
             if self.parted:
-                self._skip_the_rest("not done: the processes have not joined")
+                self._skip_the_rest("not run: the processes have not joined")
 
     def _in_company(self, job: Job) -> None:
-        """Run the checks that need all processes; each runs all of it, in this order."""
+        """Run the checks that need all processes; every process runs all of them, in this order."""
         env = os.environ
         checks: dict[str, Callable[[], Sequence[Check]]] = {
             DIFFERENCES: lambda: check_surroundings(job, env),
@@ -137,18 +137,18 @@ class Examination:
                 if job.processes > 1:
                     self.rows += function()
                 elif check in (MESH, REDUCTION) and PASS not in devices:
-                    self.rows.append(Check(check, "", SKIP, "not done: there are no devices"))
+                    self.rows.append(Check(check, "", SKIP, "not run: there are no devices"))
                 else:
                     self.rows += guarded(check, function)
             self.verdict = job.gather("the doctor's verdict", worst(self.rows))[0]
-        except Exception as error:  # the others wait in this check, and need to be told
+        except Exception as error:  # the others wait in this check and must be informed
             self.rows.append(failed(self.running, error))
             self._part(self.rows[-1:], collateral=is_collateral(error))
-            self._skip_the_rest("not done: a check before it failed, and the processes parted")
+            self._skip_the_rest("not run: an earlier check failed and the processes stopped")
 
     def _unjoined(self) -> None:
-        """Run the checks that are left to a process that could not join."""
-        why = "not done: the processes have not joined"
+        """Run the remaining checks of a process that could not join."""
+        why = "not run: the processes have not joined"
         self.rows += [Check(check, "", SKIP, why) for check in (DIFFERENCES, CLOCKS)]
         self._check(FOLDER, lambda: check_folders(Alone(), self.named_folders))
         self._check(DEVICES, lambda: device_checks.check_devices(os.environ))
@@ -165,13 +165,13 @@ class Examination:
         self.show(check)
 
     def _shared(self, job: Job, rows: Sequence[Check]) -> list[Check]:
-        """The rows of all processes as one list."""
+        """Merge the rows of all processes into one list."""
         own = [vars(row) for row in rows]
         values: list[list[dict[str, Any]]] = job.gather("the doctor's rows", own)
         return combined([[Check(**value) for value in values_of] for values_of in values])
 
     def _part(self, rows: Sequence[Check], *, collateral: bool = False) -> None:
-        """Tell the others, if there are any, that this process fails."""
+        """Inform the other processes, if any, that this process has failed."""
         self.parted = has_joined()
         if not self.parted:
             return
@@ -179,7 +179,7 @@ class Examination:
         text = f"{problem.subject}: {problem.found}" if problem else "the doctor failed"
         verdict = fail(text, collateral=collateral)
         if verdict is not None:
-            # What failed here only followed from that.
+            # The failure here was only a consequence.
             if collateral:
                 self.rows.pop()
             self.rows.append(Check(self.running, "", FAIL, verdict.reason, _ITS_OUTPUT))

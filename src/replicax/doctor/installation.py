@@ -1,4 +1,4 @@
-"""Checks that a process makes by itself: versions that fit together, and limits of the system."""
+"""Checks of a single process: compatible versions, and system limits."""
 
 import importlib.metadata
 import os
@@ -21,12 +21,12 @@ _MALLOC = ("MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")
 
 
 def check_versions() -> list[Check]:
-    """The versions of Python and of the packages that matter, against what Replicax supports."""
+    """Compare the versions of Python and relevant packages with those Replicax supports."""
     return judge_versions(platform.python_version(), installed(), requirements())
 
 
 def installed() -> dict[str, str]:
-    """Package -> version, of those that matter and are there."""
+    """Map each installed package that matters to its version."""
     versions: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
         name = (distribution.name or "").lower().replace("_", "-")
@@ -36,7 +36,7 @@ def installed() -> dict[str, str]:
 
 
 def requirements() -> dict[str, str]:
-    """Package -> the versions that Replicax declares to work with: `<0.12,>=0.10.2`."""
+    """Map each package to the versions that Replicax requires: `<0.12,>=0.10.2`."""
     ranges = {}
     for line in importlib.metadata.requires("replicax") or []:
         declared = re.fullmatch(r"([\w-]+)([<>=!~.,\d\s]+)(;.*)?", line)
@@ -48,7 +48,7 @@ def requirements() -> dict[str, str]:
 def judge_versions(
     python: str, versions: Mapping[str, str], required: Mapping[str, str]
 ) -> list[Check]:
-    """One row with all versions, and one for each that does not fit the range required of it."""
+    """Return one row with all versions, and one per version outside its required range."""
     shown = {"python": python} | {name: versions[name] for name in _SHOWN if name in versions}
     shown |= {name: version for name, version in versions.items() if name not in shown}
     found = " · ".join(f"{name} {version}" for name, version in shown.items())
@@ -62,22 +62,22 @@ def _outside(name: str, version: str, supported: str) -> list[Check]:
     for sign, bound in re.findall(r"(>=|<)\s*([\d.]+)", supported):
         below = _numbers(version) < _numbers(bound)
         if sign == ">=" and below:
-            older = f"{name} {version} is older than {bound}, the oldest that Replicax works with"
+            older = f"{name} {version} is older than {bound}, the oldest that Replicax supports"
             return [Check(VERSIONS, "", FAIL, older, f"pip install -U '{name}{supported}'")]
         if sign == "<" and not below:
-            newer = f"{name} {version} is newer than all that Replicax is tested with (<{bound})"
+            newer = f"{name} {version} is newer than any Replicax is tested with (<{bound})"
             return [Check(VERSIONS, "", NOTE, newer, f"pip install '{name}{supported}'")]
     return []
 
 
 def _unlike_jaxlib(versions: Mapping[str, str]) -> list[Check]:
-    """JAX and jaxlib are released together, and a plugin loads only into the jaxlib it is of."""
+    """Check that JAX and jaxlib match, and that each plugin matches the jaxlib that loads it."""
     jax, jaxlib = versions.get("jax"), versions.get("jaxlib")
     if jax is None or jaxlib is None:
         return []
     rows = []
     if jax != jaxlib:
-        text = f"jax {jax} with jaxlib {jaxlib}; they are released, and tested, together"
+        text = f"jax {jax} with jaxlib {jaxlib}; they are released and tested together"
         fix = f"pip install 'jax=={jax}' 'jaxlib=={jax}'"
         rows.append(Check(VERSIONS, "", NOTE, text, fix))
     for name, version in versions.items():
@@ -92,13 +92,13 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _release(version: str) -> str:
-    """`0.10.2` of `0.10.2.post1` and of `0.10.2.dev20260101`."""
+    """Return `0.10.2` for `0.10.2.post1` and for `0.10.2.dev20260101`."""
     match = re.match(r"\d+(\.\d+)*", version)
     return match[0] if match else version
 
 
 def check_limits(env: Mapping[str, str]) -> list[Check]:
-    """Open files, shared memory, and glibc's settings."""
+    """Check open files, shared memory, and glibc's settings."""
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     folder = Path("/dev/shm")
     shared = os.statvfs(folder) if folder.is_dir() else None
@@ -109,25 +109,25 @@ def check_limits(env: Mapping[str, str]) -> list[Check]:
 def judge_limits(
     files: int, most_files: int, shared_bytes: int | None, has_gpus: bool, env: Mapping[str, str]
 ) -> list[Check]:
-    """One row with the limits, and one for each that is too low.
+    """Return one row with the limits, and one per limit that is too low.
 
-    Of `files` -1 means any number, as of `most_files`, to which a process may raise that itself;
-    `shared_bytes` is the size of /dev/shm, which the communication of GPUs takes, or None.
+    `files` is the soft and `most_files` the hard limit on open files; -1 means unlimited.
+    `shared_bytes` is the size of /dev/shm, which GPU communication uses, or None.
     """
     unlimited = resource.RLIM_INFINITY
-    parts = ["any number of open files" if files == unlimited else f"{files:,} open files"]
+    parts = ["unlimited open files" if files == unlimited else f"{files:,} open files"]
     if shared_bytes is not None:
         parts.append(f"/dev/shm {shared_bytes / 1e9:,.1f} GB")
     tuned = [f"{name}={env[name]}" for name in _MALLOC if name in env]
-    parts.append(f"malloc {', '.join(tuned) if tuned else 'as usual'}")
+    parts.append(f"malloc {', '.join(tuned) if tuned else 'defaults'}")
     note = "" if tuned else " (on CPUs, replicax train and bench tune it)"
     figures = {"open_files": files, "shared_bytes": shared_bytes, "malloc": tuned}
     rows = [Check(LIMITS, "", PASS, f"{' · '.join(parts)}{note}", figures=figures)]
     if files != unlimited and files < LEAST_FILES:
-        highest = "" if most_files == unlimited else f"; {most_files:,} is the most allowed"
-        text = f"{files:,} open files are few for data loaders and many processes{highest}"
-        rows.append(Check(LIMITS, "", NOTE, text, "ulimit -n 65536 before the start"))
+        highest = "" if most_files == unlimited else f"; {most_files:,} is the maximum allowed"
+        text = f"{files:,} open files may be too few for data loaders and processes{highest}"
+        rows.append(Check(LIMITS, "", NOTE, text, "run ulimit -n 65536 before starting"))
     if has_gpus and shared_bytes is not None and shared_bytes < LEAST_SHARED_BYTES:
-        text = f"/dev/shm has {shared_bytes / 1e6:,.0f} MB; NCCL needs more between GPUs of a host"
+        text = f"/dev/shm has {shared_bytes / 1e6:,.0f} MB; NCCL needs more between GPUs on a host"
         rows.append(Check(LIMITS, "", NOTE, text, "start the container with --shm-size=8g"))
     return rows

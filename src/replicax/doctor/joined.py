@@ -1,4 +1,4 @@
-"""This process's place in its job, the way to process 0, and the processes joined."""
+"""Checks of this process's rank in its job, the connection to process 0, and joining."""
 
 import dataclasses
 import errno
@@ -21,16 +21,16 @@ PLACE = "place"
 COORDINATOR = "coordinator"
 JOINED = "joined"
 LEAST_PATIENCE_SECONDS = 30.0
-"""With each check: some compile, and some wait for a slow host."""
+"""Per check: some compile, and some wait for a slow host."""
 _NAMED = 8
-# gRPC, which JAX's runtime speaks, takes the first of these that is set, and knows no capitals;
-# the capitals are what other programs read, and tell that this network has a proxy.
+# gRPC, which JAX's runtime uses, reads the first of these that is set, in lower case only; other
+# programs read the upper-case names, which also indicate that the network has a proxy.
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy", "GRPC_PROXY", "HTTPS_PROXY", "HTTP_PROXY")
 _EXCEPTIONS = ("no_grpc_proxy", "no_proxy", "NO_GRPC_PROXY", "NO_PROXY")
 
 
 def check_place(env: Mapping[str, str]) -> tuple[list[Check], Place | None]:
-    """The row, and the place where it could be found."""
+    """Return the row, and the place if it could be determined."""
     try:
         place = find_place(env)
     except ConfigError as error:
@@ -44,21 +44,21 @@ def check_place(env: Mapping[str, str]) -> tuple[list[Check], Place | None]:
 def check_coordinator(
     place: Place | None, env: Mapping[str, str], timeout_seconds: float, say: Callable[[str], None]
 ) -> list[Check]:
-    """Whether process 0 can listen at the coordinator's port, or the others can reach it there.
+    """Check that process 0 can listen on the coordinator's port, or that others can reach it.
 
-    Those try for `timeout_seconds`, and `say` so in lines meanwhile.
+    The others try for `timeout_seconds`, and report progress through `say`.
     """
     if place is None:
-        return [Check(COORDINATOR, "", SKIP, "the place of this process is not known")]
+        return [Check(COORDINATOR, "", SKIP, "the rank of this process is unknown")]
     if place.coordinator is None:
-        return [Check(COORDINATOR, "", SKIP, "one process: nobody to meet")]
+        return [Check(COORDINATOR, "", SKIP, "one process: no coordinator needed")]
     host, port = split_address(place.coordinator)
     if is_loopback(host) and (place.local_processes or place.processes) < place.processes:
         found = (
-            f"{place.coordinator} is each host itself, and {place.processes} processes are not "
-            f"all on one host ({place.local_processes} here)"
+            f"{place.coordinator} is local to each host, but the {place.processes} processes are "
+            f"not all on one host ({place.local_processes} here)"
         )
-        fix = "give the name of process 0's host in REPLICAX_COORDINATOR"
+        fix = "set REPLICAX_COORDINATOR to the name of process 0's host"
         return [Check(COORDINATOR, "", FAIL, found, fix)]
     if place.process == 0:
         rows = _check_port(place, host, port)
@@ -68,7 +68,7 @@ def check_coordinator(
 
 
 def check_proxies(host: str, env: Mapping[str, str]) -> list[Check]:
-    """A warning where a proxy is set that takes connections to `host` as well."""
+    """Warn if a proxy is set that also handles connections to `host`."""
     proxies = [name for name in _PROXIES if env.get(name)]
     if not proxies or is_loopback(host):
         return []
@@ -83,12 +83,12 @@ def check_proxies(host: str, env: Mapping[str, str]) -> list[Check]:
 
 
 def _check_port(place: Place, host: str, port: int) -> list[Check]:
-    """Process 0's: whether the port is free, and the name its own."""
+    """Check on process 0 that the port is free and the name refers to this host."""
     try:
         known = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
-        found = f"the name {host!r} is not known here ({error.strerror})"
-        fix = "correct the name, or give the address of this host in REPLICAX_COORDINATOR"
+        found = f"the name {host!r} cannot be resolved here ({error.strerror})"
+        fix = "correct the name, or set REPLICAX_COORDINATOR to the address of this host"
         return [Check(COORDINATOR, "", FAIL, found, fix)]
     try:
         bind(place).close()
@@ -99,7 +99,7 @@ def _check_port(place: Place, host: str, port: int) -> list[Check]:
     figures = {"host": host, "port": port, "addresses": addresses}
     if not any(map(_is_own, addresses)):
         here = socket.gethostname()
-        found = f"{host}{shown} is no address of this host, {here}, where process 0 listens"
+        found = f"{host}{shown} is not an address of this host, {here}, where process 0 listens"
         fix = "start process 0 there, or correct REPLICAX_COORDINATOR"
         return [Check(COORDINATOR, "", NOTE, found, fix, figures)]
     found = f"{host}{shown}, port {port} is free for process 0"
@@ -109,7 +109,7 @@ def _check_port(place: Place, host: str, port: int) -> list[Check]:
 def _check_way(
     place: Place, host: str, port: int, timeout_seconds: float, say: Callable[[str], None]
 ) -> list[Check]:
-    """Another process's: whether it reaches process 0."""
+    """Check on another process that it can reach process 0."""
     started = time.monotonic()
     figures: dict[str, object] = {"host": host, "port": port}
     try:
@@ -119,22 +119,22 @@ def _check_way(
         fix = _fix_of_way(error.__context__, host, port)
         return [Check(COORDINATOR, "", FAIL, found, fix, figures)]
     figures["milliseconds"] = 1e3 * (time.monotonic() - started)
-    found = f"process 0 is reached at {place.coordinator}"
+    found = f"process 0 is reachable at {place.coordinator}"
     return [Check(COORDINATOR, "", PASS, found, figures=figures)]
 
 
 def _fix_of_way(error: BaseException | None, host: str, port: int) -> str:
     if isinstance(error, socket.gaierror):
-        return "correct REPLICAX_COORDINATOR, or give the address instead of the name"
+        return "correct REPLICAX_COORDINATOR, or use the address instead of the name"
     if isinstance(error, ConnectionRefusedError):
-        return "start process 0, and see its output for why it does not listen"
+        return "start process 0, or see its output for why it does not listen"
     names = [name for name in _PROXIES if os.environ.get(name)]
-    beside = f"; set no_proxy={host} beside {names[0]}" if names else ""
-    return f"let the hosts reach {host} on port {port} and above, or name another network{beside}"
+    beside = f"; set no_proxy={host} in addition to {names[0]}" if names else ""
+    return f"let the hosts reach {host} on port {port} and above, or use another network{beside}"
 
 
 def _is_exempt(host: str, listed: str) -> bool:
-    """Whether `host` ends in one of the names, as gRPC and most others read the list."""
+    """Return whether `host` ends in one of the names, as gRPC and most programs read the list."""
     names = [name.strip().lstrip("*") for name in listed.split(",")]
     return any(name and host.endswith(name) for name in names)
 
@@ -152,17 +152,17 @@ def _is_own(address: str) -> bool:
 def check_joining(
     place: Place | None, before: Sequence[Check], timeout_seconds: float
 ) -> tuple[list[Check], Job | None]:
-    """Join the others; return the row, and the job, or None where they are not joined.
+    """Join the others; return the row, and the job, or None if joining failed.
 
-    `before` is what is known of the coordinator. Until `timeout_seconds` all must have come; each
-    check has as long, too, if that is longer than usual.
+    `before` has the rows on the coordinator. All processes must join within `timeout_seconds`;
+    each check also has that long, if it is more than the default.
     """
     if place is None:
-        return [Check(JOINED, "", SKIP, "the place of this process is not known")], None
+        return [Check(JOINED, "", SKIP, "the rank of this process is unknown")], None
     if place.processes == 1:
         return [Check(JOINED, "", SKIP, "one process")], Alone()
     if any(row.verdict == FAIL for row in before):
-        return [Check(JOINED, "", SKIP, "not tried: see the coordinator")], None
+        return [Check(JOINED, "", SKIP, "not run: see the coordinator")], None
     started = time.monotonic()
     try:
         start_seconds = max(timeout_seconds, LEAST_PATIENCE_SECONDS)
@@ -170,7 +170,7 @@ def check_joining(
         job = initialize(timeout_seconds=timeout_seconds, patience=patience, verbose=False)
     except Exception as error:
         if isinstance(error, ClusterError) and not isinstance(error, AgreementError):
-            fix = "start all with one address, job id and number of processes; see their output"
+            fix = "start all with the same address, job ID and process count; see their output"
             return [Check(JOINED, "", FAIL, str(error), fix)], None
         return [failed(JOINED, error)], None
     seconds = time.monotonic() - started

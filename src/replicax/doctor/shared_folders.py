@@ -1,4 +1,4 @@
-"""Whether what a run writes can be written, and whether all hosts see the same folders."""
+"""Checks that folders are writable, and that all hosts see the same folders."""
 
 import contextlib
 import dataclasses
@@ -18,7 +18,7 @@ from replicax.core.job import Job
 FOLDER = "folder"
 LEAST_FREE_BYTES = 10**9
 _SEE_SECONDS = 3.0
-"""Network file systems show what another host wrote a little later."""
+"""Network file systems show another host's files with a delay."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,16 +29,16 @@ class _Seen:
     host: str
     exists: bool
     trouble: str | None
-    """Why nothing can be written there, or None."""
+    """Why the folder is not writable, or None."""
     free_bytes: int
     sees_token: bool = False
 
 
 def check_folders(job: Job, named: Sequence[str]) -> list[Check]:
-    """The working directory, `runs/` and the folders that the user named. All processes call it.
+    """Check the working directory, `runs/` and the folders in `named`. All processes must call it.
 
-    Process 0 writes a file with random contents into each, the others look for it, and then it is
-    removed.
+    Process 0 writes a file with random contents to each, the others look for it, and process 0
+    removes it.
     """
     rows = []
     for folder in dict.fromkeys([".", "runs", *named]):
@@ -48,9 +48,9 @@ def check_folders(job: Job, named: Sequence[str]) -> list[Check]:
 
 
 def judge_folder(folder: str, seen: Sequence[_Seen], *, is_named: bool) -> list[Check]:
-    """The row of one folder, as each process has `seen` it.
+    """Return the row of one folder, as each process has `seen` it.
 
-    What the user has named has to be there for all.
+    A folder that the user named must be visible to all processes.
     """
     first = seen[0]
     severe: Verdict = FAIL if is_named or folder == "runs" else NOTE
@@ -64,19 +64,19 @@ def judge_folder(folder: str, seen: Sequence[_Seen], *, is_named: bool) -> list[
     if troubled:
         who = "" if len(troubled) == len(seen) else f"{processes_text(troubled)}: "
         reason = seen[troubled[0]].trouble
-        return row(f"{who}{reason}", severe, "give this user the right to write, or use another")
+        return row(f"{who}{reason}", severe, "grant write permission, or use another folder")
     free = min(each.free_bytes for each in seen)
     space = f"{free / 1e9:,.1f} GB free"
     if free < LEAST_FREE_BYTES:
-        return row(f"only {space}", NOTE, "make room, or use another folder")
+        return row(f"only {space}", NOTE, "free some space, or use another folder")
     if not first.exists:
-        return row(f"is made by the first run; {space}")
+        return row(f"will be created by the first run; {space}")
     shared, verdict, fix = _sharing(seen, FAIL if is_named else NOTE)
-    return row(f"can be written, {space}{shared}", verdict, fix)
+    return row(f"writable, {space}{shared}", verdict, fix)
 
 
 def _sharing(seen: Sequence[_Seen], severe: Verdict) -> tuple[str, Verdict, str]:
-    """Whether all processes see what process 0 writes."""
+    """Judge whether all processes see the file that process 0 writes."""
     if len(seen) == 1:
         return "", PASS, ""
     hosts = len({each.host for each in seen})
@@ -85,10 +85,10 @@ def _sharing(seen: Sequence[_Seen], severe: Verdict) -> tuple[str, Verdict, str]
         where = "on this one host" if hosts == 1 else f"on all {hosts} hosts"
         return f", the same for all {len(seen)} processes {where}", PASS, ""
     one = len(blind) == 1
-    found = f"; {processes_text(blind)} {'does' if one else 'do'} not see what process 0 writes"
+    found = f"; {processes_text(blind)} {'does' if one else 'do'} not see files of process 0"
     other = seen[blind[0]]
     if other.path != seen[0].path:
-        return f"{found}: it looks at {other.path}", severe, "start all in the same folder"
+        return f"{found}: it uses {other.path}", severe, "start all in the same folder"
     return found, severe, "use a folder on a file system that all hosts share"
 
 
@@ -111,7 +111,7 @@ def _look_at(job: Job, folder: Path) -> list[_Seen]:
 
 
 def _own_view(folder: Path) -> _Seen:
-    """Return what this process sees of `folder`; whatever goes wrong is what it sees."""
+    """Return how this process sees `folder`, including any error."""
     host, text = socket.gethostname(), str(folder)
     try:
         path = Path(os.path.abspath(folder))
@@ -119,11 +119,11 @@ def _own_view(folder: Path) -> _Seen:
         there = next(each for each in (path, *path.parents) if each.exists())
         if not there.is_dir():
             return _Seen(text, host, False, f"{there} is a file", 0)
-        # What the rights say is not what a read-only or a network file system does.
+        # Permission bits alone do not cover read-only and network file systems.
         _write_token(there)[0].unlink()
         return _Seen(text, host, there == path, None, shutil.disk_usage(there).free)
     except OSError as error:
-        return _Seen(text, host, False, f"cannot be written ({error.strerror})", 0)
+        return _Seen(text, host, False, f"not writable ({error.strerror})", 0)
 
 
 def _write_token(folder: Path) -> tuple[Path, str]:
@@ -132,7 +132,7 @@ def _write_token(folder: Path) -> tuple[Path, str]:
         token.write_text(contents)
     except OSError:
         with contextlib.suppress(OSError):
-            token.unlink()  # the disk is full: its name is there, its contents not
+            token.unlink()  # the disk is full: the file exists without its contents
         raise
     return token, contents
 
