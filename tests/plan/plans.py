@@ -127,7 +127,7 @@ def too_large() -> Plan:
         micro_batches=MicroBatches(8, need(64, 11.4)),
         alternatives=(Alternative("remat", need(64, 20.5), 60_500_000_000),),
         speeds=(dataclasses.replace(SPEED, rows=12),),
-        first="accumulate=8: the same batch in micro-batches of 8 rows a device fits",
+        first="accumulate=8: the same batch in micro-batches of 8 rows per device fits",
     )
 
 
@@ -145,7 +145,7 @@ def not_even_one() -> Plan:
         speeds=(),
         scaling=None,
         batches=(),
-        first="more memory a device, or a smaller model: none of the changes below makes it fit",
+        first="more memory per device or a smaller model: none of the changes below makes it fit",
     )
 
 

@@ -76,8 +76,8 @@ def test_a_tpu_refuses_what_is_too_large_and_tells_its_memory(text: str) -> None
     assert isinstance(half, Compilation)
 
 
-AS_SHARD_MAP = "mode jit is planned as shard_map, since the step has kernels of cuDNN"
-WITHOUT = "planned without the kernels of cuDNN: the step may need less"
+AS_SHARD_MAP = "mode jit is planned as shard_map, since the step has cuDNN kernels"
+WITHOUT = "planned without cuDNN kernels: the step may need less memory"
 
 
 @needs("cuda")

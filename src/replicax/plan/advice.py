@@ -1,4 +1,4 @@
-"""Changes to try: the same step with one thing changed, what to do first, and other batches."""
+"""Advice: the same step with one thing changed, the change to make first, and other batch sizes."""
 
 import contextlib
 import dataclasses
@@ -31,9 +31,9 @@ from replicax.wording import first_line, size_text
 
 REMAT = "remat (jax.checkpoint, products kept)"
 SIZES = {MODEL: (2, 4, 8), STAGE: (2, 4)}
-"""Devices of a host that a replica is tried on, by the axis that its rules split it over."""
+"""Devices per replica to try, all on one host, by the axis that its rules split it over."""
 MICRO_BATCHES = 4
-"""For each pipeline stage: the bubble is then at most a fifth of the time."""
+"""Per pipeline stage, which keeps the bubble below a fifth of the time."""
 
 
 def alternatives(
@@ -43,10 +43,10 @@ def alternatives(
     given: Mapping[str, DataParallel] | None,
     rules: Rules = (),
 ) -> tuple[tuple[Alternative, ...], tuple[str, ...]]:
-    """Return what each change of a step frees, and why some could not be looked at.
+    """Return the memory that each change to a step frees, and why some changes could not be tried.
 
-    `given` are further changes, by name; where it is None the loss as a whole is tried with
-    `jax.checkpoint`. `rules` are for layers and stages, where `dp` has none.
+    `given` holds further changes by name; if it is None, `jax.checkpoint` on the whole loss is
+    tried. `rules` split layers and stages if `dp` has no rules.
     """
     found, notes = [], []
     for change, other in _changes(dp, steps, asked.rows, given, rules):
@@ -69,7 +69,7 @@ def alternatives(
 def _compared(
     steps: Steps, dp: DataParallel, other: DataParallel, asked: Need, change: str
 ) -> Alternative:
-    """`other` with the same rows in all."""
+    """Compare `other` with `dp`, for the same global batch."""
     rows = rows_of_a_replica(asked.rows * replica_count(dp.mesh), other)
     step, as_is = steps.step(other, rows, change), steps.step(dp, asked.rows)
     note = ""
@@ -77,7 +77,7 @@ def _compared(
         as_is = steps.step(dp, asked.rows, "without cuDNN", without_cudnn=True)
         seconds = _seconds(steps, as_is)
         took = "" if seconds is None else f" and {time_text(seconds)}"
-        note = f"without cuDNN's kernels; as it is, {size_text(as_is.need.bytes)}{took} without"
+        note = f"without cuDNN's kernels; unchanged without, {size_text(as_is.need.bytes)}{took}"
     return Alternative(
         change,
         step.need,
@@ -93,18 +93,18 @@ def _lacks_cudnn(step: Step) -> bool:
 
 
 def _seconds(steps: Steps, step: Step) -> float | None:
-    if step.program is not None and step.compilation is None:  # the compiler refuses it
+    if step.program is not None and step.compilation is None:  # the compiler rejects it
         return None
     try:
         return speed(work(steps, step), steps.target, step.dp).step.seconds
-    except ConfigError:  # of the chip or its links nothing is known
+    except ConfigError:  # the speed of the chip or of its links is unknown
         return None
 
 
 def _together(
     dp: DataParallel, target: Target, given: Mapping[str, DataParallel] | None
 ) -> tuple[str, DataParallel]:
-    """The most that can be changed at once; of the given changes, the last."""
+    """Combine all changes that work together; from `given`, take the last."""
     names, other = [], dp
     if given:
         name, other = list(given.items())[-1]
@@ -122,7 +122,7 @@ def _changes(
     given: Mapping[str, DataParallel] | None,
     rules: Rules,
 ) -> Iterator[tuple[str, DataParallel | dict[str, Any]]]:
-    """Yield what to try by name: another step, or what to replace in this one."""
+    """Yield changes by name: another step, or the arguments to replace in this one."""
     target = steps.target
     yield from _half(dp, target.chip)
     if given is None and dp.configuration.step is None:
@@ -131,17 +131,17 @@ def _changes(
     yield from _layouts(dp)
     each = target.devices_per_host * replica_count(dp.mesh) // dp.mesh.size
     if target.topology is None and target.hosts > 1 and each > 1 and FSDP not in dp.mesh.shape:
-        # The state split among the devices of a host, and a copy of it in each.
+        # Hybrid sharding: the state split within each host and replicated across hosts.
         split = _over_replicas(dp, list(LAYOUTS.values())[-1])
         mesh = abstract_like(dp.mesh, dp.mesh.size, fsdp=each)
         yield f"layout={split}, fsdp={each}", {"layout": split, "mesh": mesh}
-    # What a device keeps of activations whose layers are shared, a compiler alone can tell.
+    # Only a compiler can tell which activations of split layers a device stores.
     axes = (STAGE,) if steps.compiler is None else (MODEL, STAGE)
     yield from _shared(dp, target, rows, rules, axes)
 
 
 def _half(dp: DataParallel, chip: Chip) -> Iterator[tuple[str, dict[str, Any]]]:
-    """bfloat16, or float16 where the chip has units for that alone and the step can be scaled."""
+    """bfloat16, or float16 if the chip supports only that and the loss can be scaled."""
     if dp.precision.name == "float32":
         rates = chip.flops_per_second
         alone = "float16" in rates and "bfloat16" not in rates
@@ -150,7 +150,7 @@ def _half(dp: DataParallel, chip: Chip) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _layouts(dp: DataParallel) -> Iterator[tuple[str, dict[str, Any]]]:
-    """With more of the state split over the replicas, the most last."""
+    """Layouts that shard more of the state over the replicas, ending with the most sharded."""
     now = (dp.layout.splits_optimizer, dp.layout.splits_params)
     for base in LAYOUTS.values() if replica_count(dp.mesh) > 1 else ():
         own = dp.configuration.step is not None and not base.splits_params
@@ -166,7 +166,7 @@ def _over_replicas(dp: DataParallel, base: Layout) -> Layout:
 def _shared(
     dp: DataParallel, target: Target, rows: int, rules: Rules, axes: Iterable[str]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """With several devices for each replica, near one another, as the rules allow."""
+    """Several neighbouring devices per replica, as the rules allow."""
     own = dataclasses.replace(dp.layout, rules=tuple(dp.layout.rules or rules))
     near = target.devices_per_host if target.topology is None else target.devices
     now = dp.mesh.size // replica_count(dp.mesh)
@@ -184,16 +184,16 @@ def _shared(
 
 
 def _held(dp: DataParallel, **changes: Any) -> DataParallel:
-    """`dp` with these changes, in its own mode, or else in the first that can."""
+    """Return `dp` with these changes, in its own mode or else in the first that supports them."""
     for mode in (dp.mode, *MODES.values()):
         for reduction in (dp.reduction, REDUCTIONS["float32"]):
             with contextlib.suppress(ConfigError):
                 return dp.replace(**changes, mode=mode, reduction=reduction)
-    return dp.replace(**changes)  # which says why not
+    return dp.replace(**changes)  # raises the reason
 
 
 def _checkpointed(loss: LossFunction) -> LossFunction:
-    """A loss whose backward pass computes all again but products."""
+    """Return a loss whose backward pass recomputes everything except matrix products."""
 
     def checkpointed(model: Any, batch: Any, key: jax.Array | None) -> Any:
         policy = jax.checkpoint_policies.dots_saveable
@@ -203,47 +203,47 @@ def _checkpointed(loss: LossFunction) -> LossFunction:
 
 
 _WORTH = 1.1
-"""Times as fast: below this a change is not worth a word."""
+"""Smallest speedup worth reporting."""
 _WAITING = 0.1
-"""Share of a step that the devices wait for the network."""
+"""Share of a step spent waiting for the network above which it is reported."""
 
 
 def first_change(dp: DataParallel, plan: Plan) -> str:
-    """The one change that does most for a step, in a sentence."""
+    """Describe in one sentence the change that improves a step most."""
     if not plan.asked.fits:
         return _to_fit(plan)
     if not plan.speeds:
-        return "nothing that can be told: it fits, and the target's speed is not known"
+        return "nothing to suggest: it fits, and the target's speed is unknown"
     times, said = max(_faster(plan), default=(0.0, ""))
     if times > _WORTH:
         return said
     now, traffic = plan.speeds[0].step, plan.traffic
     waiting = now.exposed_seconds / now.seconds
-    other = not dp.mode.per_replica and dp.layout.is_whole  # which shard_map can hold
+    other = not dp.mode.per_replica and dp.layout.is_whole  # a layout that shard_map supports
     if other and traffic is not None and traffic.share > SLIGHTLY and waiting > _WAITING:
         return (
-            f"mode=shard_map: it sends {1 / traffic.share:.0%} of what this mode does, and "
+            f"mode=shard_map: it sends {1 / traffic.share:.0%} of the bytes this mode sends, and "
             f"{waiting:.0%} of a step waits for the network"
         )
     if waiting > _WAITING:
-        return f"fewer devices, or faster links: {waiting:.0%} of a step waits for the network"
+        return f"fewer devices or faster links: {waiting:.0%} of a step waits for the network"
     return "nothing: the step is as large and as fast as this target allows"
 
 
 def _faster(plan: Plan) -> Iterator[tuple[float, str]]:
-    """Changes that may be faster: by how many times the rows a second, and the sentence."""
+    """Yield changes that may be faster: the ratio of rows per second, and a sentence."""
     now, most = plan.speeds[0], plan.speeds[-1]
-    if now.rows < most.rows < MOST_ROWS // 2:  # beyond, nobody trains
+    if now.rows < most.rows < MOST_ROWS // 2:  # larger batches are unrealistic
         times = most.rows_per_second / now.rows_per_second
         yield (
             times,
-            f"a batch of {most.rows * plan.replicas:,} rows, {most.rows:,} a "
-            f"{plan.holder}: up to {times:.1f} times the rows a second",
+            f"a batch of {most.rows * plan.replicas:,} rows, {most.rows:,} per "
+            f"{plan.holder}: up to {times:.1f} times the rows per second",
         )
     for each in plan.alternatives:
         if each.need.fits and each.step_seconds is not None:
             times = now.step.seconds / each.step_seconds
-            frees = f", and {size_text(each.freed_bytes)} less a device" * (each.freed_bytes > 0)
+            frees = f", {size_text(each.freed_bytes)} less per device" * (each.freed_bytes > 0)
             yield times, f"{each.change}: up to {times:.1f} times as fast{frees}"
 
 
@@ -252,22 +252,22 @@ def _to_fit(plan: Plan) -> str:
     if parts is not None:
         return (
             f"accumulate={parts.accumulate}: the same batch in micro-batches of "
-            f"{parts.need.rows // parts.accumulate:,} rows a {each} fits"
+            f"{parts.need.rows // parts.accumulate:,} rows per {each} fits"
         )
     fitting = [other for other in plan.alternatives if other.need.fits]
     if fitting:
         least = min(fitting, key=lambda other: other.need.bytes)
-        return f"{least.change}: it then fits with {size_text(least.need.bytes)} a device"
+        return f"{least.change}: it then fits, with {size_text(least.need.bytes)} per device"
     if plan.largest is not None:
         rows = plan.largest.rows
-        return f"a batch of {rows * plan.replicas:,} rows, {rows:,} a {each}, fits"
-    return "more memory a device, or a smaller model: none of the changes below makes it fit"
+        return f"a batch of {rows * plan.replicas:,} rows, {rows:,} per {each}, fits"
+    return "more memory per device or a smaller model: none of the changes below makes it fit"
 
 
 def batch_advice(
     asked_rows: int, planned: Sequence[int], noise_scale: float | None
 ) -> tuple[BatchAdvice, ...]:
-    """For each planned batch, against the one that was asked for; rows of global batches."""
+    """Compare each planned global batch size with the requested one."""
     return tuple(
         BatchAdvice(
             rows,

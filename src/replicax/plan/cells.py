@@ -1,4 +1,4 @@
-"""Figures and lines of a plan's screen: short numbers, a word in the margin, columns."""
+"""Formatting for a plan's screen: short numbers, margin labels, columns."""
 
 import itertools
 import re
@@ -9,21 +9,21 @@ from replicax.wording import duration, size_text
 
 WIDTH = 80
 MARGIN = 7
-"""Columns of the word that a line begins with."""
+"""Width of the label at the start of a line."""
 _LEAST_ROOM = 24
-"""Columns that a text beside figures needs; with less it goes below them."""
+"""Least width for text beside figures; if there is less, the text goes below them."""
 _GAP = "  "
 _NO_BREAK = "\ue000"
-"""A character of no alphabet."""
+"""A private-use character that stands for a non-breaking space."""
 _FIGURE = re.compile(r"(?<=\d)([MGT]?) (?=[kMGTmµ]?[Bs]\b|rows?\b|x\b|devices?\b|h\b|min\b)")
-"""Between a figure and its unit, where no line ends."""
+"""The space between a figure and its unit, where lines must not break."""
 
 Line = Sequence[str]
-"""A name, figures, and a text beside them, which may be empty."""
+"""A name, figures, and trailing text, which may be empty."""
 
 
 def line(word: str, text: str) -> list[str]:
-    """A text with its word in the margin, in as many lines as it takes."""
+    """Wrap a text, with its label in the margin of the first line."""
     wrapped = textwrap.wrap(
         _FIGURE.sub(rf"\1{_NO_BREAK}", text),
         WIDTH,
@@ -35,11 +35,11 @@ def line(word: str, text: str) -> list[str]:
 
 
 def columns(word: str, lines: Sequence[Line]) -> list[str]:
-    """Lines in columns, with a word in the margin of the first.
+    """Align lines in columns, with a label in the margin of the first.
 
     Args:
-        word: of at most 6 letters.
-        lines: of equal length; names and texts go to the left, figures to the right.
+        word: the label, at most 6 letters.
+        lines: lines of equal length; names and texts are left-aligned, figures right-aligned.
     """
     widths = [max(map(len, cells)) for cells in zip(*(each[1:-1] for each in lines), strict=True)]
     room = WIDTH - MARGIN - sum(widths) - len(_GAP) * len(widths)
@@ -68,7 +68,7 @@ def _drawn(cells: Line, name_width: int, widths: Sequence[int], room: int) -> It
 
 
 def short(value: float) -> str:
-    """A count in at most 7 characters: `131,072`, `46.3M`."""
+    """Format a count in at most 7 characters: `131,072`, `46.3M`."""
     if value < 999_999.5:
         decimals = 0 if value >= 99.95 or value == int(value) else 1 if value >= 9.995 else 2
         return f"{value:,.{decimals}f}"
@@ -84,12 +84,12 @@ def counted(number: float, noun: str) -> str:
 
 
 def percent(share: float) -> str:
-    """`97%`, and `0.3%` where none would be left."""
+    """`97%`, or `0.3%` below one percent."""
     return f"{share:.1%}" if 0 < share < 0.00995 else f"{share:.0%}"
 
 
 def time_text(seconds: float) -> str:
-    """`45.3 ms`: three digits, and minutes where it takes them."""
+    """`45.3 ms`: three digits, or minutes and hours for long times."""
     if seconds >= 59.5:
         return duration(seconds) if seconds < 3.6e6 else f"{short(seconds / 3600)} h"
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
@@ -99,12 +99,12 @@ def time_text(seconds: float) -> str:
 
 
 def freed_text(size_bytes: int) -> str:
-    """Size as `size_text` gives it, with a minus where it grows."""
+    """Format freed memory as `size_text` does, with a minus sign if memory grows."""
     return f"{'-' if size_bytes < 0 else ''}{size_text(abs(size_bytes))}"
 
 
 def of_text(part: float, whole: float) -> str:
-    """`11.2 of 16.9 GB`, or each with its unit."""
+    """`11.2 of 16.9 GB`, or with both units if they differ."""
     first, second = size_text(part), size_text(whole)
     same = first.split()[-1] == second.split()[-1]
     return f"{first.split()[0] if same else first} of {second}"

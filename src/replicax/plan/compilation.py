@@ -1,4 +1,4 @@
-"""Compile programs: what runs in a compiler's own process, and whether its package is installed."""
+"""Compile exported steps in a compiler's own process, and check that its package is installed."""
 
 import dataclasses
 import importlib
@@ -32,7 +32,7 @@ _TOTAL = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """Devices to compile for."""
+    """Description of the devices to compile for."""
 
     platform: str
     devices: int
@@ -42,28 +42,28 @@ class Description:
 
 @dataclasses.dataclass(frozen=True)
 class Compilation:
-    """A compiled step, read and let go."""
+    """Facts about a compiled step; the executable itself is released."""
 
     memory: Memory
-    """On one device."""
+    """Memory on one device."""
     text: str
-    """The optimised module in XLA's language, in the order of its schedule."""
+    """The optimized HLO module, in schedule order."""
     seconds: float
-    """Seconds that compiling took."""
+    """Compile time."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TooLarge:
-    """A step that the compiler refuses for the memory of its target."""
+    """A step that the compiler rejects because it exceeds the target's memory."""
 
     needed_bytes: int | None
-    """On one device, where the compiler says it. It may stop at the first sum that is too much, so
-    the step can need more."""
+    """Bytes on one device, if the compiler reports them. It may stop at the first total that is too
+    large, so the step can need more."""
     available_bytes: int | None
 
 
 def too_large(message: str) -> TooLarge | None:
-    """Return what a compiler's message says of memory; None if it is about something else."""
+    """Parse an out-of-memory message of a compiler; return None for any other message."""
     if "RESOURCE_EXHAUSTED" not in message and "Ran out of memory" not in message:
         return None
     sizes = _TOTAL.search(message)
@@ -78,9 +78,9 @@ def _bytes(number: str, prefix: str) -> int:
 
 
 def answer(program: ExportedStep, devices: Sequence[Any]) -> Compilation | TooLarge | CompilerError:
-    """Compile a program for attached devices or described ones.
+    """Compile a program for attached or described devices.
 
-    Whatever a compiler raises is returned: who asked decides.
+    Anything that the compiler raises is returned, for the caller to handle.
     """
     started = time.monotonic()
     try:
@@ -89,14 +89,14 @@ def answer(program: ExportedStep, devices: Sequence[Any]) -> Compilation | TooLa
         return too_large(str(error)) or CompilerError(f"{FAILS}: {first_line(error)}")
     memory = read_memory(compiled)
     if memory is None:
-        return CompilerError(f"{FAILS}: the compiler does not tell what memory the step takes")
+        return CompilerError(f"{FAILS}: the compiler does not report the memory of the step")
     return Compilation(memory, compiled.as_text() or "", time.monotonic() - started)
 
 
 def _compile(program: ExportedStep, devices: Sequence[Any]) -> jax.stages.Compiled:
     mesh = mesh_of(devices[: math.prod(program.sizes.values())], program.sizes)
     exported = jax.export.deserialize(bytearray(program.module))
-    read = exported.module_kept_var_idx  # jit takes no argument that its function does not read
+    read = exported.module_kept_var_idx  # jit drops arguments that its function does not read
 
     def step(*arguments: jax.Array) -> Any:
         given = iter(arguments)
@@ -120,18 +120,18 @@ def _compile(program: ExportedStep, devices: Sequence[Any]) -> jax.stages.Compil
 
 
 def check_installed(platform: str) -> None:
-    """Raise where the compiler for `platform` is missing, or is not the one that jax names.
+    """Raise if the compiler for `platform` is missing or is not the version that jax requires.
 
     Raises:
-        MissingDependencyError: no package has it.
-        ConfigError: jax asks for another version of the package.
+        MissingDependencyError: no package provides it.
+        ConfigError: jax requires another version of the package.
     """
     if platform not in _PACKAGES:
         return
     found = _installed(platform)
     if not found:
         raise _missing(f"{_PACKAGES[platform][0]} is not installed", platform)
-    if platform == "tpu":  # jax's own extra asks for 0.0.42.*, say
+    if platform == "tpu":  # jax's own extra pins it, for example to 0.0.42.*
         asked = importlib.metadata.requires("jax") or []
         pins = (re.match(r"libtpu==([\w.*]+)", each) for each in asked)
         wanted, who = next((pin[1] for pin in pins if pin), "*"), f"jax {jax.__version__}"
@@ -140,18 +140,18 @@ def check_installed(platform: str) -> None:
     for package, version in found.items():
         if not fnmatch(version, wanted):
             raise ConfigError(
-                f"{package} {version} is installed, and {who} wants {wanted}; "
-                f"{_install(platform)}, or plan by formula alone"
+                f"{package} {version} is installed, but {who} requires {wanted}; "
+                f"{_install(platform)}, or plan by formula only"
             )
 
 
 def compiler_name(platform: str) -> str:
-    """The package that compiles for `platform`, with its version."""
+    """Return the package that compiles for `platform`, with its version."""
     return next((" ".join(each) for each in _installed(platform).items()), "jaxlib")
 
 
 def _installed(platform: str) -> dict[str, str]:
-    """Versions of the packages that compile for `platform`."""
+    """Return the versions of the packages that compile for `platform`."""
     found = {}
     for package in _PACKAGES.get(platform, ("jaxlib",)):
         try:
@@ -170,7 +170,7 @@ def _missing(text: str, platform: str) -> MissingDependencyError:
 
 
 def serve(descriptor: int) -> None:
-    """Answer over a connection, the file of this number, until nobody asks any more."""
+    """Answer requests over the connection with this file descriptor until it is closed."""
     connection = Connection(descriptor)
     description: Description = connection.recv()
     try:
@@ -181,8 +181,8 @@ def serve(descriptor: int) -> None:
     except ReplicaxError as refused:
         connection.send(refused)
         return
-    except Exception as error:  # whatever a compiler raises, who asked decides
-        text = f"no devices can be described for a compiler: {first_line(error)}"
+    except Exception as error:  # anything a compiler raises is left to the caller
+        text = f"the compiler cannot describe the devices: {first_line(error)}"
         connection.send(CompilerError(text))
         return
     connection.send(compiler_name(description.platform))
@@ -206,7 +206,7 @@ def _devices(description: Description) -> list[Any]:
 
 
 def _check_cudnn() -> None:
-    """Without cuDNN, XLA compiles for a GPU with other kernels, and other memory, than on one."""
+    """Check for cuDNN, without which XLA picks kernels that a real GPU would not use."""
     for plugin in _installed("cuda"):
         versions = importlib.import_module(f"{plugin.replace('-', '_')}._versions")
         try:

@@ -1,4 +1,4 @@
-"""A compiler: for described devices in a process of its own, for attached ones in this one."""
+"""Compilers: a separate process for described devices, this process for attached ones."""
 
 import contextlib
 import os
@@ -25,10 +25,10 @@ class Compiler(Protocol):
     """A compiler of programs for some devices."""
 
     name: str
-    """Its package, and the version."""
+    """Package name and version."""
 
     def compile(self, program: ExportedStep) -> Compilation | TooLarge:
-        """A program for these devices, or that it is too large for them.
+        """Compile a program for these devices, or return that it is too large for them.
 
         Raises:
             CompilerError: the compiler fails.
@@ -36,7 +36,7 @@ class Compiler(Protocol):
 
 
 class AttachedCompiler:
-    """The one of devices that are attached to this process, and in it."""
+    """The compiler of devices attached to this process, run in this process."""
 
     def __init__(self, devices: Sequence[jax.Device]) -> None:
         self._devices = devices
@@ -48,16 +48,16 @@ class AttachedCompiler:
 
 
 class CompilerProcess:
-    """A compiler that is started once, asked as often as one likes, and closed.
+    """A compiler in a process that is started once, compiles any number of steps, and is closed.
 
     Raises:
         MissingDependencyError: it is not installed.
-        ConfigError: jax wants another version of it.
+        ConfigError: jax requires another version of it.
         CompilerError: it cannot compile for these devices.
     """
 
     _timeout_seconds = 900.0
-    """Longer than any step has taken; who takes longer is stuck."""
+    """Longer than any step has taken; beyond this the compiler is considered stuck."""
 
     def __init__(self, description: Description) -> None:
         self._connection, theirs = Pipe()
@@ -83,12 +83,12 @@ class CompilerProcess:
         self.name = answered
 
     def compile(self, program: ExportedStep) -> Compilation | TooLarge:
-        """See `Compiler`; the process may also end, or not answer in time."""
+        """See `Compiler`; also fails if the process ends or does not answer in time."""
         return _checked(self._ask(program))
 
     def close(self) -> None:
-        """End the process; whoever waits for its answer, in another thread, gets an error."""
-        self._process.kill()  # a compiler that is at work does not look whether anybody waits
+        """End the process; a thread that waits for its answer gets an error."""
+        self._process.kill()  # a busy compiler would not notice a closed connection
         self._process.wait()
         with self._asking:
             self._connection.close()
@@ -99,10 +99,10 @@ class CompilerProcess:
             try:
                 self._connection.send(question)
                 if not self._connection.poll(self._timeout_seconds):
-                    self._process.kill()  # or its answer would be taken for that to the next one
+                    self._process.kill()  # or a late answer would be read as the next one
                     raise CompilerError(
                         f"the compiler has not answered for {self._timeout_seconds:.0f} s; a step "
-                        "seldom takes a minute: try a smaller model or fewer devices"
+                        "rarely takes a minute: try a smaller model or fewer devices"
                     )
                 return self._connection.recv()
             except (EOFError, OSError) as ended:
@@ -111,12 +111,12 @@ class CompilerProcess:
     def _last_words(self) -> str:
         code = self._process.wait()
         if self._said.closed:
-            return "the compiler was ended before it was asked"
+            return "the compiler was closed before it was used"
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         self._said.seek(0)
         lines = self._said.read().decode(errors="replace").splitlines()
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
-        return f"the compiler ended with {how} and without an answer: {last[:200]}"
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
+        return f"the compiler ended with {how} without an answer: {last[:200]}"
 
 
 def _checked(answered: Compilation | TooLarge | CompilerError) -> Compilation | TooLarge:
@@ -126,24 +126,24 @@ def _checked(answered: Compilation | TooLarge | CompilerError) -> Compilation | 
 
 
 def _environment(description: Description) -> dict[str, str]:
-    """The process's own: it must find no accelerator, and no job to join."""
+    """Environment variables of the process, which must find no accelerator and join no job."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     if description.platform == "cpu":
         environment["JAX_NUM_CPU_DEVICES"] = str(description.devices)
     if description.platform == "tpu":
-        # libtpu asks the cloud's metadata server for its surroundings, and waits for an answer.
+        # Otherwise libtpu queries the cloud's metadata server and waits for an answer.
         environment["TPU_SKIP_MDS_QUERY"] = "1"
-        # There is no TPU that two processes could fight for.
+        # No TPU is attached, so several processes cannot conflict over it.
         environment["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
     return environment
 
 
 MOST_PROCESSES = 2
-"""One for the search, one for what is looked at beside it; each takes a gigabyte or two."""
+"""One for the batch search, one for the alternatives; each takes a gigabyte or two."""
 
 
 class CompilerPool:
-    """A `Compiler` that several threads may ask; it starts processes as they are needed.
+    """A thread-safe `Compiler` that starts processes as needed.
 
     Raises:
         ReplicaxError: see `CompilerProcess`.
@@ -157,7 +157,7 @@ class CompilerPool:
         self.name = self._started[0].name
 
     def close(self) -> None:
-        """End all processes. Whoever waits for one of them gets an error, and so does who asks."""
+        """End all processes. Threads that wait for one, and later calls, get an error."""
         with self._lock:
             self._closed = True
         for process in self._started:
@@ -174,7 +174,7 @@ class CompilerPool:
     def _take(self) -> CompilerProcess:
         with self._lock:
             if self._closed:
-                raise CompilerError("the compilers were ended before they were asked")
+                raise CompilerError("the compilers were closed before they were used")
             most = min(MOST_PROCESSES, os.cpu_count() or 1)
             if self._free.empty() and len(self._started) < most:
                 self._started.append(CompilerProcess(self._description))
@@ -186,14 +186,14 @@ class CompilerPool:
 def compiler_for(
     target: Target, by_formula: bool = False
 ) -> Iterator[tuple[Compiler | None, tuple[str, ...]]]:
-    """The compiler for a target, or None and why there is none.
+    """Yield the compiler for a target, or None and the reasons why there is none.
 
     Raises:
-        ConfigError: jax wants another version of it.
+        ConfigError: jax requires another version of it.
         CompilerError: it cannot describe the target.
     """
     if by_formula:
-        yield None, ("by formula, as it was asked for",)
+        yield None, ("by formula, as requested",)
         return
     if target.text == ATTACHED and target.chip.platform != "cpu":
         yield AttachedCompiler(jax.devices()), ()
@@ -213,7 +213,7 @@ def compiler_for(
 
 
 def _description(target: Target) -> Description | None:
-    """For a compiler; None where there is none for the chip."""
+    """Return the description for a compiler; None if no compiler supports the chip."""
     chip = target.chip
     if chip.platform == "cpu":
         return Description("cpu", target.devices, {})
@@ -222,20 +222,20 @@ def _description(target: Target) -> Description | None:
     arguments = dict(target.topology_arguments)
     platform = arguments.pop("platform")
     if platform == "cuda":
-        assert chip.memory_bytes is not None  # it is in the table of those that are described
+        assert chip.memory_bytes is not None  # known for every chip in DESCRIBED
         arguments["target_config"] = gpu_description(chip.name, chip.memory_bytes)
     return Description(platform, target.devices, arguments)
 
 
 DESCRIBED = {name: facts["xla"] for name, facts in FACTS.items() if "xla" in facts}
-"""The figures of `hardware.toml`, by chip. Older ones (V100) no CUDA 13 compiles for."""
+"""Figures of `hardware.toml` by chip. CUDA 13 does not compile for older ones (V100)."""
 CUDNN = (9, 10, 0)
-"""The version that XLA's own descriptions name."""
+"""The version in XLA's own device descriptions."""
 CUDA = "12.8.0"
 
 
 def gpu_description(name: str, memory_bytes: int) -> str:
-    """Return a chip of `DESCRIBED` as XLA wants it described: a `GpuTargetConfigProto` in text."""
+    """Return XLA's description of a chip in `DESCRIBED`: a `GpuTargetConfigProto` as text."""
     facts = DESCRIBED[name]
     kind, (major, minor) = facts["device_kind"], facts["capability"]
     fields = {

@@ -1,4 +1,4 @@
-"""A step as a program that another process can compile, without the code it was made of."""
+"""Export a step as a program that another process can compile without the user's code."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -18,8 +18,8 @@ from replicax.plan.operations import with_equations
 from replicax.train.guarded import NOT_FINITE
 
 CUDNN_CALLS = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
-"""Kernels that a model may ask for by name. JAX does not promise to keep them for exported
-programs of later versions; ours is compiled at once, by the same version."""
+"""Kernels that a model may call by name. JAX gives no compatibility guarantee for them in exported
+programs, but these programs are compiled immediately, by the same version."""
 
 
 _REASONS = (
@@ -27,47 +27,47 @@ _REASONS = (
     "is different from the lowering platform",
     "require devices to be present",
 )
-"""Parts of what jax.export says of a step whose kernels need Python or devices to be lowered."""
+"""Fragments of jax.export errors for steps whose kernels need Python or devices to be lowered."""
 PER_REPLICA = next(mode for mode in MODES.values() if mode.per_replica)
-"""Mode that a step of the whole batch is exported in where its own cannot be."""
+"""Mode used to export a whole-batch step that cannot be exported in its own mode."""
 BEFORE_CUDNN = 7.5
-"""The newest compute capability of GPUs whose attention cuDNN does not compute: Turing's."""
-WITHOUT_CUDNN = "planned without the kernels of cuDNN: the step may need less"
+"""The highest compute capability without cuDNN attention: Turing."""
+WITHOUT_CUDNN = "planned without cuDNN kernels: the step may need less memory"
 
 
 @dataclasses.dataclass(frozen=True)
 class ExportedStep:
-    """A step for some number of devices of one platform."""
+    """A step exported for a number of devices of one platform."""
 
     module: bytes
-    """Module as `jax.export` serialises it, with flat arguments and results."""
+    """Module serialized by `jax.export`, with flat arguments and results."""
     donated: int
-    """How many of the arguments, from the first on, give their memory to the results."""
+    """Number of leading arguments that are donated."""
     sizes: Mapping[str, int]
     """Devices by mesh axis."""
     metrics: int
-    """Means that the step reduces, the loss among them."""
+    """Number of metrics that the step reduces, including the loss."""
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Options of the compiler, by name."""
+    """Compiler options by name."""
     notes: tuple[str, ...] = ()
-    """Where it is not the very step that was asked for."""
+    """Differences from the requested step."""
 
 
 def export_step(
     dp: DataParallel, model: Any, batch: Any, platform: str, capability: float | None
 ) -> ExportedStep:
-    """Return the step of `dp` on devices of a platform: `cpu`, `cuda` or `tpu`.
+    """Export the step of `dp` for devices of a platform: `cpu`, `cuda` or `tpu`.
 
-    `capability` is CUDA's compute capability of the devices, which need not exist; `model` and
-    `batch` are arrays or their shapes.
+    `capability` is the CUDA compute capability of the devices, which need not be attached; `model`
+    and `batch` are arrays or their shapes.
 
-    Kernels of cuDNN are exported from per-replica modes alone: others have their compiler call back
-    for how to split them. There the same step is exported as `PER_REPLICA`; a layout that this
-    cannot hold is exported without these kernels. `ExportedStep.notes` says so.
+    cuDNN kernels can be exported only from per-replica modes: in other modes the compiler calls
+    back to partition them. Those steps are exported as `PER_REPLICA`, or without cuDNN kernels if
+    that mode does not support the layout. `ExportedStep.notes` says so.
 
     Raises:
-        ConfigError: a step that calls back to the host.
-        MissingDependencyError: no flatbuffers.
+        ConfigError: the step calls back to the host.
+        MissingDependencyError: flatbuffers is not installed.
     """
     require("flatbuffers", "cli")
     for form, described, notes in _forms(dp, capability):
@@ -77,13 +77,13 @@ def export_step(
             if not any(reason in str(error) for reason in _REASONS):
                 raise
     raise ConfigError(
-        "the step calls back to the host (jax.debug.print, say), which a program for other "
-        "hardware cannot: take the callback out to plan it"
+        "the step calls back to the host (as jax.debug.print does), which a program exported for "
+        "other hardware cannot do: remove the callback to plan it"
     )
 
 
 def step_jaxpr(dp: DataParallel, model: Any, batch: Any) -> Jaxpr:
-    """Return what the step computes on all devices; arguments as of `export_step`."""
+    """Return the jaxpr of the step on all devices; arguments as for `export_step`."""
     equal, *_ = next(_forms(dp, None))
     with traced_for(None):
         jaxpr: Jaxpr = equal.trace(model, batch, mesh=_mesh(equal.mesh)).jaxpr.jaxpr
@@ -93,17 +93,17 @@ def step_jaxpr(dp: DataParallel, model: Any, batch: Any) -> Jaxpr:
 def _forms(
     dp: DataParallel, capability: float | None
 ) -> Iterator[tuple[DataParallel, float | None, tuple[str, ...]]]:
-    """Yield what may be exported for `dp`, from the nearest on: the step, its capability, notes."""
+    """Yield forms of `dp` to export, closest first: the step, its capability, notes."""
     notes: tuple[str, ...] = ()
-    if dp.mode.most_processes is not None:  # it knows attached devices alone
-        notes = (f"mode {dp.mode} is planned as {dp.mode.instead}, its equal",)
+    if dp.mode.most_processes is not None:  # it supports attached devices only
+        notes = (f"mode {dp.mode} is planned as {dp.mode.instead}, which is equivalent",)
         dp = dp.replace(mode=dp.mode.instead)
     yield dp, capability, notes
     if not dp.mode.per_replica:
-        note = f"mode {dp.mode} is planned as {PER_REPLICA}, since the step has kernels of cuDNN"
+        note = f"mode {dp.mode} is planned as {PER_REPLICA}, since the step has cuDNN kernels"
         try:
             form = dp.replace(mode=PER_REPLICA)
-        except ConfigError:  # it cannot hold this layout, or this mesh
+        except ConfigError:  # it does not support this layout or mesh
             pass
         else:
             yield form, capability, (*notes, note)
@@ -139,18 +139,16 @@ def _export(
 
 
 def _mesh(mesh: AnyMesh) -> AnyMesh:
-    """Mesh of host devices, if there are as many: some kernels need devices to be lowered."""
+    """Return a mesh of CPU devices if there are enough: some kernels need devices to be lowered."""
     try:
         host = jax.devices("cpu")
-    except RuntimeError:  # JAX_PLATFORMS leaves them out
+    except RuntimeError:  # JAX_PLATFORMS excludes the CPU
         host = []
     return mesh_of(host[: mesh.size], mesh.shape) if len(host) >= mesh.size else mesh
 
 
 def _flat(exported: jax.export.Exported, arguments: int) -> jax.export.Exported:
-    """`exported` with tuples for the trees of its arguments and results, whose types the process
-    that compiles it need not know.
-    """
+    """Return `exported` with flat argument and result trees, free of user-defined types."""
     return dataclasses.replace(
         exported,
         in_tree=jax.tree.structure(((0,) * arguments, {})),
@@ -159,7 +157,7 @@ def _flat(exported: jax.export.Exported, arguments: int) -> jax.export.Exported:
 
 
 def keeping_everything(loss: LossFunction) -> LossFunction:
-    """Return `loss`, but each `jax.checkpoint` in it keeps all that its backward pass needs."""
+    """Return `loss` with every `jax.checkpoint` in it saving all residuals."""
 
     def keeping(equation: JaxprEqn) -> JaxprEqn:
         if not _is_checkpoint(equation):
@@ -180,7 +178,7 @@ def keeping_everything(loss: LossFunction) -> LossFunction:
 
 
 def computes_again(jaxpr: Jaxpr) -> bool:
-    """Whether there is a `jax.checkpoint` in it."""
+    """Whether the jaxpr contains a `jax.checkpoint`."""
     return any(
         _is_checkpoint(eqn) or any(map(computes_again, jaxprs_in_params(eqn.params)))
         for eqn in jaxpr.eqns
