@@ -188,7 +188,7 @@ def freeze(trial: Trial) -> None:
     in_time = trial.server.wait(others, FROZEN_SECONDS)
     trial.check(in_time, f"others not gone {FROZEN_SECONDS:g} s after a process froze")
     said = "\n".join(map(trial.cause, others))
-    trial.check("no sign of life" in said, f"the cause is not told: {said!r}")
+    trial.check("no heartbeat" in said, f"the cause is not told: {said!r}")
     if wakes:
         _wake_later(trial, start, victim)
         return

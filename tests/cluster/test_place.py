@@ -123,7 +123,7 @@ def test_one_process_on_purpose_needs_nothing_else() -> None:
         ({"REPLICAX_COORDINATOR": "http://a:9"}, "is not host:port"),
         ({"REPLICAX_COORDINATOR": "a:0"}, "REPLICAX_COORDINATOR=a:0 has the port '0'"),
         ({"REPLICAX_COORDINATOR": "a:65536"}, "has the port '65536'"),
-        ({"REPLICAX_COORDINATOR": "::1:900"}, r"IPv6 without brackets.*\[host\]:port"),
+        ({"REPLICAX_COORDINATOR": "::1:900"}, r"without brackets.*\[host\]:port"),
         ({"REPLICAX_LOCAL_DEVICES": "0,0"}, "REPLICAX_LOCAL_DEVICES='0,0' is not a list"),
         ({"REPLICAX_LOCAL_DEVICES": "0,x"}, "REPLICAX_LOCAL_DEVICES='0,x' is not a list"),
         ({"REPLICAX_LOCAL_DEVICES": ""}, "REPLICAX_LOCAL_DEVICES='' is not a list"),

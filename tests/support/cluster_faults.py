@@ -198,9 +198,9 @@ def absent(run: Run) -> None:
     others = [run.start(p) for p in range(trial.processes) if p != trial.victim]
     if run.all_end(others):
         trial.seconds = time.monotonic() - begun
-        says = r"ClusterError: process VICTIM of \d did not come within 4 s"
+        says = r"ClusterError: process VICTIM of \d did not join within 4 s"
         if trial.victim == 0:
-            says = r"ClusterError: .* cannot reach process VICTIM at .* nothing listens there"
+            says = r"ClusterError: .* could not reach process VICTIM at .* connection refused"
         named(trial, others, says)
         codes = [process.code for process in others]
         trial.check(set(codes) == {1}, f"exit codes {codes}, each should be 1")
@@ -258,9 +258,9 @@ def duplicate(run: Run) -> None:
     intruder = run.start(trial.victim, fault="none", name="intruder")
     if run.all_end([intruder]):
         trial.seconds = time.monotonic() - begun
-        says = r"refused by process 0: process VICTIM \(.*\) is already in the job"
+        says = r"rejected by process 0: process VICTIM \(.*\) is already in the job"
         if trial.victim == 0:
-            says = r"process 0 cannot listen at .* \(job 'first' of \d processes has it already\)"
+            says = r"process 0 cannot listen on .* \(job 'first' of \d processes already uses it\)"
         named(trial, [intruder], says)
 
 
@@ -269,7 +269,7 @@ def second_job(run: Run) -> None:
     second = run.start_all(fault="none", name="second", job="second")
     if run.all_end(second):
         run.trial.seconds = time.monotonic() - begun
-        says = "job 'first' has this port, and this process belongs to job 'second'"
+        says = "job 'first' uses this port, and this process belongs to job 'second'"
         named(run.trial, second, says)
 
 
@@ -294,9 +294,9 @@ def launcher(run: Run) -> None:
     trial.seconds = time.monotonic() - begun
 
 
-_GONE = r"process \d stops: process VICTIM \(.*\) is gone without a word"
-_FROZEN = r"process \d stops: .*process VICTIM \(.*gave no sign of life for"
-_ASLEEP = r"process \d stops: .*(wait for|to hear of .* from) process VICTIM \(.*has begun"
+_GONE = r"process \d stops: process VICTIM \(.*\) disconnected without notice"
+_FROZEN = r"process \d stops: .*process VICTIM \(.*sent no heartbeat for"
+_ASLEEP = r"process \d stops: .*(wait for|waited \d+ s for .* from) process VICTIM \(.*has begun"
 _FAILED = r"process \d stops: process VICTIM \(.*\) failed: ValueError: bad value"
 _ALL = "all stop before the first step, naming the field and the process"
 

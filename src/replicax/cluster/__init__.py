@@ -1,1 +1,1 @@
-"""Inside each process: find its place, join the others, agree with them, and watch for hangs."""
+"""Inside each process: detect its rank, join the others, compare values, and watch for hangs."""

@@ -1,4 +1,4 @@
-"""The job that `initialize` gives: one process of it, or several that ask each other."""
+"""The job that `initialize` returns: a single process, or several that exchange values."""
 
 import collections
 import hashlib
@@ -16,13 +16,13 @@ from replicax.core.job import Alone
 from replicax.errors import AgreementError, ReplicaxError
 
 _SHOWN = 3
-"""Differing fields named in the message; the first ones are usually the cause of the rest."""
+"""Differing fields listed in the message; the first ones usually cause the rest."""
 _SLOW_SECONDS = 3600.0
-"""Patience with a process that reads a large checkpoint back, or writes one."""
+"""Timeout for a process that reads or writes a large checkpoint."""
 
 
 class Lone(Alone):
-    """A job of one process."""
+    """Job of one process."""
 
     def __init__(self, place: Place) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Lone(Alone):
 
 
 class Linked:
-    """A job of several processes."""
+    """Job of several processes."""
 
     def __init__(self, place: Place, link: Link) -> None:
         self.place, self.link = place, link
@@ -104,20 +104,20 @@ _current: ClusterJob | None = None
 
 
 def current_job() -> ClusterJob | None:
-    """Return the job of this process, for what ends it whole: exceptions, signals, its exit."""
+    """Return this process's job, for code that ends all of it: exceptions, signals, exit."""
     return _current
 
 
 def set_job(job: ClusterJob | None) -> None:
-    """Make `job` that of this process."""
+    """Set the job of this process."""
     global _current
     _current = job
 
 
 def _plain(fields: Any) -> Any:
-    """`fields` as JSON has them, so that a tuple here equals the list that comes back.
+    """Return `fields` after a round trip through JSON, so that tuples compare equal to lists.
 
-    An object's text is taken without where it lies in memory, another place in each process.
+    Other objects become their `str` without memory addresses, which differ between processes.
     """
     return json.loads(
         json.dumps(fields, default=lambda value: re.sub(r" at 0x[0-9a-f]+", "", str(value)))

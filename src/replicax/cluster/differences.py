@@ -1,4 +1,4 @@
-"""Who differs from the others, in words."""
+"""Describe the values on which processes differ."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ _LONGEST = 80
 
 
 def differences(values: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A phrase for each field that is not the same in all of `values`, one of each process."""
+    """Return a phrase for each field that differs among `values`, which has one per process."""
     flat = [_flat(value) for value in values]
     names = list(dict.fromkeys(name for fields in flat for name in fields))
     phrases = []
@@ -17,7 +17,7 @@ def differences(values: Sequence[Mapping[str, Any]]) -> list[str]:
         for process, fields in enumerate(flat):
             groups.setdefault(json.dumps(fields.get(name, "nothing")), []).append(process)
         if len(groups) > 1:
-            # The odd ones out first: they are what one looks for.
+            # Outliers first.
             rarest = sorted(groups.items(), key=lambda item: (len(item[1]), -item[1][0]))
             told = [f"{_short(value)} on {processes_text(who)}" for value, who in rarest]
             phrases.append(f"{name} is {', '.join(told)}")
@@ -25,7 +25,7 @@ def differences(values: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def processes_text(processes: Sequence[int]) -> str:
-    """`process 1`, `processes 0 and 2`, `processes 0 to 5`."""
+    """Return `process 1`, `processes 0 and 2`, `processes 0 to 5`, ..."""
     ordered = sorted(processes)
     if len(ordered) == 1:
         return f"process {ordered[0]}"

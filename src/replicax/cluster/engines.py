@@ -1,4 +1,4 @@
-"""The launchers of processes, and which one numbers this process, read from the environment."""
+"""Detect the launcher that assigned this process's rank from environment variables."""
 
 import re
 import socket
@@ -20,15 +20,15 @@ _MPIRUN = "OMPI_MCA_orte_hnp_uri"
 _DAEMON = "OMPI_MCA_orte_local_daemon_uri"
 KUBERNETES = "Kubernetes"
 POD_PORT = 29400
-"""Where process 0 listens in its own pod, which no other job shares."""
+"""Port of process 0 in its own pod, which no other job shares."""
 _INDEX = "JOB_COMPLETION_INDEX"
 
 
 def find_innermost(env: Mapping[str, str]) -> Detected | None:
-    """The engine that started this very process, or `None` where there is no engine.
+    """Return the engine that started this process itself, or `None` without an engine.
 
-    torchrun is always the innermost. An engine with one process only holds another's launcher.
-    Engines that agree are one, and fill each other's gaps.
+    torchrun is always the innermost. An engine with one process only runs another's launcher.
+    Engines that agree are merged, and fill each other's gaps.
     """
     if {"TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"} <= env.keys():
         return _detect_torch(env)
@@ -36,12 +36,12 @@ def find_innermost(env: Mapping[str, str]) -> Detected | None:
     complete = [place for place in found if None not in place.numbers]
     several = [place for place in complete if place.numbers[1] != 1]
     if not several:
-        # WORLD_SIZE=1 beside a Slurm step of one says nothing that is missing.
+        # WORLD_SIZE=1 inside a one-process Slurm step adds no information.
         return tpu_pod.detect_from_metadata(env) or next(iter(complete or found), None)
     inner = several[0]
     for outer in several[1:]:
         engines = inner.engine, outer.engine
-        # Where srun ran inside of mpirun, its PMIx has named the job anew.
+        # If srun ran inside mpirun, its PMIx renamed the job.
         is_slurms = env.get("PMIX_NAMESPACE", "").startswith("slurm.")
         if is_slurms and engines == (OPEN_MPI, slurm_step.ENGINE):
             inner = outer
@@ -50,18 +50,18 @@ def find_innermost(env: Mapping[str, str]) -> Detected | None:
         elif engines not in _MAY_DIFFER:
             raise ConfigError(
                 f"{inner.numbering} ({inner.engine}) and {outer.numbering} ({outer.engine}) "
-                f"disagree; one launcher numbers the processes: unset one pair, or set "
+                f"disagree; ranks must come from one launcher: unset one pair, or set "
                 f"{PROCESS_ID}, {PROCESSES} and {COORDINATOR}"
             )
     return inner
 
 
 def _master(env: Mapping[str, str], port: int = 0) -> Fact:
-    """MASTER_ADDR at MASTER_PORT, or at `port` where that is not set."""
+    """Return MASTER_ADDR with MASTER_PORT, or with `port` if that is not set."""
     host = env["MASTER_ADDR"].strip(" []")
     if not host:
         raise ConfigError(
-            f"MASTER_ADDR={env['MASTER_ADDR']!r} names no host; it is the host of process 0: set it"
+            f"MASTER_ADDR={env['MASTER_ADDR']!r} has no host; set it to the host of process 0"
         )
     if "MASTER_PORT" not in env:
         return Fact(join_address(host, port), "MASTER_ADDR")
@@ -71,10 +71,10 @@ def _master(env: Mapping[str, str], port: int = 0) -> Fact:
 
 
 def _detect_torch(env: Mapping[str, str]) -> Detected | None:
-    """The place that RANK and WORLD_SIZE give, as torchrun and many other launchers set them.
+    """Read RANK and WORLD_SIZE, as set by torchrun and many other launchers.
 
-    torchrun keeps its own store listening on MASTER_PORT (TORCHELASTIC_USE_AGENT_STORE=True), so
-    there the coordinator is beside it. Any other launcher leaves MASTER_PORT to process 0.
+    torchrun's own store listens on MASTER_PORT (TORCHELASTIC_USE_AGENT_STORE=True), so the
+    coordinator gets the next port. Any other launcher leaves MASTER_PORT to process 0.
     """
     if "RANK" not in env and "WORLD_SIZE" not in env:
         return None
@@ -86,7 +86,7 @@ def _detect_torch(env: Mapping[str, str]) -> Detected | None:
         local_processes="LOCAL_WORLD_SIZE",
     )
     job = env.get("TORCHELASTIC_RUN_ID")
-    if job and job != "none":  # torchrun's word for a run that nobody named
+    if job and job != "none":  # torchrun's placeholder for an unnamed run
         facts["job"] = Fact(job, "TORCHELASTIC_RUN_ID")
     if "MASTER_ADDR" in env and "MASTER_PORT" in env:
         facts["coordinator"] = _master(env)
@@ -94,20 +94,20 @@ def _detect_torch(env: Mapping[str, str]) -> Detected | None:
             host, port = split_address(facts["coordinator"].value)
             beside = port + 1 if port < 65535 else port - 1
             facts["coordinator"] = Fact(
-                join_address(host, beside), "MASTER_ADDR, beside torchrun's own MASTER_PORT"
+                join_address(host, beside), "MASTER_ADDR, next to torchrun's own MASTER_PORT"
             )
     missing = " and ".join(name for name in _TORCH_NAMES if name not in env)
     there = ", ".join(f"{name}={env[name]}" for name in _TORCH_NAMES[:2] if name in env)
-    line = f"{there} without {missing}; {', '.join(_TORCH_NAMES)} go together: set {missing}"
+    line = f"{there} without {missing}; {', '.join(_TORCH_NAMES)} must all be set: set {missing}"
     return Detected(TORCH, facts, dict.fromkeys(("process", "processes", "coordinator"), line))
 
 
 def _detect_open_mpi(env: Mapping[str, str]) -> Detected | None:
-    """The place that mpirun of Open MPI 4 or 5 gave, or `None` where none started this process."""
+    """Read the variables of mpirun (Open MPI 4 or 5); `None` if it did not start this process."""
     missing = [name for name in (_RANK, _SIZE) if name not in env]
     if len(missing) == 1:
         there = _SIZE if missing == [_RANK] else _RANK
-        raise ConfigError(f"{there} is set and {missing[0]} is not; mpirun sets both: use it")
+        raise ConfigError(f"{there} is set but {missing[0]} is not; mpirun sets both: use mpirun")
     if missing:
         return None
     facts = numbers(
@@ -122,7 +122,7 @@ def _detect_open_mpi(env: Mapping[str, str]) -> Detected | None:
         facts["job"] = Fact(env[job_variable], job_variable)
     port = derived_port(env[job_variable] if job_variable else "")
     host = _host_of_mpirun(env.get(_MPIRUN, ""))
-    # Process 0 listens, so the host of mpirun serves only where process 0 is on it.
+    # Process 0 listens, so mpirun's host is usable only if process 0 runs on it.
     is_elsewhere = env.get(_DAEMON, env.get(_MPIRUN)) != env.get(_MPIRUN)
     if "local_processes" in facts and facts["local_processes"].value == facts["processes"].value:
         reason = f"one host: {_LOCAL_SIZE} is {_SIZE}"
@@ -132,16 +132,16 @@ def _detect_open_mpi(env: Mapping[str, str]) -> Detected | None:
     elif host and not (is_elsewhere and facts["process"].value == 0):
         facts["coordinator"] = Fact(join_address(host, port), f"host of mpirun in {_MPIRUN}")
     line = (
-        f"{_SIZE}={env[_SIZE]} on several hosts, and Open MPI does not say where process 0 is; "
-        f"name its host: mpirun -x MASTER_ADDR=HOST ..., or -x {COORDINATOR}=HOST:PORT"
+        f"{_SIZE}={env[_SIZE]} on several hosts, and Open MPI does not give the host of process "
+        f"0; set it: mpirun -x MASTER_ADDR=HOST ..., or -x {COORDINATOR}=HOST:PORT"
     )
     return Detected(OPEN_MPI, facts, {"coordinator": line})
 
 
 def _host_of_mpirun(uri: str) -> str | None:
-    """First usable address of `1531576320.0;tcp://10.96.0.1,10.148.0.1:34911;tcp6://[fe80::1]:4`.
+    """Return the first usable address of a URI.
 
-    JAX takes the first one, usable or not.
+    `1531576320.0;tcp://10.96.0.1,10.148.0.1:34911;tcp6://[fe80::1]:4`: JAX takes the first one.
     """
     found: list[str] = []
     for match in re.finditer(r"tcp6?://(?:\[([^\]]*)\]|([^:;]*)):\d+", uri):
@@ -151,18 +151,18 @@ def _host_of_mpirun(uri: str) -> str | None:
 
 
 def _detect_kubernetes(env: Mapping[str, str]) -> Detected | None:
-    """The place in an indexed Job, or `None` in any other pod and outside Kubernetes.
+    """Read the variables of an indexed Job; `None` in other pods and outside Kubernetes.
 
-    Kubernetes gives the index. The number of pods comes from REPLICAX_PROCESSES or WORLD_SIZE, the
+    Kubernetes sets the index. The number of pods comes from REPLICAX_PROCESSES or WORLD_SIZE, the
     coordinator from REPLICAX_COORDINATOR, MASTER_ADDR, or this pod's own name if it has a domain.
-    JAX asks the cluster's API instead, for which a pod needs a package and a permission.
+    JAX queries the cluster's API instead, for which a pod needs a package and a permission.
     """
     if _INDEX not in env or "KUBERNETES_SERVICE_HOST" not in env:
         return None
     facts = numbers(env, process=_INDEX, processes="WORLD_SIZE")
     index = facts["process"]
     if "processes" in facts and facts["processes"].value == 1:
-        facts["process"] = Fact(0, index.reason)  # pods that each train alone still have an index
+        facts["process"] = Fact(0, index.reason)  # pods that train alone also have an index
     # The pods of an indexed Job are named after it: JOB-INDEX.
     name, suffix = socket.gethostname().partition(".")[0], f"-{env[_INDEX].strip()}"
     job = name.removesuffix(suffix) if name.endswith(suffix) else ""
@@ -171,14 +171,14 @@ def _detect_kubernetes(env: Mapping[str, str]) -> Detected | None:
     if env.get("MASTER_ADDR"):
         facts["coordinator"] = _master(env, POD_PORT)
     elif COORDINATOR not in env:
-        # Asks the name service, which may be slow: only where nothing else tells.
+        # A DNS lookup, which may be slow: the last resort.
         domain = socket.getfqdn().partition(".")[2]
         if job and domain:
             address = join_address(f"{job}-0.{domain}", POD_PORT)
             facts["coordinator"] = Fact(address, f"index 0 in the pod's name {name}")
     lacks = {
-        "processes": f"{index.reason} without {PROCESSES}; pods cannot see how many they are: add "
-        "it to the pod's env with the Job's completions as its value, or 1 to train alone",
+        "processes": f"{index.reason} without {PROCESSES}; a pod cannot see how many pods exist: "
+        "add it to the pod's env, set to the Job's completions, or to 1 to train alone",
         "coordinator": f"{index.reason} without {COORDINATOR}, and the pod {name} has no domain; "
         f"add a headless Service and spec.template.spec.subdomain, or {COORDINATOR}=HOST:PORT "
         "to the pod's env",
@@ -186,7 +186,7 @@ def _detect_kubernetes(env: Mapping[str, str]) -> Detected | None:
     return Detected(KUBERNETES, facts, lacks)
 
 
-# From the innermost launcher outwards, where two agree.
+# From the innermost launcher outwards.
 _DETECTORS = (
     _detect_torch,
     tpu_pod.detect,
@@ -194,8 +194,8 @@ _DETECTORS = (
     slurm_step.detect,
     _detect_kubernetes,
 )
-# Inner and outer: two that may differ, since the outer only starts the inner's own helpers
-# (mpirun's daemons are a Slurm step), or numbers a part (one slice of TPUs is one indexed Job).
+# Pairs (inner, outer) that may differ: the outer only starts the inner's own helpers (mpirun's
+# daemons are a Slurm step), or numbers only a part (one TPU slice is one indexed Job).
 _MAY_DIFFER = {
     (OPEN_MPI, slurm_step.ENGINE),
     (tpu_pod.ENGINE, KUBERNETES),

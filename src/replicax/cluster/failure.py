@@ -1,4 +1,4 @@
-"""How a process ends that cannot go on: it says why, tells the others, and waits for nobody."""
+"""End a process that cannot continue: print the cause, notify the others, and exit at once."""
 
 import contextlib
 import faulthandler
@@ -20,10 +20,10 @@ from replicax.cluster.verdict import SAVED, Verdict
 from replicax.errors import AgreementError
 
 _LONGEST = 500
-"""Characters of an error that the others repeat; its own process has printed it whole."""
+"""Characters of an error that the others repeat; the failing process prints all of it."""
 _SERVING_SECONDS = 0.3
-"""How long process 0 outlives its verdict: JAX's own service goes with it, which aborts whoever has
-not yet said why it stops."""
+"""How long process 0 outlives its verdict: when its JAX service ends, JAX aborts the processes that
+have not yet printed why they stop."""
 _ENDING_SECONDS = 10.0
 """How long the link's thread may take to end a process."""
 
@@ -31,23 +31,23 @@ _last_words: list[Callable[[Verdict], None]] = []
 
 
 def say(line: str) -> None:
-    """Print a line of Replicax's own to stderr, whatever has become of that."""
+    """Print a line from Replicax to stderr; ignore a broken stderr."""
     with contextlib.suppress(OSError, ValueError):
         print(f"replicax: {line}", file=sys.stderr, flush=True)
 
 
 def before_stopping(tell: Callable[[Verdict], None]) -> None:
-    """Have `tell` called, in another thread, just before the others end this process."""
+    """Register `tell`, to be called in another thread just before the others end this process."""
     _last_words.append(tell)
 
 
 def stop_now(process: int, pulse: Pulse, verdict: Verdict) -> None:
-    """End this process because of `verdict`, whatever its main thread waits for."""
+    """End this process because of `verdict`, even if its main thread is blocked."""
     if verdict.stacks:
-        say(f"process {process} {pulse.stand(Patience())}; its Python stacks:")
+        say(f"process {process} {pulse.stand(Patience())}; Python stack traces:")
         with contextlib.suppress(Exception):  # a stderr without a file, in a notebook
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
-    others = ", as the others do" if process in verdict.blames else ""
+    others = ", like the others" if process in verdict.blames else ""
     say(f"process {process} stops{others}: {verdict.reason}")
     _write_verdict(process, verdict)
     for tell in _last_words:
@@ -59,10 +59,10 @@ def stop_now(process: int, pulse: Pulse, verdict: Verdict) -> None:
 
 
 def stop_all_now(reason: str, code: int = SAVED) -> NoReturn:
-    """End this process and all others of its job with `code`, whatever their main threads do.
+    """End all processes of the job with `code`, even if their main threads are blocked.
 
-    Each says the line `reason`. A process that has not yet joined the others ends alone. One that a
-    failure ends already ends with that.
+    Each prints the line `reason`. A process that has not yet joined the others ends alone. One that
+    is already ending because of a failure keeps that failure's code.
     """
     link = _link()
     if link is not None and link.stop_all(reason, code) is not None:
@@ -74,9 +74,9 @@ def stop_all_now(reason: str, code: int = SAVED) -> NoReturn:
 
 
 def report(error: BaseException) -> Verdict | None:
-    """Tell the other processes, if there are any, that this one fails with `error`.
+    """Notify the other processes, if any, that this one fails with `error`.
 
-    Return why it really ends, where that is not a fault of its own.
+    Return the actual cause if it lies in another process.
     """
     link = _link()
     process = _own_process(link)
@@ -84,7 +84,7 @@ def report(error: BaseException) -> Verdict | None:
     if len(text) > _LONGEST:
         text = f"{text[:_LONGEST]}..."
     verdict = None
-    if link is not None and isinstance(error, AgreementError):  # then the others know
+    if link is not None and isinstance(error, AgreementError):  # raised in all processes
         link.part()
     else:
         verdict = fail(text, collateral=is_collateral(error))
@@ -97,9 +97,9 @@ def report(error: BaseException) -> Verdict | None:
 
 
 def fail(error: str, *, collateral: bool) -> Verdict | None:
-    """Tell the other processes that this one fails with a line, as a victim of another if so.
+    """Notify the other processes that this one fails, and whether as a victim of another.
 
-    Return why all stop, if that is another's fault.
+    Return why all stop, if another process is at fault.
     """
     link = _link()
     if link is None:
@@ -110,7 +110,7 @@ def fail(error: str, *, collateral: bool) -> Verdict | None:
 
 def is_collateral(error: BaseException) -> bool:
     """Return whether `error` looks like another process's fault."""
-    # What a device says when its peers are gone; the types are jaxlib's and have no public name.
+    # Raised when a device's peers are gone; the types are jaxlib's and have no public name.
     return type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError")
 
 
@@ -120,14 +120,14 @@ def has_joined() -> bool:
 
 
 def end(error: BaseException, code: int) -> None:
-    """Report `error`, and where others would be waited for, end the process with `code`."""
+    """Report `error`; if exiting would wait for other processes, exit at once with `code`."""
     verdict = report(error)
     if has_joined():
         leave_at_once(verdict.code if verdict else code)
 
 
 def watch_exceptions() -> None:
-    """Report an exception that ends the program, and end it without waiting for the others."""
+    """Report an uncaught exception, and exit without waiting for the others."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -138,9 +138,9 @@ def watch_exceptions() -> None:
 
 
 def write_failure(process: int, error: str, *, blames: list[int] | None) -> None:
-    """Leave word for whoever started this process, where it asked for that.
+    """Write a failure report for the launcher, if it requested one.
 
-    The first word stands: what comes later is a consequence.
+    Only the first report is kept: later failures are consequences.
     """
     path, job = os.environ.get(variables.FAILURE_FILE), current_job()
     if not path:
@@ -157,7 +157,7 @@ def write_failure(process: int, error: str, *, blames: list[int] | None) -> None
 
 
 def leave_at_once(code: int) -> NoReturn:
-    """End the process without its exit handlers, among them JAX's, which wait for the others."""
+    """Exit without running exit handlers; JAX's wait for the other processes."""
 
     def flush() -> None:
         for stream in (sys.stdout, sys.stderr):
@@ -166,12 +166,12 @@ def leave_at_once(code: int) -> NoReturn:
 
     flushing = threading.Thread(target=flush, daemon=True)
     flushing.start()
-    flushing.join(timeout=0.5)  # the main thread may hold the lock of a stream, for good
+    flushing.join(timeout=0.5)  # the main thread may hold a stream's lock forever
     os._exit(code)
 
 
 def _write_verdict(process: int, verdict: Verdict) -> None:
-    if verdict.code != SAVED:  # which is no failure
+    if verdict.code != SAVED:  # not a failure
         write_failure(process, verdict.reason, blames=list(verdict.blames))
 
 

@@ -1,7 +1,7 @@
-"""The meeting place that process 0 keeps open: it admits the processes of one job, passes on what
-they tell each other, and decides when one of them is lost or stuck.
+"""The coordinator in process 0: it admits the processes of one job, relays their messages, and
+detects a process that is lost or stuck.
 
-A star over TCP, beside the devices' own network, so that it works when that one hangs.
+The topology is a star over TCP, separate from the devices' network, so it works when that hangs.
 """
 
 import asyncio
@@ -20,22 +20,22 @@ from replicax.cluster.rendezvous import bind
 from replicax.cluster.verdict import Member, Verdict, Waiting, judge
 
 HELLO_SECONDS = 10.0
-"""How long who connects may take to say who it is."""
+"""Timeout for the first message on a new connection."""
 LOOK_SECONDS = 0.1
-"""Between two looks at who is stuck."""
+"""Interval between checks for stuck processes."""
 _COLLATERAL_SECONDS = 1.0
-"""How long a failure that looks like somebody else's waits for that other one to be known."""
+"""How long to wait for the root cause of a failure that looks like a consequence."""
 
 
 Prepare = Callable[[list[wire.Hello]], Sequence[Any]]
-"""Called once with the first message of each process, in order, for what `Go` has after the names;
-an error ends all."""
+"""Called once with the first message of each process, in order; returns the fields of `Go` after
+the names. An error ends all processes."""
 
 
 class Hub:
-    """Serves the job of process 0's `place`, from a thread of its own until `close`.
+    """Serves the job of process 0's `place` in a separate thread until `close`.
 
-    All others have until `timeout_seconds` to come.
+    All others must join within `timeout_seconds`.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Hub:
         self._gathers: dict[str, Waiting] = {}
         self._started = False
         self._suspecting = False
-        """Whether a process failed that may be a victim: nobody waits for it any more."""
+        """Whether a process failed that may be a victim; stuck processes are then ignored."""
         self._verdict: Verdict | None = None
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
@@ -60,7 +60,7 @@ class Hub:
 
     def close(self) -> None:
         """Stop serving."""
-        with contextlib.suppress(RuntimeError):  # the loop has ended by itself
+        with contextlib.suppress(RuntimeError):  # the loop has already ended
             self._loop.call_soon_threadsafe(self._closing.set)
         self._thread.join(timeout=2.0)
 
@@ -78,7 +78,7 @@ class Hub:
         server.close()  # each connection is closed by its own task, which the runner cancels
 
     async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection from its first word to its last."""
+        """Handle one connection."""
         process = None
         try:
             hello = wire.decode(await asyncio.wait_for(reader.readline(), HELLO_SECONDS))
@@ -92,9 +92,9 @@ class Hub:
             while line := await reader.readline():
                 self._take(self._members[process], wire.decode(line))
         except (TimeoutError, OSError, ValueError, TypeError):
-            pass  # a stranger's noise, or a connection that broke: both end below
+            pass  # not one of our processes, or a broken connection: both are closed below
         except asyncio.CancelledError:
-            pass  # the hub closes, and Python 3.11 would log that as an error
+            pass  # the hub is closing; Python 3.11 would log an error
         finally:
             if process is not None:
                 self._lost(process)
@@ -104,14 +104,14 @@ class Hub:
     def _refusal(self, hello: wire.Hello) -> str | None:
         process, job = hello.process, hello.job
         if job != self._job:
-            return f"job {self._job!r} has this port, and this process belongs to job {job!r}"
+            return f"job {self._job!r} uses this port, and this process belongs to job {job!r}"
         if hello.asks:
-            return f"job {self._job!r} of {self._processes} processes has it already"
+            return f"job {self._job!r} of {self._processes} processes already uses it"
         if hello.processes != self._processes:
             told = hello.processes
-            return f"the job has {self._processes} processes, and this one was told {told}"
+            return f"the job has {self._processes} processes, but this one was given {told}"
         if type(process) is not int or not 0 <= process < self._processes:
-            return f"processes count from 0 to {self._processes - 1}, and this one is {process!r}"
+            return f"ranks are 0 to {self._processes - 1}, but this process has {process!r}"
         if process in self._members:
             return f"{self._members[process]} is already in the job"
         return self._verdict and self._verdict.reason
@@ -188,10 +188,10 @@ class Hub:
         if member.ended or self._verdict or self._closing.is_set():
             return
         if not self._started:
-            del self._members[process]  # it may come again; until then it is missing
+            del self._members[process]  # missing until it reconnects
             return
-        end = f"{member} is gone without a word, last heard of at step {member.standing.begun}"
-        self._stop(Verdict(f"{end}: killed, crashed, or cut off", [process]))
+        end = f"{member} disconnected without notice, last seen at step {member.standing.begun}"
+        self._stop(Verdict(f"{end}: killed, crashed, or network failure", [process]))
 
     async def _watch(self) -> None:
         deadline = time.monotonic() + self._timeout_seconds
@@ -200,7 +200,7 @@ class Hub:
             await asyncio.sleep(LOOK_SECONDS)
             now = time.monotonic()
             if now - looked_at > LOOK_SECONDS + self._silent_seconds / 4:
-                # We were frozen ourselves, and cannot know who else was.
+                # This process was frozen, and cannot tell whether others were.
                 for member in self._members.values():
                     member.heard_at += now - looked_at
                 for gather in self._gathers.values():
@@ -221,8 +221,8 @@ class Hub:
     def _absent(self) -> Verdict:
         missing = self._missing()
         return Verdict(
-            f"{processes_text(missing)} of {self._processes} did not come within "
-            f"{self._timeout_seconds:.0f} s: see why in {'its' if len(missing) == 1 else 'their'} "
+            f"{processes_text(missing)} of {self._processes} did not join within "
+            f"{self._timeout_seconds:.0f} s: see {'its' if len(missing) == 1 else 'their'} "
             "output",
             missing,
         )
@@ -233,7 +233,7 @@ class Hub:
             self._send_all(verdict)
 
     def _send_all(self, message: wire.Message) -> None:
-        # This process last: it may be about to exit, and the others are to know why.
+        # Process 0 last: it may be about to exit, and the others need the message first.
         for process in sorted(self._writers, reverse=True):
             self._send(process, message)
 

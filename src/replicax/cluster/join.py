@@ -1,4 +1,4 @@
-"""`initialize`: from a process on its own to one of a job, with JAX's runtime underneath."""
+"""`initialize`: join the processes of a job and start JAX's distributed runtime."""
 
 import atexit
 import contextlib
@@ -41,36 +41,36 @@ def initialize(
     patience: Patience | None = None,
     verbose: bool = True,
 ) -> ClusterJob:
-    """Join the other processes of this job, if the environment says that there are some.
+    """Join the other processes of this job, if the environment describes any.
 
-    Call it first in the program, and hand the job that it returns to `rx.DataParallel`. It reads
+    Call it first in the program, and pass the returned job to `rx.DataParallel`. It detects
     Slurm, Open MPI, Kubernetes (indexed jobs), TPU pods, `RANK`/`WORLD_SIZE`/`MASTER_ADDR` and
-    `REPLICAX_*`; a lone process is a job of its own, and a second call returns the first one's.
-    Afterwards `jax.devices()` are those of all processes. From then on a process that is lost,
-    stuck, or different from the others ends all of them, each with the cause on stderr.
+    `REPLICAX_*`. A single process is a job of one; a second call returns the first call's job.
+    Afterwards `jax.devices()` lists the devices of all processes. From then on, a process that is
+    lost, stuck, or different from the others ends all of them, and each prints the cause to stderr.
 
     Examples:
         >>> job = rx.initialize()  # alone, or one of many
         >>> dp = rx.DataParallel(loss, optimizer, job=job)
 
     Args:
-        coordinator: `host:port` where process 0 listens and the others find it.
-        processes: how many there are.
-        process: which one this is, from 0.
-        job: any text; a process with another one is refused.
-        local_devices: which of the visible accelerators this process takes. By default all, or its
-            share where processes on a host see the same ones.
-        timeout_seconds: until all must have come.
-        patience: with a process that makes no progress.
-        verbose: whether process 0 says on stderr what was found, and from where.
+        coordinator: `host:port` where process 0 listens.
+        processes: the number of processes.
+        process: the rank of this process, from 0.
+        job: a job ID, any text; a process with a different ID is rejected.
+        local_devices: indices of the visible accelerators that this process uses. By default all,
+            or an even share if several processes on a host see the same ones.
+        timeout_seconds: time within which all processes must join.
+        patience: timeouts for a process that makes no progress.
+        verbose: whether process 0 prints the detected job, and its sources, to stderr.
 
     Returns:
-        The job: `process`, `processes`, what `DataParallel` asks of it, and `place`, which tells
-        what was found and what decided it.
+        The job: `process`, `processes`, the methods that `DataParallel` needs, and `place`, the
+        detected values and their sources.
 
     Raises:
-        ConfigError: a variable or an argument that is missing, wrong, or contradicts another.
-        ClusterError: another process cannot be reached, never came, or refuses this one.
+        ConfigError: a variable or an argument is missing, invalid, or contradicts another.
+        ClusterError: another process cannot be reached, never joined, or rejects this one.
         AgreementError: the processes have different versions of Python, JAX or Replicax.
     """
     earlier = current_job()
@@ -99,7 +99,7 @@ def _join(place: Place, patience: Patience, timeout_seconds: float) -> Linked:
     if jax.distributed.is_initialized():
         raise ClusterError(
             "jax.distributed.initialize() was called before rx.initialize(), which calls it "
-            "itself: leave out the former"
+            "itself: remove the former call"
         )
     coordinator = str(place.coordinator)
     with contextlib.ExitStack() as held:
@@ -125,13 +125,13 @@ def _join(place: Place, patience: Patience, timeout_seconds: float) -> Linked:
         if not gpus:
             _do_not_preempt()
         _start_jax(place, go, timeout_seconds)
-    atexit.register(_leave, job.link)  # after JAX's, hence before it: that waits for everybody
+    atexit.register(_leave, job.link)  # registered after JAX's handler, so it runs before it
     return job
 
 
 def _start_jax(place: Place, go: Go, timeout_seconds: float) -> None:
     host = split_address(str(place.coordinator))[0]
-    # A signal to end is to end the process; JAX's own handler would swallow it.
+    # SIGTERM must end the process; JAX's handler would swallow it.
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
@@ -141,7 +141,7 @@ def _start_jax(place: Place, go: Go, timeout_seconds: float) -> None:
             local_device_ids=go.local_devices[place.process],
             cluster_detection_method="deactivate",
             initialization_timeout=int(timeout_seconds),
-            shutdown_timeout_seconds=_DAY_SECONDS,  # who is lost or stuck is found out otherwise
+            shutdown_timeout_seconds=_DAY_SECONDS,  # the link detects lost and stuck processes
             coordinator_bind_address=join_address(host if is_loopback(host) else "::", go.port),
         )
     except RuntimeError as error:
@@ -149,23 +149,23 @@ def _start_jax(place: Place, go: Go, timeout_seconds: float) -> None:
 
 
 def _do_not_preempt() -> None:
-    """Schedule this thread, and those that it makes from here on, as batch work where it can be.
+    """Schedule this thread, and the threads it starts later, as batch work if supported.
 
-    Gloo's receiving thread, woken while the sending one holds their lock, spins until its slice of
-    time is over: on one core 4 ms for each array of a reduction. Batch threads wait their turn.
+    Gloo's receiving thread, woken while the sending thread holds their lock, spins until its time
+    slice ends: on one core, 4 ms per array of a reduction. Batch threads do not preempt others.
     """
     if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _prepare(port: int, hellos: Sequence[Hello]) -> tuple[int, Sequence[Sequence[int] | None]]:
-    """The answer to all who came: process 0's port for JAX, and everybody's devices."""
+    """Return the reply to all processes: process 0's port for JAX, and each process's devices."""
     told = [hello.local_devices for hello in hellos]
     return port, told if any(told) else deal([(hello.host, hello.gpus) for hello in hellos])
 
 
 def _hold_port(host: str) -> socket.socket:
-    """A port that nobody else is given until JAX's service, which shares ports, listens on it."""
+    """Reserve a port until JAX's service, which shares ports, listens on it."""
     holder = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     holder.bind((host if is_loopback(host) else "", 0))
@@ -173,7 +173,7 @@ def _hold_port(host: str) -> socket.socket:
 
 
 def _versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide on numbers, as they are loaded."""
+    """Return the versions of Python and of the loaded packages that affect results."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         loaded = getattr(sys.modules.get(package), "__version__", None)

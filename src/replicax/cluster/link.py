@@ -1,4 +1,4 @@
-"""This process's connection to the others of its job, by way of process 0."""
+"""This process's connection to the other processes of its job, through process 0."""
 
 import contextlib
 import threading
@@ -12,16 +12,16 @@ from replicax.cluster.pulse import Pulse
 from replicax.cluster.verdict import Verdict
 
 _ACKNOWLEDGE_SECONDS = 3.0
-"""How long a process that fails waits to learn that all know of it, or whose fault it is."""
+"""How long a failing process waits for the verdict of process 0."""
 
 _PART_SECONDS = 0.5
 
 
 class Link:
-    """Tells the others where this process stands, and learns when they stop.
+    """Sends this process's heartbeats to the others, and receives their verdict.
 
-    `names` are those of `Go`, with which all have joined. `on_stop` is called once, in the link's
-    thread, with why all stop.
+    `names` are those of `Go`, sent when all have joined. `on_stop` is called once, in the link's
+    thread, with the reason why all stop.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Link:
         self._wire, self._patience, self._on_stop = connection, patience, on_stop
         self._hub = names[0]
         self._gathered: dict[str, list[Any] | None] = {}
-        """By each topic that is waited for, what has come."""
+        """The values received, by pending topic."""
         self._changed = threading.Condition()
         self._leaving = self._failing = False
         self._thread = threading.Thread(target=self._run, name="replicax-link", daemon=True)
@@ -52,11 +52,11 @@ class Link:
         cancelled: Callable[[], bool] | None = None,
         patience_seconds: float | None = None,
     ) -> list[Any]:
-        """`value` of every process, in order, once all have given theirs on `topic`.
+        """Return the `value` of every process, in order, once all have sent theirs for `topic`.
 
-        A topic is used once in a job, and a value is what JSON can hold. `cancelled` is asked now
-        and then; when it is true, the result is empty. By default the others have as long as each
-        of them may go without progress, and never less.
+        A topic is used once in a job, and values must be JSON. `cancelled` is polled; once it is
+        true, the result is empty. The others always have at least as long as each of them may go
+        without progress, which is the default timeout.
         """
         with self._changed:
             self._gathered[topic] = None
@@ -67,43 +67,42 @@ class Link:
             values = self._gathered.pop(topic)
         if values is not None:
             return values
-        # Else nobody else's silence on it would ever be forgiven.
+        # Otherwise the hub would keep waiting for the other values.
         with contextlib.suppress(OSError):
             self._wire.send(wire.Withdraw(topic))
         return []
 
     def fail(self, error: str, *, collateral: bool) -> Verdict | None:
-        """Tell the others that this process fails, and whether that looks like another's fault.
+        """Notify the others that this process fails, and whether that looks like another's fault.
 
-        Return why all stop, where that was known in time.
+        Return why all stop, if known in time.
         """
         self._failing = True
         return self._acknowledged(wire.Failed(error, collateral))
 
     def stop_all(self, reason: str, code: int) -> Verdict | None:
-        """Have all processes end with exit code `code`, this one among them.
+        """End all processes, including this one, with exit code `code`.
 
-        Return why all stop, this or what came before it; None where process 0 did not answer in
-        time.
+        Return why all stop: this or an earlier reason; None if process 0 did not answer in time.
         """
         return self._acknowledged(Verdict(reason, [], code=code))
 
     def _acknowledged(self, message: wire.Message) -> Verdict | None:
-        with contextlib.suppress(OSError):  # process 0 is gone, which the verdict will say
+        with contextlib.suppress(OSError):  # process 0 is gone; the verdict will say so
             self._wire.send(message)
         with self._changed:
             self._changed.wait_for(lambda: self.verdict is not None, _ACKNOWLEDGE_SECONDS)
         return self.verdict
 
     def part(self) -> None:
-        """Leave together with all others, for a reason that each knows."""
+        """Leave together with all others, for a reason known to each."""
         self._failing = True
         self.leave()
         if self.process == 0:
-            time.sleep(_PART_SECONDS)  # the others have yet to read what they were told
+            time.sleep(_PART_SECONDS)  # let the others read their last messages
 
     def leave(self) -> None:
-        """Tell the others that this process is done."""
+        """Notify the others that this process is done."""
         self._leaving = True
         with contextlib.suppress(OSError):  # process 0 left before us
             self._wire.send(wire.Bye())
@@ -128,17 +127,17 @@ class Link:
             except (OSError, ValueError):
                 if not self._leaving:
                     self._stop(
-                        Verdict(f"{self._hub} is gone without a word: killed or crashed", [0])
+                        Verdict(f"{self._hub} disconnected without notice: killed or crashed", [0])
                     )
                 return
             now = time.monotonic()
-            if now - looked_at > self._patience.silent_seconds / 2:  # we were frozen ourselves
+            if now - looked_at > self._patience.silent_seconds / 2:  # this process was frozen
                 heard_at += now - looked_at
                 self.pulse.forgive(now - looked_at)
             looked_at = now
             if now - heard_at > self._patience.silent_seconds:
-                silent = f"{self._hub} gave no sign of life for {now - heard_at:.0f} s"
-                verdict = Verdict(f"{silent}: frozen, out of memory, or cut off", [0], True)
+                silent = f"{self._hub} sent no heartbeat for {now - heard_at:.0f} s"
+                verdict = Verdict(f"{silent}: frozen, out of memory, or network failure", [0], True)
                 with contextlib.suppress(OSError):  # it reads this if it ever wakes up
                     self._wire.send(verdict)
                 self._stop(verdict)

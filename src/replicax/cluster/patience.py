@@ -1,4 +1,4 @@
-"""How long processes wait for each other before they give up."""
+"""How long processes wait for each other."""
 
 import dataclasses
 import math
@@ -9,37 +9,37 @@ from replicax.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Patience:
-    """When a process counts as stuck. Each limit can be set by the variable in brackets.
+    """Timeouts after which a process counts as stuck, with the variables that set them.
 
     Examples:
         >>> job = rx.initialize(patience=rx.Patience(stall_seconds=300))
     """
 
     stall_multiple: float = 10.0
-    """A process whose step takes this many times the usual is stuck [REPLICAX_STALL_MULTIPLE]."""
+    """Timeout of a step, as a multiple of the median step time [REPLICAX_STALL_MULTIPLE]."""
     stall_seconds: float = 60.0
-    """But never before so many seconds [REPLICAX_STALL_SECONDS]."""
+    """Minimum timeout of a step [REPLICAX_STALL_SECONDS]."""
     start_seconds: float = 1800.0
-    """The limit until the first step is done, and while anything compiles
+    """Timeout until the first step is done, and during compilation
     [REPLICAX_START_SECONDS]."""
     silent_seconds: float = 30.0
-    """A process that gives no sign of life for so long is frozen or cut off
-    [REPLICAX_SILENT_SECONDS]. Below jax's own 100 s, which end in an abort."""
+    """Timeout for heartbeats; a process without one is frozen or unreachable
+    [REPLICAX_SILENT_SECONDS]. Below JAX's own 100 s, which end in an abort."""
 
     @property
     def beat_seconds(self) -> float:
-        """Between two signs of life."""
+        """Interval between heartbeats."""
         return min(1.0, self.silent_seconds / 8)
 
     def allowed(self, usual_seconds: float | None) -> float:
-        """Seconds without progress for a process whose steps take `usual_seconds`."""
+        """Return how long a process may make no progress if its steps take `usual_seconds`."""
         if usual_seconds is None:
             return self.start_seconds
         return max(self.stall_seconds, self.stall_multiple * usual_seconds)
 
 
 def find_patience(env: Mapping[str, str]) -> Patience:
-    """The limits in `env`, or the usual ones; `ConfigError` for one that is no positive number."""
+    """Return the limits in `env`, else the defaults; `ConfigError` if one is not positive."""
     limits = {}
     for field in dataclasses.fields(Patience):
         name = f"REPLICAX_{field.name.upper()}"
@@ -50,5 +50,5 @@ def find_patience(env: Mapping[str, str]) -> Patience:
         except ValueError:
             limits[field.name] = math.nan
         if not limits[field.name] > 0:
-            raise ConfigError(f"{name}={env[name]}; it is a number above 0: correct or unset it")
+            raise ConfigError(f"{name}={env[name]}; it must be above 0: correct or unset it")
     return Patience(**limits)

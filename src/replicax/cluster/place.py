@@ -1,4 +1,4 @@
-"""The place of this process in its job, and which variable decided each part of it."""
+"""The place of this process in its job: rank, coordinator, ..., each with its source."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -22,29 +22,29 @@ _VARIABLES = {"process": PROCESS_ID, "processes": PROCESSES, "coordinator": COOR
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands in its job."""
+    """This process's place in its job."""
 
     process: int
-    """This process, from 0."""
+    """Rank of this process, from 0."""
     processes: int
     coordinator: str | None = None
-    """`host:port` where process 0 listens; `None` for one process alone."""
+    """`host:port` where process 0 listens; `None` for a single process."""
     job: str = ""
-    """The job's id; `""` where nothing tells."""
+    """The job ID; `""` if unknown."""
     local_process: int | None = None
-    """This process among those of its host, from 0, where known."""
+    """Rank of this process on its host, from 0, if known."""
     local_processes: int | None = None
-    """Processes on this host, where known."""
+    """Number of processes on this host, if known."""
     local_devices: tuple[int, ...] | None = None
-    """Which of the visible devices this process takes, where told; `None`: not told."""
+    """Indices of the visible devices that this process uses; `None` if not set."""
     engine: str = "nothing"
     """The engine that started it: `Slurm`, `Open MPI`, `Kubernetes`, `TPU`, `RANK/WORLD_SIZE`,
     `REPLICAX_*`, `arguments` or `nothing`."""
     reasons: Mapping[str, str] = field(default_factory=dict)
-    """Field -> what decided it: `{"process": "SLURM_PROCID=3"}`."""
+    """The source of each field: `{"process": "SLURM_PROCID=3"}`."""
 
     def line(self) -> str:
-        """Return what was found and which variables decided it, in one line."""
+        """Return the detected values and their sources, in one line."""
         numbered_by = self._because("process", "processes")
         parts = [f"process {self.process} of {self.processes}{numbered_by}"]
         if self.coordinator is not None:
@@ -57,7 +57,7 @@ class Place:
         return "; ".join(parts)
 
     def _because(self, *fields: str) -> str:
-        """The reasons of `fields` in brackets, without the values, which stand beside them."""
+        """Return the sources of `fields` in parentheses, without the values, shown already."""
         bare = [
             re.sub(r"(?<=\w)=\S*?(?=,? |$)", "", self.reasons[field])
             for field in fields
@@ -78,9 +78,9 @@ def find_place(
     """Find this process's place in its job, or raise `ConfigError`.
 
     Each part comes from its argument, else from its REPLICAX_* variable, else from the innermost
-    engine that started the process: torchrun and the like (RANK, WORLD_SIZE), a TPU pod, Open MPI,
-    a Slurm step, an indexed Job of Kubernetes. Where none did, the process is alone. Only a
-    TPU VM without TPU variables is asked over the network, through its own metadata server.
+    engine that started the process: torchrun and similar launchers (RANK, WORLD_SIZE), a TPU pod,
+    Open MPI, a Slurm step, an indexed Kubernetes Job. Without any, the process is alone. Only a
+    TPU VM without TPU variables sends a network request, to its own metadata server.
     """
     arguments = {"process": process, "processes": processes, "coordinator": coordinator}
     told = _told(env, {part: value for part, value in arguments.items() if value is not None})
@@ -90,7 +90,7 @@ def find_place(
     facts, lacks = dict(told), dict[str, str]()
     if ("processes" not in told or told["processes"].value > 1) and len(told) < len(_VARIABLES):
         detected = find_innermost(env)
-        # One process that is told it is one of several: the engine did not number it.
+        # An engine with one process did not assign the rank if variables name several.
         if detected and (detected.numbers[1] != 1 or told.keys() <= {"coordinator"}):
             engine, facts, lacks = detected.engine, {**detected.facts, **told}, {**detected.lacks}
     if not facts:
@@ -103,8 +103,8 @@ def find_place(
         there, name = ", ".join(fact.reason for fact in told.values()), _VARIABLES[part]
         raise ConfigError(
             lacks.get(part)
-            or f"{there} without {name}; {', '.join(_VARIABLES.values())} go together where no "
-            f"launcher gives them: set {name}, or pass {part}="
+            or f"{there} without {name}; {', '.join(_VARIABLES.values())} must all be set if no "
+            f"launcher sets them: set {name}, or pass {part}="
         )
 
     count = needed("processes").value
@@ -115,7 +115,7 @@ def find_place(
     if number >= count:
         raise ConfigError(
             f"{facts['process'].reason} with {facts['processes'].reason}; "
-            f"processes count from 0 to {count - 1}: lower it"
+            f"ranks are 0 to {count - 1}: lower it"
         )
     if count > 1:
         address, reason = needed("coordinator")
@@ -136,7 +136,7 @@ def find_place(
 
 
 def _told(env: Mapping[str, str], arguments: Mapping[str, object]) -> dict[str, Fact]:
-    """Read what arguments or REPLICAX_* variables say."""
+    """Read the arguments and REPLICAX_* variables."""
     told = {}
     for part, name in _VARIABLES.items():
         if part not in arguments and name not in env:
@@ -155,6 +155,6 @@ def _devices(text: str, name: str) -> Fact:
     numbers = tuple(int(each) for each in entries if each.isascii() and each.isdigit())
     if len(set(numbers)) < len(entries):
         raise ConfigError(
-            f"{name}={text!r} is not a list of different devices from 0, such as 0,1: correct it"
+            f"{name}={text!r} is not a list of distinct device indices, such as 0,1: correct it"
         )
     return Fact(numbers, f"{name}={text}")

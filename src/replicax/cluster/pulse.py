@@ -1,4 +1,4 @@
-"""Where this process stands: steps begun and done, what it does, and for how long already."""
+"""Progress of this process: steps begun and finished, its current activity, and for how long."""
 
 import collections
 import math
@@ -13,22 +13,22 @@ from replicax.cluster.patience import Patience
 from replicax.core.in_flight import InFlight
 
 _PACES = 100
-"""Step times remembered; their median is the usual one."""
+"""Number of recent step times kept; their median is the usual step time."""
 
 
 class Standing(NamedTuple):
-    """State that a process reports to the others."""
+    """State that a process reports to the others, as its heartbeat."""
 
     begun: int = 0
-    """Steps given to the devices. The process that has the fewest keeps the others waiting."""
+    """Steps dispatched to the devices. The process with the fewest blocks the others."""
     finished: int = 0
-    """Steps that the devices have done, as far as is known."""
+    """Steps that the devices are known to have finished."""
     doing: str = "starting"
     """`starting`, `stepping`, `compiling`, `in a callback`, `idle`."""
     seconds: float = 0.0
-    """Since it last made progress."""
+    """Time since its last progress."""
     allowed_seconds: float = math.inf
-    """How long it may go without; any time, until it tells."""
+    """Timeout for progress; unlimited until the first report."""
 
     def __str__(self) -> str:
         what = f"has begun {self.begun} steps and finished {self.finished}"
@@ -36,35 +36,35 @@ class Standing(NamedTuple):
 
 
 class Pulse:
-    """The heartbeat of this process: its training loop writes, and its link reads."""
+    """The progress of this process, written by its training loop and read by its link."""
 
     def __init__(self, in_flight: InFlight) -> None:
         self.in_flight = in_flight
         self._idle = False
         self._moved_at = time.monotonic()
         self._finished = 0, self._moved_at
-        """Steps that the devices have done, and when that was noticed."""
+        """Steps that the devices have finished, and when that was noticed."""
         self._paces: collections.deque[float] = collections.deque(maxlen=_PACES)
         self._looking = threading.Lock()
 
     def move(self) -> None:
-        """Report progress: a step was begun, a batch was evaluated."""
+        """Report progress: a step was begun, or a batch evaluated."""
         self._idle = False
         self._moved_at = time.monotonic()
-        self._look()  # a loop may be stuck before there were two beats
+        self._look()  # a loop may get stuck before two heartbeats
 
     def rest(self) -> None:
-        """Report that the loop is over, or not yet begun: nobody is to be alarmed."""
+        """Report that the loop is over, or has not begun: no timeout applies."""
         self._idle = True
         self._moved_at = time.monotonic()
 
     def forgive(self, seconds: float) -> None:
-        """Leave out `seconds` in which the whole process stood still, and could not help it."""
+        """Exclude `seconds` during which the whole process was frozen."""
         now = time.monotonic()
         self._moved_at = min(now, self._moved_at + seconds)
 
     def stand(self, patience: Patience) -> Standing:
-        """Return where this process stands now."""
+        """Return the current state of this process."""
         finished, noticed_at = self._look()
         begun = self.in_flight.begun
         seconds = time.monotonic() - max(self._moved_at, noticed_at)
@@ -78,10 +78,10 @@ class Pulse:
         return Standing(begun, finished, doing, seconds, allowed)
 
     def _look(self) -> tuple[int, float]:
-        """Return how many steps the devices have done, and when that was noticed; note their pace.
+        """Return the number of finished steps, and when that was noticed; record the step time.
 
-        A host runs ahead of its devices, and then waits for many steps at once: only what is
-        finished tells how long a step takes, and that there is progress.
+        A host runs ahead of its devices, and then waits for many steps at once: only finished
+        steps show progress and how long a step takes.
         """
         with self._looking:
             finished, now = self.in_flight.finished, time.monotonic()
@@ -94,7 +94,7 @@ class Pulse:
 
 
 def _inside() -> str | None:
-    """Return what this process does by its stacks, where they tell."""
+    """Return the activity of this process if its stack traces show it."""
     files = {
         frame.f_code.co_filename
         for stack in sys._current_frames().values()

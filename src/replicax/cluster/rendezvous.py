@@ -1,4 +1,4 @@
-"""How the processes of a job come together, before any of them touches a device."""
+"""Rendezvous of the processes of a job, before any of them uses a device."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ from replicax.errors import AgreementError, ClusterError
 _CONNECT_SECONDS = 5.0
 _AGAIN_SECONDS = 0.2
 _SAY_SECONDS = 10.0
-"""Between two lines on who is waited for."""
+"""Interval between printed lines while waiting."""
 _LOOPBACK = ("localhost", "127.", "::1")
 
 
@@ -26,9 +26,9 @@ def is_loopback(host: str) -> bool:
 
 
 def bind(place: Place, *, listens: bool = False) -> socket.socket:
-    """A socket of process 0 at the coordinator's port.
+    """Return process 0's socket, bound to the coordinator's port.
 
-    `ClusterError` where the port is taken, or the host is not this one.
+    `ClusterError` if the port is in use, or the address is not this host's.
     """
     host, port = split_address(str(place.coordinator))
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
@@ -40,14 +40,14 @@ def bind(place: Place, *, listens: bool = False) -> socket.socket:
     except OSError as error:
         bound.close()
         raise ClusterError(
-            f"process 0 cannot listen at {place.coordinator}: {error.strerror}{_whose(place)}; "
-            "one job has one port: stop the other one, or set REPLICAX_COORDINATOR to another port"
+            f"process 0 cannot listen on {place.coordinator}: {error.strerror}{_whose(place)}; "
+            "each job needs its own port: stop the other, or set REPLICAX_COORDINATOR to a free one"
         ) from None
     return bound
 
 
 def _whose(place: Place) -> str:
-    """Which job has the port, where it is one of ours."""
+    """Return which Replicax job uses the port, if any."""
     try:
         connection = socket.create_connection(split_address(str(place.coordinator)), timeout=1.0)
         with contextlib.closing(Connection(connection)) as wire:
@@ -61,21 +61,21 @@ def _whose(place: Place) -> str:
 def meet(
     coordinator: str, hello: Hello, timeout_seconds: float, say: Callable[[str], None]
 ) -> tuple[Connection, Go]:
-    """Go to the hub and wait there until all have come; `say` for whom, in lines.
+    """Connect to the hub and wait until all processes have joined; `say` which are missing.
 
-    `ClusterError` where the hub cannot be reached, refuses this process, or somebody never came;
-    `AgreementError` where the processes have different versions.
+    `ClusterError` if the hub cannot be reached or rejects this process, or if a process never
+    joined; `AgreementError` if the processes have different versions.
     """
     deadline = time.monotonic() + timeout_seconds
     wire = reach(coordinator, deadline, say)
     try:
         wire.send(hello)
-        # The hub's own deadline is the better informed one: wait a little longer than it.
+        # The hub reports which processes are missing: wait slightly longer than it does.
         return wire, _wait(wire, deadline + 5.0, say)
     except (OSError, ValueError) as error:
         wire.close()
         raise ClusterError(
-            f"{coordinator} was reached, and what listens there is no process 0 of a "
+            f"{coordinator} was reached, but the program listening there is not process 0 of a "
             f"Replicax job, or it just ended ({error}); see its output, or use another port"
         ) from None
     except BaseException:
@@ -84,9 +84,9 @@ def meet(
 
 
 def reach(coordinator: str, deadline: float, say: Callable[[str], None]) -> Connection:
-    """A connection to process 0, tried again until `deadline` on the monotonic clock.
+    """Connect to process 0, retrying until `deadline` on the monotonic clock.
 
-    `ClusterError` where there is none by then; its `__context__` is the system's error.
+    `ClusterError` if that fails; its `__context__` is the system's error.
     """
     host, port = split_address(coordinator)
     said_at = started = time.monotonic()
@@ -99,12 +99,12 @@ def reach(coordinator: str, deadline: float, say: Callable[[str], None]) -> Conn
             why = _why(host, error)
             if now > deadline:
                 raise ClusterError(
-                    f"{socket.gethostname()} cannot reach process 0 at {coordinator} within "
+                    f"{socket.gethostname()} could not reach process 0 at {coordinator} within "
                     f"{now - started:.0f} s: {why}"
                 ) from None
             if now - said_at > _SAY_SECONDS:
                 said_at = now
-                say(f"cannot reach process 0 at {coordinator} since {now - started:.0f} s: {why}")
+                say(f"cannot reach process 0 at {coordinator} after {now - started:.0f} s: {why}")
             time.sleep(_AGAIN_SECONDS)
 
 
@@ -115,22 +115,22 @@ def _wait(wire: Connection, deadline: float, say: Callable[[str], None]) -> Go:
             now = time.monotonic()
             match message:
                 case Refused(reason):
-                    raise ClusterError(f"refused by process 0: {reason}")
+                    raise ClusterError(f"rejected by process 0: {reason}")
                 case Verdict(reason, blames):
                     raise (ClusterError if blames else AgreementError)(reason)
                 case Go():
                     return message
                 case Tick(missing) if missing and now - said_at > _SAY_SECONDS:
                     said_at = now
-                    say(f"waiting for {processes_text(missing)} since {now - started:.0f} s")
+                    say(f"still waiting for {processes_text(missing)} after {now - started:.0f} s")
     raise ClusterError("process 0 did not start the job in time; see its output")
 
 
 def _why(host: str, error: OSError) -> str:
     if isinstance(error, socket.gaierror):
-        return f"the name {host!r} is not known here ({error.strerror})"
+        return f"the host name {host!r} cannot be resolved ({error.strerror})"
     if isinstance(error, ConnectionRefusedError):
-        return "nothing listens there: process 0 has not started, or failed"
+        return "connection refused: process 0 has not started, or failed"
     proxies = [name for name in os.environ if name.lower() in ("http_proxy", "https_proxy")]
-    proxy = f"; {', '.join(proxies)} set, which must not cover it" if proxies else ""
+    proxy = f"; {', '.join(proxies)} set: exclude this host" if proxies else ""
     return f"{error.strerror or error}: a firewall, another network, or a wrong address{proxy}"

@@ -1,4 +1,4 @@
-"""Slurm: processes that srun started, and its compressed lists of hosts and counts."""
+"""Slurm: detect processes started by srun, and expand its lists of hosts and counts."""
 
 import itertools
 import math
@@ -13,7 +13,7 @@ ENGINE = "Slurm"
 _NOT_BY_SRUN = "in a Slurm allocation but not started by srun"
 _HOSTS, _COUNTS = "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"
 _NEEDED = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", _HOSTS, "SLURM_JOB_ID")
-# Slurm's ids of the steps that hold salloc's shell and sbatch's script: no srun started those.
+# Slurm's step IDs of salloc's shell and sbatch's script, which srun did not start.
 _NOT_SRUN_STEPS = range(2**32 - 16, 2**32)
 
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
@@ -23,9 +23,9 @@ _MOST_HOSTS = 100_000
 
 
 def detect(env: Mapping[str, str]) -> Detected | None:
-    """The place in a Slurm step, or `None` outside Slurm.
+    """Read the variables of a Slurm step; `None` outside Slurm.
 
-    JAX's own detection reads SLURM_NTASKS, which a batch script has while it is one process.
+    JAX's own detection reads SLURM_NTASKS, which is also set in a batch script, a single process.
     """
     if "SLURM_JOB_ID" not in env:
         return None
@@ -47,8 +47,8 @@ def detect(env: Mapping[str, str]) -> Detected | None:
     counts = expand_counts(env[_COUNTS], _COUNTS) if _COUNTS in env else []
     if counts and (sum(counts) != facts["processes"].value or len(counts) != len(hosts)):
         return Detected(ENGINE, facts, {"coordinator": _one_component(env, hosts, counts)})
-    # JAX's port for the first step of a job, and another for each further one, which may be on the
-    # same host at the same time. A container may be unable to resolve the name of its own host.
+    # JAX's port for the first step of a job, and a different one for each further step, which may
+    # share the host. A container may be unable to resolve its own host name.
     port = FIRST_DERIVED_PORT + (job + 61 * number) % DERIVED_PORTS
     host, which = (hosts[0], "first") if len(hosts) > 1 else ("127.0.0.1", "only")
     facts["coordinator"] = Fact(join_address(host, port), f"{which} host of {_HOSTS}={env[_HOSTS]}")
@@ -57,34 +57,34 @@ def detect(env: Mapping[str, str]) -> Detected | None:
         if node is not None and node >= len(counts):
             raise ConfigError(
                 f"SLURM_NODEID={node} and {_COUNTS} has {len(counts)} hosts; "
-                f"hosts count from 0 to {len(counts) - 1}: start every process with one srun"
+                f"node IDs are 0 to {len(counts) - 1}: start all processes with one srun"
             )
         facts["local_processes"] = Fact(counts[node or 0], f"{_COUNTS}, SLURM_NODEID")
     return Detected(ENGINE, facts)
 
 
 def _one_component(env: Mapping[str, str], hosts: list[str], counts: list[int]) -> str:
-    """Tell that the hosts are those of one component of a heterogeneous step, not of the step."""
+    """Return an error: the hosts belong to one component of a heterogeneous step."""
     processes = env["SLURM_STEP_NUM_TASKS"]
     if "SLURM_HET_SIZE" in env or "SLURM_PACK_SIZE" in env:
         return (
-            f"{_HOSTS}={env[_HOSTS]} has not the SLURM_STEP_NUM_TASKS={processes} processes of "
-            f"this heterogeneous step; it lists one component: set {COORDINATOR}=HOST:PORT, with "
-            "the host of process 0"
+            f"{_HOSTS}={env[_HOSTS]} does not cover the SLURM_STEP_NUM_TASKS={processes} processes "
+            f"of this heterogeneous step; it lists one component: set {COORDINATOR}=HOST:PORT, "
+            "with the host of process 0"
         )
     raise ConfigError(
         f"{_COUNTS}={env[_COUNTS]} is {sum(counts)} processes on {len(counts)} hosts, "
-        f"SLURM_STEP_NUM_TASKS={processes} and {_HOSTS} has {len(hosts)} hosts; one step has one "
-        "number of each: start all with one srun"
+        f"SLURM_STEP_NUM_TASKS={processes} and {_HOSTS} has {len(hosts)} hosts; in one step these "
+        "must match: start all processes with one srun"
     )
 
 
 def expand_hosts(text: str, name: str) -> list[str]:
-    """Every host of a list such as `node[001-003,7],gpu1` or `rack[0-1]node[0-3]`, in order."""
+    """Expand a host list such as `node[001-003,7],gpu1` or `rack[0-1]node[0-3]`, in order."""
     hosts: list[str] = []
     for part in map(str.strip, re.split(r",(?![^\[]*\])", text)):
         pieces = re.split(r"[][]", part) if _HOST.fullmatch(part) else []
-        # Every other piece is what stands in brackets.
+        # Every other piece is in brackets.
         choices = [_expand_ranges(p) if i % 2 else [p] for i, p in enumerate(pieces)]
         if not pieces or not 0 < math.prod(map(len, choices)) <= _MOST_HOSTS - len(hosts):
             raise ConfigError(
@@ -96,19 +96,19 @@ def expand_hosts(text: str, name: str) -> list[str]:
 
 
 def _expand_ranges(inside: str) -> list[str]:
-    """The numbers in brackets; none where a range runs backwards, or is too long."""
+    """Expand the ranges in brackets; empty if one is descending or too long."""
     numbers: list[str] = []
     for part in inside.split(","):
         first, _, last = part.partition("-")
         if not 0 <= int(last or first) - int(first) < _MOST_HOSTS:
             return []
-        # The width of the first number holds for all: 001-003, 9-11.
+        # All are padded to the width of the first number: 001-003, 9-11.
         numbers += [f"{n:0{len(first)}d}" for n in range(int(first), int(last or first) + 1)]
     return numbers
 
 
 def expand_counts(text: str, name: str) -> list[int]:
-    """Every count of a list of counts: `2(x3),1` is `[2, 2, 2, 1]`."""
+    """Expand a list of counts: `2(x3),1` is `[2, 2, 2, 1]`."""
     counts: list[int] = []
     for part in text.split(","):
         match = _COUNT.fullmatch(part.strip())

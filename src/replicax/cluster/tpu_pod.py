@@ -1,4 +1,4 @@
-"""TPU pods: what GKE sets in the environment, or else what the TPU VM's metadata server says."""
+"""TPU pods: read GKE's environment variables, or the TPU VM's metadata server."""
 
 import contextlib
 import http.client
@@ -22,30 +22,30 @@ _TIMEOUT_SECONDS = 3.0
 
 
 def detect(env: Mapping[str, str]) -> Detected | None:
-    """The place in a TPU pod as the environment tells it, or `None` where it does not."""
+    """Read the place in a TPU pod from environment variables; `None` without them."""
     name = next((name for name in _HOSTS if name in env), None)
     if name is None:
         return None
     hosts = [_host(text) for text in env[name].split(",") if text.strip()]
     if not hosts:
-        raise ConfigError(f"{name} is empty; it lists the pod's hosts: set or unset it")
+        raise ConfigError(f"{name} is empty; it must list the pod's hosts: set or unset it")
     if len(hosts) > 1 and "TPU_WORKER_ID" not in env:
         raise ConfigError(
-            f"{name} lists {len(hosts)} hosts and TPU_WORKER_ID is not set; the two go "
-            f"together: set TPU_WORKER_ID from 0 to {len(hosts) - 1}"
+            f"{name} lists {len(hosts)} hosts but TPU_WORKER_ID is not set; both are "
+            f"needed: set TPU_WORKER_ID from 0 to {len(hosts) - 1}"
         )
     return _place(env.get("TPU_WORKER_ID", "0"), "TPU_WORKER_ID", hosts, name, env)
 
 
 def detect_from_metadata(env: Mapping[str, str]) -> Detected | None:
-    """The place as the metadata server tells it, or `None` where this is not a TPU VM in a pod."""
+    """Read the place from the metadata server; `None` if this is not a TPU VM in a pod."""
     if "TPU_SKIP_MDS_QUERY" in env or not is_tpu_vm():
         return None
     worker = _attribute(env, "agent-worker-number")
     endpoints = _attribute(env, "worker-network-endpoints")
     if worker is None or endpoints is None:
         return None
-    # Each is a host name, or in the older format a triple name:id:address.
+    # Each is a host name, or name:id:address in the older format.
     hosts = [endpoint.strip().split(":")[-1] for endpoint in endpoints.split(",")]
     # The lines of tpu-env are NAME: 'value'.
     lines = re.findall(r"^\s*(\w+)\s*:\s*(.*?)\s*$", _attribute(env, "tpu-env") or "", re.MULTILINE)
@@ -58,20 +58,20 @@ def detect_from_metadata(env: Mapping[str, str]) -> Detected | None:
 def _place(
     worker_text: str, worker_name: str, hosts: list[str], hosts_name: str, env: Mapping[str, str]
 ) -> Detected:
-    """The place of one of a slice's `hosts`."""
+    """Return the place of one of a slice's `hosts`."""
     worker = whole_number(worker_text, worker_name)
     slices = whole_number(env.get("MEGASCALE_NUM_SLICES") or "1", "MEGASCALE_NUM_SLICES", least=1)
     this_slice = whole_number(env.get("MEGASCALE_SLICE_ID") or "0", "MEGASCALE_SLICE_ID")
     first = env.get("MEGASCALE_COORDINATOR_ADDRESS")
     if worker >= len(hosts):
         raise ConfigError(
-            f"{worker_name}={worker} and {hosts_name} lists {len(hosts)} hosts; hosts count "
-            f"from 0 to {len(hosts) - 1}: correct one of them"
+            f"{worker_name}={worker} and {hosts_name} lists {len(hosts)} hosts; worker IDs "
+            f"are 0 to {len(hosts) - 1}: correct one of them"
         )
     if this_slice >= slices:
         raise ConfigError(
-            f"MEGASCALE_SLICE_ID={this_slice} with MEGASCALE_NUM_SLICES={slices}; slices count "
-            f"from 0 to {slices - 1}: lower it"
+            f"MEGASCALE_SLICE_ID={this_slice} with MEGASCALE_NUM_SLICES={slices}; slice IDs "
+            f"are 0 to {slices - 1}: lower it"
         )
     if slices > 1 and not first:
         raise ConfigError(
@@ -94,7 +94,7 @@ def _place(
 
 
 def _host(text: str) -> str:
-    """`text` without its port."""
+    """Return `text` without its port."""
     text = text.strip()
     if text.startswith("["):
         return text[1:].partition("]")[0]
@@ -102,14 +102,14 @@ def _host(text: str) -> str:
 
 
 def is_tpu_vm() -> bool:
-    """Whether TPU chips are attached to this host, as JAX tells them."""
+    """Return whether JAX finds TPU chips attached to this host."""
     with contextlib.suppress(OSError):  # hot-unplugged between listing and reading
         return bool(hardware_utils.num_available_tpu_chips_and_device_id()[0])
     return False
 
 
 def _attribute(env: Mapping[str, str], key: str) -> str | None:
-    """One attribute of this instance, or `None` where its server has none of that name."""
+    """Return one attribute of this instance, or `None` if the server does not have it."""
     server = env.get("GCE_METADATA_IP", "metadata.google.internal")
     url = f"http://{server}/computeMetadata/v1/instance/attributes/{key}"
     request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})

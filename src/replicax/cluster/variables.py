@@ -1,4 +1,4 @@
-"""Environment variables that tell a process its place in a job."""
+"""Environment variables that define a process's place in a job."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,20 +6,20 @@ from typing import Any, NamedTuple
 
 from replicax.errors import ConfigError
 
-# Those that `replicax launch` sets; `Patience` has more.
+# Set by `replicax launch`; `Patience` has more.
 
 PROCESS_ID = "REPLICAX_PROCESS_ID"
-"""This process, from 0."""
+"""Rank of this process, from 0."""
 PROCESSES = "REPLICAX_PROCESSES"
-"""How many processes the job has."""
+"""Number of processes of the job."""
 COORDINATOR = "REPLICAX_COORDINATOR"
 """`host:port` where process 0 listens for the others."""
 JOB_ID = "REPLICAX_JOB_ID"
-"""Any text; a process with another one is refused."""
+"""Any text; a process with a different ID is rejected."""
 LOCAL_DEVICES = "REPLICAX_LOCAL_DEVICES"
-"""Which of the visible accelerators this process takes: `0,1`."""
+"""Indices of the visible accelerators that this process uses: `0,1`."""
 FAILURE_FILE = "REPLICAX_FAILURE_FILE"
-"""Where a process that fails writes why: see `replicax.cluster.failure`."""
+"""Path of the failure report that a failing process writes: see `replicax.cluster.failure`."""
 
 
 class Fact(NamedTuple):
@@ -27,23 +27,23 @@ class Fact(NamedTuple):
 
     value: Any
     reason: str
-    """The variable that decided it, with its value where that is short: `RANK=3`."""
+    """Its source: a variable, with its value if that is short: `RANK=3`."""
 
 
 @dataclass(frozen=True)
 class Detected:
-    """The place that one engine gives."""
+    """The place detected from one engine."""
 
     engine: str
     facts: Mapping[str, Fact]
-    """By their names: `process`, `processes`, `coordinator`, `job`, `local_process` and
-    `local_processes`, as far as it tells."""
+    """By name: `process`, `processes`, `coordinator`, `job`, `local_process` and
+    `local_processes`, as far as known."""
     lacks: Mapping[str, str] = field(default_factory=dict)
-    """By the same names, one line saying what is missing and how to give it."""
+    """Errors for missing facts, by the same names: what is missing and how to set it."""
 
     @property
     def numbers(self) -> tuple[int | None, int | None]:
-        """Process and processes; `None` is what another engine may know."""
+        """Process and processes; `None` if unknown to this engine."""
         process, processes = self.facts.get("process"), self.facts.get("processes")
         return process and process.value, processes and processes.value
 
@@ -54,17 +54,17 @@ class Detected:
 
 
 def whole_number(text: str, name: str, least: int = 0) -> int:
-    """The whole number in `text`, which the variable or argument `name` holds."""
+    """Return the integer in `text`, the value of the variable or argument `name`."""
     digits = text.strip()
     if not (digits.isascii() and digits.isdigit()) or int(digits) < least:
         raise ConfigError(
-            f"{name}={text!r} is not a whole number from {least}: correct or unset it"
+            f"{name}={text!r} is not an integer of at least {least}: correct or unset it"
         )
     return int(digits)
 
 
 def numbers(env: Mapping[str, str], **names: str) -> dict[str, Fact]:
-    """The whole numbers of those variables that are set, by the parts of a place that they are."""
+    """Return the integers of the variables that are set, by their parts of a place."""
     found = {}
     for part, name in names.items():
         if name in env:

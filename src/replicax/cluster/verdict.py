@@ -1,4 +1,4 @@
-"""Who keeps the others waiting: the decision that ends a job instead of a hang."""
+"""Detect the process that blocks the others, to end the job instead of hanging."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -10,12 +10,12 @@ SAVED = 75
 """The exit code of a process that stopped early with everything saved."""
 
 _UNHEARD_SECONDS = 2.0
-"""Silence worth a word, where a process is to blame; processes give a sign of life a second."""
+"""Time without heartbeats that is reported about a blamed process; the interval is 1 s."""
 
 
 @dataclasses.dataclass
 class Member:
-    """A process as process 0 sees it. Times are process 0's clock, in seconds."""
+    """A process as seen by process 0. Times are on process 0's clock, in seconds."""
 
     process: int
     host: str
@@ -23,7 +23,7 @@ class Member:
     heard_at: float
     standing: Standing = dataclasses.field(default_factory=Standing)
     ended: bool = False
-    """It said that it is done, and nothing more is expected of it."""
+    """Whether it has reported that it is done; nothing more is expected of it."""
 
     def __str__(self) -> str:
         return f"process {self.process} ({self.host}, pid {self.pid})"
@@ -31,12 +31,12 @@ class Member:
 
 @dataclasses.dataclass
 class Waiting:
-    """Processes that have given their values on a topic, and wait for all others'."""
+    """Values that processes have sent for a topic, while they wait for the others'."""
 
     since: float
     values: dict[int, Any] = dataclasses.field(default_factory=dict)
     patience_seconds: dict[int, float] = dataclasses.field(default_factory=dict)
-    """How long each of them has said that it may take, if longer than usual."""
+    """Timeout requested by each of them, if longer than the default."""
 
 
 class Verdict(NamedTuple):
@@ -45,22 +45,22 @@ class Verdict(NamedTuple):
     reason: str
     blames: Sequence[int]
     stacks: bool = False
-    """Whether each process is to print where it stands."""
+    """Whether each process prints its stack traces."""
     code: int = 1
-    """Exit code of each process; `SAVED` where none has failed."""
+    """Exit code of each process; `SAVED` if none has failed."""
 
 
 def judge(
     members: Mapping[int, Member], waiting: Mapping[str, Waiting], now: float, silent_seconds: float
 ) -> Verdict | None:
-    """Whether somebody is stuck, and who; None where all is well. `waiting` is by topic."""
+    """Return which processes are stuck or silent; None if none is. `waiting` is by topic."""
     running = [member for member in members.values() if not member.ended]
     silent = [member for member in running if now - member.heard_at > silent_seconds]
     if silent:
         seconds = max(now - member.heard_at for member in silent)
         return Verdict(
-            f"{', '.join(map(str, silent))} gave no sign of life for {seconds:.0f} s, last at step "
-            f"{silent[0].standing.begun}: frozen, out of memory, or cut off",
+            f"{', '.join(map(str, silent))} sent no heartbeat for {seconds:.0f} s, last at step "
+            f"{silent[0].standing.begun}: frozen, out of memory, or network failure",
             [member.process for member in silent],
             stacks=True,
         )
@@ -81,7 +81,7 @@ def judge(
 def _missing(topic: str, missing: Sequence[Member], seconds: float, now: float) -> Verdict:
     they = "; ".join(f"{member}, which {_state(member, now)}" for member in missing)
     return Verdict(
-        f"the others wait since {seconds:.0f} s to hear of {topic} from {they}",
+        f"the others have waited {seconds:.0f} s for {topic} from {they}",
         [member.process for member in missing],
         stacks=True,
     )
@@ -90,13 +90,13 @@ def _missing(topic: str, missing: Sequence[Member], seconds: float, now: float) 
 def _stalled(
     members: Sequence[Member], stuck: Sequence[Member], patience: float, now: float
 ) -> Verdict:
-    """Blame whoever has begun the fewest steps; among equals, whoever is in a callback."""
+    """Blame the processes that have begun the fewest steps; among equals, those in a callback."""
     fewest = min(member.standing.begun for member in members)
     behind = [member for member in members if member.standing.begun == fewest]
     if len(behind) > 1:
         behind = [m for m in behind if m.standing.doing == "in a callback"] or behind
     seconds = max(member.standing.seconds for member in stuck)
-    rest = f"no step for {seconds:.0f} s, and {patience:.0f} s are allowed"
+    rest = f"no step for {seconds:.0f} s (timeout {patience:.0f} s)"
     if len(behind) == len(members):
         return Verdict(f"{rest}; all processes are at step {fewest}", [], stacks=True)
     they = "; ".join(f"{member}, which {_state(member, now)}" for member in behind)
@@ -113,5 +113,5 @@ def _state(member: Member, now: float) -> str:
         return f"ended after step {member.standing.begun}"
     unheard = now - member.heard_at
     if unheard > _UNHEARD_SECONDS:
-        return f"gave no sign of life for {unheard:.0f} s: frozen, or cut off"
+        return f"sent no heartbeat for {unheard:.0f} s: frozen, or network failure"
     return str(member.standing)

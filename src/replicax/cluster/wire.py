@@ -1,6 +1,6 @@
-"""Messages between the processes of a job: one JSON array a line, over TCP.
+"""Messages between the processes of a job: one JSON array per line, over TCP.
 
-Nothing that arrives is ever executed: whoever reaches the port can at most be refused.
+Received data is never executed: an unknown client is only rejected.
 """
 
 import contextlib
@@ -15,11 +15,11 @@ from replicax.cluster.pulse import Standing
 from replicax.cluster.verdict import Verdict
 
 LONGEST_LINE_BYTES = 1 << 26
-"""A longer message is a stranger's, and ends the connection."""
+"""A longer message does not come from Replicax, and ends the connection."""
 SEND_SECONDS = 10.0
-"""How long a full socket is waited for. Messages are small: its reader is frozen or gone."""
+"""Timeout for sending. Messages are small: if a socket stays full, its reader is frozen or gone."""
 
-# To process 0. `Standing` is a sign of life, and a `Verdict` has it stop the job.
+# To process 0. `Standing` is a heartbeat, and a `Verdict` makes it stop the job.
 
 
 class Hello(NamedTuple):
@@ -32,23 +32,23 @@ class Hello(NamedTuple):
     pid: int = 0
     versions: Mapping[str, str] = {}
     gpus: Sequence[str] = ()
-    """UUIDs of those that it sees."""
+    """UUIDs of the visible GPUs."""
     local_devices: Sequence[int] | None = None
     asks: bool = False
-    """Whether it only asks whose port this is."""
+    """Whether it only asks which job uses this port."""
 
 
 class Gather(NamedTuple):
-    """A value for all others; the job awaits everybody's."""
+    """A value for all others; every process sends one."""
 
     topic: str
     value: Any
     patience_seconds: float | None = None
-    """How long the others may take; by default as long as each may go without progress."""
+    """Timeout for the others; by default how long each may go without progress."""
 
 
 class Withdraw(NamedTuple):
-    """The process waits no longer for others' values."""
+    """The process no longer waits for the others' values."""
 
     topic: str
 
@@ -58,42 +58,42 @@ class Failed(NamedTuple):
 
     error: str
     collateral: bool
-    """Whether that looks like another's fault."""
+    """Whether that looks like another process's fault."""
 
 
 class Bye(NamedTuple):
     """The process is done."""
 
 
-# From process 0, which tells all why they stop with a `Verdict`.
+# From process 0, which also sends a `Verdict` to stop all.
 
 
 class Refused(NamedTuple):
-    """The process is none of the job; the connection ends."""
+    """The process does not belong to the job; the connection ends."""
 
     reason: str
 
 
 class Tick(NamedTuple):
-    """A sign of life."""
+    """A heartbeat."""
 
     missing: Sequence[int]
-    """Processes that have not come yet."""
+    """Processes that have not joined yet."""
 
 
 class Go(NamedTuple):
-    """All have come."""
+    """All processes have joined."""
 
     names: Sequence[str]
-    """As people would want them named, in order."""
+    """Readable names of the processes, in order."""
     port: int = 0
-    """Where JAX's own service will listen, on the same host."""
+    """Port of JAX's own service, on the same host."""
     local_devices: Sequence[Sequence[int] | None] = ()
-    """Which of its visible accelerators each process takes; `None`: all."""
+    """Indices of the visible accelerators that each process uses; `None`: all."""
 
 
 class Gathered(NamedTuple):
-    """Everybody's value, in order."""
+    """The values of all processes, in order."""
 
     topic: str
     values: list[Any]
@@ -106,17 +106,17 @@ _KINDS = {kind.__name__: kind for kind in get_args(Message)}
 
 
 def encode(message: Message) -> bytes:
-    """`message` as a line."""
+    """Return `message` as a line."""
     return json.dumps([type(message).__name__, *message], separators=(",", ":")).encode() + b"\n"
 
 
 def decode(line: bytes) -> Message:
-    """The message in `line`; `ValueError` if there is none."""
+    """Return the message in `line`; `ValueError` if there is none."""
     try:
         kind, *fields = json.loads(line)
         message: Message = _KINDS[kind](*fields)
     except (TypeError, LookupError) as error:
-        raise ValueError(f"{line[:80]!r} is no message") from error
+        raise ValueError(f"{line[:80]!r} is not a message") from error
     return message
 
 
@@ -131,21 +131,21 @@ class Connection:
         self._unread = bytearray()
 
     def send(self, message: Message) -> None:
-        """Send `message`; `OSError` where the other end is gone or takes nothing any more."""
+        """Send `message`; `OSError` if the other end is gone or no longer reads."""
         with self._sending:
             self._socket.sendall(encode(message))
 
     def receive(self, timeout_seconds: float) -> Iterator[Message]:
-        """Yield the messages that arrive within `timeout_seconds`, as soon as something does.
+        """Yield the messages that arrive within `timeout_seconds`, as soon as any arrives.
 
-        Raise `ConnectionError` where the other end has closed, and `ValueError` where it does not
-        speak this language.
+        Raise `ConnectionError` if the other end has closed, and `ValueError` if it does not
+        follow this protocol.
         """
         searched = 0
         while self._unread.find(b"\n", searched) < 0:
             searched = len(self._unread)
-            # A timeout of the socket itself would also be that of a `send` in another thread, and
-            # an epoll would sleep on when another thread closes the socket.
+            # A timeout of the socket would also apply to a `send` in another thread, and
+            # an epoll would not wake up when another thread closes the socket.
             with selectors.PollSelector() as selector:
                 selector.register(self._socket, selectors.EVENT_READ)
                 if not selector.select(timeout_seconds):
@@ -155,10 +155,10 @@ class Connection:
                 raise ConnectionResetError("closed by the other end")
             self._unread += arrived
             if len(self._unread) > LONGEST_LINE_BYTES:
-                raise ValueError("a message without an end")
+                raise ValueError("unterminated message")
         while (end := self._unread.find(b"\n")) >= 0:
             line = bytes(self._unread[:end])
-            del self._unread[: end + 1]  # before it is used: who stops here gets the rest later
+            del self._unread[: end + 1]  # before the yield: the next call gets the rest
             yield decode(line)
 
     def close(self) -> None:
