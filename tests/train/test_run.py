@@ -153,13 +153,13 @@ def test_a_batch_is_stepped_on_once(dp: rx.DataParallel) -> None:
     with run(dp) as running:
         batches = iter(running)
         first = next(batches)
-        with pytest.raises(StateError, match="another batch"):
+        with pytest.raises(StateError, match="batch other"):
             running.step(next(iter(dp.feed(SOURCE, BATCH))))
         assert float(running.step(first)["loss"]) > 0
         with pytest.raises(StateError, match="twice"):
             running.step(first)
         next(batches)
-        with pytest.raises(StateError, match="another batch"):
+        with pytest.raises(StateError, match="batch other"):
             running.step(first)
         with pytest.raises(StateError, match=r"no step\b.*batch 1 of epoch 0"):
             next(batches)

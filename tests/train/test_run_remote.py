@@ -172,7 +172,7 @@ def test_a_hook_with_a_folder_of_its_own_works(dp: rx.DataParallel, objects: Obj
 def test_what_cannot_be_loaded_is_told_in_one_line(
     dp: rx.DataParallel, objects: Objects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match=f"{URL} .*no run: .*no config.json"):
+    with pytest.raises(ConfigError, match=f"{URL} .*not a .*no config.json"):
         rx.load(URL, dp=dp)
     with pytest.raises(ConfigError, match=r"^ftp://host/x .*object store"):
         rx.load("ftp://host/x", dp=dp)

@@ -1,4 +1,4 @@
-"""The loop around the step: epochs, evaluations, records, checkpoints."""
+"""The training loop: epochs, evaluations, records, checkpoints."""
 
 import contextlib
 import dataclasses
@@ -27,7 +27,7 @@ from replicax.train.storage import Storage, parts_of_processes
 
 
 class Loop(Running):
-    """A run on its way, in this start of it: the parts of `rx.Run` that move it on."""
+    """The loop of a run: the parts of `rx.Run` that advance it."""
 
     state: TrainState
     hooks: Hooks
@@ -44,19 +44,19 @@ class Loop(Running):
         self.place = RunPosition(0, 0, 0)
         self.records: list[Record] = []
         self.rows = 0
-        """Trained on in the whole run."""
+        """Rows trained on in the whole run."""
         self.error: BaseException | None = None
         self._evaluated_at = self._closed_at = -1
         self._good: tuple[Position, dict[str, Any], float] | None = None
-        """Where the state was good that a hook keeps, and when."""
+        """Position and time of the last known good state, which a hook keeps."""
         self._good_at: float | None = None
         self._back: tuple[TrainState, str, dict[str, float]] | None = None
-        """Where a hook wants to go back to, why, and metrics of the record of it."""
+        """The state a hook asked to go back to, the reason, and metrics for its record."""
         self._waits = False
         self._begun = False  # whether a step was done in this start
-        self._given: Batch | None = None  # no step was done on it yet
+        self._given: Batch | None = None  # the newest batch, if not stepped on yet
         self._stream: Generator[Batch] | None = None
-        self._ended = False  # whether all batches were given that there are to be
+        self._ended = False  # whether all batches of the run were yielded
 
     @property
     def is_main(self) -> bool:
@@ -67,23 +67,23 @@ class Loop(Running):
         return None if self._storage is None or not self.is_main else self._storage.path
 
     def __iter__(self) -> Iterator[Batch]:
-        """Give batches from the exact one that is next; between two, do what is due."""
+        """Yield batches, starting at exactly the next one; evaluate and save between them."""
         self._stream = self._batches()
         return self._stream
 
     def step(self, batch: Batch) -> Metrics:
-        """Do the step on the batch that was given last, and return its metrics.
+        """Do the step on the batch yielded last, and return its metrics.
 
         They are float32 scalars on the device: reading one waits for the step.
 
         Raises:
-            StateError: another batch, or a second step on the same one.
-            ReplicaxError: as `DataParallel.step`, and what hooks find.
+            StateError: the batch is another one, or was stepped on already.
+            ReplicaxError: as in `DataParallel.step`, and errors of hooks.
         """
         if batch is not self._given:
             raise StateError(
-                "run.step was given another batch than the run gave last, or the same one twice; a "
-                "run knows where it stands by one step for each batch: step on each one once"
+                "run.step got a batch other than the last one yielded, or the same batch twice; a "
+                "run tracks its position by one step per batch: call run.step once on each batch"
             )
         if not self._begun:
             self._begin(batch)
@@ -118,15 +118,15 @@ class Loop(Running):
         self._stopping.stop(why)
 
     def save(self) -> None:
-        """Ask for a checkpoint.
+        """Request a checkpoint.
 
         Raises:
-            ConfigError: the run has none.
+            ConfigError: the run does not save checkpoints.
         """
         if not self._resumable:
             raise ConfigError(
-                "a checkpoint was asked for, and the run has none; give it a run_dir, and a Saving "
-                "with steps or minutes"
+                "a checkpoint was requested, but the run does not save any; pass a run_dir, and a "
+                "Saving with steps or minutes"
             )
         self._stopping.save()
 
@@ -147,7 +147,7 @@ class Loop(Running):
         self._back = state, why, metrics
 
     def _batches(self) -> Generator[Batch]:
-        """All epochs, or as many steps as there are to be, or until it is to stop."""
+        """Yield the batches of all epochs or steps, or until the run stops."""
         while True:
             if not self._all_steps_done() and self._stopping.why is None:
                 went_back = yield from self._epoch()
@@ -160,7 +160,7 @@ class Loop(Running):
         self._ended = True
 
     def _epoch(self) -> Generator[Batch, None, bool]:
-        """The rest of the epoch, or what is left of the steps."""
+        """Yield the remaining batches of the epoch, or of the steps."""
         self._evaluate_if_due()
         feed = self.dp.feed(self.source, epoch=self.place.epoch, first=self.place.batch)
         waited = 0.0
@@ -175,8 +175,8 @@ class Loop(Running):
                 if self._given is batch:
                     raise StateError(
                         f"no step was done on batch {self.place.batch} of epoch {self.place.epoch};"
-                        " a run knows where it stands by one step for each batch: call "
-                        "run.step(batch), and leave rows out in the source"
+                        " a run tracks its position by one step per batch: call run.step(batch) on "
+                        "each batch, and filter rows in the source"
                     )
                 if self._went_back() or self._do_what_is_due(batches):
                     return True
@@ -187,7 +187,7 @@ class Loop(Running):
         return self._settle(closing=closing, due=due)
 
     def _do_what_is_due(self, batches: "_Ahead") -> bool:
-        """Evaluate and save between two steps; whether the run went back by that."""
+        """Evaluate and save between two steps if due; return whether the run went back."""
         self._stopping.vote()
         if self._storage is not None:
             self._storage.tell()
@@ -200,7 +200,7 @@ class Loop(Running):
         return False
 
     def _close_epoch(self) -> None:
-        """Evaluate where that is due, and tell the hooks: an epoch is over, or the run."""
+        """Evaluate if due, and call the hooks at the end of an epoch or of the run."""
         if self._stopping.wanted or self.place.step == self._closed_at:
             return
         record = None
@@ -209,7 +209,7 @@ class Loop(Running):
         if evaluator is not None and due and self._evaluated_at != here.step:
             record = self._evaluate()
             if record is None:
-                return  # it is done whole when the run goes on
+                return  # it is repeated in full when the run resumes
         self._closed_at = self.place.step
         self.hooks("epoch", self, record)
         self._stopping.vote(now=True)
@@ -217,7 +217,7 @@ class Loop(Running):
             self._save()
 
     def _evaluate_if_due(self) -> bool:
-        """Evaluate between two steps, where that is due; whether the run went back by that."""
+        """Evaluate between two steps if due; return whether the run went back."""
         if self._evaluator is None or self._evaluated_at == self.place.step:
             return False
         asked = self._stopping.evaluation_due
@@ -241,8 +241,8 @@ class Loop(Running):
         for name, value in record.metrics.items():
             if name.rpartition("/")[2] == LOSS and not math.isfinite(value):
                 raise DivergedError(
-                    f"the eval {name} is {value} at step {record.step}; training cannot go on from "
-                    "it: lower the learning rate, or clip the gradient"
+                    f"the eval {name} is {value} at step {record.step}; training cannot continue: "
+                    "lower the learning rate, or clip the gradient"
                 )
         self.hooks("evaluation", self, record)
         self._meter.leave_out(time.perf_counter() - started)
@@ -254,7 +254,7 @@ class Loop(Running):
         return self._stopping.wanted
 
     def _begin(self, batch: Batch) -> None:
-        """Compile: until that is done, a signal may end the run at once, as nothing is lost."""
+        """Compile; until then a signal may end the run at once, as nothing is lost."""
         self._ledger.enter("compiling")
         if self._storage is not None and not self._storage.knows_program:
             self._storage.check_program(program_fingerprint(self.dp, self.state, batch))
@@ -266,12 +266,12 @@ class Loop(Running):
         self._interrupt.hold()
 
     def _follow(self, may_remain: int, *, closing: bool = False, due: bool = False) -> None:
-        """Follow the steps that have finished; a hook may then want the run to go back.
+        """Process the finished steps; a hook may then ask the run to go back.
 
         Args:
-            may_remain: steps that are not waited for.
-            closing: whether the epoch or the run ends here: then there is a record of it. Where it
-                only stops, there is none, and who goes on from there leaves the same records.
+            may_remain: number of newest steps not to wait for.
+            closing: whether the epoch or the run ends here, which adds a record. A run that is
+                interrupted adds none, so that a resumed run writes the same records.
             due: whether the state is about to be saved or evaluated, or the run to end.
         """
         made: list[Record] = []
@@ -293,11 +293,11 @@ class Loop(Running):
             self._good_at = None
 
     def _with_figures(self, record: Record) -> Record:
-        """`record` with the hooks' figures, before they see a later step than it tells of."""
+        """Return `record` with the hooks' figures, before they see any later step."""
         return dataclasses.replace(record, figures=self.hooks.figures(self, record) or None)
 
     def _went_back(self) -> bool:
-        """Go on from where a hook wants to, if one does: what came after it has not been."""
+        """Go back to the position a hook asked for, if any, and discard the steps after it."""
         if self._back is None:
             return False
         (state, why, metrics), self._back = self._back, None
@@ -315,12 +315,12 @@ class Loop(Running):
         return True
 
     def _settle(self, *, closing: bool = False, due: bool = True) -> bool:
-        """Follow all steps to their end; whether the run went back by that."""
+        """Wait for all steps and process them; return whether the run went back."""
         self._follow(0, closing=closing, due=due)
         return self._went_back()
 
     def _save_is_due(self, *, asked: bool = False) -> bool:
-        """Whether to save now; if `asked`, only where the clock or a hook says so."""
+        """Whether to save now; if `asked`, only because of the clock or a hook."""
         if not self._resumable:
             return False
         assert self._storage is not None
@@ -337,7 +337,7 @@ class Loop(Running):
         self._meter.leave_out(time.perf_counter() - started)
 
     def _position(self) -> Position:
-        """Where the run stands, all records being written that are due."""
+        """The current position, once all due records are written."""
         rows = self.place.batch * self.source.batch_size
         return Position(
             step=self.place.step,
@@ -351,7 +351,7 @@ class Loop(Running):
         )
 
     def _extra(self) -> dict[str, Any]:
-        """The rest of where a run stands; see `_stand_at` and `storage.first_batch`."""
+        """The rest of the position; see `_stand_at` and `storage.first_batch`."""
         return {
             "batch": self.place.batch,
             "evaluated": self._evaluated_at,
@@ -361,7 +361,7 @@ class Loop(Running):
         }
 
     def _stand_at(self, position: Position, extra: dict[str, Any]) -> None:
-        """Go on from `position` of a checkpoint with `extra`: what came after it has not been."""
+        """Move to `position` of a checkpoint with `extra`, and discard everything after it."""
         self.place = RunPosition(position.step, position.epoch, extra["batch"])
         self.rows, self._closed_at = position.rows_trained, position.evaluated_step
         self._evaluated_at = extra.get("evaluated", position.evaluated_step)
@@ -395,7 +395,7 @@ class _Ahead(Iterator[Batch]):
 
     @property
     def ended(self) -> bool:
-        """Whether the last batch was the last one; waits for the next where need be."""
+        """Whether there are no more batches; may wait for the next one."""
         if not self._next:
             self._next.extend(itertools.islice(self._batches, 1))
         return not self._next

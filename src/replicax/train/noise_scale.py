@@ -1,8 +1,8 @@
-"""The gradient noise scale: how far the gradients of parts of a batch are apart.
+"""The gradient noise scale: how much the gradients of parts of a batch differ.
 
 McCandlish et al., An Empirical Model of Large-Batch Training, 2018 (arXiv:1812.06162), appendix
-A.1, compare the squared norm of a batch's gradient with those of smaller ones. Here these are
-disjoint parts of one batch, and the parts may weigh unequally.
+A.1, compare the squared gradient norm of a batch with those of smaller batches. Here the smaller
+batches are disjoint parts of one batch, possibly of unequal weight.
 """
 
 import dataclasses
@@ -38,38 +38,38 @@ from replicax.train.records import Record, write_json
 from replicax.wording import first_line
 
 PARTS = 4
-"""Parts of a batch, on any number of devices. Two would do, and give |G|² with twice the variance
-that many parts tend to; four come within a third of that, and each adds a reduction."""
+"""Parts per batch, for any number of devices. The variance of |G|² with two parts is twice the
+limit of many parts; with four it is a third above. Each part adds a reduction."""
 CONFIDENCE = 0.95
-"""Confidence of the range."""
+"""Confidence level of the range."""
 LEAST_SAMPLES = 5
-"""Fewer say nothing about their own error."""
-FILE, NOISE = "noise_scale.json", "noise"  # the latter is the kind of record that a sample is
+"""Fewer samples give no error estimate."""
+FILE, NOISE = "noise_scale.json", "noise"  # the latter is the record kind of a sample
 _NUMBERS = ("squared_gradient_norm", "trace")
 
 
 class NoiseSample(NamedTuple):
-    """Unbiased estimates from one batch, float32 scalars: average many before dividing any.
+    """Unbiased estimates from one batch, float32 scalars: average many before dividing them.
 
-    NaN where fewer than two parts have any weight.
+    NaN if fewer than two parts have nonzero weight.
     """
 
     squared_gradient_norm: Any
-    """|G|², G the gradient of the mean loss over all data; noise can make it negative."""
+    """|G|², where G is the gradient of the mean loss over all data; noise can make it negative."""
     trace: Any
-    """tr Σ, the variance of the gradient of one row, summed over the parameters."""
+    """tr Σ, the variance of a single row's gradient, summed over the parameters."""
     rows: Any
-    """Real rows of the batch."""
+    """Number of real rows in the batch."""
 
 
 def noise_probe(dp: DataParallel, state: TrainState) -> Any:
-    """Return what measures the noise in the gradient, beside the training, which it leaves as is.
+    """Return a function that measures the gradient noise, without affecting the training.
 
-    It is one program in all modes: the compiler splits each part's rows over the devices, as in
-    mode `jit`. The parts hold the same rows on any number of devices, and are computed one after
-    the other, in at least as many micro-batches as the step. It holds two gradients, split as the
-    layout splits the parameters, and moves what `PARTS` steps reduce. It is a `jax.jit` function of
-    the state before a step and the step's batch, and gives a `NoiseSample`.
+    It is the same program in all modes: the compiler splits the rows of each part over the devices,
+    as in mode `jit`. The parts contain the same rows on any number of devices, and are computed
+    sequentially, in at least as many micro-batches as the step. It needs memory for two gradients,
+    sharded like the parameters, and the communication of `PARTS` steps. It is a `jax.jit` function
+    of the state before a step and the step's batch, and returns a `NoiseSample`.
     """
     program, mesh = dp.program(state), dp.mesh
     function = partial(
@@ -93,12 +93,12 @@ def _sample(
     mesh: Mesh,
     shardings: PyTree,
 ) -> NoiseSample:
-    """The estimates from the parts of the whole batch.
+    """Estimate from the parts of the whole batch.
 
     A part of weight w has a mean gradient g of expectation G and covariance Σ / w; the whole batch,
-    of weight W, their mean. So the sum of w |g - mean|² over the n parts has expectation
-    (n - 1) tr Σ, whatever they weigh, and |mean|² has |G|² + tr Σ / W. Where parts weigh alike this
-    is appendix A.1 with a part as the small batch and the whole as the big one.
+    of weight W, has their weighted mean. So the sum of w |g - mean|² over the n parts has
+    expectation (n - 1) tr Σ for any weights, and |mean|² has |G|² + tr Σ / W. For equal weights
+    this is appendix A.1 with a part as the small batch and the whole batch as the big one.
     """
     batch, accumulate, key = batch.whole(), Sequential(micro_batches), step_key(state)
 
@@ -111,15 +111,15 @@ def _sample(
     def add(carry: Any, numbered: tuple[jax.Array, Batch]) -> tuple[Any, None]:
         mean, weight, scatter, count = carry
         found, own = gradient(*numbered)
-        # Welford's way: the difference of two nearly equal sums would lose all digits.
+        # Welford's algorithm: a difference of two nearly equal sums would lose all digits.
         apart = jax.tree.map(jnp.subtract, found, mean)
         share = own / jnp.where(weight + own > 0, weight + own, 1)
         mean = jax.tree.map(lambda old, step: old + share * step, mean, apart)
         scatter = scatter + weight * share * optax.tree.norm(apart, squared=True)
         return (mean, weight + own, scatter, count + (own > 0)), None
 
-    # Neighbours go to different parts: no row leaves its device, and the padding at the end, of
-    # which each number of devices needs another, leaves the real rows in their parts.
+    # Adjacent rows go to different parts: no row leaves its device, and the padding at the end,
+    # which depends on the number of devices, does not change the parts of the real rows.
     parts = jax.tree.map(partial(cut, parts=PARTS), _padded(batch, PARTS * micro_batches))
     parts = lax.with_sharding_constraint(
         parts, NamedSharding(mesh, PartitionSpec(None, row_axis(mesh)))
@@ -128,7 +128,7 @@ def _sample(
     zeros, weight = zeros_like(jax.eval_shape(gradient, jnp.int32(0), first))
     carry = (lax.with_sharding_constraint(zeros, shardings), weight, weight, jnp.int32(0))
     (mean, weight, scatter, count), _ = lax.scan(add, carry, (jnp.arange(PARTS), parts))
-    noise = scatter / (count - 1) / weight  # of the whole batch's gradient; 0 / 0 for one part
+    noise = scatter / (count - 1) / weight  # that of the whole batch's gradient; 0 / 0 for one part
     rows = jnp.sum(batch.mask)
     return NoiseSample(optax.tree.norm(mean, squared=True) - noise, noise * rows, rows)
 
@@ -146,28 +146,28 @@ class NoiseScale:
     """B = tr Σ / |G|² over the later half of a run."""
 
     rows: float
-    """The estimate; infinite where that of |G|² is not above 0."""
+    """The estimate; infinite if the estimate of |G|² is not positive."""
     low: float
     high: float
-    """Its range of 95 %, in rows: 0 where nothing is excluded, infinite where |G|² may be 0."""
+    """The 95 % range, in rows: from 0 if nothing is excluded, to infinity if |G|² may be 0."""
     squared_gradient_norm: float
     trace: float
     """Means of the samples, see `NoiseSample`."""
     samples: int
-    """Batches measured."""
+    """Number of batches measured."""
     left_out: int
-    """Batches that were measured and not finite, or had fewer than two parts with any weight."""
+    """Batches excluded as not finite, or with fewer than two parts of nonzero weight."""
     parts: int
-    """Each batch was cut into so many."""
+    """Number of parts per batch."""
     batch_rows: int
     """Rows of the largest batch measured."""
     first_step: int
     last_step: int
-    """Steps on whose batches it was measured, counted from 1."""
+    """First and last step measured, counted from 1."""
 
     @property
     def resolved(self) -> bool:
-        """Whether the samples tell |G|² from 0, so that the scale has an upper bound."""
+        """Whether |G|² differs significantly from 0, so that the scale has an upper bound."""
         return math.isfinite(self.high)
 
     def __str__(self) -> str:
@@ -181,14 +181,14 @@ class NoiseScale:
         return f"{above}: measure longer · {said}"
 
     def save(self, folder: Path) -> None:
-        """Write `noise_scale.json`; JSON has no infinity, and null stands for it."""
+        """Write `noise_scale.json`, with null for infinity, which JSON lacks."""
         write_json(folder / FILE, dataclasses.asdict(self))
 
 
 class NoiseMeter(Hook):
-    """Measures the gradient noise every so many steps, each time at the cost of about a gradient.
+    """Measure the gradient noise every few steps, each time at about the cost of a gradient.
 
-    The estimate is `scale` once the run has ended, and `noise_scale.json` in its folder. See
+    At the end of the run the estimate is in `scale`, and in `noise_scale.json` in its folder. See
     docs/noise-scale.md.
 
     Examples:
@@ -200,7 +200,7 @@ class NoiseMeter(Hook):
         every: steps between two samples.
 
     Raises:
-        ConfigError: nothing to measure.
+        ConfigError: `every` below 1, or batches of one row.
     """
 
     def __init__(self, every: int) -> None:
@@ -213,15 +213,15 @@ class NoiseMeter(Hook):
     def start(self, run: Running) -> None:
         if run.source.batch_size == 1:
             raise ConfigError(
-                "a NoiseMeter with batch_size=1; the noise is how far parts of a batch are apart, "
-                "and 1 row has none: use at least 2 rows, better many"
+                "a NoiseMeter with batch_size=1; the noise is measured between parts of a batch, "
+                "and 1 row has no parts: use at least 2 rows, preferably many"
             )
         self._probe = None
 
     def before_step(self, run: Running, batch: Batch) -> None:
-        """Measure before the step on `batch`, where it is time to, without waiting for it."""
+        """Measure on `batch` before its step, if due, without waiting for the result."""
         dp, given = run.dp, (run.state, batch)
-        if self._probe is None:  # it compiles at the first step, before the clock is started
+        if self._probe is None:  # compile at the first step, before timing starts
             self._probe = noise_probe(dp, run.state)
             lowered = self._probe.lower(*given)
             agree_on_program(dp.configuration, "the noise measurement", given, lowered)
@@ -246,10 +246,10 @@ class NoiseMeter(Hook):
 
 
 def noise_scale(records: Sequence[Record]) -> NoiseScale:
-    """The noise scale over the later half of a run: it grows while a model learns, most at first.
+    """The noise scale over the later half of a run; it grows during training, fastest at first.
 
-    Numerator and denominator are averaged before the division. The range is Fieller's for the
-    ratio of two means (J. R. Statist. Soc. B 16, 1954), which has no upper end where the
+    Numerator and denominator are averaged before the division. The range is Fieller's interval
+    for the ratio of two means (J. R. Statist. Soc. B 16, 1954), which is unbounded if the
     denominator may be 0.
     """
     taken = [record for record in records if record.kind == NOISE]
@@ -276,7 +276,7 @@ def noise_scale(records: Sequence[Record]) -> NoiseScale:
 
 
 def load_noise_scale(path: Path) -> NoiseScale:
-    """Return the noise scale that a run measured."""
+    """Read the noise scale that a run measured."""
     file = path / FILE if path.is_dir() else path
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
@@ -286,16 +286,16 @@ def load_noise_scale(path: Path) -> NoiseScale:
         return NoiseScale(**told)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
-            f"{file} holds no noise scale ({first_line(error)}); a run writes it at its end: "
-            "measure one with replicax train --measure-noise-scale"
+            f"{file} does not contain a noise scale ({first_line(error)}); a run writes it at its "
+            "end: measure one with replicax train --measure-noise-scale"
         ) from error
 
 
 def _range(pairs: np.ndarray) -> tuple[float, float]:
-    """The ratios of mean trace to mean |G|² that the samples `[n, 2]` of the two do not exclude.
+    """The range of ratios of mean trace to mean |G|² that the samples `[n, 2]` do not exclude.
 
-    A ratio r is excluded where the mean of trace - r |G|² is too far from 0. That is a quadratic
-    inequality in r: a r² - 2 b r + c <= 0.
+    A ratio r is excluded if the mean of trace - r |G|² is too far from 0. The others satisfy a
+    quadratic inequality in r: a r² - 2 b r + c <= 0.
     """
     from scipy.special import stdtrit  # a dependency of JAX
 
@@ -309,11 +309,11 @@ def _range(pairs: np.ndarray) -> tuple[float, float]:
     root = math.sqrt(max(b * b - a * c, 0.0))
     if a > 0 and square > 0:
         return max((b - root) / a, 0.0), max((b + root) / a, 0.0)
-    # |G|² may be 0. Where the trace may not, small ratios are excluded nevertheless.
+    # |G|² may be 0. Small ratios are still excluded if the trace cannot be 0.
     excluded = a < 0 and c > 0 and trace > 0
     return max((b - root) / a, 0.0) if excluded else 0.0, math.inf
 
 
 def _rows(rows: float) -> str:
-    """Rows in three digits: `1,230`, `12.3`."""
+    """Format rows with three digits: `1,230`, `12.3`."""
     return f"{float(f'{rows:.3g}'):,.0f}" if rows >= 100 else f"{rows:.3g}"

@@ -1,8 +1,8 @@
-"""Where a run is saved: a folder, or a URL of an object store, and what differs between the two.
+"""File operations for run folders, which are local folders or URLs of an object store.
 
-An object is written whole or not at all, and listed once it is; but there are no folders to make,
-sync or rename, and nothing can be appended to. Paths of object stores are `etils.epath`'s, as
-Orbax's are; what fails there is raised as `OSError`.
+An object is written atomically, and listed once it is written; but there are no folders to create,
+sync or rename, and objects cannot be appended to. Object store paths are `etils.epath` paths, as in
+Orbax; their errors are raised as `OSError`.
 """
 
 import concurrent.futures
@@ -22,13 +22,13 @@ _AT_ONCE_BYTES = 2**24
 
 
 def place(run_dir: str | os.PathLike[str]) -> Path:
-    """Return the path of a folder or of a URL: `"runs/first"`, `"gs://bucket/runs/first"`."""
+    """Return the path for a folder or URL: `"runs/first"`, `"gs://bucket/runs/first"`."""
     scheme, separator, _ = os.fspath(run_dir).partition("://")
     if not separator:
         return Path(run_dir)
     if scheme not in _STORES:
         known = ", ".join(f"{each}://" for each in _STORES)
-        raise ConfigError(f"{os.fspath(run_dir)} is in no object store; there are {known}")
+        raise ConfigError(f"{os.fspath(run_dir)} is not in a known object store; use {known}")
     return cast(Path, require("etils.epath", "checkpoints").Path(run_dir))
 
 
@@ -38,27 +38,27 @@ def is_remote(path: Path) -> bool:
 
 
 def names(folder: Path) -> list[str]:
-    """The names in `folder`, as they are now; none where an object store has none."""
+    """List the names in `folder`, uncached; empty if an object store has no such folder."""
     if not is_remote(folder):
         return os.listdir(folder)
     with contextlib.suppress(FileNotFoundError), _os_errors(folder):
         system = getattr(cast(Any, folder)._backend, "fs", None)
-        if system is not None:  # fsspec keeps what it listed, and others have written since
+        if system is not None:  # fsspec caches listings, but other processes write too
             system(folder).invalidate_cache()
         return [each.name for each in folder.iterdir()]
     return []
 
 
 def make_folder(folder: Path) -> None:
-    """Make `folder` where there are folders, and those above."""
+    """Create `folder` and its parents; no-op in an object store."""
     if not is_remote(folder):
         folder.mkdir(parents=True, exist_ok=True)
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write the file at `path`: a reader, or a crash, meets all of it or what was there before.
+    """Write the file at `path` atomically: readers see the old or the new contents, never a part.
 
-    It is on the disk once this returns.
+    The file is on disk when this returns.
     """
     if is_remote(path):
         with _os_errors(path):
@@ -66,7 +66,7 @@ def write_whole(path: Path, data: bytes) -> None:
         return
     beside = path.with_name(f".{path.name}")
     try:
-        beside.unlink(missing_ok=True)  # it may be a link to elsewhere
+        beside.unlink(missing_ok=True)  # it may be a link
         with beside.open("xb") as file:
             file.write(data)
             file.flush()
@@ -79,7 +79,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the names in `folder` on the disk, where a system lets one ask for it."""
+    """Sync the entries of `folder` to disk, if the system supports it."""
     if os.name == "nt":
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -90,43 +90,43 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove the file at `path`, if there is one."""
+    """Remove the file at `path` if it exists."""
     with _os_errors(path):
         path.unlink(missing_ok=True)
 
 
 def remove_below(folder: Path) -> None:
-    """Remove all that is in a `folder` of an object store."""
+    """Remove everything in a `folder` of an object store."""
     with contextlib.suppress(FileNotFoundError), _os_errors(folder):
         cast(Any, folder).rmtree()
 
 
 def touch(path: Path) -> None:
-    """Change what `read_touched` tells of the file at `path`, which must be there."""
+    """Change the number that `read_touched` returns for the file at `path`, which must exist."""
     if is_remote(path):
         with _os_errors(path):
             path.write_bytes(path.read_bytes() + b" ")
     else:
-        os.utime(path)  # needs no room on a full disk
+        os.utime(path)  # works on a full disk
 
 
 def exists(path: Path) -> bool:
-    """Whether there is something of that name; a link to nowhere is something."""
+    """Whether `path` exists; a dangling link counts as existing."""
     return path.name in names(path.parent) if is_remote(path) else os.path.lexists(path)
 
 
 def read_bytes(path: Path) -> bytes:
-    """The contents of the file at `path`."""
+    """Read the contents of the file at `path`."""
     with _os_errors(path):
         return path.read_bytes()
 
 
 def read_touched(path: Path) -> tuple[bytes, int]:
-    """The contents of the file at `path`, and a number that is another one once it is touched."""
+    """Read the file at `path`; return its contents and a number that changes with `touch`."""
     if is_remote(path):
         data = read_bytes(path)
         return data, len(data)
-    with path.open("rb") as file:  # NFS asks its server where a file is opened, and else its cache
+    with path.open("rb") as file:  # NFS only revalidates its cache on open
         return file.read(), os.fstat(file.fileno()).st_mtime_ns
 
 
@@ -144,36 +144,36 @@ def copy_files(source: Path, target: Path, paths: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def _os_errors(path: Path) -> Iterator[None]:
-    """Raise what the many clients of object stores raise as one kind."""
+    """Convert the errors of object store clients to `OSError`."""
     try:
         yield
     except Exception as error:
         if isinstance(error, OSError) and error.strerror:
             raise
         kind = type(error).__name__
-        number = errno.ENOENT if "NotFound" in kind else errno.EIO  # TensorFlow's, where it is used
+        number = errno.ENOENT if "NotFound" in kind else errno.EIO  # TensorFlow's client
         raise OSError(number, f"{kind}: {error}".splitlines()[0], os.fspath(path)) from error
 
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raise `ConfigError` where `path`, or what is in it, cannot be written."""
+    """Raise `ConfigError` if `path` or its contents cannot be written."""
     try:
         yield
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be written ({error.strerror}); make it writable, or choose another"
+            f"{path} cannot be written ({error.strerror}); make it writable, or choose another path"
         ) from error
 
 
 class Lines:
-    """The lines of the file at `path`; an object has them from the next `sync` on."""
+    """An append-only file of lines at `path`; in an object store, lines are written by `sync`."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._waiting = path, b""
 
     def append(self, line: str) -> None:
-        """Add a line, on a file system at once visible to a reader."""
+        """Append a line; on a file system, readers see it at once."""
         data = line.encode() + b"\n"
         if is_remote(self.path):
             self._waiting += data
@@ -182,9 +182,9 @@ class Lines:
             file.write(data)
 
     def sync(self) -> None:
-        """Have all lines where they are kept. Where this fails, the next one tries again."""
+        """Write all lines to storage; if this fails, the next `sync` tries again."""
         if is_remote(self.path):
-            if self._waiting:  # nothing can be appended to an object
+            if self._waiting:  # objects cannot be appended to
                 before = read_bytes(self.path) if exists(self.path) else b""
                 write_whole(self.path, before + self._waiting)
                 self._waiting = b""
@@ -194,20 +194,20 @@ class Lines:
 
 
 def in_folder(folder: Path | None, name: str, hook: str) -> Path:
-    """Return `name` in the run's folder, where `hook` writes by default, in process 0."""
+    """Return the path of `name` in the run's folder, the default of `hook`; in process 0."""
     if folder is None:
         raise ConfigError(
-            f"{hook} and a run without a folder, where it writes {name}: give the run a run_dir"
+            f"{hook} writes {name} to the run's folder, but the run has none: pass a run_dir"
         )
     return folder / name
 
 
 def on_disk(folder: Path | None, given: str | Path | None, name: str, hook: str) -> Path:
-    """Return `given`, or `name` in the run's folder where that is None, in process 0."""
+    """Return `given`, or if None the path of `name` in the run's folder; in process 0."""
     path = in_folder(folder, name, hook) if given is None else place(given)
     if is_remote(path):
         raise ConfigError(
-            f"{hook} writes to a file system and {path} is in an object store; give it a local "
-            "path of its own"
+            f"{hook} writes to a file system, but {path} is in an object store; give it a separate "
+            "local path"
         )
     return path
