@@ -1,4 +1,4 @@
-"""One stream of computation and one of communication -> a step on any number of devices."""
+"""Forecast a step on any number of devices from one compute and one communication stream."""
 
 import heapq
 import math
@@ -13,7 +13,7 @@ from replicax.plan.target import Target
 
 @dataclass(frozen=True)
 class Transfer:
-    """A collective that may run while the step computes."""
+    """A collective that may overlap with computation."""
 
     kind: str
     bytes: float
@@ -21,25 +21,25 @@ class Transfer:
     ready_seconds: float
     """Seconds of computation that must be done before it can start."""
     needed_seconds: float
-    """Seconds of computation that can be done without the result, `ready_seconds` or more."""
+    """Seconds of computation that do not need the result; at least `ready_seconds`."""
     axes: tuple[str, ...] | None = None
-    """Axes of the mesh over which it runs; None where it is all of them."""
+    """Mesh axes over which it runs; None for all of them."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """A step, and where its time goes."""
+    """The time of a step and its breakdown."""
 
     seconds: float
     compute_seconds: float
     communication_seconds: float
-    """Time of all transfers, hidden or not."""
+    """Time of all transfers, overlapped or not."""
     exposed_seconds: float
-    """In which the devices compute nothing: communication that nothing hides."""
+    """Communication time that does not overlap with computation."""
 
     @property
     def efficiency(self) -> float:
-        """Against the same computation without communication; 1 where there is neither."""
+        """Speed relative to the same computation without communication; 1 for an empty step."""
         return self.compute_seconds / self.seconds if self.seconds else 1.0
 
 
@@ -48,15 +48,15 @@ def step_time(
 ) -> StepTime:
     """Simulate a step on an otherwise idle network.
 
-    Transfers run one at a time, in the order in which they become ready. Computation waits where a
-    result is needed that has not arrived, and at its end for all that is still under way.
+    Transfers run one at a time, in the order in which they become ready. Computation waits for each
+    result when it is needed, and at the end for all transfers still in progress.
     """
     exposed = free = total = 0.0
     waiting: list[tuple[float, float]] = []
-    """Where a result is needed, in seconds of computation; when it arrives, by the clock."""
+    """Seconds of computation at which a result is needed, and the time at which it arrives."""
 
     def wait(exposed: float, reached: float) -> float:
-        """Seconds waited once `reached` seconds of computation are done."""
+        """Return the total wait after `reached` seconds of computation."""
         while waiting and waiting[0][0] <= reached:
             needed, arrives = heapq.heappop(waiting)
             exposed = max(exposed, arrives - needed)
@@ -73,9 +73,9 @@ def step_time(
 
 
 MOST_DEVICES = 2**17
-"""To which a curve goes on paper: the first power of two beyond 10⁵."""
+"""Largest device count of a curve: the first power of two beyond 10⁵."""
 PAYING_SPEEDUP = 1.1
-"""Least speedup of the time to a result for which doubling the devices pays."""
+"""Smallest speedup of the time to a result for which doubling the devices pays off."""
 
 
 @dataclass(frozen=True)
@@ -88,17 +88,17 @@ class ScalingPoint:
 
     @property
     def efficiency(self) -> float:
-        """Rows a second of a device, over those of one device that has nobody to wait for."""
+        """Rows per second per device, relative to a single device without communication."""
         return self.step.efficiency
 
     @property
     def batch_size(self) -> float:
-        """Rows in a step, of all devices together."""
+        """Rows of the global batch."""
         return self.devices * self.rows_per_device
 
     @property
     def rows_per_second(self) -> float:
-        """Rows of all devices together."""
+        """Rows per second of all devices."""
         return self.batch_size / self.step.seconds
 
 
@@ -111,15 +111,15 @@ def scaling_curve(
     mesh: AnyMesh | None = None,
     fixed_batch: bool = False,
 ) -> tuple[ScalingPoint, ...]:
-    """Forecast a step of a target's devices on 1, 2, 4, ... of them, and on as many as it has.
+    """Forecast a target's step on 1, 2, 4, ... devices and on the target's own device count.
 
-    With the same rows on each device (weak scaling) a step's computation does not depend on their
-    number. With the same batch for all (`fixed_batch`, strong scaling) it shrinks in proportion to
-    the rows, which is the best case: small kernels use a chip less well; the curve ends where a
-    device would have less than a row. Each transfer keeps its place in the computation and its
-    bytes, but for a reduce-scatter over replicas, whose result is a device's part, and for what the
-    devices of one replica send each other, which shrinks with its rows. More devices are more
-    replicas: the other axes of the mesh keep their sizes.
+    With the same rows on each device (weak scaling), computation per step does not depend on the
+    device count. With the same global batch (`fixed_batch`, strong scaling), it shrinks in
+    proportion to the rows, which is the best case: small kernels use a chip less efficiently. The
+    curve ends where a device would have less than one row. Each transfer keeps its place in the
+    computation and its bytes, except for a reduce-scatter over replicas, whose result is a device's
+    shard, and for transfers within a replica, which shrink with its rows. More devices mean more
+    replicas: the other mesh axes keep their sizes.
     """
     mesh = abstract_mesh(target.devices) if mesh is None else mesh
     held, shared = tuple(transfers), target.devices / replica_count(mesh)
@@ -140,7 +140,7 @@ def scaling_curve(
 
 
 def _moved(transfer: Transfer, shrunk: float, parts: float) -> Transfer:
-    """The transfer in a computation that takes `shrunk` times as long, with another part each."""
+    """Return the transfer for `shrunk` times the computation and `parts` times the shard size."""
     size = transfer.bytes
     if transfer.axes is not None and not {DATA, FSDP}.intersection(transfer.axes):
         size *= shrunk  # of activations
@@ -155,18 +155,18 @@ def _moved(transfer: Transfer, shrunk: float, parts: float) -> Transfer:
 
 
 def devices_that_pay(points: Sequence[ScalingPoint], noise_scale: float | None = None) -> int:
-    """Return the number of devices beyond which twice as many are no longer worth it.
+    """Return the number of devices beyond which doubling no longer pays off.
 
-    Going from n/2 devices to n pays where it is `PAYING_SPEEDUP` times as fast to the same result.
-    On a curve of one batch (strong scaling) the result is a step. On a curve of one number of rows
-    a device (weak scaling) more devices mean a larger batch, so what counts is the time to the same
-    loss: the seconds of a step times the number of steps (`steps_to_a_loss`). Without a noise scale
-    larger batches are taken to be worth their rows, so that the answer says only where
-    communication eats the gain.
+    Going from n/2 devices to n pays off if it reaches the same result `PAYING_SPEEDUP` times as
+    fast. On a curve with a fixed batch (strong scaling) the result is one step. On a curve with
+    fixed rows per device (weak scaling) more devices mean a larger batch, so the measure is the
+    time to the same loss: seconds per step times the number of steps (`steps_to_a_loss`). Without a
+    noise scale, progress is assumed proportional to the rows, so that the answer reflects only the
+    cost of communication.
     """
 
     def seconds(point: ScalingPoint) -> float:
-        """To the result, in a unit that cancels."""
+        """Return the time to the result, up to a constant factor."""
         if noise_scale is None:
             return 1 / point.rows_per_second
         return point.step.seconds * steps_to_a_loss(point.batch_size, noise_scale)
@@ -181,10 +181,10 @@ def devices_that_pay(points: Sequence[ScalingPoint], noise_scale: float | None =
 
 
 def steps_to_a_loss(batch_size: float, noise_scale: float) -> float:
-    """Return the steps that a batch size takes to a loss, over those of an endless batch.
+    """Return the steps that a batch size needs to reach a loss, relative to an infinite batch.
 
-    1 + B_crit/B, and 1 + B/B_crit times the fewest rows, so that a batch of B_crit takes twice the
-    least of both (McCandlish et al. 2018, "An Empirical Model of Large-Batch Training",
-    arXiv:1812.06162).
+    The result is 1 + B_crit/B; the rows are 1 + B/B_crit times the minimum, so that a batch of
+    B_crit needs twice the minimum of both (McCandlish et al. 2018, "An Empirical Model of
+    Large-Batch Training", arXiv:1812.06162).
     """
     return 1 + noise_scale / batch_size

@@ -1,4 +1,4 @@
-"""The largest batch of a device that fits into its memory, searched by asking the compiler."""
+"""Search for the largest batch per device that fits in memory, by compiling."""
 
 import math
 from collections.abc import Callable
@@ -10,17 +10,16 @@ from replicax.plan.steps import Steps, rows_of_a_replica
 from replicax.plan.target import Target
 
 RESOLUTION = 32
-"""The largest batch is found to one part in so many, rounded down to a power of two of units."""
+"""The search resolves one part in this many, rounded down to a power of two of units."""
 MOST_QUESTIONS = 12
-"""A straight line seldom takes more than four."""
+"""Maximum number of compilations; linear memory growth rarely takes more than four."""
 MOST_GROWTH = 16
-"""Times the rows that fit, which the next question may be where a straight line leads to what does
-not fit; and by which bytes a row are divided where memory has not grown."""
+"""Maximum growth of the rows per question after an extrapolation that did not fit, and the divisor
+of the bytes per row when memory has not grown."""
 SHRINKAGE = 4
-"""Times fewer rows, at least, where a straight line from what does not fit has not led to any that
-do."""
+"""Minimum factor by which rows shrink while no batch has fit."""
 MOST_ROWS = 2**24
-"""Rows of a device; nobody trains with more, and XLA's index arithmetic ends not far beyond."""
+"""Maximum rows per device; larger batches are unrealistic and near the limit of XLA's indices."""
 
 
 def largest_rows(
@@ -31,19 +30,19 @@ def largest_rows(
     unit: int = 1,
     most: int = MOST_ROWS,
 ) -> tuple[Need | None, Need | None]:
-    """The most rows of one device that fit, and the fewest seen that do not.
+    """Return the largest rows per device that fit, and the fewest tried that do not.
 
-    Memory grows by about the same for each row, so the next question is where a straight line
-    meets the capacity; between what fits and what does not, once both are known. The first is None
-    where not even `unit` rows fit.
+    Memory is nearly linear in rows, so the next question is where a straight line meets the
+    capacity, bounded by rows that fit and rows that do not once both are known. The first result is
+    None if not even `unit` rows fit.
 
     Args:
-        ask: the memory of a step with as many rows.
-        capacity_bytes: of one device.
-        start: rows to ask for first.
-        bytes_per_row: a guess at the slope, until two answers give it.
+        ask: returns the memory of a step with the given rows.
+        capacity_bytes: memory of one device.
+        start: rows to try first.
+        bytes_per_row: an estimate of the slope, used until two answers determine it.
         unit: rows are multiples of it.
-        most: rows to ask for.
+        most: maximum rows to try.
     """
     most = max(unit, most // unit * unit)
     slope, refused = max(1.0, bytes_per_row), 0
@@ -63,11 +62,11 @@ def largest_rows(
         grown = (need.bytes - fits.bytes) / (need.rows - fits.rows) if fits and above else None
         if need.fits:
             if grown is not None:
-                # Near the capacity a compiler may compute again, and more rows take no more memory.
+                # Near the capacity a compiler may rematerialize, so memory may not grow with rows.
                 slope = max(grown if grown > 0 else slope / MOST_GROWTH, 1.0)
             fits, refused = need, 0
         else:
-            if grown is not None:  # it may need more than is told
+            if grown is not None:  # it may need more than the compiler reports
                 slope = max(slope, grown)
             too_large, refused = need, refused + 1
         low = fits.rows if fits else 0
@@ -82,25 +81,25 @@ def largest_rows(
         if high - low <= step:
             break
         middle = min((low + high) / 2, MOST_GROWTH * max(low, unit))
-        if refused > 1:  # what is refused may need more than it says
+        if refused > 1:  # a rejected step may need more than reported
             guess = min(guess, middle if fits else high / SHRINKAGE)
         rows = max(rounded(guess if guess < high else middle), low + step)
     return fits, too_large
 
 
 def resolution(rows: int, unit: int) -> int:
-    """How far apart the rows that are asked for are, at least, near `rows`."""
+    """Return the minimum distance between tried row counts near `rows`."""
     return unit << max(0, (max(1, rows // unit) // RESOLUTION).bit_length() - 1)
 
 
 _TRIES = 8
-"""Each with a quarter more micro-batches than the one before."""
+"""Number of tries, each with a quarter more micro-batches than the previous one."""
 
 
 def micro_batches(steps: Steps, dp: DataParallel, rows: int, count: int) -> MicroBatches | None:
-    """Micro-batches in which `rows` of a replica fit, about the fewest from `count` on.
+    """Find about the fewest micro-batches, from `count` up, in which a replica's `rows` fit.
 
-    Without padding, where less than twice as many divide the rows.
+    A count that divides the rows is preferred if there is one below twice as many.
     """
     for _ in range(_TRIES):
         divisors = (each for each in range(count, 2 * count) if rows % each == 0)
@@ -111,22 +110,23 @@ def micro_batches(steps: Steps, dp: DataParallel, rows: int, count: int) -> Micr
         need = steps.step(other, math.ceil(rows / count) * count, f"accumulate={count}").need
         if need.fits:
             return MicroBatches(count, need)
-        count += max(1, count // 4)  # the sums over micro-batches take memory of their own
+        count += max(1, count // 4)  # the accumulator takes memory too
     return None
 
 
 def at_once_and_fitting(
     dp: DataParallel, model: Any, batch: Any, rows: int, target: Target
 ) -> tuple[Need, MicroBatches | None]:
-    """Memory that `rows` of a global batch need at once on a target, and micro-batches that fit.
+    """Return the memory of a global batch of `rows` on a target, and micro-batches that fit.
 
-    By formula, in a second: nothing is compiled. None where it fits at once, or in no number. `dp`
-    is on a mesh of as many devices as the target; `batch` may have any number of rows.
+    This uses the formula and takes about a second; nothing is compiled. The micro-batches are None
+    if the batch fits at once, or does not fit at all. The mesh of `dp` must have as many devices as
+    the target; `batch` may have any number of rows.
     """
     steps = Steps(model, batch, target, None, lambda text: None)
     at_once = steps.step(dp, rows_of_a_replica(rows, dp)).need
     room = target.chip.usable_bytes
     if at_once.fits or room is None:
         return at_once, None
-    fewest = math.ceil(at_once.bytes / room)  # the state and the sums do not become smaller
+    fewest = math.ceil(at_once.bytes / room)  # the state and the accumulator do not shrink
     return at_once, micro_batches(steps, dp, at_once.rows, fewest)

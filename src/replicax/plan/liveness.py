@@ -1,9 +1,10 @@
-"""Operations in order -> the memory that is in use while they run.
+"""Liveness analysis: the memory in use while a sequence of operations runs.
 
-What a kernel computes for itself takes no memory. As XLA fuses (xla/service/instruction_fusion.cc
-of github.com/openxla/xla), a value of an element-by-element operation is never stored where only
-kernels of the kind read it, and either one does, or it is cheap and made of one array: that array
-is then kept for the readers instead. All else is stored from its operation to its last reader.
+Values inside a fused kernel take no memory. Following XLA's fusion
+(xla/service/instruction_fusion.cc of github.com/openxla/xla), the value of an elementwise operation
+is not stored if only fusible kernels read it and either there is one reader, or it is cheap and
+computed from one array, which is then kept for the readers instead. All other values are stored
+from their operation to their last reader.
 """
 
 import dataclasses
@@ -19,29 +20,28 @@ FUSING = (*ELEMENTWISE, "reduction", "store")
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """Bytes stored at some time."""
+    """Bytes stored at one point of the program."""
 
     alive: Mapping[int, int]
     """Bytes by value."""
     inside: int = 0
-    """Bytes that the body of a loop has stored beside them."""
+    """Additional bytes stored inside a loop body."""
 
     @property
     def bytes(self) -> int:
-        """Bytes of all together."""
+        """Total bytes."""
         return sum(self.alive.values()) + self.inside
 
 
 class Liveness:
-    """Which values are stored, and when.
+    """The lifetimes of stored values.
 
     Args:
-        program: arguments are not counted: they lie in memory before it starts.
-        kept: values of which only this many bytes are kept once they are computed, the rest
-            being on other devices.
-        gathered: arguments, or values in `kept`, that lie on several devices and are put together
-            where they are read, except by loops that read them part by part.
-        carried: results of a loop's body that take the place of an argument, which is read no more.
+        program: the operations; arguments are not counted, as they are in memory beforehand.
+        kept: bytes kept of each sharded value once it is computed; other devices hold the rest.
+        gathered: sharded arguments, or values in `kept`, that are gathered where they are read,
+            except by loops that read them slice by slice.
+        carried: results of a loop body that reuse the memory of an argument after its last use.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class Liveness:
         self._last = self._last_uses()
 
     def peak(self) -> Moment:
-        """Return the moment when most is stored."""
+        """Return the moment of peak memory."""
         return max(self._moments(), key=lambda moment: moment.bytes)
 
     def _moments(self) -> Iterator[Moment]:
-        """Yield one for each operation that stores something."""
+        """Yield one moment for each operation that stores something."""
         alive: dict[int, int] = {}
         yield Moment({})
         dying: dict[int, list[int]] = defaultdict(list)
@@ -91,7 +91,7 @@ class Liveness:
                     alive[value] = self._kept[value]
 
     def alive_after(self, values: Collection[int]) -> dict[int, int]:
-        """Bytes by value of what is stored once all of `values` are computed, for later."""
+        """Return the bytes of each value that is still live once all of `values` are computed."""
         end = max((self._at[value] for value in values if value in self._at), default=-1)
         return {
             value: self._kept.get(value, self._program.sizes[value])
@@ -100,7 +100,7 @@ class Liveness:
         }
 
     def _start(self, number: int, each: Operation, alive: dict[int, int], ends: list[int]) -> None:
-        """Store what `each` computes, in the place of what it reads last, if it may."""
+        """Store the results of `each`, in the memory of inputs that it reads last if possible."""
         sizes = self._program.sizes
         for place, value in enumerate(each.outputs):
             own = self._carried.get(value)
@@ -153,7 +153,7 @@ class Liveness:
         return len(readers) > 1 and not self._is_cheap_again(producer, value)
 
     def _is_cheap_again(self, producer: Operation, value: int) -> bool:
-        """Whether a second reader may compute it again, from an array that is no larger."""
+        """Whether a second reader may recompute it from an array that is no larger."""
         if producer.kind == "fill":
             return True
         if producer.kind == "expensive":
@@ -166,7 +166,7 @@ class Liveness:
         return large <= 1
 
     def _made_of(self, value: int) -> frozenset[int]:
-        """The stored values that reading `value` reads."""
+        """Return the stored values from which `value` is computed."""
         if value not in self._roots:
             producer = self._producer.get(value)
             if producer is None or value in self._stored:
@@ -182,7 +182,7 @@ class Liveness:
             if self._runs(each):
                 for value in each.inputs:
                     last.update(dict.fromkeys(self._made_of(value), number))
-                # What nobody reads is stored for a moment.
+                # Unused results are stored only while their operation runs.
                 last.update({value: number for value in each.outputs if value in self._stored})
         end = len(self._operations)
         outputs = self._program.outputs
@@ -200,7 +200,7 @@ def _needed(operations: list[Operation], outputs: list[int]) -> list[Operation]:
 
 
 def _initial(loop: Operation, place: int) -> list[int]:
-    """Return the inputs that a loop's output starts as, if any."""
+    """Return the inputs that initialize a loop output, if any."""
     assert loop.equation is not None
     params = loop.equation.params
     if loop.name == "while":
@@ -211,14 +211,14 @@ def _initial(loop: Operation, place: int) -> list[int]:
 
 
 def _takes_parts(each: Operation, value: int) -> bool:
-    """Whether `each` is a scan over `value`."""
+    """Whether `each` is a scan that iterates over `value`."""
     if each.name != "scan" or each.equation is None:
         return False
     return value not in each.inputs[: sum(scan_counts(each.equation.params))]
 
 
 def _write_parts(program: TracedOperations, constants: int, carried: int, used: list[bool]) -> None:
-    """Read the parts that a scan runs over where they are wanted; write results where they go."""
+    """Load each slice of a scan at its first use, and store each stacked result immediately."""
     stacked = program.outputs[carried:]
     program.outputs = program.outputs[:carried]
     stores: dict[int, list[Operation]] = defaultdict(list)

@@ -1,7 +1,7 @@
-"""The memory of a training step on one device, by arithmetic on what JAX traces.
+"""Estimate the memory of a training step on one device from its trace.
 
 Nothing is compiled, allocated or run. The state and the batch are counted array by array. For the
-rest, the gradient of one micro-batch is traced, and its operations are followed in order; see
+rest, the gradient of one micro-batch is traced and its operations are analyzed in order; see
 `replicax.plan.liveness`.
 """
 
@@ -32,31 +32,30 @@ from replicax.plan.operations import TracedOperations, array_bytes, for_platform
 
 @dataclasses.dataclass(frozen=True)
 class MemoryFormula:
-    """Bytes on one device."""
+    """Estimated bytes on one device."""
 
     rows: int = 0
-    """Rows of the batch on this device, padding included."""
+    """Rows of the batch on this device, including padding."""
     parameters: int = 0
     optimizer: int = 0
     extras: int = 0
     """The model's other arrays, the step, the seed and the reduction's state."""
     new_state: int = 0
-    """The state after the step, where that before it stays: `donate=False`."""
+    """The state after the step, if the previous state is not donated (`donate=False`)."""
     batch: int = 0
     """The rows, their mask and their index."""
     compute_copy: int = 0
-    """The parameters in bfloat16, where the model computes in it and the backward pass reads them
-    again."""
+    """The parameters in bfloat16, if the model computes in it and the backward pass reads them."""
     gradient: int = 0
-    """Sums over rows; over all micro-batches, where there are several."""
+    """Gradient sums; accumulated over all micro-batches if there are several."""
     activations: int = 0
     """Bytes that the forward pass of one micro-batch stores for the backward pass."""
     workspace: int = 0
-    """All else that is stored when most is: logits and their gradient, say, or what is computed
-    again for one layer."""
+    """All other arrays at peak memory, such as logits and their gradient, or values recomputed for
+    one layer."""
     never_together: int = 0
-    """Part of the above that is not stored at that time: activations that are gone, and gradients
-    that are not there yet."""
+    """Part of the above that is not live at the peak: activations already freed, and gradients not
+    yet computed."""
 
     @property
     def state(self) -> int:
@@ -65,35 +64,35 @@ class MemoryFormula:
 
     @property
     def temporaries(self) -> int:
-        """Bytes that a step takes beside the state and the batch."""
+        """Bytes that a step needs in addition to the state and the batch."""
         stored = self.compute_copy + self.gradient + self.activations + self.workspace
         return stored - self.never_together
 
     @property
     def total(self) -> int:
-        """Bytes that must be there for a step to run."""
+        """Total bytes that a step needs."""
         return self.state + self.new_state + self.batch + self.temporaries
 
 
 def memory_formula(
     dp: DataParallel, model: Any, batch: Any, *, platform: str = "cpu"
 ) -> MemoryFormula:
-    """The memory of `dp.step` on each device of its mesh, without compiling it.
+    """Estimate the memory of `dp.step` on each device of its mesh without compiling it.
 
-    What it leaves out: copies that a compiler makes to change a layout or a dtype for a library,
-    the scratch memory of libraries, and buffers of the network. A `lax.platform_dependent` counts
-    as its branch for `platform` is traced here: a kernel that is chosen only where its GPU is
-    attached (cuDNN's attention, say) counts as what stands in for it elsewhere.
+    The estimate excludes copies that a compiler makes to change a layout or dtype for a library,
+    library workspaces, and communication buffers. A `lax.platform_dependent` counts as its branch
+    for `platform` traces here: a kernel that is selected only when its GPU is attached (such as
+    cuDNN attention) counts as its fallback.
 
     Args:
         dp: the step.
         model: as for `dp.init`; arrays or their shapes.
-        batch: the global one, a pytree `[rows, ...]`; arrays or their shapes.
+        batch: the global batch, a pytree `[rows, ...]`; arrays or their shapes.
         platform: `cpu`, `cuda` or `tpu`.
 
     Raises:
-        ConfigError: a layout that the mesh cannot hold.
-        LossError: the loss does not keep its contract.
+        ConfigError: the mesh does not support the layout.
+        LossError: the loss violates its contract.
     """
     program = dp.program(model)
     state, split = program.shapes, program.split
@@ -127,22 +126,22 @@ def memory_formula(
         new_state=0 if dp.donate else parameters + optimizer + extras,
         batch=own_rows,
         activations=memory.activations * at_once // stages,
-        # The rows of each micro-batch are put side by side first.
+        # The rows of each micro-batch are first copied to be contiguous.
         workspace=memory.workspace + (own_rows if added_up else 0),
     )
 
 
 def tree_bytes(tree: PyTree) -> int:
-    """Bytes of all arrays of `tree`, which may be shapes."""
+    """Return the bytes of all arrays, or shapes, in `tree`."""
     return sum(array_bytes(leaf) for leaf in jax.tree.leaves(tree))
 
 
 def _of_own_step(
     step: Callable[..., Any], state: TrainState, part: Batch, platform: str
 ) -> MemoryFormula:
-    """The memory of a step of one's own on a micro-batch: the most that is stored at once.
+    """Return the peak memory of a custom step on a micro-batch.
 
-    The next state is among it, as if it took no memory of the one before.
+    It includes the next state, as if the previous state were not donated.
     """
     plain = partial(step, accumulator=Sequential(), reduce=lambda sums, carried, _: (sums, carried))
     closed = jax.make_jaxpr(lambda state, part: plain(state, part, None))(state, part)
@@ -158,18 +157,18 @@ def _of_gradient(
     platform: str,
     added_up: bool,
 ) -> MemoryFormula:
-    """The memory of the sums over one micro-batch, by shapes.
+    """Return the memory of the gradient sums of one micro-batch, from shapes.
 
-    `parts` are what one device holds of the parameters, and what it computes with, which rules for
-    layers and stages may split. Where gradients are `added_up`, each is added to a running total as
-    soon as it is there.
+    `parts` are the parameter shards that one device stores, and those that it computes with, which
+    rules for layers and stages may split. If gradients are `added_up`, each is added to the
+    accumulator as soon as it is computed.
     """
     jaxpr, count = _traced(objective, state, part, platform)
     program = TracedOperations(jaxpr, platform)
     params = program.inputs[:count]
     gradient, saved = program.outputs[:count], program.outputs[count:]
     program.outputs = list(gradient)
-    # Values that are a parameter in another dtype: that parameter by value.
+    # Values that are a parameter cast to another dtype, mapped to that parameter.
     copies = {
         each.outputs[0]: each.inputs[0]
         for each in program.operations
@@ -213,9 +212,9 @@ def _of_gradient(
 def _traced(
     objective: Objective, state: TrainState, part: Batch, platform: str
 ) -> tuple[Jaxpr, int]:
-    """The gradient of a micro-batch's loss by each parameter, and how many parameters there are.
+    """Return the jaxpr of a micro-batch's gradient, and the number of parameters.
 
-    After the gradients it returns the loss and what the backward pass reads of the forward pass.
+    The jaxpr returns the gradients, the loss, and the residuals that the backward pass reads.
     """
     leaves, tree = jax.tree.flatten(state.params)
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -243,7 +242,7 @@ def _traced(
 
 
 def _on_replica_device(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    """Shape of a device's part of `leaf`, gathered over the axes that rows are split over."""
+    """Return the shape of a device's shard of `leaf`, gathered over the axes that split rows."""
     mesh = sharding.mesh
     apart = axes_of(by_rows(mesh).spec)
     spec = (axes_of(PartitionSpec(entry)) for entry in sharding.spec)
@@ -252,42 +251,41 @@ def _on_replica_device(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStru
 
 
 def on_one_device(leaf: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
-    """Return the shape of what a device holds of an array."""
+    """Return the shape of a device's shard of an array."""
     return jax.ShapeDtypeStruct(sharding.shard_shape(leaf.shape), leaf.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class OnPaper:
-    """Figures of the formula for transformers; see `Transformer.on_paper`."""
+    """Results of the formula for transformers; see `Transformer.on_paper`."""
 
     bytes_per_row: float
     """Bytes of activations."""
     rows: int
-    """Rows of a device that fit beside its parameters."""
+    """Rows per device that fit in addition to the parameters."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Transformer:
-    """The sizes that a formula often used on paper goes by."""
+    """The sizes used by a common back-of-the-envelope formula."""
 
     tokens: int
-    """Tokens of a row."""
+    """Tokens per row."""
     heads: int
-    """Heads of each attention."""
+    """Attention heads per layer."""
     head_dim: int
 
     def on_paper(self, parameter_bytes: int, capacity_bytes: int) -> OnPaper:
-        """M ≈ M_model · B T² / (4 N D²): the attention's scores, in proportion to its weights.
+        """M ≈ M_model · B T² / (4 N D²): attention scores in proportion to attention weights.
 
-        The attention of a layer has four matrices (of queries, keys, values and the output) of
-        (N D)² weights, and its N heads make N T² scores a row: N T² / (4 N² D²) of them for each
-        weight. The formula takes that quotient for the whole model.
+        The attention of a layer has four matrices (queries, keys, values and output) of (N D)²
+        weights, and its N heads compute N T² scores per row: N T² / (4 N² D²) per weight. The
+        formula applies that ratio to the whole model.
 
-        It assumes T >> D, so that scores outweigh all else that is stored for the backward pass,
-        that they are stored once (softmax and mask may store them more often, and FlashAttention,
-        arXiv:2205.14135, never), and that a model is attention alone, without MLP and embedding. It
-        leaves out the gradient of the parameters and the optimizer's state. `memory_formula`
-        counts.
+        It assumes that T >> D, so that scores dominate all other residuals; that scores are stored
+        once (softmax and mask may store them several times, FlashAttention, arXiv:2205.14135,
+        never); and that a model is attention only, without MLP and embedding. It excludes the
+        gradient and the optimizer state. `memory_formula` counts all of these.
         """
         each = parameter_bytes * self.tokens**2 / (4 * self.heads * self.head_dim**2)
         return OnPaper(each, max(0, int((capacity_bytes - parameter_bytes) // each)))

@@ -1,4 +1,4 @@
-"""The network of a target -> the time of a collective between its devices, or some of them."""
+"""Network models of a target: the time of a collective among all or some of its devices."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -22,24 +22,24 @@ BROADCAST = "collective-broadcast"
 
 
 class DeviceNetwork(Protocol):
-    """The links between the devices that take part in a collective."""
+    """The links between the devices of a collective."""
 
     @property
     def devices(self) -> int:
-        """How many take part."""
+        """The number of participating devices."""
         ...
 
     def time(self, kind: str, size: float) -> float:
         """Return the seconds of one of `analysis.compiled.COLLECTIVES` on an idle network.
 
-        `size` is that of the result on one device, in bytes: of the gathered array of an
-        all-gather, of the small one of a reduce-scatter.
+        `size` is the bytes of the result on one device: the gathered array of an all-gather, the
+        shard of a reduce-scatter.
         """
         ...
 
 
 def _along_links(kind: str, size: float, devices: int, rate: float, latency: float) -> float:
-    """Seconds of a collective whose devices all send and receive at `rate` at once."""
+    """Return the seconds of a collective whose devices all send and receive at `rate`."""
     passed = {
         ALL_REDUCE: 2 * (devices - 1) / devices * size,
         ALL_GATHER: (devices - 1) / devices * size,
@@ -51,39 +51,39 @@ def _along_links(kind: str, size: float, devices: int, rate: float, latency: flo
 
 RING, TREE = "ring", "tree"
 LINE_RATE_SHARE = 0.96
-"""Share of a network card's line rate that a collective gets: NCCL plans with 12.0 GB/s for 100
+"""Share of a network card's line rate available to a collective: NCCL assumes 12.0 GB/s for 100
 Gbit/s (`NET_BW` in NVIDIA/nccl src/graph/topo.h). The rest is headers."""
 _FREE = Interconnect(math.inf, 0.0, "nothing goes over it")
 
 
 @dataclass(frozen=True)
 class HostNetwork:
-    """Hosts with as many devices each that take part, as NCCL joins them.
+    """Hosts with equally many participating devices, connected as NCCL connects them.
 
-    One ring goes through all devices and leaves each host once, on as many channels as it takes to
-    use every card of the host, so a collective is as fast as the slower of the link inside and the
-    cards of one host together. The tree of an all-reduce is a chain inside a host and a double
-    binary tree between hosts, of which each device sends and receives every byte twice (once up and
-    once down). The faster of the two is taken.
+    One ring passes through all devices and leaves each host once, on enough channels to use every
+    card of the host, so a collective is as fast as the slower of the link inside a host and its
+    cards combined. The tree of an all-reduce is a chain inside a host and a double binary tree
+    between hosts, in which each device sends and receives every byte twice (once up and once down).
+    The faster of the two algorithms is used.
 
-    Times are those of the α-β model (Hockney 1994): ring and pairwise exchange by Thakur,
-    Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH" (2005);
-    double binary trees by Sanders, Speck and Träff (2009); latency by steps inside and between
-    hosts as in NVIDIA/nccl src/graph/tuning.cc.
+    Times follow the α-β model (Hockney 1994): ring and pairwise exchange from Thakur, Rabenseifner
+    and Gropp, "Optimization of collective communication operations in MPICH" (2005); double binary
+    trees from Sanders, Speck and Träff (2009); latency per step inside and between hosts as in
+    NVIDIA/nccl src/graph/tuning.cc.
     """
 
     inside: Interconnect | None
-    """Link of one device in its host; None where a host has only one that takes part."""
+    """Link of one device in its host; None if only one device per host participates."""
     between: Interconnect | None
-    """One device's share of its host's network cards; None where there is one host."""
+    """One device's share of its host's network cards; None if there is only one host."""
     devices_per_host: int
     hosts: int = 1
     algorithms: tuple[str, ...] = (RING, TREE)
-    """Algorithms that may be chosen for an all-reduce."""
+    """Algorithms available for an all-reduce."""
 
     @property
     def devices(self) -> int:
-        """How many take part."""
+        """The number of participating devices."""
         return self.hosts * self.devices_per_host
 
     def time(self, kind: str, size: float) -> float:
@@ -98,7 +98,7 @@ class HostNetwork:
         if kind == PERMUTE:  # one message from each device
             link, latency = (card, far) if hosts > 1 else (inside.bytes_per_second, near)
             return size / link + latency
-        if kind == ALL_TO_ALL:  # an n-th to every other one; both kinds of link work at once
+        if kind == ALL_TO_ALL:  # 1/n to every other device; both kinds of link work in parallel
             part = size / devices
             return max(
                 (each - 1) * (near + part / inside.bytes_per_second),
@@ -108,7 +108,7 @@ class HostNetwork:
         # Of the n - 1 steps of a ring, hosts - 1 cross to another host.
         latency = (devices - hosts) * near + (hosts - 1) * far
         times = {RING: _along_links(kind, size, devices, rate, latency)}
-        if kind == ALL_REDUCE:  # up and down: along the chain of a host, and the tree of hosts
+        if kind == ALL_REDUCE:  # up and down the chain of a host and the tree of hosts
             latency = (each - 1) * near + math.ceil(math.log2(hosts)) * far
             times = {**times, TREE: 2 * size / rate + 2 * latency}
             return min(times[algorithm] for algorithm in self.algorithms)
@@ -119,16 +119,16 @@ class HostNetwork:
 class TorusNetwork:
     """Devices on a grid, each linked to its neighbours along every dimension.
 
-    Data goes both ways along all dimensions at once (the multi-dimensional rings of Jain and
-    Sabharwal 2010), so that a gather is as fast as the links through which one device receives it:
-    two for each dimension that closes into a ring, one at the end of a line. An all-to-all is bound
-    by the middle of the longest dimension. The jax-ml/scaling-book (sharding.md) gives the same
-    times for rings.
+    Data moves both ways along all dimensions in parallel (the multi-dimensional rings of Jain and
+    Sabharwal 2010), so a gather is bound by the links through which one device receives it: two for
+    each dimension that closes into a ring, one at the end of a line. An all-to-all is bound by the
+    middle of the longest dimension. The jax-ml/scaling-book (sharding.md) gives the same times for
+    rings.
     """
 
     shape: tuple[int, ...]
     rings: tuple[bool, ...]
-    """For each dimension, whether it closes."""
+    """Whether each dimension closes into a ring."""
     link_bytes_per_second: float
     """Rate of one link, in one direction."""
     latency_seconds: float
@@ -136,7 +136,7 @@ class TorusNetwork:
 
     @property
     def devices(self) -> int:
-        """How many take part."""
+        """The number of participating devices."""
         return math.prod(self.shape)
 
     def time(self, kind: str, size: float) -> float:
@@ -149,8 +149,8 @@ class TorusNetwork:
         latency = self.latency_seconds * sum(length - 1 for length in self.shape)
         dims = [each for each in zip(self.shape, self.rings, strict=True) if each[0] > 1]
         if kind == ALL_TO_ALL:
-            # Along a ring of k, data travels k/4 hops on average, over two links of each device; of
-            # what starts on one side of a line, half crosses its middle.
+            # On a ring of k, data travels k/4 hops on average over two links per device; on a line,
+            # half of the data from one side crosses the middle.
             return max(size * k / (8 if ring else 4) / link for k, ring in dims) + latency
         rate = link * sum(2 if ring else 1 for _, ring in dims)
         return _along_links(kind, size, self.devices, rate, latency)
@@ -158,17 +158,17 @@ class TorusNetwork:
 
 @dataclass(frozen=True)
 class SliceNetwork:
-    """Several equal slices: collectives go inside a slice first, then between slices with what is
-    left on each device, each device by its own share of the data-centre network.
+    """Several equal slices: a collective runs inside each slice, then its shards between slices,
+    where each device uses its own share of the data-center network.
     """
 
     inside: DeviceNetwork
     between: HostNetwork
-    """One device of each slice, as hosts of one device."""
+    """One device of each slice, modeled as hosts with one device each."""
 
     @property
     def devices(self) -> int:
-        """How many take part."""
+        """The number of participating devices."""
         return self.inside.devices * self.between.devices
 
     def time(self, kind: str, size: float) -> float:
@@ -187,11 +187,11 @@ class SliceNetwork:
 
 
 Networks = Callable[[tuple[str, ...] | None], DeviceNetwork]
-"""From the mesh axes that a collective runs over, None for all of them, to what joins a group."""
+"""Maps the mesh axes of a collective, or None for all of them, to the network of a group."""
 
 
 def networks(target: Target, mesh: AnyMesh) -> Networks:
-    """Return the networks of a target by the axes of a mesh of its devices; see `network`."""
+    """Return the network of a target by axes of a mesh of its devices; see `network`."""
     devices = in_order(range(target.devices), mesh.shape)
 
     @cache
@@ -205,14 +205,14 @@ def networks(target: Target, mesh: AnyMesh) -> Networks:
 
 
 def network(target: Target, members: Sequence[int] | None = None) -> DeviceNetwork:
-    """Return what joins all devices of a target, or a group of them while all others do the same.
+    """Return the network of all devices of a target, or of one of several groups that run at once.
 
-    GPUs are joined inside a host and by the hosts' network cards (`HostNetwork`), TPUs by the torus
-    of their slice (`TorusNetwork`) and, between slices, the network of the data centre
-    (`SliceNetwork`). `members` are numbers of the group's devices, in the order of the hosts.
+    GPUs are connected inside a host and by the hosts' network cards (`HostNetwork`), TPUs by the
+    torus of their slice (`TorusNetwork`) and, between slices, by the data-center network
+    (`SliceNetwork`). `members` are the indices of the group's devices, in host order.
 
     Raises:
-        ConfigError: the links of this hardware are not known.
+        ConfigError: the links of this hardware are unknown.
     """
     group = range(target.devices) if members is None else members
     if len(group) == 1:
@@ -235,10 +235,10 @@ def network(target: Target, members: Sequence[int] | None = None) -> DeviceNetwo
 
 
 def _torus(target: Target, group: Sequence[int]) -> TorusNetwork:
-    """The part of a slice's torus that a group has.
+    """Return the part of a slice's torus that a group occupies.
 
-    A group whose devices are not neighbours shares the links between them with others, and one that
-    is no box goes as along a line.
+    A group whose devices are not neighbours shares the links between them with other groups, and a
+    group that is not a box is modeled as a line.
     """
     assert target.topology is not None
     link = _known(target.chip.inside, target)
@@ -259,7 +259,7 @@ def _torus(target: Target, group: Sequence[int]) -> TorusNetwork:
 
 
 def coordinates(topology: tuple[int, ...]) -> np.ndarray:
-    """Return `[devices, dims]`: where each device of a slice is, in the order of its processes.
+    """Return the coordinates `[devices, dims]` of a slice's devices, in process order.
 
     Processes, and the devices of each, are numbered along the first dimension first.
     """
@@ -275,7 +275,7 @@ def coordinates(topology: tuple[int, ...]) -> np.ndarray:
 def _known(link: Interconnect | None, target: Target) -> Interconnect:
     if link is None:
         raise ConfigError(
-            f"{target.text}: how fast {target.chip.title}s are joined is not known; "
+            f"{target.text}: the link speed between {target.chip.title}s is not known; "
             "measure with `replicax bench`, or plan for one device"
         )
     return link
