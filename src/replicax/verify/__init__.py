@@ -1,1 +1,1 @@
-"""The same numbers on any number of devices, and proof of it."""
+"""Verify that a step gives the same numbers on any number of devices."""

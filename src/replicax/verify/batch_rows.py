@@ -1,4 +1,4 @@
-"""The rows of a batch: taking some of them, and their weights."""
+"""Rows of a batch: selecting them and reading their weights."""
 
 from typing import Any
 
@@ -12,10 +12,10 @@ _WEIGHT_NAMES = ("mask", "masks", "weight", "weights", "sample_weight", "loss_ma
 
 
 def row_count(batch: PyTree) -> int:
-    """The leading dim that all arrays of a batch have; scalars have none.
+    """Return the leading dimension shared by all arrays of a batch; scalars are ignored.
 
     Raises:
-        ConfigError: the arrays disagree, or there is none.
+        ConfigError: the arrays disagree, or the batch has none.
     """
     counts = {
         jax.tree_util.keystr(path): leaf.shape[0]
@@ -25,31 +25,31 @@ def row_count(batch: PyTree) -> int:
     if len(set(counts.values())) != 1:
         listed = ", ".join(f"{path or 'batch'} {count}" for path, count in counts.items())
         raise ConfigError(
-            f"the arrays of the batch have these rows: {listed or 'none'}; all have to have as "
-            "many: give the global batch, rows first"
+            f"the arrays of the batch have row counts {listed or 'none'}; all must have the same "
+            "leading dimension: pass the global batch, rows first"
         )
     return int(next(iter(counts.values())))
 
 
 def take(batch: PyTree, indices: np.ndarray) -> PyTree:
-    """The batch of the rows of these indices."""
+    """Return the batch made of the rows at these indices."""
     return jax.tree.map(lambda leaf: leaf[indices] if _has_rows(leaf) else leaf, batch)
 
 
 def shuffled(batch: PyTree, count: int) -> list[PyTree]:
-    """The batch a few times, its rows in another order each time."""
+    """Return `count` copies of the batch, each with its rows in a different order."""
     order = np.random.default_rng(0)
     return [take(batch, order.permutation(row_count(batch))) for _ in range(count)]
 
 
 def find_weights(batch: PyTree, name: str | None) -> str | None:
-    """The path of the leaf that holds the rows' weights, or None where there is none.
+    """Return the path of the leaf with the row weights, or None if there is none.
 
-    `name` is the last one of its path, or its number in a tuple; None finds one that is called
-    mask, weights or the like.
+    `name` is the last key of its path, or its index in a tuple; None looks for a leaf named
+    mask, weights or similar.
 
     Raises:
-        ConfigError: no leaf has the name.
+        ConfigError: no leaf has that name.
     """
     paths = jax.tree_util.tree_leaves_with_path(batch)
     ends = {jax.tree_util.keystr(path): last_name(path) for path, _ in paths}
@@ -59,13 +59,13 @@ def find_weights(batch: PyTree, name: str | None) -> str | None:
     if found is None:
         listed = ", ".join(end or "(the batch itself)" for end in ends.values())
         raise ConfigError(
-            f"weights={name!r} names no array of the batch, which has {listed}: name one of them"
+            f"weights={name!r} names no array of the batch, which has {listed}: choose one of these"
         )
     return found
 
 
 def with_weights(batch: PyTree, path: str, weights: np.ndarray) -> PyTree:
-    """The batch with other weights, in the dtype and shape that they had: one value a row."""
+    """Return the batch with new weights, one value per row, in the old dtype and shape."""
 
     def replaced(where: Any, leaf: Any) -> Any:
         if jax.tree_util.keystr(where) != path:
@@ -77,7 +77,7 @@ def with_weights(batch: PyTree, path: str, weights: np.ndarray) -> PyTree:
 
 
 def weights_of(batch: PyTree, path: str) -> np.ndarray:
-    """[rows], each row's weight: where a row has several, their sum."""
+    """Return the weight of each row, [rows]: the sum, if a row has several."""
     by_path = {
         jax.tree_util.keystr(where): leaf
         for where, leaf in jax.tree_util.tree_leaves_with_path(batch)
@@ -88,7 +88,7 @@ def weights_of(batch: PyTree, path: str) -> np.ndarray:
 
 
 def last_name(path: Any) -> str:
-    """The last name of a leaf's path: a dict's key, a field, or a number; empty where alone."""
+    """Return the last key of a leaf's path: a dict key, field or index; empty for a lone leaf."""
     return jax.tree_util.keystr(path[-1:], simple=True)
 
 

@@ -1,8 +1,8 @@
-"""Why a step gives other numbers than one device: hypotheses held against what was computed.
+"""Explain why a step's results differ from one device's, by testing hypotheses.
 
-Each hypothesis is a set of numbers: N times the reference, the mean over the replicas of what the
-reference gives on the rows of each, and so on. The one that reproduces what was found names the
-cause. Where none does, the text says so.
+Each hypothesis predicts results: N times the reference, the mean over replicas of the reference on
+each replica's rows, and so on. The hypothesis that reproduces the step's results names the cause.
+If none does, the text says so.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,17 +24,17 @@ from replicax.verify.factors import factor_cause
 from replicax.wording import named
 
 NO_CAUSE = "no known cause fits"
-"""How the text begins where no hypothesis reproduces what was found."""
+"""Start of the text if no hypothesis reproduces the results."""
 _APART = 0.05
-"""Scales of replicas are told from one another where they differ by this share."""
+"""Replicas have different scales if these differ by at least this fraction."""
 _OTHER_DIVISORS = (16, 32, 64, 128, 256, 512, 10, 100, *range(2, 33))
-"""Divisors of batches that are cut to a multiple of something, the usual ones first."""
+"""Numbers that batches are truncated to a multiple of, the usual ones first."""
 
 
 def likely_cause(evidence: Evidence) -> str:
-    """The likely cause of the difference, with its fix, in one or two sentences.
+    """Return the likely cause of the difference and its fix, in one or two sentences.
 
-    Empty where nothing differs.
+    Empty if nothing differs.
     """
     differing = differences(evidence.found, evidence.expected, evidence.bounds)
     if not differing and evidence.of_replica is None:
@@ -52,29 +52,29 @@ def likely_cause(evidence: Evidence) -> str:
 
 
 def _of_odd_leaves(evidence: Evidence, differing: Sequence[Difference]) -> str:
-    """Leaves that cannot be compared as numbers."""
+    """Explain leaves that cannot be compared as numbers."""
     for each in differing:
         if each.what.startswith((MISSING, SHAPE)):
             return f"{each}: return it as the reference does"
     broken = [each.path for each in differing if each.what == NOT_NUMBERS]
     if not broken:
         return ""
-    text = f"{named(broken)} {NOT_NUMBERS} where one device gives numbers"
+    text = f"{named(broken)} {NOT_NUMBERS} where one device gives finite values"
     without = np.flatnonzero(evidence.shares == 0)
     if evidence.weights is not None and without.size:
         empty = ", ".join(map(str, without))
         return (
-            f"{text}: the rows of replica {empty} have no weight at all, and a mean by replica "
+            f"{text}: the rows of replica {empty} have zero total weight, so a mean per replica "
             "divides 0 by 0 there; sum loss and weights over all replicas first, then divide once"
         )
     return text
 
 
-# One cause: replicas that hold different numbers.
+# Replicas that hold different values.
 
 
 def _of_replicas(evidence: Evidence) -> tuple[str, list[str]]:
-    """The cause where replicas differ, and the paths in which they do."""
+    """Return the cause if replicas differ, and the paths that differ."""
     if evidence.of_replica is None:
         return "", []
     held = [evidence.of_replica(replica) for replica in range(evidence.replicas)]
@@ -92,15 +92,15 @@ def _of_replicas(evidence: Evidence) -> tuple[str, list[str]]:
         or _on_own_rows(evidence, held, paths)
         or _scales(evidence, held, paths)
         or (
-            f"{named(paths)}: not the same on all replicas; it follows from something that each "
-            "has of its own (rows, key, axis_index) and that is not reduced: apply lax.pmean to it"
+            f"{named(paths)}: not the same on all replicas; it depends on something that differs "
+            "between them (rows, key, axis_index) and is not reduced: apply lax.pmean to it"
         )
     )
     return text, paths
 
 
 def _on_few(evidence: Evidence, held: Sequence[Leaves], paths: Sequence[str]) -> str:
-    """Replicas that differ from one device while most do not."""
+    """Explain a few replicas that differ from one device while most do not."""
     wrong = [
         replica
         for replica, results in enumerate(held)
@@ -112,13 +112,13 @@ def _on_few(evidence: Evidence, held: Sequence[Leaves], paths: Sequence[str]) ->
         return ""
     numbers = ", ".join(str(replica) for replica in wrong)
     return (
-        f"{named(paths)}: differs on replica {numbers} only, and the others hold what one device "
-        "gives. Something there depends on the replica's index: compute it the same everywhere"
+        f"{named(paths)}: differs on replica {numbers} only; the others agree with one device. "
+        "Something depends on the replica index: compute it the same way on every replica"
     )
 
 
 def _on_own_rows(evidence: Evidence, held: Sequence[Leaves], paths: Sequence[str]) -> str:
-    """Replicas that hold what the rows of each give."""
+    """Explain replicas that hold the results of their own rows."""
     if not evidence.divides:
         return ""
     pairs = list(zip(held, evidence.own, strict=True))
@@ -130,13 +130,13 @@ def _on_own_rows(evidence: Evidence, held: Sequence[Leaves], paths: Sequence[str
     if not matched or 4 * len(matched) < len(paths):
         return ""
     return (
-        f"{named(matched)}: each replica holds what its own rows give; it was never reduced over "
-        "the replicas: apply lax.pmean to it (for a gradient, before the optimizer's update)"
+        f"{named(matched)}: each replica holds the result of its own rows; it was never reduced "
+        "over the replicas: apply lax.pmean to it (for a gradient, before the optimizer update)"
     )
 
 
 def _scales(evidence: Evidence, held: Sequence[Leaves], paths: Sequence[str]) -> str:
-    """Replicas that take the same step, each at a scale of its own."""
+    """Explain replicas that take the same step at different scales."""
     for path in paths:
         expected = evidence.expected.get(path)
         if expected is None or not is_float(expected) or not np.any(expected):
@@ -146,18 +146,18 @@ def _scales(evidence: Evidence, held: Sequence[Leaves], paths: Sequence[str]) ->
         if len(ratios) == len(held) and max(ratios) - min(ratios) > _APART * max(map(abs, ratios)):
             listed = ", ".join(f"{ratio:.3g}" for ratio in ratios)
             return (
-                f"the change of {path} is {listed} times the expected one on the replicas in turn: "
-                "each takes the same step at a scale of its own, a learning rate that depends on "
-                "the replica's index, say; use the same on all"
+                f"the change of {path} is {listed} times the expected one on successive replicas: "
+                "each scales the same step differently, for example by a learning rate that "
+                "depends on the replica index; use the same scale on all"
             )
     return ""
 
 
-# One cause: other rows than all of them, or in other groups.
+# Rows that were left out, or grouped differently.
 
 
 def _best(evidence: Evidence, paths: Sequence[str]) -> str:
-    """The hypothesis that explains the most leaves; a second one for what it leaves over."""
+    """Return the hypothesis that explains the most leaves, and a second one for the rest."""
     tried: list[tuple[str, list[str], int]] = []
     for order, (text, results) in enumerate(_hypotheses(evidence)):
         matched = [path for path in paths if evidence.explained(path, evidence.found, results)]
@@ -186,7 +186,7 @@ def _hypotheses(evidence: Evidence) -> Iterator[tuple[str, Leaves]]:
     }
     yield (
         "it does not change at all: its gradient does not reach the optimizer, or the step returns "
-        "the old value; return what the update gives",
+        "the old value; return the updated one",
         still,
     )
     for hypothesis in evidence.others:
@@ -214,8 +214,8 @@ def _of_dropped_rows(evidence: Evidence, divisors: Sequence[int]) -> Iterator[tu
         seen.add(kept)
         for side, indices in (("last", np.arange(kept)), ("first", np.arange(rows - kept, rows))):
             yield (
-                f"the {side} {rows - kept} of {rows} rows were dropped, because {rows} do not "
-                f"divide over {divisor}; pad the batch and give the padding weight 0",
+                f"the {side} {rows - kept} of {rows} rows were dropped, because {rows} is not a "
+                f"multiple of {divisor}; pad the batch and give padded rows weight 0",
                 evidence.on_rows(indices),
             )
 
@@ -226,14 +226,13 @@ def _of_own_rows(evidence: Evidence) -> Iterator[tuple[str, Leaves]]:
     shares = evidence.shares
     uneven, among = np.ptp(shares) > 1e-6 * shares.max(), ""
     if not uneven and (inside := _shares_inside(evidence)) is not None:
-        shares, uneven, among = inside, True, " times replica 0's, made inside the step"
+        shares, uneven, among = inside, True, " times replica 0's, computed inside the step"
     if uneven:
         least, most = shares.min(), shares.max()
         text = (
             f"it is a mean of means: each of {N} replicas divided by its own weight (from "
-            f"{least:.4g} to {most:.4g}{among}), and the {N} means were averaged as if they "
-            "weighed the same; "
-            "sum numerator and weights over all replicas (psum), then divide once"
+            f"{least:.4g} to {most:.4g}{among}), and the {N} means were averaged with equal "
+            "weight; sum numerator and weights over all replicas (psum), then divide once"
         )
     else:
         text = _nonlinear(evidence)
@@ -242,17 +241,17 @@ def _of_own_rows(evidence: Evidence) -> Iterator[tuple[str, Leaves]]:
     yield f"{text}. It was also summed over {N} replicas and not divided: use pmean", total
     for replica, results in enumerate(evidence.own):
         yield (
-            f"it is what the rows of replica {replica} alone give: reduced over the replicas it "
-            "is not (written but not reduced); apply lax.pmean to it, or use all replicas' rows",
+            f"it is the result of the rows of replica {replica} alone: it was returned without "
+            "being reduced over the replicas; apply lax.pmean to it, or use all replicas' rows",
             results,
         )
 
 
 def _shares_inside(evidence: Evidence) -> np.ndarray | None:
-    """The weights of the replicas' rows in units of replica 0's, where the reference shows them.
+    """Return the replicas' weights relative to replica 0's, inferred from the reference.
 
-    What it gives on the rows of two replicas is the mean of what it gives on each, with weights
-    that explain what it gives on all rows too. None where there are no such weights.
+    Its result on the rows of two replicas must be the weighted mean of its results on each, and
+    the same weights must explain its result on all rows. None if there are no such weights.
     """
     assert evidence.on_rows is not None
     if not evidence.losses:
@@ -279,19 +278,19 @@ def _shares_inside(evidence: Evidence) -> np.ndarray | None:
 
 
 def _nonlinear(evidence: Evidence) -> str:
-    """Rows weigh the same, and still their replicas' mean is not the mean of all."""
-    whole = "it is the mean of what the reference gives on each replica's rows by themselves"
+    """Explain a mean over equally weighted replicas that is not the mean over all rows."""
+    whole = "it is the mean of the reference's results on each replica's rows alone"
     losses = {path: evidence.expected[path] for path in evidence.losses}
     if losses and not differences({**losses, **evidence.found}, losses, evidence.bounds):
         return (
-            f"{whole}, while the loss agrees: something not linear in the gradient (clipping, "
-            "normalising, an optimizer's update) came before the reduction; reduce the gradient "
-            "first, then clip and update"
+            f"{whole}, while the loss agrees: an operation that is not linear in the gradient "
+            "(clipping, normalization, an optimizer update) precedes the reduction; reduce the "
+            "gradient first, then clip and update"
         )
     return (
-        f"{whole}: the rows of a batch depend on one another there, as in BatchNorm's statistics "
-        "or a loss that contrasts the rows of a batch, and each replica sees its own only; give "
-        "BatchNorm an axis_name, or gather the rows (lax.all_gather) before the loss"
+        f"{whole}: the rows of a batch depend on one another, as in BatchNorm statistics or a "
+        "contrastive loss, and each replica sees only its own rows; give BatchNorm an axis_name, "
+        "or gather the rows (lax.all_gather) before the loss"
     )
 
 
@@ -299,7 +298,7 @@ def _of_micro_batches(evidence: Evidence) -> Iterator[tuple[str, Leaves]]:
     assert evidence.on_rows is not None
     N, K, rows = evidence.replicas, evidence.micro_batches, evidence.rows
     index = np.arange(rows)
-    # [K, N, rows of one]: in runs within a replica, every K-th row of it, in runs of the batch.
+    # [K, N, rows]: contiguous within a replica, every K-th row of it, contiguous in the batch.
     cuts = (
         index.reshape(N, K, -1).swapaxes(0, 1),
         index.reshape(N, -1, K).transpose(2, 0, 1),
@@ -308,7 +307,7 @@ def _of_micro_batches(evidence: Evidence) -> Iterator[tuple[str, Leaves]]:
     for cut in cuts:
         for name, part in (("last", cut[-1]), ("first", cut[0])):
             yield (
-                f"only the {name} of {K} micro-batches was used: the others' gradients were "
+                f"only the {name} of {K} micro-batches was used: the gradients of the others were "
                 f"overwritten; add them all and divide by {K}",
                 evidence.on_rows(np.sort(part.ravel())),
             )
@@ -317,14 +316,14 @@ def _of_micro_batches(evidence: Evidence) -> Iterator[tuple[str, Leaves]]:
     for cut in cuts:
         parts = [evidence.on_rows(cut[k, n]) for k in range(K) for n in range(N)]
         yield (
-            f"it is the mean over {N} replicas and {K} micro-batches of what each gives by itself: "
-            "a mean of means where they do not weigh the same, or rows that depend on one another "
+            f"it is the mean over {N} replicas and {K} micro-batches of each one's own result: a "
+            "mean of means if their weights differ, or rows that depend on one another "
             "(BatchNorm); sum numerator and weights over all of them, then divide once",
             _mean(parts),
         )
 
 
-# What all of them use.
+# Helpers.
 
 
 def _mean(parts: Sequence[Leaves]) -> Leaves:
@@ -337,7 +336,7 @@ def _mean(parts: Sequence[Leaves]) -> Leaves:
 def _unexplained(evidence: Evidence, differing: Sequence[Difference]) -> str:
     worst = max(differing, key=lambda each: each.relative)
     return (
-        f"{NO_CAUSE}: no factor, no mean of means, no subset of rows gives it; "
-        f"{len(differing)} of {len(evidence.expected)} leaves differ, the most {worst.path}, by "
+        f"{NO_CAUSE}: no factor, no mean of means, no subset of rows explains it; "
+        f"{len(differing)} of {len(evidence.expected)} leaves differ, most of all {worst.path}, by "
         f"{worst.relative:.1%} of its norm"
     )

@@ -1,4 +1,4 @@
-"""Every device's copy of a step's results."""
+"""Each device's copy of a step's results."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -15,23 +15,23 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class Copies:
-    """Results by path, each once where all replicas hold the same bits, else once per replica."""
+    """Results by path: one copy if all replicas hold the same bits, else one per replica."""
 
     held: Mapping[str, list[np.ndarray]]
     stacked: frozenset[str] = frozenset()
-    """Paths that were stacked, [replicas, ...]."""
+    """Paths of stacked leaves, [replicas, ...]."""
 
     @property
     def unequal(self) -> list[str]:
-        """Paths of which the replicas hold different bits."""
+        """Paths where replicas hold different bits."""
         return [path for path, copies in self.held.items() if len(copies) > 1]
 
     def of(self, replica: int) -> Leaves:
-        """Return what one replica holds."""
+        """Return the results of one replica."""
         return {path: copies[min(replica, len(copies) - 1)] for path, copies in self.held.items()}
 
     def bits(self) -> dict[str, bytes]:
-        """Every copy's bits, to compare two runs by."""
+        """Return the bits of every copy, for comparing two runs."""
         return {
             path: b"".join(each.tobytes() for each in copies) for path, copies in self.held.items()
         }
@@ -40,9 +40,9 @@ class Copies:
 def read_copies(
     tree: PyTree, shapes: Mapping[str, tuple[int, ...]], *, stacked_over: int | None = None
 ) -> Copies:
-    """Copy a tree of results to the host, from every device that claims to hold all of it.
+    """Copy a tree of results to the host, from every device that holds a full copy.
 
-    `shapes` are those without the replica dim of a step whose results are `stacked_over` replicas.
+    `shapes` are without the replica dimension of a step whose results are `stacked_over` replicas.
     """
     held: dict[str, list[np.ndarray]] = {}
     stacked: set[str] = set()
@@ -62,7 +62,7 @@ def read_copies(
 
 
 def _parts(leaf: Any) -> list[Any]:
-    """Each copy of a leaf, in the order of the mesh where each device has one; itself if split."""
+    """Return each device's copy of a leaf, in mesh order; the leaf itself if it is sharded."""
     if not isinstance(leaf, jax.Array):
         return [leaf]
     if not leaf.is_fully_replicated:
@@ -75,7 +75,7 @@ def _parts(leaf: Any) -> list[Any]:
 
 
 def _copies_of_parts(leaf: jax.Array) -> list[Any]:
-    """The copies of a leaf that is split over some devices, each put together from its parts."""
+    """Return the copies of a leaf that is sharded over some devices, each assembled from shards."""
     copies = {
         shard.replica_id: np.empty(leaf.shape, leaf.dtype) for shard in leaf.addressable_shards
     }

@@ -1,6 +1,6 @@
-"""A loss that asks how many devices or processes there are: no comparison of numbers shows it.
+"""Detect a loss that queries the device or process count; comparing numbers cannot show it.
 
-Both sides of a comparison run in one process, and are given the same answer.
+Both sides of a comparison run in one process and get the same answer.
 """
 
 import contextlib
@@ -21,22 +21,22 @@ _NAMES = {
 }
 _LIBRARIES = frozenset({"equinox", "flax", "jax", "optax"})
 _OURS = "replicax."
-"""Ours ask for the devices where they have to; a recipe is as a user's."""
+"""Replicax's own queries are allowed; recipes count as user code."""
 
 
 @contextlib.contextmanager
 def devices_asked() -> Iterator[list[str]]:
-    """Note the functions that users' code, traced meanwhile, asks for devices with."""
+    """Record the device queries made by user code that is traced in this context."""
     found: list[str] = []
 
     def watch(frame: FrameType, event: str, _argument: Any) -> None:
         if event == "call" and frame.f_code in _NAMES and _is_users(frame.f_back):
             found.append(_NAMES[frame.f_code])
 
-    for each in (*_COUNTS, *_OTHERS):  # an answer that is kept would not be seen
+    for each in (*_COUNTS, *_OTHERS):  # a cached answer would hide the call
         getattr(each, "cache_clear", lambda: None)()
     before = sys.getprofile()
-    # A profiler of C, such as cProfile's, is no function that could be set again.
+    # A profiler written in C, such as cProfile, is not a function that setprofile accepts.
     resume = getattr(before, "enable", lambda: sys.setprofile(before))
     sys.setprofile(watch)
     try:
@@ -52,21 +52,21 @@ def _is_users(frame: FrameType | None) -> bool:
 
 
 def check_devices_asked(asked: Sequence[str]) -> Iterator[Check]:
-    """Yield a row on what a loss or step asked for, where it did."""
+    """Yield a row on the device queries of a loss or step, if there are any."""
     names = list(dict.fromkeys(asked))
     counted = [name for name in names if name.endswith("count")]
     others = [name for name in names if name not in counted]
     if counted:
-        text = f"it asks {', '.join(f'{name}()' for name in counted)}"
+        text = f"it calls {', '.join(f'{name}()' for name in counted)}"
         yield Check("parity", CASE, FAIL, text, ON_DEVICES, {"asked": counted})
     elif others:
-        text = f"it asks {', '.join(f'{name}()' for name in others)}: let no number follow from it"
+        text = f"it calls {', '.join(f'{name}()' for name in others)}: no result may depend on it"
         yield Check("parity", CASE, NOTE, text, "", {"asked": others})
 
 
-CASE = "devices asked for"
+CASE = "device queries"
 ON_DEVICES = (
-    "the loss or step follows from how many devices there are, and gives other numbers on one than "
-    "on several: Replicax takes the mean over all rows, on however many; take the factor out, or "
-    "give it as a number"
+    "the loss or step depends on the number of devices, so one device and several give different "
+    "results: Replicax takes the mean over all rows on any number of devices; remove the factor, "
+    "or pass it as a number"
 )

@@ -1,9 +1,9 @@
-"""Two trees of arrays, leaf by leaf: where they differ by more than rounding explains.
+"""Compare two trees of arrays leaf by leaf and report differences that rounding cannot explain.
 
-How much rounding explains is measured and not guessed. The reference is run again on parameters and
-inputs that are moved by a few units in the last place, at random, and what that moves in its
-results is what rounding can move: little in a well-conditioned model, much where relu or max pool
-choose between candidates a rounding apart, everything where a gradient is 0 in exact arithmetic.
+The effect of rounding is measured, not guessed. The reference is run again on parameters and inputs
+that are randomly perturbed by a few units in the last place, and the resulting changes bound what
+rounding can do: little in a well-conditioned model, much where relu or max pool choose between
+nearly equal candidates, and everything where a gradient is 0 in exact arithmetic.
 (Stochastic arithmetic: CESTAC, Vignes 1993; Monte Carlo arithmetic, Parker 1997.)
 """
 
@@ -20,51 +20,51 @@ from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 PyTree = Any
 Leaves = dict[str, np.ndarray]
-"""Path -> values: float64 where the leaf holds floats, else as they are."""
+"""Path -> values: float64 for leaves of floats, others unchanged."""
 
 UNITS = 4
-"""How far inputs are moved: relative, in units of the dtype's eps."""
+"""Relative size of a perturbation, in units of the dtype's eps."""
 SEEDS = 4
-"""Perturbed runs."""
+"""Number of perturbed runs."""
 SAFETY = 8
-"""Rounding may do this many times what the perturbed runs show: they are few."""
+"""Rounding may change this many times as much as the perturbed runs, which are few."""
 _BULK = 0.9
-"""An element that no perturbed run moved may still move as most of its leaf does."""
+"""An element that no perturbed run changed may still change as much as this share of its leaf."""
 _MISSED = 1e-4
-"""The share of a leaf's elements that a few perturbed runs may miss."""
+"""Share of a leaf's elements that the perturbed runs may miss."""
 _COARSE = 2.0**-9
-"""Perturbations stop at this size: more would be another model, not rounding."""
+"""Largest perturbation: more would be a different model, not rounding."""
 
-MISSING, SHAPE, NOT_NUMBERS = "is missing", "has shape", "holds NaN or infinity"
+MISSING, SHAPE, NOT_NUMBERS = "is missing", "has shape", "contains NaN or infinity"
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """One leaf that differs by more than its bound."""
+    """A leaf that differs by more than its bound."""
 
     path: str
     largest: float
-    """The difference, in absolute value, of the element that exceeds its bound the most."""
+    """Absolute difference of the element that exceeds its bound the most."""
     scale: float
-    """The largest absolute value of the leaf that was expected."""
+    """Largest absolute value of the expected leaf."""
     bound: float
-    """Difference that rounding explains in that element, in absolute value."""
+    """Absolute difference that rounding explains in that element."""
     elements: int
-    """Elements beyond their bounds, of `size`."""
+    """Number of elements beyond their bounds, of `size`."""
     size: int
     ratio: float | None
-    """Found over expected, where that is one number for the whole leaf."""
+    """Found over expected, if it is the same for the whole leaf."""
     relative: float
-    """Norm of the difference over the norm of what was expected."""
+    """Norm of the difference over the norm of the expected leaf."""
     what: str = ""
-    """Where it is not a matter of size: that it is missing, NaN, or of another shape."""
+    """A difference other than magnitude: missing, NaN, or the wrong shape."""
 
     def __str__(self) -> str:
         where = self.path or "the result"
         if self.what:
             return f"{where} {self.what}"
         if self.ratio is not None and abs(self.ratio - 1) > 1e-2:
-            return f"{where} is {self.ratio:.4g} times what one device gives"
+            return f"{where} is {self.ratio:.4g} times the value on one device"
         share = self.largest / self.scale if self.scale else math.inf
         bound = self.bound / self.scale if self.scale else 0.0
         count = f", {self.elements} of {self.size} elements" if self.size > 1 else ""
@@ -73,7 +73,7 @@ class Difference:
         return f"{where} differs by {share:.1e} of its scale (bound {bound:.1e}{count})"
 
     def to_json(self) -> dict[str, Any]:
-        """Fields as `json.dumps` takes them; infinities become None."""
+        """Return the fields as JSON values; infinities become None."""
         values = dataclasses.asdict(self)
         return {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -82,7 +82,7 @@ class Difference:
 
 
 def leaves(tree: PyTree) -> Leaves:
-    """The arrays of a tree by path; what is no array (a function, a string) is left out."""
+    """Return the arrays of a tree by path; other leaves (functions, strings) are left out."""
     found: Leaves = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         values = _values(leaf)
@@ -92,10 +92,10 @@ def leaves(tree: PyTree) -> Leaves:
 
 
 def changes(before: PyTree, after: PyTree) -> Leaves:
-    """Return what a step added to each leaf of floats, in float64; other leaves as they are now.
+    """Return the change of each leaf of floats in a step, in float64; other leaves as they are now.
 
-    A change is compared rather than the value itself because an update is small beside its
-    parameter: of 1e-5 on 0.1, the bound of the parameter would hide a tenth.
+    Changes are compared rather than values because an update is small relative to its parameter:
+    for an update of 1e-5 to 0.1, the bound of the parameter would hide an error of a tenth.
     """
     old, new = leaves(before), leaves(after)
     return {
@@ -107,15 +107,15 @@ def changes(before: PyTree, after: PyTree) -> Leaves:
 
 
 def is_float(values: np.ndarray) -> bool:
-    """Whether a leaf is compared within bounds; others have to be equal."""
+    """Whether a leaf is compared within bounds; others must be equal."""
     return bool(np.issubdtype(values.dtype, np.inexact))
 
 
 def perturbed(tree: PyTree, seed: int, size: float, *, whole: bool = True) -> PyTree:
-    """The tree with each float moved by `size` of itself, up or down at random.
+    """Return the tree with each float scaled by 1 + `size` or 1 - `size` at random.
 
-    A 0 stays 0, so that what is exact (a padded pixel, a fresh bias) stays it. Leaves of `whole`
-    numbers only are not moved in a batch, where they are labels, masks or indices.
+    A 0 stays 0, so that exact values (a padded pixel, a fresh bias) stay exact. Without `whole`,
+    leaves of whole numbers are kept: in a batch these are labels, masks or indices.
     """
     generator = np.random.default_rng(seed)
 
@@ -127,7 +127,7 @@ def perturbed(tree: PyTree, seed: int, size: float, *, whole: bool = True) -> Py
         if not whole and bool(np.all(values == np.rint(values))):
             return leaf
         signs = generator.integers(0, 2, values.shape) * 2 - 1
-        # Below half a unit of a coarse leaf nothing would move: never less than its own eps.
+        # Less than half a unit of a coarse leaf would change nothing: use at least its own eps.
         step = max(size, _eps(dtype))
         return (values * (1 + step * signs)).astype(dtype)
 
@@ -142,9 +142,9 @@ def rounding_noise(
     eps: float,
     expected: Mapping[str, np.ndarray],
 ) -> Leaves:
-    """How far rounding can move each element of `expected`, which is `run(state, batch)`.
+    """Return how much rounding can change each element of `expected`, which is `run(state, batch)`.
 
-    It is the largest change over some runs, in absolute value. `eps` is the unit of the coarsest
+    This is the largest absolute change over the perturbed runs. `eps` is that of the coarsest
     dtype that `run` computes in; see `coarsest_eps`.
     """
     size = min(UNITS * eps, max(eps, _COARSE))
@@ -167,11 +167,11 @@ def bounds(
     eps: float,
     values: Mapping[str, np.ndarray] | None = None,
 ) -> Leaves:
-    """By path, the largest difference that rounding explains, element by element.
+    """Return by path the largest difference that rounding explains, per element.
 
-    The sum of what the perturbed runs show, with room; of eps · sqrt(terms) of the leaf's scale,
-    the expected error of a sum in another order; and, for changes, of two units of the values that
-    they were taken from. `terms` are the summands of the longest sum: rows.
+    It is the sum of the change in the perturbed runs, with a margin; eps · sqrt(terms) times the
+    leaf's scale, the expected error of a sum in a different order; and, for changes, two units of
+    the values that were subtracted. `terms` is the length of the longest sum: rows.
     """
     result: Leaves = {}
     for path, value in expected.items():
@@ -192,10 +192,10 @@ def differences(
     expected: Mapping[str, np.ndarray],
     bounds: Mapping[str, np.ndarray],
 ) -> list[Difference]:
-    """All leaves, in the order of the tree, that differ by more than their bounds.
+    """Return the leaves that differ by more than their bounds, in tree order.
 
-    A leaf without a bound has to be equal. One that is missing, or has another shape, differs by
-    infinity, and so does a NaN where a number was expected.
+    A leaf without a bound must be equal. A missing leaf, a different shape, or a NaN in place of
+    a number counts as an infinite difference.
     """
     all_of = (
         _difference(path, found.get(path), there, bounds.get(path, 0.0))
@@ -214,7 +214,7 @@ def _difference(
         return _of_another_kind(path, there, shapes)
     if not is_float(there):
         unequal = int(np.sum(here != there))
-        count = f"has {unequal} of {there.size} elements that are not equal"
+        count = f"has {unequal} of {there.size} elements unequal"
         return _of_another_kind(path, there, count) if unequal else None
     if not there.size:
         return None
@@ -243,10 +243,10 @@ def _difference(
 
 
 def _only_missed(gap: np.ndarray, limit: np.ndarray, beyond: np.ndarray) -> bool:
-    """Whether only elements differ that the perturbed runs missed by chance.
+    """Whether all differing elements may have been missed by the perturbed runs by chance.
 
-    Of millions, some have a gradient so near to 0 that Adam's step of it may go either way; one
-    that no perturbed run turned still differs no further than those that were turned.
+    Among millions of elements, some gradients are so close to 0 that the sign of Adam's update is
+    arbitrary; one that no perturbed run flipped differs no more than those that were flipped.
     """
     few = int(beyond.sum()) <= _MISSED * gap.size
     return few and float(gap.max()) <= float(np.max(limit))
@@ -260,7 +260,7 @@ def _of_another_kind(path: str, expected: np.ndarray, what: str) -> Difference:
 def constant_ratio(
     found: np.ndarray, expected: np.ndarray, bound: np.ndarray | float = 0.0, near: float = 1e-3
 ) -> float | None:
-    """Found over expected where it is one number for all elements, within bounds or `near`."""
+    """Return found over expected if it is constant over all elements, within bounds or `near`."""
     square = float(np.sum(expected * expected))
     if not (np.isfinite(found).all() and np.isfinite(square) and square > 0):
         return None
@@ -273,9 +273,9 @@ def constant_ratio(
 
 
 def coarsest_eps(function: Callable[..., Any], *arguments: Any) -> float:
-    """The largest eps among the float dtypes that a function computes in, and of its arguments.
+    """Return the largest eps of the float dtypes of a function's arguments and operations.
 
-    Float32's where it cannot be traced and its arguments tell nothing.
+    Float32's if it cannot be traced and no argument is a float.
     """
     arrays = jax.tree.leaves(arguments)
     with contextlib.suppress(Exception):  # not traceable as a whole: it may still run
@@ -287,7 +287,7 @@ def coarsest_eps(function: Callable[..., Any], *arguments: Any) -> float:
 
 
 def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """Yield the equations of a jaxpr, and of those in it."""
+    """Yield the equations of a jaxpr and of its inner jaxprs."""
     for equation in jaxpr.eqns:
         yield equation
         for inner in jaxprs_in_params(equation.params):

@@ -1,4 +1,4 @@
-"""A mode and a reduction of verify's own, to compare others with."""
+"""A mode and a reduction used only by verify, as references."""
 
 import dataclasses
 from functools import partial
@@ -19,10 +19,10 @@ from replicax.core.reduction import Reduction, Wire
 
 
 def emulated(replicas: int, objective: Objective) -> Mode:
-    """Return the mode in which one device computes what the replicas of a per-replica mode do.
+    """Return a mode that emulates the replicas of a per-replica mode on one device.
 
-    Each has its own rows and keys, and statistics over all of them. The gradient is that of the sum
-    over the replicas, which takes no reduction.
+    Each replica has its own rows and keys; statistics are over all of them. The gradient is that of
+    the sum over replicas, which needs no reduction.
     """
 
     def accumulator(
@@ -37,7 +37,7 @@ def emulated(replicas: int, objective: Objective) -> Mode:
 
 @dataclasses.dataclass(frozen=True)
 class _Replicas(Sequential):
-    """The sums of all replicas, one micro-batch of all of them after the other."""
+    """Accumulate the sums of all replicas, one micro-batch of all of them at a time."""
 
     replicas: int = 1
     objective: Any = None
@@ -45,7 +45,7 @@ class _Replicas(Sequential):
     def __call__(
         self, part: Part, state: Any, batch: Batch, key: jax.Array | None, axis: Axis | None
     ) -> tuple[PyTree, PyTree]:
-        """Return the sums over all rows, and the extras after the step; `part` is not asked."""
+        """Return the sums over all rows and the extras after the step; `part` is ignored."""
         assert key is not None
         keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(self.replicas))
 
@@ -56,7 +56,7 @@ class _Replicas(Sequential):
         return add_in_turn(one, state.extras, jax.tree.map(self._cut, batch), self.parts)
 
     def _cut(self, leaf: jax.Array) -> jax.Array:
-        """`[rows, ...]` -> `[micro-batches, replicas, rows of one, ...]`."""
+        """Reshape `[rows, ...]` to `[micro-batches, replicas, rows of one, ...]`."""
         cut = leaf.reshape(self.replicas, -1, self.parts, *leaf.shape[1:])
         return jnp.moveaxis(cut, 2, 0)
 
@@ -67,8 +67,8 @@ class _Replicas(Sequential):
             def of_replica(rows: Batch, key: jax.Array) -> Any:
                 return self.objective.loss_sums(params, extras, rows, View(key, DATA))
 
-            # Not vmapped over the gradient: each replica would have a kernel of its own, and a
-            # convolution of many groups takes a minute on a CPU.
+            # The gradient is not vmapped: each replica would have its own kernel, and a
+            # convolution with many groups takes a minute on a CPU.
             found, after = jax.vmap(of_replica, axis_name=DATA)(batch, keys)
             found = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), found)
             value = found[LOSS].total if scale is None else found[LOSS].total * scale
@@ -80,14 +80,14 @@ class _Replicas(Sequential):
 
 @dataclasses.dataclass(frozen=True)
 class _Magnitudes(Wire):
-    """Adds the magnitudes of the parts, in any per-replica mode."""
+    """Sum the magnitudes of the replicas' contributions, in any per-replica mode."""
 
     def __call__(self, sums: StepSums, state: PyTree, axis: Axis) -> tuple[StepSums, PyTree]:
         """Return the sum of the replicas' magnitudes."""
         return super().__call__(self.rounded(sums), state, axis)
 
     def round(self, leaf: jax.Array) -> jax.Array:
-        """Return the magnitudes of a part; sums of magnitudes stay as they are."""
+        """Return the magnitudes of a contribution; sums of magnitudes are unchanged."""
         if jnp.iscomplexobj(leaf):
             return jax.lax.complex(jnp.abs(leaf.real), jnp.abs(leaf.imag))
         return jnp.abs(leaf)

@@ -1,4 +1,4 @@
-"""The evidence about a step that gives other numbers than one device."""
+"""Evidence about a step whose results differ from one device's."""
 
 import dataclasses
 import functools
@@ -9,14 +9,14 @@ import numpy as np
 from replicax.verify.difference import Leaves, is_float
 
 EXPLAINED = 0.1
-"""A hypothesis explains a leaf where at most this share of the difference is left."""
+"""A hypothesis explains a leaf if at most this share of the difference remains."""
 MOST_REPLICAS = 16
-"""Runs of the reference on one replica's rows; with more replicas, these are not tried."""
+"""The most replicas for which the reference is run on each replica's rows."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Hypothesis:
-    """A cause in words, and the results that it would give."""
+    """A cause in words and the results it predicts."""
 
     text: str
     results: Callable[[], Leaves]
@@ -24,32 +24,32 @@ class Hypothesis:
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
-    """A step's results, those expected, and the means to try other explanations.
+    """A step's results, the expected results, and the means to test explanations.
 
-    All results are by path, as `difference.leaves` and `difference.changes` give them: gradients,
-    or what the step added to each leaf of the state (changes, not values: factors are seen in
-    them), with the metrics beside them. The loss is known by its path, which holds "loss".
+    All results are by path, as returned by `difference.leaves` and `difference.changes`: gradients,
+    or the change of each leaf of the state (changes show factors, values do not), together with
+    the metrics. The loss is recognized by "loss" in its path.
     """
 
     found: Leaves
     expected: Leaves
     bounds: Leaves
     rows: int
-    """Rows of the global batch. Replica i has the i-th of `replicas` equal runs of them."""
+    """Rows of the global batch, which is split into `replicas` contiguous blocks of equal size."""
     replicas: int
     micro_batches: int = 1
-    """Parts that each replica's rows are computed in."""
+    """Micro-batches per replica."""
     weights: np.ndarray | None = None
-    """[rows], the weight of each row in the mean; None where all weigh the same."""
+    """[rows], the weight of each row in the mean; None if all weights are equal."""
     on_rows: Callable[[np.ndarray], Leaves] | None = None
-    """The reference's results from the rows of these indices alone."""
+    """The reference's results on only the rows at these indices."""
     of_replica: Callable[[int], Leaves] | None = None
-    """Results that one replica holds, where they do not all hold the same."""
+    """The results of one replica, if replicas differ."""
     values: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    """By path, the values before the step of leaves whose changes are compared; with them a factor
-    is seen beside weight decay, which it does not touch."""
+    """Values before the step, by path, of leaves whose changes are compared; they reveal a factor
+    despite weight decay, which it does not affect."""
     others: Sequence[Hypothesis] = ()
-    """More hypotheses, of the caller's own; tried first."""
+    """Additional hypotheses of the caller, tried first."""
 
     @property
     def divides(self) -> bool:
@@ -59,24 +59,24 @@ class Evidence:
 
     @functools.cached_property
     def own(self) -> list[Leaves]:
-        """The reference's results on the rows of each replica."""
+        """Return the reference's results on the rows of each replica."""
         assert self.on_rows is not None
         return [self.on_rows(block) for block in np.split(np.arange(self.rows), self.replicas)]
 
     @property
     def losses(self) -> list[str]:
-        """Paths of losses."""
+        """Return the paths of losses."""
         return [path for path in self.expected if "loss" in path.lower()]
 
     @property
     def shares(self) -> np.ndarray:
-        """The weight of each replica's rows."""
+        """Return the total weight of each replica's rows."""
         weights = np.ones(self.rows) if self.weights is None else self.weights
         parts = np.array_split(np.asarray(weights, np.float64), self.replicas)
         return np.array([part.sum() for part in parts])
 
     def explained(self, path: str, found: Mapping[str, np.ndarray], results: Leaves) -> bool:
-        """Whether `results` leave little of the difference in one leaf of what was found."""
+        """Whether `results` explain most of the difference in one leaf of `found`."""
         if path not in results or path not in found or results[path].shape != found[path].shape:
             return False
         here, there, guess = found[path], self.expected[path], results[path]

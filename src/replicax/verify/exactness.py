@@ -1,4 +1,4 @@
-"""Mode `exact`: the same programs and the same bits on 1, 2, 4, ... devices."""
+"""Check mode `exact`: the same programs and the same bits on 1, 2, 4, ... devices."""
 
 import dataclasses
 from collections.abc import Callable
@@ -25,7 +25,7 @@ _SHOWN = 12
 
 @dataclasses.dataclass(frozen=True)
 class Bits:
-    """The bits of some steps, and of the programs that computed them."""
+    """Digests of consecutive steps and of the programs that computed them."""
 
     steps: list[dict[str, str]]
     """After each step, the SHA-256 of every leaf of state and metrics, by path."""
@@ -34,11 +34,11 @@ class Bits:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the leaves after the last step."""
+        """Return the SHA-256 of the leaves after the last step."""
         return sha256(list(map(bytes.fromhex, self.steps[-1].values())))
 
     def parting(self, other: "Bits") -> str:
-        """Return where `other` has other bits first: the step, the leaf and the programs."""
+        """Return where `other` first differs in bits: the step, the leaf and the programs."""
         pairs = enumerate(zip(self.steps, other.steps, strict=True), start=1)
         step, leaves = next(
             (number, [path for path in mine if mine[path] != theirs[path]])
@@ -47,7 +47,7 @@ class Bits:
         )
         names = {**self.programs, **other.programs}
         programs = [n for n in names if self.programs.get(n) != other.programs.get(n)]
-        said = f"the compiled {', '.join(programs)} differs" if programs else "all programs alike"
+        said = f"the compiled {', '.join(programs)} differs" if programs else "all programs equal"
         return f"in step {step} first {leaves[0]} of {len(leaves)} leaves; {said}"
 
 
@@ -55,7 +55,7 @@ def bits_of(program: Program, state: TrainState, batch: Batch) -> Bits:
     """Return the bits of `STEPS` steps of `program` from `state`.
 
     Raises:
-        LossError: a step is skipped, for what it computes is not finite.
+        LossError: a step is skipped because its results are not finite.
     """
     compiled = program.compiled(state, batch)
     steps = []
@@ -63,7 +63,7 @@ def bits_of(program: Program, state: TrainState, batch: Batch) -> Bits:
         state, metrics = program.step(state, batch)
         metrics = dict(metrics)
         if NOT_FINITE in metrics and metrics.pop(NOT_FINITE):
-            raise LossError("the loss or its gradient is not finite, and the step is skipped")
+            raise LossError("the loss or its gradient is not finite, so the step is skipped")
         leaves = jax.tree_util.tree_leaves_with_path({"state": state, "metrics": metrics})
         steps.append({jax.tree_util.keystr(path): sha256(leaf) for path, leaf in leaves})
     return Bits(steps, {each.name: each.digest for each in compiled})
@@ -76,15 +76,15 @@ def check_exactness(
     is_own: bool,
     show: Callable[[str], None],
 ) -> Check:
-    """Return the row on a mode whose bits are fixed: those of two steps on `counts` of devices.
+    """Return the row on a mode with fixed bits: compare two steps on each of `counts` devices.
 
-    Where it is the step's own, it must keep its promise.
+    A difference fails only for the step's own mode.
     """
     name = f"{mode}, {on_devices(counts)}"
     found: dict[int, Bits] = {}
     try:
         for count in counts:
-            show(f"parity: the bits of {mode} on {count} of {counts[-1]} devices")
+            show(f"parity: bits of {mode} on {count} of {counts[-1]} devices")
             found[count] = bits(count)
     except ReplicaxError as error:
         return Check("parity", name, FAIL if is_own else SKIP, f"refused: {error}")
@@ -93,28 +93,28 @@ def check_exactness(
         "sha256": {str(count): each.digest for count, each in found.items()},
         "programs": {str(count): each.programs for count, each in found.items()},
     }
-    verdict: Verdict = FAIL if is_own else NOTE  # another mode is trained in
+    verdict: Verdict = FAIL if is_own else NOTE  # training uses another mode
     others = [count for count in counts if found[count] != first]
     if not others:
         text = (
-            f"the same bits after {STEPS} steps, SHA-256 {first.digest[:_SHOWN]}, by the same "
+            f"the same bits after {STEPS} steps, SHA-256 {first.digest[:_SHOWN]}, from the same "
             f"{len(first.programs)} programs"
         )
         return Check("parity", name, PASS, text, "", figures)
     parted = [count for count in others if found[count].steps != first.steps]
     if not parted:
-        text = f"other programs on {on_devices(others)} than on 1, with the same bits"
+        text = f"different programs on {on_devices(others)} than on 1, with the same bits"
         return Check("parity", name, verdict, text, CAUSE, figures)
     where = first.parting(found[parted[0]])
-    text = f"other bits on {on_devices(parted)} than on 1: {where}"
+    text = f"different bits on {on_devices(parted)} than on 1: {where}"
     return Check("parity", name, verdict, text, CAUSE, figures)
 
 
-CAUSE = "a program that is compiled otherwise, or that does not repeat its bits; report it"
+CAUSE = "a program was compiled differently, or is not deterministic; report it"
 
 
 def on_devices(counts: list[int]) -> str:
-    """`1, 2, 4 devices`."""
+    """Format device counts: `1, 2, 4 devices`."""
     return f"{', '.join(map(str, counts))} device{'s' if counts != [1] else ''}"
 
 
@@ -125,7 +125,7 @@ def replica_counts(dp: DataParallel) -> list[int]:
 
 
 def bits_on(subject: Subject, facts: Facts, mode: Mode, devices: int) -> Bits:
-    """Return the bits of `subject` on as many devices."""
+    """Return the bits of `subject` on this many devices."""
     case = Case(mode, 1, devices)
     dp = subject.parallel(case)
     batch = subject.batch_on(case, subject.padded if facts.takes_padding else subject.full)

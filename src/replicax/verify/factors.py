@@ -1,4 +1,4 @@
-"""A factor between what a step gives and what was expected, and the mistake that makes it."""
+"""Factors between found and expected results, and the mistakes that cause them."""
 
 from collections.abc import Sequence
 
@@ -9,23 +9,23 @@ from replicax.verify.evidence import Evidence
 from replicax.wording import named
 
 NEAR = 2e-2
-"""A ratio is a factor where it is this near, relative: weight decay and eps shift it a little."""
+"""Relative tolerance for matching a factor: weight decay and eps shift the ratio slightly."""
 _FITTED = 8
-"""Elements from which two numbers can be fitted and their fit believed."""
+"""Fewest elements for which a fit of two numbers is trusted."""
 
 
 def _factors(evidence: Evidence) -> dict[float, str]:
-    """Each factor that a mistake gives, and the mistake."""
+    """Return the factors that mistakes cause, with a description of each mistake."""
     N, K, rows = evidence.replicas, evidence.micro_batches, evidence.rows
     weight = float(evidence.weights.sum()) if evidence.weights is not None else float(rows)
     summed = (
         f"it was summed over {N} replicas and not divided; use pmean, or divide by the number of "
-        "replicas (under shard_map with check_vma=True a gradient by replicated parameters is "
-        "summed already: do not reduce it again, but differentiate the pmean of the loss)"
+        "replicas (under shard_map with check_vma=True the gradient of replicated parameters is "
+        "already summed: differentiate the pmean of the loss instead of reducing it again)"
     )
     table = [
         (N, summed),
-        (1 / N, f"it was divided by {N} replicas twice; pmean divides already: drop one division"),
+        (1 / N, f"it was divided by {N} replicas twice; pmean already divides: drop one division"),
         (K, f"{K} micro-batches were added and not divided; divide their sum by {K}"),
         (1 / K, f"it was divided by {K} micro-batches twice; drop one division"),
         (
@@ -34,21 +34,21 @@ def _factors(evidence: Evidence) -> dict[float, str]:
             f"{N * K}",
         ),
         (1 / (N * K), f"it was divided by {N} replicas and by {K} micro-batches twice"),
-        (N / K, f"it was summed over {N} replicas undivided, and divided by {K} once too often"),
-        (K / N, f"{K} micro-batches were not divided, and {N} replicas were divided by twice"),
+        (N / K, f"it was summed over {N} replicas and not divided, and divided by {K} twice"),
+        (K / N, f"{K} micro-batches were added and not divided, and {N} replicas divided twice"),
         (N * N, f"it was summed over {N} replicas twice; reduce it once"),
         (1 / (N * N), f"it was divided by {N} replicas three times; pmean it once"),
         (
             weight / rows,
-            f"the sum was divided by all {rows} rows, those without weight included; divide by "
+            f"the sum was divided by all {rows} rows, including those of weight 0; divide by "
             f"the sum of the weights, {weight:g}",
         ),
         (weight, f"the sum over the rows was not divided; divide it by {weight:g}"),
         (rows, f"the sum over the rows was not divided by their number, {rows}"),
         (
             weight / N,
-            f"the sums over the rows of a replica were averaged over {N} replicas, and not divided "
-            f"by the rows; sum over the replicas and divide by {weight:g}",
+            f"the sums over each replica's rows were averaged over {N} replicas and not divided by "
+            f"the number of rows; sum over the replicas and divide by {weight:g}",
         ),
     ]
     factors: dict[float, str] = {}
@@ -62,7 +62,7 @@ def _factors(evidence: Evidence) -> dict[float, str]:
 
 
 def factor_cause(evidence: Evidence, differing: Sequence[Difference]) -> str:
-    """One factor in all leaves that differ, or its square where a gradient was squared."""
+    """Explain all differing leaves by one factor, or its square where gradients are squared."""
     ratios = {each.path: _ratio(evidence, each) for each in differing}
     for factor, text in _factors(evidence).items():
         by = {
@@ -87,7 +87,7 @@ def _times(factor: float) -> str:
 
 
 def _ratio(evidence: Evidence, difference: Difference) -> float | None:
-    """Found over expected in one leaf; of its part beside weight decay where there is some."""
+    """Return found over expected in one leaf, excluding weight decay if there is any."""
     path = difference.path
     if difference.ratio is not None or path not in evidence.values:
         return difference.ratio
@@ -99,5 +99,5 @@ def _ratio(evidence: Evidence, difference: Difference) -> float | None:
     fit, *_ = np.linalg.lstsq(columns, found, rcond=None)
     rest = np.linalg.norm(found - columns @ fit)
     alone = np.linalg.norm(found - expected * (expected @ found) / max(expected @ expected, 1e-300))
-    # Two numbers always fit better than one: only where they fit all of it is there a decay.
+    # Two numbers always fit better than one: require a complete fit to conclude weight decay.
     return float(fit[0]) if rest <= min(1e-3 * np.linalg.norm(found), 0.1 * alone) else None

@@ -1,4 +1,4 @@
-"""Facts about a loss and its model that decide what can be compared with what."""
+"""Properties of a loss and its model that determine which comparisons are valid."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -26,27 +26,27 @@ _DRAWS = frozenset({"random_bits", "threefry2x32", "rng_bit_generator", "rng_uni
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """Seen on one device, or in the program of the loss."""
+    """Properties observed on one device or in the program of the loss."""
 
     repeatable: bool
     """Whether the same step on one device gives the same bits."""
     random: bool
-    """Whether training follows from the key: dropout."""
+    """Whether training depends on the key, as with dropout."""
     writes: bool
-    """Whether a step changes the model's other arrays: BatchNorm's statistics."""
+    """Whether a step changes the model's other arrays, such as BatchNorm statistics."""
     constant_key: bool
-    """Whether the loss draws random numbers that do not follow from the key."""
+    """Whether the loss draws random numbers that do not depend on the key."""
     rows: Independence
     takes_padding: bool
-    """Whether the loss is the same with padding among the rows, or knows of it."""
+    """Whether the loss ignores padded rows or accounts for them."""
     scalars: frozenset[str]
-    """Names of what the loss returns as one number for the whole batch, whatever its weights."""
+    """Names of results that are one number for the whole batch, regardless of weights."""
     asked: list[str]
-    """Functions that the loss asks for devices with."""
+    """Device queries that the loss calls."""
 
 
 def examine(subject: Subject) -> Facts:
-    """Look at the loss and the model on one device."""
+    """Examine the loss and the model on one device."""
     first, second = (subject.measured(subject.single, subject.full) for _ in range(2))
     reseeded = dataclasses.replace(subject.state, seed=np.uint32(int(subject.state.seed) ^ 1))
     other = subject.measured(subject.single, subject.full, reseeded)
@@ -73,22 +73,22 @@ def examine(subject: Subject) -> Facts:
 
 
 def same_bits(left: Leaves, right: Leaves) -> bool:
-    """Whether two results are the same to the last bit."""
+    """Whether two results are bitwise equal."""
     return all(value.tobytes() == right[path].tobytes() for path, value in left.items())
 
 
 def draws_from_a_constant(jaxpr: Jaxpr, keyed: Sequence[bool]) -> bool:
-    """Whether a traced function draws random numbers that depend on none of some arguments.
+    """Whether a traced function draws random numbers that depend on none of the keyed arguments.
 
     Args:
-        jaxpr: of the function.
-        keyed: for each of its arguments, whether draws may depend on it.
+        jaxpr: the jaxpr of the function.
+        keyed: for each argument, whether random numbers may depend on it.
     """
     return _follow(jaxpr, keyed)[1]
 
 
 def _follow(jaxpr: Jaxpr, keyed: Sequence[bool]) -> tuple[list[bool], bool]:
-    """Which results depend on the arguments that are `keyed`, and whether a draw does not."""
+    """Return which results depend on the `keyed` arguments, and whether any draw does not."""
     known: dict[Any, bool] = dict(zip(jaxpr.invars, keyed, strict=True))
 
     def depends(variable: Any) -> bool:
@@ -99,7 +99,7 @@ def _follow(jaxpr: Jaxpr, keyed: Sequence[bool]) -> tuple[list[bool], bool]:
         inputs = [depends(variable) for variable in equation.invars]
         outputs = [any(inputs)] * len(equation.outvars)
         for inner in jaxprs_in_params(equation.params):
-            # Loops and branches have more inputs than their bodies, or others: as a whole then.
+            # Inputs of loops and branches do not match those of their bodies: treat them as one.
             alike = len(inner.invars) == len(inputs)
             entered = inputs if alike else [any(inputs)] * len(inner.invars)
             results, inside = _follow(inner, entered)
@@ -130,9 +130,9 @@ def loss_draws_from_a_constant(objective: Objective, state: TrainState, batch: B
 def dead_and_stopped(
     objective: Objective, state: TrainState, batch: Batch
 ) -> tuple[list[str], list[str]]:
-    """Return the parameters that nothing of the loss follows from, and those without gradient.
+    """Return the parameters that the loss does not depend on, and those without a gradient.
 
-    The program is asked and not the rows: a parameter that these rows do not use is neither.
+    Read from the program, not from values: a parameter that these rows do not use is neither.
     """
 
     def moved(params: Any, tangents: Any, extras: Any, rows: Batch) -> Any:

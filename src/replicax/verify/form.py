@@ -1,4 +1,4 @@
-"""How a step is called: what it takes stacked, where its arguments live, what it returns."""
+"""Calling conventions of a step: stacked arguments, device placement, and return values."""
 
 import dataclasses
 import inspect
@@ -18,25 +18,25 @@ Step = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """How one step is called."""
+    """The calling convention of a step."""
 
     step: Step
     stacked: bool = False
-    """Batches go in as [replicas, rows / replicas, ...], as `pmap` takes them."""
+    """Whether batches are passed as [replicas, rows / replicas, ...], as for `pmap`."""
     state_stacked: bool = False
-    """The state goes in as [replicas, ...]."""
+    """Whether the state is passed as [replicas, ...]."""
     key_stacked: bool = False
     replicas: int = 1
     state_like: PyTree = None
-    """The state that the user gave: its arrays on several devices say where states go."""
+    """The user's state: states are placed like its arrays that span several devices."""
     batch_like: PyTree = None
-    """The same of the batch."""
+    """The same for batches."""
 
     def arguments(self, state: PyTree, batch: PyTree, key: Any) -> tuple[Any, ...]:
-        """The step's arguments, fresh arrays all of them: the step may donate them.
+        """Return the step's arguments as fresh arrays, since the step may donate them.
 
         Raises:
-            ConfigError: the rows do not divide over the replicas, and the step takes them stacked.
+            ConfigError: the rows do not divide over the replicas, but the step takes them stacked.
         """
         if self.state_stacked:
             state = jax.tree.map(self._spread, state)
@@ -49,38 +49,38 @@ class Form:
         rows = batch if isinstance(batch, tuple) else (batch,)
         if key is None:
             return (state, *rows)
-        # A loop that hands out keys by replica splits them.
+        # A loop that passes one key per replica splits it.
         keys = jax.random.split(key, self.replicas) if self.key_stacked else _copied(key)
         return (state, *rows, keys)
 
     def again(self, returned: PyTree) -> PyTree:
-        """A state that the step returned, as it takes it."""
+        """Return a state that the step returned in the form that it takes."""
 
         def fed(single: Any, after: Any) -> Any:
             if self.state_stacked and np.ndim(after) == np.ndim(single):
-                return self._spread(after)  # out_axes=None, say
+                return self._spread(after)  # for example out_axes=None
             if self.stacked and not self.state_stacked and np.ndim(after) > np.ndim(single):
-                return after[0]  # in_axes=None, and out_axes=0
+                return after[0]  # in_axes=None and out_axes=0
             return after
 
         return jax.tree.map(fed, self.state_like, returned)
 
     def _spread(self, leaf: Any) -> Any:
-        """[...] -> [replicas, ...]."""
+        """Broadcast [...] to [replicas, ...]."""
         if is_random_key(leaf):
             return jax.numpy.broadcast_to(leaf, (self.replicas, *leaf.shape))
         values = np.asarray(leaf)
         return np.broadcast_to(values, (self.replicas, *values.shape)).copy()
 
     def _cut(self, leaf: Any) -> Any:
-        """[rows, ...] -> [replicas, rows / replicas, ...]."""
+        """Reshape [rows, ...] to [replicas, rows / replicas, ...]."""
         if np.ndim(leaf) == 0:
             return self._spread(leaf)
         rows = leaf.shape[0]
         if rows % self.replicas:
             raise ConfigError(
-                f"{rows} rows do not divide over {self.replicas} replicas, and the step takes them "
-                "stacked: pad the batch and give the padding weight 0"
+                f"{rows} rows do not divide over {self.replicas} replicas, but the step takes them "
+                "stacked: pad the batch and give padded rows weight 0"
             )
         return leaf.reshape(self.replicas, rows // self.replicas, *leaf.shape[1:]).copy()
 
@@ -88,7 +88,7 @@ class Form:
 def candidates(
     step: Step, state: PyTree, batch: PyTree, replicas: int, stacked: bool | None
 ) -> Iterator[Form]:
-    """The forms that a step may have, the likelier first."""
+    """Yield the calling conventions that a step may have, the likeliest first."""
     plain = Form(step, replicas=replicas, state_like=state, batch_like=batch)
     by_replica = [
         dataclasses.replace(plain, stacked=True, state_stacked=of_state, key_stacked=of_key)
@@ -103,7 +103,7 @@ def candidates(
 
 
 def is_pmap(step: Any, depth: int = 3) -> bool:
-    """Whether a function is a `pmap`, or a Python function that uses one by name."""
+    """Whether a function is a `pmap`, or a Python function that refers to one."""
     code = getattr(step, "__code__", None)
     if code is not None and code.co_filename.replace("\\", "/").endswith("jax/_src/pmap.py"):
         return True
@@ -115,16 +115,16 @@ def is_pmap(step: Any, depth: int = 3) -> bool:
 
 
 def parted(returned: Any, state: PyTree) -> dict[str, PyTree]:
-    """Return what a step returned: the state, and what stands beside it.
+    """Split a step's return value into the state and the rest.
 
-    A step returns `state`, `(state, metrics)`, `(state, a, b, ...)`, or, where the state is a tuple
-    itself, its parts and then the rest.
+    A step returns `state`, `(state, metrics)`, `(state, a, b, ...)`, or, if the state is a tuple,
+    its elements followed by the rest.
 
     Returns:
-        `{"state": ...}`, with "loss" where one array stands beside it, else "metrics".
+        `{"state": ...}`, with "loss" if the rest is a single array, else "metrics".
 
     Raises:
-        ConfigError: no part of it is built like the state.
+        ConfigError: no part of it has the structure of the state.
     """
     form: Any = jax.tree.structure(state)
     if form == jax.tree.structure(returned):
@@ -136,18 +136,18 @@ def parted(returned: Any, state: PyTree) -> dict[str, PyTree]:
         if parts and form == jax.tree.structure(tuple(returned[:parts])):
             return {"state": tuple(returned[:parts]), **_named(returned[parts:])}
     raise ConfigError(
-        f"the step returns {_outline(returned)}, and its state is {_outline(state)}; a step "
-        "returns its new state, or (state, metrics): wrap it in a lambda that does"
+        f"the step returns {_outline(returned)}, but its state is {_outline(state)}; a step "
+        "returns its new state, or (state, metrics): wrap it in a lambda that does so"
     )
 
 
 def host(tree: PyTree) -> PyTree:
-    """The tree with its arrays copied to the host; keys stay keys."""
+    """Return the tree with its arrays copied to the host; random keys stay keys."""
     return jax.tree.map(lambda leaf: _copied(leaf) if _is_array(leaf) else leaf, tree)
 
 
 def _named(rest: Any) -> dict[str, PyTree]:
-    """A lone scalar is the loss; anything else is metrics."""
+    """Name the rest of a return value: a single array is the loss, anything else is metrics."""
     if not rest:
         return {}
     if len(rest) == 1:
@@ -173,7 +173,7 @@ def _copied(leaf: Any) -> Any:
 
 
 def _placed(leaf: Any, like: Any) -> Any:
-    """A fresh array, on the devices of `like` where those are several."""
+    """Return a fresh array, placed like `like` if that spans several devices."""
     if not _is_array(leaf):
         return leaf
     fresh = _copied(leaf)

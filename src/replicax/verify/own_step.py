@@ -1,4 +1,4 @@
-"""`verify` of a step of one's own: in every mode what one device computes, bits where promised."""
+"""`verify` for a custom step: compare every mode with one device, and bits where promised."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -32,10 +32,10 @@ def check_own_step(
     seed: int,
     show: Callable[[str], None],
 ) -> Iterator[Check]:
-    """Yield a row for each thing that was checked of a step of one's own, in each of `modes`.
+    """Yield a row for each check of a custom step, in each of `modes`.
 
-    Each mode's compiled step is held against that of mode `single` as `verify_step` holds one
-    against another. The rows' mask is the weight of each, so that padding is among the cases.
+    Each mode's compiled step is compared with that of mode `single`, as in `verify_step`. The mask
+    serves as the row weights, so padding is one of the cases.
     """
     rows = len(jax.tree.leaves(data)[0])
     batch = pad(host_rows(data, copy=True), rows, np.arange(rows))
@@ -74,7 +74,7 @@ def check_own_step(
                 program.step, reference, state, batch, micro_batches=parts, show=show
             )
             for check in found.checks:
-                left_out = (INDIVISIBLE, *(UNEQUAL if full_only else ()))  # a feed pads
+                left_out = (INDIVISIBLE, *(UNEQUAL if full_only else ()))  # feeds pad
                 if check.case in left_out:
                     continue
                 own_draws = mode.per_replica or parts > 1
@@ -91,20 +91,20 @@ def check_own_step(
 
 
 def _if_random(reference: Step, state: TrainState, batch: Batch) -> dict[str, Any]:
-    """Changes to a failed check, where the step draws random numbers."""
+    """Return changes to a failed check if the step draws random numbers."""
     reseeded = dataclasses.replace(state, seed=np.uint32(int(state.seed) ^ 1))
     one, other = (reference(each, batch) for each in (state, reseeded))
     if sha256((one[0].params, one[1])) == sha256((other[0].params, other[1])):
         return {}
     text = (
-        "random: each replica and micro-batch draws numbers of its own; give a step that draws "
-        "none (dropout rate 0) to have them compared"
+        "random: each replica and micro-batch draws different numbers; to compare them, pass a "
+        "step that draws none (dropout rate 0)"
     )
     return {"verdict": SKIP, "found": text, "cause": ""}
 
 
 def _without_padding(alone: DataParallel, data: Any) -> Check | None:
-    """A row where the step, once prepared, is refused on padded batches; None where it is not."""
+    """Return a row if the prepared step is refused on padded batches, else None."""
     fewer = jax.tree.map(lambda leaf: leaf[1:], data)
     try:
         alone.check(alone.feed(fewer, len(jax.tree.leaves(data)[0])))

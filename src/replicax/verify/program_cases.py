@@ -1,4 +1,4 @@
-"""The rows on a program that `verify_step` has on a step, in each of its cases."""
+"""Checks of a program in each of its cases, like those of `verify_step` for a step."""
 
 import dataclasses
 import re
@@ -29,26 +29,26 @@ from replicax.wording import first_line, named
 
 FULL, PADDED, WEIGHTED = "full", "padded", "unequal weights"
 STEPS = 3
-"""Steps after which every copy is compared."""
-NOT_REPEATABLE = "two runs on one device differ: nothing to compare with"
+"""Steps before every copy is compared."""
+NOT_REPEATABLE = "two runs on one device differ, so there is nothing to compare with"
 _SHOWN = 4
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
 class ProgramCases:
-    """A program in its cases, each against one device."""
+    """A program in each of its cases, compared with one device."""
 
     def __init__(self, subject: Subject, facts: Facts, show: Callable[[str], None]) -> None:
         self._subject, self._facts, self._show = subject, facts, show
         self._known: dict[Any, Any] = {}
         batches = {FULL: subject.full, PADDED: subject.padded}
-        # One number a batch has no weights.
+        # A scalar loss has no row weights.
         self._batches = batches if LOSS in facts.scalars else batches | {WEIGHTED: subject.weighted}
 
     def trial(self, case: Case) -> ProgramTrial:
-        """Return a case with what it is compared with."""
+        """Return a case together with its reference."""
         subject, facts = self._subject, self._facts
-        by_batch = facts.random or facts.writes  # what a part of the rows gives follows from it
+        by_batch = facts.random or facts.writes  # results depend on how rows are batched
         draws_apart = case.mode.per_replica and not case.mode.bitwise
         single, against = subject.single, "one device"
         if facts.random and draws_apart and subject.replicas > 1:
@@ -76,7 +76,7 @@ class ProgramCases:
         )
 
     def parity(self, case: Case) -> Iterator[Check]:
-        """A row for each batch."""
+        """Yield a row for each batch."""
         for kind in self._batches:
             self._show(f"parity: {case}, {kind}")
             yield self._parity(case, kind)
@@ -108,9 +108,9 @@ class ProgramCases:
         if not self._facts.repeatable:
             return NOT_REPEATABLE
         if case.mode.bitwise and self._facts.random:
-            return "its random numbers are drawn by micro-shard; see the bits of exact"
+            return "its random numbers are drawn per micro-shard; see the bits of exact"
         if case.mode.bitwise and self._facts.writes:
-            return "its batch statistics are those of a micro-shard; see the bits of exact"
+            return "its batch statistics are per micro-shard; see the bits of exact"
         return ""
 
     def _known_cause(self, differing: Sequence[Difference]) -> str:
@@ -122,7 +122,7 @@ class ProgramCases:
         return CONSTANT_KEY if self._facts.constant_key else ""
 
     def topics(self, cases: Sequence[Case]) -> Iterator[Check]:
-        """Rows on parameters, on the replicas of each case, and on the program's own case."""
+        """Yield rows on parameters, on the replicas of each case, and on the program's own case."""
         subject, own = self._subject, self._subject.own
         trial = self.trial(own)
         self._show("parameters")
@@ -138,7 +138,7 @@ class ProgramCases:
         yield self.recompilation(trial)
 
     def parameters(self) -> Iterator[Check]:
-        """Leaves that no gradient reaches, and leaves that the optimizer leaves as they are."""
+        """Yield rows on leaves without a gradient and leaves that the optimizer does not change."""
         subject = self._subject
         dead, stopped = dead_and_stopped(subject.objective, subject.state, subject.full)
         yield from _gradients(dead, stopped, len(jax.tree.leaves(subject.state.params)))
@@ -147,21 +147,21 @@ class ProgramCases:
         yield parameters(trial, subject.full, "update", of="params", without=without)
 
     def replicas(self, case: Case) -> Check:
-        """Every device's own copy after some steps."""
+        """Compare every device's own copy after several steps."""
         trial, batches = self.trial(case), [self._subject.full] * STEPS
         return same_on_all_replicas(trial, batches, trial.run(batches), str(case))
 
     def traces(self, trial: ProgramTrial) -> Check:
-        """Whether the program is the same, however often it is traced."""
+        """Check that tracing twice gives the same program."""
         first, second = (_text(trial.trace(self._subject.full)) for _ in range(2))
         if first == second:
-            text = "the loss gives the same program again"
+            text = "tracing the loss again gives the same program"
             return Check("determinism", "two traces", PASS, text)
-        text = "the loss gives another program when it is traced again"
+        text = "tracing the loss again gives a different program"
         return Check("determinism", "two traces", FAIL, text, TRACED)
 
     def recompilation(self, trial: ProgramTrial) -> Check:
-        """Whether batches of one shape compile nothing, the padded last one among them."""
+        """Check that further batches of the same shape, including a padded one, compile nothing."""
         padded = [self._subject.padded] if self._facts.takes_padding else []
         batches = [*shuffled(self._subject.full, 3), *padded]
         return recompilation(trial, batches, str(trial.case))
@@ -176,7 +176,7 @@ def _gradients(dead: list[str], stopped: list[str], count: int) -> Iterator[Chec
         text = f"all {count} leaves get a gradient"
         yield Check("parameters", "gradient", PASS, text, "", figures)
     if stopped:
-        text = f"{named(stopped, _SHOWN)}: frozen by stop_gradient; the loss reacts to it"
+        text = f"{named(stopped, _SHOWN)}: frozen by stop_gradient; the loss depends on it"
         yield Check("parameters", "gradient", NOTE, text, "", figures)
 
 
@@ -186,20 +186,20 @@ def _text(traced: Any) -> tuple[str, list[bytes]]:
 
 
 SKIPPED = (
-    "the loss or its gradient is not finite there, and a run skips such a step: look at what "
-    "becomes NaN or infinite, in rows of weight 0 too (jax_debug_nans finds the operation)"
+    "the loss or its gradient is not finite, and a run skips such a step: find what becomes NaN "
+    "or infinite, also in rows of weight 0 (jax_debug_nans finds the operation)"
 )
 CONSTANT_KEY = (
-    "a constant key: the loss draws random numbers (a dropout mask, say) that do not follow from "
-    "its key argument, so every replica, every micro-batch and every step draws the same ones, a "
-    "shared mask; draw from the key that the loss is given"
+    "a constant key: the loss draws random numbers (for example a dropout mask) that do not depend "
+    "on its key argument, so every replica, micro-batch and step draws the same ones; draw from "
+    "the key passed to the loss"
 )
 DEAD = (
-    "a dead parameter: nothing that it feeds reaches the loss, which trains and reduces it for "
-    "nothing; use its layer, or leave it out of the model"
+    "a dead parameter: the loss does not depend on it, but it is still reduced and updated; use "
+    "its layer, or remove it from the model"
 )
 TRACED = (
-    "the loss uses something that changes from call to call and becomes a constant of the program: "
-    "host random numbers (np.random, random), the time, a counter; each process would compile "
-    "another step: draw from the loss's key, or pass it in the batch"
+    "the loss uses a value that changes between calls and becomes a constant of the program: host "
+    "random numbers (np.random, random), the time, a counter; each process would compile a "
+    "different step: draw from the loss's key, or pass it in the batch"
 )

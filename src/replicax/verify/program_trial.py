@@ -1,4 +1,4 @@
-"""A program's step in one case, run side by side with one device that does the same."""
+"""A program's step in one case, run side by side with its single-device reference."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -19,28 +19,28 @@ _OF_FLOAT32 = 2.0**-23
 
 
 class AsGiven(Form):
-    """The form of a step that places what it is given."""
+    """The calling convention of a step that places its own arguments."""
 
     def arguments(self, state: Any, batch: Any, key: Any) -> tuple[Any, ...]:
-        """Return them: a batch knows on the host which of its rows are padding."""
+        """Return the arguments unchanged: a batch records on the host which rows are padding."""
         return state, batch
 
     def again(self, returned: Any) -> Any:
-        """Return the state as the step returned it."""
+        """Return the state unchanged."""
         return returned
 
 
 @dataclasses.dataclass(frozen=True)
 class OneDevice:
-    """A step on one device, with what `facts` tell of how that must see the rows."""
+    """A step on one device, with or without padded rows."""
 
     subject: Subject
     case: Case
     real_rows: bool
-    """Whether it is given the real rows only."""
+    """Whether it gets only the real rows."""
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Return state and metrics after one step; the state's reduction stays as it was."""
+        """Return state and metrics after one step; the state's reduction is unchanged."""
         real = np.flatnonzero(np.asarray(batch.mask))
         if self.real_rows and len(real) not in (0, batch.size):
             batch = dataclasses.replace(
@@ -53,10 +53,10 @@ class OneDevice:
 
 @dataclasses.dataclass(frozen=True)
 class ProgramTrial(Trial):
-    """A case of a program and what it is compared with, as `verify_step` has a step and another.
+    """A case of a program and its reference.
 
-    The gradient is compared, and the parameters with what one device's optimizer makes of the
-    gradient that was found: Adam would make of a rounding as much as of any gradient.
+    Gradients are compared directly; parameters are compared with one device's optimizer update for
+    the gradient that was found, since Adam would amplify a rounding error to a full update.
     """
 
     subject: Subject
@@ -64,7 +64,7 @@ class ProgramTrial(Trial):
     case: Case
 
     def expected(self, batches: Sequence[Any], *, state: Any = None) -> Leaves:
-        """Return what one device gives over all batches; not what an optimizer keeps for itself."""
+        """Return one device's results over all batches, without the optimizer state."""
         weigh = not all(np.isin(batch.mask, (0, 1)).all() for batch in batches)
         left_out = self.facts.scalars if weigh else ()
         return {
@@ -74,11 +74,11 @@ class ProgramTrial(Trial):
         }
 
     def given(self, found: Leaves, expected: Leaves) -> Leaves:
-        """Return `expected` with what the optimizer makes of the gradient that was found."""
+        """Return `expected` with the optimizer's update for the gradient that was found."""
         return {**expected, **self.subject.updated(found, self.state)}
 
     def bounds(self, expected: Leaves, batches: Sequence[Any], rows: int) -> Leaves:
-        """Return what rounding explains, in the reduction too."""
+        """Return bounds on rounding, including that of the reduction."""
         plain = self.once("bounds", batches, lambda: self._bounds(batches, rows))
         dp = self.subject.parallel(self.case)
         error = getattr(dp.reduction, "error", None)
@@ -94,7 +94,7 @@ class ProgramTrial(Trial):
         }
 
     def _bounds(self, batches: Sequence[Batch], rows: int) -> Leaves:
-        """Bounds on one device's results, those of the optimizer's for the very gradient."""
+        """Return bounds on one device's results; those of updates are for the same gradient."""
         subject, expected = self.subject, self.expected(batches)
         gradient = {path: each for path, each in expected.items() if path.startswith("gradient")}
         found = {"loss": expected["loss"], **gradient}
@@ -117,5 +117,5 @@ class ProgramTrial(Trial):
         return self.subject.trace(self.case, batch).jaxpr
 
     def named(self, by_path: Mapping[str, Any]) -> dict[str, Any]:
-        """Return results by the names that they have in the table."""
+        """Return results by their names in the table."""
         return named_results(by_path)

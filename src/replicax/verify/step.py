@@ -1,4 +1,4 @@
-"""A step that somebody wrote by hand, held against its single-device form."""
+"""Compare a hand-written step with its single-device form."""
 
 import dataclasses
 import inspect
@@ -37,7 +37,7 @@ from replicax.wording import first_line
 PyTree = Any
 Show = Callable[[str], None]
 MOST_WARM_STEPS = 2
-"""Steps of the reference at most before anything is compared; see `_moving`."""
+"""Most steps of the reference before the comparison starts; see `_moving`."""
 
 
 def verify_step(
@@ -54,12 +54,12 @@ def verify_step(
     steps: int = 2,
     show: Show | None = None,
 ) -> Verification:
-    """Hold a `pmap`, `jit` or `shard_map` step against the step of one device.
+    """Compare a `pmap`, `jit` or `shard_map` step with its single-device form.
 
-    Both are called as `step(state, batch)`, or `step(state, *batch)` where the batch is a tuple and
-    the reference takes as many arguments, with the key last where one is given, and return the new
-    state or `(state, metrics)`. A step of another form fits with a lambda. Each gets fresh arrays,
-    so that it may donate them, and matrix products are computed in their dtype's full precision.
+    Both are called as `step(state, batch)`, or `step(state, *batch)` if the batch is a tuple and
+    the reference takes that many arguments, followed by the key if one is given. Both return the
+    new state or `(state, metrics)`. Wrap steps with other signatures in a lambda. Each call gets
+    fresh arrays, which it may donate; matrix products use the full precision of their dtype.
 
     Examples:
         >>> @partial(jax.pmap, axis_name="i", in_axes=(None, 0), out_axes=None)
@@ -75,33 +75,33 @@ def verify_step(
 
     Args:
         step: the step as the training loop calls it.
-        reference: the same step for one device: the whole batch, and no collective.
-        state: all that a step changes (parameters, optimizer state, statistics), any pytree, for
-            one device. A step that takes it stacked, [replicas, ...], gets it so. A fresh one, of
-            an optimizer that remembers nothing yet, lets causes be named best.
+        reference: the same step for one device: the whole batch and no collectives.
+        state: everything that a step changes (parameters, optimizer state, statistics), as any
+            pytree, for one device. It is stacked to [replicas, ...] if the step takes it that way.
+            A fresh optimizer state allows the most specific causes.
         batch: the global batch, a pytree of arrays [rows, ...] with rows a multiple of replicas.
-            Arrays that live on several devices stay placed as they are, and so does the state.
+            Arrays of batch and state that span several devices keep their placement.
         key: a random key for both, the same on all replicas.
-        replicas: devices that the step splits a batch over; found where it is not given.
+        replicas: devices that the step splits a batch over; detected by default.
         stacked: whether the step takes its batch as [replicas, rows / replicas, ...], as `pmap`
-            does; found where it is not given.
-        micro_batches: parts that each replica computes its rows in, which helps to name causes.
+            does; detected by default.
+        micro_batches: micro-batches per replica, which helps to identify causes.
         weights: the name of the array of the batch with each row's weight; "mask", "weights" and
-            the like are found.
+            similar names are detected.
         steps: consecutive steps whose state is compared.
-        show: told what is next, a line at a time.
+        show: called with a line of text on each stage.
 
     Returns:
-        the checks, with a verdict each.
+        the checks, each with a verdict.
 
     Raises:
-        ConfigError: the step or the reference cannot be called so, the rows do not divide, a
-            count is not possible, or there is one device only.
+        ConfigError: the step or the reference cannot be called this way, the rows do not divide,
+            a count is invalid, or there is only one device.
     """
     if jax.process_count() > 1:
         raise ConfigError(
             f"verify_step in a job of {jax.process_count()} processes; it compares with one device "
-            "and runs in one process: start it by itself"
+            "and must run in a single process: start it separately"
         )
     _check_counts(replicas=replicas, micro_batches=micro_batches, steps=steps)
     takes = partial(_takes, reference, state, key=key)
@@ -112,7 +112,7 @@ def verify_step(
     rows, path = row_count(batch), find_weights(batch, weights)
     forms = candidates(step, state, batch, replicas or jax.device_count(), stacked)
     ones = host(batch) if path is None else with_weights(host(batch), path, np.ones(rows))
-    # TF32 or bfloat16 products would differ by more than a mistake of some percent.
+    # TF32 or bfloat16 products would hide errors of a few percent.
     with jax.default_matmul_precision("highest"):
         show("the step on the full batch")
         trial = _trial(forms, reference, host(state), ones, key, replicas)
@@ -134,7 +134,7 @@ def verify_step(
 
 
 def _takes(function: Step, *arguments: Any, key: Any) -> bool:
-    """Whether a function can be called with as many arguments, as far as its signature tells."""
+    """Whether a function's signature, if known, accepts these arguments."""
     try:
         inspect.signature(function).bind(*arguments, *(() if key is None else (key,)))
     except TypeError:
@@ -147,15 +147,15 @@ def _takes(function: Step, *arguments: Any, key: Any) -> bool:
 def _check_counts(**given: int | None) -> None:
     for name, value in given.items():
         if value is not None and value < 1:
-            raise ConfigError(f"{name}={value}; there is at least 1: raise it")
+            raise ConfigError(f"{name}={value}; it must be at least 1: raise it")
     devices, replicas = jax.device_count(), given["replicas"]
     if replicas is not None and replicas > devices:
         raise ConfigError(
-            f"replicas={replicas} with {devices} devices; each has one of its own: lower it"
+            f"replicas={replicas} with {devices} devices; each replica needs its own: lower it"
         )
     if (replicas or devices) < 2:
         raise ConfigError(
-            "there is 1 device, and N are compared with 1; on a CPU set JAX_NUM_CPU_DEVICES=8, or "
+            "there is 1 device, but N are compared with 1; on a CPU set JAX_NUM_CPU_DEVICES=8, or "
             "jax.config.update('jax_num_cpu_devices', 8) before the first use of jax"
         )
 
@@ -168,7 +168,7 @@ def _trial(
     key: Any,
     replicas: int | None,
 ) -> Trial:
-    """Return what is compared, from state and batch on the host."""
+    """Return the trial for a state and a batch on the host."""
     compiled = compiled_reference(reference, state, batch, key)
     state = _moving(compiled, state, batch, key)
     results = run_reference(compiled, state, batch, key)
@@ -177,8 +177,8 @@ def _trial(
     rows = row_count(batch)
     if rows % form.replicas:
         raise ConfigError(
-            f"{rows} rows do not divide over {form.replicas} replicas; the checks start from a "
-            "batch that does: give one (batches that do not are a check of their own)"
+            f"{rows} rows do not divide over {form.replicas} replicas; the checks need a batch "
+            "that does: pass one (batches that do not divide are checked separately)"
         )
     shapes = {
         jax.tree_util.keystr(where): np.shape(leaf)
@@ -189,10 +189,10 @@ def _trial(
 
 
 def _moving(reference: Step, state: PyTree, batch: PyTree, key: Any) -> PyTree:
-    """The state as given, or after as many steps as it takes until a step moves a float.
+    """Return the state, advanced until the next step changes a float.
 
-    A warm-up's first learning rate is 0. Otherwise the state as given is the better one: where an
-    optimizer remembers nothing yet, a factor in the gradient is a factor in what it does.
+    The first learning rate of a warm-up is 0. Otherwise the given state is better: with a fresh
+    optimizer state, a factor in the gradient is a factor in the update.
     """
     for _ in range(MOST_WARM_STEPS):
         later = host(run_reference(reference, state, batch, key)["state"])
@@ -213,9 +213,9 @@ def _checks(
     if full.verdict == PASS:
         yield from _further(trial, batch, path, steps, show)
     else:
-        yield Check("parity", "other cases", SKIP, "the full batch comes first")
+        yield Check("parity", "other cases", SKIP, "the full batch must pass first")
     assert copies is not None
-    show("what every device holds")
+    show("copies on every device")
     yield same_on_all_replicas(trial, [batch], copies, f"{trial.replicas} replicas")
     show("reductions and work")
     yield from program_checks(trial, batch, gradient_bytes(trial.state))
@@ -230,7 +230,7 @@ def _checks(
 def _further(
     trial: Trial, batch: PyTree, path: str | None, steps: int, show: Show
 ) -> Iterator[Check]:
-    """Yield parity beyond one step on a full batch."""
+    """Yield the parity checks beyond one step on a full batch."""
     if steps > 1:
         show(f"{steps} steps")
         case = f"{steps} steps"
@@ -240,14 +240,14 @@ def _further(
         show("unequal weights")
         yield from weighted(trial, batch, path)
     else:
-        text = "no array of the batch is known to hold weights; name it: weights=, or --weights"
+        text = "no array of the batch is known to hold weights; name it with weights= or --weights"
         yield Check("parity", "unequal weights", SKIP, text)
     show("a batch that does not divide")
     yield indivisible(trial, batch)
 
 
 def _unless_raised(subject: str, case: str, check: Callable[[], Check]) -> Check:
-    """The row of a check that calls the step again, which worked once."""
+    """Return the row of a check that calls the step again after it worked once."""
     try:
         return check()
     except ConfigError:
@@ -257,9 +257,9 @@ def _unless_raised(subject: str, case: str, check: Callable[[], Check]) -> Check
 
 
 RAISES = (
-    "the step works once, and raises when it is called again or fed what it returned: it reads an "
-    "array that it donated (donate_argnums), or returns another structure, shape or sharding than "
-    "it takes"
+    "the step works once, but raises when it is called again or given what it returned: it reads a "
+    "donated array (donate_argnums), or returns a different structure, shape or sharding than it "
+    "takes"
 )
 
 

@@ -1,4 +1,4 @@
-"""Checks of a hand-written step beside its numbers: copies, bits, compilations."""
+"""Checks of a hand-written step besides its numbers: copies, bits, compilations."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,21 +18,21 @@ from replicax.wording import named
 
 PyTree = Any
 _STEPS = 3
-"""A warm-up's first rate is 0, and what stands behind a layer of zeros waits for its first step."""
-# Lowering and not compiling: a program found in the persistent cache was still built anew.
+"""The first rate of a warm-up is 0, and layers behind a layer of zeros move one step later."""
+# Lowering rather than compiling: a program found in the persistent cache was still rebuilt.
 _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 
 
 def one_device() -> Check:
-    """A step that leaves all devices but one idle."""
+    """Return the row on a step that leaves all devices but one idle."""
     devices = jax.device_count()
     return Check(
         "redundant work",
         "full batch",
         FAIL,
         f"the step ran on 1 of {devices} devices",
-        "nothing places its arrays on the others: give it in_shardings, or hand over a state and a "
-        "batch that live on a mesh, as jax.device_put(batch, NamedSharding(mesh, P('data'))) does",
+        "nothing places its arrays on the others: set in_shardings, or pass a state and a batch "
+        "that live on a mesh, as from jax.device_put(batch, NamedSharding(mesh, P('data')))",
         {"devices": devices},
     )
 
@@ -40,7 +40,7 @@ def one_device() -> Check:
 def same_on_all_replicas(
     trial: Trial, batches: Sequence[PyTree], copies: Copies, case: str
 ) -> Check:
-    """Every device's own copy of what all of them are said to hold, after all batches."""
+    """Compare every device's copy of replicated results after all batches."""
     unequal = copies.unequal
     figures: dict[str, Any] = {"leaves": len(copies.held), "unequal": unequal}
     if not unequal:
@@ -73,7 +73,7 @@ def _averaged_on_the_host(
     expected: Leaves,
     bounds: Leaves,
 ) -> Check | None:
-    """Metrics that come back stacked: not wrong where their mean is what is logged."""
+    """Return a note on metrics returned stacked, which are right if their mean is logged."""
     if any(path.startswith("state") or path not in copies.stacked for path in unequal):
         return None
     means = {path: np.mean([each[path] for each in held], axis=0) for path in unequal}
@@ -81,8 +81,8 @@ def _averaged_on_the_host(
     if differences(means, wanted, bounds):
         return None
     case, path = f"{len(held)} replicas", unequal[0]
-    found = f"{path} is each replica's own; the mean of the {len(held)} is right"
-    cause = f"{path}[0] is of the rows of replica 0 only: log the mean, or apply lax.pmean to it"
+    found = f"{path} differs between replicas; the mean of the {len(held)} is correct"
+    cause = f"{path}[0] covers only the rows of replica 0: log the mean, or apply lax.pmean to it"
     return Check("replicas", case, NOTE, found, cause, {"unequal": list(unequal)})
 
 
@@ -94,9 +94,9 @@ def parameters(
     of: str = "state",
     without: Sequence[str] = (),
 ) -> Check:
-    """Leaves, with paths that begin with `of`, that some steps do not move.
+    """Return the row on leaves, with paths starting with `of`, that several steps do not change.
 
-    Those `without` a gradient are left out.
+    Leaves `without` a gradient are left out.
     """
     expected = trial.expected([batch] * _STEPS)
     floats = {
@@ -107,20 +107,20 @@ def parameters(
     still = [path for path, value in floats.items() if not np.any(value)]
     figures = {"leaves": len(floats), "unchanged": still}
     if not still:
-        found = f"all {len(floats)} leaves of floats change"
+        found = f"all {len(floats)} float leaves change"
         return Check("parameters", case, PASS, found, "", figures)
-    found = f"{named(still)} of {len(floats)} leaves do not change, on one device neither"
+    found = f"{named(still)} of {len(floats)} leaves do not change, nor do they on one device"
     return Check("parameters", case, NOTE, found, STILL, figures)
 
 
 STILL = (
-    "frozen on purpose, by the optimizer or a learning rate of 0; or never reached by a gradient: "
+    "frozen on purpose, by the optimizer or a learning rate of 0; or without a gradient: "
     "stop_gradient, an unused layer, a gradient of exactly 0"
 )
 
 
 def determinism(trial: Trial, batch: PyTree, copies: Copies) -> Check:
-    """The same inputs a second time."""
+    """Run the same inputs a second time and compare bits."""
     again = trial.run([batch]).bits()
     once = copies.bits()
     other = [path for path in once if once[path] != again.get(path)]
@@ -128,7 +128,7 @@ def determinism(trial: Trial, batch: PyTree, copies: Copies) -> Check:
     if not other:
         found = f"{len(once)} leaves have the same bits"
         return Check("determinism", "two runs", PASS, found, "", figures)
-    found = f"{other[0]} has other bits on the same inputs ({len(other)} of {len(once)} leaves)"
+    found = f"{other[0]} has different bits on the same inputs ({len(other)} of {len(once)} leaves)"
     called: list[str] = []
     with contextlib.suppress(Exception):  # the step may not be traceable as a whole
         called = [each.primitive.name for each in equations(trial.trace(batch).jaxpr)]
@@ -138,17 +138,17 @@ def determinism(trial: Trial, batch: PyTree, copies: Copies) -> Check:
 
 
 FROM_HOST = (
-    "it calls back into Python ({}), and what the host answers changes from run to run: random "
-    "numbers of the host, most often; draw them with jax.random from the key"
+    "it calls back into Python ({}), and the host's results change between runs: most often host "
+    "random numbers; draw them with jax.random from the key"
 )
 FROM_OUTSIDE = (
-    "something outside the arguments enters: a key made from the time, numpy's global generator, "
-    "or atomic additions on a GPU (XLA_FLAGS=--xla_gpu_deterministic_ops=true)"
+    "it depends on something outside the arguments: a key made from the time, NumPy's global "
+    "generator, or atomic additions on a GPU (XLA_FLAGS=--xla_gpu_deterministic_ops=true)"
 )
 
 
 def recompilation(trial: Trial, batches: Sequence[PyTree], case: str = "same shapes") -> Check:
-    """Three steps on batches of one shape, each on the state that the one before returned."""
+    """Count compilations in consecutive steps on batches of one shape."""
     fed: Any = None
     results: Mapping[str, PyTree] = {}
     compiled: list[int] = []
@@ -163,13 +163,13 @@ def recompilation(trial: Trial, batches: Sequence[PyTree], case: str = "same sha
         compiled.append(len(compilations))
     figures = {"compiled": compiled}
     if any(compiled[2:]):
-        found = f"the third step on the same shapes compiles {sum(compiled[2:])} programs again"
+        found = f"the third step on the same shapes recompiles {sum(compiled[2:])} programs"
         return Check("recompilation", case, FAIL, found, ANEW, figures)
     changed = [path for path, form in forms[1].items() if forms[0].get(path, form) != form]
     if compiled[1] and changed:
-        path, found = changed[0], "the second step compiles again, the third does not"
+        path, found = changed[0], "the second step recompiles, the third does not"
         was, now = forms[0][path], forms[1][path]
-        cause = f"{path} goes in as {was} and comes back as {now}: start with what comes back"
+        cause = f"{path} goes in as {was} and comes back as {now}: start with the latter"
         return Check("recompilation", case, NOTE, found, cause, figures)
     found = "another batch of the same shape compiles nothing"
     return Check("recompilation", case, PASS, found, "", figures)
@@ -177,12 +177,12 @@ def recompilation(trial: Trial, batches: Sequence[PyTree], case: str = "same sha
 
 ANEW = (
     "jit or pmap is applied anew in each call, or an argument hashed by identity (a lambda, a new "
-    "mesh) changes: make the compiled function once, outside the loop"
+    "mesh) changes: create the compiled function once, outside the loop"
 )
 
 
 def _aval_of(tree: PyTree) -> dict[str, str]:
-    """Shape and dtype of each leaf, with what else a compiled program is made for."""
+    """Return the shape, dtype and weak type of each leaf, which determine the compiled program."""
     found = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         weak = " (weak)" if getattr(leaf, "weak_type", False) else ""
@@ -193,7 +193,7 @@ def _aval_of(tree: PyTree) -> dict[str, str]:
 
 @contextlib.contextmanager
 def counted_compilations() -> Iterator[list[str]]:
-    """Note the name of each function that this process compiles while the context is open."""
+    """Record the name of each function that this process compiles in this context."""
     seen: list[str] = []
 
     def listen(event: str, duration_secs: float, **facts: str | int) -> None:

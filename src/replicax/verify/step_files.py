@@ -1,4 +1,4 @@
-"""A step and its reference from files: `FILE.py:name`."""
+"""Load a step and its reference from files: `FILE.py:name`."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,15 +18,15 @@ from replicax.verify.verification import Verification
 def verify_files(
     step: str, reference: str, *, state: str = "state", batch: str = "batch", **options: Any
 ) -> Verification:
-    """`verify_step` on what two files define; they may be one file.
+    """Run `verify_step` on functions from two files, or from one.
 
-    Beside the step and its reference they define a state and a global batch: values, or functions
-    without arguments that make them. A `key` is taken where there is one.
+    Besides the step and its reference, the files define a state and a global batch: values, or
+    functions without arguments that return them. A `key` is used if defined.
 
     `state` and `batch` are their names, looked up in the step's file and then in the reference's.
 
     Raises:
-        ConfigError: a file or a name that is not there, or what `verify_step` raises.
+        ConfigError: a file or a name does not exist, or `verify_step` raises one.
     """
     modules: dict[Path, ModuleType] = {}
     stepper, single = (_function(spec, modules) for spec in (step, reference))
@@ -37,9 +37,9 @@ def verify_files(
 
 
 def _function(spec: str, modules: dict[Path, ModuleType]) -> Step:
-    """Return the function that `FILE.py:name` means, its file loaded into `modules` if need be.
+    """Return the function that `FILE.py:name` refers to, loading its file into `modules` once.
 
-    A step and its reference in one file thus share what the file makes.
+    A step and its reference in one file thus share module state.
     """
     where, colon, name = spec.rpartition(":")
     if not colon or not where.endswith(".py"):
@@ -51,18 +51,18 @@ def _function(spec: str, modules: dict[Path, ModuleType]) -> Step:
     if not hasattr(module, name):
         own = [each for each in vars(module) if not each.startswith("_")]
         raise ConfigError(
-            f"{where} has no {name!r}{did_you_mean(name, own)}; name a function that it defines"
+            f"{where} has no {name!r}{did_you_mean(name, own)}; use a function that it defines"
         )
     function: Step = getattr(module, name)
     if not callable(function):
         raise ConfigError(
-            f"{spec} is a {type(function).__name__}; a step is a function: name the function"
+            f"{spec} is a {type(function).__name__}; a step must be a function: name the function"
         )
     return function
 
 
 def _made(name: str, modules: Mapping[Path, ModuleType], *, optional: bool = False) -> Any:
-    """The value of a name, or what the function of that name returns."""
+    """Return the value of a name, or the result of the function of that name."""
     for module in modules.values():
         if hasattr(module, name):
             value = getattr(module, name)
@@ -71,6 +71,6 @@ def _made(name: str, modules: Mapping[Path, ModuleType], *, optional: bool = Fal
         return None
     files = " and ".join(path.name for path in modules)
     raise ConfigError(
-        f"{files} define no {name!r}; a step is run on it: define a value or a function without "
-        "arguments, or say what it is called"
+        f"{files} define no {name!r}, which the step needs: define it as a value or a function "
+        "without arguments, or pass the name it has"
     )

@@ -1,4 +1,4 @@
-"""Cases in which a hand-written step must give what its single-device form gives."""
+"""Cases in which a hand-written step must agree with its single-device form."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -27,9 +27,9 @@ PyTree = Any
 INDIVISIBLE = "indivisible batch"
 UNEQUAL = ("unequal weights", "padded batch")
 _SHARED_DRAWS = (
-    "all replicas draw the same random numbers: fed the same rows, they give exactly what one "
-    "device gives on these rows, dropout masks included; fold the replica's index into the key "
-    "(jax.random.fold_in(key, lax.axis_index(axis)))"
+    "all replicas draw the same random numbers: given the same rows, they return exactly the "
+    "result of one device on these rows, including dropout masks; fold the replica index into the "
+    "key (jax.random.fold_in(key, lax.axis_index(axis)))"
 )
 
 
@@ -42,15 +42,15 @@ def parity(
     others: Sequence[Hypothesis] = (),
     known: Callable[[Sequence[Difference]], str] | None = None,
 ) -> tuple[Check, Copies | None]:
-    """The step against its reference after all `batches`; with what the step gave.
+    """Compare the step with its reference after all `batches`; also return the step's results.
 
     Args:
-        trial: both of them.
-        case: its name in the table.
+        trial: the step and its reference.
+        case: the name of the case in the table.
         batches: one for each consecutive step.
-        weights: the path of the leaf of the batch that holds the rows' weights.
-        others: more hypotheses on a difference, tried before the known ones.
-        known: a cause that is known beforehand, tried first.
+        weights: the path of the batch leaf with the row weights.
+        others: additional hypotheses on a difference, tried before the built-in ones.
+        known: returns a cause that is already known, tried first.
     """
     rows = row_count(batches[0])
     copies = trial.run(batches)
@@ -85,10 +85,10 @@ def parity(
 
 
 def weighted(trial: Trial, batch: PyTree, path: str) -> list[Check]:
-    """Rows of unequal weight, and padding at the end: rows without any."""
+    """Check rows of unequal weight, and padded rows of weight 0 at the end."""
     rows = row_count(batch)
     checks = []
-    # Every other replica has half of its rows only; the first row of each always counts.
+    # Every other replica has only half of its rows; the first row of each replica always counts.
     place = np.arange(rows) % max(rows // trial.replicas, 1)
     replica = np.arange(rows) // max(rows // trial.replicas, 1)
     unequal = np.where((replica % 2 == 1) & (place % 2 == 1), 0, 1)
@@ -99,9 +99,9 @@ def weighted(trial: Trial, batch: PyTree, path: str) -> list[Check]:
             continue
         ones = with_weights(batch, path, np.ones(rows))
         ignored = Hypothesis(
-            f"the weights are not looked at: all {rows} rows count, the "
-            f"{int(rows - weights.sum())} of weight 0 (padding) among them; multiply each row's "
-            "loss by its weight and divide by the sum of the weights",
+            f"the weights are ignored: all {rows} rows count, including the "
+            f"{int(rows - weights.sum())} of weight 0 (padding); multiply each row's loss by its "
+            "weight and divide by the sum of the weights",
             lambda ones=ones: trial.expected([ones]),  # type: ignore[misc]
         )
         checks.append(parity(trial, case, [given], weights=path, others=[ignored])[0])
@@ -109,12 +109,12 @@ def weighted(trial: Trial, batch: PyTree, path: str) -> list[Check]:
 
 
 def indivisible(trial: Trial, batch: PyTree) -> Check:
-    """A batch whose rows do not divide over the replicas: refused, or right; not cut."""
+    """Check a batch whose rows do not divide over the replicas: refused or correct, never cut."""
     case = INDIVISIBLE
     rows = row_count(batch)
     fewer = rows - trial.replicas // 2 - 1
     if fewer < 1 or fewer % trial.replicas == 0:
-        return Check("parity", case, SKIP, f"{rows} rows are too few to take some away")
+        return Check("parity", case, SKIP, f"{rows} rows are too few to remove any")
     part = take(batch, np.arange(fewer))
     try:
         trial.run([part])
@@ -124,8 +124,8 @@ def indivisible(trial: Trial, batch: PyTree) -> Check:
         return Check("parity", case, NOTE, f"refuses {fewer} rows: {first_line(error)}")
     others = [
         Hypothesis(
-            f"{fewer} rows were padded to {whole} with {what}, and the padding counts as rows; "
-            "give it weight 0, and divide by the sum of the weights",
+            f"{fewer} rows were padded to {whole} with {what}, and padded rows count as real ones; "
+            "give them weight 0 and divide by the sum of the weights",
             lambda padding=padding: trial.expected([padding]),  # type: ignore[misc]
         )
         for whole, what, padding in _paddings(part, fewer, trial.replicas)
@@ -134,7 +134,7 @@ def indivisible(trial: Trial, batch: PyTree) -> Check:
 
 
 def _paddings(part: PyTree, rows: int, replicas: int) -> list[tuple[int, str, PyTree]]:
-    """Ways to fill a batch up to a multiple of the replicas."""
+    """Return the usual ways to pad a batch to a multiple of the replicas."""
     missing = -rows % replicas
     index = np.arange(rows)
 
@@ -154,12 +154,12 @@ def _paddings(part: PyTree, rows: int, replicas: int) -> list[tuple[int, str, Py
 def _random(
     trial: Trial, case: str, batches: Sequence[PyTree], rows: int, bounds: Leaves
 ) -> Check | None:
-    """Return what can be said of a step that draws random numbers, or None where it does not."""
+    """Return the row for a step that draws random numbers, or None if it does not."""
     reseeded = trial.reseeded()
     if reseeded is None:
         return None
     one, other = (each.expected(batches) for each in (trial, reseeded))
-    floats = {path: value for path, value in one.items() if is_float(value)}  # keys are others
+    floats = {path: value for path, value in one.items() if is_float(value)}  # not keys
     if not differences(other, floats, bounds):
         return None
     N = trial.replicas
@@ -169,21 +169,21 @@ def _random(
         alone = trial.expected(block)
         alone, together = _common(alone, _found(trial, trial.run(tiled)), trial)
         if not differences(together, alone, trial.bounds(alone, block, rows)):
-            found = "differs, and each replica's random numbers are those of every other"
+            found = "differs, and all replicas use the same random numbers"
             return Check("parity", case, FAIL, found, _SHARED_DRAWS, {"rows": rows})
     return Check(
         "parity",
         case,
         SKIP,
-        "random: the reference depends on its key and the step draws otherwise; give both in a "
-        "form that draws nothing (dropout rate 0) to have their numbers compared",
+        "random: the reference depends on its key and the step draws differently; to compare "
+        "their numbers, pass versions that draw nothing (dropout rate 0)",
         "",
         {"rows": rows},
     )
 
 
 def _found(trial: Trial, copies: Copies) -> Leaves:
-    """Replica 0's results; of metrics that come back stacked and differ, the mean."""
+    """Return replica 0's results, with the mean of stacked metrics that differ."""
     found = trial.changes(copies.of(0))
     for path in copies.unequal:
         if path in copies.stacked and not path.startswith("state"):
@@ -192,7 +192,7 @@ def _found(trial: Trial, copies: Copies) -> Leaves:
 
 
 def _common(expected: Leaves, found: Leaves, trial: Trial) -> tuple[Leaves, Leaves]:
-    """Both without the metrics that only one of them returns; the state has to be whole."""
+    """Drop the metrics that only one of the two returns; the state must be complete."""
     paths = [path for path in expected if path in found or path.startswith("state")]
     shaped = {
         path: found[path].reshape(shape)
@@ -209,7 +209,7 @@ def _only(wanted: Leaves, found: Leaves) -> Leaves:
 def _agreement(
     trial: Trial, found: Leaves, expected: Leaves, bounds: Leaves
 ) -> tuple[str, dict[str, float]]:
-    """How near they are: the leaf that is the most apart, and leaves that are not judged."""
+    """Describe the agreement: the leaf with the largest difference, and leaves not compared."""
     worst, where, allowed, of_bound = 0.0, "", 0.0, 0.0
     rounding = []
     for path, bound in bounds.items():
@@ -224,11 +224,11 @@ def _agreement(
         place = np.unravel_index(int(np.argmax(np.nan_to_num(gap))), gap.shape)
         if gap[place] / scale > worst:
             worst, where, allowed = gap[place] / scale, path, bound[place] / scale
-    text = f"{len(expected) - len(rounding)} leaves as {trial.against}"
+    text = f"{len(expected) - len(rounding)} leaves agree with {trial.against}"
     if where:
-        text += f"; the most apart {where}, by {worst:.0e} (bound {allowed:.0e})"
+        text += f"; largest difference in {where}: {worst:.0e} (bound {allowed:.0e})"
     else:
-        text += ", to the bit"
+        text += ", bit for bit"
     if rounding:
-        text += f"; {named(rounding)}: of rounding alone, not judged"
+        text += f"; {named(rounding)}: only rounding, not compared"
     return text, {"largest": float(worst), "of_bound": of_bound}

@@ -1,4 +1,4 @@
-"""The compiled program of a hand-written step: reductions, and work done twice."""
+"""Check the compiled program of a hand-written step: reductions and redundant work."""
 
 from typing import Any
 
@@ -13,16 +13,16 @@ from replicax.wording import first_line
 
 PyTree = Any
 REDUNDANT = 1.1
-"""A device that computes more than this many times its share does what others do too."""
+"""A device that computes more than this many times its share repeats work of others."""
 ALL = 0.9
-"""And at this share of all the work, everything."""
+"""At this share of the total work, a device counts as computing all of it."""
 _SLACK_BYTES = 4096
-"""Metrics, weights and counts, which are reduced beside the gradient."""
+"""Allowance for metrics, weights and counts, which are reduced with the gradient."""
 _REDUCTIONS = ("all-reduce", "reduce-scatter", "all-gather")
 
 
 def program_checks(trial: Trial, batch: PyTree, gradient_bytes: int) -> list[Check]:
-    """Traffic and redundant work of the step on one batch."""
+    """Return the rows on traffic and redundant work of the step on one batch."""
     try:
         step = _compiled(trial.form.step, trial.form.arguments(trial.state, batch, trial.key))
     except Exception as error:
@@ -53,26 +53,26 @@ def _traffic(step: CompiledStep, replicas: int, gradient_bytes: int, work: Check
     }
     if replicas > 1 and not any(each.kind in _REDUCTIONS for each in step.collectives):
         found = f"nothing is reduced over {replicas} replicas"
-        if work.verdict == FAIL:  # then there is nothing to reduce
+        if work.verdict == FAIL:  # nothing to reduce
             return Check("traffic", case, NOTE, found, "see redundant work", figures)
         cause = "the replicas never exchange anything: apply lax.pmean to the gradient"
         return Check("traffic", case, FAIL, found, cause, figures)
     share = moved / max(gradient_bytes, 1)
-    found = f"{listed or 'nothing'}: {moved:,} bytes, {share:.2f} of one gradient's"
+    found = f"{listed or 'nothing'}: {moved:,} bytes, {share:.2f} times one gradient"
     if moved <= 1.1 * gradient_bytes + _SLACK_BYTES:
         return Check("traffic", case, PASS, found, "", figures)
     cause = (
-        "more is reduced than one gradient: statistics or activations beside it, the same value "
-        "twice, or every micro-batch by itself (reduce once, after the last)"
+        "more than one gradient is reduced: also statistics or activations, the same value twice, "
+        "or every micro-batch separately (reduce once, after the last)"
     )
     return Check("traffic", case, NOTE, found, cause, figures)
 
 
 def _work(trial: Trial, batch: PyTree, step: CompiledStep) -> Check:
-    """FLOPs on a device against what its share of the work takes.
+    """Compare the FLOPs on a device with its share of the work.
 
-    Of two shares the larger is granted: an N-th of one device's FLOPs (a loss that holds each row
-    against all others), and one device's on an N-th of the rows (an optimizer that multiplies
+    The share is the larger of an N-th of one device's FLOPs (for a loss that compares each row with
+    all others) and one device's FLOPs on an N-th of the rows (for an optimizer that multiplies
     matrices, as every replica does).
     """
     case, N, rows = "full batch", trial.replicas, row_count(batch)
@@ -89,7 +89,7 @@ def _work(trial: Trial, batch: PyTree, step: CompiledStep) -> Check:
         reason = f"the reference cannot be compiled as a whole: {first_line(error)}"
         return Check("redundant work", case, SKIP, reason)
     if not share or not step.flops:
-        return Check("redundant work", case, SKIP, "the programs show no matrix products to count")
+        return Check("redundant work", case, SKIP, "the programs have no matrix products to count")
     times = step.flops / share
     figures = {"flops_per_device": step.flops, "flops_single": whole, "replicas": N}
     found = f"{step.flops:,} FLOPs on each of {N} devices: {times:.2f} times its share"
@@ -106,15 +106,15 @@ def redundant_work(
     *,
     most: float = REDUNDANT,
 ) -> Check:
-    """Return the row on FLOPs that are `times` a device's share, where `split` devices share them.
+    """Return the row on FLOPs that are `times` a device's share of work split over `split` devices.
 
-    `cause` is that of each of these devices computing everything.
+    `cause` explains why each of these devices would compute everything.
     """
     if times <= most:
         return Check("redundant work", case, PASS, found, "", figures)
     if split > 1 and times >= ALL * split:
         return Check("redundant work", case, FAIL, found, cause, figures)
-    found += ": some products do not depend on the rows, or are not split; each device has them"
+    found += ": some products do not depend on the rows or are not split; each device repeats them"
     return Check("redundant work", case, NOTE, found, "", figures)
 
 
@@ -125,10 +125,10 @@ EVERYTHING = (
 
 
 def gradient_bytes(state: PyTree) -> int:
-    """Bytes of one gradient: of the floats of a state, without an optimizer's own.
+    """Return the bytes of one gradient: the floats of a state without the optimizer state.
 
-    Parameters are those under a name like "params" or "model"; without any, all floats that are
-    under no name that only optimizers and BatchNorm use.
+    Parameters are leaves under a name like "params" or "model"; if there are none, all floats that
+    are not under a name used only by optimizers and BatchNorm.
     """
     floats = {
         jax.tree_util.keystr(path).lower(): np.size(leaf) * leaf.dtype.itemsize

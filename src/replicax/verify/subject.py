@@ -1,4 +1,4 @@
-"""The subject of a verification: a `DataParallel`, its model and rows, in every mode."""
+"""The subject of a verification: a `DataParallel` with its model and rows, in every mode."""
 
 import contextlib
 import dataclasses
@@ -29,24 +29,24 @@ from replicax.verify.difference import Leaves, changes, coarsest_eps
 from replicax.verify.emulation import MAGNITUDES, emulated
 
 WARM_STEPS = 2
-"""Steps before anything is compared: a warm-up's first learning rate is 0, and Adam's first update
-knows only the gradient's sign."""
+"""Steps before the comparison: the first learning rate of a warm-up is 0, and Adam's first update
+depends only on the gradient's sign."""
 UNOPTIMIZED: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
-"""A CPU's program is the same with it, and is made in half the time: LLVM optimizes no code."""
+"""Compiles the same CPU program in half the time, without LLVM optimizations."""
 _LEAST_WEIGHT, _MOST_WEIGHT = 0.1, 10.0
 _SCALE_MARGIN = 16
-"""A power of two above the largest weight."""
+"""A power of two larger than the largest weight."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One way to run the step."""
+    """A configuration in which the step runs."""
 
     mode: Mode
     micro_batches: int = 1
     devices: int = 1
     magnitudes: bool = False
-    """Whether what is reduced are the magnitudes of the parts, which bound a reduction's error."""
+    """Whether to reduce the magnitudes of contributions, which bound a reduction's error."""
 
     def __str__(self) -> str:
         if self.micro_batches == 1 or self.mode.bitwise:
@@ -55,13 +55,13 @@ class Case:
 
 
 class SkippedStepError(Exception):
-    """A step's loss or gradient was not finite, or overflowed, and nothing was changed."""
+    """Raised if a step's loss or gradient was not finite or overflowed and nothing changed."""
 
 
 class Subject:
-    """A step as `rx.fit` runs it, with its model and rows, and the means to run it in other cases.
+    """A step as run by `rx.fit`, with its model and rows, which can be run in other cases.
 
-    `micro_batches` is what `dp.accumulate` is compared with.
+    `micro_batches` is compared with `dp.accumulate`.
     """
 
     def __init__(
@@ -88,15 +88,15 @@ class Subject:
         self._reduction = functools.cache(self._first_reduction)
         self.state = self._warm_state()
 
-    # How it is run.
+    # Running.
 
     def case(self, mode: Mode, micro_batches: int = 1) -> Case:
-        """Return a mode's case on all devices, or on one of each replica."""
+        """Return the case of a mode on all devices, or on one device per replica."""
         devices = self._base.mesh.devices.size if mode.partitions else self.replicas
         return Case(mode, micro_batches, min(devices, mode.most_devices or devices))
 
     def _parallel(self, case: Case) -> DataParallel:
-        """Return the step in one case, which records the gradient that its optimizer reads."""
+        """Return the step in one case, recording the gradient that its optimizer receives."""
         base = self._base
         changes: dict[str, Any] = {"mode": case.mode, "accumulate": case.micro_batches}
         if case.magnitudes or not case.mode.holds(base.layout):
@@ -117,7 +117,7 @@ class Subject:
     def run(
         self, case: Case, batch: Batch, state: TrainState | None = None
     ) -> tuple[TrainState, Metrics]:
-        """Return one step from `state`, the warm one by default, which stays as it is.
+        """Return the result of one step from `state` (default: the warm state), which is kept.
 
         Raises:
             SkippedStepError: the step changed nothing.
@@ -131,35 +131,35 @@ class Subject:
         return after, metrics
 
     def measured(self, case: Case, batch: Batch, state: TrainState | None = None) -> Leaves:
-        """Return by path what one step gave: loss, metrics, gradient, and what it changed."""
+        """Return the results of one step by path: loss, metrics, gradient and changes."""
         before = self.state if state is None else state
         after, metrics = self.run(case, batch, before)
         found = named_results(changes({"state": before}, {"state": after, "metrics": metrics}))
         return {path: value for path, value in found.items() if not path.startswith("state")}
 
     def trace(self, case: Case, batch: Batch) -> jax.stages.Traced:
-        """The step of a case, traced afresh."""
+        """Return the step of a case, traced anew."""
         dp = self.parallel(case)
         fresh = dp.replace()
         fresh.abstract_state(self._model)
         return fresh.trace(self.placed(case, self.state), self.batch_on(case, batch))
 
     def compiled(self, case: Case, batch: Batch) -> jax.stages.Compiled:
-        """The compiled step, which `run` has run or will run; raises what `run` raises."""
+        """Return the compiled step that `run` uses; raises the errors of `run`."""
         placed = self.placed(case, self.state), self.batch_on(case, batch)
         self.parallel(case).prepare(*placed)
-        # What of a mode of fixed bits is compiled as one program is read and never run.
+        # In a mode with fixed bits, the step compiled as one program is only read, never run.
         options = self.quick if case.mode.bitwise else None
         return self.parallel(case).lower(*placed).compile(options)
 
     def compile_ahead(self, cases: Iterable[Case]) -> None:
-        """Compile the steps of `cases` on all cores, traced one by one; `run` finds them made.
+        """Compile the steps of `cases` on all cores, traced one by one, for later use by `run`.
 
-        What fails here fails again in `run`.
+        Errors are ignored here and raised again by `run`.
         """
         lowered = []
         for case in cases:
-            if not case.mode.bitwise:  # those are compiled in parts
+            if not case.mode.bitwise:  # bitwise modes are compiled in parts
                 with contextlib.suppress(Exception):
                     placed = self.placed(case, self.state), self.batch_on(case, self.full)
                     lowered.append(self.parallel(case).lower(*placed))
@@ -168,7 +168,7 @@ class Subject:
                 compiling.exception()
 
     def placed(self, case: Case, state: TrainState) -> TrainState:
-        """`state` where the step of `case` has it, its reduction before the first step."""
+        """Return `state` placed for the step of `case`, with its initial reduction state."""
         abstract = self.abstract(case)
         trees: list[Any] = [jax.tree.structure(each.reduction) for each in (state, abstract)]
         if trees[0] != trees[1]:
@@ -179,32 +179,32 @@ class Subject:
         return placed
 
     def _abstract(self, case: Case) -> TrainState:
-        """The shapes of a state with the shardings of the step of `case`."""
+        """Return the shapes of a state with the shardings of the step of `case`."""
         return self.parallel(case).abstract_state(self._model)
 
     def _first_reduction(self, case: Case) -> PyTree:
         return self.parallel(case).init(self._model, seed=self._seed).reduction
 
     def batch_on(self, case: Case, batch: Batch) -> Batch:
-        """`batch` where the step of `case` has it."""
+        """Return `batch` placed for the step of `case`."""
         return Share(by_rows(self.parallel(case).mesh), batch.size).place(batch)
 
-    # What it is run on.
+    # Batches.
 
     @functools.cached_property
     def full(self) -> Batch:
-        """All rows."""
+        """Return a batch of all rows."""
         return self.some(np.arange(self.rows))
 
     @functools.cached_property
     def padded(self) -> Batch:
-        """A batch whose real rows do not divide: the rest repeats them, with mask 0."""
+        """Return a batch whose real rows do not divide, padded with repeated rows of mask 0."""
         real = np.arange(self.real_rows)
         return pad(self.some(real).data, self.rows, real)
 
     @functools.cached_property
     def weighted(self) -> Batch:
-        """All rows, with weights from 0.1 to 10, so that no two replicas have the same sum."""
+        """Return all rows with weights from 0.1 to 10, so that no two replicas have equal sums."""
         low, high = np.log(_LEAST_WEIGHT), np.log(_MOST_WEIGHT)
         generator = np.random.default_rng(self._seed)
         weights = np.exp(generator.uniform(low, high, self.rows)).astype(np.float32)
@@ -212,34 +212,34 @@ class Subject:
 
     @property
     def real_rows(self) -> int:
-        """Real rows of the padded batch: about four fifths, and no multiple of the replicas."""
+        """Return the real rows of the padded batch: about 4/5, and no multiple of the replicas."""
         return max(1, self.rows - max(1, self.rows // 5) | 1 if self.rows > 2 else 1)
 
     def some(self, indices: np.ndarray) -> Batch:
-        """A batch of the rows of these indices."""
+        """Return a batch of the rows at these indices."""
         data = jax.tree.map(lambda leaf: leaf[indices], self.data)
         return pad(data, len(indices), indices)
 
-    # What it is.
+    # Properties.
 
     @property
     def single(self) -> Case:
-        """The reference."""
+        """Return the case of the reference."""
         return Case(MODES["single"])
 
     @functools.cached_property
     def emulated(self) -> Mode:
-        """All replicas of a per-replica mode, on one device."""
+        """Return a mode with all replicas of a per-replica mode on one device."""
         return emulated(self.replicas, self.objective)
 
     @functools.cached_property
     def objective(self) -> Objective:
-        """The loss on the model."""
+        """Return the loss on the model."""
         return self.parallel(self.single).program(self._model).objective
 
     @functools.cached_property
     def eps(self) -> float:
-        """Unit of the coarsest dtype that the loss computes in."""
+        """Return the eps of the coarsest dtype that the loss computes in."""
         state, batch = self.state, self.some(np.arange(min(self.rows, 2)))
         key = jax.random.key(0)
         return coarsest_eps(
@@ -248,7 +248,7 @@ class Subject:
         )
 
     def updated(self, results: Leaves, state: TrainState) -> Leaves:
-        """Return what one device's optimizer adds to the parameters for the gradient in results."""
+        """Return one device's parameter updates for the gradient in `results`."""
         gradient = jax.tree_util.tree_map_with_path(
             lambda path, leaf: results[f"gradient{keystr(path)}"].astype(leaf.dtype), state.params
         )
@@ -256,7 +256,7 @@ class Subject:
         after = self._apply(state.params, inner, gradient, np.float32(results[LOSS]))
         return {f"params{path}": value for path, value in changes(state.params, after).items()}
 
-    # What these are made of.
+    # Helpers.
 
     @functools.cached_property
     def _apply(self) -> Any:
@@ -277,13 +277,13 @@ class Subject:
             if metrics[NOT_FINITE]:
                 raise LossError(
                     f"the loss is {float(metrics[LOSS])} in step {number}, or its gradient is not "
-                    "finite, and a run would skip the step: look at the batch and the initial "
+                    "finite, so a run would skip the step: check the batch and the initial "
                     "parameters (jax_debug_nans finds the operation)"
                 )
-        if state.scale:  # lest a batch of larger weights overflow
+        if state.scale:  # larger weights must not overflow
             value = jnp.maximum(state.scale.value / _SCALE_MARGIN, SMALLEST)
             state = dataclasses.replace(state, scale=dataclasses.replace(state.scale, value=value))
-        # What is recorded of the last step is none of this one's results.
+        # The gradient recorded in the last warm-up step is not a result.
         nothing = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), state.params)
         return dataclasses.replace(state, opt_state=(nothing, state.opt_state[1]))
 
@@ -297,7 +297,7 @@ NAMES = (
 
 
 def named_results(by_path: Mapping[str, Any]) -> dict[str, Any]:
-    """`['state'].params['w']` -> `params['w']`, `['metrics']['loss']` -> `loss`."""
+    """Shorten paths: `['state'].params['w']` to `params['w']`, `['metrics']['loss']` to `loss`."""
 
     def name(path: str) -> str:
         for start, short in NAMES:
@@ -309,9 +309,9 @@ def named_results(by_path: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def record_gradient(trained: PyTree) -> optax.GradientTransformation:
-    """Keeps the newest gradient in its state, in front of an optimizer.
+    """Return a transformation that records the latest gradient in its state.
 
-    Of what is not `trained` it keeps none: what is recorded is computed.
+    Only `trained` leaves are recorded, since recording forces their computation.
     """
 
     def kept(gradient: PyTree, _state: PyTree, _params: PyTree = None) -> tuple[PyTree, PyTree]:

@@ -1,4 +1,4 @@
-"""Sums that a step does in 16-bit floats, where bits are lost and nothing else shows it."""
+"""Find sums that a step computes in 16-bit floats, which silently lose precision."""
 
 import dataclasses
 import itertools
@@ -26,44 +26,44 @@ from replicax.wording import first_line
 
 _BETWEEN = BETWEEN_DEVICES[0]
 _SHOWN = 3
-"""Sums of one kind that are named; of the others there is the number."""
+"""The most sums of one kind that are listed; the rest are counted."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """A step's program for some devices, to be read."""
+    """The text of a step's program for some devices."""
 
     text: str
     sizes: Mapping[str, int]
     """Devices by mesh axis."""
     notes: tuple[str, ...] = ()
-    """Where it is not the very step that was asked for."""
+    """How it differs from the requested step."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Elsewhere:
-    """Devices that need not be attached, and who compiles for them."""
+    """Devices that need not be attached, with a compiler for them."""
 
     name: str
     """`h100:8`."""
     compile: Callable[[DataParallel, Any, Any], Text]
-    """Takes the step, its model and the shapes of a batch; raises a `ReplicaxError`."""
+    """Takes the step, its model and the shapes of a batch; may raise a `ReplicaxError`."""
 
 
 def check_sums(
     dp: DataParallel, model: Any, batch: Any, elsewhere: Elsewhere | None
 ) -> Iterator[Check]:
-    """Yield a row for each kind of sum in 16 bits, or one that there is none.
+    """Yield a row for each kind of sum in 16 bits, or one row if there are none.
 
-    Of attached accelerators it is their compiled program, and of `elsewhere` theirs. A CPU's
-    compiler widens some of these sums, and so its program is read as it is traced.
+    The compiled program is read for attached accelerators and for `elsewhere`. On a CPU the traced
+    program is read, because the CPU compiler widens some of these sums.
     """
     where = elsewhere or Elsewhere("", _here)
     case = ", ".join(filter(None, (str(dp.mode), where.name)))
     try:
         read = where.compile(dp, model, batch)
     except Exception as error:  # the user's loss may raise anything
-        if elsewhere is not None:  # what fails on the devices at hand, other checks have said
+        if elsewhere is not None:  # other checks report failures on the attached devices
             refused = isinstance(error, ReplicaxError)
             yield Check("sums", case, SKIP, str(error) if refused else first_line(error))
         return
@@ -72,7 +72,7 @@ def check_sums(
 
 
 def judged(case: str, read: Text, dp: DataParallel) -> Iterator[Check]:
-    """Yield what there is to say of the program that `dp` is on some devices."""
+    """Yield the rows for the program of `dp` on some devices."""
     found = [each for each in sums_in_16_bits(read.text) if _between_replicas(each, read.sizes)]
     notes = "".join(f"; {note}" for note in read.notes)
     if not found:
@@ -88,18 +88,18 @@ def judged(case: str, read: Text, dp: DataParallel) -> Iterator[Check]:
 
 
 def with_sums_as_cause(checks: Sequence[Check], sums: Sequence[Check]) -> list[Check]:
-    """Return `checks` and `sums`; these are the likely cause of differences that have no other."""
+    """Return `checks` and `sums`, naming `sums` as the likely cause of unexplained differences."""
     if all(each.verdict != NOTE for each in sums):
         return [*checks, *sums]
-    likely = "likely the sums in 16 bits below, which lose other bits where devices add in parts"
+    likely = "likely the 16-bit sums below, which round differently when devices add partial sums"
     return [
-        dataclasses.replace(each, cause=each.cause.replace(NO_CAUSE, f"{likely}: no other fits"))
+        dataclasses.replace(each, cause=each.cause.replace(NO_CAUSE, f"{likely}; no other fits"))
         for each in checks
     ] + [*sums]
 
 
 def _here(dp: DataParallel, model: Any, batch: Any) -> Text:
-    """The program of the attached devices: compiled, or of a CPU as it is traced."""
+    """Return the program of the attached devices: compiled, or as traced on a CPU."""
     dp = guarded(dp, dp.abstract_state(model))
     lowered = dp.lower(model, batch)
     if dp.mesh.devices.flat[0].platform == "cpu":
@@ -108,7 +108,7 @@ def _here(dp: DataParallel, model: Any, batch: Any) -> Text:
 
 
 def _between_replicas(added: Sum, sizes: Mapping[str, int]) -> bool:
-    """Whether it is a sum of replicas: what the devices of one add up is part of their product."""
+    """Whether a sum is not just within one replica, where devices add parts of a product."""
     axes = axes_of_group(added.group, sizes) if added.kind in BETWEEN_DEVICES else None
     return axes is None or not axes or bool({DATA, FSDP} & set(axes))
 
@@ -118,7 +118,7 @@ def _kind(added: Sum) -> str:
 
 
 def _listed(several: Sequence[Sum]) -> str:
-    """`bf16[50257,768], up to 8,192 terms (model.py:12)`, the first few."""
+    """List the first few sums: `bf16[50257,768], up to 8,192 terms (model.py:12)`."""
     named = []
     kind = _kind(several[0])
     most = "up to " if kind == SCATTER else ""
@@ -133,13 +133,13 @@ def _listed(several: Sequence[Sum]) -> str:
 
 
 def _line(added: Sum) -> tuple[str, int, str]:
-    """Shape, terms and place of what is named together."""
+    """Return the shape, terms and place by which sums are grouped."""
     place = added.source or added.op_name.rpartition("jit(update)/")[2]
     return added.shape, added.terms, f" ({place})" if place else ""
 
 
 _WHAT = {
-    SCATTER: "gradients of a lookup added up in {}",
+    SCATTER: "lookup gradients summed in {}",
     REDUCE: "sums in {}",
     _BETWEEN: "reductions between devices in {}",
 }
@@ -150,9 +150,9 @@ def _fix(kind: str, dp: DataParallel) -> str:
         return "look up in float32: table.astype(float32)[ids].astype(x.dtype)"
     if kind == REDUCE:
         return (
-            "cast to float32 before: x.astype(float32).sum(); of a bias or a scale it is "
+            "cast to float32 first: x.astype(float32).sum(), or for a bias or a scale "
             "(x.astype(float32) + bias).astype(x.dtype)"
         )
     if not dp.mode.per_replica and MODES["shard_map"].holds(dp.layout):
-        return "use mode='shard_map', which adds up gradients in float32"
-    return "cast to float32 before it is summed over devices"
+        return "use mode='shard_map', which sums gradients in float32"
+    return "cast to float32 before summing over devices"

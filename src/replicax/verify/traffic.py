@@ -1,4 +1,4 @@
-"""Bytes that a compiled step sends between devices, and work that it does twice."""
+"""Check the bytes that a compiled step sends between devices, and redundant work."""
 
 import dataclasses
 import itertools
@@ -41,31 +41,31 @@ from replicax.verify.subject import Case, Subject
 from replicax.wording import size_text
 
 _FAR = 2.0
-"""Times what a layout takes: what is above it is wrong."""
+"""More than this many times the bytes of the layout is an error."""
 _SMALL_BYTES = 4096
-"""Where there is next to nothing to send, what fills it up to whole parts is most of it."""
+"""Excess bytes that are ignored: padding dominates very small transfers."""
 _RECOMPUTED = 4 / 3
-"""Times the work of a stage that computes its forward pass once more for the backward one."""
+"""Relative work of a stage that recomputes its forward pass in the backward pass."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SentOverAxes:
-    """All collectives of one kind over the same axes in one step, loops multiplied out."""
+    """All collectives of one kind over the same axes in one step, counting loop iterations."""
 
     kind: str
     axes: tuple[str, ...]
-    """Mesh axes, those of one device left out."""
+    """Mesh axes of more than one device."""
     count: int
     bytes: int
     """Result bytes on one device, summed over the count."""
     between: float
-    """Bytes that a device sends, in a ring, for what the replicas have of it."""
+    """Bytes that a device sends between replicas, in a ring."""
     inside: float
-    """Bytes that it sends for what the devices of a replica have of it."""
+    """Bytes that a device sends within its replica."""
 
 
 def read_sent(text: str, mesh: Mesh) -> tuple[SentOverAxes, ...]:
-    """Return what a step sends that was compiled to `text` for `mesh`."""
+    """Return the collectives of a step that was compiled to `text` for `mesh`."""
     counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
     sizes: Counter[tuple[str, tuple[str, ...]]] = Counter()
     for instruction in hlo.instructions(text):
@@ -83,14 +83,14 @@ def _sent(mesh: Mesh, kind: str, axes: tuple[str, ...], count: int, size: int) -
     devices = math.prod(mesh.shape[axis] for axis in axes)
     replicas = math.prod(mesh.shape[axis] for axis in axes if axis in (DATA, FSDP))
     sent = wire_bytes(Collectives(kind, count, size), devices)
-    # A ring sends 1 - 1 / N of it: that of the replicas alone, and what the rest adds to it.
+    # A ring sends a share of 1 - 1 / N: between replicas alone, and the remainder inside them.
     share = (1 - 1 / replicas) / (1 - 1 / devices) if devices > 1 else 0.0
     return SentOverAxes(kind, axes, count, size, sent * share, sent - sent * share)
 
 
 @dataclasses.dataclass(frozen=True)
 class CompiledCase:
-    """A case's compiled step."""
+    """The compiled step of a case."""
 
     case: Case
     step: CompiledStep
@@ -99,7 +99,7 @@ class CompiledCase:
 
     @property
     def between(self) -> tuple[int, float]:
-        """Collectives between replicas, and the bytes that a device sends for them."""
+        """Return the number of collectives between replicas and the bytes sent per device."""
         counts = [each.count for each in self.sent if each.between]
         return sum(counts), sum(each.between for each in self.sent)
 
@@ -107,15 +107,15 @@ class CompiledCase:
 def read_programs(
     subject: Subject, cases: Iterable[Case], show: Callable[[str], None]
 ) -> dict[Case, CompiledCase]:
-    """The compiled steps of those cases that can be compiled."""
+    """Return the compiled steps of the cases that can be compiled."""
     programs = {}
     for case in cases:
         show(f"traffic: {case}")
         try:
             compiled = subject.compiled(case, subject.full)
         except ReplicaxError:
-            continue  # parity says why
-        except Exception:  # the user's loss: parity says it
+            continue  # parity reports why
+        except Exception:  # the user's loss: parity reports it
             continue
         sent = read_sent(compiled.as_text() or "", subject.parallel(case).mesh)
         programs[case] = CompiledCase(case, inspect(compiled), sent)
@@ -125,7 +125,7 @@ def read_programs(
 def check_traffic(
     subject: Subject, facts: Facts, programs: dict[Case, CompiledCase]
 ) -> Iterator[Check]:
-    """A row for each program: its reductions and bytes against what is needed."""
+    """Yield a row for each program, comparing its reductions and bytes with the minimum."""
     for case, program in programs.items():
         most, least = bytes_of_layout(subject, case)
         reductions, sent = program.between
@@ -147,12 +147,12 @@ def check_traffic(
         if case.devices == 1:
             text = "one device sends nothing"
         elif not least:
-            text = f"nothing, as there is one replica{within}"
+            text = f"nothing, since there is only one replica{within}"
         else:
             text = f"{_listed(each for each in program.sent if each.between) or 'nothing'}; "
-            text += f"{size_text(sent)} a device, {sent / least:.2f} of the least"
+            text += f"{size_text(sent)} per device, {sent / least:.2f} of the minimum"
             if most > least:
-                text += f", {sent / most:.2f} where each layer is gathered as it is used"
+                text += f", {sent / most:.2f} of gathering each layer as it is used"
             first = programs.get(dataclasses.replace(case, micro_batches=1), program)
             verdict, more, cause = _judged(subject, facts, program, first, most)
             text += within + more
@@ -162,19 +162,19 @@ def check_traffic(
 def _judged(
     subject: Subject, facts: Facts, program: CompiledCase, first: CompiledCase, most: float
 ) -> tuple[Verdict, str, str]:
-    """Return the verdict on a program, what to add to the text, and the cause.
+    """Return the verdict on a program, an addition to the text, and the cause.
 
-    `first` is the same with one micro-batch; `most` are bytes that its layout explains.
+    `first` is the same case with one micro-batch; `most` is the bytes that its layout explains.
     """
     case, layout = program.case, subject.parallel(program.case).layout
     count, sent = program.between
     share = sent / most
     once = ONCE if MODES["shard_map"].holds(layout) else ""
     if not sent:
-        return FAIL, ": the replicas are not reduced", ""
+        return FAIL, ": nothing is reduced over the replicas", ""
     statistics = facts.writes or facts.rows.kind == DEPENDENT
     grows = count > first.between[0] or sent > SLIGHTLY * first.between[1]
-    if grows and not layout.splits_params:  # one that does gathers them for each micro-batch
+    if grows and not layout.splits_params:  # split parameters are gathered per micro-batch
         more = f"; {first.between[0]} with 1 micro-batch"
         if statistics and share <= _FAR:
             return NOTE, f"{more}: statistics of every micro-batch", ""
@@ -182,7 +182,7 @@ def _judged(
             return FAIL, more, f"{GROWS}{once}"
         return NOTE, f"{more}: {GROWS}{once}", ""
     if share > SLIGHTLY and statistics:
-        return NOTE, "; statistics or rows of the whole batch are among it", ""
+        return NOTE, "; this includes statistics or rows of the whole batch", ""
     if share > _FAR and sent - most > _SMALL_BYTES:
         return FAIL, "", f"{TWICE}{once}"
     if share <= SLIGHTLY:
@@ -193,10 +193,10 @@ def _judged(
 
 
 def bytes_of_layout(subject: Subject, case: Case) -> tuple[float, float]:
-    """Return the most bytes that a device sends to other replicas under its layout, and the least.
+    """Return the most and the fewest bytes that a device sends to other replicas under its layout.
 
-    The least is what reduces the sums once, or scatters them and gathers what follows. A layout
-    that splits the parameters gathers them twice for every micro-batch, and scatters then.
+    The minimum reduces the sums once, or scatters them and gathers the results. A layout that
+    splits the parameters gathers them twice and scatters once per micro-batch.
     """
     mesh, layout = subject.parallel(case).mesh, subject.parallel(case).layout
     least = wire_bytes_of_all_reduce(bytes_needed(subject, case), replica_count(mesh))
@@ -208,7 +208,7 @@ def bytes_of_layout(subject: Subject, case: Case) -> tuple[float, float]:
 
 
 def bytes_needed(subject: Subject, case: Case) -> int:
-    """Bytes of the sums of loss, metrics and the gradient that the optimizer reads, as sent."""
+    """Return the bytes of the sums of loss, metrics and trained gradients, as sent."""
     state, batch = subject.state, subject.full
     metrics: Any = jax.eval_shape(
         lambda params, extras, batch: subject.objective.loss_sums(
@@ -222,7 +222,7 @@ def bytes_needed(subject: Subject, case: Case) -> int:
 
 
 def _of_replica(subject: Subject, case: Case) -> list[jax.ShapeDtypeStruct]:
-    """The parameters as one device of a replica has them, once they are gathered."""
+    """Return the shapes of the gathered parameters on one device of a replica."""
     found = []
     for leaf in jax.tree.leaves(subject.abstract(case).params):
         entries = [axes_of(PartitionSpec(entry)) for entry in leaf.sharding.spec]
@@ -239,13 +239,13 @@ def _listed(sent: Iterable[SentOverAxes]) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
 
 
-FILLED_UP = "parts are filled up, or more than gradient and metrics is reduced"
-WHOLE_FIRST = "the compiler reduces whole what each replica then takes a part of"
-TWO_SUMS = "the compiler reduces a leaf twice (a tied embedding) or a sum by itself"
+FILLED_UP = "shards are padded, or more than the gradient and metrics is reduced"
+WHOLE_FIRST = "the compiler reduces whole arrays of which each replica keeps only a shard"
+TWO_SUMS = "the compiler reduces a leaf twice (a tied embedding) or a sum separately"
 GROWS = "the compiler reduces inside the loop over micro-batches"
 TWICE = (
-    "something besides the gradient's sums crosses the network: an operation that mixes rows (a "
-    "sort or a reshape over the row dim), or a leaf that is reduced several times"
+    "more than the gradient sums crosses the network: an operation that mixes rows (a sort or a "
+    "reshape over the row dimension), or a leaf that is reduced several times"
 )
 ONCE = "; use mode='shard_map', which sends each sum once"
 
@@ -253,7 +253,7 @@ ONCE = "; use mode='shard_map', which sends each sum once"
 def check_work(
     subject: Subject, programs: dict[Case, CompiledCase], single: CompiledStep
 ) -> Iterator[Check]:
-    """A row for each program: FLOPs on all devices against those of one."""
+    """Yield a row for each program, comparing the FLOPs on all devices with those of one."""
     for case, program in programs.items():
         name, flops = str(case), program.step.flops
         if not single.flops or not flops:
@@ -262,11 +262,11 @@ def check_work(
         dp = subject.parallel(case)
         ticks = ticks_of(dp)
         times = flops * case.devices / single.flops * case.micro_batches / ticks
-        text = f"{times:.2f} times the FLOPs of one device, over {case.devices}"
+        text = f"{times:.2f} times the FLOPs of one device, summed over {case.devices}"
         figures = {"flops_per_device": flops, "flops_of_one": single.flops, "ticks": ticks}
         most, of_each = REDUNDANT, case.devices // replica_count(dp.mesh)
         if dp.mesh.shape.get(STAGE, 1) > 1:
-            text += f"; {ticks} ticks of a pipeline, each as if no stage waited in it"
+            text += f"; {ticks} pipeline ticks, each counted as if no stage were idle"
             most *= _RECOMPUTED
         everything = of_each < case.devices and times >= ALL * case.devices
         cause = EVERYTHING if everything else NOT_SPLIT.format(of_each)
@@ -275,7 +275,7 @@ def check_work(
 
 
 def ticks_of(dp: DataParallel) -> int:
-    """Return how often a step does what it does for one micro-batch; more than those in stages."""
+    """Return how often a step repeats the work of one micro-batch; more often in a pipeline."""
     stages: int = dp.mesh.shape.get(STAGE, 1)
     parts: int = dp.accumulate
     if stages == 1:
@@ -290,6 +290,6 @@ EVERYTHING = (
     "constrain the rows to stay split"
 )
 NOT_SPLIT = (
-    "the {} devices of a replica all compute the same: the layout's rules split none of the large "
-    "matrices; write rules for those, or leave the devices to axis 'data'"
+    "the {} devices of a replica all compute the same: the layout rules split none of the large "
+    "matrices; add rules for these, or assign the devices to axis 'data'"
 )

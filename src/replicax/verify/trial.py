@@ -1,4 +1,4 @@
-"""A step and its single-device form, run side by side on the same state and rows."""
+"""Run a step and its single-device form side by side on the same state and rows."""
 
 import dataclasses
 import operator
@@ -28,12 +28,12 @@ from replicax.wording import first_line
 PyTree = Any
 _FIRST_NAME = re.compile(r"^\['(\w+)'\]")
 _KEY_NAMES = ("rng", "key")
-"""In the names of leaves that are keys, where they are arrays of two uint32."""
+"""Parts of the names of leaves that are raw keys, arrays of two uint32."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """Two steps that are compared, and how both are run."""
+    """A step and its reference, and how to run both."""
 
     form: Form
     reference: Step
@@ -41,26 +41,26 @@ class Trial:
     """On the host, as the user gave it."""
     key: Any
     eps: float
-    """Unit of the coarsest dtype that the reference computes in."""
+    """The eps of the coarsest dtype that the reference computes in."""
     shapes: Mapping[str, tuple[int, ...]]
-    """By path, those of what the reference returns."""
+    """Shapes of the reference's results, by path."""
     _: dataclasses.KW_ONLY
     against: str = "one device"
-    """The reference."""
+    """Description of the reference."""
     draws: bool = False
-    """Whether it is known to draw random numbers: it then is not run on fewer rows."""
+    """Whether it is known to draw random numbers, and so is not run on fewer rows."""
     micro_batches: int = 1
-    """Parts that each replica's rows are computed in."""
+    """Micro-batches per replica."""
     known: dict[Any, Any] = dataclasses.field(default_factory=dict)
-    """Results of the reference so far, by its batches."""
+    """Cached results of the reference, by batches."""
 
     @property
     def replicas(self) -> int:
-        """Devices that the step runs on."""
+        """Return the number of devices that the step runs on."""
         return self.form.replicas
 
     def expected(self, batches: Sequence[PyTree], *, state: PyTree = None) -> Leaves:
-        """Return what the reference adds to each leaf over all batches, and the last metrics."""
+        """Return the reference's change of each leaf over all batches, and the last metrics."""
         if state is None:
             return self.once("expected", batches, lambda: self._expected(batches, self.state))
         return self._expected(batches, state)
@@ -73,15 +73,15 @@ class Trial:
         return self.named(changes({"state": before}, results))
 
     def once(self, what: str, batches: Sequence[PyTree], make: Callable[[], Leaves]) -> Leaves:
-        """Return what `make` does, which is called once for the same batches."""
+        """Return the result of `make`, called once for the same batches."""
         key = (what, self.reference, *map(id, batches))
         if key not in self.known:
-            self.known[key] = (batches, make())  # kept, and so no other has its id
+            self.known[key] = (batches, make())  # kept alive, so that ids stay unique
         result: Leaves = self.known[key][1]
         return result
 
     def reseeded(self) -> "Trial | None":
-        """The same with other random keys, wherever they are; None where there is none."""
+        """Return the trial with all random keys replaced, or None if there are none."""
         key = None if self.key is None else jax.random.fold_in(self.key, 1)
         state = jax.tree_util.tree_map_with_path(_with_other_key, self.state)
         same = all(map(operator.is_, *map(jax.tree.leaves, (state, self.state))))
@@ -90,18 +90,18 @@ class Trial:
         return dataclasses.replace(self, key=key, state=state, known={})
 
     def given(self, found: Leaves, expected: Leaves) -> Leaves:
-        """Return what is expected of a step that gave `found`."""
+        """Return the results expected of a step that returned `found`."""
         del found
         return expected
 
     def bounds(self, expected: Leaves, batches: Sequence[PyTree], rows: int) -> Leaves:
-        """How much rounding explains of each element of `expected`."""
+        """Return the difference that rounding explains in each element of `expected`."""
         values = self.named(leaves({"state": self.state}))
         noise = self.noise(expected, batches)
         return bounds(expected, noise, terms=rows, eps=self.eps, values=values)
 
     def noise(self, expected: Leaves, batches: Sequence[PyTree]) -> Leaves:
-        """How far rounding moves each element of `expected`."""
+        """Return how much rounding changes each element of `expected`."""
         return rounding_noise(
             lambda state, moved: self.expected(moved, state=state),
             self.state,
@@ -111,7 +111,7 @@ class Trial:
         )
 
     def run(self, batches: Sequence[PyTree]) -> Copies:
-        """Return what every replica holds after all batches, and the last metrics."""
+        """Return every replica's copy after all batches, and the last metrics."""
         first, *others = batches
         arguments = self.form.arguments(self.state, first, self.key)
         fed = arguments[0]
@@ -127,7 +127,7 @@ class Trial:
         return jax.make_jaxpr(self.form.step)(*arguments)
 
     def read(self, results: Mapping[str, PyTree]) -> Copies:
-        """The results of the step, copied to the host from every device."""
+        """Copy the results of the step to the host from every device."""
         stacked = self.replicas if self.form.stacked else None
         copies = read_copies(dict(results), self.shapes, stacked_over=stacked)
         return dataclasses.replace(
@@ -144,7 +144,7 @@ class Trial:
         batches: Sequence[PyTree],
         **more: Any,
     ) -> Evidence:
-        """Return what there is to find the cause of a difference by."""
+        """Return the evidence for finding the cause of a difference."""
         return Evidence(
             found,
             expected,
@@ -159,11 +159,11 @@ class Trial:
         )
 
     def named(self, by_path: Mapping[str, Any]) -> dict[str, Any]:
-        """Return results by the names that they have in the table."""
+        """Return results by their names in the table."""
         return renamed(by_path)
 
     def changes(self, held: Leaves) -> Leaves:
-        """Return what a replica's results add to the state, as `expected` gives it."""
+        """Return the changes in a replica's results, in the form of `expected`."""
         before = self.named(leaves({"state": self.state}))
         return {
             path: value - before[path]
@@ -176,7 +176,7 @@ class Trial:
 
 
 def _with_other_key(path: Any, leaf: Any) -> Any:
-    """A leaf of the state, another one where it is a random key or several."""
+    """Return a leaf of the state, replaced if it holds random keys."""
     raw = getattr(leaf, "dtype", None) == np.uint32 and np.shape(leaf)[-1:] == (2,)
     if raw and any(name in last_name(path).lower() for name in _KEY_NAMES):
         return np.asarray(leaf) ^ np.uint32(1)
@@ -187,7 +187,7 @@ def _with_other_key(path: Any, leaf: Any) -> Any:
 
 
 def run_reference(reference: Step, state: PyTree, batch: PyTree, key: Any) -> dict[str, PyTree]:
-    """One step on one device, from fresh arrays: the reference too may donate its state."""
+    """Run one step on one device from fresh arrays, since the reference may donate its state."""
     return parted(reference(*arguments_of(host(state), batch, key)), state)
 
 
@@ -198,7 +198,7 @@ def arguments_of(state: PyTree, batch: PyTree, key: Any) -> tuple[Any, ...]:
 
 
 def compiled_reference(reference: Step, state: PyTree, batch: PyTree, key: Any) -> Step:
-    """The reference under `jit`, where it can be; it is run often.
+    """Return the reference under `jit` if possible, since it runs often.
 
     Raises:
         ConfigError: it fails on the batch.
@@ -206,14 +206,14 @@ def compiled_reference(reference: Step, state: PyTree, batch: PyTree, key: Any) 
     compiled = reference if hasattr(reference, "lower") else jax.jit(reference)
     try:
         run_reference(compiled, state, batch, key)
-    except jax.errors.ConcretizationTypeError:  # it looks at values: it runs as Python does
+    except jax.errors.ConcretizationTypeError:  # it depends on values: run it eagerly
         return reference
     except ConfigError:
         raise
     except Exception as error:
         raise ConfigError(
             f"the reference fails on the batch ({first_line(error)}); it is called with the state, "
-            "the global batch and, where given, the key: make it run alone first"
+            "the global batch and, if given, the key: make it run alone first"
         ) from error
     return compiled
 
@@ -221,13 +221,13 @@ def compiled_reference(reference: Step, state: PyTree, batch: PyTree, key: Any) 
 def find_form(
     forms: Iterable[Form], state: PyTree, batch: PyTree, key: Any, expected: PyTree
 ) -> Form:
-    """Return how the step is called: the first of its forms that works, on state and batch.
+    """Return the first of `forms` in which the step runs on state and batch.
 
-    Of two that take a batch stacked (a `pmap` that takes its state whole may also swallow a stacked
-    one) the one is meant that comes nearer to `expected`, the reference's new state.
+    If several stacked forms work (a `pmap` that takes its state whole may also accept a stacked
+    one), the one whose result is closest to `expected`, the reference's new state, is used.
 
     Raises:
-        ConfigError: none works.
+        ConfigError: no form works.
     """
     errors: list[tuple[Form, Exception]] = []
     working: list[tuple[float, Form]] = []
@@ -254,18 +254,18 @@ def find_form(
     if working:
         return min(working, key=lambda each: each[0])[1]
     first = next((error for form, error in errors if form.stacked == is_pmap(form.step)), None)
-    message = first_line(first or errors[0][1]) if errors else "its new state has other shapes"
+    message = first_line(first or errors[0][1]) if errors else "its new state has different shapes"
     raise ConfigError(
         f"the step fails on the batch ({message}); it is called with the state, the batch and, "
-        "where given, the key, whole or stacked by replica as pmap takes them: wrap it in a lambda "
-        "that takes these, or say how many replicas it has"
+        "if given, the key, either whole or stacked by replica as for pmap: wrap it in a lambda "
+        "that takes these, or pass its number of replicas"
     )
 
 
 def _distance(form: Form, state: PyTree, returned: PyTree, expected: PyTree) -> float | None:
-    """How far a new state is from the reference's, leaf by leaf; replicas are broadcast over.
+    """Return the distance of a new state from the reference's, summed over leaves.
 
-    None where it has neither the shapes of the state given nor those with a replica dim in front.
+    None unless its shapes are those of the given state, perhaps with a leading replica dimension.
     """
     for before, after in zip(jax.tree.leaves(state), jax.tree.leaves(returned), strict=True):
         if np.shape(after) not in (np.shape(before), (form.replicas, *np.shape(before))):
@@ -280,5 +280,5 @@ def _distance(form: Form, state: PyTree, returned: PyTree, expected: PyTree) -> 
 
 
 def renamed(by_path: Mapping[str, Any]) -> dict[str, Any]:
-    """`['state']['w']` -> `state['w']`."""
+    """Shorten paths: `['state']['w']` to `state['w']`."""
     return {_FIRST_NAME.sub(r"\1", path): value for path, value in by_path.items()}

@@ -1,4 +1,4 @@
-"""The result of a verification: one row for each thing that was checked."""
+"""The result of a verification: one row per check."""
 
 import dataclasses
 import itertools
@@ -22,7 +22,7 @@ class Verification:
 
     checks: Sequence[Check]
     about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """The subject, and the devices it was verified on: JSON values."""
+    """The subject and the devices it was verified on, as JSON values."""
 
     def __repr__(self) -> str:
         return f"Verification(ok={self.ok}, {summary(self.checks)})"
@@ -31,7 +31,7 @@ class Verification:
         return table_text(merged(self.checks), summary(self.checks))
 
     def print(self) -> None:
-        """Print the table, in colour on a terminal."""
+        """Print the table, in color on a terminal."""
         print_table(merged(self.checks), summary(self.checks))
 
     @property
@@ -41,11 +41,11 @@ class Verification:
 
     @property
     def failed(self) -> list[Check]:
-        """The checks that failed."""
+        """Return the checks that failed."""
         return [check for check in self.checks if check.verdict == FAIL]
 
     def to_json(self) -> dict[str, Any]:
-        """Fields as `json.dumps` takes them."""
+        """Return the fields as JSON values."""
         return {
             "ok": self.ok,
             "about": dict(self.about),
@@ -54,14 +54,14 @@ class Verification:
 
 
 def failed_on_one_device(error: Exception) -> Check:
-    """The row where there is nothing to compare with."""
+    """Return the row for an error on one device, when there is nothing to compare with."""
     refused = isinstance(error, ReplicaxError)
     found = f"refused: {error}" if refused else first_line(error)
     return Check("parity", "one device", FAIL, found)
 
 
 def merged(checks: Sequence[Check]) -> list[Check]:
-    """The checks, with neighbours that pass, or are skipped, for the same reason made one."""
+    """Merge adjacent checks that pass, or are skipped, for the same reason."""
     shown: list[Check] = []
     for _, group in itertools.groupby(enumerate(checks), key=lambda each: _alike(*each)):
         several = [check for _, check in group]
@@ -70,7 +70,7 @@ def merged(checks: Sequence[Check]) -> list[Check]:
 
 
 def _alike(number: int, check: Check) -> tuple[object, ...]:
-    """Return what neighbours that are shown as one have in common."""
+    """Return the key by which adjacent checks are merged."""
     if check.verdict in (FAIL, NOTE):
         return (number,)
     if check.subject == "parity":

@@ -1,4 +1,4 @@
-"""`verify`: does a step on many devices compute what it computes on one?"""
+"""Implement `verify`: compare a step on many devices with the same step on one."""
 
 import math
 import time
@@ -28,7 +28,7 @@ from replicax.verify.verification import Verification, failed_on_one_device
 
 MICRO_BATCHES = 4
 ROWS_OF_ONE = 2
-"""Rows of a micro-batch of a replica that show all that more would."""
+"""Rows per micro-batch of a replica; more would show nothing new."""
 Show = Callable[[str], None]
 
 
@@ -47,8 +47,8 @@ def verify(
     """See `replicax.verified.verify`; `elsewhere` is the target's compiler."""
     if jax.process_count() > 1:
         raise ConfigError(
-            f"verify on {jax.process_count()} processes; it reads the copies of every device, so "
-            "in one: start it alone, with host devices for the others'"
+            f"verify on {jax.process_count()} processes; it reads every device's copies and must "
+            "run in one process: start it alone, with simulated CPU devices"
         )
     started = time.monotonic()
     chosen = _modes(dp, modes)
@@ -81,7 +81,7 @@ def verify(
 
 
 def rows_needed(dp: DataParallel, micro_batches: int = MICRO_BATCHES) -> int:
-    """Rows of a batch that is small and shows everything."""
+    """Return the rows of the smallest batch that exercises every check."""
     shards = max(replica_count(dp.mesh) * max(micro_batches, dp.accumulate), dp.micro_shards)
     return shards * ROWS_OF_ONE
 
@@ -121,14 +121,14 @@ def _checks(
         if mode.bitwise and facts.repeatable:
             bits = partial(bits_on, subject, facts, mode)
             counts, is_own = replica_counts(dp), own.mode == mode
-            # Where nobody trains so, or asks for it, one device and all of them are enough.
+            # Unless it is the training mode or requested, one device and all of them suffice.
             counts = counts if is_own or chosen else sorted({counts[0], counts[-1]})
             yield check_exactness(mode, counts, bits, is_own, show)
         elif mode.bitwise:
             yield Check("parity", str(mode), SKIP, NOT_REPEATABLE)
     try:
         cases_of.trial(own).run([subject.full])
-    except Exception:  # parity has said it
+    except Exception:  # reported by parity
         return
     show("traffic")
     programs = read_programs(subject, cases, show)
@@ -139,15 +139,15 @@ def _checks(
 
 
 DRAWN_FROM_A_CONSTANT = (
-    "some do not follow from the loss's key: the same in every step, on every replica"
+    "some do not depend on the loss's key: they are the same in every step, on every replica"
 )
 
 
 def _cases(subject: Subject, modes: Sequence[Mode]) -> list[Case]:
-    """The modes with one micro-batch and several, of which some imply others.
+    """Return the modes with one and several micro-batches, without redundant combinations.
 
-    Rows are cut into micro-batches inside of what a mode maps. The first mode of a view shows it
-    for all of them.
+    Rows are split into micro-batches inside the mapped function, so the first mode of each view
+    (global or per replica) covers the others.
     """
     cases = []
     for mode in modes:
@@ -161,14 +161,14 @@ def _cases(subject: Subject, modes: Sequence[Mode]) -> list[Case]:
 
 
 def _modes(dp: DataParallel, modes: Sequence[str | Mode] | None) -> list[Mode]:
-    """Return the chosen modes; by default all that run on several devices, and the step's own."""
+    """Return the chosen modes; by default all multi-device modes and the step's own."""
     if modes is None:
         return [mode for mode in MODES.values() if mode.most_devices != 1 or mode == dp.mode]
     return list(dict.fromkeys(map(as_mode, modes)))
 
 
 def _rows(dp: DataParallel, rows: int, micro_batches: int) -> int:
-    """The most rows that every case divides."""
+    """Return the largest number of rows that divides in every case."""
     if micro_batches < 1:
         raise ConfigError(f"micro_batches={micro_batches}; a step has at least 1: raise it")
     replicas = replica_count(dp.mesh)
@@ -176,7 +176,7 @@ def _rows(dp: DataParallel, rows: int, micro_batches: int) -> int:
     if rows < unit:
         raise ConfigError(
             f"verify was given {rows} rows; {replicas} replicas with {micro_batches} and "
-            f"{dp.accumulate} micro-batches, and {dp.micro_shards} micro-shards, need {unit}: give "
+            f"{dp.accumulate} micro-batches, and {dp.micro_shards} micro-shards, need {unit}: pass "
             "more, or use fewer devices"
         )
     return rows - rows % unit
