@@ -1,4 +1,4 @@
-"""The loss contract: what a loss function may return, and the sums it stands for."""
+"""The loss contract: the values a loss function may return, and the sums behind them."""
 
 import dataclasses
 import math
@@ -20,7 +20,7 @@ RESERVED = (LOSS, "rows")
 @partial(jax.tree_util.register_dataclass, data_fields=["values", "weights"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Weighted:
-    """Values that do not count alike: their mean is sum(values * weights) / sum(weights).
+    """Weighted values; their mean is sum(values * weights) / sum(weights).
 
     Weights are constants: no gradient flows through them.
 
@@ -35,26 +35,26 @@ class Weighted:
     values: Any
     """Float array `[rows, ...]`."""
     weights: Any
-    """Array of the values' shape or its leading dims, `[rows]` at least; 0 leaves an entry out."""
+    """Array shaped like the values or their leading dims, at least `[rows]`; 0 omits an entry."""
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["total", "weight"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class WeightedSum:
-    """A mean before the division, so that it can be added to others: both float32 scalars."""
+    """Numerator and denominator of a mean, which can be added to others; both float32 scalars."""
 
     total: jax.Array
     weight: jax.Array
 
     def mean(self) -> jax.Array:
-        """The weighted mean; NaN where nothing had any weight."""
+        """Return the weighted mean; NaN if the total weight is 0."""
         return self.total / self.weight
 
 
 def call(loss: Callable[..., Any], model: Any, data: Any, key: jax.Array | None) -> Any:
     """Return `loss(model, data, key)`.
 
-    `LossError` where it needs the key that evaluation does not have, or an axis of its own.
+    `LossError` if it needs a key, which evaluation does not have, or names a mesh axis itself.
     """
     try:
         return loss(model, data, key)
@@ -62,13 +62,13 @@ def call(loss: Callable[..., Any], model: Any, data: Any, key: jax.Array | None)
         if isinstance(error, NameError) and "axis name" in str(error):
             raise LossError(
                 f"the loss reduces over the replicas itself ({error}".partition(". ")[0] + "); "
-                "Replicax does that, once: take the reduction out, or use rx.gather(x)"
+                "Replicax already does that once: remove the reduction, or use rx.gather(x)"
             ) from error
         if key is None and not isinstance(error, ReplicaxError) and _works(loss, model, data):
             said = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise LossError(
-                f"in evaluation key is None, and the loss, which works with a key, raised {said}; "
-                "draw random numbers in training only: if key is not None"
+                f"key is None in evaluation, and the loss, which works with a key, raised {said}; "
+                "draw random numbers only in training: if key is not None"
             ) from error
         raise
 
@@ -82,51 +82,53 @@ def _works(loss: Callable[..., Any], model: Any, data: Any) -> bool:
 
 
 def sums(returned: Any, mask: jax.Array) -> dict[str, WeightedSum]:
-    """The sums behind what a loss function returned, `"loss"` first, then its metrics.
+    """Return the sums behind the return value of a loss, `"loss"` first, then the metrics.
 
-    It is float values `[rows, ...]`, a `Weighted`, a scalar (the mean over the rows), or a pair of
-    any of these and a dict of metrics of the same kinds; else `LossError` is raised. `mask` is 0 on
-    padding.
+    A loss returns float values `[rows, ...]`, a `Weighted`, a scalar (the mean over the rows), or
+    any of these paired with a dict of metrics of the same kinds; anything else raises `LossError`.
+    `mask` is 0 on padding.
     """
     named = _named(returned)
     dtype = jnp.result_type(_values(named[LOSS]))
     if not jnp.issubdtype(dtype, jnp.floating):
         raise LossError(
             f"the loss has dtype {dtype}; a gradient needs a real floating-point loss: return "
-            "floats, and counts as metrics"
+            "floats, and report counts as metrics"
         )
     return {name: weighted_sum(name, value, mask) for name, value in named.items()}
 
 
 def arrays_of_loss(returned: Any) -> tuple[Any, ...]:
-    """The values of the loss among what a loss function returned, and its weights if it has any."""
+    """Return the values of the loss from a loss function's result, and its weights if any."""
     loss = _named(returned)[LOSS]
     return (loss.values, loss.weights) if isinstance(loss, Weighted) else (loss,)
 
 
 def scalars(returned: Any) -> tuple[str, ...]:
-    """Names of what a loss function returned as one number for the whole batch."""
+    """Return the names of the scalars (one number for the whole batch) in a loss's result."""
     return tuple(name for name, value in _named(returned).items() if not jnp.ndim(_values(value)))
 
 
 def _named(returned: Any) -> dict[str, Any]:
-    """The loss and the metrics by name."""
+    """Return the loss and the metrics by name."""
     if not isinstance(returned, tuple):
         return {LOSS: returned}
     if len(returned) != 2 or not isinstance(returned[1], dict):
         kinds = ", ".join(map(_kind, returned))
         raise LossError(
-            f"the loss returned a tuple of ({kinds}); it returns values, or a pair of values and a "
-            "dict of metrics: return the values alone, or the rest by name in a dict"
+            f"the loss returned a tuple of ({kinds}); it must return values, or a pair of values "
+            "and a dict of metrics: return only values, or put the rest in a dict by name"
         )
     taken = sorted(set(RESERVED) & set(returned[1]))
     if taken:
-        raise LossError(f"the loss returned a metric named {taken[0]!r}, which is taken: rename it")
+        raise LossError(
+            f"the loss returned a metric called {taken[0]!r}, which is reserved: rename"
+        )
     return {LOSS: returned[0], **returned[1]}
 
 
 def _kind(value: Any) -> str:
-    """`float32[8,10]`, or the name of a type that is no array."""
+    """Return `float32[8,10]`, or the type name if `value` is not an array."""
     return str(jax.typeof(value)) if isinstance(value, jax.Array) else type(value).__name__
 
 
@@ -134,30 +136,30 @@ def _values(value: Any) -> Any:
     values = value.values if isinstance(value, Weighted) else value
     if not isinstance(values, (jax.Array, float, int)) and not hasattr(values, "dtype"):
         raise LossError(
-            f"the loss returned a {type(values).__name__}; it returns an array [rows, ...], an "
-            "rx.Weighted, or a pair of these and a dict of metrics"
+            f"the loss returned a {type(values).__name__}; it must return an array [rows, ...], an "
+            "rx.Weighted, or a pair of either and a dict of metrics"
         )
     return values
 
 
 def weighted_sum(name: str, value: Any, mask: jax.Array) -> WeightedSum:
-    """The sum behind one of the values that a loss may return, with that name in messages."""
+    """Return the sum behind one value of a loss's result; errors refer to it as `name`."""
     values = to_sum(jnp.asarray(_values(value)))
     if values.ndim == 0:
         if isinstance(value, Weighted):
-            raise LossError(f"{name}: rx.Weighted holds a scalar; give values [rows, ...]")
+            raise LossError(f"{name}: rx.Weighted contains a scalar; pass values [rows, ...]")
         weight = jnp.sum(mask)
         return WeightedSum(values * weight, weight)
     if values.shape[0] != mask.shape[0]:
         raise LossError(
             f"{name} has shape {values.shape} and the batch has {mask.shape[0]} rows; its leading "
-            "dim is the row dim: return one value a row, before any mean"
+            "dim must be the row dim: return one value per row, before any mean"
         )
     weights = _to_dims(mask, values.ndim)
     if isinstance(value, Weighted):
         weights = weights * _weights(name, value, values)
     weights = jnp.broadcast_to(weights, values.shape)
-    # A value that does not count may be anything, NaN and infinity too.
+    # A value with zero weight may be anything, including NaN and infinity.
     counted = jnp.where(weights != 0, values, 0)
     return WeightedSum(jnp.sum(counted * weights), jnp.sum(weights))
 
@@ -167,7 +169,7 @@ def _weights(name: str, value: Weighted, values: jax.Array) -> jax.Array:
     if not weights.ndim or weights.shape != values.shape[: weights.ndim]:
         raise LossError(
             f"{name} has values of shape {values.shape} and weights of shape {weights.shape}; "
-            "weights have the values' shape or its leading dims: reshape the weights"
+            "weights must have the values' shape or its leading dims: reshape the weights"
         )
     return _to_dims(weights, values.ndim)
 
@@ -177,21 +179,21 @@ def _to_dims(array: jax.Array, dims: int) -> jax.Array:
 
 
 class Totals:
-    """Sums over many batches, added in float64 on the host."""
+    """Sums over many batches, accumulated in float64 on the host."""
 
     def __init__(self) -> None:
         self._sums: dict[str, np.ndarray] = {}
 
     def add(self, sums: dict[str, WeightedSum]) -> None:
-        """Add the sums of a batch; waits for them."""
+        """Add the sums of a batch, waiting for them."""
         for name, value in jax.device_get(sums).items():
             pair = np.asarray([value.total, value.weight], np.float64)
             self._sums[name] = self._sums.get(name, np.zeros(2)) + pair
 
     def means(self) -> dict[str, float]:
-        """Return the mean of each, NaN where nothing has any weight, and the number of rows."""
+        """Return each mean, NaN if the total weight is 0, and the number of rows."""
         if not self._sums:
-            raise ConfigError("evaluate was given 0 batches; give at least 1")
+            raise ConfigError("evaluate was given 0 batches; pass at least 1")
         rows = int(self._sums.pop("rows")[0])
         means = {
             name: float(total) / float(weight) if weight else math.nan

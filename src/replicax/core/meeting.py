@@ -1,8 +1,8 @@
-"""Primitives where the micro-shards of a step meet, while it is traced on one of them.
+"""Primitives that combine micro-shards in a step that is traced on one of them.
 
-A step of mode `exact` is traced with the rows of one micro-shard and its number. These mark where
-values of one micro-shard become values of all; `replicax.core.cut` cuts the trace there. Which
-values each micro-shard has of its own, since they follow from its rows, is read from the trace.
+A step in mode `exact` is traced with the rows and the index of one micro-shard. These primitives
+mark where values of one micro-shard are combined with those of the others; `replicax.core.cut` cuts
+the trace there. The trace shows which values depend on rows and so differ between micro-shards.
 """
 
 from collections.abc import Sequence
@@ -19,19 +19,19 @@ from replicax.core.reduction import REDUCTIONS, Wire
 from replicax.errors import LossError
 
 own_p = Primitive("of_micro_shard")
-"""Identity: a value that each micro-shard has of its own, whatever it follows from."""
+"""Identity that marks a value as differing between micro-shards, whatever it depends on."""
 
 sum_p = Primitive("sum_of_micro_shards")
-"""The sum of each operand over all micro-shards, in one fixed order; a piece of it for each where
-its entry of `lie` names a dim."""
+"""The sum of each operand over all micro-shards, in a fixed order; if its entry of `lie` names a
+dim, each micro-shard gets one piece of the sum."""
 sum_p.multiple_results = True
 
 gather_p = Primitive("gather_of_micro_shards")
-"""The operand of all micro-shards, side by side along `dim`, in their order."""
+"""The operand of all micro-shards, concatenated along `dim` in order."""
 
 
 def own(value: jax.Array) -> jax.Array:
-    """Return `value` as each micro-shard's own."""
+    """Return `value`, marked as differing between micro-shards."""
     found: jax.Array = own_p.bind(value)
     return found
 
@@ -44,10 +44,10 @@ def sum_all(
     lie: Sequence[int | None],
     count: int,
 ) -> list[jax.Array]:
-    """Return the sums of `values` over `count` micro-shards, those that are `sent` rounded by
-    `wire`.
+    """Return the sums of `values` over `count` micro-shards, rounded by `wire` where `sent`.
 
-    `lie` has for each the dim of which every micro-shard is given a piece; None for the whole sum.
+    For each value, `lie` is the dim of which every micro-shard gets a piece; None for the whole
+    sum.
     """
     options = {"wire": wire, "sent": tuple(sent), "lie": tuple(lie), "count": count}
     found: list[jax.Array] = sum_p.bind(*map(own, values), **options)
@@ -55,7 +55,7 @@ def sum_all(
 
 
 def gather(value: jax.Array, *, dim: int, count: int) -> jax.Array:
-    """Return `value` of `count` micro-shards, side by side along `dim`."""
+    """Return `value` of `count` micro-shards, concatenated along `dim`."""
     found: jax.Array = gather_p.bind(own(value), dim=dim, count=count)
     return found
 
@@ -72,7 +72,7 @@ def _scaled(shape: tuple[int, ...], dim: int | None, factor: float) -> tuple[int
 
 
 def _sum_batched(values: Any, at: Any, *, lie: Sequence[int | None], **options: Any) -> Any:
-    assert all(dim is None for dim in lie)  # pieces are those of a step that Replicax writes
+    assert all(dim is None for dim in lie)  # only the built-in step has pieces
     return sum_p.bind(*values, lie=lie, **options), at
 
 
@@ -84,7 +84,7 @@ def _sum_jvp(values: Any, tangents: Any, **options: Any) -> Any:
 def _sum_transposed(
     cotangents: Any, *values: Any, lie: Sequence[int | None], count: int, **_: Any
 ) -> list[Any]:
-    """Gather the cotangents of pieces of a sum, which is what a gather becomes backward."""
+    """Gather the cotangents of the pieces of a sum: the transpose of a reduce-scatter."""
     pieces = zip(map(ad.instantiate_zeros, cotangents), lie, strict=True)
     return [gather(cotangent, dim=cast("int", dim), count=count) for cotangent, dim in pieces]
 
@@ -95,7 +95,7 @@ def _gather_batched(values: Any, at: Any, *, dim: int, count: int) -> Any:
 
 
 def _gather_transposed(cotangent: Any, value: Any, *, dim: int, count: int) -> list[Any]:
-    """Each micro-shard's rows have the sum of what all micro-shards have for them."""
+    """Sum, for the rows of each micro-shard, the cotangents from all micro-shards."""
     if type(cotangent) is ad.Zero:
         return [ad.Zero(value.aval)]
     options: dict[str, Any] = {"wire": REDUCTIONS["float32"], "sent": [False], "lie": [dim]}
@@ -119,19 +119,19 @@ batching.primitive_batchers[gather_p] = _gather_batched
 
 
 def meets(eqn: JaxprEqn) -> bool:
-    """Whether micro-shards meet in an equation, or in a function that it calls."""
+    """Whether an equation, or a function that it calls, combines micro-shards."""
     return eqn.primitive in (sum_p, gather_p) or any(
         meets(inner) for jaxpr in jaxprs_in_params(eqn.params) for inner in jaxpr.eqns
     )
 
 
 def calls_meeting(eqn: JaxprEqn) -> bool:
-    """Whether an equation only calls a function in which micro-shards meet."""
+    """Whether an equation only calls a function that combines micro-shards."""
     return eqn.primitive.name in CALLS | REMATS and meets(eqn)
 
 
 def own_of(eqn: JaxprEqn, own: list[bool]) -> list[bool]:
-    """Return which results of an equation are own, given which operands are."""
+    """Return which results of an equation differ by micro-shard, given which operands do."""
     primitive = eqn.primitive
     if primitive is own_p:
         return [True]
@@ -152,13 +152,13 @@ def own_of(eqn: JaxprEqn, own: list[bool]) -> list[bool]:
         each = [_results(branch, own[1:]) for branch in eqn.params["branches"]]
         return list(map(any, zip(*each, strict=True)))
     raise LossError(
-        f"rx.value_and_grad or rx.mean was called inside of {primitive.name}, where mode='exact' "
+        f"rx.value_and_grad or rx.mean was called inside {primitive.name}, where mode='exact' "
         "cannot sum over all rows: call it outside, or in a Python loop, lax.scan or lax.cond"
     )
 
 
 def scanned(eqn: JaxprEqn, own: list[bool]) -> tuple[list[bool], list[bool]]:
-    """Return which arguments of a scan's body are own, and which results of the scan."""
+    """Return which arguments of a scan's body, and which results, differ by micro-shard."""
     fixed, carry, over = of_scan(eqn.params, own)
     carry, rest = settle(
         lambda carry: _results(eqn.params["jaxpr"], [*fixed, *carry, *over]), carry, any
@@ -167,7 +167,7 @@ def scanned(eqn: JaxprEqn, own: list[bool]) -> tuple[list[bool], list[bool]]:
 
 
 def turned(eqn: JaxprEqn, own: list[bool]) -> list[bool]:
-    """Return which values that a while loop carries are own."""
+    """Return which carried values of a while loop differ by micro-shard."""
     of_test, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     fixed, carry = own[of_test:][:of_body], own[of_test + of_body :]
     carry, _ = settle(
@@ -185,6 +185,6 @@ def _results(jaxpr: ClosedJaxpr | Jaxpr, own: list[bool]) -> list[bool]:
 def _refuse(own: bool, what: str) -> None:
     if own:
         raise LossError(
-            f"{what} around rx.value_and_grad or rx.mean depends on rows, of which each replica "
-            "sees others: let it follow from rx.mean of them"
+            f"{what} around rx.value_and_grad or rx.mean depends on rows, which differ between "
+            "replicas: make it depend on their rx.mean"
         )

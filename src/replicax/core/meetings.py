@@ -1,6 +1,6 @@
-"""Programs in which micro-shards meet: they add in one fixed order, and move, and do nothing else.
+"""Programs that combine micro-shards: they only move data and add it in a fixed order.
 
-So they round alike however they are compiled: XLA keeps the order in which floats are added.
+So they round alike however they are compiled: XLA preserves the order of float additions.
 """
 
 import itertools
@@ -20,26 +20,26 @@ from replicax.core.reduction import REDUCTIONS, Wire
 from replicax.core.same_program import Own, sharding_of
 
 Parts = list[jax.Array]
-"""A value of every micro-shard: entry n holds that of each device's n-th, side by side."""
+"""A value of every micro-shard: entry n is the concatenation over devices of their n-th."""
 
 _PLAIN = REDUCTIONS["float32"]
 
 _AT_ONCE = 1 << 25
-"""Bytes of sums of a device's micro-shards that may wait to be added in one program."""
+"""Most bytes of a device's micro-shard sums that are held to be added in one program."""
 
 Local = Callable[[list[list[jax.Array]]], list[Any]]
 
 
 class Meetings:
-    """Makes the functions in which the micro-shards of a mesh meet, `shares` on each device."""
+    """Creates the functions that combine the micro-shards of a mesh, `shares` per device."""
 
     def __init__(self, mesh: Mesh, shares: int, in_flight: InFlight) -> None:
         self.mesh, self.shares, self._in_flight = mesh, shares, in_flight
 
     def mapped(self, local: Local, into: Sequence[Own], count: int, out: Sequence[Own]) -> Any:
-        """Return a `jax.jit` function of `count` lists of global arrays, that lie as `into` says.
+        """Return a `jax.jit` function of `count` lists of global arrays, laid out as in `into`.
 
-        `local` takes one device's own, and returns a list of such, which lie as `out` says.
+        `local` takes the local arrays of a device and returns a list of them, laid out as in `out`.
         """
         places, results = ([sharding_of(self.mesh, own).spec for own in lie] for lie in (into, out))
         return jax.jit(
@@ -53,7 +53,7 @@ class Meetings:
         )
 
     def cut(self, into: Sequence[Own]) -> Callable[[list[jax.Array]], list[Any]]:
-        """Return a function of global arrays: each device's part in as many `Parts`."""
+        """Return a function that cuts each device's part of global arrays into `Parts`."""
         split = [dim for dim in into if dim is not None]
         if self.shares == 1 or not split:
             return lambda arrays: [
@@ -78,7 +78,7 @@ class Meetings:
         return cut
 
     def pasted(self, into: Sequence[Own]) -> Callable[[list[Parts]], list[jax.Array]]:
-        """Return a function of `Parts`: each device's side by side, which `cut` would cut again."""
+        """Return the inverse of `cut`: a function that concatenates the `Parts` of each device."""
         if self.shares == 1:
             return lambda values: [array for [array] in values]
 
@@ -90,7 +90,7 @@ class Meetings:
         return lambda values: list(program([list(each) for each in zip(*values, strict=True)]))
 
     def gathered(self, eqns: Sequence[JaxprEqn]) -> Callable[[list[Parts]], list[jax.Array]]:
-        """Return a function of the operands of some `gather_p`, in turn: theirs of all shards."""
+        """Return a function that gathers the operands of some `gather_p` from all shards."""
         dims = [eqn.params["dim"] for eqn in eqns]
 
         def local(lists: list[list[jax.Array]]) -> list[jax.Array]:
@@ -105,7 +105,7 @@ class Meetings:
         return lambda values: self.run(program, [list(each) for each in zip(*values, strict=True)])
 
     def run(self, program: Any, lists: list[list[jax.Array]]) -> list[jax.Array]:
-        """Return what a program gives in which devices wait for one another."""
+        """Run a program with collectives and return its results."""
         devices = self.mesh.devices
         if devices.size == 1 or devices.flat[0].platform != "cpu":
             return list(program(lists))
@@ -113,12 +113,12 @@ class Meetings:
 
 
 class Sums:
-    """Sums over all micro-shards, by one binary tree: neighbours first, then neighbouring pairs."""
+    """Sums over all micro-shards by a binary tree: neighbors first, then neighboring pairs."""
 
     def __init__(self, meetings: Meetings, eqns: Sequence[JaxprEqn]) -> None:
         self._meetings = meetings
         wires = [eqn.params["wire"] for eqn in eqns for sent in eqn.params["sent"] if sent]
-        self._wire: Wire = wires[0] if wires else _PLAIN  # of a step there is one
+        self._wire: Wire = wires[0] if wires else _PLAIN  # a step has only one
         self._sent: list[bool] = [each for eqn in eqns for each in eqn.params["sent"]]
         self._dims: list[Own] = [each for eqn in eqns for each in eqn.params["lie"]]
         avals: list[Any] = [var.aval for eqn in eqns for var in eqn.invars]
@@ -131,10 +131,10 @@ class Sums:
         self._cut = meetings.cut(self._dims)
 
     def __call__(self, compute: Callable[[int], list[jax.Array]]) -> list[Any]:
-        """Return the sums, or `Parts` of them, of `compute(n)` of each device's micro-shard n.
+        """Return the sums, or their `Parts`, of `compute(n)` of each device's micro-shard n.
 
-        Large ones are added as soon as they are there, so that one is held for each level of the
-        tree; small ones in one program with those of other devices.
+        Large sums are added as soon as they are ready, so that one per level of the tree is held;
+        small ones are added in one program with those of other devices.
         """
         held: list[list[jax.Array]] = []
         for number in range(self._meetings.shares):
@@ -146,7 +146,7 @@ class Sums:
         return self._cut(self._meetings.run(self._total, held))
 
     def _of_all(self, lists: list[list[jax.Array]]) -> list[jax.Array]:
-        """The sums of all devices, or this one's part of them."""
+        """Return the sums over all devices, or this device's part of them."""
         while len(lists) > 1:
             lists = [self._add(*each) for each in zip(lists[0::2], lists[1::2], strict=True)]
         pairs = zip(self._rounded(lists[0]), self._shapes, strict=True)
@@ -170,7 +170,7 @@ class Sums:
         return self._rounded([a + b for a, b in pairs])
 
     def _rounded(self, leaves: list[jax.Array]) -> list[jax.Array]:
-        """`leaves`, those that are sent rounded to what the wire takes."""
+        """Return `leaves`, with those that are sent rounded to the wire dtype."""
         pairs = zip(leaves, self._sent, strict=True)
         return [self._wire.round(leaf) if sent else leaf for leaf, sent in pairs]
 

@@ -1,4 +1,4 @@
-"""Devices -> a named mesh."""
+"""Named device meshes."""
 
 import collections
 import math
@@ -13,7 +13,7 @@ from replicax.core.job import Job
 from replicax.errors import ConfigError
 
 DATA, FSDP, MODEL, STAGE = "data", "fsdp", "model", "stage"
-"""Names of mesh axes: over `data`, and `fsdp` where there is one, lie the replicas."""
+"""Names of mesh axes; replicas are laid out along `data`, and `fsdp` if there is one."""
 
 _OUTERMOST_FIRST = (DATA, FSDP, STAGE)
 
@@ -21,7 +21,7 @@ Axis = str | tuple[str, ...]
 """One axis or several, as `jax.lax.psum` takes them."""
 
 AnyMesh = Mesh | AbstractMesh
-"""A mesh of attached or described devices, or one that knows their number alone."""
+"""A mesh of attached or described devices, or one that has only their number."""
 
 MeshKind = TypeVar("MeshKind", Mesh, AbstractMesh, AnyMesh)
 
@@ -34,10 +34,10 @@ def make_mesh(
     *,
     fsdp: int = 1,
 ) -> Mesh:
-    """A mesh with the axes `data`, `model` and `stage`, and `fsdp` where that is more than 1.
+    """Create a mesh with the axes `data`, `model` and `stage`, and `fsdp` if it is more than 1.
 
-    Devices along `model`, which talk most, are neighbours, then those along `stage`, then `fsdp`;
-    `data` goes between hosts.
+    Devices along `model`, which communicate most, are neighbors, then those along `stage`, then
+    `fsdp`; `data` is outermost and spans hosts.
 
     Examples:
         >>> mesh = rx.make_mesh(model=2, devices=jax.devices()[:8])
@@ -45,36 +45,36 @@ def make_mesh(
         (4, 2)
 
     Args:
-        data: replicas. -1 takes all devices that the other axes leave.
-        model: devices that share each layer of one replica.
-        stage: devices that each hold some layers of one replica.
-        devices: the devices to use, in order; all attached ones by default.
-        fsdp: replicas, in each of the `data` groups, that one copy of a split state is split over:
-            hybrid sharding. 1 splits over `data`.
+        data: number of replicas. -1 uses all devices not taken by the other axes.
+        model: devices that each layer of a replica is split over.
+        stage: devices that the layers of a replica are distributed over.
+        devices: the devices to use, in order; by default all attached devices.
+        fsdp: replicas, in each of the `data` groups, that a sharded state is split over (hybrid
+            sharding). 1 splits over `data`.
 
     Raises:
-        ConfigError: more devices asked for than there are, or an axis that does not divide them.
+        ConfigError: more devices are requested than exist, or an axis does not divide them.
     """
     attached = devices is None
     devices = jax.devices() if devices is None else list(devices)
     if not devices:
-        raise ConfigError("devices=[] has 0 devices; a mesh has at least 1: name some")
+        raise ConfigError("devices=[] has 0 devices; a mesh needs at least 1: pass some")
     inner = {FSDP: fsdp, MODEL: model, STAGE: stage}
     if data == -1 and min(inner.values()) > 0:
         data, remainder = divmod(len(devices), math.prod(inner.values()))
         if remainder:
             axes = " x ".join(f"{name}={size}" for name, size in inner.items() if size > 1)
             raise ConfigError(
-                f"{len(devices)} devices over {axes} leaves a remainder; the product "
+                f"{len(devices)} devices over {axes} leave a remainder; the product "
                 f"{math.prod(inner.values())} must divide the devices: change the axes"
             )
     for name, size in {**inner, DATA: data}.items():
         if size < 1:
-            raise ConfigError(f"{name}={size}; an axis has at least 1 device: raise it")
+            raise ConfigError(f"{name}={size}; an axis needs at least 1 device: increase it")
     needed = data * math.prod(inner.values())
     if needed > len(devices):
         raise ConfigError(
-            f"{needed} devices asked for and {len(devices)} attached ({devices[0].platform}); "
+            f"{needed} devices requested and {len(devices)} attached ({devices[0].platform}); "
             f"use at most {len(devices)}{_more_host_devices(devices[0], needed)}"
         )
     taken = _of_every_process(devices, needed) if attached else devices[:needed]
@@ -82,14 +82,14 @@ def make_mesh(
 
 
 def abstract_mesh(data: int, model: int = 1, stage: int = 1, *, fsdp: int = 1) -> AbstractMesh:
-    """Mesh as `make_mesh` gives it for these sizes, of devices that need not exist."""
+    """Return the mesh `make_mesh` would create for these sizes; its devices need not exist."""
     return _abstract(_sizes(data, model, stage, fsdp))
 
 
 def abstract_like(mesh: AnyMesh, devices: int, **changed: int) -> AbstractMesh:
-    """Mesh like `mesh`, with axes of other sizes, and the `data` that so many devices leave.
+    """Return a mesh like `mesh` with other axis sizes; `data` takes the remaining devices.
 
-    They need not exist. `ConfigError` where its other axes do not divide them.
+    The devices need not exist. `ConfigError` if the other axes do not divide `devices`.
     """
     inner = {**mesh.shape, **changed}
     del inner[DATA]
@@ -104,12 +104,12 @@ def abstract_like(mesh: AnyMesh, devices: int, **changed: int) -> AbstractMesh:
 
 
 def mesh_of(devices: Sequence[Any], sizes: Mapping[str, int]) -> Mesh:
-    """The mesh of these devices with axes of these sizes, in their order."""
+    """Return the mesh of these devices with axes of these sizes, in order."""
     return Mesh(in_order(devices, sizes), tuple(sizes))
 
 
 def in_order(devices: Sequence[Any], sizes: Mapping[str, int]) -> np.ndarray:
-    """The array `[*sizes]` of devices that talk most the nearer they are; see `make_mesh`."""
+    """Return devices as an array `[*sizes]`, neighbors communicating most; see `make_mesh`."""
     outer = [axis for axis in _OUTERMOST_FIRST if axis in sizes]
     axes = [*outer, *(axis for axis in sizes if axis not in outer)]
     placed = np.asarray(devices).reshape([sizes[axis] for axis in axes])
@@ -127,11 +127,11 @@ def _abstract(sizes: Mapping[str, int]) -> AbstractMesh:
 
 
 def check_mesh(mesh: MeshKind) -> MeshKind:
-    """Return `mesh` with automatic axis types; raise `ConfigError` where it has no `data` axis."""
+    """Return `mesh` with automatic axis types; raise `ConfigError` if it has no `data` axis."""
     if DATA not in mesh.axis_names:
         raise ConfigError(
-            f"the mesh has the axes {', '.join(mesh.axis_names)} and none named 'data'; replicas "
-            "lie along 'data': rename an axis or use rx.make_mesh()"
+            f"the mesh has the axes {', '.join(mesh.axis_names)} and none named 'data', the "
+            "axis of the replicas: rename an axis or use rx.make_mesh()"
         )
     if isinstance(mesh, AbstractMesh):
         return _abstract(mesh.shape)
@@ -139,12 +139,12 @@ def check_mesh(mesh: MeshKind) -> MeshKind:
 
 
 def check_processes(mesh: Mesh, job: Job) -> None:
-    """Raise `ConfigError` where the processes of `job` cannot compute together on `mesh`."""
+    """Raise `ConfigError` if the processes of `job` cannot compute together on `mesh`."""
     count = jax.process_count()
     if job.processes != count:
         raise ConfigError(
-            f"JAX runs in {count} processes and the job has {job.processes}; Replicax checks that "
-            "all agree and that none is stuck: hand in job=rx.initialize()"
+            f"JAX runs in {count} processes and the job has {job.processes}; Replicax must check "
+            "that all agree and that none is stuck: pass job=rx.initialize()"
         )
     if count == 1:
         return
@@ -152,13 +152,13 @@ def check_processes(mesh: Mesh, job: Job) -> None:
     if len(owned) < count or len(set(owned.values())) > 1:
         shares = ", ".join(f"{owned[process]} of process {process}" for process in range(count))
         raise ConfigError(
-            f"the mesh has {shares}; each of {count} processes takes part with as many devices: "
-            "use all devices, or as many of each"
+            f"the mesh has {shares}; each of {count} processes must contribute the same number of "
+            "devices: use all devices, or the same number from each"
         )
 
 
 def row_axis(mesh: AnyMesh) -> Axis:
-    """Return the axis, or the axes, that the rows of a batch are split over."""
+    """Return the axis or axes that the rows of a batch are split over."""
     return (DATA, FSDP) if FSDP in mesh.axis_names else DATA
 
 
@@ -168,22 +168,22 @@ def shard_axis(mesh: AnyMesh) -> str:
 
 
 def replica_count(mesh: AnyMesh) -> int:
-    """Replicas of the mesh: the devices along the axes of its rows."""
+    """Return the number of replicas: the devices along the row axes."""
     return int(mesh.shape[DATA] * mesh.shape.get(FSDP, 1))
 
 
 def is_data_only(mesh: AnyMesh) -> bool:
-    """Whether every device holds a replica of its own."""
+    """Whether each replica is on one device."""
     return replica_count(mesh) == mesh.size
 
 
 def replicated(mesh: AnyMesh) -> NamedSharding:
-    """The sharding of an array of which every device holds a copy."""
+    """Return the sharding of an array that is replicated on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def by_rows(mesh: AnyMesh) -> NamedSharding:
-    """The sharding of an array whose leading dim is split over the replicas."""
+    """Return the sharding of an array whose leading dim is split over the replicas."""
     return NamedSharding(mesh, PartitionSpec(row_axis(mesh)))
 
 
@@ -193,12 +193,12 @@ def split_dim(sharding: NamedSharding) -> int | None:
 
 
 def _of_every_process(devices: Sequence[jax.Device], needed: int) -> list[jax.Device]:
-    """The first devices, as many of each process."""
+    """Return the first devices, the same number from each process."""
     count = jax.process_count()
     if needed % count:
         raise ConfigError(
-            f"{needed} devices on {count} processes leaves a remainder; each takes part with as "
-            f"many: use a multiple of {count}"
+            f"{needed} devices on {count} processes leave a remainder; each must contribute the "
+            f"same number: use a multiple of {count}"
         )
     own = needed // count
     return [d for p in range(count) for d in [d for d in devices if d.process_index == p][:own]]
@@ -206,5 +206,5 @@ def _of_every_process(devices: Sequence[jax.Device], needed: int) -> list[jax.De
 
 def _more_host_devices(device: jax.Device, needed: int) -> str:
     if device.platform != "cpu":
-        return ", or JAX_PLATFORMS=cpu for host devices"
-    return f", or start with JAX_NUM_CPU_DEVICES={needed} for more host devices"
+        return ", or JAX_PLATFORMS=cpu for simulated CPU devices"
+    return f", or set JAX_NUM_CPU_DEVICES={needed} for more simulated CPU devices"

@@ -1,4 +1,4 @@
-"""A function of a state and a batch, run by the same programs on any number of devices."""
+"""Functions of a state and a batch that run the same programs on any number of devices."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,14 +25,14 @@ from replicax.core.update import TrainState
 from replicax.errors import LossError
 
 OnMicroShard = Callable[[TrainState, Batch, Piece], Any]
-"""A function of the state, of the rows of one micro-shard, and of which one that is."""
+"""A function of the state, the rows of one micro-shard, and which micro-shard it is."""
 
 
 def on_micro_shard(
     function: Callable[..., Any], mode: Mode, reduction: Reduction, *, gathers: bool = False
 ) -> OnMicroShard | None:
-    """Return `function(state, batch, axis)` of a replica, its parts by keyword, as one of a
-    micro-shard; None where bits are not fixed.
+    """Return `function(state, batch, axis)` of a replica, with its parts by keyword, as a
+    function of a micro-shard; None if the mode is not bitwise reproducible.
     """
     of_micro_shard = mode.of_micro_shard
     if of_micro_shard is None:
@@ -47,11 +47,11 @@ def on_micro_shard(
 
 
 class MicroSharded:
-    """A function of one micro-shard, on all micro-shards of a batch.
+    """Runs a function of one micro-shard on all micro-shards of a batch.
 
-    `whole` is the same as one `jax.jit` function of the state and the whole batch, which tells what
-    it computes, moves and takes; it is not run. `where` are shardings of the state, and `out` of
-    what it returns. With `donate` the memory of the state is taken.
+    `whole` is the same computation as one `jax.jit` function of the state and the whole batch; it
+    is only analyzed (computation, communication, memory), not run. `where` holds the shardings of
+    the state, and `out` those of the results. With `donate` the state's memory is reused.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class MicroSharded:
         self._compiled: dict[Any, _Compiled] = {}
 
     def programs(self, state: TrainState, batch: Batch) -> list[SameProgram]:
-        """Return the programs that compute it, in the order in which they run, compiled."""
+        """Return the compiled programs that compute it, in execution order."""
         return self._of(state, batch).parted.programs
 
     def _cache_size(self) -> int:
-        """Return for how many sizes of batches it is compiled, as a `jax.jit` function does."""
+        """Return the number of batch sizes it is compiled for, as a `jax.jit` function does."""
         return len(self._compiled)
 
     def __call__(self, state: TrainState, batch: Batch) -> Any:
@@ -91,7 +91,7 @@ class MicroSharded:
         return self._compiled[key]
 
     def _compile(self, state: TrainState, batch: Batch) -> "_Compiled":
-        """Trace the function on one micro-shard, and compile what the trace is cut into."""
+        """Trace the function on one micro-shard, and compile the segments of the trace."""
         count, number = self._count, jax.ShapeDtypeStruct((), np.int32)
         shardings = (self._where, jax.tree.broadcast(batch_shardings(self._mesh), batch))
         into = [split_dim(each) for each in jax.tree.leaves(shardings)]
@@ -110,15 +110,15 @@ class MicroSharded:
         for path, wanted, own in zip(by_path(found), out, parted.out, strict=True):
             if wanted is None and own is not None:
                 raise LossError(
-                    f"{path} follows from rows in the step itself, and each of {count} "
-                    "micro-shards has others: take rx.mean of them, rx.value_and_grad of a loss of "
+                    f"{path} depends on rows in the step itself, which differ between the {count} "
+                    "micro-shards: take rx.mean of them, rx.value_and_grad of a loss of "
                     "them, or rx.gather them"
                 )
         return _Compiled(parted, into, out, jax.tree.structure(found))
 
 
 def _each_once(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same with a copy of each result that is one before: a later step may take its memory."""
+    """Copy results that are returned twice, since a later step may reuse their memory."""
     out = closed.jaxpr.outvars
     again = [isinstance(atom, Var) and atom in out[:n] for n, atom in enumerate(out)]
     if not any(again):
@@ -132,7 +132,7 @@ def _each_once(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 class _Compiled:
-    """The programs for batches of one size, on arrays that lie as the layout has them."""
+    """The programs for batches of one size, on arrays placed as in the layout."""
 
     def __init__(
         self, parted: Parted, into: Sequence[Own], out: Sequence[Own], structure: Any
@@ -158,7 +158,7 @@ class _Compiled:
 
 
 def _dtype(leaf: Any) -> Any:
-    """Return the dtype that a leaf has on a device: a state may hold a number of Python's."""
+    """Return the dtype of a leaf on a device; a state may contain Python numbers."""
     return leaf.dtype if isinstance(leaf, jax.Array) else jnp.result_type(leaf)
 
 
