@@ -1,4 +1,4 @@
-"""Digests of what a step computes: those of the same program are equal wherever it runs."""
+"""Digests of the computation of a step; the same program has the same digests on any machine."""
 
 import dataclasses
 import hashlib
@@ -23,25 +23,25 @@ from replicax.core.sources import PerProcessSource, Source
 from replicax.core.update import TrainState
 
 ROWS = 64
-"""Rows of the traced batch: the same for every batch size, number of devices and padding."""
+"""Rows of the traced batch, independent of batch size, number of devices and padding."""
 _DIGITS = 12
 _NO_PART = frozenset(("name", "name_and_src_info", "debug_info", "metadata", "ctx_mesh"))
-"""Parameters of an operation that say what something is called, or where it was written."""
+"""Parameters of an operation that only hold names or source locations."""
 _LOOKS_ON = frozenset(("debug_print", "debug_callback"))
 
 
 def program_fingerprint(dp: DataParallel, state: TrainState, batch: PyTree) -> dict[str, str]:
-    """Return a digest of each part of `dp`'s step that a person knows.
+    """Return a digest for each user-defined part of `dp`'s step.
 
-    They follow from the operations that JAX traces, with the values of all constants, and not from
-    names, comments, devices, mode, layout, micro-batches or padding. Code that runs in Python while
-    the step runs (a callback) is not seen, nor what nothing is computed from. The loss and the
-    optimizer are traced once, on shapes; nothing is compiled or run. 12 hex digits each:
+    The digests depend on the operations that JAX traces and the values of all constants, but not on
+    names, comments, devices, mode, layout, micro-batches or padding. Python code that runs during
+    the step (callbacks) and unused results are ignored. The loss and the optimizer are traced once,
+    on shapes; nothing is compiled or run. 12 hex digits each:
 
     - `model`: paths, shapes and dtypes of its arrays;
     - `loss`: with its gradient and metrics;
-    - `optimizer`: none where it asks for a mesh axis by name;
-    - `step`: a step of one's own, in place of loss and optimizer.
+    - `optimizer`: omitted if it refers to a mesh axis by name;
+    - `step`: a custom step, instead of loss and optimizer.
     """
     program = dp.program(state)
     plain = jax.tree.map(
@@ -52,13 +52,13 @@ def program_fingerprint(dp: DataParallel, state: TrainState, batch: PyTree) -> d
     data = batch.whole().data if isinstance(batch, Batch) else batch
     try:
         return found | _traced(program, plain, described(data, ROWS))
-    except Exception:  # the user's loss, which may ask for a number of rows: then it is given those
+    except Exception:  # the user's loss may require a certain number of rows
         return found | _traced(program, plain, described(data, row_count(data)))
 
 
 def some_rows(source: Source) -> PyTree | None:
-    """Return a row or more of `source`; None of an iterable, which would be read by that."""
-    if source.batches is None:  # in all processes alike
+    """Return one or more rows of `source`; None for an iterable, which this would consume."""
+    if source.batches is None:  # the same in all processes
         return None
     own = source.own if isinstance(source, PerProcessSource) else source
     assert own.batches is not None
@@ -87,18 +87,18 @@ def _traced(program: Program, state: TrainState, batch: Batch) -> dict[str, str]
 
     if program.configuration.step is not None:
         return {"step": _of_trace(step, state, batch)}
-    # Custom rules are a part of the gradient.
+    # Custom derivative rules are part of the gradient.
     found = {"loss": _of_trace(sums, state.params, state.extras, batch, state.seed, state.step)}
     given = (state.params, state.opt_state, state.params, jax.ShapeDtypeStruct((), jnp.float32))
     try:
         begun = _of_trace(updater.optimizer.init, state.params)
         return found | {"optimizer": _digest([begun, _of_trace(update, *given)])}
-    except NameError:  # it names a mesh axis, which only the compiled step has
+    except NameError:  # it refers to a mesh axis, only available in the compiled step
         return found
 
 
 def _of_trace(function: Any, *arguments: PyTree) -> str:
-    """The digest of what `function` does, and of the names of what it returns."""
+    """Return the digest of the operations of `function`, and of the paths of its results."""
     traced, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
     return _digest([_text(traced), *_described(shapes)])
 
@@ -112,7 +112,7 @@ def _digest(lines: Iterable[str]) -> str:
 
 
 def _of_jaxpr(jaxpr: Jaxpr, consts: Iterable[Any]) -> str:
-    """The digest of `jaxpr`, in which a variable is known by its place alone."""
+    """Return the digest of `jaxpr`, with variables numbered in order of appearance."""
     places: dict[Any, int] = {}
 
     def said(atom: Any) -> str:
@@ -132,7 +132,7 @@ def _of_jaxpr(jaxpr: Jaxpr, consts: Iterable[Any]) -> str:
 
 
 def _that_matter(jaxpr: Jaxpr) -> list[Any]:
-    """The operations from which something follows, without those that only look on."""
+    """The operations that affect the results, without debugging operations."""
     wanted = {atom for atom in jaxpr.outvars if isinstance(atom, Var)}
     kept = []
     for eqn in reversed(jaxpr.eqns):
@@ -153,7 +153,7 @@ def _value(value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """A parameter of an operation as text that is the same in every process."""
+    """Convert a parameter of an operation to text that is the same in every process."""
     kind = type(value).__name__
     match value:
         case ClosedJaxpr():
@@ -170,13 +170,13 @@ def _text(value: Any) -> str:
             return f"{kind}({', '.join(sorted(map(_text, value)))})"
         case NamedSharding():
             return str(value.spec)
-        case Sharding() | Mesh() | AbstractMesh():  # where, and not what
+        case Sharding() | Mesh() | AbstractMesh():  # placement, not computation
             return kind
         case type():
             return value.__qualname__
     if dataclasses.is_dataclass(value):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return kind + _text({key: each for key, each in fields.items() if key not in _NO_PART})
-    if callable(value):  # a rule for derivatives, say, which the gradient holds where it is used
+    if callable(value):  # such as a derivative rule; if used, it is in the gradient
         return kind
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))

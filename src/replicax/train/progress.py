@@ -1,4 +1,4 @@
-"""The display of a run: one line that moves where there can be one, else plain lines."""
+"""The progress display of a run: a live line if possible, else plain lines."""
 
 import importlib
 import math
@@ -15,21 +15,21 @@ from replicax.wording import duration
 
 SECONDS_BETWEEN_LINES = 10.0
 SECONDS_BETWEEN_UPDATES = 0.2
-"""In a notebook, whose page is redrawn by a browser."""
+"""Applies in a notebook, where the browser redraws the page."""
 
 
 class Progress(Hook):
-    """Shows how a run goes: this one nothing. Who opens it closes it."""
+    """Base class of progress displays, which shows nothing. Its owner must close it."""
 
     name = "Progress"
     _evaluation: Record | None = None
-    """One that is not told of yet: the epoch's line does, where that follows at once."""
+    """An evaluation not shown yet; if the epoch ends here, the epoch's line includes it."""
 
     def line(self, text: str) -> None:
-        """Show a line that stays."""
+        """Show a permanent line."""
 
     def status(self, text: str) -> None:
-        """Show what is going on before there is anything to count."""
+        """Show the current activity before the first step."""
 
     def count(self, step: int) -> None:
         """Show that a step was dispatched."""
@@ -38,7 +38,7 @@ class Progress(Hook):
         """Show new figures in the live line."""
 
     def close(self) -> None:
-        """Show no more."""
+        """Close the display."""
 
     def before_step(self, run: Running, batch: Batch) -> None:
         if self._evaluation is not None:
@@ -64,9 +64,7 @@ class Progress(Hook):
 
 
 def open_progress(shown: bool, total_steps: int | None) -> Progress:
-    """The display for standard output: live in a notebook, and on a terminal with rich installed;
-    else plain.
-    """
+    """Open the display for standard output: live in a notebook or with rich, else plain."""
     if not shown:
         return Progress()
     if _in_notebook():
@@ -80,7 +78,7 @@ def open_progress(shown: bool, total_steps: int | None) -> Progress:
 
 
 class PlainProgress(Progress):
-    """Prints lines, and the newest figures every `SECONDS_BETWEEN_LINES`."""
+    """Print lines, and the newest figures every `SECONDS_BETWEEN_LINES`."""
 
     def __init__(self, total_steps: int | None) -> None:
         self._total = total_steps
@@ -116,7 +114,7 @@ class PlainProgress(Progress):
 
 
 class NotebookProgress(PlainProgress):
-    """Prints lines, and shows the newest figures in one that changes in its place."""
+    """Print lines, and show the newest figures in one line that is updated in place."""
 
     def __init__(self, total_steps: int | None) -> None:
         super().__init__(total_steps)
@@ -159,7 +157,7 @@ class LiveProgress(Progress):
         from rich.progress import Progress as Bar
         from rich.table import Column
 
-        width = 2 * len(str(total_steps)) + 1  # where room is short, the bar gives way
+        width = 2 * len(str(total_steps)) + 1  # on narrow terminals, the bar shrinks
         self._bar: Any = Bar(
             MofNCompleteColumn(table_column=Column(min_width=width)),
             BarColumn(bar_width=None),
@@ -189,13 +187,13 @@ class LiveProgress(Progress):
 
 
 def _in_notebook() -> bool:
-    """Whether a Jupyter kernel runs this; in IPython on a terminal the shell has none."""
+    """Whether this runs in a Jupyter kernel; IPython on a terminal has none."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return getattr(shell, "kernel", None) is not None
 
 
 def figures(record: Record) -> str:
-    """The figures of a train record on one line; "wait" is the time spent waiting for input."""
+    """Format the figures of a train record on one line; "wait" is the input wait fraction."""
     parts = [f"epoch {record.epoch + 1}", f"loss {record.metrics['loss']:.4g}"]
     if record.seconds > 0:
         parts.append(f"{record.rows_per_second:,.0f} rows/s")

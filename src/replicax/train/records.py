@@ -1,9 +1,9 @@
-"""A run's history: records in memory, and in the run folder as they come.
+"""The history of a run: records in memory, and files in the run folder.
 
-config.json       what was run, and on what
-records.jsonl     one JSON object a line: kind "train", "eval", "noise", "skip" or "restore", ...
-curves.png        drawn while it trains, and at the end
-noise_scale.json  what the "noise" records come to, where it was measured
+config.json       the configuration and environment of the run
+records.jsonl     one JSON object per line: kind "train", "eval", "noise", "skip" or "restore", ...
+curves.png        updated during training, and at the end
+noise_scale.json  the estimate from the "noise" records, if measured
 """
 
 import dataclasses
@@ -16,41 +16,41 @@ from replicax.errors import ConfigError
 from replicax.train.places import Lines, exists, make_folder, read_bytes, write_whole, writing
 
 _NO_RECORD = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
-"""Errors of reading a line that is no record."""
+"""Errors raised by reading a line that is not a record."""
 CONFIG, RECORDS = "config.json", "records.jsonl"
 
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """Metrics of some steps, or of one evaluation."""
+    """Metrics of one or more steps, or of one evaluation."""
 
     kind: str
     """`"train"`, `"eval"`, `"noise"` (see `replicax.train.noise_scale`), `"skip"`: the update of
     `step` was skipped (see `replicax.train.dispatched`), or `"restore"`: the run went back to
-    `step`, and on from there."""
+    `step` and continued from there."""
     step: int
-    """Updates done before the metrics were taken (train, and noise, which is measured before it:
-    the update they belong to included)."""
+    """Updates done when the metrics were taken; for train and noise records, including the update
+    they belong to (noise is measured just before it)."""
     epoch: int
-    """Counted from 0."""
+    """The epoch, counted from 0."""
     metrics: dict[str, float]
     rows: int
-    """Real rows since the previous record of this kind; of a noise record, those measured."""
+    """Real rows since the previous record of this kind; in a noise record, the rows measured."""
     seconds: float
-    """Wall time of those rows; for the first train record, without the first step."""
+    """Wall time of those rows; in the first train record, without the first step."""
     input_wait_fraction: float | None = None
-    """Share of that time in which the loop waited for a batch."""
+    """Fraction of that time in which the loop waited for a batch."""
     examples: tuple[int, ...] | None = None
-    """Where the update was skipped: indices, in the source, of the batch's real rows."""
+    """If the update was skipped: the indices in the source of the batch's real rows."""
     figures: dict[str, float] | None = None
-    """Numbers that hooks add to a train record: a learning rate, say."""
+    """Numbers that hooks add to a train record, such as a learning rate."""
 
     @property
     def rows_per_second(self) -> float:
         return self.rows / self.seconds if self.seconds > 0 else math.nan
 
     def to_json(self) -> str:
-        """One line; a number that is not finite becomes null, as JSON has none."""
+        """Format the record as one line; non-finite numbers become null, as JSON lacks them."""
         fields = {**dataclasses.asdict(self), "rows_per_second": self.rows_per_second}
         for name in ("examples", "figures"):
             if fields[name] is None:
@@ -59,7 +59,7 @@ class Record:
 
 
 class RunFolder:
-    """A run's files."""
+    """The files of a run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -72,10 +72,10 @@ class RunFolder:
         return self.path / RECORDS
 
     def refuse_another(self, why: str) -> None:
-        """Raise `ConfigError` where it holds the records of a run; `why` that cannot go on."""
+        """Raise `ConfigError` if it has records of a run, which cannot resume because of `why`."""
         if exists(self.records):
             raise ConfigError(
-                f"{self.path} holds the records of another run: {why}; choose another name, or "
+                f"{self.path} contains the records of another run: {why}; choose another name, or "
                 "remove it"
             )
 
@@ -86,7 +86,7 @@ class RunFolder:
         self._lines.append(record.to_json())
 
     def keep(self, lines: int) -> tuple[int, int]:
-        """Keep the first `lines` of `records.jsonl`: what came after them is to be done again."""
+        """Keep the first `lines` of `records.jsonl`; the steps after them will be repeated."""
         self.sync()
         if not exists(self.records):
             return 0, 0
@@ -101,28 +101,28 @@ class RunFolder:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write `value` as `plain_config` has it."""
+    """Write `value` to `path` as JSON, converted by `plain_config`."""
     text = json.dumps(plain_config(value), indent=2)
     with writing(path):
         write_whole(path, f"{text}\n".encode())
 
 
 def plain_config(config: dict[str, Any]) -> dict[str, Any]:
-    """`config` as JSON has it: what it does not know as text, what is not finite as null."""
+    """Convert `config` to JSON values: unknown types become text, non-finite numbers null."""
     try:
         plain: dict[str, Any] = json.loads(json.dumps(_finite(config), default=str))
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"this configuration cannot be written as JSON ({error}); use numbers, texts, lists, "
-            "and dicts with texts as keys"
+            f"this configuration cannot be written as JSON ({error}); use numbers, strings, lists, "
+            "and dicts with string keys"
         ) from error
     return plain
 
 
 def read_records(folder: Path, lines: int) -> list[Record]:
-    """The first `lines` records of the run in `folder`."""
+    """Read the first `lines` records of the run in `folder`."""
     path = folder / RECORDS
-    if not lines or not exists(path):  # lost: who goes on says so
+    if not lines or not exists(path):  # lost, which a resumed run reports
         return []
     texts = read_bytes(path).splitlines()[:lines]
     records = []
@@ -131,14 +131,14 @@ def read_records(folder: Path, lines: int) -> list[Record]:
             records.append(record_from_json(text))
         except _NO_RECORD as error:
             raise ConfigError(
-                f"line {number} of {path} is no record ({error}); restore the file, or start "
-                "another run"
+                f"line {number} of {path} is not a record ({error}); restore the file, or start "
+                "a new run"
             ) from error
     return records
 
 
 def record_from_json(text: bytes | str) -> Record:
-    """The record that `Record.to_json` wrote as `text`."""
+    """Parse a record that `Record.to_json` wrote."""
     fields = json.loads(text)
     waited, examples = fields.get("input_wait_fraction"), fields.get("examples")
     return Record(
@@ -155,7 +155,7 @@ def record_from_json(text: bytes | str) -> Record:
 
 
 def _step(line: bytes) -> int:
-    """Return the step of a record; 0 where a kill has cut it off."""
+    """Return the step of a record; 0 for a line cut off by a kill."""
     try:
         return record_from_json(line).step
     except _NO_RECORD:

@@ -1,4 +1,4 @@
-"""Signals and other wishes to stop, save or evaluate."""
+"""Signals and other requests to stop, save or evaluate."""
 
 import os
 import signal
@@ -15,29 +15,29 @@ _BETWEEN_VOTES_SECONDS = 0.5
 
 
 class Interrupt:
-    """Within this context the first SIGINT or SIGTERM sets `wanted`.
+    """A context in which the first SIGINT or SIGTERM sets `wanted`.
 
-    A second SIGINT interrupts at once. A second SIGTERM changes nothing: whoever cannot wait sends
-    SIGKILL. Of several contexts within each other the innermost acts on a signal, and the others
-    know that it came. Outside the main thread, where Python hands out no signals, and for a signal
-    that is ignored, it does nothing; in a process that is forked from this one neither.
+    A second SIGINT interrupts at once. A second SIGTERM has no effect; use SIGKILL to end the
+    process immediately. Of nested contexts the innermost handles a signal, and the others record
+    it. The context does nothing outside the main thread, where Python delivers no signals, for
+    signals that are ignored, and in forked child processes.
 
     Args:
-        terminate: whether SIGTERM counts too.
-        at_once: called once with the signal, in another thread, where the first comes while nothing
-            is held, even while the main thread is inside a compiler, where Python's own handlers
-            do not run. It normally ends the process.
+        terminate: whether to handle SIGTERM too.
+        at_once: called once with the signal, in another thread, if the first signal arrives while
+            `hold` is not in effect, even while the main thread is inside a compiler, where Python
+            signal handlers do not run. It normally ends the process.
     """
 
     def __init__(
         self, *, terminate: bool = True, at_once: Callable[[int], None] | None = None
     ) -> None:
         self.signal: int | None = None
-        """The first that came."""
+        """The first signal received."""
         self._numbers = [signal.SIGINT, signal.SIGTERM] if terminate else [signal.SIGINT]
         self._at_once = at_once
         self._previous: dict[int, object] = {}
-        self._pressed = False  # whether SIGINT came
+        self._pressed = False  # whether SIGINT was received
         self._held = self._answered = False
         self._answering = threading.Lock()
         self._wake: socket.socket | None = None
@@ -49,9 +49,9 @@ class Interrupt:
         return self.signal is not None
 
     def hold(self) -> None:
-        """From now on there is something that a signal must not throw away.
+        """Mark that from now on there is work that a signal must not discard.
 
-        It does not return while `at_once` runs, and runs it where a signal is not yet answered.
+        It does not return while `at_once` runs, and calls it for a signal not handled yet.
         """
         with self._answering:
             if self.signal is not None and self._wake is not None:
@@ -67,10 +67,10 @@ class Interrupt:
             return self
         for number in self._numbers:
             before = signal.getsignal(number)
-            if before is not signal.SIG_IGN:  # as SIGINT for a job in the background
+            if before is not signal.SIG_IGN:  # such as SIGINT for a background job
                 self._previous[number] = before
         if self._previous and self._at_once is not None:
-            # Another thread hears of each signal: what the system calls writes to a socket.
+            # Another thread learns of each signal: Python's C handler writes to a socket.
             ear, self._wake = socket.socketpair()
             self._wake.setblocking(False)
             wake = self._wake.fileno()
@@ -89,7 +89,7 @@ class Interrupt:
             _open.remove(self)
             self._restore()
         if self._wake is not None and self._watching is not None:
-            self._wake.shutdown(socket.SHUT_RDWR)  # a child may have it too
+            self._wake.shutdown(socket.SHUT_RDWR)  # a child process may share it
             self._watching.join()
             self._wake.close()
             self._wake = self._watching = None
@@ -104,7 +104,7 @@ class Interrupt:
         with ear:
             while numbers := ear.recv(4096):
                 for number in numbers:
-                    # Else it is no signal of ours, or that of a context within this one.
+                    # Otherwise it is not handled here, or belongs to a context within this one.
                     if signal.getsignal(number) == self._note:
                         self.signal = self.signal or number
                         with self._answering:
@@ -116,7 +116,7 @@ class Interrupt:
             self._at_once(number)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        # Without the lock: this thread may be interrupted while it has it.
+        # Without the lock, which this thread may hold when it is interrupted.
         again = number == signal.SIGINT and self._pressed
         self._pressed = self._pressed or number == signal.SIGINT
         for each in _open[: _open.index(self)] if self in _open else []:
@@ -130,12 +130,12 @@ _open: list[Interrupt] = []  # from the outermost to the innermost
 
 
 def signal_name(number: int) -> str:
-    """Usual name of a signal: `Ctrl-C`, `SIGTERM`."""
+    """Return the usual name of a signal: `Ctrl-C`, `SIGTERM`."""
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
 def _after_fork() -> None:
-    """In a child: a SIGTERM that is meant for it ends it, and is not told to its parent."""
+    """Restore the signal handlers in a forked child, so that its own SIGTERM ends it."""
     while _open:
         _open.pop()._restore()
 
@@ -145,21 +145,21 @@ if hasattr(os, "register_at_fork"):  # Windows does not fork
 
 
 class Stopping:
-    """Turns what reached some process, at whatever step, into one decision of all.
+    """Turn requests that any process received at any step into one decision of all processes.
 
-    That is a signal, or what a hook asks for. Processes vote at calls agreed on in the vote before,
-    about two times a second, so that nobody goes on to a step that another one has left out.
+    Requests are signals and calls by hooks. Processes vote about twice a second, at a call agreed
+    on in the previous vote, so that no process starts a step that another one skips.
     """
 
     def __init__(
         self, interrupt: Interrupt, job: Job, save_every_seconds: float | None = None
     ) -> None:
         self.save_due = False
-        """Whether all are to save now; until they have."""
+        """Whether all processes must save now; reset when they have."""
         self.evaluation_due = False
-        """Whether all are to evaluate now, as some hook asked for; until they have."""
+        """Whether all processes must evaluate now, requested by a hook; reset when done."""
         self.why: str | None = None
-        """Why the run ends here as if it were done, where some hook asked for that."""
+        """The reason given by a hook that requested the end of the run, if any."""
         self._asked: dict[str, Any] = {"stop": None, "save": False, "evaluate": False}
         self._interrupt, self._job, self._save_every = interrupt, job, save_every_seconds
         self._saved_at = time.monotonic()
@@ -175,12 +175,12 @@ class Stopping:
 
     @property
     def signal(self) -> int | None:
-        """The signal because of which all stop, as far as it is decided."""
+        """The signal on which all processes have decided to stop, if any."""
         return self._interrupt.signal if self._job.processes == 1 else self._decided
 
     @property
     def over(self) -> bool:
-        """Whether there is to be no further step, because of a signal or of a hook."""
+        """Whether to do no further steps, because of a signal or a hook."""
         return self.wanted or self.why is not None
 
     def stop(self, why: str) -> None:
@@ -193,18 +193,18 @@ class Stopping:
         self._asked["evaluate"] = True
 
     def saved(self) -> None:
-        """All have saved, or begun to: the time to the next save runs from here."""
+        """Note that all processes have started to save; the next save is timed from here."""
         self.save_due = False
         self._saved_at = time.monotonic()
 
     def vote(self, *, unit: str = "step", now: bool = False) -> bool:
-        """Whether there is to be no further step; all ask equally often, in the same order.
+        """Vote if due; return whether to stop. All processes must make the same calls in order.
 
         Args:
-            unit: what was done since the last call, a step or `batch` of an evaluation: how long
-                one takes says nothing about the other.
-            now: whether to vote on what was asked for in any case, where all are known to be at the
-                same place.
+            unit: unit of work since the last call, a step or a `batch` of an evaluation; the two
+                are timed separately.
+            now: whether to vote on requests in any case, if all processes are known to be at the
+                same position.
         """
         self._calls += 1
         if self._job.processes == 1:
@@ -236,10 +236,10 @@ class Stopping:
         return every is not None and time.monotonic() - self._saved_at >= every
 
     def _next(self) -> int:
-        """How many calls from here about `_BETWEEN_VOTES_SECONDS` will have passed.
+        """Return the number of calls that take about `_BETWEEN_VOTES_SECONDS`.
 
-        At most twice as many as last time: the first steps are given to devices that are still
-        free, and seem to take no time.
+        It at most doubles each time: the first steps are dispatched to idle devices and seem to
+        take no time.
         """
         now = time.monotonic()
         each = (now - self._voted_at) / max(self._calls - self._voted_call, 1)

@@ -1,4 +1,4 @@
-"""The folder of a run: held by one start at a time, which goes on from what is there."""
+"""The folder of a run: written by one start at a time, which resumes from its contents."""
 
 import contextlib
 import dataclasses
@@ -28,20 +28,20 @@ from replicax.wording import first_line
 
 @dataclasses.dataclass(frozen=True)
 class Saving:
-    """When a run is saved, and what is kept.
+    """When to save checkpoints of a run, and which ones to keep.
 
     Examples:
         >>> rx.fit(dp, state, source, batch_size=32, epochs=9, run_dir="runs/x",
         ...        saving=rx.Saving(every=1000, keep=2))
 
     Args:
-        every: steps between two checkpoints; None to go by the clock.
-        minutes: between two checkpoints, where `every` is None; None too for no checkpoints.
-        keep: the newest checkpoints that stay.
-        keep_every: those of a multiple of so many steps stay as well; None for none.
+        every: steps between two checkpoints; None to use `minutes`.
+        minutes: minutes between two checkpoints if `every` is None; None for no checkpoints.
+        keep: number of newest checkpoints to keep.
+        keep_every: also keep the checkpoints of every multiple of this step; None for none.
 
     Raises:
-        ConfigError: a number that is not above 0.
+        ConfigError: a number is not above 0.
     """
 
     every: int | None = None
@@ -53,22 +53,22 @@ class Saving:
         for name in ("every", "minutes", "keep", "keep_every"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise ConfigError(f"{name}={value} of a Saving; it is above 0: raise it")
+                raise ConfigError(f"{name}={value} in a Saving; it must be above 0: increase it")
 
     @property
     def wanted(self) -> bool:
-        """Whether there are checkpoints at all."""
+        """Whether checkpoints are saved at all."""
         return self.every is not None or self.minutes is not None
 
     @property
     def clock_seconds(self) -> float | None:
-        """Between two checkpoints, where the clock says when."""
+        """Seconds between two checkpoints if saving goes by time, else None."""
         return 60 * self.minutes if self.every is None and self.minutes is not None else None
 
 
 @dataclasses.dataclass(frozen=True)
 class ResumePoint:
-    """Where a run goes on from."""
+    """The checkpoint that a run resumes from."""
 
     path: Path
     position: Position
@@ -77,10 +77,10 @@ class ResumePoint:
 
 
 class RecordsFile(Hook):
-    """Writes each record into `records.jsonl`, at once visible to a reader."""
+    """Write each record to `records.jsonl`, immediately visible to readers."""
 
     folder: RunFolder | None = None
-    """Where there is one, in process 0."""
+    """The run's folder, if any; in process 0."""
 
     def record(self, run: Running, record: Record) -> None:
         if self.folder is not None:
@@ -92,9 +92,9 @@ class RecordsFile(Hook):
 
 
 class Storage:
-    """One start's hold on the folder of a run, where another start may have been.
+    """The storage of a run in its folder, which may contain an earlier start of the run.
 
-    All processes make one alike; process 0 alone holds the lease, and writes all but arrays.
+    All processes create one; only process 0 holds the lease, and writes everything but arrays.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Storage:
         self._config, self._accept, self._say = plain_config(config), accept_changes, say
         self._job, self._before = job, self._config
         self.knows_program = "program" in config
-        """Whether it is compared already, and `check_program` has nothing to do."""
+        """Whether the program was compared already, so that `check_program` need not."""
         self._store = Store(path / CHECKPOINTS, saving.keep, saving.keep_every)
         self._wanted = array_entries(state) if saving.wanted else {}
         if saving.wanted:
@@ -146,10 +146,10 @@ class Storage:
         self._saved: Any = None
 
     def _open(self) -> dict[str, Any]:
-        """In process 0: take the run, and find where it goes on from."""
+        """Acquire the lease, and find the checkpoint to resume from; in process 0."""
         self.folder = RunFolder(self.path)
         if not self.saving.wanted:
-            self.folder.refuse_another("without checkpoints none goes on")
+            self.folder.refuse_another("a run without checkpoints cannot resume")
             self.folder.write_config(self._config)
             return {"token": 1, "checkpoint": None}
         self._lease = take_lease(self.path)
@@ -157,7 +157,7 @@ class Storage:
             self._before = read_config(self.path / CONFIG)
             for line in check_changes(self._before, self._config, accept=self._accept):
                 self._say(line)
-            if "program" in self._before:  # until the first batch tells which it is now
+            if "program" in self._before:  # until the first batch gives the new one
                 self._config.setdefault("program", self._before["program"])
         else:
             self.folder.refuse_another("it has no config.json")
@@ -175,17 +175,17 @@ class Storage:
             return {"token": self._lease.token, "checkpoint": None}
         path, manifest = found
         position = manifest.position
-        read_records(self.path, position.records)  # they are left as they are where this fails
+        read_records(self.path, position.records)  # before any change, as this may fail
         lines, reached = self.folder.keep(position.records)
         if lines < position.records:
             self._say(
                 f"history {position.records} records were written up to step {position.step:,}, "
-                f"and {lines} are there: the rest is lost"
+                f"but only {lines} were found; the rest are lost"
             )
             position = dataclasses.replace(position, records=lines)
         saved = time.strftime("%d %b %H:%M:%S", time.localtime(manifest.saved_at))
         again = reached - position.step
-        more = f"; {again:,} more are done again" if again > 0 else ""
+        more = f"; steps to repeat: {again:,}" if again > 0 else ""
         self._say(f"resume {self.path}: step {position.step:,}, saved {saved}{more}")
         return {
             "token": self._lease.token,
@@ -195,7 +195,7 @@ class Storage:
         }
 
     def check_program(self, program: dict[str, str]) -> None:
-        """Compare the program, where only the first batch could tell it; all processes call it."""
+        """Compare the program once the first batch is known; all processes must call it."""
         self._config["program"], self.knows_program = program, True
         parts: tuple[str, ...] = ("versions", "program")
 
@@ -205,20 +205,20 @@ class Storage:
                 for of in (self._before, self._config)
             )
             for line in check_changes(before, now, accept=self._accept):
-                if line.startswith("change program."):  # versions were told when it was opened
+                if line.startswith("change program."):  # versions were compared in `_open`
                     self._say(line)
 
         self._job.broadcast("the program", compare)
         self._write_config()
 
     def check_bits(self, programs: dict[str, str]) -> None:
-        """Say where the run goes on with other bits: its step is compiled to other programs."""
+        """Warn if the results will differ bitwise because the compiled programs changed."""
         before = self._before.get("bits", programs)
         others = [n for n in {**before, **programs} if before.get(n) != programs.get(n)]
         if others:
             self._say(
-                f"ALARM  bits are others from here on: {len(others)} of {len(programs)} compiled "
-                f"programs differ ({', '.join(others)}), by another jax, processor or batch size"
+                f"ALARM  bits will differ from here on: {len(others)} of {len(programs)} compiled "
+                f"programs changed ({', '.join(others)}): another jax, processor or batch size"
             )
         self._config["bits"] = programs
         self._write_config()
@@ -229,7 +229,7 @@ class Storage:
             state = read(like, self._store.local(self.found.path) / STATE)
         self._saved = _what_is_saved(self.found.position, self.found.extra)
         self._saver.saved_step = self.found.position.step
-        self._write_config()  # not before: a start that is refused leaves it as it was
+        self._write_config()  # not earlier: a refused start must not change it
         return state
 
     def _write_config(self) -> None:
@@ -237,7 +237,7 @@ class Storage:
             self.folder.write_config(self._config)
 
     def save(self, state: TrainState, position: Position, extra: dict[str, Any]) -> None:
-        """Begin to save `state`, where it is not saved already; see `Saver.save`."""
+        """Start to save `state` unless it is saved already; see `Saver.save`."""
         what = _what_is_saved(position, extra)
         if what == self._saved:
             return
@@ -257,7 +257,7 @@ class Storage:
             self.tell()
 
     def tell(self) -> None:
-        """Say what there is to say of the saves; see `Saver.poll` for what this raises."""
+        """Report the outcome of saves; raises the errors of `Saver.poll`."""
         for line in self._saver.poll():
             self._saved = None
             self._say(line)
@@ -273,14 +273,14 @@ class Storage:
             self._lease.release()
 
     def _sync(self) -> None:
-        """Have the records where they are kept, where this start still holds the run."""
+        """Write the records to storage if this start still holds the lease."""
         if self.folder is None:
             return
         try:
             self._check()
             self.folder.sync()
         except (OSError, CheckpointError) as error:  # the next save tries again
-            self._say(f"ALARM  {self.folder.records} lacks the last records: {first_line(error)}")
+            self._say(f"ALARM  {self.folder.records} lacks the newest records: {first_line(error)}")
 
     def _check(self) -> None:
         if self._lease is not None:
@@ -288,24 +288,22 @@ class Storage:
 
 
 def _what_is_saved(position: Position, extra: dict[str, Any]) -> Any:
-    """The parts that tell two checkpoints of a start apart: how long a step took does not."""
+    """The parts that distinguish two checkpoints of a start; step times do not count."""
     return position, extra.get("evaluated"), extra.get("hooks")
 
 
 def first_batch(source: Source, position: Position, extra: dict[str, Any]) -> int:
-    """The next batch of `position.epoch`, counted from 0; by its rows where these can be told.
+    """Return the next batch of `position.epoch`, counted from 0; derived from rows if known.
 
-    Their order is the same in any number of processes; `source` may be cut into other batches now.
+    Rows have the same order for any number of processes; the batch size may have changed.
     """
     told = extra.get("processes")
     now = parts_of_processes(source).get("processes")
     if told != now:
-        fed = [
-            f"rx.PerProcess in {n} processes" if n else "data that all have" for n in (told, now)
-        ]
+        fed = [f"rx.PerProcess in {n} processes" if n else "shared data" for n in (told, now)]
         raise ConfigError(
-            f"the run was fed by {fed[0]} and is now fed by {fed[1]}; rows of rx.PerProcess "
-            "data are in another order then: start as many processes, or a new run"
+            f"the run was fed by {fed[0]} and is now fed by {fed[1]}, which changes the order of "
+            "rows: use the same source and number of processes, or start a new run"
         )
     batch, size = extra.get("batch"), source.batch_size
     if not size or not position.rows:
@@ -315,13 +313,13 @@ def first_batch(source: Source, position: Position, extra: dict[str, Any]) -> in
     if position.rows % size:
         raise ConfigError(
             f"the run stopped {position.rows:,} rows into epoch {position.epoch} and batch_size="
-            f"{size} leaves a remainder; the next batch begins there: use a batch size that "
+            f"{size} does not divide that; the next batch must start there: use a batch size that "
             "divides it"
         )
     return position.rows // size
 
 
 def parts_of_processes(source: Source) -> dict[str, int]:
-    """How many processes have rows of their own, where they do."""
+    """The number of processes, if each has its own rows; else empty."""
     own = isinstance(source, PerProcessSource)
     return {"processes": jax.process_count()} if own else {}

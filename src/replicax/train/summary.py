@@ -1,4 +1,4 @@
-"""The lines that a run says about itself."""
+"""The lines that a run prints about itself."""
 
 import contextlib
 import dataclasses
@@ -40,23 +40,23 @@ class Fit:
     state: TrainState
     records: list[Record]
     steps: int
-    """Updates done in this call; those that were skipped are counted."""
+    """Updates done in this call, including skipped ones."""
     rows: int
     """Real rows trained on in this call."""
     seconds: float
-    """Wall time, compilation and evaluation included."""
+    """Wall time, including compilation and evaluation."""
     interrupted: bool
     """Whether Ctrl-C or SIGTERM ended it early."""
     step: int = 0
     """Updates done in the whole run, over all its starts."""
     saved: bool = False
-    """Whether the same call goes on from its end."""
+    """Whether the same call would resume from the end of this one."""
     stopped: str | None = None
-    """Why a hook ended it early, as if it were done; None where none did."""
+    """The reason given by a hook that ended the run early; None if none did."""
     failed_hooks: tuple[str, ...] = ()
-    """Names of the hooks that failed, and were left out from there on."""
+    """Names of the hooks that failed and were disabled."""
     goodput: Goodput | None = None
-    """Where the run's time went, over all its starts; in process 0, where there is a folder."""
+    """How the time was spent over all starts of the run; only with a folder, in process 0."""
 
     def __repr__(self) -> str:
         how = "stopped early, " if self.interrupted else ""
@@ -67,21 +67,21 @@ class Fit:
 
     @property
     def exit_code(self) -> int:
-        """0 where it is done; 75 where it stopped early with everything saved; else 1."""
+        """0 if the run is done, 75 if it stopped early with everything saved, else 1."""
         if not self.interrupted:
             return 0
         return 75 if self.saved else 1
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last evaluation, or of the last train record where there was none."""
+        """Metrics of the last evaluation, or of the last train record if there was none."""
         steps = [r for r in self.records if r.kind in ("train", "eval")]
         kinds = [r for r in steps if r.kind == "eval"] or steps
         return kinds[-1].metrics if kinds else {}
 
 
 def describe(dp: DataParallel, state: TrainState, feed: Feed) -> list[str]:
-    """The derived figures of a run, a line each."""
+    """Describe the derived values of a run, one line each."""
     arrays = jax.tree.leaves(state.params)
     parameters = sum(int(np.prod(array.shape)) for array in arrays)
     devices, replicas = dp.mesh.devices.size, replica_count(dp.mesh)
@@ -127,7 +127,7 @@ def describe(dp: DataParallel, state: TrainState, feed: Feed) -> list[str]:
 
 
 def derived(dp: DataParallel, feed: Feed) -> dict[str, Any]:
-    """The same for `config.json`, with versions, and what this start was."""
+    """Return the derived values for `config.json`, with versions and this start."""
     return {
         "parallel": {
             **dp.configuration.names(),
@@ -146,7 +146,7 @@ def derived(dp: DataParallel, feed: Feed) -> dict[str, Any]:
             "jax": jax.__version__,
             "numpy": np.__version__,
             "optax": optax.__version__,
-            # The libraries of models: the operations of one that is loaded may follow from it.
+            # Model libraries, if imported, as they may determine the operations.
             **{x: importlib.metadata.version(x) for x in ("flax", "equinox") if x in sys.modules},
         },
         "start": this_start(),
@@ -154,7 +154,7 @@ def derived(dp: DataParallel, feed: Feed) -> dict[str, Any]:
 
 
 def this_start() -> dict[str, Any]:
-    """The command, the host and the time; the working directory's commit, if it is in one."""
+    """Return command, host and time, and the commit if the working directory is in a repository."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     start = {"command": list(sys.argv), "host": socket.gethostname(), "time": now}
     ask = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
@@ -168,7 +168,7 @@ def this_start() -> dict[str, Any]:
 def epoch_line(
     epoch: int, epochs: int | None, step: int, trained: list[Record], scored: Record | None
 ) -> str:
-    """How an epoch went, in 80 columns with two metrics: its last train loss, its mean rate."""
+    """Summarize an epoch in 80 columns (with two metrics): last train loss, mean rate."""
     parts = [f"epoch {epoch + 1}/{epochs}" if epochs else f"epoch {epoch + 1} · step {step:,}"]
     if trained:
         parts.append(f"loss {trained[-1].metrics['loss']:.4g}")
@@ -180,20 +180,20 @@ def epoch_line(
 
 
 def eval_line(record: Record) -> str:
-    """The metrics of an evaluation in the middle of an epoch."""
+    """Format the metrics of an evaluation in the middle of an epoch."""
     return f"eval   step {record.step:,}: {_metrics(record.metrics)}"
 
 
 def skip_line(record: Record) -> str:
-    """Say that the update of a step was skipped, and on which examples, in 80 columns."""
-    what = "a spike of the loss" if "spike" in record.metrics else "loss or gradient not finite"
+    """Report in 80 columns that the update of a step was skipped, and its examples."""
+    what = "loss spike" if "spike" in record.metrics else "loss or gradient not finite"
     line = f"skip   step {record.step:,}: {what}, examples "
     examples = ", ".join(map(str, record.examples or ()))
     return line + textwrap.shorten(examples, 80 - len(line), placeholder=" ...")
 
 
 def summary(result: Fit, total: int | None) -> list[str]:
-    """How the run ended."""
+    """Return the closing lines of a run."""
     of = f" of {total:,}" if result.interrupted and total else ""
     word = "stopped after" if result.interrupted else "done:"
     first = result.step - result.steps
@@ -219,7 +219,7 @@ def summary(result: Fit, total: int | None) -> list[str]:
     if result.stopped is not None:
         lines.append(f"stop   {result.stopped}")
     if result.failed_hooks:
-        lines.append(f"hooks  failed and left out: {', '.join(result.failed_hooks)}")
+        lines.append(f"hooks  failed and disabled: {', '.join(result.failed_hooks)}")
     return lines
 
 
