@@ -1,1 +1,1 @@
-"""`replicax lint`: the classic errors of data-parallel code, found by reading it."""
+"""Implement `replicax lint`: find common errors in data-parallel code without running it."""

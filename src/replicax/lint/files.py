@@ -1,14 +1,14 @@
-"""Files and folders read by all rules; what was found as JSON or annotations.
+"""Run all rules on files and folders, and format findings as JSON or annotations.
 
-| rule | what it finds |
+| rule | finds |
 |---|---|
-| removed-api, bad-call, old-api | what the installed libraries do not take |
-| fetched-every-step, compiled-in-loop | what a loop waits for, or compiles, at every turn |
-| frozen-value | what a compiled function closes over, assigned again after it was read |
-| remainder | a batch split by a reshape that only some sizes survive |
+| removed-api, bad-call, old-api | names and calls that the installed libraries do not support |
+| fetched-every-step, compiled-in-loop | host transfers and compilations in every iteration |
+| frozen-value | a variable captured by a compiled function and assigned again later |
+| remainder | a batch split by a reshape that works only for some sizes |
 | no-reduction, mean-of-means, shared-key, local-scale, local-batch-norm | wrong numbers |
 
-`# replicax: ignore[RULE]` on the line, or alone above it, silences a rule there.
+`# replicax: ignore[RULE]` on the line, or alone on the line above, silences a rule there.
 """
 
 import collections
@@ -33,18 +33,18 @@ class FileFindings:
 
     path: Path
     findings: list[Finding]
-    """From the top of the file down."""
+    """In file order."""
     not_installed: list[str]
-    """Libraries that it imports, whose names could not be looked up."""
+    """Imported libraries that are not installed, whose names were not checked."""
 
     @property
     def fails(self) -> bool:
-        """Whether anything but notes was found."""
+        """Whether there are findings other than notes."""
         return any(finding.severity != NOTE for finding in self.findings)
 
 
 def python_files(paths: Iterable[Path]) -> list[Path]:
-    """Return the Python files among paths and below folders, each once."""
+    """Return the given files and the Python files in the given folders, without duplicates."""
     found: dict[Path, None] = {}
     for path in paths:
         if not path.is_dir():
@@ -59,13 +59,13 @@ def python_files(paths: Iterable[Path]) -> list[Path]:
             )
         ]
         if not below:
-            raise ConfigError(f"{path} has no .py file in it; give files, or another folder")
+            raise ConfigError(f"{path} has no .py file in it; pass files, or another folder")
         found.update(dict.fromkeys(below))
     return list(found)
 
 
 def examine(path: Path) -> FileFindings:
-    """Read a Python file and run every rule on it; nothing of it is executed or imported."""
+    """Run every rule on a Python file, without executing or importing it."""
     text = source_text(path)
     try:
         program = ParsedFile(text, path)
@@ -73,12 +73,12 @@ def examine(path: Path) -> FileFindings:
         for check in (check_loops, check_reshapes, check_steps, check_frozen):
             check(program)
     except (RecursionError, MemoryError) as error:
-        raise ConfigError(f"{path} nests deeper than can be followed: split it") from error
+        raise ConfigError(f"{path} is nested too deeply to analyze: split it") from error
     return FileFindings(path, program.findings(), absent)
 
 
 def annotations(examination: FileFindings) -> Iterator[str]:
-    """Yield findings as GitHub's workflow commands, which it shows beside the lines."""
+    """Yield findings as GitHub workflow commands, which GitHub shows next to the lines."""
     kinds = {ERROR: "error", WARNING: "warning", NOTE: "notice"}
     for one in examination.findings:
         place = f"file={examination.path},line={one.line},col={one.column}"
@@ -87,17 +87,17 @@ def annotations(examination: FileFindings) -> Iterator[str]:
 
 
 def summary(examinations: Sequence[FileFindings]) -> str:
-    """Return one sentence on all files."""
+    """Return a one-line summary of all files."""
     counts = collections.Counter(one.severity for each in examinations for one in each.findings)
     files = _counted(len(examinations), "file")
     kinds = [_counted(counts[kind], kind) for kind in (ERROR, WARNING, NOTE) if counts[kind]]
     said = f"{', '.join(kinds)} in {files}" if kinds else f"nothing found in {files}"
     absent = dict.fromkeys(name for each in examinations for name in each.not_installed)
-    return f"{said}; not installed, so not looked up: {', '.join(absent)}" if absent else said
+    return f"{said}; not installed, so not checked: {', '.join(absent)}" if absent else said
 
 
 def to_json(examinations: Sequence[FileFindings]) -> dict[str, Any]:
-    """Return the same for programs; what JSON can hold."""
+    """Return the findings as JSON values."""
     return {
         "fails": any(each.fails for each in examinations),
         "summary": summary(examinations),
@@ -113,7 +113,7 @@ def to_json(examinations: Sequence[FileFindings]) -> dict[str, Any]:
 
 
 def source_text(path: Path) -> str:
-    """Return what a Python file holds."""
+    """Return the text of a Python file."""
     if path.suffix == ".ipynb":
         raise ConfigError(
             f"{path} is a notebook; write its cells to a file: jupyter nbconvert --to script "
@@ -122,9 +122,9 @@ def source_text(path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError as error:
-        raise ConfigError(f"{path}: no such file; give the path of a .py file") from error
+        raise ConfigError(f"{path}: no such file; pass the path of a .py file") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not text; give a .py file in UTF-8") from error
+        raise ConfigError(f"{path} is not text; pass a .py file in UTF-8") from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}); check it") from error
 

@@ -1,4 +1,4 @@
-"""Rule on values that a compiled function closes over and that are assigned again later."""
+"""Rule on variables that a compiled function captures and that are assigned again later."""
 
 import ast
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ _COMPILES = COMPILES | {"replicax.DataParallel", "rx.DataParallel"}
 
 
 def check_frozen(program: ParsedFile) -> None:
-    """Report what a compiled function reads of its surroundings, and what changes there later."""
+    """Report variables that a compiled function captures and that change later."""
     for scope in program.nodes:
         if not isinstance(scope, ast.Module | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
@@ -36,16 +36,16 @@ def check_frozen(program: ParsedFile) -> None:
                     program.report(
                         "frozen-value",
                         statement,
-                        f"{function.name}, which is compiled, read {name} when it was first "
-                        "called, and keeps that value",
-                        f"hand {name} to it as an argument; in a loss, rx.Shared({name}) in the "
-                        "batch, or rx.step_number() for a schedule",
+                        f"{function.name} is compiled and captured {name} when it was first "
+                        "called; it keeps that value",
+                        f"pass {name} as an argument; in a loss, put rx.Shared({name}) in the "
+                        "batch, or use rx.step_number() for a schedule",
                         WARNING,
                     )
 
 
 def _own(scope: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of a scope, without those of the functions and classes in it."""
+    """Yield the nodes of a scope, excluding nested functions and classes."""
     for child in ast.iter_child_nodes(scope):
         yield child
         if not isinstance(child, Function | ast.ClassDef):
@@ -55,9 +55,9 @@ def _own(scope: ast.AST) -> Iterator[ast.AST]:
 def _compiled(
     function: ast.FunctionDef, nodes: list[ast.AST], program: ParsedFile
 ) -> list[ast.AST]:
-    """Return where a function is used once compiled; nothing if it never is.
+    """Return the uses of a function's compiled version; empty if it is never compiled.
 
-    By its own name if it is decorated so, else by the name of what a compiler made of it.
+    They use its own name if it has a compiling decorator, else the name of the compiled result.
     """
     compiled = any(program.called(each) in _COMPILES for each in function.decorator_list)
     names = {function.name} if compiled else set()
@@ -76,9 +76,9 @@ def _compiled(
 def _runs_after(
     function: ast.AST, statement: ast.AST, used: Sequence[ast.AST], loops: Sequence[ast.AST]
 ) -> bool:
-    """Return whether a function has run before a statement, or is made before it, and runs after.
+    """Return whether a function runs both before and after a statement.
 
-    By their lines: in a loop around the statement, every use comes after it too.
+    Line numbers decide; in a loop around the statement, every use also counts as after it.
     """
 
     def within(loop: ast.AST, line: int) -> bool:
@@ -88,6 +88,6 @@ def _runs_after(
     lines = [line_of(node) for node in used]
     around = [loop for loop in loops if within(loop, place)]
     if any(within(loop, made) for loop in around) or (place < made and not around):
-        return False  # made anew at each turn, or made after
+        return False  # defined anew in each iteration, or defined later
     again = any(within(loop, line) for loop in around for line in lines)
     return again or (any(line < place for line in lines) and any(line > place for line in lines))

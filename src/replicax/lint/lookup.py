@@ -1,4 +1,4 @@
-"""Rules on names and calls, each looked up in the libraries that are installed."""
+"""Rules on names and calls, checked against the installed libraries."""
 
 import ast
 import functools
@@ -19,9 +19,9 @@ _GUARDS = {"ImportError", "ModuleNotFoundError", "AttributeError", "Exception"}
 
 
 def check_names(program: ParsedFile) -> list[str]:
-    """Report names and calls that the libraries do not take; return those not installed.
+    """Report names and calls that the libraries do not support; return libraries not installed.
 
-    Each name once, where it is first written, with how often.
+    Each name is reported once, at its first use, with the number of uses.
     """
     absent: dict[str, None] = {}
     gone: dict[str, list[ast.AST]] = {}
@@ -49,7 +49,7 @@ def check_names(program: ParsedFile) -> list[str]:
 
 
 def _written(program: ParsedFile) -> Iterator[tuple[ast.AST, str]]:
-    """Yield the names of libraries that a file imports or reads, the longest of a dotted one."""
+    """Yield the library names that a file imports or uses; for dotted names only the longest."""
     inner = {id(node.value) for node in program.nodes if isinstance(node, ast.Attribute)}
     for node in program.nodes:
         if isinstance(node, ast.Import):
@@ -65,7 +65,7 @@ def _written(program: ParsedFile) -> Iterator[tuple[ast.AST, str]]:
 
 
 def _is_guarded(program: ParsedFile, node: ast.AST) -> bool:
-    """Whether a file provides for another version: by `try`, `hasattr`, or the version."""
+    """Whether a file handles other versions with `try`, `hasattr` or a version check."""
     for outer in program.around(node):
         if isinstance(outer, ast.Try):
             caught = [each.type or ast.Name("Exception") for each in outer.handlers]
@@ -85,36 +85,36 @@ def _installed(library: str) -> bool:
 
 @functools.cache
 def _module(name: str) -> types.ModuleType | None:
-    """Return a module of a library; None where there is none, or it cannot be imported here."""
+    """Return a module of a library; None if it does not exist or cannot be imported here."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return importlib.import_module(name)
-    except Exception:  # whatever it needs
+    except Exception:  # missing dependencies
         return None
 
 
 class _Resolved(NamedTuple):
     value: Any = None
-    """The object that a full name stands for; None if that cannot be told."""
+    """The object that a full name refers to; None if unknown."""
     lost: str = ""
-    """The part of the name that its library no longer has, and what the library says of it."""
+    """The part of the name that its library no longer has, and the library's message."""
     why: str = ""
     deprecated: str = ""
-    """The part of the name whose use warns, and the warning."""
+    """The part of the name that is deprecated, and the warning."""
     warning: str = ""
 
 
 @functools.cache
 def _resolved(name: str) -> _Resolved:
-    """Look a full name up in its library, part by part."""
+    """Look up a full name in its library, part by part."""
     path, *rest = name.split(".")
     value: Any = _module(path)
     for part in rest:
         if not isinstance(value, types.ModuleType):
             try:
                 value = getattr(value, part, None) if isinstance(value, type) else None
-            except Exception:  # whatever its class computes for it
+            except Exception:  # computed by its class
                 value = None
             continue
         longer = f"{path}.{part}"
@@ -126,7 +126,7 @@ def _resolved(name: str) -> _Resolved:
                 found = _module(longer)
                 if found is None and not _is_module(longer):
                     return _Resolved(None, longer, str(error))
-            except Exception:  # what a lazy module raises where it lacks something
+            except Exception:  # raised by a lazy module with missing dependencies
                 found = None
         for each in caught:
             if issubclass(each.category, DeprecationWarning):
@@ -136,7 +136,7 @@ def _resolved(name: str) -> _Resolved:
 
 
 def _is_module(name: str) -> bool:
-    """Return whether a library has a module, be it one that cannot be imported here."""
+    """Return whether a library has a module, even if it cannot be imported here."""
     try:
         return importlib.util.find_spec(name) is not None
     except (ImportError, AttributeError, ValueError):
@@ -144,7 +144,7 @@ def _is_module(name: str) -> bool:
 
 
 def _told(name: str) -> tuple[str, str]:
-    """Return why a name is lost, and what to write, as far as its library says."""
+    """Return why a name is gone and its replacement, as far as its library says."""
     why = _resolved(name).why
     said = " ".join(why.split()) if "has no attribute" not in why else ""
     return f"{_versioned(name)} has no {name}", _INSTEAD.get(name) or said or _instead(name)
@@ -161,7 +161,7 @@ _INSTEAD = {
     "jax.sharding.PositionalSharding": "write jax.NamedSharding(mesh, jax.P('data'))",
     "jax.sharding.PmapSharding": "write jax.NamedSharding(mesh, jax.P('data'))",
 }
-"""Where a library does not say what to write, nor has the name elsewhere."""
+"""Replacements that a library does not mention and that have a different name."""
 _PLACES = ("jax.tree", "jax.sharding", "jax", "jax.lax", "jax.numpy", "jax.experimental")
 
 
@@ -183,7 +183,7 @@ def _check_call(program: ParsedFile, call: ast.Call) -> None:
     value = _resolved(name).value
     if isinstance(value, types.ModuleType):
         program.report(
-            "bad-call", call, f"{name} is a module: calling it fails", "call what is in it"
+            "bad-call", call, f"{name} is a module: calling it fails", "call one of its functions"
         )
         return
     starred = any(isinstance(each, ast.Starred) for each in call.args)
@@ -209,11 +209,11 @@ def _check_call(program: ParsedFile, call: ast.Call) -> None:
 
 @functools.cache
 def _signature(function: Any) -> inspect.Signature | None:
-    """Return what a function takes, or a class; None where it does not tell."""
+    """Return the signature of a function or class; None if unknown."""
     try:
         found = inspect.signature(function)
         if isinstance(function, type) and list(found.parameters) == ["args", "kwargs"]:
-            # Its metaclass hands all on, as Flax's does.
+            # Its metaclass forwards all arguments, as Flax's does.
             return _without_self(function.__init__)  # type: ignore[misc]
         return found
     except (ValueError, TypeError):
@@ -221,14 +221,14 @@ def _signature(function: Any) -> inspect.Signature | None:
 
 
 def _compiled_signature(function: Any) -> inspect.Signature | None:
-    """Return what a class of nanobind takes, `jax.NamedSharding` say, as its docstring has it."""
+    """Return the signature of a nanobind class such as `jax.NamedSharding`, from its docstring."""
     text = getattr(getattr(function, "__init__", None), "__doc__", None) or ""
     if not text.startswith("__init__(self, ") or "*" in text or "\n" in text:
         return None
     made: dict[str, Any] = {}
     try:
         exec(f"from __future__ import annotations\ndef {text}: ...", made)
-    except Exception:  # a default that is no expression: <object at 0x7f...>
+    except Exception:  # a default that is not an expression: <object at 0x7f...>
         return None
     return _without_self(made["__init__"])
 

@@ -1,4 +1,4 @@
-"""Rules on the training loop: what is fetched and compiled at every turn, and how batches split."""
+"""Rules on the training loop: fetches and compilations in every iteration, and batch splits."""
 
 import ast
 import re
@@ -24,17 +24,17 @@ _FETCHES = {
 }
 _FETCHING_METHODS = {"item", "tolist", "set_postfix", "set_description", "add_scalar"}
 _STEP = re.compile(r"(^|_)step(_fn)?$")
-"""Usual names of a compiled step, for where the file does not show that it is one."""
+"""Usual names of a compiled step, for files that do not show its compilation."""
 _EPOCH = re.compile(r"(^|_)(epochs?|seeds?|folds?|trials?|rounds?)($|_)")
 _FEW = 5
-"""Turns of a loop, each of which may well be looked at."""
+"""Loops of at most this many iterations may fetch in each of them."""
 _COUNTS = {"jax.device_count", "jax.local_device_count"}
 _DEVICES = {"jax.devices", "jax.local_devices"}
 _DIVIDING = {"pad", "pad_shard_unpad", "divmod", "gcd"}
 
 
 def check_loops(program: ParsedFile) -> None:
-    """Report what the loops of a file fetch and compile at each turn."""
+    """Report fetches and compilations in every iteration of the loops of a file."""
     compiled = {each.function for each in program.mapped}
     steps = {name for node in program.nodes for name in _compiled_names(program, node)}
     for node in program.nodes:
@@ -48,7 +48,7 @@ def check_loops(program: ParsedFile) -> None:
 
 
 def _compiled_names(program: ParsedFile, node: ast.AST) -> list[str]:
-    """Return the names that a statement gives to what it compiles."""
+    """Return the names that a statement assigns to compiled functions."""
     if isinstance(node, ast.FunctionDef):
         made = any(program.called(each) in COMPILES for each in node.decorator_list)
         return [node.name] if made else []
@@ -58,9 +58,9 @@ def _compiled_names(program: ParsedFile, node: ast.AST) -> list[str]:
 
 
 def _own(loop: Loop) -> Iterator[tuple[ast.AST, bool]]:
-    """Yield the nodes of a loop's body, and whether something decides if they are reached.
+    """Yield the nodes of a loop's body, and whether they are reached only conditionally.
 
-    Not those of loops and functions in it.
+    Nested loops and functions are excluded.
     """
 
     def below(node: ast.AST, guarded: bool) -> Iterator[tuple[ast.AST, bool]]:
@@ -100,12 +100,12 @@ def _check_fetches(program: ParsedFile, loop: Loop, steps: set[str]) -> None:
             continue
         outer = program.parents[node]
         if isinstance(outer, ast.Call) and getattr(outer.func, "attr", "") in ("step", "send"):
-            continue  # an environment is given it: nothing goes on without
+            continue  # an environment needs it before the next step
         program.report(
             "fetched-every-step",
             node,
-            "the host waits here for the devices at every step, and they wait for the host to "
-            "start the next one",
+            "the host waits here for the devices in every step, and the devices then wait for the "
+            "host to start the next one",
             "fetch every n steps (if step % n == 0:), or keep the arrays and fetch them after "
             "the loop",
             WARNING,
@@ -113,7 +113,7 @@ def _check_fetches(program: ParsedFile, loop: Loop, steps: set[str]) -> None:
 
 
 def _fetched(program: ParsedFile, call: ast.Call) -> set[str]:
-    """Return the names of what a call has the host wait for."""
+    """Return the names of the arrays that a call makes the host wait for."""
     method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
     if program.name(call.func) in _FETCHES:
         return _arrays(*given(call))
@@ -121,7 +121,7 @@ def _fetched(program: ParsedFile, call: ast.Call) -> set[str]:
 
 
 def _arrays(*nodes: ast.AST) -> set[str]:
-    """Return the names in some nodes whose values are needed, and not their shapes alone."""
+    """Return the names in some nodes whose values are used, not only their shapes."""
     found: set[str] = set()
     for node in nodes:
         if isinstance(node, ast.Name):
@@ -132,7 +132,7 @@ def _arrays(*nodes: ast.AST) -> set[str]:
 
 
 def _is_quiet(program: ParsedFile, loop: Loop) -> bool:
-    """Whether every turn of a loop may well be looked at: a few, or epochs, or configurations."""
+    """Whether a loop may fetch in every iteration: over few items, epochs or configurations."""
     if isinstance(loop, ast.While):
         return False
     over, names = loop.iter, targets(loop)
@@ -164,15 +164,15 @@ def _check_compiled(program: ParsedFile, loop: Loop) -> None:
         program.report(
             "compiled-in-loop",
             node,
-            f"{what} of a new function at every turn of the loop: it is traced and compiled anew "
+            f"{what} of a new function in every iteration of the loop: it is traced and compiled "
             "each time",
-            f"make it once before the loop: step = jax.{what}(...)",
+            f"create it once before the loop: step = jax.{what}(...)",
             WARNING,
         )
 
 
 def check_reshapes(program: ParsedFile) -> None:
-    """Report `reshape(devices, -1, ...)` in a file that makes no batch divisible."""
+    """Report `reshape(devices, -1, ...)` in a file that does not make batches divisible."""
     if not program.mapped or any(_divides(program, node) for node in program.nodes):
         return
     counts = {
@@ -198,16 +198,16 @@ def check_reshapes(program: ParsedFile) -> None:
             program.report(
                 "remainder",
                 call,
-                "a batch that the devices do not divide fails here, as the last one of an epoch "
-                "may",
-                "pad it and weight the padding 0, or let the loader drop the remainder "
+                "a batch whose size is not divisible by the device count fails here, often the "
+                "last one of an epoch",
+                "pad it and give padded rows weight 0, or let the loader drop the remainder "
                 "(drop_remainder)",
                 WARNING,
             )
 
 
 def _counts_devices(program: ParsedFile, node: ast.AST, names: set[str]) -> bool:
-    """Whether an expression is the number of devices, and nothing else."""
+    """Whether an expression is exactly the number of devices."""
     if isinstance(node, ast.Name):
         return node.id in names
     if not isinstance(node, ast.Call):
@@ -217,7 +217,7 @@ def _counts_devices(program: ParsedFile, node: ast.AST, names: set[str]) -> bool
 
 
 def _divides(program: ParsedFile, node: ast.AST) -> bool:
-    """Whether a node makes batches divisible, or checks that they are."""
+    """Whether a node makes batches divisible or checks that they are."""
     if isinstance(node, ast.Mod):
         outer = program.parents[node]
         formats = isinstance(outer, ast.BinOp) and isinstance(outer.left, ast.Constant)

@@ -1,7 +1,7 @@
-"""Rules on the numbers of a step that runs on each replica, by the patterns of the usual errors.
+"""Rules on the numerics of a step that runs on each replica, based on patterns of common errors.
 
-They see one file and no values: where anything that a step calls may be the reduction, they are
-silent. `replicax verify --step` runs the step, and proves.
+They see a single file and no values: if any function that a step calls may reduce, they report
+nothing. `replicax verify --step` runs the step and proves it right or wrong.
 """
 
 import ast
@@ -26,7 +26,7 @@ REDUCES = re.compile(
     r"|cross_replica\w*|pmean_if_pmap|psum_if_pmap)$"
 )
 _UPDATES = ("update", "map", "apply_updates", "apply_gradients")
-"""Calls that a step's update may be, the surest last."""
+"""Calls that may be a step's update, the most certain last."""
 _GRADIENT = re.compile(r"(^|_)(d?grads?|gradients?)(_tree|_total)?$")
 _LIBRARY = re.compile(r"^(jax|flax|optax|numpy|equinox|haiku|functools|chex)\.")
 _METRIC = re.compile(r"loss|metric|aux|acc|value|err|logs?$|stats|ppl|perplex|norm|state|correct")
@@ -39,7 +39,7 @@ _STATISTICS = re.compile(r"batch_stats|batch_statistics|model_state|bn_state|net
 
 
 class _Step:
-    """A function that runs on each replica, with those of the file that it reaches."""
+    """A function that runs on each replica, with the functions of the file that it reaches."""
 
     def __init__(self, program: ParsedFile, mapped: Mapped) -> None:
         self.mapped = mapped
@@ -48,9 +48,9 @@ class _Step:
         self.calls = [node for node in self.nodes if isinstance(node, ast.Call)]
         self.assigns = [node for node in self.nodes if isinstance(node, ast.Assign)]
         self.arguments = [each.arg for each in mapped.function.args.args]
-        # A step without an axis can reduce nothing.
+        # A step without an axis name cannot reduce.
         self.is_nameless = mapped.kind in PMAP and "axis_name" not in mapped.options
-        # Calls of a reduction, and those that are handed one, as `tree.map(pmean, ...)` is.
+        # Calls of a reduction, and calls that take one as an argument: `tree.map(pmean, ...)`.
         self.reductions = [
             call
             for call in self.calls
@@ -59,7 +59,7 @@ class _Step:
 
 
 def check_steps(program: ParsedFile) -> None:
-    """Report the usual errors in functions of a file that run on each replica."""
+    """Report common errors in functions of a file that run on each replica."""
     for mapped in program.mapped:
         step = _Step(program, mapped)
         _check_means(program, step)
@@ -72,13 +72,13 @@ def check_steps(program: ParsedFile) -> None:
     for functions in program.functions.values():
         for function in functions:
             calls = list(program.calls(function))
-            # A function that averages over an axis is mapped over it, be it in another file.
+            # A function that averages over an axis is mapped over it, perhaps in another file.
             if any(program.called(call) in ("jax.lax.pmean", "jax.lax.psum") for call in calls):
                 _check_scale(program, calls)
 
 
 def _check_reduced(program: ParsedFile, step: _Step) -> None:
-    """Report a step that updates parameters and reduces nothing but what it shows."""
+    """Report a step that updates parameters but reduces nothing except metrics."""
     for call in step.reductions:
         if not step.is_nameless and not all(map(_METRIC.search, _leaves(call))):
             return
@@ -98,7 +98,7 @@ def _check_reduced(program: ParsedFile, step: _Step) -> None:
     program.report(
         "no-reduction",
         update,
-        "every replica updates its parameters by the gradient of its own rows, and they drift "
+        "every replica updates its parameters with the gradient of its own rows, so they drift "
         "apart: nothing here reduces the gradient",
         "grads = jax.lax.pmean(grads, axis_name) before the update"
         + ("" if "axis_name" in step.mapped.options else ", and an axis_name to reduce over"),
@@ -106,7 +106,7 @@ def _check_reduced(program: ParsedFile, step: _Step) -> None:
 
 
 def _leaves(call: ast.Call) -> set[str]:
-    """Return the names and texts of what a reduction adds up; none that says nothing."""
+    """Return the names and strings in the argument of a reduction, or `?` if there are none."""
     maps = len(call.args) > 1 and ast.unparse(call.func).endswith("map")
     first = call.args[-1 if maps else 0] if call.args else call
     texts = {getattr(each, "value", None) for each in ast.walk(first)}
@@ -114,7 +114,7 @@ def _leaves(call: ast.Call) -> set[str]:
 
 
 def _gradient_names(program: ParsedFile, step: _Step) -> set[str]:
-    """Return what a file calls gradients: the results of `grad`, and names that say so."""
+    """Return the names of gradients: results of `grad`, and names that look like gradients."""
     makers = {"grad_fn", "value_and_grad_fn", "loss_grad_fn"}
     for node in step.assigns:
         if program.called(node.value) in GRADS:
@@ -133,13 +133,13 @@ def _gradient_names(program: ParsedFile, step: _Step) -> set[str]:
 
 
 def _is_known(program: ParsedFile, call: ast.Call, last: str) -> bool:
-    """Whether it can be seen that a call reduces nothing."""
+    """Whether a call is known not to reduce."""
     name = program.called(call)
     return bool(_LIBRARY.match(name)) or last in program.functions or hasattr(builtins, name)
 
 
 def _check_scale(program: ParsedFile, calls: Sequence[ast.Call]) -> None:
-    """Report loss scaling that decides on each replica by itself whether to skip."""
+    """Report loss scaling that decides on each replica separately whether to skip a step."""
     for call in calls:
         if not isinstance(call.func, ast.Attribute) or call.func.attr != "value_and_grad":
             continue
@@ -148,14 +148,14 @@ def _check_scale(program: ParsedFile, calls: Sequence[ast.Call]) -> None:
             program.report(
                 "local-scale",
                 call,
-                "without an axis name each replica reduces nothing, and skips a step and changes "
-                "its scale by its own rows",
-                f"{held}.value_and_grad(..., axis_name=...) with the axis of the step",
+                "without an axis name nothing is reduced, and each replica skips steps and changes "
+                "its scale based on its own rows",
+                f"{held}.value_and_grad(..., axis_name=...) with the step's axis name",
             )
 
 
 def _check_means(program: ParsedFile, step: _Step) -> None:
-    """Report masked means that are averaged over replicas, in a step that never adds up counts."""
+    """Report masked means that are averaged over replicas in a step that never sums counts."""
     lasts = {program.last_called(each) for call in step.reductions for each in (call, *call.args)}
     if "pmean" not in lasts or lasts & {"psum", "all_gather"}:
         return
@@ -170,8 +170,8 @@ def _check_means(program: ParsedFile, step: _Step) -> None:
             program.report(
                 "mean-of-means",
                 node,
-                "each device divides by the count of its own rows, and the quotients are "
-                "averaged over devices: a mean of means, wrong wherever the counts differ",
+                "each device divides by the count of its own rows, and the quotients are averaged "
+                "over devices: a mean of means, which is wrong if the counts differ",
                 "differentiate the local sum, then divide once: grads = psum(grads) / "
                 "psum(count), loss = psum(total) / psum(count)",
             )
@@ -185,7 +185,7 @@ def _is_masked_mean(program: ParsedFile, node: ast.AST, totals: set[str]) -> boo
 
 
 def _is_total(program: ParsedFile, node: ast.AST, totals: set[str]) -> bool:
-    """Whether it is the sum of all of a mask, perhaps by name, and perhaps guarded against 0."""
+    """Whether a node is the full sum of a mask, possibly by name or guarded against 0."""
     if isinstance(node, ast.Name):
         return node.id in totals
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
@@ -198,7 +198,7 @@ def _is_total(program: ParsedFile, node: ast.AST, totals: set[str]) -> bool:
 
 
 def _sums(program: ParsedFile, node: ast.AST) -> bool:
-    """Whether it is a sum over all that an array has."""
+    """Whether a node is a sum over all elements of an array."""
     if isinstance(node, ast.Name):
         return bool(re.search(r"total|sum", node.id))
     if not isinstance(node, ast.Call) or {"axis", "keepdims"} & keywords(node):
@@ -208,7 +208,7 @@ def _sums(program: ParsedFile, node: ast.AST) -> bool:
 
 
 def _check_keys(program: ParsedFile, step: _Step) -> None:
-    """Report a key that all replicas have alike, in a step that draws for its own rows."""
+    """Report a key shared by all replicas in a step that draws random numbers for its own rows."""
     own = {"axis_index", "process_index"}
     drawing = [call for call in step.calls if _draws(program, call)]
     if not drawing or any(program.last_called(call) in own for call in step.calls):
@@ -228,7 +228,7 @@ def _check_keys(program: ParsedFile, step: _Step) -> None:
         program.report(
             "shared-key",
             call,
-            "every replica has the same key here, so all draw the same mask or noise for their "
+            "every replica has the same key here, so all of them draw the same mask or noise for "
             "different rows",
             "key = jax.random.fold_in(key, jax.lax.axis_index(axis_name)) in the step, or "
             "jax.random.split(key, devices) before it",
@@ -244,7 +244,7 @@ def _draws(program: ParsedFile, call: ast.Call) -> bool:
 
 
 def _replicated(program: ParsedFile, step: _Step, by_name: bool) -> list[ast.Call]:
-    """Return where a key is copied to all devices, or what the step reads a key from."""
+    """Return the calls that copy a key, or a container that holds one, to all devices."""
     found = []
     handed = _handed_with_keys(program, step)
     for call in program.calls():
@@ -258,9 +258,9 @@ def _replicated(program: ParsedFile, step: _Step, by_name: bool) -> list[ast.Cal
 
 
 def _handed_with_keys(program: ParsedFile, step: _Step) -> set[str]:
-    """Return what a file hands to a step as an argument of which it reads a key: `state.rng`.
+    """Return the names passed to a step as an argument from which it reads a key: `state.rng`.
 
-    Nothing where the file deals keys out: `split(key, devices)`.
+    Empty if the file splits keys over devices: `split(key, devices)`.
     """
     holders = {
         node.value.id
@@ -287,7 +287,7 @@ def _handed_with_keys(program: ParsedFile, step: _Step) -> set[str]:
 
 
 def _whole(program: ParsedFile, step: _Step) -> set[str]:
-    """Return the arguments that every replica has alike, by `in_axes=None` or `P()`."""
+    """Return the arguments that are equal on every replica, by `in_axes=None` or `P()`."""
     options = step.mapped.options
     specs: ast.AST | None = options.get("in_axes", options.get("in_specs"))
     if isinstance(specs, ast.Name):
@@ -305,10 +305,10 @@ def _whole(program: ParsedFile, step: _Step) -> set[str]:
 
 
 def _check_norms(program: ParsedFile, step: _Step) -> None:
-    """Report BatchNorm whose statistics each replica keeps for itself."""
+    """Report BatchNorm whose statistics are separate on each replica."""
     written = {name or "" for call in step.calls for name in keywords(call)}
     if any(program.last_called(call) == "transform_with_state" for call in program.calls()):
-        written |= names_in(*step.nodes[:1])  # Haiku's state is an argument like others
+        written |= names_in(*step.nodes[:1])  # Haiku's state is a regular argument
     if not any(map(_STATISTICS.search, written)) or _averages_statistics(program):
         return
     for call in program.calls():
@@ -316,15 +316,15 @@ def _check_norms(program: ParsedFile, step: _Step) -> None:
             program.report(
                 "local-batch-norm",
                 call,
-                "each replica normalizes by its own rows and keeps its own running statistics, "
+                "each replica normalizes over its own rows and keeps its own running statistics, "
                 "which drift apart",
-                "BatchNorm(axis_name=...) with the axis of the step, and pmean of batch_stats "
-                "before they are saved",
+                "BatchNorm(axis_name=...) with the step's axis name, and pmean of batch_stats "
+                "before saving them",
             )
 
 
 def _averages_statistics(program: ParsedFile) -> bool:
-    """Whether anything in a file averages something over replicas that may be statistics."""
+    """Whether a file averages anything over replicas that may be statistics."""
     for call in program.calls():
         text = ast.unparse(call)
         named = _STATISTICS.search(text)

@@ -1,4 +1,4 @@
-"""One file as the rules see it: its imports, its functions, which run on each replica; findings."""
+"""A parsed file for the rules: imports, functions, which of them run per replica, and findings."""
 
 import ast
 import builtins
@@ -16,7 +16,7 @@ ERROR: Final[Literal["error"]] = "error"
 WARNING: Final[Literal["warning"]] = "warning"
 """Slow, wasteful, or wrong for some data."""
 NOTE: Final[Literal["note"]] = "note"
-"""Works today; there is a better way to write it."""
+"""Works today, but there is a better way to write it."""
 _IGNORE = re.compile(r"#.*\breplicax:\s*ignore(?:\[([\w\s,-]*)\])?")
 
 BATCH = re.compile(r"^(\w+_)?(batch|images?|labels?|inputs?|targets?|tokens|xs?|ys?|data)$")
@@ -35,7 +35,7 @@ _CUSTOMARY = {
     "optax": "optax",
     "nnx": "flax.nnx",
 }
-"""Names that a snippet uses without importing them."""
+"""Conventional names that a snippet may use without importing them."""
 PMAP = {"jax.pmap", "flax.nnx.pmap", "equinox.filter_pmap"}
 SHARD_MAP = {"jax.shard_map", "jax.experimental.shard_map.shard_map", "flax.nnx.shard_map"}
 JIT = {"jax.jit", "flax.nnx.jit", "equinox.filter_jit", "jax.experimental.pjit.pjit"}
@@ -49,7 +49,7 @@ GRADS = {
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One error in the code, with its line, reason and fix."""
+    """An error in the code, with its line, reason and fix."""
 
     line: int
     """From 1."""
@@ -61,7 +61,7 @@ class Finding:
     reason: str
     fix: str
     code: str
-    """The line as it is in the file."""
+    """The source line."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -73,11 +73,11 @@ class Mapped:
     """Where it is mapped."""
     options: Mapping[str, ast.expr]
     kind: str
-    """The canonical name of what maps it."""
+    """The full name of the mapping function."""
 
     @property
     def sums_by_itself(self) -> bool:
-        """Whether differentiation adds up over replicas: shard_map, unless it is unchecked."""
+        """Whether differentiation sums over replicas: true for shard_map unless unchecked."""
         off = [self.options.get(name) for name in ("check_vma", "check_rep")]
         return self.kind in SHARD_MAP and not any(
             isinstance(each, ast.Constant) and each.value is False for each in off
@@ -85,7 +85,7 @@ class Mapped:
 
 
 class ParsedFile:
-    """A parsed file, and what the rules have found in it: one finding of a rule and line."""
+    """A parsed file and its findings, at most one per rule and line."""
 
     def __init__(self, text: str, path: Path) -> None:
         self.lines = text.splitlines()
@@ -96,7 +96,7 @@ class ParsedFile:
             where = f"line {line}: " if line else ""
             said = getattr(error, "msg", None) or str(error)
             raise ConfigError(
-                f"{path} is not Python: {where}{said}; give a .py file that runs"
+                f"{path} is not Python: {where}{said}; pass a .py file that runs"
             ) from error
         self.nodes = list(ast.walk(self.tree))
         self.parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
@@ -115,7 +115,7 @@ class ParsedFile:
     def report(
         self, rule: str, node: ast.AST, reason: str, fix: str, severity: Severity = ERROR
     ) -> None:
-        """Add a finding, unless its line says `# replicax: ignore` or has it already."""
+        """Add a finding, unless the line has `# replicax: ignore` or the finding exists."""
         line = line_of(node)
         if not self.ignores(rule, line):
             code = self._line(line)
@@ -125,7 +125,7 @@ class ParsedFile:
             self._found.setdefault((rule, line), finding)
 
     def findings(self) -> list[Finding]:
-        """Return all of them, from the top of the file down."""
+        """Return all findings in file order."""
         return sorted(self._found.values(), key=lambda one: (one.line, one.column, one.rule))
 
     def ignores(self, rule: str, line: int) -> bool:
@@ -141,9 +141,9 @@ class ParsedFile:
         return self.lines[number - 1] if 1 <= number <= len(self.lines) else ""
 
     def name(self, node: ast.AST) -> str:
-        """Return the full name that `node` writes, `jax.lax.pmean` say; empty if it is none.
+        """Return the full name that `node` refers to, such as `jax.lax.pmean`; empty if none.
 
-        What is no import and no builtin begins with `local`.
+        Names that are neither imported nor builtin begin with `local`.
         """
         if isinstance(node, ast.Attribute):
             base = self.name(node.value)
@@ -156,7 +156,7 @@ class ParsedFile:
         return self.imported.get(node.id, _CUSTOMARY.get(node.id, own))
 
     def called(self, node: ast.AST) -> str:
-        """Return the full name of what a call calls, of `partial(f, ...)` that of f; or a name."""
+        """Return the full name of a called function (of f for `partial(f, ...)`), or of a name."""
         if not isinstance(node, ast.Call):
             return self.name(node)
         if self.name(node.func) == "functools.partial" and node.args:
@@ -164,16 +164,16 @@ class ParsedFile:
         return self.name(node.func)
 
     def last_called(self, node: ast.AST) -> str:
-        """Return the last part of that name, `pmean` say."""
+        """Return the last part of that name, such as `pmean`."""
         return self.called(node).rpartition(".")[2]
 
     def calls(self, *functions: ast.AST) -> Iterator[ast.Call]:
-        """Yield all calls in some functions, by default in the file."""
+        """Yield all calls in the given functions, by default in the file."""
         for function in functions or [self.tree]:
             yield from (node for node in ast.walk(function) if isinstance(node, ast.Call))
 
     def reached(self, function: Function) -> list[Function]:
-        """Return a function and those of the file that it names, and that these name."""
+        """Return a function and the functions of the file that it refers to, transitively."""
         found: dict[Function, None] = {}
         left = [function]
         while left:
@@ -186,17 +186,17 @@ class ParsedFile:
         return list(found)
 
     def around(self, node: ast.AST) -> Iterator[ast.AST]:
-        """Yield what a node is in, from the inside out."""
+        """Yield the ancestors of a node, innermost first."""
         while node in self.parents:
             node = self.parents[node]
             yield node
 
     def _named(self, node: ast.AST) -> list[Function]:
-        """Return the functions of the file that a name may stand for, or a method's."""
+        """Return the functions of the file that a name or attribute may refer to."""
         return self.functions.get(str(getattr(node, "attr", getattr(node, "id", ""))), [])
 
     def _is_variable(self, name: ast.Name) -> bool:
-        """Whether a function around it has an argument or a variable of that name."""
+        """Whether an enclosing function has an argument or variable of that name."""
         for outer in self.around(name):
             if isinstance(outer, Function):
                 if outer not in self._bound:
@@ -230,7 +230,7 @@ def _options(call: ast.AST) -> dict[str, ast.expr]:
 
 
 def _imported(nodes: list[ast.AST]) -> Iterator[tuple[str, str]]:
-    """Yield names and what they stand for, wherever in the file they are imported."""
+    """Yield imported names and what they refer to, from anywhere in the file."""
     for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -242,7 +242,7 @@ def _imported(nodes: list[ast.AST]) -> Iterator[tuple[str, str]]:
 
 
 def bound(function: Function) -> set[str]:
-    """Return the arguments and variables of a function; what it imports is no variable."""
+    """Return the arguments and variables of a function, without its imports."""
     nodes = list(ast.walk(function))
     arguments = {node.arg for node in nodes if isinstance(node, ast.arg)}
     return arguments | {
@@ -251,7 +251,7 @@ def bound(function: Function) -> set[str]:
 
 
 def free_names(function: Function) -> set[str]:
-    """Return the names that a function reads and does not assign."""
+    """Return the names that a function reads but does not assign."""
     body = [function.body] if isinstance(function, ast.Lambda) else function.body
     inner = {node.name for node in ast.walk(function) if isinstance(node, ast.FunctionDef)}
     return names_in(*body) - bound(function) - inner
@@ -263,12 +263,12 @@ def given(call: ast.Call) -> list[ast.expr]:
 
 
 def keywords(call: ast.Call) -> set[str | None]:
-    """Return the names of a call's arguments; None among them for `**options`."""
+    """Return the names of a call's keyword arguments, including None for `**options`."""
     return {each.arg for each in call.keywords}
 
 
 def names_in(*nodes: ast.AST) -> set[str]:
-    """Return the names that are read or written in some nodes."""
+    """Return the names that are read or written in the given nodes."""
     return {each.id for node in nodes for each in ast.walk(node) if isinstance(each, ast.Name)}
 
 

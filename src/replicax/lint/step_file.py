@@ -1,8 +1,8 @@
-"""The file that `replicax verify --step` needs, written from a training script.
+"""Write the file that `replicax verify --step` needs from a training script.
 
-It holds the script's step with all that it needs, and a reference: the same function on one
-replica that has the whole batch, where a reduction is the identity. State and batch are those of
-the script where it makes them outside of functions, and are left to be filled in otherwise.
+It contains the script's step with its dependencies, and a reference: the same function on one
+replica that has the whole batch, where reductions are the identity. State and batch are taken from
+the script if it creates them at the top level, and are left to be filled in otherwise.
 """
 
 import ast
@@ -15,7 +15,7 @@ from replicax.lint.numeric_rules import REDUCES, REPLICATES
 from replicax.lint.parsed import BATCH, KEY, PMAP, Mapped, ParsedFile, free_names, names_in, targets
 
 _FILE = '''\
-"""The step of {path} on many replicas and on one.
+"""The step of {path} on several replicas and on one.
 
 replicax verify --step {to}:step --reference {to}:reference
 """
@@ -31,24 +31,24 @@ one = jax.vmap({name}{axis})
 
 
 def step(state, {rows}):
-    """The step as {path} calls it."""
+    """Run the step as {path} does."""
     return paired(mapped({given}))
 
 
 def reference(state, {rows}):
-    """The same on one replica, which has the whole batch."""
+    """Run the step on one replica, which has the whole batch."""
     arguments = jax.tree.map(lambda each: jax.numpy.asarray(each)[None], ({given}))
     return paired(jax.tree.map(lambda each: each[0], one(*arguments)))
 
 
 def paired(results):
-    """The new state, and whatever else the step returns."""
+    """Return the new state and the step's other results."""
     return {paired}
 '''
 _DIFFERENTIATE = {"grad", "value_and_grad", "filter_grad", "filter_value_and_grad"}
 _WANTED = {
-    "state": "the state that the step begins with, for one device",
-    "batch": "a global batch, arrays of [rows, ...] with some rows for each device",
+    "state": "the initial state of the step, for one device",
+    "batch": "a global batch, arrays of [rows, ...] with at least one row per device",
     "key": "a random key, the same for all replicas: jax.random.key(0)",
 }
 
@@ -63,7 +63,7 @@ def step_file(text: str, path: Path, to: Path) -> str:
     parts = _parts(arguments, path)
     made = {each: node for node in program.tree.body for each in _makes(node)}
     free = (free_names(function) | names_in(function.args, mapped.call)) - {name}
-    left = dict.fromkeys(free - made.keys(), f"made inside a function of {path.name}")
+    left = dict.fromkeys(free - made.keys(), f"defined inside a function of {path.name}")
     left = {each: said for each, said in left.items() if not hasattr(builtins, each)}
     own = []
     for part, names in parts.items():
@@ -104,18 +104,18 @@ def _step(program: ParsedFile, path: Path) -> Mapped:
         if any(program.last_called(call) in _DIFFERENTIATE for call in calls):
             return mapped
     raise ConfigError(
-        f"{path} has no pmap or shard_map of a function that differentiates; a step of another "
-        "form is compared by verify --step FILE.py:name --reference FILE.py:name"
+        f"{path} has no pmap or shard_map of a function that computes gradients; for other steps, "
+        "use verify --step FILE.py:name --reference FILE.py:name"
     )
 
 
 def _parts(names: list[str], path: Path) -> dict[str, list[str]]:
-    """Return the names of a step's arguments by what they are: state, batch, and maybe a key."""
+    """Return the names of a step's arguments by role: state, batch, and possibly key."""
     first = next((n for n, name in enumerate(names) if n and BATCH.match(name)), None)
     if first is None:
         raise ConfigError(
-            f"the arguments {', '.join(names)} of the step in {path} do not tell which is the "
-            "batch: call it batch, images, labels, x or y"
+            f"the arguments {', '.join(names)} of the step in {path} do not show which is the "
+            "batch: name it batch, images, labels, x or y"
         )
     keys = [name for name in names[first:] if KEY.search(name)]
     parts = {"state": names[:first], "batch": [each for each in names[first:] if each not in keys]}
@@ -123,12 +123,12 @@ def _parts(names: list[str], path: Path) -> dict[str, list[str]]:
 
 
 def _stacks(program: ParsedFile, node: ast.stmt) -> bool:
-    """Whether a statement makes what has a copy for each device."""
+    """Whether a statement creates values with a copy per device."""
     return any(program.called(call) in REPLICATES | PMAP for call in program.calls(node))
 
 
 def _makes(node: ast.stmt) -> list[str]:
-    """Return the names that a statement at the top level gives a value."""
+    """Return the names that a top-level statement defines."""
     if isinstance(node, ast.Import | ast.ImportFrom):
         return [alias.asname or alias.name.partition(".")[0] for alias in node.names]
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -139,7 +139,7 @@ def _makes(node: ast.stmt) -> list[str]:
 def _copies(
     program: ParsedFile, text: str, made: dict[str, ast.stmt], names: set[str]
 ) -> list[str]:
-    """Return the statements at the top level that some names need, in their order."""
+    """Return the top-level statements that the names depend on, in file order."""
     needed: set[ast.stmt] = set()
     waiting = [made[name] for name in names if name in made]
     while waiting:
@@ -159,7 +159,7 @@ def _copies(
 
 
 def _mapping(mapped: Mapped, name: str) -> str:
-    """Return the expression that maps the step, as decorators or a call do; compiled."""
+    """Return the expression that maps and compiles the step, from decorators or a call."""
     decorators = getattr(mapped.function, "decorator_list", [])
     if mapped.call in decorators:
         for each in reversed(decorators):
@@ -170,7 +170,7 @@ def _mapping(mapped: Mapped, name: str) -> str:
 
 
 def _axis(program: ParsedFile, mapped: Mapped) -> str:
-    """Return the axis that a step reduces over, as the argument of `vmap`; empty without one."""
+    """Return the step's reduction axis as an argument of `vmap`; empty if there is none."""
     if mapped.kind in PMAP and "axis_name" in mapped.options:
         return f", axis_name={ast.unparse(mapped.options['axis_name'])}"
     for call in program.calls(*program.reached(mapped.function)):
