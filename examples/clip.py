@@ -1,6 +1,6 @@
-"""Contrastive training: every image is compared with the texts of the whole batch, on all devices.
+"""Contrastive training: every image is compared with all texts of the global batch.
 
-`rx.gather` brings the rows together, and `rx.row_weights` leaves padding out of the last batch.
+`rx.gather` collects the rows of all devices, and `rx.row_weights` masks padding in the last batch.
 """
 
 from functools import partial
@@ -16,7 +16,7 @@ ROWS, BATCH, PIXELS, WORDS, WIDTH = 84, 32, 24, 16, 12
 
 
 def rows():
-    """Images and texts that show the same hidden thing."""
+    """Images and texts generated from shared latent vectors."""
     random = np.random.default_rng(0)
     hidden = random.normal(size=(ROWS, 6))
     image, text = (hidden @ random.normal(size=(6, size)) for size in (PIXELS, WORDS))
@@ -24,7 +24,7 @@ def rows():
 
 
 def model():
-    """Two towers of two layers, and the temperature."""
+    """Two two-layer towers, and a temperature."""
     image, text = jax.random.split(jax.random.key(0))
     return {"image": tower(image, PIXELS), "text": tower(text, WORDS), "scale": jnp.float32(1.0)}
 
@@ -43,7 +43,7 @@ def embed(tower, x):
 
 
 def loss(model, batch, key):
-    """Cross-entropy of each row's pair among all pairs, both ways."""
+    """Symmetric cross-entropy of each row's pair among all pairs."""
     image, text = embed(model["image"], batch["image"]), embed(model["text"], batch["text"])
     images, texts, real = rx.gather((image, text, rx.row_weights(image)))
     scale = jnp.exp(model["scale"])

@@ -1,7 +1,7 @@
-"""Self-distillation without labels: a student learns from the moving average of itself.
+"""Self-distillation without labels: a student learns from a moving average of itself.
 
 The teacher's outputs are centred by their moving mean over the rows of all devices: `rx.mean`.
-`rx.Run` gives the batches, and a hook watches for a teacher that calls everything the same.
+`rx.Run` yields the batches, and a hook stops the run if the teacher collapses to one class.
 """
 
 import argparse
@@ -20,7 +20,7 @@ optimizer = optax.adamw(3e-3)
 
 
 def rows():
-    """Points about some places, and for each row the noise of both its views."""
+    """Clustered points, and for each row the noise of its two views."""
     random = np.random.default_rng(0)
     places = random.normal(size=(CLASSES, INPUTS))
     points = places[random.integers(CLASSES, size=ROWS)] + random.normal(size=(ROWS, INPUTS)) / 4
@@ -29,7 +29,7 @@ def rows():
 
 
 def state():
-    """A network of two layers twice, the centre of outputs, and the optimizer's state."""
+    """A two-layer student and teacher, the centre of outputs, and the optimizer state."""
     first, last = jax.random.split(jax.random.key(0))
     network = {
         "in": jax.random.normal(first, (INPUTS, WIDTH)) / INPUTS**0.5,
@@ -45,7 +45,7 @@ def apply(network, x):
 
 
 def loss(student, batch, key):
-    """Cross-entropy of the student on each view with the teacher on the other."""
+    """Cross-entropy of the student on each view, with the teacher's output on the other view."""
     log_chances = jax.nn.log_softmax(SHARPNESS * apply(student, batch["views"]))
     return -jnp.mean(jnp.sum(batch["taught"] * log_chances, axis=2), axis=1)
 
@@ -69,14 +69,14 @@ def step(state, batch, key):
 
 
 def disagreement(state, batch, key):
-    """Whether the teacher puts the two views of a row into different classes."""
+    """Whether the teacher assigns the two views of a row to different classes."""
     views = batch["point"][:, None] + NOISE * batch["noise"]
     named = jnp.argmax(apply(state["teacher"], views), axis=-1)
     return jnp.float32(named[:, 0] != named[:, 1])
 
 
 class Collapse(rx.Hook):
-    """Stops a run whose teacher gives nearly all rows to one class, on average of late."""
+    """Stop the run if the teacher assigns nearly all rows to one class (moving average)."""
 
     def __init__(self, most=0.9, share=0.1):
         self.most, self.share, self.average = most, share, 0.0
@@ -89,7 +89,7 @@ class Collapse(rx.Hook):
 
     def epoch(self, run, record):
         if self.average > self.most:
-            run.stop(f"the teacher gives {self.average:.0%} to one class")
+            run.stop(f"the teacher assigns {self.average:.0%} to one class")
 
     def save_state(self):
         return self.average
@@ -98,12 +98,12 @@ class Collapse(rx.Hook):
         self.average = state
 
     def summary(self):
-        return [f"class  {self.average:.3f} of all rows in the largest, on average of late"]
+        return [f"class  {self.average:.3f} of all rows in the largest (moving average)"]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--run-dir", help="where to save; started again, it goes on from there")
+    parser.add_argument("--run-dir", help="folder to save the run in, and to resume it from")
     parser.add_argument("--steps", type=int, default=STEPS)
     flags = parser.parse_args()
     dp = rx.DataParallel(disagreement, step=step)

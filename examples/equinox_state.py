@@ -1,6 +1,6 @@
-"""An Equinox network with BatchNorm, whose state the loss hands back.
+"""An Equinox network with BatchNorm, whose updated state the loss returns.
 
-The network and its state are an `rx.Stateful`, and the loss returns an `rx.Written`.
+The network and its state form an `rx.Stateful`, and the loss returns an `rx.Written`.
 """
 
 import equinox as eqx
@@ -15,13 +15,13 @@ ROWS, BATCH = 84, 32
 
 
 def rows():
-    """Points, and whether each is inside a ring."""
+    """Points, with labels for whether each is inside a ring."""
     x = np.random.default_rng(0).normal(size=(ROWS, 2)).astype(np.float32)
     return {"x": x, "y": (np.abs(np.linalg.norm(x, axis=1) - 1) < 0.5).astype(np.float32)}
 
 
 class Network(eqx.Module):
-    """Two layers, with BatchNorm over the rows between them."""
+    """Two layers with BatchNorm between them."""
 
     first: eqx.nn.Linear
     norm: eqx.nn.BatchNorm

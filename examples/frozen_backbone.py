@@ -1,6 +1,6 @@
-"""Fine-tuning: a new head on a network that was trained before and stays as it is.
+"""Fine-tuning: a new head on a frozen, pretrained network.
 
-`trainable` is a regex on the paths of parameters; the averaged head is what is evaluated.
+`trainable` is a regex on parameter paths; both the newest and the averaged head are evaluated.
 """
 
 import jax
@@ -21,7 +21,7 @@ def rows():
 
 
 def model():
-    """A backbone, which would be read from a file, and a new head."""
+    """A backbone, normally read from a file, and a new head."""
     keys = jax.random.split(jax.random.key(0), 2)
     backbone = [
         jax.random.normal(keys[0], (INPUTS, FEATURES)) / INPUTS**0.5,

@@ -1,6 +1,6 @@
-"""A Grain `MapDataset`, with its own `shuffle` and `map`, handed over as rows and not as batches.
+"""A Grain `MapDataset`, with its own `shuffle` and `map`, passed as rows instead of batches.
 
-`dp.feed` cuts it and draws an order for each epoch; a run that resumes begins at the very row.
+`dp.feed` batches and reshuffles it every epoch; a run resumes at exactly the next row.
 """
 
 import grain
@@ -14,9 +14,9 @@ ROWS, BATCH, SIDE, CLASSES = 84, 32, 8, 4
 
 
 class Records:
-    """Images of a bright quarter: whatever has a length and can be indexed is a source of Grain.
+    """Images with one bright quarter, as a Grain source: any object with a length and indexing.
 
-    A dataset of Hugging Face's or of torch's is one too.
+    Hugging Face and PyTorch datasets qualify too.
     """
 
     def __init__(self):
@@ -34,7 +34,7 @@ class Records:
 
 
 def prepare(record):
-    """An image of zero mean; Grain calls this ahead of time, in threads."""
+    """Normalize the image to zero mean; Grain prefetches this in threads."""
     image = record["image"].astype(np.float32) / 255
     return {"image": image - image.mean(), "label": np.int32(record["label"])}
 
@@ -48,7 +48,7 @@ def sources():
 
 
 def rows():
-    """All that the pipeline gives, as arrays."""
+    """All rows of the pipeline, as arrays."""
     return jax.tree.map(lambda *rows: np.stack(rows), *pipeline())
 
 

@@ -1,6 +1,6 @@
 """A graph network on graphs of different sizes, each padded to the largest: a row is a graph.
 
-Nodes that are padding are masked within the row; graphs that are padding, by Replicax.
+The model masks padded nodes within a row; Replicax masks padded graphs.
 """
 
 import jax
@@ -14,7 +14,7 @@ GRAPHS, BATCH, NODES, WIDTH = 84, 32, 12, 16
 
 
 def rows():
-    """`edge` `[graphs, nodes, nodes]`, `node` `[graphs, nodes]` 1 for a real one, `triangles`."""
+    """`edge` `[graphs, nodes, nodes]`, `node` `[graphs, nodes]` (1 if real), and `triangles`."""
     random = np.random.default_rng(0)
     sizes = random.integers(4, NODES + 1, size=GRAPHS)
     node = (np.arange(NODES) < sizes[:, None]).astype(np.float32)
@@ -38,7 +38,7 @@ def model():
 
 
 def count(model, graph):
-    """The logarithm of the triangles of one graph, and 1."""
+    """Predict log(1 + number of triangles) of one graph."""
     degree = jnp.sum(graph["edge"], axis=1)
     nodes = jnp.stack([graph["node"], degree], axis=1) @ model["start"]
     for weights in model["rounds"]:

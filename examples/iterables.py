@@ -1,6 +1,6 @@
-"""Batches that others make: a stream as tf.data has it, a table as Hugging Face's datasets do.
+"""Batches from other libraries: a tf.data-like stream and a Hugging Face-like table.
 
-`Table` stands in for both, which are not imported; `Passes` and `collate` are what they take.
+`Table` imitates both, so that neither is imported; `Passes` and `collate` are all they need.
 """
 
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ ROWS, BATCH, LENGTH, TOKENS = 84, 32, 12, 20
 
 
 class Table:
-    """Rows and slices of lists, as `datasets.Dataset`; arrays, read once, as `tf.data.Dataset`."""
+    """Lists by row or slice, as `datasets.Dataset`; a stream of arrays, as `tf.data.Dataset`."""
 
     def __init__(self):
         random = np.random.default_rng(0)
@@ -35,7 +35,7 @@ class Table:
 
 
 class Passes:
-    """Batches that can be read again: `begin` returns an iterator for each epoch."""
+    """A re-iterable of batches: `begin` returns a new iterator for each epoch."""
 
     def __init__(self, begin):
         self.begin = begin
@@ -45,7 +45,7 @@ class Passes:
 
 
 def collate(batch):
-    """Arrays of lists; all texts get one length, so that nothing recompiles."""
+    """Convert lists to arrays; all texts are padded to one length to avoid recompilation."""
     tokens = [text + [0] * (LENGTH - len(text)) for text in batch["tokens"]]
     return {"tokens": np.int32(tokens), "label": np.float32(batch["label"])}
 

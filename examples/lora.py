@@ -1,6 +1,6 @@
-"""LoRA in Flax NNX: two small matrices train beside each frozen one.
+"""LoRA in Flax NNX: two small matrices are trained next to each frozen one.
 
-`trainable=nnx.LoRAParam` keeps the rest from being differentiated, reduced, or given moments.
+With `trainable=nnx.LoRAParam`, the rest has no gradient, all-reduce, or optimizer state.
 """
 
 import jax

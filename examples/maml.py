@@ -1,6 +1,6 @@
-"""MAML: a start from which one gradient step learns a new sine; a row is a task.
+"""MAML: an initialization from which one gradient step learns a new sine; a row is a task.
 
-The gradient goes through the inner step (second order); tasks do not see one another.
+The gradient is taken through the inner step (second order); tasks are independent.
 """
 
 import jax
@@ -14,7 +14,7 @@ TASKS, BATCH, POINTS, INNER_RATE = 84, 32, 10, 0.05
 
 
 def rows():
-    """`seen` and `asked` `[tasks, points, 2]`: x and y of one sine each."""
+    """`seen` and `asked` `[tasks, points, 2]`: points (x, y) on one sine per task."""
     random = np.random.default_rng(0)
     phase, height = random.uniform(0, np.pi, (TASKS, 1)), random.uniform(0.5, 2, (TASKS, 1))
     x = random.uniform(-3, 3, (2, TASKS, POINTS))
@@ -37,7 +37,7 @@ def error(model, points):
 
 
 def loss(model, batch, key):
-    """Squared error of each task after one step on what it has seen."""
+    """Squared error of each task after one step on its `seen` points."""
 
     def of_task(seen, asked):
         gradient = jax.grad(error)(model, seen)

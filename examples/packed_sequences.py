@@ -1,6 +1,6 @@
-"""A language model on packed rows: several texts share a row, and none sees another.
+"""A language model on packed rows: several texts share a row, without attending to each other.
 
-Positions count alike whatever row they are in: `rx.Weighted` divides once, over all devices.
+All positions have equal weight, whatever their row: `rx.Weighted` divides once, over all devices.
 """
 
 import jax
@@ -14,7 +14,7 @@ ROWS, BATCH, LENGTH, TOKENS, WIDTH = 84, 32, 24, 11, 32
 
 
 def rows():
-    """`token` and `text` `[rows, length]`: counting from a start; text 0 is padding."""
+    """`token` and `text` `[rows, length]`: counting sequences, and text ids (0 is padding)."""
     random = np.random.default_rng(0)
     token, text = np.zeros((2, ROWS, LENGTH), np.int32)
     for row in range(ROWS):
@@ -46,7 +46,7 @@ def logits(model, token, text):
 
 
 def loss(model, batch, key):
-    """Cross-entropy of the next token of the same text, in nats a token."""
+    """Cross-entropy of the next token of the same text, in nats per token."""
     found = logits(model, batch["token"], batch["text"])[:, :-1]
     nats = optax.softmax_cross_entropy_with_integer_labels(found, batch["token"][:, 1:])
     text = batch["text"]
@@ -63,7 +63,7 @@ def main():
     for epoch in range(40):
         for batch in dp.feed(rows(), BATCH, shuffle=True, epoch=epoch):
             state, metrics = dp.step(state, batch)
-    print(f"loss {metrics['loss']:.3f} nats a token")
+    print(f"loss {metrics['loss']:.3f} nats per token")
 
 
 if __name__ == "__main__":

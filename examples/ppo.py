@@ -1,6 +1,6 @@
-"""PPO: several updates on each batch, its advantages normalised over the rows of all devices.
+"""PPO: several updates on each batch, with advantages normalised over the rows of all devices.
 
-Two calls of `rx.mean` in the step give their mean and variance, with padding left out.
+Two calls of `rx.mean` in the step compute their mean and variance, excluding padding.
 """
 
 import jax
@@ -17,7 +17,7 @@ optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(3e-3))
 
 
 def rows():
-    """Actions drawn evenly in some states, and the returns that they had."""
+    """Uniformly random actions in random states, and their returns."""
     random = np.random.default_rng(0)
     place, action = random.normal(size=(ROWS, STATE)), random.integers(ACTIONS, size=ROWS)
     worth = place @ random.normal(size=(STATE, ACTIONS))
@@ -28,7 +28,7 @@ def rows():
 
 
 def state():
-    """A network with two heads, of which the policy's begins even, and its optimizer's state."""
+    """A network with two heads, initially with a uniform policy, and its optimizer state."""
     inner, value = jax.random.split(jax.random.key(0))
     model = {
         "in": jax.random.normal(inner, (STATE, WIDTH)) / STATE**0.5,
@@ -39,7 +39,7 @@ def state():
 
 
 def loss(model, batch, key):
-    """The clipped objective, the value's error and the entropy, each of every row."""
+    """The clipped objective, value error and entropy of each row."""
     hidden = jnp.tanh(batch["state"] @ model["in"])
     log_chances = jax.nn.log_softmax(hidden @ model["policy"])
     taken = jnp.take_along_axis(log_chances, batch["action"][:, None], axis=1)[:, 0]

@@ -1,6 +1,6 @@
 """Sharpness-aware minimisation: every second step goes uphill first (optax.contrib.sam).
 
-An optax transformation of any kind is handed in as it is.
+Any optax transformation can be passed unchanged.
 """
 
 import jax

@@ -1,7 +1,7 @@
-"""Translation by a small Transformer: warm-up and decay of the learning rate, BLEU, the best kept.
+"""Translation with a small Transformer: learning rate warm-up and decay, and the best BLEU.
 
-`rx.Run` gives the batches. BLEU's sums are means over all rows of the held-out set; a hook makes
-one number of them, and remembers the best over kills and restarts.
+`rx.Run` yields the batches. The terms of BLEU are means over all rows of the held-out set; a hook
+combines them into one number, and remembers the best across restarts.
 """
 
 import argparse
@@ -17,11 +17,11 @@ import replicax as rx
 
 ROWS, HELD_OUT, BATCH, STEPS = 1044, 200, 256, 300
 WORDS, LONGEST, WIDTH, HEADS = 9, 6, 32, 4
-END, BEGIN = 0, WORDS + 1  # words are 1 to WORDS; all is END after the last one
+END, BEGIN = 0, WORDS + 1  # words are 1 to WORDS; END follows the last one
 
 
 def rows(count=ROWS, seed=0):
-    """Sentences, and their translation: another word for each, in the reverse order."""
+    """Sentences and their translations: each word substituted, in reverse order."""
     random = np.random.default_rng(seed)
     dictionary = 1 + np.random.default_rng(99).permutation(WORDS)
     source = np.zeros((count, LONGEST), np.int32)
@@ -80,7 +80,7 @@ def encode(model, source):
 
 
 def decode(model, encoded, target):
-    """Logits of the word after each of `target`, which begins with BEGIN."""
+    """Logits of the word after each word of `target`, which begins with BEGIN."""
     (source, mask), x, layer = encoded, embed(model, target), model["decoder"]
     before = jnp.tri(target.shape[1], dtype=bool)[None, None]
     x += attend(layer["itself"], normal(x), normal(x), before)
@@ -90,7 +90,7 @@ def decode(model, encoded, target):
 
 
 def loss(model, batch, key):
-    """Nats of each word and of the first END; what comes after it has no weight."""
+    """Nats of each word and of the first END; later positions have zero weight."""
     target = batch["target"]
     before = jnp.pad(target, ((0, 0), (1, 0)), constant_values=BEGIN)[:, :-1]
     logits = decode(model, encode(model, batch["source"]), before)
@@ -99,7 +99,7 @@ def loss(model, batch, key):
 
 
 def translate(model, source):
-    """The likeliest word each time, until END."""
+    """Greedy decoding until END."""
     encoded = encode(model, source)
 
     def extend(place, said):
@@ -111,7 +111,7 @@ def translate(model, source):
 
 
 def matches(said, meant, size):
-    """The share of each row's n-grams that are in `meant`, weighted by how many there are."""
+    """The fraction of each row's n-grams that are in `meant`, weighted by their number."""
 
     def grams(words):
         places = jnp.arange(LONGEST - size + 1)[:, None] + jnp.arange(size)
@@ -126,7 +126,7 @@ def matches(said, meant, size):
 
 
 def scores(model, batch, key):
-    """The loss, and what BLEU follows from."""
+    """The loss, and the terms of BLEU."""
     said, meant = translate(model, batch["source"]), batch["target"][:, :-1]
     length, wanted = (jnp.sum(words != END, axis=-1) for words in (said, meant))
     shares = {f"{size}-grams": matches(said, meant, size) for size in (1, 2, 3, 4)}
@@ -134,7 +134,7 @@ def scores(model, batch, key):
 
 
 class Bleu(rx.Hook):
-    """BLEU of each evaluation as a record of its own; the best is in the checkpoints."""
+    """Record BLEU after each evaluation; checkpoints store the best."""
 
     def __init__(self):
         self.best = {"bleu": 0.0, "step": 0}
@@ -164,7 +164,7 @@ def optimizer(steps=STEPS):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--run-dir", help="where to save; started again, it goes on from there")
+    parser.add_argument("--run-dir", help="folder to save the run in, and to resume it from")
     parser.add_argument("--steps", type=int, default=STEPS)
     flags = parser.parse_args()
     dp = rx.DataParallel(loss, optimizer(flags.steps))

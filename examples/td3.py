@@ -1,6 +1,6 @@
-"""TD3: two critics, a policy that is updated every second step, and slow copies of all three.
+"""TD3: two critics, a policy updated every second step, and target networks for all three.
 
-The policy's sum over all rows stands in one branch of `jax.lax.cond`, on `rx.step_number()`.
+The policy's sum over all rows is in one branch of a `jax.lax.cond` on `rx.step_number()`.
 """
 
 import jax
@@ -16,7 +16,7 @@ optimizer = optax.adam(3e-3)
 
 
 def rows():
-    """Transitions of a point pushed about, and for each row the noise on the next action."""
+    """Transitions of a point pushed by actions, with noise for each row's next action."""
     random = np.random.default_rng(0)
     place, action = random.normal(size=(ROWS, STATE)), random.uniform(-1, 1, (ROWS, ACTION))
     following = 0.9 * place + action @ random.normal(size=(ACTION, STATE)) / 2
@@ -27,7 +27,7 @@ def rows():
 
 
 def state():
-    """Three networks of two layers, their copies, and the states of both optimizers."""
+    """Three two-layer networks, their target networks, and the optimizer states."""
     first, second, last = jax.random.split(jax.random.key(0), 3)
     critics = [network(key, STATE + ACTION, 1) for key in (first, second)]
     networks = {"policy": network(last, STATE, ACTION), "critics": critics}
@@ -51,7 +51,7 @@ def values(critics, place, action):
 
 
 def critic_loss(critics, batch, key):
-    """Squared errors of both critics at each row's target."""
+    """Squared error of both critics to each row's target."""
     found = values(critics, batch["state"], batch["action"])
     return jnp.sum((found - batch["target"][:, None]) ** 2, axis=1)
 

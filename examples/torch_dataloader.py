@@ -1,6 +1,6 @@
-"""Rows from a PyTorch `DataLoader`: its dicts of tensors go to `dp.feed` as they are.
+"""Rows from a PyTorch `DataLoader`: pass its dicts of tensors to `dp.feed` unchanged.
 
-The order of an epoch is drawn from its number, so that any of them can be had again.
+The order of an epoch is seeded by its number, so that every epoch can be reproduced.
 """
 
 import jax
@@ -32,8 +32,8 @@ class Flowers(Dataset):
 
 
 def loader(epoch=None):
-    """Batches in the order of `epoch`, or of the dataset; the last has the rows that are left."""
-    # With `num_workers`, `multiprocessing_context="forkserver"`: a fork beside threads may hang.
+    """Batches in the order of `epoch`, or of the dataset; the last may be smaller."""
+    # With `num_workers`, use `multiprocessing_context="forkserver"`: forking with threads may hang.
     order = None if epoch is None else torch.Generator().manual_seed(epoch)
     return DataLoader(Flowers(), BATCH, shuffle=order is not None, generator=order)
 

@@ -1,6 +1,6 @@
-"""A variational autoencoder whose KL term is turned on over the first steps.
+"""A variational autoencoder whose KL term is warmed up over the first steps.
 
-`rx.step_number()` is the step within the loss, so that the schedule needs no recompilation.
+The loss gets the step from `rx.step_number()`, so the schedule needs no recompilation.
 """
 
 import jax
@@ -14,7 +14,7 @@ ROWS, BATCH, SIDE, LATENT, WARMUP = 84, 32, 8, 2, 60
 
 
 def rows():
-    """Images `[rows, 64]` of a bar at some place."""
+    """Images `[rows, 64]` of a bar at a random position."""
     random = np.random.default_rng(0)
     images = np.zeros((ROWS, SIDE, SIDE), np.float32)
     for image, place, upright in zip(images, random.integers(SIDE, size=ROWS), random.random(ROWS)):

@@ -1,7 +1,7 @@
-"""A Wasserstein GAN with gradient penalty: two networks, and five critic updates in each step.
+"""A Wasserstein GAN with gradient penalty: two networks, and five critic updates per step.
 
 The step is written with `rx.value_and_grad`, one call for each sum over all rows of the batch.
-`rx.Run` gives the batches; a hook smooths the critic's distance, and tells how near the ring it is.
+`rx.Run` yields the batches; a hook smooths the critic's distance and reports that to the ring.
 """
 
 import argparse
@@ -20,7 +20,7 @@ critic_optimizer = optax.adam(3e-3, b1=0.0, b2=0.9)
 
 
 def rows():
-    """Points on a ring, and for each row the noise of every update of a step."""
+    """Points on a ring, and for each row the noise for every update of a step."""
     random = np.random.default_rng(0)
     angle = random.uniform(0, 2 * np.pi, size=ROWS)
     noise = random.normal(size=(ROWS, CRITIC_UPDATES + 1, NOISE))
@@ -32,7 +32,7 @@ def rows():
 
 
 def state():
-    """Two networks of two layers, each with the state of its optimizer."""
+    """Two two-layer networks, each with its optimizer state."""
     generator, critic = jax.random.split(jax.random.key(0))
     generator, critic = network(generator, NOISE, 2), network(critic, 2, 1)
     return {
@@ -57,7 +57,7 @@ def apply(network, x):
 
 
 def critic_loss(critic, batch, key):
-    """Score of the fake less that of the point, and a penalty on slopes other than 1."""
+    """Score of the fake minus that of the point, plus a penalty on slopes other than 1."""
     point, fake = batch["point"], batch["fake"]
     mixed = fake + batch["mix"] * (point - fake)
     slope = jax.vmap(jax.grad(lambda x: apply(critic, x)[0]))(mixed)
@@ -97,13 +97,13 @@ def step(state, batch, key):
 
 
 def off_the_ring(state, batch, key):
-    """How far each generated point is from the ring."""
+    """Distance of each generated point from the ring."""
     points = apply(state["generator"], batch["noise"][:, -1])
     return jnp.abs(jnp.linalg.norm(points, axis=1) - 1)
 
 
 class Distance(rx.Hook):
-    """The critic's distance, averaged over the last 50 steps or so; and the nearest evaluation."""
+    """Track a moving average (about 50 steps) of the critic's distance, and the best evaluation."""
 
     def __init__(self):
         self.smooth, self.steps, self.nearest = 0.0, 0, None
@@ -132,7 +132,7 @@ class Distance(rx.Hook):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--run-dir", help="where to save; started again, it goes on from there")
+    parser.add_argument("--run-dir", help="folder to save the run in, and to resume it from")
     parser.add_argument("--steps", type=int, default=STEPS)
     flags = parser.parse_args()
     dp = rx.DataParallel(off_the_ring, step=step)
