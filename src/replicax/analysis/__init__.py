@@ -1,1 +1,1 @@
-"""A compiled program -> its memory, FLOPs and communication."""
+"""Analyze the memory, FLOPs and communication of compiled programs."""

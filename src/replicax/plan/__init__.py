@@ -1,1 +1,1 @@
-"""Will it fit, and how fast, on hardware that is described rather than attached."""
+"""Plan memory and speed of a step on hardware that is described rather than attached."""

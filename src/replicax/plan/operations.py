@@ -1,4 +1,4 @@
-"""A traced function as operations in order, its choices by platform decided for one platform."""
+"""A traced function as an ordered list of operations, specialized for one platform."""
 
 import dataclasses
 import math
@@ -13,7 +13,7 @@ from jax.extend.core.primitives import closed_call_p
 
 
 def with_equations(value: Any, change: Callable[[JaxprEqn], JaxprEqn]) -> Any:
-    """Return a jaxpr, or what holds some, with each equation changed, those inside it first."""
+    """Return a jaxpr, or a container of jaxprs, with each equation changed, innermost first."""
     if isinstance(value, ClosedJaxpr):
         return value.replace(jaxpr=with_equations(value.jaxpr, change))
     if isinstance(value, Jaxpr):
@@ -31,7 +31,7 @@ def _changed(equation: JaxprEqn, change: Callable[[JaxprEqn], JaxprEqn]) -> Jaxp
 def for_platform(jaxpr: Jaxpr, platform: str) -> Jaxpr:
     """Return `jaxpr` with the branch of `platform` in place of every `lax.platform_dependent`.
 
-    Done before differentiation: the derivative of a choice keeps what any of its branches wants.
+    Apply before differentiation: the derivative of a `cond` stores residuals of every branch.
     """
 
     def decided(equation: JaxprEqn) -> JaxprEqn:
@@ -52,18 +52,18 @@ def for_platform(jaxpr: Jaxpr, platform: str) -> Jaxpr:
 
 
 _PRIMITIVES = {
-    # Results that are the operand, as far as memory goes.
+    # Results that share the operand's memory.
     "view": "reshape squeeze expand_dims transpose name copy copy_p stop_gradient"
     " optimization_barrier sharding_constraint mesh_cast pvary pcast random_wrap random_unwrap",
     "fill": "broadcast_in_dim iota",
-    # So cheap that XLA computes them again in every kernel that reads them
+    # Cheap enough that XLA recomputes them in every kernel that reads them
     # (`InstructionFusion::IsExpensive` in xla/service/instruction_fusion.cc of openxla/xla).
     "cheap": "add sub mul neg max min abs sign and or not xor eq ne lt le gt ge select_n clamp"
     " square one_minus_square convert_element_type integer_pow is_finite floor ceil round slice"
     " dynamic_slice rev pad concatenate split add_any real imag complex conj population_count"
     " reduce_precision bitcast_convert_type shift_left shift_right_logical"
     " shift_right_arithmetic sin cos",
-    # Computed inside the kernel that reads them, once: with several readers they are kept.
+    # Fused into their reader if there is only one; stored if there are several.
     "expensive": "exp exp2 expm1 log log1p logistic tanh tan asin acos atan atan2 sinh cosh asinh"
     " acosh atanh div rem pow sqrt rsqrt cbrt erf erfc erf_inv lgamma digamma nextafter",
     "reduction": "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor"
@@ -77,15 +77,15 @@ IN_PLACE = ("dynamic_update_slice", "scatter", "scatter-add", "scatter_add", "sc
 
 @dataclasses.dataclass
 class Operation:
-    """One of a program."""
+    """One operation of a program."""
 
     kind: str
-    """Kind as in `_PRIMITIVES`; `store` of a value that leaves the program, or `other`."""
+    """Kind as in `_PRIMITIVES`; `store` for a value that leaves the program, or `other`."""
     name: str
     inputs: list[int]
     outputs: list[int]
     equation: JaxprEqn | None = None
-    """Equation of a loop or of branches."""
+    """Equation, for loops and branches only."""
 
 
 class TracedOperations:
@@ -102,7 +102,7 @@ class TracedOperations:
         self.outputs = self._inline(jaxpr, [*constants, *self.inputs])
 
     def read_at_once(self, values: list[int]) -> None:
-        """Let these results be read where they are made, instead of staying to the end."""
+        """Consume these results where they are computed, instead of keeping them to the end."""
         self.outputs = [value for value in self.outputs if value not in values]
         ordered: list[Operation] = []
         for each in self.operations:
@@ -118,15 +118,15 @@ class TracedOperations:
         return len(self.sizes) - 1
 
     def _renames(self, equation: JaxprEqn) -> bool:
-        """Whether the result is the operand, as far as memory goes."""
+        """Whether the result shares the operand's memory."""
         if equation.primitive.name != "convert_element_type":
             return _KINDS.get(equation.primitive.name) == "view"
         operand: Any = equation.invars[0].aval
         result: Any = equation.outvars[0].aval
         if self.platform != "cpu":
             return bool(operand.dtype == result.dtype)
-        # XLA computes 16-bit floats as float32 on a CPU, and may leave out conversions there and
-        # back (xla_allow_excess_precision).
+        # On a CPU, XLA computes 16-bit floats as float32 and may elide the conversions
+        # (xla_allow_excess_precision).
         return all(_is_half(each) or each.dtype == jnp.float32 for each in (operand, result))
 
     def _inline(self, jaxpr: Jaxpr, arguments: list[int]) -> list[int]:
@@ -158,7 +158,7 @@ class TracedOperations:
 
 
 def array_bytes(aval: Any) -> int:
-    """Bytes of an array of this shape and dtype; 0 of what is none."""
+    """Return the bytes of an array of this shape and dtype; 0 for anything else."""
     if not hasattr(aval, "shape") or getattr(aval, "dtype", jax.dtypes.float0) == jax.dtypes.float0:
         return 0
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
@@ -172,7 +172,7 @@ def _is_half(aval: Any) -> bool:
 
 
 def _called(equation: JaxprEqn) -> Jaxpr | None:
-    """Return the jaxpr that a call calls; None if `equation` is no call."""
+    """Return the jaxpr that `equation` calls; None if it is not a call."""
     if equation.primitive.name in ("scan", "while", "cond", "shard_map", "pallas_call"):
         return None
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):

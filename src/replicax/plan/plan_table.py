@@ -1,6 +1,6 @@
-"""A plan as one screen: does it fit, how large a batch, how fast, what limits it, what to change.
+"""Render a plan as one screen: fit, batch size, speed, limits, and suggested changes.
 
-The answers come first; what they rest on is below them.
+The answers come first, followed by the details behind them.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,14 +25,14 @@ UNKNOWN = "-"
 _KERNELS = 3
 _LONGEST_NAME = 40
 _SMALL = 0.005
-"""Share of a step's memory below which a part is not worth a word."""
-_NETWORK = "the network"
+"""Share of a step's memory below which a part is omitted."""
+_NETWORK = "network"
 _COLUMN = 9
 """Width of a device count up to 131,072, and the gap before it."""
 
 
 def table(plan: Plan) -> list[str]:
-    """The whole plan in lines of at most 80 columns."""
+    """Return the whole plan as lines of at most 80 columns."""
     parts = (
         [*_header(plan)],
         [*_fits(plan), *_batch(plan), *_speed(plan), *_limit(plan), *line("first", plan.first)],
@@ -75,11 +75,11 @@ def _fits(plan: Plan) -> Iterator[str]:
     rows, how = f"{_each(plan, asked)} take", _how(asked)
     if chip.usable_bytes is None:
         size = size_text(asked.bytes)
-        yield from line("fits", f"not known{how}: {rows} {size}; what a device has is not known")
+        yield from line("fits", f"unknown{how}: {rows} {size}; the memory of a device is unknown")
         return
     reserved = ""
     if chip.memory_bytes and chip.platform == "cuda" and chip.usable_bytes < chip.memory_bytes:
-        reserved = f" that JAX takes of {size_text(chip.memory_bytes)}"
+        reserved = f" that JAX preallocates of {size_text(chip.memory_bytes)}"
     if asked.fits:
         size = of_text(asked.bytes, chip.usable_bytes)
         yield from line("fits", f"yes{how}: {rows} {size}{reserved}")
@@ -98,10 +98,10 @@ def _batch(plan: Plan) -> Iterator[str]:
         even = _rows(plan, least)
         yield from line("batch", f"none{_how(above or plan.asked)}: not even {even}")
         return
-    beyond = f"; {above.rows:,} do not fit" if above else ", and more may fit"
+    beyond = f"; {above.rows:,} do not fit" if above else "; more may fit"
     data_rows = plan.about.get("data_rows")
     if above is None and data_rows and (found.rows + 1) * plan.replicas > data_rows:
-        beyond = f": all of the data, {data_rows:,} rows"
+        beyond = f": the whole dataset, {data_rows:,} rows"
     size = f"{size_text(found.bytes)}{_how(found)}"
     yield from line("batch", f"up to {_each(plan, found)} take {size}{beyond}")
     if plan.micro_batches is not None:
@@ -112,7 +112,7 @@ def _batch(plan: Plan) -> Iterator[str]:
 
 def _speed(plan: Plan) -> Iterator[str]:
     if not plan.speeds:
-        why = "not known; see the notes"
+        why = "unknown; see the notes"
         if plan.target.chip.usable_bytes is not None and plan.largest is None and not plan.fits:
             why = "none: no batch fits"
         yield from line("speed", why)
@@ -128,7 +128,7 @@ def _speed(plan: Plan) -> Iterator[str]:
         "MFU": [_known(each.model_share, percent) for each in speeds],
         "HFU": [percent(each.peak_share) for each in speeds],
     }
-    if shown["MFU"] == shown["HFU"]:  # nothing is computed again
+    if shown["MFU"] == shown["HFU"]:  # nothing is recomputed
         del shown["HFU"]
     told = {name: texts for name, texts in shown.items() if any(texts)}
     beside = [""] * len(speeds)
@@ -142,7 +142,7 @@ def _limit(plan: Plan) -> Iterator[str]:
         if plan.formula.state <= chip.usable_bytes:
             state = of_text(plan.formula.state, chip.usable_bytes)
         if plan.largest is not None:
-            state += f", the rest holds {counted(plan.largest.rows, 'row')}"
+            state += f", leaving room for {counted(plan.largest.rows, 'row')}"
         yield from line(word, f"memory: the state takes {state}")
         word = ""
     if plan.speed is None:
@@ -161,16 +161,16 @@ def _limit(plan: Plan) -> Iterator[str]:
 
 
 def _shares(speed: Speed) -> dict[str, float]:
-    """Return the shares of a step's time."""
+    """Return each resource's share of a step's time."""
     step = speed.step
     if not step.seconds:
         return {}
     waiting, computing = step.exposed_seconds / step.seconds, step.compute_seconds / step.seconds
     idle, computing = computing * speed.bubble, computing * (1 - speed.bubble)
     if speed.compute_share is None:
-        return {"computation": computing, _NETWORK: waiting, "the bubble": idle}
+        return {"computation": computing, _NETWORK: waiting, "pipeline bubble": idle}
     return {
-        "the bubble": idle,
+        "pipeline bubble": idle,
         "arithmetic": computing * speed.compute_share,
         "memory bandwidth": computing * (1 - speed.compute_share),
         _NETWORK: waiting,
@@ -178,10 +178,10 @@ def _shares(speed: Speed) -> dict[str, float]:
 
 
 def _longest(speed: Speed) -> list[str]:
-    """Kernels of one name and bound count as one."""
+    """Describe the longest kernels, merging those of the same name and bound."""
     shares: dict[tuple[str, str], float] = {}
     for each in speed.kernels:
-        name = "/".join(each.name.split("/")[-2:])  # the operation, and what it is part of
+        name = "/".join(each.name.split("/")[-2:])  # the operation and its enclosing scope
         if len(name) > _LONGEST_NAME:
             name = f"...{name[3 - _LONGEST_NAME :]}"
         shares[name, each.bound] = shares.get((name, each.bound), 0.0) + each.share
@@ -190,7 +190,7 @@ def _longest(speed: Speed) -> list[str]:
 
 
 def _memory(plan: Plan) -> Iterator[str]:
-    """The parts by formula, what the compiler says of the whole, and the formula on paper."""
+    """Describe the parts by formula, the compiled total, and the back-of-the-envelope formula."""
     found = plan.formula
     parts = {
         "parameters": found.parameters,
@@ -198,7 +198,7 @@ def _memory(plan: Plan) -> Iterator[str]:
         "other state": found.extras,
         "new state": found.new_state,
         "batch": found.batch,
-        "their copy to compute with": found.compute_copy,
+        "compute copy": found.compute_copy,
         "gradient": found.gradient,
         "activations": found.activations,
         "workspace": found.workspace,
@@ -208,14 +208,14 @@ def _memory(plan: Plan) -> Iterator[str]:
     ]
     apart = ""
     if found.never_together > _SMALL * found.total:
-        apart = f", less {size_text(found.never_together)} not there at once"
+        apart = f", less {size_text(found.never_together)} not live at the peak"
     text = f"{', '.join(told)}{apart}: {size_text(found.total)} by formula"
     if plan.asked.compiled and plan.asked.fits:
         text += f", {size_text(plan.asked.bytes)} compiled"
     yield from line("memory", f"{_rows(plan, found.rows)}: {text}")
     if plan.on_paper is not None:
         size, rows = size_text(plan.on_paper.bytes_per_row), counted(plan.on_paper.rows, "row")
-        text = f"M B T²/(4 N D²): activations of {size} a row, {rows} a device"
+        text = f"M B T²/(4 N D²): activations of {size} per row, {rows} per device"
         yield from line("paper", text)
 
 
@@ -225,11 +225,11 @@ def _changes(plan: Plan) -> list[str]:
     compiled = any(each.need.compiled for each in plan.alternatives)
     of = plan.asked if plan.fits or plan.largest else plan.too_large or plan.asked
     rows = f"with {_rows(plan, of.rows)}{'' if compiled else ', by formula'}"
-    lines: list[Line] = [(rows, "takes", "frees", "a step", "sends", "")]
+    lines: list[Line] = [(rows, "takes", "frees", "step", "sends", "")]
     if plan.fits and plan.speed is not None:
         sent = size_text(plan.traffic.wire_bytes) if plan.traffic else ""
         took = time_text(plan.speed.step.seconds)
-        lines.append(("as it is", size_text(plan.asked.bytes), "", took, sent, ""))
+        lines.append(("unchanged", size_text(plan.asked.bytes), "", took, sent, ""))
     for each in plan.alternatives:
         texts = [
             "" if each.need.fits else "does not fit",
@@ -255,18 +255,18 @@ def _traffic(plan: Plan) -> list[str]:
     found = plan.traffic
     if found is None:
         return []
-    lines: list[Line] = [("each device, a step", "times", "result", "sent", "computes meanwhile")]
+    lines: list[Line] = [("per device and step", "count", "result", "sent", "compute overlap")]
     for each in found.movements:
-        meanwhile = "no, it waits"
+        meanwhile = "none"
         if each.asynchronous and each.between_seconds != 0:
             known = each.between_seconds is not None
-            meanwhile = f"for {time_text(each.between_seconds or 0)}" if known else "yes"
+            meanwhile = f"{time_text(each.between_seconds or 0)}" if known else "yes"
         figures = (short(each.count), size_text(each.bytes), size_text(each.wire_bytes))
         over = f" over {', '.join(each.axes)}" if each.axes else ""
         lines.append((f"{each.kind}{over}", *figures, meanwhile))
     if found.least_bytes:
         least = size_text(found.least_bytes)
-        lines.append(("the least", "", "", least, f"{found.share:.2f} times it"))
+        lines.append(("minimum", "", "", least, f"sends {found.share:.2f} x this"))
     warned = line("note", found.warning) if found.warning else []
     return [*columns("sends", lines), *warned]
 
@@ -286,19 +286,19 @@ def _scaling(plan: Plan) -> list[str]:
         efficiencies = {point.devices: percent(point.efficiency) for point in points}
         lines.append((name, *(efficiencies.get(count, UNKNOWN) for count in counts), ""))
         last = points and paid == points[-1].devices
-        told = f"to the last, {short(paid)}," if last else f"to {short(paid)}"
+        told = f"up to {short(paid)} (maximum)" if last else f"up to {short(paid)}"
         pays.append(f"{told} with {name}")
-    reached = "for one loss, " if plan.about.get("noise_scale") else ""
+    reached = "to the same loss, " if plan.about.get("noise_scale") else ""
     return [*columns("scales", lines), *line("pays", f"{reached}{'; '.join(pays)}")]
 
 
 def shown_counts(scaling: Scaling, devices: int, most: int) -> list[int]:
-    """Return at most so many counts of the curves: the ends, the target's, and between."""
+    """Return at most `most` counts of the curves: the ends, the target's, and some between."""
     known = sorted({point.devices for point in (*scaling.weak, *scaling.strong)})
     wanted = [known[0], known[-1], devices, scaling.strong_pays, scaling.weak_pays]
     chosen = sorted([count for count in dict.fromkeys(wanted) if count in known][:most])
     while len(chosen) < min(most, len(known)):
-        # The one that is farthest, in ratio, from those chosen.
+        # The count whose ratio to the chosen counts is largest.
         rest = [count for count in known if count not in chosen]
         chosen.append(max(rest, key=lambda count: min(_ratio(count, other) for other in chosen)))
     return sorted(chosen)
@@ -314,7 +314,7 @@ def _cost(plan: Plan) -> list[str]:
         return []
     tokens = plan.about.get("tokens_per_row")
     of = counted(rows * tokens, "token") if tokens else counted(rows, "row")
-    return line("cost", f"{counted(hours, 'device-hour')} at least for {of}, on this target")
+    return line("cost", f"at least {counted(hours, 'device-hour')} for {of} on this target")
 
 
 def _learning_rates(plan: Plan) -> Iterator[str]:
@@ -326,14 +326,14 @@ def _learning_rates(plan: Plan) -> Iterator[str]:
             parts.append(f"{linear} the learning rate for SGD, {root} for Adam")
         if each.steps is not None and each.examples is not None:
             steps, rows = _times(each.steps), _times(each.examples)
-            parts.append(f"{steps} the fewest steps, {rows} the fewest rows")
+            parts.append(f"{steps} the minimum steps, {rows} the minimum rows")
         if parts:
             yield from line(word, f"a batch of {short(each.batch_size)}: {'; '.join(parts)}")
             word = ""
     if noise and not word:
-        yield from line("", f"critical batch {short(noise)} rows, by the noise scale")
+        yield from line("", f"critical batch {short(noise)} rows, from the noise scale")
     elif not word:
-        yield from line("", "critical batch not known: measure it with train --measure-noise-scale")
+        yield from line("", "critical batch unknown: measure it with train --measure-noise-scale")
 
 
 def _times(factor: float) -> str:
@@ -341,13 +341,13 @@ def _times(factor: float) -> str:
 
 
 def _each(plan: Plan, need: Need) -> str:
-    """To the row: it is what one asks for next."""
+    """Format exact row counts, for use as a batch size."""
     total = f" ({need.rows * plan.replicas:,} in all)" if plan.target.devices > 1 else ""
-    return f"{need.rows:,} row{'s' if need.rows > 1 else ''} a {plan.holder}{total}"
+    return f"{need.rows:,} row{'s' if need.rows > 1 else ''} per {plan.holder}{total}"
 
 
 def _rows(plan: Plan, count: int) -> str:
-    return f"{counted(count, 'row')} a {plan.holder}"
+    return f"{counted(count, 'row')} per {plan.holder}"
 
 
 def _how(need: Need) -> str:

@@ -1,4 +1,4 @@
-"""A plan, and the records that it is made of."""
+"""The plan and the records it consists of."""
 
 import dataclasses
 import math
@@ -19,25 +19,25 @@ class Need:
     """The memory of one step on one device."""
 
     rows: int
-    """Rows a replica, padding included."""
+    """Rows per replica, including padding."""
     bytes: int
-    """Bytes that must be there for it, its state and batch included. Where the compiler refuses the
-    step, what it says, which can be less, or by formula."""
+    """Total bytes, including state and batch. If the compiler rejects the step, a lower bound: what
+    it reports, or the formula."""
     fits: bool
     compiled: bool
-    """Whether a compiler has said so; else it is by formula."""
+    """Whether a compiler determined it; otherwise it is by formula."""
     temporaries: int | None = None
-    """Bytes of neither state nor batch, where the compiler tells."""
+    """Bytes other than state and batch, if the compiler reports them."""
 
     @property
     def is_least(self) -> bool:
-        """Whether it may be more: the compiler has refused the step, and no more is known."""
+        """Whether `bytes` is a lower bound, because the compiler rejected the step."""
         return self.compiled and self.temporaries is None
 
 
 @dataclasses.dataclass(frozen=True)
 class MicroBatches:
-    """How a batch that does not fit at once does in parts."""
+    """Gradient accumulation with which a batch fits that does not fit at once."""
 
     accumulate: int
     need: Need
@@ -48,24 +48,24 @@ class Alternative:
     """The same rows with one thing changed."""
 
     change: str
-    """`layout=fsdp`, say."""
+    """Description of the change, such as `layout=fsdp`."""
     need: Need
     freed_bytes: int
-    """On each device, against the step without the change and with the same kernels; negative where
-    it takes more."""
+    """Bytes freed per device, relative to the unchanged step with the same kernels; negative if the
+    change needs more."""
     note: str = ""
     step_seconds: float | None = None
-    """At least; None where it does not compile, or nobody knows the target's speed."""
+    """Lower bound; None if it does not compile or the target's speed is unknown."""
     wire_bytes: float | None = None
     """Bytes that each device sends in a step; None by formula."""
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelShare:
-    """One of the kernels that take longest."""
+    """One of the longest-running kernels."""
 
     name: str
-    """Where it was traced."""
+    """Name scope in which it was traced."""
     share: float
     """Share of the step's computation."""
     bound: str
@@ -74,26 +74,25 @@ class KernelShare:
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """The least time of a step by the target's data sheet, each kernel at its peaks."""
+    """Lower bound on a step's time from the target's data sheet, each kernel at its peaks."""
 
     rows: int
-    """Rows a replica."""
+    """Rows per replica."""
     step: StepTime
     flops: float
     """FLOPs of one device: matrix products and convolutions."""
     peak_share: float
-    """HFU: of the chip's peak, if the step took this time."""
+    """HFU: share of the chip's peak FLOP/s, if the step took this time."""
     model_share: float | None
-    """MFU: the same without FLOPs that compute something again; None where nobody knows them."""
+    """MFU: the same without recomputed FLOPs; None if those are unknown."""
     compute_share: float | None
-    """Share of the computation in kernels that the chip's FLOP/s bind and not its memory. None by
-    formula."""
+    """Share of the computation in compute-bound, not memory-bound, kernels. None by formula."""
     kernels: tuple[KernelShare, ...]
     rows_per_second: float
-    """Rows of all devices."""
+    """Rows per second of all devices."""
     tokens_per_second: float | None
     bubble: float = 0.0
-    """Share of the computation that a pipeline stage is idle."""
+    """Share of the computation time that a pipeline stage is idle."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,35 +100,35 @@ class Scaling:
     """The step on other numbers of the same devices."""
 
     weak: tuple[ScalingPoint, ...]
-    """With as many rows on each device."""
+    """With the same rows per device."""
     strong: tuple[ScalingPoint, ...]
-    """With the same batch, as far as each device has a row."""
+    """With the same global batch, up to one row per device."""
     weak_pays: int
-    """Devices beyond which twice as many are not worth it; see `forecast.devices_that_pay`."""
+    """Devices beyond which doubling does not pay off; see `forecast.devices_that_pay`."""
     strong_pays: int
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchAdvice:
-    """Learning rate and cost of another batch."""
+    """Learning rate and cost of another batch size."""
 
     batch_size: int
     linear: float
-    """Times the learning rate of the batch that was asked for, in proportion to the batch, for SGD
-    with warm-up (Goyal et al. 2017, arXiv:1706.02677). Both rules hold for batches well below the
-    critical one; beyond it neither does."""
+    """Factor on the learning rate of the requested batch by linear scaling, for SGD with warm-up
+    (Goyal et al. 2017, arXiv:1706.02677). Both rules are valid only for batches well below the
+    critical batch size."""
     square_root: float
-    """Times it in proportion to the root: for Adam (Malladi et al. 2022, arXiv:2205.10287), and
-    what keeps the variance of SGD's steps (Krizhevsky 2014, arXiv:1404.5997)."""
+    """Factor by square-root scaling: for Adam (Malladi et al. 2022, arXiv:2205.10287), and to keep
+    the variance of SGD's steps (Krizhevsky 2014, arXiv:1404.5997)."""
     steps: float | None
-    """Times the fewest steps to the same loss, where the noise scale is known."""
+    """Factor on the minimum steps to the same loss, if the noise scale is known."""
     examples: float | None
-    """Times the fewest rows to it."""
+    """Factor on the minimum rows to the same loss."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Memory and time of a step on hardware that need not be there.
+    """Memory and time of a step on hardware that need not be attached.
 
     Examples:
         >>> found = rx.plan(dp, model, source, target="h100:8", by_formula=True)
@@ -143,62 +142,61 @@ class Plan:
     mesh: Mapping[str, int]
     """Devices along each mesh axis."""
     asked: Need
-    """For the batch that was asked for."""
+    """Memory of the requested batch."""
     formula: MemoryFormula
-    """Formula of the same."""
+    """The formula for the same batch."""
     largest: Need | None
-    """The most rows of a replica that fit; None where not one does, or nobody knows what fits."""
+    """The most rows per replica that fit; None if not even one does or the capacity is unknown."""
     too_large: Need | None
-    """The fewest rows that were seen not to fit."""
+    """The fewest rows found not to fit."""
     sizes: tuple[Need, ...]
-    """All that were looked at, by rows."""
+    """All sizes tried, by rows."""
     micro_batches: MicroBatches | None
-    """Where the batch that was asked for does not fit at once."""
+    """Micro-batches that fit, if the requested batch does not fit at once."""
     alternatives: tuple[Alternative, ...]
     traffic: Traffic | None
-    """Traffic of the batch that was asked for, or the largest; None by formula, or on one
-    device."""
+    """Traffic of the requested batch, or else the largest; None by formula or on one device."""
     speeds: tuple[Speed, ...]
-    """For the batch that was asked for, if it fits, and the largest."""
+    """Speed of the requested batch, if it fits, and of the largest."""
     scaling: Scaling | None
-    """None on one device, and on those of this host."""
+    """None on one device and on CPU devices."""
     device_hours: float | None
-    """At least, for the rows or tokens that were wished for."""
+    """Lower bound for the wished rows or tokens."""
     batches: tuple[BatchAdvice, ...]
     first: str
     """The change to make first."""
     notes: tuple[str, ...]
-    """Remarks on what is not as asked for, or not known."""
+    """Deviations from the request, and unknowns."""
     on_paper: OnPaper | None = None
     """For a transformer whose sizes are given."""
 
     @property
     def replicas(self) -> int:
-        """How many share the rows: as many as devices, unless several hold one together."""
+        """The number of replicas that share the rows."""
         return self.mesh[DATA] * self.mesh.get(FSDP, 1)
 
     @property
     def is_shared(self) -> bool:
-        """Whether several devices hold a replica, or replicas a copy of the state, together."""
+        """Whether several devices share a replica, or several replicas a copy of the state."""
         return self.mesh[DATA] < self.target.devices
 
     @property
     def holder(self) -> str:
-        """Unit that holds the rows: a `device`, or a `replica` of several devices."""
+        """The unit that holds rows: a `device`, or a `replica` of several devices."""
         return "device" if self.replicas == self.target.devices else "replica"
 
     @property
     def fits(self) -> bool:
-        """Whether the batch that was asked for does."""
+        """Whether the requested batch fits."""
         return self.asked.fits
 
     @property
     def speed(self) -> Speed | None:
-        """For the batch that was asked for, or else the largest."""
+        """Speed of the requested batch, or else of the largest."""
         return self.speeds[0] if self.speeds else None
 
     def to_json(self) -> dict[str, Any]:
-        """The plan and what follows from it, as `json.dumps(..., allow_nan=False)` takes it."""
+        """Return the plan and derived values, ready for `json.dumps(..., allow_nan=False)`."""
         return {**_plain(self), "fits": self.fits}
 
 
@@ -207,11 +205,11 @@ _FOLLOWS: Mapping[type, tuple[str, ...]] = {
     Traffic: ("wire_bytes", "share"),
     ScalingPoint: ("batch_size", "efficiency", "rows_per_second"),
 }
-"""Properties that stand beside the fields."""
+"""Properties exported along with the fields."""
 
 
 def _plain(value: Any) -> Any:
-    """`value` as JSON: dataclasses are objects, and what JSON does not have is told in words."""
+    """Convert `value` to JSON: dataclasses become objects, unsupported types strings."""
     if dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]
         names += _FOLLOWS.get(type(value), ())

@@ -1,4 +1,4 @@
-"""`plan`: does a step fit hardware that need not be there, how large a batch, and how fast?"""
+"""`plan`: whether a step fits on a target, its largest batch, and its speed."""
 
 import dataclasses
 import datetime
@@ -29,7 +29,7 @@ from replicax.plan.target import Target, parse_target
 
 @dataclasses.dataclass
 class _Planner:
-    """Answers one question after the other, and notes what is not as it was asked for."""
+    """Answer the questions of a plan one by one, noting deviations from the request."""
 
     dp: DataParallel
     steps: Steps
@@ -40,21 +40,21 @@ class _Planner:
         replicas, rows = replica_count(self.dp.mesh), rows_of_a_replica(batch_size, self.dp)
         if rows * replicas != batch_size:
             self.notes.append(
-                f"a batch of {batch_size:,} rows is planned as {rows * replicas:,}: {replicas:,} "
+                f"a batch of {batch_size:,} rows is padded to {rows * replicas:,}: {replicas:,} "
                 f"{holder(self.dp.mesh)}s with {rows:,} each"
             )
         step = self.steps.step(self.dp, rows)
         if step.program is not None:
             self.notes += step.program.notes
             for name, value in step.program.options.items():
-                self.notes.append(f"compiled with {name}={value}, as the step is on such devices")
+                self.notes.append(f"compiled with {name}={value}, as on such devices")
         return step
 
     def largest(self, asked: Need, data_rows: int | None) -> tuple[Need | None, Need | None]:
         dp, capacity = self.dp, self.steps.target.chip.usable_bytes
         unit = dp.split.micro_batches
         if capacity is None:
-            self.notes.append("how much memory this target has is not known: nor what fits")
+            self.notes.append("the memory of this target is unknown, so what fits is unknown too")
             return None, None
         most = MOST_ROWS
         if data_rows is not None:
@@ -69,14 +69,13 @@ class _Planner:
         )
         if fits and too_large and too_large.rows - fits.rows > resolution(fits.rows, unit):
             self.notes.append(
-                f"more than {fits.rows:,} rows a {holder(dp.mesh)} may fit: memory does not "
-                "grow by a straight line, and the search ends after as many compilations as it may "
-                "take"
+                f"more than {fits.rows:,} rows per {holder(dp.mesh)} may fit: memory does not "
+                "grow linearly, and the search reached its limit of compilations"
             )
         return fits, too_large
 
     def _bytes_per_row(self, rows: int, capacity: int, unit: int) -> float:
-        """By formula, between `rows` and those that fill the memory: small batches tell little."""
+        """Estimate by formula, from `rows` up to rows that fill the memory."""
         least = self.steps.formula(self.dp, rows).total
         most = 2 * rows
         for _ in range(2):
@@ -111,14 +110,14 @@ class _Planner:
         if unknown:
             self.notes.append(f"the FLOPs of {', '.join(sorted(unknown))} are not counted")
         if None in schedules and not is_data_only(dp.mesh):
-            self.notes.append("what the devices of a replica send each other is not counted")
+            self.notes.append("communication between the devices of a replica is not counted")
         dtype, wanted = known_dtype(dp, target.chip), dp.precision.name
         if dtype != wanted:
             self.notes.append(
-                f"{target.chip.title} has no units for {wanted}: at best as fast as {dtype}"
+                f"{target.chip.title} has no {wanted} units: at best as fast as {dtype}"
             )
         if target.devices == 1 or target.chip.platform == "cpu":
-            return speeds, None  # one device sends nothing, and one host has no more
+            return speeds, None  # one device sends nothing, and a host has no more devices
         try:
             return speeds, scaling(works[0], target, dp.mesh, noise_scale)
         except ConfigError as error:
@@ -167,11 +166,11 @@ def plan(
     by_formula: bool = False,
     show: Show | None = None,
 ) -> Plan:
-    """Whether a step fits a target, the largest batch that does, and how fast it can be.
+    """Plan whether a step fits a target, the largest batch that does, and how fast it can be.
 
     The step is that of `rx.fit`, which skips bad updates. It is exported here and compiled by the
-    target's own compiler in a process of its own; nothing runs, and no device of the target need be
-    there. Where its compiler is not installed, or there is none, the plan is by formula, and
+    target's compiler in a separate process; nothing runs, and the target's devices need not be
+    attached. If its compiler is not installed or does not exist, the plan is by formula, and
     `Plan.notes` says what to install.
 
     Examples:
@@ -180,36 +179,36 @@ def plan(
         True True
 
     Args:
-        dp: the step; its own mesh may be of any devices. On those of the target the other axes keep
-            their sizes, and `data` has what they leave.
+        dp: the step, on a mesh of any devices. On the target, `data` is resized to fill the devices
+            and the other axes keep their sizes.
         model: as for `dp.init`; arrays or their shapes.
-        batch: a pytree of arrays `[rows, ...]`, or of their shapes: the global batch.
+        batch: the global batch, a pytree of arrays `[rows, ...]` or of their shapes.
         target: `h100:8`, `v5e:16x16`, `cpu:8`, `attached`; see `replicax.plan.target`.
-        changes: steps to compare with, by what is changed; they take the same model and batch.
-            Precision and layout are always among them, and `jax.checkpoint` on the whole loss where
-            none is given.
-        rules: as for `rx.layout`: where `dp` has none, layers and stages are tried by them.
-        tokens_per_row: where tokens are counted.
-        data_rows: of the data: no larger batch is advised.
-        wished_rows: to train on in all: the plan tells the device-hours.
-        noise_scale: the gradient noise scale in rows, where a run measured it.
-        transformer: the sizes of one, to put the formula that is used on paper beside the rest.
-        by_formula: leave the compiler out.
-        show: told what is next, a line at a time.
+        changes: steps to compare with, by name of the change; they take the same model and batch.
+            Precision and layout are always compared, and `jax.checkpoint` on the whole loss if this
+            is None.
+        rules: as for `rx.layout`; used to try splitting layers and stages if `dp` has no rules.
+        tokens_per_row: tokens per row, to report tokens per second.
+        data_rows: rows of the dataset; no larger batch is suggested.
+        wished_rows: total rows to train on; the plan reports the device-hours.
+        noise_scale: the gradient noise scale in rows, if a run measured it.
+        transformer: the sizes of a transformer, to add the back-of-the-envelope formula.
+        by_formula: do not use the compiler.
+        show: called with a line of progress before each step.
 
     Raises:
-        ConfigError: an unknown target, or one that its chip does not come in; a compiler of another
-            version than jax wants; axes of the mesh that do not divide the devices; several
-            processes; rows or a noise scale that are not above 0.
+        ConfigError: an unknown target, or a size that its chip does not come in; a compiler of
+            another version than jax requires; mesh axes that do not divide the devices; several
+            processes; rows or a noise scale not above 0.
         CompilerError: the compiler fails.
     """
     if jax.process_count() > 1:
         raise ConfigError(
-            f"plan on {jax.process_count()} processes; one can plan for any number: start it alone"
+            f"plan on {jax.process_count()} processes; it must run in one, for any number of hosts"
         )
     for name, value in (("wished_rows", wished_rows), ("noise_scale", noise_scale)):
         if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"{name}={value}; it is a number of rows above 0: give one")
+            raise ConfigError(f"{name}={value}; it must be a finite number of rows above 0")
     show = show or (lambda text: None)
     aim = parse_target(target) if isinstance(target, str) else target
     dp = in_fit(dp, model, aim)
@@ -223,19 +222,19 @@ def plan(
         planner = _Planner(dp, steps, params, list(notes))
         step = planner.asked(batch_size)
         asked = step.need
-        beside = ThreadPoolExecutor(1)  # compilers take long and a core each
+        beside = ThreadPoolExecutor(1)  # compilers are slow and use a core each
         try:
             changed = beside.submit(alternatives, steps, dp, asked, changes, rules)
             largest, too_large = planner.largest(asked, data_rows)
             in_parts = planner.micro_batches(asked, largest)
             others, refused = changed.result()
-        finally:  # an interrupt ends the compilers first, and then what waits for them
+        finally:  # on an interrupt, do not wait: the compilers are closed next
             beside.shutdown(wait=False)
         if largest is None and too_large is not None and too_large.rows < asked.rows:
-            # Nothing fits as it is: what would make the least of it fit?
+            # Not even the smallest batch fits: look for changes with which it does.
             others, refused = alternatives(steps, dp, too_large, changes, rules)
         planner.notes += refused
-        # The speed is told of the batch that was asked for, and of the largest.
+        # Report the speed of the requested batch and of the largest.
         shown = [asked] if asked.fits else []
         if largest is not None and largest.rows != asked.rows:
             shown.append(largest)

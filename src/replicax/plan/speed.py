@@ -1,4 +1,4 @@
-"""How fast a step can be on a target: its schedule, or its FLOPs alone, at the chip's peaks."""
+"""Speed bounds of a step on a target, from its schedule or only its FLOPs at the chip's peaks."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -19,15 +19,15 @@ from replicax.plan.steps import Step, Steps
 from replicax.plan.target import Target
 
 _UPDATE_PASSES = 2
-"""Times that an update passes over the state: it reads and it writes it."""
+"""Passes of an update over the state: one read and one write."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Work of one device in a step, over time."""
+    """The work of one device in a step."""
 
     rows: int
-    """A replica's."""
+    """Rows per replica."""
     compute_seconds: float
     transfers: tuple[Transfer, ...]
     flops: float
@@ -51,9 +51,9 @@ def work(steps: Steps, step: Step) -> Work:
 
 
 def work_of_schedule(schedule: Schedule, target: Target, rows: int, dtype: str) -> Work:
-    """By the kernels of a compiled step of `rows` a replica, each at the chip's peaks.
+    """Return the work of a compiled step of `rows` per replica, each kernel at the chip's peaks.
 
-    `dtype` is that of products that do not tell theirs; see `known_dtype`.
+    `dtype` is used for products of unknown dtype; see `known_dtype`.
 
     Raises:
         ConfigError: the chip's speed is not known.
@@ -71,7 +71,7 @@ def work_of_schedule(schedule: Schedule, target: Target, rows: int, dtype: str) 
 def work_by_formula(
     flops: float, formula: MemoryFormula, gradient_bytes: int, target: Target, dp: DataParallel
 ) -> Work:
-    """By a device's FLOPs in a step, and a reduction of its gradient that nothing hides.
+    """Return the work from a device's FLOPs in a step and a gradient reduction without overlap.
 
     Raises:
         ConfigError: the chip's speed is not known.
@@ -92,7 +92,7 @@ def speed(
     tokens_per_row: int | None = None,
     recomputed_share: float | None = None,
 ) -> Speed:
-    """The least time of a step, and what follows from it.
+    """Return the lower bound on a step's time, and the speed that follows from it.
 
     Raises:
         ConfigError: the speed of the chip or of its links is not known.
@@ -116,7 +116,7 @@ def speed(
 
 
 def scaling(work: Work, target: Target, mesh: AnyMesh, noise_scale: float | None) -> Scaling:
-    """The step on other numbers of the target's devices, which `mesh` and `work` are of.
+    """Forecast the step on other numbers of devices; `mesh` and `work` are for the whole target.
 
     Raises:
         ConfigError: the links between hosts are not known.
@@ -128,22 +128,22 @@ def scaling(work: Work, target: Target, mesh: AnyMesh, noise_scale: float | None
 
 
 def known_dtype(dp: DataParallel, chip: Chip) -> str:
-    """The dtype whose peak counts: the step's, or float32 where the chip has no units for it."""
+    """Return the dtype whose peak applies: the step's, or float32 if the chip does not support it."""
     return dp.precision.name if dp.precision.name in chip.flops_per_second else "float32"
 
 
 def timeline(
     schedule: Schedule, chip: Chip, dtype: str = "bfloat16"
 ) -> tuple[float, tuple[Transfer, ...]]:
-    """When each collective of a step may start and is needed, in seconds of its computation.
+    """Compute when each collective of a step may start and is needed, in seconds of computation.
 
-    Kernels run one after another, each as long as its FLOPs or its bytes take at the chip's peaks,
-    whichever is longer. A TPU's copies onto its chip, which run beside the computation, count as
-    kernels, because they take of the same memory bandwidth.
+    Kernels run one after another; each takes the longer of its FLOPs and its bytes at the chip's
+    peaks. A TPU's asynchronous copies onto the chip count as kernels, because they use the same
+    memory bandwidth.
 
     Returns:
         The seconds of computation in a step, and the collectives in the order in which they are
-        needed, those of a loop once for each run.
+        needed; those in a loop appear once per iteration.
     """
     now, transfers = 0.0, []
     started: dict[str, tuple[Collective, float]] = {}

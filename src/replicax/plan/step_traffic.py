@@ -1,4 +1,4 @@
-"""Bytes that one step sends between devices, and the least that it has to."""
+"""Bytes that one step sends between devices, compared with the minimum required."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -13,12 +13,12 @@ from replicax.core.modes import MODES, Mode
 from replicax.wording import size_text
 
 _SMALL_BYTES = 4096
-"""Bytes of an array that is not worth a word."""
+"""Size of an array, in bytes, up to which it is not reported."""
 
 
 @dataclass(frozen=True)
 class Movement:
-    """All collectives of one kind over the same devices in a step, loops multiplied out."""
+    """All collectives of one kind over the same devices in a step, loops unrolled."""
 
     kind: str
     count: int
@@ -27,25 +27,25 @@ class Movement:
     wire_bytes: float
     """Bytes that each device sends."""
     asynchronous: bool
-    """Whether the device may compute meanwhile."""
+    """Whether they may overlap with computation."""
     between_seconds: float | None
-    """Time of computation between their starts and the uses of their results; None where the
-    device's speed is not known."""
+    """Computation time between their starts and the uses of their results; None if the device's
+    speed is unknown."""
     axes: tuple[str, ...] | None = None
-    """Mesh axes that they run over; None where it is all of them."""
+    """Mesh axes that they run over; None for all of them."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that one step sends, against those it has to."""
+    """Bytes that one step sends, compared with the minimum."""
 
     movements: tuple[Movement, ...]
-    """Movements, those that send most first."""
+    """Movements, in descending order of bytes sent."""
     least_bytes: float
-    """Bytes that each device has to send, in this layout; 0 where layers send their activations
-    too, of which nobody knows the least."""
+    """Minimum bytes that each device must send in this layout; 0 if layers also send activations,
+    for which the minimum is unknown."""
     warning: str = ""
-    """One line where it sends more, or an array twice."""
+    """One line if it sends more, or reduces an array more than once."""
 
     @property
     def wire_bytes(self) -> float:
@@ -54,7 +54,7 @@ class Traffic:
 
     @property
     def share(self) -> float:
-        """Ratio of what it sends to what it has to; 1 where there is nothing to send."""
+        """Ratio of bytes sent to the minimum; 1 if there is nothing to send."""
         return self.wire_bytes / self.least_bytes if self.least_bytes else 1.0
 
 
@@ -68,16 +68,16 @@ def read_traffic(
     layout: Layout = LAYOUTS["replicated"],
     seconds: Callable[[Kernel], float] | None = None,
 ) -> Traffic:
-    """Return what a step that was compiled for some devices sends, against what it has to.
+    """Return the bytes that a compiled step sends, compared with the minimum.
 
     Args:
-        schedule: of the compiled step.
-        devices: that it was compiled for.
+        schedule: the schedule of the compiled step.
+        devices: the number of devices it was compiled for.
         least_bytes: see `least_wire_bytes`.
-        params: the leaves of the parameters, or their shapes: those reduced twice are named.
-        mode: of the `DataParallel`; the advice depends on it, and on the layout.
-        layout: of the `DataParallel`.
-        seconds: of one run of a kernel, where that is known.
+        params: the leaves of the parameters, or their shapes, to name any that are reduced twice.
+        mode: the mode of the `DataParallel`; the advice depends on it and on the layout.
+        layout: the layout of the `DataParallel`.
+        seconds: returns the time of one run of a kernel, if known.
     """
     groups: dict[Any, list[Collective]] = {}
     for each in schedule.collectives:
@@ -106,14 +106,14 @@ def read_traffic(
         found.insert(
             0,
             f"each device sends {size_text(traffic.wire_bytes)}, {traffic.share:.2f} times the "
-            f"{size_text(least_bytes)} it has to",
+            f"minimum of {size_text(least_bytes)}",
         )
     told = [each for each in found if each]
     return replace(traffic, warning="; ".join([*told, advice(mode, layout)])) if told else traffic
 
 
 def _reduced_again(collectives: Iterable[Collective], params: Iterable[Any]) -> str:
-    """The largest array that is reduced more often than there are parameters of its shape."""
+    """Describe the largest array reduced more often than there are parameters of its shape."""
     leaves = Counter(tuple(leaf.shape) for leaf in params)
     times: Counter[str] = Counter()
     for each in collectives:
@@ -130,32 +130,32 @@ def _reduced_again(collectives: Iterable[Collective], params: Iterable[Any]) -> 
 
 
 def advice(mode: Mode, layout: Layout = LAYOUTS["replicated"]) -> str:
-    """Return why such a step sends more than it has to, and what to do."""
+    """Return why such a step sends more than the minimum, and what to do."""
     if not layout.is_whole:
         return (
-            "the compiler reduces whole gradients of which a device keeps a part, as on a CPU, or "
-            "splits what is computed and moves that"
+            "the compiler reduces whole gradients where a device needs only its shard, as on a "
+            "CPU, or shards the computation and moves activations"
         )
     if not mode.per_replica:
         return (
-            "the compiler reduces a leaf twice (a tied embedding) or a sum by itself; "
+            "the compiler reduces a leaf twice (a tied embedding) or adds a reduction; "
             "mode='shard_map' reduces once"
         )
-    return "parts are filled up, or more than gradient and metrics is reduced"
+    return "shards are padded, or more than the gradient and metrics is reduced"
 
 
 def least_wire_bytes(
     layout: Layout, devices: int, sums_bytes: float, parameter_bytes: float = 0.0, copies: int = 1
 ) -> float:
-    """Return the bytes that each device has to send in one step, at least.
+    """Return the minimum bytes that each device must send in one step.
 
-    Reducing a gradient takes 2(n-1)/n of its bytes, however it is done (Patarasuk and Yuan 2009,
-    "Bandwidth optimal all-reduce algorithms for clusters of workstations"). Where each device
-    updates its part (`zero1`, `fsdp`), it takes half of that, and the parameters are gathered:
-    once, or where they are split too (`fsdp`) layer by layer in the forward pass and again in the
-    backward pass, as in arXiv:1910.02054. Hybrid sharding has several `copies` of a split state,
-    over which a part's gradient is reduced. See `sums_bytes` for those; `parameter_bytes` are of
-    the parameters as they are gathered.
+    Any all-reduce of a gradient sends 2(n-1)/n of its bytes (Patarasuk and Yuan 2009, "Bandwidth
+    optimal all-reduce algorithms for clusters of workstations"). If each device updates its shard
+    (`zero1`, `fsdp`), the gradient takes half of that, and the parameters are gathered: once, or,
+    if they are sharded too (`fsdp`), layer by layer in the forward pass and again in the backward
+    pass, as in arXiv:1910.02054. Hybrid sharding has several `copies` of a sharded state, over
+    which each gradient shard is reduced. `sums_bytes` are as of `sums_bytes`; `parameter_bytes` are
+    the bytes of the parameters as gathered.
     """
     if not layout.splits_optimizer:
         return wire_bytes_of_all_reduce(sums_bytes, devices)

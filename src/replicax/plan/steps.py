@@ -1,4 +1,4 @@
-"""Steps of any size for one target, compiled where that can be, and by formula where it cannot."""
+"""Steps of any size for one target, compiled if possible and by formula otherwise."""
 
 import dataclasses
 import math
@@ -47,7 +47,7 @@ Show = Callable[[str], None]
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A step for a target, and what came of it."""
+    """A step for a target, and the result of compiling it."""
 
     dp: DataParallel
     need: Need
@@ -55,30 +55,30 @@ class Step:
     program: ExportedStep | None = None
     """None without a compiler."""
     compilation: Compilation | None = None
-    """None without a compiler, or where the compiler refuses the step."""
+    """None without a compiler, or if the compiler rejects the step."""
 
     @cached_property
     def schedule(self) -> Schedule | None:
-        """Compiled schedule of one device."""
+        """The compiled schedule of one device."""
         if self.compilation is None:
             return None
         stages, parts = self.dp.mesh.shape.get(STAGE, 1), self.dp.accumulate
         working = {}
-        if stages > 1:  # each stage works in so many ticks one way, while others begin and end
+        if stages > 1:  # ticks in which a stage works one way, while others start or finish
             ticks = SCHEDULES[self.dp.layout.schedule](stages, parts) + parts + stages - 1
             working = {ticks: parts + stages - 1}
         return read_schedule(self.compilation.text, self.dp.mesh.shape, working)
 
 
 class Steps:
-    """Steps of any size for one target, each made once.
+    """Steps of any size for one target, each made once and cached.
 
     Args:
         model: as for `DataParallel.lower`; arrays or their shapes.
-        batch: the pytree `[rows, ...]` of which others of any number of rows are made.
+        batch: the pytree `[rows, ...]` from which batches of any number of rows are derived.
         target: the devices.
-        compiler: for it; None to go by formula.
-        show: told what is next, a line at a time.
+        compiler: the target's compiler; None to use the formula.
+        show: called with a line of progress before each step.
     """
 
     def __init__(
@@ -90,10 +90,10 @@ class Steps:
         self._formulas: dict[tuple[DataParallel, int], MemoryFormula] = {}
 
     def formula(self, dp: DataParallel, rows: int) -> MemoryFormula:
-        """By formula, for as many rows of a replica."""
+        """Return the memory formula for `rows` per replica."""
         if (dp, rows) not in self._formulas:
             batch, platform = self._rows(dp, rows), self.target.chip.platform
-            # Without its compiler, a kernel that only a described GPU has cannot be traced either.
+            # Without its compiler, kernels specific to a described GPU cannot be traced either.
             with traced_for(self._capability if self.compiler else None):
                 found = memory_formula(dp, self._model, batch, platform=platform)
             self._formulas[dp, rows] = found
@@ -102,9 +102,9 @@ class Steps:
     def step(
         self, dp: DataParallel, rows: int, what: str = "", *, without_cudnn: bool = False
     ) -> Step:
-        """A step of as many rows a replica, with cuDNN's kernels or without.
+        """Return the step with `rows` per replica, with or without cuDNN kernels.
 
-        `show` is told `what` it is looked at for.
+        `what` describes its purpose in the line passed to `show`.
 
         Raises:
             CompilerError: see `Compiler.compile`.
@@ -112,7 +112,7 @@ class Steps:
         """
         key = dp, rows, without_cudnn
         if key not in self._made:
-            self._show(f"{what}{', ' if what else ''}{rows:,} rows a {holder(dp.mesh)}")
+            self._show(f"{what}{', ' if what else ''}{rows:,} rows per {holder(dp.mesh)}")
             capability = self._capability
             if capability is not None and without_cudnn:
                 capability = min(capability, BEFORE_CUDNN)
@@ -128,7 +128,7 @@ class Steps:
         program = export_step(dp, self._model, batch, platform, capability)
         answer = self.compiler.compile(program)
         if isinstance(answer, TooLarge):
-            # A compiler may stop at the first sum that is too much.
+            # A compiler may stop at the first total that is too large.
             least = max(answer.needed_bytes or 0, answer.available_bytes or 0, formula.total)
             return Step(dp, Need(rows, least, False, True), formula, program)
         peak = answer.memory.peak
@@ -137,7 +137,7 @@ class Steps:
         return Step(dp, need, formula, program, answer)
 
     def needs(self, dp: DataParallel) -> tuple[Need, ...]:
-        """Needs of all steps of `dp` that were made, by rows."""
+        """Return the memory of all steps of `dp` made so far, by rows."""
         made = [
             step.need
             for (owner, _, without), step in self._made.items()
@@ -146,29 +146,29 @@ class Steps:
         return tuple(sorted(made, key=lambda need: need.rows))
 
     def flops(self, dp: DataParallel, rows: int) -> float:
-        """FLOPs of matrix products and convolutions on one device, with `rows` a replica."""
+        """Return the FLOPs of products and convolutions on one device, with `rows` per replica."""
         return count_flops(self._jaxpr(dp, rows), self.target.chip.platform) / dp.mesh.size
 
     def recomputed_share(self, dp: DataParallel, rows: int) -> float | None:
-        """Share of `flops` that computes something again; None where that cannot be told."""
+        """Return the share of `flops` that is recomputation; None if it cannot be determined."""
         if not computes_again(self._jaxpr(dp, rows)):
             return 0.0
         if dp.configuration.step is not None:
             return None
         try:
             least = self.flops(dp.replace(loss=keeping_everything(dp.loss)), rows)
-        except Exception:  # the user's loss, of a model that changes where it is traced, say
+        except Exception:  # from the user's loss, such as a model mutated while tracing
             return None
         return 1 - least / self.flops(dp, rows)
 
     def _jaxpr(self, dp: DataParallel, rows: int) -> Jaxpr:
         batch = self._rows(dp, rows)
-        if not is_data_only(dp.mesh):  # who share a replica compute what one device would
+        if not is_data_only(dp.mesh):  # devices of one replica together compute what one would
             dp = dp.replace(mesh=abstract_mesh(replica_count(dp.mesh)))
         return step_jaxpr(dp, self._model, batch)
 
     def sums_bytes(self, dp: DataParallel, metrics: int) -> int:
-        """Bytes of the sums that a replica's device adds to those of others; see `sums_bytes`."""
+        """Return the bytes of the sums that each device of a replica reduces; see `sums_bytes`."""
         program = dp.program(self._model)
         layout = dataclasses.replace(dp.layout, splits_params=False)
         where = layout.shardings(program.shapes, dp.mesh).params
@@ -202,7 +202,7 @@ def holder(mesh: AnyMesh) -> str:
 
 
 def rows_of_a_replica(rows: int, dp: DataParallel) -> int:
-    """Rows of each replica for a global batch, filled up to a multiple of its micro-batches."""
+    """Return the rows per replica of a global batch, padded to a multiple of its micro-batches."""
     parts = dp.split.micro_batches
     return math.ceil(rows / (replica_count(dp.mesh) * parts)) * parts
 
@@ -210,13 +210,13 @@ def rows_of_a_replica(rows: int, dp: DataParallel) -> int:
 def compiled_for(dp: DataParallel, model: Any, batch: Any, target: Target, show: Show) -> Step:
     """Return the step of `rx.fit` with its `program` and `compilation` for a target.
 
-    The mesh of `dp` may be of any devices, and none of the target's need be there. The batch is
-    filled up to what the replicas divide.
+    The mesh of `dp` may be of any devices, and the target's need not be attached. The batch is
+    padded to a multiple of the replicas.
 
     Raises:
         CompilerError: there is no compiler for it here, or it fails, or the step needs more memory
             than the target has.
-        ConfigError: jax wants another version of the compiler, or the mesh does not fit.
+        ConfigError: jax requires another version of the compiler, or the mesh does not fit.
     """
     dp = in_fit(dp, model, target)
     with compiler_for(target) as (compiler, notes):
@@ -226,12 +226,12 @@ def compiled_for(dp: DataParallel, model: Any, batch: Any, target: Target, show:
         step = Steps(model, batch, target, compiler, show).step(dp, rows, target.text)
     if step.compilation is None:
         raise CompilerError(
-            f"{rows:,} rows a {holder(dp.mesh)} need more memory than {target.text} has: give fewer"
+            f"{rows:,} rows per {holder(dp.mesh)} exceed the memory of {target.text}: use fewer"
         )
     return step
 
 
 def in_fit(dp: DataParallel, model: Any, target: Target) -> DataParallel:
-    """The step of `rx.fit` on the target's devices: further ones are further replicas."""
+    """Return the step of `rx.fit` on the target's devices, with extra devices as replicas."""
     dp = dp.replace(mesh=abstract_like(dp.mesh, target.devices))
     return guarded(dp, dp.abstract_state(model))

@@ -1,4 +1,4 @@
-"""The hardware that a plan is for: read from what the user wrote, or the devices at hand."""
+"""The hardware to plan for, parsed from the user's target or taken from the attached devices."""
 
 import os
 import re
@@ -23,27 +23,27 @@ class Target:
     """Hardware to plan for."""
 
     text: str
-    """It as the user wrote it, `h100:64`."""
+    """The target as the user wrote it, such as `h100:64`."""
     chip: Chip
     devices: int
     hosts: int
     """Processes that the devices belong to."""
     topology: Topology | None = None
-    """Chips in each dimension of a TPU slice's torus; None for all others."""
+    """Chips in each dimension of a TPU slice's torus; None for other hardware."""
     slices: int = 1
-    """How many such slices, joined by the network of the data centre."""
+    """Number of slices, connected by the data-center network."""
 
     @property
     def devices_per_host(self) -> int:
-        """Equally many for all hosts."""
+        """Devices per host, the same for all hosts."""
         return self.devices // self.hosts
 
     @property
     def rings(self) -> tuple[bool, ...]:
         """Whether each dimension of the torus closes into a ring; `()` without a torus.
 
-        A 2-D torus wraps each dimension that spans the pod. A 3-D one is made of cubes of 4x4x4
-        that optical switches join, and wraps all of its dimensions or, below one cube, none
+        A 2-D torus wraps each dimension that spans the pod. A 3-D torus consists of 4x4x4 cubes
+        connected by optical switches, and wraps all dimensions or, below one cube, none
         (jax-ml/scaling-book tpus.md).
         """
         if self.topology is None:
@@ -55,17 +55,17 @@ class Target:
     def topology_arguments(self) -> Mapping[str, Any]:
         """Arguments of `jax.experimental.topologies.get_topology_desc` to describe these devices.
 
-        A GPU needs its `target_config` beside them; `cpu` is not described but simulated.
+        A GPU also needs its `target_config`; `cpu` devices are simulated, not described.
 
         Raises:
             ConfigError: CPU devices.
         """
         if self.chip.platform == "cuda":
-            # Slices, hosts of each, devices of each: no NVLink joins these hosts.
+            # Slices x hosts per slice x devices per host: no NVLink between these hosts.
             shape = f"{self.hosts}x1x{self.devices_per_host}"
             return {"platform": "cuda", "topology": shape}
         if self.topology is None:
-            raise ConfigError(f"{self.text}: no compiler describes devices of this kind")
+            raise ConfigError(f"{self.text}: no compiler supports describing this kind of device")
         described: dict[str, Any] = {
             "platform": "tpu",
             "topology_name": f"{self.chip.name}:{_written(self.topology)}",
@@ -79,16 +79,16 @@ class Target:
         return described
 
     def with_devices(self, devices: int) -> "Target":
-        """The same hardware with another number of devices.
+        """Return the same hardware with another number of devices.
 
-        GPUs fill one host as this target fills its, then further ones. TPUs take the most cubic
-        slice of that many chips; beyond the largest, several equal slices, as few as can be.
+        GPUs use as many devices per host as this target, on as many hosts as needed. TPUs use the
+        most cubic slice of that many chips, or the fewest equal slices if no single one is enough.
 
         Raises:
             ConfigError: the hardware does not come in this number.
         """
         if devices < 1:
-            raise ConfigError(f"{self.text} with {devices} devices; 1 is the least")
+            raise ConfigError(f"{self.text} with {devices} devices; 1 is the minimum")
         if self.chip.torus_dims:
             return self._with_chips(devices)
         if self.chip.platform == "cpu":
@@ -115,12 +115,12 @@ class Target:
                 text = f"{times}{self.chip.name}:{_written(shape)}"
                 return Target(text, self.chip, devices, slices * _hosts(shape), shape, slices)
         raise ConfigError(
-            f"{self.chip.title} with {devices} chips; no slices add up to that: use "
+            f"{self.chip.title} with {devices} chips; no slices have that size: use "
             f"{' or '.join(map(str, _nearest_counts(self.chip, devices)))}"
         )
 
     def device_counts(self, most: int) -> Iterator[int]:
-        """Numbers of devices, doubling from 1 to `most`, in which this hardware comes."""
+        """Yield the powers of two up to `most` that are valid device counts of this hardware."""
         count = 1
         while count <= most:
             try:
@@ -133,10 +133,10 @@ class Target:
 
 
 def parse_target(text: str) -> Target:
-    """Read a target as a user writes it.
+    """Parse a target as a user writes it.
 
     `attached` · `cpu:8` · `h100:8` · `h100:64` (hosts of 8) · `h100:4x2` (4 hosts of 2) ·
-    `v5e:16x16` · `v4:2x2x2`; letters may be of either case.
+    `v5e:16x16` · `v4:2x2x2`; case-insensitive.
 
     Raises:
         ConfigError: an unknown chip, or a size that it does not come in.
@@ -145,7 +145,7 @@ def parse_target(text: str) -> Target:
     name = _OTHER_NAMES.get(name, name)
     if name == ATTACHED:
         if size:
-            raise ConfigError(f"{text!r}: all attached devices are meant: write {ATTACHED}")
+            raise ConfigError(f"{text!r}: attached devices take no size: write {ATTACHED}")
         return attached_target()
     chip = _chip_called(name, text)
     if not size:
@@ -154,7 +154,7 @@ def parse_target(text: str) -> Target:
         raise ConfigError(f"{text!r}: {size!r} is not a size: write {_example(chip)}")
     numbers = tuple(int(number) for number in size.split("x"))
     if 0 in numbers:
-        raise ConfigError(f"{text!r} has no devices; 1 is the least: write {_example(chip)}")
+        raise ConfigError(f"{text!r} has no devices; 1 is the minimum: write {_example(chip)}")
     if chip.torus_dims:
         return _slice(text, chip, numbers)
     if chip is CPU:
@@ -163,9 +163,9 @@ def parse_target(text: str) -> Target:
 
 
 def attached_target(devices: Sequence[jax.Device] | None = None) -> Target:
-    """The devices of this job, with what is known of their kind and what they tell of their memory.
+    """Return the target of this job's devices, with the memory that they report.
 
-    All of `jax.devices()` by default.
+    Uses all of `jax.devices()` by default.
     """
     devices = jax.devices() if devices is None else devices
     kind, platform = devices[0].device_kind, devices[0].platform
@@ -191,7 +191,7 @@ def attached_target(devices: Sequence[jax.Device] | None = None) -> Target:
 
 
 def _attached_topology(chip: Chip, devices: Sequence[jax.Device]) -> Topology | None:
-    """Chips in each dimension, where the devices tell their coordinates and fill such a box."""
+    """Return the chips in each dimension if the devices report coordinates and fill a box."""
     if not chip.torus_dims:
         return None
     places = {tuple(getattr(device, "coords", ())) for device in devices}
@@ -212,7 +212,7 @@ def _chip_called(name: str, text: str) -> Chip:
         raise ConfigError(f"{text!r}: which {name}? Write {' or '.join(longer)}")
     known = (ATTACHED, CPU.name, *CHIPS)
     raise ConfigError(
-        f"{text!r}: no hardware is called {name!r}{did_you_mean(name, known)}; known are "
+        f"{text!r}: unknown hardware {name!r}{did_you_mean(name, known)}; choose one of "
         f"{', '.join(known)}"
     )
 
@@ -235,7 +235,7 @@ def _hosts_of_gpus(text: str, chip: Chip, numbers: Topology) -> Target:
         hosts, each = numbers
         if each > most:
             raise ConfigError(
-                f"{text!r}: {each} devices a host; hosts of {chip.title} have {most}: "
+                f"{text!r}: {each} devices per host; hosts of {chip.title} have {most}: "
                 f"use {chip.name}:{hosts * each} for hosts of {most}, or {chip.name}:{hosts}x{most}"
             )
         return Target(text, chip, hosts * each, hosts)
@@ -244,22 +244,19 @@ def _hosts_of_gpus(text: str, chip: Chip, numbers: Topology) -> Target:
         lower, upper = devices // most * most, (devices // most + 1) * most
         raise ConfigError(
             f"{text!r}: hosts have {most} devices each, and {most} must divide the devices of "
-            f"several hosts: use {chip.name}:{lower} or {chip.name}:{upper}, or write hosts x "
-            "devices of each"
+            f"several hosts: use {chip.name}:{lower} or {chip.name}:{upper}, or write HOSTSxDEVICES"
         )
     return Target(text, chip, devices, max(1, devices // most))
 
 
 def _simulated(text: str, numbers: Topology) -> Target:
     if len(numbers) > 1:
-        raise ConfigError(
-            f"{text!r}: CPU devices are those of this host: write cpu:{prod(numbers)}"
-        )
+        raise ConfigError(f"{text!r}: CPU devices are all on this host: write cpu:{prod(numbers)}")
     return Target(text, _host_shared_by(numbers[0]), numbers[0], 1)
 
 
 def _host_shared_by(devices: int) -> Chip:
-    """A CPU device and its share of this host's memory."""
+    """Return a CPU device with its share of this host's memory."""
     try:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // devices
     except (AttributeError, ValueError, OSError):
@@ -292,14 +289,14 @@ def _slice(text: str, chip: Chip, shape: Topology) -> Target:
     raise ConfigError(f"{text!r}: {chip.title} has no such slice{most}: use {names}")
 
 
-# Of chips whose torus has two dimensions: all that are sold.
+# All topologies on offer for chips with a 2-D torus.
 _FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
-# Of those with three: less than a cube of 4x4x4. From there on, each dimension is a multiple of 4.
+# Those below a 4x4x4 cube for chips with a 3-D torus; larger ones are multiples of 4.
 _BELOW_A_CUBE = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 
 
 def _sold(chip: Chip) -> Mapping[int, Sequence[Topology]]:
-    """The topologies that a TPU comes in, by its number of chips."""
+    """Return the topologies that a TPU comes in, by number of chips."""
     return _topologies(chip.torus_dims, chip.largest_slice)
 
 
@@ -318,7 +315,7 @@ def _topologies(dims: int, most: int) -> Mapping[int, Sequence[Topology]]:
 
 
 def _nearest_counts(chip: Chip, devices: int) -> list[int]:
-    """Numbers of chips of one slice: this one, else the next below and above."""
+    """Return valid slice sizes: this one, or else the nearest below and above."""
     counts = sorted(_sold(chip))
     if devices in counts:
         return [devices]
@@ -331,7 +328,7 @@ def _hosts(shape: Topology) -> int:
 
 
 def host_bounds(shape: Topology) -> tuple[int, int, int]:
-    """Chips of one process: 2x2, but the slices that fit one host of a 2-D chip are one process."""
+    """Return the chips of one process: 2x2, or a whole 2-D slice if it fits on one host."""
     if shape in ((1, 1), (2, 4)):
         return (*shape, 1)
     return (2, 2, 1)
