@@ -94,7 +94,7 @@ def test_no_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nvidia_smi_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerators, "LIST_SECONDS", 0.2)
     _nvidia_smi(tmp_path, monkeypatch, "time.sleep(30)")
-    with pytest.raises(ConfigError, match=r"nvidia-smi -L did not\b.*answer"):
+    with pytest.raises(ConfigError, match=r"nvidia-smi -L did not\b.* 0 s;"):
         list_gpus()
 
 
@@ -130,22 +130,22 @@ def test_different_gpus_are_kept() -> None:
         (
             [("a", G), ("a", G), ("a", G)],
             "processes 0 to 2 on a see the same 4 GPUs, which 3 processes cannot share evenly; "
-            "start 1 or 2 or 4 there, or give each its own CUDA_VISIBLE_DEVICES",
+            "start 1 or 2 or 4 there, or set CUDA_VISIBLE_DEVICES per process",
         ),
         (
             [("b", G), ("a", G[:1]), ("a", G[:1])],
-            "processes 1 and 2 on a see the same 1 GPU, fewer than the 2 processes; each needs one "
-            "of its own: start at most 1 there, or correct CUDA_VISIBLE_DEVICES",
+            "processes 1 and 2 on a see the same 1 GPU, fewer than the 2 processes; each "
+            "process needs its own GPU: start at most 1 there, or correct CUDA_VISIBLE_DEVICES",
         ),
         (
             [("a", G[:2]), ("a", G[1:])],
-            f"processes 0 and 1 on a see 2 and 3 GPUs, {G[1]} among both; processes of one host "
-            "see all the same GPUs or none in common: correct CUDA_VISIBLE_DEVICES",
+            f"processes 0 and 1 on a see 2 and 3 GPUs, both including {G[1]}; processes on one "
+            "host must see either identical or disjoint sets of GPUs: correct CUDA_VISIBLE_DEVICES",
         ),
         (
             [("a", G), ("a", [])],
-            "process 1 on a sees no GPU and process 0 sees 4 GPUs; all processes run on GPUs or "
-            "none: correct CUDA_VISIBLE_DEVICES",
+            "process 1 on a sees no GPU and process 0 sees 4 GPUs; either all processes use GPUs "
+            "or none: correct CUDA_VISIBLE_DEVICES",
         ),
     ],
 )

@@ -70,7 +70,7 @@ def test_a_lone_process_fails(path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert (word["process"], word["error"]) == (2, "ValueError: two lines")
 
 
-@pytest.mark.parametrize(("process", "said"), [(0, " stops: "), (1, " stops, as the others do: ")])
+@pytest.mark.parametrize(("process", "said"), [(0, " stops: "), (1, " stops, like the others: ")])
 def test_a_verdict_is_said_and_written(
     process: int, said: str, path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -175,7 +175,7 @@ def test_a_victim_says_who_was_killed(path: Path, capsys: pytest.CaptureFixture[
         failure.report(JaxRuntimeError("connection reset by peer"))
     assert written(path)["blames"] == [2]
     error = capsys.readouterr().err
-    assert re.match(r"replicax: process 0 stops: process 2 \(.*is gone\b.*killed", error)
+    assert re.match(r"replicax: process 0 stops: process 2 \(.*disconnected\b.*killed", error)
 
 
 @pytest.mark.parametrize("name", ["JaxRuntimeError", "XlaRuntimeError"])

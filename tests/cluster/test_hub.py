@@ -91,7 +91,7 @@ def test_an_id_that_exists_after_the_start() -> None:
     with opened(2) as job:
         processes = job.start()
         said = refusal(job, 1)
-        assert re.match(r"refused by\b.*process 0: process 1 \(", said)
+        assert re.match(r"rejected by\b.*process 0: process 1 \(", said)
         assert re.search(r"\) is already\b.*\bjob$", said)
         assert works(job, processes)
 
@@ -100,14 +100,14 @@ def test_another_job() -> None:
     with opened(2) as job:
         processes = job.start()
         said = refusal(job, 1, job="theirs")
-        assert re.match(r"refused by\b.*process 0: job 'ours' .*job 'theirs'$", said)
+        assert re.match(r"rejected by\b.*process 0: job 'ours' .*job 'theirs'$", said)
         assert works(job, processes)
 
 
 def test_another_number_of_processes() -> None:
     with opened(2) as job:
         said = refusal(job, 2, processes=3)
-        assert re.match(r"refused by\b.*process 0: the job .* 2 processes, .*3$", said)
+        assert re.match(r"rejected by\b.*process 0: the job .* 2 processes, .*3$", said)
         assert works(job, job.start())
 
 
@@ -117,7 +117,7 @@ def test_an_id_that_cannot_be(process: Any) -> None:
         stranger = job.stranger()
         stranger.sendall(encode(HELLO._replace(process=process)))
         said = stranger.recv(1 << 16).decode()
-        assert re.search(r"count from 0 to 1, .*this one", said)
+        assert re.search(r"from 0 to 1, .*this process", said)
         assert str(process) in said
         assert works(job, job.start())
 
@@ -248,7 +248,7 @@ def test_one_that_is_gone_without_a_word() -> None:
             verdict = process.stopped.result(timeout=HANG_SECONDS)
             assert list(verdict.blames) == [1]
             assert verdict.reason.startswith(processes[0].go.names[1])
-            assert re.search(r"is gone\b.*, last heard\b.* at step 0: killed", verdict.reason)
+            assert re.search(r"disconnected\b.*, last seen\b.* at step 0: killed", verdict.reason)
 
 
 def test_one_that_was_done_may_go() -> None:
@@ -273,7 +273,7 @@ def test_the_first_verdict_stands() -> None:
 def test_what_a_process_says_of_the_hub_that_slept() -> None:
     with opened(2) as job:
         first, second = job.start()
-        said = Verdict("process 0 gave no sign of life for 5 s", [0], True)
+        said = Verdict("process 0 sent no heartbeat for 5 s", [0], True)
         second.wire.send(said)
         second.wire.close()
         assert first.stopped.result(timeout=HANG_SECONDS) == said

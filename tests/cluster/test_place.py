@@ -110,12 +110,12 @@ def test_one_process_on_purpose_needs_nothing_else() -> None:
     [
         (
             {"REPLICAX_PROCESS_ID": "4"},
-            "REPLICAX_PROCESS_ID=4 with REPLICAX_PROCESSES=4; processes count from 0 to 3",
+            "REPLICAX_PROCESS_ID=4 with REPLICAX_PROCESSES=4; ranks range from 0 to 3",
         ),
-        ({"REPLICAX_PROCESS_ID": "-1"}, "REPLICAX_PROCESS_ID='-1' is not a whole number from 0"),
-        ({"REPLICAX_PROCESS_ID": "²"}, "REPLICAX_PROCESS_ID='²' is not a whole number"),
-        ({"REPLICAX_PROCESSES": "0"}, "REPLICAX_PROCESSES='0' is not a whole number from 1"),
-        ({"REPLICAX_PROCESSES": ""}, "REPLICAX_PROCESSES='' is not a whole number"),
+        ({"REPLICAX_PROCESS_ID": "-1"}, "REPLICAX_PROCESS_ID='-1' is not an integer of at least 0"),
+        ({"REPLICAX_PROCESS_ID": "²"}, "REPLICAX_PROCESS_ID='²' is not an integer"),
+        ({"REPLICAX_PROCESSES": "0"}, "REPLICAX_PROCESSES='0' is not an integer of at least 1"),
+        ({"REPLICAX_PROCESSES": ""}, "REPLICAX_PROCESSES='' is not an integer"),
         ({"REPLICAX_PROCESSES": "4.0"}, "REPLICAX_PROCESSES='4.0' is not"),
         ({"REPLICAX_COORDINATOR": ""}, "REPLICAX_COORDINATOR='' is not host:port"),
         ({"REPLICAX_COORDINATOR": ":99"}, "REPLICAX_COORDINATOR=':99' is not host:port"),
@@ -136,7 +136,7 @@ def test_a_bad_value_is_named(changed: dict[str, str], message: str) -> None:
 
 
 def test_a_bad_argument_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"argument process='-1' .*whole number"):
+    with pytest.raises(ConfigError, match=r"argument process='-1' .*an integer"):
         find_place({}, processes=2, process=-1, coordinator="a:1")
 
 

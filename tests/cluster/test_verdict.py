@@ -122,13 +122,13 @@ def test_silence_comes_first() -> None:
     assert verdict is not None
     assert list(verdict.blames) == [1]
     assert figures(verdict.reason)[:4] == ["1", "101", "31", "9"]
-    assert re.match(r"process 1 \(.*no sign\b.*for 31 s, last\b", verdict.reason)
+    assert re.match(r"process 1 \(.*no heartbeat\b.*for 31 s, last\b", verdict.reason)
 
 
 def test_silence_that_is_shorter_than_the_limit_is_said() -> None:
     verdict = judged(member(0, 9, seconds=61.0), member(1, 7, unheard=29.0))
     assert verdict is not None
-    assert re.search(r"no sign\b.*for 29 s: frozen, .*cut off", verdict.reason)
+    assert re.search(r"no heartbeat\b.*for 29 s: frozen, .*network failure", verdict.reason)
 
 
 def test_who_is_waited_for() -> None:
@@ -136,7 +136,7 @@ def test_who_is_waited_for() -> None:
     verdict = judged(member(0, 0), member(1, 0), member(2, 0), waiting=waiting)
     assert verdict is not None
     assert list(verdict.blames) == [1, 2]
-    assert re.match(r"the others\b.*since 61 s to\b.*of the .* \(1\) from ", verdict.reason)
+    assert re.match(r"the others\b.*waited 61 s for the\b.* \(1\) from ", verdict.reason)
     waiting = waits("the step (1)", 59.0, [0])
     assert judged(member(0, 0), member(1, 0), waiting=waiting) is None
 

@@ -122,7 +122,7 @@ def test_a_message_without_an_end(
     monkeypatch.setattr(wire_module, "LONGEST_LINE_BYTES", 1000)
     here, there = pair
     there._socket.sendall(b"x" * 5000)
-    with pytest.raises(ValueError, match=r"without an\b.*end"):
+    with pytest.raises(ValueError, match=r"unterminated"):
         receive_all(here, 1)
 
 

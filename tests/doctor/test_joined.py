@@ -97,7 +97,7 @@ def test_a_port_that_is_taken(listening: int) -> None:
 def test_process_0_on_another_host_than_its_name_says(free: int) -> None:
     (row,) = check(place(0, f"192.0.2.1:{free}"))  # an address for documentation
     assert row.verdict == NOTE
-    assert re.search(r"192\.0\.2\.1 is no\b.*of this\b.*host", row.found)
+    assert re.search(r"192\.0\.2\.1 is not\b.*of this\b.*host", row.found)
     assert socket.gethostname() in row.found
 
 
@@ -105,7 +105,7 @@ def test_process_0_on_another_host_than_its_name_says(free: int) -> None:
 def test_a_name_that_nobody_knows(process: int) -> None:
     (row,) = check(place(process, "no-such-host.invalid:29400"))
     assert row.verdict == FAIL
-    assert re.search(r"'no-such-host\.invalid' is not\b.*known", row.found)
+    assert "'no-such-host.invalid'" in row.found
     assert "address" in row.cause
 
 
@@ -120,7 +120,7 @@ def test_nobody_listens(free: int) -> None:
     (row,) = check(place(3, f"127.0.0.1:{free}"), timeout_seconds=0.3)
     assert 0.3 <= time.monotonic() - started < 3
     assert row.verdict == FAIL
-    assert "nothing listens" in row.found
+    assert "connection refused" in row.found
     assert "start process 0" in row.cause
 
 

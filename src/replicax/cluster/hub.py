@@ -111,7 +111,7 @@ class Hub:
             told = hello.processes
             return f"the job has {self._processes} processes, but this one was given {told}"
         if type(process) is not int or not 0 <= process < self._processes:
-            return f"ranks are 0 to {self._processes - 1}, but this process has {process!r}"
+            return f"ranks range from 0 to {self._processes - 1}, but this process has {process!r}"
         if process in self._members:
             return f"{self._members[process]} is already in the job"
         return self._verdict and self._verdict.reason

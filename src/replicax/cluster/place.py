@@ -115,7 +115,7 @@ def find_place(
     if number >= count:
         raise ConfigError(
             f"{facts['process'].reason} with {facts['processes'].reason}; "
-            f"ranks are 0 to {count - 1}: lower it"
+            f"ranks range from 0 to {count - 1}: lower it"
         )
     if count > 1:
         address, reason = needed("coordinator")

@@ -57,7 +57,7 @@ def detect(env: Mapping[str, str]) -> Detected | None:
         if node is not None and node >= len(counts):
             raise ConfigError(
                 f"SLURM_NODEID={node} and {_COUNTS} has {len(counts)} hosts; "
-                f"node IDs are 0 to {len(counts) - 1}: start all processes with one srun"
+                f"node IDs range from 0 to {len(counts) - 1}: start all processes with one srun"
             )
         facts["local_processes"] = Fact(counts[node or 0], f"{_COUNTS}, SLURM_NODEID")
     return Detected(ENGINE, facts)

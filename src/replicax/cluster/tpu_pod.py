@@ -66,12 +66,12 @@ def _place(
     if worker >= len(hosts):
         raise ConfigError(
             f"{worker_name}={worker} and {hosts_name} lists {len(hosts)} hosts; worker IDs "
-            f"are 0 to {len(hosts) - 1}: correct one of them"
+            f"range from 0 to {len(hosts) - 1}: correct one of them"
         )
     if this_slice >= slices:
         raise ConfigError(
             f"MEGASCALE_SLICE_ID={this_slice} with MEGASCALE_NUM_SLICES={slices}; slice IDs "
-            f"are 0 to {slices - 1}: lower it"
+            f"range from 0 to {slices - 1}: lower it"
         )
     if slices > 1 and not first:
         raise ConfigError(
