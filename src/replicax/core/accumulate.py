@@ -1,4 +1,4 @@
-"""The rows of a replica -> its sums, micro-batch by micro-batch."""
+"""Gradient accumulation: sum over a replica's rows, one micro-batch at a time."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,40 +15,40 @@ from replicax.core.models.definition import View
 
 PyTree = Any
 Part = Callable[..., tuple[PyTree, PyTree]]
-"""`part(params, extras, batch, view) -> (sums, extras)`, as `Objective.step_sums`."""
+"""`part(params, extras, batch, view) -> (sums, extras)`, like `Objective.step_sums`."""
 Apply = Callable[..., tuple[PyTree, PyTree]]
 """`apply(state, total, extras, carried) -> (state, metrics)`; see `replicax.core.update`."""
 
 
 class Accumulator(Protocol):
-    """Adds up the micro-batches of a replica."""
+    """Sums the micro-batches of a replica."""
 
     def micro_batches(self, replicas: int, /) -> int:
-        """Return how many each of `replicas` computes, one after the other."""
+        """Return the number of micro-batches each of `replicas` computes in sequence."""
 
     def __call__(
         self, part: Part, state: Any, batch: Batch, key: jax.Array | None, axis: Axis | None, /
     ) -> tuple[PyTree, PyTree]:
         """Return the sums of `part` over this replica's rows, and the extras after the step.
 
-        `key` is that of the step, None in evaluation. `batch` is the whole one without an `axis`.
+        `key` is the step's key, None in evaluation. Without an `axis`, `batch` is the global batch.
         """
 
     def replica_key(self, key: jax.Array, axis: Axis, /) -> jax.Array:
-        """Return the key that a replica draws from, from that of the step."""
+        """Return a replica's key, derived from the step's key."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sequential:
-    """One micro-batch after the other, each of which begins with the extras of the last.
+    """Compute micro-batches in sequence, passing the extras of each to the next.
 
-    Keys are folded with the replica's index, where each has its own rows, and with the
-    micro-batch's number.
+    The micro-batch's number is folded into the key, and the replica's index if each replica has
+    its own rows.
     """
 
     parts: int = 1
     within: int = dataclasses.field(default=1, kw_only=True)
-    """How many the objective itself makes of each, as one in stages does."""
+    """Micro-batches that the objective makes of each, as a pipelined one does."""
 
     def micro_batches(self, _replicas: int) -> int:
         return self.parts * self.within
@@ -81,7 +81,7 @@ def add_in_turn(
 ) -> tuple[PyTree, PyTree]:
     """Return the sum of `part(extras, number, rows)` over `count` parts, and the last extras.
 
-    `parts` are the rows of all, `[count, ...]`; each part begins with the extras of the last.
+    `parts` holds the rows of all parts, `[count, ...]`; the extras of each are passed to the next.
     """
 
     def add(carry: tuple[PyTree, PyTree], numbered: tuple[jax.Array, PyTree]) -> Any:
@@ -96,12 +96,12 @@ def add_in_turn(
 
 
 def zeros_like(shapes: PyTree) -> PyTree:
-    """Return zeros of these shapes and dtypes."""
+    """Return zeros with these shapes and dtypes."""
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
 def scale_of(state: Any) -> jax.Array | None:
-    """Return what the loss is multiplied by, of a state that has a scale."""
+    """Return the loss scale of `state`, or None if it has none."""
     return state.scale.value if state.scale else None
 
 
@@ -111,10 +111,10 @@ def folded(key: jax.Array | None, number: Any) -> jax.Array | None:
 
 
 def cut(array: jax.Array, parts: int) -> jax.Array:
-    """`[rows, ...]` -> `[parts, rows / parts, ...]`, part k holding the rows k, k + parts, ...
+    """Reshape `[rows, ...]` to `[parts, rows / parts, ...]`; part k gets rows k, k + parts, ...
 
-    Neighbours go to different parts, so that a dim split over devices stays split without moving
-    rows, and a micro-batch holds the same rows whatever the number of replicas.
+    Adjacent rows go to different parts, so a dim sharded over devices stays sharded without moving
+    rows, and a micro-batch holds the same rows for any number of replicas.
     """
     rows = array.reshape(array.shape[0] // parts, parts, *array.shape[1:])
     return jnp.moveaxis(rows, 1, 0)

@@ -1,4 +1,4 @@
-"""A batch of fixed size: the user's rows, which of them are real, and where they lie."""
+"""A batch of fixed size: the user's rows, their mask, and their placement on devices."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -17,11 +17,11 @@ PyTree = Any
 
 
 class Shared:
-    """Marks what is no row in a batch: a clip range, a temperature, target parameters.
+    """Mark a value in a batch that has no rows: a clip range, a temperature, target parameters.
 
-    Every replica and micro-batch sees it whole, and another value does not recompile. A loss is
-    given the value itself; a step of one's own finds it as `batch["clip"].value`. In a job of
-    several processes all give the same.
+    Every replica and micro-batch sees the whole value, and changing it does not recompile. A loss
+    receives the value itself; a custom step reads it as `batch["clip"].value`. In a job of several
+    processes, all must pass the same value.
 
     Examples:
         >>> def loss(model, batch, key):
@@ -43,7 +43,7 @@ class Shared:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Held:
-    """The value of a `Shared`, which is none of its leaves: what maps over rows passes it by."""
+    """The value of a `Shared`, kept out of its leaves so that maps over rows skip it."""
 
     value: PyTree
 
@@ -63,8 +63,8 @@ register_pytree_node(
 class Batch:
     """Input of `DataParallel.step`: every array has the same leading row dim.
 
-    Padding repeats real rows, so that a model sees nothing unusual, and has mask 0, so that it
-    counts for nothing in the loss, the gradient, and the metrics.
+    Padding repeats real rows, so a model sees ordinary inputs, and has mask 0, so padded rows have
+    zero weight in the loss, the gradient, and the metrics.
 
     Examples:
         >>> batch = next(iter(dp.feed(source, batch_size=32)))
@@ -77,26 +77,26 @@ class Batch:
     mask: Any
     """float32 `[rows]`: 1 for a real row, 0 for padding."""
     index: Any
-    """int32 `[rows]`: the row's index in its source. Padding has the index of what it repeats."""
+    """int32 `[rows]`: the row's index in its source. Padding has the index of the repeated row."""
     rows: int | None = None
-    """Real rows, known on the host without asking the device; None where nobody counted."""
+    """Number of real rows, known on the host without a device sync; None if unknown."""
     feed_padding: int | None = None
-    """Most padding rows in any batch of the same feed, where that is known beforehand."""
+    """Maximum number of padding rows in any batch of the same feed, if known in advance."""
     shared: tuple[PyTree, ...] = ()
-    """Values of the `Shared` in `data`, in order, once they are arrays on the devices."""
+    """Values of each `Shared` in `data`, in order, once they are arrays on the devices."""
 
     def apart(self) -> "Batch":
-        """Return the batch with the values of its `Shared`, as they are, in `shared`."""
+        """Return the batch with the value of each `Shared` moved, unchanged, to `shared`."""
         nodes = jax.tree.leaves(self.data, is_leaf=_is_shared)
         values = tuple(node.value for node in nodes if _is_shared(node))
         return self._with_values([None] * len(values), values)
 
     def whole(self) -> "Batch":
-        """Return the batch with `shared` back in its places, as it was before `apart`."""
+        """Return the batch with `shared` moved back into `data`, undoing `apart`."""
         return self._with_values(self.shared, ())
 
     def map_rows(self, function: Callable[[Any], Any]) -> "Batch":
-        """Return the batch with `function` of each array of rows; what is in `shared` stays."""
+        """Return the batch with `function` applied to each array of rows, but not to `shared`."""
         rows: Batch = jax.tree.map(function, dataclasses.replace(self, shared=()))
         return dataclasses.replace(rows, shared=self.shared)
 
@@ -109,7 +109,7 @@ class Batch:
 
     @property
     def size(self) -> int:
-        """Rows with the padding: the fixed size that the step is compiled for."""
+        """Number of rows including padding: the fixed size the step is compiled for."""
         return int(self.mask.shape[0])
 
 
@@ -119,7 +119,7 @@ register_dataclass(
 
 
 def unshared(data: PyTree) -> PyTree:
-    """Return `data` with the value of each `Shared` in its place."""
+    """Return `data` with each `Shared` replaced by its value."""
     return _map_shared(lambda shared: shared.value, data)
 
 
@@ -135,21 +135,21 @@ def _is_shared(node: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """The rows of global batches of one size that lie on this process's devices."""
+    """The rows on this process's devices, for global batches of one size."""
 
     sharding: NamedSharding
-    """By rows, over the devices of all processes."""
+    """Shards rows over the devices of all processes."""
     size: int
-    """Rows of a global batch, its padding included."""
+    """Rows in a global batch, including padding."""
 
     @cached_property
     def held(self) -> np.ndarray:
-        """Int `[held rows]`: which ones, ascending."""
+        """Int `[held rows]`: indices of the rows held, ascending."""
         parts = self.sharding.addressable_devices_indices_map((self.size,)).values()
         return np.unique(np.concatenate([np.arange(self.size)[part] for part in parts if part]))
 
     def place(self, batch: Batch) -> Batch:
-        """Return a host batch, all of it or the held rows, on the devices; do not wait for it."""
+        """Put a host batch (all of it, or the held rows) on the devices, without waiting."""
         batch = batch.apart()
         arrays, shared = (batch.data, batch.mask, batch.index), host_rows(batch.shared, copy=True)
         everywhere = NamedSharding(self.sharding.mesh, PartitionSpec())
@@ -177,42 +177,42 @@ class Share:
 
 
 def row_count(data: PyTree) -> int:
-    """Return the one leading dim that all leaves share, or raise `DataError` naming a leaf."""
+    """Return the leading dim shared by all leaves, or raise `DataError` naming a leaf."""
     counts: dict[str, int] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(data):
         _refuse_keys(path, leaf)
         if not np.shape(leaf):
             raise DataError(
                 f"batch{keystr(path)} is a scalar; every leaf needs a leading row dim: "
-                "make a list an array with np.asarray, or repeat a constant once a row"
+                "convert a list with np.asarray, or repeat a constant for every row"
             )
         counts[keystr(path)] = np.shape(leaf)[0]
     if not counts:
-        raise DataError("the batch has no array; give a pytree of arrays [rows, ...]")
+        raise DataError("the batch has no arrays; pass a pytree of arrays [rows, ...]")
     (first, rows), *others = counts.items()
     for name, count in others:
         if count != rows:
             raise DataError(
-                f"batch{name} has {count} rows and batch{first} has {rows}; all leaves share one "
-                "leading row dim: give both the same"
+                f"batch{name} has {count} rows and batch{first} has {rows}; all leaves must share "
+                "one leading row dim: give both the same number"
             )
     return rows
 
 
 def host_rows(data: PyTree, *, copy: bool) -> PyTree:
-    """Return `data` as NumPy arrays in the dtypes that the device will hold.
+    """Return `data` as NumPy arrays in the dtypes used on the device.
 
-    A device may read an array long after it was handed over, or keep it as its own memory: what
-    somebody may write to again must be copied. 64-bit leaves become 32-bit ones unless
-    `jax_enable_x64` is set, as everywhere in JAX; a number that does not fit is a `DataError`.
+    A device may read an array long after it was passed, or use its memory directly: arrays that
+    may be written to again must be copied. 64-bit leaves become 32-bit ones unless
+    `jax_enable_x64` is set, as everywhere in JAX; a value out of range raises `DataError`.
     """
     return jax.tree_util.tree_map_with_path(partial(_host_leaf, copy=copy), data)
 
 
 def pad(data: PyTree, size: int, index: np.ndarray) -> Batch:
-    """Return a host batch of `size` rows: those of `data`, then the same from the first on.
+    """Return a host batch of `size` rows: the rows of `data`, repeated from the first as padding.
 
-    `data` has host arrays `[rows, ...]` with 0 < rows <= size, `index` where each row comes from.
+    `data` has host arrays `[rows, ...]` with 0 < rows <= size; `index` has each row's source index.
     """
     rows = row_count(data)
     if rows < size:
@@ -222,7 +222,7 @@ def pad(data: PyTree, size: int, index: np.ndarray) -> Batch:
 
 
 def described(data: PyTree, size: int) -> Batch:
-    """Return the shapes of a batch of `size` rows such as those of `data`, arrays or shapes."""
+    """Return the shapes of a batch of `size` rows like `data`, which may be arrays or shapes."""
 
     def shape(leaf: Any) -> jax.ShapeDtypeStruct:
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
@@ -238,8 +238,8 @@ def _host_leaf(path: tuple[Any, ...], leaf: Any, copy: bool) -> np.ndarray:
     array = np.array(leaf, copy=True) if copy else np.asarray(leaf)
     if array.dtype.kind in "OSUMm" or array.dtype.names:
         raise DataError(
-            f"batch{keystr(path)} has dtype {array.dtype}; a device holds numbers only: "
-            "encode it as numbers, or keep it out of the batch"
+            f"batch{keystr(path)} has dtype {array.dtype}; devices hold only numbers: "
+            "encode it as numbers, or remove it from the batch"
         )
     dtype = jax.dtypes.canonicalize_dtype(array.dtype)
     if dtype == array.dtype:
@@ -249,8 +249,8 @@ def _host_leaf(path: tuple[Any, ...], leaf: Any, copy: bool) -> np.ndarray:
         outside = np.isfinite(array) & ((array < limits.min) | (array > limits.max))
         if outside.any():
             raise DataError(
-                f"batch{keystr(path)} has the {array.dtype} {array[outside][0]}; {dtype} holds "
-                f"{limits.min} to {limits.max}: make it smaller or set jax_enable_x64"
+                f"batch{keystr(path)} has the {array.dtype} {array[outside][0]}; {dtype} ranges "
+                f"from {limits.min} to {limits.max}: rescale it, or set jax_enable_x64"
             )
     with np.errstate(over="ignore"):
         return array.astype(dtype)
@@ -259,6 +259,6 @@ def _host_leaf(path: tuple[Any, ...], leaf: Any, copy: bool) -> np.ndarray:
 def _refuse_keys(path: tuple[Any, ...], leaf: Any) -> None:
     if is_random_key(leaf):
         raise DataError(
-            f"batch{keystr(path)} holds {leaf.size} random keys, which are no numbers; split the "
-            "key that the loss is given, or pass jax.random.key_data and wrap it in the loss"
+            f"batch{keystr(path)} holds {leaf.size} random keys, which are not numbers; split the "
+            "key passed to the loss, or pass jax.random.key_data and wrap it in the loss"
         )

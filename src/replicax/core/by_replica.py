@@ -1,8 +1,8 @@
-"""The sums of a step that sees the whole batch, replica by replica where they are the same.
+"""Compute the sums of a global-batch step per replica if the result is the same.
 
-What XLA makes of the global view on several GPUs adds up gradients where their products are: in
-bfloat16 if these are, and under a scan once for each layer, while computation waits. Replica by
-replica there is one reduction of everything, in float32, beside the backward pass.
+For the global view on several GPUs, XLA reduces each gradient at the product that computes it: in
+bfloat16 if the product is, and under a scan once per layer, while computation waits. Per replica,
+one reduction covers all gradients, in float32, and overlaps with the backward pass.
 """
 
 import contextlib
@@ -25,10 +25,10 @@ Sums = Callable[[TrainState, Batch], Any]
 
 
 def where_rows_are_apart(objective: Objective, by_replica: Sums, otherwise: Sums) -> Sums:
-    """Return sums that are traced as `by_replica` on GPUs, if the loss of each row needs no other.
+    """Return sums traced as `by_replica` on GPUs if each row's loss is independent of other rows.
 
-    `by_replica` are the sums of a step, each replica seeing its own rows; `otherwise` the same of
-    the whole batch at once.
+    `by_replica` computes the sums of a step with each replica seeing its own rows; `otherwise`
+    computes them from the whole batch at once.
     """
 
     def sums(state: TrainState, batch: Batch) -> Any:
@@ -45,7 +45,7 @@ def _are_apart(objective: Objective, state: TrainState, batch: Batch) -> bool:
     if jax.tree.leaves(state.extras) or _draws(objective, state, batch):
         return False
     for rows in (batch, _of_other_rows(batch)):
-        with contextlib.suppress(Exception):  # the user's loss, on a number of rows it has not seen
+        with contextlib.suppress(Exception):  # the user's loss, on an unfamiliar number of rows
             look = Look(objective, state, rows, divided=True, compute=False)
             if not (look.rows_meet or look.unsure or look.gathers or look.scalars):
                 return True
@@ -53,13 +53,13 @@ def _are_apart(objective: Objective, state: TrainState, batch: Batch) -> bool:
 
 
 def _of_other_rows(batch: Batch) -> Batch:
-    """Return the shapes of a batch of a few more rows, whose number is no block of an attention."""
+    """Return the shapes of a batch with a few more rows, not a multiple of an attention block."""
     odd = next(each for each in itertools.count(batch.size + 1) if math.gcd(each, 2 * 3 * 5) == 1)
     return batch.map_rows(lambda leaf: jax.ShapeDtypeStruct((odd, *leaf.shape[1:]), leaf.dtype))
 
 
 def _draws(objective: Objective, state: TrainState, batch: Batch) -> bool:
-    """Whether the loss reads its key: each replica draws other numbers than all together do."""
+    """Whether the loss reads its key: per-replica draws differ from draws for the whole batch."""
 
     def values(key: jax.Array, params: Any, batch: Batch) -> Any:
         return objective.loss_sums(params, state.extras, batch, View(key, step=jnp.int32(0)))
@@ -71,7 +71,7 @@ def _draws(objective: Objective, state: TrainState, batch: Batch) -> bool:
 
 
 def _can(sums: Sums, state: TrainState, batch: Batch) -> bool:
-    """Whether the loss takes fewer rows than the whole batch has: it may name that number."""
+    """Whether the loss accepts fewer rows than the global batch: it may hard-code that number."""
     try:
         jax.eval_shape(sums, state, batch)
     except Exception:  # the user's loss

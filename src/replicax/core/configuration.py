@@ -30,7 +30,7 @@ from replicax.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Configuration:
-    """The arguments of a `DataParallel`; see there."""
+    """The arguments of a `DataParallel`, documented there."""
 
     loss: LossFunction
     optimizer: optax.GradientTransformation
@@ -48,16 +48,16 @@ class Configuration:
     job: Job
     compiler_options: Mapping[str, Any] | None = None
     wrap_apply: Callable[[Apply], Apply] | None = None
-    """Wraps the optimizer's part of the step, to skip bad ones say."""
+    """Wraps the optimizer part of the step, for example to skip bad steps."""
 
     def options(self, mesh: AnyMesh) -> dict[str, Any]:
-        """Return the compiler's options for a step on `mesh`: the given ones, or the target's."""
+        """Return the compiler options for a step on `mesh`: as given, or the target's defaults."""
         if self.compiler_options is not None:
             return dict(self.compiler_options)
         return dict(_OVERLAP) if mesh.size > 1 and cuda_capability() is not None else {}
 
     def names(self) -> dict[str, Any]:
-        """Return what was chosen, by name, as JSON has it."""
+        """Return the chosen options by name, as JSON values."""
         chosen = {
             "mode": self.mode.name,
             "layout": self.layout.name,
@@ -75,40 +75,40 @@ class Configuration:
         return chosen if self.ema is None else {**chosen, "ema": self.ema}
 
     def split_model(self, model: Any) -> Parts:
-        """Return the definition, params and extras of a model, or of the state of an own step."""
+        """Return the definition, params and extras of a model, or of a custom step's state."""
         if self.step is None:
             return split_model(model)
         definition, params, _ = split_pytree(model, OwnState)
         return definition, params, {}
 
     def accumulator(self, mesh: AnyMesh) -> Accumulator:
-        """Return what adds up a replica's micro-batches on `mesh`."""
+        """Return the accumulator of a replica's micro-batches on `mesh`."""
         return self.mode.accumulator(self.accumulate, self.micro_shards, mesh, self.reduction)
 
     @property
     def placing(self) -> Layout:
-        """The layout, as it places the arrays of a state."""
+        """The layout used to place the arrays of a state."""
         pieces = self.micro_shards if self.mode.bitwise else None
         return dataclasses.replace(self.layout, pieces=pieces)
 
     def wrapped(self, apply: Apply) -> Apply:
-        """Return the optimizer's part of the step as it is wrapped."""
+        """Return the optimizer part of the step, wrapped if configured."""
         return apply if self.wrap_apply is None else self.wrap_apply(apply)
 
     def split(self, mesh: AnyMesh) -> Split:
-        """Return how a batch is divided on `mesh`: over replicas, then over micro-batches."""
+        """Return how a batch is split on `mesh`: over replicas, then over micro-batches."""
         replicas = replica_count(mesh)
         return Split(replicas, self.accumulator(mesh).micro_batches(replicas))
 
 
 _OVERLAP = {"xla_gpu_experimental_parallel_collective_overlap_limit": 8}
-"""By default XLA has one reduction under way at a time, and most of them wait for the end."""
+"""By default XLA runs one reduction at a time, and most are delayed to the end of the step."""
 _NO_OPTIMIZER = optax.identity()
 
 
 def _no_loss(*_: Any) -> Any:
     raise ConfigError(
-        "there is a step and no loss to evaluate with: give evaluate(state, batches, loss=loss), "
+        "step= is given without a loss to evaluate: use evaluate(state, batches, loss=loss), "
         "or DataParallel(loss, step=step)"
     )
 
@@ -123,13 +123,13 @@ def configure(
     job: Job | None,
     **rest: Any,
 ) -> Configuration:
-    """Return the configuration of a `DataParallel`'s arguments, names replaced by values."""
+    """Build the configuration from a `DataParallel`'s arguments, replacing names by values."""
     mode, layout = as_mode(mode), as_layout(layout)
     if rest["step"] is None:
         check_loss(rest["loss"])
         check_optimizer(rest["optimizer"])
     else:
-        if rest["optimizer"] is _NO_OPTIMIZER:  # of a configuration that is replaced
+        if rest["optimizer"] is _NO_OPTIMIZER:  # from `Configured.replace`
             rest["optimizer"] = None
         check_own_step(layout=layout, precision=precision, **rest)
         rest |= {"loss": rest["loss"] or _no_loss, "optimizer": _NO_OPTIMIZER}
@@ -145,12 +145,12 @@ def configure(
     stages = mesh.shape.get(STAGE, 1)
     if stages > 1 and rest["step"] is not None:
         raise ConfigError(
-            f"step= with a mesh of {stages} stages; stages divide the loss of a step that Replicax "
-            "writes: give the loss, or a mesh without stages"
+            f"step= with a mesh of {stages} stages; pipeline stages split the loss, not a custom "
+            "step: pass the loss instead, or use a mesh without stages"
         )
     if rest["accumulate"] < 1:
         raise ConfigError(
-            f"accumulate={rest['accumulate']}; a step has at least 1 micro-batch: raise it"
+            f"accumulate={rest['accumulate']}; a step needs at least 1 micro-batch: raise it"
         )
     configuration = Configuration(
         mesh=mesh,
@@ -168,16 +168,16 @@ def configure(
 
 
 def _check_split(configuration: Configuration) -> None:
-    """Raise `ConfigError` where a replica's part of the state is not what the step would see."""
+    """Raise `ConfigError` if the layout shards a state that the step needs whole."""
     mode, layout, reduction = (getattr(configuration, n) for n in ("mode", "layout", "reduction"))
     if configuration.step is not None and mode.per_replica and not layout.is_whole:
         raise ConfigError(
-            f"step= with layout={layout.name!r} in mode={mode.name!r}, where a step of one's own "
-            "would see one replica's part of its state: use mode='jit', or layout='replicated'"
+            f"step= with layout={layout.name!r} in mode={mode.name!r}, where a custom step "
+            "would see only one replica's shard of its state: use mode='jit' or layout='replicated'"
         )
     if layout.splits_params and reduction != REDUCTIONS["float32"]:
         raise ConfigError(
-            f"layout={layout.name!r} with reduction={configuration.names()['reduction']!r}; there "
-            "each layer's gradient is summed in float32 as soon as it is computed: use 'float32', "
-            "or layout='zero1'"
+            f"layout={layout.name!r} with reduction={configuration.names()['reduction']!r}; this "
+            "layout reduces each layer's gradient in float32 as soon as it is computed: use "
+            "'float32', or layout='zero1'"
         )
