@@ -121,9 +121,7 @@ def _named(returned: Any) -> dict[str, Any]:
         )
     taken = sorted(set(RESERVED) & set(returned[1]))
     if taken:
-        raise LossError(
-            f"the loss returned a metric called {taken[0]!r}, which is reserved: rename"
-        )
+        raise LossError(f"the loss returned a metric {taken[0]!r}, a reserved name: rename it")
     return {LOSS: returned[0], **returned[1]}
 
 

@@ -113,7 +113,7 @@ class Meetings:
 
 
 class Sums:
-    """Sums over all micro-shards by a binary tree: neighbors first, then neighboring pairs."""
+    """Sums over all micro-shards by a binary tree: neighbours first, then neighbouring pairs."""
 
     def __init__(self, meetings: Meetings, eqns: Sequence[JaxprEqn]) -> None:
         self._meetings = meetings

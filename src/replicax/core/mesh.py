@@ -36,7 +36,7 @@ def make_mesh(
 ) -> Mesh:
     """Create a mesh with the axes `data`, `model` and `stage`, and `fsdp` if it is more than 1.
 
-    Devices along `model`, which communicate most, are neighbors, then those along `stage`, then
+    Devices along `model`, which communicate most, are neighbours, then those along `stage`, then
     `fsdp`; `data` is outermost and spans hosts.
 
     Examples:
@@ -109,7 +109,7 @@ def mesh_of(devices: Sequence[Any], sizes: Mapping[str, int]) -> Mesh:
 
 
 def in_order(devices: Sequence[Any], sizes: Mapping[str, int]) -> np.ndarray:
-    """Return devices as an array `[*sizes]`, neighbors communicating most; see `make_mesh`."""
+    """Return devices as an array `[*sizes]`, neighbours communicating most; see `make_mesh`."""
     outer = [axis for axis in _OUTERMOST_FIRST if axis in sizes]
     axes = [*outer, *(axis for axis in sizes if axis not in outer)]
     placed = np.asarray(devices).reshape([sizes[axis] for axis in axes])

@@ -1,6 +1,6 @@
-"""The table of modes: how a function of one replica's view runs on a mesh.
+"""The modes: how a function written from one replica's view runs on a mesh.
 
-A mode that is added here, with a file of its own where it needs one, is known to every command.
+A mode added to the table here, in its own file if needed, is available to every command.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ Wrap = Callable[[ReplicaFunction, Any, tuple[PyTree, PyTree], PyTree], Mapped]
 def global_view(
     function: ReplicaFunction, _mesh: AnyMesh, _into: tuple[PyTree, PyTree], _out: PyTree
 ) -> Mapped:
-    """Map nothing: the function sees the whole batch, and the compiler splits the work."""
+    """Apply no mapping: the function sees the whole batch, and the compiler partitions the work."""
     return lambda state, batch: function(state, batch, None)
 
 
@@ -51,9 +51,9 @@ def shard_map(
     function: ReplicaFunction, mesh: AnyMesh, into: tuple[PyTree, PyTree], out: PyTree
 ) -> Mapped:
     """Map by `jax.shard_map` over the axes of the rows."""
-    # With check_vma=True a model's own scan from zeros (any RNN) is a type error, and parameters
-    # must be cast to varying lest their gradient come out N times too large. Without it, the
-    # gradient of a replica's sum is local, and the one reduction of `update` is all there is.
+    # With check_vma=True a scan in the model from zeros (any RNN) is a type error, and parameters
+    # must be cast to varying, or their gradient is N times too large. Without it, the gradient of
+    # a replica's sum is local, and `update` makes the only reduction.
     return jax.shard_map(
         lambda state, batch: function(state, batch, row_axis(mesh)),
         mesh=mesh,
@@ -98,7 +98,7 @@ def _where_split(
 
 
 def sequential(accumulate: int, _: int, mesh: AnyMesh, *_rest: Any) -> Accumulator:
-    """Return the accumulator of every mode whose bits are not fixed."""
+    """Return the accumulator of every mode that is not bitwise reproducible."""
     staged = mesh.shape.get(STAGE, 1) > 1
     return Sequential(within=accumulate) if staged else Sequential(accumulate)
 
@@ -109,7 +109,7 @@ def fixed_tree(
     """Return the accumulator of mode `exact`."""
     if not isinstance(reduction, Wire):
         raise ConfigError(
-            f"mode='exact' with reduction={reduction!r}; it adds in one fixed order: use one of "
+            f"mode='exact' with reduction={reduction!r}; it sums in a fixed order: use one of "
             f"{', '.join(REDUCTIONS)}, or mode='shard_map'"
         )
     tree, replicas = FixedTree(micro_shards, reduction), replica_count(mesh)
@@ -117,8 +117,8 @@ def fixed_tree(
     if own < accumulate:
         raise ConfigError(
             f"mode='exact' with accumulate={accumulate} on {replicas} replicas and "
-            f"micro_shards={micro_shards}; each replica has {own} of them: raise micro_shards to "
-            f"{accumulate * replicas}"
+            f"micro_shards={micro_shards}; each replica has {own} of them: increase micro_shards "
+            f"to {accumulate * replicas}"
         )
     if isinstance(mesh, Mesh):
         check_threads(mesh, micro_shards)
@@ -126,17 +126,17 @@ def fixed_tree(
 
 
 def by_compiler(reduction: Reduction, _parts: Parts | None = None) -> Reduce:
-    """Return no reduction: the compiler places it, in the dtype of the sums."""
+    """Return no reduction: the compiler inserts it, in the dtype of the sums."""
     if reduction != REDUCTIONS["float32"]:
         raise ConfigError(
             f"reduction={getattr(reduction, 'name', reduction)!r} in a mode that sees the whole "
-            "batch, where the compiler places the reduction, in float32: use mode='shard_map'"
+            "batch; there the compiler inserts the reduction, in float32: use mode='shard_map'"
         )
     return as_they_are
 
 
 def of_each_replica(reduction: Reduction, parts: Parts | None = None) -> Reduce:
-    """Return `reduction` on what one replica holds, `[1, ...]`, of its `[replicas, ...]` state."""
+    """Return `reduction` on one replica's part, `[1, ...]`, of its `[replicas, ...]` state."""
 
     def reduce(sums: StepSums, carried: PyTree, axis: Axis | None) -> tuple[StepSums, PyTree]:
         assert axis is not None
@@ -165,7 +165,7 @@ def in_order(reduction: Reduction, parts: Parts | None = None) -> Reduce:
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """How a step is mapped onto the mesh, and how its sums are added. `str(mode)` is its name.
+    """How a step is mapped onto the mesh and its sums are reduced. `str(mode)` is its name.
 
     Examples:
         >>> dp = rx.DataParallel(loss, optimizer, mode="shard_map")
@@ -175,66 +175,66 @@ class Mode:
 
     name: str
     wrap: Wrap
-    """Maps a function of one replica's view: of the whole batch without an axis, or of a replica's
+    """Maps a function from one replica's view: of the whole batch and no axis, or of a replica's
     rows and the axis to reduce over."""
     per_replica: bool = False
-    """Whether the function sees one replica's rows, each replica drawing its own random numbers."""
+    """Whether the function sees one replica's rows, each replica with its own random numbers."""
     splits_optimizer: bool = False
-    """Whether it can hold layouts that split the optimizer's state."""
+    """Whether it supports layouts that split the optimizer state."""
     splits_params: bool = False
-    """Whether it can hold layouts that split the parameters."""
+    """Whether it supports layouts that split the parameters."""
     partitions: bool = False
-    """Whether it can split a replica over devices, by rules."""
+    """Whether it can partition a replica over devices by layout rules."""
     most_devices: int | None = None
     most_processes: int | None = None
     instead: str = "jit"
-    """The mode that takes what this one cannot."""
+    """The mode to use for configurations that this one does not support."""
     by_replica: str | None = None
-    """The mode that computes the same on GPUs where the loss of each row needs no other."""
+    """The mode that computes the same on GPUs if the loss of a row is independent of other rows."""
     accumulator: Callable[[int, int, AnyMesh, Reduction], Accumulator] = sequential
     """`accumulator(accumulate, micro_shards, mesh, reduction)`; raises `ConfigError`."""
     of_micro_shard: Callable[[Piece, Any, tuple[Own, ...] | None], OfMicroShard] | None = None
-    """Where its bits are fixed, the accumulator of a step that is traced on one micro-shard."""
+    """If bitwise reproducible, the accumulator of a step that is traced on one micro-shard."""
     reduce: Callable[[Reduction, Parts | None], Reduce] = of_each_replica
-    """From the reduction that was chosen, and the parts of the total that each replica is given if
-    not all, to what the step calls; raises `ConfigError`."""
+    """`reduce(reduction, parts)` -> the function that the step calls. `parts` says which part of
+    the total each replica gets; None for all of it. Raises `ConfigError`."""
 
     def __str__(self) -> str:
         return self.name
 
     @property
     def bitwise(self) -> bool:
-        """Whether its bits do not depend on the number of devices: the batch is cut into
-        `micro_shards` on any number.
+        """Whether results are bitwise identical on any number of devices, as the batch is always
+        cut into `micro_shards`.
         """
         return self.of_micro_shard is not None
 
     def check(self, mesh: AnyMesh, layout: Layout) -> None:
-        """Raise `ConfigError` where this mode cannot run on `mesh`, or cannot hold `layout`."""
+        """Raise `ConfigError` if this mode cannot run on `mesh` or with `layout`."""
         devices, processes = mesh.size, jax.process_count()
         if self.most_devices is not None and devices > self.most_devices:
             raise ConfigError(
-                f"mode={self.name!r} with a mesh of {devices} devices; it runs on "
+                f"mode={self.name!r} with a mesh of {devices} devices; it supports at most "
                 f"{self.most_devices}: use mode={self.instead!r}, or a mesh of one device"
             )
         if self.most_processes is not None and processes > self.most_processes:
             raise ConfigError(
-                f"mode={self.name!r} on {processes} processes; it knows the devices of "
+                f"mode={self.name!r} on {processes} processes; it supports at most "
                 f"{self.most_processes}: use mode={self.instead!r}, which computes the same"
             )
         if not (self.partitions or is_data_only(mesh)):
             raise ConfigError(
                 f"mode={self.name!r} with a mesh of {devices} devices and {replica_count(mesh)} "
-                "replicas; there each device holds a whole replica: use mode='jit'"
+                "replicas; in this mode each device holds a whole replica: use mode='jit'"
             )
         if not self.holds(layout):
             raise ConfigError(
-                f"mode={self.name!r} with layout={layout.name!r}, which splits what this mode has "
-                "whole on each device: use mode='jit', or layout='replicated'"
+                f"mode={self.name!r} with layout={layout.name!r}, which splits arrays that this "
+                "mode replicates: use mode='jit', or layout='replicated'"
             )
 
     def holds(self, layout: Layout) -> bool:
-        """Whether it can hold `layout`."""
+        """Whether it supports `layout`."""
         return (
             (self.splits_optimizer or not layout.splits_optimizer)
             and (self.splits_params or not layout.splits_params)
@@ -247,7 +247,7 @@ def lift(
 ) -> Any:
     """Return `function` as a `jax.jit` function of a state and a global batch.
 
-    `state`, `batch` and `out`, what it returns, are shardings, or one for all of it.
+    `state`, `batch` and `out` (the results) are shardings, or one sharding for the whole tree.
     """
     return jax.jit(
         mode.wrap(function, mesh, (state, batch), out),
@@ -257,7 +257,7 @@ def lift(
 
 
 def batch_shardings(mesh: AnyMesh) -> Batch:
-    """Return where a batch lies: its rows split over the replicas, what they share everywhere."""
+    """Return the shardings of a batch: rows split over the replicas, shared leaves replicated."""
     rows = by_rows(mesh)
     return Batch(rows, rows, rows, shared=replicated(mesh))  # type: ignore[arg-type]
 
@@ -293,5 +293,5 @@ MODES = {
         ),
     )
 }
-"""Every mode, by name: the reference, the compiler's, one replica in view, the same through the
-classic API, and the same bits on any power of two of devices."""
+"""Modes by name: the one-device reference, compiler partitioning, a per-replica view, the same
+with the classic API, and bitwise identical results on any power of two of devices."""

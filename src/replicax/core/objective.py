@@ -1,4 +1,4 @@
-"""The loss on the model: its sums over some rows, and their gradient."""
+"""The loss of a model: its sums over rows, and their gradient."""
 
 import dataclasses
 from collections.abc import Callable
@@ -22,37 +22,37 @@ LossFunction = Callable[[Any, PyTree, jax.Array | None], Any]
 @partial(jax.tree_util.register_dataclass, data_fields=["gradient", "weighted"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class StepSums:
-    """Everything of a step that is summed over rows, and that one reduction carries."""
+    """The sums over rows that a step needs, combined in one reduction."""
 
     gradient: PyTree
-    """Gradient of the loss's total, by params."""
+    """Gradient of the total loss with respect to the params."""
     weighted: dict[str, WeightedSum]
     """The loss and the metrics, before the division."""
 
     @property
     def weight(self) -> jax.Array:
-        """Weight of the loss, the divisor of the gradient."""
+        """Return the weight of the loss: the divisor of the gradient."""
         return self.weighted[LOSS].weight
 
     def means(self) -> dict[str, jax.Array]:
-        """Return the weighted means of loss and metrics; NaN where nothing had any weight."""
+        """Return the weighted means of loss and metrics; NaN if the total weight is 0."""
         return {name: value.mean() for name, value in self.weighted.items()}
 
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """The user's loss on the user's model, in the dtype of the policy."""
+    """The user's loss and model, computed in the dtype of the precision policy."""
 
     definition: Definition
     loss: LossFunction
     precision: Precision
     read: tuple[bool, ...] | None = None
-    """For each parameter, whether anybody reads its gradient; None for all. None others are
-    computed, and reduced."""
+    """For each parameter, whether its gradient is used; None for all. Unused gradients are neither
+    computed nor reduced."""
     gathering: Gathering | None = None
-    """How the loss, which computes with whole parameters, gets them where they are split."""
+    """How the loss gets whole parameters if the layout splits them."""
     per_replica: ClassVar[bool] = False
-    """Whether it cuts a batch into the rows of each replica by itself."""
+    """Whether it splits a batch over replicas itself."""
 
     def loss_sums(
         self, params: PyTree, extras: PyTree, batch: Batch, view: View
@@ -63,13 +63,13 @@ class Objective:
     def returned(
         self, params: PyTree, extras: PyTree, batch: Batch, view: View
     ) -> tuple[Any, PyTree]:
-        """Return what the loss returns for the rows of `batch`, and the extras after it."""
+        """Return the result of the loss for the rows of `batch`, and the extras after it."""
         return self._called(lambda found: found, params, extras, batch, view)
 
     def _called(
         self, then: Callable[[Any], Any], params: PyTree, extras: PyTree, batch: Batch, view: View
     ) -> tuple[Any, PyTree]:
-        """`then` of what the loss returns, and the extras after it."""
+        """Return `then` of the loss's result, and the extras after it."""
 
         def of_whole(params: PyTree) -> tuple[Any, PyTree]:
             data = self.precision.to_compute(unshared(batch.whole().data))
@@ -86,7 +86,7 @@ class Objective:
     def step_sums(
         self, params: PyTree, extras: PyTree, batch: Batch, view: View
     ) -> tuple[StepSums, PyTree]:
-        """`loss_sums` with the gradient, which is None where nobody reads it."""
+        """Return `loss_sums` with the gradient, which is None where it is unused."""
 
         def total(wanted: PyTree) -> tuple[jax.Array, tuple[dict[str, WeightedSum], PyTree]]:
             whole = restored(wanted, params, self.read)
@@ -98,13 +98,13 @@ class Objective:
 
 
 def differentiated(weighted: dict[str, WeightedSum], view: View) -> jax.Array:
-    """Return the number whose gradient a step takes."""
+    """Return the scalar that a step differentiates."""
     value = weighted[LOSS].total
     return value if view.scale is None else value * view.scale
 
 
 def only_read(tree: PyTree, read: tuple[bool, ...] | None) -> PyTree:
-    """Return `tree`, shaped as the parameters, with None for what is not read."""
+    """Return `tree`, shaped like the parameters, with None for leaves that are not read."""
     if read is None:
         return tree
     leaves, structure = jax.tree.flatten(tree)
@@ -113,7 +113,7 @@ def only_read(tree: PyTree, read: tuple[bool, ...] | None) -> PyTree:
 
 
 def restored(wanted: PyTree, params: PyTree, read: tuple[bool, ...] | None) -> PyTree:
-    """Return `params` with `wanted`, as `only_read` leaves it, in the places that are read."""
+    """Return `params` with the leaves that are read replaced by `wanted`; see `only_read`."""
     if read is None:
         return wanted
     leaves, structure = jax.tree.flatten(params)
@@ -123,5 +123,5 @@ def restored(wanted: PyTree, params: PyTree, read: tuple[bool, ...] | None) -> P
 
 
 def with_zeros(gradient: PyTree, params: PyTree, read: tuple[bool, ...] | None) -> PyTree:
-    """Return `gradient`, as `only_read` leaves it, with zeros for what is not read."""
+    """Return `gradient`, a result of `only_read`, with zeros for leaves that are not read."""
     return restored(gradient, jax.tree.map(jnp.zeros_like, params) if read else params, read)

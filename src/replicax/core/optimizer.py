@@ -1,4 +1,4 @@
-"""The optimizer of a model: what it updates, the gradients it reads, the average it keeps."""
+"""The optimizer of a model: trainable parameters, required gradients, and parameter averaging."""
 
 import dataclasses
 import inspect
@@ -18,30 +18,30 @@ from replicax.core.precision import to_sum
 from replicax.errors import ConfigError
 
 Trainable = Any
-"""A regex or some of them, found in a parameter's path (`['dense']['kernel']`); a function of that
-path; or, for an NNX model, a filter such as `nnx.LoRAParam`."""
+"""One or more regexes searched in parameter paths (`['dense']['kernel']`); a function of the path;
+or, for an NNX model, a filter such as `nnx.LoRAParam`."""
 
 _TRAINED, _FROZEN = "trained", "frozen"
 
 _INSTEAD = {
     "value_fn": "use optax.lbfgs(0.1, linesearch=None)",
     "grad_fn": "use opaque_mode=False, as examples/sam.py does",
-    "'fast'": "average the parameters by DataParallel(ema=0.99)",
+    "'fast'": "average the parameters with DataParallel(ema=0.99)",
 }
-"""Fixes, by a word of what an optimizer says that asks for more than a step has."""
+"""Fixes, by a word in the error of an optimizer that needs more than a step provides."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Updater:
-    """An optimizer, and what it asks of a step."""
+    """An optimizer and its requirements."""
 
     optimizer: optax.GradientTransformation
     takes_value: bool
     """Whether its `update` takes the loss as `value`, as line searches and plateaus do."""
     read: tuple[bool, ...] | None
-    """For each parameter whether it reads the gradient: not of a frozen one. None for all."""
+    """For each parameter, whether its gradient is read (not if frozen); None for all."""
     names_replicas: bool = False
-    """Whether it names the axis of the replicas, as `jax.lax.pmean(leaf, "data")` does."""
+    """Whether it names the axis of the replicas, e.g. in `jax.lax.pmean(leaf, "data")`."""
 
 
 def updater(
@@ -51,14 +51,14 @@ def updater(
     definition: Definition,
     params: PyTree,
 ) -> Updater:
-    """Return what updates those parameters, arrays or their shapes, that train."""
+    """Return the updater of the trainable parameters; `params` are arrays or their shapes."""
     if ema is not None:
         optimizer = averaging(optimizer, ema)
     if trainable is not None:
         optimizer = _training(optimizer, trainable, definition, params)
     shapes = jax.eval_shape(lambda params: params, params)
     if isinstance(optimizer, optax.GradientTransformationExtraArgs):
-        try:  # it may pass on what it is given to others, so it is asked
+        try:  # it may only pass `value` on to other optimizers, so try
             return Updater(optimizer, True, *_read(optimizer, shapes, value=jnp.float32(0)))
         except ConfigError as error:
             if "argument 'value'" not in str(error):
@@ -69,7 +69,7 @@ def updater(
 def _read(
     optimizer: optax.GradientTransformation, shapes: PyTree, **more: jax.Array
 ) -> tuple[tuple[bool, ...] | None, bool]:
-    """Which gradients it reads, and whether it names the axis of the replicas."""
+    """Return which gradients it reads, and whether it names the axis of the replicas."""
 
     def updates(gradient: PyTree, params: PyTree, state: PyTree) -> PyTree:
         return optimizer.update(gradient, state, params, **more)
@@ -77,14 +77,14 @@ def _read(
     try:
         state = jax.eval_shape(optimizer.init, shapes)
         closed, found = jax.make_jaxpr(updates, return_shape=True)(shapes, shapes, state)
-    except NameError:  # it names a mesh axis, which only the step has
+    except NameError:  # it names a mesh axis, defined only inside the step
         return None, True
     except Exception as error:
         said = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
         fixes = (fix for word, fix in _INSTEAD.items() if word in str(error))
         raise ConfigError(
-            f"the optimizer raised {said}; a step calls update(gradient, state, params) and gives "
-            f"value=loss if it is taken, and no more: {next(fixes, 'correct it, or use another')}"
+            f"the optimizer raised {said}; a step calls update(gradient, state, params), with "
+            f"value=loss if supported, and nothing else: {next(fixes, 'fix it, or use another')}"
         ) from error
     given, wanted = ([leaf.shape for leaf in jax.tree.leaves(tree)] for tree in (found[0], shapes))
     other = [
@@ -92,8 +92,8 @@ def _read(
     ]
     if other and len(given) == len(wanted):
         raise ConfigError(
-            f"the optimizer returns updates of shape {other[0]}, as one that wants a gradient per "
-            "row does; it is given that of the mean: use another"
+            f"the optimizer returns updates of shape {other[0]}, as if it expected one gradient "
+            "per row; it is given the mean gradient: use another"
         )
     jaxpr = closed.jaxpr
     _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
@@ -107,18 +107,18 @@ def _training(
     definition: Definition,
     params: PyTree,
 ) -> optax.GradientTransformation:
-    """`optimizer` for the parameters that train; it leaves the others as they are.
+    """Return `optimizer` restricted to the trainable parameters.
 
-    It does not read the gradients of the others, so none is computed or reduced, and has no state
-    for them.
+    It does not read gradients of the others, so these are neither computed nor reduced, and it has
+    no state for them.
     """
     picks = _picker(trainable, definition, params)
     paths = list(by_path(params))
     labels = [_TRAINED if picks(path) else _FROZEN for path in paths]
     if _TRAINED not in labels:
         raise ConfigError(
-            f"trainable={trainable!r} names none of the {len(paths)} parameters, such as "
-            f"{', '.join(paths[:3])}: correct it, or leave it out to train all"
+            f"trainable={trainable!r} matches none of the {len(paths)} parameters, such as "
+            f"{', '.join(paths[:3])}: fix it, or omit it to train all"
         )
     tree = jax.tree.unflatten(jax.tree.structure(params), labels)
     return optax.partition({_TRAINED: optimizer, _FROZEN: optax.set_to_zero()}, tree)
@@ -136,27 +136,27 @@ def _picker(trainable: Trainable, definition: Definition, params: PyTree) -> Cal
         return lambda path: any(regex.search(path) for regex in compiled)
     if not hasattr(definition, "paths_of"):
         raise ConfigError(
-            f"trainable={trainable!r}; it is a regex found in a parameter's path, several, or a "
-            "function of the path, and for an NNX model also a filter of NNX: use one of these"
+            f"trainable={trainable!r}; it must be one or more regexes searched in parameter paths, "
+            "a function of the path, or for an NNX model an NNX filter: use one of these"
         )
     return frozenset(definition.paths_of(trainable, params)).__contains__
 
 
 class Averaged(NamedTuple):
-    """State of an optimizer, and the average of the parameters that it has trained."""
+    """State of an optimizer, and the average of the parameters it trains."""
 
     optimizer: PyTree
     average: PyTree
-    """Shaped as the parameters, in float32 at least: small steps would be lost in a coarser
-    dtype."""
+    """Shaped like the parameters, in float32 or wider: a narrower dtype would round small steps
+    away."""
 
 
 def check_decay(decay: Any) -> None:
-    """Raise `ConfigError` where `decay` is none of an average."""
+    """Raise `ConfigError` if `decay` is not a valid decay rate."""
     if decay is not None and not (isinstance(decay, Real) and 0 < float(decay) < 1):
         raise ConfigError(
-            f"ema={decay}; it is the share of the average that a step leaves, above 0 and below 1: "
-            "use 0.999, say"
+            f"ema={decay}; it is the decay rate of the average, above 0 and below 1: use "
+            "0.999, for example"
         )
 
 
@@ -165,9 +165,9 @@ def averaging(
 ) -> optax.GradientTransformation:
     """Return `optimizer` with an exponential moving average of the parameters in its state.
 
-    The average begins with the initial parameters. After each update it is `decay` times the one
-    before plus `1 - decay` times the new parameters. It takes as many bytes as the parameters do in
-    float32, split as they are where a layout splits the optimizer's state, and no communication.
+    The average starts at the initial parameters. After each update it is `decay` times the previous
+    average plus `1 - decay` times the new parameters. It needs the memory of the parameters in
+    float32, split like them if a layout splits the optimizer state, and no communication.
     """
 
     def init(params: PyTree) -> Averaged:
@@ -192,7 +192,7 @@ def average_of(opt_state: PyTree, params: PyTree) -> PyTree:
     found = [node.average for node in nodes if isinstance(node, Averaged)]
     if not found:
         raise ConfigError(
-            "ema=True and the state has no average of the parameters; let it have one: "
+            "ema=True but the state has no average of the parameters; keep one with "
             "DataParallel(loss, optimizer, ema=0.999)"
         )
 

@@ -1,4 +1,4 @@
-"""A step of one's own, over any pytree of state, and the primitives that it is written with."""
+"""Custom steps over any pytree of state, and the primitives to write them with."""
 
 import dataclasses
 from collections.abc import Callable
@@ -27,18 +27,18 @@ StepFunction = Callable[[Any, PyTree, jax.Array], tuple[Any, Metrics]]
 
 
 class Examiner(Protocol):
-    """Told of what a step does while it is traced."""
+    """Observes a step while it is traced."""
 
     def loss(self, objective: Objective, state: TrainState, rows: Batch, outside: bool) -> None:
-        """It sums a loss over `rows`; `outside` of any loop."""
+        """Called when a loss is summed over `rows`; `outside` is whether outside any loop."""
 
     def step(self, here: Inside) -> None:
-        """It has returned; `here` knows what it asked for."""
+        """Called when the step has returned; `here` records its requests."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Primitives:
-    """The means of `value_and_grad` and `mean` to sum in one call of a step."""
+    """How `value_and_grad` and `mean` compute sums in one call of a step."""
 
     summing: Summing
     precision: Precision
@@ -49,11 +49,11 @@ _ALONE = Primitives(Summing(Sequential(), as_they_are, None), Precision("float32
 
 
 def value_and_grad(loss: LossFunction) -> Callable[..., tuple[Metrics, PyTree]]:
-    """Return a function of the means of `loss` over the global batch, and their gradient.
+    """Return a function that computes the means of `loss` over the global batch and the gradient.
 
-    For a step of one's own, `DataParallel(step=step)`: the rows of all replicas are summed in
-    micro-batches, reduced once, and divided once, as in the step that Replicax writes. Outside of
-    a step the batch is the global one.
+    For a custom step, `DataParallel(step=step)`: the rows of all replicas are summed in
+    micro-batches, reduced once, and divided once, as in the built-in step. Outside a step, `batch`
+    is the global batch.
 
     Examples:
         >>> def step(state, batch, key):
@@ -66,15 +66,15 @@ def value_and_grad(loss: LossFunction) -> Callable[..., tuple[Metrics, PyTree]]:
         loss: `loss(model, batch, key) -> values`, as for `DataParallel`.
 
     Returns:
-        `function(model, batch, key=None) -> (means, gradient)`. `model` is of any kind that
-        `DataParallel.init` takes, `batch` a pytree of arrays with one entry for each row of the
-        step's batch, and without a key the loss is called as in evaluation. `means` are float32
-        scalars, `"loss"` and the metrics, equal on all replicas; the gradient, that of the mean
-        loss, has the model's structure, None where nothing trains. An NNX model keeps what it
-        writes, and its gradient is a dict as `nnx.to_pure_dict` gives it.
+        `function(model, batch, key=None) -> (means, gradient)`. `model` is of any kind supported by
+        `DataParallel.init`, `batch` a pytree of arrays with one entry for each row of the step's
+        batch, and without a key the loss is called as in evaluation. `means` are float32 scalars,
+        `"loss"` and the metrics, equal on all replicas; the gradient, that of the mean loss, has
+        the model's structure, with None for leaves that are not trainable. An NNX model keeps its
+        writes, and its gradient is a dict as returned by `nnx.to_pure_dict`.
 
     Raises:
-        LossError: the loss does not keep its contract, or this is differentiated.
+        LossError: the loss violates its contract, or the result is differentiated.
     """
 
     def means_and_gradient(
@@ -83,8 +83,8 @@ def value_and_grad(loss: LossFunction) -> Callable[..., tuple[Metrics, PyTree]]:
         definition, params, extras = split_model(model)
         if getattr(definition, "writes", False):
             raise ConfigError(
-                "rx.value_and_grad was given an rx.Stateful, whose state it cannot hand back: give "
-                "DataParallel its loss and optimizer, or use a Flax NNX model, which keeps it"
+                "rx.value_and_grad was given an rx.Stateful and cannot return its state: pass its "
+                "loss and optimizer to DataParallel, or use a Flax NNX model, which keeps it"
             )
         primitives, state, rows = _seen("value_and_grad", batch, params, extras)
         objective = Objective(definition, loss, primitives.precision)
@@ -103,10 +103,10 @@ def value_and_grad(loss: LossFunction) -> Callable[..., tuple[Metrics, PyTree]]:
 
 
 def mean(values: Any) -> jax.Array:
-    """Return the mean of `values` over the rows of the global batch, padding left out.
+    """Return the mean of `values` over the rows of the global batch, excluding padding.
 
-    For a step of one's own: equal on all replicas. Outside of a step, the plain mean. It is one
-    number; `jax.vmap(rx.mean, in_axes=-1)` has one for each entry of the last dim.
+    For a custom step; the result is equal on all replicas. Outside a step, the plain mean. It is a
+    scalar; `jax.vmap(rx.mean, in_axes=-1)` returns one for each entry of the last dim.
 
     Examples:
         >>> def step(state, batch, key):
@@ -115,13 +115,13 @@ def mean(values: Any) -> jax.Array:
         >>> state, metrics = dp.step(dp.init(model), batch)
 
     Args:
-        values: floats `[rows, ...]`, or an `rx.Weighted` of such.
+        values: floats `[rows, ...]`, or an `rx.Weighted` of floats.
 
     Returns:
-        float32 scalar; NaN where nothing has any weight.
+        float32 scalar; NaN if the total weight is 0.
 
     Raises:
-        LossError: another number of rows than the step's batch has, or this is differentiated.
+        LossError: `values` has not the rows of the step's batch, or is differentiated.
     """
     primitives, state, rows = _seen("mean", values, (), ())
 
@@ -147,10 +147,10 @@ def own_update(
     examiner: Examiner | None = None,
     gather: Callable[[jax.Array], jax.Array] | None = None,
 ) -> tuple[TrainState, Metrics]:
-    """One step that somebody wrote; all arrays of its own state are the `params`.
+    """Run one custom step; all arrays of its state are the `params`.
 
-    `apply` is `keep`, or a wrapper. `examiner` is told of the step's parts where it is looked at,
-    and `gather` gathers rows where no axis does.
+    `apply` is `keep`, or a wrapper. `examiner` observes the step's parts while it is checked, and
+    `gather` gathers rows if there is no axis.
     """
     key = step_key(state)
     if axis is not None:
@@ -173,30 +173,30 @@ def own_update(
 def keep(
     state: TrainState, _total: StepSums, params: PyTree, _carried: PyTree
 ) -> tuple[TrainState, Metrics]:
-    """Return the state with what a step of one's own made of it."""
+    """Return the state after a custom step."""
     return dataclasses.replace(state, step=state.step + 1, params=params), {}
 
 
 def _seen(
     name: str, rows: PyTree, params: PyTree, extras: PyTree
 ) -> tuple[Primitives, TrainState, Batch]:
-    """The primitives in force, and the parameters and rows that they sum over."""
+    """Return the active primitives, and the parameters and rows that they sum over."""
     count, here, step = row_count(rows), current(), None
     if here is None:
         primitives = _ALONE
         batch = Batch(rows, jnp.ones(count, jnp.float32), jnp.arange(count, dtype=jnp.int32))
     elif here.own is None:
         raise LossError(
-            f"rx.{name} was called in a loss, which sees some rows of a batch; it sums over all of "
-            "them in a step: differentiate in a loss by jax.grad, and return one value a row"
+            f"rx.{name} was called in a loss, which sees only some rows of a batch; it sums over "
+            "all rows in a step: use jax.grad inside a loss, and return one value per row"
         )
     else:
         (primitives, index), seen = here.own, here.mask.shape[0]
         step = here.view.step
         if count != seen:
             raise LossError(
-                f"rx.{name} was given {count} rows, and the step sees {seen}: give it arrays with "
-                "one entry for each row of the batch, [rows, k, ...] for k of each"
+                f"rx.{name} was given {count} rows, and the step sees {seen}: pass arrays with "
+                "one entry for each row of the batch, or [rows, k, ...] for k entries per row"
             )
         batch = Batch(rows, here.mask, index)
     state = TrainState(step, params=params, opt_state=(), extras=extras, seed=())
@@ -205,13 +205,13 @@ def _seen(
 
 @jax.jit
 def sums_of_all_replicas(found: PyTree) -> PyTree:
-    """Return `found`, alike on all replicas; `replicax.core.rows` finds this by its name."""
+    """Return `found`, equal on all replicas; `replicax.core.rows` finds this function by name."""
     return _constant(found)
 
 
 @jax.custom_jvp
 def _constant(found: PyTree) -> PyTree:
-    """`found`, which cannot be differentiated: a replica's derivative is not that of all."""
+    """Return `found`, not differentiable: a replica's derivative is not the total derivative."""
     return found
 
 
@@ -219,15 +219,15 @@ def _constant(found: PyTree) -> PyTree:
 def _refuse(_primals: Any, _tangents: Any) -> Any:
     raise LossError(
         "rx.value_and_grad or rx.mean was differentiated; in a step each sums over all replicas, "
-        "which jax.grad does not: give rx.value_and_grad a loss of one value a row"
+        "which jax.grad does not: pass rx.value_and_grad a loss that returns one value per row"
     )
 
 
 def _returned(returned: Any, definition: OwnState, before: PyTree) -> tuple[PyTree, Metrics]:
-    """The arrays of the state, and the metrics, that a step returned."""
+    """Return the arrays of the state, and the metrics, that a step returned."""
     if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)):
         raise StateError(
-            f"the step returned a {type(returned).__name__}; it returns a pair of the next state "
+            f"the step returned a {type(returned).__name__}; it must return the next state "
             "and a dict of metrics: return state, metrics"
         )
     after, metrics = returned
@@ -235,19 +235,19 @@ def _returned(returned: Any, definition: OwnState, before: PyTree) -> tuple[PyTr
         dtype, shape = jnp.result_type(value), jnp.shape(value)
         if shape or not jnp.issubdtype(dtype, jnp.floating):
             raise StateError(
-                f"the step returned the metric {name!r} as {dtype}{list(shape)}; a metric is one "
-                "float: take rx.mean of rows, and jnp.float32 of a count"
+                f"the step returned the metric {name!r} as {dtype}{list(shape)}; a metric must be "
+                "a scalar float: use rx.mean for rows, and jnp.float32 for a count"
             )
     if LOSS not in metrics:
         raise StateError(
-            f"the step returned the metrics {', '.join(metrics) or 'none'}; the one named 'loss' "
-            "is watched for NaN and spikes: name one so"
+            f"the step returned the metrics {', '.join(metrics) or 'none'}; 'loss' is required "
+            "to detect NaN and spikes: name one 'loss'"
         )
     params = definition.arrays(after, before)
     return params, {name: to_sum(jnp.asarray(value)) for name, value in metrics.items()}
 
 
 def _went_wrong(before: PyTree, after: PyTree) -> list[jax.Array]:
-    """The floats of the next state, 0 where those before were not finite: what a guard looks at."""
+    """Return the next state's floats for a guard, 0 where the previous ones were not finite."""
     pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
     return [jnp.where(jnp.isfinite(b), a, 0) for b, a in pairs if is_trainable(a)]

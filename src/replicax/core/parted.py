@@ -1,6 +1,6 @@
-"""A jaxpr of one micro-shard, run on all of them as the programs that it is cut into.
+"""Run a jaxpr of one micro-shard on all micro-shards, cut into programs.
 
-Loops and branches around sums are run by the host, each turn by the same programs.
+Loops and branches around sums run on the host; every iteration uses the same programs.
 """
 
 import collections
@@ -21,16 +21,16 @@ from replicax.core.meetings import Meetings, Parts, Sums
 from replicax.core.same_program import Own, SameProgram, sharding_of
 
 Known = dict[Var, Any]
-"""Values by name: an array that all devices have alike, or `Parts`."""
+"""Values by variable: an array that is equal on all devices, or `Parts`."""
 Operation = Callable[[list[Any]], list[Any]]
-"""A function of the operands of an equation to its results."""
+"""A function from the operands of an equation to its results."""
 
 
 class Parted:
-    """A jaxpr, cut where micro-shards meet, each part compiled once for all devices.
+    """A jaxpr cut where micro-shards are combined, each part compiled once for all devices.
 
-    Its arguments lie as `into` says, and its own results as `out`; where `donated`, the memory of
-    an argument may be taken.
+    Arguments are laid out as in `into`, and results that differ by micro-shard as in `out`; the
+    memory of `donated` arguments may be reused.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Parted:
     ) -> None:
         self.name, self.meetings = name, meetings
         self.programs: list[SameProgram] = []
-        """The parts that round, in the order in which they run."""
+        """The parts that perform arithmetic, in execution order."""
         self._cut = cut(closed, into, out)
         self._consts = [self.placed(const) for const in self._cut.consts]
         given = self._cut.jaxpr.invars[len(self._consts) :]
@@ -54,11 +54,11 @@ class Parted:
 
     @property
     def out(self) -> list[Own]:
-        """How each result lies."""
+        """Return the layout of each result."""
         return [self._lies(atom) for atom in self._cut.jaxpr.outvars]
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
-        """Return the results for the arguments: arrays that all have alike, and `Parts`."""
+        """Return the results for the arguments: arrays equal on all devices, and `Parts`."""
         values = [*self._consts, *values]
         known: Known = dict(zip(self._cut.jaxpr.invars, values, strict=True))
         del values
@@ -69,7 +69,7 @@ class Parted:
         return [self._read(atom, known) for atom in self._cut.jaxpr.outvars]
 
     def program(self, jaxpr: Any, into: Sequence[Own], out: Sequence[Own], **more: Any) -> Any:
-        """Return one of its programs, compiled."""
+        """Compile and return one of its programs."""
         name = f"{self.name}.{len(self.programs)}"
         self.programs.append(SameProgram(name, jaxpr, self.meetings.mesh, into, out, **more))
         return self.programs[-1]
@@ -81,14 +81,14 @@ class Parted:
         into: Sequence[Own],
         out: Sequence[Own],
     ) -> "Parted":
-        """Return `function`, of arrays of one micro-shard, on values of all."""
+        """Return `function`, written for arrays of one micro-shard, on values of all of them."""
         closed = jax.make_jaxpr(lambda *values: list(function(*values)))(*shapes)
         found = Parted(f"{self.name}.{len(self.programs)}", closed, into, out, self.meetings)
         self.programs += found.programs
         return found
 
     def placed(self, value: Any) -> jax.Array:
-        """Return a constant as an array that all devices have alike."""
+        """Return a constant as an array replicated on all devices."""
         return from_host(value, sharding_of(self.meetings.mesh, None))
 
     def _lies(self, atom: Any) -> Own:
@@ -98,7 +98,7 @@ class Parted:
         return self.placed(atom.val) if isinstance(atom, Literal) else known[atom]
 
     def _made(self, item: Item, unneeded: Sequence[Var]) -> Callable[[Known], None]:
-        """A function that computes the results of an item, and adds them to those known."""
+        """Return a function that computes the results of an item and adds them to `known`."""
         if isinstance(item, Segment):
             return self._own(item) if item.own else self._alike(item, unneeded)
         primitive, eqns = item.eqns[0].primitive, item.eqns
@@ -160,7 +160,7 @@ class Parted:
 
 
 def _reusable(into: Sequence[Any], out: Sequence[Any], free: set[Var]) -> list[int]:
-    """Numbers of the `free` arguments whose memory one of the results can take."""
+    """Return the indices of `free` arguments whose memory a result can reuse."""
     kinds = collections.Counter((var.aval.shape, var.aval.dtype) for var in out)
     taken = []
     for number, var in enumerate(into):
@@ -261,7 +261,7 @@ def _cond(parted: Parted, eqn: JaxprEqn, into: list[Own], out: list[Own]) -> Ope
 
 
 def _as_own(values: Sequence[Any], owned: Sequence[bool]) -> list[Any]:
-    """`values`, those that are `owned` as each micro-shard's own."""
+    """Return `values`, with those that are `owned` marked as differing by micro-shard."""
     return [own(each) if is_own else each for each, is_own in zip(values, owned, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""Layout rules: pairs of a path regex and a `PartitionSpec` -> the spec of each parameter."""
+"""Layout rules: pairs of a path regex and a `PartitionSpec` that give each parameter its spec."""
 
 import math
 import re
@@ -12,7 +12,7 @@ from replicax.core.mesh import AnyMesh
 from replicax.errors import ConfigError
 
 Rules = Sequence[tuple[str, PartitionSpec]]
-"""`(path regex, PartitionSpec)`: the first match decides for a parameter and its moments."""
+"""`(path regex, PartitionSpec)`; the first match applies to a parameter and its moments."""
 
 
 def axes_of(spec: PartitionSpec) -> list[str]:
@@ -22,16 +22,16 @@ def axes_of(spec: PartitionSpec) -> list[str]:
 
 
 def check_rules(rules: Rules) -> tuple[tuple[str, PartitionSpec], ...]:
-    """Return `rules`, or raise `ConfigError` where one is no pair of a regex and a spec."""
+    """Return `rules`, or raise `ConfigError` if one is not a pair of a regex and a spec."""
     for rule in rules:
         if not (isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[1], PartitionSpec)):
             raise ConfigError(
-                f"the layout rule {rule!r} is no pair (path regex, PartitionSpec); write it as one"
+                f"the layout rule {rule!r} is not a (path regex, PartitionSpec) pair: make it one"
             )
         try:
             re.compile(rule[0])
         except (re.error, TypeError) as error:
-            what = f"the layout rule {rule[0]!r} is no regex ({error})"
+            what = f"the layout rule {rule[0]!r} is not a regex ({error})"
             raise ConfigError(f"{what}: fix it") from error
     return tuple(rules)
 
@@ -39,17 +39,18 @@ def check_rules(rules: Rules) -> tuple[tuple[str, PartitionSpec], ...]:
 def spec_by_rule(
     params: Any, mesh: AnyMesh, rules: Rules
 ) -> Callable[[str, tuple[int, ...]], PartitionSpec]:
-    """Return `spec(path, shape)` of parameters and of the optimizer's arrays, by their rules.
+    """Return `spec(path, shape)` for parameters and optimizer arrays, according to the rules.
 
-    An optimizer's array whose path ends in a parameter's has its spec, if it has its shape.
-    `ConfigError` where a rule matches no parameter or cannot hold, or a parameter has no rule.
+    An optimizer array gets the spec of a parameter if its path ends in the parameter's path and
+    their shapes are equal. `ConfigError` if a rule matches no parameter or is not applicable, or a
+    parameter has no rule.
     """
     shapes = {path: tuple(leaf.shape) for path, leaf in by_path(params).items()}
     for regex, _ in rules:
         if not any(re.search(regex, path) for path in shapes):
             raise ConfigError(
-                f"the layout rule {regex!r} is found in none of the {len(shapes)} parameters, such "
-                f"as {', '.join(list(shapes)[:3])}: correct the rule, or remove it"
+                f"the layout rule {regex!r} matches none of the {len(shapes)} parameters, such "
+                f"as {', '.join(list(shapes)[:3])}: fix the rule, or remove it"
             )
     specs: dict[str, PartitionSpec] = {}
     for path, shape in shapes.items() if rules else ():
@@ -59,9 +60,8 @@ def spec_by_rule(
     left = [path for path in shapes if rules and path not in specs]
     if left:
         raise ConfigError(
-            f"none of {len(rules)} layout rules is found in {left[0]}, one of {len(left)} "
-            'parameters without one; each has one: add ("", PartitionSpec()), which leaves the '
-            "rest whole"
+            f"none of {len(rules)} layout rules matches {left[0]}, one of {len(left)} parameters "
+            'without a rule; each needs one: add ("", PartitionSpec()) to replicate the rest'
         )
 
     def spec(path: str, shape: tuple[int, ...]) -> PartitionSpec:
@@ -72,11 +72,11 @@ def spec_by_rule(
 
 
 def _check_spec(path: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: AnyMesh) -> None:
-    """Raise `ConfigError` where `spec` cannot split `shape` over `mesh`."""
+    """Raise `ConfigError` if `spec` cannot split `shape` over `mesh`."""
     if len(spec) > len(shape):
         raise ConfigError(
-            f"the rule for {path} has {len(spec)} dims and the array {len(shape)}; a spec has at "
-            "most the array's: shorten it, or give this path a rule of its own"
+            f"the rule for {path} has {len(spec)} dims and the array {len(shape)}; a spec cannot "
+            "have more than the array: shorten it, or add a separate rule for this path"
         )
     used: list[str] = []
     for size, axes in zip(shape, spec, strict=False):
@@ -91,7 +91,7 @@ def _check_spec(path: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: An
         if size % devices:
             raise ConfigError(
                 f"the rule for {path} splits a dim of {size} over {devices} devices along "
-                f"{', '.join(names)}; they must divide it: change the rule or the mesh"
+                f"{', '.join(names)}; the devices must divide the dim: change the rule or the mesh"
             )
         used += names
     if len(set(used)) < len(used):
