@@ -1,6 +1,8 @@
 """Flags, presets and the fields of a recipe, through the command line."""
 
+import ast
 import io
+import itertools
 import json
 import re
 import sys
@@ -132,3 +134,17 @@ def test_a_wrong_flag_is_one_plain_line_on_a_terminal(
             parse("launch", LaunchOptions, flags)
         assert str(raised.value).startswith(words)
         assert not re.search(r"[\x1b\n│─]|---", str(raised.value))
+
+
+@pytest.mark.parametrize("module", ["cli", "recipes"])
+def test_the_help_of_a_flag_is_one_line(module: str) -> None:
+    """Since tyro keeps the line breaks of a field's docstring."""
+    helps = []
+    for path in (Path(__file__).parents[2] / "src" / "replicax" / module).glob("*.py"):
+        for each in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(each, ast.ClassDef):
+                for field, after in itertools.pairwise(each.body):
+                    if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr):
+                        helps.append(ast.literal_eval(after.value))
+    assert len(helps) >= 15
+    assert [text for text in helps if "\n" in text] == []

@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 
 import pytest
 from support.command_line import RECIPE, Main, refusal
+from support.figures import assert_mentions
 from support.tiers import only
 
 from replicax.analysis.hardware import CHIPS, CPU
@@ -211,9 +212,4 @@ def test_help_tells_every_flag_in_words(main: Main) -> None:
     assert code == 0
     for name in get_type_hints(PlanOptions):
         assert f"--{name.replace('_', '-')}" in out
-    for words in (
-        "Hardware to plan for",
-        "gradient noise scale",
-        "Leave the target's compiler out",
-    ):
-        assert words in out
+    assert_mentions(out, "v5e:16x16", "noise scale", "compiler")

@@ -45,24 +45,23 @@ class BenchOptions(StepOptions):
     devices: Annotated[str | None, shown_as("COUNTS", "powers of two up to all")] = None
     """Device counts to measure, as 1,2,4,8; on a CPU they are simulated."""
     processes: Annotated[str | None, shown_as("COUNTS", "none")] = None
-    """Process counts, as 1,2, instead of devices: weak scaling over processes on this host, each
-    with a core and a simulated device of its own."""
-    modes: Annotated[str | None, several_of(MODES, "all but exact")] = None
-    """Modes to measure, as jit,shard_map, which are the default with --processes. With exact, a CPU
-    gets a thread for each micro-shard in all modes."""
+    """Process counts, as 1,2: weak scaling on this host, with one core and device per process."""
+    modes: Annotated[
+        str | None, several_of(MODES, "all but exact; with --processes jit,shard_map")
+    ] = None
+    """Modes to measure; with exact, a CPU gets one thread per micro-shard in all of them."""
     layouts: Annotated[str | None, several_of(AXES, "the one of --layout")] = None
-    """Layouts to compare, on all devices or --devices, and with one; in mode jit, or --modes. model
-    and stages split what the recipe's rules say, over as many devices as can."""
+    """Layouts to compare with one device, in mode jit or --modes; model and stages need rules."""
     rounds: int = 5
-    """Times that every step is measured, for about a quarter of a second each."""
+    """Measurements of every step, of about a quarter of a second each."""
     pin: bool = False
-    """Give each host device a processor core of its own."""
+    """Pin each simulated device to its own CPU core."""
     profile: bool = False
-    """Leave a trace of two steps for a trace viewer."""
+    """Write a profiler trace of two steps."""
     seed: int = 0
-    """Seed of the initial model, the order of the data, and that of the measurements."""
-    run: str | None = None
-    """Name of the folder in runs/; bench, recipe and time by default."""
+    """Seed of the initial model, the data order, and the measurement order."""
+    run: Annotated[str | None, shown_as("NAME", "bench, recipe and time")] = None
+    """Name of the folder in runs/."""
 
 
 def bench(arguments: list[str]) -> int:

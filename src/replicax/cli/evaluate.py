@@ -25,8 +25,7 @@ class EvaluateOptions(JsonOptions, RunOptions):
     """
 
     data: Annotated[Path | None, shown_as("PATH", "the recipe's")] = None
-    """Other data to evaluate on, all of it: text for gpt2, the folder of the images for lenet and
-    cnn."""
+    """Other data to evaluate on: a text for gpt2, the folder of the images for lenet and cnn."""
 
 
 def evaluate(arguments: list[str]) -> int:

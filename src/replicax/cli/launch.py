@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 from replicax.cli import failed
-from replicax.cli.flags import one_of, parse, taken
+from replicax.cli.flags import one_of, parse, shown_as, taken
 from replicax.errors import ConfigError, did_you_mean
 from replicax.launch.job_spec import JobSpec
 from replicax.launch.supervisor import GRACE_SECONDS
@@ -15,11 +15,11 @@ ENGINES = ("local", "slurm", "kubernetes", "ray")
 EXAMPLE = "replicax launch --processes 2 -- python train.py"
 HELP = """replicax launch --processes N [OPTIONS] -- COMMAND ...
 
-Starts COMMAND N times, as processes that train together and end together.
+Starts N processes of COMMAND, which train together and end together.
 
-REPLICAX_* variables tell each its rank; rx.initialize() reads them.
+Each gets its rank in REPLICAX_* variables, which rx.initialize() reads.
 
---on slurm, kubernetes or ray has options of its own: add --help to it."""
+The engines slurm, kubernetes and ray have further options: add --help after --on ENGINE."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,15 +27,15 @@ class LaunchOptions:
     """Options of `replicax launch` for any engine."""
 
     on: Annotated[str, one_of(ENGINES)] = ENGINES[0]
-    """Where: this host, or a cluster's engine."""
-    processes: int | None = None
-    """How many in all; always given."""
-    devices_per_process: int | None = None
-    """Host devices that each process makes."""
+    """Where to run: this host, or a cluster engine."""
+    processes: Annotated[int | None, shown_as("N", "none, it is required")] = None
+    """Number of processes in total."""
+    devices_per_process: Annotated[int | None, shown_as("N", "none")] = None
+    """Number of CPU devices that each process simulates."""
     pin: bool = False
-    """Give each process processor cores of its own."""
+    """Pin each process to its own CPU cores."""
     restarts: int = 0
-    """Times that all are started again after a failure."""
+    """Number of times that the whole job is restarted after a failure."""
     name: str = "replicax"
     """Name of the job in the engine."""
 
@@ -45,9 +45,9 @@ class LocalOptions:
     """How to run it on this host."""
 
     grace: float = GRACE_SECONDS
-    """Seconds that all have to end after Ctrl-C or SIGTERM."""
-    logs: str | None = None
-    """Folder for what they write; a new one in runs/ by default."""
+    """Seconds that the processes have to exit after Ctrl-C or SIGTERM."""
+    logs: Annotated[str | None, shown_as("FOLDER", "a new one in runs/")] = None
+    """Folder for the output of the processes."""
 
 
 def launch(arguments: list[str]) -> int:

@@ -33,12 +33,10 @@ class LintOptions(JsonOptions):
 
     paths: Annotated[tuple[Path, ...], BY_PLACE, shown_as("FILES")] = ()
     """Python files, and folders to look for them in."""
-    step_file: Path | None = None
-    """Write, from this training script, the file that replicax verify --step needs, into the
-    working directory: its step, a reference on one replica, and what is left to fill in."""
+    step_file: Annotated[Path | None, shown_as("FILE", "none")] = None
+    """From this training script, write the file that verify --step needs, with gaps to fill in."""
     github: bool = "GITHUB_ACTIONS" in os.environ
-    """Print findings as annotations, which GitHub shows beside the lines; by default in its
-    workflows."""
+    """Print findings as GitHub annotations; the default in GitHub workflows."""
 
 
 def lint(arguments: list[str]) -> int:

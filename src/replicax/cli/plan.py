@@ -4,13 +4,13 @@ import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import jax
 import numpy as np
 
 import replicax as rx
-from replicax.cli.flags import parse_with_recipe
+from replicax.cli.flags import parse_with_recipe, shown_as
 from replicax.cli.output import JsonOptions, run_folder
 from replicax.cli.step_options import (
     ModeOptions,
@@ -39,17 +39,16 @@ REMAT = "remat"
 class PlanOptions(JsonOptions, StepOptions, ModeOptions):
     """Options of `replicax plan` for any recipe."""
 
-    target: str = ATTACHED
-    """Hardware to plan for: h100:8, h100:64 (hosts of 8), v5e:16x16, v4:2x2x2, cpu:8; by default
-    the attached devices."""
-    tokens: float | None = None
-    """Tokens to train on in all, or rows where a recipe has no tokens: the device-hours follow."""
-    noise_scale: str | None = None
+    target: Annotated[str, shown_as("TARGET", "the attached devices")] = ATTACHED
+    """Hardware to plan for: h100:8, h100:64 (hosts of 8), v5e:16x16, v4:2x2x2, cpu:8."""
+    tokens: Annotated[float | None, shown_as("FLOAT", "none")] = None
+    """Tokens to train on (rows if the recipe has no tokens), to derive the device-hours from."""
+    noise_scale: Annotated[str | None, shown_as("ROWS|FOLDER", "none")] = None
     """The gradient noise scale: rows, or the folder of a run with --measure-noise-scale."""
     by_formula: bool = False
-    """Leave the target's compiler out."""
-    run: str | None = None
-    """Name of the folder in runs/; plan, recipe and time by default."""
+    """Do not run the target's compiler."""
+    run: Annotated[str | None, shown_as("NAME", "plan, recipe and time")] = None
+    """Name of the folder in runs/."""
 
 
 def plan(arguments: list[str]) -> int:

@@ -35,8 +35,8 @@ class RunsOptions:
     your own program. Checkpoints are not verified here; loading one verifies it.
     """
 
-    folder: Annotated[Path, BY_PLACE, shown_as("FOLDER", "runs")] = RUNS
-    """Where to look."""
+    folder: Annotated[Path, BY_PLACE, shown_as("[FOLDER]", "runs")] = RUNS
+    """Folder to list."""
 
 
 def runs(arguments: list[str]) -> int:

@@ -31,19 +31,19 @@ class StepOptions:
     """How the step of a recipe is computed, in whichever mode, and on which mesh."""
 
     layout: Annotated[str, one_of(LAYOUTS)] = "replicated"
-    """Where the parameters and the optimizer state live."""
+    """How the parameters and the optimizer state are sharded."""
     model_parallel: int = 1
-    """Devices that share each layer of a replica, by the rules of the recipe; neighbours."""
+    """Adjacent devices that split each layer of a replica, by the recipe's rules."""
     stages: int = 1
-    """Pipeline stages that the layers are cut into, for --accumulate micro-batches to pass."""
+    """Pipeline stages that the layers are split into; --accumulate micro-batches pass through."""
     fsdp_size: Annotated[int | None, shown_as("INT", "all")] = None
-    """Layouts zero1 and fsdp: replicas that share one copy of the state; neighbours."""
+    """Layouts zero1 and fsdp: adjacent replicas that shard one copy of the state."""
     schedule: Annotated[str, one_of(SCHEDULES)] = "1f1b"
     """Order of the micro-batches through the stages; gpipe keeps all of them in memory."""
     accumulate: Annotated[int | None, shown_as("INT", "1; train: as few as fit")] = None
     """Micro-batches per device, computed one after another."""
     micro_shards: int = MICRO_SHARDS
-    """Mode exact: parts of every global batch, on any number of devices; a power of two."""
+    """Mode exact: parts of every global batch, whatever the device count; a power of two."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype the model computes in; parameters and optimizer state stay in float32."""
     reduction: Annotated[str, one_of(REDUCTIONS)] = "float32"

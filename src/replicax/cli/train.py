@@ -43,7 +43,7 @@ NOISE_EVERY = 10
 LOGGERS = {"csv": rx.CSV, "mlflow": rx.MLflow, "tensorboard": rx.TensorBoard, "wandb": rx.WandB}
 """The loggers that `--log-to` can name."""
 
-# Docstrings of one line where a line is enough: tyro keeps line breaks in --help.
+# Each field's docstring is one line: tyro keeps line breaks in --help.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,15 +55,13 @@ class StartOptions:
     seed: int = 0
     """Seed of the initial model, the order of the data, and all else that is random."""
     run: Annotated[str | None, shown_as("NAME", "recipe and time")] = None
-    """Name of the run and of its folder in runs/; an existing run continues from its last
-    checkpoint."""
+    """Name of the run and its folder in runs/; an existing run resumes from its checkpoint."""
     config: Annotated[Path | None, shown_as("FILE", "none")] = None
-    """The config.json of a run: start from its options and fields; other flags override
-    them. The run's name is not taken from it."""
+    """The config.json of a run to start from, except for its name; other flags override it."""
     accept_changes: bool = False
     """Continue a run although its configuration has changed; each change is printed."""
     show_sharding: bool = False
-    """Draw where the parameters and the batch live, before training."""
+    """Draw how the parameters and the batch are sharded, before training."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,8 +118,7 @@ class RecordOptions:
     gradient_norm: bool = False
     """Record the norm of the gradient, before it is clipped."""
     measure_noise_scale: bool = False
-    """Measure the gradient noise scale every 10 steps, each time at about the cost of one gradient:
-    the batch size up to which larger batches pay off. It is written to noise_scale.json."""
+    """Measure the gradient noise scale every 10 steps, at the cost of one gradient each time."""
     profile: Annotated[str | None, shown_as("FIRST:LAST", "none")] = None
     """Record these steps with JAX's profiler, in profile/ of the run's folder."""
 
@@ -156,11 +153,9 @@ class FaultOptions:
     audit_every: Annotated[int | None, shown_as("N", "none")] = None
     """Steps between two audits, which compare the bits of all replicas."""
     on_divergence: Literal["stop", "restore"] = "stop"
-    """Action when an audit finds a device whose bits differ: stop, or return to the state of the
-    last clean audit and continue."""
+    """If an audit finds a device whose bits differ: stop, or restore the last audited state."""
     max_bad_steps: int = 5
-    """Number of skipped steps in a row after which the run stops; a step is skipped if its loss or
-    gradient is not finite."""
+    """Stop after this many consecutive skipped steps, whose loss or gradient is not finite."""
     skip_spikes: bool = False
     """Also skip a step whose loss is far above earlier ones."""
 

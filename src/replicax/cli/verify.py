@@ -57,11 +57,9 @@ class VerifyOptions(JsonOptions, StepOptions, ModeOptions, DeviceOptions):
     """Options of `replicax verify` for any recipe."""
 
     modes: Annotated[str | None, several_of(MODES, "all")] = None
-    """Modes to compare with one device, as jit,shard_map. What --mode cannot do fails; what another
-    one cannot is skipped."""
-    target: str | None = None
-    """Hardware to compile for, to look for sums in 16 bits, such as h100:8; by default the attached
-    devices."""
+    """Modes to compare with one device; an unsupported one is skipped unless --mode names it."""
+    target: Annotated[str | None, shown_as("TARGET", "the attached devices")] = None
+    """Hardware to compile for when looking for sums in 16 bits, such as h100:8."""
     seed: int = 0
     """Seed of the initial model, and of all else that is random."""
 
@@ -80,11 +78,10 @@ class HandWrittenOptions(JsonOptions, DeviceOptions):
     """Name in the file of the global batch, likewise."""
     micro_batches: int = 1
     """Parts that the step computes each replica's rows in, which helps to name causes."""
-    weights: str | None = None
-    """The name of the batch's array of weights, one per row; mask, weights and the like are
-    found."""
-    replicas: int | None = None
-    """Devices that the step splits a batch over; found by default."""
+    weights: Annotated[str | None, shown_as("NAME", "found, if it is mask, weights, ...")] = None
+    """Name of the batch's array of weights, one per row."""
+    replicas: Annotated[int | None, shown_as("INT", "found")] = None
+    """Devices that the step splits a batch over."""
     steps: int = 2
     """Consecutive steps whose state is compared."""
 
