@@ -33,7 +33,7 @@ def model():
 
 
 def loss(model, batch, key):
-    """The negative evidence lower bound of each row, in nats; the mean code in evaluation."""
+    """The negative evidence lower bound of each row, in nats; evaluation uses the mean code."""
     mean, log_scale = jnp.split(jax.nn.gelu(batch["x"] @ model["in"]) @ model["latent"], 2, axis=1)
     noise = 0.0 if key is None else jax.random.normal(key, mean.shape)
     code = mean + jnp.exp(log_scale) * noise

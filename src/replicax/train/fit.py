@@ -69,7 +69,7 @@ class Run(Loop):
         state: from `dp.init`; consumed if `dp` donates.
         source: as for `dp.feed`.
         batch_size: rows of a global batch.
-        epochs: passes over the source. Give this or `steps`.
+        epochs: passes over the source. Pass this or `steps`.
         steps: number of updates.
         eval_source: evaluated in full after every epoch and after the last step: a source, or an
             `rx.Evaluation`.
@@ -121,7 +121,7 @@ class Run(Loop):
         super().__init__()
         if (epochs is None) == (steps is None):
             raise ConfigError(
-                f"epochs={epochs} and steps={steps}; a run has exactly one length: give one of them"
+                f"epochs={epochs} and steps={steps}; a run has exactly one length: pass one of them"
             )
         for name, value in (("epochs", epochs), ("steps", steps), ("log_every", log_every)):
             check_at_least(name, value, 1)
@@ -278,7 +278,7 @@ def _as_evaluation(eval_source: Any, source: Any) -> Evaluation | None:
         if named:
             raise ConfigError(
                 f"eval_source has {len(named)} sources ({', '.join(map(str, named))}); a dict "
-                "holds the arrays of one source: give rx.Evaluation(sets=...)"
+                "holds the arrays of one source: pass rx.Evaluation(sets=...)"
             )
     return Evaluation(eval_source)
 

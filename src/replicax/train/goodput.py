@@ -28,8 +28,8 @@ from replicax.wording import duration
 FILE = "goodput.jsonl"
 BUCKETS = "productive", "compiling", "lost", "saving", "restoring", "waiting", "hooks", "starting"
 """Categories of time: steps and evaluations that count, compilation, discarded work, saving that
-blocks the loop, reading and verifying a checkpoint, waiting for input, hooks, and everything before
-the first of these."""
+blocks the loop, reading and verifying a checkpoint, waiting for input, hooks, and startup (all time
+before compilation)."""
 _STAYS = ("saving", "restoring", "lost")
 """Buckets that keep their seconds when work is discarded."""
 _SECONDS_BETWEEN_BEATS = 5.0

@@ -49,7 +49,7 @@ def guarded(
 
 @dataclasses.dataclass(frozen=True)
 class _Around:
-    """The guard around other wrappers; equal where they are."""
+    """The guard around other wrappers; equal if the wrappers are."""
 
     wraps: tuple[Callable[[Apply], Apply], ...]
 

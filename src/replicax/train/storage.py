@@ -124,7 +124,7 @@ class Storage:
             require("orbax.checkpoint", "checkpoints")
         self.found: ResumePoint | None = None
         try:
-            told = job.broadcast("where the run goes on", writing(path)(self._open))
+            told = job.broadcast("the resume point", writing(path)(self._open))
             if told["checkpoint"] is not None:
                 position = Position(**told["position"])
                 records = read_records(path, position.records)
