@@ -1,4 +1,4 @@
-"""A configuration, and the program of the model that it is first given."""
+"""A configuration and the program for the first model passed to it."""
 
 from collections.abc import Callable
 from typing import Any, Self
@@ -17,7 +17,7 @@ from replicax.errors import StateError
 
 
 class Configured:
-    """A step that need not run: `DataParallel` before its first batch."""
+    """A step to inspect without running it: `DataParallel` before its first batch."""
 
     def _configure(self, configuration: Configuration) -> None:
         self.configuration = chosen = configuration
@@ -29,18 +29,18 @@ class Configured:
         self._wrapped: dict[Any, Self] = {}
 
     def replace(self, **changes: Any) -> Self:
-        """Return another one, without a model, with these of its arguments changed.
+        """Return a copy with some arguments changed and without a model.
 
-        With an `AbstractMesh` it has a program for devices that need not exist, and runs nothing.
+        With an `AbstractMesh`, the copy compiles for devices that need not exist and runs nothing.
         """
         other = object.__new__(type(self))
         other._configure(configure(**{**vars(self.configuration), **changes}))
         return other
 
     def wrapping(self, wrap: Callable[[Apply], Apply], state: TrainState) -> Self:
-        """Return the one whose optimizer's part of the step is `wrap(apply)`, the same each time.
+        """Return a cached copy whose optimizer part of the step is `wrap(apply)`.
 
-        `wrap` is a function of a module; `state` of this one, or its shapes, or as `wrap` wants it.
+        `wrap` is a module-level function; `state`, or its shapes, is this object's or `wrap`'s.
         """
         shapes = jax.eval_shape(lambda leaf: leaf, state)
         key = (wrap, jax.tree.structure(shapes))
@@ -51,15 +51,15 @@ class Configured:
 
     @property
     def split(self) -> Split:
-        """How a batch is divided: replicas and micro-batches."""
+        """The split of a batch over replicas and micro-batches."""
         return self.configuration.split(self.mesh)
 
     def program(self, model: Any, *, mesh: AnyMesh | None = None) -> Program:
-        """Return the step and the score of a model, without compiling anything.
+        """Return the step and the evaluation of a model, without compiling anything.
 
         Args:
             model: as for `init`, or a `TrainState` of this object; arrays or their shapes.
-            mesh: this object's by default; attached devices, described ones, or how many replicas.
+            mesh: attached or described devices, or a number of replicas; default: `self.mesh`.
         """
         is_state = isinstance(model, TrainState)
         described = model if is_state else self.configuration.split_model(model)
@@ -67,18 +67,18 @@ class Configured:
         return program_of(self.configuration, described, where, self._program)
 
     def lower(self, model: Any, batch: Any, *, mesh: Mesh | None = None) -> jax.stages.Lowered:
-        """Return the step for `mesh`, attached or described, without running or placing anything.
+        """Lower the step for `mesh`, attached or described, without running or placing anything.
 
         Args:
             model: as for `init`, or a `TrainState`; arrays or their shapes.
             batch: a `Batch` or a pytree `[rows, ...]`; arrays or their shapes.
-            mesh: this object's by default. `step` runs what is compiled here for its own arguments.
+            mesh: default: `self.mesh`. `step` reuses what is compiled here for its arguments.
         """
         lowered: jax.stages.Lowered = self.trace(model, batch, mesh=mesh).lower()
         return lowered
 
     def trace(self, model: Any, batch: Any, *, mesh: AnyMesh | None = None) -> jax.stages.Traced:
-        """Return what `lower` lowers; `replicax.analysis.flops.count_flops` reads its `jaxpr`."""
+        """Trace the step as for `lower`; `replicax.analysis.flops.count_flops` reads its `jaxpr`."""
         program = self.program(model, mesh=mesh)
         placed = program.holds(model, batch)
         arguments = (model, batch) if placed else (program.shapes, program.described(batch))
@@ -86,7 +86,7 @@ class Configured:
         return traced
 
     def _adopt(self, parts: Parts) -> Program:
-        """The program of a model, which becomes, or already is, this object's."""
+        """Return the program of a model, and keep it as this object's if it is the first."""
         program = program_of(self.configuration, parts, self.mesh, self._program)
         self._program = self._program or program
         return program

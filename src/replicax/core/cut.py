@@ -1,9 +1,9 @@
-"""The trace of a step -> the programs that it is run by, and what happens between them.
+"""Cut the trace of a step into programs, with cross-micro-shard operations between them.
 
-A value is alike on all devices, or each micro-shard has its own, because it follows from rows. The
-trace is cut where all micro-shards meet, into levels: of each level one program of what is alike,
-run once, then one of what is own, run for every micro-shard, then what meets. None of it depends on
-the number of devices.
+A value is either shared (equal on all devices) or own (per micro-shard, as it depends on rows). The
+trace is cut into levels at the meetings, where micro-shards exchange data. Each level has a shared
+program, run once; an own program, run per micro-shard; and then the meetings. The cut does not
+depend on the number of devices.
 """
 
 import collections
@@ -21,7 +21,7 @@ from replicax.core.meeting import calls_meeting, gather_p, meets, own_of, sum_p
 from replicax.core.same_program import Own
 
 _FEW = 64
-"""Integers, or keys, that each program computes again which needs them, rather than be given."""
+"""Maximum size of integer or key arrays that programs recompute instead of passing them on."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,14 +30,14 @@ class Segment:
 
     jaxpr: Jaxpr
     own: bool
-    """Whether it is run once for each micro-shard."""
+    """Whether it runs once per micro-shard."""
     sums: tuple[JaxprEqn, ...] = ()
-    """Sums over all micro-shards of some of its results, which nothing else reads."""
+    """Sums over all micro-shards of results that are not used elsewhere."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Meeting:
-    """Equations at which micro-shards meet otherwise: gathered rows, or a loop around sums."""
+    """Other equations that combine micro-shards: gathered rows, or a loop around sums."""
 
     eqns: tuple[JaxprEqn, ...]
 
@@ -48,23 +48,23 @@ _Place = tuple[int, bool]
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """A jaxpr, cut."""
+    """A jaxpr cut into items."""
 
     jaxpr: Jaxpr
-    """Without calls around meetings; its constants are its first arguments."""
+    """Jaxpr with calls around meetings inlined; its constants are its first arguments."""
     consts: tuple[Any, ...]
     items: tuple[Item, ...]
-    """In the order in which they run."""
+    """Segments and meetings in execution order."""
     lie: dict[Var, Own]
-    """How each value that is own lies, of those that items hand on."""
+    """Placement of each own value passed between items."""
     unneeded: tuple[tuple[Var, ...], ...]
-    """For each item the values that nothing reads after it."""
+    """For each item, the values not read after it."""
 
 
 def cut(closed: ClosedJaxpr, into: Sequence[Own], out: Sequence[Own]) -> Cut:
-    """Return a jaxpr of one micro-shard, cut where micro-shards meet.
+    """Cut the jaxpr of one micro-shard where micro-shards meet.
 
-    Its arguments lie as `into` says, and its own results as `out`.
+    `into` gives the placement of its arguments, `out` that of its own results.
     """
     closed = inlined(closed, calls_meeting)
     jaxpr, consts = closed.jaxpr, tuple(closed.consts)
@@ -99,14 +99,14 @@ def cut(closed: ClosedJaxpr, into: Sequence[Own], out: Sequence[Own]) -> Cut:
 
 
 def inputs_of(item: Item) -> list[Any]:
-    """Return what an item reads."""
+    """Return the inputs of an item."""
     if isinstance(item, Segment):
         return list(item.jaxpr.invars)
     return [atom for eqn in item.eqns for atom in eqn.invars]
 
 
 def _items(jaxpr: Jaxpr, of_own: Sequence[bool]) -> Iterator[Item]:
-    """The segments and meetings, level by level."""
+    """Yield segments and meetings, level by level."""
     levels, last = _levels(jaxpr)
     few = _few(jaxpr)
     read = [var for eqn in jaxpr.eqns if meets(eqn) for var in variables(eqn.invars)]
@@ -137,9 +137,9 @@ def _items(jaxpr: Jaxpr, of_own: Sequence[bool]) -> Iterator[Item]:
 
 
 def _places(jaxpr: Jaxpr, levels: Sequence[int], of_own: Sequence[bool]) -> list[_Place]:
-    """The level of each equation, and whether it is computed for every micro-shard.
+    """Return the level of each equation and whether it is computed per micro-shard.
 
-    What is alike and only read by what is own, of one level, is computed with that.
+    A shared value read only by own equations of its level is computed per micro-shard with them.
     """
     readers: dict[Var, set[Any]] = collections.defaultdict(set)
     for var in variables(jaxpr.outvars):
@@ -155,9 +155,9 @@ def _places(jaxpr: Jaxpr, levels: Sequence[int], of_own: Sequence[bool]) -> list
 
 
 def _levels(jaxpr: Jaxpr) -> tuple[list[int], int]:
-    """The level of each equation, how many meetings before it, and the last level.
+    """Return each equation's level, the number of meetings before it, and the last level.
 
-    Meetings take place as early as they can and other equations as late, beside what needs them.
+    Meetings are placed as early as possible, other equations as late as possible, near their uses.
     """
     level: dict[Any, int] = collections.defaultdict(int)
     levels = []
@@ -175,7 +175,7 @@ def _levels(jaxpr: Jaxpr) -> tuple[list[int], int]:
 
 
 def _few(jaxpr: Jaxpr) -> set[int]:
-    """Numbers of the equations that only compute a few integers or keys from a few others."""
+    """Return the numbers of equations computing small integer or key arrays from only such."""
     known = {var for var in jaxpr.invars if _is_few(var.aval)}
     found = set()
     for number, eqn in enumerate(jaxpr.eqns):
@@ -193,7 +193,7 @@ def _is_few(aval: Any) -> bool:
 
 
 def _with_few(jaxpr: Jaxpr, numbers: Sequence[int], few: set[int]) -> list[int]:
-    """`numbers` of equations, with those of the few integers that they need, in order."""
+    """Return `numbers` of equations plus those of the small integers they need, in order."""
     wanted: set[Any] = set()
     found = set(numbers)
     for number in reversed(range(len(jaxpr.eqns))):
@@ -205,7 +205,7 @@ def _with_few(jaxpr: Jaxpr, numbers: Sequence[int], few: set[int]) -> list[int]:
 
 
 def _part(jaxpr: Jaxpr, numbers: Sequence[int], members: set[int], handed: set[Var]) -> Jaxpr:
-    """A jaxpr of the equations of these `numbers`, whose `members` hand on what others need."""
+    """Return a jaxpr of equations `numbers`; `members` among them return values used elsewhere."""
     eqns = [jaxpr.eqns[number] for number in numbers]
     made = {var for eqn in eqns for var in eqn.outvars}
     read = dict.fromkeys(var for eqn in eqns for var in variables(eqn.invars) if var not in made)

@@ -1,4 +1,4 @@
-"""`DataParallel`: a loss, an optimizer and a mesh -> init, feed, step, evaluate."""
+"""`DataParallel`: init, feed, step and evaluate for a loss, an optimizer and a mesh."""
 
 from collections.abc import Iterable, Mapping
 from functools import cached_property
@@ -33,7 +33,7 @@ from replicax.errors import ConfigError
 
 
 class DataParallel(Configured):
-    """A training step on every device of a mesh.
+    """A data-parallel training step over the devices of a mesh.
 
     Examples:
         >>> dp = DataParallel(loss, optax.adamw(3e-4))
@@ -46,32 +46,32 @@ class DataParallel(Configured):
         loss: `loss(model, batch, key) -> values`, with `batch` the user's pytree of arrays
             `[rows, ...]` and `values` floats `[rows, ...]`, an `rx.Weighted`, or a pair of either
             and a dict of metrics of the same kinds. The step minimises their global weighted mean.
-            A scalar is taken as the mean over rows that all count alike, and refused where they do
-            not. In evaluation `key` is None, and NNX and Equinox models are in evaluation mode.
+            A scalar must be the mean over equally weighted rows; unequal weights are an error.
+            In evaluation, `key` is None, and NNX and Equinox models are in evaluation mode.
         optimizer: an optax gradient transformation.
-        step: `step(state, batch, key) -> (state, metrics)`, in place of an optimizer: a step of
-            one's own over any pytree of state, written with `rx.value_and_grad` and `rx.mean`.
-            `loss` then is that of `evaluate`, on this state, where there is one. See docs/step.md.
+        step: `step(state, batch, key) -> (state, metrics)`, a custom step replacing the optimizer,
+            over any pytree of state, written with `rx.value_and_grad` and `rx.mean`. `loss`, if
+            given, is then used only by `evaluate`, on this state. See docs/step.md.
         mesh: the devices, with an axis named `data`; all attached devices by default, the first
             one in mode `single`.
-        mode: `jit`, `shard_map`, `pmap`, `exact` or `single`, or a `Mode` of one's own; see
+        mode: `jit`, `shard_map`, `pmap`, `exact`, `single` or a custom `Mode`; see
             `replicax.core.modes`.
         layout: `replicated`, `zero1`, `fsdp` or rules; see `replicax.core.layout`.
-        accumulate: micro-batches a replica's rows are computed in, one after the other.
-        micro_shards: in mode `exact`, the parts, a power of two, that a global batch is cut into on
-            any number of devices. Those that share them out equally compute the same bits.
+        accumulate: gradient accumulation: the number of micro-batches per replica.
+        micro_shards: in mode `exact`, the number of parts, a power of two, of a global batch on any
+            number of devices. Device counts that divide it compute bitwise identical results.
         precision: `float32`, `bfloat16` or `float16`; see `replicax.core.precision.Precision`.
         reduction: how the replicas' sums are added in the per-replica modes: `float32`, `bfloat16`
-            (half the bytes), or one's own; see `replicax.core.reduction.Reduction`.
+            (half the bytes), or a custom one; see `replicax.core.reduction.Reduction`.
         trainable: which parameters train, all by default; see `replicax.core.optimizer.Trainable`.
         ema: decay of a moving average of the parameters; see `replicax.core.optimizer.averaging`.
-        donate: whether `step` reuses the memory of the state it is given, which is then gone.
-        compiler_options: XLA's, by name, for the step. By default none, but on several GPUs
-            what lets reductions run beside the computation.
-        job: the processes that train together, from `rx.initialize()`; this one alone by default.
+        donate: whether `step` donates the input state's memory, which makes that state unusable.
+        compiler_options: XLA options, by name, for the step. By default none, except on several
+            GPUs, where reductions are allowed to overlap with computation.
+        job: the processes that train together, from `rx.initialize()`; default: only this one.
 
     Raises:
-        ConfigError: arguments that cannot work, alone or together.
+        ConfigError: invalid or incompatible arguments.
     """
 
     def __init__(
@@ -104,27 +104,27 @@ class DataParallel(Configured):
         return f"DataParallel({', '.join([*chosen, where])})"
 
     def init(self, model: Any, *, seed: int = 0) -> TrainState:
-        """Return the state before the first step, each array placed where its layout wants it.
+        """Return the initial train state, each array placed by the layout.
 
         Args:
             model: a pytree of arrays, an Equinox module, a Flax NNX module, or a bound Linen one.
-                It is copied; the caller's stays as it is.
-            seed: of all random numbers in the run, 0 <= seed < 2**32.
+                It is copied; the caller's model is unchanged.
+            seed: the seed of all random numbers in the run, 0 <= seed < 2**32.
 
         Raises:
-            ConfigError: nothing to train, a model of another structure, or too little memory.
+            ConfigError: nothing to train, a different model structure, or too little memory.
         """
         if not 0 <= seed < 2**32:
-            raise ConfigError(f"seed={seed}; it is at least 0 and below 2**32: choose another")
+            raise ConfigError(f"seed={seed}; it must be at least 0 and below 2**32: choose another")
         definition, params, extras = self.configuration.split_model(model)
         program = self._adopt((definition, params, extras))
-        jax.block_until_ready((params, extras))  # they take their memory before we look
+        jax.block_until_ready((params, extras))  # allocate before checking memory
         check_state_fits(program.abstract_state(), self.mesh)
         agree_on_model(self.job, (params, extras), seed)
         return program.init(params, extras, seed)
 
     def abstract_state(self, model: Any) -> TrainState:
-        """Return the shapes and shardings of `init(model)`; `step` then takes such a state."""
+        """Return the shapes and shardings of `init(model)`; `step` then accepts such a state."""
         return self._adopt(self.configuration.split_model(model)).abstract_state()
 
     def feed(
@@ -138,42 +138,42 @@ class DataParallel(Configured):
         first: int = 0,
         prefetch: int = 2,
     ) -> Feed:
-        """One epoch of `source` as batches for `step` and `evaluate`.
+        """Return one epoch of `source` as batches for `step` and `evaluate`.
 
         Args:
             source: a dict or tuple of arrays `[rows, ...]`, a Grain dataset of rows, or an iterable
-                of host batches, whose size may be left out.
-            batch_size: rows of a global batch; the last one is padded to it.
-            shuffle: whether the order is drawn from `seed` and `epoch`.
-            seed: of the order.
-            epoch: which epoch, from 0.
-            first: which of its batches to begin with, from 0.
-            prefetch: batches made ahead in the background.
+                of host batches, which does not need `batch_size`.
+            batch_size: rows in a global batch; the last batch is padded to this size.
+            shuffle: whether to shuffle the rows, depending on `seed` and `epoch`.
+            seed: the seed for shuffling.
+            epoch: the epoch number, from 0.
+            first: the number of the first batch, from 0.
+            prefetch: the number of batches to prepare ahead in the background.
 
         Raises:
-            ConfigError: a batch that has fewer rows than there are micro-batches over all replicas,
-                or a source that cannot do what is asked.
-            DataError: leaves that disagree on the number of rows.
+            ConfigError: a batch with fewer rows than micro-batches over all replicas, or a source
+                that does not support these arguments.
+            DataError: leaves with different numbers of rows.
         """
         opened = as_source(source, batch_size, self.job, shuffle=shuffle, seed=seed)
         where, cut = by_rows(self.mesh), self.split
         return Feed(opened, cut, where, self.job, epoch=epoch, first=first, prefetch=prefetch)
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        """One update. Returns at once, unless the devices are several steps behind.
+        """Run one training step; return without waiting unless devices are several steps behind.
 
         Args:
-            state: the state before; with `donate` it cannot be used afterwards.
+            state: the state before the step; with `donate`, it cannot be used afterwards.
             batch: from `feed`, or a pytree of arrays `[rows, ...]`.
 
         Returns:
-            The state after, and float32 scalars on the device, `"loss"` among them: each the exact
-            weighted mean over the real rows of the global batch.
+            The state after the step, and metrics including `"loss"`: float32 scalars on the device,
+            each the exact weighted mean over the real rows of the global batch.
 
         Raises:
-            ConfigError: the first step needs more memory than there is.
-            LossError: the loss does not keep its contract, or is not finite in the first step.
-            StateError: the state was given to `step` before.
+            ConfigError: the first step needs more memory than is available.
+            LossError: the loss violates its contract, or is not finite in the first step.
+            StateError: the state was already passed to `step`.
         """
         if type(batch) is not Batch:
             batch = self._known.placed(batch)
@@ -185,7 +185,7 @@ class DataParallel(Configured):
         return state, metrics
 
     def prepare(self, state: TrainState, batch: Batch) -> None:
-        """Do what `step` does first: check the loss, agree with other processes, compile."""
+        """Prepare the first `step`: check the loss, agree with other processes, and compile."""
         self._checks.check("the step", self._known.step, state, batch)
         self._checks.check_memory(state, batch)
 
@@ -200,14 +200,14 @@ class DataParallel(Configured):
         """Return loss and metrics over all rows of `batches`, each row counted once.
 
         Args:
-            state: used as it is.
+            state: the train state; not modified.
             batches: from `feed`, or any pytrees of arrays `[rows, ...]`; or a dict of these.
             loss: another loss, or metrics, to evaluate.
-            ema: whether with the moving average of the parameters.
+            ema: whether to use the moving average of the parameters.
 
         Returns:
-            The exact weighted mean of each, NaN where nothing has any weight, and `"rows"`; of a
-            dict, a dict of these.
+            The exact weighted mean of each, NaN if the total weight is 0, and `"rows"`; for a dict
+            of batches, a dict of these.
         """
         state = self._known.averaged(state) if ema else state
         if isinstance(batches, dict):
@@ -223,23 +223,23 @@ class DataParallel(Configured):
         *,
         ema: bool = False,
     ) -> Any:
-        """Return what `function` returns for all rows of `batches`, without their padding.
+        """Return the outputs of `function` for all rows of `batches`, without padding.
 
         Args:
             function: `function(model, batch, key)` -> a pytree of arrays `[rows, ...]`; the model
-                is in evaluation mode, and `key` None.
-            state: used as it is.
-            batches: as for `evaluate`, in whose order the rows are.
+                is in evaluation mode, and `key` is None.
+            state: the train state; not modified.
+            batches: as for `evaluate`; rows are returned in this order.
             ema: as for `evaluate`.
 
         Returns:
-            The pytree with NumPy arrays `[all rows, ...]`, on every process.
+            The pytree of NumPy arrays `[all rows, ...]`, on every process.
         """
         state = self._known.averaged(state) if ema else state
         return self._evaluation.rows(function, state, batches)
 
     def check(self, feed: Feed) -> None:
-        """Raise `LossError` where the loss, once seen by `step`, cannot be exact on `feed`."""
+        """Raise `LossError` if the loss, once examined by `step`, cannot be exact on `feed`."""
         if feed.padding:
             self._checks.check_padding(feed.split.padded(feed.source.batch_size), feed.padding)
 
@@ -247,8 +247,8 @@ class DataParallel(Configured):
         """Return the user's model with the arrays of `state`.
 
         Args:
-            state: used as it is.
-            copy: whether the model has arrays of its own. Else the next step deletes them.
+            state: the train state; not modified.
+            copy: whether to copy the arrays. Otherwise the next step deletes them.
             ema: as for `evaluate`.
         """
         check_kind(state)

@@ -1,4 +1,4 @@
-"""The equations of a jaxpr: followed one by one, evaluated, inlined, and cut to what is needed."""
+"""Utilities for the equations of a jaxpr: evaluate, inline, and eliminate dead code."""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,21 +11,21 @@ from jax.interpreters.partial_eval import dce_jaxpr
 CALLS = {"jit", "pjit", "closed_call", "core_call"}
 """Primitives that only call a jaxpr."""
 REMATS = {"checkpoint", "remat", "remat2"}
-"""Primitives that call a jaxpr, and once more in the backward pass."""
+"""Primitives that call a jaxpr, and again in the backward pass."""
 
 
 def called(eqn: JaxprEqn) -> ClosedJaxpr:
-    """Return the jaxpr that an equation of these calls."""
+    """Return the jaxpr called by an equation with one of these primitives."""
     return closed(eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"])
 
 
 def closed(jaxpr: ClosedJaxpr | Jaxpr) -> ClosedJaxpr:
-    """Return a jaxpr with its constants, of which an open one has none."""
+    """Return `jaxpr` as a closed jaxpr; an open one is closed over no constants."""
     return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
-    """Return those of `atoms` that are no literals."""
+    """Return the `atoms` that are not literals."""
     return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
@@ -35,7 +35,7 @@ def shapes_of(atoms: Iterable[Any]) -> list[jax.ShapeDtypeStruct]:
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
-    """Return how many constants a scan has, and how many values it carries."""
+    """Return a scan's numbers of constants and of carried values."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carried, _ = params["ft_in"].unpack()  # since jax 0.11
@@ -43,7 +43,7 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def of_scan(params: Mapping[str, Any], values: Sequence[Any]) -> tuple[list[Any], ...]:
-    """Return what a scan's operands, `values`, are: its constants, first carry, and `xs`."""
+    """Split a scan's operands, `values`, into its constants, initial carry, and `xs`."""
     consts, carried = scan_counts(params)
     return list(values[:consts]), list(values[consts:][:carried]), list(values[consts + carried :])
 
@@ -54,9 +54,9 @@ def evaluate(
     apply: Callable[[JaxprEqn, list[Any]], Sequence[Any]],
     constant: Callable[[Any], Any],
 ) -> list[Any]:
-    """Return what `jaxpr` gives for `inputs`, of whatever kind, each equation by `apply`.
+    """Evaluate `jaxpr` on `inputs` of any kind, using `apply` for each equation.
 
-    `constant` returns what stands for a literal or a constant.
+    `constant` converts a literal or a constant to this kind.
     """
     whole = closed(jaxpr)
     jaxpr = whole.jaxpr
@@ -74,9 +74,9 @@ def evaluate(
 def settle(
     body: Callable[[list[Any]], list[Any]], carry: list[Any], join: Callable[[Any], Any]
 ) -> tuple[list[Any], list[Any]]:
-    """Return the carry, joined turn by turn, that a loop's `body` leaves as it is, and the rest.
+    """Return the fixed point of a loop's carry, joined after each pass, and the other outputs.
 
-    The rest is what `body` returns beside it.
+    The other outputs are the values that `body` returns after the carry.
     """
     while True:
         found = body(carry)
@@ -87,7 +87,7 @@ def settle(
 
 
 def bind(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
-    """Return what an equation gives for `values`, in the scopes that it was traced in."""
+    """Evaluate an equation on `values`, in the name scopes it was traced in."""
     pairs = zip(eqn.invars, values, strict=True)
     known = {atom: value for atom, value in pairs if not isinstance(atom, Literal)}
     alone = _nothing().replace(invars=list(known), outvars=eqn.outvars, eqns=[eqn])
@@ -102,13 +102,13 @@ def _nothing() -> Jaxpr:
 
 
 def inlined(whole: ClosedJaxpr, opens: Callable[[JaxprEqn], bool]) -> ClosedJaxpr:
-    """Return `whole` with the equations of what is called by those that it `opens`."""
+    """Return `whole` with the calls selected by `opens` inlined."""
     consts = dict(zip(whole.jaxpr.constvars, whole.consts, strict=True))
     eqns: list[JaxprEqn] = []
     new = gensym()
 
     def add(jaxpr: Jaxpr, known: dict[Any, Any]) -> list[Any]:
-        """Append the equations of `jaxpr`, with variables renamed by `known`, or new."""
+        """Append the equations of `jaxpr`, renaming variables by `known` or to new ones."""
 
         def named(atoms: Sequence[Any]) -> list[Any]:
             return [a if isinstance(a, Literal) else known.get(a, a) for a in atoms]
@@ -134,6 +134,6 @@ def inlined(whole: ClosedJaxpr, opens: Callable[[JaxprEqn], bool]) -> ClosedJaxp
 
 
 def only(whole: ClosedJaxpr, wanted: Sequence[bool]) -> tuple[Callable[..., list[Any]], list[bool]]:
-    """Return a function of the inputs that `wanted` outputs need, and which inputs these are."""
+    """Return a function computing the `wanted` outputs, and flags of the inputs it needs."""
     jaxpr, used = dce_jaxpr(whole.jaxpr, list(wanted))
     return jaxpr_as_fun(ClosedJaxpr(jaxpr, whole.consts)), used

@@ -1,4 +1,4 @@
-"""Means of a loss, and predictions, over all rows of some batches."""
+"""Evaluation: means of a loss, and predictions, over all rows of some batches."""
 
 import dataclasses
 from collections import deque
@@ -23,11 +23,11 @@ from replicax.core.update import TrainState
 from replicax.errors import ConfigError, LossError
 
 _IN_FLIGHT = 2
-"""Batches that are computed while results of an earlier one are read."""
+"""Number of batches computed while the results of an earlier one are read."""
 
 
 class ProgramEvaluation:
-    """The evaluation of one program, each function looked at and compiled once."""
+    """Evaluate one program, checking and compiling each function once."""
 
     def __init__(self, program: Program, ready: Ready) -> None:
         self._program, self._ready = program, ready
@@ -37,7 +37,7 @@ class ProgramEvaluation:
     def means(
         self, state: TrainState, batches: Iterable[Any], loss: LossFunction | None
     ) -> dict[str, float]:
-        """Return the means of `loss`, or of the program's own, over all rows of `batches`."""
+        """Return the means of `loss`, by default the program's, over all rows of `batches`."""
         program, ready = self._program, self._ready
         if loss is not None or program.configuration.step is not None:
             loss = program.objective.loss if loss is None else loss
@@ -56,7 +56,7 @@ class ProgramEvaluation:
         return totals.means()
 
     def rows(self, function: LossFunction, state: TrainState, batches: Iterable[Any]) -> PyTree:
-        """Return `function(model, batch, None)` of all rows of `batches`, on the host."""
+        """Return `function(model, batch, None)` for all rows of `batches`, on the host."""
         check_kind(state)
         check_state(state, self._program.abstract_state())
         if function not in self._predicting:
@@ -73,7 +73,7 @@ class ProgramEvaluation:
             real = self._on_host(mask) > 0
             parts.append(jax.tree.map(lambda leaf, real=real: self._on_host(leaf)[real], found))
         if not parts:
-            raise ConfigError("predict was given 0 batches; give at least 1")
+            raise ConfigError("predict got 0 batches; pass at least 1")
         return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 
     def _results(
@@ -81,8 +81,8 @@ class ProgramEvaluation:
     ) -> Iterator[Any]:
         if isinstance(batches, dict) or hasattr(batches, "shape"):
             raise ConfigError(
-                f"evaluate and predict take batches, and were given a {type(batches).__name__}; "
-                "give dp.feed(rows, batch_size), or [batch] for a single one"
+                f"evaluate and predict take batches, but got a {type(batches).__name__}; "
+                "pass dp.feed(rows, batch_size), or [batch] for a single batch"
             )
         pending = deque[Any]()
         for batch in batches:
@@ -98,7 +98,7 @@ class ProgramEvaluation:
         return jax.jit(lambda leaf: leaf, out_shardings=replicated(self._program.mesh))
 
     def _on_host(self, leaf: jax.Array) -> np.ndarray:
-        """All rows, those of other processes too."""
+        """Return all rows on the host, including those of other processes."""
         if not leaf.is_fully_addressable:
             leaf = self._whole(leaf)
         return np.asarray(leaf)
@@ -113,8 +113,8 @@ def _predicted(
     for path, leaf in (by_path(found) or {"": None}).items():
         if np.shape(leaf)[:1] != (rows,):
             raise LossError(
-                f"the function of predict returned{path} of shape "
-                f"{np.shape(leaf)} for {rows} rows; it returns a pytree of arrays [rows, ...]: "
-                "return one entry a row, before any mean"
+                f"the function passed to predict returned{path} of shape {np.shape(leaf)} for "
+                f"{rows} rows; it must return a pytree of arrays [rows, ...]: "
+                "return one entry per row, without taking a mean"
             )
     return found, batch.mask

@@ -1,4 +1,4 @@
-"""Mode `exact`: sums whose bits do not depend on how many replicas there are."""
+"""Mode `exact`: sums that are bitwise identical for any number of replicas."""
 
 import dataclasses
 import os
@@ -25,26 +25,26 @@ from replicax.core.same_program import Own
 from replicax.errors import ConfigError
 
 MICRO_SHARDS = 8
-"""By default."""
+"""Default number of micro-shards."""
 
 _MICRO_SHARDS = "micro_shards"
-"""Name of the axis of those of a replica."""
+"""Name of the axis over a replica's micro-shards."""
 Gather = Callable[[jax.Array], jax.Array]
 
 THREADS_VARIABLE = "NPROC"
-"""The environment variable from which XLA takes the number of cores as it starts."""
+"""The environment variable from which XLA reads the number of cores at startup."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FixedTree:
-    """Adds micro-shards, of which the replicas share out the same ones whatever their number.
+    """Sum a fixed set of micro-shards, distributed over any number of replicas.
 
-    Each is summed alone, and a binary tree adds the sums: a replica a subtree, the reduction the
-    rest. Keys are folded with the micro-shard's number. Every micro-shard starts from the extras
-    before the step; after it they are the mean over the micro-shards.
+    Each is summed separately, and a binary tree adds the sums: each replica a subtree, the
+    reduction the rest. The micro-shard's number is folded into the key. Every micro-shard starts
+    from the extras before the step; afterwards they are averaged over the micro-shards.
 
-    This is the step as one program, which tells what it computes, moves and takes. What runs are
-    programs of one micro-shard: `OfMicroShard`.
+    This is the step as one program, used to analyse its computation, traffic and memory. The
+    programs actually run are those of one micro-shard: `OfMicroShard`.
     """
 
     micro_shards: int
@@ -53,19 +53,19 @@ class FixedTree:
     def __post_init__(self) -> None:
         if self.micro_shards < 1 or self.micro_shards & (self.micro_shards - 1):
             raise ConfigError(
-                f"micro_shards={self.micro_shards}; a binary tree adds a power of two of them: use "
+                f"micro_shards={self.micro_shards}; a binary tree needs a power of two: use "
                 f"{1 << max(self.micro_shards, 1).bit_length()}"
             )
 
     def micro_batches(self, replicas: int) -> int:
-        """Return how many each of `replicas` computes, or raise `ConfigError`."""
+        """Return the number of micro-shards per replica, or raise `ConfigError`."""
         if self.micro_shards % replicas:
             fix = f"raise micro_shards to {replicas}"
             if replicas & (replicas - 1):
                 fix = f"use {1 << (replicas.bit_length() - 1)} devices"
             raise ConfigError(
                 f"mode='exact' with {replicas} replicas and micro_shards={self.micro_shards}; each "
-                f"replica has as many of them, a power of two: {fix}"
+                f"replica needs the same number of micro-shards, a power of two: {fix}"
             )
         return self.micro_shards // replicas
 
@@ -102,13 +102,13 @@ class FixedTree:
         return local, _after(extras, floats, self.micro_shards)
 
     def replica_key(self, key: jax.Array, _axis: Axis) -> jax.Array:
-        """Return the step's own: no bit depends on how many replicas there are."""
+        """Return the step's key, so that no bit depends on the number of replicas."""
         return key
 
     def _tree_sum(self, part: Callable[[Any], PyTree], first: Any, count: int) -> PyTree:
-        """The sum of `part(first)`, `part(first + 1)`, ..., `count` of them, by a binary tree.
+        """Sum `count` values `part(first)`, `part(first + 1)`, ... by a binary tree.
 
-        A loop for each level of the tree holds one sum, and `part` is compiled once.
+        One loop per level of the tree keeps one sum, and `part` is compiled once.
         """
         if count == 1:
             return part(first)
@@ -125,14 +125,14 @@ class FixedTree:
 
 @dataclasses.dataclass(frozen=True)
 class OfMicroShard:
-    """Sums the rows of one micro-shard with those of all others, while a step is traced on it."""
+    """Sum the rows of one micro-shard with those of all others, while a step is traced on it."""
 
     piece: Piece
-    """Its number, of how many."""
+    """Its number and the number of micro-shards."""
     wire: Wire
-    """Rounds the gradients that meet."""
+    """Rounds the gradients that are reduced."""
     dims: tuple[Own, ...] | None = None
-    """For each leaf of a gradient the dim of whose sum it is given a piece; all of it for None."""
+    """For each gradient leaf, the dim along which it gets one piece of the sum; None: all of it."""
 
     def micro_batches(self, _replicas: int) -> int:
         return 1
@@ -157,7 +157,7 @@ class OfMicroShard:
         return sums, _after(extras, floats, self.piece.count)
 
     def gather(self, rows: jax.Array) -> jax.Array:
-        """Return `rows` of all micro-shards, in their order."""
+        """Return `rows` of all micro-shards, in order."""
         return meeting.gather(rows, dim=0, count=self.piece.count)
 
     def replica_key(self, key: jax.Array, _axis: Axis) -> jax.Array:
@@ -165,7 +165,7 @@ class OfMicroShard:
 
 
 class _SeesOthers(Exception):  # noqa: N818
-    """A micro-shard needs what others have, so that they are computed together."""
+    """Raised if a micro-shard needs rows of others: they are then computed together."""
 
 
 def _seen_alone(_rows: jax.Array) -> jax.Array:
@@ -173,7 +173,7 @@ def _seen_alone(_rows: jax.Array) -> jax.Array:
 
 
 def _gathered(rows: jax.Array, axis: Axis | None) -> jax.Array:
-    """`rows` of all micro-shards, in their order, where those of a replica are batched."""
+    """Return `rows` of all micro-shards, in order; those of a replica are batched by vmap."""
     rows = lax.all_gather(rows, _MICRO_SHARDS, tiled=True)
     return rows if axis is None else lax.all_gather(rows, axis, tiled=True)
 
@@ -181,19 +181,19 @@ def _gathered(rows: jax.Array, axis: Axis | None) -> jax.Array:
 def _local(
     part: Part, state: Any, batch: Batch, key: jax.Array | None, number: Any, gather: Gather
 ) -> tuple[PyTree, list[jax.Array], PyTree]:
-    """The sums of one micro-shard, the model's statistics, and its other arrays after it."""
+    """Return a micro-shard's sums, the model's statistics, and its other arrays afterwards."""
     scale = scale_of(state)
     view = View(
         folded(key, number), alone=True, part=True, step=state.step, scale=scale, gather=gather
     )
     sums, after = part(state.params, state.extras, batch, view)
-    if isinstance(after, Stateful):  # follows from gathered rows, or from none
+    if isinstance(after, Stateful):  # depends on gathered rows, or on none
         return sums, [], after
     return sums, _floats(after), state.extras
 
 
 def _after(extras: PyTree, floats: list[jax.Array], count: int) -> PyTree:
-    """`extras`, their statistics the mean of those of `count` micro-shards."""
+    """Return `extras` with statistics averaged over `count` micro-shards."""
     if isinstance(extras, Stateful):
         return extras
     means = iter([leaf / count for leaf in floats])
@@ -203,16 +203,16 @@ def _after(extras: PyTree, floats: list[jax.Array], count: int) -> PyTree:
 
 
 def fix_threads(micro_shards: int) -> None:
-    """Have XLA start as many threads as there are micro-shards. Call it before JAX's first use."""
+    """Make XLA start one thread per micro-shard. Call this before JAX is first used."""
     os.environ.setdefault(THREADS_VARIABLE, str(micro_shards))
 
 
 def check_threads(mesh: Mesh, micro_shards: int) -> None:
-    """Raise `ConfigError` where a CPU has not as many threads as there are micro-shards.
+    """Raise `ConfigError` if XLA's number of CPU threads differs from that of micro-shards.
 
-    XLA starts a thread for each core that the process may use, and at least one for each of its
-    devices. With two threads a large product is rounded otherwise than with eight, so that it takes
-    a number which every layout and every machine can have.
+    XLA starts one thread for each core available to the process, and at least one per device. With
+    two threads a large matrix product is rounded differently than with eight, so the number must be
+    the same for every layout and on every machine.
     """
     if mesh.devices.flat[0].platform != "cpu":
         return
@@ -226,12 +226,12 @@ def check_threads(mesh: Mesh, micro_shards: int) -> None:
         )
         raise ConfigError(
             f"mode='exact' with {threads} XLA threads for {devices} CPU devices, and micro_shards="
-            f"{micro_shards}; the bits are those of as many threads as micro-shards: {fix}"
+            f"{micro_shards}; the bits depend on the threads, so both must match: {fix}"
         )
 
 
 def _cores() -> int:
-    """Cores, as XLA counts them."""
+    """Return the number of cores, counted as XLA does."""
     named = os.environ.get(THREADS_VARIABLE, "")
     if named.isdecimal() and int(named):
         return int(named)
@@ -239,7 +239,7 @@ def _cores() -> int:
 
 
 def _floats(tree: PyTree) -> list[jax.Array]:
-    """The arrays that a step may change, in the dtype of sums."""
+    """Return the arrays that a step may change, in the dtype used for sums."""
     return [to_sum(leaf) for leaf in jax.tree.leaves(tree) if _is_float(leaf)]
 
 

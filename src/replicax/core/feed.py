@@ -1,4 +1,4 @@
-"""One epoch of batches on the devices: padded to one size, split, and prefetched."""
+"""Feed one epoch of batches to the devices: padded to one size, sharded, and prefetched."""
 
 import dataclasses
 import itertools
@@ -20,30 +20,30 @@ from replicax.errors import ConfigError, DataError
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """How the rows of a batch are divided: over replicas, then over micro-batches."""
+    """The split of a batch's rows over replicas, then over micro-batches."""
 
     replicas: int
     micro_batches: int
 
     def padded(self, batch_size: int) -> int:
-        """Return `batch_size` rounded up to equal micro-batches; each needs a row."""
+        """Return `batch_size` rounded up to equal micro-batches of at least one row."""
         parts = self.replicas * self.micro_batches
         if batch_size < parts:
             micro = f" x {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
             raise ConfigError(
-                f"a batch of {batch_size} rows on {self.replicas} replicas{micro}; each needs a "
-                f"row: raise the batch size to at least {parts}, or use fewer devices"
+                f"a batch of {batch_size} rows on {self.replicas} replicas{micro}; each needs at "
+                f"least one row: raise the batch size to at least {parts}, or use fewer devices"
             )
         return -(-batch_size // parts) * parts
 
 
 class Feed:
-    """Iterates over one epoch of `source` as `Batch`es that lie where the step wants them.
+    """Iterate over one epoch of `source` as `Batch`es placed on the devices.
 
     Every batch has the same size: a short one is padded by repeating rows, with mask 0. Host work
     and transfers run in a background thread, at most `prefetch` batches ahead. Iterating again
-    gives the same epoch again, from batch `first` on. In a job of several processes all must
-    iterate alike; each reads the rows that lie on its devices.
+    yields the same epoch from batch `first` on. In a job of several processes, all must iterate
+    in the same way; each reads the rows for its own devices.
 
     Examples:
         >>> feed = dp.feed(source, batch_size=100, shuffle=True, epoch=3)
@@ -65,14 +65,14 @@ class Feed:
         self.source, self.split, self.epoch, self.first = source, split, epoch, first
         self._sharding, self._job, self._prefetch = sharding, job, prefetch
         self.wait_seconds = 0.0
-        """Time that the loop over the newest pass has waited for a batch."""
+        """Time the loop spent waiting for batches in the latest pass."""
         if prefetch < 1:
-            raise ConfigError(f"prefetch={prefetch}; at least 1 batch is made ahead: raise it")
+            raise ConfigError(f"prefetch={prefetch}; at least 1 batch must be prefetched: raise it")
         if source.batch_size:
             split.padded(source.batch_size)
         if not 0 <= first <= (first if source.batches is None else source.batches):
             raise ConfigError(
-                f"first={first} of an epoch with {source.batches} batches; it is from 0 to "
+                f"first={first} in an epoch of {source.batches} batches; it must be from 0 to "
                 f"{source.batches}: change it"
             )
 
@@ -84,14 +84,14 @@ class Feed:
         return f"Feed({rows} in {batches} batches{of}, epoch={self.epoch}{first})"
 
     def __len__(self) -> int:
-        """Batches from `first` on. A `TypeError` where the source cannot tell."""
+        """Return the number of batches from `first` on; `TypeError` if the source has no length."""
         if self.source.batches is None:
             raise TypeError("this source does not know its length")
         return self.source.batches - self.first
 
     @property
     def padding(self) -> int | None:
-        """Most padding rows in any batch of the epoch; None where the source cannot tell."""
+        """Maximum number of padding rows in any batch of the epoch; None if unknown."""
         last = self.source.last_rows
         return None if last is None else self.split.padded(self.source.batch_size) - last
 
@@ -121,13 +121,13 @@ class Feed:
             yield share.place(dataclasses.replace(batch, feed_padding=self.padding))
 
     def _common(self) -> Iterator[tuple[Batch, Share]]:
-        """The rows that this process holds of batches that every process could read."""
+        """Yield this process's rows of batches from a source that every process can read."""
         source = self.source
         if source.rows is None:
             kind = "a Grain IterDataset" if source.any_size else "an iterable of batches"
             raise ConfigError(
-                f"{kind} in a job of several processes; each would read all of it: wrap what is "
-                "this process's own in rx.PerProcess(...), or give arrays or a Grain MapDataset"
+                f"{kind} in a job of several processes; each would read all of it: wrap this "
+                "process's own data in rx.PerProcess(...), or pass arrays or a Grain MapDataset"
             )
         share = Share(self._sharding, self.split.padded(source.batch_size))
         epoch = source.epoch(self.epoch, share.held, self.first)
@@ -137,13 +137,13 @@ class Feed:
             yield Batch(data, mask, index.astype(np.int32), rows), share
 
     def _own(self, topic: str, closing: threading.Event) -> Iterator[tuple[Batch, Share]]:
-        """Batches of which this process has its own part, until no process has any more."""
+        """Yield batches from this process's own data until all processes have run out."""
         source, job, size = self.source, self._job, self.source.batch_size
         if isinstance(source, PerProcessSource):
             source = source.own
         else:
             job = Alone()
-        # Where this process's rows end before `first`, its last batch gives the shapes.
+        # If this process's rows end before `first`, its last batch provides the shapes.
         skipped = min(self.first, source.batches - 1) if source.batches else 0
         parts = itertools.chain(source.epoch(self.epoch, first=skipped), itertools.repeat(None))
         data, index, share = None, np.empty(0, int), None
@@ -156,12 +156,12 @@ class Feed:
                 if rows > size // job.processes:
                     raise DataError(
                         f"a batch has {rows} rows and the batch size is {size // job.processes}; "
-                        "no batch may be larger: raise batch_size or cut the loader's batches"
+                        "no batch may be larger: raise batch_size or use smaller loader batches"
                     )
             if number < self.first:
                 continue
             if data is None:
-                raise DataError("this process's source gave no batch; give at least 1")
+                raise DataError("this process's source has no batches; it must have at least 1")
             counts = job.gather(topic, rows, cancelled=closing.is_set)
             if not any(counts):
                 return
@@ -169,9 +169,9 @@ class Feed:
                 share = Share(self._sharding, self.split.padded(size))
                 if len(share.held) * job.processes != share.size:
                     raise ConfigError(
-                        f"this process holds {len(share.held)} of {share.size} rows and there are "
-                        f"{job.processes} processes; rx.PerProcess needs as many replicas on each "
-                        "and none on two: change the mesh, or give all the data to every process"
+                        f"this process holds {len(share.held)} of {share.size} rows in a job of "
+                        f"{job.processes} processes; rx.PerProcess needs the same number of whole "
+                        "replicas on each: change the mesh, or pass all the data to every process"
                     )
             batch = pad(data, share.size // job.processes, index * job.processes + job.process)
             mask = batch.mask if rows else np.zeros_like(batch.mask)
@@ -179,10 +179,10 @@ class Feed:
 
 
 def prefetched(items: Callable[[threading.Event], Iterator[Any]], depth: int) -> Generator[Any]:
-    """Yield `items(closing)`, which runs in a thread at most `depth` items ahead.
+    """Yield from `items(closing)`, run in a thread at most `depth` items ahead.
 
-    An error in the thread is raised where the item would have come. The thread ends with the
-    iteration, exhausted, broken off or forgotten: `closing` is set then.
+    An error in the thread is raised in place of the item. When the iteration is exhausted, closed
+    or garbage-collected, `closing` is set and the thread ends.
     """
     made: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue()
     room, closing = threading.Semaphore(depth), threading.Event()
@@ -195,7 +195,7 @@ def prefetched(items: Callable[[threading.Event], Iterator[Any]], depth: int) ->
                 if closing.is_set():
                     return
             made.put((None, StopIteration()))
-        except BaseException as error:  # it belongs to the consumer, whatever it is
+        except BaseException as error:  # any error is raised in the consumer
             made.put((None, error))
 
     thread = threading.Thread(target=produce, name="replicax-prefetch", daemon=True)
