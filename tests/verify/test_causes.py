@@ -73,14 +73,14 @@ def test_what_agrees_has_no_cause() -> None:
 @pytest.mark.parametrize(
     ("factor", "words"),
     [
-        (N, ["exactly 4 times", "summed over 4 replicas", "pmean"]),
-        (1 / N, ["1/4 of", "divided by 4 replicas twice"]),
-        (3, ["exactly 3 times", "3 micro-batches were added"]),
-        (1 / 3, ["1/3 of", "divided by 3 micro-batches twice"]),
+        (N, ["exactly 4 times", "over 4 replicas", "pmean"]),
+        (1 / N, ["1/4 of", "4 replicas twice"]),
+        (3, ["exactly 3 times", "3 micro-batches"]),
+        (1 / 3, ["1/3 of", "3 micro-batches twice"]),
         (3 * N, ["exactly 12 times", "4 replicas and 3 micro-batches"]),
         (N * N, ["exactly 16 times", "twice"]),
-        (ROWS, ["exactly 32 times", "sum over the rows was not divided"]),
-        (ROWS / N, ["exactly 8 times", "averaged over 4 replicas"]),
+        (ROWS, ["exactly 32 times", "by 32"]),
+        (ROWS / N, ["exactly 8 times", "over 4 replicas"]),
     ],
 )
 def test_factors(factor: float, words: list[str]) -> None:
@@ -126,7 +126,7 @@ def test_a_factor_beside_weight_decay() -> None:
 def test_a_sum_that_is_divided_by_padding_too() -> None:
     weight = UNEQUAL.sum()
     cause = likely_cause(evidence(times(weight / ROWS), weights=UNEQUAL))
-    assert_mentions(cause, f"all {ROWS} rows", "without weight")
+    assert_mentions(cause, f"all {ROWS} rows", "weight 0")
 
 
 def test_no_factor_is_named_that_nobody_makes() -> None:
@@ -252,7 +252,7 @@ def test_nan_of_a_replica_without_weight() -> None:
     weights = np.where(np.arange(ROWS) < 24, 1.0, 0.0)
     found = lambda on_rows: {path: value * np.nan for path, value in everything(on_rows).items()}  # noqa: E731
     cause = likely_cause(evidence(found, weights=weights))
-    assert_mentions(cause, "replica 3 have no", "no weight")
+    assert_mentions(cause, "replica 3", "0 by 0")
 
 
 def test_hypotheses_of_the_caller_come_first() -> None:

@@ -25,13 +25,13 @@ def test_the_same_bits_pass() -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"steps": [SAME.steps[0], {"w": "02", "b": "ff"}]}, ["step 2", "b of 1", "alike"]),
-        ({"steps": [{"w": "09", "b": "08"}, SAME.steps[1]]}, ["step 1", "w of 2", "alike"]),
+        ({"steps": [SAME.steps[0], {"w": "02", "b": "ff"}]}, ["step 2", "b of 1", "equal"]),
+        ({"steps": [{"w": "09", "b": "08"}, SAME.steps[1]]}, ["step 1", "w of 2", "equal"]),
         (
             {"steps": [SAME.steps[0], {"w": "0f", "b": "03"}], "programs": {"step.0": "aa"}},
             ["on 2 devices", "step 2", "w of 1", "step.1"],
         ),
-        ({"programs": {"step.0": "aa", "step.1": "cc"}}, ["other programs on 2 devices"]),
+        ({"programs": {"step.0": "aa", "step.1": "cc"}}, ["on 2 devices"]),
     ],
 )
 def test_other_bits_name_step_leaf_and_program(changes: dict, named: list[str]) -> None:

@@ -38,16 +38,14 @@ def fixed_seed_in_training(model: Any, batch: Any, key: Any) -> Any:
 
 
 BROKEN = {
-    "fixed seed in training": Entry(fixed_seed_in_training, words="depends on its place"),
+    "fixed seed in training": Entry(fixed_seed_in_training, words="its position"),
     "device count": Entry(divided_by_devices, words="jax.device_count"),
     "device count of a process": Entry(
         divided_by_devices_of_process, words="jax.local_device_count"
     ),
-    "fixed key": Entry(fixed_key, words="depends on its place"),
-    "fixed seed": Entry(fixed_seed, words="depends on its place"),
-    "fixed key, shard_map": Entry(
-        fixed_key, words="depends on its place", arguments={"mode": "shard_map"}
-    ),
+    "fixed key": Entry(fixed_key, words="its position"),
+    "fixed seed": Entry(fixed_seed, words="its position"),
+    "fixed key, shard_map": Entry(fixed_key, words="its position", arguments={"mode": "shard_map"}),
 }
 
 

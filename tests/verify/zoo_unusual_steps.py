@@ -154,7 +154,7 @@ def _drawn(raw: bool) -> dict[str, Any]:
 
 
 WARM_UP = {"reference": with_optax(warm_up), "state": optax_state(warm_up)}
-SAME_NUMBERS = ("same random numbers",)
+SAME_NUMBERS = ("random numbers",)
 
 BROKEN = {
     "key_in_state_shared": _entry(
@@ -174,7 +174,7 @@ BROKEN = {
         Broken,
         reads_what_it_donated,
         reference=moved_reference,
-        words=("what it returned",),
+        words=("donate_argnums",),
         case="2 steps",
     ),
     "remainder_of_sixteen": _entry(
