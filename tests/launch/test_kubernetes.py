@@ -174,9 +174,9 @@ def test_a_name_that_is_too_long() -> None:
     [
         ({"image": " "}, "the pods need a container image"),
         ({"namespace": "A"}, "namespace='A' is no DNS label"),
-        ({"memory": "64 GB"}, "memory='64 GB' is no quantity"),
-        ({"cpu": "4\nx: 1"}, "cpu=.* is no quantity"),
-        ({"shared_memory": "8gi"}, "shared_memory='8gi' is no quantity"),
+        ({"memory": "64 GB"}, "memory='64 GB' is not a"),
+        ({"cpu": "4\nx: 1"}, "cpu=.* is not a"),
+        ({"shared_memory": "8gi"}, "shared_memory='8gi' is not a"),
         ({"gpus_per_process": -1}, "gpus_per_process=-1; it is at least 0"),
     ],
 )

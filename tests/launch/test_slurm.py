@@ -168,9 +168,9 @@ def test_processes_over_nodes(options: SlurmOptions, spread: tuple[str, str]) ->
         (SlurmOptions(nodes=0), "nodes=0; it is at least 1"),
         (SlurmOptions(gpus_per_process=-1), "gpus_per_process=-1; it is at least 0"),
         (SlurmOptions(cpus_per_process=0), "cpus_per_process=0; it is at least 1"),
-        (SlurmOptions(partition="a b"), "partition='a b' cannot stand in an #SBATCH line"),
-        (SlurmOptions(output="x\n#SBATCH --exclusive"), "output=.*cannot stand"),
-        (SlurmOptions(time=""), "time='' cannot stand"),
+        (SlurmOptions(partition="a b"), "partition='a b' is not allowed in an #SBATCH line"),
+        (SlurmOptions(output="x\n#SBATCH --exclusive"), "output=.*is not allowed"),
+        (SlurmOptions(time=""), "time='' is not allowed"),
     ],
 )
 def test_bad_options(options: SlurmOptions, message: str) -> None:

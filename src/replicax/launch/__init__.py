@@ -1,1 +1,1 @@
-"""Outside the processes: starts them, on this host or through an engine, and watches over them."""
+"""Outside the processes: start them, on this host or through an engine, and supervise them."""

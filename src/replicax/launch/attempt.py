@@ -1,4 +1,4 @@
-"""One start of all processes of a job, until the last of them is gone."""
+"""One attempt to run a job: start all processes and supervise them until the last is gone."""
 
 import contextlib
 import math
@@ -18,8 +18,8 @@ from replicax.launch.echo import Echo, Output
 from replicax.launch.guard import PASSED
 from replicax.launch.process import Process, ProcessStart
 
-# After the first failure: by then the others have said why they end, and then they are made to.
-# All are gone within 2 seconds.
+# After the first failure: the others first get time to print why they end, then SIGTERM, then
+# SIGKILL. All are gone within 2 seconds.
 TERM_SECONDS = 1.0
 KILL_SECONDS = 1.4
 DRAIN_SECONDS = 0.5
@@ -29,10 +29,10 @@ READ_BYTES = 1 << 16
 
 @contextlib.contextmanager
 def collected_signals() -> Iterator[int]:
-    """Yield a descriptor that has the signals in `PASSED` as they come, a byte each.
+    """Yield a descriptor from which incoming signals in `PASSED` can be read, a byte each.
 
-    Nothing else comes of them. What is ignored stays so, as SIGHUP under `nohup`. Outside the main
-    thread, where Python hands out no signals, none are collected.
+    They have no other effect. Ignored signals stay ignored, such as SIGHUP under `nohup`. Outside
+    the main thread, where Python delivers no signals, none are collected.
     """
     with contextlib.ExitStack() as undone:
         collected, collects = os.pipe()
@@ -50,17 +50,17 @@ def collected_signals() -> Iterator[int]:
 
 
 def taken(signals: int) -> list[int]:
-    """The signals that `collected_signals` has collected since the last call."""
+    """Return the signals that `collected_signals` has collected since the last call."""
     with contextlib.suppress(BlockingIOError):
         return [number for number in os.read(signals, 4096) if number in PASSED]
     return []
 
 
 class Attempt:
-    """Starts all processes and watches over them.
+    """Starts all processes and supervises them.
 
-    `signals` is what `collected_signals` yields; after a SIGINT or SIGTERM the processes have
-    `grace_seconds` to end.
+    `signals` is the descriptor from `collected_signals`; after a SIGINT or SIGTERM the processes
+    have `grace_seconds` to exit.
     """
 
     def __init__(
@@ -71,16 +71,16 @@ class Attempt:
         self._grace = grace_seconds
         self._passed: set[int] = set()
         self._due: dict[Callable[[], None], float] = {}
-        """Actions that are due, and when, in the time of `time.monotonic`."""
+        """Scheduled actions, and their times on the clock of `time.monotonic`."""
         self._processes: list[Process] = []
         self._listening: set[Process] = set()
         self._reading: dict[int, Output] = {}
 
     def run(self) -> list[Ended]:
-        """Return once all are gone; how each ended.
+        """Return how each process ended, once all are gone.
 
         Raises:
-            ClusterError: the system does not let so many processes start.
+            ClusterError: the system cannot start that many processes.
         """
         try:
             for start in self._starts:
@@ -96,7 +96,7 @@ class Attempt:
                 self._reading |= process.streams
             while self._listening or self._reading:
                 self._turn()
-        finally:  # after an error too, nothing is left running
+        finally:  # even after an error, nothing is left running
             for process in self._processes:
                 process.stop(signal.SIGKILL)
                 process.close()
@@ -104,19 +104,19 @@ class Attempt:
 
     @property
     def told(self) -> bool:
-        """Whether this launcher was told to end, or to tell the processes something."""
+        """Whether this launcher received a signal to stop, or to pass on."""
         return self.stopped_by is not None or bool(self._passed)
 
     def natural(self, end: Ended) -> bool:
-        """Whether a process ended as it was told to: by a signal passed on, or by force."""
+        """Return whether a process ended as requested: by a forwarded signal, or by force."""
         told = {-number for number in self._passed} | {128 + number for number in self._passed}
         return end.well or end.forced or end.status in told
 
     def _turn(self) -> None:
-        """Wait for something to happen, and deal with it."""
+        """Wait for an event, and handle it."""
         actions: dict[int, Callable[[], None]] = {self._signals: self._pass_on}
         actions |= {each.channel: partial(self._listen, each) for each in self._listening}
-        if not self._echo.full:  # else the processes wait in turn, until it is shown
+        if not self._echo.full:  # otherwise the processes block until the output is written
             actions |= {stream: partial(self._read, stream) for stream in self._reading}
         poll = select.poll()
         for descriptor in actions:
@@ -145,12 +145,12 @@ class Attempt:
         known, now = process.status is not None, time.monotonic()
         if not process.listen():
             self._listening.discard(process)
-            if not self._listening:  # what escaped its guard may hold the streams open for good
+            if not self._listening:  # an escaped process may hold the streams open forever
                 self._due[self._stop_reading] = now + DRAIN_SECONDS
         if known or process.status is None or process.forced:
             return
         if process.status == SAVED:
-            self._due.setdefault(self._end_alone, now + self._grace)  # the others end with it
+            self._due.setdefault(self._end_alone, now + self._grace)  # the others should follow
         elif process.status != 0:
             if -process.status in self._passed and self.stopped_by is None:
                 self.stopped_by = -process.status
@@ -159,7 +159,7 @@ class Attempt:
                 self._due[self._kill_left] = now + KILL_SECONDS
 
     def _pass_on(self) -> None:
-        """Pass on the signals that this launcher got; a second Ctrl-C ends all at once."""
+        """Forward the signals that this launcher received; a second Ctrl-C kills all at once."""
         for number in taken(self._signals):
             if number == signal.SIGINT and self.stopped_by in (signal.SIGINT, signal.SIGTERM):
                 self._due[self._kill_left] = time.monotonic()
@@ -176,8 +176,8 @@ class Attempt:
         self._due.setdefault(self._kill_left, time.monotonic() + self._grace)
         if first and why != signal.SIGPIPE:
             self._echo.say(
-                f"replicax: {signal_name(why)} passed on; all have {self._grace:g} s to end, "
-                "Ctrl-C ends them now",
+                f"replicax: {signal_name(why)} forwarded; all have {self._grace:g} s to exit, "
+                "Ctrl-C kills them now",
                 error=True,
             )
 
@@ -187,14 +187,14 @@ class Attempt:
             process.send(number)
 
     def _end_alone(self) -> None:
-        """End those that have saved and were told to, and tell who did not come along."""
+        """Terminate the processes that did not stop early with the others, and name them."""
         left = [each.start.number for each in self._processes if each.status is None]
         if left and self._kill_left not in self._due:
             self._due[self._kill_left] = time.monotonic() + self._grace
             self._end_left()
             self._echo.say(
                 f"replicax: the others stopped early; SIGTERM to {processes_text(left)}, which "
-                f"{'has' if len(left) == 1 else 'have'} {self._grace:g} s to end",
+                f"{'has' if len(left) == 1 else 'have'} {self._grace:g} s to exit",
                 error=True,
             )
 
@@ -208,7 +208,7 @@ class Attempt:
             process.stop(signal.SIGKILL)
 
     def _stop_reading(self) -> None:
-        if self._echo.full:  # not all of it was read yet
+        if self._echo.full:  # not all of the output has been read
             self._due[self._stop_reading] = time.monotonic() + POLL_SECONDS
             return
         while self._reading:

@@ -1,4 +1,4 @@
-"""Which process failed first, of what, and whether another start may cure it."""
+"""Find the process that failed first, its cause, and whether a restart may help."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ SAME_IN_A_ROW = 3
 FIRST_SECONDS = 10.0
 USAGE = 2
 """The exit code of a wrong flag or configuration."""
-# What differs between two runs of one mistake: addresses, ids, ports, process ids, counts, times.
+# Parts that differ between two runs of the same error: addresses, ids, ports, counts, times.
 _INCIDENTAL = re.compile(r"0x[0-9a-fA-F]+|\b[0-9a-f]{8,}\b|\d+")
 _ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Warning|Group)(:.*)?")
 _TRACEBACK = "Traceback (most recent call last):"
@@ -25,7 +25,7 @@ _OWN = "replicax: "
 
 @dataclasses.dataclass(frozen=True)
 class FailureReport:
-    """A process's own account of its failure; see `replicax.cluster.variables.FAILURE_FILE`."""
+    """A process's own failure report; see `replicax.cluster.variables.FAILURE_FILE`."""
 
     time: float
     error: str
@@ -35,13 +35,13 @@ class FailureReport:
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """Facts about a process that has ended."""
+    """How a process ended."""
 
     status: int
-    """Its exit code; a signal's number, negative, where one ended it."""
+    """Exit code, or the negative number of the signal that ended it."""
     time: float
     forced: bool
-    """The launcher had told it to end before it did."""
+    """Whether the launcher had already told it to end."""
     report: FailureReport | None
     errors: Sequence[str]
     """The last lines of its standard error."""
@@ -49,22 +49,22 @@ class Ended:
 
     @property
     def exit_code(self) -> int:
-        """Exit code as a shell counts: 128 and the signal's number for a signal."""
+        """Exit code as in a shell: 128 plus the number for a signal."""
         return self.status if self.status >= 0 else 128 - self.status
 
     @property
     def well(self) -> bool:
-        """Whether it did what it should: it is done, or stopped with everything saved."""
+        """Whether it ended normally: done, or stopped early with everything saved."""
         return self.status in (0, SAVED)
 
     @property
     def fell_silently(self) -> bool:
-        """Whether it ended badly, of itself and without a report."""
+        """Whether it failed by itself and without a report."""
         return not (self.report or self.well or self.forced)
 
     @property
     def how(self) -> str:
-        """How it ended: its own words, or what the system says."""
+        """Cause of its end: from its output, or else from its exit status."""
         said = _said_of_failure(self.errors)
         if said and (self.status >= 0 or self.status == -signal.SIGABRT):
             return said
@@ -82,9 +82,9 @@ class Failure:
     process: int
     cause: str
     exit_code: int
-    """Exit code of the job, as a shell counts."""
+    """Exit code of the job, as in a shell."""
     step: int | None
-    """The last one that was finished, where the process told."""
+    """The last finished step, if reported."""
     log: Path
 
     def __str__(self) -> str:
@@ -92,10 +92,10 @@ class Failure:
 
 
 class Restarts:
-    """Counts starts, and knows a crash loop.
+    """Counts restarts and detects crash loops.
 
-    The same failure is the same process with the same words, numbers aside: three in a row at the
-    same step, or within the first seconds of each start, mean that a restart will not help.
+    Failures are the same if the process and the message, without its numbers, are: three in a row
+    at the same step, or within the first seconds of each attempt, are a crash loop.
     """
 
     def __init__(self, restarts: int) -> None:
@@ -103,9 +103,9 @@ class Restarts:
         self._last: deque[tuple[int, str, int | None, bool]] = deque(maxlen=SAME_IN_A_ROW)
 
     def refused(self, failure: Failure | None, seconds: float) -> str | None:
-        """Why all is not started again, empty if no restart was asked for; None where it is.
+        """Return why the job is not restarted ("" if restarts are off); None if it is.
 
-        `failure` is None where this start, which took `seconds`, ended with everything saved.
+        `failure` is None if this attempt, which took `seconds`, stopped early with all saved.
         """
         if failure is None:
             self._last.clear()
@@ -127,12 +127,12 @@ class Restarts:
 
     @property
     def progress(self) -> str:
-        """`restart 1 of 3`, of the start that comes now."""
+        """`restart 1 of 3`, for the next attempt."""
         return f"restart {self._total - self._left} of {self._total}"
 
 
 def read_report(path: Path) -> FailureReport | None:
-    """The report of a process; None where there is none, or none that makes sense."""
+    """Return the report of a process; None if it is missing or malformed."""
     try:
         told = json.loads(path.read_bytes())
         return FailureReport(
@@ -146,11 +146,10 @@ def read_report(path: Path) -> FailureReport | None:
 
 
 def first_failure(processes: Sequence[Ended]) -> Failure | None:
-    """The process that failed of itself before all others, or None where none failed.
+    """Return the process that failed by itself before all others, or None if none failed.
 
-    A process that reports a failure of its own is believed, the earliest first; one that died
-    before that without a word comes before it. Where those that report only blame another, it is
-    the one they blame.
+    This is the earliest process that reports a failure of its own, unless another died without a
+    report before it. If all reports blame other processes, it is the one they blame.
     """
     found = [(number, each.report) for number, each in enumerate(processes) if each.report]
     reports = dict(sorted(found, key=lambda pair: pair[1].time))
@@ -169,14 +168,14 @@ def _first_silent(processes: Sequence[Ended], among: Iterable[int]) -> int | Non
 
 
 def _blamed(processes: Sequence[Ended], reports: dict[int, FailureReport]) -> Failure:
-    """The first to fail of those that others blame. `reports` are in order of time."""
+    """Return the first failure among the blamed processes. `reports` are in order of time."""
     step = min((each.step for each in reports.values() if each.step is not None), default=None)
     order = [n for each in reports.values() for n in each.blames if 0 <= n < len(processes)]
     silent = _first_silent(processes, order)
     if silent is not None:
         return _failure(processes, silent, processes[silent].how, step)
     number = next((number for number in order if processes[number].report is None), None)
-    if number is None:  # such as one that stood still and was told so
+    if number is None:  # such as a process that stalled and was notified
         first, report = next(iter(reports.items()))
         return _failure(processes, order[0] if order else first, report.error, step)
     end, words = processes[number], next(r.error for r in reports.values() if number in r.blames)
@@ -188,13 +187,13 @@ def _failure(
     processes: Sequence[Ended], number: int, cause: str, step: int | None = None
 ) -> Failure:
     end = processes[number]
-    # Nothing of its own is in the code of a process that was made to end.
+    # The exit code of a process that was forced to end has no information.
     exit_code = 1 if end.forced or end.well else end.exit_code
     return Failure(number, _one_line(cause), exit_code, step, end.log)
 
 
 def _said_of_failure(errors: Sequence[str]) -> str | None:
-    """Return a failed program's own words: its `replicax:` line, or the end of a traceback."""
+    """Return a failed program's error: its `replicax:` line, or the end of a traceback."""
     for line in reversed(errors):
         if line.startswith(_OWN):
             return line.removeprefix(_OWN).strip()
@@ -202,14 +201,14 @@ def _said_of_failure(errors: Sequence[str]) -> str | None:
     for line in errors[starts[-1] + 1 :] if starts else []:
         if line.strip() and not line[0].isspace() and not line.startswith("|"):
             return line.strip()
-    for line in reversed(errors):  # a SyntaxError has no first line
+    for line in reversed(errors):  # a SyntaxError has no traceback header
         if _ERROR.fullmatch(line.strip()):
             return line.strip()
     return None
 
 
 def signal_name(number: int) -> str:
-    """`SIGKILL` for 9."""
+    """Return `SIGKILL` for 9."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -1,4 +1,4 @@
-"""Output of the processes: whole lines, each under its process's number, and raw to files."""
+"""Output of the processes: shown as lines prefixed with the rank, and written raw to files."""
 
 import contextlib
 import os
@@ -19,11 +19,11 @@ _COLORS = (36, 33, 35, 32, 34, 31)
 
 
 class Echo:
-    """The launcher's own output: a queue, so that a slow reader holds up nothing else."""
+    """The launcher's output, queued so that a slow reader does not block it."""
 
     def __init__(self, processes: int, quiet: bool) -> None:
         self.closed = False
-        """Whether nobody reads it any more."""
+        """Whether its reader has closed it."""
         self._until = float("inf")
         self._width = len(str(processes - 1))
         self._quiet = quiet
@@ -32,21 +32,21 @@ class Echo:
 
     @property
     def full(self) -> bool:
-        """Whether so much waits to be written that no more should be read."""
+        """Whether the queue is so long that no more should be read."""
         return self._bytes > MOST_QUEUED_BYTES and self.waiting_for is not None
 
     @property
     def waiting_for(self) -> int | None:
-        """The descriptor that what is next waits for; None where nothing waits."""
+        """The descriptor of the next data in the queue; None if there is none."""
         over = self.closed or time.monotonic() >= self._until
         return None if over or not self._queue else self._queue[0][0]
 
     def say(self, line: str, *, error: bool = False) -> None:
-        """A line of the launcher's own."""
+        """Show a line from the launcher itself."""
         self._put(sys.stderr if error else sys.stdout, f"{line}\n".encode(errors="replace"))
 
     def lines(self, process: int, lines: list[bytes], *, error: bool) -> None:
-        """Lines of a process, without their ends."""
+        """Show lines of a process, given without line breaks."""
         stream = sys.stderr if error else sys.stdout
         prefix = f"[{process:{self._width}}] ".encode()
         if _colored(stream):
@@ -55,13 +55,13 @@ class Echo:
         self._put(stream, b"".join(prefix + line + b"\n" for line in lines))
 
     def write(self) -> None:
-        """Write some of what waits, once its descriptor is ready for that; it does not block."""
+        """Write the next queued data without blocking; its descriptor must be ready."""
         number, data = self._queue.popleft()
-        try:  # no more than a pipe that is ready takes at once
+        try:  # no more than a ready pipe accepts at once
             written = os.write(number, data[: select.PIPE_BUF])
         except OSError:
             self.closed = True
-            with contextlib.suppress(OSError):  # or Python complains as it exits
+            with contextlib.suppress(OSError):  # otherwise Python prints an error at exit
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, number)
                 os.close(nowhere)
@@ -71,11 +71,11 @@ class Echo:
             self._queue.appendleft((number, data[written:]))
 
     def hurry(self) -> None:
-        """Wait for no reader any more, but for a moment; the logs have what is not shown."""
+        """Stop waiting for a slow reader after a moment; the logs have everything."""
         self._until = time.monotonic() + HURRY_SECONDS
 
     def close(self, interrupted: Callable[[], bool]) -> None:
-        """Return once all is written, or cannot be, or a moment after `interrupted` says so."""
+        """Return once all is written, cannot be, or a moment after `interrupted` returns true."""
         while (number := self.waiting_for) is not None:
             if interrupted():
                 self.hurry()
@@ -86,7 +86,7 @@ class Echo:
 
     def _put(self, stream: TextIO | None, data: bytes) -> None:
         if stream is None or self._quiet or self.closed or time.monotonic() >= self._until:
-            return  # None where Python was started without it
+            return  # None if Python was started without it
         try:
             try:
                 stream.flush()
@@ -107,33 +107,33 @@ def _colored(stream: TextIO | None) -> bool:
 
 
 class Log:
-    """The file of one process, with both of its streams."""
+    """The log file of one process, with both of its streams."""
 
     def __init__(self, path: Path, echo: Echo) -> None:
         self._path, self._echo = path, echo
         self._file = path.open("wb", buffering=0)
 
     def write(self, data: bytes) -> None:
-        """Append; a disk that is full ends the log and not the job."""
+        """Append `data`; a full disk ends the log but not the job."""
         try:
             if not self._file.closed:
                 self._file.write(data)
         except OSError as error:
-            ends = f"{self._path}: {error.strerror}; this log ends here, the job goes on"
+            ends = f"{self._path}: {error.strerror}; this log ends here, the job continues"
             self._echo.say(f"replicax: {ends}", error=True)
             self.close()
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         with contextlib.suppress(OSError):
             self._file.close()
 
 
 class Output:
-    """One stream of one process: bytes as they are read -> lines of the echo and the log.
+    """One stream of one process; passes what is read to the echo, as lines, and to the log.
 
-    What a progress bar draws over itself (after a carriage return) is shown as it stands once a
-    second; the log has all of it.
+    A progress bar (which redraws its line after a carriage return) is shown once a second; the log
+    has all of it.
     """
 
     def __init__(self, process: int, echo: Echo, log: Log, *, error: bool) -> None:
@@ -143,7 +143,7 @@ class Output:
         self._shown = time.monotonic()
 
     def feed(self, data: bytes) -> None:
-        """Take in what was read."""
+        """Process data read from the stream."""
         self._write_log(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
         drawing = self._rest.rpartition(b"\r")[0].rpartition(b"\r")[2]
@@ -157,7 +157,7 @@ class Output:
             self._show([drawing])
 
     def end(self) -> None:
-        """Show the last line, which had no end."""
+        """Show the last, unterminated line."""
         if self._rest:
             self._show([_last_drawn(self._rest)])
             self._log.write(self._unlogged)
@@ -169,7 +169,7 @@ class Output:
         self._echo.lines(self._process, lines, error=self._error)
 
     def _write_log(self, data: bytes) -> None:
-        """Up to the last break: the other stream's lines do not come amid one of this."""
+        """Log up to the last line break, so that lines of the two streams do not mix."""
         self._unlogged += data
         size = max(self._unlogged.rfind(b"\n"), self._unlogged.rfind(b"\r")) + 1
         if len(self._unlogged) - size > MOST_LINE_BYTES:
@@ -180,5 +180,5 @@ class Output:
 
 
 def _last_drawn(line: bytes) -> bytes:
-    """Return the visible part of a line that was drawn over itself."""
+    """Return the visible part of a line that was redrawn."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]

@@ -1,13 +1,13 @@
-"""A guard beside each process: whatever becomes of the launcher, nothing is left running.
+"""A guard for each process: even if the launcher is killed, nothing is left running.
 
-A program of its own, run by path with `python -I -S` so that it starts in milliseconds:
+It is a separate program, run by path with `python -I -S` so that it starts in milliseconds:
 
     guard.py SOCKET CORES COMMAND ...
 
-SOCKET is a descriptor whose other end only the launcher has. Bytes that come are signals to pass
-on; its end is the launcher's, and then everything below the guard is killed. The guard answers in
+SOCKET is a descriptor whose other end only the launcher has. Received bytes are signals to forward;
+when it closes, the launcher is gone, and everything below the guard is killed. The guard replies in
 lines: `pid N`, then `exit CODE TIME` or `signal NUMBER TIME` when the command has ended; it closes
-the socket when all that the command started is gone. CORES is `0,1`, or empty for all.
+the socket when everything that the command started is gone. CORES is `0,1`, or empty for all.
 """
 
 import contextlib
@@ -20,26 +20,26 @@ import time
 
 LINUX = sys.platform.startswith("linux")
 PASSED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-# What the command left running may end by itself (a resource tracker removes shared memory).
+# Processes left by the command may end by themselves (a resource tracker removes shared memory).
 LEFTOVER_SECONDS = 0.3
 POLL_SECONDS = 0.02
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class ProcessGuard:
-    """Runs a command, and watches over it until it and all that it started are gone."""
+    """Runs a command, and supervises it until it and all its descendants are gone."""
 
     def __init__(self, channel: int, cores: str, command: list[str]) -> None:
         self._channel = channel
         os.set_inheritable(channel, False)
         self._libc = ctypes.CDLL(None, use_errno=True) if LINUX else None
-        if self._libc:  # what loses its parent becomes the guard's own, and can be found
+        if self._libc:  # orphaned descendants become children of the guard, and can be found
             self._libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._awake, wake = os.pipe()
         os.set_blocking(wake, False)
         signal.set_wakeup_fd(wake)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        for number in PASSED:  # for the command alone; what is ignored stays so
+        for number in PASSED:  # for the command only; ignored signals stay ignored
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, lambda *_: None)
         self._status: int | None = None
@@ -50,15 +50,15 @@ class ProcessGuard:
             self._become(command, cores, guard)
         with contextlib.suppress(OSError):  # the command may have done it already, or be gone
             os.setpgid(self._pid, self._pid)
-        quiet = os.open(os.devnull, os.O_RDWR)  # the pipes' ends are the command's alone
+        quiet = os.open(os.devnull, os.O_RDWR)  # only the command holds the pipes' ends
         for stream in (0, 1, 2):
             os.dup2(quiet, stream)
 
     def run(self) -> None:
-        """Return once nothing is left."""
+        """Return once no process is left."""
         self._say(f"pid {self._pid}")
         ended = self._watch()
-        if ended:  # at once: the others' time to end runs from here
+        if ended:  # at once: the other processes' grace period starts here
             self._say_end()
         if not LINUX:
             self._kill_group()
@@ -70,13 +70,13 @@ class ProcessGuard:
             self._say_end()
 
     def _become(self, command: list[str], cores: str, guard: int) -> None:
-        """In the new process: turn into the command."""
+        """Exec the command, in the new process."""
         try:
             os.setpgid(0, 0)
             for number in PASSED:
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     signal.signal(number, signal.SIG_DFL)
-            # Python ignores these from its start on; a command expects them as they are by default.
+            # Python ignores these signals; a command expects their defaults.
             for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD):
                 signal.signal(number, signal.SIG_DFL)
             if cores:
@@ -93,7 +93,7 @@ class ProcessGuard:
             os._exit(127)
 
     def _watch(self) -> bool:
-        """Whether the command ended; else the launcher is gone, or wants the command gone."""
+        """Return True when the command ends, False if it is to be killed or the launcher died."""
         while True:
             ready, _, _ = select.select([self._channel, self._awake], [], [])
             if self._channel in ready:
@@ -108,17 +108,17 @@ class ProcessGuard:
                     return True
 
     def _received(self) -> bytes:
-        """Signals to pass on; SIGKILL where the launcher is gone."""
+        """Return the signals to forward; SIGKILL if the launcher is gone."""
         try:
             return os.read(self._channel, 4096) or bytes([signal.SIGKILL])
         except OSError:
             return bytes([signal.SIGKILL])
 
     def _pass_on(self, number: int) -> None:
-        """A Ctrl-C is for all of them, as at a terminal; what `kill` sends, for the command alone.
+        """Forward SIGINT to the process group, like a terminal; others to the command only.
 
-        Programs that run others (`uv run`, `timeout`) hand on the second and not the first: sent
-        to all, it would reach a training twice, and twice often means at once.
+        Programs that run others (`uv run`, `timeout`) forward SIGTERM but not SIGINT: sent to the
+        group, it would reach the training twice, and a second one often means to exit at once.
         """
         self._passed = number
         with contextlib.suppress(OSError):
@@ -128,10 +128,10 @@ class ProcessGuard:
                 os.kill(self._pid, number)
 
     def _nothing_left(self) -> bool:
-        """Whether all that an ended command left behind ends by itself.
+        """Return whether all remaining descendants of an ended command exit by themselves.
 
-        A shell dies of a signal and leaves its program unaware: that program gets the signal too,
-        and the time that the launcher gives it.
+        A shell killed by a signal does not pass it to its program: that program gets the signal
+        too, and the launcher's grace period.
         """
         left = _descendants()
         if self._passed and self._passed != signal.SIGINT:
@@ -149,7 +149,7 @@ class ProcessGuard:
         return not left
 
     def _kill_all(self) -> None:
-        """Kill all that descends from the guard, those in groups of their own included."""
+        """Kill all descendants of the guard, including those in other process groups."""
         self._kill_group()
         while left := _descendants():
             _signal_each(left, signal.SIGKILL)
@@ -161,7 +161,7 @@ class ProcessGuard:
             os.killpg(self._pid, signal.SIGKILL)
 
     def _reap(self) -> int | None:
-        """Collect what has ended; the command's exit code once it has, negative for a signal."""
+        """Reap ended children; return the command's exit code if known, negative for a signal."""
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self._pid:
@@ -185,11 +185,11 @@ def _signal_each(processes: list[int], number: int) -> None:
 
 
 def _descendants() -> list[int]:
-    """All living processes below this one."""
+    """Return all living descendants of this process."""
     children: dict[int, list[int]] = {}
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
-            # The name in brackets may hold anything, brackets too.
+            # The name in parentheses may contain anything, including parentheses.
             state, parent = file.read().rpartition(b")")[2].split()[:2]
             if state not in (b"Z", b"X"):
                 children.setdefault(int(parent), []).append(int(name))

@@ -5,15 +5,15 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class JobSpec:
-    """One command, as several processes that train together.
+    """One command, run as several processes that train together.
 
     Args:
         command: the program and its arguments, the same for each process.
-        processes: how many; at least 1.
-        devices_per_process: host devices that each process makes; None leaves it to the platform.
-        pin: each process gets cores of its own.
-        restarts: how often all are started again after a failure.
-        name: what an engine calls the job.
+        processes: the number of processes; at least 1.
+        devices_per_process: CPU devices that each process simulates; None for JAX's default.
+        pin: whether each process is pinned to its own CPU cores.
+        restarts: the number of restarts of the whole job after a failure.
+        name: the name of the job in the engine.
     """
 
     command: tuple[str, ...]

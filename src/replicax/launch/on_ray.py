@@ -1,4 +1,4 @@
-"""A job on a Ray cluster: Ray Train places the processes and starts them again after a failure."""
+"""Run a job on a Ray cluster: Ray Train places the processes and restarts them after a failure."""
 
 import dataclasses
 import os
@@ -27,36 +27,36 @@ from replicax.wording import counted
 
 REACH_SECONDS = 5.0
 FORWARDED = ("JAX_", "XLA_", "LIBTPU_", "NCCL_", "GLOO_", "REPLICAX_")
-"""Prefixes of this process's variables that the command gets."""
+"""Prefixes of the environment variables that are passed on to the command."""
 
-# Read by Ray as it is imported, or by what it starts; a value of the user's stands.
+# Read by Ray at import, or by its processes; values set by the user take precedence.
 _SETTINGS = {
     "RAY_TRAIN_V2_ENABLED": "1",
-    "RAY_DEDUP_LOGS": "0",  # equal lines of two processes are both shown
+    "RAY_DEDUP_LOGS": "0",  # show equal lines of two processes
     "RAY_COLOR_PREFIX": "0",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # the default to come, without its warning
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # the future default, without its warning
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class RayOptions:
-    """Which Ray cluster to run on, and what to ask it for."""
+    """The Ray cluster, and the resources to request."""
 
     address: str | None = None
-    """Address of the cluster, host:port; by default RAY_ADDRESS, or one that runs on this host."""
+    """Address of the cluster, host:port; by default RAY_ADDRESS, or the one on this host."""
     gpus_per_process: int = 0
-    """GPUs that each process takes."""
+    """GPUs per process."""
     cpus_per_process: int = 1
-    """CPU cores that each process takes, as Ray counts them."""
+    """CPU cores per process, as counted by Ray."""
 
 
 class ProcessError(RuntimeError):
-    """A process of the job that failed; Ray's failure policy acts on it."""
+    """A process of the job failed; Ray's failure policy handles it."""
 
     def __init__(self, message: str, ended: Ended) -> None:
-        super().__init__(message, ended)  # both, so that it survives the way to the launcher
+        super().__init__(message, ended)  # both, so that it can be pickled
         self.ended = ended
 
     def __str__(self) -> str:
@@ -64,23 +64,23 @@ class ProcessError(RuntimeError):
 
 
 def launch_on_ray(job: JobSpec, options: RayOptions) -> tuple[int, str | None]:
-    """Run `job` on a Ray cluster that is up; return the exit code, and a line on the end or None.
+    """Run `job` on a running Ray cluster; return the exit code and a final message or None.
 
-    Ray places the processes, and after a failure starts all of them again, `job.restarts` times.
-    What they write is shown here, each line under Ray's name for the process and its number. The
-    command runs in this process's working directory where the node has it, with the node's
-    environment; of this process's, variables that begin with one of `FORWARDED` are added.
+    Ray places the processes, and restarts all of them after a failure, up to `job.restarts` times.
+    Their output is shown here, each line prefixed with Ray's name for the process and its rank. The
+    command runs in this process's working directory if the node has it, with the node's
+    environment, plus this process's variables that start with one of `FORWARDED`.
 
     Raises:
-        ConfigError: a number that cannot be meant, or an option that Ray has no counterpart of.
+        ConfigError: an invalid number, or an option that Ray does not support.
         ClusterError: no cluster can be reached.
         MissingDependencyError: Ray is not installed.
     """
     check_numbers(job)
     if job.pin:
         raise ConfigError(
-            "--pin with --on ray; Ray places the processes: leave out --pin, and say with "
-            "--cpus-per-process how many cores each takes"
+            "--pin with --on ray; Ray places the processes: leave out --pin, and set the number of "
+            "cores with --cpus-per-process"
         )
     takes: dict[str, int] = {}
     for kind, count, least in (
@@ -89,7 +89,7 @@ def launch_on_ray(job: JobSpec, options: RayOptions) -> tuple[int, str | None]:
     ):
         if count < least:
             flag = f"--{kind.lower()}s-per-process"
-            raise ConfigError(f"{flag} {count}; it is at least {least}: raise it")
+            raise ConfigError(f"{flag} {count}; it must be at least {least}: raise it")
         takes |= {kind: count} if count else {}
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
@@ -104,7 +104,7 @@ def launch_on_ray(job: JobSpec, options: RayOptions) -> tuple[int, str | None]:
             if job.processes * count > (there := int(have.get(kind, 0))):
                 print(
                     f"waits  {job.processes} × {count} {kind} needed and the cluster has {there}: "
-                    "waiting for it to grow",
+                    "waiting for it to scale up",
                     flush=True,
                 )
         with tempfile.TemporaryDirectory(prefix="replicax-ray-") as storage:
@@ -114,13 +114,13 @@ def launch_on_ray(job: JobSpec, options: RayOptions) -> tuple[int, str | None]:
 
 
 def _connect(ray: ModuleType, options: RayOptions) -> str:
-    """Join the cluster; its address."""
+    """Join the cluster; return its address."""
     address = options.address or os.environ.get("RAY_ADDRESS") or "auto"
     named = "--address" if options.address else "RAY_ADDRESS"
     if "://" in address:
         raise ConfigError(
-            f"{named} {address}; Ray Train runs from a node of the cluster: give host:port there, "
-            "or submit the command with `ray job submit`"
+            f"{named} {address}; Ray Train must run on a node of the cluster: give host:port "
+            "there, or submit the command with `ray job submit`"
         )
     if address != "auto":
         _reach(address, named)
@@ -129,7 +129,7 @@ def _connect(ray: ModuleType, options: RayOptions) -> str:
     except (ConnectionError, RuntimeError, ValueError) as error:
         if address == "auto":
             raise ClusterError(
-                "no Ray cluster runs on this host and none is named; start one with `ray start "
+                "no Ray cluster runs on this host and no address is set; start one with `ray start "
                 "--head`, or give --address host:port"
             ) from error
         first = str(error).strip().partition("\n")[0]
@@ -138,17 +138,17 @@ def _connect(ray: ModuleType, options: RayOptions) -> str:
 
 
 def _reach(address: str, named: str) -> None:
-    """Raise where nothing listens; Ray would try for a minute."""
+    """Raise if the connection is refused; Ray would retry for a minute."""
     try:
         place = split_address(address)
     except ValueError as error:
-        raise ConfigError(f"{named}={address}; a Ray cluster is at host:port") from error
+        raise ConfigError(f"{named}={address}; the address must be host:port") from error
     try:
         socket.create_connection(place, timeout=REACH_SECONDS).close()
     except OSError as error:
         why = error.strerror or str(error)
         raise ClusterError(
-            f"{named}={address} cannot be reached ({why}); is the cluster up? start one with "
+            f"{named}={address} cannot be reached ({why}); is the cluster running? start one with "
             f"`ray start --head --port={place[1]}`"
         ) from error
 
@@ -156,7 +156,7 @@ def _reach(address: str, named: str) -> None:
 def _fit(
     train: ModuleType, job: JobSpec, takes: Mapping[str, int], storage: str
 ) -> tuple[int, str | None]:
-    """Hand the job to Ray Train, and judge what came of it."""
+    """Run the job with Ray Train; return the exit code and a message or None."""
     trainer_module = require("ray.train.v2.api.data_parallel_trainer", "ray")
     env = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
     trainer = trainer_module.DataParallelTrainer(
@@ -169,9 +169,9 @@ def _fit(
             name=job.name,
             storage_path=storage,
             failure_config=train.FailureConfig(max_failures=job.restarts),
-            # Or a worker that ends kills the guard first, which then ends nothing.
+            # Otherwise an exiting worker kills the guard before it can clean up.
             worker_runtime_env={"env_vars": {"RAY_kill_child_processes_on_worker_exit": "0"}},
-            # Its own tracebacks of an error that the command has told already.
+            # Hides Ray's tracebacks of errors that the command has already printed.
             logging_config=train.LoggingConfig(log_level="CRITICAL"),
         ),
     )
@@ -184,18 +184,18 @@ def _fit(
     except SystemExit:  # Ray's own answer to Ctrl-C
         return 128 + signal.SIGINT, "stopped by SIGINT"
     if result.return_value == SAVED:
-        return SAVED, f"{STOPPED_EARLY}; start it again to go on"
+        return SAVED, f"{STOPPED_EARLY}; start it again to resume"
     return 0, None
 
 
 def _failed(job: JobSpec, failures: Mapping[int, BaseException]) -> tuple[int, str]:
-    """The exit code, and which process failed first."""
-    # Ray keeps a process's error inside one of its own.
+    """Return the exit code, and a message with the process that failed first."""
+    # Ray wraps a process's error in one of its own.
     own = {rank: getattr(error, "_base_exc", error) for rank, error in failures.items()}
     told = {rank: each.ended for rank, each in own.items() if isinstance(each, ProcessError)}
     if not told:
         lost = [f"process {rank}: {_one_line(error)}" for rank, error in sorted(own.items())]
-        return 1, lost[0] if lost else "Ray lost the processes; `ray status` says more"
+        return 1, lost[0] if lost else "Ray lost the processes; see `ray status`"
     # The others were lost with their worker, or stopped by Ray.
     silent = partial(Ended, -signal.SIGKILL, time.time(), report=None, errors=(), log=Path())
     ended = [
@@ -212,7 +212,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def run_process(config: dict[str, Any]) -> int:
-    """Inside a worker of Ray Train: run the command as its process; return the exit code.
+    """Run the command inside a Ray Train worker; return the exit code.
 
     `config` has the `job`, the `env` to add to the node's, and the `folder` to run it in.
 
@@ -222,7 +222,7 @@ def run_process(config: dict[str, Any]) -> int:
     job: JobSpec = config["job"]
     number = require("ray.train", "ray").get_context().get_world_rank()
     meeting = None
-    if number == 0:  # which says where it listens
+    if number == 0:  # it broadcasts its address
         host = require("ray.util", "ray").get_node_ip_address()
         meeting = (join_address(host, free_port()), secrets.token_hex(8))
     collective = require("ray.train.collective", "ray")
@@ -233,12 +233,12 @@ def run_process(config: dict[str, Any]) -> int:
     except OSError as error:
         where = f"{config['folder']}: {error.strerror} on this node; running in {os.getcwd()}"
         echo.lines(number, [f"replicax: {where}".encode()], error=False)
-    # The programs beside the Python that runs Ray come first: `python`, `replicax`.
+    # Programs next to the Python that runs Ray come first: `python`, `replicax`.
     path = [os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)]
     env = {**os.environ, **config["env"], "PATH": os.pathsep.join(path)}
     with tempfile.TemporaryDirectory(prefix="replicax-") as temporary:
         report = Path(temporary) / "failure.json"
-        # Ray keeps the output in files of its own.
+        # Ray writes the output to its own files.
         start = ProcessStart(job, number, coordinator, job_id, env, Path(os.devnull), report)
         with collected_signals() as signals:
             try:

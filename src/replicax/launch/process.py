@@ -1,4 +1,4 @@
-"""One process of a job on this host: the cores and the port that it gets, and its guard."""
+"""One process of a job on this host: its cores, its port, and its guard."""
 
 import contextlib
 import dataclasses
@@ -26,25 +26,25 @@ LOWEST_PORT, PORT_TRIES = 20000, 50
 
 @dataclasses.dataclass(frozen=True)
 class ProcessStart:
-    """One process of a job, to be started."""
+    """The settings of one process of a job."""
 
     job: JobSpec
     number: int
     coordinator: str
-    """Address at which process 0 listens."""
+    """Address of process 0."""
     job_id: str
     env: Mapping[str, str]
     """The environment of the job."""
     log: Path
-    """The file for both of its streams."""
+    """File for both of its streams."""
     report: Path
-    """The file where it says why it failed."""
+    """File for its failure report."""
     cores: Sequence[int] = ()
-    """Cores that it may use; none means all."""
+    """Cores that it may use; empty means all."""
 
     @property
     def own_env(self) -> dict[str, str]:
-        """The environment of the process, with its place in the job."""
+        """The environment of the process, including its place in the job."""
         devices = self.job.devices_per_process
         return {
             **self.env,
@@ -59,10 +59,10 @@ class ProcessStart:
 
 
 class Process:
-    """A command that runs beside a guard; `guard.py` says what that does.
+    """A command that runs under a guard; see `guard.py`.
 
-    Its `status` is its exit code once it has ended, negative for a signal; `forced` tells whether
-    the launcher had told it to end before it did.
+    `status` is its exit code once it has ended, negative for a signal; `forced` is whether the
+    launcher told it to end before it did.
     """
 
     def __init__(self, start: ProcessStart, echo: Echo) -> None:
@@ -85,7 +85,7 @@ class Process:
                     bufsize=0,
                     env=start.own_env,
                     pass_fds=[theirs.fileno()],
-                    start_new_session=True,  # a terminal's Ctrl-C comes through the launcher alone
+                    start_new_session=True,  # a terminal's Ctrl-C comes only through the launcher
                 )
         except OSError:
             self._log.close()
@@ -97,12 +97,12 @@ class Process:
             self._guard.stdout.fileno(): Output(start.number, echo, self._log, error=False),
             self._guard.stderr.fileno(): self._errors,
         }
-        """Its outputs, by the descriptor that they come from."""
+        """Its outputs, by descriptor."""
         self.channel: int = self._channel.fileno()
-        """The descriptor on which the guard tells of the process."""
+        """The descriptor for messages from the guard."""
 
     def listen(self) -> bool:
-        """Take in what the guard tells; False once it has no more to tell, and all is known."""
+        """Read messages from the guard; return False after the last one."""
         try:
             told = self._channel.recv(4096)
         except OSError:
@@ -117,7 +117,7 @@ class Process:
                 self._ended_at = float(at[0])
         if told:
             return True
-        if self.status is None:  # the guard was killed; the command dies of it, and its group here
+        if self.status is None:  # the guard was killed, and so the command; kill its group too
             if self._pid is not None:
                 with contextlib.suppress(OSError):
                     os.killpg(self._pid, signal.SIGKILL)
@@ -126,17 +126,17 @@ class Process:
         return False
 
     def send(self, number: int) -> None:
-        """Pass a signal on."""
+        """Forward a signal."""
         with contextlib.suppress(OSError):
             self._channel.send(bytes([number]))
 
     def stop(self, number: int) -> None:
-        """End it with a signal, SIGTERM or SIGKILL."""
+        """Stop it with a signal, SIGTERM or SIGKILL."""
         self.forced |= self.status is None
         self.send(number)
 
     def close(self) -> None:
-        """Let go of what is open; the guard, if it still runs, kills all that is left."""
+        """Close all descriptors; the guard, if still running, kills all remaining processes."""
         self._channel.close()
         self._guard.wait()
         for stream in (self._guard.stdout, self._guard.stderr, self._log):
@@ -144,7 +144,7 @@ class Process:
                 stream.close()
 
     def ended(self) -> Ended:
-        """How it ended, once it has."""
+        """Return how the process ended."""
         assert self.status is not None
         return Ended(
             status=self.status,
@@ -157,9 +157,9 @@ class Process:
 
 
 def core_blocks(processes: int) -> list[tuple[int, ...]]:
-    """Equally many cores a process; neighbours, so that threads of one core stay together."""
+    """Divide the cores evenly among processes, keeping hardware threads of a core together."""
     if not hasattr(os, "sched_getaffinity"):
-        raise ConfigError("--pin on a system that binds no process to cores: leave it out")
+        raise ConfigError("--pin on a system without CPU affinity: leave it out")
     cores = sorted(os.sched_getaffinity(0), key=lambda core: (_physical(core), core))
     if processes > len(cores):
         raise ConfigError(
@@ -171,7 +171,7 @@ def core_blocks(processes: int) -> list[tuple[int, ...]]:
 
 
 def _physical(core: int) -> int:
-    """The first thread of the physical core that `core` is a thread of."""
+    """Return the first hardware thread of the physical core of `core`."""
     path = TOPOLOGY / f"cpu{core}" / "topology" / "thread_siblings_list"
     try:
         return int(path.read_text(encoding="ascii").replace("-", ",").split(",")[0])
@@ -180,10 +180,10 @@ def _physical(core: int) -> int:
 
 
 def free_port() -> int:
-    """A port that nothing listens on.
+    """Return a free port.
 
-    Below the range that outgoing connections take theirs from, where that is known: from there, one
-    could take the port before process 0 listens on it, or even come to meet itself.
+    It is below the range of ephemeral ports, if that is known: an outgoing connection could
+    otherwise take the port before process 0 listens on it, or even connect to itself.
     """
     with socket.socket() as listener:
         for _ in range(PORT_TRIES):

@@ -1,4 +1,4 @@
-"""A job on this host, from its start to its end, with its restarts."""
+"""Run a job on this host, with restarts."""
 
 import dataclasses
 import os
@@ -27,19 +27,19 @@ class Outcome:
     """Outcome of a job."""
 
     exit_code: int
-    """0 where all processes are done; 75 where they stopped early with everything saved; else the
-    first failure's, 128 and the number for a signal."""
+    """0 if all processes are done; 75 if they stopped early with everything saved; else the exit
+    code of the first failure, 128 plus the number for a signal."""
     failure: Failure | None
-    """The first failure of the last start, if it failed."""
+    """The first failure of the last attempt, if it failed."""
     stopped_by: str | None
-    """The signal that ended it, if one did."""
+    """The signal that ended it, if any."""
     message: str | None
-    """One line on its end, if there is something to say."""
+    """One line about its end, if it did not end normally."""
     seconds: float
     logs: Path
-    """The folder with what the processes wrote."""
+    """The folder with the output of the processes."""
     attempts: int
-    """Number of starts."""
+    """Number of attempts."""
 
 
 def launch(
@@ -52,13 +52,13 @@ def launch(
 ) -> Outcome:
     """Start the processes of `job` on this host and return once all of them are gone.
 
-    Signals to this process are passed on to them meanwhile; after a SIGINT or SIGTERM they have
-    `grace_seconds` to end. They get `env`, or this process's environment, and what they write goes
-    to the folder `logs`, or a new one in `runs/`.
+    Meanwhile signals to this process are forwarded to them; after a SIGINT or SIGTERM they have
+    `grace_seconds` to exit. Their environment is `env`, or this process's; their output goes to
+    the folder `logs`, or a new one in `runs/`.
 
     Raises:
-        ConfigError: a job that cannot be started as it is described.
-        ClusterError: the system does not let so many processes start.
+        ConfigError: an invalid job.
+        ClusterError: the system cannot start that many processes.
     """
     base = dict(os.environ if env is None else env)
     _check(job, base)
@@ -111,46 +111,46 @@ def launch(
 
 
 def _check(job: JobSpec, env: Mapping[str, str]) -> None:
-    """Raise `ConfigError` where `job` cannot be started on this host."""
+    """Raise `ConfigError` if `job` cannot be started on this host."""
     check_numbers(job)
     program = job.command[0]
     if shutil.which(program, path=env.get("PATH", os.defpath)):
         return
     if not os.path.isfile(program):
-        where = "is no file" if os.path.dirname(program) else "is not on the PATH"
+        where = "is not a file" if os.path.dirname(program) else "is not on the PATH"
         raise ConfigError(f"command {program!r} {where}; check its name after --")
     fix = f"write -- python {program}" if program.endswith(".py") else f"chmod +x {program}"
-    raise ConfigError(f"command {program!r} is a file that cannot be run by itself: {fix}")
+    raise ConfigError(f"command {program!r} is not executable: {fix}")
 
 
 def check_numbers(job: JobSpec) -> None:
-    """Raise `ConfigError` where the description of `job` cannot be meant, on any engine."""
+    """Raise `ConfigError` if the numbers of `job` are invalid on any engine."""
     if not job.command:
         raise ConfigError("no command to launch; it comes last, after --: -- python train.py")
     if job.processes < 1:
-        raise ConfigError(f"--processes {job.processes}; a job has at least 1: raise it")
+        raise ConfigError(f"--processes {job.processes}; a job needs at least 1: raise it")
     if job.devices_per_process is not None and job.devices_per_process < 1:
         raise ConfigError(
-            f"--devices-per-process {job.devices_per_process}; each process has at least 1: raise "
-            "it, or leave it out"
+            f"--devices-per-process {job.devices_per_process}; each process needs at least 1: "
+            "raise it, or leave it out"
         )
     if job.restarts < 0:
-        raise ConfigError(f"--restarts {job.restarts}; it counts from 0: raise it")
+        raise ConfigError(f"--restarts {job.restarts}; it must be at least 0: raise it")
 
 
 def _judge(attempt: Attempt, ended: Sequence[Ended]) -> tuple[int, Failure | None, str | None]:
-    """The exit code, the first failure if one is to blame, and what to say."""
+    """Return the exit code, the first failure if one is to blame, and a message or None."""
     if all(each.status == 0 for each in ended):
         return 0, None, None
     if _stopped_early(attempt, ended):
-        return SAVED, None, f"{STOPPED_EARLY}; start it again to go on"
+        return SAVED, None, f"{STOPPED_EARLY}; start it again to resume"
     failure = first_failure(ended)
     stopped_by = attempt.stopped_by
     if stopped_by is None:
         return (failure.exit_code if failure else 1), failure, str(failure) if failure else None
     why = f"stopped by {signal_name(stopped_by)}"
     if stopped_by == signal.SIGPIPE:
-        why = "stopped: nothing reads its output any more"
+        why = "stopped: its output was closed by the reader"
     if failure is None or attempt.natural(ended[failure.process]):
         return 128 + stopped_by, None, why
     told = f"{why}; process {failure.process}: {failure.cause} (see {failure.log})"
@@ -158,7 +158,7 @@ def _judge(attempt: Attempt, ended: Sequence[Ended]) -> tuple[int, Failure | Non
 
 
 def _stopped_early(attempt: Attempt, ended: Sequence[Ended]) -> bool:
-    """Whether some processes stopped with everything saved, and nobody failed of itself."""
+    """Return whether some processes stopped early with all saved, and none failed by itself."""
     saved = {number for number, each in enumerate(ended) if each.status == SAVED}
 
     def in_order(each: Ended) -> bool:
@@ -166,15 +166,15 @@ def _stopped_early(attempt: Attempt, ended: Sequence[Ended]) -> bool:
             return True
         if each.report:  # it stopped because those that had saved were gone
             return bool(each.report.blames) and saved.issuperset(each.report.blames)
-        if attempt.stopped_by is None:  # it went on without the others
+        if attempt.stopped_by is None:  # it continued without the others
             return each.forced
-        return attempt.natural(each) and not each.forced  # too young to know what to do
+        return attempt.natural(each) and not each.forced  # too early to handle the signal
 
     return bool(saved) and all(map(in_order, ended))
 
 
 def _folder(logs: str | Path | None, job_id: str) -> Path:
-    """A folder that is there, can be written, and holds the logs of no other job."""
+    """Return a folder that exists, is writable, and has no logs of another job."""
     default = Path("runs") / f"launch-{time.strftime('%Y%m%d-%H%M%S')}-{job_id[:4]}"
     folder = default if logs is None else Path(logs)
     fix = "choose another folder with --logs"
@@ -183,7 +183,7 @@ def _folder(logs: str | Path | None, job_id: str) -> Path:
     except OSError as error:
         raise ConfigError(f"logs cannot go to {folder}: {error.strerror}; {fix}") from error
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"logs cannot go to {folder}: it cannot be written; {fix}")
+        raise ConfigError(f"logs cannot go to {folder}: it is not writable; {fix}")
     if other := next(folder.glob("process-*.*"), None):
         raise ConfigError(f"{folder} has the logs of another job ({other.name}); {fix}")
     return folder

@@ -20,17 +20,17 @@
 #end
 #SBATCH --output={{output}}
 #if time
-# SIGTERM 120 seconds before the time is up: save and stop.
+# SIGTERM 120 seconds before the time limit: save and stop.
 #SBATCH --signal=TERM@120
 #end
 #if restarts
-# After the loss of a node, start again on others.
+# If a node fails, restart on others.
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #end
 
 #if devices
-# Simulated devices of each process, where it runs on CPUs.
+# Simulated devices per process, when it runs on CPUs.
 export JAX_NUM_CPU_DEVICES={{devices}}
 
 #end
@@ -38,15 +38,15 @@ export JAX_NUM_CPU_DEVICES={{devices}}
 restarts={{restarts}}
 for ((attempt = 0; attempt <= restarts; attempt++)); do
     code=0
-    # Each process finds its place, and process 0, in what srun sets.
-    # One that fails tells the others; --kill-on-bad-exit=1 would take 75 for a
-    # failure too, and cut off those that still save.
+    # Each process reads its rank and the host of process 0 from srun's variables.
+    # One that fails notifies the others; --kill-on-bad-exit=1 would also treat
+    # exit code 75 as a failure, and kill processes that are still saving.
     srun --kill-on-bad-exit=0 --wait=60 --label{{srun-cpus}} \
     {{command}} || code=$?
     case $code in
-        # Done, or a wrong flag, which starting again does not mend.
+        # Done, or an invalid flag, which a restart does not fix.
         0 | 2) break ;;
-        # Stopped early with everything saved: go on in a new allocation.
+        # Stopped early with everything saved: resume in a new allocation.
         75)
             if ((${SLURM_RESTART_COUNT:-0} < restarts)); then
                 scontrol requeue "$SLURM_JOB_ID"
@@ -57,9 +57,9 @@ for ((attempt = 0; attempt <= restarts; attempt++)); do
 done
 exit "$code"
 #else
-# Each process finds its place, and process 0, in what srun sets.
-# One that fails tells the others; --kill-on-bad-exit=1 would take 75 for a
-# failure too, and cut off those that still save.
+# Each process reads its rank and the host of process 0 from srun's variables.
+# One that fails notifies the others; --kill-on-bad-exit=1 would also treat
+# exit code 75 as a failure, and kill processes that are still saving.
 srun --kill-on-bad-exit=0 --wait=60 --label{{srun-cpus}} \
     {{command}}
 #end
