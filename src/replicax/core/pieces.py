@@ -1,7 +1,7 @@
-"""An update of a state in equal pieces, as many on any number of devices.
+"""Update a state in equal pieces; their number is the same on any number of devices.
 
-What is computed number by number is computed of a piece. A reduction, as in the norm of a gradient,
-is one of each piece's, and then of all. What else looks at a whole array is refused.
+Elementwise operations are computed on one piece. A reduction, such as the norm of a gradient, is
+computed per piece and then over all pieces. Any other use of a whole array is rejected.
 """
 
 import dataclasses
@@ -31,20 +31,20 @@ _REDUCTIONS: dict[str, Callable[..., jax.Array]] = {
 
 
 class LooksAtWhole(Exception):  # noqa: N818
-    """An operation would read an array whole of which there are pieces."""
+    """Raised if an operation needs the whole of an array that is split into pieces."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """The piece that is computed."""
+    """The piece being computed."""
 
     number: Any
-    """int32 scalar, from 0."""
+    """int32 scalar, counted from 0."""
     count: int
     """Number of pieces."""
 
     def shape(self, shape: Sequence[int], dim: Own) -> tuple[int, ...]:
-        """Return the shape of a piece of an array of this `shape`."""
+        """Return the shape of a piece of an array with this `shape`."""
         return tuple(n // self.count if at == dim else n for at, n in enumerate(shape))
 
     def shapes(self, tree: Any, dims: Sequence[Own]) -> Any:
@@ -56,10 +56,10 @@ class Piece:
 
 
 def by_pieces(apply: Apply, into: Sequence[Own], out: Sequence[Own], piece: Piece) -> Apply:
-    """Return `apply`, a function of whole arrays, on a piece of those that are split.
+    """Transform `apply`, a function of whole arrays, to run on one piece of split arrays.
 
-    `into` and `out` have, for the first leaves of its arguments and results, the dim that is split
-    if any. Traced, it raises `LooksAtWhole` where `apply` looks at more than one piece of an array.
+    For the first leaves of the arguments and results, `into` and `out` give the split dim, if any.
+    Tracing it raises `LooksAtWhole` if `apply` uses more than one piece of an array.
     """
 
     def own(*parts: Any) -> Any:
@@ -77,16 +77,16 @@ def by_pieces(apply: Apply, into: Sequence[Own], out: Sequence[Own], piece: Piec
 
 @dataclasses.dataclass(frozen=True)
 class _Value:
-    """An array, or the piece of one that is computed."""
+    """An array, or the piece of it being computed."""
 
     array: Any
     dim: int | None = None
-    """The dim of which this is a part; None for a whole array."""
+    """The dim that this is a part of; None for a whole array."""
     compute: Callable[[int], Any] | None = None
-    """Computes the part of a dim from parts of what the whole array follows from."""
+    """Computes the part along a dim from parts of the arrays that the whole array depends on."""
 
     def part(self, dim: int, piece: Piece) -> Any:
-        """This piece of `dim`; of a scalar, all of it."""
+        """Return this piece along `dim`, or a scalar unchanged."""
         if self.dim == dim or not jnp.ndim(self.array):
             return self.array
         if self.compute is not None:
@@ -95,7 +95,7 @@ class _Value:
         return lax.dynamic_slice_in_dim(self.array, piece.number * size, size, dim)
 
     def placed(self, dim: int | None, piece: Piece) -> Any:
-        """The part of `dim`; the whole array for None."""
+        """Return the part along `dim`, or the whole array if it is None."""
         if dim is not None:
             return self.part(dim, piece)
         if self.dim is None:
@@ -135,7 +135,7 @@ def _apply(eqn: JaxprEqn, values: list[_Value], piece: Piece) -> list[_Value]:
 
 
 def _reduced(eqn: JaxprEqn, array: Any, dim: int, piece: Piece) -> _Value:
-    """A reduction of an array of which this is a piece of `dim`: of all pieces, over that dim."""
+    """Return a reduction of an array split along `dim`, combining all pieces over that dim."""
     axes = eqn.params["axes"]
     [found] = bind(eqn, [array])
     if dim not in axes:
@@ -147,9 +147,9 @@ def _reduced(eqn: JaxprEqn, array: Any, dim: int, piece: Piece) -> _Value:
 def _in_parts(
     eqn: JaxprEqn, values: list[_Value], found: list[Any], piece: Piece
 ) -> Callable[[int, int], Any] | None:
-    """Function `(n, dim)` -> part of `found[n]`, from parts of `values`; None if it needs more.
+    """Return `(n, dim)` -> part of `found[n]` from parts of `values`; None if it needs more.
 
-    A part sliced out of the result would be rounded between two operations that XLA fuses.
+    Slicing the result instead would round between two operations that XLA fuses.
     """
     if eqn.primitive.name == "broadcast_in_dim" and not jnp.ndim(values[0].array):
         shape = found[0].shape
@@ -160,7 +160,7 @@ def _in_parts(
 
 
 def _cond(branches: Sequence[ClosedJaxpr], values: list[_Value], piece: Piece) -> list[_Value]:
-    """One of the branches, each of parts; what one of them gives in parts, all do."""
+    """Evaluate a cond on parts; results that are split in one branch are split in all."""
     index, *operands = values
 
     def of_values(branch: ClosedJaxpr, arrays: list[Any]) -> list[_Value]:
@@ -183,7 +183,7 @@ def _cond(branches: Sequence[ClosedJaxpr], values: list[_Value], piece: Piece) -
         pairs = zip(of_values(branch, arrays), split, strict=True)
         return [value.placed(dim, piece) for value, dim in pairs if (dim is not None) == is_split]
 
-    # Apart, for what is whole does not follow from a piece.
+    # Separately, since whole results do not depend on a piece.
     taken = [
         iter(lax.switch(index.array, [partial(run, each, branch) for branch in branches], arrays))
         for each in (False, True)
@@ -192,7 +192,7 @@ def _cond(branches: Sequence[ClosedJaxpr], values: list[_Value], piece: Piece) -
 
 
 def _is_elementwise(eqn: JaxprEqn) -> bool:
-    """Whether each number of a result follows from those in its place, and from scalars."""
+    """Whether an equation is elementwise, apart from scalar operands."""
     sides: Any = (eqn.invars, eqn.outvars)
     read, given = ({atom.aval.shape for atom in side} for side in sides)
     return eqn.primitive.name in BY_ENTRY and read - {()} == given

@@ -1,4 +1,4 @@
-"""One stage of one replica: the ticks of its micro-batches' forward and backward passes."""
+"""One pipeline stage of a replica: forward and backward passes of micro-batches by tick."""
 
 import dataclasses
 from collections.abc import Callable
@@ -31,18 +31,18 @@ SCHEDULES: dict[str, Callable[[int, int], int]] = {
     "gpipe": lambda stages, micro_batches: stages - 1 + micro_batches,
 }
 """Name -> `(stages, micro_batches)` -> tick of the last stage's first backward pass: for `1f1b`
-that of its first forward pass, so that no stage keeps more than 2 x stages - 1 micro-batches; for
-`gpipe` the one after all its forward passes."""
+the tick of its first forward pass, so that no stage keeps more than 2 x stages - 1 micro-batches;
+for `gpipe` the tick after all its forward passes."""
 
 
 def bubble(stages: int, micro_batches: int) -> float:
-    """Return the share of a step's time in which a stage waits for others."""
+    """Return the pipeline bubble: the fraction of a step in which a stage is idle."""
     return (stages - 1) / (micro_batches + stages - 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """One stage of one replica, and its inputs."""
+    """One stage of a replica, and its inputs."""
 
     parts: StageParts
     structure: Any
@@ -52,15 +52,15 @@ class Stage:
     index: jax.Array
     """Index of the stage, int32 `[]`."""
     params: PyTree
-    """The stage's own layers, and all other parameters."""
+    """The layers of this stage, and all parameters outside the layers."""
     extras: PyTree
     rows: Batch
-    """The replica's, `[micro_batches, rows, ...]`."""
+    """The replica's rows, `[micro_batches, rows, ...]`."""
     view: View
-    """Holds the replica's own key."""
+    """Includes the replica's key."""
 
     def forward_sums(self) -> Sums:
-        """Return the sums of the replica's rows on the last stage, 0 on the others."""
+        """Return the sums over the replica's rows on the last stage, 0 on the others."""
 
         def tick(carried: tuple[Arrays, Sums], time: jax.Array) -> tuple[Any, None]:
             received, total = carried
@@ -82,7 +82,7 @@ class Stage:
         return total
 
     def step_sums(self, read: tuple[bool, ...] | None, schedule: str) -> StepSums:
-        """Return these sums and this stage's part of the gradient of the parameters in `read`."""
+        """Return these sums and this stage's part of the gradient for the parameters in `read`."""
         wanted = only_read(self.params, read)
         whole = partial(restored, params=self.params, read=read)
 
@@ -142,13 +142,13 @@ class Stage:
         return sums
 
     def own_layers(self, params: PyTree, received: Arrays, number: jax.Array) -> Arrays:
-        """Return a micro-batch's carry after the stage's layers, given that before them."""
+        """Return the carry of a micro-batch after this stage's layers, from the carry before."""
         inputs = self._inputs(params, number)
         carry = lax.cond(self.index == 0, lambda: self.parts.first(inputs), lambda: received)
         return self.parts.through(inputs, carry, self.index, self.stages)
 
     def rest(self, params: PyTree, carry: Arrays, number: jax.Array) -> Sums:
-        """Return the loss's sums of a micro-batch, from its carry after all layers."""
+        """Return the loss sums of a micro-batch from its carry after all layers."""
         found = self.parts.rest(self._inputs(params, number), carry)
         sums: Sums = jax.tree.unflatten(self.structure, found)
         return sums
@@ -167,7 +167,7 @@ class Stage:
         return (number >= 0) & (number < self.micro_batches)
 
     def _shift(self, arrays: Arrays, by: int) -> Arrays:
-        """Send to the stage `by` further; receive 0 where none sends."""
+        """Send to the stage `by` positions ahead; stages without a sender receive 0."""
         pairs = [(stage, stage + by) for stage in range(self.stages)]
         within = [pair for pair in pairs if 0 <= pair[1] < self.stages]
         return [lax.ppermute(array, STAGE, within) for array in arrays]
@@ -184,7 +184,7 @@ class Stage:
 
     @cached_property
     def _floating(self) -> list[bool]:
-        """Which arrays of a carry are floats; others have no gradient."""
+        """Return which arrays of a carry are floats; the others have no gradient."""
         return [bool(jnp.issubdtype(leaf.dtype, jnp.inexact)) for leaf in self.parts.carried]
 
 
@@ -206,12 +206,12 @@ def _slot(ring: PyTree, number: jax.Array) -> Any:
 
 
 class Later:
-    """A function whose forward and backward pass run in different turns of a compiled loop.
+    """A function whose forward and backward passes run in different iterations of a compiled loop.
 
     `function(wanted, given) -> (outputs, more)` is differentiated with respect to `wanted` and the
-    floats in `given`, inputs that change from turn to turn; `more` is auxiliary. Only residuals
-    that depend on `given` are kept. Those that follow from the parameters alone, such as their
-    casts and transposes, are the same in every turn, and recomputed.
+    floats in `given`, inputs that change between iterations; `more` is auxiliary. Only residuals
+    that depend on `given` are kept. Those that depend only on the parameters, such as their casts
+    and transposes, are the same in every iteration and are recomputed.
     """
 
     def __init__(
@@ -242,14 +242,14 @@ class Later:
         )
 
     def forward(self, wanted: PyTree, given: PyTree) -> tuple[tuple[Any, Any], Arrays]:
-        """Return `(outputs, more)` and the residuals to keep, random keys as numbers."""
+        """Return `(outputs, more)` and the residuals to keep, with random keys as integers."""
         found = self._forward(*compress(jax.tree.leaves((wanted, given)), self._reads))
         count = self._result.num_leaves
         kept = [numbers(leaf) for leaf in found[count:]]
         return jax.tree.unflatten(self._result, found[:count]), kept
 
     def backward(self, wanted: PyTree, kept: Arrays, cotangents: Any) -> tuple[PyTree, Any]:
-        """Return the cotangents of `wanted` and `given`, from those of `outputs`."""
+        """Return the cotangents of `wanted` and `given` from those of `outputs`."""
         restored = (
             leaf if impl is None else jax.random.wrap_key_data(leaf, impl=impl)
             for leaf, impl in zip(kept, self._keys, strict=True)

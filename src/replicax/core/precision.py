@@ -1,4 +1,4 @@
-"""Which dtype the model computes in. Parameters, optimizer and reduction stay in float32."""
+"""The dtype the model computes in. Parameters, optimizer and reduction stay in float32."""
 
 import dataclasses
 from functools import partial
@@ -16,10 +16,10 @@ _DTYPES = {"bfloat16": jnp.bfloat16, "float16": jnp.float16}
 class Precision:
     """A dtype policy.
 
-    `float32` leaves everything as the user has it. `bfloat16` hands the loss parameters and
-    floating-point batch leaves in bfloat16; their gradients come back in the parameters' own dtype,
-    because the cast is part of what is differentiated. `float16` does so in float16, for GPUs that
-    have no bfloat16, with dynamic loss scaling; see `replicax.core.scaling`.
+    `float32` leaves all dtypes unchanged. `bfloat16` passes parameters and floating-point batch
+    leaves to the loss in bfloat16; gradients have the parameters' dtype, because the cast is
+    differentiated too. `float16` does the same in float16, for GPUs without bfloat16, with dynamic
+    loss scaling; see `replicax.core.scaling`.
     """
 
     name: str
@@ -29,16 +29,16 @@ class Precision:
 
     @property
     def scales(self) -> bool:
-        """Whether the loss is scaled, lest its gradient be too small for the dtype."""
+        """Whether the loss is scaled so that gradients do not underflow."""
         return self.name == "float16"
 
     @property
     def eps(self) -> float:
-        """Unit of rounding of the computation."""
+        """Return the machine epsilon of the computation."""
         return float(jnp.finfo(_DTYPES.get(self.name, jnp.float32)).eps)  # type: ignore[no-untyped-call]
 
     def to_compute(self, tree: Any) -> Any:
-        """`tree` with its floating-point arrays in the dtype of the computation."""
+        """Cast the floating-point arrays of `tree` to the dtype of the computation."""
         if self.name == "float32":
             return tree
         return jax.tree.map(partial(_cast, dtype=_DTYPES[self.name]), tree)
@@ -50,7 +50,7 @@ def as_precision(precision: str | Precision) -> Precision:
 
 
 def to_sum(array: jax.Array) -> jax.Array:
-    """`array` in the dtype of sums: float32, or wider where it is wider."""
+    """Cast `array` to the dtype of sums: float32, or its own dtype if wider."""
     return array.astype(jnp.promote_types(array.dtype, jnp.float32))
 
 

@@ -1,4 +1,4 @@
-"""A configuration and a model -> the step and the score, as functions ready to be compiled."""
+"""Build the step and the score of a configuration and a model, ready to be compiled."""
 
 import dataclasses
 from functools import cached_property, partial
@@ -32,13 +32,13 @@ from replicax.errors import ConfigError, StateError
 
 @dataclasses.dataclass(frozen=True)
 class Program(ModelOnMesh):
-    """The step and the score of one model on one mesh, not traced before they run."""
+    """The step and the score of one model on one mesh, traced when first run."""
 
     @cached_property
     def step(self) -> Any:
-        """A function `(state, batch) -> (state, metrics)`: of `jax.jit`, or `MicroSharded`.
+        """The function `(state, batch) -> (state, metrics)`: from `jax.jit`, or `MicroSharded`.
 
-        `ConfigError` where the layout, the reduction and the optimizer cannot work together.
+        `ConfigError` if the layout, the reduction and the optimizer are incompatible.
         """
         config, mesh, mode = self.configuration, self.mesh, self.configuration.mode
         into = self.shardings, batch_shardings(mesh)
@@ -60,12 +60,12 @@ class Program(ModelOnMesh):
 
     @cached_property
     def own_step(self) -> Any:
-        """A step of one's own in a replica's view, `(state, batch, axis)`, its parts by keyword."""
+        """The custom step from a replica's view, `(state, batch, axis)`, with parts by keyword."""
         config, definition = self.configuration, self.definition
         if jax.tree.leaves(self.shapes.reduction):
             raise ConfigError(
-                f"step= with reduction={config.reduction!r}, which remembers one sum from step to "
-                "step; a step of one's own may sum several: use 'float32' or 'bfloat16'"
+                f"step= with reduction={config.reduction!r}, which keeps state for one sum between "
+                "steps; a custom step may have several sums: use 'float32' or 'bfloat16'"
             )
         assert config.step is not None
         assert isinstance(definition, OwnState)
@@ -81,7 +81,7 @@ class Program(ModelOnMesh):
 
     @cached_property
     def score(self) -> Any:
-        """A function `(state, batch) -> sums of loss and metrics`, as `step` is one."""
+        """The function `(state, batch) -> sums of loss and metrics`, of the same kind as `step`."""
         config, mesh, mode = self.configuration, self.mesh, self.configuration.mode
         plain, out = REDUCTIONS["float32"], replicated(mesh)
         of_objective = partial(score, objective=self.split_objective)
@@ -95,38 +95,38 @@ class Program(ModelOnMesh):
     def _run(
         self, name: str, of_micro_shard: OnMicroShard | None, whole: Any, out: PyTree, donate: bool
     ) -> Any:
-        """`whole`, or the same programs on any devices."""
+        """Return `whole`, or `MicroSharded` programs that are the same on any number of devices."""
         if of_micro_shard is None or not isinstance(self.mesh, Mesh):
             return whole
         config, where = self.configuration, self.shardings
         return MicroSharded(name, of_micro_shard, whole, config, self.mesh, where, out, donate)
 
     def compiled(self, state: TrainState, batch: Batch) -> list[Any]:
-        """Return the programs of `step` for these arguments, each with a `memory_analysis()`."""
+        """Return the compiled programs of `step` for these arguments, with `memory_analysis()`."""
         if isinstance(self.step, MicroSharded):
             return list(self.step.programs(state, batch))
         return [self.step.lower(state, batch).compile()]
 
     def scoring(self, loss: LossFunction) -> "Program":
-        """Return this one with `loss` in evaluation, at once: it may gather its rows."""
+        """Return this program with `loss` for evaluation, unaccumulated, as it may gather rows."""
         check_loss(loss)
         config = dataclasses.replace(self.configuration, loss=loss, step=None, accumulate=1)
         return dataclasses.replace(self, configuration=config)
 
     @property
     def split(self) -> Split:
-        """How a batch is divided: replicas and micro-batches."""
+        """The division of a batch into replicas and micro-batches."""
         return self.configuration.split(self.mesh)
 
     def described(self, batch: Any) -> Batch:
-        """Return the shapes of the batch that `step` runs for a `Batch` or pytree `[rows, ...]`."""
+        """Return the shapes of the batch that `step` uses for a `Batch` or pytree `[rows, ...]`."""
         if not isinstance(batch, Batch):
             batch = described(batch, self.split.padded(row_count(batch)))
         shapes: Batch = jax.eval_shape(lambda arrays: arrays, batch)
         return shapes
 
     def is_of(self, shapes: TrainState) -> bool:
-        """Whether states of these shapes, dtypes and structure are those of this program."""
+        """Whether states of these shapes, dtypes and structure belong to this program."""
 
         def kinds(state: TrainState) -> Any:
             leaves, structure = jax.tree.flatten(state)
@@ -135,7 +135,7 @@ class Program(ModelOnMesh):
         return bool(kinds(shapes) == kinds(self.shapes))
 
     def init(self, params: PyTree, extras: PyTree, seed: int) -> TrainState:
-        """Return the state before the first step, each array placed where its layout wants it."""
+        """Return the state before the first step, each array placed according to the layout."""
         where = (self.shardings.params, self.shardings.extras)
         params, extras = jax.tree.map(on_devices_of, (params, extras), where)
         create = partial(_create_state, self.configuration, self.mesh, self.updater)
@@ -144,7 +144,7 @@ class Program(ModelOnMesh):
         return state
 
     def holds(self, state: Any, batch: Any) -> bool:
-        """Whether these are a state and a batch that lie where `step` has them."""
+        """Whether these are a state and a batch with the shardings that `step` uses."""
         if not (isinstance(state, TrainState) and isinstance(batch, Batch)):
             return False
         where = batch_shardings(self.mesh)
@@ -156,7 +156,7 @@ class Program(ModelOnMesh):
         )
 
     def placed(self, data: PyTree) -> Batch:
-        """Return rows as a batch that lies where `step` has it, padded."""
+        """Return rows as a padded batch with the sharding that `step` uses."""
         check_outside_jit(data)
         rows = row_count(data)
         size = self.split.padded(rows)
@@ -165,13 +165,13 @@ class Program(ModelOnMesh):
         return Share(by_rows(self.mesh), size).place(pad(data, size, np.arange(rows)))
 
     def averaged(self, state: TrainState) -> TrainState:
-        """Return `state` with the average of the parameters in their place."""
+        """Return `state` with its parameters replaced by their average."""
         check_kind(state)
         average = jax.jit(average_of, out_shardings=self.shardings.params)
         return dataclasses.replace(state, params=average(state.opt_state, state.params))
 
     def abstract_state(self) -> TrainState:
-        """Return the shapes of a state with their shardings."""
+        """Return the shapes and shardings of a state."""
         abstract: TrainState = jax.tree.map(
             lambda leaf, sharding: leaf.update(sharding=sharding), self.shapes, self.shardings
         )
@@ -186,7 +186,7 @@ def _create_state(
     extras: PyTree,
     seed: jax.Array,
 ) -> TrainState:
-    """The state before the first step."""
+    """Create the state before the first step."""
     replicas = replica_count(mesh)
     of_one = configuration.reduction.init(only_read(params, updater.read))
     return TrainState(
@@ -205,9 +205,9 @@ def _create_state(
 def program_of(
     configuration: Configuration, model: TrainState | Parts, mesh: AnyMesh, known: Program | None
 ) -> Program:
-    """Return `known` if it is the program of `model` on `mesh`, and else another.
+    """Return `known` if it is the program of `model` on `mesh`, otherwise a new one.
 
-    `model` is taken apart, or a state of the known program; arrays or their shapes.
+    `model` is the parts of a model, or a state of the known program; arrays or their shapes.
     """
     if isinstance(model, TrainState):
         if known is None:
@@ -222,12 +222,12 @@ def program_of(
         shapes = jax.eval_shape(create, params, extras, np.uint32(0))
     if known is not None and definition != known.definition:
         raise ConfigError(
-            "init was given a model of another structure than before; one DataParallel trains one: "
-            "make a second DataParallel"
+            "init was given a model whose structure differs from before; a DataParallel trains one "
+            "structure: create a second DataParallel"
         )
     same = known and configuration == known.configuration and mesh == known.mesh
     if known and same and known.is_of(shapes):
         return known
     program = Program(configuration, mesh, definition, updater, shapes)
-    _ = program.step  # raises now where it cannot work
+    _ = program.step  # raises now if the configuration is invalid
     return program

@@ -23,7 +23,7 @@ from replicax.errors import LossError
 
 
 class Ready:
-    """Remembers what was looked at of one program, so that each is done once."""
+    """Runs the checks of one program, each only once."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -32,10 +32,10 @@ class Ready:
         self._agreed: set[Any] = set()
         self._fits = False
         self._latest: Callable[[], TrainState | None] = lambda: None
-        self._finite = program.configuration.wrap_apply is not None  # a wrapper judges for itself
+        self._finite = program.configuration.wrap_apply is not None  # a wrapper has its own check
 
     def check(self, what: str, function: Any, state: TrainState, batch: Batch) -> None:
-        """Look at the state and the loss, and agree with the other processes on `function`."""
+        """Check the state and the loss, and that all processes agree on `function`."""
         check_outside_jit(batch.mask)
         if state is self._latest():
             check_unused(state.step)
@@ -47,8 +47,8 @@ class Ready:
             self._look = self._looked(state, batch)
         if what == "the step" and isinstance(self._look, Look) and not self._look.moves:
             raise LossError(
-                "the loss has a gradient of 0 whatever the parameters are, and nothing would "
-                "train; compute it from them in floats: without argmax, round, == or stop_gradient"
+                "the loss has a gradient of 0 for all parameters, so nothing would train; compute "
+                "it from them in floats: without argmax, round, == or stop_gradient"
             )
         if self._look.needs_real_rows:
             rows = int(np.count_nonzero(batch.mask)) if batch.rows is None else batch.rows
@@ -61,16 +61,16 @@ class Ready:
                 self._agreed.add(shapes)
 
     def check_memory(self, state: TrainState, batch: Batch) -> None:
-        """Raise `ConfigError` where the first step needs more memory than there is."""
+        """Raise `ConfigError` if the first step needs more memory than available."""
         if not self._fits and self._program.holds(state, batch):
             compiled = self._program.compiled(state, batch)
             check_fits(compiled, self._program.configuration.mesh, batch.size)
             self._fits = True
 
     def check_result(self, state: TrainState, metrics: Metrics) -> None:
-        """Raise `LossError` where the first step's loss is not finite; waits for that one.
+        """Raise `LossError` if the first step's loss is not finite, waiting for it.
 
-        `state`, after a step, need not be looked at when it comes back.
+        `state`, returned by a step, need not be checked when it is passed in again.
         """
         self._latest = weakref.ref(state)
         if self._finite:
@@ -84,29 +84,29 @@ class Ready:
         self._finite = True
 
     def check_padding(self, size: int, padding: int | None) -> None:
-        """Raise `LossError` where the loss, once looked at, is another one with padded rows."""
+        """Raise `LossError` if the loss, once checked, depends on padded rows."""
         look = self._look
         if not padding or look is None or not look.needs_real_rows:
             return
         where = f"{padding} of {size} rows in a batch of this feed are padding"
         if isinstance(look, StepLook) and look.from_rows:
             raise LossError(
-                f"{look.from_rows[0]} follows from rows in the step itself, and {where}: take "
-                "rx.mean of them, leave padding out by rx.row_weights(rows), or choose a batch "
+                f"{look.from_rows[0]} depends on rows in the step itself, and {where}: take "
+                "rx.mean of them, exclude padding with rx.row_weights(rows), or choose a batch "
                 "size that divides the rows"
             )
         if look.scalars:
             raise LossError(
-                f"{look.scalars[0]} is one number a batch, and {where}, which one number cannot "
-                "leave out: return one value a row, or choose a batch size that divides the rows"
+                f"{look.scalars[0]} is one number per batch, and {where}, which it cannot exclude: "
+                "return one value per row, or choose a batch size that divides the rows"
             )
         raise LossError(
-            f"the loss of a row changes beside other rows, and {where}: leave them out by "
+            f"the loss of a row depends on the other rows, and {where}: exclude them with "
             "rx.row_weights(rows), 0 on padding, or choose a batch size that divides the rows"
         )
 
     def _looked(self, state: TrainState, batch: Batch) -> Look | StepLook:
-        """Look at the loss; raise `LossError` where it needs all rows of a batch and sees some."""
+        """Check the loss; raise `LossError` if it needs all rows of a batch but sees only some."""
         configuration, split = self._program.configuration, self._program.split
         mode = configuration.mode
         alone = mode.per_replica or self._program.split_objective.per_replica
@@ -122,45 +122,45 @@ class Ready:
                 _check_alike(look, split.replicas)
         if (alone or mode.bitwise) and look.writes_alone:
             raise LossError(
-                "the loss writes the model's state from the rows it sees, and each of "
-                f"{' and '.join(seen_by)} sees others: use mode='jit', or rx.gather the rows"
+                "the loss updates the model's state from the rows it sees, which differ between "
+                f"{' and '.join(seen_by)}: use mode='jit', or rx.gather the rows"
             )
         if not (seen_by and look.rows_meet):
             return look
-        some = f"each of {' and '.join(seen_by)} sees some of the rows"
+        some = f"each of {' and '.join(seen_by)} sees only some of the rows"
         if LOSS in look.scalars:
             raise LossError(
-                "the loss is one number, and that of some rows and that of as many others do not "
-                f"average to that of both; {some}, which makes another loss: return one value a "
-                "row, as rx.Weighted(values, weights) where they do not count alike"
+                "the loss is one number, and averaging it over equal parts of a batch differs from "
+                f"the loss of the whole batch; {some}: return one value per row, as "
+                "rx.Weighted(values, weights) if they have different weights"
             )
-        fix = "gather those of all replicas by rx.gather(x)"
+        fix = "gather the rows of all replicas with rx.gather(x)"
         if split.micro_batches > 1 and not mode.bitwise:
             fix = "use accumulate=1"
         if self._program.split_objective.per_replica:
             fix = "use a mesh without stages"
         raise LossError(
-            f"the loss of a row changes beside other rows, and {some}, which is another loss: {fix}"
+            f"the loss of a row depends on the other rows, and {some}, which changes it: {fix}"
         )
 
 
 def _check_alike(look: StepLook, replicas: int) -> None:
-    """Raise `LossError` where a step gives each replica another state, or other metrics."""
+    """Raise `LossError` if a step gives replicas different states or metrics."""
     if look.from_rows:
         raise LossError(
-            f"{look.from_rows[0]} follows from rows in the step itself, and each of {replicas} "
-            "replicas sees others, but replicas must stay equal: take rx.mean of rows, "
+            f"{look.from_rows[0]} depends on rows in the step itself, which differ between the "
+            f"{replicas} replicas, but replicas must stay equal: take rx.mean of rows, "
             "rx.value_and_grad of a loss of them, or rx.gather them"
         )
     if look.from_key:
         raise LossError(
-            f"{look.from_key[0]} follows from the step's key, of which each of {replicas} replicas "
-            "has its own, and replicas must stay equal: draw in a loss, or keep a key in the state"
+            f"{look.from_key[0]} depends on the step's key, which differs between the {replicas} "
+            "replicas, but replicas must stay equal: draw in a loss, or keep a key in the state"
         )
 
 
 def agree_on_model(job: Job, model: PyTree, seed: int) -> None:
-    """Raise `AgreementError` where the processes start from other numbers."""
+    """Raise `AgreementError` if the processes start from different models or seeds."""
     leaves = jax.tree.leaves(model)
     shared = any(isinstance(leaf, jax.Array) and not leaf.is_fully_addressable for leaf in leaves)
     if job.processes > 1 and not shared:
@@ -170,7 +170,7 @@ def agree_on_model(job: Job, model: PyTree, seed: int) -> None:
 def agree_on_program(
     configuration: Configuration, what: str, arguments: tuple[Any, Any], lowered: jax.stages.Lowered
 ) -> None:
-    """Raise `AgreementError` where the processes are about to run different programs."""
+    """Raise `AgreementError` if the processes are about to run different programs."""
     job, mesh = configuration.job, configuration.mesh
     if job.processes > 1:
         state, batch = map(shapes_by_path, arguments)
