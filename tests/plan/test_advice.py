@@ -67,11 +67,11 @@ def test_then_the_change_that_fits_and_needs_least() -> None:
 
 
 def test_then_a_smaller_batch() -> None:
-    assert first(TOO_LARGE) == "a batch of 2,048 rows, 8 per device, fits"
+    assert re.fullmatch(r"a batch\b.* 2,048 rows, 8 per device, fits", first(TOO_LARGE))
 
 
 def test_then_nothing_but_hardware() -> None:
-    assert re.match(r"more memory\b.*, or a\b.*smaller model", first(TOO_LARGE, largest=None))
+    assert re.match(r"more memory\b.* or a\b.*smaller model", first(TOO_LARGE, largest=None))
 
 
 def test_without_a_known_speed_no_change_is_made_up() -> None:
@@ -122,7 +122,7 @@ def test_the_change_that_is_fastest() -> None:
     slower = Alternative("layout=zero1", need(8, 7.0), 4 * GB, step_seconds=0.8)
     said = first(FITS, alternatives=(slower, half, slower))
     assert said.startswith("precision=bfloat16: ")
-    assert re.search(r"up to 2\.0 times as\b.*fast, and 3\.5 GB less", said)
+    assert re.search(r"up to 2\.0 times as\b.*fast, 3\.5 GB less", said)
     more = dataclasses.replace(half, freed_bytes=-1)
     assert re.fullmatch(
         r"precision=bfloat16: up to 2\.0 times as\b.*fast", first(FITS, alternatives=(more,))
@@ -148,7 +148,7 @@ def test_no_change_that_is_not_faster(change: Alternative) -> None:
 def test_fewer_devices_where_all_else_is_done_and_it_waits() -> None:
     said = first(FITS, dp=step(precision="bfloat16"), speeds=WAITING)
     assert said.startswith("fewer devices")
-    assert re.search(r", or faster\b.*links: 40% of a\b.*waits for\b.*network$", said)
+    assert re.search(r" or faster\b.*links: 40% of a\b.*waits for\b.*network$", said)
 
 
 def test_learning_rates_of_another_batch() -> None:

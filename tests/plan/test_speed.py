@@ -113,7 +113,7 @@ def test_a_chip_whose_speed_is_not_known_is_said_to_be() -> None:
     with pytest.raises(ConfigError, match=r"made-up chip: .*peak in .*32 is not"):
         by_formula(1.0, dataclasses.replace(ONE, chip=unknown))
     joined = dataclasses.replace(FOUR, chip=dataclasses.replace(CHIP, inside=None))
-    with pytest.raises(ConfigError, match=r"made-up:4: .*made-up chips\b.*joined"):
+    with pytest.raises(ConfigError, match=r"made-up:4: .*made-up chips\b.*not known"):
         speed(by_formula(1.0, joined), joined, step())
 
 

@@ -1,4 +1,4 @@
-"""Collectives: who takes part in them, and what each device sends."""
+"""Collectives: their device groups and the bytes that each device sends."""
 
 import math
 import re
@@ -19,10 +19,10 @@ _PAIR = re.compile(r"\{(\d+),(\d+)\}")
 
 
 def first_group(attributes: str) -> tuple[int, ...] | None:
-    """Return the devices of a collective's first group, by their numbers in the program.
+    """Return the devices of a collective's first group, by their indices in the program.
 
-    `attributes` are those of its instruction. None where all take part together. What a
-    `collective-permute` joins, in however many hops, is one group.
+    `attributes` are those of its instruction. The result is None if all devices form one group.
+    Devices connected by a `collective-permute`, over any number of hops, form one group.
     """
     if pairs := _PAIRS.search(attributes):
         return _joined([(int(one), int(other)) for one, other in _PAIR.findall(pairs[1])])
@@ -39,7 +39,7 @@ def first_group(attributes: str) -> tuple[int, ...] | None:
 def axes_of_group(
     group: tuple[int, ...] | None, sizes: Mapping[str, int]
 ) -> tuple[str, ...] | None:
-    """Return the axes that a group of devices spans, in a mesh of such sizes; None for all."""
+    """Return the axes that a group of devices spans in a mesh of these sizes; None for all."""
     if group is None or len(group) == math.prod(sizes.values()):
         return None
     places = np.unravel_index(list(group), tuple(sizes.values()))
@@ -51,7 +51,7 @@ def _integers(text: str) -> tuple[int, ...]:
 
 
 def _joined(pairs: list[tuple[int, int]]) -> tuple[int, ...]:
-    """Everyone whom the first sender reaches, or is reached from."""
+    """Return all devices connected to the first sender."""
     found = set(pairs[0]) if pairs else set()
     while more := {each for pair in pairs if found & set(pair) for each in pair} - found:
         found |= more
@@ -64,9 +64,9 @@ def _in_order(dims: tuple[int, ...], order: str | None) -> np.ndarray:
 
 
 def _along(mesh: str, dims: str | None, order: str | None, axes: str) -> tuple[int, ...]:
-    """The first group along axes of a mesh, or along a part of one: `'a':(2)4`, 4 after 2.
+    """Return the first group along mesh axes, or along part of one: `'a':(2)4`, 4 after 2.
 
-    `dims` and `order` tell in which order the mesh has its devices, where they are not in turn.
+    `dims` and `order` give the mesh's device order if it is not sequential.
     """
     sizes = {axis: int(size) for axis, _, size in _AXIS.findall(mesh)}
     at = {axis: [0] for axis in sizes}
@@ -80,11 +80,11 @@ def _along(mesh: str, dims: str | None, order: str | None, axes: str) -> tuple[i
 
 
 SLIGHTLY = 1.02
-"""Times the lower bound: what is above it is worth a word."""
+"""Ratio to the lower bound above which traffic is reported."""
 _SUM_BYTES = 8
 """Bytes of a metric's total and weight."""
 _WIDE = 4
-"""Bytes of an element of a gradient's sum, at least."""
+"""Minimum bytes per element of a gradient's sum."""
 
 
 class Sent(Protocol):
@@ -102,11 +102,11 @@ class Sent(Protocol):
 
 
 def sums_bytes(params: Iterable[Any], metrics: int, sent: Any = None) -> int:
-    """Return the bytes of the sums of gradient, loss and metrics, as they are sent.
+    """Return the bytes of the gradient, loss and metric sums as sent.
 
-    `params` are the leaves of the trained parameters or their shapes, and `metrics` how many means
-    are reduced, the loss among them. A reduction may round the gradient to a dtype, `sent`; else
-    it is float32 or wider.
+    `params` are the leaves of the trained parameters or their shapes, and `metrics` is the number
+    of reduced metrics, including the loss. A reduction may round the gradient to the dtype `sent`;
+    otherwise it is float32 or wider.
     """
 
     def element_bytes(own: np.dtype[Any]) -> int:
@@ -119,12 +119,12 @@ def sums_bytes(params: Iterable[Any], metrics: int, sent: Any = None) -> int:
 
 
 def wire_bytes_of_all_reduce(size: float, devices: int) -> float:
-    """Bytes that each device sends to reduce `size` bytes, at least."""
+    """Return the minimum bytes that each device sends to all-reduce `size` bytes."""
     return 2 * size * (devices - 1) / devices
 
 
 def wire_bytes(sent: Sent, devices: int) -> float:
-    """Bytes that each device sends, in a ring."""
+    """Return the bytes that each device sends in a ring."""
     share = (devices - 1) / devices
     factor = {
         "all-reduce": 2 * share,

@@ -1,4 +1,4 @@
-"""A compiled step -> what it takes: memory, FLOPs, collectives."""
+"""Resources of a compiled step: memory, FLOPs, collectives."""
 
 import dataclasses
 import math
@@ -30,12 +30,12 @@ class Memory:
     """Arguments whose memory the outputs reuse."""
     temporaries: int
     in_use: int | None = None
-    """Most that is in use at any time, where the compiler keeps to it: on a TPU. Its temporaries
-    are then the sum of what it puts into the same memory at different times."""
+    """Peak memory in use, on TPUs only. There `temporaries` also counts buffers that share memory
+    at different times."""
 
     @property
     def peak(self) -> int:
-        """Bytes that must be free before the step starts, its arguments included."""
+        """Bytes that must be free before the step starts, including its arguments."""
         if self.in_use is not None:
             return self.in_use
         return self.arguments + self.outputs - self.aliased + self.temporaries
@@ -43,7 +43,7 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Collectives:
-    """All collectives of one kind in one step, loops multiplied out."""
+    """All collectives of one kind in one step, loops unrolled."""
 
     kind: str
     count: int
@@ -56,21 +56,21 @@ class CompiledStep:
     """Cost of one execution on each device."""
 
     memory: Memory | None
-    """None where the backend does not tell."""
+    """None if the backend does not report it."""
     flops: int
-    """FLOPs of matrix products and convolutions, loops multiplied out, padding included. Products
-    that a backend hides in custom calls (cuBLAS on a GPU) are not among them."""
+    """FLOPs of matrix products and convolutions, loops unrolled, including padding. Products inside
+    custom calls (cuBLAS on a GPU) are not included."""
     collectives: tuple[Collectives, ...]
     sent_bytes: float = 0.0
-    """Sent by each device, in rings of those that each collective is between."""
+    """Bytes sent by each device, assuming a ring over each collective's group."""
 
     def count(self, kind: str) -> int:
-        """Collectives of one kind, `all-reduce` say, in one step."""
+        """Return the number of collectives of a kind, such as `all-reduce`, in one step."""
         return sum(each.count for each in self.collectives if each.kind == kind)
 
 
 def inspect(compiled: jax.stages.Compiled) -> CompiledStep:
-    """Read a compiled function, as `DataParallel.lower(...).compile()` gives it."""
+    """Inspect a compiled function, as returned by `DataParallel.lower(...).compile()`."""
     module = hlo.read_module(compiled.as_text() or "")
     count: dict[str, int] = defaultdict(int)
     size: dict[str, int] = defaultdict(int)
@@ -90,7 +90,7 @@ def inspect(compiled: jax.stages.Compiled) -> CompiledStep:
 
 
 def read_memory(compiled: jax.stages.Compiled) -> Memory | None:
-    """Return the memory of a compiled function; None where the backend does not tell."""
+    """Return the memory of a compiled function; None if the backend does not report it."""
     stats = compiled.memory_analysis()
     if stats is None:
         return None
@@ -110,13 +110,13 @@ def _platform(compiled: jax.stages.Compiled) -> str:
 
 
 def collective_kind(instruction: hlo.Instruction) -> str:
-    """Which of `COLLECTIVES` an instruction is or starts; empty where it is none."""
+    """Return which of `COLLECTIVES` an instruction is or starts; empty if none."""
     kind = instruction.opcode.removesuffix("-start")
     return kind if kind in COLLECTIVES else ""
 
 
 def result_bytes(instruction: hlo.Instruction) -> int:
-    """Bytes of the result, without the operands and context of an asynchronous start."""
+    """Return the bytes of the result, without operands and context of an asynchronous start."""
     if not instruction.opcode.endswith("-start") or instruction.opcode == "all-reduce-start":
         return instruction.bytes
     context = 4 * hlo.arrays(instruction.shape).count(("u32", ()))
@@ -125,7 +125,7 @@ def result_bytes(instruction: hlo.Instruction) -> int:
 
 
 def product_flops(instruction: hlo.Instruction) -> int:
-    """FLOPs of one run of a matrix product or convolution; 0 of anything else."""
+    """Return the FLOPs of one run of a matrix product or convolution; 0 for anything else."""
     if instruction.opcode not in ("dot", "convolution"):
         return 0
     shapes = (*instruction.operands[:2], instruction.shape)
@@ -140,7 +140,7 @@ def product_flops(instruction: hlo.Instruction) -> int:
 def convolution_flops(
     image: tuple[int, ...], kernel: tuple[int, ...], result: tuple[int, ...], attributes: str
 ) -> int:
-    """2 FLOPs for each element of the result and each kernel element that one output sees.
+    """Return 2 FLOPs per element of the result and kernel element applied to it.
 
     `attributes` are those of the instruction, with `dim_labels` and `window`; the others are dims.
     """
@@ -157,20 +157,20 @@ def convolution_flops(
 
 
 def _window(attributes: str) -> dict[str, list[str]]:
-    """`window={size=3x3 stride=2x2}` -> `{"size": ["3", "3"], "stride": ["2", "2"]}`."""
+    """Parse `window={size=3x3 stride=2x2}` to `{"size": ["3", "3"], "stride": ["2", "2"]}`."""
     found = re.search(r"window=\{([^}]*)\}", attributes)
     settings = (each.partition("=") for each in (found[1].split() if found else ()))
     return {name: values.split("x") for name, _, values in settings}
 
 
 def _taps(sizes: list[int], window: dict[str, str]) -> int:
-    """Most positions of a kernel, in one dim, that one output multiplies with the image.
+    """Return the most kernel positions, in one dim, that one output multiplies with the image.
 
     `sizes` are those of the image, the kernel and the result.
 
-    Where the others meet zeros between the image's elements, or lie outside of it, they cost
-    nothing: a TPU has its batched matrix products as such convolutions. At the image's edges, where
-    some kernel positions meet the padding, the outputs count as if they did not.
+    Positions on zeros between the image's elements, or outside of it, are free: a TPU expresses
+    batched matrix products as such convolutions. Outputs at the image's edges, where some kernel
+    positions fall on the padding, count in full.
     """
     image, kernel, outputs = sizes
     stride, dilation, spread = (

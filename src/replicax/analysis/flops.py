@@ -1,7 +1,7 @@
-"""A traced function -> the FLOPs of its matrix products and convolutions, whatever the backend.
+"""Count the FLOPs of matrix products and convolutions in a traced function, on any backend.
 
-What a compiler hides in a library's kernel, or splits over devices, is still here: this is the work
-that was asked for. What it really does on one device is in `replicax.analysis.compiled`.
+This is the work that was requested, including work that a compiler moves into library kernels or
+splits over devices. See `replicax.analysis.compiled` for what one device really executes.
 """
 
 import math
@@ -11,14 +11,14 @@ from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 
 def count_flops(jaxpr: Jaxpr, platform: str) -> int:
-    """FLOPs of one execution on all devices, recomputation included.
+    """Return the FLOPs of one execution on all devices, including recomputation.
 
-    The body of a `scan` counts as often as it runs; that of a `while_loop`, which nobody can know,
-    once. Of a `cond` the branch with the most counts; of a `lax.platform_dependent` that of
-    `platform`, or the default, which also stands for a kernel written for the platform.
+    The body of a `scan` counts once per iteration, that of a `while_loop`, whose trip count is
+    unknown, once. For a `cond` the most expensive branch counts; for a `lax.platform_dependent` the
+    branch of `platform`, or the default, which also stands in for a kernel specific to a platform.
 
     Args:
-        jaxpr: `jax.jit(function).trace(...).jaxpr.jaxpr`, say.
+        jaxpr: for example `jax.jit(function).trace(...).jaxpr.jaxpr`.
         platform: `cpu`, `cuda`, `tpu`, ...
     """
     return sum(_flops(equation, platform) for equation in jaxpr.eqns)
@@ -39,10 +39,10 @@ def _flops(equation: JaxprEqn, platform: str) -> int:
 
 
 def _runs(name: str, params: dict[str, Any]) -> int:
-    """How often all devices together run what is inside."""
+    """Return how often all devices together run the body."""
     if name == "scan":
         return int(params["length"])
-    if name == "shard_map":  # which `pmap` is, too
+    if name == "shard_map":  # `pmap` is one, too
         return math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
     return 1
 
@@ -60,7 +60,7 @@ def _of_branches(branches: list[int], platforms: Any, platform: str) -> int:
 
 
 def _dot_flops(dot: JaxprEqn) -> int:
-    """2 for each element of the result and each index summed over."""
+    """Return 2 FLOPs per element of the result and index summed over."""
     (contracted, _), _ = dot.params["dimension_numbers"]
     left, result = _dims(dot.invars[0]), _dims(dot.outvars[0])
     summed: int = math.prod(left[dim] for dim in contracted)
@@ -68,7 +68,7 @@ def _dot_flops(dot: JaxprEqn) -> int:
 
 
 def _convolution_flops(convolution: JaxprEqn) -> int:
-    """2 for each element of the result and each kernel element that one output sees."""
+    """Return 2 FLOPs per element of the result and kernel element applied to it."""
     kernel, result = _dims(convolution.invars[1]), _dims(convolution.outvars[0])
     outputs: int = kernel[convolution.params["dimension_numbers"].rhs_spec[0]]
     return 2 * math.prod(result) * math.prod(kernel) // outputs

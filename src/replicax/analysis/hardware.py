@@ -1,8 +1,8 @@
-"""Facts about the hardware planned for, with their sources, which `hardware.toml` holds.
+"""Hardware facts and their sources, read from `hardware.toml`.
 
-Links of GPUs are given as NCCL counts on them, since that is what an all-reduce can reach: NVLink
-and PCIe by its table of link speeds, and the latency of one step of a ring in the protocol that it
-takes for large messages (Simple).
+GPU links use the figures that NCCL plans with, since those are what an all-reduce can reach: NVLink
+and PCIe bandwidth from its table of link speeds, and the latency per ring step of the protocol that
+it uses for large messages (Simple).
 """
 
 import re
@@ -14,20 +14,20 @@ from typing import Any
 
 GIB = 2**30
 PREALLOCATED = 0.75
-"""Share of a GPU's memory that JAX takes by default; XLA_CLIENT_MEM_FRACTION changes it."""
+"""Share of a GPU's memory that JAX preallocates; XLA_CLIENT_MEM_FRACTION changes it."""
 
 
 @dataclass(frozen=True)
 class Interconnect:
-    """A kind of link that carries data between devices.
+    """A kind of link between devices.
 
     Args:
-        bytes_per_second: what one device can send, in one direction, to all its neighbours
-            together, while it receives as much. On a torus of D dimensions that is the sum of its
-            2·D links; one of them carries `bytes_per_second / (2 * torus_dims)`.
-        latency_seconds: from the start of a send to the arrival of its first byte at the
-            neighbour, software included: the α of an α-β model, paid once each step of a ring.
-        source: the documents that both numbers come from.
+        bytes_per_second: rate at which one device can send to all its neighbours combined, in one
+            direction, while receiving at the same rate. On a torus of D dimensions this is the sum
+            of its 2·D links; each carries `bytes_per_second / (2 * torus_dims)`.
+        latency_seconds: time from the start of a send to the arrival of its first byte, including
+            software: the α of an α-β model, paid once per ring step.
+        source: the documents with both numbers.
     """
 
     bytes_per_second: float
@@ -37,31 +37,31 @@ class Interconnect:
 
 @dataclass(frozen=True)
 class Chip:
-    """One kind of device, and the hosts it is sold in.
+    """One kind of device and its usual host.
 
     Args:
-        name: what a target calls it, as in `h100:8`.
-        title: its name in prose.
+        name: its name in a target, as in `h100:8`.
+        title: its display name.
         platform: `cpu`, `cuda` or `tpu`.
-        kinds: regular expression of its `jax.Device.device_kind`.
-        memory_bytes: the memory of one device; None where nobody tells.
-        usable_bytes: what a program can have of it by default: on a GPU the share that JAX
-            preallocates, on a TPU what libtpu's compiler says is available; None as above.
+        kinds: regular expression for its `jax.Device.device_kind`.
+        memory_bytes: the memory of one device; None if unknown.
+        usable_bytes: the memory available to a program by default: on a GPU the share that JAX
+            preallocates, on a TPU what libtpu's compiler reports as available; None if unknown.
         flops_per_second: dense peak of matrix products, by dtype (`float32`, `bfloat16`,
-            `float16`). float32 is what JAX does with it by default: TF32 on Ampere and newer, plain
+            `float16`). float32 means JAX's default precision: TF32 on Ampere and newer, plain
             float32 on older GPUs, bfloat16 multiplications on TPUs. The others accumulate in
-            float32. A dtype without units of its own is absent.
-        memory_bytes_per_second: peak of the device's memory; None where not known.
-        inside: between the devices of one host; on a TPU, the torus, which crosses hosts. None
-            where not known.
-        between: between hosts (between slices of a TPU), per device; None where not known.
-        devices_per_host: in the usual host; on a TPU, those of one process of a larger slice.
-        torus_dims: dimensions of a TPU's torus (2 or 3); 0 for all others.
+            float32. A dtype without hardware support is absent.
+        memory_bytes_per_second: peak bandwidth of the device's memory; None if unknown.
+        inside: link between the devices of one host; on a TPU, the torus, which spans hosts. None
+            if unknown.
+        between: link between hosts (between slices of a TPU), per device; None if unknown.
+        devices_per_host: devices of the usual host; on a TPU, of one process of a larger slice.
+        torus_dims: dimensions of a TPU's torus (2 or 3); 0 for other chips.
         ring_multiple: a dimension of a 2-D torus that is a multiple of this closes into a ring,
-            any other is a line; a 3-D torus has three rings where all of its dimensions are such
-            multiples, else none. 0 where there is no torus.
-        largest_slice: the most devices of one torus; 0 where there is no torus.
-        sources: the document of each fact, by field name. A link has its own.
+            any other is a line; a 3-D torus has three rings if all its dimensions are such
+            multiples, otherwise none. 0 without a torus.
+        largest_slice: the most devices of one torus; 0 without a torus.
+        sources: the source of each fact, by field name. Links have their own.
     """
 
     name: str
@@ -81,17 +81,17 @@ class Chip:
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def is_kind(self, device_kind: str) -> bool:
-        """Whether a device with this `device_kind` is one of these."""
+        """Whether a device with this `device_kind` is such a chip."""
         return re.fullmatch(self.kinds, device_kind) is not None
 
 
 def chip_of_kind(device_kind: str) -> Chip | None:
-    """The chip that a `jax.Device.device_kind` names; None where it is not a known one."""
+    """Return the chip with a `jax.Device.device_kind`; None if it is unknown."""
     return next((chip for chip in CHIPS.values() if chip.is_kind(device_kind)), None)
 
 
 def _gpu(name: str, facts: Mapping[str, Any]) -> Chip:
-    """A GPU by its data sheet, in hosts of 8."""
+    """Return a GPU by its data sheet, in hosts of 8."""
     size, told, sheet = facts["memory_bytes"], facts["memory_source"], facts["sheet"]
     host, between = facts.get("host"), None
     if host is not None:
@@ -100,7 +100,7 @@ def _gpu(name: str, facts: Mapping[str, Any]) -> Chip:
             gigabits * 1e9 / 8 / 8,
             14e-6,
             f"{host}: {gigabits:.0f} Gbit/s for 8 devices; NVIDIA/nccl src/graph/tuning.cc: 14 µs "
-            "a step of a ring over a network",
+            "per ring step over a network",
         )
     return Chip(
         name,
@@ -119,32 +119,32 @@ def _gpu(name: str, facts: Mapping[str, Any]) -> Chip:
             "usable_bytes": f"{told}; JAX documentation, GPU memory allocation: 75% of it",
             "flops_per_second": sheet,
             "memory_bytes_per_second": sheet,
-            "devices_per_host": host or "assumed: cards have no host of their own",
+            "devices_per_host": host or "assumed: cards have no standard host",
         },
     )
 
 
 def _in_host(facts: Mapping[str, Any], sheet: str) -> Interconnect:
-    """NVLink or PCIe."""
+    """Return the NVLink or PCIe link inside a host."""
     if "pcie" in facts:
         gigabytes = {3: 12.0, 4: 24.0, 5: 48.0}[facts["pcie"]]
         return Interconnect(
             gigabytes * 1e9,
             5.7e-6,
             f"{sheet}: PCIe {facts['pcie']}.0 x16; NVIDIA/nccl src/graph/topo.cc: "
-            f"{gigabytes:.0f} GB/s, and src/graph/tuning.cc: 5.7 µs a step of a ring",
+            f"{gigabytes:.0f} GB/s, and src/graph/tuning.cc: 5.7 µs per ring step",
         )
     links, gigabytes = facts["nvlinks"], facts["gigabytes"]
     return Interconnect(
         links * gigabytes * 1e9,
         3.4e-6,
         f"{facts.get('sheet', sheet)}: {links} NVLinks; NVIDIA/nccl src/graph/topo.h: {gigabytes} "
-        "GB/s each, and src/graph/tuning.cc: 3.4 µs a step of a ring",
+        "GB/s each, and src/graph/tuning.cc: 3.4 µs per ring step",
     )
 
 
 def _tpu(name: str, facts: Mapping[str, Any]) -> Chip:
-    """A TPU by its page."""
+    """Return a TPU by its documentation page."""
     page = f"Cloud TPU documentation, TPU {name}"
     told = {"inside": page, "between": page, "memory_bytes": page, **facts.get("sources", {})}
     usable = facts["usable_gib"]
@@ -160,19 +160,19 @@ def _tpu(name: str, facts: Mapping[str, Any]) -> Chip:
         inside=Interconnect(
             facts["torus_gigabytes"] * 1e9,
             1e-6,
-            f"{told['inside']}; jax-ml/scaling-book sharding.md: 1 µs a hop",
+            f"{told['inside']}; jax-ml/scaling-book sharding.md: 1 µs per hop",
         ),
         between=Interconnect(
             facts["slice_gigabits"] * 1e9 / 8,
             50e-6,
-            f"{told['between']}; Kumar et al., Swift, SIGCOMM 2020: 50 µs for short calls, at the "
-            "tail",
+            f"{told['between']}; Kumar et al., Swift, SIGCOMM 2020: 50 µs tail latency of short "
+            "calls",
         ),
         devices_per_host=4,
         **{fact: facts[fact] for fact in ("torus_dims", "ring_multiple", "largest_slice")},
         sources={
             "memory_bytes": told["memory_bytes"],
-            "usable_bytes": f"libtpu 0.0.42.1, of what is too large: available HBM {usable}G",
+            "usable_bytes": f"libtpu 0.0.42.1, out-of-memory message: available HBM {usable}G",
             "flops_per_second": page,
             "memory_bytes_per_second": page,
             "devices_per_host": page,
@@ -186,11 +186,11 @@ def _tpu(name: str, facts: Mapping[str, Any]) -> Chip:
 FACTS: Mapping[str, Mapping[str, Any]] = tomllib.loads(
     files("replicax.analysis").joinpath("hardware.toml").read_text(encoding="utf-8")
 )
-"""The table as it stands, by chip."""
+"""The raw table, by chip."""
 CHIPS: Mapping[str, Chip] = {
     name: (_tpu if "torus_dims" in facts else _gpu)(name, facts) for name, facts in FACTS.items()
 }
-"""Every accelerator that is known, by name."""
+"""All known accelerators, by name."""
 
 CPU = Chip(
     name="cpu",
@@ -205,4 +205,4 @@ CPU = Chip(
     between=None,
     devices_per_host=1,
 )
-"""A device of this host, whose speed is measured rather than known, and whose memory it shares."""
+"""A CPU device of this host, whose speed is measured and whose memory is shared."""

@@ -1,6 +1,6 @@
-"""The text of a compiled module -> its computations, and how often each instruction runs.
+"""Parse the text of a compiled module into computations, and count how often instructions run.
 
-Only what counting needs: instruction lines are `%name = shape opcode(%operand, ...), attributes`.
+Parses only what is needed: lines of the form `%name = shape opcode(%operand, ...), attributes`.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ SILENT = (
     "replica-id",
     "tuple",
 )
-"""Instructions that take no time: they name a part of a buffer, or order others."""
+"""Instructions that take no time: they name part of a buffer or order other instructions."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Instruction:
     inputs: tuple[str, ...] = ()
     """Names of the operands."""
     argument: str = ""
-    """Text in its parentheses: a parameter's number, a constant's value."""
+    """Text in its parentheses, such as a parameter's number or a constant's value."""
     is_root: bool = False
 
     @property
@@ -69,22 +69,22 @@ class Instruction:
 
     @property
     def called(self) -> list[str]:
-        """Names of the computations that it mentions, those of a reduction's sum included."""
+        """Names of the computations it refers to, including a reduction's combiner."""
         branches = ",".join(_BRANCHES.findall(self.attributes))
         return _CALLED.findall(self.attributes) + re.findall(r"[\w.\-]+", branches)
 
     @property
     def op_name(self) -> str:
-        """Where it was traced: `jit(step)/update/mul`, say; empty where XLA made it by itself."""
+        """Name scope in which it was traced, such as `jit(step)/update/mul`; empty if from XLA."""
         found = _OP_NAME.search(self.attributes)
         return found[1] if found else ""
 
     @property
     def continues(self) -> bool:
-        """Whether it stands for a collective that another instruction has started.
+        """Whether it represents a collective that another instruction started.
 
-        A TPU carries an asynchronous collective through the fusions that run meanwhile, and each of
-        them holds a copy of it.
+        A TPU threads an asynchronous collective through the fusions that overlap with it, and each
+        of them contains a copy of it.
         """
         return _CONTINUES.search(self.attributes) is not None
 
@@ -96,7 +96,7 @@ class Module:
     entry: str
     computations: Mapping[str, tuple[Instruction, ...]]
     devices: int
-    """Devices that it is compiled for; 1 where it does not tell."""
+    """Devices that it is compiled for; 1 if unspecified."""
 
     @cached_property
     def _named(self) -> dict[str, dict[str, Instruction]]:
@@ -106,22 +106,22 @@ class Module:
         }
 
     def find(self, computation: str, name: str) -> Instruction | None:
-        """The instruction of a computation that has a name."""
+        """Return the instruction of a computation with a given name."""
         return self._named.get(computation, {}).get(name)
 
     def root(self, computation: str) -> Instruction | None:
-        """Return the instruction that a computation results in."""
+        """Return the root instruction of a computation."""
         return next((each for each in self.computations.get(computation, ()) if each.is_root), None)
 
     def inside(self, instruction: Instruction) -> Iterator[Instruction]:
-        """Yield the instructions of the computations that one mentions, a fusion say."""
+        """Yield the instructions of all computations that one refers to, such as a fusion's."""
         for called in instruction.called:
             yield from self.computations.get(called, ())
 
     def running(self) -> Iterator[tuple[Instruction, tuple[Instruction, ...]]]:
-        """Yield what runs, from the entry on, a loop's body as often as it is known to.
+        """Yield all instructions that run, with loop bodies multiplied by known trip counts.
 
-        With each instruction come those whose computations it is in, the outermost first.
+        Each instruction comes with the instructions that enclose it, the outermost first.
         """
         pending: list[tuple[str, int, tuple[Instruction, ...]]] = [(self.entry, 1, ())]
         while pending:
@@ -132,10 +132,10 @@ class Module:
                 yield dataclasses.replace(each, runs=runs), callers
 
     def trips(self, loop: Instruction, around: str) -> int:
-        """How often the body of a `while` in the computation `around` runs; 1 if not known.
+        """Return the trip count of a `while` in the computation `around`; 1 if unknown.
 
-        XLA says it for a CPU and a GPU. For a TPU it is read from a counter that starts at a
-        constant, grows by 1 and stays below another constant, as those of `lax.scan` do.
+        XLA reports it for CPUs and GPUs. For TPUs it is derived from a counter that starts at a
+        constant, increments by 1 and stays below another constant, as in `lax.scan`.
         """
         if known := _TRIPS.search(loop.attributes):
             return int(known[1])
@@ -159,7 +159,7 @@ class Module:
         return self._index(body, counter) == index and self._constant(body, step) == 1
 
     def _index(self, computation: str, name: str) -> int:
-        """Index of the tuple element that an instruction copies; -1 if it is none."""
+        """Return the index of the tuple element that an instruction copies; -1 if there is none."""
         made = self.source(computation, name)
         index = _INDEX.search(made.attributes) if made else None
         is_element = made is not None and made.opcode == "get-tuple-element"
@@ -178,7 +178,7 @@ class Module:
     def source(
         self, computation: str, name: str, through: Collection[str] = _COPIES
     ) -> Instruction | None:
-        """Return the instruction that one is a copy of, or itself."""
+        """Return the instruction that this one is a copy of, or itself."""
         made = self.find(computation, name)
         while made is not None and made.opcode in through:
             made = self.find(computation, made.inputs[0])
@@ -186,7 +186,7 @@ class Module:
 
 
 def read_module(text: str) -> Module:
-    """The computations of a module's text."""
+    """Parse a module's text."""
     found: dict[str, list[re.Match[str]]] = {}
     name = entry = ""
     for line in text.splitlines():
@@ -201,23 +201,23 @@ def read_module(text: str) -> Module:
 
 
 def instructions(text: str) -> Iterator[Instruction]:
-    """Every instruction of a module's text that runs; see `Module.running`."""
+    """Return all instructions of a module's text that run; see `Module.running`."""
     return (instruction for instruction, _ in read_module(text).running())
 
 
 def shape_bytes(shape: str) -> int:
-    """Bytes of an array shape such as `f32[8,16]{1,0}`, or of all arrays of a tuple shape."""
+    """Return the bytes of an array shape such as `f32[8,16]{1,0}`, or of a whole tuple shape."""
     return sum(_bits(dtype) * math.prod(dims) for dtype, dims in arrays(shape)) // 8
 
 
 def memory_bytes(shape: str) -> int:
-    """Bytes of those arrays that lie in the device's main memory: `S(1)` is on a TPU's chip."""
+    """Return the bytes of arrays in the device's main memory: `S(1)` is a TPU's on-chip memory."""
     kept = [found for found in _ARRAY.finditer(shape) if not _OTHER_MEMORY.search(found[3] or "")]
     return sum(shape_bytes(found[0]) for found in kept)
 
 
 def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
-    """The dtypes and dims of the arrays in a shape."""
+    """Return the dtypes and dims of the arrays in a shape."""
     return [
         (dtype, tuple(int(dim) for dim in dims.split(",") if dim))
         for dtype, dims, _ in _ARRAY.findall(shape)
@@ -225,12 +225,12 @@ def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def elements_in(shape: str) -> int:
-    """How many elements the arrays in a shape have together."""
+    """Return the total number of elements of the arrays in a shape."""
     return sum(math.prod(dims) for _, dims in arrays(shape))
 
 
 def elements(shape: str) -> list[str]:
-    """The shapes of the arrays in a tuple shape, each with its layout."""
+    """Return the shapes of the arrays in a tuple shape, each with its layout."""
     return [found[0] for found in _ARRAY.finditer(shape)]
 
 
@@ -239,7 +239,7 @@ def _instructions(lines: list[re.Match[str]]) -> tuple[Instruction, ...]:
     found = []
     for line in lines:
         argument, _, attributes = line["rest"].partition(")")
-        # What is only traced is printed without the %.
+        # Modules that are only traced are printed without the %.
         inputs = tuple(_OPERAND.findall(argument)) or tuple(
             name for name in argument.split(", ") if name in shapes
         )
@@ -259,6 +259,6 @@ def _instructions(lines: list[re.Match[str]]) -> tuple[Instruction, ...]:
 
 
 def _bits(dtype: str) -> int:
-    """Bits of an element: the first number in the dtype's name (`f32`, `bf16`, `f8e4m3fn`)."""
+    """Return bits per element: the first number in the dtype's name (`f32`, `bf16`, `f8e4m3fn`)."""
     bits = _BITS.search(dtype)
     return int(bits[0]) if bits else 8 if dtype == "pred" else 0

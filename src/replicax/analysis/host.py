@@ -1,4 +1,4 @@
-"""Speed of this host's devices, measured: no data sheet tells how it is shared."""
+"""Measure the speed of this host's devices, which share its cores."""
 
 import dataclasses
 import os
@@ -12,21 +12,21 @@ import jax.numpy as jnp
 from replicax.analysis.hardware import Chip, Interconnect
 
 SIZE = 1024
-"""Rows and columns of the matrices that are multiplied."""
+"""Rows and columns of the multiplied matrices."""
 CACHED_BYTES = 2**16, 2**18, 2**20
-"""Sizes of arrays that stay in the caches of a core, from one kernel to the next."""
+"""Sizes of arrays that stay in a core's caches between kernels."""
 PASSED_BYTES = 2**28
-"""Read in all for a measurement."""
+"""Total bytes read per measurement."""
 REPEATS = 5
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def measured(chip: Chip, devices: int) -> Chip:
-    """A device of this host, with a share of what all its cores can do together.
+    """Return a device of this host with its share of the measured speed of all cores.
 
     Args:
         chip: the CPU device.
-        devices: that share the host.
+        devices: the number of devices that share the host.
     """
     device = jax.devices("cpu")[0]
     rates = {dtype: product_flops_per_second(device, dtype) / devices for dtype in _DTYPES}
@@ -36,26 +36,26 @@ def measured(chip: Chip, devices: int) -> Chip:
         chip,
         flops_per_second=rates,
         memory_bytes_per_second=moved,
-        # A reduction between host devices reads and writes the memory that they share.
+        # A reduction between CPU devices reads and writes their shared memory.
         inside=Interconnect(moved / 2, 0.0, f"{told}; without latency"),
         sources={**chip.sources, "flops_per_second": told, "memory_bytes_per_second": told},
     )
 
 
 def product_flops_per_second(device: jax.Device, precision: str) -> float:
-    """The rate of a product of two `[1024, 1024]` matrices, the best of some, on one device.
+    """Measure the best rate of a product of two `[1024, 1024]` matrices on one device.
 
-    Not the hardware's peak: what XLA makes of the plainest product on the cores it has now.
+    This is what XLA achieves for a plain product on the available cores, not the hardware's peak.
     """
     ones = jnp.ones((SIZE, SIZE), jnp.dtype(precision), device=device)
     return float(2 * SIZE**3 / _best_seconds(jax.jit(jnp.matmul), ones, ones))
 
 
 def _bytes_per_second(device: jax.Device) -> float:
-    """Bytes that all cores together can read and write, at best: those of their caches.
+    """Measure the peak bandwidth of all cores combined, in their caches.
 
-    What a kernel reads on a CPU the one before it has often left in a cache, which is several times
-    as fast as main memory: with the rate of that, real steps were 2.5 times as fast as "at best".
+    On a CPU, a kernel often finds its input in a cache, which is several times as fast as main
+    memory: by main memory's bandwidth, real steps were 2.5 times as fast as "at best".
     """
 
     def passes(ones: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""An instruction of a compiled program -> the FLOPs and bytes of one run."""
+"""FLOPs and bytes of one run of a compiled program's instruction."""
 
 import functools
 import math
@@ -16,19 +16,19 @@ FREE_CALLS = (
     "ConcatBitcast",
     "GatherScatterIndicesBitpacked",
 )
-"""Custom calls by which a TPU's compiler tells itself something; nothing runs."""
+"""Custom calls that are annotations of the TPU compiler; nothing runs."""
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _SCORES = re.compile(r'"intermediate_tensor_shape":\s*\{[^\]]*"dimensions":\s*\[([^\]]*)\]')
 _SUMMED = re.compile(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]')
 _CAUSAL = re.compile(r'"mask_type":\s*"\w*CAUSAL')
 _FORWARD, _BACKWARD = 2, 5
-"""Products of `[tokens, head_dim]` with `[tokens, tokens]` in attention: of the scores and of the
-output; and for the gradients the scores once more and two for each of the former (Dao et al. 2022,
+"""Products of `[tokens, head_dim]` with `[tokens, tokens]` in attention. Forward: scores and
+output; backward: the scores again, and two gradients for each of these (Dao et al. 2022,
 arXiv:2205.14135)."""
 
 
 def kernel_flops(module: Module, instruction: Instruction) -> int:
-    """FLOPs of one run, whatever is fused into it; 0 for custom calls that are not known."""
+    """Return the FLOPs of one run, including fused operations; 0 for unknown custom calls."""
     if instruction.opcode == "custom-call":
         return _call_flops(instruction)
     if instruction.opcode != "fusion":
@@ -37,7 +37,7 @@ def kernel_flops(module: Module, instruction: Instruction) -> int:
 
 
 def product_dtype(module: Module, instruction: Instruction) -> str:
-    """The dtype that its products multiply, as HLO names it; empty where it has none."""
+    """Return the HLO dtype of the operands of its products; empty if it has none."""
     if instruction.opcode in ("convolution", "custom-call", "dot") and instruction.operands:
         if not kernel_flops(module, instruction):
             return ""
@@ -50,7 +50,7 @@ def product_dtype(module: Module, instruction: Instruction) -> str:
 
 
 def call_target(instruction: Instruction) -> str:
-    """Target of a custom call; empty for any other instruction."""
+    """Return the target of a custom call; empty for any other instruction."""
     found = _TARGET.search(instruction.attributes)
     return found[1] if found and instruction.opcode == "custom-call" else ""
 
@@ -79,7 +79,7 @@ def _call_flops(call: Instruction) -> int:
 
 
 def _attention_flops(call: Instruction, products: int) -> int:
-    """FLOPs of cuDNN's fused attention: scores `[rows, heads, tokens, tokens]`, half masked."""
+    """FLOPs of cuDNN's fused attention: scores `[rows, heads, tokens, tokens]`, half if causal."""
     scores = math.prod(_integers(_SCORES.search(call.attributes)))
     head_dim = _dims(call.operands[0])[-1]
     flops = 2 * products * scores * head_dim
@@ -87,7 +87,7 @@ def _attention_flops(call: Instruction, products: int) -> int:
 
 
 def _dims(shape: str) -> tuple[int, ...]:
-    """Dims of the first array."""
+    """Return the dims of the first array."""
     return hlo.arrays(shape)[0][1]
 
 
@@ -106,15 +106,15 @@ _PASSED_ON = (
     "reduce-scatter",
     "tuple",
 )
-"""Inside a fusion: they move an array's name, or what they move is a collective's."""
+"""Inside a fusion, these only forward an array, or move data as part of a collective."""
 
 
 def kernel_bytes(module: Module, instruction: Instruction) -> int:
-    """Bytes that one run reads from the device's memory and writes to it.
+    """Return the bytes that one run reads from and writes to the device's main memory.
 
-    Operands and results of the instruction itself: what passes between the operations of a fusion
-    never gets there, nor does what a TPU keeps on its chip. Of an array that a fusion takes a slice
-    of, or writes a slice into, as loops over stacked layers do, the slice alone counts.
+    Counts operands and results of the instruction, but not values inside a fusion or in a TPU's
+    on-chip memory. If a fusion reads or writes only a slice of an array, as loops over stacked
+    layers do, only the slice counts.
     """
     if instruction.opcode == "fusion":
         return _of_fusion(module, instruction)
@@ -137,7 +137,7 @@ def kernel_bytes(module: Module, instruction: Instruction) -> int:
 
 
 def _of_copy(start: Instruction) -> int:
-    """Bytes of a copy that runs beside the computation: as much as arrives, at both ends."""
+    """Return the bytes of an asynchronous copy: the copied size, at both ends."""
     shapes = hlo.elements(start.shape)
     source = hlo.memory_bytes(start.operands[0]) if start.operands else 0
     arrived = shapes[0] if start.opcode == "copy-start" else shapes[len(start.operands)]
@@ -145,7 +145,7 @@ def _of_copy(start: Instruction) -> int:
 
 
 def _scratch(call: Instruction) -> int:
-    """Bytes that a library's kernel asks for to work in: the last of several results."""
+    """Return the bytes of a library kernel's workspace: the last of several results."""
     *results, last = hlo.elements(call.shape)
     scratch = results and last.startswith(("s8[", "u8["))
     return hlo.memory_bytes(last) if scratch else 0
@@ -165,7 +165,7 @@ def _of_fusion(module: Module, fusion: Instruction) -> int:
 
 
 class _Inside:
-    """The computation of a fusion."""
+    """The computation inside a fusion."""
 
     def __init__(self, module: Module, computation: str) -> None:
         self._module, self._computation = module, computation
@@ -175,7 +175,7 @@ class _Inside:
         return [each for each in self._instructions if value.name in each.inputs]
 
     def share_read(self, number: int) -> float:
-        """Share of a parameter's elements that are read."""
+        """Return the share of a parameter's elements that are read."""
         for each in self._instructions:
             if each.opcode == "parameter" and each.argument == str(number):
                 return self._share(each)
@@ -202,13 +202,13 @@ class _Inside:
         return 1.0
 
     def _stays(self, value: Instruction) -> bool:
-        """Whether it is a result of the fusion as it is, so that it can be changed in place."""
+        """Whether it is itself a result of the fusion, so that it can be updated in place."""
         return value.is_root or all(
             each.opcode in ("tuple", "bitcast") and self._stays(each) for each in self._users(value)
         )
 
     def written(self) -> list[int]:
-        """Bytes of each result that are written."""
+        """Return the bytes written for each result."""
         root = self._module.root(self._computation)
         if root is None:
             return []
@@ -223,10 +223,10 @@ class _Inside:
         if source.opcode == "parameter":
             return [0]
         if source.opcode in ("dynamic-update-slice", "scatter"):
-            # In place where what it updates is an operand of the fusion, and not made in it.
+            # In place if the updated array is an operand of the fusion, not computed inside it.
             target = behind(source.inputs[0], ("bitcast", "dynamic-update-slice"))
             if target is not None and target.opcode == "parameter":
-                if source.opcode == "scatter":  # it adds to what is there
+                if source.opcode == "scatter":  # it reads, adds and writes
                     return [2 * hlo.shape_bytes(source.operands[-1])]
                 return [hlo.shape_bytes(source.operands[1])]
         if source.opcode == "fusion":

@@ -1,7 +1,7 @@
-"""Sums that a program does in 16-bit floats, where each addition rounds to 8 or 11 bits.
+"""Find sums in 16-bit floats, where each addition rounds to 8 or 11 bits.
 
-A sum of many terms stops growing there: 256 ones in bfloat16 are 256, and so are 300. Read are
-scatters that add, reductions, and reductions between devices; products accumulate in float32.
+A long sum stops growing in such a dtype: 256 ones in bfloat16 are 256, and so are 300. Covers
+scatter-adds, reductions, and reductions between devices; products accumulate in float32.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ _FRAME_OF = re.compile(r"\bstack_frame_id=(\d+)")
 
 
 class _Frames:
-    """The stacks of a compiled module, by its text."""
+    """The stack frames in a compiled module's text."""
 
     def __init__(self, text: str) -> None:
         files = dict(_FILE.findall(text.partition("FunctionNames")[0]))
@@ -36,11 +36,11 @@ class _Frames:
             int(frame): (places.get(at, ("", "0")), int(parent))
             for frame, at, parent in _FRAME.findall(text)
         }
-        # XLA counts parents from 1 on, and 1 stands for none: the first frame has no other.
+        # XLA numbers parents from 1, and 1 means none: the first frame has no parent.
         self._first = self._frames[1][1] if 1 in self._frames else 0
 
     def source(self, frame: int) -> str:
-        """Return `train.py:12`, the innermost line that is of no library; empty if unknown."""
+        """Return the innermost line outside of libraries, as `train.py:12`; empty if unknown."""
         stack = []
         while frame in self._frames:
             place, parent = self._frames[frame]
@@ -54,7 +54,7 @@ class _Frames:
 
 
 def _is_users(file: str) -> bool:
-    """Whether a file is neither of a library nor of the step around a model."""
+    """Whether a file belongs neither to a library nor to Replicax's own step."""
     path = Path(file)
     if path.is_relative_to(_PACKAGE):
         return path.is_relative_to(_OWN_MODELS)
@@ -62,14 +62,14 @@ def _is_users(file: str) -> bool:
 
 
 def _shown(file: str) -> str:
-    """A path from here on where it is below, and else its name."""
+    """Return a path relative to the working directory if it is below, else its name."""
     path = Path(file)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else path.name
 
 
 DTYPES = {"bf16": "bfloat16", "f16": "float16"}
 MANY = 256
-"""Terms from which on a sum counts: 2 ** 8, where bfloat16 can no longer add 1."""
+"""Minimum terms of a reported sum: 2 ** 8, where bfloat16 can no longer add 1."""
 SCATTER, REDUCE = "scatter", "reduce"
 BETWEEN_DEVICES = ("all-reduce", "reduce-scatter")
 
@@ -80,22 +80,22 @@ _ANY = re.compile(rf"\b(?:{'|'.join(DTYPES)})\[")
 
 @dataclasses.dataclass(frozen=True)
 class Sum:
-    """One sum, or several that are alike."""
+    """One sum, or several identical ones."""
 
     kind: str
     """`scatter`, `reduce`, or one of `BETWEEN_DEVICES`."""
     shape: str
-    """Type of the result: `bf16[50257,768]`."""
+    """Type of the result, such as `bf16[50257,768]`."""
     terms: int
-    """Terms added for one number of it; for a scatter, the most there can be."""
+    """Terms per element of the result; for a scatter, the maximum."""
     op_name: str
     """See `Instruction.op_name`."""
     source: str
-    """The line of code that it, or what it is the gradient of, was traced at; may be empty."""
+    """The line of code where it, or its primal operation, was traced; may be empty."""
     count: int = 1
-    """How many there are in one step, loops multiplied out."""
+    """Number of such sums in one step, loops unrolled."""
     group: tuple[int, ...] | None = None
-    """The devices it is between; None where it is all, or one."""
+    """The devices of its group; None for all devices or a single one."""
 
     @property
     def dtype(self) -> str:
@@ -104,16 +104,16 @@ class Sum:
 
 
 def has_16_bits(text: str) -> bool:
-    """Return whether a module's text has floats of 16 bits at all."""
+    """Return whether a module's text contains any 16-bit floats."""
     return _ANY.search(text) is not None
 
 
 def sums_in_16_bits(text: str) -> tuple[Sum, ...]:
-    """Return the sums of many terms in bfloat16 or float16, those of the most terms first.
+    """Return the long sums in bfloat16 or float16, in descending order of terms.
 
     Args:
-        text: of a module: as `compiled.as_text()` gives it, or of a program that is only traced, as
-            `lowered.as_text(dialect="hlo", debug_info=True)` does.
+        text: the text of a module: `compiled.as_text()`, or, for a program that is only traced,
+            `lowered.as_text(dialect="hlo", debug_info=True)`.
     """
     module, frames = hlo.read_module(text), _Frames(text)
     found: list[Sum] = []
@@ -121,7 +121,7 @@ def sums_in_16_bits(text: str) -> tuple[Sum, ...]:
         for shape, terms in _terms(module, each):
             kind = collective_kind(each) or each.opcode
             group = first_group(each.attributes) if kind in BETWEEN_DEVICES else None
-            # What is traced as a function of its own has names that begin there.
+            # In a separately traced function, names start at that function.
             named = (*(caller for caller in callers if caller.opcode == "call"), each)
             name = functools.reduce(_joined_names, (inner.op_name for inner in named), "")
             traced = (_FRAME_OF.search(inner.attributes) for inner in (each, *reversed(callers)))
@@ -137,7 +137,7 @@ def sums_in_16_bits(text: str) -> tuple[Sum, ...]:
 
 
 def _terms(module: Module, each: Instruction) -> Iterator[tuple[str, int]]:
-    """The arrays that an instruction sums up in 16 bits, and how many terms each number has."""
+    """Yield the arrays that an instruction sums in 16 bits, and the terms per element."""
     kind = collective_kind(each) or each.opcode
     if kind not in (SCATTER, REDUCE, *BETWEEN_DEVICES) or each.continues:
         return
@@ -156,7 +156,7 @@ def _terms(module: Module, each: Instruction) -> Iterator[tuple[str, int]]:
 
 
 def _adds(module: Module, each: Instruction) -> bool:
-    """Whether what an instruction applies is an addition that rounds to 16 bits."""
+    """Whether an instruction's combiner is an addition that rounds to 16 bits."""
     applied = _APPLIED.search(each.attributes)
     computation = module.computations.get(applied[1], ()) if applied else ()
     root = module.root(applied[1]) if applied else None
@@ -165,10 +165,10 @@ def _adds(module: Module, each: Instruction) -> bool:
 
 
 def _updates_of_a_place(scatter: Instruction) -> int:
-    """Most updates that can fall on one place of the result.
+    """Return the most updates that can hit one element of the result.
 
-    An index of several numbers, as in `x[arange(rows), labels]`, counts the rows in all but one:
-    each of those has its own updates.
+    In an index with several components, such as `x[arange(rows), labels]`, all but the last are
+    assumed to enumerate rows, each with separate updates.
     """
     if "unique_indices=true" in scatter.attributes:
         return 1
@@ -190,7 +190,7 @@ def _numbers(each: Instruction, attribute: str) -> list[int]:
 
 
 def _joined(found: Iterable[Sum]) -> Iterator[Sum]:
-    """Sums, each reduction that XLA splits in two (of parts, and of what these give) as one."""
+    """Yield the sums, merging each reduction that XLA splits into partial and final reductions."""
     rest = sorted(found, key=_read)
     while rest:
         added = last = rest.pop(0)
@@ -202,7 +202,7 @@ def _joined(found: Iterable[Sum]) -> Iterator[Sum]:
 
 
 def _goes_on(part: Sum, last: Sum) -> bool:
-    """Whether the results of one reduction are what another reads."""
+    """Whether one reduction reads the results of another."""
     same = (part.kind, part.op_name, part.source) == (REDUCE, last.op_name, last.source)
     return same and last.kind == REDUCE and part.terms > 1 and _left(part) == _read(last)
 

@@ -1,7 +1,7 @@
-"""A lowered step -> what it compiles to, and the memory in use while each instruction runs.
+"""Compile a lowered step, and read the memory in use while each instruction runs.
 
-XLA writes down, on request, which buffers it assigned: from where to where in the schedule each of
-them lives, and at which addresses. Nothing of that is computed here.
+On request, XLA dumps its buffer assignment: the live range of each buffer in the schedule, and its
+address. This module only reads that dump.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from replicax.errors import ConfigError
 CONTROL = ("while", "conditional", "call", "async-start")
 """Instructions that run others."""
 SILENT = (*CONTROL, *hlo.SILENT)
-"""Instructions that take no time of their own: they run others, or name a part of a buffer."""
+"""Instructions that take no time themselves: they run others, or name part of a buffer."""
 
 _HEADER = re.compile(r"HloModule ([\w.\-]+)")
 _PLACE = re.compile(r"^ +(\d+):(.+)$", re.MULTILINE)
@@ -35,37 +35,37 @@ _ELSEWHERE = re.compile(r"constant|thread-local")
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """A piece of memory for one value. At other times its addresses may serve others."""
+    """Memory of one value. Other values may use its addresses at other times."""
 
     instruction: str
-    """Name of the one that defines it."""
+    """Name of the instruction that defines it."""
     allocation: int
     offset: int
-    """In its allocation, in bytes."""
+    """Offset in its allocation, in bytes."""
     size: int
     first: int
     """Place in the schedule where it is written."""
     last: int
-    """Place where it is read for the last time."""
+    """Place where it is last read."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryUse:
-    """Buffers of one execution on one device, and the schedule that they live through."""
+    """Buffers of one execution on one device, and its schedule."""
 
     name: str
-    """Name of the module: `jit_step`, say."""
+    """Name of the module, such as `jit_step`."""
     module: hlo.Module
     place: Mapping[str, int]
-    """In the schedule, loops and branches unrolled once, by name of instruction."""
+    """Place in the schedule by instruction name, with loops and branches unrolled once."""
     buffers: tuple[Buffer, ...]
-    """Temporaries, and outputs that reuse no argument's memory."""
+    """Temporaries, and outputs that do not reuse an argument's memory."""
     argument_bytes: int
-    """Kept during the whole step."""
+    """Bytes of arguments, live during the whole step."""
 
     @cached_property
     def bytes(self) -> np.ndarray:
-        """int64 `[places]`: in use while the instruction at each place runs, arguments included."""
+        """int64 `[places]`: bytes in use at each instruction's place, including arguments."""
         starting: dict[int, list[Buffer]] = defaultdict(list)
         ending: dict[int, list[Buffer]] = defaultdict(list)
         for each in self.buffers:
@@ -86,7 +86,7 @@ class MemoryUse:
 
     @cached_property
     def computations(self) -> dict[str, tuple[hlo.Instruction, ...]]:
-        """Computations that run one instruction after the other, by name, the entry first."""
+        """Computations that run sequentially, by name, the entry first."""
         found = {self.module.entry: self.module.computations[self.module.entry]}
         pending = [self.module.entry]
         while pending:
@@ -119,10 +119,10 @@ class MemoryUse:
 
 
 def compile_with_memory(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, MemoryUse]:
-    """Compile a step, and read what memory it uses when.
+    """Compile a step, and read its memory use over time.
 
     Raises:
-        ConfigError: the backend does not tell its buffers.
+        ConfigError: the backend does not report its buffers.
     """
     with tempfile.TemporaryDirectory() as folder, _compiled_anew():
         compiled = lowered.compile(compiler_options={"xla_dump_to": folder})
@@ -135,14 +135,14 @@ def compile_with_memory(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compile
         ]
     if not all(written):
         raise ConfigError(
-            f"{jax.default_backend()} writes 0 lines on the buffers of this step, and memory over "
-            "time is read from them: use a CPU or a GPU"
+            f"{jax.default_backend()} reports no buffer assignment, which memory over time is "
+            "read from: use a CPU or a GPU"
         )
     return compiled, read_memory_use(name, text, *written)
 
 
 def read_memory_use(name: str, text: str, live_range: str, assignment: str) -> MemoryUse:
-    """Read what XLA has written: the module, the lives of its values, and their addresses."""
+    """Read XLA's dump: the module, the live ranges of its values, and their addresses."""
     sequence, _, ranges = live_range.partition("BufferLiveRange:")
     lives = {
         found[1] + found[2]: (int(found[3]), int(found[4])) for found in _RANGE.finditer(ranges)
@@ -163,9 +163,9 @@ def read_memory_use(name: str, text: str, live_range: str, assignment: str) -> M
 
 
 def _covered(buffers: Sequence[Buffer]) -> int:
-    """Bytes of an allocation that lie in any of the buffers: what is written in place counts once.
+    """Return the bytes of an allocation covered by the buffers, counting in-place writes once.
 
-    The buffers that a loop carries have several names, and lie at the same address.
+    Buffers that a loop carries have several names at the same address.
     """
     covered = end = 0
     for start, size in sorted((each.offset, each.size) for each in buffers):
@@ -176,7 +176,7 @@ def _covered(buffers: Sequence[Buffer]) -> int:
 
 @contextlib.contextmanager
 def _compiled_anew() -> Generator[None]:
-    """XLA compiles in here, whatever JAX has in its cache; else it would write nothing."""
+    """Bypass JAX's compilation cache: on a cache hit XLA would dump nothing."""
     folder = getattr(jax.config, "jax_compilation_cache_dir", None)
     try:
         jax.config.update("jax_compilation_cache_dir", None)

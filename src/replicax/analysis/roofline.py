@@ -1,4 +1,4 @@
-"""How long a chip takes at least for some work, kernel by kernel."""
+"""Roofline model: lower bounds on a chip's time, kernel by kernel."""
 
 from dataclasses import dataclass
 
@@ -11,16 +11,16 @@ COMPUTE, MEMORY = "compute", "memory"
 
 @dataclass(frozen=True)
 class Roofline:
-    """The two times of which the longer one binds (Williams, Waterman and Patterson 2009)."""
+    """Compute and memory time; the longer is the bound (Williams, Waterman and Patterson 2009)."""
 
     compute_seconds: float
-    """At the chip's peak FLOP/s."""
+    """Time at the chip's peak FLOP/s."""
     memory_seconds: float
-    """At the peak bandwidth of its memory."""
+    """Time at the peak bandwidth of its memory."""
 
     @property
     def seconds(self) -> float:
-        """The least that the work can take."""
+        """Lower bound on the time."""
         return max(self.compute_seconds, self.memory_seconds)
 
     @property
@@ -30,31 +30,31 @@ class Roofline:
 
 
 def roofline(flops: float, bytes: float, chip: Chip, dtype: str = "bfloat16") -> Roofline:
-    """The least time of the FLOPs and bytes of one device, in a program or in one kernel.
+    """Return the roofline of one device's FLOPs and bytes, for a program or a single kernel.
 
     `dtype` is that of the products: `float32`, `bfloat16` or `float16`.
 
     Raises:
-        ConfigError: the chip's speed is not known, or it has no units for that dtype.
+        ConfigError: the chip's speed is unknown, or it has no units for that dtype.
     """
     peak = chip.flops_per_second.get(dtype)
     if peak is None:
         known = ", ".join(chip.flops_per_second) or "no dtype"
         raise ConfigError(
-            f"{chip.title}: its peak in {dtype} is not known, that in {known} is: "
-            "plan in one that is known, or measure with `replicax bench`"
+            f"{chip.title}: peak FLOP/s in {dtype} is not known, only in {known}: "
+            "plan in a known dtype, or measure with `replicax bench`"
         )
     if chip.memory_bytes_per_second is None:
         raise ConfigError(
-            f"{chip.title}: the bandwidth of its memory is not known: measure with `replicax bench`"
+            f"{chip.title}: the memory bandwidth is not known: measure with `replicax bench`"
         )
     return Roofline(flops / peak, bytes / chip.memory_bytes_per_second)
 
 
 def roofline_seconds(flops: float, bytes: float, chip: Chip, dtype: str = "bfloat16") -> float:
-    """The least time of a whole program, whose products and memory traffic all overlap.
+    """Return the lower bound for a whole program in which compute and memory traffic overlap.
 
-    No more than the sum over its kernels. See `roofline`.
+    It is at most the sum over its kernels. See `roofline`.
     """
     return roofline(flops, bytes, chip, dtype).seconds
 
@@ -65,7 +65,7 @@ _TOP = 5
 
 @dataclass(frozen=True)
 class KernelTime:
-    """A kernel, and how long a step is in it."""
+    """A kernel and its total time in a step."""
 
     kernel: Kernel
     seconds: float
@@ -76,19 +76,19 @@ class KernelTime:
 
 @dataclass(frozen=True)
 class Limits:
-    """Resources that the computation of a step waits for."""
+    """The resources that limit the computation of a step."""
 
     seconds: float
     compute_share: float
-    """Share of the time in kernels bound by their FLOPs; the rest is bound by memory."""
+    """Share of the time in compute-bound kernels; the rest is memory-bound."""
     top: tuple[KernelTime, ...]
-    """Kernels that take longest, the longest first."""
+    """The longest kernels, in descending order."""
 
 
 def kernel_roofline(kernel: Kernel, chip: Chip, dtype: str = "bfloat16") -> Roofline:
-    """The least time of one run of a kernel.
+    """Return the roofline of one run of a kernel.
 
-    Products in a dtype that the chip has no units for take as long as those in `dtype`.
+    Products in a dtype that the chip has no units for are timed as products in `dtype`.
     """
     own = _DTYPES.get(kernel.dtype, dtype)
     known = own if own in chip.flops_per_second else dtype
@@ -96,7 +96,7 @@ def kernel_roofline(kernel: Kernel, chip: Chip, dtype: str = "bfloat16") -> Roof
 
 
 def limits(schedule: Schedule, chip: Chip, dtype: str = "bfloat16") -> Limits:
-    """Return what the computation of a step waits for; arguments as of `timeline`."""
+    """Return the limits of a step's computation; arguments as for `timeline`."""
     times = []
     for kernel in schedule.kernels:
         least = kernel_roofline(kernel, chip, dtype)

@@ -1,6 +1,6 @@
-"""The text of a compiled step -> what one device computes and sends, in the order of its schedule.
+"""Read the schedule of a compiled step: what one device computes and sends, in order.
 
-In a scheduled module the order of a computation's text is the order in which a device runs it.
+The text of a scheduled module lists instructions in execution order.
 """
 
 import itertools
@@ -35,18 +35,18 @@ class Kernel:
     bytes: int
     """Bytes that it reads from the device's memory and writes to it, in one run."""
     runs: int
-    """In one step."""
+    """Runs in one step."""
     op_name: str
-    """Where it was traced: `jit(step)/update/mul`, say; empty where XLA made it by itself."""
+    """Name scope in which it was traced, such as `jit(step)/update/mul`; empty if from XLA."""
     dtype: str = ""
-    """Dtype that its products multiply, as HLO names it: `f32`, `bf16`; empty where it has none."""
+    """HLO dtype of the operands of its products, such as `f32` or `bf16`; empty if it has none."""
     share: float = 1.0
-    """Share of its loop's trips in which it runs; `runs` counts those."""
+    """Share of its loop's iterations in which it runs; `runs` counts those."""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective operation, at the place where it starts."""
+    """One collective operation, at its start in the schedule."""
 
     name: str
     kind: str
@@ -54,33 +54,33 @@ class Collective:
     bytes: int
     """Bytes of the result on one device, in one run."""
     runs: int
-    """In one step."""
+    """Runs in one step."""
     asynchronous: bool
     """Whether the device may compute until the result is needed."""
     devices: int | None
-    """Devices that take part in it together; None if all do."""
+    """Devices in each group; None for all devices."""
     op_name: str
     shapes: tuple[str, ...]
-    """Shapes of the results: `f32[50257,768]`, say."""
+    """Shapes of the results, such as `f32[50257,768]`."""
     axes: tuple[str, ...] | None = None
-    """Mesh axes that it runs over; None where it is all of them."""
+    """Mesh axes that it runs over; None for all of them."""
     between: tuple[Kernel, ...] = field(default=(), repr=False)
-    """Kernels that run between its start and the use of its result, once for each of its runs."""
+    """Kernels between its start and the use of its result, in each of its runs."""
     share: float = 1.0
     """See `Kernel`."""
 
 
 @dataclass(frozen=True)
 class Wait:
-    """The place where the result of a collective is needed."""
+    """The point in the schedule where the result of a collective is needed."""
 
     collective: str
-    """Its name."""
+    """Name of the collective."""
 
 
 @dataclass(frozen=True)
 class WhileLoop:
-    """A loop, its body once."""
+    """A loop with its trip count and body."""
 
     trips: int
     steps: "tuple[Step, ...]"
@@ -91,20 +91,20 @@ Step = Kernel | Collective | Wait | WhileLoop
 
 @dataclass(frozen=True)
 class Schedule:
-    """Work of one device in one step."""
+    """The work of one device in one step."""
 
     steps: tuple[Step, ...]
     unknown_calls: tuple[str, ...] = ()
-    """Names of kernels that are not XLA's and whose FLOPs are therefore not counted."""
+    """Names of library kernels whose FLOPs are not counted."""
 
     @cached_property
     def kernels(self) -> tuple[Kernel, ...]:
-        """All kernels, those of loops once, with their runs."""
+        """All kernels; those in loops appear once, with their runs."""
         return tuple(each for each in _flat(self.steps) if isinstance(each, Kernel))
 
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
-        """All collectives, those of loops once, with their runs."""
+        """All collectives; those in loops appear once, with their runs."""
         return tuple(each for each in _flat(self.steps) if isinstance(each, Collective))
 
     @property
@@ -114,7 +114,7 @@ class Schedule:
 
     @property
     def bytes(self) -> int:
-        """Bytes that one device reads from its memory and writes to it in one step."""
+        """Bytes that one device reads from and writes to its memory in one step."""
         return sum(kernel.runs * kernel.bytes for kernel in self.kernels)
 
 
@@ -123,14 +123,14 @@ def read_schedule(
     sizes: Mapping[str, int] | None = None,
     working: Mapping[int, int] | None = None,
 ) -> Schedule:
-    """Read a compiled module, as `compiled.as_text()` gives it.
+    """Read a compiled module from `compiled.as_text()`.
 
-    Bodies of loops whose trip count is not known count once. Of a conditional, the branch with the
-    most FLOPs counts, or else the most bytes: a step that is no bad one, and in a pipeline the
-    stage that works, for which the others wait.
+    Loop bodies with an unknown trip count count once. For a conditional, the branch with the most
+    FLOPs counts, or with the most bytes if there are none: the update of a good step, and in a
+    pipeline the working stage, for which the others wait.
 
-    `sizes` are those of the mesh that it was compiled for, by axis. `working` tells of loops with
-    so many trips in how many a conditional in them does something: the ticks of a pipeline.
+    `sizes` are the axis sizes of the mesh that it was compiled for. `working` maps the trip count
+    of a loop to the trips in which its conditionals do work: the ticks of a pipeline.
     """
     reader = _Reader(hlo.read_module(text), sizes or {}, working or {})
     steps = reader.steps(reader.module.entry, 1)
@@ -143,11 +143,11 @@ class _Reader:
     ) -> None:
         self.module, self.sizes, self.working = module, sizes, working
         self.shares: dict[str, float] = {}
-        """Share of a loop body's trips in which its conditionals do something."""
+        """Share of a loop body's trips in which its conditionals do work."""
         self.unknown: set[str] = set()
 
     def steps(self, computation: str, runs: int) -> tuple[Step, ...]:
-        """Return a computation's steps, asynchronous collectives with what runs beside them."""
+        """Return a computation's steps, asynchronous collectives with the kernels they overlap."""
         found: list[Step] = []
         for instruction in self.module.computations.get(computation, ()):
             found += self._steps_of(instruction, computation, runs)
@@ -184,7 +184,7 @@ class _Reader:
         return [WhileLoop(trips, tuple(itertools.chain.from_iterable(inside)))]
 
     def _called(self, instruction: Instruction, runs: int) -> list[Step]:
-        """Return the steps that it calls, under its name if it is a collective that ends later."""
+        """Return the steps of a call, named after the call if it is an asynchronous collective."""
         steps: list[Step] = []
         for called in instruction.called:
             for inner in self.module.computations.get(called, ()):
@@ -196,7 +196,7 @@ class _Reader:
         return steps
 
     def _fusion(self, fusion: Instruction, runs: int) -> list[Step]:
-        """A kernel, and what a TPU fuses with it: collectives that start, go on or end in it."""
+        """Return a kernel and the collectives that a TPU starts, continues or ends in it."""
         inside = list(self.module.inside(fusion))
         carried = [each for each in inside if collective_kind(each)]
         targets = {call_target(each) for each in inside}
@@ -259,7 +259,7 @@ def _sometimes(step: Step, share: float) -> Step:
 
 
 def _scattered(collective: Collective, fusion: Instruction) -> Collective:
-    """An all-reduce of which each device keeps its part is what a TPU runs as a reduce-scatter."""
+    """Convert an all-reduce of which each device keeps a shard: a TPU runs it as reduce-scatter."""
     size = fusion.bytes
     if collective.kind != "all-reduce" or size >= collective.bytes:
         return collective
@@ -268,7 +268,7 @@ def _scattered(collective: Collective, fusion: Instruction) -> Collective:
 
 
 def _with_what_runs_between(steps: list[Step]) -> list[Step]:
-    """Each collective with its kernels; it ends with the computation where nothing waits for it."""
+    """Attach overlapping kernels to collectives; one without a wait ends with the computation."""
     started = {each.name for each in steps if isinstance(each, Collective)}
     ends: dict[str, int] = {}
     for at, each in enumerate(steps):
@@ -299,5 +299,5 @@ def _channel(instruction: Instruction) -> str:
 
 
 def _is_synchronous(instruction: Instruction) -> bool:
-    """Whether XLA's GPU backend runs a pair of start and end in one go."""
+    """Whether XLA's GPU backend runs a start and its end synchronously."""
     return '"is_sync":true' in instruction.attributes

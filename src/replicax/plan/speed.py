@@ -128,7 +128,7 @@ def scaling(work: Work, target: Target, mesh: AnyMesh, noise_scale: float | None
 
 
 def known_dtype(dp: DataParallel, chip: Chip) -> str:
-    """Return the dtype whose peak applies: the step's, or float32 if the chip does not support it."""
+    """Return the dtype whose peak applies: the step's, or float32 if the chip does not have it."""
     return dp.precision.name if dp.precision.name in chip.flops_per_second else "float32"
 
 

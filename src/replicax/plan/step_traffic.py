@@ -154,8 +154,8 @@ def least_wire_bytes(
     (`zero1`, `fsdp`), the gradient takes half of that, and the parameters are gathered: once, or,
     if they are sharded too (`fsdp`), layer by layer in the forward pass and again in the backward
     pass, as in arXiv:1910.02054. Hybrid sharding has several `copies` of a sharded state, over
-    which each gradient shard is reduced. `sums_bytes` are as of `sums_bytes`; `parameter_bytes` are
-    the bytes of the parameters as gathered.
+    which each gradient shard is reduced. `sums_bytes` is the result of the function of that name;
+    `parameter_bytes` are the bytes of the parameters as gathered.
     """
     if not layout.splits_optimizer:
         return wire_bytes_of_all_reduce(sums_bytes, devices)
