@@ -150,9 +150,9 @@ def check_traffic(
             text = f"nothing, since there is only one replica{within}"
         else:
             text = f"{_listed(each for each in program.sent if each.between) or 'nothing'}; "
-            text += f"{size_text(sent)} per device, {sent / least:.2f} of the minimum"
+            text += f"{size_text(sent)} per device, {sent / least:.2f} times the minimum"
             if most > least:
-                text += f", {sent / most:.2f} of gathering each layer as it is used"
+                text += f", {sent / most:.2f} times that of gathering each layer as it is used"
             first = programs.get(dataclasses.replace(case, micro_batches=1), program)
             verdict, more, cause = _judged(subject, facts, program, first, most)
             text += within + more
