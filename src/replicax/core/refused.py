@@ -1,4 +1,4 @@
-"""Mistaken values for a loss, an optimizer or a state, each refused in one line."""
+"""Validate a loss, an optimizer or a state; each mistake raises a one-line error."""
 
 import inspect
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from replicax.errors import ConfigError, StateError
 
 
 def check_loss(loss: Any, name: str = "loss") -> None:
-    """Raise `ConfigError` if `loss`, or what has that name, is not called `(model, batch, key)`."""
+    """Raise `ConfigError` if `loss`, `name` in errors, does not take `(model, batch, key)`."""
     _check_function(name, loss, ("model", "batch", "key"))
 
 
@@ -27,33 +27,33 @@ def _check_function(name: str, function: Any, wanted: tuple[str, ...]) -> None:
             "function": "predict(function, state, batches)",
         }
         raise ConfigError(
-            f"the {name} is a {type(function).__name__}; it is a function {call}: give "
+            f"the {name} is a {type(function).__name__}; it must be a function {call}: use "
             f"{instead[name]}"
         )
     try:
-        # A decorator's own arguments count, not those of what it wraps.
+        # Check a decorator's own arguments, not those of the wrapped function.
         signature = inspect.signature(function, follow_wrapped=False)
-    except (TypeError, ValueError):  # written in C, or by a library that hides it
+    except (TypeError, ValueError):  # written in C, or hidden by a library
         return
     try:
         signature.bind(None, None, None)
     except TypeError as error:
         raise ConfigError(
             f"the {name} takes ({', '.join(signature.parameters)}) and is called with 3 arguments, "
-            f"{call}: let it take these, used or not ({error})"
+            f"{call}: accept these, used or not ({error})"
         ) from error
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Raise `ConfigError` if `optimizer` has no `init` and `update` as optax's have."""
+    """Raise `ConfigError` if `optimizer` lacks the `init` and `update` of optax."""
     what = f"of type {type(optimizer).__name__}"
     if isinstance(optimizer, type) or inspect.isroutine(optimizer):
         what = f"{optimizer.__name__}, not called"
     elif all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         return
     raise ConfigError(
-        f"the optimizer is {what}; it is an optax gradient transformation: give optax.adam(1e-3), "
-        "say"
+        f"the optimizer is {what}; it must be an optax gradient transformation: use, for example, "
+        "optax.adam(1e-3)"
     )
 
 
@@ -68,7 +68,7 @@ def check_own_step(
     precision: str | Precision,
     **_others: Any,
 ) -> None:
-    """Raise `ConfigError` if `step` cannot be called, or comes with what it must do itself."""
+    """Raise `ConfigError` if `step` is not callable, or given with options it must implement."""
     _check_function("step", step, ("state", "batch", "key"))
     if loss is not None:
         check_loss(loss)
@@ -76,70 +76,70 @@ def check_own_step(
     given = [name for name, value in itself.items() if value is not None]
     if given:
         raise ConfigError(
-            f"step= and {' and '.join(given)} were given; a step of one's own updates its state "
-            "itself, optimizers, averages and frozen parameters too: write them in the step"
+            f"step= and {' and '.join(given)} were given; a custom step updates its state "
+            "itself, including optimizers, averages and frozen parameters: do so in the step"
         )
     if as_precision(precision).scales:
         raise ConfigError(
-            "step= with precision='float16', where one scale keeps the gradient of one loss in "
-            "range; a step of one's own may have several: use 'bfloat16' or 'float32'"
+            "step= with precision='float16', which has a single loss scale; a custom step may "
+            "need several: use 'bfloat16' or 'float32'"
         )
     if layout.splits_optimizer and not layout.splits_params:
         raise ConfigError(
-            f"step= with layout={layout.name!r}, which splits the optimizer's state; a step of "
-            "one's own has all its state in one: use layout='fsdp', or rules"
+            f"step= with layout={layout.name!r}, which splits the optimizer state; a custom "
+            "step has no separate optimizer state: use layout='fsdp', or rules"
         )
 
 
 def check_outside_jit(tree: Any) -> None:
-    """Raise `StateError` if `tree` holds what `jax.jit` or `jax.grad` traces."""
+    """Raise `StateError` if `tree` contains tracers of `jax.jit` or `jax.grad`."""
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree)):
         raise StateError(
-            "step and evaluate were called inside jax.jit or another transformation; they are "
-            "compiled already: call them outside of it"
+            "step or evaluate was called inside jax.jit or another transformation; they are "
+            "already compiled: call them outside it"
         )
 
 
 def check_kind(state: Any) -> None:
-    """Raise `StateError` if `state` is none, or what `jax.jit` traces, or was donated."""
+    """Raise `StateError` if `state` is not a state, is a tracer, or was donated."""
     if not isinstance(state, TrainState):
         raise StateError(
-            f"the state is a {type(state).__name__}; it is the rx.TrainState that "
-            "state = dp.init(model) returns"
+            f"the state is a {type(state).__name__}; it must be an rx.TrainState: pass the "
+            "one from state = dp.init(model)"
         )
     check_outside_jit(state.step)
     check_unused(state)
 
 
 def check_unused(tree: Any) -> None:
-    """Raise `StateError` if an array in a state or model was donated."""
-    # jax 0.10 does not raise for donated arrays on several devices: it kills the process.
+    """Raise `StateError` if an array in a state or model has been donated."""
+    # jax 0.10 does not raise for donated arrays on several devices: the process crashes.
     arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
     if any(not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted() for leaf in arrays):
         raise StateError(
-            "this state or model has arrays that were consumed by an earlier step; use the state "
+            "this state or model has arrays that were donated to an earlier step; use the state "
             "that step returned, dp.model without copy=False, or DataParallel(donate=False)"
         )
 
 
 def check_state(state: TrainState, abstract: TrainState) -> None:
-    """Raise `StateError` if `state` has other shapes or shardings than `abstract` has.
+    """Raise `StateError` if the shapes or shardings of `state` are not those of `abstract`.
 
-    Dtypes may differ; `jax.jit` takes it in others too.
+    Dtypes may differ, as `jax.jit` accepts any.
     """
     check_outside_jit(state)
     leaves, structure = jax.tree.flatten(state)
     wanted, expected = jax.tree.flatten(abstract)
     if (structure, _shapes(leaves)) != (expected, _shapes(wanted)):
         raise StateError(
-            f"{_difference(state, abstract)}; it is of another model, optimizer, reduction or "
-            "precision: use a state that init of this DataParallel returned"
+            f"{_difference(state, abstract)}; it belongs to another model, optimizer, reduction "
+            "or precision: use a state from init of this DataParallel"
         )
     elsewhere = sum(map(_lies_elsewhere, leaves, wanted))
     if elsewhere:
         raise StateError(
-            f"{elsewhere} arrays of the state lie on these devices otherwise than this "
-            "DataParallel's layout has them; begin with init(other.model(state))"
+            f"{elsewhere} arrays of the state are sharded over these devices in another way than "
+            "in this DataParallel's layout; start with init(other.model(state))"
         )
 
 
@@ -149,10 +149,10 @@ def _difference(state: TrainState, abstract: TrainState) -> str:
         for tree in (state, abstract)
     )
     paths = [path for path in {**wanted, **found} if found.get(path) != wanted.get(path)]
-    if not paths:  # two optimizers without arrays, say
-        return "state has another structure"
+    if not paths:  # for example, two optimizers without arrays
+        return "state has a different structure"
     path = max(paths)  # params before opt_state
-    return f"state{path} has shape {found.get(path)} and not {wanted.get(path)}"
+    return f"state{path} has shape {found.get(path)}, expected {wanted.get(path)}"
 
 
 def _shapes(leaves: Iterable[Any]) -> list[tuple[int, ...]]:
@@ -160,7 +160,7 @@ def _shapes(leaves: Iterable[Any]) -> list[tuple[int, ...]]:
 
 
 def _lies_elsewhere(leaf: Any, like: Any) -> bool:
-    """Whether `jax.jit` would refuse `leaf`: it moves what is on other devices, or on none yet."""
+    """Whether `jax.jit` would reject `leaf`; it moves arrays from other devices, or uncommitted."""
     if not isinstance(leaf, jax.Array) or leaf.sharding == like.sharding or not leaf.committed:
         return False
     here, wanted = leaf.sharding, like.sharding

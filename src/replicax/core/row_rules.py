@@ -1,4 +1,4 @@
-"""Rules, one per primitive: where the rows of its inputs are in its output, if still apart."""
+"""Rules, one per primitive, that locate the rows of its inputs in its output, if still separate."""
 
 import dataclasses
 import math
@@ -10,26 +10,26 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """How rows lie in an array: one after the other along `dim`, each in `each` entries of it."""
+    """The placement of rows in an array: consecutive along `dim`, `each` entries per row."""
 
     dim: int
     each: int = 1
 
 
 Place = Rows | None
-"""None where an array is the same whatever the rows hold."""
+"""None if an array does not depend on the rows."""
 MIXED = Rows(-1)
-"""Rows may have met."""
+"""Rows may have been mixed."""
 Rule = Callable[[Any, list[Place], list[Shape], Shape], Place]
 
 
 def joined(places: Sequence[Place]) -> Place:
-    """How rows lie where arrays meet entry by entry."""
+    """Return the placement of rows in an elementwise combination of arrays."""
     found = {each for each in places if each}
     return MIXED if len(found) > 1 else next(iter(found), None)
 
 
-# Of a primitive: its parameters, where rows are in its inputs, their shapes, and the output's.
+# Arguments: a primitive's parameters, row placements in its inputs, their shapes, output shape.
 
 
 def _by_entry(_params: Any, places: list[Place], shapes: list[Shape], out: Shape) -> Place:
@@ -67,7 +67,7 @@ def _transpose(params: Any, places: list[Place], *_: Any) -> Place:
 
 
 def _without(dims: str) -> Rule:
-    """Rule of a primitive that removes the dims named by its parameter `dims`."""
+    """Return the rule of a primitive that removes the dims in its parameter `dims`."""
 
     def rule(params: Any, places: list[Place], *_: Any) -> Place:
         rows, gone = joined(places), params[dims]
@@ -79,7 +79,7 @@ def _without(dims: str) -> Rule:
 
 
 def _across(dims: str) -> Rule:
-    """Rule of a primitive that mixes the dims named by its parameter `dims`, and keeps all."""
+    """Return the rule of a primitive that mixes along, but keeps, the dims in parameter `dims`."""
 
     def rule(params: Any, places: list[Place], *_: Any) -> Place:
         rows, along = joined(places), params[dims]
@@ -90,7 +90,7 @@ def _across(dims: str) -> Rule:
 
 
 def _whole_dim(_params: Any, places: list[Place], shapes: list[Shape], out: Shape) -> Place:
-    """Rule of a primitive that takes or changes a part of other dims."""
+    """Rule of a primitive that slices or updates other dims."""
     rows = joined(places)
     sizes = {shape[rows.dim] for place, shape in zip(places, shapes, strict=True) if place and rows}
     return rows if rows and sizes == {out[rows.dim]} else MIXED
@@ -140,7 +140,7 @@ def _convolution(params: Any, places: list[Place], *_: Any) -> Place:
 
 
 def _gather(params: Any, places: list[Place], shapes: list[Shape], out: Shape) -> Place:
-    """Rule of `x[i]`: a table's entries for each row, some of each row, or each row's own."""
+    """Rule of `x[i]`: table entries per row, some entries of each row, or indices per row."""
     numbers, (table, picked) = params["dimension_numbers"], places
     by_pick = [dim for dim in range(len(out)) if dim not in numbers.offset_dims]
     if table is None and picked is not None:
@@ -167,7 +167,7 @@ _BY_ENTRY = """
     shift_right_arithmetic shift_right_logical sharding_constraint sign sin sinh sqrt square
     stop_gradient sub tan tanh xor"""
 BY_ENTRY = frozenset(_BY_ENTRY.split())
-"""Primitives whose result at one place follows from what is at that place."""
+"""Elementwise primitives."""
 _REDUCING = (
     "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor"
 )
@@ -181,7 +181,7 @@ RULES: dict[str, Rule] = {
     "concatenate": _across("dimension"),
     "conv_general_dilated": _convolution,
     "dot_general": _dot,
-    "dot_product_attention_fwd_wrapper": _whole_dim,  # of cuDNN
+    "dot_product_attention_fwd_wrapper": _whole_dim,  # from cuDNN
     "gather": _gather,
     "pad": _pad,
     "reshape": _reshape,

@@ -1,6 +1,6 @@
-"""Whether each row of a result follows from one row of a batch alone, read from a jaxpr.
+"""Determine from a jaxpr whether each row of a result depends on only one row of a batch.
 
-What is not known here counts as mixed, so that nothing passes which is not proven.
+Unknown primitives count as mixing rows, so independence is never assumed without proof.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -16,24 +16,24 @@ from replicax.core.equations import CALLS, REMATS, called, closed, evaluate, of_
 from replicax.core.row_rules import MIXED, RULES, Place, Rows, joined
 
 GATHERED = "rows_gathered_already"
-"""Name of the function that returns what `gather` does where one device has the whole batch."""
+"""Name of the function that stands for `gather` if one device has the whole batch."""
 SUMMED = "sums_of_all_replicas"
-"""Name of the function that returns what is summed over the rows of all replicas."""
+"""Name of the function that returns sums over the rows of all replicas."""
 
 
 def follow(jaxpr: ClosedJaxpr | Jaxpr, inputs: Sequence[Place]) -> list[Place]:
-    """Return where rows are in each output of `jaxpr`, given where they are in its inputs."""
+    """Return the row placements in the outputs of `jaxpr`, given those in its inputs."""
     return evaluate(jaxpr, inputs, _outputs, lambda _: None)
 
 
 def gathers(jaxpr: ClosedJaxpr) -> bool:
-    """Whether rows are gathered somewhere in `jaxpr`."""
+    """Whether rows are gathered anywhere in `jaxpr`."""
     eqns = (eqn for inner in _all_within(jaxpr) for eqn in inner.jaxpr.eqns)
     return any(eqn.params.get("name") == GATHERED for eqn in eqns)
 
 
 def holds_number(jaxpr: ClosedJaxpr, numbers: Collection[float]) -> bool:
-    """Whether one of `numbers`, in float32, is a floating-point constant somewhere in `jaxpr`."""
+    """Whether one of `numbers`, in float32, is a floating-point constant anywhere in `jaxpr`."""
     return any(
         _is_float(value) and float(value) in numbers
         for inner in _all_within(jaxpr)
@@ -42,7 +42,7 @@ def holds_number(jaxpr: ClosedJaxpr, numbers: Collection[float]) -> bool:
 
 
 def numbers_places(jaxpr: ClosedJaxpr, count: int) -> bool:
-    """Whether something in `jaxpr` may differ by place among `count`: an `arange`, or constants."""
+    """Whether `jaxpr` has values that may differ by index in `count`: an `arange`, or constants."""
     return any(
         count in np.shape(const) for inner in _all_within(jaxpr) for const in inner.consts
     ) or any(
@@ -57,7 +57,7 @@ def _literals(jaxpr: Jaxpr) -> Iterator[Any]:
 
 
 def _is_float(value: Any) -> bool:
-    if isinstance(value, jax.core.Tracer):  # of a step of one's own that the loss is part of
+    if isinstance(value, jax.core.Tracer):  # from a custom step around the loss
         return False
     if hasattr(value, "dtype"):
         return np.shape(value) == () and bool(jnp.issubdtype(value.dtype, np.floating))
@@ -90,7 +90,7 @@ def _outputs(eqn: Any, places: list[Place]) -> list[Place]:
     return [rule(eqn.params, places, shapes, out) if rule else MIXED] * count
 
 
-# What calls other jaxprs, in its own way.
+# Primitives that call other jaxprs.
 
 
 def _scan(params: Any, places: list[Place]) -> list[Place]:
@@ -118,14 +118,14 @@ def _cond(params: Any, places: list[Place]) -> list[Place]:
 
 
 _OF_ALL = {GATHERED, SUMMED}
-"""Names of functions whose results all replicas have alike."""
+"""Names of functions whose results are equal on all replicas."""
 
 _CALLS = CALLS | REMATS | {"custom_jvp_call", "custom_vjp_call"}
 _WITH_INNER = {"scan": _scan, "while": _while, "cond": _cond}
 
 
 def moves(traced: ClosedJaxpr, count: int) -> bool:
-    """Whether the derivative of the first output by one of the first `count` inputs is not 0."""
+    """Whether the first output has a nonzero derivative by any of the first `count` inputs."""
     shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in traced.in_avals]
     moved = [i for i in range(count) if jnp.issubdtype(shapes[i].dtype, jnp.inexact)]
 

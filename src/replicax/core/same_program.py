@@ -1,8 +1,8 @@
-"""One compiled program for every device: the same instructions, whatever their number.
+"""One compiled program for every device: the same instructions for any number of devices.
 
-XLA compiles a program for several partitions by other passes than one for a single partition, and
-what it fuses rounds differently. So a program that rounds is compiled for one partition alone, of
-one device's shapes, and every device of a mesh runs it as a replica.
+XLA compiles programs for several partitions with other passes than those for one, and rounds fused
+operations differently. Programs with arithmetic are therefore compiled for a single partition, with
+the shapes of one device, and every device of a mesh runs the program as a replica.
 """
 
 import hashlib
@@ -22,26 +22,26 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from replicax.core.mesh import row_axis
 
 Own = int | None
-"""The dim of a global array along which the parts that differ by device lie side by side: 0 for
-scalars, which are then `[devices]`. None for an array that all have alike."""
+"""The dim of a global array along which the parts of the devices are concatenated: 0 for scalars,
+which then have shape `[devices]`. None for an array that is equal on all devices."""
 
 _OPTIONS: dict[str, dict[str, Any]] = {"gpu": {"xla_gpu_deterministic_ops": True}}
-"""Compiler options by platform: no sum whose order depends on which thread is first."""
+"""Compiler options by platform: no sums whose order depends on thread timing."""
 
 _NOT_THE_PROGRAM = re.compile(r", metadata=\{[^}]*\}|, replica_count=\d+|^HloModule [^,]*", re.M)
 
 
 def sharding_of(mesh: Mesh, own: Own) -> NamedSharding:
-    """Return where an array lies on `mesh` that is each device's own along a dim, or whole."""
+    """Return the sharding on `mesh` of an array split by device along a dim, or replicated."""
     spec = PartitionSpec() if own is None else PartitionSpec(*[None] * own, row_axis(mesh))
     return NamedSharding(mesh, spec)
 
 
 class SameProgram:
-    """A jaxpr of one device's arrays, compiled for one device and run by all of a mesh as replicas.
+    """A jaxpr for one device's arrays, compiled for one device and run on all as replicas.
 
-    It has no constants; its arguments lie as `into` says, and its results as `out`. Results take
-    the memory of those that are `donated`. The `name` is seen in profiles and where bits part.
+    It has no constants; arguments are laid out as in `into`, and results as in `out`. Results reuse
+    the memory of `donated` arguments. The `name` appears in profiles and bitwise comparisons.
     """
 
     def __init__(
@@ -74,22 +74,22 @@ class SameProgram:
         )
 
     def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
-        """Run it on global arrays that lie as `into` says."""
+        """Run it on global arrays laid out as in `into`."""
         return self._call(*arrays)
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the optimized program, without names and the number of devices."""
+        """SHA-256 of the optimized program, excluding names and the number of devices."""
         [module] = self._executable.xla_executable.hlo_modules()
         options = hlo.HloPrintOptions.short_parsable()
         options.print_metadata = False
-        # XLA's numbers in names differ from one compilation to another.
+        # XLA's numbers in names differ between compilations.
         options.canonicalize_instruction_names = options.canonicalize_computations = True
         text = _NOT_THE_PROGRAM.sub("", module.to_string(options))
         return hashlib.sha256(text.encode()).hexdigest()
 
     def memory_analysis(self) -> Any:
-        """Return XLA's memory statistics, of one device."""
+        """Return XLA's memory statistics for one device."""
         return self._executable.xla_executable.get_compiled_memory_stats()
 
     def _compiled(

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling: the gradients of a float16 computation, none too small or too large."""
+"""Dynamic loss scaling: keep the gradients of a float16 computation in range."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,34 +16,34 @@ from replicax.core.traced_for import cuda_capability
 from replicax.core.update import Metrics, TrainState
 
 LARGEST = 2.0**15
-"""The scale of the first step, and the largest: float16 ends at 65,504."""
+"""The initial and largest scale: the largest float16 is 65,504."""
 SMALLEST = 2.0**-14
-"""With this scale nothing overflows but what is wrong without one: it is then no overflow."""
+"""The smallest scale: gradients too large at this scale are not treated as an overflow."""
 PATIENCE = 2000
-"""Steps without an overflow after which the scale is doubled, as in PyTorch's `GradScaler`."""
+"""Steps without overflow after which the scale is doubled, as in PyTorch's `GradScaler`."""
 
 _MOST = float(np.finfo(np.float16).max)
 
 LOSS_SCALE = "loss_scale"
-"""The metric of a scaled step: the scale that its gradient was computed with."""
+"""The metric of a scaled step: the scale used for its gradient."""
 OVERFLOWS = "overflows"
-"""The metric of a scaled step: how many were skipped for an overflow so far, it among them."""
+"""The metric of a scaled step: the number of steps skipped so far due to overflow, including it."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """Factor of the loss before it is differentiated, a power of two."""
+    """The factor applied to the loss before differentiation, a power of two."""
 
     value: Any
     """float32 scalar."""
     good: Any
-    """int32 scalar: steps without an overflow since it last changed."""
+    """int32 scalar: steps without overflow since the last change."""
     skipped: Any
-    """int32 scalar: steps that were skipped for an overflow."""
+    """int32 scalar: steps skipped due to overflow."""
 
     def after(self, overflow: jax.Array) -> "Scale":
-        """Return the next scale: half of it after an overflow, twice after `PATIENCE` steps."""
+        """Return the next scale: halved after an overflow, doubled after `PATIENCE` steps."""
         doubles = ~overflow & (self.good + 1 >= PATIENCE)
         factor = jnp.where(overflow, 0.5, jnp.where(doubles, 2.0, 1.0))
         return Scale(
@@ -59,7 +59,7 @@ def first_scale() -> Scale:
 
 
 def unscaled(total: StepSums, state: TrainState) -> StepSums:
-    """Return `total` with its gradient divided by the scale of `state`, if that has one."""
+    """Return `total` with its gradient divided by the scale of `state`, if it has one."""
     scale = scale_of(state)
     if scale is None:
         return total
@@ -68,12 +68,12 @@ def unscaled(total: StepSums, state: TrainState) -> StepSums:
 
 
 def overflows(state: TrainState) -> int:
-    """Return how many steps were skipped for an overflow."""
+    """Return the number of steps skipped due to overflow."""
     return int(state.scale.skipped) if state.scale else 0
 
 
 def settled(step: Callable[[TrainState], Any], state: TrainState) -> TrainState:
-    """Return the state after the first step that does not overflow; `state` if it has no scale."""
+    """Return the state after the first step without overflow; `state` itself if it has no scale."""
     while state.scale:
         before = overflows(state)
         state, _ = step(state)
@@ -83,17 +83,17 @@ def settled(step: Callable[[TrainState], Any], state: TrainState) -> TrainState:
 
 
 def unscaling(apply: Apply) -> Apply:
-    """Return `apply` on the gradient divided by the scale; an overflow skips it, and only counts.
+    """Return `apply` on the unscaled gradient; on overflow it is skipped and only counted.
 
-    A loss that is not finite is no overflow, for no scale mends it. All replicas decide alike, for
-    they look at the sums that all were given.
+    A loss that is not finite is not an overflow, as no scale would fix it. All replicas decide
+    alike, as they use the same reduced sums.
     """
 
     def unscaled_apply(
         state: TrainState, total: StepSums, *rest: Any
     ) -> tuple[TrainState, Metrics]:
         scale: Scale = state.scale
-        # Of the sum over all rows, so that it does not matter in how many parts they were summed.
+        # Check the sum over all rows, so that the number of parts in it does not matter.
         held = [jnp.all(jnp.abs(leaf) <= _MOST) for leaf in jax.tree.leaves(total.gradient)]
         mends = jnp.isfinite(total.weighted[LOSS].total) & (scale.value > SMALLEST)
         overflow = ~jnp.all(jnp.stack(held)) & mends
@@ -108,11 +108,11 @@ def unscaling(apply: Apply) -> Apply:
 def unless(
     bad: jax.Array, update: Callable[[TrainState], tuple[TrainState, Metrics]], state: TrainState
 ) -> tuple[TrainState, Metrics]:
-    """Return `update(state)`, or where `bad` the state as it is, with metrics of 0."""
+    """Return `update(state)`, or if `bad` the unchanged state with metrics of 0."""
     left = state, zeros_like(jax.eval_shape(update, state)[1])
     if cuda_capability() is None:
-        # A choice between two states would be slower by up to half of a step that is mostly
-        # optimizer. With the branches the other way around, XLA:CPU keeps two more gradients.
+        # Selecting between two states would be up to 50% slower in a step that is mostly
+        # optimizer. With the branches swapped, XLA:CPU keeps two more gradients.
         return lax.cond(~bad, update, lambda state: (state, left[1]), state)  # type: ignore[no-any-return]
-    # On a GPU it is part of the optimizer's kernels, and a branch would copy the whole state.
+    # On a GPU the selection fuses into the optimizer's kernels; a branch would copy the state.
     return jax.tree.map(lambda old, new: jnp.where(bad, old, new), left, update(state))  # type: ignore[no-any-return]

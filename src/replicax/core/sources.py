@@ -1,4 +1,4 @@
-"""Where rows come from: arrays in memory, a Grain dataset, or an iterable of host batches."""
+"""Data sources: arrays in memory, a Grain dataset, or an iterable of host batches."""
 
 import abc
 import dataclasses
@@ -15,16 +15,16 @@ from replicax.core.leaves import describe_leaves
 from replicax.errors import ConfigError, DataError
 
 Rows = tuple[PyTree, np.ndarray]
-"""Fresh host arrays of at most `batch_size` rows, and the index of each row in the source."""
+"""New host arrays of at most `batch_size` rows, and the index of each row in the source."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PerProcess:
-    """Marks data that this process alone reads, for `dp.feed` and `rx.fit`.
+    """Marks data that only this process reads, for `dp.feed` and `rx.fit`.
 
-    Otherwise arrays and Grain MapDatasets are the whole data, the same in every process, and each
-    process takes its part of every batch. Processes may have different numbers of batches; those
-    that run out feed batches without any weight until the last one is done, so that all results
+    Without it, arrays and Grain MapDatasets are the complete data, the same in every process, and
+    each process takes its part of every batch. Processes may have different numbers of batches;
+    those that run out feed batches of zero weight until the last one is done, so that all results
     stay exact.
 
     Examples:
@@ -34,24 +34,24 @@ class PerProcess:
     """
 
     data: Any
-    """Arrays, a Grain dataset, or an iterable of batches: whatever `dp.feed` takes."""
+    """Arrays, a Grain dataset, or an iterable of batches: any source that `dp.feed` accepts."""
 
 
 class Source(abc.ABC):
-    """One pass over the data at a time, in batches of `batch_size` rows but for the last.
+    """Reads the data one epoch at a time, in batches of `batch_size` rows except the last.
 
-    `batch_size` is 0 where only the first batch will tell; `parts` are the rows in an epoch, of
-    each process where each has its own, and none where unknown.
+    `batch_size` is 0 if determined by the first batch; `parts` are the rows in an epoch, one number
+    per process if each has its own data, and empty if unknown.
     """
 
     any_size = True
-    """Whether it can be cut into batches of any size."""
+    """Whether it can be split into batches of any size."""
     can_repeat = True
-    """Whether an epoch can be read again; an iterator is read once."""
+    """Whether an epoch can be read again; an iterator can be read only once."""
     rows: int | None = None
     batches: int | None = None
     last_rows: int | None = None
-    """Rows in an epoch, its batches, rows of the last one, which has the fewest; where known."""
+    """Rows and batches in an epoch, and rows in the last, smallest batch; None if unknown."""
 
     def __init__(self, batch_size: int, parts: Sequence[int] = ()) -> None:
         self.batch_size = batch_size
@@ -65,8 +65,8 @@ class Source(abc.ABC):
     def epoch(self, number: int, held: np.ndarray | None = None, first: int = 0) -> Iterator[Rows]:
         """Return the batches of epoch `number`, counted from 0.
 
-        Where `rows` is known, from batch `first` on, and of each the rows at the positions `held`,
-        which begin again at its first row where it is shorter.
+        If `rows` is known, start from batch `first` and return the rows at the positions `held` of
+        each batch; positions wrap around in a shorter batch.
         """
 
     def fingerprint(self) -> dict[str, Any]:
@@ -75,13 +75,13 @@ class Source(abc.ABC):
 
 
 def as_source(data: Any, batch_size: int | None, job: Job, *, shuffle: bool, seed: int) -> Source:
-    """Return the `Source` for `data`: whatever `DataParallel.feed` takes, or a source already.
+    """Return the `Source` for `data`: anything `DataParallel.feed` accepts, or a `Source`.
 
-    Only an iterable may leave out `batch_size`: its first batch decides. Shuffled, each epoch has
-    an order of its own, drawn from `seed` and its number.
+    Only an iterable may omit `batch_size`, which is then taken from its first batch. If shuffled,
+    each epoch has a different order, drawn from `seed` and the epoch number.
     """
     if batch_size is not None and batch_size < 1:
-        raise ConfigError(f"batch_size={batch_size}; a batch has at least 1 row: raise it")
+        raise ConfigError(f"batch_size={batch_size}; a batch needs at least 1 row: increase it")
     if isinstance(data, Source):
         return data
     size, grain = batch_size or 0, _is_grain(data, "MapDataset", "IterDataset")
@@ -90,48 +90,48 @@ def as_source(data: Any, batch_size: int | None, job: Job, *, shuffle: bool, see
         if remainder:
             raise ConfigError(
                 f"batch_size={size} of rx.PerProcess data on {job.processes} processes leaves a "
-                f"remainder; each gives as many rows: use a multiple of {job.processes}"
+                f"remainder; each must contribute equally: use a multiple of {job.processes}"
             )
         own = as_source(data.data, part or None, job, shuffle=shuffle, seed=seed)
         return PerProcessSource(own, job)
     if not (grain or isinstance(data, Iterable)):
         raise ConfigError(
-            f"the source is a {type(data).__name__}; give a dict of arrays, a Grain dataset, or an "
+            f"the source is a {type(data).__name__}; pass a dict of arrays, a Grain dataset, or an "
             "iterable of host batches"
         )
     if not size and (grain or can_shuffle(data)):
         raise ConfigError(
-            "batch_size is missing; arrays and Grain datasets must be cut: give batch_size=..."
+            "batch_size is missing; arrays and Grain datasets must be split: pass batch_size=..."
         )
     if not can_shuffle(data):
         if shuffle:
             raise ConfigError(
                 f"shuffle=True with {'a Grain IterDataset' if grain else 'an iterable of batches'},"
-                " which has an order of its own; shuffle inside it, or give arrays or a Grain "
+                " which has a fixed order; shuffle inside it, or pass arrays or a Grain "
                 "MapDataset"
             )
         batches = data.batch(size, drop_remainder=False) if grain else data
         return IterableSource(batches, size, any_size=grain)
     if grain:
         return GrainSource(data, len(data), size, shuffle, seed)
-    rows = row_count(data)  # first: it refuses what is no array
+    rows = row_count(data)  # first: it rejects leaves that are not arrays
     return ArraySource(jax.tree.map(np.asarray, data), rows, size, shuffle, seed)
 
 
 def can_shuffle(data: Any) -> bool:
-    """Whether the rows of `data` can be had in any order."""
+    """Whether the rows of `data` can be read in any order."""
     rows = data.data if isinstance(data, PerProcess) else data
     arrays = (Mapping, tuple, np.ndarray, jax.Array)
     return isinstance(rows, arrays) or _is_grain(rows, "MapDataset")
 
 
 def _is_grain(data: Any, *kinds: str) -> bool:
-    grain = sys.modules.get("grain")  # a dataset cannot be here unless its library is
+    grain = sys.modules.get("grain")  # a Grain dataset implies that grain is imported
     return grain is not None and isinstance(data, tuple(getattr(grain, kind) for kind in kinds))
 
 
 class _Ordered(Source):
-    """Rows that can be had in any order, drawn from a seed where they are shuffled."""
+    """Rows that can be read in any order, drawn from a seed if they are shuffled."""
 
     rows: int
 
@@ -139,7 +139,7 @@ class _Ordered(Source):
         super().__init__(batch_size, [rows])
         self._data, self._shuffle, self._seed = data, shuffle, seed
         if not rows:
-            raise DataError("the source has 0 rows; give at least 1")
+            raise DataError("the source has 0 rows; pass at least 1")
 
     def _about(self, some: PyTree) -> dict[str, Any]:
         """Return the fingerprint, with a checksum of some rows."""
@@ -167,7 +167,7 @@ class ArraySource(_Ordered):
 
 
 class GrainSource(_Ordered):
-    """A Grain MapDataset whose elements are rows; Grain shuffles, reads ahead and batches them."""
+    """A Grain MapDataset whose elements are rows; Grain shuffles, prefetches and batches them."""
 
     def epoch(self, number: int, held: np.ndarray | None = None, first: int = 0) -> Iterator[Rows]:
         rows, size = self._data.map_with_index(lambda index, row: (row, index)), self.batch_size
@@ -188,7 +188,7 @@ class GrainSource(_Ordered):
 
 
 class IterableSource(Source):
-    """Host batches in the order of an iterable, copied, so that it may reuse its buffers."""
+    """Host batches in the order of an iterable, copied so that it may reuse its buffers."""
 
     def __init__(self, batches: Iterable[Any], batch_size: int, *, any_size: bool) -> None:
         super().__init__(batch_size)
@@ -201,19 +201,19 @@ class IterableSource(Source):
             data = host_rows(batch, copy=True)
             rows = row_count(data)
             if not rows:
-                raise DataError(f"a batch after row {start} has 0 rows; give at least 1")
+                raise DataError(f"a batch after row {start} has 0 rows; pass at least 1")
             yield data, np.arange(start, start + rows)
             start += rows
         if not start and self._was_read:
             raise DataError(
-                f"the source gave no batch when read again in epoch {number}; a generator can be "
-                "read once: give a list, or a loader that can be iterated again"
+                f"the source yielded no batch when read again in epoch {number}; a generator can "
+                "be read only once: pass a list, or a loader that can be iterated again"
             )
         self._was_read = True
 
 
 class PerProcessSource(Source):
-    """Rows of this process's own, of each global batch a part, while any process has some."""
+    """Rows of this process only, part of each global batch, as long as any process has rows."""
 
     def __init__(self, own: Source, job: Job) -> None:
         parts = job.gather("rows of each process", own.rows)

@@ -1,4 +1,4 @@
-"""A traced loss, divided at the scan over its layers: what comes before, the scan, the rest."""
+"""A traced loss, split at the scan over its layers: the part before, the scan, the rest."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -16,25 +16,25 @@ from replicax.core.equations import CALLS, inlined, of_scan, only, scan_counts, 
 from replicax.errors import LossError
 
 _CASTS = ("convert_element_type", "copy", "copy_p")
-"""Primitives that leave every layer of a stack where it is, whatever the number of layers."""
+"""Primitives that keep each layer of a stack in place, for any number of layers."""
 
 Values = Sequence[Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class StageParts:
-    """The parts of a loss, each a function of its inputs, or of a stage's share of them."""
+    """The parts of a loss, each a function of its inputs, or of a stage's part of them."""
 
     traced: ClosedJaxpr
-    """The loss, inputs -> outputs: its calls inlined, its dead code eliminated."""
+    """The loss, inputs -> outputs, with calls inlined and dead code eliminated."""
     scan: JaxprEqn
     """The scan over the layers."""
     own: frozenset[int]
-    """Indices of the scan's `xs` that hold the stage's own layers."""
+    """Indices of the scan's `xs` that hold only the stage's layers."""
 
     @cached_property
     def carried(self) -> list[jax.ShapeDtypeStruct]:
-        """Shapes of the scan's carry, which goes from stage to stage."""
+        """Shapes of the scan's carry, which is sent from stage to stage."""
         return shapes_of(self._operands[1])
 
     @property
@@ -43,7 +43,7 @@ class StageParts:
         return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in self.traced.out_avals]
 
     def first(self, inputs: Values) -> list[jax.Array]:
-        """Return the carry that the first layer is given."""
+        """Return the carry that is input to the first layer."""
         found = self._run(self._operands[1], inputs)
         pairs = zip(found, self.carried, strict=True)
         return [jnp.asarray(each, like.dtype) for each, like in pairs]
@@ -51,7 +51,7 @@ class StageParts:
     def through(
         self, inputs: Values, carry: list[jax.Array], stage: jax.Array, stages: int
     ) -> list[jax.Array]:
-        """Return `carry` after the layers of one of `stages`."""
+        """Return `carry` after the layers of stage `stage` of `stages`."""
         count = self.scan.params["length"] // stages
         of_consts, _, of_layers = self._operands
         consts = self._run(of_consts, inputs)
@@ -69,7 +69,7 @@ class StageParts:
         return carry
 
     def rest(self, inputs: Values, carry: list[jax.Array]) -> list[Any]:
-        """Return the loss's outputs, given the carry after the last layer."""
+        """Return the loss's outputs from the carry after the last layer."""
         jaxpr = self.traced.jaxpr
         return self._run(jaxpr.outvars, [*inputs, *carry], self.scan.outvars[: len(carry)])
 
@@ -78,7 +78,7 @@ class StageParts:
         return of_scan(self.scan.params, self.scan.invars)
 
     def _run(self, wanted: Sequence[Any], values: Values, more: Sequence[Any] = ()) -> list[Any]:
-        """Compute the variables `wanted` from `values` of the inputs, then of `more` variables."""
+        """Compute the variables `wanted` from `values` of the inputs and of `more` variables."""
         whole = self.traced.jaxpr
         jaxpr = whole.replace(
             invars=[*whole.invars, *more],
@@ -93,10 +93,10 @@ class StageParts:
 def stage_parts(
     traced: ClosedJaxpr, staged: Mapping[int, str], stages: int, outputs: int
 ) -> StageParts:
-    """Divide a loss, traced with whole parameters, at the scan over its layers.
+    """Split a loss, traced with whole parameters, at the scan over its layers.
 
-    `staged` has the paths of the inputs that are split by layer, by index; of the loss's outputs
-    the first `outputs` are wanted. `LossError` where no scan over these layers can be divided.
+    `staged` maps the indices of inputs that are split by layer to their paths; only the first
+    `outputs` outputs of the loss are needed. `LossError` if no scan over these layers can be split.
     """
     flat = inlined(traced, lambda eqn: eqn.primitive.name in CALLS)
     jaxpr = flat.jaxpr.replace(outvars=flat.jaxpr.outvars[:outputs])
@@ -112,14 +112,14 @@ def stage_parts(
         uses = sorted({name for name, _ in _other_uses(traced.jaxpr, paths, None)})
         raise LossError(
             f"the layout splits {some} over {few}, and the loss has {len(scans)} scans over it, "
-            f"which it uses in {', '.join(uses) or 'nothing'}; stages divide the layers of one: "
-            "write them as one lax.scan, with jax.checkpoint within its body if at all"
+            f"using it in {', '.join(uses) or 'nothing'}; stages need exactly one: write the "
+            "layers as one lax.scan, with any jax.checkpoint inside its body"
         )
     scan = scans[0]
     for name, path in _other_uses(traced.jaxpr, paths, scan):
         raise LossError(
-            f"the layout splits {path} over {few}, and the loss uses it in {name} too; a stage "
-            "has its own layers only: use it in the scan alone, or take it out of the rule"
+            f"the layout splits {path} over {few}, and the loss also uses it in {name}; a stage "
+            "has only its own layers: use it only in the scan, or exclude it from the rule"
         )
     parts = StageParts(traced, scan, frozenset(_scanned(scan, paths)))
     _check(parts, some, few)
@@ -127,25 +127,25 @@ def stage_parts(
 
 
 def _check(parts: StageParts, path: str, few: str) -> None:
-    """Raise `LossError` where the scan cannot be divided into stages."""
+    """Raise `LossError` if the scan cannot be split into stages."""
     params, what = parts.scan.params, f"the scan over {path}, split over {few},"
     if params["reverse"]:
         raise LossError(f"{what} is reversed; layers go from first to last: flip the stack instead")
     by_layer = len(parts.scan.outvars) - scan_counts(params)[1]
     if by_layer:
         raise LossError(
-            f"{what} returns {by_layer} of its results by layer, and the loss uses them; only what "
-            "is carried goes from stage to stage: add them up in the carry"
+            f"{what} returns {by_layer} results per layer that the loss uses; only the carry is "
+            "sent between stages: sum them in the carry"
         )
     if any(jnp.issubdtype(leaf.dtype, jax.dtypes.extended) for leaf in parts.carried):
         raise LossError(
-            f"{what} carries random keys; stages send numbers: split the key once and scan over "
-            "the keys, or carry jax.random.key_data"
+            f"{what} carries random keys; stages send only numbers: split the key once and scan "
+            "over the keys, or carry jax.random.key_data"
         )
 
 
 def _scanned(eqn: JaxprEqn, paths: Mapping[Any, str]) -> list[int]:
-    """Indices of the scan's `xs` that are split; none where `eqn` is no scan."""
+    """Return the indices of the scan's `xs` that are split; none if `eqn` is not a scan."""
     if eqn.primitive.name != "scan":
         return []
     _, _, layers = of_scan(eqn.params, eqn.invars)
@@ -155,7 +155,7 @@ def _scanned(eqn: JaxprEqn, paths: Mapping[Any, str]) -> list[int]:
 def _other_uses(
     jaxpr: Jaxpr, paths: Mapping[Any, str], scan: JaxprEqn | None
 ) -> list[tuple[str, str]]:
-    """Uses of split arrays other than as `xs` of `scan`: pairs of a primitive and a path."""
+    """Return uses of split arrays other than as `xs` of `scan`: pairs of primitive and path."""
     uses = []
     for eqn in jaxpr.eqns:
         count = len(eqn.invars)
@@ -165,7 +165,7 @@ def _other_uses(
             found = (_of(atom, paths) for atom in eqn.invars[:count])
             uses += [(eqn.primitive.name, path) for path in found if path]
     return uses + [
-        ("what it returns", path) for atom in jaxpr.outvars if (path := _of(atom, paths))
+        ("its return value", path) for atom in jaxpr.outvars if (path := _of(atom, paths))
     ]
 
 

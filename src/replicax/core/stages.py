@@ -1,7 +1,7 @@
 """Pipeline stages: each device along the mesh axis `stage` holds some of the layers.
 
-The loss is the user's own, with one `lax.scan` over its layers. For each micro-batch the first
-stage computes what comes before the scan, each stage its own layers, the last what comes after.
+The loss is the user's, with one `lax.scan` over its layers. For each micro-batch the first stage
+computes the part before the scan, each stage its layers, and the last stage the part after.
 """
 
 import dataclasses
@@ -32,13 +32,13 @@ _WHOLE, _LAYERS = PartitionSpec(), PartitionSpec(STAGE)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Staged(Objective):
-    """An objective whose sums are computed in stages; `returned` sees all rows and layers."""
+    """An objective whose sums are computed in stages; `returned` uses all rows and layers."""
 
     mesh: AnyMesh
     shardings: PyTree
     """`NamedSharding`s of the parameters; those with `stage` in dim 0 are layer stacks."""
     micro_batches: int
-    """Micro-batches that the rows of a replica are cut into."""
+    """Number of micro-batches that the rows of a replica are split into."""
     schedule: str = "1f1b"
     """See `replicax.core.pipeline.SCHEDULES`."""
     per_replica: ClassVar[bool] = True
@@ -65,7 +65,7 @@ class Staged(Objective):
         return self._mapped(sums, out, params, extras, batch, view), extras
 
     def _reduced(self, sums: StepSums) -> StepSums:
-        """All-reduce gradients of layers over the replicas, all other sums over the stages too."""
+        """All-reduce gradients of layers over replicas, and all other sums over stages too."""
         leaves, tree = jax.tree.flatten(sums.gradient)
         layers = [spec == _LAYERS for spec in jax.tree.leaves(only_read(self._specs, self.read))]
         own, shared = divided(leaves, layers)
@@ -80,7 +80,7 @@ class Staged(Objective):
 
     @property
     def _specs(self) -> PyTree:
-        """Specs of the parameters that a stage sees: its own layers, all else whole."""
+        """The specs of the parameters that a stage uses: its layers, and everything else whole."""
         return jax.tree.map(
             lambda sharding: _LAYERS if sharding.spec[:1] == _LAYERS[:1] else _WHOLE, self.shardings
         )
@@ -94,13 +94,13 @@ class Staged(Objective):
         batch: Batch,
         view: View,
     ) -> Any:
-        """Map `function` over the stages of all replicas; `out` has the specs of its results."""
+        """Map `function` over the stages of all replicas; `out` holds the specs of its results."""
         mesh, batch = self.mesh, batch.apart()
         stages, rows = int(mesh.shape[STAGE]), PartitionSpec(row_axis(mesh))
         shapes = jax.eval_shape(lambda *given: given, params, extras, batch, view.key, view.step)
 
         def of_one(given: Any, replica: jax.Array, index: jax.Array) -> Any:
-            # Traced here, of whole layers: equations remember which axes are mapped around them.
+            # Trace whole layers here, as equations record the axes that are mapped around them.
             traced, structure = self._traced(*shapes)
             parts = stage_parts(traced, self._layers(shapes[0]), stages, structure.num_leaves)
             params, extras, batch, key, step, scale = given
@@ -111,8 +111,8 @@ class Staged(Objective):
             )
             return function(stage)
 
-        # The indices are given as arrays: where only some axes are mapped, not every backend has
-        # an instruction that tells them.
+        # Indices are passed as arrays: if only some axes are mapped, not every backend has an
+        # instruction that returns them.
         of_batch = Batch(rows, rows, rows, shared=_WHOLE)  # type: ignore[arg-type]
         of_all = (self._specs, _WHOLE, of_batch, _WHOLE, _WHOLE, _WHOLE)
         mapped = jax.shard_map(
@@ -127,9 +127,9 @@ class Staged(Objective):
         return mapped(given, jnp.arange(replica_count(mesh)), jnp.arange(stages))
 
     def _layers(self, params: PyTree) -> dict[int, str]:
-        """Indices of the parameters that are stacks of layers -> their paths.
+        """Return the indices of parameters that are stacks of layers, with their paths.
 
-        `ConfigError` where there is none, or one is split over `stage` in another way.
+        `ConfigError` if there is none, or one is split over `stage` in another way.
         """
         paths = list(by_path(params))
         specs = [sharding.spec for sharding in jax.tree.leaves(self.shardings)]
@@ -139,14 +139,14 @@ class Staged(Objective):
                 found[place] = path
             elif STAGE in axes_of(spec):
                 raise ConfigError(
-                    f"the rule for {path} has the spec {spec}; stages divide the first dim, that "
-                    "of layers, and no other axis does: write PartitionSpec('stage', ...)"
+                    f"the rule for {path} has the spec {spec}; the first dim, that of "
+                    "layers, must be split over stages only: write PartitionSpec('stage', ...)"
                 )
         if not found:
             raise ConfigError(
                 f"the rules split none of {len(paths)} parameters over {self.mesh.shape[STAGE]} "
-                "stages, which divide layers: let that of the layers, (regex, "
-                "PartitionSpec('stage')), come before others that fit"
+                "stages, which split layers: place the rule of the layers, (regex, "
+                "PartitionSpec('stage')), before others that match"
             )
         return found
 
@@ -155,7 +155,7 @@ class Staged(Objective):
     ) -> tuple[ClosedJaxpr, Any]:
         """Trace the sums of one micro-batch; return their jaxpr and treedef.
 
-        `LossError` where the model writes to its other arrays.
+        `LossError` if the model writes to its non-trainable arrays.
         """
         whole = batch.size
         size = whole // replica_count(self.mesh) // self.micro_batches
@@ -176,8 +176,8 @@ class Staged(Objective):
         ):
             if old is not new:
                 raise LossError(
-                    f"the model writes {path} on {self.mesh.shape[STAGE]} "
-                    f"stages of {self.micro_batches} micro-batches; there it writes nothing: use "
-                    "one stage, or what keeps no statistics, such as LayerNorm"
+                    f"the model writes {path} on {self.mesh.shape[STAGE]} stages of "
+                    f"{self.micro_batches} micro-batches; stages do not support this: use one "
+                    "stage, or a layer without statistics, such as LayerNorm"
                 )
         return traced, structure

@@ -1,18 +1,18 @@
-"""The devices that a step is traced for: the attached, or described ones.
+"""The devices that a step is traced for: attached or described ones.
 
-A model that takes a kernel only where the GPU has it asks here, and is planned as it will run.
+A model that selects kernels by GPU queries this, so that it is planned exactly as it will run.
 """
 
 import jax
 from jax.extend.backend import get_backend
 
 traced_for = jax.make_user_context("attached")
-"""`with traced_for(capability)`: the CUDA compute capability of the devices that are described, or
-None where they are no NVIDIA GPUs. JAX traces anew what it has traced for others."""
+"""`with traced_for(capability)`: the CUDA compute capability of the described devices, or None if
+they are not NVIDIA GPUs. JAX retraces functions that were traced for other devices."""
 
 
 def cuda_capability() -> float | None:
-    """The CUDA compute capability that is traced for; None where it is no NVIDIA GPU."""
+    """Return the CUDA compute capability being traced for; None if not an NVIDIA GPU."""
     described: float | str | None = traced_for.value
     if not isinstance(described, str):
         return described

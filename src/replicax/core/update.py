@@ -1,4 +1,4 @@
-"""One step of training: the mathematics, written once, as a function of one replica's view."""
+"""The mathematics of one training step, as a function of one replica's view."""
 
 import dataclasses
 import math
@@ -29,9 +29,9 @@ from replicax.core.reduction import Reduce
 )
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """All that a step changes, and the seed that it draws from: a plain pytree.
+    """Everything a step updates, and the random seed, as a plain pytree.
 
-    The same tree with shapes or shardings for leaves describes a state.
+    The same tree with shapes or shardings as leaves describes a state.
 
     Examples:
         >>> state, metrics = dp.step(state, batch)
@@ -40,26 +40,26 @@ class TrainState:
     """
 
     step: Any
-    """int32 scalar: steps done, those whose update was skipped among them."""
+    """int32 scalar: steps done, including those whose update was skipped."""
     params: PyTree
     """Trainable arrays."""
     opt_state: PyTree
-    """The optimizer's state."""
+    """The optimizer state."""
     extras: PyTree
-    """The model's other arrays: BatchNorm's statistics, say."""
+    """The model's other arrays, such as BatchNorm statistics."""
     seed: Any
-    """uint32 scalar: all random numbers of the run follow from it and the step."""
+    """uint32 scalar: all random numbers of the run are derived from it and the step."""
     losses: Any = ()
-    """float32 `[window]`, where spikes are skipped: the last losses, the newest last, NaN before
-    the first; else empty. See `replicax.train.guarded`."""
+    """float32 `[window]` if spikes are skipped: the latest losses, newest last, NaN before the
+    first; otherwise empty. See `replicax.train.guarded`."""
     reduction: PyTree = ()
-    """State of the reduction, where it has one: leaves `[replicas, ...]`, split over them."""
+    """State of the reduction, if it has any: leaves `[replicas, ...]`, split over the replicas."""
     scale: PyTree = ()
-    """Scale of the loss, where the precision needs one; see `replicax.core.scaling`."""
+    """Loss scale, if the precision needs one; see `replicax.core.scaling`."""
 
     def __repr__(self) -> str:
         leaves, params = jax.tree.leaves(self), jax.tree.leaves(self.params)
-        if not all(hasattr(leaf, "dtype") for leaf in leaves):  # shardings, say
+        if not all(hasattr(leaf, "dtype") for leaf in leaves):  # such as shardings
             kinds = dict.fromkeys(type(leaf).__name__ for leaf in leaves)
             return f"TrainState({len(leaves)} leaves: {', '.join(kinds)})"
         size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
@@ -72,21 +72,21 @@ Metrics = dict[str, jax.Array]
 
 
 def _number(step: Any) -> str:
-    """`step` where it is known now, else a question mark."""
+    """Return `step` if it is available now, otherwise a question mark."""
     try:
         return str(int(step)) if step.is_ready() else "?"
-    except Exception:  # a shape, a tracer, or given to a later step
+    except Exception:  # a shape, a tracer, or donated to a later step
         return "?"
 
 
 def update(
     state: TrainState, batch: Batch, *, sums: Callable[..., Any], apply: Apply
 ) -> tuple[TrainState, Metrics]:
-    """One step: sums over the global batch, one division, one optimizer update.
+    """Run one step: sums over the global batch, one division, one optimizer update.
 
-    `sums` is `step_sums`, mapped onto the mesh. `apply` makes the next state of the total, and
-    metrics of its own: `apply_gradient`, or a wrapper. It sees whole arrays in every mode, each as
-    its layout splits it.
+    `sums` is `step_sums`, mapped onto the mesh. `apply` computes the next state and its own metrics
+    from the total: `apply_gradient`, or a wrapper. In every mode it sees global arrays, split
+    according to the layout.
     """
     total, extras, carried = sums(state, batch)
     with jax.named_scope("update"):
@@ -103,10 +103,10 @@ def step_sums(
     accumulator: Accumulator,
     reduce: Reduce,
 ) -> tuple[StepSums, PyTree, PyTree]:
-    """Return the sums of a step: local ones, and one reduction.
+    """Return the sums of a step: local sums, then one reduction.
 
-    They are the total, the model's other arrays after it, and the reduction's state after it.
-    `batch` has this replica's rows, or all where there is no `axis`.
+    Returns the total, and the model's other arrays and the reduction's state after the step.
+    `batch` has this replica's rows, or all rows if there is no `axis`.
     """
     summing = Summing(accumulator, reduce, axis)
     return summing(objective.step_sums, state, batch, step_key(state))
@@ -114,20 +114,20 @@ def step_sums(
 
 @dataclasses.dataclass(frozen=True)
 class Summing:
-    """The primitive: sums over the rows of a replica, then one reduction."""
+    """The summing primitive: sums over the rows of a replica, then one reduction."""
 
     accumulator: Accumulator
     """Rows -> sums, micro-batch by micro-batch."""
     reduce: Reduce
-    """The sums of each replica -> those of all."""
+    """Sums of each replica -> sums over all."""
     axis: Axis | None
-    """The replica axis, or None where the batch is the whole one."""
+    """The replica axis, or None if the batch is the global one."""
 
     def __call__(
         self, part: Part, state: TrainState, batch: Batch, key: jax.Array | None
     ) -> tuple[StepSums, PyTree, PyTree]:
-        """Return the sums of `part` over the global batch, the model's other arrays after it, and
-        the reduction's state after it.
+        """Return the sums of `part` over the global batch, and the model's other arrays and the
+        reduction's state after it.
         """
         with jax.named_scope("gradient"):
             sums, extras = self.accumulator(part, state, batch.whole(), key, self.axis)
@@ -139,9 +139,9 @@ class Summing:
 def apply_gradient(
     state: TrainState, total: StepSums, extras: PyTree, carried: PyTree, *, updater: Updater
 ) -> tuple[TrainState, Metrics]:
-    """Return the state after the optimizer has seen the gradient of the global mean loss.
+    """Return the state after an optimizer update with the gradient of the global mean loss.
 
-    That is 0, and the loss NaN, in a batch in which nothing has any weight.
+    In a batch whose total weight is 0, the gradient is 0 and the loss NaN.
     """
     gradient = mean_gradient(total, state.params, updater.read)
     value = {"value": total.weighted[LOSS].mean()} if updater.takes_value else {}
@@ -159,10 +159,10 @@ def apply_gradient(
 
 
 def mean_gradient(total: StepSums, params: PyTree, read: tuple[bool, ...] | None = None) -> PyTree:
-    """Return the gradient of the global mean loss, by params; 0 where nothing has any weight."""
-    # The sum is 0 then. To choose between two states would cost a tenth of an optimizer's step.
+    """Return the gradient of the global mean loss, by params; 0 if the total weight is 0."""
+    # The sum is 0 then. Selecting between two states would cost 10% of an optimizer update.
     divisor = jnp.where(total.weight > 0, total.weight, 1)
-    # In the parameter's dtype, as `jax.grad` gives it: an optimizer's moments keep theirs then.
+    # In the parameter's dtype, as `jax.grad` returns it, so that moments keep their dtype.
     return jax.tree.map(
         lambda leaf, param: (leaf / divisor).astype(param.dtype),
         with_zeros(total.gradient, params, read),
@@ -195,5 +195,5 @@ def score(
 
 
 def step_key(state: TrainState) -> jax.Array:
-    """Return the key of a step: a function of seed and step."""
+    """Return the random key of a step, derived from seed and step."""
     return jax.random.fold_in(jax.random.key(state.seed), state.step)

@@ -1,4 +1,4 @@
-"""The step that Replicax writes, on a mesh: sums of each replica, and an update of whole arrays."""
+"""The built-in step on a mesh: sums per replica, and an update of global arrays."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -41,30 +41,30 @@ from replicax.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class ModelOnMesh:
-    """A configuration and a model on a mesh: all that a step is written from."""
+    """A configuration and a model on a mesh: everything needed to build a step."""
 
     configuration: Configuration
     mesh: AnyMesh
     definition: Definition
     updater: Updater
-    """The optimizer, on what trains, with the average that is wanted."""
+    """The optimizer, restricted to trainable parameters, with averaging if requested."""
     shapes: TrainState
     """Shapes and dtypes of a state."""
 
     @cached_property
     def shardings(self) -> TrainState:
-        """Where the arrays of a state live."""
+        """The shardings of a state."""
         return self.configuration.placing.shardings(self.shapes, self.mesh)
 
     @cached_property
     def objective(self) -> Objective:
-        """The loss on the model, on whole parameters."""
+        """The loss of the model on whole parameters."""
         config = self.configuration
         return Objective(self.definition, config.loss, config.precision, self.updater.read)
 
     @cached_property
     def split_objective(self) -> Objective:
-        """`objective`, on parameters that lie as the layout has them."""
+        """`objective` on parameters split according to the layout."""
         config, objective = self.configuration, self.objective
         if self.mesh.shape.get(STAGE, 1) > 1:
             return Staged(
@@ -82,13 +82,13 @@ class ModelOnMesh:
 
     @property
     def of_gradient(self) -> PyTree:
-        """Shardings of the reduced gradient of what is read, where a layout splits it."""
+        """The shardings of the reduced gradient (where read), if a layout splits it."""
         whole = self.configuration.placing.gradient_shardings(self.shapes.params, self.mesh)
         return only_read(whole, self.updater.read)
 
     @property
     def apply(self) -> Apply:
-        """The optimizer's part of the step."""
+        """The optimizer update of the step."""
         apply = self.configuration.wrapped(partial(apply_gradient, updater=self.updater))
         return unscaling(apply) if self.configuration.precision.scales else apply
 
@@ -96,7 +96,7 @@ class ModelOnMesh:
 def written_step(on: ModelOnMesh) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Return the step, not yet traced.
 
-    `ConfigError` where an optimizer names the replicas, of a state that is split.
+    `ConfigError` if an optimizer names the replica axis and the layout splits its state.
     """
     config, mesh, apply, parts = on.configuration, on.mesh, on.apply, None
     mode, layout, accumulator = config.mode, config.placing, config.accumulator(mesh)
@@ -126,9 +126,9 @@ def written_step(on: ModelOnMesh) -> Callable[[TrainState, Batch], tuple[TrainSt
 def written_step_of_micro_shard(
     on: ModelOnMesh,
 ) -> Callable[[TrainState, Batch, Piece], tuple[TrainState, Metrics]] | None:
-    """Return the same step of a micro-shard, which meets the others; None where bits are not fixed.
+    """Return the same step for a micro-shard; None if the mode is not bitwise reproducible.
 
-    `ConfigError` where an optimizer reads whole arrays of a state that is split.
+    `ConfigError` if an optimizer reads whole arrays of a state that is split.
     """
     config, layout, apply = on.configuration, on.configuration.placing, on.apply
     of_micro_shard = config.mode.of_micro_shard
@@ -158,7 +158,7 @@ def written_step_of_micro_shard(
 
 
 def _check_pieces(on: ModelOnMesh, apply: Apply, lies: Sequence[Own], dims: Sequence[Own]) -> None:
-    """Raise `ConfigError` where the update of a piece needs more than reductions of the others."""
+    """Raise `ConfigError` if updating a piece needs more than reductions over other pieces."""
     count, shapes = on.configuration.micro_shards, on.shapes
 
     def of_piece(number: jax.Array, state: TrainState, total: StepSums, *rest: PyTree) -> Any:
@@ -174,14 +174,14 @@ def _check_pieces(on: ModelOnMesh, apply: Apply, lies: Sequence[Own], dims: Sequ
         jax.eval_shape(of_piece, number, state, total, shapes.extras, shapes.reduction)
     except LooksAtWhole as error:
         raise ConfigError(
-            f"the optimizer's {error} reads a whole array, and in a mode with fixed bits each "
-            f"of {count} micro-shards updates a piece of what the layout splits: use "
-            "layout='replicated', or an optimizer that computes number by number, and norms"
+            f"the optimizer's {error} reads a whole array, and in a bitwise reproducible mode each "
+            f"of {count} micro-shards updates one piece of arrays that the layout splits: use "
+            "layout='replicated', or an optimizer of elementwise operations and norms"
         ) from error
 
 
 def _of_each_replica(apply: Apply, mesh: AnyMesh, layout: Layout) -> Apply:
-    """`apply` where the axis of the replicas has its name, all arrays being whole."""
+    """Return `apply` with the replica axis in scope; all arrays are whole."""
     _check_whole(layout)
     carried = by_rows(mesh).spec
     everywhere = replicated(mesh).spec
@@ -194,7 +194,7 @@ def _of_each_replica(apply: Apply, mesh: AnyMesh, layout: Layout) -> Apply:
 
 
 def _of_equal_replicas(apply: Apply, mesh: AnyMesh) -> Apply:
-    """`apply` where the axis of the replicas has its name, and one of them stands for all."""
+    """Return `apply` with the replica axis in scope, of size 1 since replicas are equal."""
     axis = row_axis(mesh)
     for name in [axis] if isinstance(axis, str) else axis:
         apply = jax.vmap(apply, in_axes=None, out_axes=None, axis_name=name, axis_size=1)
@@ -204,6 +204,6 @@ def _of_equal_replicas(apply: Apply, mesh: AnyMesh) -> Apply:
 def _check_whole(layout: Layout) -> None:
     if not layout.is_whole:
         raise ConfigError(
-            f"layout={layout.name!r} and an optimizer that names the axis of the replicas, each of "
-            "which has a part of its arrays: use layout='replicated', or take lax.pmean out of it"
+            f"layout={layout.name!r} with an optimizer that names the replica axis, over which the "
+            "layout splits arrays: use layout='replicated', or remove lax.pmean from it"
         )
