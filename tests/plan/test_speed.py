@@ -110,7 +110,7 @@ def test_by_schedule_each_kernel_takes_the_longer_of_its_two_times() -> None:
 
 def test_a_chip_whose_speed_is_not_known_is_said_to_be() -> None:
     unknown = dataclasses.replace(CHIP, flops_per_second={})
-    with pytest.raises(ConfigError, match=r"made-up chip: .*peak in .*32 is not"):
+    with pytest.raises(ConfigError, match=r"made-up chip: peak .*32 is not"):
         by_formula(1.0, dataclasses.replace(ONE, chip=unknown))
     joined = dataclasses.replace(FOUR, chip=dataclasses.replace(CHIP, inside=None))
     with pytest.raises(ConfigError, match=r"made-up:4: .*made-up chips\b.*not known"):

@@ -39,9 +39,9 @@ def roofline(flops: float, bytes: float, chip: Chip, dtype: str = "bfloat16") ->
     """
     peak = chip.flops_per_second.get(dtype)
     if peak is None:
-        known = ", ".join(chip.flops_per_second) or "no dtype"
+        known = ", ".join(chip.flops_per_second) or "none"
         raise ConfigError(
-            f"{chip.title}: peak FLOP/s in {dtype} is not known, only in {known}: "
+            f"{chip.title}: peak FLOP/s in {dtype} is not known (known: {known}): "
             "plan in a known dtype, or measure with `replicax bench`"
         )
     if chip.memory_bytes_per_second is None:

@@ -77,7 +77,7 @@ def _compared(
         as_is = steps.step(dp, asked.rows, "without cuDNN", without_cudnn=True)
         seconds = _seconds(steps, as_is)
         took = "" if seconds is None else f" and {time_text(seconds)}"
-        note = f"without cuDNN's kernels; unchanged without, {size_text(as_is.need.bytes)}{took}"
+        note = f"no cuDNN kernels; baseline without: {size_text(as_is.need.bytes)}{took}"
     return Alternative(
         change,
         step.need,

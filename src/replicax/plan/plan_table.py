@@ -122,7 +122,7 @@ def _speed(plan: Plan) -> Iterator[str]:
         "by formula" if speeds[0].compute_share is None else "at best": [
             _rows(plan, each.rows) for each in speeds
         ],
-        "a step": [time_text(each.step.seconds) for each in speeds],
+        "step": [time_text(each.step.seconds) for each in speeds],
         "rows/s": [short(each.rows_per_second) for each in speeds],
         "tokens/s": [_known(each.tokens_per_second, short) for each in speeds],
         "MFU": [_known(each.model_share, percent) for each in speeds],

@@ -138,7 +138,7 @@ def advice(mode: Mode, layout: Layout = LAYOUTS["replicated"]) -> str:
         )
     if not mode.per_replica:
         return (
-            "the compiler reduces a leaf twice (a tied embedding) or adds a reduction; "
+            "the compiler reduces a leaf twice (a tied embedding) or a sum separately; "
             "mode='shard_map' reduces once"
         )
     return "shards are padded, or more than the gradient and metrics is reduced"
