@@ -197,7 +197,7 @@ class Steps:
 
 
 def holder(mesh: AnyMesh) -> str:
-    """Return what rows are counted of: a `device`, or a `replica` where several devices are one."""
+    """Return the unit that holds rows: a `device`, or a `replica` of several devices."""
     return "device" if is_data_only(mesh) else "replica"
 
 
