@@ -140,9 +140,9 @@ def test_a_generator_lasts_one_epoch(dp: rx.DataParallel) -> None:
         yield line(16)
 
     assert fit(dp, batches(), epochs=1).rows == 16
-    with pytest.raises(DataError, match="read once"):
+    with pytest.raises(DataError, match="generator"):
         fit(dp, batches(), epochs=2)
-    with pytest.raises(DataError, match="read once"):
+    with pytest.raises(DataError, match="generator"):
         fit(dp, batches(), steps=2)
 
 
@@ -158,7 +158,7 @@ def test_evaluation_on_a_loader_counts_every_row_once(dp: rx.DataParallel) -> No
 def test_a_generator_to_evaluate_on_is_refused_the_second_time_with_the_reason(
     dp: rx.DataParallel,
 ) -> None:
-    with pytest.raises(DataError, match="read once"):
+    with pytest.raises(DataError, match="generator"):
         fit(dp, epochs=2, eval_source=iter([line(16, 1)]))
 
 
@@ -170,8 +170,8 @@ def test_an_empty_source_ends_the_run(dp: rx.DataParallel) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({}, ["epochs=None", "steps=None", "give one"]),
-        ({"epochs": 1, "steps": 1}, ["epochs=1", "steps=1", "give one"]),
+        ({}, ["epochs=None", "steps=None", "one length"]),
+        ({"epochs": 1, "steps": 1}, ["epochs=1", "steps=1", "one length"]),
         ({"epochs": 0}, ["epochs=0", "at least 1"]),
         ({"steps": -1}, ["steps=-1", "at least 1"]),
         ({"epochs": 1, "log_every": 0}, ["log_every=0", "at least 1"]),
