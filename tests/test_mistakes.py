@@ -243,23 +243,23 @@ CASES: dict[str, tuple[Callable[[], Any], type[ReplicaxError], str]] = {
     "sum in shard_map": (
         lambda: step(lambda *a: loss(*a).sum(), mode="shard_map"),
         LossError,
-        "value a row",
+        "per row",
     ),
-    "sum in pmap": (lambda: step(lambda *a: loss(*a).sum(), mode="pmap"), LossError, "value a row"),
+    "sum in pmap": (lambda: step(lambda *a: loss(*a).sum(), mode="pmap"), LossError, "per row"),
     "sum in exact": (
         lambda: step(lambda *a: loss(*a).sum(), mode="exact"),
         LossError,
-        "value a row",
+        "per row",
     ),
     "sum of micro-batches": (
         lambda: step(lambda *a: loss(*a).sum(), accumulate=2),
         LossError,
-        "value a row",
+        "per row",
     ),
     "int loss": (lambda: step(lambda *a: loss(*a).astype(int)), LossError, "int32"),
     "no loss": (lambda: step(lambda *a: None), LossError, "NoneType"),
     "nan at step one": (lambda: step(lambda *a: loss(*a) / 0 * 0), LossError, "nan"),
-    "scalar beside padding": (lambda: step(whole, {"x": ROWS["x"][:6]}), LossError, "value a row"),
+    "scalar beside padding": (lambda: step(whole, {"x": ROWS["x"][:6]}), LossError, "per row"),
     "axis name": (
         lambda: step(lambda *a: jax.lax.pmean(loss(*a), "batch")),
         LossError,
@@ -279,7 +279,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[ReplicaxError], str]] = {
         "jax.random.key_data",
     ),
     "rows < replicas": (lambda: make().feed(ROWS, 2), ConfigError, "2"),
-    "read once": (lambda: fit(read_once(), epochs=2, batch_size=None), DataError, "read once"),
+    "read once": (lambda: fit(read_once(), epochs=2, batch_size=None), DataError, "generator"),
     "sources by name": (
         lambda: fit(eval_source={"train": ROWS, "test": ROWS}),
         ConfigError,

@@ -451,7 +451,7 @@ class Remembers:
         ({"layout": "zero1", "mode": "jit"}, "layout='fsdp'"),
         ({"step": 3}, "step\\(state, batch, key\\)"),
         ({"step": lambda state, batch: state}, "called with 3 arguments"),
-        ({"reduction": Remembers()}, "remembers one sum"),
+        ({"reduction": Remembers()}, "'float32' or 'bfloat16'"),
     ],
 )
 def test_what_a_step_does_not_go_with(settings: dict[str, Any], said: str) -> None:

@@ -148,7 +148,7 @@ def drawn(model: Any, batch: Any, key: Any) -> Any:
         (lambda m, b, k: {"all": b["y"], "some": b["y"][:3]}, "one entry a row"),
         (lambda m, b, k: "text", "one entry a row"),
         (lambda m, b, k: None, "one entry a row"),
-        (drawn, "in evaluation key is None"),
+        (drawn, "key is None"),
     ],
 )
 def test_what_is_no_prediction(function: Any, said: str, mode: str) -> None:

@@ -79,9 +79,9 @@ def weighted_mean(model: Any, batch: Any, key: Any) -> Any:
 @pytest.mark.parametrize(
     ("step", "fix"),
     [
-        (by_hand, r"state.model.w follows from rows .*: take rx\.mean of rows, rx\.value_and_grad"),
-        (draws, r"state.model.w follows from the step's key.* draw in a loss, or keep a key in"),
-        (step_of(weighted_mean), r"return one value a row, as rx\.Weighted"),
+        (by_hand, r"state.model.w depends on rows .*: take rx\.mean of rows, rx\.value_and_grad"),
+        (draws, r"state.model.w depends on the step's key.*: draw in a loss"),
+        (step_of(weighted_mean), r" per row, as rx\.Weighted"),
     ],
 )
 def test_a_mistake_is_found_with_its_fix(step: Any, fix: str) -> None:
