@@ -90,7 +90,7 @@ def test_device_counts_are_sorted_and_unique() -> None:
 def test_modes_that_cannot_hold_a_layout_are_left_out_with_the_reason() -> None:
     kept, notes = possible_modes(["single", "jit", "pmap"], (1, 2), "fsdp")
     assert kept == ["jit"]
-    assert all("left out: " in note for note in notes)
+    assert all("skipped: " in note for note in notes)
     assert [note.split()[0] for note in notes] == ["single", "pmap"]
     assert "mode='pmap' with layout='fsdp'" in notes[1]
 
@@ -98,14 +98,14 @@ def test_modes_that_cannot_hold_a_layout_are_left_out_with_the_reason() -> None:
 def test_single_is_left_out_where_one_device_is_not_measured() -> None:
     kept, notes = possible_modes(["single", "jit"], (2, 4))
     assert kept == ["jit"]
-    assert re.match(r"single .*left out: mode='single' .*2 devices", notes[0])
+    assert re.match(r"single .*skipped: mode='single' .*2 devices", notes[0])
 
 
 def test_modes_that_cannot_take_a_reduction_are_left_out_with_the_reason() -> None:
     kept, notes = possible_modes(["jit", "shard_map", "exact"], (1, 2), reduction="bfloat16")
     assert kept == ["shard_map", "exact"]
     (note,) = notes
-    assert re.match(r"jit .*left out: reduction='bfloat16'", note)
+    assert re.match(r"jit .*skipped: reduction='bfloat16'", note)
 
 
 def test_a_mode_that_is_added_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,11 +118,11 @@ def test_a_mode_that_is_added_is_measured(monkeypatch: pytest.MonkeyPatch) -> No
     assert counts == [(1, ("strong",)), (1, ("weak",)), (2, ("strong",)), (2, ("weak",))]
     kept, notes = possible_modes(["two", "jit"], (4, 8))
     assert kept == ["jit"]
-    assert re.match(r"two .*left out: mode='two' .*4 devices", notes[0])
+    assert re.match(r"two .*skipped: mode='two' .*4 devices", notes[0])
 
 
 def test_no_mode_left_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^0 cases .*\(pmap .*left out"):
+    with pytest.raises(ConfigError, match=r"^0 cases .*\(pmap .*skipped"):
         possible_modes(["pmap"], (1, 2), "zero1")
 
 
@@ -144,4 +144,4 @@ def test_a_busy_machine_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_a_gpu_hides_is_noted() -> None:
-    assert "a GPU's compiler hides" in notes_on_machine(8, "gpu", pinned=False)[0]
+    assert "a GPU's compiled program" in notes_on_machine(8, "gpu", pinned=False)[0]

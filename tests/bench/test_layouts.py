@@ -103,7 +103,7 @@ def test_what_cannot_be_is_left_out_with_the_reason_of_the_widest() -> None:
     [
         (["fdsp"], [2], "did you mean 'fsdp'"),
         ([], [2], "layouts=()"),
-        (["zero1"], [1], "layouts on 1 device"),
+        (["zero1"], [1], "on 1 device"),
     ],
 )
 def test_layouts_that_mean_nothing_are_refused(layouts: Any, devices: Any, says: str) -> None:
@@ -241,6 +241,6 @@ def test_a_fault_that_is_no_layouts_is_raised() -> None:
 
 def test_nothing_left_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_module, "Measurement", None)
-    with pytest.raises(ConfigError, match=r"jit replicated .* 1 device is") as caught:
+    with pytest.raises(ConfigError, match=r"jit replicated .* 1 device skipped") as caught:
         run("stages", batch_size=1, accumulate=2)
     assert "\n" not in str(caught.value)

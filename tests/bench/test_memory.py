@@ -245,7 +245,7 @@ def test_a_backend_that_does_not_tell_is_refused() -> None:
         def as_text(self) -> None:
             return None
 
-    with pytest.raises(ConfigError, match=r"cpu writes 0 lines\b.*buffers"):
+    with pytest.raises(ConfigError, match=r"cpu\b.* buffer "):
         compile_with_memory(Silent())  # type: ignore[arg-type]
 
 

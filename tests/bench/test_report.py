@@ -14,7 +14,7 @@ from replicax.bench.save import to_markdown
 
 def test_a_line_has_medians_quartiles_and_efficiency() -> None:
     lines = table(scaled(1, 2, modes=("jit",)))
-    strong = lines[lines.index("strong scaling: 256 rows a batch on any number of devices") :]
+    strong = lines[lines.index("strong scaling: 256 rows per batch on any number of devices") :]
     assert strong[1].split() == [
         "mode",
         "devices",
@@ -34,7 +34,7 @@ def test_resources_have_memory_compilation_reductions_and_flops() -> None:
     assert each[2].split()[:4] == ["mode", "devices", "batch", "MiB"]
     assert each[3].split() == ["jit", "1", "256", "3.00", "1.25", "0", "0", "B", "100", "25%"]
     assert each[4].split()[:8] == ["jit", "2", "256", "3.00", "1.25", "1", "4.01", "kB"]
-    assert re.search("one gradient .*2 devices, 4 kB at", " ".join(map(str.strip, lines)))
+    assert re.search("one gradient .*2 devices .*4 kB", " ".join(map(str.strip, lines)))
 
 
 def test_what_is_not_known_is_no_number() -> None:
@@ -56,7 +56,7 @@ def test_tokens_stand_in_the_place_of_rows() -> None:
 
 def test_layouts_have_one_table_with_what_tells_them_apart() -> None:
     lines = table(layouts())
-    at = lines.index("layouts: 256 rows a batch")
+    at = lines.index("layouts: 256 rows per batch")
     heads = "layout vices rows/s ms/step up MiB MiB sent ble"
     assert lines[at + 2].split() == heads.split()
     one = "jit data 1 12,800 20.0 ± 5.0 1.00 0.954 11.4 0 B -"

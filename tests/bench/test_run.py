@@ -65,7 +65,7 @@ def test_a_rounded_gradient_is_half_the_bytes() -> None:
     result = run(devices=(2,), modes=["jit", "shard_map"], reduction="bfloat16")
     (case,) = result.cases
     assert (case.sent_bytes, case.least_sent_bytes) == (MODEL_BYTES / 2 + 8, MODEL_BYTES / 2)
-    assert re.match(r"jit .*left out: reduction='bfloat16'", result.notes[0])
+    assert re.match(r"jit .*skipped: reduction='bfloat16'", result.notes[0])
 
 
 def test_a_step_of_ones_own_is_measured_as_the_written_one_is() -> None:
@@ -122,7 +122,7 @@ def test_a_layout_leaves_modes_out_with_a_note() -> None:
     result = run(layout="zero1", devices=(2,), modes=["pmap", "jit"])
     assert [case.mode for case in result.cases] == ["jit"]
     assert result.cases[0].least_sent_bytes is None
-    assert re.match(r"pmap .*left out: mode='pmap' with layout='zero1'", result.notes[0])
+    assert re.match(r"pmap .*skipped: mode='pmap' with layout='zero1'", result.notes[0])
 
 
 def test_batches_that_cannot_be_cut_have_no_weak_scaling() -> None:
@@ -148,7 +148,7 @@ def test_progress_is_plain_lines_without_a_terminal(capsys: pytest.CaptureFixtur
         ({"devices": (1, 9)}, "devices=9 and 8 attached"),
         ({"batch_size": 1}, "a batch of 1 rows on 2 replicas"),
         ({"layout": "fdsp"}, "did you mean 'fsdp'"),
-        ({"source": iter([SOURCE])}, "can be read once"),
+        ({"source": iter([SOURCE])}, "read only once"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_compiles(

@@ -67,7 +67,7 @@ def test_processes_with_unequal_shares() -> None:
 def test_gpus_that_jax_leaves_alone() -> None:
     _, row = judge_devices(changed(CPU, gpus=2), {})
     assert row.verdict == FAIL
-    assert re.search(r"2 GPUs of\b.*host are .*JAX", row.found)
+    assert re.search(r"2 GPUs on\b.*host are .*JAX", row.found)
     assert "pip install -U 'jax[cuda13]'" in row.cause
 
 

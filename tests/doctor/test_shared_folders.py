@@ -22,8 +22,7 @@ def other(**changed: Any) -> shared_folders._Seen:
 def test_an_empty_folder_is_fine_and_stays_empty(folder: Path) -> None:
     here, runs = check_folders(Alone(), ())
     assert (here.verdict, runs.verdict) == (PASS, PASS)
-    assert here.found.startswith(f". ({folder}): can be")
-    assert "written" in here.found
+    assert here.found.startswith(f". ({folder}): writable")
     assert "first run" in runs.found
     assert list(folder.iterdir()) == []
 
@@ -33,7 +32,7 @@ def test_a_folder_is_named_once(folder: Path) -> None:
     rows = check_folders(Alone(), ["runs", "."])
     assert len(rows) == 2
     assert rows[1].found.startswith("runs (")
-    assert "written" in rows[1].found
+    assert "writable" in rows[1].found
 
 
 @pytest.mark.parametrize("place", ["file", "file/below"])
@@ -60,7 +59,7 @@ def test_a_process_that_looks_elsewhere(
     rows = together(2, lambda peers: check_folders(peers, [str(folder / str(peers.process))])[-1])
     for row in rows:
         assert row.verdict == FAIL
-        assert re.search(r"process 1 does not\b.*process 0 writes", row.found)
+        assert re.search(r"process 1 does not\b.*process 0", row.found)
         assert str(folder / "1") in row.found
         assert "same folder" in row.cause
     assert not any(path.is_file() for path in folder.rglob("*"))
@@ -71,7 +70,7 @@ def test_a_folder_of_each_host(is_named: bool, verdict: str) -> None:
     seen = [SEEN, other(host="node1", sees_token=False), other(host="node1", sees_token=False)]
     (row,) = judge_folder("/shared", seen, is_named=is_named)
     assert row.verdict == verdict
-    assert re.search(r"processes 1 and 2 do not\b.*process 0 writes", row.found)
+    assert re.search(r"processes 1 and 2 do not\b.*process 0", row.found)
     assert re.search(r"all hosts\b.*share", row.cause)
 
 
@@ -82,7 +81,7 @@ def test_a_folder_that_hosts_share() -> None:
 
 
 def test_a_process_that_may_not_write() -> None:
-    trouble = "cannot be written (Read-only file system)"
+    trouble = "not writable (Read-only file system)"
     seen = [SEEN, other(trouble=trouble)]
     (row,) = judge_folder("runs", seen, is_named=False)
     assert row.verdict == FAIL

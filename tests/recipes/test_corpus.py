@@ -133,15 +133,12 @@ def test_links_to_files_are_followed_and_links_to_folders_are_not(tmp_path: Path
 
 def test_no_text_is_an_error(tmp_path: Path) -> None:
     write(tmp_path, empty=b"", binary=b"\0")
+    fix = "provide a file or folder of text"
     for path, message in {
-        tmp_path / "nowhere": f"{tmp_path}/nowhere does not exist; give a file or a folder of text",
-        tmp_path / "empty": (
-            f"no text in {tmp_path}/empty: 1 file, 0 bytes; give a file or a folder of text"
-        ),
-        tmp_path: (
-            f"no text in {tmp_path}: 0 files, 0 bytes; skipped 1 binary, 1 empty; "
-            "give a file or a folder of text"
-        ),
+        tmp_path
+        / "nowhere": f"{tmp_path}/nowhere does not exist; provide a file or folder of text",
+        tmp_path / "empty": (f"no text in {tmp_path}/empty: 1 file, 0 bytes; {fix}"),
+        tmp_path: (f"no text in {tmp_path}: 0 files, 0 bytes; skipped 1 binary, 1 empty; {fix}"),
     }.items():
         with pytest.raises(DataError) as caught:
             read_corpus(path)

@@ -197,7 +197,7 @@ def test_a_file_of_another_kind_is_an_error(content: bytes | None, path: Path) -
     with pytest.raises(DataError) as caught:
         load_weights(path, SHAPE)
     message = str(caught.value)
-    assert message.startswith(f"{path} is no .safetensors file (")
+    assert message.startswith(f"{path} is not ")
     assert "); convert" in message
     assert "\n" not in message
 

@@ -137,7 +137,7 @@ def test_two_files_of_one_name_are_two_recipes(write: Write) -> None:
         ("my_recipe.py:", ["my_recipe.py has 2 recipes", "Mine, Other", "name one"]),
         ("my_empty.py", ["my_empty.py has 0 recipes", "none"]),
         ("my_empty.py:Mine", ["no class 'Mine'", "none"]),
-        ("my_plain.py:Plain", ["Plain", "is no dataclass", "@dataclasses.dataclass(frozen=True)"]),
+        ("my_plain.py:Plain", ["Plain", "not a dataclass", "@dataclasses.dataclass(frozen=True)"]),
         ("my_half.py:Half", ["Half", "lacks epochs, optimizer, eval_source", "dataclass"]),
         ("my_half.py", ["0 recipes"]),
         (".", ["'.'"]),
@@ -201,9 +201,9 @@ def test_every_built_in_preset_makes_a_recipe(name: str) -> None:
     [
         (PRESETS.replace("points", "pints"), ["'big'", "'pints'", "Mine", "mean 'points'"]),
         (PRESETS.replace("extra", "presets"), ["'big'", "'presets'", "batch_size, epochs"]),
-        ('    presets: ClassVar = ["big"]', ["no mapping", "Mine", "ClassVar[Mapping"]),
-        ('    presets: ClassVar = {"big": 3}', ["no mapping", "Mine", "ClassVar[Mapping"]),
-        ("    presets: int = 3", ["no mapping", "Mine", "ClassVar[Mapping", "rename"]),
+        ('    presets: ClassVar = ["big"]', ["Mine", "ClassVar[Mapping"]),
+        ('    presets: ClassVar = {"big": 3}', ["Mine", "ClassVar[Mapping"]),
+        ("    presets: int = 3", ["Mine", "ClassVar[Mapping", "rename"]),
     ],
 )
 def test_presets_that_fit_no_recipe_are_refused(

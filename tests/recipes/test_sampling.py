@@ -105,10 +105,10 @@ def test_draws_are_as_likely_as_the_network_says() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"prompt": []}, "the text to continue is empty; give at least one character"),
-        ({"temperature": -0.5}, "temperature=-0.5; it is at least 0: raise it"),
-        ({"temperature": float("nan")}, "temperature=nan; it is at least 0: raise it"),
-        ({"count": -1}, "count=-1; it is at least 0: raise it"),
+        ({"prompt": []}, "the text to continue is empty; provide at least one character"),
+        ({"temperature": -0.5}, "temperature=-0.5; it must be at least 0: raise it"),
+        ({"temperature": float("nan")}, "temperature=nan; it must be at least 0: raise it"),
+        ({"count": -1}, "count=-1; it must be at least 0: raise it"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(changed: dict[str, Any], message: str) -> None:

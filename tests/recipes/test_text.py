@@ -33,7 +33,7 @@ def test_bytes(folder: Path) -> None:
     data = text_dataset(folder, "bytes", None, context=100)
 
     assert data.source.startswith(
-        f"{folder}: 21 files, 408 bytes; bytes (vocabulary 257); 420 tokens"
+        f"{folder}: 21 files, 408 bytes; bytes (vocabulary 257); 420 training"
     )
     assert data.source.endswith("9 held out")
     assert targets(data.train) == [*LINE, 256] * 20
@@ -54,7 +54,7 @@ def test_bpe_learns_from_the_training_documents_alone(folder: Path) -> None:
     assert len(held_out) == len("held out") - 1 + 1
     assert tokenizer.decode(targets(data.train)) == LINE.decode() * 20
     assert tokenizer.name in data.source
-    assert_mentions(data.source, f"{len(targets(data.train))} tokens to", ", 8 held out")
+    assert_mentions(data.source, f"{len(targets(data.train))} training", ", 8 held out")
 
 
 def test_bpe_is_as_large_as_asked(folder: Path) -> None:
@@ -66,7 +66,7 @@ def test_thousands_are_separated(tmp_path: Path) -> None:
 
     data = text_dataset(tmp_path / "text", "bytes", None, context=64)
 
-    assert re.search(r"; 38,001 tokens .*, 2,001 held out$", data.source)
+    assert re.search(r"; 38,001 .* tokens, 2,001 held out$", data.source)
 
 
 def test_a_context_that_the_training_text_does_not_fill_is_an_error(tmp_path: Path) -> None:

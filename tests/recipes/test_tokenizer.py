@@ -266,7 +266,7 @@ def test_a_tokenizer_that_changes_text_is_refused_with_the_text(
     message = str(caught.value)
     assert re.match(rf"a\.txt is .*by {re.escape(loaded.name)}: from byte", message)
     assert_mentions(
-        message, f"from byte {1000 + at:,} on, {was!r} became {became!r}; ", "must keep"
+        message, f"from byte {1000 + at:,} on, {was!r} became {became!r}; ", "must preserve"
     )
 
 
@@ -292,8 +292,8 @@ def no_end_of_text(parts: dict[str, Any]) -> None:
             " is not byte-level (its decoder: ByteFallback, Fuse)",
         ),
         (dropout, " drops 10% of its merges"),
-        (no_end_of_text, " has no token for the end of a text"),
-        (lambda parts: parts.pop("model"), " is no tokenizer.json: "),
+        (no_end_of_text, " has no end-of-text token: "),
+        (lambda parts: parts.pop("model"), " is not a tokenizer.json: "),
     ],
 )
 def test_other_kinds_of_tokenizer_are_refused(
@@ -332,7 +332,7 @@ def test_what_is_no_tokenizer_is_an_error(tmp_path: Path, content: bytes) -> Non
 
     message = str(caught.value)
     assert message.startswith(f"{path} is no")
-    assert message.endswith('saved, or "bytes" or "bpe"')
+    assert message.endswith('library, or "bytes" or "bpe"')
     assert "\n" not in message
 
 
@@ -343,9 +343,7 @@ def test_a_tokenizer_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(DataError) as caught:
             load_tokenizer(path)
-        assert re.match(
-            rf"{re.escape(str(path))} .*read: {re.escape(why)}; give", str(caught.value)
-        )
+        assert re.match(rf"{re.escape(str(path))} .*read: {re.escape(why)}; use", str(caught.value))
         assert str(caught.value).endswith('tokenizer.json, "bytes" or "bpe"')
 
 

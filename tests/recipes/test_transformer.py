@@ -87,11 +87,11 @@ def test_it_computes_in_the_dtype_of_its_parameters(remat: Any) -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"layers": 0}, "layers=0; it is at least 1: raise it"),
-        ({"heads": 0}, "heads=0; it is at least 1: raise it"),
-        ({"width": -16}, "width=-16; it is at least 1: raise it"),
-        ({"context": 0}, "context=0; it is at least 1: raise it"),
-        ({"vocab_size": 0}, "vocab_size=0; it is at least 1: raise it"),
+        ({"layers": 0}, "layers=0; it must be at least 1: raise it"),
+        ({"heads": 0}, "heads=0; it must be at least 1: raise it"),
+        ({"width": -16}, "width=-16; it must be at least 1: raise it"),
+        ({"context": 0}, "context=0; it must be at least 1: raise it"),
+        ({"vocab_size": 0}, "vocab_size=0; it must be at least 1: raise it"),
         (
             {"heads": 3},
             "width=16 and heads=3; each head has width / heads dims: make the width a multiple of "

@@ -75,7 +75,7 @@ def check_devices(devices: Sequence[int], attached: int, platform: str) -> tuple
     if not counts:
         raise ConfigError("devices=() is empty; bench measures at least 1 device count: add one")
     if counts[0] < 1:
-        raise ConfigError(f"devices={counts[0]}; a step needs at least 1: increase it")
+        raise ConfigError(f"devices={counts[0]}; a step needs at least 1: raise it")
     if counts[-1] > attached:
         more = f", or start with JAX_NUM_CPU_DEVICES={counts[-1]}" if platform == "cpu" else ""
         raise ConfigError(

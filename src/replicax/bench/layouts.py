@@ -45,7 +45,7 @@ def cases_of_layouts(
         if isinstance(layout, str):
             choose("layouts", layout, AXES, ", or a pair of a layout and mesh(devices)")
     if max(devices) == 1:
-        raise ConfigError("all layouts are the same on 1 device: increase devices to at least 2")
+        raise ConfigError("all layouts are the same on 1 device: raise devices to at least 2")
     if not layouts:
         raise ConfigError("layouts=() is empty; bench compares at least 1 layout: add one")
     cases: list[BenchCase] = []

@@ -44,7 +44,7 @@ def check_counts(counts: Sequence[int], modes: Sequence[str]) -> tuple[int, ...]
             )
     ordered = tuple(sorted(set(counts)))
     if ordered[0] < 1:
-        raise ConfigError(f"--processes {ordered[0]}; a job has at least 1 process: increase it")
+        raise ConfigError(f"--processes {ordered[0]}; a job has at least 1 process: raise it")
     check_cores(f"--processes {ordered[-1]}", ordered[-1])
     return ordered
 
@@ -59,7 +59,7 @@ def bench_processes(
 ) -> Bench:
     """Measure jobs of `counts` processes in turn, `rounds` times, and compare them."""
     if rounds < 1:
-        raise ConfigError(f"rounds={rounds}; it must be at least 1: increase it")
+        raise ConfigError(f"rounds={rounds}; it must be at least 1: raise it")
     started = time.perf_counter()
     measured: dict[int, list[Bench]] = {count: [] for count in counts}
     display, neighbours = Display(progress), Neighbours()

@@ -119,7 +119,7 @@ def bench(
         modes = usual_modes() if layouts is None else MODES_BY_DEFAULT
     for name, value in (("rounds", rounds), ("tokens_per_row", tokens_per_row)):
         if value is not None and value < 1:
-            raise ConfigError(f"{name}={value}; it must be at least 1: increase it")
+            raise ConfigError(f"{name}={value}; it must be at least 1: raise it")
     for mode in modes:
         as_mode(mode)
     lone = jax.process_count() == 1

@@ -1,1 +1,1 @@
-"""Whole training jobs, each readable from top to bottom."""
+"""Complete training jobs, each in one file."""

@@ -21,7 +21,7 @@ class Network(nnx.Module):  # type: ignore[misc, name-defined]
     """Two blocks of convolution, BatchNorm, relu, max pool; Dropout; a linear layer."""
 
     def __init__(self, dropout: float, rngs: Any) -> None:
-        # No bias before BatchNorm, which takes it out again.
+        # No bias before BatchNorm, which would subtract it again.
         layer = {"kernel_size": (3, 3), "use_bias": False, "rngs": rngs}
         self.conv1 = nnx.Conv(1, 32, **layer, conv_general_dilated=cpu.conv_general_dilated)
         self.norm1 = nnx.BatchNorm(32, rngs=rngs)
@@ -31,7 +31,7 @@ class Network(nnx.Module):  # type: ignore[misc, name-defined]
         self.linear = nnx.Linear(64 * 7 * 7, 10, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Logits `[rows, 10]` of images `[rows, 28, 28, 1]`."""
+        """Return logits `[rows, 10]` for images `[rows, 28, 28, 1]`."""
         for conv, norm in ((self.conv1, self.norm1), (self.conv2, self.norm2)):
             x = nnx.relu(norm(conv(x)))
             x = nnx.max_pool(x, window_shape=(2, 2), strides=(2, 2))
@@ -43,7 +43,7 @@ class CNN:
     """A small CNN with BatchNorm and Dropout (Flax NNX) on Fashion-MNIST."""
 
     batch_size: int = 256
-    """Images of a global batch."""
+    """Images per global batch."""
     epochs: int = 3
     """Passes over the training images."""
     learning_rate: float = 1e-3
@@ -51,39 +51,39 @@ class CNN:
     dropout: float = 0.25
     """Share of features dropped before the linear layer."""
     data_dir: Path | None = None
-    """Folder with the four files of Fashion-MNIST; looked for by default."""
+    """Folder with the four Fashion-MNIST files; searched for by default."""
 
     def model(self, key: jax.Array) -> Network:
-        """A new network."""
+        """Create a network."""
         return Network(self.dropout, nnx.Rngs(key))
 
     def loss(
         self, model: Network, batch: dict[str, jax.Array], key: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Cross-entropy `[rows]`, and accuracy."""
+        """Return cross-entropy `[rows]` and accuracy."""
         images = batch["image"].astype(model.linear.kernel.dtype) / 255
         logits, labels = to_sum(model(images)), batch["label"]
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         return losses, {"accuracy": jnp.argmax(logits, axis=-1) == labels}
 
     def optimizer(self) -> optax.GradientTransformation:
-        """Adam."""
+        """Return Adam."""
         return optax.adam(self.learning_rate)
 
     def train_source(self) -> dict[str, Any]:
-        """`image` uint8 `[rows, 28, 28, 1]` and `label` int32 `[rows]`."""
+        """Return `image` uint8 `[rows, 28, 28, 1]` and `label` int32 `[rows]`."""
         return self._data.train
 
     def eval_source(self) -> dict[str, Any]:
-        """The test images."""
+        """Return the test images."""
         return self._data.test
 
     def eval_data(self, path: Path) -> dict[str, Any]:
-        """The test images in the folder `path`."""
+        """Return the test images in the folder `path`."""
         return fashion_mnist(path).test
 
     def data_description(self) -> str:
-        """Which images were found, and where."""
+        """Describe the images and their location."""
         return f"{self._data.name}: {self._data.source}"
 
     @cached_property

@@ -1,4 +1,4 @@
-"""The text that recipes train on: which files were found, what was skipped, what is held out."""
+"""Training text for recipes: find the files, skip what is not text, and hold some out."""
 
 import os
 import platform
@@ -14,7 +14,7 @@ from replicax.errors import DataError
 
 @dataclass(frozen=True)
 class Document:
-    """The bytes of a file, or of a part of it that begins at its byte `offset`."""
+    """The bytes of a file, or of a part of it starting at byte `offset`."""
 
     name: str
     content: bytes
@@ -23,9 +23,9 @@ class Document:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents, none of them empty, in an order that depends on their names alone.
+    """Non-empty documents, in an order that depends only on their names.
 
-    `source` says in words what was found, where, and what was skipped, for printing.
+    `source` is a printable description of what was found, where, and what was skipped.
     """
 
     name: str
@@ -36,22 +36,22 @@ class Corpus:
 NOT_THE_LIBRARY = frozenset(
     {"__pycache__", "dist-packages", "idle_test", "site-packages", "test", "tests"}
 )
-"""Folders of the standard library that hold other people's packages, or tests and their data."""
+"""Folders of the standard library with third-party packages, or with tests and their data."""
 BINARY_LOOKUP_BYTES = 8192
 HELD_OUT_ONE_IN = 20
 
 
 def read_corpus(path: Path | None = None) -> Corpus:
-    """The documents at `path`, or the sources of Python's own standard library.
+    """Read the documents at `path`, or the source code of Python's standard library.
 
-    A file is one document, whatever it contains. Of a folder, every file at any depth is a
-    document, in the order of the relative paths, but for those that `source` then counts: empty
-    ones, binary ones (a NUL among the first 8 KiB), hidden files and folders (a dot comes first),
-    linked folders, and what is no regular file. Of the standard library, the documents are its
-    .py files, without the tests and without what has been installed beside it.
+    A file is one document, whatever it contains. In a folder, every file at any depth is a
+    document, ordered by relative path, except those that are skipped and counted in `source`: empty
+    files, binary files (a NUL in the first 8 KiB), hidden files and folders (with a leading dot),
+    symlinked folders, and anything that is not a regular file. The standard library's documents are
+    its .py files, excluding tests and installed packages.
 
     Raises:
-        DataError: nothing exists at `path`, a file or folder cannot be read, or there is no text.
+        DataError: `path` does not exist, a file or folder cannot be read, or there is no text.
     """
     skipped: Counter[str] = Counter()
     try:
@@ -67,7 +67,7 @@ def read_corpus(path: Path | None = None) -> Corpus:
             elif path.exists():
                 documents = [Document(str(path), path.read_bytes())]
             else:
-                raise DataError(f"{path} does not exist; give a file or a folder of text")
+                raise DataError(f"{path} does not exist; provide a file or folder of text")
     except OSError as error:
         _cannot_read(error)
     counts = ", ".join(f"{count:,} {kind}" for kind, count in sorted(skipped.items()) if count)
@@ -75,19 +75,19 @@ def read_corpus(path: Path | None = None) -> Corpus:
     source = f"{what}: {_files(documents)}, {_size(total)}{where}"
     source += f"; skipped {counts}" if counts else ""
     if total == 0:
-        raise DataError(f"no text in {source}; give a file or a folder of text")
+        raise DataError(f"no text in {source}; provide a file or folder of text")
     return Corpus(name, source, tuple(documents))
 
 
 def split(corpus: Corpus) -> tuple[tuple[Document, ...], tuple[Document, ...]]:
-    """The documents to train on, and those held out; neither is empty, nor is any document.
+    """Split into training and held-out documents; neither part, nor any document, is empty.
 
-    Of 20 documents or more, every 20th is held out. Of fewer, the last 5 % of the bytes of each,
-    from where the next character of UTF-8 begins: nothing of a document below 20 bytes, nor of one
-    below 80 where its last character takes more than the 5 %.
+    With 20 or more documents, every 20th is held out. With fewer, the last 5 % of each document's
+    bytes, starting at a UTF-8 character boundary: nothing from a document below 20 bytes, nor from
+    one below 80 bytes whose last character exceeds the 5 %.
 
     Raises:
-        DataError: no document is large enough to hold out a twentieth of it.
+        DataError: no document is large enough to hold out 5 % of it.
     """
     documents = corpus.documents
     if len(documents) >= HELD_OUT_ONE_IN:
@@ -100,9 +100,9 @@ def split(corpus: Corpus) -> tuple[tuple[Document, ...], tuple[Document, ...]]:
     if not held_out:
         raise DataError(
             f"{corpus.name} has {_files(documents)} of at most "
-            f"{_size(max(len(d.content) for d in documents))}; to hold out 5 % of a file, and its "
-            f"last character whole, takes {HELD_OUT_ONE_IN} bytes of it for each byte of that "
-            "character; give more text"
+            f"{_size(max(len(d.content) for d in documents))}; holding out 5 % of a file without "
+            f"splitting its last character takes {HELD_OUT_ONE_IN} bytes of the file for each byte "
+            "of that character; provide more text"
         )
     return tuple(before for before, _ in parts), held_out
 
@@ -110,7 +110,7 @@ def split(corpus: Corpus) -> tuple[tuple[Document, ...], tuple[Document, ...]]:
 def _cut(document: Document) -> tuple[Document, Document]:
     name, content, offset = document.name, document.content, document.offset
     cut = len(content) - len(content) // HELD_OUT_ONE_IN
-    # A character has at most three bytes that continue it; after more, this is not UTF-8 anyway.
+    # A UTF-8 character has at most three continuation bytes.
     beyond = content[cut : cut + 3]
     cut += next((i for i, byte in enumerate(beyond) if byte & 0xC0 != 0x80), len(beyond))
     return Document(name, content[:cut], offset), Document(name, content[cut:], offset + cut)
@@ -119,7 +119,7 @@ def _cut(document: Document) -> tuple[Document, Document]:
 def _read(
     folder: Path, skipped: Counter[str], suffix: str = "", passed_over: Container[str] = ()
 ) -> list[Document]:
-    """The files below `folder`, but for folders whose name is `passed_over`, and for links."""
+    """Read the files below `folder`, except linked folders and folders named in `passed_over`."""
     paths = []
     for parent, folders, files in os.walk(folder, onerror=_cannot_read):
         for names in (folders, files):

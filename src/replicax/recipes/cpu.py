@@ -1,14 +1,14 @@
-"""Forms of three layers that XLA's CPU backend runs faster than the ordinary ones.
+"""Implementations of three layers that XLA's CPU backend runs faster than the standard ones.
 
-A model is written with the ordinary layer and names the form for CPUs beside it:
+A model uses the standard layer and selects the CPU implementation with `platform_dependent`:
 
     >>> lax.platform_dependent(q, k, v, cpu=cpu.causal_attention, default=ordinary_attention)
 
-What they are worth on two cores of an AMD EPYC (benchmarks/LOG.md, docs/benchmarks.md):
+Speed-ups on two cores of an AMD EPYC (benchmarks/LOG.md, docs/benchmarks.md):
 
 - `convolve_relu_pool`: a training step of LeNet, 256 rows on two devices, 84 -> 16 ms;
 - `conv_general_dilated`: a step of the CNN with 8 micro-batches 164 -> 28 ms, in mode `exact` on
-  8 devices 143 -> 22 ms; without a loop the same;
+  8 devices 143 -> 22 ms; unchanged without a loop;
 - `causal_attention`: more than twice as fast as `jax.nn.dot_product_attention`.
 """
 
@@ -25,52 +25,52 @@ from replicax.core.precision import to_sum
 from replicax.remat import ATTENTION
 
 LEAST_BLOCK = 32
-"""Query tokens below which a block's matrix products are too small to be worth their saving."""
+"""Minimum query tokens per block; smaller matrix products would cost more than they save."""
 
 Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
 _NHWC = ("NHWC", "HWIO", "NHWC")
 
 
-# Convolution, relu and average pool of small images. XLA:CPU's own convolution spends most of a
-# training step in its gradients, and in NHWC the patches of a convolution are a scatter of short
-# runs. Here activations are [channels, height, width, rows]: with the rows innermost, a patch
-# matrix is a few contiguous slabs of the image, the convolution and both of its gradients are one
-# matrix product each, and pooling adds slabs. XLA removes the transposes between two such layers.
-# The rows are never merged with another dimension: a batch split over a mesh axis stays split.
+# Convolution, relu and average pool of small images. XLA:CPU's convolution spends most of a
+# training step in its gradients, and in NHWC the patches of a convolution are many short runs.
+# Here activations are [channels, height, width, rows]: with the rows innermost, a patch matrix is
+# a few contiguous slabs of the image, the convolution and both of its gradients are one matrix
+# product each, and pooling adds slabs. XLA removes the transposes between two such layers. Rows
+# are never merged with another dimension, so a batch split over a mesh axis stays split.
 
 
 def convolve_relu_pool(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
-    """Convolution without padding, relu, mean over 2 x 2 windows.
+    """Apply a convolution without padding, relu, and the mean over 2 x 2 windows.
 
-    `x` is `[rows, height, width, in]` and `kernel` `[kh, kw, in, out]`, of one dtype; products are
-    summed in float32 or wider.
+    `x` is `[rows, height, width, in]` and `kernel` `[kh, kw, in, out]`, with the same dtype;
+    products are summed in float32 or wider.
     """
     (kh, kw), (height, width) = kernel.shape[:2], x.shape[1:3]
-    # A window that would be incomplete is dropped: what it alone covers is not computed.
+    # Incomplete windows are dropped, and their outputs are not computed.
     height, width = (height - kh + 1) // 2 * 2, (width - kw + 1) // 2 * 2
     planes = x.transpose(3, 1, 2, 0)[:, : height + kh - 1, : width + kw - 1]
-    # XLA:CPU has no product of bfloat16 matrices summed in float32: widen the operands.
+    # XLA:CPU cannot sum products of bfloat16 matrices in float32, so widen the operands.
     y = _matmul_conv(to_sum(planes), to_sum(kernel)).astype(x.dtype)
     y = jax.nn.relu(y + bias[:, None, None, None])
-    # Strided slices, not `lax.reduce_window`: XLA:CPU fuses these with the relu before them.
+    # Strided slices instead of `lax.reduce_window`, because XLA:CPU fuses them with the relu.
     corners = (y[:, i::2, j::2] for i in range(2) for j in range(2))
     return (functools.reduce(jnp.add, corners) / 4).transpose(3, 1, 2, 0)
 
 
 @jax.custom_vjp
 def _matmul_conv(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """The `kh * kw * in` products of each output, as one matrix product with the kernel."""
+    """Compute the convolution as one matrix product of its patches with the kernel."""
     return jnp.tensordot(_as_matrix(kernel), _patches(x, kernel), axes=(0, 0))
 
 
 def _matmul_conv_backward(saved: Any, grad: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Gradients of the input and the kernel. grad: `[out, height, width, rows]`."""
+    """Return the gradients of the input and the kernel. grad: `[out, height, width, rows]`."""
     x, kernel = saved
     kh, kw, channels, _ = kernel.shape
     patches = _patches(x, kernel)
     kernel_grad = jnp.tensordot(patches, grad, axes=((1, 2, 3), (1, 2, 3)))
-    # In this order the patches are freed before their gradient, as large, is made. A step whose
-    # temporary memory stays under glibc's 32 MiB mmap limit is not paged in anew every time.
+    # In this order the patches are freed before their equally large gradient is allocated. Steps
+    # with temporary memory under glibc's 32 MiB mmap threshold avoid repeated page faults.
     kernel_grad, grad = lax.optimization_barrier((kernel_grad, grad))
     patches_grad = jnp.tensordot(_as_matrix(kernel), grad, axes=(1, 0))
     # Written out, because autodiff would pad all kh * kw slabs to full size before adding them.
@@ -87,10 +87,10 @@ _matmul_conv.defvjp(lambda x, kernel: (_matmul_conv(x, kernel), (x, kernel)), _m
 
 
 def _patches(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """`[kh * kw * in, height, width, rows]`: under each output, the inputs its kernel covers."""
+    """Gather the inputs that each output's kernel covers: `[kh * kw * in, height, width, rows]`."""
     kh, kw = kernel.shape[:2]
     height, width = x.shape[1] - kh + 1, x.shape[2] - kw + 1
-    # In two steps, the second copies whole planes: half the time of slicing kh * kw windows.
+    # Two steps, the second of which copies whole planes, take half the time of kh * kw slices.
     columns = jnp.concatenate([x[:, :, j : j + width] for j in range(kw)])
     return jnp.concatenate([columns[:, i : i + height] for i in range(kh)])
 
@@ -99,16 +99,16 @@ def _as_matrix(kernel: jax.Array) -> jax.Array:
     return kernel.reshape(-1, kernel.shape[-1])
 
 
-# XLA:CPU has a fast convolution for operands in the order of `lax`'s NHWC and HWIO alone. It
-# rewrites others into that order, those of both gradients too, but not inside a loop, over
-# micro-batches say. Here both gradients are written in that order.
+# XLA:CPU has a fast convolution only for operands in NHWC and HWIO order. It rewrites other
+# convolutions, including both gradients, into that order, but not inside a loop such as the one
+# over micro-batches. Here both gradients are written in that order.
 
 
 def conv_general_dilated(
     x: jax.Array, kernel: jax.Array, strides: Any, padding: str, **_layer: Any
 ) -> jax.Array:
-    """`lax.conv_general_dilated` of stride 1, padding "SAME", NHWC and HWIO, an odd kernel."""
-    assert (set(strides), padding) == ({1}, "SAME"), "other gradients are not written here"
+    """Apply `lax.conv_general_dilated` with stride 1, padding "SAME", NHWC, HWIO, odd kernel."""
+    assert (set(strides), padding) == ({1}, "SAME"), "only these gradients are implemented"
     return _same_conv(x, kernel)
 
 
@@ -118,7 +118,7 @@ def _same_conv(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 
 def _same_conv_backward(saved: Any, grad: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Gradients of the input and the kernel. grad: `[rows, height, width, out]`."""
+    """Return the gradients of the input and the kernel. grad: `[rows, height, width, out]`."""
     x, kernel = saved
     x_grad = _same_conv(grad, jnp.flip(kernel, (0, 1)).swapaxes(2, 3))
     kernel_grad = lax.conv_general_dilated(
@@ -134,15 +134,15 @@ def _same_conv_backward(saved: Any, grad: jax.Array) -> tuple[jax.Array, jax.Arr
 _same_conv.defvjp(lambda x, kernel: (_same_conv(x, kernel), (x, kernel)), _same_conv_backward)
 
 
-# `jax.nn.dot_product_attention` computes, on a CPU, the half of the scores that the mask throws
-# away, and keeps the probabilities for a backward pass that sums over them. Here the queries are
-# cut into blocks that see the keys up to their own end, and the backward pass is FlashAttention's
-# (Dao et al., 2022, arXiv:2205.14135): it has the probabilities again from the log of their sum,
-# and takes the sum over the keys from the output.
+# On a CPU, `jax.nn.dot_product_attention` computes the masked half of the scores too, and keeps
+# the probabilities for the backward pass. Here the queries are split into blocks that attend to
+# keys up to the end of their block, and the backward pass is FlashAttention's (Dao et al., 2022,
+# arXiv:2205.14135): it recomputes the probabilities from the log of their sum, and takes the sum
+# over the keys from the output.
 
 
 def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Attention, all `[rows, tokens, heads, head_dim]`: a token sees itself and those before it."""
+    """Apply causal attention; all arrays are `[rows, tokens, heads, head_dim]`."""
     # XLA:CPU has no fast products of 16-bit floats.
     heads_first = (to_sum(jnp.moveaxis(x, 1, 2)) for x in (q, k, v))
     return jnp.moveaxis(_blocked(*heads_first), 1, 2).astype(q.dtype)
@@ -173,7 +173,7 @@ def _blocked_backward(
     kept: Residuals, d_output: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     q, k, v, output, log_total = kept
-    # sum over keys of p * dp, which is the same as this sum over the head's dims.
+    # The sum over keys of p * dp equals this sum over the head dims.
     from_total = jnp.sum(d_output * output, axis=-1, keepdims=True)
     d_q, d_k, d_v = [], jnp.zeros_like(k), jnp.zeros_like(v)
     for queries, keys, mask in _blocks(q.shape[2]):
@@ -191,7 +191,7 @@ _blocked.defvjp(_blocked_forward, _blocked_backward)
 
 
 def _blocks(tokens: int) -> Iterator[tuple[slice, slice, Any]]:
-    """Queries, the keys up to their end, and the mask `[queries, keys]` between them."""
+    """Yield blocks of queries, the keys up to their end, and the mask `[queries, keys]`."""
     fits = (n for n in (4, 2) if tokens % n == 0 and tokens // n >= LEAST_BLOCK)
     size = tokens // next(fits, 1)
     for start in range(0, tokens, size):

@@ -1,4 +1,4 @@
-"""The data sets that recipes train on, found on this machine or brought to it, and checked."""
+"""Data sets for recipes, found on this machine or downloaded, and verified."""
 
 import gzip
 import hashlib
@@ -17,10 +17,10 @@ from replicax.errors import DataError, MissingDependencyError, require
 
 @dataclass(frozen=True, eq=False)
 class ImageDataset:
-    """Images and their labels, in host memory and read-only.
+    """Images and labels, in host memory and read-only.
 
     `train` and `test` each hold `image`, uint8 [rows, 28, 28, 1], and `label`, int32 [rows] in
-    0..9. `source` says in words where they come from, for printing.
+    0..9. `source` is a printable description of their origin.
     """
 
     name: str
@@ -31,13 +31,13 @@ class ImageDataset:
 
 @dataclass(frozen=True)
 class IdxFile:
-    """One published idx file of uint8: its shape and the SHA-256 of its bytes."""
+    """A published uint8 idx file: its shape and the SHA-256 of its bytes."""
 
     name: str
     shape: tuple[int, ...]
     sha256: str
     sha256_gz: str
-    """Digest of the compressed file as its authors publish it; others compress it differently."""
+    """Digest of the compressed file as published by its authors."""
 
 
 FASHION_MNIST = {
@@ -72,22 +72,22 @@ ANSWER_WITHIN_SECONDS = 4.0
 
 
 def fashion_mnist(data_dir: Path | None = None) -> ImageDataset:
-    """Fashion-MNIST: 60,000 images to train on and 10,000 to test on, in 10 classes.
+    """Load Fashion-MNIST: 60,000 training and 10,000 test images in 10 classes.
 
-    Looked for in `data_dir` alone if it is given; otherwise in Debian's package
-    dataset-fashion-mnist, then in the cache (`$REPLICAX_CACHE`, `$XDG_CACHE_HOME/replicax` or
-    `~/.cache/replicax`), then downloaded into the cache. Where none of these has it, the answer is
-    scikit-learn's embedded digits, with `name` "digits" and a `source` that says why.
+    Reads only `data_dir` if given; otherwise Debian's package dataset-fashion-mnist, then the cache
+    (`$REPLICAX_CACHE`, `$XDG_CACHE_HOME/replicax` or `~/.cache/replicax`), then a download into the
+    cache. If all of these fail, returns scikit-learn's embedded digits, with `name` "digits" and a
+    `source` that gives the reason.
 
     Raises:
-        DataError: a file is missing from `data_dir`, or is not byte for byte the published one;
-            or there is neither Fashion-MNIST nor scikit-learn.
+        DataError: a file is missing from `data_dir` or differs from the published one, or neither
+            Fashion-MNIST nor scikit-learn is available.
     """
     if data_dir is not None:
         missing = [file.name for file in FASHION_MNIST.values() if _find(data_dir, file) is None]
         if missing:
             raise DataError(
-                f"{data_dir / missing[0]}[.gz] is missing; that folder must hold "
+                f"{data_dir / missing[0]}[.gz] is missing; that folder must contain "
                 f"{', '.join(file.name for file in FASHION_MNIST.values())}, each plain or .gz"
             )
         return _read_fashion_mnist(data_dir, str(data_dir))
@@ -98,8 +98,8 @@ def fashion_mnist(data_dir: Path | None = None) -> ImageDataset:
             return _read_fashion_mnist(folder, f"{owner} in {folder}")
     try:
         _download(cache)
-    # No pooch, no network, no room, a wrong checksum: there is something else to train on, and
-    # its `source` says what happened.
+    # Without pooch, network or disk space, or with a wrong checksum: fall back to other data, whose
+    # `source` gives the reason.
     except (MissingDependencyError, OSError, ValueError) as error:
         return _digits(
             f"Fashion-MNIST is neither in {DEBIAN_DIR} nor in {cache}, and the download failed "
@@ -124,14 +124,14 @@ def _read_fashion_mnist(folder: Path, source: str) -> ImageDataset:
     splits: dict[str, dict[str, np.ndarray]] = {"train": {}, "test": {}}
     for (split, field), file in FASHION_MNIST.items():
         path = _find(folder, file)
-        assert path is not None, "the caller has looked"
+        assert path is not None, "checked by the caller"
         array = _read_idx(path, file)
         splits[split][field] = array[..., None] if field == "image" else array.astype(np.int32)
     return _dataset("fashion-mnist", source, **splits)
 
 
 def _read_idx(path: Path, file: IdxFile) -> np.ndarray:
-    """The uint8 array in `path`, once its bytes have proved to be those of `file`."""
+    """Read the uint8 array in `path`, after verifying the checksum of `file`."""
     expected, found = "a readable file", ""
     try:
         content = path.read_bytes()
@@ -149,7 +149,7 @@ def _read_idx(path: Path, file: IdxFile) -> np.ndarray:
 
 
 def _download(folder: Path) -> None:
-    """Bring the files that `folder` lacks, each complete and checked, or raise."""
+    """Download the files missing from `folder`, each complete and verified, or raise."""
     pooch = require("pooch", "data")
     pooch.get_logger().setLevel(logging.WARNING)
     _await_answer(UPSTREAM, ANSWER_WITHIN_SECONDS)
@@ -164,50 +164,50 @@ def _download(folder: Path) -> None:
 
 
 def _await_answer(url: str, seconds: float) -> None:
-    """Raise unless `url` answers, with any status, within `seconds`.
+    """Raise unless `url` responds, with any status, within `seconds`.
 
-    A thread, because the time-out of a request counts anew for each address of a host and not at
-    all for the look-up of its name: behind a silent firewall they add up to minutes.
+    Uses a thread, because the timeout of a request applies to each address of a host separately
+    and not to name resolution: behind a silent firewall these add up to minutes.
     """
     requests = require("requests", "data")
-    outcome = f"silent for {seconds:g} s"
+    outcome = f"timeout after {seconds:g} s"
 
     def ask() -> None:
         nonlocal outcome
         try:
             requests.head(url, timeout=seconds)
             outcome = ""
-        except Exception as error:  # a thread has nobody to raise to
+        except Exception as error:  # exceptions in a thread are lost
             outcome = type(error).__name__
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(seconds)
     if outcome:
-        raise OSError(f"no answer from {urlsplit(url).hostname}: {outcome}")
+        raise OSError(f"no response from {urlsplit(url).hostname}: {outcome}")
 
 
 def _digits(why: str) -> ImageDataset:
-    """scikit-learn's 1,797 handwritten digits, the last 297 to test on, enlarged to 28x28."""
+    """Load scikit-learn's 1,797 handwritten digits, the last 297 for testing, resized to 28x28."""
     try:
         bunch = require("sklearn.datasets", "data").load_digits()
     except MissingDependencyError as error:
         raise DataError(
-            f"{why}, and scikit-learn, whose digits would do, is not installed; "
+            f"{why}, and scikit-learn, for its digits, is not installed; "
             'pip install "replicax[data]"'
         ) from error
     image = np.rint(_resize(bunch.images * (255 / 16), 28)).astype(np.uint8)[..., None]
     label = bunch.target.astype(np.int32)
     return _dataset(
         "digits",
-        f"{why}; these are scikit-learn's digits instead, 1,797 images of 8x8 resized to 28x28",
+        f"{why}; using scikit-learn's digits instead, 1,797 images of 8x8 resized to 28x28",
         train={"image": image[:1500], "label": label[:1500]},
         test={"image": image[1500:], "label": label[1500:]},
     )
 
 
 def _resize(images: np.ndarray, size: int) -> np.ndarray:
-    """[rows, s, s] to [rows, size, size], bilinear between pixel centres."""
+    """Resize [rows, s, s] to [rows, size, size], bilinear between pixel centres."""
     old = images.shape[-1]
     centre = np.clip((np.arange(size) + 0.5) * old / size - 0.5, 0, old - 1)
     weight = np.maximum(0, 1 - np.abs(centre[:, None] - np.arange(old)))  # [size, old]
@@ -224,5 +224,5 @@ def _dataset(
 
 
 def _in_one_line(error: Exception) -> str:
-    """The error's message, or its type where it has none, cut where it stops helping."""
+    """Return the error's message in one shortened line, or its type if it has no message."""
     return " ".join(str(error).split())[:160] or type(error).__name__

@@ -1,4 +1,4 @@
-"""Published GPT-2 weights (a .safetensors file) -> the parameters of the network."""
+"""Convert published GPT-2 weights (a .safetensors file) to the network's parameters."""
 
 import re
 from collections.abc import Sequence
@@ -12,41 +12,41 @@ import numpy as np
 from replicax.errors import ConfigError, DataError, require
 from replicax.recipes.transformer import Params, Shape, init
 
-# What some exports hold beside the parameters: the causal mask, and the output's copy of `wte`.
+# Extra tensors in some exports: the causal mask, and the output's copy of `wte`.
 _BUFFER = re.compile(r"h\.\d+\.attn\.(masked_)?bias")
 _OUTPUT = "lm_head.weight"
 _EMBEDDING = "wte.weight"
 _LAYER = re.compile(r"h\.(\d+)\.")
-# Those that float32 holds exactly.
+# The dtypes that float32 represents exactly.
 _DTYPES = ("F32", "F16", "BF16")
 
 
 def published(params: Params) -> dict[str, np.ndarray]:
-    """`params` under the published names, in float32, each contiguous, as .safetensors needs it."""
+    """Return `params` under the published names, as contiguous float32 for .safetensors."""
     return _tensors(jax.tree.map(lambda array: np.ascontiguousarray(array, np.float32), params))
 
 
 def load_weights(path: Path, shape: Shape) -> Params:
-    """The parameters in `path`, float32, in the tree of `transformer.init`.
+    """Load the parameters in `path` as float32, in the tree structure of `transformer.init`.
 
     The names are those of the published file: `wte.weight`, `h.0.attn.c_attn.weight`, ..., with or
-    without `transformer.` before them.
+    without the prefix `transformer.`.
 
     Raises:
         ConfigError: no such file.
-        DataError: it is no .safetensors file; a tensor is missing, unknown, of another shape than
-            the network's or of another dtype than float32, float16 and bfloat16; or the output's
-            weights are not the embedding's.
+        DataError: not a .safetensors file; a tensor is missing, unknown, does not match the
+            network's shape, or is not float32, float16 or bfloat16; or the output weights differ
+            from the embedding.
         MissingDependencyError: safetensors is not installed.
     """
     safetensors = require("safetensors", "text")
     if not path.is_file():
-        raise ConfigError(f"{path} is no file; give the path of a .safetensors file")
+        raise ConfigError(f"{path} is not a file; provide the path of a .safetensors file")
     try:
         with safetensors.safe_open(path, framework="np") as file:
             return _parameters(path, file, shape)
     except (safetensors.SafetensorError, OSError) as error:
-        raise DataError(f"{path} is no .safetensors file ({error}); convert it to one") from error
+        raise DataError(f"{path} is not a .safetensors file ({error}); convert it") from error
 
 
 def _parameters(path: Path, file: Any, shape: Shape) -> Params:
@@ -59,8 +59,8 @@ def _parameters(path: Path, file: Any, shape: Shape) -> Params:
         embedding = file.get_tensor(stored[_EMBEDDING])
         if not np.array_equal(file.get_tensor(output), embedding):
             raise DataError(
-                f"{path}: {_OUTPUT} differs from {_EMBEDDING}; this network's output is its "
-                "embedding: give weights that were trained so"
+                f"{path}: {_OUTPUT} differs from {_EMBEDDING}; this network ties its output to "
+                "its embedding: provide weights that were trained this way"
             )
 
     def parameter(place: tuple[Any, ...], wanted: Any) -> jax.Array:
@@ -72,7 +72,7 @@ def _parameters(path: Path, file: Any, shape: Shape) -> Params:
 
 
 def _check(path: Path, found: dict[str, Any], shape: Shape, abstract: Params) -> None:
-    """Refuse other names, shapes and dtypes than the network's."""
+    """Raise unless names, shapes and dtypes match the network's."""
 
     def refuse(faults: Sequence[str], rule: str) -> None:
         if faults:
@@ -82,27 +82,27 @@ def _check(path: Path, found: dict[str, Any], shape: Shape, abstract: Params) ->
     wanted = jax.eval_shape(_tensors, abstract)
     layers = {match[1] for name in found if (match := _LAYER.match(name))}
     fits = (
-        f"the file has {len(layers)} layers and this network {shape.layers}: give a file of this "
-        "network, or its size (--preset, --layers)"
+        f"the file has {len(layers)} layers and this network {shape.layers}: provide a file for "
+        "this network, or match its size (--preset, --layers)"
     )
     refuse([f"{name} is missing" for name in wanted if name not in found], fits)
-    refuse([f"{name} is not of this network" for name in found if name not in wanted], fits)
+    refuse([f"{name} is not part of this network" for name in found if name not in wanted], fits)
     dims = {name: (found[name].get_shape(), list(each.shape)) for name, each in wanted.items()}
     refuse(
-        [f"{name} is {a}, and this network's {b}" for name, (a, b) in dims.items() if a != b],
-        "choose the network's sizes after the file (--preset, --width, --context, --vocab-size)",
+        [f"{name} is {a}, but this network's is {b}" for name, (a, b) in dims.items() if a != b],
+        "set the network's sizes to the file's (--preset, --width, --context, --vocab-size)",
     )
     dtypes = {name: each.get_dtype() for name, each in found.items()}
     refuse(
         [f"{name} is {dtype}" for name, dtype in dtypes.items() if dtype not in _DTYPES],
-        f"weights are {', '.join(_DTYPES)}: convert them",
+        f"weights must be {', '.join(_DTYPES)}: convert them",
     )
 
 
 def _tensors(params: Params) -> dict[str, Any]:
-    """Arrays under their published names: of each layer its own, and c_attn's `[width, 3 * width]`.
+    """Return arrays under their published names, per layer, with c_attn `[width, 3 * width]`.
 
-    It is traced for the shapes, too.
+    Also traced, to obtain the shapes.
     """
     tensors: dict[str, Any] = {}
     for place, array in jax.tree.leaves_with_path(params):
@@ -115,7 +115,7 @@ def _tensors(params: Params) -> dict[str, Any]:
 
 
 def _names(place: tuple[Any, ...], layers: int) -> list[str]:
-    """The published name of the array at `place`, or one of each layer where they are stacked."""
+    """Return the published name of the array at `place`, or one name per layer if stacked."""
     first, *rest = (entry.key for entry in place)
     stacks = [[first, str(layer)] for layer in range(layers)] if first == "h" else [[first]]
     return [".".join([*stack, *rest]) for stack in stacks]

@@ -1,4 +1,4 @@
-"""LeNet: two convolutions with average pools and two dense layers, on a plain pytree."""
+"""LeNet: two convolutions with average pools and two dense layers, as a plain pytree."""
 
 import dataclasses
 from functools import cached_property
@@ -16,7 +16,7 @@ from replicax.recipes.datasets import ImageDataset, fashion_mnist
 
 Params = dict[str, dict[str, jax.Array]]
 
-# He's variance, for kernels [height, width, in, out] and [in, out] before a relu.
+# He initialization, for kernels [height, width, in, out] and [in, out] before a relu.
 _he = jax.nn.initializers.he_normal(in_axis=-2, out_axis=-1)
 
 
@@ -25,20 +25,20 @@ class LeNet:
     """LeNet on Fashion-MNIST, as a plain pytree of arrays."""
 
     batch_size: int = 256
-    """Images of a global batch."""
+    """Images per global batch."""
     epochs: int = 10
     """Passes over the training images."""
     learning_rate: float = 0.2
-    """Peak learning rate, reached after a tenth of the steps, then cosine decay to 0."""
+    """Peak learning rate, reached after 10% of the steps, then cosine decay to 0."""
     momentum: float = 0.9
-    """Nesterov momentum of gradient descent."""
+    """Nesterov momentum."""
     clip_norm: float = 1.0
-    """Largest norm of the gradient; longer ones are shortened to it."""
+    """Maximum global norm of the gradient; larger gradients are clipped."""
     data_dir: Path | None = None
-    """Folder with the four files of Fashion-MNIST; looked for by default."""
+    """Folder with the four Fashion-MNIST files; searched for by default."""
 
     def model(self, key: jax.Array) -> Params:
-        """Kernels `[height, width, in, out]` and `[in, out]` after He, biases of 0."""
+        """Return He-initialized kernels `[height, width, in, out]` or `[in, out]`, zero biases."""
         shapes = {
             "conv1": (3, 3, 1, 20),
             "conv2": (5, 5, 20, 50),
@@ -54,36 +54,36 @@ class LeNet:
     def loss(
         self, model: Params, batch: dict[str, jax.Array], key: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Cross-entropy `[rows]`, and accuracy."""
+        """Return cross-entropy `[rows]` and accuracy."""
         scores, labels = to_sum(logits(model, batch["image"])), batch["label"]
         losses = optax.softmax_cross_entropy_with_integer_labels(scores, labels)
         return losses, {"accuracy": jnp.argmax(scores, axis=-1) == labels}
 
     def optimizer(self) -> optax.GradientTransformation:
-        """Gradient descent with momentum, warmed up and cooled down, its gradient clipped."""
+        """Return SGD with momentum, warmup, cosine decay and gradient clipping."""
         descent = optax.sgd(self.schedule(), momentum=self.momentum, nesterov=True)
         return optax.chain(optax.clip_by_global_norm(self.clip_norm), descent)
 
     def schedule(self) -> optax.Schedule:
-        """The learning rate, by updates before."""
+        """Return the learning rate as a function of the update count."""
         rows = len(self._data.train["label"])
         steps = self.epochs * -(-rows // self.batch_size)
         return optax.warmup_cosine_decay_schedule(0.0, self.learning_rate, steps // 10, steps)
 
     def train_source(self) -> dict[str, Any]:
-        """`image` uint8 `[rows, 28, 28, 1]` and `label` int32 `[rows]`."""
+        """Return `image` uint8 `[rows, 28, 28, 1]` and `label` int32 `[rows]`."""
         return self._data.train
 
     def eval_source(self) -> dict[str, Any]:
-        """The test images."""
+        """Return the test images."""
         return self._data.test
 
     def eval_data(self, path: Path) -> dict[str, Any]:
-        """The test images in the folder `path`."""
+        """Return the test images in the folder `path`."""
         return fashion_mnist(path).test
 
     def data_description(self) -> str:
-        """Which images were found, and where."""
+        """Describe the images and their location."""
         return f"{self._data.name}: {self._data.source}"
 
     @cached_property
@@ -92,19 +92,19 @@ class LeNet:
 
 
 def logits(params: Params, images: jax.Array) -> jax.Array:
-    """Logits `[rows, 10]` of uint8 images `[rows, 28, 28, 1]`."""
+    """Return logits `[rows, 10]` for uint8 images `[rows, 28, 28, 1]`."""
     conv1, conv2, dense1, dense2 = (params[name] for name in ("conv1", "conv2", "dense1", "dense2"))
     x = images.astype(conv1["kernel"].dtype) / 255
     x = _convolution(x, conv1["kernel"], conv1["bias"])
     x = _convolution(x, conv2["kernel"], conv2["bias"])
-    # Columns of features, by channel, row and column: what a CPU has without another copy.
+    # Features as columns, ordered by channel, row and column, which avoids a copy on a CPU.
     x = x.transpose(3, 1, 2, 0).reshape(-1, len(x))
     x = jax.nn.relu(dense1["kernel"].T @ x + dense1["bias"][:, None])
     return (dense2["kernel"].T @ x + dense2["bias"][:, None]).T
 
 
 def _convolution(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
-    """Convolution without padding, relu, average pool: `[rows, height, width, channels]`."""
+    """Apply an unpadded convolution, relu, average pool; `[rows, height, width, channels]`."""
     convolved: jax.Array = lax.platform_dependent(
         x, kernel, bias, cpu=cpu.convolve_relu_pool, default=_ordinary_convolution
     )

@@ -1,4 +1,4 @@
-"""A line through points: the smallest whole recipe, on a plain pytree."""
+"""Linear regression: the smallest complete recipe, as a plain pytree."""
 
 import dataclasses
 from typing import Any
@@ -13,45 +13,45 @@ class LinearRegression:
     """A line fitted to noisy points, by gradient descent on the squared error."""
 
     batch_size: int = 64
-    """Points of a global batch."""
+    """Points per global batch."""
     epochs: int = 10
     """Passes over the points."""
     learning_rate: float = 0.1
-    """Learning rate of plain gradient descent."""
+    """Learning rate of SGD."""
     points: int = 1000
-    """Points to train on; a fifth as many again to evaluate on."""
+    """Number of training points; evaluation uses a fifth as many."""
     slope: float = 2.0
-    """Slope of the line that the points scatter around."""
+    """Slope of the true line."""
     intercept: float = -1.0
-    """Intercept of the same line."""
+    """Intercept of the true line."""
     noise: float = 0.1
-    """Standard deviation of the scatter."""
+    """Standard deviation of the noise."""
 
     def model(self, key: jax.Array) -> dict[str, jax.Array]:
-        """A line drawn at random."""
+        """Draw a random line."""
         weight_key, bias_key = jax.random.split(key)
         return {"weight": jax.random.normal(weight_key), "bias": jax.random.normal(bias_key)}
 
     def loss(
         self, model: dict[str, jax.Array], batch: dict[str, jax.Array], key: jax.Array | None
     ) -> jax.Array:
-        """Squared error, `[rows]`."""
+        """Return the squared error `[rows]`."""
         return (model["weight"] * batch["x"] + model["bias"] - batch["y"]) ** 2
 
     def optimizer(self) -> optax.GradientTransformation:
-        """Plain gradient descent."""
+        """Return SGD without momentum."""
         return optax.sgd(self.learning_rate)
 
     def train_source(self) -> dict[str, Any]:
-        """`x` and `y`, float32 `[points]`."""
+        """Return `x` and `y`, float32 `[points]`."""
         return self._points(self.points, seed=0)
 
     def eval_source(self) -> dict[str, Any]:
-        """The same from other draws."""
+        """Return the same arrays from other random draws."""
         return self._points(max(self.points // 5, 1), seed=1)
 
     def data_description(self) -> str:
-        """Where the points come from."""
+        """Describe how the points are drawn."""
         return f"{self.points:,} points around y = {self.slope} x + {self.intercept}"
 
     def _points(self, count: int, seed: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A deep multilayer perceptron on made-up rows, in Flax Linen: a step that is matrix products."""
+"""A deep multilayer perceptron on synthetic data, in Flax Linen, dominated by matrix products."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -19,20 +19,20 @@ nn = require("flax.linen", "flax")
 
 OUTPUTS = 10
 
-# He's: relu halves the variance that Linen's default keeps, 90 of them to 1e-27 of it.
+# He initialization: with Linen's default, relu halves the variance, to 1e-27 after 90 layers.
 he = nn.initializers.he_normal()
 he_of_each = nn.initializers.he_normal(batch_axis=0)
 
 
 class Stack(nn.Module):  # type: ignore[misc, name-defined]
-    """`layers` times Dense and relu, `hidden` wide: arrays `[layers, ...]` under one `lax.scan`."""
+    """A stack of `layers` Dense layers with relu: arrays `[layers, ...]` under one `lax.scan`."""
 
     layers: int
     hidden: int
 
     @nn.compact  # type: ignore[untyped-decorator]
     def __call__(self, x: jax.Array) -> jax.Array:
-        """`[rows, hidden]` of `[rows, hidden]`."""
+        """Map `[rows, hidden]` to `[rows, hidden]`."""
         kernel = self.param("kernel", he_of_each, (self.layers, self.hidden, self.hidden))
         bias = self.param("bias", nn.initializers.zeros, (self.layers, self.hidden))
 
@@ -44,16 +44,16 @@ class Stack(nn.Module):  # type: ignore[misc, name-defined]
 
 
 class Network(nn.Module):  # type: ignore[misc, name-defined]
-    """`layers` times Dense and relu, all but the first in a stack; a linear layer."""
+    """A network of `layers` Dense layers with relu, all but the first stacked; a linear layer."""
 
     layers: int
     hidden: int
 
     @nn.compact  # type: ignore[untyped-decorator]
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Predictions `[rows, 10]` of `[rows, inputs]`."""
+        """Return predictions `[rows, 10]` for `[rows, inputs]`."""
         x = nn.relu(nn.Dense(self.hidden, kernel_init=he)(x))
-        if self.layers > 1:  # what is empty has no place in a state
+        if self.layers > 1:  # a train state cannot hold empty arrays
             x = Stack(self.layers - 1, self.hidden, name="stack")(x)
         return nn.Dense(OUTPUTS)(x)  # type: ignore[no-any-return]
 
@@ -76,36 +76,36 @@ class MLP:
     }
 
     batch_size: int = 64
-    """Rows of a global batch."""
+    """Rows per global batch."""
     epochs: int = 5
     """Passes over the training rows."""
     learning_rate: float = 1e-3
     """Learning rate of Adam."""
     layers: int = 7
-    """Dense layers with relu, before the linear one; all but the first are equal."""
+    """Dense layers with relu before the linear layer; all but the first have the same shape."""
     hidden: int = 128
-    """Width of each of them."""
+    """Width of each dense layer."""
     inputs: int = 16
-    """Numbers in a row."""
+    """Input features per row."""
     rows: int = 20_000
-    """Rows to train on; a tenth as many again to evaluate on."""
+    """Number of training rows; evaluation uses a tenth as many."""
 
     def model(self, key: jax.Array) -> Any:
-        """A new network, bound to its variables."""
+        """Create a network, bound to its variables."""
         network = Network(self.layers, self.hidden)
         return network.bind(network.init(key, jnp.zeros((1, self.inputs))))
 
     def loss(self, model: Network, batch: dict[str, jax.Array], key: jax.Array | None) -> jax.Array:
-        """Squared error `[rows]`, the mean over the outputs."""
+        """Return the squared error `[rows]`, averaged over the outputs."""
         error = to_sum(model(batch["x"])) - to_sum(batch["y"])
         return jnp.mean(error**2, axis=-1)
 
     def optimizer(self) -> optax.GradientTransformation:
-        """Adam."""
+        """Return Adam."""
         return optax.adam(self.learning_rate)
 
     def rules(self) -> Rules:
-        """The stack by outputs over `model`, by layers over `stage`; the rest whole."""
+        """Split the stack's outputs over `model`, its layers over `stage`; replicate the rest."""
         return [
             (r"\['stack'\]\['kernel'\]", P("stage", None, "model")),
             (r"\['stack'\]\['bias'\]", P("stage", "model")),
@@ -113,18 +113,18 @@ class MLP:
         ]
 
     def train_source(self) -> dict[str, Any]:
-        """`x` float32 `[rows, inputs]` and `y` float32 `[rows, 10]`."""
+        """Return `x` float32 `[rows, inputs]` and `y` float32 `[rows, 10]`."""
         return self._draw(self.rows, seed=1)
 
     def eval_source(self) -> dict[str, Any]:
-        """The same function of other draws."""
+        """Return the same function of other random draws."""
         return self._draw(max(self.rows // 10, 1), seed=2)
 
     def data_description(self) -> str:
-        """How the rows are drawn."""
+        """Describe how the rows are drawn."""
         return (
-            f"{self.rows:,} rows, y = tanh(x W) with x and W at random, "
-            f"{self.inputs} numbers to {OUTPUTS}"
+            f"{self.rows:,} rows, y = tanh(x W) with random x and W, "
+            f"{self.inputs} inputs, {OUTPUTS} outputs"
         )
 
     def _draw(self, count: int, seed: int) -> dict[str, Any]:

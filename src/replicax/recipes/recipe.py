@@ -1,4 +1,4 @@
-"""The contract of a recipe; finding one by name or path; making one again from its JSON."""
+"""The recipe protocol, lookup by name or path, and reconstruction from JSON."""
 
 import contextlib
 import dataclasses
@@ -29,44 +29,44 @@ BUILT_IN: Mapping[str, str] = {
 
 
 class Recipe(Protocol):
-    """A frozen dataclass: its fields are the hyperparameters, and the flags of the CLI.
+    """A frozen dataclass whose fields are the hyperparameters and the CLI flags.
 
-    It may have as well
+    Optional members:
 
-    - `data_description() -> str`: what data was found;
-    - `after_training(model) -> str | None`: what to show of the trained model;
-    - `eval_data(path) -> source`: what `eval_source` gives, of the data at `path`;
-    - `continued(model, text, *, tokens, temperature, seed) -> str`: `text`, continued;
+    - `data_description() -> str`: a description of the data;
+    - `after_training(model) -> str | None`: text to show after training;
+    - `eval_data(path) -> source`: like `eval_source`, for the data at `path`;
+    - `continued(model, text, *, tokens, temperature, seed) -> str`: `text` with a continuation;
     - `published_weights(model) -> dict[str, np.ndarray]`: the parameters under the names that other
       programs read;
-    - `rules() -> Rules`: how its parameters are split over the mesh axes `model` and `stage`, for
+    - `rules() -> Rules`: how parameters are split over the mesh axes `model` and `stage`, for
       `--model-parallel` and `--stages`; see `rx.layout`;
-    - `tokens_per_row: int`: what a row counts for where tokens are counted;
-    - `schedule() -> optax.Schedule`: the learning rate of its optimizer, for records, in the class
-      that has `optimizer`;
-    - `presets: ClassVar[Mapping[str, Mapping[str, Any]]]`: names for `--preset`, each with values
-      of fields.
+    - `tokens_per_row: int`: the number of tokens in a row;
+    - `schedule() -> optax.Schedule`: the optimizer's learning rate, for records, defined in the
+      class that defines `optimizer`;
+    - `presets: ClassVar[Mapping[str, Mapping[str, Any]]]`: names for `--preset`, each with field
+      values.
     """
 
     batch_size: int
-    """Rows of a global batch."""
+    """Rows per global batch."""
     epochs: int
     """Passes over the training data."""
 
     def model(self, key: jax.Array) -> Any:
-        """A new model: anything that `DataParallel.init` takes."""
+        """Create a model: anything that `DataParallel.init` accepts."""
 
     def loss(self, model: Any, batch: Any, key: jax.Array | None) -> Any:
-        """See `DataParallel`; `key` is None in evaluation."""
+        """Compute the loss, as for `DataParallel`; `key` is None in evaluation."""
 
     def optimizer(self) -> optax.GradientTransformation:
-        """An optax gradient transformation."""
+        """Return an optax gradient transformation."""
 
     def train_source(self) -> Any:
-        """Anything that `DataParallel.feed` takes."""
+        """Return the training data: anything that `DataParallel.feed` accepts."""
 
     def eval_source(self) -> Any:
-        """The same, or None for no evaluation."""
+        """Return the evaluation data, or None for no evaluation."""
 
 
 _MEMBERS = ("model", "loss", "optimizer", "train_source", "eval_source")
@@ -74,10 +74,10 @@ _FIELDS = ("batch_size", "epochs")
 
 
 def find_recipe(spec: str) -> type[Any]:
-    """The recipe class that is built in as `spec`, or is `file.py:Name` or `package.module:Name`.
+    """Find the recipe class of a built-in name, `file.py:Name` or `package.module:Name`.
 
     Raises:
-        ConfigError: no such recipe, or it is not one.
+        ConfigError: there is no such class, or it is not a recipe.
     """
     spec = BUILT_IN.get(spec, spec)
     where, colon, name = spec.partition(":")
@@ -87,7 +87,7 @@ def find_recipe(spec: str) -> type[Any]:
         module = _load_module(where)
     else:
         raise ConfigError(
-            f"no recipe is named {spec!r}; there are {', '.join(BUILT_IN)}, or your own as "
+            f"no recipe is named {spec!r}; use {', '.join(BUILT_IN)}, or your own as "
             f"file.py:Name{did_you_mean(spec, BUILT_IN)}"
         )
     classes = {key: value for key, value in vars(module).items() if inspect.isclass(value)}
@@ -109,8 +109,8 @@ def find_recipe(spec: str) -> type[Any]:
     recipe: type[Any] = classes[name]
     if not dataclasses.is_dataclass(recipe):
         raise ConfigError(
-            f"{name} in {where} is no dataclass; a recipe is one, with its hyperparameters for "
-            "fields: put @dataclasses.dataclass(frozen=True) above it"
+            f"{name} in {where} is not a dataclass; a recipe is a dataclass whose fields are its "
+            "hyperparameters: add @dataclasses.dataclass(frozen=True)"
         )
     if missing := _missing(recipe):
         raise ConfigError(
@@ -122,13 +122,13 @@ def find_recipe(spec: str) -> type[Any]:
 
 
 def recipe_name(recipe: type[Any]) -> str:
-    """The name a recipe's class is known by: the built-in one, or the class's."""
+    """Return the built-in name of a recipe class, or the class's own name."""
     path = f"{recipe.__module__}:{recipe.__name__}"
     return next((name for name, spec in BUILT_IN.items() if spec == path), recipe.__name__)
 
 
 def presets_of(recipe: type[Any]) -> Mapping[str, Mapping[str, Any]]:
-    """The recipe's presets: names, each with values of fields; empty where it has none."""
+    """Return the recipe's presets, which map names to field values; empty if it has none."""
     presets: Mapping[str, Mapping[str, Any]] = getattr(recipe, "presets", {})
     return presets
 
@@ -139,7 +139,7 @@ def _check_presets(recipe: type[Any], where: str) -> None:
     maps = (presets, *(presets.values() if isinstance(presets, Mapping) else ()))
     if "presets" in fields or not all(isinstance(each, Mapping) for each in maps):
         raise ConfigError(
-            f"presets of {recipe.__name__} in {where} is no mapping of names to values of fields; "
+            f"presets of {recipe.__name__} in {where} must map names to field values; "
             "write presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {...}, or rename it"
         )
     settable = [name for name, field in fields.items() if field.init]
@@ -174,7 +174,7 @@ def _load_module(name: str) -> ModuleType:
 
 
 def abstract_model(make: Callable[..., Any], *arguments: Any) -> Any:
-    """Return `make(*arguments)` with shapes for arrays; really made where it cannot be traced."""
+    """Return `make(*arguments)` with shapes for arrays, or with arrays if it cannot be traced."""
     definitions: list[Definition] = []
 
     def parts() -> tuple[PyTree, PyTree]:
@@ -184,23 +184,23 @@ def abstract_model(make: Callable[..., Any], *arguments: Any) -> Any:
 
     try:
         params, extras = jax.eval_shape(parts)
-    except jax.errors.JAXTypeError:  # it looks at values
+    except jax.errors.JAXTypeError:  # it depends on values
         return make(*arguments)
     return definitions[0].merge(params, extras)
 
 
 def recipe_of(recipe_class: type[Any], fields: Mapping[str, Any]) -> Any:
-    """The recipe with these fields; those that it did not have then are as by default.
+    """Return the recipe with these field values; fields added since get their defaults.
 
     Raises:
-        ConfigError: one cannot be made of its JSON, or is no field any more.
+        ConfigError: a value cannot be restored from its JSON, or its field no longer exists.
     """
     name = recipe_name(recipe_class)
     known = [field.name for field in dataclasses.fields(recipe_class)]
     if unknown := [field for field in fields if field not in known]:
         raise ConfigError(
-            f"the run's recipe {name} had a field {unknown[0]!r}, and this one has none; go back "
-            "to its code, or give rx.load dp= and state="
+            f"the run's recipe {name} had a field {unknown[0]!r}, which no longer exists; restore "
+            "its code, or pass dp= and state= to rx.load"
         )
     try:
         return from_json(recipe_class, fields)
@@ -208,13 +208,13 @@ def recipe_of(recipe_class: type[Any], fields: Mapping[str, Any]) -> Any:
         raise
     except (TypeError, ValueError, NameError) as error:
         raise ConfigError(
-            f"the run's recipe {name} cannot be made from its config.json ({error}); give rx.load "
-            "dp= and state="
+            f"the run's recipe {name} cannot be restored from its config.json ({error}); pass dp= "
+            "and state= to rx.load"
         ) from error
 
 
 def from_json(dataclass: type[Any], values: Mapping[str, Any]) -> Any:
-    """The dataclass with those of its fields that `values` has; raises ValueError."""
+    """Return the dataclass with the fields that `values` contains; raises ValueError."""
     hints = get_type_hints(dataclass)
     given = [field.name for field in dataclasses.fields(dataclass) if field.init]
     return dataclass(
@@ -223,7 +223,7 @@ def from_json(dataclass: type[Any], values: Mapping[str, Any]) -> Any:
 
 
 def _typed(name: str, hint: Any, value: Any) -> Any:
-    """The value of type `hint` that was written as `value`; raises ValueError."""
+    """Convert the JSON `value` back to type `hint`; raises ValueError."""
     kind, inner = get_origin(hint), get_args(hint)
     if hint is Any or (kind is Literal and value in inner):
         return value
@@ -250,4 +250,4 @@ def _typed(name: str, hint: Any, value: Any) -> Any:
         numbers = (int, float) if hint is float else hint
         if isinstance(value, numbers) and (hint is bool or not isinstance(value, bool)):
             return value
-    raise ValueError(f"{name}={value!r} is no {getattr(hint, '__name__', hint)}")
+    raise ValueError(f"{name}={value!r} is not {getattr(hint, '__name__', hint)}")

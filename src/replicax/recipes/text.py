@@ -1,4 +1,4 @@
-"""Text to train on: found, split, turned into tokens and packed into rows."""
+"""Training text: find it, split it, tokenize it and pack it into rows."""
 
 import sys
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from replicax.errors import ConfigError, DataError
 from replicax.recipes.corpus import Document, read_corpus, split
 from replicax.recipes.tokenizer import Tokenizer, open_tokenizer
 
-# On two cores; what is below a second by these is not worth announcing.
+# Rates on two cores; work of less than a second is not announced.
 BPE_TRAINING_BYTES_PER_SECOND = 6e6
 BPE_ENCODING_BYTES_PER_SECOND = 2.5e6
 BYTES_ENCODING_BYTES_PER_SECOND = 100e6
@@ -22,9 +22,9 @@ class TextDataset:
     """Rows of tokens, in host memory and read-only.
 
     `train` and `heldout` each hold `tokens`, uint16 or int32 [rows, context + 1], and `length`,
-    int32 [rows], as `pack` describes them, and `bytes`, int32 [rows]: the
-    bytes of text that a row's targets stand for. `source` says in one line which text and tokenizer
-    these are and how many tokens, for printing.
+    int32 [rows], as described in `pack`, and `bytes`, int32 [rows]: the bytes of text that a row's
+    targets represent. `source` is a printable line on the text, the tokenizer and the number of
+    tokens.
     """
 
     source: str
@@ -36,10 +36,10 @@ class TextDataset:
 def text_dataset(
     path: Path | None, tokenizer_spec: str, vocab_size: int | None, context: int
 ) -> TextDataset:
-    """The text at `path`, or of Python's standard library, in rows of `context` targets.
+    """Load the text at `path`, or of Python's standard library, in rows of `context` targets.
 
-    `tokenizer_spec` and `vocab_size` are those of `replicax.recipes.tokenizer.open_tokenizer`; a
-    BPE is trained on the training documents alone.
+    `tokenizer_spec` and `vocab_size` are as in `replicax.recipes.tokenizer.open_tokenizer`; a BPE
+    is trained only on the training documents.
     """
     corpus = read_corpus(path)
     train, held_out = split(corpus)
@@ -51,15 +51,15 @@ def text_dataset(
     _announce("encoding", train + held_out, rate)
 
     rows, heldout_rows = (packed(tokenizer, each, context) for each in (train, held_out))
-    # Before packing: every target, and the first token, which is none.
+    # All targets, and the first token, which is not a target.
     tokens, heldout_tokens = (int(each["length"].sum()) + 1 for each in (rows, heldout_rows))
     if rows["length"][0] < context:
         raise DataError(
-            f"context {context:,} takes {context + 1:,} tokens for one row, and the training text "
-            f"has {tokens:,}; lower --context or give more text"
+            f"context {context:,} needs {context + 1:,} tokens for one row, but the training text "
+            f"has {tokens:,}; lower --context or provide more text"
         )
     source = (
-        f"{corpus.source}; {tokenizer.name}; {tokens:,} tokens to train on, "
+        f"{corpus.source}; {tokenizer.name}; {tokens:,} training tokens, "
         f"{heldout_tokens:,} held out"
     )
     return TextDataset(source, tokenizer, rows, heldout_rows)
@@ -68,10 +68,10 @@ def text_dataset(
 def packed(
     tokenizer: Tokenizer, documents: Iterable[Document], context: int
 ) -> dict[str, np.ndarray]:
-    """Rows of `context` targets; see `TextDataset`."""
+    """Return rows of `context` targets; see `TextDataset`."""
     ids = tokenizer.encode_all(documents)
     rows = pack(ids, tokenizer.end_of_text, context, tokenizer.vocab_size)
-    # The end of text, which fills the last row, has no bytes.
+    # The end-of-text token, which pads the last row, has no bytes.
     size = tokenizer.token_bytes[rows["tokens"][:, 1:]].sum(axis=1, dtype=np.int32)
     size.flags.writeable = False
     return {**rows, "bytes": size}
@@ -80,17 +80,17 @@ def packed(
 def pack(
     documents_ids: Iterable[np.ndarray], end_of_text: int, context: int, vocab_size: int
 ) -> dict[str, np.ndarray]:
-    """The documents, each followed by `end_of_text`, one after the other and cut into rows.
+    """Concatenate the documents, each followed by `end_of_text`, and split them into rows.
 
-    Row r holds the tokens `r * context` up to and with `(r + 1) * context`: a row's inputs are
+    Row r holds the tokens `r * context` to `(r + 1) * context`, inclusive: a row's inputs are
     `row[:-1]` and its targets `row[1:]`, and the last target of a row is the first input of the
-    next. So every token but the very first is a target, and a target once.
+    next. Every token except the first is thus a target exactly once.
 
-    `end_of_text` also fills the last row.
+    The last row is padded with `end_of_text`.
 
     Returns:
-        `tokens`, uint16 where the vocabulary allows, else int32 [rows, context + 1], and `length`,
-        int32 [rows]: the first `length` targets of a row are text, and any after them padding.
+        `tokens`, uint16 if the vocabulary fits, else int32 [rows, context + 1], and `length`,
+        int32 [rows]: the first `length` targets of a row are text, and the rest is padding.
     """
     if context < 1:
         raise ConfigError(f"context {context} leaves nothing to predict; it must be at least 1")
@@ -98,7 +98,7 @@ def pack(
     assert 0 <= end_of_text < vocab_size
     pieces = [np.empty(0, dtype)]
     for ids in documents_ids:
-        # A narrower integer would wrap around without a word.
+        # A narrower integer would wrap around silently.
         assert not len(ids) or (ids.min() >= 0 and ids.max() < vocab_size), "ids beyond vocab_size"
         pieces += [ids.astype(dtype), np.array([end_of_text], dtype)]
     stream = np.concatenate(pieces)
@@ -106,8 +106,8 @@ def pack(
     targets = len(stream) - 1
     if targets < 1:
         raise DataError(
-            f"a text of {len(stream)} tokens, with the ends of its documents, leaves nothing to "
-            "predict; it takes at least 2; give more text"
+            f"a text of {len(stream)} tokens, including the ends of its documents, leaves nothing "
+            "to predict; at least 2 are needed; provide more text"
         )
     rows = -(-targets // context)
     stream = np.pad(stream, (0, rows * context - targets), constant_values=end_of_text)

@@ -1,7 +1,7 @@
-"""Text to tokens and back: bytes as they are, or byte-level BPE, trained here or brought along.
+"""Tokenizers: raw bytes, or byte-level BPE that is trained here or loaded from a file.
 
-Of every token it is known how many bytes of text it stands for, and encoding proves it: so a loss
-per token can be told per byte, which compares across tokenizers.
+Every token represents a known number of bytes of text, which encoding verifies. A loss per token
+can therefore be converted to a loss per byte, which is comparable across tokenizers.
 """
 
 import json
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 ENDS_OF_TEXT = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>")
-"""Names of the token between documents; the first that a tokenizer has is taken."""
+"""Names of the token between documents; the first that a tokenizer has is used."""
 TRAINED_VOCAB_SIZE = 4096
-"""Vocabulary of a BPE trained here, where no other is asked for."""
-# While it is encoded, a token takes a hundred times the memory of its id: so a long document is cut
-# into pieces, and only a few of them, of a few documents, are encoded at once.
+"""Default vocabulary size of a trained BPE."""
+# During encoding, a token takes a hundred times the memory of its id. A long document is therefore
+# split into pieces, and only a few pieces of a few documents are encoded at a time.
 PIECE_CHARACTERS = 1 << 17
 PIECES_AT_ONCE = 4
 THREADS = 16
-# Between two lines that are not blank, GPT-2's rules and those after them never make one token.
+# GPT-2's rules and later ones never form a token across the boundary of two non-blank lines.
 LINE_END = re.compile(r"(?<=\S)\n(?=\S)")
 
 
 def open_tokenizer(
     spec: str, documents: Iterable[Document], vocab_size: int | None = None
 ) -> "Tokenizer":
-    """The tokenizer "bytes"; or "bpe", trained on `documents`; or the tokenizer.json at `spec`.
+    """Return the tokenizer "bytes"; "bpe", trained on `documents`; or the tokenizer.json `spec`.
 
-    `vocab_size` is for "bpe" alone, whose default is 4,096.
+    `vocab_size` applies only to "bpe", with a default of 4,096.
     """
     if spec == "bpe":
         return train_bpe(documents, TRAINED_VOCAB_SIZE if vocab_size is None else vocab_size)
@@ -55,27 +55,27 @@ def open_tokenizer(
         )
     if vocab_size not in (None, tokenizer.vocab_size):
         raise ConfigError(
-            f"a vocabulary of {vocab_size:,} is asked for, and tokenizer {tokenizer.name} given; "
-            'only that of "bpe" can be chosen; drop the size, or use "bpe"'
+            f"a vocabulary of {vocab_size:,} does not match tokenizer {tokenizer.name}; only the "
+            'size of "bpe" can be chosen; drop the size, or use "bpe"'
         )
     return tokenizer
 
 
 class ByteTokenizer:
-    """Ids 0..255 are the bytes themselves, UTF-8 or not, and 256 is the end of text."""
+    """A tokenizer whose ids 0..255 are the bytes, UTF-8 or not, and 256 is the end of text."""
 
     name = "bytes (vocabulary 257)"
-    """The tokenizer with its vocabulary's size, for printing."""
+    """Printable name with the vocabulary size."""
     vocab_size = 257
     """One more than the largest id."""
     end_of_text = 256
-    """The id to put between documents; no text is encoded as it."""
+    """The id between documents; no text encodes to it."""
     token_bytes = np.array([1] * 256 + [0], np.int32)
-    """Bytes of text that each id stands for, int32 [vocab_size]; 0 for special tokens."""
+    """Bytes of text per id, int32 [vocab_size]; 0 for special tokens."""
     token_bytes.flags.writeable = False
 
     def encode(self, document: Document) -> np.ndarray:
-        """Ids, int32 [tokens]; their `token_bytes` add up to the document's."""
+        """Return ids, int32 [tokens], whose `token_bytes` sum to the document's bytes."""
         return np.frombuffer(document.content, np.uint8).astype(np.int32)
 
     def encode_all(self, documents: Iterable[Document]) -> Iterator[np.ndarray]:
@@ -83,16 +83,16 @@ class ByteTokenizer:
         return map(self.encode, documents)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text; special tokens have none, and what is not UTF-8 becomes U+FFFD."""
+        """Return the text, without special tokens; invalid UTF-8 becomes U+FFFD."""
         return bytes(token for token in ids if token != 256).decode(errors="replace")
 
 
 class BPETokenizer:
-    """A byte-level tokenizer of the tokenizers library, under the `name` given.
+    """A byte-level tokenizer of the tokenizers library, with a `name`.
 
-    Special tokens are never found in text: where it spells one out, it is text like any other.
-    `encode` and `encode_all` raise DataError for a document that is not UTF-8, and for one that
-    the tokenizer does not give back byte for byte.
+    Special tokens are not recognized in text: their spelling is encoded like any other text.
+    `encode` and `encode_all` raise DataError for a document that is not UTF-8, or that the
+    tokenizer does not reproduce byte for byte.
     """
 
     def __init__(self, tokenizer: "tokenizers.Tokenizer", name: str) -> None:
@@ -118,7 +118,7 @@ class BPETokenizer:
         return np.array(ids, np.int32)
 
     def encode_all(self, documents: Iterable[Document]) -> Iterator[np.ndarray]:
-        """Encode one document after the other, on all processor cores."""
+        """Encode one document after the other, using all cores."""
         with ThreadPoolExecutor(THREADS) as threads:  # the library encodes without the GIL
             yield from threads.map(self.encode, documents)
 
@@ -132,9 +132,9 @@ class BPETokenizer:
             return
         at = next(i for i in range(len(content) + 1) if content[i : i + 1] != back[i : i + 1])
         raise DataError(
-            f"{document.name} is not given back by {self.name}: from byte "
+            f"{document.name} is not reproduced by {self.name}: from byte "
             f"{document.offset + at:,} on, {content[at : at + 8]!r} became {back[at : at + 8]!r}; "
-            "a tokenizer must keep the text (no normalizer, no prefix space, a token for each "
+            "a tokenizer must preserve the text (no normalizer, no prefix space, a token for each "
             'byte); use another, or "bytes" or "bpe"'
         )
 
@@ -143,16 +143,16 @@ Tokenizer = ByteTokenizer | BPETokenizer
 
 
 def train_bpe(documents: Iterable[Document], vocab_size: int) -> BPETokenizer:
-    """A byte-level BPE like GPT-2's, the same whenever the documents are the same.
+    """Train a byte-level BPE like GPT-2's, deterministically from the documents.
 
-    Its vocabulary is smaller than `vocab_size` where the documents have no more pairs to merge;
-    `name` then says so.
+    The vocabulary is smaller than `vocab_size` if the documents have no more pairs to merge; `name`
+    then says so.
     """
     library = require("tokenizers", "text")
     if vocab_size < 257:
         raise ConfigError(
             f"a BPE vocabulary of {vocab_size:,} is too small: 256 bytes and the end of text are "
-            "257 tokens, and each further one is a merge; ask for at least 257"
+            "257 tokens, and each further one is a merge; use at least 257"
         )
     byte_level = library.pre_tokenizers.ByteLevel
     tokenizer = library.Tokenizer(library.models.BPE())
@@ -167,29 +167,29 @@ def train_bpe(documents: Iterable[Document], vocab_size: int) -> BPETokenizer:
     tokenizer.train_from_iterator(map(_text, documents), trainer)
     name = "BPE trained on this text"
     if (size := tokenizer.get_vocab_size()) < vocab_size:
-        name += f", which has only {size - 257:,} of the {vocab_size - 257:,} merges asked for"
+        name += f", with only {size - 257:,} of the {vocab_size - 257:,} requested merges"
     return BPETokenizer(tokenizer, name)
 
 
 def load_tokenizer(path: Path) -> BPETokenizer:
-    """The byte-level tokenizer in a tokenizer.json.
+    """Load the byte-level tokenizer in a tokenizer.json.
 
     The end of text is the first of `<|endoftext|>`, `</s>`, `<|end_of_text|>` and `<eos>` that it
-    has. Truncation and padding that the file asks for are left off.
+    has. Truncation and padding settings in the file are ignored.
     """
     library = require("tokenizers", "text")
     try:
         content = path.read_bytes()
     except OSError as error:
         raise DataError(
-            f'{path} cannot be read: {error.strerror}; give a tokenizer.json, "bytes" or "bpe"'
+            f'{path} cannot be read: {error.strerror}; use a tokenizer.json, "bytes" or "bpe"'
         ) from error
     try:
         tokenizer = library.Tokenizer.from_buffer(content)
-    except Exception as error:  # the library raises nothing narrower
+    except Exception as error:  # the library has no narrower exception
         raise DataError(
-            f"{path} is no tokenizer.json: {' '.join(str(error).split())[:160]}; give a file that "
-            'the tokenizers library has saved, or "bytes" or "bpe"'
+            f"{path} is not a tokenizer.json: {' '.join(str(error).split())[:160]}; use a file "
+            'saved by the tokenizers library, or "bytes" or "bpe"'
         ) from error
     return BPETokenizer(tokenizer, str(path))
 
@@ -218,14 +218,14 @@ def _refuse_what_is_not_byte_level(tokenizer: "tokenizers.Tokenizer", name: str)
     kinds = [part["type"] for part in decoder.get("decoders", [decoder])]
     if "ByteLevel" not in kinds:
         raise DataError(
-            f"{name} is not byte-level (its decoder: {', '.join(kinds)}), so how many bytes a "
-            "token stands for is not known; give a byte-level one such as GPT-2's, Llama 3's or "
-            'Qwen\'s, or use "bytes" or "bpe"'
+            f"{name} is not byte-level (its decoder: {', '.join(kinds)}), so the number of bytes "
+            "per token is unknown; use a byte-level one such as GPT-2's, Llama 3's or Qwen's, or "
+            '"bytes" or "bpe"'
         )
     if dropout := parts["model"].get("dropout"):
         raise DataError(
-            f"{name} drops {dropout:.0%} of its merges at random, so that no two processes would "
-            'see the same tokens; set "dropout" to null in it'
+            f"{name} drops {dropout:.0%} of its merges at random, so processes would see different "
+            'tokens; set "dropout" to null in it'
         )
 
 
@@ -235,20 +235,20 @@ def _find_end_of_text(tokenizer: "tokenizers.Tokenizer", name: str) -> int:
             return found
     special = [t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special]
     raise DataError(
-        f"{name} has no token for the end of a text: none of {' '.join(ENDS_OF_TEXT)} is among "
+        f"{name} has no end-of-text token: none of {' '.join(ENDS_OF_TEXT)} is among "
         f"its {len(special)} special tokens{': ' if special else ''}{' '.join(special[:16])}"
         f"{' ...' if special[16:] else ''}; add one of these to it"
     )
 
 
 def _token_bytes(tokenizer: "tokenizers.Tokenizer") -> np.ndarray:
-    """Bytes of each id; none for special tokens, and for ids that no token has."""
+    """Return the bytes per id; 0 for special tokens and unused ids."""
     vocab = tokenizer.get_vocab(with_added_tokens=True)
     added = tokenizer.get_added_tokens_decoder()
     sizes = np.zeros(max(vocab.values()) + 1, np.int32)
     for token, token_id in vocab.items():
         if token_id not in added:
-            sizes[token_id] = len(token)  # which has a character for each byte
+            sizes[token_id] = len(token)  # one character per byte
         elif not added[token_id].special:
             sizes[token_id] = len(token.encode())
     return sizes

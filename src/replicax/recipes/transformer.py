@@ -1,12 +1,12 @@
 """The GPT-2 network: learned positions, pre-norm blocks, GELU, the embedding tied to the output.
 
 Radford et al., "Language Models are Unsupervised Multitask Learners" (2019). Parameters have the
-names and shapes of the published weights, with two exceptions. Those of all blocks are stacked: `h`
-holds arrays `[layers, ...]`, and one `lax.scan` runs over them. And `c_attn` has a dim of its own
-for query, key and value, `[width, 3, width]`, so that its last dim can be split by heads.
+names and shapes of the published weights, with two exceptions. The blocks are stacked: `h` holds
+arrays `[layers, ...]`, and one `lax.scan` runs over them. `c_attn` has a separate dim for query,
+key and value, `[width, 3, width]`, so that its last dim can be split by heads.
 
-Activations are `[rows * tokens, width]`. XLA's CPU backend differentiates a product of two matrices
-without copies; of `[rows, tokens, width]` and a matrix it transposes whatever led to it once more.
+Activations are `[rows * tokens, width]`: XLA's CPU backend differentiates a product of two matrices
+without copies, but adds a transpose for a product of `[rows, tokens, width]` and a matrix.
 """
 
 import dataclasses
@@ -32,20 +32,20 @@ EPSILON = 1e-5
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The sizes of a network."""
+    """Sizes of the network."""
 
     layers: int
     heads: int
     width: int
     context: int
-    """Most tokens in a row."""
+    """Maximum number of tokens in a row."""
     vocab_size: int
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             if getattr(self, field.name) < 1:
                 raise ConfigError(
-                    f"{field.name}={getattr(self, field.name)}; it is at least 1: raise it"
+                    f"{field.name}={getattr(self, field.name)}; it must be at least 1: raise it"
                 )
         if self.width % self.heads:
             raise ConfigError(
@@ -55,7 +55,7 @@ class Shape:
 
 
 def init(shape: Shape, key: jax.Array) -> Params:
-    """GPT-2's: normal weights, those that add to the residual stream smaller, biases of 0."""
+    """Initialize as GPT-2: normal weights, smaller for residual outputs, and zero biases."""
     layers, width = shape.layers, shape.width
     keys = iter(jax.random.split(key, 6))
 
@@ -95,16 +95,16 @@ def init(shape: Shape, key: jax.Array) -> Params:
 
 
 def logits(params: Params, tokens: jax.Array, heads: int, remat: Remat = "none") -> jax.Array:
-    """Logits `[rows, tokens, vocab_size]` of the next token after each; see `hidden`."""
+    """Return next-token logits `[rows, tokens, vocab_size]`; see `hidden`."""
     scores: jax.Array = hidden(params, tokens, heads, remat) @ params["wte"]["weight"].T
     return scores.reshape(*tokens.shape, -1)
 
 
 def hidden(params: Params, tokens: jax.Array, heads: int, remat: Remat = "none") -> jax.Array:
-    """Final activations `[rows * tokens, width]`; times the embedding, the next tokens' logits.
+    """Return final activations `[rows * tokens, width]`; times the embedding, they are logits.
 
-    `tokens` are ints `[rows, tokens]`, no more of them than the context. The backward pass computes
-    again what `remat` says: nothing; norms and GELU (`selective`); or all of a block (`full`).
+    `tokens` are ints `[rows, tokens]`, at most `context` per row. `remat` sets what the backward
+    pass recomputes: nothing; norms and GELU (`selective`); or whole blocks (`full`).
     """
     rows, count = tokens.shape
     on_gpu = cuda_capability() is not None
@@ -119,7 +119,7 @@ def hidden(params: Params, tokens: jax.Array, heads: int, remat: Remat = "none")
         return layer(x, block), None
 
     x = _embedded(params, tokens).reshape(rows * count, -1)
-    # As a loop on a GPU, a third of a step would be copies of what the backward pass needs.
+    # With a loop on a GPU, copies of saved activations would take a third of a step.
     x, _ = lax.scan(next_layer, x, params["h"], unroll=on_gpu)
     return _layer_norm(params["ln_f"], x)
 
@@ -140,13 +140,13 @@ def _block(x: jax.Array, params: Params, sizes: tuple[int, int, int], on_gpu: bo
     attended = _attention(q, k, v).reshape(x.shape)
     x = x + _dense(params["attn"]["c_proj"], attended)
     fc, normal = params["mlp"]["c_fc"], _layer_norm(params["ln_2"], x)
-    # On a GPU its input is kept, and not the six arrays that its derivative is computed from.
+    # On a GPU, save its input instead of the six arrays that its derivative uses.
     gelu = jax.checkpoint(_biased_gelu, prevent_cse=True) if on_gpu else _biased_gelu
     return x + _dense(params["mlp"]["c_proj"], gelu(_product(fc, normal), fc["bias"]))
 
 
 def _attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Causal attention of `[rows, tokens, heads, head_dim]`: cuDNN's kernel where there is one."""
+    """Apply causal attention to `[rows, tokens, heads, head_dim]`, with cuDNN if it supports it."""
     attended: jax.Array = lax.platform_dependent(
         q, k, v, cpu=cpu.causal_attention, cuda=_cuda_attention, default=_plain_attention
     )
@@ -158,20 +158,20 @@ def _plain_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def _cuda_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    # JAX never chooses cuDNN by itself, and raises where cuDNN does not take the inputs.
+    # JAX never selects cuDNN by default, and raises if cuDNN does not support the inputs.
     implementation: Literal["cudnn"] | None = "cudnn" if cudnn_takes(q) else None
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
 
 
 def cudnn_takes(q: jax.Array) -> bool:
-    """Whether cuDNN's flash attention is there for such queries."""
+    """Return whether cuDNN's flash attention supports such queries."""
     ampere_or_newer = (cuda_capability() or 0) >= 8
     head_dim = q.shape[-1]
     return ampere_or_newer and q.dtype.itemsize == 2 and head_dim <= 128 and head_dim % 8 == 0
 
 
 def _query_key_value(params: Params, x: jax.Array, on_gpu: bool) -> Sequence[jax.Array]:
-    """Each `[..., width]`; by a product each on a GPU, where taking one apart is a copy."""
+    """Return three arrays `[..., width]`; on a GPU from separate products, to avoid a copy."""
     if not on_gpu:
         return jnp.split(_dense(params, x), 3, axis=-2)
 
@@ -186,7 +186,7 @@ def _dense(params: Params, x: jax.Array) -> jax.Array:
 
 
 def _product(params: Params, x: jax.Array) -> jax.Array:
-    """`x` `[..., inputs]` times a weight `[inputs, ...]`, in one product."""
+    """Multiply `x` `[..., inputs]` by a weight `[inputs, ...]` in one product."""
     return jnp.tensordot(x, params["weight"], 1)
 
 
@@ -194,8 +194,8 @@ def _biased_gelu(x: jax.Array, bias: jax.Array) -> jax.Array:
     return jax.nn.gelu(_biased(x, bias), approximate=True)
 
 
-# Below, what parameters are looked up for or added to is float32, and with it the sum over all
-# tokens that is their gradient. In bfloat16 that of a token seen 4,096 times is up to a third off.
+# Below, embedding lookups and bias additions are in float32, so that the gradients, which are sums
+# over all tokens, are too. In bfloat16, a token seen 4,096 times has an error of up to a third.
 
 
 def _embedded(params: Params, tokens: jax.Array) -> jax.Array:
