@@ -395,7 +395,7 @@ STEPS: dict[str, tuple[Any, type[Exception], str]] = {
     "another structure": (
         lambda s, b, k: (s["model"], {"loss": jnp.float32(0)}),
         rx.StateError,
-        "not there",
+        "missing",
     ),
     "other rows": (
         lambda s, b, k: (s, {"loss": rx.mean(b["y"][:3])}),

@@ -178,7 +178,7 @@ def of_linear(state: Callable[[Any], Any]) -> Any:
             r"float32\[5,3\] and is float32\[2,3\]",
         ),
         (lambda s: {**s, "steps": s["steps"] * 1.0}, r"int32\[\] and is float32\[\]"),
-        (lambda s: {"codes": s["codes"]}, "not there"),
+        (lambda s: {"codes": s["codes"]}, "missing"),
     ],
 )
 def test_a_state_of_other_arrays_is_refused(change: Any, said: str) -> None:

@@ -78,7 +78,7 @@ class Configured:
         return lowered
 
     def trace(self, model: Any, batch: Any, *, mesh: AnyMesh | None = None) -> jax.stages.Traced:
-        """Trace the step as for `lower`; `replicax.analysis.flops.count_flops` reads its `jaxpr`."""
+        """Trace as for `lower`; `replicax.analysis.flops.count_flops` reads its `jaxpr`."""
         program = self.program(model, mesh=mesh)
         placed = program.holds(model, batch)
         arguments = (model, batch) if placed else (program.shapes, program.described(batch))

@@ -1,9 +1,9 @@
-"""All-gathers of split parameters: each where the loss uses it, and no earlier.
+"""All-gather each sharded parameter where the loss uses it, and no earlier.
 
-The loss is traced with whole parameters and evaluated with split ones. A parameter is all-gathered
-where it is used, and again in the backward pass, which reduce-scatters its gradient at once; one
-with several uses is all-gathered once and kept. A scan over stacked layers all-gathers one layer at
-a time. Neither the loss nor the model, of whatever kind, needs to know.
+The loss is traced with whole parameters and evaluated with sharded ones. A parameter is
+all-gathered where it is used, and again in the backward pass, which reduce-scatters its gradient
+immediately; one used several times is all-gathered once and kept. A scan over stacked layers
+all-gathers one layer at a time. The loss and the model, of any kind, need no changes.
 """
 
 import collections
@@ -26,18 +26,18 @@ Result = TypeVar("Result")
 
 _LOOPS = {"scan", "while", "cond"}
 _MOVES = {"transpose", "reshape", "broadcast_in_dim", "convert_element_type", "squeeze", "copy"}
-"""Unary primitives that only move a parameter: it is all-gathered where the result is used."""
+"""Unary primitives that only move a parameter, which is all-gathered where the result is used."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardedParameter:
-    """Sharding of one parameter over the replicas, and how it is all-gathered."""
+    """Sharding of one parameter over the replicas, and how to all-gather it."""
 
     sharding: NamedSharding
     axis: str
-    """Mesh axis that it is split over."""
+    """Mesh axis over which it is sharded."""
     manual: bool
-    """Whether one replica's part is in view; else the whole array, which XLA partitions."""
+    """Whether the code sees one replica's shard, not the whole array partitioned by XLA."""
     dtype: Any
     """Dtype of the computation."""
 
@@ -46,7 +46,7 @@ class ShardedParameter:
         return list(self.sharding.spec).index(self.axis)
 
     def of_layer(self) -> "ShardedParameter":
-        """Return the place of one layer of a stack."""
+        """Return the sharding of one layer of a stack."""
         spec = PartitionSpec(*self.sharding.spec[1:])
         return dataclasses.replace(self, sharding=NamedSharding(self.sharding.mesh, spec))
 
@@ -60,21 +60,21 @@ class ShardedParameter:
 
 @dataclasses.dataclass(frozen=True)
 class Gathering:
-    """Evaluates a loss written for whole parameters at split ones."""
+    """Evaluate a loss written for whole parameters on sharded ones."""
 
     shardings: PyTree
     """`NamedSharding`s of the parameters."""
     axis: str
-    """Mesh axis that they are split over."""
+    """Mesh axis over which they are sharded."""
     manual: bool
-    """Whether one replica's parts are in view."""
+    """Whether the code sees one replica's shards."""
 
     def __call__(
         self, function: Callable[[PyTree], Result], params: PyTree, precision: Precision
     ) -> Result:
-        """Return `function` of the whole parameters in the dtype of `precision`.
+        """Return `function` of the whole parameters in the compute dtype of `precision`.
 
-        They are cast before the all-gather, and their gradients after the reduce-scatter.
+        Parameters are cast before the all-gather, gradients after the reduce-scatter.
         """
         leaves, structure = jax.tree.flatten(params)
         shardings = jax.tree.leaves(self.shardings)
@@ -96,7 +96,7 @@ class Gathering:
 
 @dataclasses.dataclass(frozen=True)
 class _Split:
-    """A parameter that is not all-gathered yet, and the moves to apply once it is."""
+    """A parameter not yet all-gathered, and the moves to apply afterwards."""
 
     part: jax.Array
     place: ShardedParameter
@@ -119,7 +119,7 @@ class _Split:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _gathered(part: jax.Array, place: ShardedParameter) -> jax.Array:
-    """The part cast, then all-gathered; its gradient is reduce-scattered, then cast."""
+    """Cast, then all-gather the part; its gradient is reduce-scattered, then cast."""
     part = part.astype(place.dtype)
     if place.manual:
         gathered: jax.Array = lax.all_gather(part, place.axis, axis=place.dim, tiled=True)
@@ -147,7 +147,7 @@ _gathered.defvjp(_forward, _backward)
 
 
 def _evaluate(closed: ClosedJaxpr, inputs: Sequence[Any], in_loop: bool) -> list[jax.Array]:
-    """Evaluate `closed` at `inputs`, some of them split."""
+    """Evaluate `closed` on `inputs`, some of them sharded."""
     jaxpr = closed.jaxpr
     uses = collections.Counter(
         variables([*(atom for eqn in jaxpr.eqns for atom in eqn.invars), *jaxpr.outvars])
@@ -155,7 +155,7 @@ def _evaluate(closed: ClosedJaxpr, inputs: Sequence[Any], in_loop: bool) -> list
 
     def apply(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
         pairs = zip(eqn.invars, values, strict=True)
-        # What is used again is all-gathered once, and kept from the first use to the last.
+        # A parameter with several uses is all-gathered once, and kept until its last use.
         some = [v.whole if isinstance(v, _Split) and uses[atom] > 1 else v for atom, v in pairs]
         return _apply(eqn, some, in_loop)
 
@@ -163,7 +163,7 @@ def _evaluate(closed: ClosedJaxpr, inputs: Sequence[Any], in_loop: bool) -> list
 
 
 def _apply(eqn: JaxprEqn, values: list[Any], in_loop: bool) -> list[Any]:
-    """Apply an equation; a parameter that it only moves stays split."""
+    """Apply an equation; a parameter that it only moves stays sharded."""
     name, split = eqn.primitive.name, [each for each in values if isinstance(each, _Split)]
     if not split:
         return bind(eqn, values)
@@ -185,7 +185,7 @@ def _apply(eqn: JaxprEqn, values: list[Any], in_loop: bool) -> list[Any]:
 def _with_parts(
     function: Callable[[list[Any]], Any], values: list[Any], settings: dict[str, Any]
 ) -> list[Any]:
-    """`function(values)`, whose residuals are parts and not what is all-gathered."""
+    """Return `function(values)` with shards, not all-gathered arrays, as residuals."""
 
     def of_arrays(arrays: list[jax.Array]) -> Any:
         pairs = zip(values, arrays, strict=True)
@@ -202,12 +202,12 @@ def _with_parts(
 
 
 def _scan(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
-    """A scan whose body all-gathers stacked layers one at a time."""
+    """Apply a scan whose body all-gathers stacked layers one at a time."""
     params = eqn.params
     fixed, begun, over = of_scan(params, values)
     consts, carry = _all_whole(fixed), _all_whole(begun)
     stacks = [
-        # A stack that is split along its layers cannot be all-gathered one layer at a time.
+        # A stack sharded along its layers cannot be all-gathered one layer at a time.
         _all_whole([each])[0] if isinstance(each, _Split) and not _by_layer(each) else each
         for each in over
     ]

@@ -1,4 +1,4 @@
-"""The one tracker of the steps that were given to the devices."""
+"""Track the steps dispatched to the devices."""
 
 import collections
 import itertools
@@ -7,20 +7,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 STEPS_IN_FLIGHT = 4
-"""How far the host runs ahead: far enough that the devices never wait for it, near enough that the
-batches of unfinished steps fit in memory. XLA's CPU backend admits 32 programs a device; where
-several have a reduction in common, a host that goes on to the 33rd stops them all for good."""
+"""Maximum number of unfinished steps: enough that devices never wait for the host, few enough that
+their batches fit in memory. XLA's CPU backend admits 32 programs per device; if several share a
+reduction, a host that dispatches the 33rd deadlocks them all."""
 
 
 class InFlight:
-    """Follows the steps of a process in the order in which they are given to the devices.
+    """Track the steps of a process in the order of dispatch.
 
-    One thread adds steps and takes their notes; any other may ask what has `finished`.
+    One thread adds steps and takes their notes; any thread may read `finished`.
     """
 
     def __init__(self) -> None:
         self.begun = 0
-        """Steps given to the devices."""
+        """Number of steps dispatched."""
         self._waited_for = 0
         self._unfinished: collections.deque[Any] = collections.deque()
         self._notes: collections.deque[tuple[int, Any]] = collections.deque()
@@ -29,7 +29,7 @@ class InFlight:
 
     @property
     def finished(self) -> int:
-        """Steps that the devices have done."""
+        """The number of steps finished by the devices."""
         with self._lock:
             ready = itertools.takewhile(_is_ready, self._unfinished)
             return self._waited_for + sum(1 for _ in ready)
@@ -46,11 +46,11 @@ class InFlight:
             self._wait()
 
     def note(self, note: Any) -> None:
-        """Attach a note to the step that was added last; `notes` gives it back."""
+        """Attach a note to the last step added; `notes` returns it."""
         self._notes.append((self.begun, note))
 
     def notes(self, may_remain: int = STEPS_IN_FLIGHT) -> Iterator[Any]:
-        """Take the notes of all steps but the last `may_remain`, in order, once they finish."""
+        """Yield the notes of all but the last `may_remain` steps, in order, as they finish."""
         while True:
             while self._notes and self._notes[0][0] <= self._waited_for:
                 yield self._notes.popleft()[1]
@@ -60,7 +60,7 @@ class InFlight:
 
     @property
     def remaining(self) -> list[Any]:
-        """Notes that were not taken yet, oldest first."""
+        """Notes not yet taken, oldest first."""
         return [note for _, note in self._notes]
 
     def forget(self) -> None:
@@ -68,10 +68,10 @@ class InFlight:
         self._notes.clear()
 
     def meet(self, run: Callable[[], list[Any]]) -> list[Any]:
-        """Return what `run` gives to the devices, which wait in it for one another.
+        """Return the results of `run`, which dispatches programs that communicate.
 
-        The one before has to be done: two at once, each on some of the threads of XLA's CPU
-        backend, may wait for ever.
+        Wait for the previous one first: two at once, each on some of the threads of XLA's CPU
+        backend, may deadlock.
         """
         if self._met is not None:
             self._met.block_until_ready()
@@ -80,7 +80,7 @@ class InFlight:
         return found
 
     def _wait(self) -> None:
-        """Wait for the oldest step; raise what its devices raised."""
+        """Wait for the oldest step; re-raise any error from its devices."""
         try:
             self._unfinished[0].block_until_ready()
         finally:
@@ -92,5 +92,5 @@ class InFlight:
 def _is_ready(result: Any) -> bool:
     try:
         return bool(result.is_ready())
-    except RuntimeError:  # deleted, hence done
+    except RuntimeError:  # deleted, so finished
         return True

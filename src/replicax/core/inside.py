@@ -1,6 +1,6 @@
-"""Functions for use in a loss: the rows of other replicas, which rows are real, the step number.
+"""Functions for use in a loss: rows of other replicas, the padding mask, and the step number.
 
-Outside of a step each function answers as on one device, so that the same loss is tested alone.
+Outside a step, each function behaves as on one device, so a loss can be tested by itself.
 """
 
 import contextlib
@@ -24,15 +24,15 @@ from replicax.errors import LossError
 
 @dataclasses.dataclass(eq=False)
 class Inside:
-    """The rows that a loss, or a step of one's own, sees."""
+    """The rows seen by a loss or a custom step."""
 
     mask: jax.Array
-    """float32 `[rows]`, 0 on padding."""
+    """float32 `[rows]`, 0 for padding."""
     view: View
     trace: Any
-    """The JAX trace that calls it."""
+    """The JAX trace in which it is called."""
     own: Any = None
-    """The means of a step of one's own to sum; None in a loss. See `replicax.core.own`."""
+    """The means that a custom step sums; None in a loss. See `replicax.core.own`."""
     gathers: bool = False
     """Whether `gather` was called."""
     weighs: bool = False
@@ -40,16 +40,16 @@ class Inside:
 
 
 _current: ContextVar[Inside | None] = ContextVar("replicax_inside", default=None)
-# Part of the key of JAX's caches: a `jax.jit` within a loss is traced anew where `gather` differs.
+# Part of the key of JAX's caches: a `jax.jit` in a loss is retraced if `gather` differs.
 _gathers = jax.make_user_context()
 
 
 @contextlib.contextmanager
 def inside(mask: jax.Array, view: View, own: Any = None) -> Iterator[Inside]:
-    """Within this context the functions below speak of these rows."""
+    """Enter a context in which the functions below refer to these rows."""
     here = Inside(mask, view, get_opaque_trace_state(), own)
     token = _current.set(here)
-    # What a step sums is part of what is traced, so that no cache may give it to another trace.
+    # The sums of a step belong to its trace, so no cache may pass them to another trace.
     once = None if own is None else object()
     try:
         with _gathers((view.axis, view.part, once)):
@@ -59,16 +59,16 @@ def inside(mask: jax.Array, view: View, own: Any = None) -> Iterator[Inside]:
 
 
 def current() -> Inside | None:
-    """Return the rows that are spoken of here, if any."""
+    """Return the rows of the current context, if any."""
     return _current.get()
 
 
 def gather(rows: PyTree) -> PyTree:
-    """Return the rows of the whole batch, in order: for a loss whose rows depend on one another.
+    """Return the rows of the global batch, in order, for a loss whose rows depend on each other.
 
-    It is differentiable, and costs one all-gather for each dtype, and one reduce-scatter back. What
-    sees the whole batch already (one device, mode `jit`, a loss outside of a step) gets back what
-    it gave. Padding is among the rows: gather `row_weights` too, to leave it out.
+    It is differentiable, and costs one all-gather per dtype and one reduce-scatter in the backward
+    pass. If the loss already sees the global batch (one device, mode `jit`, outside a step), `rows`
+    is returned unchanged. It includes padding: gather `row_weights` too, to exclude it.
 
     Examples:
         >>> def contrastive(model, batch, key):
@@ -78,7 +78,7 @@ def gather(rows: PyTree) -> PyTree:
         ...     return of_all - jnp.sum(image * text, axis=1)
 
     Args:
-        rows: a pytree of arrays `[rows, ...]`, of the rows that the loss sees.
+        rows: a pytree of arrays `[rows, ...]`, one entry per row that the loss sees.
 
     Raises:
         LossError: the loss sees a micro-batch, not all rows of its replica.
@@ -89,8 +89,8 @@ def gather(rows: PyTree) -> PyTree:
     here.gathers = True
     if here.view.part and here.view.gather is None:
         raise LossError(
-            "rx.gather in a loss computed on micro-batches, each of which would see its own rows "
-            "alone: use accumulate=1 or mode='exact', and no stages"
+            "rx.gather in a loss computed on micro-batches, which would only see rows of the same "
+            "micro-batch: use accumulate=1 or mode='exact', and no stages"
         )
     if here.view.axis is None and here.view.gather is None:
         return rows_gathered_already(rows)
@@ -106,17 +106,17 @@ def gather(rows: PyTree) -> PyTree:
 
 
 def row_weights(rows: PyTree) -> jax.Array:
-    """Return which of the rows that a loss sees count: 1, and 0 for padding.
+    """Return the padding mask of the rows that a loss sees: 1 for real rows, 0 for padding.
 
     Examples:
         >>> print(rx.row_weights(jnp.zeros((3, 2))))
         [1. 1. 1.]
 
     Args:
-        rows: a pytree of arrays `[rows, ...]`, of the rows that the loss sees.
+        rows: a pytree of arrays `[rows, ...]`, one entry per row that the loss sees.
 
     Returns:
-        float32 `[rows]`; all 1 outside of a step.
+        float32 `[rows]`; all 1 outside a step.
     """
     here = _seeing("row_weights", rows)
     if here is None:
@@ -127,9 +127,9 @@ def row_weights(rows: PyTree) -> jax.Array:
 
 
 def step_number() -> jax.Array:
-    """Return how many steps were done before this one, int32; 0 outside of a step.
+    """Return the number of steps before this one, int32; 0 outside a step.
 
-    In evaluation it is the number of steps that the state has seen.
+    In evaluation it is the number of steps already applied to the state.
 
     Examples:
         >>> def loss(model, batch, key):
@@ -157,22 +157,22 @@ def _seeing(name: str, rows: PyTree) -> Inside | None:
         count, seen = row_count(rows), here.mask.shape[0]
         if count != seen:
             raise LossError(
-                f"rx.{name} was given {count} rows, and the loss sees {seen}: give it arrays with "
-                "one entry for each row of the batch"
+                f"rx.{name} got {count} rows, but the loss sees {seen}: pass arrays with "
+                "one entry per row of the batch"
             )
     return here
 
 
 def _check_trace(name: str, here: Inside) -> None:
-    """Raise `LossError` where JAX might keep what is returned beyond the step, in a cache."""
+    """Raise `LossError` if a JAX cache might keep the returned value beyond the step."""
     if get_opaque_trace_state() != here.trace:
         raise LossError(
-            f"rx.{name} was called inside of a function that the loss hands to jax.jit, jax.grad, "
-            "scan or the like: call it before, and pass on what it returns"
+            f"rx.{name} was called inside a function that the loss passes to jax.jit, jax.grad, "
+            "scan or similar: call it before, and pass in the result"
         )
 
 
 @jax.jit
 def rows_gathered_already(rows: PyTree) -> PyTree:
-    """Return the whole batch's rows as they are; `replicax.core.rows` finds this by its name."""
+    """Return the global batch's rows unchanged; `replicax.core.rows` finds this by name."""
     return rows

@@ -1,4 +1,4 @@
-"""The processes of a job as the core asks them, and the job of one process."""
+"""The job protocol that the core uses, and the job of a single process."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -7,9 +7,9 @@ from replicax.core.in_flight import InFlight
 
 
 class Job(Protocol):
-    """The processes that compute together. All call its methods alike, in the same order.
+    """The processes that compute together. All must make the same method calls in the same order.
 
-    A `topic` says in words what a call is about. Values are what JSON can hold.
+    `topic` describes the purpose of a call. Values must be JSON-serializable.
 
     Examples:
         >>> job = rx.initialize()
@@ -22,16 +22,16 @@ class Job(Protocol):
     """Rank of this process, from 0."""
     processes: int
     in_flight: InFlight
-    """Tracker of every step that this process gives to the devices."""
+    """Tracker of all steps dispatched by this process."""
 
     def agree(self, topic: str, fields: Mapping[str, Any]) -> None:
         """Return once all processes have called this with equal `fields`, nested or not.
 
-        Else raise `AgreementError` in all, with the field and the processes that differ.
+        Otherwise raise `AgreementError` in all, naming the field and the processes that differ.
         """
 
     def agree_on_text(self, topic: str, text: str) -> None:
-        """Do the same with the text of a program; the error names the first line that differs."""
+        """Do the same for a program text; the error shows the first line that differs."""
 
     def gather(
         self,
@@ -41,26 +41,26 @@ class Job(Protocol):
         slow: bool = False,
         cancelled: Callable[[], bool] | None = None,
     ) -> list[Any]:
-        """All-gather: return `value` of every process, in order.
+        """All-gather: return the `value` of every process, in rank order.
 
-        Others have as long as each may go without progress, or an hour if `slow`. `cancelled` is
-        asked now and then; once it is true, the result is empty.
+        The timeout is the job's stall timeout, or an hour if `slow`. `cancelled` is polled; once it
+        returns True, the result is empty.
         """
 
     def broadcast(self, topic: str, find: Callable[[], Any]) -> Any:
-        """Return in all processes what `find` returns, or raise what it raises, in process 0."""
+        """Return, or raise, in all processes what `find` returns or raises in process 0."""
 
     def barrier(self, topic: str) -> None:
-        """Wait for all processes: one that ends breaks what others still compute."""
+        """Wait for all processes: one that exits early breaks the computation of others."""
 
     def unique(self, topic: str) -> str:
-        """Return `topic` with a number: another one in each call, the same one in all processes."""
+        """Return `topic` with a number, unique per call and the same in all processes."""
 
     def move(self) -> None:
         """Report progress, for the heartbeat."""
 
     def rest(self) -> None:
-        """Report that no progress is to be expected until the next `move`."""
+        """Report that no progress is expected until the next `move`."""
 
 
 class Alone:

@@ -1,4 +1,4 @@
-"""Where each array of a train state lives: a table of layouts, and the user's rules."""
+"""Placement of each array of a train state: predefined layouts and user rules."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -18,20 +18,20 @@ from replicax.errors import ConfigError, choose
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where the arrays of a train state live: on every device, unless it splits them."""
+    """Placement of the arrays of a train state: replicated, unless the layout shards them."""
 
     name: str
     splits_optimizer: bool = False
-    """Whether the optimizer's state is split over the replicas."""
+    """Whether the optimizer state is sharded over the replicas."""
     splits_params: bool = False
-    """Whether the parameters are, too; each is all-gathered where the loss uses it."""
+    """Whether parameters are too; each is all-gathered where the loss uses it."""
     rules: tuple[tuple[str, PartitionSpec], ...] = ()
-    """Specs over the other axes: `model` splits each layer, `stage` stacks of layers."""
+    """Specs over the other axes: `model` shards each layer, `stage` stacks of layers."""
     schedule: str = "1f1b"
-    """Order of the micro-batches in pipeline stages, where there are some."""
+    """Order of the micro-batches in pipeline stages, if any."""
     pieces: int | None = None
-    """Number of equal pieces that what is split consists of, over all replicas; else there is one
-    on each device along one axis."""
+    """Number of equal pieces of each sharded array, over all replicas; None: one per device along
+    one axis."""
 
     def __str__(self) -> str:
         return self.name
@@ -43,13 +43,13 @@ class Layout:
 
     @property
     def axes(self) -> set[str]:
-        """Names of the mesh axes that its rules split something over."""
+        """Names of the mesh axes over which its rules shard arrays."""
         return {axis for _, spec in self.rules for axis in axes_of(spec)}
 
     def shardings(self, state: TrainState, mesh: AnyMesh) -> TrainState:
-        """Return the tree of `state`, arrays or shapes, with `NamedSharding`s for leaves.
+        """Return the tree of `state`, arrays or shapes, with `NamedSharding`s as leaves.
 
-        `ConfigError` where the rules do not fit the mesh or the parameters.
+        Raises `ConfigError` if the rules do not match the mesh or the parameters.
         """
         placed = self._placed(state.params, mesh)
         where: TrainState = jax.tree.map(lambda _: replicated(mesh), state)
@@ -61,7 +61,7 @@ class Layout:
         )
 
     def gradient_shardings(self, params: Any, mesh: AnyMesh) -> Any:
-        """Return the shardings of the reduced gradient: those of the optimizer's state."""
+        """Return the shardings of the reduced gradient: those of the optimizer state."""
         return self._placed(params, mesh)(params, self.splits_optimizer)
 
     def _placed(self, params: Any, mesh: AnyMesh) -> Callable[[Any, bool], Any]:
@@ -102,14 +102,14 @@ def layout(name: str = "replicated", *, rules: Rules = (), schedule: str = "1f1b
         ... )
 
     Args:
-        name: `replicated`, `zero1` or `fsdp`: what is split over the replicas.
+        name: `replicated`, `zero1` or `fsdp`: selects what is sharded over the replicas.
         rules: pairs of a regex, searched in the path of each parameter, and a `PartitionSpec`; the
-            first match decides for the parameter and its optimizer state. `stage` in dim 0 is for
-            layers that one `jax.lax.scan` in the loss runs over: they are cut into pipeline stages.
+            first match applies to the parameter and its optimizer state. `stage` in dim 0 splits
+            layers that the loss scans over in one `jax.lax.scan` into pipeline stages.
         schedule: order of the micro-batches through the stages: `1f1b` or `gpipe`.
 
     Raises:
-        ConfigError: no such layout or schedule, or a rule that is none.
+        ConfigError: an unknown layout or schedule, or an invalid rule.
     """
     base = choose("layout", name, LAYOUTS)
     choose("schedule", schedule, SCHEDULES)
@@ -120,7 +120,7 @@ def layout(name: str = "replicated", *, rules: Rules = (), schedule: str = "1f1b
 
 
 def as_layout(value: "str | Rules | Layout") -> Layout:
-    """Return the layout of that name, or of those rules, or raise `ConfigError`."""
+    """Return the layout for a name or rules, or raise `ConfigError`."""
     if isinstance(value, Layout):
         return value
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -130,23 +130,23 @@ def as_layout(value: "str | Rules | Layout") -> Layout:
 
 
 def check_axes(layout: Layout, mesh: AnyMesh) -> None:
-    """Raise `ConfigError` where devices along an axis would all compute the same."""
+    """Raise `ConfigError` if devices along an axis would all do the same computation."""
     for axis, size in mesh.shape.items():
         if size > 1 and axis not in {DATA, FSDP, *layout.axes}:
             raise ConfigError(
-                f"the mesh has {size} devices along {axis!r} and layout={layout.name!r} splits "
-                f"nothing over it, and each would compute the same: leave {axis}={size} "
-                f"out, or use layout rules that name {axis!r}"
+                f"the mesh has {size} devices along {axis!r} and layout={layout.name!r} shards "
+                f"nothing over it, so all would do the same computation: remove {axis}={size}, "
+                f"or use layout rules that name {axis!r}"
             )
 
 
 def _split_largest(
     shape: tuple[int, ...], spec: PartitionSpec, axis: Axis, parts: int
 ) -> PartitionSpec:
-    """`spec` with the largest whole dim that `parts` divides, if any, split over `axis`.
+    """Return `spec` with the largest unsharded dim that `parts` divides, if any, over `axis`.
 
-    The leading dim of three or more is the last choice: it may be that of stacked layers, which a
-    scan can all-gather one at a time only where each of them is split.
+    The leading dim of three or more is the last choice: it may be one of stacked layers, which a
+    scan can all-gather one at a time only if each layer is sharded.
     """
     entries = [*spec, *(None,) * (len(shape) - len(spec))]
     if axis in axes_of(spec):
@@ -159,9 +159,9 @@ def _split_largest(
 
 
 def on_devices_of(leaf: Any, sharding: jax.sharding.Sharding) -> Any:
-    """`leaf`, moved if it lives on other devices than those of `sharding`."""
+    """Return `leaf`, moved if its devices differ from those of `sharding`."""
     if not sharding.is_fully_addressable and getattr(leaf, "is_fully_addressable", True):
-        # device_put would compare the whole array with every process's once more.
+        # device_put would compare the whole array across processes once more.
         return from_host(leaf, sharding)
     if isinstance(leaf, jax.Array) and leaf.sharding.device_set != sharding.device_set:
         return jax.device_put(leaf, sharding)
@@ -170,5 +170,5 @@ def on_devices_of(leaf: Any, sharding: jax.sharding.Sharding) -> Any:
 
 @jax.jit
 def copied(tree: Any) -> Any:
-    """Return a copy of the arrays of `tree`, each where the original lives."""
+    """Return a copy of the arrays of `tree`, with the same placement."""
     return jax.tree.map(jnp.copy, tree)

@@ -1,4 +1,4 @@
-"""Leaves of a pytree: by dtype, as the numbers they hold, and in a few characters."""
+"""Utilities for pytree leaves: group by dtype, convert random keys, and describe."""
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,18 +11,18 @@ from jax.sharding import Sharding
 
 
 def is_random_key(leaf: Any) -> bool:
-    """Whether `leaf` holds typed random keys, which have numbers inside but are none."""
+    """Whether `leaf` holds typed random keys, which wrap numbers but are not numbers."""
     is_array = isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
     return is_array and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
 def numbers(leaf: Any) -> Any:
-    """Return the numbers (uint32 `[..., words]`) of random keys; anything else as it is."""
+    """Return the numbers (uint32 `[..., words]`) of random keys; other leaves unchanged."""
     return jax.random.key_data(leaf) if is_random_key(leaf) else leaf
 
 
 def by_dtype(function: Callable[[list[jax.Array]], list[jax.Array]], tree: Any) -> Any:
-    """Return `tree` with `function(leaves)` for the leaves of each dtype."""
+    """Return `tree` with the leaves of each dtype replaced by `function(leaves)`."""
     leaves, structure = jax.tree.flatten(tree)
     places_of: dict[Any, list[int]] = {}
     for place, leaf in enumerate(leaves):
@@ -35,19 +35,19 @@ def by_dtype(function: Callable[[list[jax.Array]], list[jax.Array]], tree: Any) 
 
 
 def divided(values: Iterable[Any], flags: Sequence[bool]) -> tuple[list[Any], list[Any]]:
-    """Return those of `values` that have a flag, and the others."""
+    """Return the `values` whose flag is set, and the others."""
     pairs = list(zip(values, flags, strict=True))
     return [value for value, flag in pairs if flag], [value for value, flag in pairs if not flag]
 
 
 def merged(flagged: Iterable[Any], others: Iterable[Any], flags: Sequence[bool]) -> list[Any]:
-    """Return what `divided` has divided."""
+    """Merge the two lists returned by `divided`."""
     sides = iter(others), iter(flagged)
     return [next(sides[flag]) for flag in flags]
 
 
 def from_host(leaf: Any, sharding: Sharding) -> jax.Array:
-    """Return an array, or random keys, placed by `sharding`; this process knows the whole."""
+    """Place an array or random keys by `sharding`; this process has the whole value."""
     host = np.asarray(numbers(leaf))
     placed = jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
     if is_random_key(leaf):
@@ -62,27 +62,27 @@ def by_path(tree: Any) -> dict[str, Any]:
 
 
 def kind(leaf: Any) -> str:
-    """Return dtype and shape of an array, or of its `jax.ShapeDtypeStruct`."""
+    """Return the dtype and shape of an array or a `jax.ShapeDtypeStruct`."""
     return f"{leaf.dtype}{list(leaf.shape)}"
 
 
 def shapes_by_path(tree: Any) -> dict[str, str]:
-    """Return the kind of each array in `tree` by path."""
+    """Return the `kind` of each array in `tree`, by path."""
     return {path: kind(leaf) for path, leaf in by_path(tree).items()}
 
 
 def changes(
     before: Any, after: Any, kind: Callable[[Any], str] = kind
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield the path of each leaf that has another kind in two trees, and both kinds."""
+    """Yield path and both kinds of each leaf whose kind differs between two trees."""
     was, now = ({p: kind(leaf) for p, leaf in by_path(tree).items()} for tree in (before, after))
     for path in {**was, **now}:
         if was.get(path) != now.get(path):
-            yield path, was.get(path, "not there"), now.get(path, "not there")
+            yield path, was.get(path, "missing"), now.get(path, "missing")
 
 
 def describe_leaves(data: Any) -> dict[str, str]:
-    """Return dtype, shape and checksum of each array in `data`, by path."""
+    """Return the dtype, shape and checksum of each array in `data`, by path."""
     described = {}
     for path, leaf in by_path(data).items():
         array = np.ascontiguousarray(numbers(leaf))

@@ -1,6 +1,6 @@
-"""Examine a loss before it first runs, or a step of one's own.
+"""Examine a loss, or a custom step, before it first runs.
 
-What it returns, whether its rows are independent, and what it takes from those of one replica.
+Determine its outputs, whether its rows are independent, and what depends on one replica's rows.
 """
 
 import contextlib
@@ -28,20 +28,20 @@ from replicax.core.update import TrainState
 from replicax.errors import LossError
 
 _UNITS = 512
-"""Units of eps by which rounding may separate two values of one row."""
+"""Maximum rounding difference between two values of one row, in units of eps."""
 _COARSEST = 0.1
-"""And never further than this share of the largest, in a dtype however coarse."""
+"""Upper bound on that difference for any dtype, as a share of the largest value."""
 
 
 class Look:
-    """An examination of the loss of `objective`, on the first step's state and batch.
+    """Examine the loss of `objective` on the first step's state and batch.
 
-    Whether rows meet often follows from its trace. Else the trace in evaluation may tell, where
-    BatchNorm averages nothing; else the loss is computed on two quarters of the rows, and on both
-    at once: as many rows as one forward pass has, unless `compute` is False and `decide` does so
-    later. One that cannot be computed so is trusted. Where a batch is not `divided`, and no rows
-    are computed without the others, one number for the whole batch is nothing to look into.
-    `LossError` where the loss does not keep its contract.
+    Whether rows depend on each other often follows from the training trace, or else from the
+    evaluation trace, where BatchNorm averages nothing. Otherwise the loss is computed on two
+    quarters of the rows, separately and together (as many rows as one forward pass), here or, if
+    `compute` is False, by `decide`. A loss that cannot be computed this way is trusted. If the
+    batch is not `divided`, all rows are computed together, and scalars need no examination.
+    Raises `LossError` if the loss violates its contract.
     """
 
     def __init__(
@@ -54,38 +54,38 @@ class Look:
         compute: bool = True,
     ) -> None:
         self.rows_meet = False
-        """Whether a row's loss depends on other rows, but for those that it gathers."""
+        """Whether a row's loss depends on other rows, apart from gathered ones."""
         self.unsure = False
-        """Whether no trace tells, and `decide` has to."""
+        """Whether the traces are inconclusive and `decide` must be called."""
         self._objective, self._of = objective, (state, batch)
         self._writes = getattr(objective.definition, "writes", False)
-        # Names of outputs that are one number for the whole batch, and whether it weighs rows.
+        # Names of outputs that are scalars for the whole batch, and whether it reads row weights.
         traced, (self.scalars, self.weighs) = self._trace(jax.random.key(0))
         self.moves = moves(traced, len(jax.tree.leaves(state.params)))
-        """Whether it has a gradient that is not 0 whatever the parameters are."""
+        """Whether it has a gradient that is not identically 0."""
         self.gathers = gathers(traced)
         values, written = self._places(traced)
         self.writes_alone = any(written)
-        """Whether what it writes to a `Stateful` model follows from the rows in sight."""
+        """Whether the state it writes to a `Stateful` model depends on the visible rows."""
         apart = self.gathers or self._apart(traced, values)
         if not apart and self._writes and divided:
-            self.rows_meet = True  # statistics of the rows in sight, perhaps: evaluation has none
+            self.rows_meet = True  # possibly statistics of visible rows: evaluation has none
         elif not apart and (divided or LOSS not in self.scalars):
             with contextlib.suppress(Exception):  # the user's loss, in evaluation
                 traced = self._trace(None)[0]
                 self.unsure = not self._apart(traced, self._places(traced)[0])
-        del self._of  # the arrays are not ours to keep
+        del self._of  # do not keep the arrays alive
         if self.unsure and compute:
             self.decide(jax.jit(self.differences)(state, batch))
 
     @property
     def needs_real_rows(self) -> bool:
-        """Whether it is another loss with padding among the rows, and does not ask for its mask."""
+        """Whether padding rows would change the loss, as it does not read their mask."""
         depends = bool(self.scalars) or self.gathers or self.rows_meet
         return depends and not self.weighs
 
     def _trace(self, key: jax.Array | None) -> tuple[ClosedJaxpr, tuple[tuple[str, ...], bool]]:
-        """Trace the loss; see also which of its outputs are scalars, and whether it weighs rows."""
+        """Trace the loss; also find which outputs are scalars, and whether it reads row weights."""
         found: list[tuple[tuple[str, ...], bool]] = []
 
         def observed(model: Any, data: PyTree, key: jax.Array | None) -> Any:
@@ -96,7 +96,7 @@ class Look:
         def values(params: PyTree, extras: PyTree, batch: Batch) -> tuple[Any, Any]:
             view = View(key, step=jnp.int32(0))
             returned, after = watching.returned(params, extras, batch, view)
-            sums(returned, batch.mask)  # says what must not be returned
+            sums(returned, batch.mask)  # raises for invalid returns
             return arrays_of_loss(returned), after if self._writes else ()
 
         watching = dataclasses.replace(self._objective, loss=observed)
@@ -104,7 +104,7 @@ class Look:
         return jax.make_jaxpr(values)(state.params, state.extras, batch), found[0]
 
     def _places(self, traced: ClosedJaxpr) -> tuple[list[Place], list[Place]]:
-        """Where rows are in the loss's values, and in what it writes."""
+        """Return where rows are in the loss's values, and in the state it writes."""
         state, batch = self._of
         inputs = places_of(batch, Rows(0))
         held = [None] * (len(traced.jaxpr.invars) - len(inputs))
@@ -113,16 +113,16 @@ class Look:
         return places[:values], places[values:]
 
     def _apart(self, traced: ClosedJaxpr, values: list[Place]) -> bool:
-        """Whether a trace of the loss shows that each row's follows from that row alone.
+        """Whether a trace of the loss shows that each row's loss depends on that row alone.
 
-        Not from how many rows there are, either, or from its place among them.
+        It may not depend on the number of rows or on the row's position either.
         """
         size = self._of[1].size
         apart = all(each in (None, Rows(0)) for each in values)
         return apart and not (holds_number(traced, _counts(size)) or numbers_places(traced, size))
 
     def differences(self, state: TrainState, batch: Batch) -> list[tuple[jax.Array, jax.Array]]:
-        """Return how far two quarters of the rows are from both computed at once, for `decide`."""
+        """Return differences between two quarters of the rows computed apart and together."""
         batch, quarter = batch.whole(), batch.size // 4
 
         def values(first: int, last: int) -> tuple[Any, ...]:
@@ -142,16 +142,16 @@ class Look:
         return []
 
     def decide(self, differences: list[tuple[jax.Array, jax.Array]]) -> None:
-        """Let `rows_meet` follow from the `differences` of this loss."""
+        """Set `rows_meet` from the `differences` of this loss."""
         self.rows_meet = any(share > bound for share, bound in differences)
 
 
 class StepLook:
-    """An examination of a `step` of one's own, on the first step's state and batch.
+    """Examine a custom `step` on the first step's state and batch.
 
-    The step is traced once, as one device runs it, and each loss once beside it. A loss whose trace
-    does not tell is computed as `Look` does; one in a loop of the step is then trusted.
-    `LossError` or `StateError` where a loss, or the step, does not keep its contract.
+    The step is traced once, as for one device, and each loss once more by itself. A loss with an
+    inconclusive trace is computed as in `Look`, or trusted if it is in a loop of the step.
+    Raises `LossError` or `StateError` if a loss, or the step, violates its contract.
     """
 
     def __init__(
@@ -178,8 +178,8 @@ class StepLook:
             if "unbound axis name" not in str(error):
                 raise
             raise LossError(
-                "the step reduces over the replicas itself (psum or pmean over an axis), and runs "
-                "where there is none too: use rx.mean, rx.value_and_grad or rx.gather"
+                "the step reduces over the replicas itself (psum or pmean over an axis), but must "
+                "also run without one: use rx.mean, rx.value_and_grad or rx.gather"
             ) from error
         names = [
             jax.tree_util.keystr(path, simple=True, separator=".")
@@ -192,9 +192,9 @@ class StepLook:
             return [name for name, place in zip(names, places, strict=True) if place]
 
         self.from_rows = depending(None, Rows(0))
-        """Names of what the step returns and takes from rows without summing over all of them."""
+        """Names of outputs of the step that depend on rows without a sum over all of them."""
         self.from_key = depending(MIXED, None)
-        """Names of what it takes from its key, of which each replica has its own."""
+        """Names of outputs that depend on its key, which differs between replicas."""
         if self._unsure:
             shares = jax.jit(lambda *leaves: jaxpr_as_fun(traced)(*leaves)[len(names) :])
             found = iter(shares(*jax.tree.leaves((state, batch))))
@@ -202,45 +202,45 @@ class StepLook:
                 look.decide([(next(found), next(found)) for _ in differences])
         del self._unsure
         self.rows_meet = any(look.rows_meet for look in self._looks)
-        """Whether some loss of a row depends on other rows, but for those that it gathers."""
+        """Whether some loss of a row depends on other rows, apart from gathered ones."""
         self.writes_alone = any(look.writes_alone for look in self._looks)
-        """Whether some loss writes to its model from the rows in sight."""
+        """Whether some loss writes model state that depends on the visible rows."""
         self.scalars = tuple(name for look in self._looks for name in look.scalars)
-        """Names of what a loss returns as one number for the whole batch."""
+        """Names of outputs that a loss returns as a scalar for the whole batch."""
         depends = (bool(self.from_rows) or self._gathers) and not self._weighs
         self.needs_real_rows = depends or any(look.needs_real_rows for look in self._looks)
-        """Whether it is another step with padding among the rows."""
+        """Whether padding rows would change the step."""
 
     def loss(self, objective: Objective, state: TrainState, rows: Batch, outside: bool) -> None:
-        """Look at one of the step's losses."""
+        """Examine one of the step's losses."""
         look = Look(objective, state, rows, divided=self._divided, compute=False)
         self._looks.append(look)
         if look.unsure and outside:
             self._unsure.append((look, look.differences(state, rows)))
 
     def step(self, here: Inside) -> None:
-        """Look at what the step itself asked for."""
+        """Record which functions the step itself called."""
         self._weighs, self._gathers = here.weighs, here.gathers
 
 
 def places_of(batch: Batch, rows: Place) -> list[Place]:
-    """Return where rows are in each leaf of `batch`, given where they are in what holds them."""
+    """Return where rows are in each leaf of `batch`: `rows` if it has rows, else None."""
     shared = len(jax.tree.leaves(batch.shared))
     return [rows] * (len(jax.tree.leaves(batch)) - shared) + [None] * shared
 
 
 def _counts(rows: int) -> set[float]:
-    """Constants that a loss holds if it divides or multiplies by the number of rows it sees."""
+    """Return constants found in a loss that divides or multiplies by its number of rows."""
     counts = {float(rows), rows - 1.0} - {0.0, 1.0}
     return {float(np.float32(each)) for count in counts for each in (count, 1 / count)}
 
 
 def _share(alone: jax.Array, together: jax.Array, unit: float) -> tuple[jax.Array, jax.Array]:
-    """The largest difference, as a share of the largest value, and how much rounding explains.
+    """Return the largest difference relative to the largest value, and its rounding bound.
 
-    It is of `unit` in the computation, and of the dtype of what is returned.
+    The bound covers the eps `unit` of the computation and that of the returned dtype.
     """
-    if together.dtype == bool:  # weights, which have no difference
+    if together.dtype == bool:  # weights, which have no subtraction
         alone, together = alone.astype(jnp.int32), together.astype(jnp.int32)
     floating = jnp.issubdtype(together.dtype, jnp.floating)
     eps = jnp.finfo(together.dtype).eps if floating else 0  # type: ignore[no-untyped-call]
