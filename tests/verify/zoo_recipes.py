@@ -200,7 +200,7 @@ BROKEN = {
     "own statistics, shard_map": Entry(
         linen_loss,
         running_mean_model,
-        words="only BatchNorm's statistics are synchronised",
+        words="BatchNorm statistics",
         arguments={"mode": "shard_map"},
     ),
 }
@@ -345,6 +345,6 @@ NOTED = {
     "frozen by optax": "do not change",
     "contrastive": "one another",
     "contrastive gathered, shard_map": "gathers them from all replicas",
-    "own statistics": "only BatchNorm's statistics",
+    "own statistics": "BatchNorm statistics",
 }
 """What correct ones are told all the same."""

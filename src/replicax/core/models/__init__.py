@@ -1,1 +1,1 @@
-"""Any model <-> its parameters and its other arrays."""
+"""Split models of any kind into parameters and other arrays, and merge them again."""

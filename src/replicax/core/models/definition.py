@@ -1,4 +1,4 @@
-"""A model of any kind in parts: a definition, its trainable arrays, its other arrays."""
+"""Split models: a definition, the trainable arrays, and the other arrays."""
 
 import dataclasses
 from collections.abc import Callable
@@ -13,42 +13,42 @@ from replicax.errors import ConfigError
 
 PyTree = Any
 Parts = tuple["Definition", PyTree, PyTree]
-"""`(definition, params, extras)`: a model taken apart."""
+"""`(definition, params, extras)`: a split model."""
 
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """How a model is called: with which random numbers, and beside which other rows."""
+    """The context of a model call: its random key and the other rows of the batch."""
 
     key: jax.Array | None = None
     """Source of random numbers in training; None in evaluation."""
     axis: Axis | None = None
     """The replica axis to average batch statistics over, if each replica sees its own rows."""
     alone: bool = False
-    """Whether the rows are part of a batch, and no statistics are averaged with other parts'."""
+    """Whether the rows are part of a batch, with no statistics averaged over the other parts."""
     part: bool = False
-    """Whether the rows are some of a replica's, one of its micro-batches."""
+    """Whether the rows are one of several micro-batches of a replica."""
     step: jax.Array | None = None
-    """int32 scalar: steps done before."""
+    """int32 scalar: number of previous steps."""
     scale: jax.Array | None = None
-    """float32 scalar that the loss is multiplied by before it is differentiated; None for 1."""
+    """float32 scalar by which the loss is multiplied before differentiation; None for 1."""
     gather: Callable[[jax.Array], jax.Array] | None = None
-    """Gathers the rows of all parts of a batch where no axis does."""
+    """Gathers the rows of all parts of a batch if no axis does."""
 
 
 class Definition(Protocol):
-    """A model without its arrays: what puts it together again, and calls a function on it."""
+    """A model without its arrays: merges them back, and calls functions on the model."""
 
     def merge(self, params: PyTree, extras: PyTree) -> Any:
-        """Return the user's model, whole."""
+        """Return the user's complete model."""
 
     def apply(
         self, function: Callable[[Any], Any], params: PyTree, extras: PyTree, view: View
     ) -> tuple[Any, PyTree]:
-        """Return `function(model)` and the extras after it.
+        """Return `function(model)` and the updated extras.
 
-        Raises `ConfigError` where the rows are not the whole batch and it changed an array that is
-        no batch statistic.
+        Raises `ConfigError` if the rows are not the whole batch and it changed an array that is not
+        a batch statistic.
         """
 
 
@@ -63,8 +63,8 @@ def is_trainable(leaf: Any) -> bool:
 
 
 def changed_alone(path: str) -> ConfigError:
-    """Return the error for an array that each replica would change by itself."""
+    """Return the error for an array that each replica would update independently."""
     return ConfigError(
-        f"the model writes {path} from its own replica's rows, and replicas must stay equal; only "
-        "BatchNorm's statistics are synchronised: use mode='jit', where the batch is one"
+        f"the model updates {path} from one replica's rows, but replicas must stay equal; only "
+        "BatchNorm statistics are synchronised: use mode='jit', which sees the global batch"
     )

@@ -1,4 +1,4 @@
-"""Equinox modules, alone or in a pytree: in evaluation they are in inference mode."""
+"""Equinox modules, alone or in a pytree; inference mode is set in evaluation."""
 
 from typing import Any
 
@@ -13,15 +13,15 @@ from replicax.errors import ConfigError
 
 
 def holds_equinox(model: PyTree) -> bool:
-    """Whether a pytree is or holds an Equinox module or `State`."""
+    """Whether a pytree is or contains an Equinox module or `State`."""
     return _holds(model, (Module, State))
 
 
 def split_equinox(model: PyTree) -> Parts:
-    """`split_model` for a pytree with Equinox modules; a `State` must be that of a `Stateful`."""
+    """Split a pytree with Equinox modules; a `State` must be in a `Stateful`."""
     if _holds(model, (State, StateIndex)) and not isinstance(model, Stateful):
         raise ConfigError(
-            "the model holds an Equinox State (BatchNorm, say), which a loss has to hand back: "
+            "the model has an Equinox State (as for BatchNorm), which the loss must return: call "
             "init(rx.Stateful(model, state)), and return rx.Written(values, state)"
         )
     return split_pytree(model, EquinoxDefinition)

@@ -14,10 +14,10 @@ PARAMS = "params"
 
 
 def split_linen(model: nn.Module) -> Parts:
-    """`split_model` for Linen, bound to its variables: the collection `params` trains."""
+    """Split a Linen module bound to its variables: the collection `params` trains."""
     if model.scope is None:
         raise ConfigError(
-            f"the Linen module {type(model).__name__} comes without its variables; bind them: "
+            f"the Linen module {type(model).__name__} is not bound to its variables: use "
             "model.bind(model.init(key, example))"
         )
     module, variables = model.unbind()
@@ -37,7 +37,7 @@ class LinenDefinition:
     def apply(
         self, function: Callable[[Any], Any], params: PyTree, extras: PyTree, view: View
     ) -> tuple[Any, PyTree]:
-        # Linen draws every stream that is not named here from "params".
+        # Linen derives every RNG stream not named here from "params".
         rngs = {} if view.key is None else {PARAMS: view.key}
         mutable = [] if view.key is None else list(extras)
         model = self.module.bind({PARAMS: params, **extras}, rngs=rngs, mutable=mutable)

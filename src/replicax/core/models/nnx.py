@@ -17,7 +17,7 @@ def _is_param(_path: Any, node: Any) -> bool:
 
 
 def split_nnx(model: nnx.Module) -> Parts:
-    """`split_model` for NNX: `nnx.Param` trains, all other state is extras."""
+    """Split an NNX module: `nnx.Param` trains, all other state is extras."""
     graphdef, params, extras = nnx.split(model, _is_param, ...)  # type: ignore[misc]
     definition = NNXDefinition(graphdef, jax.tree.structure(params), jax.tree.structure(extras))
     return definition, nnx.to_pure_dict(params), nnx.to_pure_dict(extras)
@@ -32,7 +32,7 @@ class NNXDefinition:
     extras: Any
 
     def paths_of(self, wanted: Any, params: PyTree) -> list[str]:
-        """Return the paths of those `params` that an NNX filter picks."""
+        """Return the paths of the `params` selected by an NNX filter."""
         state = jax.tree.unflatten(self.params, jax.tree.leaves(params))
         return list(by_path(nnx.to_pure_dict(nnx.filter_state(state, wanted))))
 
@@ -74,7 +74,7 @@ class NNXDefinition:
 
 
 def _reseed(model: nnx.Module, key: jax.Array) -> None:
-    """Start every random stream of the model from `key`, so that it depends on the step alone."""
+    """Reseed every random stream of the model from `key`, so it depends only on the step."""
     streams = [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.RngStream)]
     for number, stream in enumerate(streams):
         stream.key.set_value(jax.random.fold_in(key, number))
@@ -82,12 +82,12 @@ def _reseed(model: nnx.Module, key: jax.Array) -> None:
 
 
 def _random(model: nnx.Module) -> set[tuple[Any, ...]]:
-    """Paths of the random streams' states, which the next step starts afresh."""
+    """Return the paths of the random streams' states, which the next step reseeds."""
     return {path for path, node in nnx.iter_graph(model) if isinstance(node, nnx.RngState)}
 
 
 def _average_statistics_over(model: nnx.Module, axis: Axis | None) -> set[tuple[Any, ...]]:
-    """Let every BatchNorm average over `axis`; paths of the statistics that this keeps equal."""
+    """Make every BatchNorm average over `axis`; return the paths of its statistics."""
     paths: set[tuple[Any, ...]] = set()
     for path, module in nnx.iter_modules(model):
         if isinstance(module, nnx.BatchNorm):

@@ -1,4 +1,4 @@
-"""Plain pytrees: arrays of a floating dtype train, all else is constant."""
+"""Plain pytrees: floating-point arrays are trainable, all other leaves are constant."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from replicax.errors import StateError
 
 
 class PytreeDefinition:
-    """The structure of a pytree, and its leaves that are no arrays."""
+    """The structure of a pytree, and its non-array leaves."""
 
     def __init__(self, model: PyTree) -> None:
         leaves, self._structure = jax.tree.flatten(model)
@@ -29,7 +29,7 @@ class PytreeDefinition:
 
     @staticmethod
     def tree_of(leaf: Any, written: bool) -> str:
-        """Return which tree has `leaf`, given whether it is in the state of a `Stateful`."""
+        """Return the name of the tree for `leaf`; `written`: it is in the state of a `Stateful`."""
         if is_trainable(leaf) and not written:
             return "params"
         return "extras" if is_array(leaf) else "static"
@@ -48,12 +48,12 @@ class PytreeDefinition:
         return values_of(returned) if self.writes else returned, extras
 
     def seen(self, model: Any, _view: View) -> Any:
-        """Return the model as a loss is given it."""
+        """Return the model as passed to a loss."""
         return model
 
 
 def split_pytree(model: PyTree, into: type[PytreeDefinition] = PytreeDefinition) -> Parts:
-    """`split_model` for a plain pytree, with a definition of class `into`."""
+    """Split a plain pytree, with a definition of class `into`."""
     leaves, structure = jax.tree.flatten(model)
     of_leaves = list(zip(leaves, _trees(model, into), strict=True))
     params, extras = (
@@ -64,32 +64,32 @@ def split_pytree(model: PyTree, into: type[PytreeDefinition] = PytreeDefinition)
 
 
 def _trees(model: PyTree, into: type[PytreeDefinition]) -> list[str]:
-    """Which tree each leaf is in."""
+    """Return the name of the tree of each leaf."""
     model, state = (model.model, model.state) if isinstance(model, Stateful) else (model, ())
     trained = [into.tree_of(leaf, False) for leaf in jax.tree.leaves(model)]
     return trained + [into.tree_of(leaf, True) for leaf in jax.tree.leaves(state)]
 
 
 class OwnState(PytreeDefinition):
-    """The state of a step of one's own: all its arrays are `params`."""
+    """The state of a custom step: all its arrays are `params`."""
 
     @staticmethod
     def tree_of(leaf: Any, _written: bool) -> str:
         return "params" if is_array(leaf) else "static"
 
     def arrays(self, after: PyTree, before: PyTree) -> PyTree:
-        """Return the arrays of the state that a step returned, in the dtypes of those before."""
+        """Return the arrays of the state returned by a step, in their previous dtypes."""
         definition, params, _ = split_pytree(after, OwnState)
         states = self.merge(before, {}), definition.merge(params, {})
         for path, was, now in changes(*states, lambda x: kind(x) if is_array(x) else repr(x)):
             raise StateError(
-                f"state{path} is {was} before the step and {now} after it; both are alike, and "
-                "what changes is an array: return it as it was, begun by jnp.asarray"
+                f"state{path} is {was} before the step and {now} after it; both must match, and "
+                "changing values must be arrays: keep its kind, or create it with jnp.asarray"
             )
         if definition != self:
             raise StateError(
-                "the state has other containers after the step than before; both are alike: "
-                "return the structure that it was given"
+                "the state has different containers after the step than before; both must match: "
+                "return the same structure"
             )
         return jax.tree.map(
             lambda leaf: leaf if is_random_key(leaf) else jnp.asarray(leaf, leaf.dtype), params

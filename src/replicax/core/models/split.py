@@ -1,6 +1,6 @@
-"""Any model <-> (params, extras): its trainable arrays, and its other arrays.
+"""Split any model into params, its trainable arrays, and extras, its other arrays.
 
-A pytree that holds more than a model is refused, with what to pass instead.
+A pytree that contains more than a model raises an error that says what to pass instead.
 """
 
 import sys
@@ -15,21 +15,21 @@ from replicax.core.models.stateful import Stateful
 from replicax.core.refused import check_unused
 from replicax.errors import ConfigError
 
-# By public name, because a library that was never imported is not imported for this.
+# By public name, to avoid importing libraries for this check.
 _INSTEAD = {
-    ("replicax", "TrainState"): "pass dp.model(state), or give the state to dp.step",
-    ("optax", "GradientTransformation"): "give it to DataParallel, and pass the model alone",
+    ("replicax", "TrainState"): "pass dp.model(state), or pass the state to dp.step",
+    ("optax", "GradientTransformation"): "pass it to DataParallel, and pass only the model here",
     ("flax.training.train_state", "TrainState"): "pass module.bind({'params': state.params}), with "
-    "its batch_stats if it has any, and give DataParallel the optimizer",
-    ("flax.nnx", "Optimizer"): "pass the NNX model, and give DataParallel the optax optimizer",
-    ("flax.nnx", "Module"): "pass one NNX module that holds all: nnx.Dict(...) or nnx.List([...])",
+    "its batch_stats if any, and pass the optimizer to DataParallel",
+    ("flax.nnx", "Optimizer"): "pass the NNX model, and the optax optimizer to DataParallel",
+    ("flax.nnx", "Module"): "pass one NNX module containing all: nnx.Dict(...) or nnx.List([...])",
 }
 
 
 def split_model(model: Any) -> Parts:
     """Return the definition, params and extras of a model of any kind.
 
-    `ConfigError` where there is nothing to train, or no model; `StateError` after a step took it.
+    Raises `ConfigError` if nothing is trainable, or it is no model; `StateError` if donated.
     """
     definition, params, extras = _split(model)
     if not jax.tree.leaves(params):
@@ -37,14 +37,14 @@ def split_model(model: Any) -> Parts:
         kinds = sorted({type(leaf).__name__ for leaf in leaves})
         raise ConfigError(
             f"the model has {len(leaves)} leaves ({', '.join(kinds) or 'none'}) and 0 trainable "
-            "arrays; a trainable array has a floating-point dtype: make it one with jnp.asarray"
+            "arrays; a trainable array has a floating-point dtype: convert it with jnp.asarray"
         )
     check_unused((params, extras))
     return definition, params, extras
 
 
 def _split(model: Any) -> Parts:
-    # A model of a library that was never imported cannot be here, so none is imported for it.
+    # A model cannot come from a library that was never imported, so import none.
     if "flax" in sys.modules:
         import flax.linen
         import flax.nnx
@@ -67,7 +67,7 @@ def _split(model: Any) -> Parts:
 
 
 def _refuse_foreign(model: PyTree) -> None:
-    """Raise `ConfigError` if a pytree is or holds what would train and is no parameter."""
+    """Raise `ConfigError` if a pytree is or contains arrays to train that are not parameters."""
 
     def look(path: Any, node: Any) -> bool:
         reason = _reason(node)
@@ -85,19 +85,19 @@ def _reason(node: Any) -> str | None:
             return f"is an instance of {module}.{name}; {instead}"
     kind = type(node).__name__
     if type(node).__module__.startswith("optax.") and kind.endswith("State"):
-        return f"is an optax {kind}, which does not train; pass the model alone"
+        return f"is an optax {kind}, which is not trainable; pass only the model"
     if _is(node, "flax.nnx", "Variable") and not _is(node, "flax.nnx", "Param"):
-        return f"is an nnx.{kind}, which does not train; pass the NNX model, not its state"
+        return f"is an nnx.{kind}, which is not trainable; pass the NNX model, not its state"
     if _is(node, "flax.linen", "Module") and node.scope is not None:
         return f"is a bound {kind}; pass one bound Linen module that has all others as submodules"
     if isinstance(node, Mapping) and set(node) == {"average", "counter", "hidden"}:
-        return "is state of a Haiku module, which does not train; pass the params alone"
+        return "is state of a Haiku module, which is not trainable; pass only the params"
     if isinstance(node, Mapping) and "params" in node:
         others = [name for name in node if name != "params" and _trains(node[name])]
         if others:
             return (
-                f"has params and {', '.join(map(str, others))}, as variables of a Linen module, of "
-                "which only params train; pass module.bind(variables)"
+                f"has params and {', '.join(map(str, others))}, like the variables of a Linen module, "
+                "where only params train; pass module.bind(variables)"
             )
     return None
 

@@ -1,4 +1,4 @@
-"""Models of functions that hand their state back: Equinox's `State`, Haiku's, a codebook."""
+"""Models whose functions return updated state: Equinox or Haiku state, or a codebook."""
 
 import dataclasses
 from typing import Any
@@ -14,7 +14,7 @@ from replicax.errors import LossError
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Stateful:
-    """A model beside what it writes: nothing in `state` trains, and a loss returns what follows it.
+    """A model with non-trainable state: the loss returns the updated `state`.
 
     Examples:
         >>> def loss(model, batch, key):  # the mean of all that it has seen
@@ -28,7 +28,7 @@ class Stateful:
     """
 
     model: Any
-    """A pytree, Equinox modules among them."""
+    """A pytree, which may contain Equinox modules."""
     state: Any
     """A pytree of arrays of any dtype."""
 
@@ -36,9 +36,9 @@ class Stateful:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """The result of a loss on a `Stateful` model: its values, and the state that follows.
+    """The result of a loss on a `Stateful` model: its values and the updated state.
 
-    In evaluation the state stays as it is.
+    In evaluation the state does not change.
 
     Examples:
         >>> def loss(model, batch, key):  # counts the rows that it has seen
@@ -51,32 +51,30 @@ class Written:
     """
 
     values: Any
-    """All that a loss may return: values, or a pair of values and metrics."""
+    """Any return value of a loss: values, or a pair of values and metrics."""
     state: Any
-    """State as `Stateful.state`, in the same dtypes."""
+    """The updated `Stateful.state`, in the same dtypes."""
 
 
 def values_of(returned: Any) -> Any:
-    """Return what a loss returned, without the state."""
+    """Return the return value of a loss, without the state."""
     return returned.values if isinstance(returned, Written) else returned
 
 
 def take_state(returned: Any, extras: PyTree, view: View) -> PyTree:
-    """Return `extras`, the arrays of a `Stateful` that do not train, with the state of
-    `returned`.
-    """
+    """Return `extras`, the non-trainable arrays of a `Stateful`, with the state of `returned`."""
     if view.key is None:
         return extras
     if not isinstance(returned, Written):
         raise LossError(
-            "the model is an rx.Stateful, and the loss returned no state; it is written in every "
-            "step: return rx.Written(values, state)"
+            "the model is an rx.Stateful, but the loss returned no state; every step must update "
+            "it: return rx.Written(values, state)"
         )
     after = jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, returned.state)
     for path, was, now in changes(extras.state, after):
         raise LossError(
-            f"state{path} was {was} and is {now}; the state that a loss writes has the arrays of "
-            "the one before: return all of it, cast as it was"
+            f"state{path} was {was} and is {now}; a loss must return state with the same arrays as "
+            "before: return all of it, cast to the same dtypes"
         )
     leaves = [jnp.asarray(leaf, leaf.dtype) for leaf in jax.tree.leaves(after)]
     state = jax.tree.unflatten(jax.tree.structure(extras.state), leaves)
