@@ -96,7 +96,7 @@ def _reason(node: Any) -> str | None:
         others = [name for name in node if name != "params" and _trains(node[name])]
         if others:
             return (
-                f"has params and {', '.join(map(str, others))}, like variables of a Linen module, of "
+                f"has params and {', '.join(map(str, others))}, like Linen variables, of "
                 "which only params train; pass module.bind(variables)"
             )
     return None
