@@ -235,7 +235,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[ReplicaxError], str]] = {
     ),
     "Linen variables": (lambda: init(VARIABLES), ConfigError, "module.bind(variables)"),
     "Linen unbound": (lambda: init(nn.Dense(1)), ConfigError, "bind"),
-    "Haiku params and state": (lambda: init((PARAMS, HAIKU_STATE)), ConfigError, "params alone"),
+    "Haiku params and state": (lambda: init((PARAMS, HAIKU_STATE)), ConfigError, "the params"),
     # the loss
     "two arguments": (lambda: make(lambda model, batch: 0), ConfigError, "loss(model, batch, key)"),
     "needs the key": (lambda: evaluate(noisy), LossError, "key is not None"),

@@ -142,12 +142,12 @@ def drawn(model: Any, batch: Any, key: Any) -> Any:
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        (lambda m, b, k: jnp.mean(b["y"]), "one entry a row"),
-        (lambda m, b, k: {"a": b["y"], "mean": jnp.mean(b["y"])}, "one entry a row"),
-        (lambda m, b, k: b["y"][:3], "one entry a row"),
-        (lambda m, b, k: {"all": b["y"], "some": b["y"][:3]}, "one entry a row"),
-        (lambda m, b, k: "text", "one entry a row"),
-        (lambda m, b, k: None, "one entry a row"),
+        (lambda m, b, k: jnp.mean(b["y"]), "predict returned"),
+        (lambda m, b, k: {"a": b["y"], "mean": jnp.mean(b["y"])}, "predict returned"),
+        (lambda m, b, k: b["y"][:3], "predict returned"),
+        (lambda m, b, k: {"all": b["y"], "some": b["y"][:3]}, "predict returned"),
+        (lambda m, b, k: "text", "predict returned"),
+        (lambda m, b, k: None, "predict returned"),
         (drawn, "key is None"),
     ],
 )
@@ -169,9 +169,9 @@ def test_what_cannot_be_predicted_with() -> None:
     with pytest.raises(rx.StateError, match=r"state\b.*\bdict\b"):
         dp.predict(several, MODEL, feed)  # type: ignore[arg-type]
     for batches in (DATA, {"all": feed}, DATA["x"]):
-        with pytest.raises(rx.ConfigError, match=r"give dp\.feed"):
+        with pytest.raises(rx.ConfigError, match=r"dp\.feed"):
             dp.predict(several, state, batches)
-    with pytest.raises(rx.ConfigError, match=r"give dp\.feed"):
+    with pytest.raises(rx.ConfigError, match=r"dp\.feed"):
         dp.evaluate(state, DATA)
 
 
