@@ -1,1 +1,1 @@
-"""The mathematics of a step and its way onto devices: jax, numpy and optax, nothing else."""
+"""The math of a training step and its parallelization; depends only on jax, numpy and optax."""

@@ -212,4 +212,4 @@ def prefetched(items: Callable[[threading.Event], Iterator[Any]], depth: int) ->
     finally:
         closing.set()
         room.release()
-        thread.join(timeout=5.0)  # a loader that hangs must not hang its reader
+        thread.join(timeout=5.0)  # a hanging loader must not block its consumer
