@@ -34,5 +34,5 @@ def test_a_dtype_without_units() -> None:
 
 
 def test_a_device_that_must_be_measured() -> None:
-    with pytest.raises(ConfigError, match=r"no dtype.*bench"):
+    with pytest.raises(ConfigError, match=r"known: none.*bench"):
         roofline(1, 1, CPU, "float32")

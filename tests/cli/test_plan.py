@@ -170,7 +170,7 @@ def test_a_noise_scale_that_no_run_has_resolved(
     [
         ([], ["plan needs a recipe"]),
         (["linear_regresion"], ["linear_regression"]),
-        ([*LINE, "--target", "h10:8"], ["no hardware is called 'h10'", "h100"]),
+        ([*LINE, "--target", "h10:8"], ["hardware 'h10'", "h100"]),
         ([*LINE, "--target", "h100"], ["has no size", "h100:8"]),
         ([*LINE, "--target", "v5e:3x3"], ["no such slice", "v5e:2x4"]),
         ([*LINE, *H100, "--mode", "single"], ["has 8 devices", "leave the mode out"]),
