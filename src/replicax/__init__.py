@@ -1,7 +1,7 @@
 """Data-parallel training for JAX that proves itself.
 
-The core is loaded with the package; `fit`, `load`, `initialize`, `verify`, `plan` and `bench` with
-what they need, when they are first used.
+Importing the package loads the core only. `fit`, `load`, `initialize`, `verify`, `plan` and `bench`
+are imported on first use.
 """
 
 import importlib
@@ -128,7 +128,7 @@ def __getattr__(name: str) -> typing.Any:
 
 class _Package(types.ModuleType):
     def __setattr__(self, name: str, value: typing.Any) -> None:
-        # Python binds a subpackage's name as it is imported: `rx.plan` stays the function.
+        # Importing a subpackage would bind its name here: `rx.plan` stays the function.
         if not (name in _LATER and isinstance(value, types.ModuleType)):
             super().__setattr__(name, value)
 
@@ -136,7 +136,7 @@ class _Package(types.ModuleType):
 sys.modules[__name__].__class__ = _Package
 
 
-__all__ = [  # noqa: RUF022 - CSV is no constant
+__all__ = [  # noqa: RUF022 - CSV is not a constant
     "AgreementError",
     "Audit",
     "Batch",

@@ -1,4 +1,4 @@
-"""`python -m replicax` is the command line."""
+"""Entry point of `python -m replicax`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A check with its verdict, and the one table that shows checks: of verify, doctor and lint."""
+"""Checks with verdicts, and the table that verify, doctor and lint print them in."""
 
 import collections
 import dataclasses
@@ -17,25 +17,25 @@ SKIP: Final[Literal["skip"]] = "skip"
 WIDTH = 80
 _STYLES: Mapping[Verdict, str] = {PASS: "green", NOTE: "yellow", FAIL: "bold red", SKIP: "dim"}
 _NO_BREAK = "\ue000"
-"""A character of no alphabet; rich breaks lines at the usual no-break space too."""
+"""A private-use character, since rich breaks lines at the usual no-break space too."""
 _SHORT = 24
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One thing that was checked, in one case, and what was found."""
+    """The result of one check in one case."""
 
     subject: str
-    """The heading that it stands under: "parity", "clocks", a file."""
+    """The heading it is listed under: "parity", "clocks", a file."""
     case: str
     """Where: "full batch", "shard_map, 2 micro-batches"; may be empty."""
     verdict: Verdict
     found: str
-    """The finding, with its figures; for `skip`, why it was not looked at."""
+    """The finding, with its figures; for `skip`, the reason it was skipped."""
     cause: str = ""
     """The likely cause of a failure, and its fix."""
     figures: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """The same as numbers, for programs; what JSON can hold."""
+    """The figures as JSON values, for programs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,13 +43,13 @@ class Style:
     """Differences between the tables of two commands."""
 
     remedy: str = "cause"
-    """The word before a check's `cause`: "fix"."""
+    """The word before a check's `cause`, such as "fix"."""
     words: Mapping[Verdict, str] = dataclasses.field(default_factory=dict)
-    """Other words for verdicts: `{PASS: "ok", NOTE: "warning"}`."""
+    """Replacement words for verdicts: `{PASS: "ok", NOTE: "warning"}`."""
     below: Callable[[Check], Sequence[str]] = lambda _check: ()
-    """Returns lines to print below a check, as they are."""
+    """Returns lines to print verbatim below a check."""
     width: int = WIDTH
-    """The most columns; a narrower terminal has fewer."""
+    """Maximum number of columns; a narrower terminal gets fewer."""
 
 
 DEFAULT = Style()
@@ -58,12 +58,12 @@ DEFAULT = Style()
 def print_table(
     checks: Sequence[Check], total: str | None = None, *, style: Style = DEFAULT
 ) -> None:
-    """Print what `table_text` returns, in colour on a terminal.
+    """Print the table of `table_text`, in colour on a terminal.
 
     Args:
-        checks: in their order; neighbours of one subject share its heading.
+        checks: in the order to print; consecutive checks of one subject share its heading.
         total: the last line; by default `summary(checks)`.
-        style: what differs from another command's table.
+        style: settings specific to the command.
     """
     require("rich", "cli")
     from rich.console import Console
@@ -74,10 +74,10 @@ def print_table(
 
 
 def table_text(checks: Sequence[Check], total: str | None = None, *, style: Style = DEFAULT) -> str:
-    """Return subject, case, what was found and the verdict of each, and the cause below it.
+    """Return a table of each check's subject, case, finding and verdict, with its cause below.
 
-    Subjects are headings, or a column of their own where no check has a case. Without rich it is
-    a line each.
+    Subjects are headings, or a separate column if no check has a case. Without rich, each check is
+    one line.
     """
     try:
         require("rich", "cli")
@@ -95,7 +95,7 @@ def table_text(checks: Sequence[Check], total: str | None = None, *, style: Styl
 
 
 def summary(checks: Sequence[Check], *, style: Style = DEFAULT) -> str:
-    """`38 checks: 36 pass, 1 note, 1 fail`."""
+    """Return a line such as `38 checks: 36 pass, 1 note, 1 fail`."""
     counts = collections.Counter[str](check.verdict for check in checks)
     listed = [f"{counts[each]} {style.words.get(each, each)}" for each in _STYLES if counts[each]]
     return f"{len(checks)} check{'s' if len(checks) != 1 else ''}: {', '.join(listed)}"
@@ -146,7 +146,7 @@ def _word(check: Check, style: Style) -> str:
 
 
 def _kept(text: str) -> str:
-    """`text` with what belongs together in one line: the short parts of a list with dots."""
+    """Return `text` without line breaks inside the short parts of a list separated by dots."""
     parts = text.split(" · ")
     if len(parts) == 1:
         return text

@@ -1,4 +1,4 @@
-"""Errors that a user can cause, each with its fix.
+"""Errors that a user can cause and fix.
 
 - ReplicaxError
   - ConfigError             a flag, an argument, or a combination of them
@@ -7,10 +7,10 @@
   - DivergedError           a loss that is no longer finite
   - StateError              a train state used twice or with the wrong DataParallel
   - ClusterError            processes that cannot find or join each other
-  - AgreementError          processes that differ in what all must have the same of
-    - ReplicasDifferError   replicas whose state is no longer the same
-  - CheckpointError         a checkpoint that cannot be written, or cannot be trusted
-  - RunInUseError           a run that another start of it holds
+  - AgreementError          processes that differ where they must agree
+    - ReplicasDifferError   replicas whose states are no longer equal
+  - CheckpointError         a checkpoint that cannot be written, or fails verification
+  - RunInUseError           a run that another process is already writing to
   - CompilerError           a compiler that fails on a step, or for a target
   - MissingDependencyError  an optional package that is not installed
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class ReplicaxError(Exception):
-    """Base of every error that Replicax raises on purpose. `exit_code` is the CLI's.
+    """Base class of Replicax's errors. `exit_code` is the exit code of the CLI.
 
     Examples:
         >>> try:
@@ -41,7 +41,7 @@ class ReplicaxError(Exception):
 
 
 class ConfigError(ReplicaxError, ValueError):
-    """A flag or argument that cannot work, alone or beside another.
+    """An invalid flag or argument, or an invalid combination of them.
 
     Examples:
         >>> rx.DataParallel(loss, optimizer, accumulate=0)
@@ -51,7 +51,7 @@ class ConfigError(ReplicaxError, ValueError):
 
 
 class DataError(ReplicaxError, ValueError):
-    """A data file or a batch that is not what it should be.
+    """An invalid data file or batch.
 
     Examples:
         >>> dp.feed({"x": np.zeros((3, 2)), "y": np.zeros(4)}, batch_size=2)
@@ -61,7 +61,7 @@ class DataError(ReplicaxError, ValueError):
 
 
 class LossError(ReplicaxError, ValueError):
-    """A loss function that returned something the loss contract does not allow.
+    """A loss function whose result violates the loss contract.
 
     Examples:
         >>> scalar = rx.DataParallel(lambda model, batch, key: "high", optimizer)
@@ -100,23 +100,23 @@ class StateError(ReplicaxError, RuntimeError):
 
 
 class ClusterError(ReplicaxError, RuntimeError):
-    """A process that cannot find or join the others of its job."""
+    """A process that cannot find or join the other processes of its job."""
 
     exit_code = 1
 
 
 class AgreementError(ReplicaxError, RuntimeError):
-    """Processes that differ in what all must have the same of: code, configuration, data."""
+    """Processes that differ where they must agree: in code, configuration or data."""
 
 
 class ReplicasDifferError(AgreementError):
-    """Replicas that no longer hold the same bits: a device that errs, most often."""
+    """Replicas whose states are no longer bitwise equal, most often due to a faulty device."""
 
     exit_code = 1
 
 
 class CheckpointError(ReplicaxError, RuntimeError):
-    """A checkpoint that cannot be written, or cannot be trusted.
+    """A checkpoint that cannot be written, or fails verification.
 
     Examples:
         >>> result = rx.fit(dp, state, source, batch_size=32, epochs=1, run_dir="runs/x")
@@ -131,7 +131,7 @@ class CheckpointError(ReplicaxError, RuntimeError):
 
 
 class RunInUseError(ReplicaxError, RuntimeError):
-    """A run that another start of it holds.
+    """A run that another process is already writing to.
 
     Examples:
         >>> with rx.Run(dp, state, source, batch_size=32, epochs=1, run_dir="runs/x"):
@@ -144,13 +144,13 @@ class RunInUseError(ReplicaxError, RuntimeError):
 
 
 class CompilerError(ReplicaxError, RuntimeError):
-    """A compiler that fails on a step, or for a target that is planned for."""
+    """A compiler failure on a step, or for the target of a plan."""
 
     exit_code = 1
 
 
 class MissingDependencyError(ReplicaxError, ImportError):
-    """An optional package that the call needs and that is not installed."""
+    """An optional package that the call requires and that is not installed."""
 
 
 def require(module: str, extra: str) -> ModuleType:
@@ -158,7 +158,7 @@ def require(module: str, extra: str) -> ModuleType:
     try:
         found = importlib.import_module(module)
         if found.__spec__ is not None and found.__spec__.origin is None:
-            # A folder of that name, such as wandb leaves, which Python takes for a package.
+            # A folder of that name, as wandb creates, looks like a namespace package to Python.
             raise ModuleNotFoundError(name=module)
         return found
     except ModuleNotFoundError as error:
@@ -166,35 +166,35 @@ def require(module: str, extra: str) -> ModuleType:
         if (error.name or "").partition(".")[0] != package:
             raise
         raise MissingDependencyError(
-            f"{package} is not installed and this needs it; pip install 'replicax[{extra}]'"
+            f"{package} is required but not installed; pip install 'replicax[{extra}]'"
         ) from error
 
 
 def choose(argument: str, name: Any, table: Mapping[str, T], otherwise: str = "") -> T:
-    """Return what `table` has under `name`.
+    """Return the entry `name` of `table`.
 
     Args:
-        argument: what the user calls it, for the message.
-        name: what was given.
-        table: what there is.
-        otherwise: what else could be given, for the message.
+        argument: the argument as the user knows it, for the message.
+        name: the given value.
+        table: the valid names and their entries.
+        otherwise: further valid values, for the message.
 
     Raises:
-        ConfigError: it has no such name.
+        ConfigError: `table` has no such name.
     """
     if isinstance(name, str) and name in table:
         return table[name]
     nearest = did_you_mean(name, table) if isinstance(name, str) else ""
-    raise ConfigError(f"{argument}={name!r}; it is one of {', '.join(table)}{otherwise}{nearest}")
+    raise ConfigError(f"{argument}={name!r}; use one of {', '.join(table)}{otherwise}{nearest}")
 
 
 def check_at_least(name: str, value: float | None, least: float) -> None:
-    """Raise `ConfigError` where `value` is below `least`; None is none."""
+    """Raise `ConfigError` if `value` is below `least`; None is always valid."""
     if value is not None and not value >= least:
-        raise ConfigError(f"{name}={value}; it is at least {least:g}: raise it")
+        raise ConfigError(f"{name}={value}; it must be at least {least:g}: raise it")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The nearest known name as a suggestion to append to a message, or an empty string."""
+    """Return the closest known name as a suggestion for a message, or an empty string."""
     nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" (did you mean {nearest[0]!r}?)" if nearest else ""

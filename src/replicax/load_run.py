@@ -1,4 +1,4 @@
-"""A way back from a run: its folder -> the model, the state, the records."""
+"""Load a run from its folder: the model, the state and the records."""
 
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,10 @@ def load(
     state: TrainState | None = None,
     step: int | str | None = None,
 ) -> Loaded:
-    """Open a run again: its newest checkpoint, verified to the byte, on the devices of `dp`.
+    """Load a run's newest checkpoint, verified byte by byte, onto the devices of `dp`.
 
-    It takes no lease and changes nothing, so the run may go on at the same time. The devices,
-    processes, mode and layout may be others than the run's.
+    It takes no lease and changes nothing, so the run may continue at the same time. Devices,
+    processes, mode and layout may differ from the run's.
 
     Examples:
         >>> _ = rx.fit(dp, state, source, batch_size=32, epochs=1, run_dir="runs/mine")
@@ -32,24 +32,24 @@ def load(
 
     Args:
         run_dir: the run's folder, or its URL in an object store.
-        dp: of the run's loss and optimizer. A run of `replicax train` needs none: by default it is
-            of its recipe, in mode `jit`, on all devices.
-        state: a state of `dp`, or its shapes. A run of `replicax train` needs none.
-        step: updates done at the checkpoint; `"best"` for that of `best.json`; the newest by
+        dp: a `DataParallel` with the run's loss and optimizer. Optional for a run of
+            `replicax train`: by default it uses the run's recipe, in mode `jit`, on all devices.
+        state: a state of `dp`, or its shapes. Optional for a run of `replicax train`.
+        step: step of the checkpoint; `"best"` for the one named in `best.json`; the newest by
             default.
 
     Returns:
-        What was saved. The losses of `Guard(spikes=True)` and the state of a reduction are left out
-        where `state` has none.
+        The saved run. The losses of `Guard(spikes=True)` and the state of a reduction are left out
+        if `state` has none.
 
     Raises:
-        ConfigError: no run, no such checkpoint, or one of another model or optimizer.
-        CheckpointError: the checkpoint is not what was saved; it stays where it is.
+        ConfigError: no run, no such checkpoint, or a different model or optimizer.
+        CheckpointError: the checkpoint fails verification; it is left in place.
         MissingDependencyError: Orbax is not installed.
     """
     checkpoint = find_checkpoint(place(run_dir), step)
     if state is not None and dp is None:
-        raise ConfigError("state= without dp=; the state is one of a DataParallel: give both")
+        raise ConfigError("state= without dp=; a state belongs to a DataParallel: pass both")
     if dp is not None and state is not None:
         return load_checkpoint(checkpoint, dp, state)
     recipe = _recipe(checkpoint)
@@ -62,18 +62,18 @@ def load(
 
 
 def _recipe(checkpoint: Checkpoint) -> Any:
-    """The recipe of a run that `replicax train` made."""
+    """Return the recipe of a run of `replicax train`."""
     config, run = checkpoint.manifest.config, checkpoint.run
     spec, fields = config.get("recipe"), config.get("fields")
     if not isinstance(spec, str) or not isinstance(fields, dict):
         raise ConfigError(
-            f"{run} was not made by replicax train, so it does not know its loss and its model: "
-            "give rx.load(run_dir, dp=dp, state=dp.abstract_state(model))"
+            f"{run} was not created by replicax train, so it does not record its loss and model: "
+            "call rx.load(run_dir, dp=dp, state=dp.abstract_state(model))"
         )
-    # Who hands on a run must not thereby run a program here: the recipe is this machine's own.
+    # A run's folder that someone else provides must not execute code: use only local recipes.
     if Path(spec.partition(":")[0]).resolve().is_relative_to(run.resolve()):
         raise ConfigError(
-            f"the recipe {spec} lies in the run's own folder, which is data; move it elsewhere, or "
-            "give rx.load dp= and state="
+            f"the recipe {spec} is inside the run's folder, which holds only data; move it out, or "
+            "pass dp= and state= to rx.load"
         )
     return recipe_of(find_recipe(spec), fields)

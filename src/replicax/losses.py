@@ -1,10 +1,10 @@
-"""Cross-entropy over large vocabularies, in the memory of its logits.
+"""Cross-entropy over large vocabularies, using little more memory than the logits.
 
-`optax.softmax_cross_entropy_with_integer_labels` of bfloat16 logits is exact where they are
-widened first, and then its backward pass writes float32 logits to memory: 6.6 GB for 32,768 tokens
-of GPT-2's vocabulary. Here the gradient is computed from the logits in their own dtype and two
-numbers a row, in one pass, and is rounded once. The mathematics, and in float32 on a CPU the
-gradient's bits, are the same.
+For bfloat16 logits, `optax.softmax_cross_entropy_with_integer_labels` is exact only if they are
+upcast first, and its backward pass then writes float32 logits to memory: 6.6 GB for 32,768 tokens
+of GPT-2's vocabulary. Here the gradient is computed in one pass from the logits in their original
+dtype and two numbers per row, and rounded once. The mathematics is the same, and so are the
+gradient's bits in float32 on a CPU.
 """
 
 import jax
@@ -15,8 +15,8 @@ from replicax.core.precision import to_sum
 from replicax.core.traced_for import cuda_capability
 
 _ALIGNED = 64
-"""Classes a row of logits is filled up to on CUDA: its products of matrices are slow for rows that
-do not begin at a multiple of 16 bytes."""
+"""Rows of logits are padded to a multiple of this many classes on CUDA, whose matrix products are
+slow if rows are not aligned to 16 bytes."""
 
 _Kept = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
@@ -26,12 +26,12 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     """Return the cross-entropy of each row, in nats.
 
     Args:
-        logits: floats `[..., classes]`; -inf where a class cannot be.
+        logits: floats `[..., classes]`; -inf for impossible classes.
         labels: integers `[...]` from 0 to `classes - 1`.
 
     Returns:
-        `[...]` in float32, or wider where the logits are. It can be differentiated once or more
-        in reverse, and not forward (`jax.jvp`).
+        `[...]` in float32, or in the logits' dtype if that is wider. Reverse-mode differentiation
+        of any order is supported; forward mode (`jax.jvp`) is not.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -65,16 +65,16 @@ cross_entropy.defvjp(_forward, _backward)
 def linear_cross_entropy(hidden: jax.Array, weights: jax.Array, labels: jax.Array) -> jax.Array:
     """Return the cross-entropy of `hidden @ weights.T` for each row, in nats.
 
-    On CUDA the classes are filled up to a multiple of 64 inside, by rows of 0 whose logits are
-    -inf: GPT-2's 50,257 to 50,304. The parameters stay as they are.
+    On CUDA the classes are padded internally to a multiple of 64, with zero rows whose logits are
+    -inf: GPT-2's 50,257 to 50,304. The parameters are unchanged.
 
     Args:
         hidden: floats `[rows, width]`.
-        weights: `[classes, width]` of the same dtype, a tied embedding say.
+        weights: `[classes, width]` of the same dtype, such as a tied embedding.
         labels: integers `[rows]` from 0 to `classes - 1`.
 
     Returns:
-        `[rows]`, as `cross_entropy` gives it.
+        `[rows]`, as returned by `cross_entropy`.
     """
     classes = weights.shape[0]
     missing = -classes % _ALIGNED if cuda_capability() is not None else 0

@@ -1,4 +1,4 @@
-"""A user's Python file as a module."""
+"""Load a user's Python file as a module."""
 
 import importlib.util
 import sys
@@ -9,17 +9,17 @@ from replicax.errors import ConfigError
 
 
 def load_file(path: Path, wanted: str) -> ModuleType:
-    """Run a Python file, as it is now, and return it as a module. It can import its neighbours.
+    """Run a Python file and return it as a module. It can import modules from its folder.
 
     Args:
         path: the file.
-        wanted: what it is to name and how, for the error: "a recipe as file.py:Name".
+        wanted: the expected kind of path, for the error: "a recipe as file.py:Name".
 
     Raises:
-        ConfigError: no such file, or not one of Python.
+        ConfigError: no such file, or not a Python file.
     """
     if not path.is_file():
-        raise ConfigError(f"{path} is no file; give the path of {wanted}")
+        raise ConfigError(f"{path} is not a file; give the path of {wanted}")
     name = f"replicax_file_{path.stem}"  # a file named json.py must not replace json
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     if spec is None or spec.loader is None:
@@ -27,9 +27,9 @@ def load_file(path: Path, wanted: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     folder = str(path.resolve().parent)
     if folder not in sys.path:
-        sys.path.insert(0, folder)  # the file's neighbours, as python file.py has them
+        sys.path.insert(0, folder)  # for imports from its folder, as with python file.py
     before = sys.modules.get(name)
-    sys.modules[name] = module  # dataclasses look their module up
+    sys.modules[name] = module  # dataclasses look up their module
     try:
         spec.loader.exec_module(module)
     except BaseException:

@@ -1,4 +1,4 @@
-"""Rematerialization: policies for `jax.checkpoint(layer, policy=...)`, and layers in turn."""
+"""Rematerialization: a policy for `jax.checkpoint(layer, policy=...)`, and layers in order."""
 
 from typing import Any
 
@@ -6,22 +6,22 @@ import jax
 from jax import lax
 
 ATTENTION = "attention"
-"""The name, for `jax.ad_checkpoint.checkpoint_name`, of what attention wants kept."""
+"""The name, for `jax.ad_checkpoint.checkpoint_name`, of attention residuals to save."""
 
 _PRODUCTS_AND_NAMED = jax.checkpoint_policies.save_from_both_policies(
     jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     jax.checkpoint_policies.save_only_these_names(ATTENTION),
 )
 _CUDNN_ATTENTION = "dot_product_attention_fwd"
-"""How the names of JAX's primitives for cuDNN's attention begin."""
+"""Prefix of the names of JAX's primitives for cuDNN attention."""
 
 
 def products_and_attention(primitive: Any, *arguments: Any, **params: Any) -> Any:
-    """Keep products with weights, and attention as cuDNN computes it; compute the rest again.
+    """Save products with weights and the results of cuDNN attention; recompute the rest.
 
-    What is computed again is cheap, norms and activation functions, and takes most of the memory.
-    `jax.checkpoint_policies.dots_with_no_batch_dims_saveable` alone has cuDNN's attention computed
-    twice, which no policy of JAX's sees.
+    The rest, norms and activation functions, is cheap to compute but takes most of the memory.
+    `jax.checkpoint_policies.dots_with_no_batch_dims_saveable` alone recomputes cuDNN attention,
+    which none of JAX's own policies can save.
 
     Examples:
         >>> import jax
@@ -34,11 +34,11 @@ def products_and_attention(primitive: Any, *arguments: Any, **params: Any) -> An
 
 @jax.custom_vjp
 def in_turn(x: Any, params: Any) -> tuple[Any, Any]:
-    """Return a layer's input and parameters as they are, for layers that are no loop.
+    """Return a layer's input and parameters unchanged; for layers that are not in a loop.
 
-    Backward, the layer before waits until the gradients of both are there. Else, where reductions
-    may run beside computation, XLA computes the gradients of all layers' parameters last, and keeps
-    for them what `jax.checkpoint` was to free.
+    In the backward pass, the previous layer waits until both gradients are computed. Otherwise,
+    when reductions may overlap computation, XLA computes all layers' parameter gradients last, and
+    keeps the memory for them that `jax.checkpoint` should have freed.
 
     Examples:
         >>> layer = lambda x, w: x @ w

@@ -1,4 +1,4 @@
-"""`rx.verify`: the checks of a step, with the compiler of devices that `plan` describes."""
+"""`rx.verify`: the checks of a step, optionally compiled for a target of `plan`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,36 +24,36 @@ def verify(
     seed: int = 0,
     show: checks.Show | None = None,
 ) -> Verification:
-    """Check that the step of `dp` computes on its devices what it computes on one.
+    """Check that the step of `dp` computes the same on its devices as on one.
 
     Loss, metrics, gradient, parameters and the model's other arrays are compared leaf by leaf, in
     every mode that the model allows, with a full batch, a padded one, unequal weights, and several
-    micro-batches; bounds are those that rounding explains. Then the traffic, work that is done
-    twice, parameters without gradient, copies that differ, determinism, recompilation, and sums of
-    many terms in 16-bit floats.
+    micro-batches; differences beyond rounding fail. It also checks communication, duplicated work,
+    parameters without gradient, unequal copies, determinism, recompilation, and sums of many terms
+    in 16-bit floats.
 
-    It compiles the step about a dozen times and runs it about a hundred: give it few rows.
+    The step is compiled about a dozen times and run about a hundred times: pass few rows.
 
     Examples:
         >>> result = rx.verify(dp, model, batch.data, modes=["jit", "shard_map"])
         >>> assert result.ok, str(result)  # the table
 
     Args:
-        dp: the step. It is not run itself, but others made as it is.
+        dp: the step. Identically configured copies are run, not `dp` itself.
         model: as for `dp.init`.
-        batch: a pytree of arrays `[rows, ...]`, the global batch. Rows that the replicas and
-            `micro_batches` do not divide are left out.
-        modes: those to compare; by default all, or those that one process or `dp`'s mesh allows.
-        micro_batches: how many to compare with 1 and with `dp.accumulate`.
-        batch_size: rows of the batch that is trained on, whose sums are looked at and not run; by
+        batch: a pytree of arrays `[rows, ...]`, the global batch. Excess rows that do not divide
+            evenly among the replicas and `micro_batches` are dropped.
+        modes: those to compare; by default all that one process and `dp`'s mesh allow.
+        micro_batches: number of micro-batches to compare with 1 and with `dp.accumulate`.
+        batch_size: rows of the training batch, for which sums are inspected but not run; by
             default those of `batch`.
-        target: hardware to compile for and look for those sums in, as for `rx.plan`: `h100:8`. By
-            default it is the attached devices; nothing else is asked of a target.
+        target: hardware to compile for when inspecting those sums, as for `rx.plan`: `h100:8`. By
+            default the attached devices. It does not affect the other checks.
         seed: of the model's random numbers, as for `dp.init`.
-        show: told what is next, a line at a time.
+        show: called with one line of progress at a time.
 
     Returns:
-        A row for each thing that was checked; `ok` where nothing failed.
+        A row for each check; `ok` is true if none failed.
 
     Raises:
         ConfigError: several processes, an unknown mode or target, or too few rows.
@@ -73,7 +73,7 @@ def verify(
 
 
 def compiling_for(target: str | Target, show: checks.Show) -> Elsewhere:
-    """Return the compiler of a target, for `check_sums`."""
+    """Return a compiler for a target, for use by `check_sums`."""
     aim = parse_target(target) if isinstance(target, str) else target
 
     def compile(dp: DataParallel, model: Any, batch: Any) -> Text:
