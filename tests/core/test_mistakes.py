@@ -292,7 +292,7 @@ def test_a_model_of_a_state_that_is_gone_is_refused() -> None:
     dp = make()
     state = dp.init(MODEL)
     dp.step(state, ROWS)
-    assert "consumed" in refusal(rx.StateError, lambda: dp.model(state))
+    assert "donate" in refusal(rx.StateError, lambda: dp.model(state))
 
 
 DRAWS = {

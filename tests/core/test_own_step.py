@@ -305,11 +305,11 @@ def changed(**values: Callable[[State, Any, Any], Any]) -> Any:
 @pytest.mark.parametrize(
     ("own", "said"),
     [
-        (changed(seen=lambda s, b, k: jnp.mean(b["y"])), "metrics.seen follows from rows"),
-        (changed(done=lambda s, b, k: s["done"] + b["x"].sum().astype(int)), "state.done follows"),
+        (changed(seen=lambda s, b, k: jnp.mean(b["y"])), "metrics.seen .*rows"),
+        (changed(done=lambda s, b, k: s["done"] + b["x"].sum().astype(int)), "state.done .*rows"),
         (
             changed(seen=lambda s, b, k: jax.random.uniform(k)),
-            "metrics.seen follows from the step's key",
+            "metrics.seen .*key",
         ),
         (changed(seen=lambda s, b, k: jax.lax.axis_index("data") * 1.0), "reduces over"),
     ],

@@ -180,9 +180,9 @@ def test_a_state_that_a_step_consumed(ema: bool) -> None:
     dp = parallel(ema=0.5)
     state = dp.init(MODEL)
     dp.step(state, next(iter(dp.feed(DATA, BATCH))))
-    with pytest.raises(rx.StateError, match="consumed"):
+    with pytest.raises(rx.StateError, match="donate"):
         dp.predict(several, state, dp.feed(DATA, BATCH), ema=ema)
-    with pytest.raises(rx.StateError, match="consumed"):
+    with pytest.raises(rx.StateError, match="donate"):
         dp.evaluate(state, dp.feed(DATA, BATCH), ema=ema)
 
 

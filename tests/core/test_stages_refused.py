@@ -72,7 +72,7 @@ def carried_key(model: Any, batch: Any, key: Any) -> Any:
         (in_a_loop, ["['h']['bias']", "2 stages", "lax.scan"]),
         (twice, ["['h']['bias']", "2 scans"]),
         (decayed, ["['h']['up']", "integer_pow"]),
-        (by_layer, ["by layer", "carry"]),
+        (by_layer, ["per layer", "carry"]),
         (from_the_last, ["reverse"]),
         (whole_remat, ["jax.checkpoint"]),
         (carried_key, ["random keys", "jax.random.key_data"]),

@@ -180,9 +180,9 @@ def test_verify_takes_it() -> None:
 @pytest.mark.parametrize(
     ("trainable", "says"),
     [
-        ("lola", r"'lola' names none of the 4 parameters, such as \['base'\]\['in'\]"),
+        ("lola", r"'lola' .* 4 parameters.* \['base'\]\['in'\]"),
         ("(", "is no regex"),
-        (3, "trainable=3; it is a regex"),
+        (3, "trainable=3; .*regex"),
         (nnx.Param, "for an NNX model"),
     ],
 )

@@ -134,8 +134,8 @@ def _check(parts: StageParts, path: str, few: str) -> None:
     by_layer = len(parts.scan.outvars) - scan_counts(params)[1]
     if by_layer:
         raise LossError(
-            f"{what} returns {by_layer} results per layer that the loss uses; only the carry is "
-            "sent between stages: sum them in the carry"
+            f"{what} returns {by_layer} of its results per layer, and the loss uses them; only the "
+            "carry is sent between stages: sum them in the carry"
         )
     if any(jnp.issubdtype(leaf.dtype, jax.dtypes.extended) for leaf in parts.carried):
         raise LossError(
